@@ -194,7 +194,7 @@ answers = await session.map(names, "Story {number}:", out=kept, max_tokens=24)
 print(answers)
 
 # %% [markdown]
-# `answers.to_pandas()` makes a DataFrame of them, with the index of the one that the rows came from. For searching and sorting
+# `answers.to_pandas()` makes a DataFrame of the rows and their answers. For searching and sorting
 # texts by their meaning, `session.embed` gives vectors: the model's hidden states, averaged over a text's tokens.
 
 # %%

@@ -233,10 +233,23 @@ def test_rows_of_a_data_frame(session: Session) -> None:
     frame = pandas.DataFrame({"text": ["one", "two"], "number": [1, 2]}, index=["a", "b"])
     answers = session.map_sync(frame, "{text} {number}", max_tokens=6)
     assert answers.texts == [answer("one 1"), answer("two 2")]
-    joined = frame.join(answers.to_pandas().drop(columns="text"))
-    assert list(joined.index) == ["a", "b"] and list(joined["completion_tokens"]) == [6, 6]
+    table = answers.to_pandas()
+    assert list(table.index) == ["a", "b"] and list(table["completion_tokens"]) == [6, 6]
+    assert list(table["text"]) == ["one", "two"] and list(table["number"]) == [1, 2], "the rows' own columns stay"
+    assert list(table["answer_text"]) == answers.texts and list(frame.columns) == ["text", "number"]
     wrong = session.map_sync([{"text": "x"}, {}], "{text}", max_tokens=2).to_pandas()
-    assert wrong["text"].isna().tolist() == [False, True] and "rows[1]" in wrong["error"][1]
+    assert wrong["answer_text"].isna().tolist() == [False, True] and "rows[1]" in wrong["error"][1]
+    once = session.map_sync(iter([{"text": "x"}]), "{text}", max_tokens=2).to_pandas()
+    assert next(iter(once.columns)) == "text" and len(once) == 1, "rows of an iterator are not kept"
+
+
+def test_a_misspelt_column_is_refused_before_anything_runs(session: Session) -> None:
+    pandas = pytest.importorskip("pandas", reason="rows of a DataFrame need pandas")
+    before = session.stats().scheduler.submitted
+    for rows in (ROWS, pandas.DataFrame(ROWS)):
+        with pytest.raises(InvalidRequest, match=r"names a column that no row has\. Did you mean 'number'"):
+            session.map(rows, "{text} {numbers_}")
+    assert session.stats().scheduler.submitted == before
 
 
 def test_without_pandas_it_says_what_to_install(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,3 +272,7 @@ def test_answers_of_a_structure_are_parsed(tmp_path: Path) -> None:
         asked = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
         cut = real.map_sync(rows[:1], "{text}", out=tmp_path / "out", schema=asked, max_tokens=2)
         assert not cut[0].resumed and cut[0].parsed is None
+        for resumed in (False, True):  # a number that may go on is no number, from the file neither
+            cut = real.map_sync(rows[:1], "{text}", out=tmp_path / "cut", regex="[0-9]+", max_tokens=2)
+            assert cut[0].resumed is resumed and cut[0].text.isdigit() and cut[0].parsed is None
+            assert cut[0].parse_error is not None and cut[0].parse_error.reason == "max_tokens"

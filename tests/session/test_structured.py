@@ -93,14 +93,36 @@ async def test_every_kind_at_temperature_one(session: Session, options: dict[str
 async def test_a_text_that_was_cut_has_no_object_and_says_why(session: Session) -> None:
     done = await session.generate(PROMPT, schema=Person, max_tokens=5)
     assert (done.finish_reason, done.parsed) == (FinishReason.LENGTH, None)
-    assert done.parse_error == "max_tokens cut the text after 5 tokens"
+    assert done.parse_error is not None and done.parse_error.reason == "max_tokens"
+    assert str(done.parse_error) == "max_tokens cut the text after 5 tokens"
+    assert "no object: max_tokens cut" in repr(done) and "no object: max_tokens cut" in done._repr_html_()
     done = await session.generate(PROMPT, schema=Person, max_tokens=60, stop='"age')
     assert (done.finish_reason, done.parsed) == (FinishReason.STOP, None)
-    assert done.parse_error is not None and "stop string" in done.parse_error
+    assert done.parse_error is not None and done.parse_error.reason == "stop"
     done = await session.generate(PROMPT, max_tokens=3)
     assert done.parsed is None and done.parse_error is None and done.forced == ()
-    whole_number = await session.generate("1, 2, 3,", regex="[0-9]+", max_tokens=2, ignore_eos=True)
-    assert whole_number.parsed == whole_number.text, "what was cut is complete as it is"
+
+
+@anyio_test
+@pytest.mark.parametrize(
+    "options", [{"schema": int, "max_tokens": 2}, {"regex": "[0-9]+", "max_tokens": 2}, {"choice": ["a", "ab", "abc"]}]
+)
+async def test_what_is_cut_is_not_whole_although_it_could_be(session: Session, options: dict[str, Any]) -> None:
+    options = {"max_tokens": 1, "logit_bias": {22: 50.0, 67: 50.0}, **options}  # a 4 or an a
+    done = await session.generate("4400 + 4400 =", ignore_eos=True, **options)
+    assert (done.finish_reason, done.parsed) == (FinishReason.LENGTH, None), done
+    assert done.parse_error is not None and done.parse_error.reason == "max_tokens"
+    with pytest.raises(rekindle.NotParsed):
+        raise done.parse_error
+
+
+@anyio_test
+async def test_an_empty_constraint_is_refused(session: Session) -> None:
+    for name in ("choice", "allowed_token_ids"):
+        empty: Any = {name: []}
+        with pytest.raises(InvalidRequest, match="is empty") as caught:
+            await session.generate(NEAR, **empty)
+        assert caught.value.field == name
 
 
 @anyio_test
@@ -117,7 +139,10 @@ async def test_what_does_not_validate_is_no_object(session: Session) -> None:
 
     done = await session.generate("Two:", schema=Even, max_tokens=30, min_p=0.0)
     if done.finish_reason is FinishReason.GRAMMAR:
-        assert done.parsed is None and done.parse_error is not None and "never even" in done.parse_error
+        assert done.parsed is None and done.parse_error is not None
+        assert done.parse_error.reason == "invalid" and "never even" in str(done.parse_error)
+        assert isinstance(done.parse_error.__cause__, pydantic.ValidationError)
+        assert pickle.loads(pickle.dumps(done.parse_error)).reason == "invalid"
 
 
 @anyio_test
@@ -226,6 +251,22 @@ async def test_a_fork_goes_on_in_the_same_structure(session: Session) -> None:
     assert edited.parsed is None or edited.parsed["title"] == "sea"
     with pytest.raises(InvalidRequest, match="does not follow the schema"):
         await session.fork(done, at=2, edit="<<<")
+
+
+@anyio_test
+async def test_behind_a_complete_text_only_its_end_may_come(session: Session) -> None:
+    done = await session.generate(PROMPT, schema=SCHEMA, max_tokens=90)
+    whole = '{"title":"sea","tags":["a"],"kind":"poem"}'
+    for fork, parsed in (
+        (session.fork(done, at=len(done.token_ids), max_tokens=9), done.parsed),
+        (session.fork(done, at=0, edit=whole, max_tokens=9), json.loads(whole)),
+        (session.fork(done, at=0, edit=whole, max_tokens=9, ignore_eos=True), json.loads(whole)),
+    ):
+        ended = await fork
+        assert ended.text == "" and ended.finish_reason is FinishReason.EOS, ended
+        assert ended.parsed == parsed
+        again = await session.fork(ended, at=len(ended.token_ids), max_tokens=9)
+        assert again.text == "" and again.parsed == ended.parsed
 
 
 @anyio_test

@@ -214,6 +214,21 @@ def test_messages_are_checked(messages: Any) -> None:
         ChatTemplate("x").render(messages)
 
 
+@pytest.mark.parametrize(
+    ("role", "fix"),
+    [("usr", "'user'"), ("System", "'system'"), ("human", "'user'"), ("pirate", "Use one of"), (3, "Use")],
+)
+def test_a_role_that_no_model_knows_is_refused(role: Any, fix: str) -> None:
+    with pytest.raises(InvalidRequest, match=fix) as caught:
+        ChatTemplate("{{ messages[0].content }}").render([{"role": role, "content": "x"}])
+    assert caught.value.field == "role" and caught.value.value == role
+
+
+def test_a_role_of_the_template_itself_is_taken() -> None:
+    template = "{% if messages[0].role == 'critic' %}x{% endif %}"
+    assert ChatTemplate(template).render([{"role": "critic", "content": "y"}]) == "x"
+
+
 def test_tools_are_dicts() -> None:
     with pytest.raises(InvalidRequest, match="JSON schemas"):
         ChatTemplate("x").render([USER], tools=[print])

@@ -4,6 +4,7 @@
     ├── ConfigError(ValueError)            an option of open() is wrong or unknown
     ├── InvalidRequest(ValueError)         an argument of a request is wrong or unknown
     │   └── PromptTooLong                  the prompt does not fit into max_model_len
+    ├── NotParsed(ValueError)              why a structured text became no object; `Completion.parse_error`
     ├── QueueFull                          the bounded intake is full and the caller chose not to wait
     ├── Busy                               what the request needs is taken by other requests for now
     ├── RequestAborted                     the request was cancelled before it finished
@@ -38,6 +39,9 @@ import sys
 import sysconfig
 import traceback
 import types
+from typing import Literal
+
+NotParsedReason = Literal["max_tokens", "max_model_len", "stop", "ended", "invalid"]
 
 
 class RekindleError(Exception):
@@ -117,6 +121,22 @@ class InvalidRequest(_FieldError):
 
 class PromptTooLong(InvalidRequest):
     """The prompt leaves no room for a single new token within `max_model_len`."""
+
+
+class NotParsed(RekindleError, ValueError):
+    """Why a structured text became no object: `Completion.parse_error` holds it, and may be raised.
+
+    `reason` is "max_tokens" or "max_model_len" if that bound cut the text, "stop" if a stop string or token ended it,
+    "ended" if the request ended otherwise, and "invalid" if the type refuses the text; what its validator raised is
+    then the `__cause__`.
+    """
+
+    def __init__(self, reason: NotParsedReason, message: str) -> None:
+        self.reason: NotParsedReason = reason
+        super().__init__(message)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.reason, str(self))
 
 
 class QueueFull(RekindleError):

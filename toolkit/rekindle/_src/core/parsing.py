@@ -1,16 +1,18 @@
-"""The object that a text in JSON becomes, made when it is first asked for."""
+"""The object that a structured text becomes, made when it is first asked for."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from rekindle.errors import NotParsed
+
 
 class Parsed(NamedTuple):
     """An object, or why there is none."""
 
     value: Any = None
-    problem: str | None = None
+    problem: NotParsed | None = None
 
 
 class Parsing:
@@ -18,7 +20,7 @@ class Parsing:
 
     __slots__ = ("_found", "_parse", "_text")
 
-    def __init__(self, text: str, parse: Callable[[str], Any], problem: str | None = None) -> None:
+    def __init__(self, text: str, parse: Callable[[str], Any], problem: NotParsed | None = None) -> None:
         self._text, self._parse = text, parse
         self._found = None if problem is None else Parsed(None, problem)
 
@@ -29,7 +31,9 @@ class Parsing:
                 self._found = Parsed(self._parse(self._text))
             except Exception as error:
                 said = str(error).strip() or type(error).__name__
-                self._found = Parsed(None, f"the text does not validate: {said}")
+                problem = NotParsed("invalid", f"the text does not validate: {said}")
+                problem.__cause__ = error
+                self._found = Parsed(None, problem)
         return self._found
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -18,6 +18,7 @@ from rekindle._src.core.guides import Guided, GuideLike
 from rekindle._src.core.parsing import Parsing
 from rekindle._src.core.reply import ContentDelta, ReasoningDelta, Reply, ReplyEvent, ToolCall, ToolCallDropped, fold
 from rekindle._src.core.sampling import Sampling
+from rekindle.errors import NotParsed
 
 IntArray = NDArray[np.int32]
 Vector = NDArray[np.float32]
@@ -333,8 +334,8 @@ class Completion:
         return None if self.parsing is None else self.parsing.get().value
 
     @property
-    def parse_error(self) -> str | None:
-        """Why `parsed` is None although a structure was asked for; None if it is the object."""
+    def parse_error(self) -> NotParsed | None:
+        """Why `parsed` is None although a structure was asked for; None if it is the object. Its `reason` is a word."""
         parsing: Parsing | None = self.parsing
         return None if parsing is None else parsing.get().problem
 
@@ -381,7 +382,8 @@ class Completion:
         return self.text
 
     def __repr__(self) -> str:
-        return f"<Completion {self.id}: {html.shortened(self.text)!r}, {self._summary()}>"
+        problem = "" if self.parse_error is None else f", no object: {html.shortened(str(self.parse_error), 100)}"
+        return f"<Completion {self.id}: {html.shortened(self.text)!r}, {self._summary()}{problem}>"
 
     def _repr_html_(self) -> str:
         parts: list[str] = [html.line(self._summary(), *self._speed())]
@@ -422,7 +424,7 @@ class Completion:
             f"prompt of {html.count(usage.prompt_tokens, 'token')}, {usage.cached_tokens:,} of them cached",
             "" if self.sampling.greedy or self.sampling.seed is None else f"seed {self.seed}",
             f"{html.count(sum(self.forced), 'token')} forced by the grammar" if any(self.forced) else "",
-            "" if self.parse_error is None else f"no object: {html.shortened(self.parse_error, 100)}",
+            "" if self.parse_error is None else f"no object: {html.shortened(str(self.parse_error), 100)}",
         )
 
     def __getstate__(self) -> list[Any]:

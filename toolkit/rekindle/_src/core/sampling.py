@@ -51,7 +51,7 @@ class Sampling(html.Record):
         presence_penalty (0.0): taken off the logits of tokens in the output, as in OpenAI's API; -2 to 2.
         frequency_penalty (0.0): the same, for each time that the token occurred; -2 to 2.
         logit_bias ({}): added to the logits of these token ids; at most 300.
-        allowed_token_ids (()): only these tokens may come; name an end token among them if the text may end by itself.
+        allowed_token_ids (None): only these tokens may come; name an end token too if the text may end by itself.
         bad_words (()): words that may not come, as the tokenizer spells them alone and behind a space.
         seed (None): makes the draws repeatable; None draws one, which the completion reports.
         n (1): completions of the same prompt. Above 1 the result is a list.
@@ -66,7 +66,7 @@ class Sampling(html.Record):
         salt (None): cached pages are shared only among requests with the same salt, such as those of one user.
         schema (None): the text is JSON of this schema: a dict, or a type such as a pydantic model or a dataclass.
         regex (None): the whole text matches this regular expression.
-        choice (()): the text is one of these strings.
+        choice (None): the text is one of these strings.
         grammar (None): the text is derived from this grammar, in Lark's or llama.cpp's (GBNF) notation.
         json (False): the text is a JSON object.
         lenient (False): leave out what a grammar can't check of a schema, rather than refuse the schema.
@@ -83,7 +83,7 @@ class Sampling(html.Record):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
-    allowed_token_ids: tuple[int, ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[str, ...] = ()
     seed: int | None = None
     n: int = 1
@@ -98,7 +98,7 @@ class Sampling(html.Record):
     salt: str | None = None
     schema: Any = None
     regex: str | None = None
-    choice: tuple[str, ...] = ()
+    choice: tuple[str, ...] | None = None
     grammar: str | None = None
     json: bool = False
     lenient: bool = False
@@ -115,7 +115,11 @@ class Sampling(html.Record):
                 put(self, name, default)
         self._bound_sizes()
         for name, wanted in _LISTS:
-            put(self, name, self._several(name, wanted))
+            if getattr(self, name) is not None:
+                put(self, name, self._several(name, wanted))
+        for name in ("choice", "allowed_token_ids"):
+            if getattr(self, name) == ():
+                raise InvalidRequest(name, [], "is empty, so that no text is possible", "Name some, or leave it out")
         put(self, "logit_bias", self._biases())
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
@@ -172,7 +176,7 @@ class Sampling(html.Record):
                 "stop_token_ids", self.stop_token_ids, f"has more than {MAX_STOP_TOKEN_IDS} ids", "Use fewer"
             )
         for name in ("stop_token_ids", "allowed_token_ids"):
-            for token in getattr(self, name):
+            for token in getattr(self, name) or ():
                 _check_token(name, token)
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise InvalidRequest(

@@ -24,7 +24,7 @@ class Structure(Protocol):
     @property
     def regex(self) -> str | None: ...
     @property
-    def choice(self) -> tuple[str, ...]: ...
+    def choice(self) -> tuple[str, ...] | None: ...
     @property
     def grammar(self) -> str | None: ...
     @property
@@ -49,11 +49,11 @@ def check_structure(asked: Structure) -> None:
         if text is not None and (not isinstance(text, str) or not text):
             raise InvalidRequest(name, text, "is not text, or is empty", "Pass a str, or leave it out")
         check_size(name, len(text or ""))
-    for text in asked.choice:
+    for text in asked.choice or ():
         if not isinstance(text, str) or not text:
             raise InvalidRequest("choice", asked.choice, "holds something other than non-empty strings", "Remove it")
-    check_size("choice", sum(map(len, asked.choice)))
-    kinds = [name for name in KINDS if getattr(asked, name) not in (None, (), False)]
+    check_size("choice", sum(map(len, asked.choice or ())))
+    kinds = [name for name in KINDS if getattr(asked, name) not in (None, False)]
     if len(kinds) > 1:
         raise InvalidRequest(
             kinds[1], getattr(asked, kinds[1]), f"can't be combined with {kinds[0]}", "Pass one of them"

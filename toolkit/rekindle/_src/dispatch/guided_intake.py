@@ -99,18 +99,21 @@ def guide_of(
 
 
 def _guide_of(grammar: Grammar, submission: Submission, ids: IntArray, engine: Engine, eos: Collection[int]) -> Guide:
-    """A guide for one structured sequence. It goes on behind the part of the prompt that the grammar covers."""
+    """A guide for one structured sequence. It goes on behind the part of the prompt that the grammar covers.
+
+    Behind a part that is complete only an end token may come.
+    """
     base = len(ids) - submission.covered
     guide = grammar.guide(eos, _reasoning(ids[:base].tolist(), engine, chat=submission.render is not None))
     for token in ids[base:].tolist():
-        if guide.ended or guide.consume(token).problem:
+        if guide.consume(token).problem:
             raise InvalidRequest(
                 "edit",
                 engine.tokenizer.decode(ids[base:].tolist()),
                 f"does not follow the {grammar.spec.kind} of what is forked, or nothing may follow it",
                 f"Change it, fork earlier, or pass {grammar.spec.kind}=None",
             )
-    guide.consumed = 0
+    guide.consumed, guide.ended = 0, False
     return guide
 
 

@@ -251,7 +251,7 @@ def prepare(
         ("prompt", token_ids),
         ("stop_token_ids", np.asarray(sampling.stop_token_ids, np.int64)),
         ("logit_bias", np.asarray(list(sampling.logit_bias), np.int64)),
-        ("allowed_token_ids", np.asarray(sampling.allowed_token_ids, np.int64)),
+        ("allowed_token_ids", np.asarray(sampling.allowed_token_ids or (), np.int64)),
     ):
         if len(ids) and (ids.min() < 0 or ids.max() >= vocab):
             wrong = ids[(ids < 0) | (ids >= vocab)][0].item()

@@ -9,6 +9,7 @@ from rekindle._src.core import html
 from rekindle._src.core.guides import Guided
 from rekindle._src.core.parsing import Parsing
 from rekindle._src.core.records import FinishReason
+from rekindle.errors import NotParsed, NotParsedReason
 
 if TYPE_CHECKING:
     from rekindle._src.structured.spec import Structure
@@ -31,15 +32,18 @@ class Structured(NamedTuple):
         return Parsing(text, self.structure.parse, _cut(guided, reason))
 
 
-def _cut(guided: Sequence[Guided], reason: FinishReason) -> str | None:
-    """Why a text is not whole; None if it is."""
+def _cut(guided: Sequence[Guided], reason: FinishReason) -> NotParsed | None:
+    """Why a text is not whole; None if it is.
+
+    A text that a bound cut is whole only if nothing could follow: 46 may be the beginning of 4600.
+    """
     if reason in (FinishReason.EOS, FinishReason.GRAMMAR):
         return None
     if reason in (FinishReason.LENGTH, FinishReason.CONTEXT):
-        if guided and guided[-1].accepting:
+        if guided and guided[-1].ended:
             return None
-        option = "max_tokens" if reason is FinishReason.LENGTH else "max_model_len"
-        return f"{option} cut the text after {html.count(len(guided), 'token')}"
+        option: NotParsedReason = "max_tokens" if reason is FinishReason.LENGTH else "max_model_len"
+        return NotParsed(option, f"{option} cut the text after {html.count(len(guided), 'token')}")
     if reason is FinishReason.STOP:
-        return "a stop string or a stop token ended the text"
-    return f"the request was {reason}"
+        return NotParsed("stop", "a stop string or a stop token ended the text")
+    return NotParsed("ended", f"the request was {reason}")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from rekindle._src.core import html
 from rekindle._src.core.records import FinishReason
-from rekindle.errors import MissingExtra, RekindleError
+from rekindle.errors import MissingExtra, NotParsed, RekindleError
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
@@ -20,7 +21,8 @@ class RowAnswer(html.Record):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     error: RekindleError | None = None
-    parsed: Any = None  # what schema=, choice= and the like make of the text; None if it is cut short
+    parsed: Any = None  # what schema=, choice= and the like make of the text; None if that is no object
+    parse_error: NotParsed | None = None  # why `parsed` is None although a structure was asked for
     resumed: bool = False  # read from the file that an earlier call wrote
 
     def __str__(self) -> str:
@@ -30,9 +32,9 @@ class RowAnswer(html.Record):
 class RowAnswers(list[RowAnswer]):
     """A list of answers in the order of the rows; `errors`, `texts` and `to_pandas()` are views of it."""
 
-    def __init__(self, answers: Any = (), *, index: Any = None) -> None:
+    def __init__(self, answers: Any = (), *, rows: Any = None) -> None:
         super().__init__(answers)
-        self._index = index  # of the DataFrame that the rows came from
+        self._rows = rows  # the DataFrame or the sequence of mappings that was answered
 
     def __reduce__(self) -> tuple[Any, ...]:
         return list, (list(self),)  # pickled as what it is, so that it is read without this class
@@ -48,23 +50,41 @@ class RowAnswers(list[RowAnswer]):
         return {answer.row: answer.error for answer in self if answer.error is not None}
 
     def to_pandas(self) -> Any:
-        """A DataFrame with the columns text, finish_reason, prompt_tokens, completion_tokens and error.
+        """A DataFrame of the rows' own columns, followed by those of the answers.
 
-        It has the index of the DataFrame that the rows came from, so that `frame.join(answers.to_pandas())` fits.
+        These are text, finish_reason, prompt_tokens, completion_tokens and error, and parsed if a structure was asked
+        for; one whose name the rows have already begins with `answer_`. The index is that of the rows' DataFrame.
+        Rows that came from an iterator are not kept: their columns are missing.
         """
         try:
             import pandas
         except ImportError:
             raise MissingExtra("pandas", "notebook") from None
-        columns = {
+        columns: dict[str, Any] = {
             "text": [answer.text if answer.error is None else None for answer in self],
             "finish_reason": [None if answer.finish_reason is None else str(answer.finish_reason) for answer in self],
             "prompt_tokens": [answer.prompt_tokens for answer in self],
             "completion_tokens": [answer.completion_tokens for answer in self],
-            "error": [None if answer.error is None else str(answer.error) for answer in self],
+            "error": [_problem(answer) for answer in self],
         }
-        index = self._index if self._index is not None and len(self._index) == len(self) else None
-        return pandas.DataFrame(columns, index=index)
+        if any(answer.parsed is not None or answer.parse_error is not None for answer in self):
+            columns["parsed"] = pandas.Series([answer.parsed for answer in self], dtype=object).to_numpy()
+        found = self._answered(pandas)
+        for name, values in columns.items():
+            while name in found.columns:
+                name = f"answer_{name}"
+            found[name] = values
+        return found
+
+    def _answered(self, pandas: Any) -> Any:
+        """The rows that have an answer, as a DataFrame of their own columns."""
+        places = [answer.row for answer in self]
+        if hasattr(self._rows, "iloc"):
+            return self._rows.iloc[places].copy()
+        if hasattr(self._rows, "iter_rows"):  # polars
+            return pandas.DataFrame(self._rows[places].to_dict(as_series=False), index=range(len(places)))
+        kept = [self._rows[place] if self._rows is not None else {} for place in places]
+        return pandas.DataFrame([dict(row) if isinstance(row, Mapping) else {} for row in kept], index=range(len(kept)))
 
     def _summary(self) -> tuple[str, ...]:
         resumed = sum(answer.resumed for answer in self)
@@ -90,3 +110,9 @@ class RowAnswers(list[RowAnswer]):
         ]
         table = html.table(["row", "text", "tokens", "ended by"], rows)
         return str(html.block(html.line(*self._summary()), table))
+
+
+def _problem(answer: RowAnswer) -> str | None:
+    """Why a row has no answer, or its answer no object."""
+    problem = answer.error or answer.parse_error
+    return None if problem is None else str(problem)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from rekindle._src.core.activity import Activity, State
 from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.parsing import Parsed, Parsing
 from rekindle._src.core.records import Completion, FinishReason
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.mailbox import fresh
@@ -25,7 +26,7 @@ from rekindle._src.session.row_prompts import RowPrompts, Rows, Template
 from rekindle._src.session.rows_file import RowsFile, row_key
 from rekindle._src.session.sampling_defaults import sampling_of
 from rekindle._src.session.signatures import takes_options
-from rekindle.errors import InvalidRequest, RequestAborted, RequestFailed
+from rekindle.errors import InvalidRequest, NotParsed, RequestAborted, RequestFailed
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -68,7 +69,7 @@ class RowMap(Call[RowAnswers]):
     @property
     def answers(self) -> RowAnswers:
         """The answers so far, in the order of the rows; they stay when the call is interrupted."""
-        return RowAnswers((self._found[row] for row in sorted(self._found)), index=self._rows.index)
+        return RowAnswers((self._found[row] for row in sorted(self._found)), rows=self._rows.source)
 
     @property
     def _awaited(self) -> str:
@@ -120,7 +121,8 @@ class RowMap(Call[RowAnswers]):
         if known is not None:
             tokens = known.get("prompt_tokens", 0), known.get("completion_tokens", 0)
             text, reason = known["text"], FinishReason(known["finish_reason"])
-            self._keep(RowAnswer(row, text, reason, *tokens, parsed=self._parsed(text), resumed=True))
+            made = self._parsed(text, known.get("not_parsed"))
+            self._keep(RowAnswer(row, text, reason, *tokens, parsed=made.value, parse_error=made.problem, resumed=True))
             return None
         try:
             if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
@@ -148,14 +150,15 @@ class RowMap(Call[RowAnswers]):
                 raise fresh(error)
 
     def _answered(self, asked: _Asked, done: Completion) -> None:
-        usage = done.usage
+        usage, problem = done.usage, done.parse_error
         answer = RowAnswer(
             asked.row,
             done.content,
             done.finish_reason,
             usage.prompt_tokens,
             usage.completion_tokens,
-            parsed=self._parsed(done.content),
+            parsed=done.parsed,
+            parse_error=problem,
         )
         if self._out is not None:
             self._out.add(
@@ -165,17 +168,16 @@ class RowMap(Call[RowAnswers]):
                 finish_reason=str(done.finish_reason),
                 prompt_tokens=usage.prompt_tokens,
                 completion_tokens=usage.completion_tokens,
+                **({} if problem is None else {"not_parsed": [problem.reason, str(problem)]}),
             )
         self._made += usage.completion_tokens
         self._keep(answer)
 
-    def _parsed(self, text: str) -> Any:
+    def _parsed(self, text: str, problem: Any) -> Parsed:
+        """The object of a text that was read from the file, or the problem that stands beside it."""
         if self._parse is None:
-            return None
-        try:
-            return self._parse(text)
-        except Exception:  # any type may raise anything for a text that max_tokens has cut
-            return None
+            return Parsed()
+        return Parsing(text, self._parse, None if problem is None else NotParsed(*problem)).get()
 
     def _failed(self, row: int, key: str, error: Any) -> None:
         if self._out is not None:
@@ -232,10 +234,11 @@ class RowMapping(Requests, ChatRequests):
         are fields of a row, or a function that makes a row into a prompt or into messages. With `chat` the text is
         the user's message, after `system` if that is given; `template_options` are variables of the chat template.
 
-        A row that fails has its error in the result, and the others go on. With `out` each answer is written to that
-        file as it comes, a line of JSON for each row: called again after a kill with the same file, only rows
-        that have no answer yet, or whose prompt, options or model changed, are computed. Rows are read as they are
-        needed, and a few more than run at once wait in the session's queue.
+        A name in the template that no row has is refused at once. A row that fails has its error in the result, and the
+        others go on. With `out` each answer is written to that file as it comes, a line of JSON for each row: called
+        again after a kill with the same file, only rows that have no answer yet, or whose prompt, options or model
+        changed, are computed. Rows are read as they are needed, and a few more than run at once wait in the session's
+        queue.
         """
         asked = sampling_of(self._engine, sampling, options)
         if asked.n != 1:
@@ -251,8 +254,10 @@ class RowMapping(Requests, ChatRequests):
         extra = {} if template_options is None else {"template_options": dict(template_options)}
         told = json.dumps([self._engine.model, changed, extra], sort_keys=True, default=str)
         prompts = RowPrompts(template, chat=chat, system=system)
+        table = Rows(rows)
+        table.check_names(prompts.fields)
         parse = None if structure is None else structure.parse
-        return RowMap(self, self._engine.config, Rows(rows), prompts, asked, told, out, extra, parse)
+        return RowMap(self, self._engine.config, table, prompts, asked, told, out, extra, parse)
 
     @takes_options(Sampling)
     def map_sync(

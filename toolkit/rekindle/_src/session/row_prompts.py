@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import string
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any
@@ -19,13 +20,32 @@ class Rows:
     def __init__(self, rows: Any) -> None:
         self.total: int | None = len(rows) if isinstance(rows, Sized) else None
         self._frame = hasattr(rows, "columns") and (hasattr(rows, "iter_rows") or hasattr(rows, "itertuples"))
-        self.index: Any = getattr(rows, "index", None) if self._frame else None  # of a pandas DataFrame
         if not self._frame and (isinstance(rows, str | bytes | Mapping) or not isinstance(rows, Iterable)):
             raise InvalidRequest(
                 "rows", rows, "are no rows", "Pass a DataFrame, a list of dicts or any iterable of mappings"
             )
         self._rows: Any = rows
         self._read = False
+
+    @property
+    def source(self) -> Any:
+        """The DataFrame or the sequence that the rows came from; None for what can be read only once."""
+        return self._rows if self._frame or isinstance(self._rows, Sequence) else None
+
+    def check_names(self, names: Iterable[str]) -> None:
+        """Raises `InvalidRequest` for a field's name that no row has, as far as that is known before they are read."""
+        if self._frame:
+            known = dict.fromkeys(str(name) for name in self._rows.columns)
+        elif isinstance(self._rows, Sequence) and self._rows and all(isinstance(row, Mapping) for row in self._rows):
+            known = dict.fromkeys(str(name) for row in self._rows for name in row)
+        else:
+            return
+        for name in names:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                listed = ", ".join(map(repr, known)) or "none"
+                fix = f"Did you mean {near[0]!r}?" if near else f"The columns are {listed}"
+                raise InvalidRequest("template", "{" + name + "}", "names a column that no row has", fix)
 
     def __iter__(self) -> Iterator[Any]:
         if self._read and isinstance(self._rows, Iterator):
@@ -56,7 +76,7 @@ class RowPrompts:
         if system is not None and not chat:
             raise InvalidRequest("system", system, "is for chats", "Pass chat=True as well")
         self._template, self._chat, self._system = template, chat, system
-        self._fields = _fields(template) if isinstance(template, str) else ()
+        self.fields = _fields(template) if isinstance(template, str) else ()
 
     def fill(self, index: int, row: Any) -> str | list[int] | Messages:
         """The prompt of a row: text, token ids, or the messages of a chat."""
@@ -64,7 +84,7 @@ class RowPrompts:
         if not isinstance(row, Mapping):
             raise InvalidRequest(field, row, "is not a mapping", "Use dicts such as {'text': '…'}")
         if isinstance(self._template, str):
-            missing = [name for name in self._fields if name not in row]
+            missing = [name for name in self.fields if name not in row]
             if missing:
                 names = ", ".join(map(repr, row)) or "none"
                 raise InvalidRequest(

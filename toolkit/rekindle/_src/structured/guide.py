@@ -119,6 +119,8 @@ class Guide:
         self._reasoning = self._first = None
         forced = bool(self._ahead) and self._ahead[0] == token
         matcher = self._matcher
+        if self.ended and token in self._ends:  # a fork of a text that an end token ended
+            return Guided(ended=True, by_eos=True, accepting=True)
         if not matcher.consume_token(token):
             self.ended = True
             return Guided(ended=True, problem=first_line(matcher.get_error()))

@@ -37,7 +37,7 @@ def rules_of(sampling: Sampling, tokenizer: TokenizerLike, vocab: int) -> TokenR
     """The rules of a request; None if all tokens may come. Raises `InvalidRequest` for what the model can't spell."""
     if not sampling.restricted:
         return None
-    allowed, words = sampling.allowed_token_ids, sampling.bad_words
+    allowed, words = sampling.allowed_token_ids or (), sampling.bad_words
     if words and not tokenizer.has_text:
         raise InvalidRequest("bad_words", words, "need a tokenizer", "Open a model with tokenizer.json")
     bits = np.full(mask_words(vocab) * 32, not allowed, np.bool_)

@@ -6,6 +6,7 @@ plain data only. Whatever one raises becomes a `CheckpointError` or an `InvalidR
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,8 @@ from rekindle._src.text.tokenizer import read_json, special_tokens
 from rekindle.errors import CheckpointError, InvalidRequest
 
 Messages = Sequence[Mapping[str, Any]]
+_ROLES = ("user", "assistant", "system", "tool", "developer", "function")
+_FOREIGN_ROLES = {"human": "user", "ai": "assistant", "bot": "assistant", "model": "assistant", "gpt": "assistant"}
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _CONTINUE = "\x00continue\x00"
 MAX_TEMPLATE = 1 << 20  # characters of a template; the longest in use have some 20,000
@@ -104,7 +107,7 @@ class ChatTemplate:
             add_generation_prompt = False
         name, text = self._pick(template, tools is not None)
         try:
-            chat = _messages(messages)
+            chat = _messages(messages, text)
             if "developer" not in text:  # OpenAI's newer name of the system message
                 chat = [{**one, "role": "system"} if one["role"] == "developer" else one for one in chat]
             given = {key: _plain(value) for key, value in variables.items()}
@@ -191,7 +194,7 @@ def _read_template(path: Path) -> str:
         raise CheckpointError(f"{path} can't be read as a chat template ({error}). Download it again") from error
 
 
-def _messages(messages: Messages) -> list[dict[str, Any]]:
+def _messages(messages: Messages, template: str) -> list[dict[str, Any]]:
     """Plain copies of the messages: no fields that are None, and reasoning under every name that templates read."""
     if isinstance(messages, (str, bytes, Mapping)) or not messages:
         raise InvalidRequest("messages", messages, "is not a list of messages", "Pass [{'role': ..., 'content': ...}]")
@@ -199,6 +202,7 @@ def _messages(messages: Messages) -> list[dict[str, Any]]:
     for message in messages:
         if not isinstance(message, Mapping) or "role" not in message:
             raise InvalidRequest("messages", message, "is not a message", "Pass {'role': ..., 'content': ...}")
+        _check_role(message["role"], template)
         plain = {str(key): _plain(value) for key, value in message.items() if value is not None}
         reasoning = next((plain[key] for key in _REASONING if key in plain), None)
         if reasoning is not None:
@@ -207,6 +211,19 @@ def _messages(messages: Messages) -> list[dict[str, Any]]:
             plain["tool_calls"] = [_read_arguments(call) for call in plain["tool_calls"]]
         chat.append(plain)
     return chat
+
+
+def _check_role(role: Any, template: str) -> None:
+    """Raises `InvalidRequest` for a role that is neither a usual one nor named in the template.
+
+    Most templates write whatever role they are given, and the model then answers to one that it has never seen.
+    """
+    if role in _ROLES or (isinstance(role, str) and (f"'{role}'" in template or f'"{role}"' in template)):
+        return
+    near = difflib.get_close_matches(role.lower(), _ROLES, n=1, cutoff=0.5) if isinstance(role, str) else []
+    meant = near[0] if near else _FOREIGN_ROLES.get(str(role).lower())
+    fix = f"Did you mean {meant!r}?" if meant else f"Use one of {', '.join(map(repr, _ROLES))}"
+    raise InvalidRequest("role", role, "is no role of a message", fix)
 
 
 def _read_arguments(call: Any) -> Any:
