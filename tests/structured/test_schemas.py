@@ -64,14 +64,14 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_a_dataclass_comes_back_as_an_object(way: str) -> None:
-    schema, parse = described(Person)
+    schema, parse, _ = described(Person)
     assert schema["required"] == ["name", "ages", "colour", "address"]
     assert schema["additionalProperties"] is False
     assert parse(TEXT) == PERSON
 
 
 def test_a_typed_dict_and_annotations(way: str) -> None:
-    schema, parse = described(Movie)
+    schema, parse, _ = described(Movie)
     assert set(schema["properties"]) == {"title", "year"} and not schema.get("required")
     assert parse('{"title": "x"}') == {"title": "x"}
     for kind, text, value in [
@@ -85,7 +85,7 @@ def test_a_typed_dict_and_annotations(way: str) -> None:
         (Mapping[str, int], '{"a": 1}', {"a": 1}),
         (Colour, '"red"', Colour.RED),
     ]:
-        schema, parse = described(kind)
+        schema, parse, _ = described(kind)
         assert parse(text) == value, (kind, schema)
 
 
@@ -111,14 +111,14 @@ def test_a_pydantic_model_with_constraints_and_a_discriminator() -> None:
     class Dog(pydantic.BaseModel):  # type: ignore[misc,name-defined]
         kind: Literal["dog"]
 
-    schema, parse = described(Annotated[Cat | Dog, pydantic.Field(discriminator="kind")])
+    schema, parse, _ = described(Annotated[Cat | Dog, pydantic.Field(discriminator="kind")])
     assert "oneOf" not in schema and len(schema["anyOf"]) == 2
     assert parse('{"kind": "cat", "lives": 3}') == Cat(kind="cat", lives=3)
 
 
 def test_dicts_are_schemas_as_they_are() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
-    assert described(schema) == (schema, json.loads)
+    assert described(schema) == (schema, json.loads, False)
 
 
 def test_closing_leaves_values_alone() -> None:

@@ -30,6 +30,7 @@ class Guided(NamedTuple):
     ahead: tuple[int, ...] = ()  # tokens that have to follow, in the tokenizer's usual spelling
     problem: str = ""  # why it can't go on
     seconds: float = 0.0  # of a processor, for its mask and for moving on
+    steered: bool = False  # something that it allows was taken away to end the text in time
 
 
 class GuideLike(Protocol):

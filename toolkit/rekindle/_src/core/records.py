@@ -334,6 +334,12 @@ class Completion:
         return None if self.parsing is None else self.parsing.get().value
 
     @property
+    def closed(self) -> bool:
+        """Whether the structure was ended for want of tokens: `parsed` is whole, but its last values may be cut."""
+        bounds = (FinishReason.LENGTH, FinishReason.CONTEXT)
+        return self.finish_reason in bounds and self.parsing is not None and self.parse_error is None
+
+    @property
     def parse_error(self) -> NotParsed | None:
         """Why `parsed` is None although a structure was asked for; None if it is the object. Its `reason` is a word."""
         parsing: Parsing | None = self.parsing
@@ -425,6 +431,7 @@ class Completion:
             "" if self.sampling.greedy or self.sampling.seed is None else f"seed {self.seed}",
             f"{html.count(sum(self.forced), 'token')} forced by the grammar" if any(self.forced) else "",
             "" if self.parse_error is None else f"no object: {html.shortened(str(self.parse_error), 100)}",
+            "its structure was closed in time" if self.closed else "",
         )
 
     def __getstate__(self) -> list[Any]:

@@ -90,7 +90,11 @@ def guide_of(
     eos: Collection[int],
 ) -> GuideLike | None:
     """A guide for one sequence, if its tokens are not free."""
-    inner = None if grammar is None else _guide_of(grammar, submission, ids, engine, eos)
+    sampling = submission.sampling
+    # What may not come, or only later, could be what ends the text.
+    steered = rules is None and not (sampling.ignore_eos or sampling.min_tokens or sampling.processors)
+    budget = min(sampling.max_tokens, engine.config.max_model_len - len(ids)) if steered else None
+    inner = None if grammar is None else _guide_of(grammar, submission, ids, engine, eos, budget)
     if rules is None:
         return inner
     from rekindle._src.structured.token_rules import RestrictedGuide  # few requests need it
@@ -98,13 +102,16 @@ def guide_of(
     return RestrictedGuide(rules, inner)
 
 
-def _guide_of(grammar: Grammar, submission: Submission, ids: IntArray, engine: Engine, eos: Collection[int]) -> Guide:
-    """A guide for one structured sequence. It goes on behind the part of the prompt that the grammar covers.
+def _guide_of(
+    grammar: Grammar, submission: Submission, ids: IntArray, engine: Engine, eos: Collection[int], budget: int | None
+) -> Guide:
+    """A guide for one structured sequence of at most `budget` tokens. It goes on behind the part of the prompt that the grammar covers.
 
     Behind a part that is complete only an end token may come.
     """
     base = len(ids) - submission.covered
-    guide = grammar.guide(eos, _reasoning(ids[:base].tolist(), engine, chat=submission.render is not None))
+    reasoning = _reasoning(ids[:base].tolist(), engine, chat=submission.render is not None)
+    guide = grammar.guide(eos, reasoning, budget)
     for token in ids[base:].tolist():
         if guide.consume(token).problem:
             raise InvalidRequest(

@@ -17,5 +17,7 @@ def reason_to_end(sequence: Sequence, token: int | None, guided: Guided | None) 
         if token in request.stop_ids:
             return FinishReason.STOP
     if guided is not None and guided.ended:
-        return FinishReason.EOS if guided.by_eos else FinishReason.GRAMMAR
+        if guided.by_eos:
+            return FinishReason.EOS
+        return sequence.limit_reason if guided.steered else FinishReason.GRAMMAR
     return sequence.limit_reason if sequence.generated >= sequence.limit else None

@@ -14,7 +14,7 @@ from rekindle._src.core.reply import (
     ToolCallStarted,
 )
 from rekindle._src.serve.anthropic_in import arguments, messages_of, tools_of
-from rekindle._src.serve.chat import asked, streamed_calls
+from rekindle._src.serve.chat import asked, calls_options
 from rekindle._src.serve.chat_events import events_of
 from rekindle._src.serve.errors import Refused, missing
 from rekindle._src.serve.exchange import Exchange, dumps
@@ -61,9 +61,9 @@ async def messages(exchange: Exchange, given: dict[str, Any]) -> None:
     format = output.get("format") or given.get("output_format") or {"type": "text"}
     structure, names = format_options(format, "output_config.format" if "format" in output else "output_format")
     exchange.names = {**exchange.names, **names, "prompt": "messages"}
-    options |= structure | streamed_calls(given)
     template = template_options(given)
     parallel = not (given.get("tool_choice") or {}).get("disable_parallel_tool_use", False)
+    options |= structure | calls_options(given, parallel=parallel)
     tokens = exchange.size // CHARACTERS_PER_TOKEN + 1
     with exchange.takes_on(tokens) as active:
         handle = await exchange.run(lambda: asked(session.chat, messages_of(given), {**options, **template}))

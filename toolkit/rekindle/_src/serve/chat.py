@@ -56,7 +56,7 @@ async def chat(exchange: Exchange, given: dict[str, Any]) -> None:
     exchange.names |= names
     options = {**chat_options(given, session), **template_options(exchange, given), **structure}
     streaming = stream_options(given)
-    options |= streamed_calls(given)
+    options |= calls_options(given, parallel=given.get("parallel_tool_calls", True))
     tokens = exchange.size // CHARACTERS_PER_TOKEN + 1
     with exchange.takes_on(tokens) as active:
         handle = await exchange.run(lambda: asked(session.chat, plain_messages(given["messages"]), options))
@@ -79,9 +79,10 @@ def asked(ask: Callable[..., T], messages: Sequence[Mapping[str, Any]], options:
     return ask(messages, **{name: value for name, value in options.items() if name != "reasoning_effort"})
 
 
-def streamed_calls(given: Mapping[str, Any]) -> dict[str, bool]:
-    """The option of `session.chat` by which a stream tells calls of tools while they are written."""
-    return {"stream_tool_calls": True} if given.get("stream") and given.get("tools") else {}
+def calls_options(given: Mapping[str, Any], *, parallel: bool) -> dict[str, bool]:
+    """The options of `session.chat` that say how a stream shows calls of tools, and whether there may be several."""
+    options = {"stream_tool_calls": True} if given.get("stream") and given.get("tools") else {}
+    return options if parallel else {**options, "parallel_tool_calls": False}
 
 
 def _limit_field(given: Mapping[str, Any]) -> str:

@@ -22,7 +22,7 @@ from rekindle._src.serve.generation import (
     usage,
 )
 from rekindle._src.serve.life import Active, estimate
-from rekindle._src.serve.logprobs import Shapes
+from rekindle._src.serve.logprobs import Offset, Shapes
 from rekindle._src.serve.pieces import Entries, text_of
 from rekindle._src.serve.sampling import sampling_options
 from rekindle._src.serve.service import FINGERPRINT
@@ -138,7 +138,7 @@ class _Writer:
         entries: list[TokenLogprobs | int] = [*(done.logprobs or ())]
         if self._echo:
             entries = [done.prompt_token_ids[0], *(done.prompt_logprobs or ()), *entries]
-        return self._shapes.completion(entries)[0]
+        return self._shapes.completion(entries, Offset())
 
     async def stream(self, active: Active, options: Mapping[str, Any]) -> None:
         """Write chunks while they come."""
@@ -146,14 +146,14 @@ class _Writer:
         chunks = Chunks(self._common, options=options)
         logprobs, ids = "logprobs" in self._given, self._ids
         scores = "prompt_logprobs" in self._given
-        offsets: dict[int, int] = {}  # of the choices that have begun
+        offsets: dict[int, Offset] = {}  # of the choices that have begun
         made = [0] * len(self._handles)
 
         async def write(number: int, delta: TextDelta) -> None:
             index = number * n + delta.index
             text, fresh = delta.text, index not in offsets
             if fresh:
-                offsets[index] = 0
+                offsets[index] = Offset()
                 if self._echo:
                     text = self._prompt(number) + text
             shown: dict[str, Any] | None = None
@@ -161,7 +161,7 @@ class _Writer:
                 entries: list[TokenLogprobs | int] = [*delta.logprobs]
                 if fresh and self._echo:
                     entries = [self._handles[number].prompt_token_ids[0], *delta.prompt_logprobs, *entries]
-                shown, offsets[index] = self._shapes.completion(entries, offsets[index])
+                shown = self._shapes.completion(entries, offsets[index])
             reason = finish_of(delta.finish_reason)
             scores_of = "null" if shown is None else await text_of(shown)
             choice = (

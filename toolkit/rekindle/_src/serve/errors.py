@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +23,22 @@ from rekindle.errors import (
     SessionClosed,
     UnsupportedModel,
 )
+
+# What the session says to those who call it from Python, and what it means to a client.
+_WORDS = (
+    (r"[Pp]ass lenient=True", "set strict to false"),
+    (r", or raise max_model_len in open\(\)(, up to [\d,]+)?", ""),
+    (r"Raise device_memory( or device_pages)?, or unpin prefixes", "Shorten the prompt"),
+    (r'Open with (\w+)="(\w+)"', r"The server has to be started with \1 \2"),
+    (r"Give it to open\(processors=\[…\]\)", "The server has to be started with it"),
+    (r"Give processors to open\(\) and name them here", "Name processors that the server was started with"),
+    (r"Pass a dict such as \{464: -100\.0\}", 'Pass an object such as {"464": -100}'),
+    (r"Pass a dict, a dataclass or a pydantic model", "Pass an object"),
+    (r"Pass a str\b", "Pass text"),
+    (r"\{'role': \.\.\., 'content': \.\.\.\}", '{"role": "user", "content": "…"}'),
+    (r"\bis (neither a function nor|not) a dict\b", "is not an object"),
+)
+_PATTERN = re.compile("|".join(pattern for pattern, _ in _WORDS))
 
 
 class Refused(Exception):
@@ -84,6 +101,14 @@ def shown(value: object) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
+def for_clients(message: str) -> str:
+    """A message without Python."""
+    if _PATTERN.search(message):
+        for pattern, words in _WORDS:
+            message = re.sub(pattern, words, message)
+    return message
+
+
 def refusal(error: BaseException, names: Mapping[str, str]) -> Refused:
     """What any exception means to the client; `names` maps our options to the fields that the client gave."""
     match error:
@@ -96,13 +121,14 @@ def refusal(error: BaseException, names: Mapping[str, str]) -> Refused:
             fit = f"{error.fix}. This model's maximum context length is exceeded" if code else error.fix
             error = type(error)(error.field, error.value, error.problem, fit, error.index)
             if param == error.field and isinstance(error.field, str) and not isinstance(error.value, tuple):
-                return Refused(400, str(error), param=param, code=code)
-            fix = error.fix.replace("pass lenient=True", "set strict to false")  # as clients call it
-            return wrong(param, error.value, error.problem, fix, code=code)
+                return Refused(400, for_clients(str(error)), param=param, code=code)
+            problem, fix = for_clients(error.problem), for_clients(error.fix)
+            return wrong(param, error.value, problem, fix, code=code)
         case OutOfPages():
-            return Refused(400, str(error), code="context_length_exceeded")
+            return Refused(400, for_clients(str(error)), code="context_length_exceeded")
         case QueueFull():
-            return Refused(429, str(error), type="rate_limit_error", code="queue_full", retry_after=1)
+            message = "all places for requests are taken, and so is the queue. Send the request again in a while"
+            return Refused(429, message, type="rate_limit_error", code="queue_full", retry_after=1)
         case Busy():
             return unavailable(str(error), retry_after=error.retry_after)
         case RequestAborted():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,6 +38,17 @@ def finite(logprob: float) -> float:
     return logprob if logprob > LOWEST else LOWEST
 
 
+class Offset:
+    """Where a choice's next token begins in its text, in characters; one that ends amid a character adds none yet."""
+
+    def __init__(self) -> None:
+        self.at = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, data: Sequence[int]) -> None:
+        self.at += len(self._decoder.decode(bytes(data)))
+
+
 class Shapes:
     """Builds both shapes for one request; with `as_ids`, tokens are named by their ids."""
 
@@ -68,8 +80,8 @@ class Shapes:
 
     # Completions.
 
-    def completion(self, entries: Sequence[TokenLogprobs | int], offset: int = 0) -> tuple[dict[str, Any], int]:
-        """The `logprobs` of a choice whose text begins at `offset`, and where the next one begins.
+    def completion(self, entries: Sequence[TokenLogprobs | int], offset: Offset) -> dict[str, Any]:
+        """The `logprobs` of a choice, or of its next part, which begins at `offset` and moves it on.
 
         An entry that is an id alone is a prompt's first token, which has no probability.
         """
@@ -77,11 +89,12 @@ class Shapes:
         for entry in entries:
             token_id = entry if isinstance(entry, int) else entry.token_id
             tokens.append(self.name(token_id))
-            offsets.append(offset)
-            offset += len(self._names.get(token_id)[0])
+            offsets.append(offset.at)
+            text, data = self._names.get(token_id)
+            offset.add(data or text.encode())
             own.append(None if isinstance(entry, int) else finite(entry.logprob))
         top = Entries(entries, self._by_text)
-        return {"tokens": tokens, "token_logprobs": own, "top_logprobs": top, "text_offset": offsets}, offset
+        return {"tokens": tokens, "token_logprobs": own, "top_logprobs": top, "text_offset": offsets}
 
     def _by_text(self, entry: TokenLogprobs | int) -> dict[str, float] | None:
         if isinstance(entry, int):

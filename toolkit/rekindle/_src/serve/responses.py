@@ -15,7 +15,7 @@ from rekindle._src.core.reply import (
     ToolCallDropped,
     ToolCallStarted,
 )
-from rekindle._src.serve.chat import asked, streamed_calls
+from rekindle._src.serve.chat import asked, calls_options
 from rekindle._src.serve.chat_events import events_of
 from rekindle._src.serve.contract import SessionLike
 from rekindle._src.serve.errors import Refused, wrong
@@ -57,7 +57,7 @@ async def responses(exchange: Exchange, given: dict[str, Any]) -> None:
     options |= _chat_options(given)
     stored = given.get("store", True)
     structure, names = format_options((given.get("text") or {}).get("format") or {"type": "text"}, "text.format")
-    options |= structure | streamed_calls(given)
+    options |= structure | calls_options(given, parallel=given.get("parallel_tool_calls", True))
     exchange.names = {**exchange.names, **names, "prompt": "input", "messages": "input"}
     kept = exchange.service.kept
 

@@ -45,6 +45,7 @@ class ChatRequests:
         *,
         tools: Sequence[ToolLike] | None = None,
         tool_choice: ToolChoice | None = None,
+        parallel_tool_calls: bool = True,
         run_tools: Literal[False] = False,
         documents: Sequence[Mapping[str, Any]] | None = None,
         template: str | None = None,
@@ -64,6 +65,7 @@ class ChatRequests:
         *,
         tools: Sequence[ToolLike] | None = None,
         tool_choice: ToolChoice | None = None,
+        parallel_tool_calls: bool = True,
         run_tools: Literal[False] = False,
         documents: Sequence[Mapping[str, Any]] | None = None,
         template: str | None = None,
@@ -83,6 +85,7 @@ class ChatRequests:
         *,
         tools: Sequence[ToolLike],
         tool_choice: ToolChoice | None = None,
+        parallel_tool_calls: bool = True,
         run_tools: Literal[True],
         max_rounds: int = MAX_ROUNDS,
         documents: Sequence[Mapping[str, Any]] | None = None,
@@ -100,6 +103,7 @@ class ChatRequests:
         *,
         tools: Sequence[ToolLike] | None = None,
         tool_choice: ToolChoice | None = None,
+        parallel_tool_calls: bool = True,
         run_tools: bool = False,
         max_rounds: int = MAX_ROUNDS,
         documents: Sequence[Mapping[str, Any]] | None = None,
@@ -117,11 +121,11 @@ class ChatRequests:
 
         `tools` are what the model may call: functions, whose name, docstring and type hints it is shown, or JSON
         schemas as dicts. `tool_choice` is "auto", "none", "required", or a tool's name: with these two the model has to
-        call one, by a grammar (extra `structured`). With `run_tools` the functions are run (async ones where they are
-        awaited, others in a worker thread) and their results go back to the model, at most `max_rounds` times; the
-        result is a `ToolRun` with the answer and all `messages`. In a stream, `delta.events` tell a call once it is
-        complete; with `stream_tool_calls` its name and then its arguments, while the model writes them, and
-        `ToolCallDropped` if it breaks off.
+        call one, by a grammar (extra `structured`), and with `parallel_tool_calls=False` it may call only one. With
+        `run_tools` the functions are run (async ones where they are awaited, others in a worker thread) and their
+        results go back to the model, at most `max_rounds` times; the result is a `ToolRun` with the answer and all
+        `messages`. In a stream, `delta.events` tell a call once it is complete; with `stream_tool_calls` its name and
+        then its arguments, while the model writes them, and `ToolCallDropped` if it breaks off.
 
         `documents` are for templates that quote them, `template` replaces the model's own template,
         `template_options` are variables of the template such as {"enable_thinking": False}, and `reasoning_effort` is
@@ -133,7 +137,7 @@ class ChatRequests:
         from rekindle._src.session.tools.tool import tools_of
 
         given = tools_of(tools)
-        choice = chosen(tool_choice, given)
+        choice = chosen(tool_choice, given, parallel=parallel_tool_calls)
         if sampling is None and options.get("max_tokens") is None:
             options["max_tokens"] = ANSWER_TOKENS  # an answer should end by itself
         sampling_ = sampling_of(self._engine, sampling, options)

@@ -19,6 +19,7 @@ import numpy as np
 from rekindle._src.core.guides import mask_words
 from rekindle._src.structured import compile_worker
 from rekindle._src.structured.compilers import Compilers, Job, busy, first_line, refused
+from rekindle._src.structured.endings import Bounds, Ending, Spelling
 from rekindle._src.structured.guide import First, Guide, Reasoning, look_ahead
 from rekindle._src.text.tokenizer import Tokenizer
 from rekindle.errors import InvalidRequest
@@ -38,10 +39,12 @@ class Grammar:
         self.spec = spec
         self.warnings: tuple[str, ...] = tuple(warnings)  # what a lenient schema left out
         self._matcher, self._ends, self._first = matcher, ends, first
+        self.bounds: Bounds | None = None
 
-    def guide(self, eos_ids: Collection[int], reasoning: Reasoning | None = None) -> Guide:
-        """A guide at the beginning of a text that may end with one of `eos_ids`."""
-        return Guide(self._matcher.deep_copy(), self._ends, eos_ids, reasoning, self._first)
+    def guide(self, eos_ids: Collection[int], reasoning: Reasoning | None = None, budget: int | None = None) -> Guide:
+        """A guide at the beginning of a text that may end with one of `eos_ids`, in JSON within `budget` tokens."""
+        ending = None if self.bounds is None else Ending(self.bounds, budget)
+        return Guide(self._matcher.deep_copy(), self._ends, eos_ids, reasoning, self._first, ending)
 
 
 class Grammars:
@@ -52,6 +55,7 @@ class Grammars:
         self._lock = threading.RLock()  # a job may end in the thread that begins another one
         self._reading = threading.Lock()  # held while the tokenizer is made, which may take a second
         self._llguidance: Any = None  # the tokenizer as llguidance knows it, made when first needed
+        self._spelling: Spelling | None = None
         self._kept: collections.OrderedDict[Spec, Grammar] = collections.OrderedDict()
         self._refused: collections.OrderedDict[bytes, tuple[str, str]] = collections.OrderedDict()
         self._jobs: dict[Spec, Job[Grammar]] = {}
@@ -136,6 +140,8 @@ class Grammars:
         ends = frozenset(tokenizer.eos_tokens)
         first = First(mask, look_ahead(matcher.deep_copy()))
         grammar = Grammar(spec, matcher, ends, matcher.get_grammar_warnings(), first)
+        if spec.kind in ("schema", "json"):
+            grammar.bounds = Bounds(self._spelled(tokenizer), spec.kind, spec.text)
         with self._lock:
             self.compiled += 1
             self._kept[spec] = grammar
@@ -157,6 +163,13 @@ class Grammars:
                     problem = f"can't be followed with this model's tokenizer: {first_line(str(error))}"
                     raise InvalidRequest(spec.kind, spec.text, problem, "Use another model") from None
             return self._llguidance
+
+    def _spelled(self, tokenizer: Any) -> Spelling:
+        with self._reading:
+            if self._spelling is None:
+                tokens = (tokenizer.decode_bytes([token]) for token in range(self._vocab_size))
+                self._spelling = Spelling(tokens, tokenizer.eos_tokens, self._vocab_size)
+            return self._spelling
 
     def _ends(self, spec: Spec) -> list[int]:
         """The end tokens; of a model without any, a token that no text has, since llguidance needs one."""

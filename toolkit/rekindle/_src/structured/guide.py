@@ -9,6 +9,7 @@ import numpy as np
 
 from rekindle._src.core.guides import Guided, Mask
 from rekindle._src.structured.compilers import first_line
+from rekindle._src.structured.endings import Ending
 
 AHEAD = 16  # forced tokens that are told at most
 
@@ -38,6 +39,7 @@ class Guide:
     __slots__ = (
         "_ahead",
         "_barred",
+        "_ending",
         "_ends",
         "_first",
         "_matcher",
@@ -56,9 +58,10 @@ class Guide:
         eos_ids: Collection[int],
         reasoning: Reasoning | None = None,
         first: First | None = None,
+        ending: Ending | None = None,
     ) -> None:
         """`first` is what the matcher says at the beginning, which may have taken long to find."""
-        self._matcher = matcher
+        self._matcher, self._ending = matcher, ending
         self._ends = ends
         self._barred = tuple(_without(token) for token in ends.difference(eos_ids))
         self._reasoning = reasoning
@@ -75,6 +78,7 @@ class Guide:
         for name in Guide.__slots__:
             setattr(other, name, getattr(self, name))
         other._matcher = self._matcher.deep_copy()
+        other._ending = None if self._ending is None else self._ending.copy()
         return other
 
     @property
@@ -102,6 +106,8 @@ class Guide:
             for (word, _), bits in zip(self._barred, whole, strict=True):
                 mask[word] = bits
                 some |= bool(bits)
+        elif self._ending is not None:
+            self._ending.limit(mask, self._matcher, self.consumed, forced=bool(self._ahead))
         if self._reasoning is not None:  # no token has come yet, and the first may open it
             word, others = _without(self._reasoning.opens)
             mask[word] |= ~others
@@ -124,12 +130,15 @@ class Guide:
         if not matcher.consume_token(token):
             self.ended = True
             return Guided(ended=True, problem=first_line(matcher.get_error()))
+        if self._ending is not None:
+            self._ending.consume(token)
         self.accepting = matcher.is_accepting()
         self.ended = matcher.is_stopped()
         self._ahead = () if self.ended else self._look_ahead()
         by_eos = self.ended and token in self._ends
         self.accepting |= by_eos
-        return Guided(forced, self.ended, by_eos, self.accepting, self._ahead)
+        steered = self._ending is not None and self._ending.steered
+        return Guided(forced, self.ended, by_eos, self.accepting, self._ahead, steered=steered)
 
     def _look_ahead(self) -> tuple[int, ...]:
         return self._first.ahead if self._first is not None else look_ahead(self._matcher)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import decimal
 import enum
+import pathlib
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -14,6 +16,9 @@ _SCALARS: dict[Any, dict[str, Any]] = {
     bool: {"type": "boolean"},
     int: {"type": "integer"},
     float: {"type": "number"},
+    decimal.Decimal: {"type": "number"},
+    pathlib.Path: {"type": "string"},
+    bytes: {"type": "string"},
     type(None): {"type": "null"},
     None: {"type": "null"},
     Any: {},
@@ -51,6 +56,8 @@ def schema_of(kind: Any, level: int = 0) -> dict[str, Any]:
         return {"type": "array", "items": schema_of(arguments[0], level + 1)}
     if origin in _DICTS and arguments[0] is str:
         return {"type": "object", "additionalProperties": schema_of(arguments[1], level + 1)}
+    if origin in _DICTS and (keys := schema_of(arguments[0], level + 1).get("enum")):
+        return {"type": "object", "properties": {str(key): schema_of(arguments[1], level + 1) for key in keys}}
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         return {"enum": [member.value for member in kind]}
     if isinstance(kind, type) and (dataclasses.is_dataclass(kind) or typing.is_typeddict(kind)):
@@ -79,7 +86,7 @@ def build(kind: Any, value: Any) -> Any:
         made = [build(arguments[0], part) for part in value]
         return made if origin in (list, Sequence) else origin(made)
     if origin in _DICTS and isinstance(value, dict):
-        return {name: build(arguments[1], part) for name, part in value.items()}
+        return {build(arguments[0], name): build(arguments[1], part) for name, part in value.items()}
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         return kind(value)
     if isinstance(kind, type) and (dataclasses.is_dataclass(kind) or typing.is_typeddict(kind)):
@@ -89,6 +96,10 @@ def build(kind: Any, value: Any) -> Any:
         if missing := set(required) - set(value):
             raise ValueError(f"{sorted(missing)} are missing")
         return kind(**{name: build(hints[name], part) for name, part in value.items()})
+    if kind is decimal.Decimal and isinstance(value, int | float) and not isinstance(value, bool):
+        return decimal.Decimal(str(value))
+    if kind in (pathlib.Path, bytes) and isinstance(value, str):
+        return pathlib.Path(value) if kind is pathlib.Path else value.encode()
     if origin is Literal:
         fits = any(type(one) is type(value) and one == value for one in arguments)
     elif kind is float:

@@ -1,7 +1,8 @@
 """JSON schemas of types, and what makes objects of these types from JSON.
 
 With pydantic, whatever its TypeAdapter takes; without it, what `plain_types` converts. The objects of a type are
-closed: the grammar allows no properties beyond its fields, which would be thrown away.
+closed: the grammar allows no properties beyond its fields, which would be thrown away. What it can't say of a type, such
+as that the items of a set differ, is left out, since building the object checks it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ class Described(NamedTuple):
 
     schema: Mapping[str, Any]
     parse: Callable[[str], Any]
+    checks: bool = False  # whether `parse` refuses what breaks the schema
 
 
 def described(schema: Any) -> Described:
@@ -48,7 +50,8 @@ def _described(kind: Any) -> Described:
         try:
             adapter = pydantic.TypeAdapter(kind)
             # What the model writes is what a validator reads: aliases, and no computed fields.
-            return Described(closed(adapter.json_schema(mode="validation")), adapter.validate_json)
+            schema = adapter.json_schema(mode="validation", schema_generator=_generator())
+            return Described(closed(schema), adapter.validate_json, checks=True)
         except Exception as error:  # classes of users take part in it, and may raise anything
             problem = str(error).strip().partition("\n")[0] or type(error).__name__
     try:
@@ -56,29 +59,59 @@ def _described(kind: Any) -> Described:
     except Exception as error:
         fix = "Pass its JSON schema as a dict, or a type whose values JSON can express"
         raise InvalidRequest("schema", kind, f"has no JSON schema: {error} ({problem})", fix) from None
-    return Described(schema, lambda text: plain_types.build(kind, json.loads(text)))
+    return Described(schema, lambda text: plain_types.build(kind, json.loads(text)), checks=True)
+
+
+@functools.cache
+def _generator() -> Any:
+    """pydantic's generator of schemas, but for a Decimal, which it lets be any text as well."""
+    from pydantic.json_schema import GenerateJsonSchema
+
+    class Generator(GenerateJsonSchema):  # type: ignore[misc,unused-ignore]
+        def decimal_schema(self, schema: Any) -> Any:
+            written = super().decimal_schema(schema)
+            return next((part for part in written.get("anyOf", ()) if part.get("type") == "number"), written)
+
+    return Generator
 
 
 def closed(schema: Any) -> Any:
     """A type's schema as a grammar takes it.
 
     Objects with named properties get additionalProperties false unless they mention it. oneOf, which pydantic writes
-    for unions that a field tells apart, becomes anyOf: building the object checks the rest.
+    for unions that a field tells apart, becomes anyOf: building the object checks the rest. Keys that are of an
+    enumeration become optional properties, and base64 a pattern.
     """
+    return _closed(schema, (schema.get("$defs") or {}) if isinstance(schema, Mapping) else {})
+
+
+def _closed(schema: Any, definitions: Mapping[str, Any]) -> Any:
     if isinstance(schema, list):
-        return [closed(part) for part in schema]
+        return [_closed(part, definitions) for part in schema]
     if not isinstance(schema, Mapping):
         return schema
-    found: dict[str, Any] = {}
+    made: dict[str, Any] = {}
     for name, part in schema.items():
         if name in _NAMED and isinstance(part, Mapping):
-            found[name] = {inner: closed(value) for inner, value in part.items()}
+            made[name] = {inner: _closed(value, definitions) for inner, value in part.items()}
         else:
-            found["anyOf" if name == "oneOf" else name] = part if name in _DATA else closed(part)
-    if "properties" in found and found.get("type") == "object":
-        found.setdefault("additionalProperties", False)
-    return found
+            made["anyOf" if name == "oneOf" else name] = part if name in _DATA else _closed(part, definitions)
+    names = made.get("propertyNames")
+    if isinstance(names, Mapping) and "properties" not in made:
+        keys = definitions.get(str(names.get("$ref", "")).removeprefix("#/$defs/"), names).get("enum", ())
+        if keys and all(isinstance(key, str) for key in keys):
+            del made["propertyNames"]
+            made["properties"] = dict.fromkeys(keys, made.pop("additionalProperties", {}))
+    if "properties" in made and made.get("type") == "object":
+        made.setdefault("additionalProperties", False)
+    if made.get("type") == "string" and made.get("format") in _BASE64:
+        made.setdefault("pattern", _BASE64[made.pop("format")])
+    return made
 
 
 _NAMED = frozenset(("properties", "$defs", "definitions", "patternProperties", "dependentSchemas"))
 _DATA = frozenset(("const", "enum", "default", "examples", "example", "discriminator"))  # hold values, not schemas
+_BASE64 = {
+    name: f"^([{letters}]{{4}})*([{letters}]{{2}}==|[{letters}]{{3}}=)?$"
+    for name, letters in (("base64", "A-Za-z0-9+/"), ("base64url", "A-Za-z0-9_-"))
+}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import re
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ from rekindle.errors import InvalidRequest, MissingExtra
 
 Kind = Literal["schema", "regex", "choice", "grammar", "json"]
 ANY_OBJECT = '{"type":"object"}'
+_PREFIXES = re.compile(r"(?m)^[?!]{1,2}(?=[a-z_]\w*(\.-?\d+)?\s*:(?!:))")  # of Lark's rules; they say how a tree looks
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,7 +47,8 @@ def structure_of(sampling: Sampling) -> Structure | None:
     require()
     options = {"lenient": sampling.lenient, "whitespace_flexible": sampling.whitespace_flexible}
     if sampling.schema is not None:
-        schema, parse = described(sampling.schema)
+        schema, parse, checks = described(sampling.schema)
+        options["lenient"] |= checks
         try:
             text = json.dumps(schema, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
@@ -57,7 +60,7 @@ def structure_of(sampling: Sampling) -> Structure | None:
     if sampling.regex is not None:
         return Structure(Spec("regex", sampling.regex), str)
     if sampling.grammar is not None:
-        return Structure(Spec("grammar", sampling.grammar), str)
+        return Structure(Spec("grammar", _PREFIXES.sub("", sampling.grammar)), str)
     return Structure(Spec("choice", json.dumps(sampling.choice)), str)
 
 

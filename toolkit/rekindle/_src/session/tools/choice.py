@@ -25,8 +25,8 @@ class Choice(NamedTuple):
     several: bool = False  # and more may be
 
 
-def chosen(choice: ToolChoice | None, tools: Sequence[Tool]) -> Choice:
-    """The choice among tools. Raises `InvalidRequest` for one that is not there."""
+def chosen(choice: ToolChoice | None, tools: Sequence[Tool], *, parallel: bool = True) -> Choice:
+    """The choice among tools, of which several may be called if `parallel`. Raises `InvalidRequest` for an unknown one."""
     tools = tuple(tools)
     if choice is None or choice == "auto":
         return Choice(choice, tools)
@@ -35,7 +35,7 @@ def chosen(choice: ToolChoice | None, tools: Sequence[Tool]) -> Choice:
     if not tools:
         raise InvalidRequest("tool_choice", choice, "needs tools", "Pass tools=[…]")
     if choice == "required":
-        return Choice(choice, tools, tools, several=True)
+        return Choice(choice, tools, tools, several=parallel)
     named = tuple(tool for tool in tools if _names(choice, tool))
     if not named:
         known = ", ".join(tool.name for tool in tools)

@@ -1,0 +1,266 @@
+"""JSON that ends: numbers of so many digits, and objects that are closed while tokens are left.
+
+A grammar allows numbers and texts without end, and a model that has begun one may write on until its tokens are used
+up. So a number may have no more digits than an int64 or a float surely holds. When few tokens are left, a short end of
+the text is looked for, and what would not leave enough tokens for it is not allowed any more.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from rekindle._src.core.guides import Mask, mask_words
+
+DIGITS = 18  # of a number, before and behind its point: any integer of so many is an int64
+EXPONENT = 2  # digits; a float of 18 digits and this exponent is finite
+_SPARE = 6  # tokens beyond the shortest end that an escape, a sign or an exponent may need
+_FARTHEST = 128  # tokens beyond the shortest end from which on structure is looked at
+_LONGEST = 512  # tokens of an end that is looked for
+_MOST_TRIED = 1_024  # tokens behind what may come, for one text, of some 50 µs each
+_MOST_AT_ONCE = 256
+_FEW = 24  # tokens that are all tried
+_LONG_NUMBER = re.compile(r"\d{19}|\d[eE]\+?\d")
+_TAIL = re.compile(rb"-?[0-9][-+.0-9eE]*\Z")
+_NUMBER = re.compile(rb"[-+.0-9eE]+\Z")
+_STRUCTURE = b'{}[]",:'
+_ORDER = b'}]",0123456789ntf[{:-.'  # what is tried first for a short end
+
+
+class Spelling:
+    """What tokens are in JSON. All texts of a tokenizer share it."""
+
+    def __init__(self, tokens: Iterable[bytes], ends: Iterable[int], vocab: int) -> None:
+        size = mask_words(vocab) * 32
+        self.numbers: dict[int, tuple[bool, str]] = {}  # tokens that end in a number: whether all of it, and that part
+        self.single: dict[bytes, int] = {}  # tokens of one byte
+        self.plain = np.zeros(size, np.bool_)  # tokens that neither end nor escape anything in a string
+        self.digits: set[int] = set()  # tokens that are digits alone
+        self.opening: set[int] = set()  # tokens with which an object or an array may begin a text
+        self.ends = tuple(ends)
+        leading = np.zeros(size, np.uint8)
+        joined, quoting = np.zeros(size, np.bool_), np.zeros(size, np.bool_)
+        for token, data in enumerate(tokens):
+            if len(data) == 1:
+                self.single.setdefault(data, token)
+            elif any(byte in _STRUCTURE for byte in data):
+                joined[token] = True
+                quoting[token] = b'"' in data
+            if b'"' not in data and b"\\" not in data:
+                self.plain[token] = True
+            if data.strip()[:1] in (b"{", b"["):
+                self.opening.add(token)
+            if data[:1].isdigit():
+                leading[token] = min(255, len(data) - len(data.lstrip(b"0123456789")))
+                if leading[token] == len(data):
+                    self.digits.add(token)
+            if _NUMBER.match(data):
+                self.numbers[token] = True, data.decode()
+            elif (tail := _TAIL.search(data)) is not None:
+                self.numbers[token] = False, tail[0].decode()
+        self.joined, self.quoting = _packed(joined), _packed(quoting)  # tokens of more than one byte with structure
+        self._leading = leading
+        self._long: dict[int, Mask | None] = {}
+        self.order = tuple(self.single[byte] for byte in _bytes(_ORDER) if byte in self.single)
+        self.structure = tuple(self.single[byte] for byte in _bytes(_STRUCTURE) if byte in self.single)
+        self.closers = {self.single[byte] for byte in _bytes(b",}]") if byte in self.single}
+        self.quote, self.letter = self.single.get(b'"', -1), self.single.get(b"z", -1)
+
+    def longer(self, digits: int) -> Mask | None:
+        """The tokens that begin with at least so many digits; None if there are none."""
+        if digits not in self._long:
+            found = self._leading >= digits
+            self._long[digits] = _packed(found) if found.any() else None
+        return self._long[digits]
+
+
+class Bounds:
+    """What a grammar's texts have in common: tokens, how much its structure takes, and whether numbers are bounded."""
+
+    def __init__(self, spelling: Spelling, kind: str, text: str) -> None:
+        self.spelling = spelling
+        self.reach = _SPARE + (min(_FARTHEST, _cost(json.loads(text))) if kind == "schema" else 0)
+        self.digits = kind == "json" or not _LONG_NUMBER.search(text)
+
+
+class Ending:
+    """How one text comes to its end."""
+
+    __slots__ = ("_begun", "_bounds", "_budget", "_closes", "_look_at", "_number", "_path", "_tried", "steered")
+
+    def __init__(self, bounds: Bounds, budget: int | None) -> None:
+        """`budget` is how many tokens the text may have; None if it may end without being whole."""
+        self._bounds, self._budget = bounds, budget
+        self._begun = self._closes = False  # whether it has tokens, and whether it is an object or an array
+        self._look_at = _LONGEST  # tokens left at which the shortest end is looked for
+        self._path: tuple[int, ...] | None = None  # the shortest end, if it is known
+        self._number = ""  # the number at the end of the text
+        self._tried = 0
+        self.steered = False  # whether something that the grammar allows would not have left enough tokens
+
+    def copy(self) -> Ending:
+        other = object.__new__(Ending)
+        for name in Ending.__slots__:
+            setattr(other, name, getattr(self, name))
+        return other
+
+    def consume(self, token: int) -> None:
+        """Take the text's next token."""
+        spelling = self._bounds.spelling
+        if not self._begun:
+            self._begun, self._closes = True, token in spelling.opening
+        whole, part = spelling.numbers.get(token, (False, ""))
+        if whole:
+            part = self._number[-64:] + part if self._number else part if part[0] in "-0123456789" else ""
+        self._number = part
+        path = self._path
+        if not path:
+            return
+        if token == path[0]:
+            self._path = path[1:]
+        elif not ((path[0] == spelling.quote and spelling.plain[token])
+                  or (path[0] in spelling.closers and token in spelling.digits)):  # fmt: skip
+            self._path = None
+
+    def limit(self, mask: Mask, matcher: Any, used: int, *, forced: bool) -> None:
+        """Take from `mask` what would make a number too long, or the text longer than its budget, of which `used` is.
+
+        `forced`: all that may come is another spelling of the same text.
+        """
+        if self._number and self._bounds.digits:
+            self._limit_digits(mask)
+        if self._budget is not None and self._closes and (left := self._budget - used) <= self._look_at:
+            self._limit_structure(mask, matcher, left, forced)
+
+    def _limit_digits(self, mask: Mask) -> None:
+        spelling, number = self._bounds.spelling, self._number
+        most = EXPONENT if "e" in number or "E" in number else DIGITS
+        more = most - (len(number) - len(number.rstrip("0123456789")))
+        long = spelling.longer(max(1, more + 1))
+        if long is None or _has(mask, spelling.letter):  # it is within a string
+            return
+        if more > 0 or any(_has(mask, token) for token in (*spelling.closers, *spelling.ends)):
+            mask &= ~long
+
+    def _limit_structure(self, mask: Mask, matcher: Any, left: int, forced: bool) -> None:
+        spelling, reach = self._bounds.spelling, self._bounds.reach
+        path = self._path
+        if not path or not _has(mask, path[0]):  # such as a quote amid the bytes of a character
+            path = self._shortest(matcher, left)
+        if not path or not _has(mask, path[0]):
+            self._look_at, self._path = left // 2, None
+            return
+        spare = left - len(path)
+        if spare > reach:  # what comes until the next look, and the structure it may begin, leave enough
+            self._look_at, self._path = left - max(1, (spare - reach) // 2), None
+            return
+        self._look_at, self._path, first = left, path, path[0]
+        if spare < _SPARE:
+            self.steered |= not (forced or _is_only(mask, first))
+            mask.fill(0)
+        elif _has(mask, spelling.letter) and first == spelling.quote:  # a string, which may go on
+            mask &= ~spelling.quoting
+        else:
+            few = _few(mask)  # such as the names of properties
+            most = min(_MOST_TRIED, self._tried + _MOST_AT_ONCE)
+            for token in spelling.structure if few is None else few:
+                if token != first and _has(mask, token) and not self._fits(matcher, token, left - 1 - _SPARE, most):
+                    mask[token >> 5] &= ~_bit(token)
+                    self.steered = True
+            if few is None:
+                mask &= ~spelling.joined
+        mask[first >> 5] |= _bit(first)
+
+    def _fits(self, matcher: Any, token: int, left: int, most: int) -> bool:
+        """Whether the text can end within `left` tokens behind this one; False where `most` were tried already."""
+        if self._tried > most:
+            return False
+        ahead = matcher.deep_copy()
+        if not ahead.consume_token(token):
+            return False
+        path = self._shortest(ahead, left)
+        self._tried += left if path is None else len(path)
+        return path is not None
+
+    def _shortest(self, matcher: Any, left: int) -> tuple[int, ...] | None:
+        """The tokens of a short end; None if none of at most `left` tokens was found."""
+        spelling = self._bounds.spelling
+        ahead, path, most = matcher.deep_copy(), list[int](), min(left, _LONGEST)
+        mask = np.zeros_like(spelling.joined)
+        while len(path) <= most:
+            if ahead.is_stopped():
+                return tuple(path)
+            forced = ahead.compute_ff_tokens()
+            if not forced:
+                ahead.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+                forced = [self._pick(mask)]
+            for token in forced:
+                if token < 0 or not ahead.consume_token(token):
+                    return None
+            path += forced
+        return None
+
+    def _pick(self, mask: Mask) -> int:
+        """The token that leads to a short end, of those that are allowed; -1 if there is none."""
+        spelling = self._bounds.spelling
+        for token in spelling.ends:
+            if _has(mask, token):
+                return token
+        if _has(mask, spelling.letter):  # a string, or a name
+            return spelling.quote if _has(mask, spelling.quote) else spelling.letter
+        for token in spelling.order:
+            if _has(mask, token):
+                return token
+        words = np.flatnonzero(mask)
+        if not len(words):
+            return -1
+        word = int(words[0])
+        bits = int(mask[word]) & 0xFFFFFFFF
+        return word * 32 + (bits & -bits).bit_length() - 1
+
+
+def _cost(schema: Any) -> int:
+    """About how many tokens the names in a schema take."""
+    cost, parts = 0, [schema]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, Mapping):
+            if isinstance(names := part.get("properties"), Mapping):
+                cost += sum(len(name) // 3 + 6 for name in names)
+            part = list(part.values())
+        if isinstance(part, list):
+            parts += part
+    return cost
+
+
+def _few(mask: Mask) -> list[int] | None:
+    """The tokens that are allowed; None if there are many."""
+    words = np.flatnonzero(mask)
+    if len(words) > _FEW:
+        return None
+    found = [int(word) * 32 + bit for word in words for bit in range(32) if int(mask[word]) >> bit & 1]
+    return found if len(found) <= _FEW else None
+
+
+def _bytes(data: bytes) -> list[bytes]:
+    return [bytes([byte]) for byte in data]
+
+
+def _packed(bits: np.ndarray[Any, np.dtype[np.bool_]]) -> Mask:
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def _bit(token: int) -> np.int32:
+    return np.uint32(1 << (token & 31)).view(np.int32)
+
+
+def _has(mask: Mask, token: int) -> bool:
+    return token >= 0 and bool(int(mask[token >> 5]) >> (token & 31) & 1)
+
+
+def _is_only(mask: Mask, token: int) -> bool:
+    return int(np.count_nonzero(mask)) == 1 and mask[token >> 5] == _bit(token)
