@@ -83,6 +83,14 @@ async def test_a_stream_has_the_same_text_and_its_usage_only_if_asked_for(app: A
 
 
 @pytest.mark.parametrize("streamed", [False, True])
+async def test_offsets_count_characters_although_tokens_split_them(app: Any, streamed: bool) -> None:
+    body: Any = {"prompt": "aé€b", "echo": True, "logprobs": 0, "max_tokens": 0}
+    choice = (await stream(app, **body))[0]["choices"][0] if streamed else (await complete(app, **body))["choices"][0]
+    assert choice["text"] == "aé€b"
+    assert choice["logprobs"]["text_offset"] == [0, 1, 1, 2, 2, 2, 3], "each where its character begins"
+
+
+@pytest.mark.parametrize("streamed", [False, True])
 async def test_echo_with_logprobs_scores_the_prompt_without_making_a_token(app: Any, streamed: bool) -> None:
     """What lm-eval's `local-completions` sends."""
     body: Any = {"prompt": "Hey", "echo": True, "logprobs": 1, "max_tokens": 0}

@@ -114,6 +114,7 @@ async def test_a_full_queue_is_429_with_retry_after(crowded: Session) -> None:
     assert sorted(answer.status for answer in answers) == [200, 200, 429, 429, 429]
     refused = next(answer for answer in answers if answer.status == 429)
     assert refused.error["type"] == "rate_limit_error" and int(refused.headers["retry-after"]) >= 1
+    assert "Send the request again" in refused.error["message"] and "session" not in refused.error["message"]
     too_many = await post(served, "/v1/completions", {**LONG, "n": 3})
     assert too_many.status == 400 and too_many.error["param"] == "n"
 

@@ -117,6 +117,15 @@ async def test_what_is_cut_is_not_whole_although_it_could_be(session: Session, o
 
 
 @anyio_test
+async def test_an_object_is_closed_while_there_are_tokens(session: Session) -> None:
+    done = await session.generate(PROMPT, schema=Person, max_tokens=36, temperature=1.0, seed=2, logit_bias={69: 50.0})
+    assert isinstance(done.parsed, Person) and done.parse_error is None and len(done.token_ids) <= 36
+    assert done.finish_reason is FinishReason.LENGTH and done.closed and "closed in time" in repr(done)
+    longer = await session.generate(PROMPT, schema=Person, max_tokens=90)
+    assert longer.finish_reason is FinishReason.GRAMMAR and not longer.closed
+
+
+@anyio_test
 async def test_an_empty_constraint_is_refused(session: Session) -> None:
     for name in ("choice", "allowed_token_ids"):
         empty: Any = {name: []}

@@ -52,6 +52,11 @@ def test_a_model_that_has_to_call_calls(session: Session, family: str) -> None:
         reply = session.chat(USER, tool_choice="required", seed=seed, **options).result_sync()
         assert reply.tool_calls, reply.text
         assert reply.content == "" or reply.finish_reason == FinishReason.LENGTH, "it may be cut amid a further call"
+    for seed in range(2):
+        reply = session.chat(
+            USER, tool_choice="required", parallel_tool_calls=False, seed=seed, **options
+        ).result_sync()
+        assert len(reply.tool_calls) == 1 and reply.content == "" and reply.finish_reason != FinishReason.LENGTH
     for choice in ("paint", paint, {"type": "function", "function": {"name": "paint"}}):
         reply = session.chat(USER, tool_choice=choice, seed=1, **options).result_sync()
         (call,) = reply.tool_calls

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
+import decimal
 import enum
 import importlib.util
 import json
+import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypedDict
 
 import pytest
 
-from rekindle import Sampling
+from rekindle import Sampling, tiny
+from rekindle._src.core.guides import Guided
 from rekindle._src.structured import plain_types, schemas
+from rekindle._src.structured.grammar import Grammars
 from rekindle._src.structured.schemas import closed, described
-from rekindle._src.structured.spec import structure_of
+from rekindle._src.structured.spec import Spec, structure_of
+from rekindle._src.text.tokenizer import Tokenizer
 from rekindle.errors import InvalidRequest, MissingExtra
+
+TOKENIZER = Tokenizer.load(tiny.folder())
+GRAMMARS = Grammars(TOKENIZER, 2048)
 
 
 class Colour(enum.Enum):
@@ -87,6 +96,60 @@ def test_a_typed_dict_and_annotations(way: str) -> None:
     ]:
         schema, parse, _ = described(kind)
         assert parse(text) == value, (kind, schema)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "value"),
+    [
+        (set[int], "[1,2,1]", {1, 2}),
+        (dict[Colour, int], '{"red":1}', {Colour.RED: 1}),
+        (bytes, '"abc"', b"abc"),
+        (pathlib.Path, '"a/b"', pathlib.Path("a/b")),
+        (decimal.Decimal, "-0.25", decimal.Decimal("-0.25")),
+    ],
+)
+def test_types_that_a_grammar_does_not_know_are_checked_as_they_are_built(
+    way: str, kind: Any, text: str, value: Any
+) -> None:
+    structure = structure_of(Sampling(schema=kind))
+    assert structure is not None and structure.spec.lenient
+    assert structure.parse(text) == value and fits(structure.spec, text)
+    if kind is decimal.Decimal:
+        assert not fits(structure.spec, '"a"') and not fits(structure.spec, "true")
+    if kind == dict[Colour, int]:
+        assert not fits(structure.spec, '{"green":1}') and not fits(structure.spec, '{"red":"x"}')
+
+
+def test_types_of_pydantic_that_a_grammar_does_not_know() -> None:
+    pydantic = pytest.importorskip("pydantic")
+
+    class Account(pydantic.BaseModel):  # type: ignore[misc,name-defined]
+        key: pydantic.SecretStr
+        data: pydantic.Base64Str
+        limits: dict[Colour, decimal.Decimal]
+        since: datetime.date
+
+    structure = structure_of(Sampling(schema=Account))
+    assert structure is not None
+    text = '{"key":"x","data":"aGk=","limits":{"blue":1.5},"since":"2026-01-02"}'
+    account = structure.parse(text)
+    assert fits(structure.spec, text) and account.data == "hi" and account.key.get_secret_value() == "x"
+    assert account.limits == {Colour.BLUE: decimal.Decimal("1.5")}
+    assert not fits(structure.spec, text.replace("aGk=", "aGk")) and not fits(
+        structure.spec, text.replace("1.5", '"x"')
+    )
+    assert not fits(structure.spec, text.replace("2026", "x")), "formats that a grammar knows are kept to"
+
+
+def fits(spec: Spec, text: str) -> bool:
+    """Whether the grammar of a spec takes the whole text."""
+    guide = GRAMMARS.compile(spec).guide(frozenset(TOKENIZER.eos_ids))
+    told = Guided()
+    for token in TOKENIZER.encode(text, add_special_tokens=False):
+        told = guide.consume(token)
+        if told.problem:
+            return False
+    return told.accepting
 
 
 @pytest.mark.parametrize("kind", [memoryview, type("Odd", (), {"__init__": lambda self, x: None})])

@@ -105,9 +105,10 @@ def guide_of(
 def _guide_of(
     grammar: Grammar, submission: Submission, ids: IntArray, engine: Engine, eos: Collection[int], budget: int | None
 ) -> Guide:
-    """A guide for one structured sequence of at most `budget` tokens. It goes on behind the part of the prompt that the grammar covers.
+    """A guide for one structured sequence of at most `budget` tokens.
 
-    Behind a part that is complete only an end token may come.
+    It goes on behind the part of the prompt that the grammar covers. Behind a part that is complete only an end token
+    may come.
     """
     base = len(ids) - submission.covered
     reasoning = _reasoning(ids[:base].tolist(), engine, chat=submission.render is not None)

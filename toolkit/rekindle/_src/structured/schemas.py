@@ -1,8 +1,8 @@
 """JSON schemas of types, and what makes objects of these types from JSON.
 
 With pydantic, whatever its TypeAdapter takes; without it, what `plain_types` converts. The objects of a type are
-closed: the grammar allows no properties beyond its fields, which would be thrown away. What it can't say of a type, such
-as that the items of a set differ, is left out, since building the object checks it.
+closed: the grammar allows no properties beyond its fields, which would be thrown away. What it can't say of a type,
+such as that the items of a set differ, is left out, since building the object checks it.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class Choice(NamedTuple):
 
 
 def chosen(choice: ToolChoice | None, tools: Sequence[Tool], *, parallel: bool = True) -> Choice:
-    """The choice among tools, of which several may be called if `parallel`. Raises `InvalidRequest` for an unknown one."""
+    """The choice among tools, of which several may be called if `parallel`. Raises `InvalidRequest` for no tool."""
     tools = tuple(tools)
     if choice is None or choice == "auto":
         return Choice(choice, tools)
