@@ -388,7 +388,9 @@ class Completion:
         return self.text
 
     def __repr__(self) -> str:
-        problem = "" if self.parse_error is None else f", no object: {html.shortened(str(self.parse_error), 100)}"
+        problem = ", its structure was closed in time" if self.closed else ""
+        if self.parse_error is not None:
+            problem = f", no object: {html.shortened(str(self.parse_error), 100)}"
         return f"<Completion {self.id}: {html.shortened(self.text)!r}, {self._summary()}{problem}>"
 
     def _repr_html_(self) -> str:
