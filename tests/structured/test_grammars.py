@@ -127,7 +127,7 @@ def test_copies_go_their_own_ways(grammars: Grammars) -> None:
         ({"choice": ["yes", 'a "quoted" \\ one\n']}, 'a "quoted" \\ one\n'),
         ({"grammar": 'root ::= "x" [0-9]+'}, "x42"),
         ({"grammar": 'start: "x" /[0-9]+/'}, "x42"),
-        ({"grammar": '?start: a b\n!a: "x"\n?!b.2: /[0-9]+/'}, "x42"),
+        ({"grammar": '?start: a b\n!a: "x"\n?!b: /[0-9]+/'}, "x42"),
         ({"grammar": '!start: "x"'}, "x"),
         ({"json": True}, '{"a":[1,true,null]}'),
         ({"json": True, "whitespace_flexible": True}, '{ "a" : [1,\n 2] }'),
