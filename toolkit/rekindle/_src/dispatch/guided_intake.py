@@ -93,7 +93,9 @@ def guide_of(
     sampling = submission.sampling
     # What may not come, or only later, could be what ends the text.
     steered = rules is None and not (sampling.ignore_eos or sampling.min_tokens or sampling.processors)
-    budget = min(sampling.max_tokens, engine.config.max_model_len - len(ids)) if steered else None
+    longest = engine.config.max_model_len
+    assert longest is not None, "the config is resolved"
+    budget = min(sampling.max_tokens, longest - len(ids)) if steered else None
     inner = None if grammar is None else _guide_of(grammar, submission, ids, engine, eos, budget)
     if rules is None:
         return inner
