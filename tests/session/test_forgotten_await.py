@@ -79,7 +79,10 @@ CALLS: dict[str, tuple[Callable[[Session], Any], str]] = {
     "list": (lambda session: session.generate(["hello", "you"]), r"await session\.generate\(\[…\]\)"),
     "embed": (lambda session: session.embed(["hello"]), r"await session\.embed\(…\)"),
     "map": (lambda session: session.map([{"text": "x"}], "{text}"), r"await session\.map\(…\)"),
-    "turn": (lambda session: session.conversation().say("hello"), r"await chat\.say\(…\)"),
+    "turn": (
+        lambda session: session.conversation(template="{{ messages[0].content }}").say("hello"),
+        r"await chat\.say\(…\)",
+    ),
 }
 
 

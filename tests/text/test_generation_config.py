@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 import rekindle
 from rekindle import Sampling, tiny
+from rekindle._src.core.sampling import ANSWER_TOKENS
 from rekindle._src.text.generation_config import checkpoint_sampling, told
 
 
@@ -71,7 +73,8 @@ def test_a_session_uses_it_says_it_once_and_turns_it_off(tmp_path: Path, caplog:
         assert session.stream("x", temperature=None).sampling == wanted
         assert session.generate("x", temperature=0).sampling == Sampling(top_k=20)
         assert session.generate("x", max_tokens=3).sampling == Sampling(temperature=0.7, top_k=20, max_tokens=3)
-        assert session.chat([{"role": "user", "content": "x"}]).sampling == wanted
+        chat = session.chat([{"role": "user", "content": "x"}])
+        assert chat.sampling == replace(wanted, max_tokens=ANSWER_TOKENS)
         assert session.generate("x", Sampling(), seed=1).sampling == Sampling(seed=1)
         done = session.generate_sync("Once", max_tokens=4, seed=3)
         forked = session.fork(done, at=2)

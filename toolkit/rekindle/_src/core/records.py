@@ -346,8 +346,8 @@ class Completion:
         return None if parsing is None else parsing.get().problem
 
     @property
-    def seed(self) -> int:
-        assert self.sampling.seed is not None, "a finished request has its seed drawn"
+    def seed(self) -> int | None:
+        """With which it can be drawn again; None if it was stopped before one was drawn."""
         return self.sampling.seed
 
     @property

@@ -112,7 +112,7 @@ def _check_snapshot(config: EngineConfig) -> None:
     shared = config.shared_cache or os.environ.get(shared_cache.VARIABLE)
     name = None if config.restore == "auto" or shared else config.restore
     if name is not None and config.prefix_cache and config.disk_memory:
-        snapshot.find(cache_folder(config.cache_dir), name)
+        snapshot.find(cache_folder(config.cache_dir), snapshot.check_name(name))
 
 
 def _is_placed(described: LoadedModel | Described) -> bool:
