@@ -45,9 +45,10 @@ class Job(Generic[T]):
     """A grammar that is being compiled, for one or more requests."""
 
     def __init__(self, spec: Spec, caller: str) -> None:
-        self.spec, self.caller = spec, caller
+        self.spec: Spec = spec
+        self.caller: str = caller
         self.future: concurrent.futures.Future[T] = concurrent.futures.Future()
-        self.waiting = 1  # requests
+        self.waiting: int = 1  # requests
 
     @property
     def begun(self) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rekindle._src.core.guides import Mask, mask_words
 
@@ -38,10 +39,11 @@ class Spelling:
         size = mask_words(vocab) * 32
         self.numbers: dict[int, tuple[bool, str]] = {}  # tokens that end in a number: whether all of it, and that part
         self.single: dict[bytes, int] = {}  # tokens of one byte
-        self.plain = np.zeros(size, np.bool_)  # tokens that neither end nor escape anything in a string
+        # Tokens that neither end nor escape anything in a string.
+        self.plain: NDArray[np.bool_] = np.zeros(size, np.bool_)
         self.digits: set[int] = set()  # tokens that are digits alone
         self.opening: set[int] = set()  # tokens with which an object or an array may begin a text
-        self.ends = tuple(ends)
+        self.ends: tuple[int, ...] = tuple(ends)
         leading = np.zeros(size, np.uint8)
         joined, quoting = np.zeros(size, np.bool_), np.zeros(size, np.bool_)
         for token, data in enumerate(tokens):
@@ -62,13 +64,15 @@ class Spelling:
                 self.numbers[token] = True, data.decode()
             elif (tail := _TAIL.search(data)) is not None:
                 self.numbers[token] = False, tail[0].decode()
-        self.joined, self.quoting = _packed(joined), _packed(quoting)  # tokens of more than one byte with structure
+        self.joined: Mask = _packed(joined)  # tokens of more than one byte with structure
+        self.quoting: Mask = _packed(quoting)
         self._leading = leading
         self._long: dict[int, Mask | None] = {}
-        self.order = tuple(self.single[byte] for byte in _bytes(_ORDER) if byte in self.single)
-        self.structure = tuple(self.single[byte] for byte in _bytes(_STRUCTURE) if byte in self.single)
-        self.closers = {self.single[byte] for byte in _bytes(b",}]") if byte in self.single}
-        self.quote, self.letter = self.single.get(b'"', -1), self.single.get(b"z", -1)
+        self.order: tuple[int, ...] = tuple(self.single[byte] for byte in _bytes(_ORDER) if byte in self.single)
+        self.structure: tuple[int, ...] = tuple(self.single[byte] for byte in _bytes(_STRUCTURE) if byte in self.single)
+        self.closers: set[int] = {self.single[byte] for byte in _bytes(b",}]") if byte in self.single}
+        self.quote: int = self.single.get(b'"', -1)
+        self.letter: int = self.single.get(b"z", -1)
 
     def longer(self, digits: int) -> Mask | None:
         """The tokens that begin with at least so many digits; None if there are none."""
@@ -82,9 +86,9 @@ class Bounds:
     """What a grammar's texts have in common: tokens, how much its structure takes, and whether numbers are bounded."""
 
     def __init__(self, spelling: Spelling, kind: str, text: str) -> None:
-        self.spelling = spelling
-        self.reach = _SPARE + (min(_FARTHEST, _cost(json.loads(text))) if kind == "schema" else 0)
-        self.digits = kind == "json" or not _LONG_NUMBER.search(text)
+        self.spelling: Spelling = spelling
+        self.reach: int = _SPARE + (min(_FARTHEST, _cost(json.loads(text))) if kind == "schema" else 0)
+        self.digits: bool = kind == "json" or not _LONG_NUMBER.search(text)
 
 
 class Ending:
@@ -100,7 +104,7 @@ class Ending:
         self._path: tuple[int, ...] | None = None  # the shortest end, if it is known
         self._number = ""  # the number at the end of the text
         self._tried = 0
-        self.steered = False  # whether something that the grammar allows would not have left enough tokens
+        self.steered: bool = False  # whether something that the grammar allows would not have left enough tokens
 
     def copy(self) -> Ending:
         other = object.__new__(Ending)
