@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -53,6 +54,11 @@ def programs_of(model: LoadedModel = MODEL, **changes: Any) -> Programs:
     programs = Programs(model.config, model.graph, model.leaves, tiny_config(), **changes)
     programs.begin_parts()
     return programs
+
+
+def smallest_guided(programs: Programs) -> Bucket:
+    """The smallest step with guided rows; native kernels give one row a program of its own."""
+    return programs.lattice_for(guided=True, pools=False)[0]
 
 
 def many_layers(monkeypatch: pytest.MonkeyPatch, peace: float = 60.0) -> None:
@@ -166,13 +172,24 @@ def test_what_a_store_lacks_is_compiled_and_nothing_else() -> None:
     assert programs.compilations == 1 and "r2t0 parts layer 0" in store.kept
 
 
+def test_processors_were_traced_if_a_part_with_them_is_stored() -> None:
+    """An opening session does without tracing them then."""
+    store, sevens = DictStore(), [LogitsProcessor(lambda logits, context: logits.at[:, 7].add(1e6), "sevens")]
+    plain, processed = (programs_of(store=store, processors=sevens) for _ in range(2))
+    plain.get(DECODE)
+    assert not plain.traced_processors
+    processed.get(dataclasses.replace(DECODE, processed=True))
+    assert plain.traced_processors and "r2t0p parts closing" in store.kept
+    assert not programs_of(store=store).traced_processors, "a session without any"
+
+
 def test_parts_go_through_a_folder(tmp_path: Path) -> None:
     def stored() -> Programs:
         return programs_of(store=ProgramStore(ExecutableStore(tmp_path / "programs"), "llama", "identity"))
 
     first = stored()
     tokens = written(MODEL, first)
-    forward = Bucket(2, 0, part=FORWARD)
+    forward, _ = smallest_guided(first).halves
     assert isinstance(first.get(forward), LayeredForward)
     second = stored()
     assert written(MODEL, second) == tokens
@@ -181,7 +198,8 @@ def test_parts_go_through_a_folder(tmp_path: Path) -> None:
 
 def test_programs_of_one_size_share_their_layers() -> None:
     programs = programs_of()
-    halves = Bucket(2, 0).halves
+    size = smallest_guided(programs)
+    decode = dataclasses.replace(size, part="")
     gate = threading.Barrier(3)
 
     def get(key: Bucket) -> Any:
@@ -189,13 +207,16 @@ def test_programs_of_one_size_share_their_layers() -> None:
         return programs.get(key)
 
     with ThreadPoolExecutor(3) as pool:
-        step, forward, _ = pool.map(get, (DECODE, *halves))
+        step, forward, _ = pool.map(get, (decode, *size.halves))
     assert step._layers == forward._layers and step._opening is forward._opening
     assert programs.compilations == 5, "an opening, a layer, two closings, and the choice, which has no layers"
 
 
 def test_halves_and_pooling_programs_are_made_of_parts_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What they give for a step that prefills beside a row that decodes is what whole programs give."""
+    """What they give for a step that prefills beside a row that decodes is what whole programs give.
+
+    Of empty rows no logits are computed, and their tokens go to the scratch slot.
+    """
     pooling, forward = Bucket(2, 32, pools=True), Bucket(4, 32, part=FORWARD)
     programs = programs_of()
     runner = Runner(MODEL, programs.config, programs=programs)
@@ -215,9 +236,16 @@ def test_halves_and_pooling_programs_are_made_of_parts_too(monkeypatch: pytest.M
             upload.pack(plan, constants)
             kv, state = programs.memory()
             given = state.last_token if key.part else state
-            _, *rest = programs.get(key)(MODEL.leaves, kv, given, upload.ints, upload.floats)
-            found += jax.tree.leaves(rest)
-        return [np.asarray(leaf) for leaf in found]
+            kv, *rest = programs.get(key)(MODEL.leaves, kv, given, upload.ints, upload.floats)
+            rows = np.array([0, upload.layout.rows])  # one that decodes, one that prefills
+            if key.part:
+                (logits, last), prompt, _ = rest
+                found += [kv, logits[rows], last[rows], prompt]
+            else:
+                state, output = rest
+                slots = [leaf[: upload.layout.slots] for leaf in jax.tree.leaves(state)]
+                found += [kv, slots, output.rows[rows], output.prompt, output.pooled[:, :1]]
+        return [np.asarray(leaf) for leaf in jax.tree.leaves(found)]
 
     parts = results(programs)
     monkeypatch.setattr(layered, "WHOLE", frozenset({"llama"}))

@@ -70,6 +70,10 @@ class Layered:
             and not all(self._holds(key.name) for key in keys)
         )
 
+    def holds(self, key: Bucket) -> bool:
+        """Whether a program, or the part of it that chooses tokens, is stored."""
+        return self._holds(key.name) or self._holds(self._closing_name(key, greedy=False))
+
     def _holds(self, name: str) -> bool:
         return self._store is not None and self._store.holds(name)
 

@@ -138,6 +138,11 @@ class Programs:
         guided = buckets.guided_programs((self._lattice,))
         return dict.fromkeys((*self._unguided_keys, *self.pooling, *guided))
 
+    @property
+    def traced_processors(self) -> bool:
+        """Whether the store holds a program with the session's processors: then they were traced, without an error."""
+        return any(self._layered.holds(key) for key in self._lattice if key.processed)
+
     def lattice_for(self, *, guided: bool, pools: bool) -> tuple[Bucket, ...]:
         """The buckets among which a step finds its own."""
         if guided:

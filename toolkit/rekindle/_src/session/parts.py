@@ -84,10 +84,11 @@ def make_parts(request: OpenRequest, agree: Agree | None = None) -> Parts:
         config = _agreed(config, described, agree)
     if config.deterministic:
         graph = deterministic(graph, config)
-    check_results(request.processors, model.vocab_size)
     programs = stored_programs(
         model, graph, shapes, config, request.processors, placement=placement, late=True, name=_name_of(described)
     )
+    if not programs.traced_processors:
+        check_results(request.processors, model.vocab_size)
     precompile = precompiles(config.precompile)
     request.shown.compiling = programs.describe_compiling
     # Programs need shapes alone, so they are loaded or compiled while the weights are read.
