@@ -179,7 +179,8 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", "tiny", str(tmp_path / "tiny.gguf"), "--type", "q8_0"]) == 0
     assert "tiny.gguf (4 MB)" in capsys.readouterr().out
-    assert main(["export", "tiny", str(tmp_path / "tiny.gguf")]) == 1
+    with pytest.raises(SystemExit, match="2"):
+        main(["export", "tiny", str(tmp_path / "tiny.gguf")])
     assert "exists already" in capsys.readouterr().err
     assert main(["doctor", "--model", str(tmp_path / "tiny.gguf")]) == 0
     assert "numbers are finite" in capsys.readouterr().out

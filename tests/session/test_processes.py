@@ -112,7 +112,7 @@ def test_what_processes_cannot_share_is_refused_at_once(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("process", "processes", "problem"),
     [
-        ("2", "2", "--process=2: is not the number of a follower. Use from 1 to 1"),
+        ("2", "2", "--process 2: is not the number of a follower. Use from 1 to 1"),
         ("0", "2", "0 is the leader"),
         ("1", "1", "can't share"),
     ],
@@ -120,5 +120,6 @@ def test_what_processes_cannot_share_is_refused_at_once(monkeypatch: pytest.Monk
 def test_a_follower_without_a_place_is_told_so(
     capsys: pytest.CaptureFixture[str], process: str, processes: str, problem: str
 ) -> None:
-    assert main(["follow", "--coordinator", "127.0.0.1:1", "--process", process, "--processes", processes]) == 1
+    with pytest.raises(SystemExit, match="2"):
+        main(["follow", "--coordinator", "127.0.0.1:1", "--process", process, "--processes", processes])
     assert problem in capsys.readouterr().err
