@@ -61,6 +61,7 @@ class Chat:
             "REKINDLE_NATIVE": "0", "TERM": "xterm-256color",
             "PROMPT_TOOLKIT_NO_CPR": "1",  # nobody here answers where the cursor is
         }  # fmt: skip
+        environment.pop("COLUMNS", None)  # that of the terminal of pytest, which a worker of pytest-xdist has
         command = [sys.executable, "-m", "rekindle", "chat", "--max-tokens", "24", "--temperature", "0"]
         self.running, master = in_terminal(command, environment)
         self.terminal = fdpexpect.fdspawn(master, encoding="utf-8", timeout=300)
