@@ -49,7 +49,7 @@ class PlatformWheel(BuildHookInterface):
 
 
 def compiled(root: Path, folder: Path) -> bool:
-    """Whether `folder` holds kernels for this processor, compiled now if need be. One line says how that went."""
+    """True if `folder` holds kernels for this processor, compiled now if need be. One line says how that went."""
     if sys.platform == "win32":
         return False
     started = time.perf_counter()

@@ -17,8 +17,8 @@ class RemoteGuide:
     ended: bool = False
     spent: float = 0.0
 
-    def __init__(self, spec: Spec, eos_ids: Collection[int], reasoning: Reasoning | None) -> None:
-        self.spec, self.eos_ids, self.reasoning = spec, tuple(eos_ids), reasoning
+    def __init__(self, spec: Spec, eos_ids: Collection[int], reasoning: Reasoning | None, budget: int | None) -> None:
+        self.spec, self.eos_ids, self.reasoning, self.budget = spec, tuple(eos_ids), reasoning, budget
         self.covered: list[int] = []
         self.consumed: int = 0
 
@@ -35,9 +35,9 @@ class RemoteGuide:
 
     def made(self, grammar: Grammar) -> Guide:
         """The guide itself, where the sequence's own tokens begin. Raises `InvalidRequest`."""
-        guide = grammar.guide(self.eos_ids, self.reasoning)
+        guide = grammar.guide(self.eos_ids, self.reasoning, self.budget)
         for token in self.covered:
-            if guide.ended or guide.consume(token).problem:
+            if guide.consume(token).problem:
                 kind = self.spec.kind
                 raise InvalidRequest(
                     "edit",
@@ -45,7 +45,7 @@ class RemoteGuide:
                     f"does not follow the {kind} of what is forked, or nothing may follow it",
                     f"Change it, fork earlier, or pass {kind}=None",
                 )
-        guide.consumed = 0
+        guide.consumed, guide.ended = 0, False  # behind a complete text its end may come
         return guide
 
 
@@ -55,8 +55,10 @@ class RemoteGrammar:
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
 
-    def guide(self, eos_ids: Collection[int], reasoning: Reasoning | None = None) -> RemoteGuide:
-        return RemoteGuide(self.spec, eos_ids, reasoning)
+    def guide(
+        self, eos_ids: Collection[int], reasoning: Reasoning | None = None, budget: int | None = None
+    ) -> RemoteGuide:
+        return RemoteGuide(self.spec, eos_ids, reasoning, budget)
 
 
 class RemoteGrammars:

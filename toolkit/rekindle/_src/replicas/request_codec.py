@@ -62,6 +62,7 @@ def packed(request: Request, pages: PageAddress | None = None, *, alone: bool = 
             "spec": dataclasses.asdict(guide.spec),
             "eos_ids": sorted(guide.eos_ids),
             "reasoning": guide.reasoning,
+            "budget": guide.budget,
             "covered": guide.covered,
         }
     made = b"" if resumed is None else np.asarray(resumed.token_ids, _TOKEN).tobytes()
@@ -78,7 +79,7 @@ def unpacked(sent: Sent, vocab_size: int) -> Received:
             raise ValueError(f"it has no prompt, or token ids beyond {vocab_size - 1}")
         if (about := fields.get("guide")) is not None:
             reasoning = None if about["reasoning"] is None else Reasoning(*about["reasoning"])
-            guide = RemoteGuide(Spec(**about["spec"]), about["eos_ids"], reasoning)
+            guide = RemoteGuide(Spec(**about["spec"]), about["eos_ids"], reasoning, about["budget"])
             guide.covered = list(about["covered"])
         options = fields["sampling"]
         request = Request(
