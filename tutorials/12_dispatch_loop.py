@@ -174,6 +174,7 @@ class Letters:
     """Bytes are token ids; text is made without ever looking back."""
 
     vocab_size, eos_ids, has_text = 256, (), True
+    encodes_apart = False  # encoding costs nothing, so it needs no process of its own
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
