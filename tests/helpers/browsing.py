@@ -58,7 +58,11 @@ def served(folder: Path, cells: Sequence[str], *, application: str = "jupyterlab
         yield f"{address}/{APPLICATIONS[application]}/{NAME}?reset"
     finally:
         server.terminate()
-        server.wait(20)
+        try:
+            server.wait(60)  # it waits for its kernels
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
 
 
 @contextmanager
