@@ -126,7 +126,7 @@ def test_a_signal_amid_a_load_loses_nothing_that_was_promised(cases: list[Case],
                 while True:
                     try:
                         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-                        writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+                        writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
                         answer = await reader.read()
                         writer.close()
                         if b" 200 " in answer:
