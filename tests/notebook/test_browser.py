@@ -114,7 +114,7 @@ def the_chat_forks_at_a_token(page: Any) -> None:
     answered(page, 24)
     assert said(chat) == before, "greedy: the first answer once more"
     chat.get_by_role("button", name="Edit last").click()
-    page.wait_for_function("element => element.value == 'Who are you?'", arg=line.element_handle())
+    sync_api.expect(line).to_have_value("Who are you?")
     line.fill("Who is Tom?")
     chat.get_by_role("button", name="Send").click()
     chat.get_by_text("Who is Tom?").wait_for()

@@ -186,7 +186,7 @@ def test_lines_settings_and_copies(page: Any, theme: str) -> None:
 
 def test_who_types_keeps_the_focus_when_controls_change(page: Any, theme: str) -> None:
     with opened() as session:
-        view = session.view.chat()
+        view = session.view.chat(template="{{ messages[0].content }}")
         hosted = Hosted(page, view, shadow=theme == "dark")
         hosted.first.get_by_placeholder("Say something").focus()
         view.widget.controls = [*view.widget.controls, {"kind": "button", "name": "new", "label": "New"}]
