@@ -201,3 +201,11 @@ async def test_tokens_and_words_that_may_not_come(app: Any) -> None:
         assert answer.status == 400 and answer.error["param"] == param
     alone = await post(app, "/v1/completions", {**body, "allowed_token_ids": [97], "bad_words": ["a"]})
     assert (alone.status, alone.error["code"]) == (400, "no_token_left"), "no server's fault, and not to be tried again"
+
+
+@pytest.mark.anyio
+async def test_a_prompt_without_tokens_is_refused(app: Any) -> None:
+    for body in ({"prompt": ""}, {"prompt": "", "add_special_tokens": False}):
+        answer = await post(app, "/v1/completions", body)
+        assert answer.status == 400, body
+        assert "has no tokens" in answer.json()["error"]["message"]

@@ -69,7 +69,10 @@ async def _tokens(exchange: Exchange, given: Mapping[str, Any], session: Session
         encode = session.tokenizer.encode
         return [encode(one, add_special_tokens=False) if isinstance(one, str) else one for one in prompts]
 
-    return await exchange.run(encoded)
+    tokens: Sequence[Any] = await exchange.run(encoded)
+    if not all(len(one) for one in tokens):
+        raise wrong("prompt", "", "has no tokens", "Send at least one character")
+    return tokens
 
 
 def _fits(sequences: int, session: SessionLike) -> None:
