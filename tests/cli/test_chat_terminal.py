@@ -26,7 +26,7 @@ COLUMNS = 48
 
 
 class Screen:
-    """What a terminal of some width shows: text, line ends, cursor left, and erasing to the end of a line."""
+    """Render what a terminal of some width shows: text, line ends, cursor left, erasing to the end of a line."""
 
     def __init__(self, columns: int) -> None:
         self.lines, self.column, self.columns = [""], 0, columns
