@@ -16,10 +16,12 @@ ROOT = Path(__file__).parents[2]
 DOCS = ".github/docs/pages"
 PAPERS = {
     "README.md": "index.md",
+    "tutorials/README.md": "tutorials/index.md",
     ".github/CONTRIBUTING.md": "contributing.md",
     ".github/SECURITY.md": "security.md",
     ".github/CHANGELOG.md": "changelog.md",
 }
+PICTURE = re.compile(r'((?:src|srcset)=")([^":]+\.png)(")')
 LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
 
 
@@ -55,8 +57,15 @@ def relink(text: str, source: str, pages: dict[str, str], repository: str | None
             return f"[{words}]({repository.rstrip('/')}/tree/HEAD/{target})"
         return words
 
-    outside_code = re.split(r"(^```.*?^```)", text, flags=re.MULTILINE | re.DOTALL)
-    return "".join(part if index % 2 else LINK.sub(one, part) for index, part in enumerate(outside_code))
+    def picture(match: re.Match[str]) -> str:
+        """HTML stays as it is in a page, whose address is a folder of its own."""
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(source), match[2]))
+        folder = "." if pages[source] == "index.md" else pages[source].removesuffix(".md")
+        return match[1] + posixpath.relpath(target, folder) + match[3]
+
+    outside_code: list[str] = re.split(r"(^```.*?^```)", text, flags=re.MULTILINE | re.DOTALL)
+    outside_code[::2] = [PICTURE.sub(picture, LINK.sub(one, part)) for part in outside_code[::2]]
+    return "".join(outside_code)
 
 
 def notebook(path: Path) -> str:
@@ -83,10 +92,11 @@ def notebook(path: Path) -> str:
 def on_config(config: Any) -> Any:
     """The navigation's folders, one entry for each of their pages."""
     pages = sources().values()
-    for entry in config.nav:
-        for title, value in entry.items():
-            if isinstance(value, str) and value.endswith("/"):
-                entry[title] = [page for page in pages if page.startswith(value)]
+    for section in config.nav:
+        for entry in next(iter(section.values())):
+            for title, value in entry.items() if isinstance(entry, dict) else ():
+                if value.endswith("/"):
+                    entry[title] = [page for page in pages if page.startswith(value)]
     return config
 
 

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 PROSE = sorted(
     [
         ROOT / "README.md",
+        ROOT / "tutorials" / "README.md",
         *(ROOT / ".github").rglob("*.md"),
         *(ROOT / "tests").rglob("*.md"),
         *(ROOT / "tutorials").glob("*.py"),
@@ -130,7 +131,7 @@ def test_the_check_finds_what_is_wrong(words: str, target: str, problem: str) ->
 
 
 def test_a_newcomer_finds_the_way_in_three_hops() -> None:
-    """Each answer of "Find your way" leads through at most three files, the first of which the README's map names."""
+    """Each answer of "Find your way" leads through at most three files; a request's map names the first."""
     text = (ROOT / ".github" / "CONTRIBUTING.md").read_text()
     questions = re.findall(r"^- \*\*(Where .+?)\*\*(.+?)(?=^- \*\*|^`tests)", text, re.MULTILINE | re.DOTALL)
     assert [question for question, _ in questions] == [
@@ -138,8 +139,8 @@ def test_a_newcomer_finds_the_way_in_three_hops() -> None:
         "Where is a sampling option applied?",
         "Where is a kernel chosen?",
     ]
-    way = (ROOT / "README.md").read_text().partition("## A request's way")[2].partition("\n## ")[0]
+    way = (ROOT / ".github/docs/pages/inside.md").read_text().partition("\n## ")[0]
     for question, answer in questions:
-        hops = [target.removeprefix("../") for words, target in _MARKDOWN.findall(answer) if _NAME.fullmatch(words)]
+        hops = [target for words, target in _MARKDOWN.findall(answer) if _NAME.fullmatch(words)]
         assert 1 <= len(set(hops)) <= 3, question
-        assert f"({hops[0]})" in way, f"{question} The README's map does not name {hops[0]}"
+        assert f"(../../{hops[0]})" in way, f"{question} The map of a request does not name {hops[0]}"

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 class Model(Protocol):
     """A model's module, as `merge` returns it.
 
-    Calling it is the same as `begin`, each of the `layers`, and `end`, except where `registry.WHOLE` says otherwise.
+    Calling it is the same as `begin`, each of the `layers`, and `end`.
     """
 
     config: ModelConfig

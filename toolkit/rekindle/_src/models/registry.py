@@ -34,9 +34,6 @@ FAMILIES: dict[str, str] = {
     "olmo2": "rekindle._src.models.families.olmo2",
 }
 
-# Those whose modules can't be run as `begin`, one layer after the other, and `end`: their steps are never cut there.
-WHOLE: frozenset[str] = frozenset()
-
 
 def family(model_type: str) -> Family:
     """The family of a model_type. Raises `UnsupportedModel`, which lists those that are implemented."""

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, TypeGuard
 import jax
 
 from rekindle._src.core.gc_pause import gc_paused
-from rekindle._src.models.registry import WHOLE
 from rekindle._src.programs.buckets import FORWARD, Bucket
 from rekindle._src.programs.jax_cache import watching_hits
 from rekindle._src.programs.keys import Key
@@ -81,7 +80,7 @@ class Layered:
         """Whether a program is made of parts: a step or its first half, on one device."""
         if not isinstance(key, Bucket) or key.part not in ("", FORWARD):
             return False
-        return self._recipes.parts.placement is None and self._recipes.model.model_type not in WHOLE
+        return self._recipes.parts.placement is None
 
     def load(self, key: Bucket) -> LayeredProgram:
         """A program whose parts are stored, without compiling. Raises `StoreError` if one is not."""
