@@ -1,13 +1,12 @@
 """The device's side of a runner: weights, pages and request state, and every call of a program over them.
 
 All calls pass here, in the order in which they run, and nothing else calls a program. So a session of several processes
-needs this one seam: its `Recorder` is told of each call before it is made, and followers make the same calls over
+needs one seam, this one: its `Recorder` hears of each call before it is made, and followers make the same calls over
 weights, pages and state of their own.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -26,26 +25,31 @@ from rekindle._src.programs.sent_tables import SentTables
 from rekindle._src.programs.step import StepOutput
 from rekindle_kernels import MaskGate
 
-LOOK_SHARE = 0.03  # of a step's time, by which its end is noticed later where processes are looked at meanwhile
-SHORTEST_LOOK, LONGEST_LOOK = 5e-5, 2e-3  # seconds
 
+class Recorder:
+    """Hears of every call before it is made; an error that it raises keeps the call from being made.
 
-class Recorder(Protocol):
-    """Is told of every call, before it is made. What it raises keeps the call from being made."""
+    This one belongs to a session of one process, and does nothing. `processes.team.Team` passes calls on to followers.
+    """
 
     def prepare(self, key: Key) -> None:
         """A program is about to be loaded or compiled here."""
 
     def prepared(self, key: Key) -> None:
-        """It is ready here; returns when it is ready everywhere."""
+        """The program is ready here. Returns when it is ready everywhere."""
 
-    def step(self, key: Bucket, ints: np.ndarray, floats: np.ndarray) -> None:
+    def step(self, key: Bucket, ints: np.ndarray, floats: np.ndarray, gate: MaskGate | None = None) -> None:
         """A step, or the first half of a guided one."""
 
-    def choose(self, key: Bucket, masks: Mask) -> None:
-        """The second half of the guided step that was told last."""
+    def forwarded(self, scores: Any) -> None:
+        """The first half of a guided step gave these scores."""
 
-    def admit(self, ints: np.ndarray, floats: np.ndarray) -> None: ...
+    def choose(self, key: Bucket, scores: Any, masks: Mask) -> None:
+        """The second half of the latest guided step."""
+
+    def admit(self, ints: np.ndarray, floats: np.ndarray) -> None:
+        """A request's history is written into its slot."""
+
     def gather(self, ids: np.ndarray, digests: Sequence[bytes]) -> None:
         """Each process keeps its part of the pages, under these names."""
 
@@ -55,20 +59,23 @@ class Recorder(Protocol):
     def scatter(self, ids: np.ndarray, digests: Sequence[bytes]) -> None:
         """Pages are filled with the parts that each process has kept."""
 
+    def scatter_pinned(self) -> None:
+        """Pages are filled from one payload for all of them."""
+
     def renew(self) -> None:
         """New pages and state."""
 
     def replace_weights(self) -> None:
         """The weights that were loaded last are used from now on."""
 
+    def arrive(self, arrays: Any) -> None:
+        """Arrays are about to be read, which waits for them. Raises if they will never come."""
+
     def result(self, rows: np.ndarray) -> None:
-        """What the next step gave, in the order of the steps."""
+        """The rows of the next step, in the order of the steps."""
 
     def failed(self, error: BaseException) -> None:
-        """A call that it was told of, or reading its result, raised here."""
-
-    def check(self) -> None:
-        """Raises if a process is gone, so that no result will come."""
+        """A recorded call, or reading its result, raised here."""
 
 
 class Buffers(Protocol):
@@ -94,22 +101,18 @@ class DeviceCalls:
     def __init__(self, programs: Programs, leaves: Sequence[Any], recorder: Recorder | None = None) -> None:
         self.programs = programs
         self.leaves: tuple[Any, ...] = tuple(leaves)
-        self._recorder = recorder
-        self._everywhere: set[Key] = set()  # programs that are ready in every process
+        self._recorder = recorder or Recorder()
         self._copies = jax.default_backend() != "cpu"  # results have to be copied to the host
-        self._scores: Any = None  # of the guided step whose tokens have not been chosen
+        self._reported = _Reported(self)
         slots = programs.config.max_requests
         self.tables = SentTables(slots, programs.width) if programs.resident else None
         self.kv, self.state = self._new()
 
     def program(self, key: Key) -> Any:
         """The executable, loaded or compiled now if need be."""
-        if self._recorder is None or key in self._everywhere:
-            return self.programs.get(key)
         self._recorder.prepare(key)
         program = self.programs.get(key)
         self._recorder.prepared(key)
-        self._everywhere.add(key)
         return program
 
     def step(self, key: Bucket, program: Any, upload: Buffers, gate: MaskGate | None = None) -> StepOutput:
@@ -117,10 +120,8 @@ class DeviceCalls:
 
         A step with guided rows waits for its masks at the gate; no other process does.
         """
-        assert gate is None or self._recorder is None, "followers have no gates"
-        if self._recorder is not None:
-            self._recorder.step(key, upload.ints, upload.floats)
-        try:
+        self._recorder.step(key, upload.ints, upload.floats, gate)
+        with self._reported:
             self._put_tables()
             masks = () if gate is None else (gate.address,)
             self.kv, self.state, output = program(self.leaves, self.kv, self.state, upload.ints, upload.floats, *masks)
@@ -129,17 +130,13 @@ class DeviceCalls:
                 if output.pooled is not None:
                     output.pooled.copy_to_host_async()
             self._tables_dispatched()
-        except BaseException as error:
-            self._failed(error)
-            raise
-        found: StepOutput = output
-        return found
+        result: StepOutput = output
+        return result
 
     def forward(self, key: Bucket, program: Any, upload: Buffers) -> Forwarded:
         """The first half of a guided step."""
-        if self._recorder is not None:
-            self._recorder.step(key, upload.ints, upload.floats)
-        try:
+        self._recorder.step(key, upload.ints, upload.floats)
+        with self._reported:
             self._put_tables()
             state = self.state
             tables = () if state.tables is None else (state.tables,)
@@ -147,38 +144,24 @@ class DeviceCalls:
             if tables:
                 self.state = state._replace(tables=rest.pop())
             self._tables_dispatched()
-        except BaseException as error:
-            self._failed(error)
-            raise
-        found = Forwarded(*rest)
-        if self._recorder is not None:
-            self._scores = found.scores
-        return found
+        forwarded = Forwarded(*rest)
+        self._recorder.forwarded(forwarded.scores)
+        return forwarded
 
     def choose(self, key: Bucket, program: Any, scores: Any, upload: Buffers, masks: Mask) -> Any:
         """The second half; returns the rows."""
-        if self._recorder is not None:
-            assert scores is self._scores, "followers have the scores of the latest guided step only"
-            self._scores = None
-            self._recorder.choose(key, masks)
-        try:
+        self._recorder.choose(key, scores, masks)
+        with self._reported:
             self.state, rows = program(self.state, scores, upload.ints, upload.floats, masks)
             if self._copies:
                 rows.copy_to_host_async()
-        except BaseException as error:
-            self._failed(error)
-            raise
         return rows
 
     def admit(self, program: Any, ints: np.ndarray, floats: np.ndarray) -> None:
         """Write a request's history into its slot."""
-        if self._recorder is not None:
-            self._recorder.admit(ints, floats)
-        try:
+        self._recorder.admit(ints, floats)
+        with self._reported:
             self.state = program(self.state, ints, floats)
-        except BaseException as error:
-            self._failed(error)
-            raise
 
     def gather(self, ids: np.ndarray, digests: Sequence[bytes] = ()) -> paged.Payload:
         """Begin to read pages out, as many as there are `ids` for each shard, and to copy them to the host.
@@ -186,28 +169,23 @@ class DeviceCalls:
         Each process gets what its devices have of them, and other processes keep theirs under the `digests`.
         """
         program = self.program(self._mover(GATHER, ids))
-        if self._recorder is not None:
-            self._recorder.gather(ids, digests)
+        self._recorder.gather(ids, digests)
         return self._reading(program, ids)
 
     def collect(self, ids: np.ndarray, digests: Sequence[bytes] = ()) -> paged.Payload:
         """The same, where every process gets the whole pages."""
         program = self.program(self._mover(COLLECT if self.programs.parts.several else GATHER, ids))
-        if self._recorder is not None:
-            self._recorder.collect(ids, digests)
+        self._recorder.collect(ids, digests)
         return self._reading(program, ids)
 
     def _reading(self, program: Any, ids: np.ndarray) -> paged.Payload:
-        try:
+        with self._reported:
             payload: paged.Payload = program(self.kv, ids)
             if self.programs.pinned:
                 payload = pinned_pages.begin_to_host(self.programs.parts, payload)
             elif self._copies:
                 for leaf in payload:
                     leaf.copy_to_host_async()
-        except BaseException as error:
-            self._failed(error)
-            raise
         return payload
 
     def scatter(self, ids: np.ndarray, pages: Sequence[paged.Payload], digests: Sequence[bytes] = ()) -> None:
@@ -217,18 +195,14 @@ class DeviceCalls:
         """
         key = self._mover(SCATTER, ids)
         program = self.program(key)
-        if self._recorder is not None:
-            self._recorder.scatter(ids, digests)
+        self._recorder.scatter(ids, digests)
         padded = (*pages, *[pages[0]] * (key.pages - len(pages)))  # padding goes to page 0
-        try:
+        with self._reported:
             self.kv = program(self.kv, ids, padded)
-        except BaseException as error:
-            self._failed(error)
-            raise
 
     def scatter_pinned(self, ids: np.ndarray, payload: Sequence[np.ndarray]) -> None:
         """Fill the pages `ids` from one payload for all of them, whose arrays are not written any more."""
-        assert self._recorder is None, "processes exchange pages one by one"
+        self._recorder.scatter_pinned()
         program = self.program(self._mover(SCATTER, ids))
         self.kv = program(self.kv, ids, pinned_pages.begin_to_device(self.programs.parts, payload))
 
@@ -237,40 +211,24 @@ class DeviceCalls:
 
     def rows(self, output: StepOutput) -> np.ndarray:
         """The rows of a step: the place that waits for the device. Steps are read in the order of their calls."""
-        try:
+        with self._reported:
             self.arrive(output.rows)
             rows = np.asarray(output.rows)
-        except BaseException as error:
-            self._failed(error)
-            raise
-        if self._recorder is not None:
-            self._recorder.result(rows)
+        self._recorder.result(rows)
         return rows
+
+    def arrive(self, arrays: Any) -> None:
+        """Announce that arrays are about to be read. Raises if they will never come."""
+        self._recorder.arrive(arrays)
 
     def wait(self, arrays: Any) -> None:
         """Wait for arrays."""
-        if self._recorder is None:
-            jax.block_until_ready(arrays)
         self.arrive(arrays)
-
-    def arrive(self, arrays: Any) -> None:
-        """Before arrays are read: with other processes it looks again and again whether they are there.
-
-        Reading waits for them as well, but without an end if a process is gone.
-        """
-        if self._recorder is None:
-            return
-        start = time.perf_counter()
-        for leaf in jax.tree.leaves(arrays):
-            while not leaf.is_ready():
-                self._recorder.check()
-                waited = time.perf_counter() - start
-                time.sleep(min(max(waited * LOOK_SHARE, SHORTEST_LOOK), LONGEST_LOOK))
+        jax.block_until_ready(arrays)
 
     def replace_weights(self, leaves: Sequence[Any]) -> None:
         """Use other weights from the next step on."""
-        if self._recorder is not None:
-            self._recorder.replace_weights()
+        self._recorder.replace_weights()
         self.leaves = tuple(leaves)
 
     @property
@@ -291,6 +249,12 @@ class DeviceCalls:
             self._delete()
             self.leaves = ()
 
+    def failed(self, error: BaseException) -> None:
+        """Report a call that raised: tables that it should have written are sent anew."""
+        if self.tables is not None:
+            self.tables.forget()
+        self._recorder.failed(error)
+
     def _put_tables(self) -> None:
         """Write the tables in which the next step changes more than it can bring."""
         if self.tables is None:
@@ -305,8 +269,7 @@ class DeviceCalls:
     def _new(self) -> tuple[paged.KV, Any]:
         if self.tables is not None:
             self.tables.forget()
-        if self._recorder is not None:
-            self._recorder.renew()
+        self._recorder.renew()
         memory: tuple[paged.KV, Any] = self.programs.memory()
         return memory
 
@@ -314,8 +277,15 @@ class DeviceCalls:
         for leaf in self.memory:
             leaf.delete()
 
-    def _failed(self, error: BaseException) -> None:
-        if self.tables is not None:
-            self.tables.forget()
-        if self._recorder is not None:
-            self._recorder.failed(error)
+
+class _Reported:
+    """Reports what is raised inside it to the recorder, of a call that others may have made."""
+
+    def __init__(self, calls: DeviceCalls) -> None:
+        self._calls = calls
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self._calls.failed(error)

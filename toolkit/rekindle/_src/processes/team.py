@@ -7,10 +7,13 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
+import jax
 import numpy as np
 
 from rekindle._src.core.guides import Mask
+from rekindle._src.execution.device_calls import Recorder
 from rekindle._src.processes.call_codec import CallCodec
 from rekindle._src.processes.channel import Channel
 from rekindle._src.processes.facts import Facts, as_json, compare, decoded, from_json
@@ -21,7 +24,10 @@ from rekindle._src.programs.buckets import Bucket
 from rekindle._src.programs.keys import Key
 from rekindle._src.programs.programs import Programs
 from rekindle.errors import CheckpointError, CompileError, ProcessLost, RekindleError
+from rekindle_kernels import MaskGate
 
+LOOK_SHARE = 0.03  # of a step's time, by which its end is noticed later because followers are looked at meanwhile
+SHORTEST_LOOK, LONGEST_LOOK = 5e-5, 2e-3  # seconds
 PING_SECONDS = 1.0
 CLOSE_SECONDS = 1.0  # for followers to hear that the session ends
 FAILURE_SECONDS = 3.0  # after a failed call, for the news that a follower is gone
@@ -35,8 +41,8 @@ class Follower:
         self.answers: dict[Kind, collections.deque[bytes]] = collections.defaultdict(collections.deque)
 
 
-class Team:
-    """All followers. Implements `execution.device_calls.Recorder`.
+class Team(Recorder):
+    """All followers. They make the calls that are recorded.
 
     The first thing that goes wrong is kept in `lost`. From then on every method raises it, the connections are closed,
     so that the followers end, and those that `watch` are told.
@@ -53,6 +59,8 @@ class Team:
         self._closing = False
         self._chosen = np.zeros(0, np.int64)  # the rows of the latest step that choose a token
         self._expected: collections.deque[np.ndarray] = collections.deque()  # theirs, of every step that is not read
+        self._everywhere: set[Key] = set()  # programs that are ready in every process
+        self._scores: Any = None  # of the guided step whose tokens have not been chosen
         self._steps = 0  # whose rows were read here
         # Of each step, the checksum here (process 0) and in every follower, until all are known.
         self._sums: dict[int, dict[int, int]] = collections.defaultdict(dict)
@@ -111,9 +119,12 @@ class Team:
     # -- calls
 
     def prepare(self, key: Key) -> None:
-        self._tell(Kind.PREPARE, key.name.encode())
+        if key not in self._everywhere:
+            self._tell(Kind.PREPARE, key.name.encode())
 
     def prepared(self, key: Key) -> None:
+        if key in self._everywhere:
+            return
         for follower in self.followers:
             while True:
                 told = from_json(self._answer(follower, Kind.READY))
@@ -121,15 +132,22 @@ class Team:
                     break
             if told.get("error"):
                 raise CompileError(f"process {follower.process} could not compile {key.name}: {told['error']}")
+        self._everywhere.add(key)
 
-    def step(self, key: Bucket, ints: np.ndarray, floats: np.ndarray) -> None:
+    def step(self, key: Bucket, ints: np.ndarray, floats: np.ndarray, gate: MaskGate | None = None) -> None:
+        assert gate is None, "followers have no gates"
         codec = self._encoder()
         content, self._chosen = codec.step(key, ints, floats), codec.sampling(key, ints)
         if not key.part:
             self._expected.append(self._chosen)
         self._tell(Kind.STEP, content)
 
-    def choose(self, key: Bucket, masks: Mask) -> None:
+    def forwarded(self, scores: Any) -> None:
+        self._scores = scores
+
+    def choose(self, key: Bucket, scores: Any, masks: Mask) -> None:
+        assert scores is self._scores, "followers have the scores of the latest guided step only"
+        self._scores = None
         content = self._encoder().choose(key, masks)
         self._expected.append(self._chosen)
         self._tell(Kind.CHOOSE, content)
@@ -146,6 +164,9 @@ class Team:
 
     def scatter(self, ids: np.ndarray, digests: Sequence[bytes]) -> None:
         self._tell(Kind.SCATTER, self._encoder().moved(ids, digests))
+
+    def scatter_pinned(self) -> None:
+        raise AssertionError("processes exchange pages one by one")
 
     def renew(self) -> None:
         self._tell(Kind.RENEW)
@@ -175,6 +196,15 @@ class Team:
         if problem is not None:
             self._tell(Kind.DROP_WEIGHTS)
             raise problem
+
+    def arrive(self, arrays: Any) -> None:
+        """Look again and again whether arrays are there: reading them would wait without an end for a lost process."""
+        start = time.perf_counter()
+        for leaf in jax.tree.leaves(arrays):
+            while not leaf.is_ready():
+                self.check()
+                waited = time.perf_counter() - start
+                time.sleep(min(max(waited * LOOK_SHARE, SHORTEST_LOOK), LONGEST_LOOK))
 
     def result(self, rows: np.ndarray) -> None:
         self.check()
