@@ -61,7 +61,7 @@ class Chat:
             "REKINDLE_NATIVE": "0", "TERM": "xterm-256color",
             "PROMPT_TOOLKIT_NO_CPR": "1",  # nobody here answers where the cursor is
         }  # fmt: skip
-        environment.pop("COLUMNS", None)  # that of the terminal of pytest, which a worker of pytest-xdist has
+        environment["COLUMNS"] = "200"  # exported by another window: what counts is how wide this one is
         command = [sys.executable, "-m", "rekindle", "chat", "--max-tokens", "24", "--temperature", "0"]
         self.running, master = in_terminal(command, environment)
         self.terminal = fdpexpect.fdspawn(master, encoding="utf-8", timeout=300)
@@ -192,7 +192,7 @@ def test_typed_messages_are_kept_for_this_user_alone(tmp_path: Path, capsys: pyt
 
 def wrapped(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[[str], list[str]]:
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    monkeypatch.setattr(terminal.shutil, "get_terminal_size", lambda: os.terminal_size((20, 10)))
+    monkeypatch.setattr(terminal, "terminal_columns", lambda out: 20)
     capsys.readouterr()
 
     def lines(text: str) -> list[str]:

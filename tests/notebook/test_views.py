@@ -11,7 +11,7 @@ import pytest
 from helpers.chatting import saying
 from helpers.replies import tool
 from helpers.sessions import eventually, opened
-from rekindle import Session
+from rekindle import Sampling, Session
 from rekindle._src.core.records import Status
 from rekindle._src.notebook import ChatView, Dashboard, StreamView, bubbles
 from rekindle._src.notebook.live import Live
@@ -201,6 +201,29 @@ class TestChat:
         view._handle.result_sync()
         assert view.answer.startswith(said)
         assert len(view.answer_ids) > len(said)
+
+    def test_nothing_goes_on_in_a_full_context(self, view: ChatView, slow: Session) -> None:
+        most = slow.config.max_model_len
+        view._options["max_tokens"] = most
+        view.send("h" * (most - 10))
+        view._handle.result_sync()
+        eventually(lambda: f"the context of {most:,} tokens is full · Edit last takes" in view.picture)
+        assert not view.can_continue
+        assert "continue" not in {control["name"] for control in view.widget.controls}
+        press(view, "edit")
+        eventually(lambda: "context" not in view.picture)
+
+    def test_settings_begin_with_what_the_checkpoint_asks_for(
+        self, view: ChatView, slow: Session, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(type(slow), "sampling", Sampling(temperature=0.6, top_p=0.9))
+        other = slow.view.chat(top_p=0.8)
+        try:
+            assert other.widget.value("temperature") == "0.6"
+            assert other.widget.value("top_p") == "0.8"
+        finally:
+            other.stop()
+            other.join(10)
 
     def test_the_name_under_which_it_is_kept_is_seen(self, view: ChatView) -> None:
         view._keeps = True

@@ -14,6 +14,7 @@ import pytest
 from helpers.chatting import HERMES, OPENED, saying
 from helpers.sessions import CONFIG, byte_tokenizer, parts, wait_until_idle
 from rekindle import Conversation, Session, tiny
+from rekindle._src.core.records import FinishReason
 from rekindle._src.text.chat import ChatTemplate
 from rekindle.errors import InvalidRequest, PromptTooLong, SessionClosed
 
@@ -123,6 +124,21 @@ def test_undo_fork_and_forget(session: Session) -> None:
     chat.messages[0]["content"] = "changed"
     assert chat.messages[0] == SYSTEM
     assert roles(chat)[1:] == ["user", "assistant"] * 2
+
+
+@anyio_test
+async def test_a_full_context_says_how_to_make_room_and_then_goes_on(session: Session) -> None:
+    most = session.config.max_model_len
+    chat = session.conversation(ignore_eos=True)
+    await chat.say("one", max_tokens=20)
+    done = await chat.say("two", max_tokens=most)
+    assert done.finish_reason is FinishReason.CONTEXT
+    assert "the end of the context: chat.forget() drops the oldest turn" in repr(chat)
+    with pytest.raises(PromptTooLong):
+        await chat.continue_answer()
+    assert chat.forget() == 1
+    assert "chat.forget()" not in repr(chat), "there is no older turn any more"
+    assert (await chat.continue_answer(max_tokens=4)).text
 
 
 @anyio_test

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -17,6 +18,7 @@ import pytest
 import rekindle
 from helpers.sessions import CONFIG, expected, fake_session, opened, wait_until_idle
 from rekindle import Session
+from rekindle._src.session import batch_progress
 from rekindle._src.session.row_answers import RowAnswer
 from rekindle.errors import InvalidRequest, MissingExtra, PromptTooLong, SessionClosed, StepFailed
 
@@ -160,6 +162,7 @@ async def test_an_interrupted_call_keeps_its_answers_and_goes_on(slow: Session, 
     wait_until_idle(slow)
     some = len(call.answers)
     assert 0 < some < len(ROWS)
+    assert slow.last == call.answers
     before = slow.stats().scheduler.submitted
     assert (await call).texts == [answer(row["text"]) for row in ROWS]
     assert slow.stats().scheduler.submitted - before == len(ROWS) - some
@@ -213,18 +216,23 @@ def test_a_killed_process_loses_no_answer(session: Session, tmp_path: Path) -> N
         json.loads(line)
 
 
-def test_its_progress_tells_rows_tokens_and_the_time_left(session: Session) -> None:
+def test_its_progress_tells_rows_tokens_and_the_time_left(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, compiling = [100.0], ["compiling program r16"]
+    monkeypatch.setattr(batch_progress, "time", SimpleNamespace(monotonic=lambda: now[0]))
     call = session.map(ROWS, "{text}", max_tokens=6)
+    call._compiling = lambda: compiling[0]
     look = call._progress()
+    assert look().line == "0 of 40 rows, compiling program r16"
+    now[0], call._made, compiling[0] = 130.0, 1, ""
     assert look().line == "0 of 40 rows"
+    now[0] += 1.0
     for row in range(10):
         call._keep(RowAnswer(row, "x", completion_tokens=6))
     call._keep(RowAnswer(10, error=InvalidRequest("a", 1, "b", "c")))
-    call._made = 60
+    call._made = 61
     state = look()
     assert state.fraction == 11 / 40
-    assert state.line.startswith("11 of 40 rows, ") and "tokens/s, " in state.line
-    assert state.line.endswith(" s left, 1 errors")
+    assert state.line == "11 of 40 rows, 60 tokens/s, 3 s left, 1 error", "the wait for a program does not count"
     assert session.map(iter(ROWS), "{text}")._progress()() == ("0 rows", None)
 
 

@@ -121,6 +121,9 @@ CALLS = {
     "a list": ("done = await slow.generate(['x', 'y'], max_tokens=300)", "CancelledError", "texts"),
     "chat": ("done = await slow.conversation(template='{{ messages[0].content }}').say('x')", "CancelledError", "text"),
     "sync": ("done = slow.generate_sync('x', max_tokens=400)", "KeyboardInterrupt", "text"),
+    "a stream": ("for delta in slow.stream_sync('x', max_tokens=400): pass", "KeyboardInterrupt", "text"),
+    "map": ("done = await slow.map([{'a': 'x'}] * 99, '{a}', max_tokens=6)", "CancelledError", "answers"),
+    "map_sync": ("done = slow.map_sync([{'a': 'x'}] * 99, '{a}', max_tokens=6)", "KeyboardInterrupt", "answers"),
 }  # fmt: skip
 
 
@@ -136,7 +139,13 @@ def test_an_interrupted_cell_keeps_its_text_and_says_where(notebook: Kernel, nam
     cell = notebook.run(f"print('runs')\n{code}", during=interrupt)
     assert cell.error == error, cell.traceback
     shown = re.sub(r"\x1b\[[0-9;]*m", "", cell.traceback)
-    assert re.search(rf"{error}: stopped after \d+ tokens; the {words} (is|are) kept as session\.last", shown), shown
+    assert len(shown.split("\n")) <= MOST, shown
+    assert f"----> 2 {code}" in shown
+    after = r"\d+ of 99 rows; their" if words == "answers" else r"\d+ tokens; the"
+    assert re.search(rf"{error}: stopped after {after} {words} (is|are) kept as session\.last", shown), shown
+    if words == "answers":
+        assert notebook.ok("print(len(slow.last.texts) > 5, slow.last.errors)") == "True {}"
+        return
     kept = "slow.last[0]" if name == "a list" else "slow.last"
     assert notebook.ok(f"print({kept}.finish_reason, len({kept}.text) > 5, {kept}.prompt)") == "aborted True x"
     notebook.ok(f"{kept}._repr_html_(), repr({kept})")

@@ -100,3 +100,27 @@ def test_a_float_is_finite_and_strings_have_any_digits(grammars: Grammars) -> No
     big = {"enum": [10**30, 1]}
     texts = {written(grammars, seed, 60, prefer="0123456789", schema=big)[0] for seed in range(4)}
     assert str(10**30) in texts, "a schema's own numbers are as long as they are"
+
+
+def test_a_budget_that_is_enough_changes_nothing(grammars: Grammars) -> None:
+    """Tokens such as `","` and `"}` stay, until the rest is about what the end takes."""
+    city = closed(name=TEXT, country=TEXT, population=WHOLE, area=NUMBER, famous_for={"type": "array", "items": TEXT})
+    record = {"name": "Lima", "country": "Peru", "population": 11, "area": 2, "famous_for": ["the sea", "food", "art"]}
+    wanted = json.dumps(record, separators=(",", ":"))
+    structure = structure_of(Sampling(schema=city))
+    assert structure is not None
+    compiled = grammars.compile(structure.spec)
+    lengths = []
+    for budget in (400, 0):
+        guide = compiled.guide(frozenset(TOKENIZER.eos_ids), budget=budget or lengths[0] + 14)
+        text, told, mask = "", Guided(), np.zeros(mask_words(VOCAB), np.int32)
+        lengths.append(0)
+        while text != wanted and not told.ended:
+            assert not guide.fill(mask)
+            fit = [t for t in allowed_in(mask) if (word := TOKENIZER.decode([t])) and wanted.startswith(text + word)]
+            assert fit, (budget, text, "what would come is not allowed")
+            token = max(fit, key=lambda token: len(TOKENIZER.decode([token])))
+            text += TOKENIZER.decode([token])
+            told, lengths[-1] = guide.consume(token), lengths[-1] + 1
+        assert text == wanted
+    assert lengths[0] == lengths[1], "the same tokens"

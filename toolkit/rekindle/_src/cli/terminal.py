@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import sys
 import textwrap
 import time
@@ -13,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from rekindle._src.core.progress import terminal_columns
 from rekindle_kernels import private_files
 
 AGAIN = 3.0  # seconds in which a second Ctrl-C leaves
@@ -145,7 +145,7 @@ class Writer:
     def note(self, text: str) -> None:
         """Write a line that is not part of the text."""
         if sys.stderr.isatty():
-            columns = max(20, shutil.get_terminal_size().columns - 1)
+            columns = max(20, terminal_columns(sys.stderr) - 1)
             margin = "    " if text.startswith(" ") else ""
             text = f"\x1b[2m{textwrap.fill(text, columns, subsequent_indent=margin)}\x1b[0m"
         print(text, file=sys.stderr, flush=True)
@@ -158,7 +158,7 @@ class Writer:
         if character == "\t":
             return "".join(map(self._placed, " " * (8 - self._column % 8)))
         character = _visible(character)
-        width, most = _width(character), shutil.get_terminal_size().columns - 1
+        width, most = _width(character), terminal_columns(sys.stdout) - 1
         moved = ""
         if self._column + width > most:
             if character == " ":

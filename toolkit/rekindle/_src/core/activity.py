@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 import sys
 import threading
 import time
@@ -12,7 +11,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self, TextIO
 
 from rekindle._src.core import html
-from rekindle._src.core.progress import LOG_INTERVAL, PATIENCE, Backend, in_marimo, in_notebook, log
+from rekindle._src.core.progress import LOG_INTERVAL, PATIENCE, Backend, in_marimo, in_notebook, log, terminal_columns
 
 INTERVAL = 0.2  # seconds between two pictures
 SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
@@ -154,7 +153,7 @@ class _Terminal(Screen):
         else:
             filled = round(20 * state.fraction)
             head = f"[{'█' * filled}{'·' * (20 - filled)}]"
-        columns = min(WIDTH, shutil.get_terminal_size().columns - 1)
+        columns = min(WIDTH, terminal_columns(self._out) - 1)
         self._out.write(f"\r\x1b[K{f'{head} {_line(state, seconds)}'[:columns]}")
         self._out.flush()
 

@@ -5,7 +5,9 @@ session = await rekindle.open(folder, progress=Progress("loading"))
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import shutil
 import sys
 import threading
@@ -69,6 +71,14 @@ def _backend(asked: Backend, stream: TextIO | None) -> Callable[[str, float, boo
     return _Terminal(out) if asked == "terminal" else _logged
 
 
+def terminal_columns(terminal: TextIO) -> int:
+    """How wide the terminal is now. An exported COLUMNS, which may be of another window, counts where it can't say."""
+    with contextlib.suppress(OSError, ValueError):
+        if columns := os.get_terminal_size(terminal.fileno()).columns:
+            return columns
+    return shutil.get_terminal_size().columns
+
+
 def _silent(line: str, fraction: float, ended: bool) -> None: ...
 
 
@@ -82,7 +92,7 @@ class _Terminal:
 
     def __call__(self, line: str, fraction: float, ended: bool) -> None:
         filled = round(20 * fraction)
-        columns = shutil.get_terminal_size().columns - 1  # a line that is wrapped could not be written over
+        columns = terminal_columns(self._out) - 1  # a line that is wrapped could not be written over
         self._out.write(f"\r[{'█' * filled}{'·' * (20 - filled)}] {line:<70}"[: columns + 1] + ("\n" if ended else ""))
         self._out.flush()
 

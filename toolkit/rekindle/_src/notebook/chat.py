@@ -65,7 +65,8 @@ class ChatView(Live):
     ) -> None:
         super().__init__(*_TALK)
         # Wrong options raise now, not when a message is sent, and so does a model without a chat template.
-        sampling = Sampling.of(None, {name: value for name, value in options.items() if name not in _OF_CHAT})
+        given = {name: value for name, value in options.items() if name not in _OF_CHAT and value is not None}
+        sampling = Sampling.of(session.sampling, given)
         self._session, self._options = session, options
         session.chat([{"role": "user", "content": "…"}], **options)
         self._transcripts = Transcripts(cache_folder(session.config.cache_dir))
@@ -137,21 +138,36 @@ class ChatView(Live):
     @property
     def stopped(self) -> str:
         """Where the last answer was cut or stopped, in words; empty if the model ended it, or has not yet."""
+        tokens = html.count(len(self.answer_ids), "token")
+        match self._reason:
+            case FinishReason.ABORTED:
+                return f"stopped after {tokens}"
+            case FinishReason.LENGTH:
+                return f"cut at {tokens}"
+            case FinishReason.CONTEXT:
+                most = self._session.config.max_model_len
+                return f"cut at {tokens}: the context of {most:,} tokens is full"
+        return ""
+
+    @property
+    def can_continue(self) -> bool:
+        """True if the last answer was cut or stopped, and the context has room for more of it."""
+        return self._reason in (FinishReason.ABORTED, FinishReason.LENGTH)
+
+    @property
+    def _reason(self) -> FinishReason | None:
+        """Why the last answer ended; None if it failed, or has not ended."""
         handle = self._handle
         if handle is None or not handle.done:
-            return ""
-        tokens = html.count(len(self.answer_ids), "token")
+            return None
         if isinstance(handle.error, RequestAborted):
-            return f"stopped after {tokens}"
-        reason = next((delta.finish_reason for delta in reversed(handle.deltas) if delta.finish_reason), None)
-        if reason is FinishReason.CONTEXT:
-            return f"cut at {tokens}: the context is full"
-        return f"cut at {tokens}" if reason is FinishReason.LENGTH else ""
+            return FinishReason.ABORTED
+        return next((delta.finish_reason for delta in reversed(handle.deltas) if delta.finish_reason), None)
 
     def continue_answer(self, **options: Any) -> None:
         """Go on with an answer that was cut or stopped, as if it had not been."""
         handle = self._handle
-        if handle is None or not self.stopped:
+        if handle is None or not self.can_continue:
             return
         if not self.answer_ids:
             self.again()
@@ -249,7 +265,7 @@ class ChatView(Live):
 
     def _controls(self) -> list[Control]:
         settings = _settings() if self._tuning else ()
-        return [*_TALK, *(_CONTINUE if self.stopped else ()), *settings, *(() if self._marked is None else _FORK)]
+        return [*_TALK, *(_CONTINUE if self.can_continue else ()), *settings, *(() if self._marked is None else _FORK)]
 
     # Making and drawing answers.
 
@@ -356,7 +372,8 @@ class ChatView(Live):
             if error is not None and not isinstance(error, RequestAborted):
                 rows.append(html.line(f"{type(error).__name__}: {error}"))
             if stopped := self.stopped:
-                rows.append(html.line(stopped, "" if self.ended else "Continue goes on"))
+                how = "Continue goes on" if self.can_continue else "Edit last takes the message back"
+                rows.append(html.line(stopped, "" if self.ended else how))
         if not self.ended and (controls := self._controls()) != self.widget.controls:
             self.widget.controls = controls  # an answer has been cut, or goes on
         if not rows:

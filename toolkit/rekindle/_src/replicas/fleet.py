@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Self, cast
 
 from rekindle._src.core import html
 from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.interrupts import interrupted
 from rekindle._src.core.records import Completion
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.device import DeviceThread
@@ -305,7 +306,7 @@ class FleetOpening(Call[Fleet]):
                 self._fleet = Fleet.attached(host, engine, parts.described, self._router, prefill)
             except BaseException as error:
                 host.close()
-                error.__traceback__ = None if not isinstance(error, Exception) else error.__traceback__
+                interrupted(error, "stopped while it opened")
                 raise
         return self._fleet
 

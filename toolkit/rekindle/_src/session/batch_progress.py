@@ -1,4 +1,4 @@
-"""How far a list of prompts has come: prompts that ended, tokens per second, the time left."""
+"""How far a list of prompts or the rows of a table have come: tokens per second, the time left, what is compiled."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rekindle._src.dispatch.messages import Engine
 
 def shown(engine: Engine, sampling: Sampling) -> Callable[[Sequence[Mailbox]], Activity]:
     """A function that shows a batch of requests with these options while it runs."""
-    compiling = str if engine.program_wait is None else engine.program_wait.describe
+    compiling = compiled_in(engine)
 
     def show(mailboxes: Sequence[Mailbox]) -> Activity:
         return Activity(BatchProgress(mailboxes, sampling, compiling).look, quiet=engine.config.quiet)
@@ -21,21 +21,22 @@ def shown(engine: Engine, sampling: Sampling) -> Callable[[Sequence[Mailbox]], A
     return show
 
 
+def compiled_in(engine: Engine) -> Callable[[], str]:
+    """A function that says which program all requests wait for; empty if there is none."""
+    return str if engine.program_wait is None else engine.program_wait.describe
+
+
 class BatchProgress:
     """Reads the mailboxes of a batch; a look costs what came since the one before."""
 
     def __init__(self, mailboxes: Sequence[Mailbox], sampling: Sampling, compiling: Callable[[], str] = str) -> None:
-        self._mailboxes, self._compiling = mailboxes, compiling
+        self._mailboxes, self._pace = mailboxes, Pace(compiling)
         self._most = max(1, sampling.max_tokens) * sampling.n  # tokens of a prompt
         self._read = [0] * len(mailboxes)  # deltas that were counted
         self._tokens = [0] * len(mailboxes)
-        self._first: tuple[int, float] | None = None  # how many tokens were seen first, and the share that was done
-        self._latest = (0.0, 0)  # when the last look was, and how many tokens it saw
-        self._running = 0.0  # seconds since the first tokens, without those in which all waited for a program
 
     def look(self) -> State:
         """The batch as one line, and the share of it that is done."""
-        now = time.monotonic()
         for index, mailbox in enumerate(self._mailboxes):
             new = mailbox.deltas[self._read[index] :]
             self._read[index] += len(new)
@@ -44,17 +45,31 @@ class BatchProgress:
         # A prompt that runs counts for the share of max_tokens that it has.
         shares = zip(ended, self._tokens, strict=True)
         fraction = sum(1.0 if end else min(1.0, tokens / self._most) for end, tokens in shares) / len(ended)
-        line = f"{sum(ended)} of {len(ended)} prompts"
-        total, compiling = sum(self._tokens), self._compiling()
+        words = self._pace.look(sum(self._tokens), fraction)
+        return State(", ".join([f"{sum(ended)} of {len(ended)} prompts", *words]), fraction)
+
+
+class Pace:
+    """How fast tokens have come since the first of them, without the time in which all waited for a program."""
+
+    def __init__(self, compiling: Callable[[], str] = str) -> None:
+        self._compiling = compiling
+        self._first: tuple[int, float] | None = None  # how many tokens were seen first, and the share that was done
+        self._latest = (0.0, 0)  # when the last look was, and how many tokens it saw
+        self._running = 0.0  # seconds
+
+    def look(self, total: int, fraction: float | None) -> list[str]:
+        """The rate, the time left and what is compiled, from all tokens so far and the share that is done."""
+        now, compiling, words = time.monotonic(), self._compiling(), []
         before, seen = self._latest
         self._latest = now, total
         if self._first is None:
-            self._first = (total, fraction) if total else None
+            self._first = (total, fraction or 0.0) if total else None
         else:
             self._running += now - before if total > seen or not compiling else 0.0
-            made, done = total - self._first[0], fraction - self._first[1]
+            made, done = total - self._first[0], (fraction or 0.0) - self._first[1]
             if made and self._running:
-                line += f", {made / self._running:,.0f} tokens/s"
-            if done > 0 and not compiling:
-                line += f", {self._running / done * (1 - fraction):.0f} s left"
-        return State(f"{line}, {compiling}" if compiling else line, fraction)
+                words.append(f"{made / self._running:,.0f} tokens/s")
+            if done > 0 and fraction is not None and not compiling:
+                words.append(f"{self._running / done * (1 - fraction):,.0f} s left")
+        return [*words, compiling] if compiling else words

@@ -163,7 +163,8 @@ class Conversation:
 
     @property
     def cut(self) -> bool:
-        """True if the last answer was cut by `max_tokens` or by the end of the context: `continue_answer` goes on."""
+        """True if the last answer was cut: by `max_tokens`, where `continue_answer` goes on, or by the end of the
+        context, where it does once `forget` has made room."""
         self._take_in()
         return self._last is not None and self._last.cut
 
@@ -266,8 +267,12 @@ class Conversation:
         """What to know of the last answer beside its text."""
         if not self.cut or self._last is None:
             return ""
-        where = "" if self._last.reason is FinishReason.LENGTH else ", the end of the context"
-        return f"cut at {html.count(self._last.tokens, 'token')}{where}: await chat.continue_answer() goes on"
+        cut = f"cut at {html.count(self._last.tokens, 'token')}"
+        if self._last.reason is FinishReason.LENGTH:
+            return f"{cut}: await chat.continue_answer() goes on"
+        older = sum(message.get("role") == "user" for message in self._messages) > 1
+        room = ": chat.forget() drops the oldest turn, and then chat.continue_answer() goes on"
+        return f"{cut}, the end of the context{room if older else ''}"
 
     def __repr__(self) -> str:
         state = self._state()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import itertools
 import threading
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 from rekindle._src.core import html
 from rekindle._src.core.activity import Activity
+from rekindle._src.core.interrupts import interrupted
 from rekindle._src.core.records import Completion, FinishReason, Status, Timings, Usage
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.host import Host, wait
@@ -306,14 +306,15 @@ class Handle(Produced, Call[T]):
 
 def keep_what_came(error: BaseException, handles: Sequence[Handle[Any]], so_far: Callable[[], Any]) -> None:
     """Keep what interrupted requests have made as `session.last`, and have the interrupt's message say so."""
-    tokens = sum(len(delta.token_ids) for handle in handles for delta in handle._mailbox.deltas)
-    if isinstance(error, Exception) or not tokens:
+    if isinstance(error, Exception):
         return
-    handles[0]._session.last = so_far()
-    # Those of anyio and trio bring words or types that they are known by.
-    if not error.args and isinstance(error, asyncio.CancelledError | KeyboardInterrupt):
+    tokens = sum(len(delta.token_ids) for handle in handles for delta in handle._mailbox.deltas)
+    outcome = "stopped before the first token"
+    if tokens:
+        handles[0]._session.last = so_far()
         what = "text is" if len(handles) == 1 else "texts are"
-        error.args = (f"stopped after {html.count(tokens, 'token')}; the {what} kept as session.last",)
+        outcome = f"stopped after {html.count(tokens, 'token')}; the {what} kept as session.last"
+    interrupted(error, outcome)
 
 
 def chat_behind(source: Handle[Any], text: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from rekindle._src.core.activity import Activity
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.gc_pause import gc_paused
+from rekindle._src.core.interrupts import interrupted
 from rekindle._src.dispatch import forked
 from rekindle._src.dispatch.device import capture_contexts
 from rekindle._src.dispatch.host import Host
@@ -56,7 +57,7 @@ class Opening(Call["Session"]):
             except BaseException as error:
                 self._given_up.set()
                 host.close()  # an interrupt does not wait until a compilation ends
-                error.__traceback__ = None if not isinstance(error, Exception) else error.__traceback__
+                interrupted(error, "stopped while it opened")
                 raise
         return self._session
 

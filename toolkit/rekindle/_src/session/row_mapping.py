@@ -6,16 +6,18 @@ import contextlib
 import dataclasses
 import json
 import os
-import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from rekindle._src.core import html
 from rekindle._src.core.activity import Activity, State
 from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.interrupts import interrupted
 from rekindle._src.core.parsing import Parsed, Parsing
 from rekindle._src.core.records import Completion, FinishReason
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.mailbox import fresh
+from rekindle._src.session.batch_progress import Pace, compiled_in
 from rekindle._src.session.call import Call
 from rekindle._src.session.chats import ChatRequests
 from rekindle._src.session.handle import Handle, one_ended
@@ -51,7 +53,7 @@ class RowMap(Call[RowAnswers]):
     # Any: only map() makes one, and the signature of a public class names no private type.
     def __init__(
         self, session: Any, config: Any, rows: Any, prompts: Any, sampling: Sampling, options: str, out: Any, chat: Any,
-        parse: Any,
+        parse: Any, compiling: Any,
     ) -> None:  # fmt: skip
         self._session: RowMapping = session
         self._config: EngineConfig = config
@@ -61,6 +63,7 @@ class RowMap(Call[RowAnswers]):
         self._out: RowsFile | None = None if out is None else RowsFile(out)
         self._chat_options: Mapping[str, Any] = chat
         self._parse: Callable[[str], Any] | None = parse
+        self._compiling: Callable[[], str] = compiling
         self._found: dict[int, RowAnswer] = {}
         self._live: list[_Asked] = []
         self._made = 0  # tokens of answers that ended
@@ -104,7 +107,13 @@ class RowMap(Call[RowAnswers]):
                     self._answered(asked, asked.handle.completion())  # it came just before the interrupt
                 asked.handle.cancel()
             self._live = []
+            outcome = "stopped before the first row was answered"
+            if self._found and not isinstance(error, Exception):
+                self._session.last = self.answers
+                total = "" if self._rows.total is None else f" of {self._rows.total:,}"
+                outcome = f"stopped after {len(self._found):,}{total} rows; their answers are kept as session.last"
             error.__traceback__ = None
+            interrupted(error, outcome)
             raise
 
     def _ask(self, row: int, values: Any) -> _Asked | None:
@@ -188,21 +197,17 @@ class RowMap(Call[RowAnswers]):
         self._found[answer.row] = answer
 
     def _progress(self) -> Any:
-        began = time.monotonic()
-        before = len(self._found)
+        pace, before = Pace(self._compiling), len(self._found)
 
         def look() -> State:
-            ended, total, seconds = len(self._found), self._rows.total, time.monotonic() - began
+            ended, total, answers = len(self._found), self._rows.total, tuple(self._found.values())
             made = self._made + sum(len(asked.handle.token_ids) for asked in tuple(self._live))
-            line = f"{ended:,} of {total:,} rows" if total is not None else f"{ended:,} rows"
-            line += f", {made / seconds:,.0f} tokens/s" if made and seconds > 0 else ""
-            resumed = sum(answer.resumed for answer in tuple(self._found.values()))
-            own = ended - before - resumed  # the others took no time
-            if total is not None and own > 0:
-                line += f", {seconds / own * (total - ended):,.0f} s left"
-            errors = sum(answer.error is not None for answer in tuple(self._found.values()))
-            line += f", {errors:,} errors" if errors else ""
-            return State(line, ended / total if total else None)
+            resumed = before + sum(answer.resumed for answer in answers[before:])  # these took no time
+            own = None if total is None else (ended - resumed) / max(1, total - resumed)
+            words = [f"{ended:,} of {total:,} rows" if total is not None else f"{ended:,} rows", *pace.look(made, own)]
+            if errors := sum(answer.error is not None for answer in answers):
+                words.append(html.count(errors, "error"))
+            return State(", ".join(words), ended / total if total else None)
 
         return look
 
@@ -257,7 +262,8 @@ class RowMapping(Requests, ChatRequests):
         table = Rows(rows)
         table.check_names(prompts.fields)
         parse = None if structure is None else structure.parse
-        return RowMap(self, self._engine.config, table, prompts, asked, told, out, extra, parse)
+        compiling = compiled_in(self._engine)
+        return RowMap(self, self._engine.config, table, prompts, asked, told, out, extra, parse, compiling)
 
     @takes_options(Sampling)
     def map_sync(

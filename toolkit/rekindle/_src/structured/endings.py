@@ -87,7 +87,7 @@ class Bounds:
 
     def __init__(self, spelling: Spelling, kind: str, text: str) -> None:
         self.spelling: Spelling = spelling
-        self.reach: int = _SPARE + (min(_FARTHEST, _cost(json.loads(text))) if kind == "schema" else 0)
+        self.reach: int = _SPARE + (min(_FARTHEST, _Costs(json.loads(text)).most) if kind == "schema" else 0)
         self.digits: bool = kind == "json" or not _LONG_NUMBER.search(text)
 
 
@@ -227,18 +227,81 @@ class Ending:
         return word * 32 + (bits & -bits).bit_length() - 1
 
 
-def _cost(schema: Any) -> int:
-    """About how many tokens the names in a schema take."""
-    cost, parts = 0, [schema]
-    while parts:
-        part = parts.pop()
-        if isinstance(part, Mapping):
-            if isinstance(names := part.get("properties"), Mapping):
-                cost += sum(len(name) // 3 + 6 for name in names)
-            part = list(part.values())
-        if isinstance(part, list):
-            parts += part
-    return cost
+class _Costs:
+    """About how many tokens a text may have to add because of one token: where this begins what may be left out.
+
+    What a schema requires from the beginning is part of every short end, and costs nothing more.
+    """
+
+    def __init__(self, schema: Any) -> None:
+        self._root = schema
+        self._known: dict[int, int] = {}
+        self.most: int = 0
+        try:
+            self._needs(schema)
+            for definitions in ("$defs", "definitions"):
+                for part in _values(schema, definitions):
+                    self._begins(part)
+        except RecursionError:  # a schema may nest deeper than Python
+            self.most = _FARTHEST
+
+    def _begins(self, schema: Any, name: str = "") -> None:
+        """Look at a part that a text may begin, or leave out."""
+        self.most = max(self.most, 6 + len(name) // 3 + self._needs(schema))
+
+    def _needs(self, schema: Any) -> int:
+        """The tokens of the least that a part requires."""
+        if not isinstance(schema, Mapping):
+            return 0
+        if id(schema) not in self._known:
+            self._known[id(schema)] = 0  # what requires itself has no end anyway
+            self._known[id(schema)] = min(2 * _FARTHEST, self._sum(schema))
+        return self._known[id(schema)]
+
+    def _sum(self, schema: Mapping[str, Any]) -> int:
+        cost = 2 + _number(schema, "minLength")
+        if "const" in schema:
+            cost += len(json.dumps(schema["const"])) // 2
+        cost += max((len(json.dumps(value)) // 2 for value in _values(schema, "enum")), default=0)
+        required = _values(schema, "required")
+        for name, part in _items(schema, "properties"):
+            if name in required:
+                cost += len(name) // 3 + 6 + self._needs(part)
+            else:
+                self._begins(part, name)
+        for keyword in ("additionalProperties", "patternProperties", "items", "prefixItems"):
+            for part in _values(schema, keyword) if keyword[0] == "p" else [schema.get(keyword)]:
+                self._begins(part)
+                cost += _number(schema, "minItems") * (1 + self._needs(part)) if "tems" in keyword else 0
+        for keyword in ("anyOf", "oneOf", "allOf"):
+            for part in _values(schema, keyword):
+                self._begins(part)
+        cost += sum(map(self._needs, _values(schema, "allOf")))
+        cost += max(
+            [*map(self._needs, _values(schema, "anyOf")), *map(self._needs, _values(schema, "oneOf"))], default=0
+        )
+        return cost + self._needs(self._referred(schema.get("$ref")))
+
+    def _referred(self, reference: Any) -> Any:
+        found = self._root
+        for step in reference.split("/")[1:] if isinstance(reference, str) else ("",):
+            found = found.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+        return found
+
+
+def _items(schema: Any, keyword: str) -> list[tuple[str, Any]]:
+    found = schema.get(keyword) if isinstance(schema, Mapping) else None
+    return list(found.items()) if isinstance(found, Mapping) else []
+
+
+def _values(schema: Any, keyword: str) -> list[Any]:
+    found = schema.get(keyword) if isinstance(schema, Mapping) else None
+    return list(found) if isinstance(found, list) else [value for _, value in _items(schema, keyword)]
+
+
+def _number(schema: Mapping[str, Any], keyword: str) -> int:
+    found = schema.get(keyword)
+    return min(_FARTHEST, int(found)) if isinstance(found, int | float) and found > 0 else 0
 
 
 def _few(mask: Mask) -> list[int] | None:

@@ -92,14 +92,20 @@ function render({ model, el }) {
     return whole;
   }
 
-  function copier(said) {
-    const made = make("button", { type: "button", className: "rekindle-copy", textContent: "Copy" });
+  let copied = {}; // the message that was copied last, which a new picture still says
+
+  function copier(said, at) {
+    const known = copied.at === at && copied.text === said.innerText;
+    const made = make("button", { type: "button", className: "rekindle-copy", textContent: known ? "Copied" : "Copy" });
     made.addEventListener("click", () => {
       const held = make("textarea", { value: said.innerText, className: "rekindle-held" });
       el.append(held); // the clipboard's own interface is closed to frames of other origins, as VS Code's and Colab's
       held.select();
-      made.textContent = document.execCommand("copy") ? "Copied" : "Not allowed";
+      const done = document.execCommand("copy");
       held.remove();
+      for (const other of picture.querySelectorAll(".rekindle-copy")) other.textContent = "Copy";
+      made.textContent = done ? "Copied" : "Not allowed";
+      copied = done ? { at, text: said.innerText } : {};
     });
     return made;
   }
@@ -108,7 +114,7 @@ function render({ model, el }) {
     const open = [...picture.querySelectorAll("details[data-fold][open]")].map((one) => one.dataset.fold);
     picture.innerHTML = model.get("html");
     for (const one of picture.querySelectorAll("details[data-fold]")) one.open ||= open.includes(one.dataset.fold);
-    for (const said of picture.querySelectorAll("[data-said]")) said.after(copier(said));
+    picture.querySelectorAll("[data-said]").forEach((said, at) => said.after(copier(said, at)));
   }
 
   function annotate() {
