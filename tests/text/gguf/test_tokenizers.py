@@ -17,10 +17,12 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from rekindle import tiny
 from rekindle._src.models.loading.gguf.write import write_gguf
 from rekindle._src.text import ChatTemplate, Tokenizer
-from rekindle._src.text.gguf import kept, reading
+from rekindle._src.text.gguf import kept, partial
+from rekindle._src.text.gguf.partial import PartialTokenizer
 from rekindle._src.text.gguf.pre_tokenizers import PRE_TOKENIZERS
-from rekindle._src.text.gguf.vocabulary import HUGGINGFACE
+from rekindle._src.text.gguf.vocabulary import HUGGINGFACE, Recipe
 from rekindle._src.text.gguf.writing import pre_tokenizer_name, tokenizer_metadata
+from rekindle._src.text.tokenizer import LONG_TEXT
 from rekindle.errors import CheckpointError, UnsupportedModel
 
 TEXTS = (
@@ -275,17 +277,68 @@ def test_a_large_vocabulary_is_made_once(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(kept, "SMALL", 0)
     monkeypatch.setenv("REKINDLE_CACHE", str(tmp_path / "cache"))
     file, original = tmp_path / "model.gguf", byte_level("qwen2")
-    first = through_a_file(original, file)
+    first = through_a_file(original, file).backend
     (made,) = (tmp_path / "cache" / "tokenizers").iterdir()
     with monkeypatch.context() as patched:
-        patched.setattr(reading, "read_backend", None)
-        again = Tokenizer.load(file)
+        patched.setattr(Recipe, "whole", None)
+        again = Tokenizer.load(file).backend
     for text in TEXTS:
-        assert again.encode(text) == first.encode(text) == original.encode(text).ids
+        assert again.encode(text).ids == first.encode(text).ids == original.encode(text).ids
     made.write_bytes(b"{}")
-    assert Tokenizer.load(file).encode(TEXTS[0]) == original.encode(TEXTS[0]).ids
-    other = through_a_file(byte_level("gpt-2"), tmp_path / "other.gguf")
-    assert other.encode(TEXTS[0]) == byte_level("gpt-2").encode(TEXTS[0]).ids
+    assert Tokenizer.load(file).backend.encode(TEXTS[0]).ids == original.encode(TEXTS[0]).ids
+    other = through_a_file(byte_level("gpt-2"), tmp_path / "other.gguf").backend
+    assert other.encode(TEXTS[0]).ids == byte_level("gpt-2").encode(TEXTS[0]).ids
+
+
+MERGING = [name for name in MADE if name != "unigrams"]
+
+
+@pytest.mark.parametrize("kind", MERGING)
+def test_text_needs_parts_of_a_vocabulary_alone(kind: str, tmp_path: Path) -> None:
+    original = MADE[kind]()
+    found = through_a_file(original, tmp_path / "model.gguf")
+    for text in (*TEXTS, "<think>two words<s> twotwo words", "x" * LONG_TEXT):
+        ids = original.encode(text).ids
+        assert found.encode(text) == ids
+        assert found.decode(ids) == original.decode(ids)
+    tokens = original.get_vocab(with_added_tokens=True)
+    assert all(found.token(index) == token for token, index in tokens.items())
+    size, characters = found.vocab_size, found.characters_per_token
+    assert isinstance(found._backend, PartialTokenizer) and found._backend._whole is None
+    assert found.backend.get_vocab_size() == size
+    assert Tokenizer(found.backend).characters_per_token == characters
+    assert found.encode(TEXTS[0]) == original.encode(TEXTS[0]).ids
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "SentencePiece"])
+def test_parts_that_grow_and_begin_anew_give_the_same_ids(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(partial, "_SPENT", 0)
+    original, few = MADE[kind](), through_a_file(MADE[kind](), tmp_path / "a.gguf")
+    monkeypatch.setattr(partial, "MOST", len(few._backend.pipeline.get_vocab()) + 30)  # type: ignore[union-attr]
+    words = [word for text in TEXTS for word in text.split()]
+    for at in range(len(words) * 2):
+        text = " ".join(words[at % len(words) : at % len(words) + 5])
+        assert few.encode(text) == original.encode(text).ids, text
+
+
+def test_what_is_composed_with_the_end_of_a_special_token(tmp_path: Path) -> None:
+    original = byte_level("qwen2")
+    found = through_a_file(original, tmp_path / "model.gguf")
+    for text in ("<s>\u0338 e\u0301", "a<|im_end|>\u0338x", "e\u0301 <s>", "x \u0301"):  # ">\u0338" is "≯"
+        assert found.encode(text) == original.encode(text).ids
+
+
+def test_pieces_that_spell_an_unknown_byte_are_merged_as_in_the_whole(tmp_path: Path) -> None:
+    tokens = ["<unk>", "a", "<0x41>", "<0x41>a", "a<unk>", "aa"]
+    metadata = {"general.architecture": "llama", "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": tokens,
+                "tokenizer.ggml.scores": np.zeros(6, np.float32), "tokenizer.ggml.add_space_prefix": False,
+                "tokenizer.ggml.token_type": np.array([2, 1, 6, 1, 1, 1], np.int32)}  # fmt: skip
+    write_gguf(tmp_path / "a.gguf", metadata, [], [])
+    found = Tokenizer.load(tmp_path / "a.gguf")
+    for text in ("Aa", "aab", "AAaab", "<0x41>a"):
+        assert found.encode(text) == found.backend.encode(text).ids
 
 
 def test_a_piece_of_a_million_characters_costs_no_time(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import tempfile
 import tracemalloc
 from pathlib import Path
 
@@ -199,3 +200,26 @@ def test_it_reads_what_the_gguf_package_writes_and_the_package_reads_what_it_wri
     theirs = gguf.GGUFReader(ours)
     assert {key: theirs.get_field(key).contents() for key in values} == values
     np.testing.assert_array_equal(theirs.tensors[0].data, rows)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    strings=st.lists(
+        st.one_of(
+            st.text(max_size=9), st.sampled_from(["", "\0", "a\0\0\0\0\0\0\0\0b", "é" * 64, "x" * 127, "y" * 300])
+        ),
+        max_size=40,
+    ),
+    window=st.sampled_from([16, 64, 1 << 20]),
+    repeated=st.sampled_from([1, 50]),
+)
+def test_strings_of_any_length_are_found(strings: list[str], window: int, repeated: int) -> None:
+    strings = [one.encode("utf-8", "replace").decode() for one in strings] * repeated
+    array = struct.pack("<IQ", STRING, len(strings)) + b"".join(map(text, strings))
+    content = gguf_files.raw(pairs=[pair("a.texts", ARRAY, array), pair("a.count", U32, struct.pack("<I", 7))])
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patched:
+        patched.setattr(cursor, "_WINDOW", window)
+        found = read_header(written(Path(folder, "a.gguf"), content)).metadata
+    texts = found.texts("a.texts")
+    assert [*texts] == strings and found.integer("a.count") == 7
+    assert [texts[at] for at in range(len(strings))] == strings

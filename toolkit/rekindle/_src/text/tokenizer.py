@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import tokenizers
 
@@ -55,6 +55,60 @@ def special_tokens(folder: Path) -> dict[str, str]:
     return named
 
 
+class Backend(Protocol):
+    """What a `Tokenizer` encodes and decodes by."""
+
+    def encode(self, text: str, add_special_tokens: bool, *, long: bool) -> list[int]: ...
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str: ...
+    def token(self, token_id: int) -> str | None: ...
+    def id_of(self, token: str) -> int | None: ...
+    @property
+    def size(self) -> int: ...  # how many ids have a token
+    @property
+    def longest(self) -> int: ...  # characters of a token
+    def added(self) -> dict[int, tokenizers.AddedToken]: ...  # those that text may spell out
+    @property
+    def pipeline(self) -> tokenizers.Tokenizer: ...  # a tokenizer with the same steps, of all tokens or of some
+    def whole(self) -> tokenizers.Tokenizer: ...
+
+
+class WholeTokenizer:
+    """A backend that is the library's own tokenizer."""
+
+    def __init__(self, made: tokenizers.Tokenizer) -> None:
+        self.pipeline = made
+
+    def encode(self, text: str, add_special_tokens: bool, *, long: bool) -> list[int]:
+        if not long:
+            return list(self.pipeline.encode(text, add_special_tokens=add_special_tokens).ids)
+        (encoding,) = self.pipeline.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
+        return ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        return str(self.pipeline.decode(ids, skip_special_tokens=skip_special_tokens))
+
+    def token(self, token_id: int) -> str | None:
+        return self.pipeline.id_to_token(token_id)
+
+    def id_of(self, token: str) -> int | None:
+        return self.pipeline.token_to_id(token)
+
+    @property
+    def size(self) -> int:
+        return int(self.pipeline.get_vocab_size(with_added_tokens=True))
+
+    @property
+    def longest(self) -> int:
+        return max(map(len, self.pipeline.get_vocab(with_added_tokens=True)), default=1)
+
+    def added(self) -> dict[int, tokenizers.AddedToken]:
+        return dict(self.pipeline.get_added_tokens_decoder())
+
+    def whole(self) -> tokenizers.Tokenizer:
+        return self.pipeline
+
+
 class Tokenizer:
     """Encodes and decodes text, and knows which ids begin and end a sequence.
 
@@ -64,16 +118,18 @@ class Tokenizer:
 
     def __init__(
         self,
-        backend: tokenizers.Tokenizer | None,
+        backend: tokenizers.Tokenizer | Backend | None,
         *,
         special: dict[str, str] | None = None,
         eos_ids: Iterable[int] = (),
         bos_id: int | None = None,
         folder: Path | None = None,
     ) -> None:
-        self._backend = backend
+        self._backend: Backend | None = (
+            WholeTokenizer(backend) if isinstance(backend, tokenizers.Tokenizer) else backend
+        )
         self._folder = folder
-        self._apart = None if backend is None else _apart(backend, folder)
+        self._apart = None if self._backend is None else _apart(self._backend, folder)
         self.special: dict[str, str] = dict(special or {})
         named_bos, named_eos = self._id_of("bos_token"), self._id_of("eos_token")
         self.bos_id: int | None = bos_id if named_bos is None else named_bos
@@ -121,7 +177,14 @@ class Tokenizer:
 
     @property
     def backend(self) -> tokenizers.Tokenizer:
-        """The `tokenizers.Tokenizer` underneath; raises `CheckpointError` when the folder has none."""
+        """The `tokenizers.Tokenizer` underneath; raises `CheckpointError` when the folder has none.
+
+        That of a large GGUF vocabulary is made for this, in seconds: nothing else here needs it.
+        """
+        return self._text.whole()
+
+    @property
+    def _text(self) -> Backend:
         if self._backend is None:
             where = "this model" if self._folder is None else str(self._folder)
             slow = self._folder is not None and (self._folder / "tokenizer.model").exists()
@@ -136,7 +199,7 @@ class Tokenizer:
     @property
     def vocab_size(self) -> int:
         """The number of ids that have a token, added ones included. The model's own vocabulary may be larger."""
-        return int(self.backend.get_vocab_size(with_added_tokens=True))
+        return self._text.size
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`; special tokens written in the text become their ids. Long texts release the GIL.
@@ -144,7 +207,7 @@ class Tokenizer:
         Raises `RequestFailed` if the tokenizers library panics, as it does where a regex runs out of backtracking, and
         if a tokenizer whose time or memory is not bounded by a text's length takes too much of them.
         """
-        backend = self.backend
+        backend = self._text
         if self._apart is not None:
             try:
                 return self._apart.encode(text, add_special_tokens)
@@ -154,32 +217,28 @@ class Tokenizer:
                     "bounded by the length of a text; pass a shorter one, or token ids"
                 ) from error
         with panics_as(RequestFailed, f"it encoded a text of {len(text):,} characters"):
-            if len(text) < LONG_TEXT:
-                return list(backend.encode(text, add_special_tokens=add_special_tokens).ids)
-            (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-            ids: list[int] = encoding.ids
-            return ids
+            return backend.encode(text, add_special_tokens, long=len(text) >= LONG_TEXT)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`; an id without a token contributes nothing. A panic raises `RequestFailed`."""
-        backend = self.backend
+        backend = self._text
         with panics_as(RequestFailed, f"it decoded {len(ids):,} tokens"):
-            return str(backend.decode(ids, skip_special_tokens=skip_special_tokens))
+            return backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def pair(self, first: str, second: str) -> tuple[int, int] | None:
         """The ids of two tokens, such as those around a model's reasoning; None unless it has both."""
         if self._backend is None:
             return None
-        one, other = self._backend.token_to_id(first), self._backend.token_to_id(second)
+        one, other = self._backend.id_of(first), self._backend.id_of(second)
         return None if one is None or other is None else (one, other)
 
     def added_id(self, text: str) -> int | None:
         """The id of an added token with this text, such as `<tool_call>`; None if it has none."""
-        return next((i for i, token in self.backend.get_added_tokens_decoder().items() if token.content == text), None)
+        return next((i for i, token in self._text.added().items() if token.content == text), None)
 
     def token(self, token_id: int) -> str | None:
         """The vocabulary's own spelling of an id, such as `Ġthe` or `<0x0A>`."""
-        return self.backend.id_to_token(token_id)
+        return self._text.token(token_id)
 
     @functools.cached_property
     def characters_per_token(self) -> int:
@@ -188,8 +247,8 @@ class Tokenizer:
         A text of more than `n` times as many has more than `n` tokens, so it can be refused without being encoded.
         Where a pipeline may drop characters there is no such bound, and 1,024 are taken for one.
         """
-        longest = max(map(len, self.backend.get_vocab(with_added_tokens=True)), default=1)
-        described = json.loads(self.backend.to_str())
+        longest, pipeline = self._text.longest, self._text.pipeline
+        described = json.loads(pipeline.to_str())
         model, added = described.get("model") or {}, described.get("added_tokens") or []
         drops = (
             not _keeps_characters(described.get("normalizer"), _KEEPING_NORMALIZERS)
@@ -205,7 +264,7 @@ class Tokenizer:
     @functools.cached_property
     def special_ids(self) -> frozenset[int]:
         """The ids that `decode` leaves out by default."""
-        return frozenset(i for i, token in self.backend.get_added_tokens_decoder().items() if token.special)
+        return frozenset(i for i, token in self._text.added().items() if token.special)
 
     @functools.lru_cache(maxsize=16)  # noqa: B019 (a session has one tokenizer, which lives as long as it)
     def hidden_ids(self, visible: frozenset[str]) -> frozenset[int]:
@@ -215,27 +274,27 @@ class Tokenizer:
     @functools.cached_property
     def decoder(self) -> dict[str, Any]:
         """The decoder section of tokenizer.json, by which detokenizing chooses its stream."""
-        decoder = self.backend.decoder
+        decoder = self._text.pipeline.decoder
         # As it is pickled: to write the whole tokenizer and read it again took the first request 20 ms.
         state = None if decoder is None else decoder.__getstate__()
         if isinstance(state, bytes | str):
             return dict(json.loads(state))
-        return {} if decoder is None else dict(json.loads(self.backend.to_str())["decoder"])
+        return {} if decoder is None else dict(json.loads(self._text.pipeline.to_str())["decoder"])
 
     def _id_of(self, name: str) -> int | None:
         if self._backend is None or name not in self.special:
             return None
-        return self._backend.token_to_id(self.special[name])
+        return self._backend.id_of(self.special[name])
 
 
-def _apart(backend: tokenizers.Tokenizer, path: Path | None) -> EncodingProcess | None:
+def _apart(backend: Backend, path: Path | None) -> EncodingProcess | None:
     """The process that encodes for a tokenizer which could take hours in this one; None for all that are in use."""
-    tokenizer_limits.check_decoder(backend, path or "this model")
-    reason = tokenizer_limits.unbounded_part(backend)
+    tokenizer_limits.check_decoder(backend.pipeline, path or "this model")
+    reason = tokenizer_limits.unbounded_part(backend.pipeline)
     if reason is None:
         return None
     _log.warning("texts are encoded by a process of its own: the tokenizer of %s has %s", path or "this model", reason)
-    return EncodingProcess(backend)
+    return EncodingProcess(backend.whole())
 
 
 def _backend(folder: Path, special: dict[str, str]) -> tokenizers.Tokenizer | None:

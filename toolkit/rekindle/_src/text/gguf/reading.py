@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import tokenizers
 
-from rekindle._src.models.loading.gguf.header import read_header
+from rekindle._src.models.loading.gguf.header import GgufHeader, read_header
 from rekindle._src.models.loading.gguf.metadata import Metadata
 from rekindle._src.models.loading.gguf.stop_tokens import stop_tokens
 from rekindle._src.text.gguf.kept import kept
-from rekindle._src.text.gguf.vocabulary import Vocabulary, read_backend
+from rekindle._src.text.gguf.partial import PartialTokenizer
+from rekindle._src.text.gguf.vocabulary import Vocabulary, read_backend, recipe
 
 _TEMPLATE = "tokenizer.chat_template"
 _SAMPLING = {
@@ -23,7 +25,7 @@ _SAMPLING = {
 class FileTokenizer(NamedTuple):
     """What a `Tokenizer` is made of."""
 
-    backend: tokenizers.Tokenizer | None
+    backend: tokenizers.Tokenizer | PartialTokenizer | None
     special: dict[str, str]
     eos_ids: tuple[int, ...]
     bos_id: int | None
@@ -39,9 +41,25 @@ def read_tokenizer(path: str | Path) -> FileTokenizer:
     header = read_header(Path(path))
     metadata = header.metadata
     stops = stop_tokens(metadata)
-    backend = kept(header.raw, lambda: read_backend(metadata))
+    backend = _backend(header)
     special = {} if backend is None else special_tokens(metadata)
     return FileTokenizer(backend, special, tuple(stops["eos_token_id"] or ()), stops["bos_token_id"])
+
+
+def _backend(header: GgufHeader) -> tokenizers.Tokenizer | PartialTokenizer | None:
+    """What is encoded with: parts of a vocabulary where these can stand for it."""
+    metadata = header.metadata
+    if (bpe := recipe(metadata)) is None:
+        return kept(header.raw, lambda: read_backend(metadata))
+
+    def whole() -> tokenizers.Tokenizer:
+        made = kept(header.raw, bpe.whole)
+        assert made is not None, "a recipe makes one"
+        return made
+
+    with contextlib.suppress(ValueError):
+        return PartialTokenizer(bpe, whole)
+    return whole()
 
 
 def special_tokens(metadata: Metadata) -> dict[str, str]:

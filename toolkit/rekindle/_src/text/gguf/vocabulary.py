@@ -6,22 +6,27 @@ here as transformers makes it: every way to cut a piece into two others, the bes
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import tokenizers
+from numpy.typing import NDArray
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
+from rekindle._src.models.loading.gguf.cursor import MAX_TEXTS, Texts
 from rekindle._src.models.loading.gguf.metadata import Metadata
 from rekindle._src.text import tokenizer_limits
-from rekindle._src.text.gguf.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
+from rekindle._src.text.gguf.pre_tokenizers import PRE_TOKENIZERS
+from rekindle._src.text.gguf.token_table import CHUNK, Sums, TokenTable
 from rekindle._src.text.panics import panics_as
 from rekindle._src.text.tokenizer_limits import CUT_CHARACTERS, MERGES_PER_PIECE
 from rekindle.errors import CheckpointError, UnsupportedModel
 
+_ID_BITS = MAX_TEXTS.bit_length()
 LONGEST = 512  # characters of a piece that others are merged to; a hostile one could have millions
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 HUGGINGFACE = "tokenizer.huggingface.json"
@@ -41,14 +46,14 @@ class Vocabulary(NamedTuple):
 
     path: Path
     metadata: Metadata
-    tokens: Sequence[str]
-    kinds: Sequence[int]
+    tokens: Texts
+    kinds: NDArray[Any]
 
     @classmethod
     def of(cls, metadata: Metadata) -> Vocabulary:
-        tokens = metadata.texts(f"{_KEY}.tokens")[:]
+        tokens = metadata.texts(f"{_KEY}.tokens")
         kinds = metadata.numbers(f"{_KEY}.token_type", np.full(len(tokens), NORMAL))
-        found = cls(metadata.path, metadata, tokens, kinds.tolist())
+        found = cls(metadata.path, metadata, tokens, kinds)
         found.check("token_type", len(kinds))
         return found
 
@@ -63,6 +68,11 @@ class Vocabulary(NamedTuple):
         """The id of each token; the first, where several have one text."""
         return {token: index for index, token in reversed(list(enumerate(self.tokens)))}
 
+    def added(self) -> NDArray[np.int64]:
+        """The ids of the tokens that text may spell out."""
+        spelled = [CONTROL, USER_DEFINED, *([UNKNOWN] if self.metadata[f"{_KEY}.model"] != "gpt2" else [])]
+        return np.flatnonzero(np.isin(self.kinds, spelled) & (self.tokens.ends > self.tokens.starts))
+
     def special(self) -> dict[str, str]:
         """The named special tokens, such as `{"bos_token": "<s>"}`."""
         found = {}
@@ -76,20 +86,72 @@ class Vocabulary(NamedTuple):
         return bool(self.metadata.flag(f"{_KEY}.{name}", default))
 
 
+Pair = tuple[str, str]
+
+
+class Merges(Protocol):
+    """The merges of a vocabulary."""
+
+    def whole(self, ids: Mapping[str, int]) -> list[Pair]:
+        """All of them, in the order of their ranks."""
+
+    def making(self, token: str, ids: Mapping[str, int]) -> dict[int, Pair]:
+        """Those that make one token of others, by numbers in the order of their ranks."""
+
+
+class Recipe(NamedTuple):
+    """How the tokenizer of a BPE vocabulary, or of some of its tokens, is put together."""
+
+    words: Vocabulary
+    options: Mapping[str, Any]  # of `models.BPE`
+    merges: Merges
+    normalizer: Any
+    pre_tokenizer: Any
+    decoder: Any
+    add_bos: bool
+
+    def make(self, ids: dict[str, int], merges: list[Pair], added: Collection[int]) -> tokenizers.Tokenizer:
+        """A tokenizer of these tokens, of which text may spell out those that were added."""
+        made = tokenizers.Tokenizer(models.BPE(vocab=ids, merges=merges, **self.options))
+        if self.normalizer is not None:
+            made.normalizer = self.normalizer
+        if self.pre_tokenizer is not None:
+            made.pre_tokenizer = self.pre_tokenizer
+        made.decoder = self.decoder
+        return _finished(self.words, made, added, add_bos=self.add_bos)
+
+    def whole(self) -> tokenizers.Tokenizer:
+        """The tokenizer of all tokens. Raises `CheckpointError` for a vocabulary that makes none."""
+        ids, added = self.words.ids(), self.words.added().tolist()
+        return _guarded(self.words.path, lambda: self.make(ids, self.merges.whole(ids), added))
+
+
+def recipe(metadata: Metadata) -> Recipe | None:
+    """How the tokenizer of a file is put together, for those that merge tokens by llama.cpp's keys; else None.
+
+    `UnsupportedModel` names a kind that is not read.
+    """
+    if HUGGINGFACE in metadata:
+        return None
+    make = _RECIPES.get(metadata.text(f"{_KEY}.model", "none"))
+    return None if make is None else make(Vocabulary.of(metadata))
+
+
 def read_backend(metadata: Metadata) -> tokenizers.Tokenizer | None:
     """The tokenizer of a file, or None if it has no vocabulary. `UnsupportedModel` names a kind that is not read."""
     if (stored := metadata.text(HUGGINGFACE, None)) is not None:
         tokenizer_limits.check_file(stored.encode(), metadata.path)
         return _guarded(metadata.path, lambda: _from_json(stored))
+    if (bpe := recipe(metadata)) is not None:
+        return bpe.whole()
     kind = metadata.text(f"{_KEY}.model", "none")
     if kind in ("none", "no_vocab"):
         return None
-    if kind not in _KINDS:
-        raise UnsupportedModel(
-            f"{metadata.path}: {_KEY}.model={kind[:80]!r} is not implemented. Use one of: {', '.join(sorted(_KINDS))}."
-        )
+    if kind != "t5":
+        known = ", ".join(sorted((*_RECIPES, "t5")))
+        raise UnsupportedModel(f"{metadata.path}: {_KEY}.model={kind[:80]!r} is not implemented. Use one of: {known}.")
     words = Vocabulary.of(metadata)
-    return _guarded(metadata.path, lambda: _KINDS[kind](words))
+    return _guarded(metadata.path, lambda: _unigrams(words))
 
 
 def _guarded(path: Path, make: Any) -> tokenizers.Tokenizer:
@@ -111,7 +173,7 @@ def _from_json(text: str) -> tokenizers.Tokenizer:
     return made
 
 
-def _byte_level(words: Vocabulary) -> tokenizers.Tokenizer:
+def _byte_level(words: Vocabulary) -> Recipe:
     name = words.metadata.text(f"{_KEY}.pre", None)
     if name is None:
         _log.warning(
@@ -123,72 +185,119 @@ def _byte_level(words: Vocabulary) -> tokenizers.Tokenizer:
             f"{words.path}: {_KEY}.pre={name[:80]!r} is not implemented: it says how text is split into words. "
             f"Implemented: {', '.join(sorted(PRE_TOKENIZERS))}."
         )
-    return byte_level(words, PRE_TOKENIZERS[name])
+    pre = PRE_TOKENIZERS[name]
+    return Recipe(
+        words,
+        {"ignore_merges": pre.whole_words},
+        MergeList(words.path, words.metadata.texts(f"{_KEY}.merges")),
+        pre.normalizer(),
+        pre.pre_tokenizer(),
+        decoders.ByteLevel(),
+        pre.add_bos,
+    )
 
 
-def byte_level(words: Vocabulary, pre: PreTokenizer) -> tokenizers.Tokenizer:
-    """The tokenizer of a vocabulary of bytes, with a way to split words."""
-    merges = []
-    for merge in words.metadata.texts(f"{_KEY}.merges"):
+class MergeList:
+    """The merges that a file lists."""
+
+    def __init__(self, path: Path, texts: Texts) -> None:
+        self._path, self._texts = path, texts
+        self._order = self._made = np.empty(0, np.int64)  # the merges by the ids that they make; those ids
+
+    def whole(self, ids: Mapping[str, int]) -> list[Pair]:
+        return [self._pair(merge) for merge in self._texts]
+
+    def making(self, token: str, ids: Mapping[str, int]) -> dict[int, Pair]:
+        first, last = np.searchsorted(self._made, (ids[token], ids[token] + 1)).tolist()
+        found = {place: self._pair(self._texts[place]) for place in self._order[first:last].tolist()}
+        return {place: pair for place, pair in found.items() if pair[0] in ids and pair[1] in ids}
+
+    def sort(self, table: TokenTable) -> None:
+        """Find out which token each merge makes, which `making` needs. Raises `ValueError` for one that makes none."""
+        texts = self._texts
+        octets = np.frombuffer(texts.content, np.uint8)
+        spaces = np.append(np.flatnonzero(octets == ord(" ")), len(octets))
+        middles = spaces[np.searchsorted(spaces, texts.starts)]
+        if (middles >= texts.ends).any():
+            raise ValueError("a merge is not of two tokens")
+        made = [np.empty(0, np.int64)]
+        for at in range(0, len(texts), CHUNK):
+            chunk = slice(at, at + CHUNK)
+            first, last = int(texts.starts[at]), int(texts.ends[chunk][-1])
+            places = (texts.starts[chunk] - first, middles[chunk] - first, texts.ends[chunk] - first)
+            ids = [table.ids(hashes) for hashes in Sums(octets[first:last]).joined(*places)]
+            if min(int(one.min()) for one in ids) < 0:
+                raise ValueError("a merge is of no tokens, or makes none")
+            made.append(ids[2])
+        joined = np.concatenate(made)
+        self._order = np.argsort(joined, kind="stable")
+        self._made = joined[self._order]
+
+    def _pair(self, merge: str) -> Pair:
         left, space, right = merge.partition(" ")
         if not space:
-            raise CheckpointError(f"{words.path}: {_KEY}.merges has {merge[:80]!r}, which are not two tokens.")
-        merges.append((left, right))
-    made = tokenizers.Tokenizer(models.BPE(vocab=words.ids(), merges=merges, ignore_merges=pre.whole_words))
-    if (normalizer := pre.normalizer()) is not None:
-        made.normalizer = normalizer
-    made.pre_tokenizer = pre.pre_tokenizer()
-    made.decoder = decoders.ByteLevel()
-    return _finished(words, made, add_bos=pre.add_bos)
+            raise CheckpointError(f"{self._path}: {_KEY}.merges has {merge[:80]!r}, which are not two tokens.")
+        return left, right
 
 
-def _sentence_pieces(words: Vocabulary) -> tokenizers.Tokenizer:
-    vocab = words.ids()
-    scores = words.metadata.numbers(f"{_KEY}.scores").tolist()
+def _sentence_pieces(words: Vocabulary) -> Recipe:
+    scores = words.metadata.numbers(f"{_KEY}.scores")
     words.check("scores", len(scores))
-    made = tokenizers.Tokenizer(
-        models.BPE(vocab=vocab, merges=_merges(words, vocab, scores), unk_token=_unknown(words), fuse_unk=True,
-                   byte_fallback=True)
-    )  # fmt: skip
     prefix = words.flag("add_space_prefix", True)
     steps = [normalizers.Prepend(_SPACE)] if prefix else []
-    made.normalizer = normalizers.Sequence([*_squeezed(words), *steps, normalizers.Replace(" ", _SPACE)])
     ending = [decoders.Strip(" ", 1, 0)] if prefix else []
-    made.decoder = decoders.Sequence([decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *ending])
-    return _finished(words, made, add_bos=True)
-
-
-def _merges(words: Vocabulary, vocab: dict[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Every way to cut a piece into two others, those of pieces with the best score first.
-
-    Raises `CheckpointError` for pieces that can be cut in far more ways than those of vocabularies in use.
-    """
-    found: list[tuple[float, int, int, int, tuple[str, str]]] = []
-    cut = [
-        (index, piece)
-        for piece, index in vocab.items()  # the first of those with one text
-        if words.kinds[index] in (NORMAL, USER_DEFINED) and len(piece) <= LONGEST
-    ]
-    most = MERGES_PER_PIECE * max(4096, len(vocab))
-    characters = sum(len(piece) ** 2 for _, piece in cut)
-    if characters > CUT_CHARACTERS:
-        raise _too_many_cuts(words, f"{characters:,} characters to cut, and at most {CUT_CHARACTERS:,} are")
-    for index, piece in cut:
-        if len(found) > most:
-            raise _too_many_cuts(words, f"more than {most:,} merges, {MERGES_PER_PIECE} for each piece, which are")
-        for at in range(1, len(piece)):
-            left, right = piece[:at], piece[at:]
-            if left in vocab and right in vocab:
-                found.append((-scores[index], index, vocab[left], vocab[right], (left, right)))
-    found.sort()  # among pieces of one score the vocabulary's order decides
-    return [pair for *_, pair in found]
-
-
-def _too_many_cuts(words: Vocabulary, problem: str) -> CheckpointError:
-    return CheckpointError(
-        f"{words.path}: {_KEY}.tokens has pieces that consist of others in too many ways: {problem} read. "
-        "Download it again"
+    return Recipe(
+        words,
+        {"unk_token": _unknown(words), "fuse_unk": True, "byte_fallback": True},
+        Cuts(words, scores),
+        normalizers.Sequence([*_squeezed(words), *steps, normalizers.Replace(" ", _SPACE)]),
+        None,
+        decoders.Sequence([decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *ending]),
+        add_bos=True,
     )
+
+
+class Cuts:
+    """Every way to cut a piece into two others, those of pieces with the best score first."""
+
+    def __init__(self, words: Vocabulary, scores: NDArray[Any]) -> None:
+        self._words, self._scores = words, scores
+
+    @functools.cached_property
+    def _ranks(self) -> NDArray[np.int64]:
+        """Which piece comes before which; among pieces of one score the vocabulary's order decides."""
+        ranks = np.empty(len(self._scores), np.int64)
+        ranks[np.argsort(-self._scores, kind="stable")] = np.arange(len(ranks)) << _ID_BITS
+        return ranks
+
+    def whole(self, ids: Mapping[str, int]) -> list[Pair]:
+        """Raises `CheckpointError` for pieces that can be cut in far more ways than those of vocabularies in use."""
+        found = dict[int, Pair]()
+        most = MERGES_PER_PIECE * max(4096, len(ids))
+        characters = sum(len(piece) ** 2 for piece, index in ids.items() if self._is_cut(piece, index))
+        if characters > CUT_CHARACTERS:
+            raise self._too_many(f"{characters:,} characters to cut, and at most {CUT_CHARACTERS:,} are")
+        for piece in ids:
+            if len(found) > most:
+                raise self._too_many(f"more than {most:,} merges, {MERGES_PER_PIECE} for each piece, which are")
+            found |= self.making(piece, ids)
+        return [found[rank] for rank in sorted(found)]
+
+    def making(self, token: str, ids: Mapping[str, int]) -> dict[int, Pair]:
+        index = ids[token]
+        if not self._is_cut(token, index):
+            return {}
+        rank, pairs = int(self._ranks[index]), ((token[:at], token[at:]) for at in range(1, len(token)))
+        return {rank + ids[left]: (left, right) for left, right in pairs if left in ids and right in ids}
+
+    def _is_cut(self, piece: str, index: int) -> bool:
+        return len(piece) <= LONGEST and int(self._words.kinds[index]) in (NORMAL, USER_DEFINED)
+
+    def _too_many(self, problem: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self._words.path}: {_KEY}.tokens has pieces that consist of others in too many ways: {problem} read. "
+            "Download it again"
+        )
 
 
 def _unigrams(words: Vocabulary) -> tokenizers.Tokenizer:
@@ -201,7 +310,9 @@ def _unigrams(words: Vocabulary) -> tokenizers.Tokenizer:
     unknown = _unknown(words)
     made = tokenizers.Tokenizer(
         models.Unigram(
-            pieces, unk_id=None if unknown is None else words.ids()[unknown], byte_fallback=BYTE in words.kinds
+            pieces,
+            unk_id=None if unknown is None else words.ids()[unknown],
+            byte_fallback=bool((words.kinds == BYTE).any()),
         )
     )
     steps: list[Any] = []
@@ -212,7 +323,7 @@ def _unigrams(words: Vocabulary) -> tokenizers.Tokenizer:
     scheme = "always" if words.flag("add_space_prefix", True) else "never"
     made.pre_tokenizer = pre_tokenizers.Metaspace(replacement=_SPACE, prepend_scheme=scheme)
     made.decoder = decoders.Metaspace(replacement=_SPACE, prepend_scheme=scheme)
-    return _finished(words, made, add_bos=False)
+    return _finished(words, made, words.added().tolist(), add_bos=False)
 
 
 def _squeezed(words: Vocabulary) -> list[Any]:
@@ -225,21 +336,18 @@ def _squeezed(words: Vocabulary) -> list[Any]:
 def _unknown(words: Vocabulary) -> str | None:
     index = words.metadata.integer(f"{_KEY}.unknown_token_id", None)
     if index is None:
-        index = next((number for number, kind in enumerate(words.kinds) if kind == UNKNOWN), None)
+        index = next(iter(np.flatnonzero(words.kinds == UNKNOWN).tolist()), None)
     return words.tokens[index] if index is not None and 0 <= index < len(words.tokens) else None
 
 
-def _finished(words: Vocabulary, made: tokenizers.Tokenizer, *, add_bos: bool) -> tokenizers.Tokenizer:
+def _finished(
+    words: Vocabulary, made: tokenizers.Tokenizer, added: Collection[int], *, add_bos: bool
+) -> tokenizers.Tokenizer:
     """Adds the tokens that text may spell out, and what `encode` puts around a text."""
-    added = [
-        AddedToken(token, normalized=False, special=kind != USER_DEFINED)
-        for token, kind in zip(words.tokens, words.kinds, strict=True)
-        if token
-        and (kind in (CONTROL, USER_DEFINED) or (kind == UNKNOWN and words.metadata[f"{_KEY}.model"] != "gpt2"))
-    ]
-    made.add_special_tokens([token for token in added if token.special])
-    made.add_tokens([token for token in added if not token.special])
-    special, ids = words.special(), words.ids()
+    tokens = [added_token(words, index) for index in added]
+    made.add_special_tokens([token for token in tokens if token.special])
+    made.add_tokens([token for token in tokens if not token.special])
+    special = words.special()
     first = special.get("bos_token") if words.flag("add_bos_token", add_bos) else None
     last = special.get("eos_token") if words.flag("add_eos_token", False) else None
     around = [token for token in (first, last) if token is not None]
@@ -248,9 +356,16 @@ def _finished(words: Vocabulary, made: tokenizers.Tokenizer, *, add_bos: bool) -
         pair = [*([f"{first}:0"] if first else []), "$A:0", *([f"{first}:1"] if first else []), "$B:1",
                 *([f"{last}:1"] if last else [])]  # fmt: skip
         made.post_processor = processors.TemplateProcessing(
-            single=single, pair=pair, special_tokens=[(token, ids[token]) for token in dict.fromkeys(around)]
+            single=single,
+            pair=pair,
+            special_tokens=[(token, made.token_to_id(token)) for token in dict.fromkeys(around)],
         )
     return made
 
 
-_KINDS = {"gpt2": _byte_level, "llama": _sentence_pieces, "t5": _unigrams}
+def added_token(words: Vocabulary, index: int) -> AddedToken:
+    """A token that text may spell out."""
+    return AddedToken(words.tokens[index], normalized=False, special=int(words.kinds[index]) != USER_DEFINED)
+
+
+_RECIPES = {"gpt2": _byte_level, "llama": _sentence_pieces}

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, overload
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rekindle.errors import CheckpointError
 
@@ -20,17 +21,18 @@ MAX_HEADER = 256 << 20  # bytes; a vocabulary of 256,000 tokens with its merges 
 MAX_TEXTS = 1 << 22  # strings of one array
 _STEP = 4 << 20
 _LENGTH = struct.Struct("<Q")
+_WINDOW = 1 << 20  # bytes that strings are looked for in at once
 
 
 class Texts(Sequence[str]):
     """An array of strings, decoded when they are asked for."""
 
-    def __init__(self, content: bytes, ends: Sequence[int]) -> None:
-        self._content = content  # of the array: a length of 8 bytes before each string
-        self._ends = ends
+    def __init__(self, content: bytes, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
+        self.content = content  # of the array: a length of 8 bytes before each string
+        self.starts, self.ends = starts, ends  # of the strings in it
 
     def __len__(self) -> int:
-        return len(self._ends)
+        return len(self.ends)
 
     @overload
     def __getitem__(self, index: int) -> str: ...
@@ -39,15 +41,12 @@ class Texts(Sequence[str]):
     def __getitem__(self, index: int | slice) -> str | list[str]:
         if isinstance(index, slice):
             return list(self)[index]
-        index = range(len(self))[index]
-        start = (self._ends[index - 1] if index else 0) + 8
-        return self._content[start : self._ends[index]].decode()
+        return self.content[self.starts[index] : self.ends[index]].decode()
 
     def __iter__(self) -> Iterator[str]:
-        start = 0
-        for end in self._ends:
-            yield self._content[start + 8 : end].decode()
-            start = end
+        content = self.content
+        for start, end in zip(self.starts.tolist(), self.ends.tolist(), strict=True):
+            yield content[start:end].decode()
 
 
 class Cursor:
@@ -106,31 +105,82 @@ class Cursor:
     def texts(self) -> Texts:
         """An array of strings, after its count."""
         count = self.count(8, "strings", MAX_TEXTS)
-        start = position = self.position
-        ends = list[int]()
-        unpack, size, filled = _LENGTH.unpack_from, self.size, len(self._buffer)
-        for _ in range(count):  # some 300,000 times: no calls but for what is needed
-            if position + 8 > filled:
-                filled = self._fill(position + 8)
-            length = unpack(self._buffer, position)[0]
-            position += 8 + length
-            if position > size:
-                raise self.broken(f"string {len(ends):,} needs {_amount(length)} bytes, more than the file has")
-            ends.append(position - start)
-        self._fill(position)
-        self.position = position
-        content = bytes(self._buffer[start:position])
+        first, found, left, some = self.position, [np.empty(0, np.int64)], count, 256
+        while left:
+            found.append(self._seen(left))
+            left -= len(found[-1])
+            if left and self.left >= 8 and len(found[-1]) < 1024:  # it was stopped by what only the lengths tell
+                found.append(self._followed(min(left, some), count - left))
+                left, some = left - len(found[-1]), some * 2
+            elif not len(found[-1]):
+                raise self.broken(f"string {count - left:,} needs 8 bytes, and {self.left:,} are left in the file")
+        starts = np.concatenate(found) - first
+        content = bytes(self._buffer[first : self.position])
+        ends = np.append(starts[1:] - 8, len(content))[: len(starts)]
         try:
-            content.decode(errors="strict") if content.isascii() else _check(content, ends)
+            if not content.isascii():  # lengths are read as ASCII: no character goes on behind one
+                bare, lengths = bytearray(content), ends - starts
+                for start in starts[lengths >= 128].tolist():
+                    bare[start - 8 : start] = bytes(8)
+                bare.decode()
         except UnicodeDecodeError as error:
             raise self.broken(f"holds a string that is not UTF-8 ({error.reason})") from None
-        return Texts(content, ends)
+        return Texts(content, starts, ends)
+
+    def _seen(self, most: int) -> NDArray[np.int64]:
+        """Passes over strings, at most so many, that are found at once; returns where they begin.
+
+        Each begins behind the zeros of its length, and the lengths have to lead from one to the next: an empty string,
+        or one with zeros in it, ends what is found.
+        """
+        first = self.position
+        window = np.frombuffer(self._buffer, np.uint8, min(_WINDOW, self._fill_some(_WINDOW)), first)
+        two = window[:-1] | window[1:]
+        four = two[:-2] | two[2:]
+        zeros = np.flatnonzero((four[:-2] | two[4:]) == 0)  # each the first of six
+        starts = (zeros[np.diff(zeros, append=zeros[-1:] + 2) > 1] + 6)[:most]
+        starts = starts[starts < len(window)]
+        if not len(starts) or starts[0] != 8:
+            return np.empty(0, np.int64)
+        lengths = np.ndarray((len(window) - 7,), "<u8", window, strides=(1,))[starts - 8]
+        del window
+        leads = starts[:-1] + lengths[:-1].astype(np.int64) + 8 == starts[1:]
+        count = len(starts) if leads.all() else int(np.argmin(leads)) + 1
+        last = first + int(starts[count - 1])
+        if int(lengths[count - 1]) > self.size - last:
+            count -= 1  # the other way tells what is wrong
+            if not count:
+                return np.empty(0, np.int64)
+            last = first + int(starts[count - 1])
+        self.position = last
+        self.skip(int(lengths[count - 1]))
+        return first + starts[:count]
+
+    def _followed(self, count: int, number: int) -> NDArray[np.int64]:
+        """Passes over so many strings, from this one on, by the length of each; returns where they begin."""
+        position, filled, starts = self.position, len(self._buffer), list[int]()
+        for _ in range(count):  # no calls but for what is needed
+            if position + 8 > filled:
+                filled = self._fill(position + 8)
+            length = _LENGTH.unpack_from(self._buffer, position)[0]
+            starts.append(position + 8)
+            position += 8 + length
+            if position > self.size:
+                where = number + len(starts) - 1
+                raise self.broken(f"string {where:,} needs {_amount(length)} bytes, more than the file has")
+        self._fill(position)
+        self.position = position
+        return np.array(starts, np.int64)
 
     def numbers(self, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
         """An array of numbers, after its count."""
         count = self.count(dtype.itemsize, "numbers")
         start = self.skip(count * dtype.itemsize)
         return np.frombuffer(bytes(self._buffer[start : self.position]), dtype)
+
+    def _fill_some(self, most: int) -> int:
+        """Reads so many bytes from the position on, or what is left of the file; returns how many are there."""
+        return self._fill(min(self.position + most, self.size)) - self.position
 
     def _fill(self, wanted: int) -> int:
         """Reads until so many bytes are in the buffer; returns how many are."""
@@ -142,14 +192,6 @@ class Cursor:
                 raise self.broken(f"the file ends after {len(self._buffer):,} bytes")
             self._buffer += found
         return len(self._buffer)
-
-
-def _check(content: bytes, ends: Sequence[int]) -> None:
-    """Raises `UnicodeDecodeError` for the first string that is not UTF-8."""
-    start = 0
-    for end in ends:
-        content[start + 8 : end].decode()
-        start = end
 
 
 def _amount(count: int) -> str:

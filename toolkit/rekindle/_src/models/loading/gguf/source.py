@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.loading.gguf import architecture
 from rekindle._src.models.loading.gguf.block_types import BY_NAME
 from rekindle._src.models.loading.gguf.files import parts
@@ -17,6 +16,9 @@ from rekindle._src.models.loading.gguf.rows import GgufRows
 from rekindle._src.models.loading.manifest import Manifest
 from rekindle._src.models.loading.tensor_files import Header, ReadRows, TensorEntry
 from rekindle.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from rekindle._src.models.config import ModelConfig
 
 # Tensors that say how the model rotates, which its config has taken from them, or that llama.cpp writes and derives.
 _NOT_WEIGHTS = (r"rope_freqs\.weight", r"rope_factors_(long|short)\.weight", r"blk\.\d+\.attn_rot_embd")

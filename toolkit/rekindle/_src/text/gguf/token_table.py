@@ -1,0 +1,121 @@
+"""Which tokens of a vocabulary a text contains, by hashes of both, without an object for any token.
+
+The hash of a string is a polynomial in its bytes modulo 2**64, so that one running sum over many strings gives the
+hashes of all their parts. A text's part with the hash of a token may be another string: what is returned may hold
+tokens too many, never too few.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rekindle._src.models.loading.gguf.cursor import Texts
+
+SEPARATOR = b"\xff"  # in no string of UTF-8
+Numbers = NDArray[np.uint64]
+_SHIFT = np.uint64(64 - 22)  # the prefix table has 4 Mi entries
+_BASE, _MODULUS = 0x9E3779B97F4A7C15, 1 << 64
+CHUNK = 1 << 16  # strings that are hashed at once
+
+
+@functools.cache
+def _values() -> Numbers:
+    """A number for each byte."""
+    mixed = np.arange(1, 257, dtype=np.uint64) * np.uint64(0xD1342543DE82EF95)
+    mixed ^= mixed >> np.uint64(29)
+    mixed *= np.uint64(0xBF58476D1CE4E5B9)
+    return mixed ^ (mixed >> np.uint64(32))
+
+
+def _powers(base: int, count: int) -> Numbers:
+    found = np.full(count, base, np.uint64)
+    found[:1] = 1
+    return np.multiply.accumulate(found)
+
+
+class Sums:
+    """The running sum over some bytes, which gives the hash of each part of them."""
+
+    def __init__(self, content: NDArray[np.uint8]) -> None:
+        values = _values()[content]
+        values *= _powers(_BASE, len(content))
+        self._sums: Numbers = np.zeros(len(content) + 1, np.uint64)
+        np.cumsum(values, out=self._sums[1:])
+        self._inverse = _powers(pow(_BASE, -1, _MODULUS), len(content) + 1)
+
+    def hashes(self, starts: Any, ends: Any) -> Numbers:
+        """The hashes of the parts between these places."""
+        found: Numbers = (self._sums[ends] - self._sums[starts]) * self._inverse[starts]
+        return found
+
+    def joined(self, starts: Any, places: Any, ends: Any) -> tuple[Numbers, Numbers, Numbers]:
+        """The hashes of what is before and behind the byte at `places`, and of both without that byte."""
+        left, right, lengths = self.hashes(starts, places), self.hashes(places + 1, ends), places - starts
+        return left, right, left + _powers(_BASE, int(lengths.max(initial=0)) + 1)[lengths] * right
+
+
+class TokenTable:
+    """The tokens of a vocabulary by their hashes, and which hashes tokens begin with."""
+
+    def __init__(self, texts: Texts) -> None:
+        """Raises `ValueError` for two tokens with one hash."""
+        self.texts = texts
+        lengths = texts.ends - texts.starts
+        self.longest = int(lengths.max(initial=0))
+        self._prefixes = np.zeros(1 << 22, np.bool_)
+        hashes = np.empty(len(texts), np.uint64)
+        octets = np.frombuffer(texts.content, np.uint8)
+        for at in range(0, len(texts), CHUNK):
+            starts, ends = texts.starts[at : at + CHUNK], texts.ends[at : at + CHUNK]
+            first = int(starts[0])
+            sums, starts, ends = Sums(octets[first : int(ends[-1])]), starts - first, ends - first
+            hashes[at : at + len(starts)] = sums.hashes(starts, ends)
+            each = lengths[at : at + len(starts)]
+            begins = np.repeat(starts, each)
+            places = np.arange(len(begins)) - np.repeat(np.cumsum(each) - each, each) + begins + 1
+            self._prefixes[sums.hashes(begins, places) >> _SHIFT] = True
+        order = np.argsort(hashes, kind="stable")  # of tokens with one text the first comes first
+        sorted_hashes = hashes[order]
+        again = np.append(False, sorted_hashes[1:] == sorted_hashes[:-1])
+        for at in np.flatnonzero(again).tolist():
+            if texts[int(order[at])] != texts[int(order[at - 1])]:
+                raise ValueError("two tokens have one hash")
+        self._hashes, self._ids = sorted_hashes[~again], order[~again]
+        self.first = np.zeros(len(texts), np.bool_)  # whether no token before it has the same text
+        self.first[self._ids] = True
+
+    def ids(self, hashes: Numbers) -> NDArray[np.int64]:
+        """The ids of the tokens with these hashes, -1 where there is none."""
+        if not len(self._hashes):
+            return np.full(len(hashes), -1, np.int64)
+        at = np.minimum(np.searchsorted(self._hashes, hashes), len(self._hashes) - 1)
+        return np.where(self._hashes[at] == hashes, self._ids[at], -1)
+
+    def id_of(self, token: str) -> int | None:
+        """The id of a token; the first, where several have one text."""
+        content = np.frombuffer(token.encode("utf-8", "surrogatepass"), np.uint8)
+        (found,) = self.ids(Sums(content).hashes(np.array([0]), np.array([len(content)]))).tolist()
+        return found if found >= 0 and self.texts[found] == token else None
+
+    def inside(self, content: bytes, prefix: bytes = b"") -> set[int]:
+        """The tokens that are parts of `content`, or of `prefix` and what follows some place in it."""
+        octets = np.frombuffer(content, np.uint8)
+        sums, found = Sums(octets), [np.empty(0, np.uint64)]
+        for before in {b"", prefix}:
+            head = Sums(np.frombuffer(before, np.uint8)).hashes(np.array([0]), np.array([len(before)]))
+            factor = np.uint64(pow(_BASE, len(before), _MODULUS))
+            at = np.arange(len(octets))
+            for length in range(0 if before else 1, self.longest - len(before) + 1):
+                at = at[: np.searchsorted(at, len(octets) - length, side="right")]
+                hashes = sums.hashes(at, at + length) * factor + head
+                begun = self._prefixes[hashes >> _SHIFT]
+                at, hashes = at[begun], hashes[begun]
+                if not len(at):
+                    break
+                found.append(hashes)
+        ids = self.ids(np.unique(np.concatenate(found)))
+        return set(ids[ids >= 0].tolist())
