@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from rekindle import tiny
+from rekindle._src.models.loading.gguf.header import read_header
 from rekindle._src.models.loading.gguf.write import write_gguf
 from rekindle._src.text import ChatTemplate, Tokenizer
 from rekindle._src.text.gguf import kept, partial
@@ -328,6 +329,22 @@ def test_what_is_composed_with_the_end_of_a_special_token(tmp_path: Path) -> Non
     found = through_a_file(original, tmp_path / "model.gguf")
     for text in ("<s>\u0338 e\u0301", "a<|im_end|>\u0338x", "e\u0301 <s>", "x \u0301"):  # ">\u0338" is "≯"
         assert found.encode(text) == original.encode(text).ids
+
+
+def test_of_tokens_with_one_text_the_first_is_meant(tmp_path: Path) -> None:
+    original = byte_level("gpt-2")
+    path = tmp_path / "model.gguf"
+    through_a_file(original, path)
+    tokens = [*read_header(path).metadata.texts("tokenizer.ggml.tokens")]
+    again = [tokens.index("the"), tokens.index("a"), tokens.index("the")]
+    found = through_a_file(
+        original, tmp_path / "again.gguf", **{"tokenizer.ggml.tokens": [*tokens, "the", "a", "the"],
+        "tokenizer.ggml.token_type": np.ones(len(tokens) + 3, np.int32)}
+    )  # fmt: skip
+    assert [found.token(len(tokens) + at) for at in range(3)] == [None] * 3 and again[0] == again[2]
+    assert found.vocab_size == len(tokens) == found.backend.get_vocab_size()
+    for text in ("the cat sat", "a b"):
+        assert found.encode(text) == original.encode(text).ids == found.backend.encode(text).ids
 
 
 def test_pieces_that_spell_an_unknown_byte_are_merged_as_in_the_whole(tmp_path: Path) -> None:

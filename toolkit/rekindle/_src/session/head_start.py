@@ -63,8 +63,7 @@ class HeadStart:
             mapped.release()
 
     def _look(self, folder: Path, config: EngineConfig) -> None:
-        # A GGUF file is looked at by code that imports JAX.
-        if not folder.is_dir() or not stored.checkpoint_path(folder).is_dir():
+        if not folder.exists():  # nothing is downloaded before JAX is there
             return
         if not (os.environ.get("JAX_PLATFORMS") or "cpu").startswith("cpu"):
             return

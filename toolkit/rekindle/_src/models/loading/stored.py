@@ -41,7 +41,7 @@ def look(model: str | Path) -> Stored:
     """Reads config, headers and fingerprint of a folder, a GGUF file or a hub id: milliseconds, whatever the size."""
     path = checkpoint_path(locate(model))
     if path.is_file() and gguf_files.is_gguf(path):
-        from rekindle._src.models.loading.gguf import source as gguf  # it imports JAX, and other formats don't need it
+        from rekindle._src.models.loading.gguf import source as gguf  # other formats don't need it
 
         raw, headers = gguf.look(path)
         return Stored(path, raw, headers, fingerprints.folder_fingerprint(raw, headers), is_gguf=True)

@@ -233,10 +233,10 @@ def _crossing(texts: Texts, space: str) -> frozenset[int]:
         return frozenset()
     here = np.logical_and.reduce([octets[at : at + count] == octet for at, octet in enumerate(pattern)])
     places = np.flatnonzero(here)
-    after = np.isin(places - len(pattern), places)  # another space, or what is before the token
+    after = here[places - len(pattern)] & (places >= len(pattern))  # another space, or what is before the token
     tokens = np.searchsorted(texts.starts, places, side="right") - 1
     inside = (tokens >= 0) & (places < texts.ends[tokens]) & (places > texts.starts[tokens])
-    return frozenset(np.unique(tokens[inside & ~after]).tolist())
+    return frozenset(tokens[inside & ~after].tolist())
 
 
 def _check_cuts(texts: Texts) -> None:

@@ -19,7 +19,7 @@ SEPARATOR = b"\xff"  # in no string of UTF-8
 Numbers = NDArray[np.uint64]
 _SHIFT = np.uint64(64 - 22)  # the prefix table has 4 Mi entries
 _BASE, _MODULUS = 0x9E3779B97F4A7C15, 1 << 64
-CHUNK = 1 << 16  # strings that are hashed at once
+CHUNK = 1 << 13  # strings that are hashed at once: their numbers stay in the cache
 
 
 @functools.cache
@@ -32,8 +32,13 @@ def _values() -> Numbers:
 
 
 def _powers(base: int, count: int) -> Numbers:
-    found = np.full(count, base, np.uint64)
-    found[:1] = 1
+    return _some_powers(base, count.bit_length())[:count]
+
+
+@functools.lru_cache(maxsize=8)
+def _some_powers(base: int, bits: int) -> Numbers:
+    found = np.full(1 << bits, base, np.uint64)
+    found[0] = 1
     return np.multiply.accumulate(found)
 
 
@@ -62,7 +67,9 @@ class TokenTable:
     """The tokens of a vocabulary by their hashes, and which hashes tokens begin with."""
 
     def __init__(self, texts: Texts) -> None:
-        """Raises `ValueError` for two tokens with one hash."""
+        """Raises `ValueError` for two different tokens with one hash, and for none."""
+        if not len(texts):
+            raise ValueError("a vocabulary without tokens")
         self.texts = texts
         lengths = texts.ends - texts.starts
         self.longest = int(lengths.max(initial=0))
@@ -78,20 +85,19 @@ class TokenTable:
             begins = np.repeat(starts, each)
             places = np.arange(len(begins)) - np.repeat(np.cumsum(each) - each, each) + begins + 1
             self._prefixes[sums.hashes(begins, places) >> _SHIFT] = True
-        order = np.argsort(hashes, kind="stable")  # of tokens with one text the first comes first
+        order = np.argsort(hashes)
         sorted_hashes = hashes[order]
         again = np.append(False, sorted_hashes[1:] == sorted_hashes[:-1])
         for at in np.flatnonzero(again).tolist():
             if texts[int(order[at])] != texts[int(order[at - 1])]:
                 raise ValueError("two tokens have one hash")
-        self._hashes, self._ids = sorted_hashes[~again], order[~again]
+        # Of tokens with one text the first is meant.
+        self._hashes, self._ids = sorted_hashes[~again], np.minimum.reduceat(order, np.flatnonzero(~again))
         self.first = np.zeros(len(texts), np.bool_)  # whether no token before it has the same text
         self.first[self._ids] = True
 
     def ids(self, hashes: Numbers) -> NDArray[np.int64]:
         """The ids of the tokens with these hashes, -1 where there is none."""
-        if not len(self._hashes):
-            return np.full(len(hashes), -1, np.int64)
         at = np.minimum(np.searchsorted(self._hashes, hashes), len(self._hashes) - 1)
         return np.where(self._hashes[at] == hashes, self._ids[at], -1)
 
@@ -117,5 +123,5 @@ class TokenTable:
                 if not len(at):
                     break
                 found.append(hashes)
-        ids = self.ids(np.unique(np.concatenate(found)))
+        ids = self.ids(np.concatenate(found))
         return set(ids[ids >= 0].tolist())

@@ -70,8 +70,10 @@ class Vocabulary(NamedTuple):
 
     def added(self) -> NDArray[np.int64]:
         """The ids of the tokens that text may spell out."""
-        spelled = [CONTROL, USER_DEFINED, *([UNKNOWN] if self.metadata[f"{_KEY}.model"] != "gpt2" else [])]
-        return np.flatnonzero(np.isin(self.kinds, spelled) & (self.tokens.ends > self.tokens.starts))
+        spelled = (self.kinds == CONTROL) | (self.kinds == USER_DEFINED)
+        if self.metadata[f"{_KEY}.model"] != "gpt2":
+            spelled |= self.kinds == UNKNOWN
+        return np.flatnonzero(spelled & (self.tokens.ends > self.tokens.starts))
 
     def special(self) -> dict[str, str]:
         """The named special tokens, such as `{"bos_token": "<s>"}`."""
@@ -230,7 +232,7 @@ class MergeList:
                 raise ValueError("a merge is of no tokens, or makes none")
             made.append(ids[2])
         joined = np.concatenate(made)
-        self._order = np.argsort(joined, kind="stable")
+        self._order = np.argsort(joined)
         self._made = joined[self._order]
 
     def _pair(self, merge: str) -> Pair:

@@ -7,8 +7,6 @@ from typing import Any
 import numpy as np
 
 from rekindle._src.models.loading.gguf.header import GgufHeader, GgufTensor
-from rekindle._src.models.loading.gguf.rows import GgufRows
-from rekindle._src.models.nn.rope import RopeSpec
 from rekindle.errors import CheckpointError, UnsupportedModel
 
 _LLAMA3_LENGTH = 8192  # the pre-training length of all published models with Llama 3's rope
@@ -83,6 +81,8 @@ def _stretched(header: GgufHeader, tensors: dict[str, GgufTensor], rotated: int,
     """
     if "rope_freqs.weight" not in tensors:
         return None
+    from rekindle._src.models.nn.rope import RopeSpec  # it imports JAX, which most files are looked at without
+
     factors = _factors(header, tensors, "rope_freqs.weight", rotated)
     usual: dict[str, Any] = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "factor": max(factors)}
     plain = RopeSpec(theta=theta, dim=rotated)
@@ -99,6 +99,8 @@ def _factors(header: GgufHeader, tensors: dict[str, GgufTensor], name: str, rota
         raise CheckpointError(
             f"{header.path}: {name} {told}, where F32 [{rotated // 2}] is expected. Download it again."
         )
+    from rekindle._src.models.loading.gguf.rows import GgufRows  # as above
+
     values = GgufRows(header.path, name, tensor.kind, tensor.shape, tensor.offset)(0, rotated // 2)
     if not (np.isfinite(values) & (values > 0)).all():
         raise CheckpointError(f"{header.path}: {name} holds numbers that are not positive. Download it again.")

@@ -12,7 +12,6 @@ from rekindle._src.models.loading.gguf.block_types import BY_NAME
 from rekindle._src.models.loading.gguf.files import parts
 from rekindle._src.models.loading.gguf.header import GgufHeader, GgufTensor, read_header
 from rekindle._src.models.loading.gguf.names import Place, place
-from rekindle._src.models.loading.gguf.rows import GgufRows
 from rekindle._src.models.loading.manifest import Manifest
 from rekindle._src.models.loading.tensor_files import Header, ReadRows, TensorEntry
 from rekindle.errors import CheckpointError
@@ -109,5 +108,7 @@ def _readable(entry: TensorEntry, name: str, paired: int) -> TensorEntry:
         paired = 0
     if kind.plain and not entry.has_numbers:
         return entry  # integers: no weights of any family
+    from rekindle._src.models.loading.gguf.rows import GgufRows  # it imports JAX, which `look` does not need
+
     rows: ReadRows = GgufRows(entry.file, name, kind, entry.shape, entry.offset, paired)
     return entry._replace(rows=rows)
