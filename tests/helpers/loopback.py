@@ -27,6 +27,14 @@ class Wrong(AssertionError):
     """An answer that differs from the one in process, or a response that the server does not promise."""
 
 
+class Cut(Wrong):
+    """A stream ended amid its answer, behind this text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(f"a stream ended after {text!r} without [DONE]")
+        self.text = text
+
+
 @dataclasses.dataclass
 class Counts:
     """What became of the requests."""
@@ -65,7 +73,13 @@ async def stream(port: int, case: Case, counts: Counts, *, leave_after: int | No
                 raise Wrong(f"status {status}: {answer[:300]!r}")
             return False
         text, reason, events, done = "", None, 0, False
-        while line := await _promised(reader):
+        while True:
+            try:
+                line = await reader.readline()
+            except (ConnectionResetError, asyncio.IncompleteReadError):
+                line = b""
+            if not line.endswith(b"\n"):
+                break
             if not line.startswith(b"data: "):
                 continue
             events += 1
@@ -82,7 +96,7 @@ async def stream(port: int, case: Case, counts: Counts, *, leave_after: int | No
                 text += choice["delta"].get("content") or ""
                 reason = choice["finish_reason"] or reason
         if not done:
-            raise Wrong(f"a stream ended after {text!r} without [DONE]")
+            raise Cut(text)
         if (text, reason) != (case.text, case.finish_reason):
             raise Wrong(f"{case.body}: {text!r} ({reason}), in process {case.text!r} ({case.finish_reason})")
         counts.finished += 1
@@ -92,13 +106,6 @@ async def stream(port: int, case: Case, counts: Counts, *, leave_after: int | No
         writer.close()
         with contextlib.suppress(OSError):
             await writer.wait_closed()
-
-
-async def _promised(reader: asyncio.StreamReader) -> bytes:
-    try:
-        return await reader.readline()
-    except (ConnectionResetError, asyncio.IncompleteReadError) as error:
-        raise Wrong(f"a stream that had begun was cut: {error!r}") from error
 
 
 class Load:

@@ -79,10 +79,11 @@ async def neighbours(target: Any, count: int = 3) -> Any:
 
 
 @functools.cache
-def undisturbed(number: int) -> str:
+def undisturbed(number: int | None) -> str:
     session = chatting_session()
+    prompt = PROMPT if number is None else f"{PROMPT} {number}"
     try:
-        return session.generate_sync(f"{PROMPT} {number}", max_tokens=TOKENS).text
+        return session.generate_sync(prompt, max_tokens=TOKENS).text
     finally:
         session.close()
 
@@ -268,6 +269,42 @@ async def test_two_replicas_die_of_a_request_and_its_neighbours_go_on() -> None:
             with pytest.raises(RequestQuarantined, match="no other request can be the reason"):
                 await fleet.generate("\x01", max_tokens=5)
         assert fleet.stats().lost == 2
+
+
+async def test_the_next_such_request_takes_no_more_replicas() -> None:
+    with local_fleet(chatting_session, replicas=3) as (fleet, replicas):
+        poisoned(replicas)
+        for number in (1, 2):
+            with pytest.raises(RequestQuarantined):
+                await fleet.generate("\x01", max_tokens=5)
+            assert fleet.stats().lost == 2 * number
+
+
+def slow_session() -> Session:
+    scheduler, runner = parts(CONFIG, step_seconds=0.3)
+    return Session(scheduler, runner, byte_tokenizer(), CONFIG, model="fake")
+
+
+async def test_a_request_is_not_quarantined_for_replicas_that_die_anyway() -> None:
+    """Four die without it. Then those that it is sent to die, before its first token."""
+    with local_fleet(slow_session, replicas=3) as (fleet, replicas):
+
+        def die(which: int, lost: int) -> None:
+            replicas[which].die()
+            eventually(lambda: fleet.stats().lost == lost and fleet.stats().ready == 3)
+
+        for number in range(4):
+            await anyio.to_thread.run_sync(die, number % 3, number + 1)
+        request = fleet.submit(PROMPT, max_tokens=3)
+
+        def meets_four() -> None:
+            for number in range(4):
+                eventually(lambda: any(one.inside for one in fleet.stats().replicas))
+                die([one.inside for one in fleet.stats().replicas].index(1), 5 + number)
+
+        await anyio.to_thread.run_sync(meets_four)
+        assert (await request).text == undisturbed(None)[:3]
+        assert fleet.stats().moved == 4
 
 
 async def test_of_a_crowd_the_one_that_replicas_die_of_is_found() -> None:

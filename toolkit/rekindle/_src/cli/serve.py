@@ -9,10 +9,9 @@ from typing import Any
 
 from rekindle._src.cli.usage import api_keys, engine_options, named
 from rekindle._src.replicas.opening_fleet import fleet
-from rekindle._src.serve.app import app, check_origins
+from rekindle._src.serve.app import app
 from rekindle._src.serve.grafana import dashboard
-from rekindle._src.serve.life import seconds_to_drain
-from rekindle._src.serve.server import address, check_connections, warn_if_open
+from rekindle._src.serve.server import address, warn_if_open
 from rekindle._src.session.opening import open
 from rekindle.errors import MissingExtra, RekindleError
 
@@ -25,9 +24,7 @@ def run(arguments: argparse.Namespace) -> int:
         from rekindle._src.serve.listening import Listener, bind
     except ImportError as error:
         raise MissingExtra("uvicorn", "serve") from error
-    keys, drain = api_keys(arguments), seconds_to_drain("--drain", arguments.drain)
-    check_origins(arguments.cors_origin)
-    check_connections(arguments.max_connections)
+    keys = api_keys(arguments)
     warn_if_open(arguments.host, keys)
     bound = bind(arguments.host, arguments.port)  # before a model is loaded in vain
     options = engine_options(arguments)
@@ -75,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
         max_connections=arguments.max_connections,
     )
     try:
-        with listener.signals(drain):
+        with listener.signals(arguments.drain):
             listener.serve_forever()
     finally:
         bound.close()

@@ -57,7 +57,8 @@ class Parser(argparse.ArgumentParser):
         if not isinstance(error, ConfigError | InvalidRequest):
             return str(error)
         flag = f"--{error.field.replace('_', '-')}"
-        name = flag if flag in self._option_string_actions else error.field
+        one = flag.removesuffix("s")  # an option that may be repeated
+        name = next((name for name in (flag, one) if name in self._option_string_actions), error.field)
         return f"{name} {error.value}: {error.problem}. {error.fix}"
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -205,6 +206,9 @@ def parse_size(text: str) -> int:
 
 
 def check_serve(arguments: argparse.Namespace) -> None:
+    from rekindle._src.serve.hosts import Hosts, check_origins
+    from rekindle._src.serve.life import check_connections, seconds_to_drain
+
     if not 0 <= arguments.port < 1 << 16:
         raise ConfigError("--port", arguments.port, "is no port", "Use one from 1024 to 65535, or 0 for a free one")
     if (arguments.prefill is None) != (arguments.decode is None):
@@ -213,6 +217,10 @@ def check_serve(arguments: argparse.Namespace) -> None:
         raise ConfigError(alone, arguments.prefill or arguments.decode, f"needs {other}", f"Pass {other} 1, too")
     if not arguments.grafana and importlib.util.find_spec("uvicorn") is None:
         raise MissingExtra("uvicorn", "serve")
+    check_origins(arguments.cors_origin)
+    check_connections(arguments.max_connections)
+    seconds_to_drain("--drain", arguments.drain)
+    Hosts(arguments.allowed_host)
     named(arguments.model, arguments.name)
     api_keys(arguments)
 

@@ -83,6 +83,7 @@ class Request:
     pooling: Pooling | None = None  # embed the prompt: its hidden states are pooled, and nothing is generated
     guide: GuideLike | None = None  # says how its text may go on; the one part that changes, on the device's thread
     resumed: Resumed | None = None  # it began in another process
+    caller: str = ""  # grammars of several callers are compiled by turns
 
     @property
     def prompt_length(self) -> int:

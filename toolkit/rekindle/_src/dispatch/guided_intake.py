@@ -40,7 +40,7 @@ async def grammar_of(submission: Submission, engine: Engine) -> Grammar | None:
     if engine.grammars is None:
         raise InvalidRequest(spec.kind, spec.text, "needs a model with a tokenizer", "Open one with tokenizer.json")
     mailbox = submission.mailbox
-    caller = submission.sampling.salt or ""
+    caller = submission.caller or submission.sampling.salt or ""
     return await compiled_grammar(engine.grammars, spec, caller=caller, wanted=lambda: not mailbox.abandoned)
 
 

@@ -289,6 +289,7 @@ def prepare(
             index=index,
             pooling=submission.pooling,
             guide=guide_of(grammar, rules, submission, token_ids, engine, eos_ids),
+            caller=submission.caller,
         )
         for index in range(sampling.n)
     ]

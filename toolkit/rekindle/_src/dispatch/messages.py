@@ -75,7 +75,7 @@ class Submission(NamedTuple):
     covered: int = 0  # tokens at the prompt's end that belong to that structure already
     messages: Sequence[Mapping[str, Any]] | None = None  # of a chat, for what routes it
     long: bool = False  # there is so much to render that others go on meanwhile
-    caller: str = ""  # those with long prompts take turns
+    caller: str = ""  # those with long prompts or grammars take turns
 
 
 class Abort(NamedTuple):

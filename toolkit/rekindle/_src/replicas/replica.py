@@ -180,7 +180,7 @@ class Replica:
         grammars, spec = self._session._engine.grammars, remote.spec
         if grammars is None:
             raise InvalidRequest(spec.kind, spec.text, "needs a model with a tokenizer", "Open one with tokenizer.json")
-        caller = request.sampling.salt or ""
+        caller = request.caller or request.sampling.salt or ""
         return await compiled_grammar(grammars, spec, caller=caller, wanted=lambda: request.id in box.beginning)
 
     async def swap_weights(self, weights: str) -> None:

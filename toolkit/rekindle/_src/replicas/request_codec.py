@@ -55,6 +55,7 @@ def packed(request: Request, pages: PageAddress | None = None, *, alone: bool = 
         "eos_ids": sorted(request.eos_ids),
         "pooling": request.pooling,
         "prompt": request.prompt_length,
+        "caller": request.caller,
         "scored": None if resumed is None else resumed.scored,
     }
     if guide is not None:
@@ -91,6 +92,7 @@ def unpacked(sent: Sent, vocab_size: int) -> Received:
             group=sent.id,
             pooling=fields["pooling"],
             resumed=None if fields["scored"] is None else Resumed(tokens[length:], fields["scored"]),
+            caller=str(fields["caller"]),
         )
     except (TypeError, ValueError, LookupError) as error:
         if isinstance(error, InvalidRequest):

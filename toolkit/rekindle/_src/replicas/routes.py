@@ -29,6 +29,7 @@ log = logging.getLogger("rekindle.fleet")
 # it alone can be the reason of; after so many others it is tried without others that can be the reason.
 DEATHS = 2
 MOVES = 8  # deaths that it survives at most
+RECENT = 60.0  # seconds for which a death that no request explains speaks for those that meet the next ones
 _REMEMBERED = 1024  # ended requests that can still be explained
 
 
@@ -72,17 +73,16 @@ class Live:
     """One sequence that has not ended."""
 
     __slots__ = (
-        "blamed", "cached", "deaths", "first", "keys", "link", "made", "moves", "pages", "proven", "request", "scored",
-        "sent", "vain", "why", "wire",
+        "blamed", "cached", "first", "keys", "link", "made", "moves", "pages", "proven", "request", "scored", "sent",
+        "vain", "why", "wire",
     )  # fmt: skip
 
-    def __init__(self, request: Request, keys: Keys, deaths: int = 0) -> None:
+    def __init__(self, request: Request, keys: Keys) -> None:
         self.request, self.keys = request, keys
-        self.deaths = deaths  # of replicas of the fleet, before it came
         self.link: LinkLike | None = None
         self.wire = ""  # its id on the way: one for each replica that it is sent to
         self.moves = 0  # from replica to replica
-        self.vain = 0  # replicas that died, one after another, before it had given a new token there
+        self.vain: list[int] = []  # deaths of replicas, one after another, before it had given a new token there
         self.blamed = 0  # times that it alone can have been the reason
         self.proven = False  # it has given a token since it was sent to where it is
         self.made: list[int] = []
@@ -96,7 +96,7 @@ class Live:
     @property
     def suspect(self) -> bool:
         """True if so many replicas died with it that it has to show that it was not the reason."""
-        return self.vain >= DEATHS
+        return len(self.vain) >= DEATHS
 
     def resumed(self, wire: str) -> Request:
         """What is sent: the request, behind the tokens that have come."""
@@ -143,6 +143,7 @@ class Routes:
         self._by_wire: dict[str, Live] = {}
         self._backlog: deque[Live] = deque()
         self._inside: dict[str, int] = {}
+        self._unexplained: dict[int, float] = {}  # deaths lately that no quarantined request explains, and their times
         self._tried: dict[str, Live] = {}  # the one suspect that each replica may have at a time
         self._number = 0
         self._placed: OrderedDict[str, Placed] = OrderedDict()
@@ -165,7 +166,7 @@ class Routes:
         return Demand(len(self._by_id), sum(begins))
 
     def submit(self, request: Request, keys: Keys) -> None:
-        live = self._by_id[request.id] = Live(request, keys, self.counts.lost)
+        live = self._by_id[request.id] = Live(request, keys)
         if self.broken is not None:
             self._fail(live, self.broken)
             return
@@ -219,7 +220,7 @@ class Routes:
         live.made += event.token_ids
         live.scored += len(event.prompt_logprobs)
         if event.token_ids or event.prompt_logprobs:
-            live.proven, live.vain, live.blamed = True, 0, 0
+            live.proven, live.vain, live.blamed = True, [], 0
             self._stop_trying(live)
         if live.cached is None:
             live.cached = event.cached_tokens
@@ -245,19 +246,24 @@ class Routes:
     def lost(self, link: LinkLike, why: str) -> None:
         """A replica is gone: its requests go on elsewhere, from the tokens that have come.
 
-        A request that alone can be the reason, and was so before, goes nowhere: it is quarantined.
+        A request that alone can be the reason, and was so before, goes nowhere: it is quarantined. Where replicas die
+        without it, too, it takes as many deaths more.
         """
         self.counts.lost += 1
+        now = time.monotonic()
+        self._unexplained = {death: at for death, at in self._unexplained.items() if now - at < RECENT}
+        self._unexplained[self.counts.lost] = now
         unproven = [live for live in self._by_wire.values() if live.link is link and not live.proven]
         culprit = _culprit(unproven)
         for live in unproven:
-            live.vain += 1
+            live.vain.append(self.counts.lost)
             live.blamed += live.request.group == culprit
-            elsewhere = self.counts.lost - live.deaths - live.vain  # replicas die without this request, too
-            if live.blamed >= DEATHS + elsewhere:
+            if live.blamed >= DEATHS + len(self._unexplained.keys() - set(live.vain)):
+                for death in live.vain:
+                    self._unexplained.pop(death, None)
                 error = RequestQuarantined(
-                    f"request {live.request.id} was on {live.vain} replicas that died one after another, each before "
-                    f"its token {len(live.made) + 1}, and for {live.blamed} of them no other request can be the "
+                    f"request {live.request.id} was on {len(live.vain)} replicas that died one after another, each "
+                    f"before its token {len(live.made) + 1}, and for {live.blamed} of them no other request can be the "
                     "reason. It is sent to no other replica. Look into their logs before you send it again"
                 )
                 self._fail(live, error)
@@ -271,10 +277,10 @@ class Routes:
             live.moves += 1
             self.counts.moved += 1
             live.why = f"moved, because {why}"
-            if live.vain > MOVES:
+            if len(live.vain) > MOVES:
                 error = ReplicaLost(
-                    f"request {live.request.id} was on {live.vain} replicas that died one after another, each before "
-                    f"its token {len(live.made) + 1}. Look into their logs before you send it again"
+                    f"request {live.request.id} was on {len(live.vain)} replicas that died one after another, each "
+                    f"before its token {len(live.made) + 1}. Look into their logs before you send it again"
                 )
                 self._fail(live, error)
             else:
@@ -342,7 +348,7 @@ class Routes:
         live.first = role == "prefill"
         live.wire = f"{self.sender}/{live.request.id}/{self._number}"
         link = self.links[route.name]
-        sent = packed(live.resumed(live.wire), None if live.pages == link.pages else live.pages, alone=live.vain > 0)
+        sent = packed(live.resumed(live.wire), None if live.pages == link.pages else live.pages, alone=bool(live.vain))
         live.link, live.sent, live.proven = link, time.perf_counter(), False
         if live.suspect:
             self._tried[link.name] = live

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import re
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -20,7 +19,7 @@ from rekindle._src.serve.embeddings import EMBEDDINGS, embeddings
 from rekindle._src.serve.errors import Refused
 from rekindle._src.serve.exchange import Dialect, Exchange, Handler, JsonEndpoint, OpenAI
 from rekindle._src.serve.fields import Endpoint
-from rekindle._src.serve.hosts import Hosts
+from rekindle._src.serve.hosts import Hosts, check_origins
 from rekindle._src.serve.life import Life
 from rekindle._src.serve.metrics import Names
 from rekindle._src.serve.models import Models
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
     from starlette.applications import Starlette
 
 log = logging.getLogger("rekindle.server")
-_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9_.-]+)(:[0-9]{1,5})?")
 
 POSTS: tuple[tuple[Endpoint, Handler, Dialect], ...] = (
     (CHAT, chat, OpenAI()),
@@ -181,11 +179,3 @@ def app(
     )
     made.state.rekindle = service
     return made
-
-
-def check_origins(origins: Sequence[str]) -> None:
-    """Raises `ConfigError` for what no browser sends as its page's origin."""
-    for origin in origins:
-        if not isinstance(origin, str) or not (origin == "*" or _ORIGIN.fullmatch(origin)):
-            fix = "Use what browsers send, such as https://example.com or http://localhost:3000, or * for all"
-            raise ConfigError("cors_origins", origin, "is not an origin", fix)

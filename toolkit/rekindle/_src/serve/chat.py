@@ -157,7 +157,7 @@ class _Writer:
             choice: dict[str, Any] = {
                 "index": done.index,
                 "message": self._message(done),
-                "logprobs": self._shapes.chat_whole(done.logprobs or ()) if self._given.get("logprobs") else None,
+                "logprobs": self._shapes.chat(done.logprobs or ()) if self._given.get("logprobs") else None,
                 "finish_reason": _finish(done.finish_reason, called=bool(done.tool_calls)),
                 "stop_reason": done.stop_reason,
             }
@@ -205,14 +205,16 @@ class _Writer:
                 extra = await self._extra(delta) if not begun else ""
                 parts.append(chunks.chunk(_choice(delta.index, content), now, extra))
                 begun.add(delta.index)
-            logprobs = self._shapes.chat(delta.logprobs) if self._given.get("logprobs") else None
+            logprobs = "null"
+            if self._given.get("logprobs"):  # of many tokens, if the client is slow
+                logprobs = await text_of(self._shapes.chat(delta.logprobs))
             ids = f',"token_ids":{dumps(delta.token_ids)}' if self._ids else ""
             contents = self._contents(delta)
-            if not contents and (logprobs is not None or ids) and delta.token_ids:
+            if not contents and (logprobs != "null" or ids) and delta.token_ids:
                 contents = ['"content":""']
             for content in contents:
                 parts.append(chunks.chunk(_choice(delta.index, content, logprobs, more=ids), now))
-                logprobs, ids = None, ""  # they come once, with the first chunk of these tokens
+                logprobs, ids = "null", ""  # they come once, with the first chunk of these tokens
             for event in delta.events or ():
                 if isinstance(event, ToolCallStarted):
                     called.add((delta.index, event.index))
@@ -221,7 +223,7 @@ class _Writer:
             if delta.finish_reason is not None:
                 ended = _finish(delta.finish_reason, called=any(index == delta.index for index, _ in called))
                 reason = f',"stop_reason":{dumps(delta.stop_reason)}'
-                parts.append(chunks.chunk(_choice(delta.index, "", None, ended, reason), now))
+                parts.append(chunks.chunk(_choice(delta.index, "", "null", ended, reason), now))
             if parts:
                 await self._exchange.emit("".join(parts).encode())
 
@@ -257,11 +259,10 @@ class _Writer:
         return extra
 
 
-def _choice(index: int, delta: str, logprobs: Any = None, reason: str | None = None, more: str = "") -> str:
+def _choice(index: int, delta: str, logprobs: str = "null", reason: str | None = None, more: str = "") -> str:
     """A choice of a chunk as JSON; this is made for each token, so it is put together from text."""
-    scores = "null" if logprobs is None else dumps(logprobs)
     ended = "null" if reason is None else f'"{reason}"'
-    return f'{{"index":{index},"delta":{{{delta}}},"logprobs":{scores},"finish_reason":{ended}{more}}}'
+    return f'{{"index":{index},"delta":{{{delta}}},"logprobs":{logprobs},"finish_reason":{ended}{more}}}'
 
 
 def _finish(reason: FinishReason | None, *, called: bool) -> str | None:

@@ -22,6 +22,9 @@ except ImportError:  # uvicorn without its extra `standard`
 
 HEAD_BYTES = 64 << 10  # of request line and headers; and of whatever else is neither them nor a body, such as trailers
 HEAD_SECONDS = 10.0  # from a connection, or the first byte of its next request, to the end of that request's headers
+# Without a request, after which a connection is closed. Clients and proxies use one again after 60 s at most: one that
+# is closed while they do looks like a failure of the server.
+KEPT_SECONDS = 75
 STALLED_SECONDS = 60.0  # that a client may take to read what fills a connection's buffers
 AHEAD = 16  # requests that may be sent before the first one is answered
 _SWEEP_SECONDS = 0.5

@@ -6,7 +6,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, MutableMapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
@@ -101,22 +101,19 @@ class Exchange:
 
     async def reply(self, body: dict[str, Any], *, status: int = 200, headers: Any = ()) -> None:
         """Answer with one JSON object. A large one is sent while it is written, and others are answered meanwhile."""
-        held: list[str] = []
-        size, begun = 0, False
-        async for part in paced(pieces(body)):
-            held.append(part)
-            size += len(part)
-            if size > _LARGE:
+        before: bytes | None = None  # the last part is sent with the response's end
+        begun = False
+        async for data in _joined(paced(pieces(body))):
+            if before is not None:
                 if not begun:
                     begun = True
                     await self._start(status, [(b"content-type", b"application/json"), *headers])
-                await self._send({"type": "http.response.body", "body": "".join(held).encode(), "more_body": True})
-                held, size = [], 0
-        data = "".join(held).encode()
+                await self._send({"type": "http.response.body", "body": before, "more_body": True})
+            before = data
         if begun:
-            await self._send({"type": "http.response.body", "body": data})
+            await self._send({"type": "http.response.body", "body": before})
         else:
-            await self.reply_bytes(data, b"application/json", status=status, headers=headers)
+            await self.reply_bytes(before or b"", b"application/json", status=status, headers=headers)
 
     async def reply_bytes(self, data: bytes, kind: bytes, *, status: int = 200, headers: Any = ()) -> None:
         """Answer with `data` of the content type `kind`."""
@@ -127,13 +124,22 @@ class Exchange:
     async def emit(self, data: bytes, *, last: bool = False) -> None:
         """Send a part of an event stream; the first one begins the response, the last one ends it."""
         async with self._lock:
-            if not self.streaming:
-                self.streaming = True
-                # Nginx would hold the events back without the last of these.
-                kind = (b"content-type", b"text/event-stream; charset=utf-8")
-                await self._start(200, [kind, (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")])
-            self.sent_at = time.monotonic()
-            await self._send({"type": "http.response.body", "body": data, "more_body": not last})
+            await self._emit(data, last=last)
+
+    async def emit_paced(self, parts: Iterator[str]) -> None:
+        """Send events whose text is made bit by bit; others are answered meanwhile, and no heartbeat comes between."""
+        async with self._lock:
+            async for data in _joined(paced(parts)):
+                await self._emit(data)
+
+    async def _emit(self, data: bytes, *, last: bool = False) -> None:
+        if not self.streaming:
+            self.streaming = True
+            # Nginx would hold the events back without the last of these.
+            kind = (b"content-type", b"text/event-stream; charset=utf-8")
+            await self._start(200, [kind, (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")])
+        self.sent_at = time.monotonic()
+        await self._send({"type": "http.response.body", "body": data, "more_body": not last})
 
     async def end(self, data: bytes = b"") -> None:
         """End the event stream, after a last part."""
@@ -163,6 +169,20 @@ class Exchange:
             await self.end(dialect.event(refused))
         else:
             await self.reply(dialect.body(refused), status=refused.status, headers=refused.headers)
+
+
+async def _joined(parts: AsyncIterator[str]) -> AsyncIterator[bytes]:
+    """The same text in parts that are worth sending."""
+    held: list[str] = []
+    size = 0
+    async for part in parts:
+        held.append(part)
+        size += len(part)
+        if size > _LARGE:
+            yield "".join(held).encode()
+            held, size = [], 0
+    if held:
+        yield "".join(held).encode()
 
 
 Handler = Callable[[Exchange, dict[str, Any]], Awaitable[None]]

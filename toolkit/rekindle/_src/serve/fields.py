@@ -97,12 +97,13 @@ def ignored(name: str, doc: str) -> Field:
 
 
 class UnknownFields:
-    """Logs each unknown field once."""
+    """Logs each unknown field once; names may be as long as a body."""
 
     def __init__(self) -> None:
         self._seen: set[tuple[str, str]] = set()
 
     def __call__(self, path: str, name: str) -> None:
+        name = name[:80]
         if (path, name) not in self._seen and len(self._seen) < _MOST_LOGGED:
             self._seen.add((path, name))
-            log.warning("%s: the unknown field %r is ignored, from now on silently", path, name[:80])
+            log.warning("%s: the unknown field %r is ignored, from now on silently", path, name)

@@ -13,6 +13,7 @@ from rekindle.errors import ConfigError
 MOST_HEADERS = 128
 MOST_HEADER_BYTES = 64 << 10  # with the path and the query
 _HOST = re.compile(r"(\[[0-9a-f:.]{2,64}\]|[^][:/@\s]{1,253})(:\d{0,5})?")
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9_.-]+)(:[0-9]{1,5})?")
 
 
 class Hosts:
@@ -85,3 +86,11 @@ def check_size(scope: Scope) -> None:
             f"{MOST_HEADER_BYTES:,} are the most. Send fewer",
             code="headers_too_large",
         )
+
+
+def check_origins(origins: Sequence[str]) -> None:
+    """Raises `ConfigError` for what no browser sends as its page's origin."""
+    for origin in origins:
+        if not isinstance(origin, str) or not (origin == "*" or _ORIGIN.fullmatch(origin)):
+            fix = "Use what browsers send, such as https://example.com or http://localhost:3000, or * for all"
+            raise ConfigError("cors_origins", origin, "is not an origin", fix)

@@ -114,6 +114,12 @@ def seconds_to_drain(option: str, value: float) -> float:
     return float(value)
 
 
+def check_connections(most: int | None) -> None:
+    """Raise `ConfigError` for a bound on connections that is none."""
+    if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
+        raise ConfigError("max_connections", most, "is not a whole number above 0", "Leave it out for the default")
+
+
 def estimate(prompts: Sequence[str | Sequence[int]]) -> int:
     """About how many tokens prompts have."""
     return sum(len(one) // CHARACTERS_PER_TOKEN + 1 if isinstance(one, str) else len(one) for one in prompts)

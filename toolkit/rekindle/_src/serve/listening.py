@@ -13,7 +13,7 @@ from typing import Any
 
 import uvicorn
 
-from rekindle._src.serve.connections import HEAD_BYTES, Connections, most_connections, protocol
+from rekindle._src.serve.connections import HEAD_BYTES, KEPT_SECONDS, Connections, most_connections, protocol
 from rekindle._src.serve.life import Life
 from rekindle.errors import ConfigError
 
@@ -47,6 +47,7 @@ class Listener(uvicorn.Server):
             server_header=False,
             ws="none",
             lifespan="on",
+            timeout_keep_alive=KEPT_SECONDS,
             timeout_graceful_shutdown=None,
         )
         super().__init__(config)

@@ -61,11 +61,7 @@ class Shapes:
     # Chat completions.
 
     def chat(self, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        """The `logprobs` of a chunk."""
-        return {"content": [self.chat_entry(entry) for entry in entries], "refusal": None}
-
-    def chat_whole(self, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        """The `logprobs` of a choice, which are made when they are written."""
+        """The `logprobs` of a choice or of its next part, which are made when they are written."""
         return {"content": Entries(entries, self.chat_entry), "refusal": None}
 
     def chat_entry(self, entry: TokenLogprobs) -> dict[str, Any]:

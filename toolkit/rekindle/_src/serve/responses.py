@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rekindle._src.core.records import Completion, FinishReason, TextDelta
+from rekindle._src.core.records import Completion, FinishReason, TextDelta, TokenLogprobs
 from rekindle._src.core.reply import (
     ContentDelta,
     ReasoningDelta,
@@ -24,7 +24,7 @@ from rekindle._src.serve.generation import finished, follow, model_of, reasoning
 from rekindle._src.serve.life import CHARACTERS_PER_TOKEN
 from rekindle._src.serve.logprobs import Shapes
 from rekindle._src.serve.messages_in import tool_options
-from rekindle._src.serve.pieces import Entries
+from rekindle._src.serve.pieces import Entries, pieces
 from rekindle._src.serve.responses_in import choice_of, messages_of, tools_of
 from rekindle._src.serve.sampling import rest_of_context, sampling_options
 from rekindle._src.serve.structure import format_options
@@ -115,10 +115,10 @@ class _Answer:
         self._parallel = given.get("parallel_tool_calls", True)
         self._items: list[dict[str, Any]] = []
         self._open = ""  # the kind of the last item, if more may be added to it
-        self._logprobs: list[Any] = []  # of tokens since the last text
-        self._out: list[str] = []
+        self._logprobs: list[TokenLogprobs] = []  # of tokens since the last text
+        self._scores: dict[str, list[TokenLogprobs]] = {}  # log-probabilities of each item's text
+        self._out: list[tuple[str, dict[str, Any]]] = []  # events that were not sent yet
         self._silent = False  # the answer is not streamed
-        self._scores: tuple[str, Entries] | None = None  # the item that they belong to, and log-probabilities
         self._sequence = 0
         self._begun = False
 
@@ -144,7 +144,7 @@ class _Answer:
             "max_output_tokens": given.get("max_output_tokens"),
             "metadata": given.get("metadata") or {},
             "model": self._model,
-            "output": [] if done is None else Entries(self._items, self._scored) if self._silent else self._items,
+            "output": [] if done is None else Entries(self._items, self._scored),
             "parallel_tool_calls": self._parallel,
             "previous_response_id": None,
             "reasoning": {"effort": (given.get("reasoning") or {}).get("effort"), "summary": None},
@@ -172,14 +172,21 @@ class _Answer:
         self._close(done)
         if self._shapes is not None and said:
             (item,) = (one for one in self._items if one["type"] == "message")
-            scores = Entries(done.logprobs or (), self._shapes.chat_entry)
-            self._scores = item["id"], scores
+            self._scores[item["id"]] = list(done.logprobs or ())
 
     def _scored(self, item: dict[str, Any]) -> dict[str, Any]:
         """An item with its log-probabilities, which are made when they are written."""
-        if self._scores is None or item["id"] != self._scores[0]:
+        if item["id"] not in self._scores:
             return item
-        return {**item, "content": Entries([{**item["content"][0], "logprobs": self._scores[1]}], dict)}
+        return {**item, "content": Entries([self._scored_part(item)], dict)}
+
+    def _scored_part(self, item: dict[str, Any]) -> dict[str, Any]:
+        scores = self._scores.get(item["id"])
+        part: dict[str, Any] = item["content"][0]
+        return part if scores is None else {**part, "logprobs": self._entries(scores)}
+
+    def _entries(self, scores: list[TokenLogprobs]) -> Entries | list[Any]:
+        return [] if self._shapes is None else Entries(scores, self._shapes.chat_entry)
 
     # As a stream.
 
@@ -199,23 +206,24 @@ class _Answer:
         self._tell(f"response.{response['status']}", response=response)
 
     async def flush(self) -> None:
-        """Send what was told."""
-        data, self._out = "".join(self._out), []
-        if data:
-            await self._exchange.emit(data.encode())
+        """Send what was told. The last events have all log-probabilities, so that they may be large."""
+        told, self._out = self._out, []
+        if told:
+            await self._exchange.emit_paced(part for kind, data in told for part in _event(kind, data))
 
     def take(self, delta: TextDelta) -> None:
         """Add the events of a delta."""
         if self._shapes is not None:
-            self._logprobs += self._shapes.chat(delta.logprobs)["content"]
+            self._logprobs += delta.logprobs
         for one in events_of(delta, parallel=self._parallel):
             match one:
                 case ContentDelta(text) | ToolCallDropped(_, text):
                     self._item("message", broken=isinstance(one, ToolCallDropped))
-                    part = self._items[-1]["content"][0]
-                    part["text"] += text
-                    part["logprobs"] += self._logprobs
-                    self._part("response.output_text.delta", delta=text, logprobs=self._logprobs)
+                    item, scores = self._items[-1], self._logprobs
+                    item["content"][0]["text"] += text
+                    if self._shapes is not None:
+                        self._scores.setdefault(item["id"], []).extend(scores)
+                    self._part("response.output_text.delta", delta=text, logprobs=self._entries(scores))
                     self._logprobs = []
                 case ReasoningDelta(text):
                     self._item("reasoning")
@@ -263,13 +271,13 @@ class _Answer:
             self._tell("response.function_call_arguments.done", arguments=item["arguments"], name=item["name"],
                        **self._place)  # fmt: skip
         else:
-            part = item["content"][0]
+            part = self._scored_part(item)
             if kind == "message":
                 self._part("response.output_text.done", text=part["text"], logprobs=part["logprobs"])
             else:
                 self._part("response.reasoning_text.done", text=part["text"])
             self._part("response.content_part.done", part=part)
-        self._tell("response.output_item.done", item=item, output_index=len(self._items) - 1)
+        self._tell("response.output_item.done", item=self._scored(item), output_index=len(self._items) - 1)
 
     def _part(self, kind: str, /, **data: Any) -> None:
         self._tell(kind, content_index=0, **self._place, **data)
@@ -277,9 +285,14 @@ class _Answer:
     def _tell(self, kind: str, /, **data: Any) -> None:
         if self._silent:
             return
-        told = {"type": kind, "sequence_number": self._sequence, **data}
-        self._out.append(f"event: {kind}\ndata: {dumps(told)}\n\n")
+        self._out.append((kind, {"type": kind, "sequence_number": self._sequence, **data}))
         self._sequence += 1
+
+
+def _event(kind: str, data: dict[str, Any]) -> Iterator[str]:
+    yield f"event: {kind}\ndata: "
+    yield from pieces(data)
+    yield "\n\n"
 
 
 def _part(kind: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from rekindle._src.core import html
 from rekindle._src.dispatch.mailbox import OneShot
 from rekindle._src.dispatch.wakeups import run_sync
 from rekindle._src.serve.app import app
-from rekindle._src.serve.life import seconds_to_drain
+from rekindle._src.serve.life import check_connections, seconds_to_drain
 from rekindle.errors import ConfigError, MissingExtra, SessionClosed
 
 log = logging.getLogger("rekindle.server")
@@ -162,12 +162,6 @@ def address(host: str, port: int) -> str:
     """The URL of a listening address, as a client on this machine writes it."""
     shown = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"
-
-
-def check_connections(most: int | None) -> None:
-    """Raise `ConfigError` for a bound on connections that is none."""
-    if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
-        raise ConfigError("max_connections", most, "is not a whole number above 0", "Leave it out for the default")
 
 
 def warn_if_open(host: str, api_key: str | Sequence[str] | None) -> None:

@@ -54,7 +54,7 @@ class Handle(Produced, Call[T]):
     ) -> None:
         self.id: str = f"r{next(_ids)}"
         self.sampling: Sampling = sampling
-        self.caller: str = ""  # who asks: requests with long prompts of several callers are taken in by turns
+        self.caller: str = ""  # who asks: long prompts and grammars of several callers are taken in by turns
         self._host = host
         self._session = session  # kept open by its handles: a session closes once nothing refers to it
         self._given = prompt
