@@ -172,10 +172,10 @@ def test_what_travels_is_json() -> None:
     from helpers.fakes import make_request
 
     request = make_request("abc", id="r", temperature=0.5, seed=7, stop=["x"], schema=Locked, logit_bias={7: 1.5})
-    sent = packed(request)
+    sent = packed(dataclasses.replace(request, caller="a key"))
     assert "Locked" not in sent.fields and json.loads(sent.fields)["sampling"]["stop"] == ["x"]
     received = unpacked(sent, EOS + 1)
-    assert received.request.token_ids.tolist() == list(b"abc")
+    assert (received.request.token_ids.tolist(), received.request.caller) == (list(b"abc"), "a key")
     assert received.request.sampling == dataclasses.replace(request.sampling, schema=None)
 
 

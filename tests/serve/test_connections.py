@@ -9,6 +9,7 @@ import contextlib
 import http.client
 import json
 import socket
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -140,6 +141,20 @@ def test_half_a_head_and_silence_are_timed_out(server: Server, monkeypatch: pyte
             assert b" 408 " in client.recv(65_536)
             assert client.recv(100) == b""
     eventually(lambda: server._listener.connections.count == 0)
+
+
+def test_a_connection_is_kept_for_longer_than_clients_keep_one(server: Server) -> None:
+    """A client that polls at the very time when its connection is closed sees a failure."""
+    assert server._listener.config.timeout_keep_alive > 60
+
+
+@pytest.mark.slow
+def test_polls_every_five_seconds_over_one_connection(server: Server) -> None:
+    with opened(server) as client:
+        for _ in range(4):
+            client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert b"200 OK" in client.recv(65_536)
+            time.sleep(5.0)
 
 
 def test_a_client_that_reads_nothing_loses_its_connection(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import re
 import socket
 import threading
 from collections.abc import Iterator
@@ -83,11 +84,11 @@ def test_chats_whose_clients_left_are_not_rendered(
 def test_bodies_whose_clients_left_are_not_read(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     gate, read, check = threading.Event(), list[int](), bodies.check_values
 
-    def counted(data: bytearray, most: int) -> None:
+    def counted(data: bytearray, most: int, most_names: int) -> None:
         if len(data) > bodies.IN_A_THREAD:
             read.append(len(data))
             assert gate.wait(30)
-        check(data, most)
+        check(data, most, most_names)
 
     monkeypatch.setattr(exchange, "check_values", counted)
     large = {"messages": [{"role": "user", "content": "a" * 200_000}], "max_tokens": 2}
@@ -134,17 +135,24 @@ def test_values_are_counted_outside_of_strings_in_blocks_of_any_size(monkeypatch
         for _ in range(200):
             text = json.dumps(value(0))
             count = plain_count(text)
-            bodies.check_values(text.encode(), count)
+            names = len(re.findall(r":", re.sub(r'"(\\.|[^"\\])*"', "", text)))
+            bodies.check_values(text.encode(), count, names)
             if count:
                 with pytest.raises(Refused, match="JSON values"):
-                    bodies.check_values(text.encode(), count - 1)
+                    bodies.check_values(text.encode(), count - 1, names)
+            if names:
+                with pytest.raises(Refused, match="named fields"):
+                    bodies.check_values(text.encode(), count, names - 1)
 
 
 @pytest.mark.anyio
 async def test_a_million_unknown_fields_are_refused_and_a_million_commas_in_a_text_are_not(session: Session) -> None:
     served = app(session, body_limit=8 << 20)  # so that 262,144 values may come
-    many = await post(served, "/v1/completions", raw=b"{" + b",".join(b'"%x":1' % at for at in range(200_000)) + b"}")
-    assert many.status == 413 and many.error["code"] == "body_too_large" and "262,144" in many.error["message"]
+    fields = b"{" + b",".join(b'"%x":1' % at for at in range(40_000)) + b"}"
+    numbers = b'{"prompt":[' + b"1," * 300_000 + b"1]}"
+    for raw, bound in ((numbers, "262,144 JSON values"), (fields, "32,768 named fields")):
+        many = await post(served, "/v1/completions", raw=raw)
+        assert many.status == 413 and many.error["code"] == "body_too_large" and bound in many.error["message"]
     text = await post(served, "/tokenize", {"prompt": ',[{"' * 100_000})
     assert text.status == 200 and text.json()["count"] == 400_000
 

@@ -30,14 +30,16 @@ def session() -> Iterator[Session]:
     yield from checked(chatting_session())
 
 
-def answer(server: Server, schema: Any = None, **fields: Any) -> tuple[int, Any, str | None]:
+def answer(server: Server, schema: Any = None, *, key: str = "none", **fields: Any) -> tuple[int, Any, str | None]:
     """Status, body and Retry-After of a chat."""
     body: dict[str, Any] = {"model": "fake", "messages": [{"role": "user", "content": "x"}], "max_tokens": 8, **fields}
     if schema is not None:
         body["response_format"] = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     try:
-        connection.request("POST", "/v1/chat/completions", json.dumps(body), {"content-type": "application/json"})
+        connection.request(
+            "POST", "/v1/chat/completions", json.dumps(body), {"content-type": "application/json", "x-api-key": key}
+        )
         response = connection.getresponse()
         return response.status, json.load(response), response.getheader("retry-after")
     finally:
@@ -96,3 +98,34 @@ async def test_sixty_that_wait_for_a_compiler_slow_nothing_down_and_are_told_to_
     assert {retry for status, _, retry in answers if status == 503} == {"5"}
     busy = next(body for status, body, _ in answers if status == 503)
     assert "grammars of other requests are being compiled" in busy["error"]["message"]
+
+
+async def test_compilers_are_shared_between_keys_whatever_their_salts(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twenty grammars of one key wait, each with a salt of its own; that of another key comes after those at work."""
+    grammars = session._engine.grammars
+    assert grammars is not None
+    goes, order, compile_it = threading.Event(), list[str](), grammars._compile
+
+    def compile(spec: Any, text: str) -> Any:
+        order.append(spec.text)
+        assert goes.wait(60)
+        return compile_it(spec, text)
+
+    monkeypatch.setattr(grammars._compilers, "_compile", compile)
+    async with await session.serve(api_key=["many", "one"]) as server:
+        with ThreadPoolExecutor(24) as callers:
+            try:
+                several = [
+                    callers.submit(answer, server, key="many", cache_salt=f"salt {count}",
+                                   structured_outputs={"regex": f"[0-9]{{{count}}}"})
+                    for count in range(1, 21)
+                ]  # fmt: skip
+                eventually(lambda: len(order) == 2 and len(grammars._compilers._others.jobs) == 18, 60)
+                several.append(callers.submit(answer, server, key="one", structured_outputs={"regex": "[a-b]"}))
+                eventually(lambda: len(grammars._compilers._others.jobs) == 19, 60)
+            finally:
+                goes.set()
+            assert [one.result()[0] for one in several] == [200] * 21
+    assert order.index("[a-b]") < 4

@@ -16,12 +16,11 @@ from rekindle._src.serve.pieces import Entries
 from rekindle.serve import app
 
 pytestmark = pytest.mark.anyio
+SCORES = ["message.output_text.logprobs"]
 BODIES: dict[str, Any] = {
     "/v1/completions": {"prompt": "Hello", "logprobs": 20, "n": 8, "max_tokens": 40, "prompt_logprobs": 5},
     "/v1/chat/completions": {"logprobs": True, "top_logprobs": 20, "n": 8, "max_tokens": 40},
-    "/v1/responses": {
-        "input": "Hello", "top_logprobs": 20, "include": ["message.output_text.logprobs"], "max_output_tokens": 200,
-    },
+    "/v1/responses": {"input": "Hello", "top_logprobs": 20, "include": SCORES, "max_output_tokens": 200},
 }  # fmt: skip
 MESSAGES = [{"role": "user", "content": "Hello"}]
 
@@ -44,9 +43,9 @@ async def test_it_is_the_same_json(value: Any, short: Any) -> None:
     assert text == json.dumps(short, separators=(",", ":"), ensure_ascii=False)
 
 
-@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize(("path", "streamed"), [*((path, False) for path in BODIES), ("/v1/responses", True)])
 async def test_others_run_while_a_large_answer_is_written(
-    session: Session, path: str, monkeypatch: pytest.MonkeyPatch
+    session: Session, path: str, streamed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A task that only counts turns of the loop gets many of them between an answer's first and last byte."""
     monkeypatch.setattr(pieces, "SLICE_SECONDS", 0.0)
@@ -66,11 +65,16 @@ async def test_others_run_while_a_large_answer_is_written(
             await anyio.lowlevel.checkpoint()
 
     monkeypatch.setattr("rekindle._src.serve.exchange.paced", counting)
-    body = {"messages": MESSAGES} if path == "/v1/chat/completions" else {}
+    body: dict[str, Any] = {"messages": MESSAGES} if path == "/v1/chat/completions" else {}
+    body["stream"] = streamed
     async with anyio.create_task_group() as group:
         group.start_soon(count)
         answer: Answer = await post(app(session), path, {**body, **BODIES[path], "temperature": 0.9, "seed": 1})
         finished = True
     assert answer.status == 200, answer.body[:300]
-    json.loads(answer.body)
-    assert ended > 20
+    if streamed:  # the last events have the log-probabilities of all tokens
+        scores = [len(event["logprobs"]) for event in answer.events if event["type"] == "response.output_text.done"]
+        assert scores == [200] and answer.events[-1]["type"] == "response.incomplete"
+    else:
+        json.loads(answer.body)
+    assert ended > (200 if streamed else 20)

@@ -266,7 +266,8 @@ def test_strangers_change_no_answer_and_leave_nothing_behind(
 ) -> None:
     monkeypatch.setattr(grammar, "KEPT", 16)  # so that the first quarter has filled what is kept
     options: dict[str, Any] = {
-        "dtype": "float32", "max_model_len": 256, "max_requests": 16, "cache_dir": str(tmp_path), "host_memory": 1 << 24,
+        "dtype": "float32", "max_model_len": 256, "max_requests": 16, "cache_dir": str(tmp_path),
+        "host_memory": 1 << 24,
     }  # fmt: skip
     process = psutil.Process()
     with rekindle.open_sync("tiny", quiet=True, **options) as session:

@@ -16,6 +16,7 @@ import anyio.to_thread
 from rekindle._src.serve.bodies import (
     BYTES_PER_VALUE,
     IN_A_THREAD,
+    VALUES_PER_NAME,
     Disconnected,
     Receive,
     Scope,
@@ -210,7 +211,8 @@ class JsonEndpoint:
             group.start_soon(_watch, receive, group.cancel_scope)
 
             def read() -> dict[str, Any]:
-                check_values(data, max(IN_A_THREAD, service.body_limit // BYTES_PER_VALUE))
+                most = max(IN_A_THREAD, service.body_limit // BYTES_PER_VALUE)
+                check_values(data, most, most // VALUES_PER_NAME)
                 return endpoint.read(parse(data), strict=service.strict, unknown=service.unknown)
 
             given = await exchange.run(read)
