@@ -280,6 +280,21 @@ async def test_the_next_such_request_takes_no_more_replicas() -> None:
             assert fleet.stats().lost == 2 * number
 
 
+async def test_two_such_requests_at_once_are_both_found() -> None:
+    with local_fleet(chatting_session, replicas=3) as (fleet, replicas):
+        poisoned(replicas)
+        async with neighbours(fleet), anyio.create_task_group() as group:
+            found: list[Any] = []
+
+            async def ask() -> None:
+                found.append(await outcome(fleet, "generate", "\x01", {"max_tokens": 5}))
+
+            for _ in range(2):
+                group.start_soon(ask)
+        assert found == [RequestQuarantined] * 2
+        assert fleet.stats().lost <= 8
+
+
 def slow_session() -> Session:
     scheduler, runner = parts(CONFIG, step_seconds=0.3)
     return Session(scheduler, runner, byte_tokenizer(), CONFIG, model="fake")

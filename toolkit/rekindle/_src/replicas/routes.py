@@ -8,7 +8,7 @@ import math
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import anyio
 import numpy as np
@@ -117,6 +117,13 @@ class Placed(html.Record):
     moves: int  # from replica to replica
 
 
+class Death(NamedTuple):
+    """Of a replica: when, and of which submission's requests if it can only have been theirs."""
+
+    at: float
+    culprit: str | None
+
+
 class Counts:
     """What has happened since the fleet was opened."""
 
@@ -143,7 +150,7 @@ class Routes:
         self._by_wire: dict[str, Live] = {}
         self._backlog: deque[Live] = deque()
         self._inside: dict[str, int] = {}
-        self._unexplained: dict[int, float] = {}  # deaths lately that no quarantined request explains, and their times
+        self._unexplained: dict[int, Death] = {}  # lately; those that a quarantined request explains are left out
         self._tried: dict[str, Live] = {}  # the one suspect that each replica may have at a time
         self._number = 0
         self._placed: OrderedDict[str, Placed] = OrderedDict()
@@ -247,20 +254,21 @@ class Routes:
         """A replica is gone: its requests go on elsewhere, from the tokens that have come.
 
         A request that alone can be the reason, and was so before, goes nowhere: it is quarantined. Where replicas die
-        without it, too, it takes as many deaths more.
+        without it, too, it takes as many deaths more; those that seem to be another request's count once for each.
         """
         self.counts.lost += 1
         now = time.monotonic()
-        self._unexplained = {death: at for death, at in self._unexplained.items() if now - at < RECENT}
-        self._unexplained[self.counts.lost] = now
+        self._unexplained = {number: one for number, one in self._unexplained.items() if now - one.at < RECENT}
         unproven = [live for live in self._by_wire.values() if live.link is link and not live.proven]
         culprit = _culprit(unproven)
+        self._unexplained[self.counts.lost] = Death(now, culprit)
         for live in unproven:
             live.vain.append(self.counts.lost)
             live.blamed += live.request.group == culprit
-            if live.blamed >= DEATHS + len(self._unexplained.keys() - set(live.vain)):
-                for death in live.vain:
-                    self._unexplained.pop(death, None)
+            needed = 2 * DEATHS if live.made else DEATHS  # replicas have lived with one that has tokens
+            if live.blamed >= needed + self._elsewhere(live):
+                for number in live.vain:
+                    self._unexplained.pop(number, None)
                 error = RequestQuarantined(
                     f"request {live.request.id} was on {len(live.vain)} replicas that died one after another, each "
                     f"before its token {len(live.made) + 1}, and for {live.blamed} of them no other request can be the "
@@ -268,6 +276,15 @@ class Routes:
                 )
                 self._fail(live, error)
         self.evict(link, f"{link.name} {why}")
+
+    def _elsewhere(self, live: Live) -> int:
+        """How many other reasons there were for replicas to die lately."""
+        own = live.request.group
+        return len({
+            number if one.culprit is None else one.culprit
+            for number, one in self._unexplained.items()
+            if one.culprit != own and (one.culprit is not None or number not in live.vain)
+        })  # fmt: skip
 
     def evict(self, link: LinkLike, why: str, *, tell: bool = False) -> None:
         """Its requests go on elsewhere."""
