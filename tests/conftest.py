@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from importlib.metadata import version
+from pathlib import Path
 
 import hypothesis  # noqa: F401  it asks the garbage collector about objects that are frozen later, see below
 import pytest
@@ -26,21 +28,54 @@ if os.environ["JAX_PLATFORMS"] == "cpu":  # on a GPU they would turn optimisatio
     os.environ.setdefault("XLA_FLAGS", " ".join(FLAGS))
 
 import rekindle_kernels  # noqa: E402  jax reads the environment when it is imported
+from rekindle_kernels import read_through  # noqa: E402
 
 
 @pytest.fixture(autouse=True, scope="session")
-def own_cache() -> Iterator[None]:
-    """Tests neither read nor fill the user's cache folder; the programs that they share compile once."""
-    folder = tempfile.mkdtemp(prefix="rekindle-tests-")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The cache folder of a run: tests neither read nor fill the user's, and what they share is compiled once, also
+    where several processes run them."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "cache"
     before = os.environ.get("REKINDLE_CACHE")
-    os.environ["REKINDLE_CACHE"] = folder
+    os.environ["REKINDLE_CACHE"] = str(folder)
     rekindle_kernels.configure(cache_folder=folder)  # sessions do so too; many tests compile without one
-    yield
+    yield folder
     if before is None:
         del os.environ["REKINDLE_CACHE"]
     else:
         os.environ["REKINDLE_CACHE"] = before
-    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def shared_programs(own_cache: Path) -> Iterator[None]:
+    """Sessions with folders of their own find programs of the run's cache in them, and keep theirs there.
+
+    Most of a test over a session is tracing and compiling. It is for modules that neither say when that happens nor
+    change what is compiled.
+    """
+    fetch, keep, shared = read_through.fetch, read_through.keep, own_cache / "programs"
+
+    def copied(source: Path, target: Path) -> bool:
+        with contextlib.suppress(OSError):  # of two that copy at once, one is faster
+            target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with tempfile.TemporaryDirectory(dir=target.parent, prefix=".copy-") as scratch:
+                shutil.copytree(source, Path(scratch) / "copy", copy_function=shutil.copyfile)
+                (Path(scratch) / "copy").rename(target)
+        return target.is_dir()
+
+    def fetch_too(path: Path) -> bool:
+        return fetch(path) or (path.parent.name == "programs" and copied(shared / path.name, path))
+
+    def keep_too(path: Path) -> None:
+        keep(path)
+        if path.parent.name == "programs" and not (shared / path.name).is_dir():
+            copied(path, shared / path.name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(read_through, "fetch", fetch_too)
+        patch.setattr(read_through, "keep", keep_too)
+        yield
 
 
 @pytest.fixture(autouse=True, scope="module")

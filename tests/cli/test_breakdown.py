@@ -84,7 +84,11 @@ def _measured(name: str, dtype: str, **options: Any) -> breakdown.Breakdown | No
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="reads XLA:CPU's events")
 @pytest.mark.parametrize(
     ("name", "dtype", "native"),
-    [("W1", "bfloat16", True), pytest.param("W2", "bfloat16", True, marks=pytest.mark.slow), ("W3", "float32", False)],
+    [
+        ("W1", "bfloat16", True),
+        pytest.param("W2", "bfloat16", True, marks=pytest.mark.slow),
+        pytest.param("W3", "float32", False, marks=pytest.mark.slow),
+    ],
 )
 def test_the_parts_of_a_step_add_up(name: str, dtype: str, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not native:

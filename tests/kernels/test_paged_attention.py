@@ -25,8 +25,8 @@ IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
 
 
 # Building a native kernel takes seconds. By default without these, whose loops a case of another size goes through as
-# often: 256 is mixed_head_dim_128 with more turns.
-SLOW = {("native", "mixed_head_dim_256")}
+# often, and those that an installation does not compile: 256 is mixed_head_dim_128 with more turns.
+SLOW = {("native", "mixed_head_dim_256"), ("native", "mixed_float16"), ("native", "mixed_head_dim_80")}
 
 
 def implementations() -> list[object]:

@@ -8,7 +8,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from helpers.tiered import NEW, ask, opened, plain, prompt
+
+pytestmark = pytest.mark.usefixtures("shared_programs")
 
 
 def test_lesson_07_preempted_and_offloaded_requests_are_exact(tmp_path: Path) -> None:

@@ -12,10 +12,13 @@ import dataclasses
 from pathlib import Path
 
 import jax
+import pytest
 
 from helpers.tiered import MODEL, NEW, ask, opened, prompt
 from rekindle._src.bench.reference import generate
 from rekindle._src.models import LoadedModel
+
+pytestmark = pytest.mark.usefixtures("shared_programs")
 
 
 def other_weights() -> LoadedModel:

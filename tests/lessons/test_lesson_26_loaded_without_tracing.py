@@ -28,7 +28,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("precompile", ["all", "lazy"])
+@pytest.mark.parametrize(("precompile", "anyio_backend"), [("all", "asyncio"), ("lazy", "trio")])
 async def test_lesson_26_nothing_is_traced_from_open_to_the_hundredth_request(
     precompile: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,7 +29,13 @@ def spoiled(name: str, path: str, value: float) -> LoadedModel:
     return dataclasses.replace(model, leaves=tuple(leaves))
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "qwen3-moe", "mistral-window"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "gemma2", "qwen3-moe", "mistral-window")),
+    ],
+)
 def test_a_sound_model_has_nothing_to_report(name: str) -> None:
     model = checkpoints.case(name)
     assert list(diagnosis.broken_weights(model)) == []
@@ -67,7 +73,7 @@ def test_a_layer_that_overflows_with_finite_weights_is_named() -> None:
     assert diagnosis.first_broken_stage(model, PROMPT) == "layers.1"
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_the_doctor_names_them(tmp_path: Path, capsys: pytest.CaptureFixture[str], dtype: str) -> None:
     folder = checkpoints.write(tmp_path, checkpoints.CASES["qwen3-moe"], dtype=dtype)
     assert main(["doctor", "--model", str(folder)]) == 0

@@ -10,6 +10,7 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -70,8 +71,13 @@ def folder_of(module: str) -> str | None:
     return next((name for name in names if name in FOLDERS), None)
 
 
-def edges() -> Iterator[Edge]:
+@cache
+def edges() -> tuple[Edge, ...]:
     """Every import of both packages among themselves."""
+    return tuple(_edges())
+
+
+def _edges() -> Iterator[Edge]:
     known = modules()
 
     def resolve(name: str) -> str | None:

@@ -21,7 +21,7 @@ from rekindle._src.core.sampling import Sampling
 from rekindle._src.replicas.roles import goes_two_ways, prompt_only, roles_of
 from rekindle._src.session.session import Session
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("shared_programs")]
 
 MODEL = checkpoints.case("llama")
 LENGTH = 100

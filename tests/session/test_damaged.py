@@ -11,6 +11,7 @@ import pytest
 
 from helpers.tiered import ask, opened
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
 PROMPTS = (0, 1, 2)
 ROUNDS, PLACES = 10, 10
 

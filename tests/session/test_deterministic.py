@@ -20,7 +20,10 @@ from rekindle._src.programs.determinism import why_not
 from rekindle.errors import ConfigError
 from rekindle_kernels import unavailable_reason
 
-pytestmark = pytest.mark.skipif(unavailable_reason("cpu") is not None, reason="numba is not installed")
+pytestmark = [
+    pytest.mark.skipif(unavailable_reason("cpu") is not None, reason="numba is not installed"),
+    pytest.mark.usefixtures("shared_programs"),
+]
 PROMPT = "Once upon a time there was a little girl called Anna. One day she went"
 OTHERS = ("The cat", "Tom and Anna saw a bird in the tree. It was", "One cold day", "Two")
 LONG = "The dog and the cat walked home. "
@@ -83,6 +86,7 @@ async def compare(session: Session, seeds: int, tokens: int) -> None:
     assert found == alone, "in a batch of 16 with prefill beside"
 
 
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])  # arithmetic: the loop has no say in it
 @pytest.mark.anyio
 async def test_a_text_does_not_depend_on_the_batch_or_the_cache(session: Session) -> None:
     await compare(session, seeds=18, tokens=24)

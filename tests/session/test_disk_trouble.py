@@ -14,6 +14,8 @@ from rekindle._src.kvcache.tiers.disk import DiskTier
 from rekindle.errors import StoreError
 from rekindle_kernels.private_files import tell_once
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 
 def test_a_full_disk_in_save_is_a_typed_error_and_the_next_save_works(tmp_path: Path) -> None:
     with opened(tmp_path) as session:

@@ -23,6 +23,7 @@ from rekindle._src.text import ChatTemplate, Tokenizer
 from rekindle._src.text.generation_config import checkpoint_sampling
 from rekindle.errors import CheckpointError, ConfigError
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
 PROMPT = "Once upon a time"
 QWEN = checkpoints.CASES["qwen3"] | {"hidden_size": 64, "intermediate_size": 96}
 

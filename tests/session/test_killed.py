@@ -14,6 +14,7 @@ import pytest
 from helpers.killed_while_serving import KNOWN, look, reopened
 from helpers.tiered import plain
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
 SCRIPT = Path(__file__).parents[1] / "helpers" / "killed_while_serving.py"
 
 

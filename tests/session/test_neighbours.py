@@ -15,6 +15,7 @@ from rekindle._src.bench.reference import generate
 from rekindle._src.session.session import Session
 from rekindle.errors import InvalidRequest, RekindleError, StoreError
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
 NEIGHBOUR = 3
 
 

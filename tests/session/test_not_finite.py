@@ -17,6 +17,7 @@ from rekindle._src.models.base import LoadedModel
 from rekindle._src.programs.finite import NOT_FINITE, marked
 from rekindle.errors import RequestFailed
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
 OPTIONS: Mapping[str, Any] = {
     "quiet": True, "max_model_len": 128, "max_requests": 4, "max_tokens_per_step": 32, "device_pages": 64,
     "cache_dir": None, "dtype": "float32",

@@ -13,6 +13,7 @@ from rekindle._src.kvcache.digest import is_salted, salt_key, salted_root
 from rekindle._src.session.session import Session
 from rekindle.errors import InvalidRequest
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
 SALTS = (None, "alice", "bob")
 
 

@@ -19,6 +19,8 @@ from rekindle._src.dispatch.mailbox import OneShot
 from rekindle._src.kvcache import PrefixCache
 from rekindle.errors import ConfigError, SnapshotRefused, StoreError
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 
 def test_saved_pages_are_exact_in_the_next_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rekindle._src.kvcache.tiers.tiers.AHEAD_BYTES", 0)

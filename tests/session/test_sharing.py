@@ -30,6 +30,7 @@ from rekindle._src.session.sharing.pulling import Puller
 from rekindle._src.session.sharing.sharer import parts
 from rekindle._src.session.sharing.source import SILENCE, PageAddress, Source, introduction
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
 SECRET = "a secret of these tests"
 PAGES = LENGTH // 8  # full ones of a prompt
 

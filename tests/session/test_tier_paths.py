@@ -13,6 +13,8 @@ import pytest
 from helpers.tiered import ask, opened, prompt
 from rekindle._src.session.session import Session
 
+pytestmark = pytest.mark.usefixtures("shared_programs")
+
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -32,6 +32,7 @@ def messages(report: dict[str, Any], severity: str) -> list[str]:
     return [found["message"] for found in report["generalDiagnostics"] if found["severity"] == severity]
 
 
+@pytest.mark.slow  # CI runs pyright over the same file
 def test_what_the_door_promises() -> None:
     """The file holds assert_type for results, and ignore comments for mistakes, which have to be needed."""
     report = pyright(str(Path(__file__).with_name("typed_door.py")))
@@ -62,6 +63,7 @@ def test_misspelled_options_are_errors_and_results_have_types(tmp_path: Path) ->
     assert types == ['"Completion"', '"list[Completion]"']
 
 
+@pytest.mark.slow  # so does CI
 def test_every_public_symbol_has_a_known_type() -> None:
     report = pyright("--verifytypes", "rekindle", "--ignoreexternal")["typeCompleteness"]
     vague = [symbol["name"] for symbol in report["symbols"] if symbol["isExported"] and not symbol["isTypeKnown"]]

@@ -18,7 +18,8 @@ RAW = checkpoints.CASES["qwen3"]
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak of resident memory from /proc")
 @pytest.mark.parametrize(
-    ("kind", "dtype"), [("q4_0", "auto"), pytest.param("q8_0", "auto", marks=pytest.mark.slow), ("q8_0", "float32")]
+    ("kind", "dtype"),
+    [("q4_0", "auto"), *(pytest.param("q8_0", dtype, marks=pytest.mark.slow) for dtype in ("auto", "float32"))],
 )
 def test_peak_memory_is_the_leaves_and_a_bounded_rest(kind: str, dtype: str, tmp_path: Path) -> None:
     program = """if True:
