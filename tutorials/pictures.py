@@ -14,9 +14,10 @@ from typing import Any
 FOLDER = Path(__file__).resolve().parent
 sys.path.insert(0, str(FOLDER.parent / "tests"))
 
-import browsing
 from PIL import Image
 from playwright.sync_api import sync_playwright
+
+from helpers import browsing
 
 THEMES = {"light": "JupyterLab Light", "dark": "JupyterLab Dark"}
 CELLS = {

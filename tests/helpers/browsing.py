@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
+import pytest
 
 ROOT = Path(__file__).parents[2]
 NAME = "views.ipynb"
@@ -66,13 +67,24 @@ def served(folder: Path, cells: Sequence[str], *, application: str = "jupyterlab
 
 
 @contextmanager
-def opened(playwright: Any, address: str, *, width: int = 1100, height: int = 1400, scale: float = 1) -> Iterator[Any]:
-    """The page, as soon as the notebook is drawn and its kernel idle."""
+def blank_page(playwright: Any, *, width: int = 1100, height: int = 1400, scale: float = 1) -> Iterator[Any]:
+    """An empty page of a Chromium: the system's, or that of playwright. Skips the test where there is none."""
     chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if chromium is None and not Path(playwright.chromium.executable_path).exists():
+        pytest.skip("no Chromium: install one, or run playwright install chromium")
     browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
     try:
         page = browser.new_page(viewport={"width": width, "height": height}, device_scale_factor=scale)
         page.set_default_timeout(120_000)
+        yield page
+    finally:
+        browser.close()
+
+
+@contextmanager
+def opened(playwright: Any, address: str, *, width: int = 1100, height: int = 1400, scale: float = 1) -> Iterator[Any]:
+    """The page, as soon as the notebook is drawn and its kernel idle."""
+    with blank_page(playwright, width=width, height=height, scale=scale) as page:
         page.goto(address)
         page.wait_for_selector(".jp-Notebook .jp-CodeCell")
         kernels = urllib.parse.urljoin(address, "/api/kernels")
@@ -82,8 +94,6 @@ def opened(playwright: Any, address: str, *, width: int = 1100, height: int = 14
                     break
             time.sleep(0.5)
         yield page
-    finally:
-        browser.close()
 
 
 def cell(page: Any, index: int) -> Any:

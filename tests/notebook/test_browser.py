@@ -38,18 +38,16 @@ def page(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
         pytest.skip(f"{application} is not installed")
     shots = SHOTS / application
     shots.mkdir(parents=True, exist_ok=True)
-    with sync_api.sync_playwright() as playwright, browsing.served(tmp_path, CELLS, application=application) as address:
-        try:
-            with browsing.opened(playwright, address) as page:
-                asked: list[str] = []
-                page.on("request", lambda request: asked.append(request.url))
-                page.shots, page.folder, page.asked = shots, tmp_path, asked
-                yield page
-                page.screenshot(path=shots / "last.png")
-        except sync_api.Error as error:
-            if "Executable doesn't exist" in str(error):
-                pytest.skip(f"no Chromium: {error}")
-            raise
+    with (
+        sync_api.sync_playwright() as playwright,
+        browsing.served(tmp_path, CELLS, application=application) as address,
+        browsing.opened(playwright, address) as page,
+    ):
+        asked: list[str] = []
+        page.on("request", lambda request: asked.append(request.url))
+        page.shots, page.folder, page.asked = shots, tmp_path, asked
+        yield page
+        page.screenshot(path=shots / "last.png")
 
 
 def test_views_live_act_and_stay(page: Any) -> None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 import queue
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from helpers.browsing import blank_page
 from helpers.sessions import opened
 from rekindle._src.notebook.live import Live
 from rekindle._src.notebook.panel import _SCRIPT, _STYLE
@@ -104,20 +104,12 @@ def theme(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def page(theme: str) -> Iterator[Any]:
-    chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    with sync_api.sync_playwright() as playwright:
-        try:
-            browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        except sync_api.Error as error:
-            pytest.skip(f"no Chromium: {error}")
-        page = browser.new_page(viewport={"width": 900, "height": 900})
-        page.set_default_timeout(120_000)
+    with sync_api.sync_playwright() as playwright, blank_page(playwright, width=900, height=900) as page:
         wrong: list[str] = []
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.on("console", lambda message: wrong.append(message.text) if message.type in ("error", "warning") else None)
         page.set_content(PAGE % (("#fff", "#111") if theme == "light" else ("#111", "#ddd")))
         yield page
-        browser.close()
     assert wrong == []
 
 

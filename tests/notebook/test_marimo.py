@@ -1,16 +1,23 @@
-"""marimo, headless: reprs, `await` in a cell, and views, as its own export of an executed notebook has them."""
+"""marimo: reprs, `await` in a cell, and views, as its own export of an executed notebook has them, and in a browser."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from helpers.browsing import blank_page
 
 pytest.importorskip("marimo")
 
@@ -94,3 +101,124 @@ def test_the_page_gets_what_the_widgets_hold(executed: Path) -> None:
     page = (executed / "views.html").read_text()
     for words in ("tokens/s", "Say something", "What would this prompt hit?"):
         assert words in page, words
+
+
+EDITED = """import marimo
+
+app = marimo.App()
+
+
+@app.cell
+async def _():
+    import os, pathlib, rekindle
+    session = await rekindle.open("tiny", max_requests=4, max_tokens_per_step=64)
+    session
+    return os, pathlib, session
+
+
+@app.cell
+def _(session):
+    dashboard = session.watch()
+    dashboard
+    return
+
+
+@app.cell
+def _(os, pathlib, session):
+    kept = list((pathlib.Path(os.environ["REKINDLE_CACHE"]) / "chats").glob("*.json"))
+    chat = session.view.chat(restore="auto" if kept else None, max_tokens=8, ignore_eos=True)
+    chat
+    return
+"""
+
+
+@contextmanager
+def edited(folder: Path) -> Iterator[str]:
+    """The address of a marimo that edits the notebook."""
+    (folder / "views.py").write_text(EDITED)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    path = os.pathsep.join(str(ROOT / name) for name in ("toolkit", "kernels"))
+    environment = os.environ | {"PYTHONPATH": path, "REKINDLE_CACHE": str(folder / "cache"), "HOME": str(folder)}
+    command = ["edit", "views.py", "--headless", "--no-token", "--skip-update-check", "--host=127.0.0.1"]
+    with (folder / "marimo.log").open("w") as log:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "marimo", *command, f"--port={port}"],
+            cwd=folder, env=environment, stdout=log, stderr=log,
+        )  # fmt: skip
+    address = f"http://127.0.0.1:{port}"
+    try:
+        for _ in range(240):
+            try:
+                urllib.request.urlopen(f"{address}/health", timeout=2).close()
+                break
+            except OSError:
+                assert server.poll() is None, (folder / "marimo.log").read_text()
+                time.sleep(0.5)
+        yield address
+    finally:
+        server.terminate()
+        try:
+            server.wait(60)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
+
+
+def run_everything(page: Any) -> Any:
+    """Run all cells; gives the dashboard and the chat."""
+    page.locator(".cm-content").first.click()
+    page.keyboard.press("Control+Shift+r")
+    panels = page.locator(".rekindle-panel")
+    panels.nth(1).wait_for()
+    page.wait_for_timeout(1000)
+    page.wait_for_function("() => document.querySelector('[data-status=running], [data-status=queued]') === null")
+    return panels.nth(0), panels.nth(1)
+
+
+def say(page: Any, chat: Any, text: str) -> None:
+    """Send a message; again if marimo, which may have run its cells by itself, runs them once more meanwhile."""
+    for _ in range(5):
+        chat.get_by_placeholder("Say something").fill(text)
+        chat.get_by_placeholder("Say something").press("Enter")
+        for _ in range(50):
+            if chat.locator("[data-said=user]", has_text=text).count():
+                page.wait_for_timeout(1500)
+                if chat.locator("[data-said=user]", has_text=text).count():
+                    return
+            page.wait_for_timeout(200)
+    raise AssertionError(chat.inner_text())
+
+
+@pytest.mark.browser
+@pytest.mark.timeout(600)
+def test_views_act_and_a_conversation_outlives_a_restart(tmp_path: Path) -> None:
+    sync_api = pytest.importorskip("playwright.sync_api")
+    with (
+        sync_api.sync_playwright() as playwright,
+        edited(tmp_path) as address,
+        blank_page(playwright) as page,
+    ):
+        page.goto(address)
+        dashboard, chat = run_everything(page)
+        say(page, chat, "Who are you?")
+        chat.get_by_text("cut at 8 tokens · Continue goes on").wait_for()
+        before = "".join(chat.locator("[data-token]").all_inner_texts())
+        chat.get_by_role("button", name="Continue").click()
+        chat.get_by_text("cut at 16 tokens").wait_for()
+        assert "".join(chat.locator("[data-token]").all_inner_texts()).startswith(before)
+        dashboard.get_by_text("2 requests finished").wait_for()
+        page.wait_for_timeout(3000)  # the conversation is kept two seconds after a change
+        page.keyboard.press("Escape")
+        page.keyboard.press("Control+k")
+        page.keyboard.type("Restart kernel")
+        page.get_by_role("option", name="Restart kernel").first.click()
+        page.get_by_role("button", name="Restart").last.click()
+        dashboard.wait_for(state="detached")  # marimo takes away what it can't keep alive
+        page.locator(".cm-content").first.wait_for()
+        _, chat = run_everything(page)
+        chat.get_by_text("Who are you?").wait_for()
+        assert before.strip() in chat.inner_text(), "the conversation goes on where it was"
+        say(page, chat, "Thank you")
+        chat.get_by_text("cut at 8 tokens").wait_for()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,7 @@ def test_a_session_computes_with_the_four_bits_of_a_file(tmp_path: Path) -> None
     with rekindle.open_sync(file, max_requests=2, max_model_len=256, quiet=True) as session:
         done = session.generate_sync(PROMPT, max_tokens=24, ignore_eos=True)
         assert len(done.token_ids) == 24 and done.text.startswith((",", " "))
+        assert re.search(r"4 bits \d MB.*\(in the groups of the checkpoint", session._repr_html_())
         assert header._read.cache_info().currsize == 0, "an open session needs the file's vocabulary no more"
 
 

@@ -49,7 +49,8 @@ class EngineConfig(html.Record):
             of 16 bits, with a scale for each token and head.
         quantize (None): "int8" for weights and activations, "int8-weight" for weights alone, "int4" for four bits with
             embedding and head in eight; "int4-32" and -128 choose the group. A dict says it by part: "attention",
-            "mlp", "experts", "embedding" and "head"; what it leaves out is not quantised.
+            "mlp", "experts", "embedding" and "head"; what it leaves out is not quantised. None keeps the groups of a
+            quantised checkpoint as they are.
         max_requests (16): sequences that run at once.
         max_tokens_per_step (512): what decoding and prefill chunks share in one step.
         max_model_len (None): tokens of prompt and completion together; None is the model's own, at most 4096.

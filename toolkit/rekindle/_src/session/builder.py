@@ -170,7 +170,7 @@ def _engine(request: OpenRequest, parts: Parts, team: Team | None) -> Engine:
         hidden_size=model.hidden_size,
         chat=chat,
         model=name,
-        weights=loaded.held,
+        weights=_weights_held(loaded, config),
         swap=weights.swap,
         recover=runner.recover,
         prepare_restart=prepare_restart,
@@ -202,6 +202,14 @@ def _collectives(programs: Programs) -> Callable[[Mapping[str, int]], float] | N
     placement, own = programs.parts.placement, programs.config
     times = None if placement is None else collective_times(placement, own.max_requests, own.max_tokens_per_step)
     return None if times is None else times.steps
+
+
+def _weights_held(loaded: LoadedModel, config: EngineConfig) -> str:
+    """What the weights are held as, how much memory each kind takes, and why it is not the dtype alone."""
+    if config.quantize is not None:
+        return f"{loaded.held} (by quantize={config.quantize!r})"
+    why = " (in the groups of the checkpoint: quantize is None)" if " bits " in loaded.held else ""
+    return loaded.held + why
 
 
 def _sampling(folder: Path | None, config: EngineConfig, model: object) -> Sampling | None:
