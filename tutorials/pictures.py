@@ -72,7 +72,7 @@ def take(page: Any, theme: str, target: Path) -> None:
     prompt.fill("Once upon a time there was a small green dragon called Zoe. Zoe lived in a house.")
     tree.get_by_text("prompt tokens are cached").wait_for()
     keep(page, index["tree"], target / f"tree-{theme}.png")
-    chat = browsing.run(page, index["chat"])
+    chat = browsing.run(page, index["chat"]).locator(".jp-OutputArea-output").last
     chat.locator("[data-token='9']").click()
     chat.get_by_placeholder("what should come there instead").fill(" small blue bird")
     keep(page, index["chat"], target / f"chat-{theme}.png")
@@ -81,7 +81,7 @@ def take(page: Any, theme: str, target: Path) -> None:
 def keep(page: Any, index: int, path: Path) -> None:
     """A screenshot of the cell's output, in the few colours that it has."""
     page.mouse.move(0, 0)
-    output = browsing.cell(page, index).locator(".jp-OutputArea-output").first
+    output = browsing.cell(page, index).locator(".jp-OutputArea-output").last  # the first may be a hidden copy
     taken = Image.open(io.BytesIO(output.screenshot())).convert("RGB")
     taken.quantize(128, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE).save(path, optimize=True)
     print(f"{path.name}: {taken.width}×{taken.height}, {path.stat().st_size // 1024} KiB", flush=True)
