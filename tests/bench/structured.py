@@ -1,12 +1,13 @@
 """What a grammar costs: tokens/s of guided requests against free ones, and of texts of which much is forced.
 
-    python tests/bench/structured.py [135m] [--rows 16] [--quantize int8] [--tokens 96] [--repeat 5]
+    python tests/bench/structured.py [135m | tiny | FILE.gguf] [--rows 16] [--quantize int8] [--tokens 96] [--repeat 5]
                                      [--llama-server PROGRAM [--llama-options=--no-repack]]
 
 `any text` follows an expression that allows everything, so that it makes as many tokens as a free request and every
 mask is computed. `strings` follows a schema of long strings, `record` one whose names are most of the text, so that
-drafts of forced tokens pay. Ratios are medians over rounds in which the kinds take turns. Weights are random, and the
-tokenizer is trained on Python's own sources to the size of the model's vocabulary. With llama.cpp's server, which gets
+drafts of forced tokens pay. Ratios are medians over rounds in which the kinds take turns. `tiny` and a file or folder
+have their own weights and tokenizer. Those of a shape are random, and its tokenizer is trained on Python's own sources
+to the size of the model's vocabulary. With llama.cpp's server, which gets
 the same weights and schemas, the last columns are its tokens/s, what its grammar costs it, and ours over its tokens/s.
 It draws a token first, and asks the grammar about all others only if that one is not allowed. With random weights it
 has to almost always in `record` and seldom inside of `strings`; a trained model is between them. Its threads spin, so
@@ -122,8 +123,11 @@ def main() -> None:
     given = parser.parse_args()
     kinds = {kind: KINDS[kind] for kind in dict.fromkeys(["free", *given.kinds])}
     options: dict[str, Any] = {"max_requests": max(8, given.rows), "max_model_len": 1024, "cache_dir": given.folder}
+    options |= {"precompile": "all", "structured": True}  # whole programs from the first round on
     model: Any
-    if given.llama_server is None:
+    if given.shape == "tiny" or Path(given.shape).exists():
+        model, options["quantize"] = given.shape, given.quantize
+    elif given.llama_server is None:
         model = random_shape(given.shape, quantize=given.quantize)
         model = dataclasses.replace(model, folder=tokenizer(model.config.vocab_size, given.folder / given.shape))
     else:

@@ -292,7 +292,14 @@ class FakeRunner:
         if self.waiting is not None:
             waiting, self.waiting = self.waiting, None
             self.run_rows(waiting)
-        return StepResult(in_flight.plan, rows, program="fake", device_seconds=self.step_seconds, lost=in_flight.lost)
+        return StepResult(
+            in_flight.plan,
+            rows,
+            program="fake",
+            device_seconds=self.step_seconds,
+            lost=in_flight.lost,
+            seconds=self.step_seconds,
+        )
 
     def program(self, plan: StepPlan) -> str:
         return "fake"

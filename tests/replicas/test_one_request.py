@@ -21,9 +21,12 @@ from rekindle import Fleet, RekindleError, RequestFailed, RequestQuarantined, Se
 from rekindle._src.dispatch import intake
 from rekindle._src.dispatch.detokenize import OutputState
 from rekindle._src.replicas import fleet_dispatch, replica, routes
+from rekindle._src.replicas.remote_grammars import RemoteGuide
 from rekindle._src.replicas.request_codec import packed, unpacked
 from rekindle._src.replicas.routes import Routes
 from rekindle._src.scheduling.scheduler import Scheduler
+from rekindle._src.structured.guide import Reasoning
+from rekindle._src.structured.spec import Spec
 from rekindle._src.text.chat import ChatTemplate
 
 pytestmark = pytest.mark.anyio
@@ -177,6 +180,19 @@ def test_what_travels_is_json() -> None:
     received = unpacked(sent, EOS + 1)
     assert (received.request.token_ids.tolist(), received.request.caller) == (list(b"abc"), "a key")
     assert received.request.sampling == dataclasses.replace(request.sampling, schema=None)
+
+
+@pytest.mark.parametrize("budget", [None, 40])
+def test_all_that_a_guide_is_made_from_travels(budget: int | None) -> None:
+    from helpers.fakes import make_request
+
+    guide = RemoteGuide(Spec("schema", '{"type":"object"}', lenient=True), (3, 2), Reasoning(5, 6), budget)
+    guide.consume(7)
+    received = unpacked(packed(make_request("abc", id="r", guide=guide)), EOS + 1).guide
+    assert received is not None
+    assert received.budget == budget
+    assert (received.spec, received.reasoning, received.covered) == (guide.spec, guide.reasoning, [7])
+    assert set(received.eos_ids) == {2, 3}
 
 
 # Exceptions in the middle of the way.

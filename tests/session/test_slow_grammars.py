@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -10,6 +11,7 @@ from helpers.sessions import opened
 from rekindle import Session
 from rekindle._src.core.guides import Guided
 from rekindle._src.execution import guiding
+from rekindle._src.structured import endings
 from rekindle._src.structured.guide import Guide
 from rekindle.errors import NoTokenLeft
 
@@ -57,6 +59,34 @@ async def test_rows_of_slow_grammars_wait_outside_the_batch(session: Session, sl
     for one in slow[1:]:
         one.cancel()
     assert len((await slow[0]).token_ids) == 150, "it goes on, and faster where nothing else runs"
+
+
+async def test_looking_for_the_ends_of_texts_waits_for_its_turn(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten objects whose tokens run out together: a neighbour waits for one search at a time."""
+    clock, neighbours, limit = Clock(), list[int](), endings.Ending._limit_structure
+    looks: list[int] = []  # at which of the neighbour's tokens an end was looked for
+
+    def slow(self: Any, mask: Any, matcher: Any, left: int, forced: bool) -> None:
+        searched = self._path is None
+        limit(self, mask, matcher, left, forced)
+        if searched and self._path is not None:
+            clock.now += 0.02
+            looks.append(len(neighbours))
+
+    monkeypatch.setattr(endings.Ending, "_limit_structure", slow)
+    monkeypatch.setattr(endings, "time", clock)
+    monkeypatch.setattr(guiding, "time", clock)
+    objects = session.submit("x", schema={"type": "object"}, n=10, max_tokens=160)
+    async for delta in session.stream("hello", max_tokens=900, ignore_eos=True):
+        neighbours += delta.token_ids
+        if objects.done:
+            break
+    done = await objects
+    assert len(looks) >= 10 and all(one.parsed is not None for one in done)
+    most = max(looks.count(at) for at in looks)
+    assert most <= 3, f"{most} searches between two of the neighbour's tokens"
 
 
 async def test_a_grammar_that_takes_too_long_for_a_token_fails_with_the_reason(

@@ -67,6 +67,53 @@ def test_a_guide_follows_a_text_to_its_end(grammars: Grammars) -> None:
     assert one.consumed == len(told)
 
 
+class CountedRuns:
+    """A matcher that counts how often its forced run is found."""
+
+    def __init__(self, matcher: Any) -> None:
+        self.matcher, self.runs = matcher, 0
+
+    def compute_ff_tokens(self) -> list[int]:
+        self.runs += 1
+        return list(self.matcher.compute_ff_tokens())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.matcher, name)
+
+
+def counted(grammars: Grammars, **options: Any) -> tuple[Guide, CountedRuns]:
+    one = guide(grammars, **options)
+    one._matcher = matcher = CountedRuns(one._matcher)
+    return one, matcher
+
+
+def test_a_run_of_forced_tokens_is_found_once_and_kept(grammars: Grammars) -> None:
+    one, matcher = counted(grammars, schema={"const": list(range(300))})
+    whole = [*one._run]
+    assert len(whole) > 500 and one.ahead == tuple(whole[:16])
+    half = len(whole) // 2
+    for at, token in enumerate(whole[:half]):
+        assert one.consume(token).ahead == tuple(whole[at + 1 : at + 17])
+    other, behind = one.copy(), one.ahead
+    for token in whole[half:]:
+        assert one.consume(token).forced
+    assert one.ended and one.accepting and matcher.runs == 0, "the grammar's own, found when it was compiled"
+    assert other.ahead == behind, "a copy goes on from its own place"
+
+
+def test_a_long_run_in_another_spelling_is_seldom_found_anew(grammars: Grammars) -> None:
+    text = json.dumps(list(range(300)), separators=(",", ":"))
+    one, matcher = counted(grammars, schema={"const": list(range(300))})
+    told = [
+        one.consume(token) for byte in text.encode() for token in TOKENIZER.encode(chr(byte), add_special_tokens=False)
+    ]
+    assert not any(entry.problem for entry in told) and one.ended
+    assert matcher.runs < len(told) / 8, f"{matcher.runs} times for {len(told)} tokens"
+    short, matcher = counted(grammars, schema={"const": "ab"})
+    short.consume(ids('"')[0])
+    assert matcher.runs <= 1 and short.ahead, "a short one at once"
+
+
 def test_a_token_that_is_not_allowed_is_a_problem(grammars: Grammars) -> None:
     one = guide(grammars, regex="[0-9]+")
     told = one.consume(ids(" is")[0])

@@ -29,8 +29,10 @@ class Guided(NamedTuple):
     accepting: bool = False  # the text so far is complete, whether or not more may follow
     ahead: tuple[int, ...] = ()  # tokens that have to follow, in the tokenizer's usual spelling
     problem: str = ""  # why it can't go on
-    seconds: float = 0.0  # of a processor, for its mask and for moving on
     steered: bool = False  # something that it allows was taken away to end the text in time
+    searched: float = 0.0  # seconds of a processor in which an end was looked for, before this token
+    due: float = 0.0  # seconds that it is likely to look for an end before one of the next tokens
+    seconds: float = 0.0  # of a processor, for its mask and for moving on; `searched` is a part of them
 
 
 class GuideLike(Protocol):

@@ -173,6 +173,20 @@ class RowResult:
     finite: bool = True  # False: its numbers are NaN or infinite, so that it has no token
     pooled: Vector | None = None  # of a request with `pooling`: the chunk's sum of hidden states, or its last one
 
+    def following(self, guided: Guided, error: Exception | None) -> RowResult:
+        """The result with what its guide said, in half the time of `dataclasses.replace`."""
+        return RowResult(
+            self.request_id,
+            self.epoch,
+            self.token_id,
+            self.logprobs,
+            self.prompt_logprobs,
+            error,
+            guided,
+            self.finite,
+            self.pooled,
+        )
+
 
 class LostPage(NamedTuple):
     """A page of `StepPlan.restore` that could not be filled; the step ran without it."""
@@ -192,6 +206,8 @@ class StepResult:
     device_seconds: float = 0.0  # from dispatch until its result was there
     idle_seconds: float = 0.0  # the device had nothing to do before it
     lost: tuple[LostPage, ...] = ()  # every request that holds one of these pages fails
+    # By the clock, without its guides: from the result of the step before, or its own beginning, until it was read.
+    seconds: float = 0.0
 
     @property
     def right(self) -> tuple[bool, ...]:

@@ -7,13 +7,14 @@ Elsewhere it is two, and the second one is dispatched once the masks are filled.
 from __future__ import annotations
 
 import collections
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from rekindle._src.core.guides import Mask, mask_words
-from rekindle._src.core.records import StepPlan
+from rekindle._src.core.records import RowResult, StepPlan
 from rekindle._src.execution.device_calls import DeviceCalls
-from rekindle._src.execution.guiding import fill_masks, new_masks, waits
+from rekindle._src.execution.guiding import consumed, fill_masks, new_masks, waits
 from rekindle._src.execution.in_flight import Choice, InFlight
 from rekindle._src.programs.buckets import GATED, Bucket
 from rekindle._src.programs.data_upload import AnyUpload
@@ -39,6 +40,7 @@ class GuidedSteps:
         self._words = mask_words(programs.model.vocab_size)
         self._masks: dict[Bucket, list[Mask]] = collections.defaultdict(list)
         self._gates: dict[Bucket, list[MaskGate]] = collections.defaultdict(list)
+        self.seconds: float = 0.0  # by the clock, for masks and for moving guides on
 
     def start(
         self,
@@ -86,7 +88,7 @@ class GuidedSteps:
             if isinstance(choice, MaskGate):
                 in_flight.stuck = self._open(choice, in_flight.ran, upload)
                 return
-            in_flight.stuck = fill_masks(in_flight.ran, upload.layout, choice.masks, self._shards)
+            in_flight.stuck = self._fill(in_flight.ran, upload, choice.masks)
             scores, prompt, pooled = choice.forwarded
             rows = self._calls.choose(choice.key, choice.program, scores, upload, choice.masks)
             in_flight.output, in_flight.masks = StepOutput(rows, prompt, pooled), choice.masks
@@ -98,6 +100,14 @@ class GuidedSteps:
         if in_flight is not None and isinstance(in_flight.choice, MaskGate):
             in_flight.choice.open()
             in_flight.choice = None
+
+    def consumed(self, in_flight: InFlight, results: tuple[RowResult, ...]) -> tuple[RowResult, ...]:
+        """The results of a step with what each guide says to its token."""
+        began = time.perf_counter()
+        try:
+            return consumed(in_flight.ran, results, in_flight.stuck)
+        finally:
+            self.seconds += time.perf_counter() - began
 
     def ended(self, in_flight: InFlight) -> None:
         """Its masks may be used again."""
@@ -113,9 +123,16 @@ class GuidedSteps:
     def _open(self, gate: MaskGate, plan: StepPlan, upload: AnyUpload) -> dict[str, Exception]:
         """Fill the masks behind a gate. Returns the errors of requests whose guides can't go on."""
         try:
-            return fill_masks(plan, upload.layout, gate.masks, self._shards)
+            return self._fill(plan, upload, gate.masks)
         finally:
             gate.open()
+
+    def _fill(self, plan: StepPlan, upload: AnyUpload, masks: Mask) -> dict[str, Exception]:
+        began = time.perf_counter()
+        try:
+            return fill_masks(plan, upload.layout, masks, self._shards)
+        finally:
+            self.seconds += time.perf_counter() - began
 
 
 def _has_ended(output: StepOutput) -> bool:

@@ -45,6 +45,7 @@ class InFlight:
     masks: Mask | MaskGate | None = None  # the step reads them until it has ended
     results: tuple[RowResult, ...] | None = None  # once they have been read
     lost: tuple[LostPage, ...] = ()
+    began: float = 0.0  # when the host began to prepare it
     idle_seconds: float = 0.0  # the device had nothing to do before it
     ended: float | None = None  # estimated, if it was over before its result was asked for
 

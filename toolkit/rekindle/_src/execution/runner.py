@@ -20,7 +20,7 @@ from rekindle._src.core.program_wait import ProgramWait
 from rekindle._src.core.records import LostPage, PageMove, Request, Row, RowResult, StepPlan, StepResult
 from rekindle._src.execution.device_calls import DeviceCalls, Recorder
 from rekindle._src.execution.guided_steps import GuidedSteps, Started
-from rekindle._src.execution.guiding import consumed, waits
+from rekindle._src.execution.guiding import waits
 from rekindle._src.execution.in_flight import Choice, InFlight, RunnerStatistics
 from rekindle._src.execution.page_transfers import PageTransfers, PayloadStore
 from rekindle._src.execution.prefault import prefault
@@ -81,6 +81,7 @@ class Runner:
         self._latest: InFlight | None = None  # the step dispatched last, until its result is read
         self._seen_running = 0.0  # when it was last seen running
         self._guided = GuidedSteps(programs, self._calls)
+        self._last_read = self._guided_before = 0.0  # when a result was read, and the seconds of guides until then
         self._closed = False
 
     def dispatch(self, plan: StepPlan) -> InFlight:
@@ -103,7 +104,7 @@ class Runner:
             ran = pack_rows(upload, ran, self._constants, refused)
         if not ran.rows:
             seconds = time.perf_counter() - start
-            return InFlight(plan, None, None, None, leaving, start, seconds, ran, refused, lost=lost)
+            return InFlight(plan, None, None, None, leaving, start, seconds, ran, refused, lost=lost, began=start)
         self._admit(admissions, refused)
         dispatched = time.perf_counter()
         if bucket.part:
@@ -124,6 +125,7 @@ class Runner:
             ran,
             refused,
             lost=lost,
+            began=start,
             idle_seconds=idle,
             choice=started.choice,
             stuck=started.stuck,
@@ -150,7 +152,10 @@ class Runner:
         if bucket is not None and in_flight.upload is not None:
             self._uploads[bucket].append(in_flight.upload)
             self._guided.ended(in_flight)
-        ready = in_flight.ended or time.perf_counter()
+        now = time.perf_counter()
+        own = now - max(self._last_read, in_flight.began) - (self._guided.seconds - self._guided_before)
+        self._last_read, self._guided_before = now, self._guided.seconds
+        ready = in_flight.ended or now
         # The device ran the step before this one first, so this one's time counts from its end.
         seconds = max(0.0, ready - max(in_flight.dispatched, self._last_ready))
         self._last_ready = ready
@@ -168,6 +173,7 @@ class Runner:
             seconds,
             in_flight.idle_seconds,
             in_flight.lost,
+            max(0.0, own),
         )
 
     def _read(self, in_flight: InFlight) -> tuple[RowResult, ...]:
@@ -180,7 +186,7 @@ class Runner:
             prompt = np.asarray(output.prompt) if needs_prompt(plan) else None
             pooled = None if output.pooled is None else np.asarray(output.pooled)
             results = row_results(plan, found, prompt, bucket.rows, pooled, self._shards)
-            in_flight.results = consumed(plan, results, in_flight.stuck)
+            in_flight.results = self._guided.consumed(in_flight, results)
         return in_flight.results or ()
 
     def warm(self) -> None:

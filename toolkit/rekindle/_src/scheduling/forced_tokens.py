@@ -10,25 +10,29 @@ from rekindle._src.core.records import IntArray
 MOST = 7  # drafts of one step
 _PAUSE_BELOW = 0.5  # share of accepted drafts under which a model is taken to spell otherwise
 _TRIED = 16  # drafts before that is judged
+_LATEST = 0.25  # weight of the latest token's time
 
 
 class ForcedTokens:
     """The forced tokens of one request, and what its grammar costs; proposes drafts as `PromptLookup` does."""
 
-    __slots__ = ("_ahead", "accepted", "count", "drafted", "seconds", "turn")
+    __slots__ = ("_ahead", "_usual", "accepted", "cost", "count", "drafted", "turn")
 
     def __init__(self) -> None:
         self._ahead: tuple[int, ...] = ()
         self.count = 0  # generated tokens that were forced
         self.drafted = self.accepted = 0
-        self.seconds = 0.0  # that the grammar takes for a token, at most lately
+        self._usual = 0.0  # seconds that the grammar takes for a token
+        self.cost = 0.0  # seconds that it is likely to take for the next one
         self.turn = 0  # when it last ran although it is slow
 
     def take(self, told: Guided) -> None:
         """Add what the guide said to the request's next token."""
         self._ahead = told.ahead
         self.count += told.forced
-        self.seconds = max(told.seconds, 0.8 * self.seconds)
+        # A tenth of the tokens of a long text in JSON take ten times as long as the others: one says little.
+        self._usual += _LATEST * (told.seconds - told.searched - self._usual)
+        self.cost = self._usual + told.due
 
     def ready(self, skip: int) -> bool:
         """Whether there are tokens to propose from `skip` positions past the known ones on."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -25,6 +26,9 @@ _LONGEST = 512  # tokens of an end that is looked for
 _MOST_TRIED = 1_024  # tokens behind what may come, for one text, of some 50 µs each
 _MOST_AT_ONCE = 256
 _FEW = 24  # tokens that are all tried
+_SECONDS = 5e-5  # that a token of an end takes about
+_NOTICE = 4  # tokens before a look at which it is told, so that the step can be planned with it
+_SHORT = 128  # tokens of a text whose end is looked for at once
 _LONG_NUMBER = re.compile(r"\d{19}|\d[eE]\+?\d")
 _TAIL = re.compile(rb"-?[0-9][-+.0-9eE]*\Z")
 _NUMBER = re.compile(rb"[-+.0-9eE]+\Z")
@@ -94,16 +98,22 @@ class Bounds:
 class Ending:
     """How one text comes to its end."""
 
-    __slots__ = ("_begun", "_bounds", "_budget", "_closes", "_look_at", "_number", "_path", "_tried", "steered")
+    __slots__ = (
+        "_begun", "_bounds", "_budget", "_closes", "_look_at", "_number", "_path", "_seconds", "_tried", "_usual",
+        "steered",
+    )  # fmt: skip
 
     def __init__(self, bounds: Bounds, budget: int | None) -> None:
         """`budget` is how many tokens the text may have; None if it may end without being whole."""
         self._bounds, self._budget = bounds, budget
         self._begun = self._closes = False  # whether it has tokens, and whether it is an object or an array
-        self._look_at = _LONGEST  # tokens left at which the shortest end is looked for
+        # Tokens left at which the shortest end is looked for.
+        self._look_at = _LONGEST if budget is None or budget < _SHORT else min(_LONGEST, budget - _NOTICE)
         self._path: tuple[int, ...] | None = None  # the shortest end, if it is known
         self._number = ""  # the number at the end of the text
         self._tried = 0
+        self._seconds = 0.0  # of a processor in which an end was looked for, since that was last asked
+        self._usual = _SECONDS * bounds.reach  # that the next look is likely to take
         self.steered: bool = False  # whether something that the grammar allows would not have left enough tokens
 
     def copy(self) -> Ending:
@@ -138,7 +148,21 @@ class Ending:
         if self._number and self._bounds.digits:
             self._limit_digits(mask)
         if self._budget is not None and self._closes and (left := self._budget - used) <= self._look_at:
+            began = time.thread_time()
             self._limit_structure(mask, matcher, left, forced)
+            self._usual = time.thread_time() - began
+            self._seconds += self._usual
+
+    def taken(self) -> float:
+        """Seconds in which an end was looked for since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    def due(self, used: int) -> float:
+        """Seconds that an end is likely to be looked for soon, in a text of `used` tokens; 0 if it is not."""
+        if self._budget is None or not self._closes or self._budget - used > self._look_at + _NOTICE:
+            return 0.0
+        return self._usual
 
     def _limit_digits(self, mask: Mask) -> None:
         spelling, number = self._bounds.spelling, self._number
@@ -202,6 +226,8 @@ class Ending:
             if not forced:
                 ahead.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
                 forced = [self._pick(mask)]
+            if len(path) + len(forced) > most:
+                return None
             for token in forced:
                 if token < 0 or not ahead.consume_token(token):
                     return None

@@ -20,7 +20,7 @@ from rekindle._src.core.guides import mask_words
 from rekindle._src.structured import compile_worker
 from rekindle._src.structured.compilers import Compilers, Job, busy, first_line, refused
 from rekindle._src.structured.endings import Bounds, Ending, Spelling
-from rekindle._src.structured.guide import First, Guide, Reasoning, look_ahead
+from rekindle._src.structured.guide import First, Guide, Reasoning, forced_run
 from rekindle._src.text.tokenizer import Tokenizer
 from rekindle.errors import InvalidRequest
 
@@ -138,7 +138,7 @@ class Grammars:
         except ValueError as error:
             raise refused(spec, str(error)) from None
         ends = frozenset(tokenizer.eos_tokens)
-        first = First(mask, look_ahead(matcher.deep_copy()))
+        first = First(mask, forced_run(matcher.deep_copy()))
         grammar = Grammar(spec, matcher, ends, matcher.get_grammar_warnings(), first)
         if spec.kind in ("schema", "json"):
             grammar.bounds = Bounds(self._spelled(tokenizer), spec.kind, spec.text)

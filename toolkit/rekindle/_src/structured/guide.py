@@ -26,7 +26,7 @@ class First(NamedTuple):
     """What a grammar says at the beginning of a text."""
 
     mask: Mask
-    ahead: tuple[int, ...]
+    run: tuple[int, ...]  # tokens that have to follow
 
 
 class Guide:
@@ -37,13 +37,15 @@ class Guide:
     """
 
     __slots__ = (
-        "_ahead",
+        "_at",
         "_barred",
         "_ending",
         "_ends",
         "_first",
         "_matcher",
         "_reasoning",
+        "_run",
+        "_skip",
         "_thinks",
         "accepting",
         "consumed",
@@ -67,7 +69,10 @@ class Guide:
         self._reasoning = reasoning
         self._thinks = reasoning is not None and reasoning.inside
         self._first = first  # until the grammar takes a token
-        self._ahead: tuple[int, ...] = () if reasoning is not None else self._look_ahead()
+        self._run: tuple[int, ...] = ()  # forced tokens, of which those before `_at` have come
+        self._at = self._skip = 0
+        if reasoning is None:
+            self._look_ahead()
         self.spent: float = 0.0
         self.consumed: int = 0
         self.ended: bool = False
@@ -84,7 +89,7 @@ class Guide:
     @property
     def ahead(self) -> tuple[int, ...]:
         """Tokens that have to follow, in the tokenizer's usual spelling."""
-        return self._ahead
+        return self._run[self._at : self._at + AHEAD]
 
     def fill(self, mask: Mask) -> str:
         if self._thinks:
@@ -95,7 +100,8 @@ class Guide:
         if self._first is not None:
             mask[:] = self._first.mask
         else:
-            self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            data: int = mask.__array_interface__["data"][0]  # a third of what `mask.ctypes` takes
+            self._matcher.unsafe_compute_mask_ptr(data, mask.nbytes)
             if self._matcher.is_error():
                 return first_line(self._matcher.get_error())
         whole = [mask[word] for word, _ in self._barred]
@@ -107,7 +113,7 @@ class Guide:
                 mask[word] = bits
                 some |= bool(bits)
         elif self._ending is not None:
-            self._ending.limit(mask, self._matcher, self.consumed, forced=bool(self._ahead))
+            self._ending.limit(mask, self._matcher, self.consumed, forced=self._at < len(self._run))
         if self._reasoning is not None:  # no token has come yet, and the first may open it
             word, others = _without(self._reasoning.opens)
             mask[word] |= ~others
@@ -120,33 +126,55 @@ class Guide:
         if reasoning is not None and (self._thinks or token == reasoning.opens):
             self._thinks = token != reasoning.closes
             if not self._thinks:
-                self._reasoning, self._ahead = None, self._look_ahead()
-            return Guided(ahead=self._ahead)
+                self._reasoning = None
+                self._look_ahead()
+            return Guided(ahead=self.ahead)
         self._reasoning = self._first = None
-        forced = bool(self._ahead) and self._ahead[0] == token
+        forced = self._at < len(self._run) and self._run[self._at] == token
         matcher = self._matcher
         if self.ended and token in self._ends:  # a fork of a text that an end token ended
             return Guided(ended=True, by_eos=True, accepting=True)
         if not matcher.consume_token(token):
             self.ended = True
             return Guided(ended=True, problem=first_line(matcher.get_error()))
-        if self._ending is not None:
-            self._ending.consume(token)
         self.accepting = matcher.is_accepting()
         self.ended = matcher.is_stopped()
-        self._ahead = () if self.ended else self._look_ahead()
+        self._move_on(forced)
         by_eos = self.ended and token in self._ends
         self.accepting |= by_eos
-        steered = self._ending is not None and self._ending.steered
-        return Guided(forced, self.ended, by_eos, self.accepting, self._ahead, steered=steered)
+        ending = self._ending
+        if ending is None:
+            return Guided(forced, self.ended, by_eos, self.accepting, self.ahead)
+        ending.consume(token)
+        steered, searched, due = ending.steered, ending.taken(), ending.due(self.consumed)
+        return Guided(forced, self.ended, by_eos, self.accepting, self.ahead, "", steered, searched, due)
 
-    def _look_ahead(self) -> tuple[int, ...]:
-        return self._first.ahead if self._first is not None else look_ahead(self._matcher)
+    def _move_on(self, forced: bool) -> None:
+        """Keep the run of forced tokens, or find the next one.
+
+        llguidance finds a run in time that is proportional to its length, without letting other threads run. So it is
+        kept while the text follows it. Where the model spells it otherwise, a long one is not found anew at once.
+        """
+        left = len(self._run) - self._at
+        if self.ended:
+            self._run = ()
+        elif forced and left > 1:
+            self._at += 1
+        elif not forced and left > AHEAD:
+            self._run, self._skip = (), left // AHEAD
+        elif self._skip:
+            self._skip -= 1
+        else:
+            self._look_ahead()
+
+    def _look_ahead(self) -> None:
+        self._run = self._first.run if self._first is not None else forced_run(self._matcher)
+        self._at = 0
 
 
-def look_ahead(matcher: Any) -> tuple[int, ...]:
+def forced_run(matcher: Any) -> tuple[int, ...]:
     """The tokens that have to follow."""
-    return tuple(matcher.compute_ff_tokens()[:AHEAD])
+    return tuple(matcher.compute_ff_tokens())
 
 
 def _without(token: int) -> tuple[int, np.int32]:
