@@ -28,6 +28,7 @@ _MOST_AT_ONCE = 256
 _FEW = 24  # tokens that are all tried
 _SECONDS = 5e-5  # that a token of an end takes about
 _NOTICE = 4  # tokens before a look at which it is told, so that the step can be planned with it
+_UNKNOWN = 64  # tokens that an end is taken to have before one was found
 _SHORT = 128  # tokens of a text whose end is looked for at once
 _LONG_NUMBER = re.compile(r"\d{19}|\d[eE]\+?\d")
 _TAIL = re.compile(rb"-?[0-9][-+.0-9eE]*\Z")
@@ -113,7 +114,7 @@ class Ending:
         self._number = ""  # the number at the end of the text
         self._tried = 0
         self._seconds = 0.0  # of a processor in which an end was looked for, since that was last asked
-        self._usual = _SECONDS * bounds.reach  # that the next look is likely to take
+        self._usual = _SECONDS * max(bounds.reach, _UNKNOWN)  # that the next look is likely to take
         self.steered: bool = False  # whether something that the grammar allows would not have left enough tokens
 
     def copy(self) -> Ending:
