@@ -11,17 +11,19 @@ MOST = 7  # drafts of one step
 _PAUSE_BELOW = 0.5  # share of accepted drafts under which a model is taken to spell otherwise
 _TRIED = 16  # drafts before that is judged
 _LATEST = 0.25  # weight of the latest token's time
+_SPIKE = 0.005  # seconds that a grammar may take for a single token and not be slow
 
 
 class ForcedTokens:
     """The forced tokens of one request, and what its grammar costs; proposes drafts as `PromptLookup` does."""
 
-    __slots__ = ("_ahead", "_usual", "accepted", "cost", "count", "drafted", "turn")
+    __slots__ = ("_ahead", "_before", "_usual", "accepted", "cost", "count", "drafted", "turn")
 
     def __init__(self) -> None:
         self._ahead: tuple[int, ...] = ()
         self.count = 0  # generated tokens that were forced
         self.drafted = self.accepted = 0
+        self._before = 0.0  # seconds that it took for the token before
         self._usual = 0.0  # seconds that the grammar takes for a token
         self.cost = 0.0  # seconds that it is likely to take for the next one
         self.turn = 0  # when it last ran although it is slow
@@ -30,8 +32,11 @@ class ForcedTokens:
         """Add what the guide said to the request's next token."""
         self._ahead = told.ahead
         self.count += told.forced
-        # A tenth of the tokens of a long text in JSON take ten times as long as the others: one says little.
-        self._usual += _LATEST * (told.seconds - told.searched - self._usual)
+        # Single tokens of any text in JSON take a millisecond; an ambiguous grammar takes longer with every token.
+        seconds = told.seconds - told.searched
+        latest = seconds if seconds > _SPIKE else min(seconds, self._before)
+        self._before = seconds
+        self._usual += _LATEST * (latest - self._usual)
         self.cost = self._usual + told.due
 
     def ready(self, skip: int) -> bool:
