@@ -79,6 +79,24 @@ def test_rounding_rows_to_integers_hides_nothing(quantize: str, tmp_path: Path) 
         session.check_integrity()
 
 
+@pytest.mark.parametrize("pages", [None, "int8"])
+def test_a_nan_in_keys_or_a_gate_alone_is_found(pages: str | None, tmp_path: Path) -> None:
+    """An exponential that bounds its argument must not lose it."""
+    raw = checkpoints.CASES["llama"] | {"hidden_size": 64, "intermediate_size": 128, "head_dim": 64}
+    state = dict(checkpoints.tensors(raw))
+    options = {**OPTIONS, "cache_dir": tmp_path / "cache", **({} if pages is None else {"kv_dtype": pages})}
+    for part in ("0.self_attn.k_proj", "1.mlp.gate_proj"):
+        name = f"model.layers.{part}.weight"
+        weights = np.array(state[name], np.float32)
+        weights[3, 5] = np.nan
+        broken = checkpoints.write(tmp_path / part, raw, state | {name: weights})
+        with rekindle.open_sync(broken, **options) as session:
+            for prompt in (GOOD, list(range(90))):
+                with pytest.raises(RequestFailed, match="not finite"):
+                    session.generate_sync(prompt, max_tokens=4)
+            session.check_integrity()
+
+
 def test_rows_are_marked_by_their_hidden_state_their_logit_or_a_nan_beside_it() -> None:
     hidden, logits = np.ones((6, 8), np.float32), np.zeros((6, 5), np.float32)
     hidden[1, 3], hidden[2, 0], logits[3, 2], logits[4, 1] = np.nan, -np.inf, np.inf, np.nan

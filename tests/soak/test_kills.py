@@ -70,7 +70,7 @@ class Clients:
         while asyncio.get_running_loop().time() < until:
             case = self.draw.choice(self.cases)
             try:
-                async with asyncio.timeout(120):
+                async with asyncio.timeout(300):
                     if not await stream(self.port, case, self.counts):
                         self.outcomes["refused"] += 1
                         await asyncio.sleep(0.1)
@@ -115,7 +115,7 @@ def test_a_server_that_is_killed_comes_back_with_the_same_answers(tmp_path: Path
     async def until_answers(count: int) -> None:
         """Wait for so many more of them; kills that come sooner would leave no time for any."""
         wanted = clients.counts.finished + count
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(300):
             while clients.counts.finished < wanted:
                 assert process.poll() is None, "it ended by itself"
                 await asyncio.sleep(0.05)
@@ -174,10 +174,10 @@ def test_replicas_that_are_killed_cut_no_stream(tmp_path: Path, seconds: float) 
         async def kill(until: float) -> None:
             nonlocal deaths
             while asyncio.get_running_loop().time() < until:
-                await asyncio.sleep(draw.uniform(2.0, 6.0))
+                await asyncio.sleep(draw.uniform(1.0, 4.0))
                 stats = await asyncio.to_thread(fleet.stats)
                 alive = [one for one in stats.replicas if one.state == "ready"]
-                if alive:
+                if len(alive) == 2 or (alive and draw.random() < 0.2):  # rarely there is none for a while
                     os.kill(draw.choice(alive).pid, draw.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP)))
                     deaths += 1
 

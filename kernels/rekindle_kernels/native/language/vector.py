@@ -127,6 +127,7 @@ def _larger_magnitude(builder: Any, a: Any, x: Any) -> Any:
 multiply_add = _operation(3, llvm_call(f"llvm.fma.v{LANES}f32", FLOATS, FLOATS, FLOATS, FLOATS))  # a · b + c
 multiply = _operation(2, lambda builder, a, b: builder.fmul(a, b))
 add = _operation(2, lambda builder, a, b: builder.fadd(a, b))
+# The second of two that can't be compared: with a bound as the first, NaN stays NaN.
 larger = _operation(2, lambda builder, a, b: builder.select(builder.fcmp_ordered(">", a, b), a, b))
 nearest = _operation(1, llvm_call(f"llvm.rint.v{LANES}f32", FLOATS, FLOATS))  # integers, as float32
 subtract = _operation(2, lambda builder, a, b: builder.fsub(a, b))

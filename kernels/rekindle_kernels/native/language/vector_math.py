@@ -33,8 +33,8 @@ C2, C1, C0 = np.float32(4.1665795894e-2), np.float32(1.6666665459e-1), np.float3
 
 @inline
 def exp(x: Any) -> Any:
-    """e to the power of a vector ≤ 0, to two units in the last place."""
-    bounded = larger(x, splat(LOWEST))
+    """e to the power of a vector ≤ 0, to two units in the last place; NaN stays NaN."""
+    bounded = larger(splat(LOWEST), x)
     steps = nearest(multiply(bounded, splat(LOG2_E)))
     rest = multiply_add(steps, splat(LN_2_LOW), multiply_add(steps, splat(LN_2_HIGH), bounded))
     curve = multiply_add(splat(C5), rest, splat(C4))
@@ -63,4 +63,4 @@ def tanh(x: Any) -> Any:
 def silu(x: Any) -> Any:
     """x / (1 + e^-x) of a vector; the exponential's argument is never above 0."""
     small = exp(multiply(magnitude(x), splat(MINUS_ONE)))  # never 0, and x may be as large as numbers are
-    return divide(multiply(larger(x, splat(LOWEST)), where_negative(x, small, splat(ONE))), add(splat(ONE), small))
+    return divide(multiply(larger(splat(LOWEST), x), where_negative(x, small, splat(ONE))), add(splat(ONE), small))
