@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from rekindle._src.cli import doctor
 from rekindle._src.cli.main import main
+from rekindle_kernels import unavailable_reason
+from rekindle_kernels.native import library
 
 
 def test_a_broken_cache_directory_fails_with_the_fix(tmp_path: Path) -> None:
@@ -37,18 +40,24 @@ def test_a_check_that_raises_is_a_failed_check() -> None:
     assert "no device" in check.detail
 
 
-def test_the_whole_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_whole_report(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "READ_BYTES", 4 << 20)
     status = main(["doctor", "--json", "--cache-dir", str(tmp_path)])
     checks = json.loads(capsys.readouterr().out)
     failed = [check for check in checks if check["status"] == "fail"]
     assert not failed, failed
     assert status == 0
-    assert {"jax", "devices", "compile", "generate", "cache directory", "shared by sessions"} <= {
-        check["title"] for check in checks
-    }
+    details = {check["title"]: check["detail"] for check in checks}
+    assert {"jax", "devices", "compile", "generate", "cache directory", "shared by sessions"} <= {*details}
+    assert re.fullmatch(r"\d+ GB/s; .* \d+% of it in 16 bits, \d+% .* in 8 bits, \d+% .* in 4 bits", details["reading"])
+    if unavailable_reason("cpu") is None and library.find() is not None:
+        assert re.search(r"prefetching \d+ KiB ahead into cache level [12], as ", details["native kernels"])
 
 
-def test_the_whole_report_with_a_broken_cache_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_whole_report_with_a_broken_cache_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "READ_BYTES", 4 << 20)
     (tmp_path / "file").write_text("in the way")
     assert main(["doctor", "--cache-dir", str(tmp_path / "file")]) == 1
     assert "fix: " in capsys.readouterr().out

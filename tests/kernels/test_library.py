@@ -16,7 +16,8 @@ from helpers.small import MODEL, OPTIONS
 from rekindle import EngineConfig
 from rekindle._src.session.parts import stored_programs
 from rekindle._src.session.resolve import resolve
-from rekindle_kernels.native import build, build_library, cpu, library
+from rekindle_kernels import kernels_origin
+from rekindle_kernels.native import build, build_library, cpu, library, object_loader
 
 pytestmark = pytest.mark.skipif(build.unavailable_reason() is not None, reason="no native kernels here")
 SCRIPT = Path(__file__).parents[1] / "helpers" / "fresh_machine.py"
@@ -58,6 +59,66 @@ def test_a_process_without_numba_gives_the_same_tokens(level: cpu.Level, tmp_pat
     assert found["at_first"] and all(found["at_first"].values()), "nothing had to be compiled first"
     assert (found["wrong"], found["refused"]) == (0, [])
     assert not (tmp_path / "cache" / "native").exists()
+
+
+@pytest.mark.skipif(library.platform_tag() != build_library.UNLINKED or not LEVELS, reason="kernels are linked here")
+@pytest.mark.slow
+def test_an_installation_measures_how_to_prefetch_and_keeps_the_choice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same tokens as before, and what was chosen is in the library's manifest and words."""
+    command = [sys.executable, "-m", "rekindle_kernels.native.build_library", "--here", "--out", str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [*command, "--kernels", "matvec_int8"], env=environment, capture_output=True, text=True, timeout=550
+    )
+    assert done.returncode == 0, done.stderr
+    said = json.loads((tmp_path / library.MANIFEST).read_text())["prefetch"]
+    assert said["chosen"] in [one["prefetch"] for one in said["gb_per_s"]] and len(said["gb_per_s"]) >= 4
+    assert all(one[bits] > 0 for one in said["gb_per_s"] for bits in ("16", "8", "4"))
+    monkeypatch.setenv(library.FOLDER, str(tmp_path))
+    found = library.find()
+    assert found is not None and found.prefetch == cpu.Prefetch(*said["chosen"])
+    assert found.processor == cpu.model_name() != ""
+    assert f"{found.prefetch.ahead >> 10} KiB ahead into cache level {found.prefetch.cache}" in kernels_origin()
+
+
+def test_another_prefetching_has_to_be_faster_in_most_turns() -> None:
+    tuning = pytest.importorskip("rekindle_kernels.native.tuning")
+    steady = [[10.0, 12.0, 11.0]] * 8
+    assert tuning.fastest([steady, steady], 0) == 1
+    assert tuning.fastest([steady, steady], 1) == 1
+    assert tuning.fastest([[[10.0, 10.2, 9.0]] * 8], 0) == 0, "a gain of 2 % is none"
+    noisy = [[10.0, 30.0]] * 3 + [[10.0, 9.0]] * 5
+    assert tuning.fastest([noisy], 0) == 0, "three lucky turns of eight"
+    assert tuning.fastest([steady, [[10.0, 5.0, 10.0]] * 8], 0) == 2, "faster in 16 bits, and slower in 4"
+
+
+def test_the_code_of_a_kernel_differs_in_its_prefetching_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results can't: the instructions that compute are the same."""
+    pytest.importorskip("numba")
+    from rekindle_kernels.native.compiling import function_code, machine_of
+    from rekindle_kernels.native.tuning import _probe
+
+    if cpu.machine() != "x86_64" or not LEVELS:
+        pytest.skip("compares code for x86-64")
+    machine, sizes = machine_of(LEVELS[0], linked=False), set()
+    monkeypatch.setattr(cpu, "building_for", LEVELS[0])
+    codes = []
+    for choice in (cpu.Prefetch(1, 8 << 10), cpu.Prefetch(2, 8 << 10)):
+        monkeypatch.setattr(cpu, "prefetching", choice)
+        code = function_code(lambda: _probe(8), "entry", machine)
+        executable = 4
+        codes += [
+            code[section.offset :][: section.size]
+            for section in object_loader._sections(code)
+            if section.flags & executable and section.size
+        ]
+        sizes.add(len(codes[-1]))
+    assert len(sizes) == 1 < len(codes[0]) and len(codes) == 2 and codes[0] != codes[1]
+    changed = [(a, b) for a, b in zip(*codes, strict=True) if a != b]
+    # 0F 18 /1 is prefetcht0 and 0F 18 /2 prefetcht1: the bits of the register's field change, and nothing else.
+    assert {a ^ b for a, b in changed} == {0x18}
 
 
 def manifest(folder: Path, **changes: object) -> None:

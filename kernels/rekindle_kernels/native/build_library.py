@@ -18,8 +18,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rekindle_kernels import int4_format
 from rekindle_kernels.native import cpu, kernel_table, library, object_loader
@@ -72,9 +73,11 @@ def build(
     linker: str | None = None,
     limit: float | None = None,
     origin: str = "",
+    prefetch: Mapping[str, Any] | None = None,
 ) -> Path:
     """Compile the kernels; the folder `target` then holds the library and its manifest. Returns the library's path.
 
+    `prefetch` is what `tuned` returned, and goes into the manifest.
     What is not begun after `limit` seconds is left out. `linker` is the compiler driver that links, if one is needed.
     """
     machines = {level.machine for level in levels}
@@ -115,12 +118,31 @@ def build(
         "levels": made,
         "objects": extents,
         "origin": origin,
+        "prefetch": prefetch,
     }
     new = target / f".{library.MANIFEST}.{os.getpid()}"
     new.write_text(json.dumps(manifest, indent=1))
     os.replace(new, target / library.MANIFEST)
     print(f"{place}: {count} kernels, {place.stat().st_size / 2**20:.1f} MiB, {seconds:.0f} s", file=sys.stderr)
     return place
+
+
+def tuned(level: cpu.Level) -> dict[str, Any] | None:
+    """What `tuning` chose for this processor, and why; None where it can't. A process of its own measures, as one that
+    forks should have had no threads, and sets no other kernels' choice."""
+    try:
+        code = f"from rekindle_kernels.native import cpu, tuning; tuning.main(cpu.level_called({level.name!r}))"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+        found: dict[str, Any] | None = json.loads(done.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        print(f"prefetching is not measured: {error}".splitlines()[0], file=sys.stderr)
+        return None
+    return found
+
+
+def reads_weights(name: str) -> bool:
+    """True if the kernel is of those whose prefetching `tuning` measures."""
+    return name.partition("_")[0] in {kernel_table.MATVEC.kind, kernel_table.INT4.kind}
 
 
 def fits(name: str, level: cpu.Level) -> bool:
@@ -246,8 +268,15 @@ def main() -> None:
         origin = "compiled at installation, for"
         if not levels:
             raise SystemExit("there are none for this kind of processor")
+    measures = arguments.here and library.platform_tag() == UNLINKED and any(map(reads_weights, kernels))
+    chosen = tuned(levels[0]) if measures else None
+    if chosen is not None:
+        cpu.prefetching = cpu.Prefetch(*chosen["chosen"])
     try:
-        build(arguments.out, levels, kernels, linker=arguments.linker, limit=arguments.limit, origin=origin)
+        build(
+            arguments.out, levels, kernels, linker=arguments.linker, limit=arguments.limit, origin=origin,
+            prefetch=chosen,
+        )  # fmt: skip
     except (ImportError, RuntimeError, OSError, subprocess.CalledProcessError) as error:
         raise SystemExit(str(error)) from None
 

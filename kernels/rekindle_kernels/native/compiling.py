@@ -8,7 +8,7 @@ once, and optimised once. The kernels of a bfloat16 llama: 7 s, of which LLVM ta
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -31,9 +31,21 @@ def object_code(name: str, entry: str, machine: Any) -> bytes:
         kernel = make(name)
         task, make_handler = kernel.functions()
         handler = make_handler()
-    for function, symbol in ((task, kernel.symbol), (handler, entry)):
-        _expose(function, symbol)
-    module = _linked(llvm.parse_assembly(""), [handler._library, task._library])
+    _expose(task, kernel.symbol)
+    return _code([handler, task], entry, machine)
+
+
+def function_code(make_function: Callable[[], Any], entry: str, machine: Any) -> bytes:
+    """The object code of a single C function, which is made while what it calls is gathered."""
+    with _gathering():
+        function = make_function()
+    return _code([function], entry, machine)
+
+
+def _code(functions: Sequence[Any], entry: str, machine: Any) -> bytes:
+    """The object code of the first function, which gets the name `entry`, and of others that it names."""
+    _expose(functions[0], entry)
+    module = _linked(llvm.parse_assembly(""), [function._library for function in functions])
     for value in (*module.functions, *module.global_variables):
         if not value.is_declaration and value.name != entry:
             value.linkage = "internal"  # seen as a whole no function fails, and what would tell Python so goes
@@ -46,7 +58,7 @@ def object_code(name: str, entry: str, machine: Any) -> bytes:
     _optimise(module, machine)
     numbas = [f.name for f in module.functions if f.is_declaration and f.name.startswith(("numba_", "NRT_"))]
     if numbas:
-        raise RuntimeError(f"{name} still names {', '.join(numbas)}: loading it would end the process")
+        raise RuntimeError(f"{entry} still names {', '.join(numbas)}: loading it would end the process")
     code: bytes = machine.emit_object(module)
     return code
 

@@ -13,6 +13,7 @@ import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 MASK = "REKINDLE_NATIVE_LEVEL"
 V3 = frozenset({"avx", "avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe"})
@@ -29,6 +30,16 @@ DOT_PRODUCTS = {
 }  # features, any of which has them
 
 
+class Prefetch(NamedTuple):
+    """How kernels ask for memory before they read it."""
+
+    cache: int  # the level of cache that it is brought into, 1 or 2
+    ahead: int  # bytes by which weights are asked for before they are read
+
+
+USUAL = Prefetch(1, 8 << 10)
+
+
 @dataclass(frozen=True, slots=True)
 class Level:
     """Processors for which the same machine code is compiled."""
@@ -38,6 +49,7 @@ class Level:
     cpu: str  # LLVM's name for those that have the least of it
     extra: tuple[str, ...]  # features beyond that
     features: frozenset[str]  # all that kernels and their choice look at
+    prefetch: Prefetch = USUAL  # where nothing else was measured to be faster
 
     @property
     def flags(self) -> str:
@@ -50,8 +62,8 @@ class Level:
         return self.name.replace("-", "_").replace(".", "_")
 
 
-def _x86(name: str, base: str, features: frozenset[str], *extra: str) -> Level:
-    return Level(name, "x86_64", base, extra, features | {*extra})
+def _x86(name: str, base: str, features: frozenset[str], *extra: str, prefetch: Prefetch = USUAL) -> Level:
+    return Level(name, "x86_64", base, extra, features | {*extra}, prefetch)
 
 
 def _arm(name: str, *features: str) -> Level:
@@ -59,7 +71,7 @@ def _arm(name: str, *features: str) -> Level:
 
 
 LEVELS = (  # of one machine the best first
-    _x86("x86-64-v4-bf16", "x86-64-v4", V4, "avx512vnni", "avx512bf16"),
+    _x86("x86-64-v4-bf16", "x86-64-v4", V4, "avx512vnni", "avx512bf16", prefetch=Prefetch(2, 8 << 10)),  # Zen 4's
     _x86("x86-64-v4-vnni", "x86-64-v4", V4, "avx512vnni"),
     _x86("x86-64-v4", "x86-64-v4", V4),
     _x86("x86-64-v3-vnni", "x86-64-v3", V3, "avxvnni"),
@@ -73,6 +85,7 @@ IDENTIFYING = {
     "cpu variant", "cpu part", "cpu revision",
 }  # fmt: skip
 building_for: Level | None = None  # set in processes that compile for others
+prefetching: Prefetch | None = None  # set in processes that compile with another one than the level's
 
 
 def level_called(name: str) -> Level:
@@ -106,6 +119,21 @@ def identity() -> str:
     import llvmlite.binding as llvm
 
     return f"{llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()}"
+
+
+def prefetch() -> Prefetch:
+    """How the kernels that are being compiled ask for memory."""
+    level = building_for or next(iter(levels()), None)
+    return prefetching or (USUAL if level is None else level.prefetch)
+
+
+def model_name() -> str:
+    """The processor's name, as its maker writes it; empty where the system does not say it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
 def has_feature(name: str) -> bool:

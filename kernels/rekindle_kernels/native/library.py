@@ -34,6 +34,8 @@ class Library(NamedTuple):
     levels: dict[str, frozenset[str]]  # the kernels of each level that may run here, the best first
     objects: dict[str, tuple[int, int]]  # offset and size of object files, by symbol; of a shared library none
     origin: str  # how it was made, in words
+    prefetch: cpu.Prefetch | None = None  # chosen by a measurement of `processor`; None if it is the levels' own
+    processor: str = ""
 
 
 def folder() -> Path:
@@ -83,8 +85,13 @@ def _find(place: Path, levels: tuple[cpu.Level, ...]) -> Library | None:
             log.debug("%s is for another system, processor or version", place)
             return None
         objects = {symbol: (first, size) for symbol, (first, size) in manifest.get("objects", {}).items()}
-        return Library(place / manifest["library"], manifest["digest"], usable, objects, manifest.get("origin", ""))
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+        measured = manifest.get("prefetch") or {}
+        prefetch = cpu.Prefetch(*measured["chosen"]) if measured else None
+        return Library(
+            place / manifest["library"], manifest["digest"], usable, objects, manifest.get("origin", ""),
+            prefetch, measured.get("processor", ""),
+        )  # fmt: skip
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         log.debug("no library of native kernels in %s: %r", place, error)
         return None
 

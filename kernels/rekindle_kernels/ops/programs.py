@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rekindle_kernels import native
-from rekindle_kernels.native import background_build, build, library
+from rekindle_kernels.native import background_build, build, cpu, library
 from rekindle_kernels.native.background_build import BackgroundBuild
 from rekindle_kernels.ops.registry import current_platform
 
@@ -48,7 +48,11 @@ def kernels_origin() -> str:
     found = library.find()
     if found is None:
         return f"numba compiles them for this processor when a model needs them, and keeps them in {build.folder()}"
-    return f"{found.origin or 'in the package, for'} {next(iter(found.levels))}: {found.path}"
+    level = next(iter(found.levels))
+    cache, ahead = found.prefetch or cpu.level_called(level).prefetch
+    measured = f"as measured on {found.processor or 'this processor'}" if found.prefetch else "as for all of its level"
+    prefetch = f"prefetching {ahead >> 10} KiB ahead into cache level {cache}, {measured}"
+    return f"{found.origin or 'in the package, for'} {level}, {prefetch}: {found.path}"
 
 
 def environment() -> dict[str, Any]:

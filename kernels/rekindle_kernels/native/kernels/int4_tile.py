@@ -23,6 +23,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from rekindle_kernels.int4_format import INPUTS_OF, OUTPUTS, SPAN, STEP_BYTES, STEPPED, TILE
+from rekindle_kernels.native import cpu
 from rekindle_kernels.native.cpu import has_feature
 from rekindle_kernels.native.language import arm
 from rekindle_kernels.native.language.memory import WORD, prefetch_at
@@ -35,7 +36,6 @@ _VECTOR_OF_BYTES = ir.VectorType(BYTE, 4 * LANES)
 _LOW_BITS, _HIGH_PAIRS, _SIGN_BITS = 0x0F0F0F0F, 0x30303030, 0x80808080
 STEP = {4: 4, 6: 1, 8: 2}  # tiles of the smallest group, by bits
 TILE_BYTES = {bits: OUTPUTS * inputs * bits // 8 for bits, inputs in INPUTS_OF.items()}
-AHEAD = 8 << 10  # bytes by which weights are prefetched, as in `matvec`
 
 # What a row is packed into: its 8-bit integers, then for all groups four numbers of four bytes each: their scales, what
 # the sums of their products begin at, the sums of their values, and -MAGIC times their scales.
@@ -80,6 +80,7 @@ def multiply_tile(
     in_registers = rows * vectors <= 8
     count, tile_bytes, step, tile_inputs = rows * vectors, TILE_BYTES[bits], STEP[bits], INPUTS_OF[bits]
     apart = UNPACKED * tile_inputs // 8 if unpacked else tile_bytes
+    ahead = cpu.prefetch().ahead
 
     @intrinsic
     def tile(
@@ -134,7 +135,7 @@ def multiply_tile(
                         number_of_tile = builder.add(first, WORD(each))
                         address = builder.add(weights, times(number_of_tile, apart))
                         for line in range(0, tile_bytes if prefetches else 0, TILE):
-                            prefetch_at(builder, builder.add(address, WORD(AHEAD + line)))
+                            prefetch_at(builder, builder.add(address, WORD(ahead + line)))
                         if unpacked:
                             fours: Iterable[Any] = (loaded(address, four) for four in range(tile_inputs // 4))
                         else:

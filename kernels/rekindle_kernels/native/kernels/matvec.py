@@ -17,10 +17,11 @@ A plain loop that the compiler vectorises reached 11.2 with 2 rows.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from rekindle_kernels.native import cpu
 from rekindle_kernels.native.kernel_table import MATVEC
 from rekindle_kernels.native.kernels.rms_norm import normalise
 from rekindle_kernels.native.language.handler import Kernel, first_unit, job_layout
@@ -32,11 +33,6 @@ from rekindle_kernels.native.language.vector import LANES, add, load_f32, multip
 from rekindle_kernels.native.language.vector_math import silu
 
 ZERO = np.float32(0)
-# Bytes by which weights are prefetched ahead: the processor's own prefetcher stops at every page of memory. Lines are
-# prefetched one by one between the products: a whole row's at once fill the queue of misses, and everything waits for
-# it (30 GB/s instead of 37, 2 rows). They are prefetched in the order of their addresses also where two rows of weights
-# are read in turn: 5 % less time for 2 rows.
-AHEAD = 8 << 10
 STEP = 8 * LANES  # weights of one row in four sums: with one sum int8 took 10 % longer, waiting for the sum before
 BLOCK_BYTES = 768 << 10  # of weights. A block's first lines are not prefetched: blocks of 192 KiB took 2 to 5 % longer
 
@@ -94,22 +90,37 @@ def set_rows(frame: Any, job: Any) -> None:
             normalise(frame.x.data + at, frame.norm.data, frame.settings.eps, width, job.x + at)
 
 
-def row_products(storage: Storage) -> Any:
-    """`for_all_rows(job, weight, count, out, N)`: one output, or two, of every row."""
+class RowFunctions(NamedTuple):
+    """What products of any number of rows are made of."""
+
+    ask_for: Any  # (address, weights)
+    remainder: Any  # (weight, x, K, start) -> sum
+    one_row: Any  # (weight, x, K, out)
+
+
+def row_functions(storage: Storage) -> RowFunctions:
+    """One output of one row, and its parts.
+
+    Weights are prefetched, since the processor's own prefetcher stops at every page of memory: line by line between the
+    products, as a whole row's at once fill the queue of misses, and everything waits for it (30 GB/s instead of 37, 2
+    rows). They are prefetched in the order of their addresses also where two rows of weights are read in turn: 5 % less
+    time for 2 rows.
+    """
     read, load, size = storage
+    ahead = cpu.prefetch().ahead
 
     @inline
     def ask_for(address: int, weights: int) -> None:
-        """Prefetch so many weights, as far AHEAD of the address as they will be read later."""
+        """Prefetch so many weights, as far ahead of the address as they will be read later."""
         for line in range(0, weights * size, LINE):
-            prefetch(address + AHEAD + line)
+            prefetch(address + ahead + line)
 
     @inline
     def remainder(weight: int, x: int, K: int, start: int) -> float:
         """One output of one row, from element `start` on."""
         a, end = splat(ZERO), start + (K - start) // LANES * LANES
         for k in range(start, end, LANES):
-            prefetch(weight + AHEAD + k * size)
+            prefetch(weight + ahead + k * size)
             a = multiply_add(load(weight, k), load_f32(x, k), a)
         sum_ = total(a)
         for k in range(end, K):
@@ -128,6 +139,14 @@ def row_products(storage: Storage) -> Any:
                 c = multiply_add(load(weight, i + 2 * LANES), load_f32(x, i + 2 * LANES), c)
                 d = multiply_add(load(weight, i + 3 * LANES), load_f32(x, i + 3 * LANES), d)
         set_f32(out, 0, total(add(add(a, b), add(c, d))) + remainder(weight, x, K, end))
+
+    return RowFunctions(ask_for, remainder, one_row)
+
+
+def row_products(storage: Storage) -> Any:
+    """`for_all_rows(job, weight, count, out, N)`: one output, or two, of every row."""
+    _, load, size = storage
+    ask_for, remainder, one_row = row_functions(storage)
 
     @inline
     def two_by_two(weight: int, x: int, K: int, N: int, out: int) -> None:

@@ -13,6 +13,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from rekindle_kernels.native import cpu
+
 WORD = ir.IntType(64)
 LINE = 64  # bytes of the cache
 
@@ -174,17 +176,17 @@ def address_of(name: str) -> Any:
 
 
 def prefetch_at(builder: Any, address: Any) -> None:
-    """The instructions of `prefetch`.
+    """The instructions of `prefetch`, into the level of cache that `cpu.prefetch` names.
 
-    Into the second level of cache: in the first, lines wait for one of its few places for misses, and so do the reads
-    behind them. Two cores of a Zen 4, 121 bfloat16 matrices of 135M, medians of turns, first level → second: one row
-    9.4 → 7.7 ms, two 11.1 → 8.1, four 11.6 → 8.1; int8 4.8 → 4.3, 5.6 → 5.0, 7.3 → 7.0. Without prefetching: 8.6.
+    In the first level, lines wait for one of its few places for misses, and so do the reads behind them. Two cores of a
+    Zen 4, 121 bfloat16 matrices of 135M, medians of turns, first level → second: one row 9.4 → 7.7 ms, two 11.1 → 8.1,
+    four 11.6 → 8.1; int8 4.8 → 4.3, 5.6 → 5.0, 7.3 → 7.0. Without prefetching: 8.6.
     """
     flag, pointer = ir.IntType(32), ir.IntType(8).as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [pointer, flag, flag, flag])
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    read, second_level, data = (ir.Constant(flag, number) for number in (0, 2, 1))
-    builder.call(function, [builder.inttoptr(address, pointer), read, second_level, data])
+    read, locality, data = (ir.Constant(flag, number) for number in (0, 4 - cpu.prefetch().cache, 1))
+    builder.call(function, [builder.inttoptr(address, pointer), read, locality, data])
 
 
 @intrinsic

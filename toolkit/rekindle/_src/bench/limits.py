@@ -12,7 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rekindle._src.models.loading.hugepages import aligned
 from rekindle._src.models.nn.packing import matrix_shape
+from rekindle_kernels import LinearOptions, int4, linear
 
 READ_BYTES = 384 << 20  # far more than the CPU's caches hold
 
@@ -53,12 +55,39 @@ def read_rate(nbytes: int, repeat: int) -> float:
     On CPU, folding a middle axis is a vector operation per element and cache line: 35 GB/s on two cores where a plain
     sum read 19.
     """
-    words = jnp.ones((nbytes // 4,), jnp.uint32)
+    filled = aligned((nbytes // 4,), np.uint32)  # memory as weights have it
+    filled[:] = 1
+    words = jax.device_put(filled)
     seconds = [best(jax.jit(_total), words, repeat=repeat)]
     for inner in (64, 128, 256, 1024):
         folded = words.reshape(-1, 131072 // inner, inner)
         seconds.append(best(jax.jit(_fold), folded, repeat=repeat))
     return words.nbytes / min(seconds) / 1e9
+
+
+def decode_rates(nbytes: int, repeat: int) -> dict[int, float]:
+    """GB/s at which products of one row read a matrix of 16, 8 and 4 bits, scales included: what decoding can reach."""
+    width = 2048
+    row = jnp.ones((1, width), jnp.float32)
+    found: dict[int, float] = {}
+    for bits, dtype in ((16, jnp.bfloat16), (8, np.int8), (4, np.uint8)):
+        outputs = nbytes * 8 // bits // width // 64 * 64
+        shape: tuple[int, ...] = (outputs, width)
+        scales: tuple[int, ...] = (outputs,)
+        quantize = None if bits == 16 else "int8"
+        if bits == 4:
+            shape, scales, quantize = int4.weight_shape(shape), int4.scale_shape(shape, 32), "int4"
+        weight, scale = aligned(shape, dtype), aligned(scales, np.float16 if bits == 4 else np.float32)
+        weight[:], scale[:] = 1, 1
+        operands = [jax.device_put(array) for array in (weight, scale)]  # a CPU adopts them where they lie
+
+        def product(x: jax.Array, weight: jax.Array, scale: jax.Array, quantize: str | None = quantize) -> jax.Array:
+            options = LinearOptions(quantize=quantize)
+            return linear(x, weight, scale=None if quantize is None else scale, options=options)
+
+        seconds = best(jax.jit(product), row, *operands, repeat=repeat)
+        found[bits] = sum(operand.nbytes for operand in operands[: 1 if bits == 16 else 2]) / seconds / 1e9
+    return found
 
 
 def _total(words: jax.Array) -> jax.Array:

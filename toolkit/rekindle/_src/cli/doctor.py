@@ -23,6 +23,7 @@ REQUIRED = ("jax", "jaxlib", "flax", "anyio", "numpy", "orbax-checkpoint", "toke
 NOTEBOOK = ("ipywidgets", "anywidget")
 LOW_DISK = 1 << 30
 LOW_MEMORY = 2 << 30
+READ_BYTES, READ_TURNS = 192 << 20, 9  # of an array whose reading is timed
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -54,7 +55,7 @@ def _wanted(arguments: argparse.Namespace) -> Iterator[Check]:
 
 def examine(folder: Path) -> Iterator[Check]:
     """Run every check in order; one that raises counts as failed."""
-    for look in (_python, _packages, _notebook, _shadowing, _devices, _native, _memory):
+    for look in (_python, _packages, _notebook, _shadowing, _devices, _native, _memory, _reading):
         yield from _guarded(look)
     yield from _guarded(lambda: _cache(folder))
     for look in (_compile, _tiny):
@@ -174,6 +175,19 @@ def _memory() -> Iterator[Check]:
         yield Check("warn", "memory", detail, "Close other programs, or open smaller models, or quantize='int4'")
     else:
         yield Check("pass", "memory", detail)
+
+
+def _reading() -> Iterator[Check]:
+    """How fast memory is read, and how close to it the products of one row come that decoding consists of; CPU only."""
+    import jax
+
+    from rekindle._src.bench import limits
+
+    if jax.default_backend() != "cpu" or (available() or LOW_MEMORY) < LOW_MEMORY:
+        return
+    rate, products = limits.read_rate(READ_BYTES, READ_TURNS), limits.decode_rates(READ_BYTES, READ_TURNS)
+    shares = ", ".join(f"{found / rate:.0%} of it in {bits} bits" for bits, found in products.items())
+    yield Check("pass", "reading", f"{rate:.0f} GB/s; products of one row read at {shares}")
 
 
 def _cache(folder: Path) -> Iterator[Check]:

@@ -1,0 +1,173 @@
+"""Chooses how weights are prefetched by a measurement of this processor, when its kernels are compiled ahead.
+
+Into which level of cache lines should come, and how far ahead, is a matter of the processor and not of its
+instructions. So the innermost loops of one row times a matrix of 16, 8 and 4 bits are compiled with each candidate and
+timed in turn on all processors. Prefetching changes no result. A level keeps its own where the gain is within what
+other work on the machine makes of a measurement, and where `object_loader` loads nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import mmap
+import os
+import statistics
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numba import cfunc, types
+
+from rekindle_kernels.native import cpu, object_loader
+from rekindle_kernels.native.compiling import function_code, machine_of
+from rekindle_kernels.native.cpu import Prefetch
+from rekindle_kernels.native.kernels import matvec
+from rekindle_kernels.native.kernels.int4_tile import NUMBERS, best_instruction, multiply_tile
+from rekindle_kernels.native.language.handler import HANDLER_JIT
+from rekindle_kernels.native.language.memory import word
+from rekindle_kernels.native.language.storage import STORAGE
+from rekindle_kernels.native.language.vector import LANES
+
+CANDIDATES = (Prefetch(1, 8 << 10), Prefetch(2, 8 << 10), Prefetch(2, 4 << 10), Prefetch(2, 16 << 10))
+BITS = (16, 8, 4)
+GAIN = 1.03  # by which another one has to be faster than the level's own
+WIDTH, GROUP = 1024, 32
+BYTES = 128 << 20  # of all processors' matrices together: more than most caches hold
+TURNS = 9
+_OPTIONS: dict[str, Any] = {**HANDLER_JIT}
+
+
+def chosen(level: cpu.Level) -> tuple[Prefetch, dict[int, list[float]]] | None:
+    """The fastest candidate on this processor, and GB/s by bits and candidate; None where they can't be timed."""
+    addresses = _probes(level)
+    if addresses is None:
+        return None
+    rates = {bits: _rates(bits, [addresses[bits, prefetch] for prefetch in CANDIDATES]) for bits in BITS}
+    best = fastest(list(rates.values()), CANDIDATES.index(level.prefetch))
+    medians = {bits: [round(statistics.median(turns), 1) for turns in zip(*rates[bits], strict=True)] for bits in BITS}
+    return CANDIDATES[best], medians
+
+
+def fastest(kinds: Sequence[Sequence[Sequence[float]]], own: int) -> int:
+    """The number of the best candidate: `own`, unless another one is clearly faster in most turns, over all kinds of
+    matrices. `kinds` has the rates of each kind by turn and candidate."""
+    turns = list(zip(*kinds, strict=True))
+    gains = {own: GAIN}
+    for number in range(len(turns[0][0])):
+        ratios = [math.prod(kind[number] / kind[own] for kind in turn) ** (1 / len(turn)) for turn in turns]
+        low, middle, _ = statistics.quantiles(ratios, n=4)
+        if low > 1 and middle > GAIN:
+            gains[number] = middle
+    return max(gains, key=gains.__getitem__)
+
+
+def _probes(level: cpu.Level) -> dict[tuple[int, Prefetch], int] | None:
+    """The addresses of a function for each number of bits and candidate."""
+    found = {}
+    machine, before = machine_of(level, linked=False), (cpu.building_for, cpu.prefetching)
+    cpu.building_for = level
+    try:
+        for bits in BITS:
+            for number, prefetch in enumerate(CANDIDATES):
+                cpu.prefetching, entry = prefetch, f"rekindle_probe_{bits}_{number}"
+                code = function_code(partial(_probe, bits), entry, machine)
+                address = object_loader.load(code, entry, {})
+                if address is None:
+                    return None
+                found[bits, prefetch] = address
+    finally:
+        cpu.building_for, cpu.prefetching = before
+    return found
+
+
+def _probe(bits: int) -> Any:
+    """One row times a matrix: a function of the address of a weight, scales, the row, results, and their number."""
+    if bits == 4:
+        tile = multiply_tile(1, 1, best_instruction(), scale="float16", prefetches=True)
+
+        @cfunc(types.void(types.int64), **_OPTIONS)
+        def four_bits(arguments: int) -> None:
+            weight, scale, x = word(arguments, 0), word(arguments, 1), word(arguments, 2)
+            groups = WIDTH // GROUP
+            for block in range(word(arguments, 4) // LANES):
+                here, scales = weight + block * WIDTH * LANES // 2, scale + block * groups * LANES * 2
+                tile(here, scales, 0, 0, 0, x, WIDTH, groups, 1, word(arguments, 3) + 4 * LANES * block)
+
+        return four_bits
+    storage = STORAGE["bfloat16" if bits == 16 else "int8"]
+    one_row, size = matvec.row_functions(storage).one_row, storage.size
+
+    @cfunc(types.void(types.int64), **_OPTIONS)
+    def plain(arguments: int) -> None:
+        weight, x, out = word(arguments, 0), word(arguments, 2), word(arguments, 3)
+        for n in range(word(arguments, 4)):
+            one_row(weight + n * WIDTH * size, x, WIDTH, out + 4 * n)
+
+    return plain
+
+
+class _Part:
+    """What one processor multiplies."""
+
+    def __init__(self, bits: int, nbytes: int) -> None:
+        outputs = nbytes * 8 // bits // WIDTH // LANES * LANES
+        self._weights = _huge_pages(nbytes)
+        self._scales = np.ones(outputs * (WIDTH // GROUP if bits == 4 else 1), np.float16)
+        self._row, self._out = (
+            np.zeros(4 * WIDTH + 4 * NUMBERS * WIDTH // GROUP, np.uint8),
+            np.zeros(outputs, np.float32),
+        )
+        arrays = (self._weights, self._scales, self._row, self._out)
+        self._arguments = np.array([*(array.ctypes.data for array in arrays), outputs], np.int64)
+        self.nbytes = outputs * WIDTH * bits // 8 + (self._scales.nbytes if bits == 4 else 0)
+
+    def multiply(self, function: Any) -> None:
+        function(self._arguments.ctypes.data)
+
+
+def _huge_pages(nbytes: int) -> np.ndarray:
+    """Memory as weights have it, all of it touched."""
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError, AttributeError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    found = np.frombuffer(memory, np.uint8)
+    found[:] = 1
+    return found
+
+
+def _rates(bits: int, addresses: list[int]) -> list[list[float]]:
+    """GB/s by turn and function: in each turn all of them run once, one after the other."""
+    processors = len(os.sched_getaffinity(0))
+    parts = [_Part(bits, BYTES // processors) for _ in range(processors)]
+    functions = [ctypes.CFUNCTYPE(None, ctypes.c_int64)(address) for address in addresses]  # they release the GIL
+
+    def rate(function: Any) -> float:
+        threads = [threading.Thread(target=part.multiply, args=(function,)) for part in parts]
+        started = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return sum(part.nbytes for part in parts) / (time.perf_counter() - started) / 1e9
+
+    return [[rate(function) for function in functions] for _ in range(1 + TURNS)][1:]
+
+
+def main(level: cpu.Level) -> None:
+    """Print what is chosen as JSON, for the manifest of a library; null where it can't be measured."""
+    found = chosen(level)
+    if found is None:
+        print("null")
+    else:
+        prefetch, rates = found
+        by_candidate = [
+            {"prefetch": candidate, **{str(bits): rates[bits][number] for bits in BITS}}
+            for number, candidate in enumerate(CANDIDATES)
+        ]
+        print(json.dumps({"chosen": prefetch, "processor": cpu.model_name(), "gb_per_s": by_candidate}))
