@@ -79,38 +79,44 @@ def group_of(weight: Any, scale: Any) -> int:
     return group
 
 
-def pack(integers: NDArray[Any], bits: int | None = None) -> NDArray[Any]:
-    """`weight` of integers 0 to 15, [N, K] or [G, N, K]; of eight bits, or as many as are said, if they are int8."""
-    *stack, outputs, inputs = integers.shape
-    if integers.dtype == np.int8:
-        quads = np.ascontiguousarray(integers).view(np.uint32).reshape(*stack, outputs // OUTPUTS, OUTPUTS, inputs // 4)
-        if bits == 6:
-            return _pack_six(quads.reshape(-1, OUTPUTS, inputs // 4)).reshape(weight_shape(integers.shape, 6))
-        words = np.ascontiguousarray(np.swapaxes(quads, -1, -2)).view(np.int32)
-        return words.reshape(weight_shape(integers.shape, 8))
+def pack(integers: NDArray[Any], bits: int | None = None, *, out: NDArray[Any] | None = None) -> NDArray[Any]:
+    """`weight` of integers 0 to 15, [N, K] or [G, N, K]; of eight bits, or as many as are said, if they are int8.
+
+    It is written to `out`, if that is given.
+    """
+    *_, outputs, inputs = integers.shape
+    bits = bits or (8 if integers.dtype == np.int8 else 4)
+    if out is None:
+        out = np.empty(weight_shape(integers.shape, bits), DTYPES[bits])
+    words = np.ascontiguousarray(integers).view(np.uint32).reshape(-1, OUTPUTS, inputs // 4)
+    into = out.view(np.uint32).reshape(len(words), -1, OUTPUTS)
+    if bits == 8:
+        into[...] = np.swapaxes(words, 1, 2)
+        return out
     # In words of four bytes: one byte by one it took four times as long.
-    words = np.ascontiguousarray(integers, np.uint8).view(np.uint32)
-    words = words.reshape(*stack, outputs // OUTPUTS, OUTPUTS, inputs // INPUTS, 2)
-    pairs = words[..., 0] | (words[..., 1] << np.uint32(4))
-    return np.ascontiguousarray(np.swapaxes(pairs, -1, -2)).view(np.uint8).reshape(weight_shape(integers.shape))
-
-
-def _pack_six(quads: NDArray[np.uint32]) -> NDArray[np.uint32]:
-    """Tiles [blocks, K / 16, 3, 16] of six bits that hold words [blocks, 16, K / 4] of four integers each, as int8."""
-    blocks, _, words = quads.shape
-    packed, step = np.empty((blocks, words // 4, 3, OUTPUTS), np.uint32), max(1, _AT_ONCE // (OUTPUTS * words))
-    for first in range(0, blocks, step):
+    step = max(1, _AT_ONCE // (OUTPUTS * words.shape[2]))
+    for first in range(0, len(words), step):
         few = slice(first, first + step)
-        # Adding 32 to six bits of two's complement turns the highest one around. Bytes are shifted as words: what comes
-        # from the byte beside is masked.
-        stored = (quads[few] ^ np.uint32(0x20202020)).reshape(-1, OUTPUTS, words // 4, 4)
-        fours = [np.swapaxes(stored[..., four], 1, 2) for four in range(4)]
-        low = [four & np.uint32(_NIBBLES) for four in fours]
-        high = [(four >> np.uint32(4)) & np.uint32(_PAIRS) for four in fours]
-        packed[few, :, 0] = low[0] | (low[1] << np.uint32(4))
-        packed[few, :, 1] = low[2] | (low[3] << np.uint32(4))
-        packed[few, :, 2] = high[0] | (high[1] << np.uint32(2)) | (high[2] << np.uint32(4)) | (high[3] << np.uint32(6))
-    return packed
+        if bits == 6:
+            _pack_six(words[few], into[few])
+        else:
+            halves = words[few].reshape(-1, OUTPUTS, inputs // INPUTS, 2)
+            into[few] = np.swapaxes(halves[..., 0] | (halves[..., 1] << np.uint32(4)), 1, 2)
+    return out
+
+
+def _pack_six(quads: NDArray[np.uint32], packed: NDArray[np.uint32]) -> None:
+    """Fill tiles [blocks, K / 16 * 3, 16] of six bits that hold words [blocks, 16, K / 4] of four integers of int8."""
+    lines = packed.reshape(len(quads), -1, 3, OUTPUTS)
+    # Adding 32 to six bits of two's complement turns the highest one around. Bytes are shifted as words: what comes
+    # from the byte beside is masked.
+    stored = (quads ^ np.uint32(0x20202020)).reshape(len(quads), OUTPUTS, -1, 4)
+    fours = [np.swapaxes(stored[..., four], 1, 2) for four in range(4)]
+    low = [four & np.uint32(_NIBBLES) for four in fours]
+    high = [(four >> np.uint32(4)) & np.uint32(_PAIRS) for four in fours]
+    lines[:, :, 0] = low[0] | (low[1] << np.uint32(4))
+    lines[:, :, 1] = low[2] | (low[3] << np.uint32(4))
+    lines[:, :, 2] = high[0] | (high[1] << np.uint32(2)) | (high[2] << np.uint32(4)) | (high[3] << np.uint32(6))
 
 
 def _words_of_six(tiles: Any) -> tuple[Any, ...]:

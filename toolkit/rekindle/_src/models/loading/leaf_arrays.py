@@ -78,10 +78,13 @@ class LeafArrays(NamedTuple):
             return found if leaf.scale is None or self.scale is None else found | {leaf.scale: self.scale}
         assert leaf.scale is not None, "integers have scales"
         assert self.scale is not None, "integers have scales"
-        found = {leaf.path: int4.pack(self.values, leaf.packing.bits), leaf.scale: int4.pack_scales(self.scale)}
+        bits = leaf.packing.bits
+        memory = aligned(int4.weight_shape(self.values.shape, bits), int4.DTYPES[bits])
+        int4.pack(self.values, bits, out=memory)
+        found = {leaf.path: memory, leaf.scale: _adopted(int4.pack_scales(self.scale))}
         if leaf.minimum is not None and self.minimum is not None:
-            found[leaf.minimum] = int4.pack_scales(self.minimum)
-        return {path: _adopted(array) for path, array in found.items()}
+            found[leaf.minimum] = _adopted(int4.pack_scales(self.minimum))
+        return found
 
 
 def _adopted(array: NDArray[Any]) -> NDArray[Any]:
