@@ -84,7 +84,7 @@ def pack(integers: NDArray[Any], bits: int | None = None, *, out: NDArray[Any] |
 
     It is written to `out`, if that is given.
     """
-    *_, outputs, inputs = integers.shape
+    inputs = integers.shape[-1]
     bits = bits or (8 if integers.dtype == np.int8 else 4)
     if out is None:
         out = np.empty(weight_shape(integers.shape, bits), DTYPES[bits])

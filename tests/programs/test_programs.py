@@ -20,6 +20,7 @@ from helpers.dict_store import DictStore
 from helpers.driving import TINY, tiny_config
 from rekindle._src.models.base import abstract_model
 from rekindle._src.models.registry import config_from_hf
+from rekindle._src.programs import warming
 from rekindle._src.programs.buckets import Bucket
 from rekindle._src.programs.helpers import ADMIT, MEMORY
 from rekindle._src.programs.keys import Key
@@ -180,6 +181,26 @@ def test_a_lazy_session_loads_what_its_first_request_needs_and_compiles_nothing(
     lazy.opened()
     assert {record.name for record in again.manifest()} == {"r2t32", *(FILLS if restoring else [])}
     assert again.compilations == programs.compilations == 0
+
+
+def test_a_lazy_session_of_many_layers_compiles_for_a_first_text_before_it_is_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(warming, "DEEP", CONFIG.num_layers)
+    monkeypatch.setattr(warming, "build_kernels", lambda names: None)
+    monkeypatch.setattr(Programs, "kernels", lambda self: ["norm"])
+    store = DictStore()
+    programs = programs_of(store=store)
+    lazy = Warming(programs, "lazy")
+    lazy._thread.join()
+    needed = warming.first_needed(programs, restoring=False)[:2]
+    assert {record.name for record in programs.manifest()} == {key.name for key in needed}
+    assert {record.origin for record in programs.manifest()} == {"compiled"}
+    again = programs_of(store=store)
+    lazy = Warming(again, "lazy")
+    lazy._thread.join()
+    lazy.opened()
+    assert again.compilations == 0
 
 
 @pytest.mark.parametrize("mode", ["lazy", "background"])

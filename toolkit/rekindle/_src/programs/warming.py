@@ -151,7 +151,8 @@ class Warming:
 
     all         every program is ready when the session opens
     background  every program is made ready while the session serves; one that fails is tried again when it is needed
-    lazy        nothing is compiled; the first request's programs are loaded from the store until the session opens
+    lazy        the first request's programs are loaded from the store until the session opens; those of a model of many
+                layers are compiled if they are not stored, and nothing else is
 
     A session that restores pages opens when it has loaded what their first request needs, of what is stored.
 
@@ -189,6 +190,8 @@ class Warming:
         prefill_and_decode = first[: 2 + len(programs.fills) * restoring]
         self._awaited: list[Key] = prefill_and_decode if restoring and not in_parts else []
         self._programs = programs
+        # Programs of many layers are compiled while weights are read, since a first text would wait for seconds.
+        self._is_deep = programs.model.num_layers >= DEEP and bool(programs.kernels())
 
         def work() -> None:
             if not self.wait_for_kernels():
@@ -198,7 +201,10 @@ class Warming:
                     with contextlib.suppress(CompileError):  # whoever needs the program tries again, and gets the error
                         self._make_first(programs, prefill_and_decode, contexts)
                     self._replace(programs, contexts)
-                self._load(programs, prefill_and_decode, contexts)
+                stored = self._load(programs, prefill_and_decode, contexts)
+                if not (stored or in_parts) and self._is_deep:
+                    with contextlib.suppress(CompileError):  # as above
+                        warm(programs, prefill_and_decode, stopped=self._stopped, contexts=contexts)
                 if not self._opening.is_set():
                     self._load(programs, first, contexts)
                 return
