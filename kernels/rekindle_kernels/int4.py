@@ -88,7 +88,8 @@ def pack(integers: NDArray[Any], bits: int | None = None, *, out: NDArray[Any] |
     bits = bits or (8 if integers.dtype == np.int8 else 4)
     if out is None:
         out = np.empty(weight_shape(integers.shape, bits), DTYPES[bits])
-    words = np.ascontiguousarray(integers).view(np.uint32).reshape(-1, OUTPUTS, inputs // 4)
+    of_bytes = np.ascontiguousarray(integers, np.int8 if integers.dtype == np.int8 else np.uint8)
+    words = of_bytes.view(np.uint32).reshape(-1, OUTPUTS, inputs // 4)
     into = out.view(np.uint32).reshape(len(words), -1, OUTPUTS)
     if bits == 8:
         into[...] = np.swapaxes(words, 1, 2)
