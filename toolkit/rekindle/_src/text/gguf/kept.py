@@ -23,12 +23,16 @@ from rekindle_kernels import private_files
 SMALL = 1 << 20  # bytes of a header, up to which a tokenizer is made faster than it is worth keeping
 
 
-def kept(header: bytes, make: Callable[[], tokenizers.Tokenizer | None]) -> tokenizers.Tokenizer | None:
-    """The tokenizer of a file with this header: the one that was kept, or what `make` returns, which is kept then."""
-    if len(header) < SMALL:
+def key_of(header: bytes) -> bytes | None:
+    """Return the key under which the tokenizer of a file with this header is kept; None if it is not worth keeping."""
+    return None if len(header) < SMALL else hashlib.blake2b(header).digest()
+
+
+def kept(key: bytes | None, make: Callable[[], tokenizers.Tokenizer | None]) -> tokenizers.Tokenizer | None:
+    """Return the tokenizer that was kept under this key, or what `make` returns, which is kept then."""
+    if key is None:
         return make()
-    key = hashlib.blake2b(header + _sources(), digest_size=16).hexdigest()
-    path = cache_folder() / "tokenizers" / key
+    path = cache_folder() / "tokenizers" / hashlib.blake2b(key + _sources(), digest_size=16).hexdigest()
     usable = private_files.distrust_reason(path.parent) is None
     if usable:
         with contextlib.suppress(Exception):  # absent, damaged, or of another version of tokenizers: it is made again

@@ -12,7 +12,7 @@ import tokenizers
 from rekindle._src.models.loading.gguf.header import GgufHeader, read_header
 from rekindle._src.models.loading.gguf.metadata import Metadata
 from rekindle._src.models.loading.gguf.stop_tokens import stop_tokens
-from rekindle._src.text.gguf.kept import kept
+from rekindle._src.text.gguf.kept import kept, key_of
 from rekindle._src.text.gguf.partial import PartialTokenizer
 from rekindle._src.text.gguf.vocabulary import Vocabulary, read_backend, recipe
 
@@ -48,12 +48,12 @@ def read_tokenizer(path: str | Path) -> FileTokenizer:
 
 def _backend(header: GgufHeader) -> tokenizers.Tokenizer | PartialTokenizer | None:
     """What is encoded with: parts of a vocabulary where these can stand for it."""
-    metadata = header.metadata
+    metadata, key = header.metadata, key_of(header.raw)
     if (bpe := recipe(metadata)) is None:
-        return kept(header.raw, lambda: read_backend(metadata))
+        return kept(key, lambda: read_backend(metadata))
 
-    def whole() -> tokenizers.Tokenizer:
-        made = kept(header.raw, bpe.whole)
+    def whole() -> tokenizers.Tokenizer:  # without the header, which has megabytes
+        made = kept(key, bpe.whole)
         assert made is not None, "a recipe makes one"
         return made
 
