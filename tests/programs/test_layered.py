@@ -56,6 +56,10 @@ def programs_of(model: LoadedModel = MODEL, **changes: Any) -> Programs:
     return programs
 
 
+def whole_programs_of(model: LoadedModel = MODEL) -> Programs:
+    return Programs(model.config, model.graph, model.leaves, tiny_config())
+
+
 def smallest_guided(programs: Programs) -> Bucket:
     """The smallest step with guided rows; native kernels give one row a program of its own."""
     return programs.lattice_for(guided=True, pools=False)[0]
@@ -86,14 +90,13 @@ def written(model: LoadedModel, programs: Programs, **options: Any) -> tuple[lis
 
 
 @pytest.mark.parametrize("name", [*FEW, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
-def test_every_family_writes_what_whole_programs_write(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_family_writes_what_whole_programs_write(name: str) -> None:
     model = case(name)
     programs = programs_of(model)
     assert isinstance(programs.get(DECODE), LayeredStep) and isinstance(programs.get(PREFILL), LayeredStep)
     parts = written(model, programs), written(model, programs, temperature=0.9, logprobs=2)
-    monkeypatch.setattr(layered, "WHOLE", frozenset({model.config.model_type}))
-    programs = programs_of(model)
-    assert not isinstance(programs.get(DECODE), LayeredStep), "this is how a family says that it can't be cut"
+    programs = whole_programs_of(model)
+    assert not isinstance(programs.get(DECODE), LayeredStep)
     whole = written(model, programs), written(model, programs, temperature=0.9, logprobs=2)
     assert [tokens for tokens, _ in parts] == [tokens for tokens, _ in whole]
     np.testing.assert_allclose(parts[1][1], whole[1][1], rtol=1e-4, atol=1e-5)
@@ -212,7 +215,7 @@ def test_programs_of_one_size_share_their_layers() -> None:
     assert programs.compilations == 5, "an opening, a layer, two closings, and the choice, which has no layers"
 
 
-def test_halves_and_pooling_programs_are_made_of_parts_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_halves_and_pooling_programs_are_made_of_parts_too() -> None:
     """What they give for a step that prefills beside a row that decodes is what whole programs give.
 
     Of empty rows no logits are computed, and their tokens go to the scratch slot.
@@ -248,8 +251,7 @@ def test_halves_and_pooling_programs_are_made_of_parts_too(monkeypatch: pytest.M
         return [np.asarray(leaf) for leaf in jax.tree.leaves(found)]
 
     parts = results(programs)
-    monkeypatch.setattr(layered, "WHOLE", frozenset({"llama"}))
-    for left, right in zip(parts, results(programs_of()), strict=True):
+    for left, right in zip(parts, results(whole_programs_of()), strict=True):
         np.testing.assert_allclose(left, right, rtol=1e-4, atol=1e-5)
 
 

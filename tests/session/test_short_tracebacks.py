@@ -122,8 +122,8 @@ CALLS = {
     "chat": ("done = await slow.conversation(template='{{ messages[0].content }}').say('x')", "CancelledError", "text"),
     "sync": ("done = slow.generate_sync('x', max_tokens=400)", "KeyboardInterrupt", "text"),
     "a stream": ("for delta in slow.stream_sync('x', max_tokens=400): pass", "KeyboardInterrupt", "text"),
-    "map": ("done = await slow.map([{'a': 'x'}] * 99, '{a}', max_tokens=6)", "CancelledError", "answers"),
-    "map_sync": ("done = slow.map_sync([{'a': 'x'}] * 99, '{a}', max_tokens=6)", "KeyboardInterrupt", "answers"),
+    "map": ("done = await slow.map([{'a': 'x'}] * 999, '{a}', max_tokens=9)", "CancelledError", "answers"),
+    "map_sync": ("done = slow.map_sync([{'a': 'x'}] * 999, '{a}', max_tokens=9)", "KeyboardInterrupt", "answers"),
 }  # fmt: skip
 
 
@@ -141,7 +141,7 @@ def test_an_interrupted_cell_keeps_its_text_and_says_where(notebook: Kernel, nam
     shown = re.sub(r"\x1b\[[0-9;]*m", "", cell.traceback)
     assert len(shown.split("\n")) <= MOST, shown
     assert f"----> 2 {code}" in shown
-    after = r"\d+ of 99 rows; their" if words == "answers" else r"\d+ tokens; the"
+    after = r"\d+ of 999 rows; their" if words == "answers" else r"\d+ tokens; the"
     assert re.search(rf"{error}: stopped after {after} {words} (is|are) kept as session\.last", shown), shown
     if words == "answers":
         assert notebook.ok("print(len(slow.last.texts) > 5, slow.last.errors)") == "True {}"
