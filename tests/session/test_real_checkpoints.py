@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -120,3 +122,30 @@ def test_a_restart_goes_on_with_what_was_computed(opened: Opened) -> None:
         second = again.generate_sync(ids, max_tokens=16, ignore_eos=True)
     assert second.usage.cached_tokens >= 200
     assert second.token_ids == first.token_ids
+
+
+READING = """
+import sys
+import rekindle
+
+path, folder = sys.argv[1:]
+with rekindle.open_sync(path, cache_dir=folder, quiet=True) as session:
+    for prompt in ("The capital of France is", "Once upon a time", "A list of three colours:"):
+        session.generate_sync(prompt, max_tokens=60)
+    with open("/proc/self/status") as status:
+        print(next(line.split()[1] for line in status if line.startswith("VmRSS:")))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells what is resident")
+def test_a_file_in_four_bits_takes_its_size_and_400_megabytes(tmp_path: Path) -> None:
+    """The first process compiles its programs and packs the weights; the second maps what is kept."""
+    path = real_checkpoints.path_or_reason("gemma3")
+    if isinstance(path, str):
+        pytest.skip(path)
+    for start in ("first", "second"):
+        command = [sys.executable, "-c", READING, str(path), str(tmp_path / "cache")]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        held = int(done.stdout.split()[-1]) << 10
+        print(f"{path.name}, {start} start: {held / 1e6:.0f} MB")
+        assert held <= path.stat().st_size + 400e6, start

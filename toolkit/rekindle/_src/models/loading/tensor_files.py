@@ -67,12 +67,12 @@ class TensorEntry(NamedTuple):
 
 
 class Header(NamedTuple):
-    """The header of one file: its tensors, metadata, and the raw bytes that a fingerprint takes."""
+    """The header of one file: its tensors, metadata, and what a fingerprint takes."""
 
     file: Path
     entries: tuple[TensorEntry, ...]
     metadata: dict[str, str]
-    raw: bytes
+    raw: bytes  # the header itself, or a digest of one that is long
     size: int
 
 

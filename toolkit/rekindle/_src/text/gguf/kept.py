@@ -16,6 +16,7 @@ import tokenizers
 
 from rekindle._src.core.config import cache_folder
 from rekindle._src.models.loading.fingerprint import files_digest
+from rekindle._src.models.loading.gguf.header import GgufHeader
 from rekindle._src.text.panics import panics_as
 from rekindle.errors import CheckpointError
 from rekindle_kernels import private_files
@@ -23,9 +24,9 @@ from rekindle_kernels import private_files
 SMALL = 1 << 20  # bytes of a header, up to which a tokenizer is made faster than it is worth keeping
 
 
-def key_of(header: bytes) -> bytes | None:
+def key_of(header: GgufHeader) -> bytes | None:
     """Return the key under which the tokenizer of a file with this header is kept; None if it is not worth keeping."""
-    return None if len(header) < SMALL else hashlib.blake2b(header).digest()
+    return None if header.nbytes < SMALL else header.digest
 
 
 def kept(key: bytes | None, make: Callable[[], tokenizers.Tokenizer | None]) -> tokenizers.Tokenizer | None:

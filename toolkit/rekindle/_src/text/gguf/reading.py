@@ -48,7 +48,7 @@ def read_tokenizer(path: str | Path) -> FileTokenizer:
 
 def _backend(header: GgufHeader) -> tokenizers.Tokenizer | PartialTokenizer | None:
     """What is encoded with: parts of a vocabulary where these can stand for it."""
-    metadata, key = header.metadata, key_of(header.raw)
+    metadata, key = header.metadata, key_of(header)
     if (bpe := recipe(metadata)) is None:
         return kept(key, lambda: read_backend(metadata))
 

@@ -73,7 +73,7 @@ class TokenTable:
         self.texts = texts
         lengths = texts.ends - texts.starts
         self.longest = int(lengths.max(initial=0))
-        self._prefixes = np.zeros(1 << 22, np.bool_)
+        prefixes = np.zeros(1 << 22, np.bool_)
         hashes = np.empty(len(texts), np.uint64)
         octets = np.frombuffer(texts.content, np.uint8)
         for at in range(0, len(texts), CHUNK):
@@ -84,7 +84,8 @@ class TokenTable:
             each = lengths[at : at + len(starts)]
             begins = np.repeat(starts, each)
             places = np.arange(len(begins)) - np.repeat(np.cumsum(each) - each, each) + begins + 1
-            self._prefixes[sums.hashes(begins, places) >> _SHIFT] = True
+            prefixes[sums.hashes(begins, places) >> _SHIFT] = True
+        self._prefixes = np.packbits(prefixes, bitorder="little")
         order = np.argsort(hashes)
         sorted_hashes = hashes[order]
         again = np.append(False, sorted_hashes[1:] == sorted_hashes[:-1])
@@ -92,11 +93,14 @@ class TokenTable:
             if texts[int(order[at])] != texts[int(order[at - 1])]:
                 raise ValueError("two tokens have one hash")
         # Of tokens with one text the first is meant.
-        self._hashes, self._ids = sorted_hashes[~again], np.minimum.reduceat(order, np.flatnonzero(~again))
+        self._hashes, self._ids = (
+            sorted_hashes[~again],
+            np.minimum.reduceat(order, np.flatnonzero(~again)).astype(np.int32),
+        )
         self.first = np.zeros(len(texts), np.bool_)  # whether no token before it has the same text
         self.first[self._ids] = True
 
-    def ids(self, hashes: Numbers) -> NDArray[np.int64]:
+    def ids(self, hashes: Numbers) -> NDArray[np.int32]:
         """The ids of the tokens with these hashes, -1 where there is none."""
         at = np.minimum(np.searchsorted(self._hashes, hashes), len(self._hashes) - 1)
         return np.where(self._hashes[at] == hashes, self._ids[at], -1)
@@ -106,6 +110,12 @@ class TokenTable:
         content = np.frombuffer(token.encode("utf-8", "surrogatepass"), np.uint8)
         (found,) = self.ids(Sums(content).hashes(np.array([0]), np.array([len(content)]))).tolist()
         return found if found >= 0 and self.texts[found] == token else None
+
+    def _begin_tokens(self, hashes: Numbers) -> NDArray[np.bool_]:
+        """Return for each hash whether a token may begin with a string that has it."""
+        places = hashes >> _SHIFT
+        bits = self._prefixes[places >> np.uint64(3)] >> (places & np.uint64(7)).astype(np.uint8)
+        return (bits & np.uint8(1)).astype(np.bool_)
 
     def inside(self, content: bytes, prefix: bytes = b"") -> set[int]:
         """The tokens that are parts of `content`, or of `prefix` and what follows some place in it."""
@@ -118,7 +128,7 @@ class TokenTable:
             for length in range(0 if before else 1, self.longest - len(before) + 1):
                 at = at[: np.searchsorted(at, len(octets) - length, side="right")]
                 hashes = sums.hashes(at, at + length) * factor + head
-                begun = self._prefixes[hashes >> _SHIFT]
+                begun = self._begin_tokens(hashes)
                 at, hashes = at[begun], hashes[begun]
                 if not len(at):
                     break

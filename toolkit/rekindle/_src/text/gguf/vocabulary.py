@@ -204,7 +204,7 @@ class MergeList:
 
     def __init__(self, path: Path, texts: Texts) -> None:
         self._path, self._texts = path, texts
-        self._order = self._made = np.empty(0, np.int64)  # the merges by the ids that they make; those ids
+        self._order = self._made = np.empty(0, np.int32)  # the merges by the ids that they make; those ids
 
     def whole(self, ids: Mapping[str, int]) -> list[Pair]:
         return [self._pair(merge) for merge in self._texts]
@@ -222,7 +222,7 @@ class MergeList:
         middles = spaces[np.searchsorted(spaces, texts.starts)]
         if (middles >= texts.ends).any():
             raise ValueError("a merge is not of two tokens")
-        made = [np.empty(0, np.int64)]
+        made = [np.empty(0, np.int32)]
         for at in range(0, len(texts), CHUNK):
             chunk = slice(at, at + CHUNK)
             first, last = int(texts.starts[at]), int(texts.ends[chunk][-1])
@@ -232,7 +232,7 @@ class MergeList:
                 raise ValueError("a merge is of no tokens, or makes none")
             made.append(ids[2])
         joined = np.concatenate(made)
-        self._order = np.argsort(joined)
+        self._order = np.argsort(joined).astype(np.int32)
         self._made = joined[self._order]
 
     def _pair(self, merge: str) -> Pair:
@@ -266,10 +266,10 @@ class Cuts:
         self._words, self._scores = words, scores
 
     @functools.cached_property
-    def _ranks(self) -> NDArray[np.int64]:
+    def _ranks(self) -> NDArray[np.int32]:
         """Which piece comes before which; among pieces of one score the vocabulary's order decides."""
-        ranks = np.empty(len(self._scores), np.int64)
-        ranks[np.argsort(-self._scores, kind="stable")] = np.arange(len(ranks)) << _ID_BITS
+        ranks = np.empty(len(self._scores), np.int32)
+        ranks[np.argsort(-self._scores, kind="stable")] = np.arange(len(ranks))
         return ranks
 
     def whole(self, ids: Mapping[str, int]) -> list[Pair]:
@@ -289,7 +289,7 @@ class Cuts:
         index = ids[token]
         if not self._is_cut(token, index):
             return {}
-        rank, pairs = int(self._ranks[index]), ((token[:at], token[at:]) for at in range(1, len(token)))
+        rank, pairs = int(self._ranks[index]) << _ID_BITS, ((token[:at], token[at:]) for at in range(1, len(token)))
         return {rank + ids[left]: (left, right) for left, right in pairs if left in ids and right in ids}
 
     def _is_cut(self, piece: str, index: int) -> bool:

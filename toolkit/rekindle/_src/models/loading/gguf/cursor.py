@@ -6,6 +6,7 @@ file before anything is allocated for it, and an error names the key or tensor t
 
 from __future__ import annotations
 
+import hashlib
 import os
 import struct
 from collections.abc import Iterator, Sequence
@@ -27,7 +28,7 @@ _WINDOW = 1 << 20  # bytes that strings are looked for in at once
 class Texts(Sequence[str]):
     """An array of strings, decoded when they are asked for."""
 
-    def __init__(self, content: bytes, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
+    def __init__(self, content: bytes, starts: NDArray[np.int32], ends: NDArray[np.int32]) -> None:
         self.content = content  # of the array: a length of 8 bytes before each string
         self.starts, self.ends = starts, ends  # of the strings in it
 
@@ -62,10 +63,10 @@ class Cursor:
         """The bytes of the file behind the position."""
         return self.size - self.position
 
-    @property
-    def seen(self) -> bytes:
-        """The header up to the position."""
-        return bytes(self._buffer[: self.position])
+    def digest(self) -> bytes:
+        """Return a digest of the header up to the position."""
+        with memoryview(self._buffer) as view:
+            return hashlib.blake2b(view[: self.position]).digest()
 
     def broken(self, problem: str) -> CheckpointError:
         return CheckpointError(
@@ -114,9 +115,9 @@ class Cursor:
                 left, some = left - len(found[-1]), some * 2
             elif not len(found[-1]):
                 raise self.broken(f"string {count - left:,} needs 8 bytes, and {self.left:,} are left in the file")
-        starts = np.concatenate(found) - first
+        starts = (np.concatenate(found) - first).astype(np.int32)
         content = bytes(self._buffer[first : self.position])
-        ends = np.append(starts[1:] - 8, len(content))[: len(starts)]
+        ends = np.append(starts[1:] - 8, np.int32(len(content)))[: len(starts)]
         try:
             if not content.isascii():  # lengths are read as ASCII: no character goes on behind one
                 bare, lengths = bytearray(content), ends - starts

@@ -45,7 +45,8 @@ class GgufHeader(NamedTuple):
     path: Path
     metadata: Metadata
     tensors: tuple[GgufTensor, ...]
-    raw: bytes  # the header itself, which a fingerprint takes
+    nbytes: int  # of the header itself
+    digest: bytes  # of them, which a fingerprint takes: a vocabulary has megabytes
     size: int  # of the file
 
 
@@ -79,11 +80,11 @@ def _read(path: Path, version: tuple[int, ...]) -> GgufHeader:
         if not 8 <= alignment <= 1 << 20 or alignment & (alignment - 1):
             raise CheckpointError(f"{path}: general.alignment={alignment} is not a power of two. Download it again.")
         described = [_tensor(cursor, number) for number in range(tensors)]
-        raw = cursor.seen
+        nbytes, digest = cursor.position, cursor.digest()
         start = -(-cursor.position // alignment) * alignment
         placed = tuple(tensor._replace(offset=start + tensor.offset) for tensor in described)
         _check(cursor, placed, start, alignment)
-        return GgufHeader(path, metadata, placed, raw, cursor.size)
+        return GgufHeader(path, metadata, placed, nbytes, digest, cursor.size)
 
 
 def _begin(cursor: Cursor) -> tuple[int, int]:

@@ -51,7 +51,7 @@ def _header(header: GgufHeader) -> Header:
         TensorEntry(tensor.name, header.path, tensor.kind.name, tensor.shape, tensor.offset, tensor.nbytes)
         for tensor in header.tensors
     )
-    return Header(header.path, entries, {}, header.raw, header.size)
+    return Header(header.path, entries, {}, header.digest, header.size)
 
 
 def tensors(
