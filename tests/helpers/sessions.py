@@ -19,7 +19,8 @@ from rekindle._src.dispatch.messages import Engine
 from rekindle._src.kvcache import PagePool, PrefixCache
 from rekindle._src.scheduling.scheduler import Limits, Scheduler
 from rekindle._src.session.session import Session
-from rekindle._src.text.detokenizer import _byte_of_character, real_detokenizer
+from rekindle._src.text.detokenizer import real_detokenizer
+from rekindle._src.text.spelling import byte_of_character
 from rekindle._src.text.tokenizer import Tokenizer
 
 CONFIG = EngineConfig(max_requests=8, max_tokens_per_step=64, max_model_len=512, page_size=8, max_queue=256, seed=0)
@@ -28,7 +29,7 @@ CONFIG = EngineConfig(max_requests=8, max_tokens_per_step=64, max_model_len=512,
 @functools.cache
 def byte_tokenizer() -> Tokenizer:
     """UTF-8 bytes as token ids, as fakes.ByteTokenizer, but with everything that detokenizing asks for."""
-    vocabulary = _byte_of_character()
+    vocabulary = byte_of_character()
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()

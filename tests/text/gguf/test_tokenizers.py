@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from rekindle import tiny
+from rekindle._src.core.guides import mask_words
 from rekindle._src.models.loading.gguf.header import read_header
 from rekindle._src.models.loading.gguf.write import write_gguf
+from rekindle._src.structured import compile_worker
 from rekindle._src.text import ChatTemplate, Tokenizer
 from rekindle._src.text.gguf import kept, partial
 from rekindle._src.text.gguf.partial import PartialTokenizer
@@ -309,6 +311,37 @@ def test_text_needs_parts_of_a_vocabulary_alone(kind: str, tmp_path: Path) -> No
     assert found.backend.get_vocab_size() == size
     assert Tokenizer(found.backend).characters_per_token == characters
     assert found.encode(TEXTS[0]) == original.encode(TEXTS[0]).ids
+
+
+@pytest.mark.parametrize("kind", MERGING)
+def test_grammars_read_the_tokens_without_a_tokenizer_of_all(kind: str, tmp_path: Path) -> None:
+    """llguidance has the same masks and the same forced tokens as with the JSON of the whole tokenizer."""
+    llguidance = pytest.importorskip("llguidance", reason="the extra `structured`")
+    assert llguidance
+    found = through_a_file(MADE[kind](), tmp_path / "model.gguf")
+    spelled, size = found.spelled(), found.vocab_size
+    if spelled is None:
+        assert kind == "SentencePiece", "whose first word begins with a space"
+        return
+    assert isinstance(found._backend, PartialTokenizer) and found._backend._whole is None
+    described = compile_worker.described(*spelled)
+    own = compile_worker.new_tokenizer(described, size, [1], lambda text: found.encode(text, add_special_tokens=False))
+    whole = compile_worker.new_tokenizer(found.backend.to_str(), size, [1])
+    assert [own.decode_bytes([one]) for one in range(size)] == [whole.decode_bytes([one]) for one in range(size)]
+    for kind_of, text in (("schema", '{"enum": ["two words", "the ümlaut"]}'), ("regex", "[a-z ]{3,9}é")):
+        grammar = compile_worker.grammar_text(kind_of, text)
+        pair = [compile_worker.new_matcher(one, grammar) for one in (own, whole)]
+        for _ in range(12):
+            masks = np.zeros((2, mask_words(size)), np.int32)
+            for mask, matcher in zip(masks, pair, strict=True):
+                matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            forced, other = (matcher.compute_ff_tokens() for matcher in pair)
+            assert (masks[0] == masks[1]).all() and forced == other
+            allowed = np.flatnonzero(np.unpackbits(masks[0].view(np.uint8), bitorder="little"))
+            token = forced[0] if forced else int(allowed[0])
+            went_on = [matcher.consume_token(token) for matcher in pair]
+            if went_on != [True, True] or pair[0].is_stopped():
+                break
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "SentencePiece"])

@@ -7,6 +7,7 @@ behind its length in four bytes; the first one says what `main` needs, each of t
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 import os
@@ -16,7 +17,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import IO, Any
 
 SLOWEST_MASK = 0.1  # seconds; 99 of 100 masks of real schemas take less than 2 ms with 152,000 tokens
@@ -35,11 +36,49 @@ def grammar_text(kind: str, text: str, *, lenient: bool = False, whitespace_flex
     return str(llguidance.grammar_from("grammar" if kind == "grammar" else "choice", text))
 
 
-def new_tokenizer(tokenizer: str, vocab_size: int, ends: Sequence[int]) -> Any:
-    """A tokenizer for `new_matcher`. Raises `ValueError` for one that llguidance can't read."""
+class Tokens:
+    """A tokenizer in llguidance's terms: its tokens as they stand in texts, and what encodes."""
+
+    is_tokenizer_wrapper = True
+
+    def __init__(self, tokens: list[bytes], special: Sequence[int], end: int) -> None:
+        self.tokens, self.special_token_ids = tokens, list(special)
+        self.eos_token_id, self.bos_token_id = end, None
+        self.encode: Callable[[str], list[int]] = lambda text: []
+
+    def __call__(self, text: str) -> list[int]:
+        return self.encode(text)
+
+
+def described(tokens: list[bytes], special: Sequence[int]) -> dict[str, Any]:
+    """Return tokens as a message holds them, for `new_tokenizer`."""
+    content = base64.b64encode(b"".join(tokens)).decode()
+    return {"content": content, "lengths": [*map(len, tokens)], "special": list(special)}
+
+
+def new_tokenizer(
+    tokenizer: str | dict[str, Any],
+    vocab_size: int,
+    ends: Sequence[int],
+    encode: Callable[[str], list[int]] | None = None,
+) -> Any:
+    """Return a tokenizer for `new_matcher`, from its JSON or from what `described` returns.
+
+    Described tokens need `encode` for a text's usual spelling; without it the longest tokens are taken. Raises
+    `ValueError` for a tokenizer that llguidance can't read.
+    """
     import llguidance
 
-    return llguidance.LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=list(ends))
+    if isinstance(tokenizer, str):
+        return llguidance.LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=list(ends))
+    content, at, tokens = base64.b64decode(tokenizer["content"]), 0, []
+    for length in tokenizer["lengths"]:
+        tokens.append(content[at : at + length])
+        at += length
+    wrapper: Any = Tokens(tokens, tokenizer["special"], ends[0])
+    made = llguidance.LLTokenizer(wrapper, n_vocab=vocab_size, eos_token=list(ends))
+    wrapper.encode = encode or made.greedy_tokenize
+    return made
 
 
 def new_matcher(tokenizer: Any, text: str) -> Any:

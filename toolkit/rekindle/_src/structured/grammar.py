@@ -150,19 +150,25 @@ class Grammars:
         return grammar
 
     def _needs(self, spec: Spec) -> dict[str, Any]:
-        text = self._tokenizer.backend.to_str()
-        return {"tokenizer": text, "vocab_size": self._vocab_size, "ends": self._ends(spec)}
+        return {"tokenizer": self._described(), "vocab_size": self._vocab_size, "ends": self._ends(spec)}
 
     def _ready(self, spec: Spec) -> Any:
         with self._reading:
             if self._llguidance is None:
-                text, ends = self._tokenizer.backend.to_str(), self._ends(spec)
+                described, ends = self._described(), self._ends(spec)
                 try:
-                    self._llguidance = compile_worker.new_tokenizer(text, self._vocab_size, ends)
+                    self._llguidance = compile_worker.new_tokenizer(described, self._vocab_size, ends, self._encode)
                 except ValueError as error:
                     problem = f"can't be followed with this model's tokenizer: {first_line(str(error))}"
                     raise InvalidRequest(spec.kind, spec.text, problem, "Use another model") from None
             return self._llguidance
+
+    def _described(self) -> str | dict[str, Any]:
+        spelled = self._tokenizer.spelled()
+        return self._tokenizer.backend.to_str() if spelled is None else compile_worker.described(*spelled)
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _spelled(self, tokenizer: Any) -> Spelling:
         with self._reading:

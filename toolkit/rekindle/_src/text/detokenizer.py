@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from rekindle._src.core.sampling import Sampling
+from rekindle._src.text.spelling import byte_of_character
 from rekindle._src.text.tokenizer import Tokenizer
 from rekindle.errors import InvalidRequest
 
@@ -151,14 +152,7 @@ class _NoText:
         return ""
 
 
-def _byte_of_character() -> dict[str, int]:
-    """The byte of each character in GPT-2's alphabet: printable Latin-1 as it is, the others from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(b): b for b in printable} | {chr(0x100 + n): b for n, b in enumerate(others)}
-
-
-BYTES = _byte_of_character()
+BYTES = byte_of_character()
 
 
 class _ByteLevelStream:

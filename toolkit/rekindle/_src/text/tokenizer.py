@@ -17,6 +17,7 @@ from rekindle._src.models.loading.gguf.files import is_file
 from rekindle._src.text import tokenizer_limits
 from rekindle._src.text.encoding_process import EncodingFailed, EncodingProcess
 from rekindle._src.text.panics import panics_as
+from rekindle._src.text.spelling import Spelled
 from rekindle.errors import CheckpointError, RequestFailed
 
 MAX_FILE = 256 << 20  # bytes; the tokenizer.json of a vocabulary of 256,000 has some 35 MB
@@ -70,6 +71,7 @@ class Backend(Protocol):
     @property
     def pipeline(self) -> tokenizers.Tokenizer: ...  # a tokenizer with the same steps, of all tokens or of some
     def whole(self) -> tokenizers.Tokenizer: ...
+    def spelled(self) -> Spelled | None: ...
 
 
 class WholeTokenizer:
@@ -107,6 +109,9 @@ class WholeTokenizer:
 
     def whole(self) -> tokenizers.Tokenizer:
         return self.pipeline
+
+    def spelled(self) -> Spelled | None:
+        return None  # its JSON says it
 
 
 class Tokenizer:
@@ -182,6 +187,10 @@ class Tokenizer:
         That of a large GGUF vocabulary is made for this, in seconds: nothing else here needs it.
         """
         return self._text.whole()
+
+    def spelled(self) -> Spelled | None:
+        """Return the tokens as they stand in texts; None where `backend` is there without being made."""
+        return self._text.spelled()
 
     @property
     def _text(self) -> Backend:

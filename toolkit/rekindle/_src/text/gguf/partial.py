@@ -21,6 +21,7 @@ from tokenizers import AddedToken, pre_tokenizers
 from rekindle._src.models.loading.gguf.cursor import Texts
 from rekindle._src.text.gguf.token_table import SEPARATOR, TokenTable
 from rekindle._src.text.gguf.vocabulary import MergeList, Pair, Recipe, added_token
+from rekindle._src.text.spelling import Spelled, byte_of_character
 from rekindle._src.text.tokenizer_limits import CUT_CHARACTERS, MERGES_PER_PIECE
 
 MOST = 1 << 15  # tokens that are kept for texts to come; a tokenizer of them is made in a tenth of a second
@@ -134,6 +135,31 @@ class PartialTokenizer:
                 self._whole = self._make_whole()
             return self._whole
 
+    def spelled(self) -> Spelled | None:
+        """Return the tokens as they stand in texts; None if a text's first word is spelled in another way."""
+        if self._prefix:
+            return None
+        tokens = self._bytewise_spelled() if self._bytewise else self._piecewise_spelled()
+        for index, added in self.added().items():
+            tokens[index] = added.content.encode()
+        for index in np.flatnonzero(~self._table.first).tolist():
+            tokens[index] = b""
+        return Spelled(tokens, sorted(self._special))
+
+    def _bytewise_spelled(self) -> list[bytes]:
+        octets = {ord(character): byte for character, byte in byte_of_character().items()}
+        between = "\uffff"  # no character of the byte-level alphabet
+        texts = between.join(self._tokens).translate(octets).split(between)
+        return [text.encode("latin-1", "ignore") for text in texts]
+
+    def _piecewise_spelled(self) -> list[bytes]:
+        tokens = [token.replace(_SPACE, " ").encode() for token in self._tokens]
+        for byte in range(256):
+            index = self._table.id_of(f"<0x{byte:02X}>")
+            if index is not None:
+                tokens[index] = bytes([byte])
+        return tokens
+
     @functools.cached_property
     def _special(self) -> frozenset[int]:
         return frozenset(index for index, token in self.added().items() if token.special)
@@ -241,6 +267,6 @@ def _crossing(texts: Texts, space: str) -> frozenset[int]:
 
 def _check_cuts(texts: Texts) -> None:
     """Raises `ValueError` for pieces that consist of others in too many ways, perhaps; the whole one tells."""
-    lengths = texts.ends - texts.starts
+    lengths = (texts.ends - texts.starts).astype(np.int64)
     if lengths.sum() > MERGES_PER_PIECE * max(4096, len(texts)) or (lengths**2).sum() > CUT_CHARACTERS:
         raise ValueError("pieces that are cut in many ways")
