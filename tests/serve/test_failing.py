@@ -36,3 +36,15 @@ async def test_a_failing_step_is_told_to_its_client_and_ends_nothing_else(stream
         else:
             assert answer.status == 500 and answer.error["type"] == "server_error"
         assert (await post(served, "/v1/completions", BODY)).status == 200
+
+
+async def test_a_base_model_names_what_serves_it_and_no_folder_of_the_server() -> None:
+    session = chatting_session()
+    session._engine = session._engine._replace(chat=None, model="/home/somebody/models/gemma.gguf")
+    for one in checked(session):
+        body = {"messages": [{"role": "user", "content": "Hello"}]}
+        answer = await post(app(one), "/v1/chat/completions", body)
+        assert answer.status == 400
+        message = answer.error["message"]
+        assert "model='gemma.gguf': has no chat template" in message and "/v1/completions" in message
+        assert "somebody" not in message and "session" not in message

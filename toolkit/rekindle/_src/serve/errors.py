@@ -26,6 +26,11 @@ from rekindle.errors import (
 
 # What the session says to those who call it from Python, and what it means to a client.
 _WORDS = (
+    (
+        r"model='[^']*?([^'/\\\\]+)': has no chat template",
+        r"model='\1': has no chat template",
+    ),
+    (r"Use session\.generate\(prompt\), or pass a template of Jinja's as template=…", "Use /v1/completions"),
     (r"[Pp]ass lenient=True", "set strict to false"),
     (r", or raise max_model_len in open\(\)(, up to [\d,]+)?", ""),
     (r"Raise device_memory( or device_pages)?, or unpin prefixes", "Shorten the prompt"),
