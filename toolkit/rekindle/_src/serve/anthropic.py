@@ -46,7 +46,7 @@ class Anthropic:
 
 
 def event(name: str, data: Mapping[str, Any]) -> str:
-    """A server-sent event with a name."""
+    """Return a server-sent event with a name."""
     return f"event: {name}\ndata: {dumps({'type': name, **data})}\n\n"
 
 
@@ -69,8 +69,8 @@ async def messages(exchange: Exchange, given: dict[str, Any]) -> None:
         handle = await exchange.run(lambda: asked(session.chat, messages_of(given), {**options, **template}))
         submit(exchange, active, [handle])
         if not given.get("stream"):
-            ((done,),) = await finished(exchange, active, [handle])
-            await exchange.reply(_message(exchange, served.name, done, parallel=parallel))
+            ((completion,),) = await finished(exchange, active, [handle])
+            await exchange.reply(_message(exchange, served.name, completion, parallel=parallel))
             return
         stream = _Stream(exchange, served.name, parallel=parallel)
 
@@ -79,13 +79,13 @@ async def messages(exchange: Exchange, given: dict[str, Any]) -> None:
             stream.take(delta)
             await stream.flush()
 
-        ((done,),) = await follow(exchange, active, [handle], write)
-        stream.end(done)
+        ((completion,),) = await follow(exchange, active, [handle], write)
+        stream.end(completion)
         await stream.flush()
 
 
 async def count_tokens(exchange: Exchange, given: dict[str, Any]) -> None:
-    """Answer with the number of tokens that a conversation has."""
+    """Answer with the number of tokens of a conversation."""
     _, session = model_of(exchange, given)
     template = template_options(given)
     template.pop("tool_choice", None)
@@ -98,7 +98,7 @@ async def count_tokens(exchange: Exchange, given: dict[str, Any]) -> None:
 
 
 def template_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of `session.chat` that follow from the request."""
+    """Return the options of `session.chat` that follow from the request."""
     options: dict[str, Any] = {}
     if tools := tools_of(given):
         options["tools"] = tools
@@ -133,7 +133,7 @@ def _ended(done: Completion) -> dict[str, Any]:
 def _usage(done: Completion) -> dict[str, Any]:
     cached = done.usage.cached_tokens
     return {
-        "input_tokens": done.usage.prompt_tokens - cached,  # in this API the cached ones are counted apart
+        "input_tokens": done.usage.prompt_tokens - cached,  # this API counts cached tokens separately
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": cached,
         "output_tokens": done.usage.completion_tokens,
@@ -157,7 +157,7 @@ def _message(exchange: Exchange, model: str, done: Completion, *, parallel: bool
 
 
 class _Stream:
-    """Writes events; blocks follow one another, so that one is closed before the next begins."""
+    """Writes events; blocks follow one another, so each is closed before the next begins."""
 
     def __init__(self, exchange: Exchange, model: str, *, parallel: bool) -> None:
         self._exchange, self._model, self._parallel = exchange, model, parallel
@@ -167,18 +167,18 @@ class _Stream:
         self._open = ""  # the kind of the open block
 
     def begin(self, prompt_tokens: int) -> None:
-        """The start of the message, once."""
+        """Write the start of the message, once."""
         if self._begun:
             return
         self._begun = True
         usage = {"input_tokens": prompt_tokens, "output_tokens": 0}
-        ends: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
-        self._out.append(event("message_start", {"message": {**_envelope(self._exchange, self._model), **ends}}))
+        fields: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+        self._out.append(event("message_start", {"message": {**_envelope(self._exchange, self._model), **fields}}))
 
     def take(self, delta: TextDelta) -> None:
-        """The events of a delta."""
-        for one in events_of(delta, parallel=self._parallel):
-            match one:
+        """Write the events of a delta."""
+        for part in events_of(delta, parallel=self._parallel):
+            match part:
                 case ContentDelta(text) | ToolCallDropped(_, text):
                     self._block("text", {"type": "text", "text": ""})
                     self._delta({"type": "text_delta", "text": text})
@@ -207,7 +207,7 @@ class _Stream:
             self._open = ""
 
     def end(self, done: Completion) -> None:
-        """The end of the message."""
+        """Write the end of the message."""
         if self._index < 0:
             self._block("text", {"type": "text", "text": ""})
         self._close()
@@ -215,7 +215,7 @@ class _Stream:
         self._out.append(event("message_stop", {}))
 
     async def flush(self) -> None:
-        """Send what was written."""
+        """Send the written events."""
         if self._out:
             data, self._out = "".join(self._out), []
             await self._exchange.emit(data.encode())

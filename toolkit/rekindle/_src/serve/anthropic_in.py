@@ -1,4 +1,4 @@
-"""Anthropic's messages as the ones that templates read."""
+"""Anthropic's messages in the form that templates read."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from rekindle._src.serve.errors import wrong
 
 
 def messages_of(given: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The conversation; blocks other than text, thinking and tools are refused by name."""
-    found: list[dict[str, Any]] = []
+    """Return the conversation. Refuse blocks other than text, thinking and tools by name."""
+    messages: list[dict[str, Any]] = []
     if given.get("system"):
-        found.append({"role": "system", "content": _text(given["system"], "system")})
+        messages.append({"role": "system", "content": _text(given["system"], "system")})
     for index, message in enumerate(given["messages"]):
         path = f"messages[{index}].content"
         if isinstance(message["content"], str):
-            found.append({"role": message["role"], "content": message["content"]})
+            messages.append({"role": message["role"], "content": message["content"]})
         elif message["role"] == "assistant":
-            found.append(_assistant(message["content"], path))
+            messages.append(_assistant(message["content"], path))
         else:
-            found += _user(message["role"], message["content"], path)
-    return found
+            messages += _user(message["role"], message["content"], path)
+    return messages
 
 
 def tools_of(given: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The tools as OpenAI's API writes them."""
+    """Return the tools in the form of OpenAI's API."""
     tools = []
     for index, tool in enumerate(given.get("tools") or ()):
         if tool.get("type") not in (None, "custom"):
@@ -42,11 +42,11 @@ def tools_of(given: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _text(content: str | Sequence[Mapping[str, Any]], path: str) -> str:
     if isinstance(content, str):
         return content
-    return "\n".join(_member(block, "text", f"{path}[{at}]") for at, block in enumerate(content))
+    return "\n".join(_member(block, "text", f"{path}[{index}]") for index, block in enumerate(content))
 
 
 def _member(block: Mapping[str, Any], kind: str, path: str) -> str:
-    """The text of a block of this kind."""
+    """Return the text of a block of this kind."""
     if block["type"] != kind:
         raise wrong(f"{path}.type", block["type"], "is not served here", "Send text")
     if not isinstance(block.get(kind), str):
@@ -55,38 +55,40 @@ def _member(block: Mapping[str, Any], kind: str, path: str) -> str:
 
 
 def _assistant(blocks: Sequence[Mapping[str, Any]], path: str) -> dict[str, Any]:
-    texts, thoughts, calls = [], [], []
-    for at, block in enumerate(blocks):
-        where = f"{path}[{at}]"
+    texts, reasoning, calls = [], [], []
+    for index, block in enumerate(blocks):
+        block_path = f"{path}[{index}]"
         if block["type"] == "thinking":
-            thoughts.append(_member(block, "thinking", where))
+            reasoning.append(_member(block, "thinking", block_path))
         elif block["type"] == "tool_use":
             for name, kind in (("id", str), ("name", str), ("input", Mapping)):
                 if not isinstance(block.get(name), kind):
-                    raise wrong(f"{where}.{name}", block.get(name), "is missing or of a wrong type", "Pass the call")
+                    raise wrong(
+                        f"{block_path}.{name}", block.get(name), "is missing or of a wrong type", "Pass the call"
+                    )
             function = {"name": block["name"], "arguments": dict(block["input"])}
             calls.append({"id": block["id"], "type": "function", "function": function})
         elif block["type"] != "redacted_thinking":
-            texts.append(_member(block, "text", where))
+            texts.append(_member(block, "text", block_path))
     message: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
-    if thoughts:
-        message["reasoning_content"] = "\n".join(thoughts)
+    if reasoning:
+        message["reasoning_content"] = "\n".join(reasoning)
     if calls:
         message["tool_calls"] = calls
     return message
 
 
 def _user(role: str, blocks: Sequence[Mapping[str, Any]], path: str) -> list[dict[str, Any]]:
-    """Results of tools are messages of their own; they come before what the user says."""
+    """Return a message for each tool result, and then one for the user's text."""
     results, texts = [], []
-    for at, block in enumerate(blocks):
-        where = f"{path}[{at}]"
+    for index, block in enumerate(blocks):
+        block_path = f"{path}[{index}]"
         if block["type"] != "tool_result":
-            texts.append(_member(block, "text", where))
+            texts.append(_member(block, "text", block_path))
             continue
         if not isinstance(block.get("tool_use_id"), str):
-            raise wrong(f"{where}.tool_use_id", block.get("tool_use_id"), "is not a string", "Pass the call's id")
-        content = _result(block.get("content"), f"{where}.content")
+            raise wrong(f"{block_path}.tool_use_id", block.get("tool_use_id"), "is not a string", "Pass the call's id")
+        content = _result(block.get("content"), f"{block_path}.content")
         content = f"Error: {content}" if block.get("is_error") else content
         results.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": content})
     return [*results, *([{"role": role, "content": "\n".join(texts)}] if texts or not results else [])]
@@ -95,12 +97,12 @@ def _user(role: str, blocks: Sequence[Mapping[str, Any]], path: str) -> list[dic
 def _result(content: Any, path: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
-    if not isinstance(content, list) or not all(isinstance(one, Mapping) and "type" in one for one in content):
+    if not isinstance(content, list) or not all(isinstance(block, Mapping) and "type" in block for block in content):
         raise wrong(path, content, "is neither a string nor a list of blocks", "Pass one of them")
     return _text(content, path)
 
 
 def arguments(text: str) -> dict[str, Any]:
-    """A call's arguments as an object."""
-    found: dict[str, Any] = json.loads(text or "{}")
-    return found
+    """Return a call's arguments as an object."""
+    members: dict[str, Any] = json.loads(text or "{}")
+    return members

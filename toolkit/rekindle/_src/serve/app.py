@@ -1,4 +1,4 @@
-"""The ASGI app: routes, keys, cross-origin rules, and models that are opened while it starts."""
+"""The ASGI app: routes, keys, cross-origin rules, and models that are opened during its startup."""
 
 from __future__ import annotations
 
@@ -72,21 +72,22 @@ def app(
     opened: Callable[[str], object] | None = None,
     failed: Callable[[BaseException], object] | None = None,
 ) -> Starlette:
-    """An ASGI app that serves a session, or several by name, as OpenAI's API; it closes none of them.
+    """Return an ASGI app that serves a session, or several by name, as OpenAI's API. It closes none of them.
 
-    `session` may still be opening: until then /health and requests get 503. Then `opened` is called with its
+    `session` may still be opening: /health and requests get 503 until it is open. Then the app calls `opened` with its
     name, or `failed` with the error.
 
     Options:
-        name: what the model is called; by default the last part of the name that it was opened with.
-        api_key: one key or several, of which a request has to bring one.
-        strict: refuse unknown fields with 400; by default they are ignored, with one line in the log.
-        body_limit: bytes of a request at most.
-        max_queued_tokens: prompt tokens that may wait; beyond, requests get 429.
+        name: the model's name for clients; by default the last part of the name that it was opened with.
+        api_key: one or more keys; a request must send one of them.
+        strict: refuse unknown fields with 400; by default they are ignored with one line in the log.
+        body_limit: the most bytes of a request.
+        max_queued_tokens: the most prompt tokens that may wait; beyond it, requests get 429.
         cors_origins: origins whose web pages may use the server.
-        allowed_hosts: names that requests may be sent to, such as "llm.example.org", "*.example.org" or "*", beside
-            addresses and localhost. By default any, but in requests of this machine to a server without keys.
-        trust_request_chat_template: let requests bring a chat template, which is code.
+        allowed_hosts: names that the Host header may have, such as "llm.example.org", "*.example.org" or "*", beside
+            addresses and localhost. By default any name is allowed, except in requests from this machine to a server
+            without keys.
+        trust_request_chat_template: let requests send a chat template, which is code.
         metrics_names: "rekindle", "vllm" for the names that published dashboards read, or "both".
     """
     try:
@@ -140,8 +141,8 @@ def app(
         refused = info.not_found(path)
         if status != 404:
             method = "POST" if path in dialects else "GET"
-            words = f"{scope['method']} is not possible for {path[:200]!r}. Use {method}"
-            refused = Refused(status, words, code="not_allowed")
+            message = f"{scope['method']} is not possible for {path[:200]!r}. Use {method}"
+            refused = Refused(status, message, code="not_allowed")
         await exchange.fail(refused, OpenAI())
         service.metrics.http("other", status)
 
@@ -172,10 +173,10 @@ def app(
     ]
     middleware = [Middleware(Guard, keys=keys, service=service, dialects=dialects)]
     if cors_origins:
-        allowed = {"allow_origins": list(cors_origins), "allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
-        middleware.insert(0, Middleware(CORSMiddleware, **allowed))  # type: ignore[arg-type]
-    made = Starlette(
+        cors = {"allow_origins": list(cors_origins), "allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
+        middleware.insert(0, Middleware(CORSMiddleware, **cors))  # type: ignore[arg-type]
+    starlette = Starlette(
         routes=routes, middleware=middleware, lifespan=lifespan, exception_handlers={HTTPException: on_http_error}
     )
-    made.state.rekindle = service
-    return made
+    starlette.state.rekindle = service
+    return starlette

@@ -27,13 +27,13 @@ from rekindle.errors import InvalidRequest
 
 URLS = {post[0].path: post for post in POSTS if post[0].path.startswith("/v1/")}
 _START = '{"id": "batch_req_'
-_FULL = (429, 503)  # the queue is full, or compilers are busy: the line is tried again once another one has ended
+_FULL = (429, 503)  # the queue is full, or compilers are busy: the line is retried after another one ends
 
 
 class _Task(NamedTuple):
-    """A line of the input file that is to be answered."""
+    """A line of the input file without an answer."""
 
-    name: str  # the id of its answer
+    name: str  # id of its answer
     custom_id: str
     url: str
     body: Any
@@ -41,10 +41,11 @@ class _Task(NamedTuple):
 
 
 class BatchRun:
-    """Answers each line of a file, and adds the answers to another one as they come.
+    """Answers each line of a file, and appends the answers to an output file as they are ready.
 
-    A line whose answer is in the output file is left out, unless the server failed there: after a kill, the same call
-    goes on. Answers name their line by `id`, a digest of the model, the line and its number, and by its `custom_id`.
+    A line with an answer in the output file is skipped, unless that is a failure of the server: after a kill, the same
+    call goes on. An answer names its line by `id`, a digest of the model, the line and its number, and by the line's
+    `custom_id`.
     """
 
     def __init__(
@@ -66,10 +67,10 @@ class BatchRun:
         self._active = 0
         self._began = 0.0
         self.total = 0  # lines
-        self.resumed = 0  # lines that were answered before
+        self.resumed = 0  # lines answered by an earlier run
         self.answered = 0
         self.failed = 0  # of them, those with an error
-        self.tokens = 0  # made
+        self.tokens = 0  # generated
 
     async def run(self) -> None:
         """Answer every line. Raises `InvalidRequest` for files that can't be used."""
@@ -94,7 +95,7 @@ class BatchRun:
                 raise root_cause(several) from None
 
     def look(self) -> State:
-        """How far it has come, as one line and as a share."""
+        """Return the progress as one line and as a share."""
         ended, seconds = self.resumed + self.answered, time.monotonic() - self._began
         line = f"{ended:,} of {self.total:,} lines"
         line += f", {self.tokens / seconds:,.0f} tokens/s" if self.tokens and seconds > 0 else ""
@@ -104,14 +105,14 @@ class BatchRun:
         return State(line, ended / self.total if self.total else None)
 
     def _taken(self, number: int, line: bytes) -> _Task | None:
-        """The request of a line; None if it was answered before, or is none and gets an error at once."""
+        """Return the request of a line. None: it has an answer, or is invalid and gets an error at once."""
         text = json.dumps([self._name, number]).encode() + line.rstrip(b"\r\n")
         name = f"batch_req_{hashlib.blake2b(text, digest_size=16).hexdigest()}"
         custom_id: Any = None
         try:
-            given = parse(line)
-            custom_id = given.get("custom_id") if isinstance(given, dict) else None
-            url, body = self._checked(given)
+            fields = parse(line)
+            custom_id = fields.get("custom_id") if isinstance(fields, dict) else None
+            url, body = self._checked(fields)
         except Refused as refused:
             if name not in self._known:
                 error = {"code": refused.code or "invalid_line", "message": refused.message}
@@ -127,11 +128,11 @@ class BatchRun:
     async def _answer(self, task: _Task, places: anyio.Semaphore) -> None:
         try:
             while True:
-                status, request_id, found = await self._call(task)
+                status, request_id, body = await self._call(task)
                 if status not in _FULL or self._active == 0:
                     break
                 await anyio.sleep(0.1)
-            response = {"status_code": status, "request_id": request_id, "body": found}
+            response = {"status_code": status, "request_id": request_id, "body": body}
             self._add({"id": task.name, "custom_id": task.custom_id, "response": response, "error": None})
         finally:
             places.release()
@@ -164,7 +165,7 @@ class BatchRun:
         return url, body
 
     async def _call(self, task: _Task) -> tuple[int, str, Any]:
-        """Status, request id and body of the response that a server would send."""
+        """Return status, request id and body of the response that a server would send."""
         endpoint, handler, dialect = URLS[task.url]
         parts: list[bytes] = []
 
@@ -175,9 +176,9 @@ class BatchRun:
         exchange.names, exchange.size = endpoint.names, task.size
 
         async def answer() -> None:
-            given = endpoint.read(task.body, strict=self._service.strict, unknown=self._service.unknown)
-            given.pop("request_id", None)
-            await handler(exchange, given)
+            fields = endpoint.read(task.body, strict=self._service.strict, unknown=self._service.unknown)
+            fields.pop("request_id", None)
+            await handler(exchange, fields)
 
         self._active += 1
         try:
@@ -194,7 +195,7 @@ class BatchRun:
             or not (response is None or isinstance(response, dict))
         ):
             return False
-        # What the server failed at is tried again; what was wrong with the line is wrong still.
+        # Failures of the server are retried; a faulty line stays faulty.
         if response is None or response.get("status_code", 500) < 499:
             self._known.add(name)
         else:

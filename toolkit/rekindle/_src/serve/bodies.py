@@ -1,4 +1,4 @@
-"""Reading the JSON body of a request: bounded in size and time, and free of what JSON allows but text is not."""
+"""Reading the JSON body of a request, bounded in size and time, and free of strings that are not Unicode text."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from rekindle._src.serve.errors import Refused
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-IN_A_THREAD = 128 << 10  # bytes from which on parsing would hold up other streams by a millisecond or more
-BYTES_PER_VALUE = 32  # of the largest body: so many times fewer values it may have
-VALUES_PER_NAME = 8  # so many times fewer names of fields than values: each takes ten times as long to parse
+IN_A_THREAD = 128 << 10  # bytes from which parsing delays other streams by a millisecond or more
+BYTES_PER_VALUE = 32  # a body may have one value for so many bytes of the largest body
+VALUES_PER_NAME = 8  # a body may have one field name for so many values: a name takes ten times as long to parse
 _BLOCK = 1 << 20
-_MARKS = (b",", b":", b"[", b"{")  # each stands before a value, or behind one
+_MARKS = (b",", b":", b"[", b"{")  # each stands before or after a value
 
 
 class Disconnected(Exception):
-    """The client went away before it had sent its whole request."""
+    """The client disconnected before it had sent its whole request."""
 
 
 def header(scope: MutableMapping[str, Any], name: bytes) -> str | None:
-    """The value of a request header, or None."""
+    """Return the value of a request header, or None."""
     return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), None)
 
 
 async def read_body(scope: Scope, receive: Receive, *, limit: int, seconds: float) -> bytearray:
-    """The body of a request that says it is JSON. Raises `Refused` (408, 413, 415).
+    """Return the body of a JSON request. Raise `Refused` (408, 413, 415) for others.
 
-    Raises `Disconnected` if the client goes away before all of it was sent.
+    Raise `Disconnected` if the client disconnects before it has sent the whole body.
     """
     kind = (header(scope, b"content-type") or "").partition(";")[0].strip().lower()
     if kind != "application/json" and not kind.endswith("+json"):
@@ -64,27 +64,28 @@ def _too_large(limit: int) -> Refused:
 def check_values(data: bytes | bytearray, most: int, most_names: int) -> None:
     """Raise `Refused` (413) for JSON of more than `most` values, or more than `most_names` named fields.
 
-    A value takes some 100 bytes once it is parsed, and a name a microsecond.
+    A parsed value takes some 100 bytes, and a name takes a microsecond to parse.
 
-    Python's parser holds the interpreter's lock throughout; here NumPy counts, which gives it up.
+    Python's parser holds the interpreter's lock throughout; NumPy, which counts here, releases it.
     """
     if sum(data.count(mark) for mark in _MARKS) <= most and data.count(b":") <= most_names:
         return
-    count, names, inside, escaped = 0, 0, 0, False
+    count, names, in_string, escaped = 0, 0, 0, False
     for start in range(0, len(data), _BLOCK):
         block = np.frombuffer(data, np.uint8, min(_BLOCK, len(data) - start), start)
         quotes = block == ord('"')
         slashes = block == ord("\\")
         if escaped or slashes.any():
-            at = np.arange(len(block))
-            other = np.maximum.accumulate(np.where(slashes, -1 - escaped, at))  # the last that is no backslash
-            odd = ((at - other) & 1).astype(bool)  # an odd number of backslashes ends here
+            positions = np.arange(len(block))
+            # positions of the last byte other than a backslash, at each byte
+            last_other = np.maximum.accumulate(np.where(slashes, -1 - escaped, positions))
+            odd = ((positions - last_other) & 1).astype(bool)  # True where an odd number of backslashes ends
             quotes[1:] &= ~odd[:-1]
             quotes[0] &= not escaped
             escaped = bool(odd[-1])
-        within = np.bitwise_xor.accumulate(quotes.view(np.uint8)) ^ np.uint8(inside)
-        inside = int(within[-1])
-        outside = within == 0
+        string_mask = np.bitwise_xor.accumulate(quotes.view(np.uint8)) ^ np.uint8(in_string)
+        in_string = int(string_mask[-1])
+        outside = string_mask == 0
         count += int(np.count_nonzero(np.isin(block, np.frombuffer(b"".join(_MARKS), np.uint8)) & outside))
         names += int(np.count_nonzero((block == ord(":")) & outside))
         if count > most:
@@ -94,19 +95,19 @@ def check_values(data: bytes | bytearray, most: int, most_names: int) -> None:
 
 
 def parse(data: bytes | bytearray) -> Any:
-    """The JSON value; raises `Refused` for what is none, and for strings that are no Unicode text."""
+    """Return the JSON value. Raise `Refused` if the data is not JSON, or a string is not Unicode text."""
     try:
         text = data.decode("utf-8-sig")
-        found = json.loads(text, parse_constant=_constant, parse_float=_finite)
-        if "\\ud" in text or "\\uD" in text:  # half a surrogate pair has no UTF-8, and no tokenizer takes it
-            json.dumps(found, ensure_ascii=False).encode()
+        value = json.loads(text, parse_constant=_constant, parse_float=_finite)
+        if "\\ud" in text or "\\uD" in text:  # half a surrogate pair has no UTF-8 form, and no tokenizer accepts it
+            json.dumps(value, ensure_ascii=False).encode()
     except RecursionError:
         raise Refused(400, "the body is nested too deeply. Flatten it") from None
     except UnicodeEncodeError:
         raise Refused(400, "the body has a string with half a surrogate pair. Send Unicode text") from None
     except ValueError as error:
         raise Refused(400, f"the body can't be read as JSON: {str(error)[:200]}. Check it") from None
-    return found
+    return value
 
 
 def _finite(text: str) -> float:

@@ -65,12 +65,12 @@ async def chat(exchange: Exchange, given: dict[str, Any]) -> None:
         if given.get("stream"):
             await writer.stream(active, streaming)
             return
-        found = await finished(exchange, active, [handle])
-        await exchange.reply(await writer.whole(found))
+        completions = await finished(exchange, active, [handle])
+        await exchange.reply(await writer.whole(completions))
 
 
 def asked(ask: Callable[..., T], messages: Sequence[Mapping[str, Any]], options: dict[str, Any]) -> T:
-    """Call `session.chat` or `session.render`; an effort of reasoning is left out where the template knows none."""
+    """Call `session.chat` or `session.render`; leave out the reasoning effort if the template has none."""
     try:
         return ask(messages, **options)
     except InvalidRequest as error:
@@ -80,7 +80,7 @@ def asked(ask: Callable[..., T], messages: Sequence[Mapping[str, Any]], options:
 
 
 def calls_options(given: Mapping[str, Any], *, parallel: bool) -> dict[str, bool]:
-    """The options of `session.chat` that say how a stream shows calls of tools, and whether there may be several."""
+    """Return the options of `session.chat` for streamed tool calls and for at most one call."""
     options = {"stream_tool_calls": True} if given.get("stream") and given.get("tools") else {}
     return options if parallel else {**options, "parallel_tool_calls": False}
 
@@ -90,7 +90,7 @@ def _limit_field(given: Mapping[str, Any]) -> str:
 
 
 def chat_options(given: Mapping[str, Any], session: SessionLike) -> dict[str, Any]:
-    """The sampling options of a chat."""
+    """Return the sampling options of a chat."""
     options = sampling_options(given, session)
     options["max_tokens"] = given.get(_limit_field(given), rest_of_context(session))
     if given.get("top_logprobs") and not given.get("logprobs"):
@@ -101,7 +101,7 @@ def chat_options(given: Mapping[str, Any], session: SessionLike) -> dict[str, An
 
 
 def template_options(exchange: Exchange, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of `session.chat` that the template reads."""
+    """Return the options of `session.chat` that the template reads."""
     options: dict[str, Any] = {}
     variables: dict[str, Any] = dict(given.get("chat_template_kwargs") or {})
     for name in _OWN_FIELDS & variables.keys():
@@ -150,7 +150,7 @@ class _Writer:
         self._reasons = given.get("include_reasoning", True)
 
     async def whole(self, found: Sequence[Sequence[Completion]]) -> dict[str, Any]:
-        """The answer that is not streamed."""
+        """Return the answer that is not streamed."""
         (several,) = found
 
         def choice_of(done: Completion) -> dict[str, Any]:
@@ -178,7 +178,7 @@ class _Writer:
         return answer
 
     def _message(self, done: Completion) -> dict[str, Any]:
-        """The assistant's message. Clients read the reasoning under either of two names."""
+        """Return the assistant's message. Clients read the reasoning under either of two names."""
         message: dict[str, Any] = {"role": "assistant", "content": self._before + done.content, "refusal": None}
         if done.reasoning and self._reasons:
             message |= {"reasoning": done.reasoning, "reasoning_content": done.reasoning}
@@ -189,68 +189,68 @@ class _Writer:
         return message
 
     async def stream(self, active: Active, options: Mapping[str, Any]) -> None:
-        """Write chunks while they come."""
+        """Write chunks as deltas arrive."""
         chunks = Chunks({**self._common, "object": "chat.completion.chunk"}, options=options)
         begun: set[int] = set()
-        called: set[tuple[int, int]] = set()  # choices and their calls
-        made = 0
+        calls: set[tuple[int, int]] = set()  # pairs of choice and call
+        generated = 0
 
         async def write(number: int, delta: TextDelta) -> None:
-            nonlocal made
-            made += len(delta.token_ids)
-            now = counted(len(self._handle.prompt_token_ids), made) if chunks.continuous else None
+            nonlocal generated
+            generated += len(delta.token_ids)
+            usage_so_far = counted(len(self._handle.prompt_token_ids), generated) if chunks.continuous else None
             parts: list[str] = []
             if delta.index not in begun:
                 content = f'"role":"assistant","content":{dumps(self._before)}'
                 extra = await self._extra(delta) if not begun else ""
-                parts.append(chunks.chunk(_choice(delta.index, content), now, extra))
+                parts.append(chunks.chunk(_choice(delta.index, content), usage_so_far, extra))
                 begun.add(delta.index)
             logprobs = "null"
-            if self._given.get("logprobs"):  # of many tokens, if the client is slow
+            if self._given.get("logprobs"):  # a delta holds many tokens if the client is slow
                 logprobs = await text_of(self._shapes.chat(delta.logprobs))
             ids = f',"token_ids":{dumps(delta.token_ids)}' if self._ids else ""
             contents = self._contents(delta)
             if not contents and (logprobs != "null" or ids) and delta.token_ids:
                 contents = ['"content":""']
             for content in contents:
-                parts.append(chunks.chunk(_choice(delta.index, content, logprobs, more=ids), now))
-                logprobs, ids = "null", ""  # they come once, with the first chunk of these tokens
+                parts.append(chunks.chunk(_choice(delta.index, content, logprobs, more=ids), usage_so_far))
+                logprobs, ids = "null", ""  # sent once, with the first chunk of these tokens
             for event in delta.events or ():
                 if isinstance(event, ToolCallStarted):
-                    called.add((delta.index, event.index))
+                    calls.add((delta.index, event.index))
                 elif isinstance(event, ToolCallDropped):
-                    called.discard((delta.index, event.index))
+                    calls.discard((delta.index, event.index))
             if delta.finish_reason is not None:
-                ended = _finish(delta.finish_reason, called=any(index == delta.index for index, _ in called))
+                ended = _finish(delta.finish_reason, called=any(index == delta.index for index, _ in calls))
                 reason = f',"stop_reason":{dumps(delta.stop_reason)}'
-                parts.append(chunks.chunk(_choice(delta.index, "", "null", ended, reason), now))
+                parts.append(chunks.chunk(_choice(delta.index, "", "null", ended, reason), usage_so_far))
             if parts:
                 await self._exchange.emit("".join(parts).encode())
 
-        found = await follow(self._exchange, active, [self._handle], write)
-        await self._exchange.emit(chunks.last(await usage(self._exchange, found, self._session)).encode())
+        completions = await follow(self._exchange, active, [self._handle], write)
+        await self._exchange.emit(chunks.last(await usage(self._exchange, completions, self._session)).encode())
 
     def _contents(self, delta: TextDelta) -> list[str]:
-        """The members of the `delta` of each chunk that a delta becomes."""
+        """Return the `delta` members of the chunks for one delta: one text for each chunk."""
         if delta.events is None:
             return [f'"content":{dumps(delta.text)}'] if delta.text else []
-        found = []
+        contents = []
         for event in delta.events:
             match event:
                 case ContentDelta(text) | ToolCallDropped(_, text):
-                    found.append(f'"content":{dumps(text)}')
+                    contents.append(f'"content":{dumps(text)}')
                 case ReasoningDelta(text) if self._reasons:
-                    found.append(f'"reasoning":{dumps(text)},"reasoning_content":{dumps(text)}')
+                    contents.append(f'"reasoning":{dumps(text)},"reasoning_content":{dumps(text)}')
                 case ToolCallStarted(index, call_id, name) if self._parallel or not index:
                     function = {"name": name, "arguments": ""}
                     call = {"index": index, "id": call_id, "type": "function", "function": function}
-                    found.append(f'"tool_calls":{dumps([call])}')
+                    contents.append(f'"tool_calls":{dumps([call])}')
                 case ToolCallArguments(index, text) if self._parallel or not index:
-                    found.append(f'"tool_calls":{dumps([{"index": index, "function": {"arguments": text}}])}')
-        return found
+                    contents.append(f'"tool_calls":{dumps([{"index": index, "function": {"arguments": text}}])}')
+        return contents
 
     async def _extra(self, delta: TextDelta) -> str:
-        """What the first chunk has beside its choice."""
+        """Return the members of the first chunk beside its choices, as JSON text."""
         extra = ""
         if "prompt_logprobs" in self._given:
             extra += f',"prompt_logprobs":{await text_of(self._shapes.prompt(delta.prompt_logprobs))}'
@@ -260,14 +260,14 @@ class _Writer:
 
 
 def _choice(index: int, delta: str, logprobs: str = "null", reason: str | None = None, more: str = "") -> str:
-    """A choice of a chunk as JSON; this is made for each token, so it is put together from text."""
-    ended = "null" if reason is None else f'"{reason}"'
-    return f'{{"index":{index},"delta":{{{delta}}},"logprobs":{logprobs},"finish_reason":{ended}{more}}}'
+    """Return a choice of a chunk as JSON. It is built from text because it runs for each token."""
+    finish_reason = "null" if reason is None else f'"{reason}"'
+    return f'{{"index":{index},"delta":{{{delta}}},"logprobs":{logprobs},"finish_reason":{finish_reason}{more}}}'
 
 
 def _finish(reason: FinishReason | None, *, called: bool) -> str | None:
-    ended = finish_of(reason)
-    return "tool_calls" if called and ended == "stop" else ended
+    finish_reason = finish_of(reason)
+    return "tool_calls" if called and finish_reason == "stop" else finish_reason
 
 
 def _call(call: ToolCall) -> dict[str, Any]:
@@ -275,8 +275,8 @@ def _call(call: ToolCall) -> dict[str, Any]:
 
 
 def _echoed(given: Mapping[str, Any]) -> str:
-    """The text of the last message, if the answer goes on with it and shall show it."""
+    """Return the text of the last message if the answer continues it and echoes it, else an empty string."""
     if not given.get("echo") or not given.get("continue_final_message"):
         return ""
-    last = plain_messages(given["messages"][-1:])[0]
-    return str(last.get("content", ""))
+    message = plain_messages(given["messages"][-1:])[0]
+    return str(message.get("content", ""))

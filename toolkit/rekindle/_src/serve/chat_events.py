@@ -1,4 +1,4 @@
-"""A reply as the parts that the APIs of blocks have: thoughts, text, calls, one after another."""
+"""A reply as consecutive parts, for APIs with blocks: reasoning, text, calls."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rekindle._src.core.reply import ContentDelta, ReplyEvent, ToolCallArguments
 
 
 def events_of(delta: TextDelta, *, parallel: bool = True) -> Sequence[ReplyEvent]:
-    """The events of a delta; without `parallel`, those of calls after the first are left out."""
+    """Return the events of a delta. Without `parallel`, leave out those of calls after the first."""
     if delta.events is None:
         return (ContentDelta(delta.text),) if delta.text else ()
     if parallel:

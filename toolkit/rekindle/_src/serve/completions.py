@@ -50,27 +50,27 @@ async def completions(exchange: Exchange, given: dict[str, Any]) -> None:
     streaming = stream_options(given)
     with exchange.takes_on(estimate(prompts)) as active:
         handles = await exchange.run(lambda: [session.generate(prompt, **options) for prompt in prompts])
-        submit(exchange, active, handles)  # one that finds no place refuses all of them
+        submit(exchange, active, handles)  # if the queue has no room for one, all of them are refused
         writer = _Writer(exchange, given, served.name, session, active.handles)
         if given.get("stream"):
             await writer.stream(active, streaming)
             return
-        found = await finished(exchange, active, active.handles)
-        await exchange.reply(await writer.whole(found))
+        results = await finished(exchange, active, active.handles)
+        await exchange.reply(await writer.whole(results))
 
 
 async def _tokens(exchange: Exchange, given: Mapping[str, Any], session: SessionLike) -> Sequence[Any]:
-    """The prompts; those that shall have no special tokens added are encoded here."""
+    """Return the prompts, encoded here if they must get no special tokens."""
     prompts: Sequence[Any] = given["prompt"]
     if given.get("add_special_tokens", True):
         return prompts
 
     def encoded() -> Sequence[Any]:
         encode = session.tokenizer.encode
-        return [encode(one, add_special_tokens=False) if isinstance(one, str) else one for one in prompts]
+        return [encode(text, add_special_tokens=False) if isinstance(text, str) else text for text in prompts]
 
     tokens: Sequence[Any] = await exchange.run(encoded)
-    if not all(len(one) for one in tokens):
+    if not all(len(prompt) for prompt in tokens):
         raise wrong("prompt", "", "has no tokens", "Send at least one character")
     return tokens
 
@@ -102,25 +102,25 @@ class _Writer:
         self._ids = bool(given.get("return_token_ids"))
 
     async def whole(self, found: Sequence[Sequence[Completion]]) -> dict[str, Any]:
-        """The answer that is not streamed."""
+        """Return the answer that is not streamed."""
 
         def choice_of(numbered: tuple[int, Completion]) -> dict[str, Any]:
-            number, done = numbered
-            text = self._prompt(number) + done.text if self._echo else done.text
+            number, completion = numbered
+            text = self._prompt(number) + completion.text if self._echo else completion.text
             choice: dict[str, Any] = {
-                "index": number * self._n + done.index,
+                "index": number * self._n + completion.index,
                 "text": text,
-                "logprobs": self._logprobs(done),
-                "finish_reason": finish_of(done.finish_reason),
-                "stop_reason": done.stop_reason,
+                "logprobs": self._logprobs(completion),
+                "finish_reason": finish_of(completion.finish_reason),
+                "stop_reason": completion.stop_reason,
             }
             if "prompt_logprobs" in self._given:
-                choice["prompt_logprobs"] = self._shapes.prompt(done.prompt_logprobs or ())
+                choice["prompt_logprobs"] = self._shapes.prompt(completion.prompt_logprobs or ())
             if self._ids:
-                choice |= {"token_ids": done.token_ids, "prompt_token_ids": done.prompt_token_ids}
+                choice |= {"token_ids": completion.token_ids, "prompt_token_ids": completion.prompt_token_ids}
             return choice
 
-        choices = [(number, done) for number, several in enumerate(found) for done in several]
+        choices = [(number, completion) for number, group in enumerate(found) for completion in group]
         return {
             **self._common,
             "choices": Entries(choices, choice_of),
@@ -129,11 +129,11 @@ class _Writer:
         }
 
     def _prompt(self, number: int) -> str:
-        """The text of a prompt; ids are decoded."""
-        given = self._given["prompt"][number]
-        if isinstance(given, str):
-            return given
-        return str(self._session.tokenizer.decode(given)) if self._session.tokenizer.has_text else ""
+        """Return the text of a prompt; token ids are decoded."""
+        prompt = self._given["prompt"][number]
+        if isinstance(prompt, str):
+            return prompt
+        return str(self._session.tokenizer.decode(prompt)) if self._session.tokenizer.has_text else ""
 
     def _logprobs(self, done: Completion) -> dict[str, Any] | None:
         if "logprobs" not in self._given:
@@ -144,7 +144,7 @@ class _Writer:
         return self._shapes.completion(entries, Offset())
 
     async def stream(self, active: Active, options: Mapping[str, Any]) -> None:
-        """Write chunks while they come."""
+        """Write chunks as deltas arrive."""
         exchange, n = self._exchange, self._n
         chunks = Chunks(self._common, options=options)
         logprobs, ids = "logprobs" in self._given, self._ids
@@ -159,14 +159,14 @@ class _Writer:
                 offsets[index] = Offset()
                 if self._echo:
                     text = self._prompt(number) + text
-            shown: dict[str, Any] | None = None
+            shape: dict[str, Any] | None = None
             if logprobs:
                 entries: list[TokenLogprobs | int] = [*delta.logprobs]
                 if fresh and self._echo:
                     entries = [self._handles[number].prompt_token_ids[0], *delta.prompt_logprobs, *entries]
-                shown = self._shapes.completion(entries, offsets[index])
+                shape = self._shapes.completion(entries, offsets[index])
             reason = finish_of(delta.finish_reason)
-            scores_of = "null" if shown is None else await text_of(shown)
+            scores_of = "null" if shape is None else await text_of(shape)
             choice = (
                 f'{{"index":{index},"text":{dumps(text)},"logprobs":{scores_of},'
                 f'"finish_reason":{dumps(reason)},"stop_reason":{dumps(delta.stop_reason)}'
@@ -177,10 +177,10 @@ class _Writer:
                 prompt = self._handles[number].prompt_token_ids if fresh else None
                 choice += f',"token_ids":{dumps(delta.token_ids)},"prompt_token_ids":{dumps(prompt)}'
             made[number] += len(delta.token_ids)
-            now = None
+            usage_so_far = None
             if chunks.continuous:
-                now = counted(sum(len(handle.prompt_token_ids) for handle in self._handles), sum(made))
-            await exchange.emit(chunks.chunk(choice + "}", now).encode())
+                usage_so_far = counted(sum(len(handle.prompt_token_ids) for handle in self._handles), sum(made))
+            await exchange.emit(chunks.chunk(choice + "}", usage_so_far).encode())
 
-        found = await follow(exchange, active, self._handles, write)
-        await exchange.emit(chunks.last(await usage(self._exchange, found, self._session)).encode())
+        results = await follow(exchange, active, self._handles, write)
+        await exchange.emit(chunks.last(await usage(self._exchange, results, self._session)).encode())

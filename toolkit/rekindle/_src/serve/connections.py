@@ -1,7 +1,7 @@
 """Bounds on connections, before a request is complete and the app sees it: their number, and bytes and time of a head.
 
-Uvicorn's protocols have no bounds of their own here: a head may be of any length and take for ever, and a client that
-reads nothing keeps its connection. `protocol` makes one that has them, over httptools or h11.
+Uvicorn's protocols do not bound these: a head may have any length and take any time, and a client that
+reads nothing keeps its connection. `protocol` returns a bounded one over httptools or h11.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ try:
 except ImportError:  # uvicorn without its extra `standard`
     HttpToolsProtocol = None  # type: ignore[assignment, misc]
 
-HEAD_BYTES = 64 << 10  # of request line and headers; and of whatever else is neither them nor a body, such as trailers
+HEAD_BYTES = 64 << 10  # of request line and headers; and of anything else outside the body, such as trailers
 HEAD_SECONDS = 10.0  # from a connection, or the first byte of its next request, to the end of that request's headers
-# Without a request, after which a connection is closed. Clients and proxies use one again after 60 s at most: one that
-# is closed while they do looks like a failure of the server.
+# Idle seconds after which a connection is closed. Clients and proxies reuse one after 60 s at most: if it were closed
+# at that moment, it would look like a failure of the server.
 KEPT_SECONDS = 75
-STALLED_SECONDS = 60.0  # that a client may take to read what fills a connection's buffers
-AHEAD = 16  # requests that may be sent before the first one is answered
+STALLED_SECONDS = 60.0  # a client's limit for reading from a connection whose buffers are full
+AHEAD = 16  # requests sent before the first is answered, at most
 _SWEEP_SECONDS = 0.5
 _REASONS = {408: b"Request Timeout", 431: b"Request Header Fields Too Large", 503: b"Service Unavailable"}
 
 
 def most_connections() -> int:
-    """How many connections leave the process enough descriptors for everything else."""
+    """Return the number of connections that leaves the process enough file descriptors for everything else."""
     if sys.platform == "win32":
         return 1_024
     import resource
@@ -44,10 +44,10 @@ def most_connections() -> int:
 
 
 class Connections:
-    """The connections of a server. Its loop owns it.
+    """The connections of a server, owned by its loop.
 
-    One address may have three quarters of the places, so that others find one. Where there is none, the connection that
-    has waited longest for a request makes room; those that are being answered never do.
+    One address may hold three quarters of the places, so that others get some. If none is free, the connection that has
+    been idle longest is closed. A connection with a request in progress is never closed.
     """
 
     def __init__(self, most: int) -> None:
@@ -58,12 +58,12 @@ class Connections:
         self.count: int = 0
 
     def enter(self, connection: _Bounded, address: str) -> bool:
-        """Take a connection on; false if there is no room for it."""
-        own = self._by_address.get(address, {})
-        if len(own) >= self.most_of_one:
-            room = self._close_longest_waiting(own)
+        """Add a connection. Return False if there is no room for it."""
+        peers = self._by_address.get(address, {})
+        if len(peers) >= self.most_of_one:
+            room = self._close_longest_waiting(peers)
         elif self.count >= self.most:
-            room = self._close_longest_waiting({one: None for several in self._by_address.values() for one in several})
+            room = self._close_longest_waiting({peer: None for group in self._by_address.values() for peer in group})
         else:
             room = True
         if room:
@@ -75,47 +75,47 @@ class Connections:
         return room
 
     def leave(self, connection: _Bounded) -> None:
-        """Forget a connection; harmless for one that is not known."""
-        own = self._by_address.get(connection.address)
-        if own is not None and connection in own:
-            del own[connection]
+        """Forget a connection. An unknown one is ignored."""
+        peers = self._by_address.get(connection.address)
+        if peers is not None and connection in peers:
+            del peers[connection]
             self.count -= 1
-            if not own:
+            if not peers:
                 del self._by_address[connection.address]
 
     def _close_longest_waiting(self, among: dict[_Bounded, None]) -> bool:
-        waiting = [one for one in among if one.waiting_since is not None]
-        if not waiting:
+        idle = [peer for peer in among if peer.waiting_since is not None]
+        if not idle:
             return False
-        chosen = min(waiting, key=lambda one: one.waiting_since or 0.0)
-        self.leave(chosen)
-        chosen.refuse(503)
-        if chosen.transport.get_write_buffer_size():  # its client does not read, so that closing would take for ever
-            chosen.transport.abort()
+        oldest = min(idle, key=lambda one: one.waiting_since or 0.0)
+        self.leave(oldest)
+        oldest.refuse(503)
+        if oldest.transport.get_write_buffer_size():  # its client does not read, so closing would never finish
+            oldest.transport.abort()
         return True
 
     def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Close connections that are over their time."""
+        """Close connections past their time limits."""
         now = loop.time()
-        for several in tuple(self._by_address.values()):
-            for one in tuple(several):
-                one.check_time(now)
+        for group in tuple(self._by_address.values()):
+            for connection in tuple(group):
+                connection.check_time(now)
         self._sweeping = loop.call_later(_SWEEP_SECONDS, self._sweep, loop) if self._by_address else None
 
 
 def address_of(client: tuple[str, int] | None) -> str:
-    """What counts as one address: an IPv4 address, or the 64 bits of an IPv6 network."""
+    """Return the address that limits count by: an IPv4 address, or the first 64 bits of an IPv6 one."""
     if client is None:
         return ""
     try:
-        found = ipaddress.ip_address(client[0].partition("%")[0])
+        address = ipaddress.ip_address(client[0].partition("%")[0])
     except ValueError:
         return client[0]
-    if isinstance(found, ipaddress.IPv6Address):
-        if found.ipv4_mapped is not None:
-            return str(found.ipv4_mapped)
-        return str(ipaddress.IPv6Address(int(found) >> 64 << 64))
-    return str(found)
+    if isinstance(address, ipaddress.IPv6Address):
+        if address.ipv4_mapped is not None:
+            return str(address.ipv4_mapped)
+        return str(ipaddress.IPv6Address(int(address) >> 64 << 64))
+    return str(address)
 
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ else:
 
 
 class _Bounded(_Protocol):
-    """What the protocols of httptools and h11 need beside what uvicorn gives them."""
+    """Bounds added to uvicorn's protocols of httptools and h11."""
 
     connections_of_server: Connections
     address: str = ""
@@ -133,8 +133,8 @@ class _Bounded(_Protocol):
     head_since: float | None = None  # a head is being sent, or the connection is new
     stalled_since: float | None = None  # its buffers are full, or it is closing and they are not empty
     unsent: int = 0  # bytes in its buffers when `stalled_since` was set
-    unframed: int = 0  # bytes since the last that belonged to a whole head or a body
-    answered: Any = None  # the request that is being answered; `cycle` is the one that came last
+    unframed: int = 0  # bytes since the end of the last whole head or part of a body
+    answered: Any = None  # the request being answered; `cycle` is the latest one
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -144,7 +144,7 @@ class _Bounded(_Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.connections_of_server.leave(self)
-        if self.answered is not None and not self.answered.response_complete:  # uvicorn tells `cycle` alone
+        if self.answered is not None and not self.answered.response_complete:  # uvicorn notifies `cycle` only
             self.answered.disconnected = True
             self.answered.message_event.set()
         super().connection_lost(exc)
@@ -184,7 +184,7 @@ class _Bounded(_Protocol):
         return 0
 
     def head_complete(self) -> None:
-        """The headers of a request are complete: it is being answered from now on."""
+        """Note that a request's headers are complete and that it is being answered."""
         self.unframed = 0
         self.waiting_since = self.head_since = None
 
@@ -200,7 +200,7 @@ class _Bounded(_Protocol):
             self.refuse(408)
 
     def refuse(self, status: int) -> None:
-        """Close the connection, saying why unless a request is being answered."""
+        """Close the connection. Send the status first, unless a request is being answered."""
         if self.transport.is_closing():
             return
         if not self._answering:
@@ -215,7 +215,7 @@ class _Bounded(_Protocol):
 
 
 class _H11(_Bounded, H11Protocol):
-    """h11 bounds the bytes of heads, trailers and chunk headers itself."""
+    """Bounds for h11, which limits the bytes of heads, trailers and chunk headers itself."""
 
     def handle_events(self) -> None:
         before = self.cycle
@@ -228,7 +228,7 @@ class _H11(_Bounded, H11Protocol):
 if HttpToolsProtocol is not None:
 
     class _HttpTools(_Bounded, HttpToolsProtocol):  # type: ignore[misc]
-        """httptools bounds nothing, and joins the parts of a header that comes in many in quadratic time."""
+        """Bounds for httptools, which has none; it also joins a header's parts in quadratic time."""
 
         @property
         def _ahead(self) -> int:
@@ -252,12 +252,12 @@ if HttpToolsProtocol is not None:
 
 
 def protocol(connections: Connections) -> Callable[..., asyncio.Protocol]:
-    """Makes the protocol of one connection, as uvicorn's option `http` takes it."""
-    chosen: Any = _H11 if HttpToolsProtocol is None else _HttpTools
-    return functools.partial(_made, chosen, connections)
+    """Return a factory of a connection's protocol, as uvicorn's option `http` takes it."""
+    kind: Any = _H11 if HttpToolsProtocol is None else _HttpTools
+    return functools.partial(_made, kind, connections)
 
 
 def _made(kind: Any, connections: Connections, **options: Any) -> asyncio.Protocol:
-    made: _Bounded = kind(**options)
-    made.connections_of_server = connections
-    return made
+    connection: _Bounded = kind(**options)
+    connection.connections_of_server = connections
+    return connection

@@ -1,4 +1,4 @@
-"""What the server uses of a session: it is a caller like any other, and knows nothing of what is behind these names."""
+"""The methods of a session that the server uses. It is a caller like any other, and uses nothing else."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class SessionLike(Protocol):
 
 
 class OpeningLike(Protocol):
-    """A model that is still being opened, such as `rekindle.open(…)`; awaiting it gives the session."""
+    """A model that is still being opened, such as `rekindle.open(…)`; awaiting it returns the session."""
 
     def __await__(self) -> Any: ...
 

@@ -1,4 +1,4 @@
-"""How a sequence ended, in OpenAI's words."""
+"""The ends of sequences in OpenAI's words."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ FINISHED = {
 
 
 def finish_of(reason: FinishReason | None) -> str | None:
-    """The `finish_reason` of a choice."""
+    """Return the `finish_reason` of a choice."""
     return None if reason is None else FINISHED[reason]

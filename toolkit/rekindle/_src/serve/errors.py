@@ -1,4 +1,4 @@
-"""What a client is told when a request fails: a status, and the error object of the API that it speaks."""
+"""Errors as clients see them: a status, and the error object of the client's API."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from rekindle.errors import (
     UnsupportedModel,
 )
 
-# What the session says to those who call it from Python, and what it means to a client.
+# Patterns of the session's messages, which are written for Python callers, and their words for clients.
 _WORDS = (
     (
         r"model='[^']*?([^'/\\\\]+)': has no chat template",
@@ -47,7 +47,7 @@ _PATTERN = re.compile("|".join(pattern for pattern, _ in _WORDS))
 
 
 class Refused(Exception):
-    """A request that gets an error instead of its result; `param` is the field as the client calls it."""
+    """An error instead of a request's result; `param` is the field by the client's name."""
 
     def __init__(
         self,
@@ -65,39 +65,39 @@ class Refused(Exception):
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """Response headers beside those of the body."""
-        found = []
+        """Response headers besides those of the body."""
+        headers = []
         if self.retry_after is not None:
-            found.append((b"retry-after", str(max(1, math.ceil(self.retry_after))).encode()))
+            headers.append((b"retry-after", str(max(1, math.ceil(self.retry_after))).encode()))
         if self.status == 401:
-            found.append((b"www-authenticate", b"Bearer"))
+            headers.append((b"www-authenticate", b"Bearer"))
         if self.status == 431:
-            found.append((b"connection", b"close"))
-        return found
+            headers.append((b"connection", b"close"))
+        return headers
 
     def body(self) -> dict[str, Any]:
-        """OpenAI's error object."""
+        """Return OpenAI's error object."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
 
 def wrong(param: str, value: object, problem: str, fix: str, *, code: str | None = None) -> Refused:
-    """A field with a wrong value."""
+    """Return the error for a field with a wrong value."""
     return Refused(400, f"{param}={shown(value)}: {problem}. {fix}", param=param, code=code)
 
 
 def missing(param: str, fix: str = "Add it") -> Refused:
-    """A field that has to be there."""
+    """Return the error for a missing field."""
     return Refused(400, f"{param} is missing. {fix}", param=param)
 
 
 def unavailable(message: str, *, retry_after: float | None = 5) -> Refused:
-    """The server can't take the request now: it loads, drains, or its session is closed."""
+    """Return the error of a server that can't take the request now: it loads, drains, or its session is closed."""
     return Refused(503, message, type="server_error", code="unavailable", retry_after=retry_after)
 
 
 def shown(value: object) -> str:
-    """A value in an error message, at most 80 characters of it."""
-    if isinstance(value, tuple):  # what was a JSON array
+    """Return at most 80 characters of a value, for an error message."""
+    if isinstance(value, tuple):  # was a JSON array
         value = list(value)
     try:
         text = repr(value)
@@ -107,7 +107,7 @@ def shown(value: object) -> str:
 
 
 def for_clients(message: str) -> str:
-    """A message without Python."""
+    """Return a message in words of JSON and HTTP instead of Python."""
     if _PATTERN.search(message):
         for pattern, words in _WORDS:
             message = re.sub(pattern, words, message)
@@ -115,16 +115,16 @@ def for_clients(message: str) -> str:
 
 
 def refusal(error: BaseException, names: Mapping[str, str]) -> Refused:
-    """What any exception means to the client; `names` maps our options to the fields that the client gave."""
+    """Return any exception as the client's error; `names` maps our options to the client's fields."""
     match error:
         case Refused():
             return error
         case InvalidRequest():
             param = names.get(error.field, error.field)
             code = "context_length_exceeded" if isinstance(error, PromptTooLong) else None
-            # By these words of OpenAI's, clients such as LiteLLM know that another model may have room.
-            fit = f"{error.fix}. This model's maximum context length is exceeded" if code else error.fix
-            error = type(error)(error.field, error.value, error.problem, fit, error.index)
+            # Clients such as LiteLLM recognise these words of OpenAI's, and try a model with a larger context.
+            advice = f"{error.fix}. This model's maximum context length is exceeded" if code else error.fix
+            error = type(error)(error.field, error.value, error.problem, advice, error.index)
             if param == error.field and isinstance(error.field, str) and not isinstance(error.value, tuple):
                 return Refused(400, for_clients(str(error)), param=param, code=code)
             problem, fix = for_clients(error.problem), for_clients(error.fix)
@@ -147,7 +147,7 @@ def refusal(error: BaseException, names: Mapping[str, str]) -> Refused:
             return Refused(400, f"the server can't do this: {error}", param=field, code="unsupported")
         case NoTokenLeft():
             return Refused(400, str(error), code="no_token_left")
-        case RequestQuarantined():  # 500 would have clients send it again
+        case RequestQuarantined():  # clients would send it again after a 500
             return Refused(400, str(error), code="request_quarantined")
         case RequestFailed():
             return Refused(500, str(error), type="server_error", code="request_failed")

@@ -1,4 +1,4 @@
-"""One HTTP request and its response: reads, checks, runs the endpoint while the client is there, and answers."""
+"""One HTTP request and its response: read, check, run the endpoint until the client leaves, and answer."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ log = logging.getLogger("rekindle.server")
 T = TypeVar("T")
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
-_LARGE = 64 << 10  # characters of an answer that are sent at once
+_LARGE = 64 << 10  # characters of an answer sent at once
 
 
 class Dialect(Protocol):
-    """How an API writes its errors."""
+    """The form of an API's errors."""
 
     def body(self, refused: Refused) -> dict[str, Any]: ...
     def event(self, refused: Refused) -> bytes:
-        """The end of a stream that fails."""
+        """Return the end of a stream that fails."""
         ...
 
 
@@ -61,7 +61,7 @@ class OpenAI:
 
 
 class Exchange:
-    """What an endpoint sees of its request, and how it answers: once with `reply`, or with any number of `emit`."""
+    """A request as its endpoint sees it. The endpoint answers once with `reply`, or any number of times with `emit`."""
 
     def __init__(self, service: Service, scope: Scope, send: Send) -> None:
         self.service, self.scope = service, scope
@@ -71,50 +71,50 @@ class Exchange:
         self.size = 0  # bytes of the body
         self.status = 0  # of the response, once it has begun
         self.streaming = False
-        self.sent_at = time.monotonic()  # when something was last sent
-        self.model = ""  # the name of the one that it asks
-        self.names: dict[str, str] = {}  # our options by the client's fields
-        self._named = False  # by its sender, in the body
-        given = header(scope, b"x-request-id")
-        self.request_id: str = given if given is not None and _ID.fullmatch(given) else uuid.uuid4().hex
+        self.sent_at = time.monotonic()  # time of the last send
+        self.model = ""  # name of the requested model
+        self.names: dict[str, str] = {}  # the client's fields, by our options
+        self._named = False  # True if the request's body has the id
+        request_id = header(scope, b"x-request-id")
+        self.request_id: str = request_id if request_id is not None and _ID.fullmatch(request_id) else uuid.uuid4().hex
         self.key: bytes = scope.get("rekindle.key", b"")
-        # Those with large requests take turns: with a key, its owner; otherwise the client's address.
+        # Callers with large requests take turns. A caller is the owner of a key; without keys, the client's address.
         self.caller: str = self.key.hex() or str((scope.get("client") or ("",))[0])
 
     def rename(self, request_id: str) -> None:
-        """Take the id that the request brings in its body."""
+        """Take the id in the request's body."""
         if _ID.fullmatch(request_id) is None:
             raise wrong("request_id", request_id, "has characters other than printable ASCII", "Use others")
         self.request_id, self._named = request_id, True
 
     def takes_on(self, tokens: int) -> AbstractContextManager[Active]:
-        """The request as a part of the server's life, with about so many tokens in its prompts; see `Life.request`."""
+        """Register the request with about `tokens` tokens in its prompts; see `Life.request`."""
         return self.service.life.request(self.request_id, self.key, tokens, named=self._named)
 
     async def run(self, work: Callable[[], T]) -> T:
-        """What `work` returns. For a large request it is done in a thread, when it is the caller's turn."""
+        """Return `work()`. A large request runs it in a thread, when it is the caller's turn."""
         return work() if self.size < IN_A_THREAD else await self.run_in_turn(work)
 
     async def run_in_turn(self, work: Callable[[], T]) -> T:
-        """What `work` returns, which is done in a thread. Nothing is done for a client that leaves before its turn."""
+        """Return `work()`, run in a thread. It does not run if the client leaves before its turn."""
         async with self.service.turns.turn(self.caller):
             return await anyio.to_thread.run_sync(work)
 
     async def reply(self, body: dict[str, Any], *, status: int = 200, headers: Any = ()) -> None:
-        """Answer with one JSON object. A large one is sent while it is written, and others are answered meanwhile."""
-        before: bytes | None = None  # the last part is sent with the response's end
+        """Answer with one JSON object. A large one is sent while it is written, and other requests run meanwhile."""
+        held: bytes | None = None  # the last part is sent with the end of the response
         begun = False
         async for data in _joined(paced(pieces(body))):
-            if before is not None:
+            if held is not None:
                 if not begun:
                     begun = True
                     await self._start(status, [(b"content-type", b"application/json"), *headers])
-                await self._send({"type": "http.response.body", "body": before, "more_body": True})
-            before = data
+                await self._send({"type": "http.response.body", "body": held, "more_body": True})
+            held = data
         if begun:
-            await self._send({"type": "http.response.body", "body": before})
+            await self._send({"type": "http.response.body", "body": held})
         else:
-            await self.reply_bytes(before or b"", b"application/json", status=status, headers=headers)
+            await self.reply_bytes(held or b"", b"application/json", status=status, headers=headers)
 
     async def reply_bytes(self, data: bytes, kind: bytes, *, status: int = 200, headers: Any = ()) -> None:
         """Answer with `data` of the content type `kind`."""
@@ -128,7 +128,7 @@ class Exchange:
             await self._emit(data, last=last)
 
     async def emit_paced(self, parts: Iterator[str]) -> None:
-        """Send events whose text is made bit by bit; others are answered meanwhile, and no heartbeat comes between."""
+        """Send events built piece by piece. Other requests run meanwhile, and no heartbeat comes in between."""
         async with self._lock:
             async for data in _joined(paced(parts)):
                 await self._emit(data)
@@ -136,7 +136,7 @@ class Exchange:
     async def _emit(self, data: bytes, *, last: bool = False) -> None:
         if not self.streaming:
             self.streaming = True
-            # Nginx would hold the events back without the last of these.
+            # Without the last of these headers, nginx buffers the events.
             kind = (b"content-type", b"text/event-stream; charset=utf-8")
             await self._start(200, [kind, (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")])
         self.sent_at = time.monotonic()
@@ -148,7 +148,7 @@ class Exchange:
         await self.emit(data, last=True)
 
     async def beat(self) -> None:
-        """Send a comment whenever nothing was sent for a while: proxies cut connections that seem to be dead."""
+        """Send a comment after each pause: proxies cut connections that seem to be dead."""
         seconds = self.service.heartbeat
         while not self._ended:
             silent = time.monotonic() - self.sent_at
@@ -173,7 +173,7 @@ class Exchange:
 
 
 async def _joined(parts: AsyncIterator[str]) -> AsyncIterator[bytes]:
-    """The same text in parts that are worth sending."""
+    """Join the text into parts of a size worth sending."""
     held: list[str] = []
     size = 0
     async for part in parts:
@@ -192,8 +192,8 @@ Handler = Callable[[Exchange, dict[str, Any]], Awaitable[None]]
 class JsonEndpoint:
     """An ASGI app for one path: a JSON object comes in, JSON or an event stream goes out.
 
-    The handler is cancelled when the client goes away, and so are the requests that it has made: a server does not tell
-    a handler of that unless it asks, so a task of its own waits for the message.
+    The handler and its requests are cancelled when the client disconnects. An ASGI server reports that only to a
+    reader, so a separate task waits for the message.
     """
 
     def __init__(self, service: Service, endpoint: Endpoint, handler: Handler, dialect: Dialect) -> None:
@@ -211,18 +211,18 @@ class JsonEndpoint:
             group.start_soon(_watch, receive, group.cancel_scope)
 
             def read() -> dict[str, Any]:
-                most = max(IN_A_THREAD, service.body_limit // BYTES_PER_VALUE)
-                check_values(data, most, most // VALUES_PER_NAME)
+                limit = max(IN_A_THREAD, service.body_limit // BYTES_PER_VALUE)
+                check_values(data, limit, limit // VALUES_PER_NAME)
                 return endpoint.read(parse(data), strict=service.strict, unknown=service.unknown)
 
-            given = await exchange.run(read)
-            if given.get("stream"):
+            fields = await exchange.run(read)
+            if fields.get("stream"):
                 group.start_soon(exchange.beat)
-            await self._handler(exchange, given)
+            await self._handler(exchange, fields)
             if exchange.streaming:
                 await exchange.end()
 
-        status = 499  # the client went away
+        status = 499  # the client disconnected
         try:
             async with anyio.create_task_group() as group:
                 status = await refusing(exchange, self._dialect, answer)
@@ -232,7 +232,7 @@ class JsonEndpoint:
 
 
 async def refusing(exchange: Exchange, dialect: Dialect, call: Callable[[], Awaitable[None]]) -> int:
-    """Call an endpoint; the status of its response, or of the error that was sent in its place."""
+    """Call an endpoint. Return the status of its response, or of the error sent in its place."""
     try:
         await call()
         return exchange.status

@@ -1,4 +1,4 @@
-"""The fields of an endpoint, declared once, for reading requests, for error messages and for the OpenAPI document."""
+"""The fields of an endpoint, declared once for requests, error messages and the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rekindle._src.serve.kinds import Anything, Kind, nullable
 log = logging.getLogger("rekindle.server")
 
 Does = Literal["applied", "refused", "ignored"]
-_MOST_LOGGED = 1_000  # names of unknown fields that are remembered as logged
+_MOST_LOGGED = 1_000  # names of unknown fields remembered as logged, at most
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,9 +25,9 @@ class Field:
     kind: Kind
     doc: str
     does: Does = "applied"
-    option: str | None = None  # our option that it sets, if it has another name
+    option: str | None = None  # the option that it sets, if the names differ
     needed: bool = False
-    harmless: tuple[Any, ...] = ()  # values of a refused field that ask for nothing
+    harmless: tuple[Any, ...] = ()  # values of a refused field that change nothing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,14 +40,14 @@ class Endpoint:
 
     @property
     def names(self) -> dict[str, str]:
-        """Our options by the fields that set them, for error messages."""
+        """The client's field for each option with another name, for error messages."""
         return {field.option: field.name for field in self.fields if field.option is not None}
 
     def read(self, body: Any, *, strict: bool, unknown: Callable[[str, str], object]) -> dict[str, Any]:
-        """The given fields with checked values. Raises `Refused`; `unknown` is told which names were ignored."""
+        """Return the fields of a body with checked values. Raise `Refused`; call `unknown` with each ignored name."""
         if not isinstance(body, Mapping):
             raise Refused(400, 'the body is not a JSON object. Send one, such as {"model": …}')
-        given: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         known = self.by_name
         for name, value in body.items():
             field = known.get(name)
@@ -62,11 +62,11 @@ class Endpoint:
                 if value not in field.harmless:
                     raise wrong(name, value, f"is not supported: {field.doc}", "Remove it", code="unsupported")
             else:
-                given[name] = field.kind.check(value, name)
+                values[name] = field.kind.check(value, name)
         for field in self.fields:
-            if field.needed and field.name not in given:
+            if field.needed and field.name not in values:
                 raise missing(field.name)
-        return given
+        return values
 
     @functools.cached_property
     def by_name(self) -> dict[str, Field]:
@@ -74,30 +74,30 @@ class Endpoint:
         return {field.name: field for field in self.fields}
 
     def schema(self) -> dict[str, Any]:
-        """The JSON schema of a request's body."""
-        described: dict[str, Any] = {}
+        """Return the JSON schema of a request's body."""
+        properties: dict[str, Any] = {}
         for field in self.fields:
             if field.does == "refused":
-                described[field.name] = {"enum": [None, *field.harmless], "description": f"Refused: {field.doc}"}
+                properties[field.name] = {"enum": [None, *field.harmless], "description": f"Refused: {field.doc}"}
                 continue
             schema = field.kind.schema() if field.needed else nullable(field.kind.schema())
-            described[field.name] = {**schema, "description": f"{'Ignored: ' * (field.does == 'ignored')}{field.doc}"}
-        needed = [field.name for field in self.fields if field.needed]
-        return {"type": "object", "properties": described, **({"required": needed} if needed else {})}
+            properties[field.name] = {**schema, "description": f"{'Ignored: ' * (field.does == 'ignored')}{field.doc}"}
+        required = [field.name for field in self.fields if field.needed]
+        return {"type": "object", "properties": properties, **({"required": required} if required else {})}
 
 
 def refused(name: str, doc: str, *harmless: Any) -> Field:
-    """A field that is refused by name, unless its value asks for nothing."""
+    """Return a field that is refused by name, unless its value is harmless."""
     return Field(name, Anything(), doc, "refused", harmless=harmless)
 
 
 def ignored(name: str, doc: str) -> Field:
-    """A field without a meaning here, that changes no answer."""
+    """Return a field that has no effect here."""
     return Field(name, Anything(), doc, "ignored")
 
 
 class UnknownFields:
-    """Logs each unknown field once; names may be as long as a body."""
+    """Logs each unknown field once. Names are cut, since one may be as long as a body."""
 
     def __init__(self) -> None:
         self._seen: set[tuple[str, str]] = set()

@@ -14,7 +14,7 @@ _LABEL = '{model_name=~"$model_name"}'
 
 
 def dashboard() -> dict[str, Any]:
-    """The dashboard as Grafana imports it. It asks for the Prometheus data source, and for a model."""
+    """Return the dashboard as Grafana imports it. Its variables are the Prometheus data source and a model."""
     panels: list[dict[str, Any]] = [
         _panel("Tokens per second", "short", [
             (f"sum(rate(rekindle_generation_tokens_total{_LABEL}[$__rate_interval]))", "generated"),

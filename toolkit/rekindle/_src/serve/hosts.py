@@ -1,4 +1,4 @@
-"""What is checked of a request's headers before its key: their size, and the host that it was sent to."""
+"""Checks of a request's headers before its key: their size, and the host in them."""
 
 from __future__ import annotations
 
@@ -11,40 +11,40 @@ from rekindle._src.serve.errors import Refused
 from rekindle.errors import ConfigError
 
 MOST_HEADERS = 128
-MOST_HEADER_BYTES = 64 << 10  # with the path and the query
+MOST_HEADER_BYTES = 64 << 10  # including the path and the query
 _HOST = re.compile(r"(\[[0-9a-f:.]{2,64}\]|[^][:/@\s]{1,253})(:\d{0,5})?")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[a-z0-9_.-]+)(:[0-9]{1,5})?")
 
 
 class Hosts:
-    """The names of a server, which the Host header of a request has to be one of.
+    """The names of a server. The Host header of a request must have one of them.
 
-    A web page can have its own name point to 127.0.0.1, and is then of the server's origin as far as its browser knows;
-    but the Host header tells. Addresses and loopback names are always right. Unless names are `allowed` explicitly,
-    every name is right in a request with a key, which such a page does not know, and from another machine.
+    A web page can point its own name to 127.0.0.1, and its browser then takes the server for the page's origin. The
+    Host header reveals that. Addresses and loopback names are always allowed. Unless names are `allowed` explicitly,
+    every name is allowed in a request with a key, which such a page does not know, and from another machine.
     """
 
     def __init__(self, allowed: str | Sequence[str] = ()) -> None:
-        given = [allowed] if isinstance(allowed, str) else list(allowed)
-        for name in given:
+        names = [allowed] if isinstance(allowed, str) else list(allowed)
+        for name in names:
             if not isinstance(name, str) or not re.fullmatch(r"\*|(\*\.)?[^][:/@\s*]{1,253}", name):
                 fix = 'Pass names without a port, such as "llm.example.org" or "*.example.org"'
                 raise ConfigError("allowed_hosts", name, "is not the name of a host", fix)
-        self._explicit = bool(given)
-        self._names = {name.lower().rstrip(".") for name in given}
+        self._explicit = bool(names)
+        self._names = {name.lower().rstrip(".") for name in names}
 
     def add(self, name: str) -> None:
-        """Allow one more name, that of the address where the server listens."""
+        """Allow the name of the server's own address, too."""
         self._names.add(name.lower().rstrip("."))
 
     def check(self, scope: Scope, *, keyed: bool) -> None:
-        """Raise `Refused` (400, 403) for a request that was sent to another name."""
-        found = [value for name, value in scope["headers"] if name == b"host"]
-        if len(found) > 1:
-            raise Refused(400, f"there are {len(found)} Host headers. Send one", code="bad_host")
-        if not found or not (self._explicit or (not keyed and _is_loopback((scope.get("server") or ("",))[0]))):
+        """Raise `Refused` (400, 403) for a request to another name."""
+        values = [value for name, value in scope["headers"] if name == b"host"]
+        if len(values) > 1:
+            raise Refused(400, f"there are {len(values)} Host headers. Send one", code="bad_host")
+        if not values or not (self._explicit or (not keyed and _is_loopback((scope.get("server") or ("",))[0]))):
             return
-        host = found[0].decode("latin-1").lower()
+        host = values[0].decode("latin-1").lower()
         match = _HOST.fullmatch(host)
         if match is None or not self._allows(match[1].strip("[]").rstrip(".")):
             raise Refused(
@@ -68,15 +68,15 @@ class Hosts:
 
 def _is_loopback(address: object) -> bool:
     try:
-        found = ipaddress.ip_address(str(address))
+        parsed = ipaddress.ip_address(str(address))
     except ValueError:
         return False
-    mapped = getattr(found, "ipv4_mapped", None)
-    return bool((mapped or found).is_loopback)
+    mapped = getattr(parsed, "ipv4_mapped", None)
+    return bool((mapped or parsed).is_loopback)
 
 
 def check_size(scope: Scope) -> None:
-    """Raise `Refused` (431) for more headers than any client sends."""
+    """Raise `Refused` (431) for more headers than clients send."""
     headers = scope["headers"]
     size = sum(len(name) + len(value) for name, value in headers) + len(scope.get("raw_path") or b"")
     if len(headers) > MOST_HEADERS or size + len(scope.get("query_string") or b"") > MOST_HEADER_BYTES:
@@ -89,7 +89,7 @@ def check_size(scope: Scope) -> None:
 
 
 def check_origins(origins: Sequence[str]) -> None:
-    """Raises `ConfigError` for what no browser sends as its page's origin."""
+    """Raise `ConfigError` for an origin that no browser sends."""
     for origin in origins:
         if not isinstance(origin, str) or not (origin == "*" or _ORIGIN.fullmatch(origin)):
             fix = "Use what browsers send, such as https://example.com or http://localhost:3000, or * for all"

@@ -65,7 +65,7 @@ async def tokenize(exchange: Exchange, given: dict[str, Any]) -> None:
             text = asked(session.render, plain_messages(given["messages"]), options)
             special, param = given.get("add_special_tokens", False), "messages"
         ids = encoded(session, text, add_special_tokens=special, param=param)
-        strings = [tokenizer.token(one) for one in ids] if given.get("return_token_strs") else None
+        strings = [tokenizer.token(id_) for id_ in ids] if given.get("return_token_strs") else None
         limit = session.config.max_model_len
         return {"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": strings}
 
@@ -83,17 +83,17 @@ async def detokenize(exchange: Exchange, given: dict[str, Any]) -> None:
 
 
 async def abort(exchange: Exchange, given: dict[str, Any]) -> None:
-    """Abort requests; an id that no living request of this sender has is no error."""
+    """Abort requests. An id without a request in progress of this sender is no error."""
     ids = [*given.get("request_ids", ()), *([given["request_id"]] if "request_id" in given else ())]
     if not ids:
         raise missing("request_id", "Send request_id or request_ids")
     life = exchange.service.life
-    aborted = [one for one in ids if life.abort(_bare(one), exchange.key)]
+    aborted = [id_ for id_ in ids if life.abort(_bare(id_), exchange.key)]
     await exchange.reply({"aborted": aborted})
 
 
 def _bare(request_id: str) -> str:
-    """The id as it was sent: without what an answer's `id` begins with."""
+    """Return the id without the prefix of an answer's `id`."""
     for prefix in ("chatcmpl-", "cmpl-", "resp_", "msg_"):
         request_id = request_id.removeprefix(prefix)
     return request_id
@@ -112,7 +112,7 @@ class Get:
 
 
 async def health(exchange: Exchange, given: dict[str, Any]) -> None:
-    """200 if every model answers; 503 while one is loading or closed, or the server drains."""
+    """Answer 200 if every model is open, and 503 while one loads or is closed, or the server drains."""
     service = exchange.service
     if service.life.draining:
         raise unavailable("the server is shutting down", retry_after=None)
@@ -122,25 +122,25 @@ async def health(exchange: Exchange, given: dict[str, Any]) -> None:
 
 
 async def list_models(exchange: Exchange, given: dict[str, Any]) -> None:
-    """OpenAI's list of models."""
-    found = exchange.service.models.by_name.values()
-    await exchange.reply({"object": "list", "data": [one.described() for one in found]})
+    """Answer with OpenAI's list of models."""
+    models = exchange.service.models.by_name.values()
+    await exchange.reply({"object": "list", "data": [served.described() for served in models]})
 
 
 async def one_model(exchange: Exchange, given: dict[str, Any]) -> None:
-    """One model; 404 for a name that is not served."""
+    """Answer with one model, or 404 for an unknown name."""
     await exchange.reply(exchange.service.models.get(given["name"]).described())
 
 
 async def tokenizer_info(exchange: Exchange, given: dict[str, Any]) -> None:
-    """What clients that tokenize by /tokenize and /detokenize need beside them, under transformers' names."""
+    """Answer with special tokens, template and context length, under transformers' names."""
     session = exchange.service.models.get(None).open()
     tokenizer = session.tokenizer
-    named = dict(tokenizer.special)
-    if "eos_token" not in named and tokenizer.has_text and tokenizer.eos_ids:
-        named["eos_token"] = tokenizer.token(tokenizer.eos_ids[0])
+    special = dict(tokenizer.special)
+    if "eos_token" not in special and tokenizer.has_text and tokenizer.eos_ids:
+        special["eos_token"] = tokenizer.token(tokenizer.eos_ids[0])
     limit, template = session.config.max_model_len, session.chat_template
-    await exchange.reply({"eos_token": None, **named, "chat_template": template, "model_max_length": limit})
+    await exchange.reply({"eos_token": None, **special, "chat_template": template, "model_max_length": limit})
 
 
 async def version(exchange: Exchange, given: dict[str, Any]) -> None:
@@ -148,7 +148,7 @@ async def version(exchange: Exchange, given: dict[str, Any]) -> None:
 
 
 async def metrics(exchange: Exchange, given: dict[str, Any]) -> None:
-    """Prometheus' exposition. The sessions are asked in a thread, since that waits for the turn of their loops."""
+    """Answer with Prometheus' exposition. A thread reads the figures, since it waits for the sessions' loops."""
     accept = header(exchange.scope, b"accept") or ""
     data, kind = await anyio.to_thread.run_sync(exchange.service.metrics.text, accept)
     await exchange.reply_bytes(data, kind.encode())

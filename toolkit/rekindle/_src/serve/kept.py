@@ -1,4 +1,4 @@
-"""What is kept of answers: the items of the last responses, which later requests of the same sender name by id."""
+"""The items of recent responses. Later requests of the same sender may name them by id."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MOST_CHARACTERS = 16 << 20
 
 
 class KeptItems:
-    """The last items, in memory alone; the oldest go first."""
+    """The latest items, in memory only; the oldest are dropped first."""
 
     def __init__(self, most_items: int = MOST_ITEMS, most_characters: int = MOST_CHARACTERS) -> None:
         self._most_items, self._most_characters = most_items, most_characters
@@ -24,18 +24,18 @@ class KeptItems:
         """Keep the text of items for the sender with this key."""
         for item in items:
             content = [{"type": part["type"], "text": part["text"]} for part in item.get("content", ())]
-            kept = {**item, "content": content} if "content" in item else dict(item)
+            entry = {**item, "content": content} if "content" in item else dict(item)
             size = sum(len(part["text"]) for part in content) + len(item.get("arguments", "")) + len(item["id"])
-            self._items[key, item["id"]] = kept, size
+            self._items[key, item["id"]] = entry, size
             self._characters += size
         while self._items and (len(self._items) > self._most_items or self._characters > self._most_characters):
             _, (_, size) = self._items.popitem(last=False)
             self._characters -= size
 
     def get(self, key: bytes, name: str, path: str) -> Mapping[str, Any]:
-        """An item by its id. Raises `Refused` (404) if it is not kept, or was another sender's."""
-        found = self._items.get((key, name))
-        if found is None:
+        """Return an item by its id. Raise `Refused` (404) if it is not kept, or belongs to another sender."""
+        entry = self._items.get((key, name))
+        if entry is None:
             raise Refused(
                 404,
                 f"{path}: item {name[:200]!r} is not found. The last items of answers are kept in memory, until the "
@@ -43,4 +43,4 @@ class KeptItems:
                 param=path,
                 code="item_not_found",
             )
-        return found[0]
+        return entry[0]

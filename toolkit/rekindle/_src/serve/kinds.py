@@ -1,4 +1,4 @@
-"""What the fields of a request may hold. A kind checks a JSON value, and describes itself as a JSON schema."""
+"""Kinds of values for the fields of a request. A kind checks a JSON value and describes itself as a JSON schema."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Kind(Protocol):
     """One kind of JSON value."""
 
     def check(self, value: Any, path: str) -> Any:
-        """The value, normalised; raises `Refused` that names `path`."""
+        """Return the normalised value, or raise a `Refused` that names `path`."""
         ...
 
     def schema(self) -> dict[str, Any]: ...
@@ -22,7 +22,7 @@ class Kind(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Anything:
-    """Any JSON value, checked later or by the template that reads it."""
+    """Any JSON value; it is checked later, or by the template that reads it."""
 
     def check(self, value: Any, path: str) -> Any:
         return value
@@ -33,7 +33,7 @@ class Anything:
 
 @dataclasses.dataclass(frozen=True)
 class Number:
-    """A finite number within bounds, both of which belong to it."""
+    """A finite number within inclusive bounds."""
 
     low: float | None = None
     high: float | None = None
@@ -65,7 +65,7 @@ class Number:
 
 
 def whole(low: int | None = None, high: int | None = None) -> Number:
-    """A whole number; 3.0 is one."""
+    """Return the kind of whole numbers; 3.0 is one."""
     return Number(low, high, whole=True)
 
 
@@ -101,12 +101,12 @@ class Text:
         return value
 
     def schema(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"type": "string"}
+        rules: dict[str, Any] = {"type": "string"}
         if self.least:
-            found["minLength"] = self.least
+            rules["minLength"] = self.least
         if self.most is not None:
-            found["maxLength"] = self.most
-        return found
+            rules["maxLength"] = self.most
+        return rules
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +126,7 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Items:
-    """A list, all of whose entries are of one kind."""
+    """A list with entries of one kind."""
 
     kind: Kind
     least: int = 0
@@ -136,28 +136,28 @@ class Items:
         if not isinstance(value, list):
             raise wrong(path, value, "is not a list", "Pass a JSON array")
         if len(value) < self.least:
-            few = "is empty" if not value else f"has fewer than {self.least} entries"
-            raise wrong(path, value, few, "Add one")
+            reason = "is empty" if not value else f"has fewer than {self.least} entries"
+            raise wrong(path, value, reason, "Add one")
         if self.most is not None and len(value) > self.most:
             raise wrong(path, f"{len(value):,} entries", f"has more than {self.most:,}", "Pass fewer")
         check = self.kind.check
         return [check(entry, f"{path}[{index}]") for index, entry in enumerate(value)]
 
     def schema(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"type": "array", "items": self.kind.schema()}
+        rules: dict[str, Any] = {"type": "array", "items": self.kind.schema()}
         if self.least:
-            found["minItems"] = self.least
+            rules["minItems"] = self.least
         if self.most is not None:
-            found["maxItems"] = self.most
-        return found
+            rules["maxItems"] = self.most
+        return rules
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenIds:
-    """A list of token ids, with at least one. Whether the model has them is found out when it takes the prompt in."""
+    """A list of at least one token id. The session checks later that the model has them."""
 
     def check(self, value: Any, path: str) -> list[int]:
-        if not isinstance(value, list) or not value or not all(type(one) is int and 0 <= one < 2**31 for one in value):
+        if not isinstance(value, list) or not value or not all(type(x) is int and 0 <= x < 2**31 for x in value):
             raise wrong(path, value, "is not a list of token ids", "Pass whole numbers from 0")
         return value
 
@@ -169,7 +169,7 @@ class TokenIds:
 
 @dataclasses.dataclass(frozen=True)
 class Either:
-    """A value of the first kind that fits, told apart by JSON types; `what` says what is expected."""
+    """A value of the first kind whose JSON type matches; `what` describes the expected value."""
 
     what: str
     kinds: tuple[tuple[type | tuple[type, ...], Kind], ...]
@@ -186,7 +186,7 @@ class Either:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """An object whose keys are free and whose values are of one kind."""
+    """An object with any keys and with values of one kind."""
 
     kind: Kind
     most: int = 10_000
@@ -204,7 +204,7 @@ class Table:
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """An object with known members; those in `needed` have to be there, others may be as they like."""
+    """An object with known members. Those in `needed` must be present; unknown members are not checked."""
 
     members: tuple[tuple[str, Kind], ...]
     needed: tuple[str, ...] = ()
@@ -215,11 +215,11 @@ class Shape:
         for name in self.needed:
             if value.get(name) is None:
                 raise missing(f"{path}.{name}")
-        found = dict(value)
+        checked = dict(value)
         for name, kind in self.members:
-            if found.get(name) is not None:
-                found[name] = kind.check(found[name], f"{path}.{name}")
-        return found
+            if checked.get(name) is not None:
+                checked[name] = kind.check(checked[name], f"{path}.{name}")
+        return checked
 
     def schema(self) -> dict[str, Any]:
         members = {
@@ -229,5 +229,5 @@ class Shape:
 
 
 def nullable(schema: dict[str, Any]) -> dict[str, Any]:
-    """The same schema, and null."""
+    """Return a schema that also permits null."""
     return {"anyOf": [schema, {"type": "null"}]} if schema else {}

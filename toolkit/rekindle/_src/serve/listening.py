@@ -1,4 +1,4 @@
-"""Uvicorn with an end of its own: refuses at once, lets answers finish, and cuts them on a second signal."""
+"""Uvicorn with a shutdown of its own: it refuses at once, lets answers finish, and cuts them on a second signal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rekindle._src.serve.life import Life
 from rekindle.errors import ConfigError
 
 log = logging.getLogger("rekindle.server")
-CUT_SECONDS = 5.0  # in which answers that were cut have to end
+CUT_SECONDS = 5.0  # for answers to end after they are cut
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -68,7 +68,7 @@ class Listener(uvicorn.Server):
         self.run(sockets=[self.bound])
 
     def stop(self, drain: float) -> None:
-        """Take nothing more on; what runs may go on for `drain` seconds. A second call cuts it. From any thread."""
+        """Refuse requests, and let answers go on for `drain` seconds. A second call cuts them. Thread-safe."""
         again, self.life.draining = self.life.draining, True
         if not again:
             self.drain_seconds = drain
@@ -84,7 +84,7 @@ class Listener(uvicorn.Server):
     def _cut(self) -> None:
         self.life.abort_all()
 
-    # What uvicorn calls.
+    # Called by uvicorn.
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -94,12 +94,12 @@ class Listener(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.life.draining = True
         self._refuse()
-        waiting = asyncio.create_task(self._drain())
+        drain = asyncio.create_task(self._drain())
         self.config.timeout_graceful_shutdown = int(self.drain_seconds + 2 * CUT_SECONDS)
         try:
             await super().shutdown(sockets)
         finally:
-            waiting.cancel()
+            drain.cancel()
 
     async def _drain(self) -> None:
         await asyncio.sleep(self.drain_seconds)
@@ -109,46 +109,46 @@ class Listener(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are the caller's, see `signals`."""
+        """Leave signals to the caller; see `signals`."""
         yield
 
     @contextlib.contextmanager
     def signals(self, drain: float) -> Iterator[None]:
-        """In the main thread: SIGINT and SIGTERM end the server; another one cuts what still runs."""
+        """Let SIGINT and SIGTERM stop the server, and a second one cut its answers. Main thread only."""
 
         def stop(number: int, frame: FrameType | None) -> None:
             self.stop(drain)
 
-        before = {number: signal.signal(number, stop) for number in _SIGNALS}
+        previous = {number: signal.signal(number, stop) for number in _SIGNALS}
         try:
             yield
         finally:
-            for number, handler in before.items():
+            for number, handler in previous.items():
                 signal.signal(number, handler)
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A listening address; raises `ConfigError` if it can't be had."""
+    """Return a socket bound to an address. Raise `ConfigError` if that fails."""
     if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port < 65_536:
         raise ConfigError("port", port, "is not a port", "Use 0 for any free one, or 1 to 65535")
     try:
-        found = socket.getaddrinfo(
+        addresses = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP, flags=socket.AI_PASSIVE
         )
     except (OSError, UnicodeError) as error:
         raise ConfigError(
             "host", host, f"is not known: {error}", "Use 127.0.0.1, or 0.0.0.0 for all networks"
         ) from None
-    family, kind, protocol, _, address = found[0]
-    # asyncio turns Nagle's algorithm off only where the protocol is given; it would hold small events back.
-    bound = socket.socket(family, kind, protocol)
+    family, kind, protocol, _, address = addresses[0]
+    # asyncio turns Nagle's algorithm off only if the socket has a protocol; it would hold small events back.
+    listening_socket = socket.socket(family, kind, protocol)
     try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
+        listening_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening_socket.bind(address)
     except OSError as error:
-        bound.close()
+        listening_socket.close()
         raise ConfigError(
             "port", port, f"can't be had on {host}: {error.strerror}", "Use port=0 for a free one"
         ) from None
-    bound.setblocking(False)
-    return bound
+    listening_socket.setblocking(False)
+    return listening_socket

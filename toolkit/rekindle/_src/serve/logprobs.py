@@ -1,4 +1,4 @@
-"""Log-probabilities in the two shapes of OpenAI's API, and as vLLM reports those of prompts."""
+"""Log-probabilities in the two shapes of OpenAI's API, and in vLLM's shape for prompts."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from rekindle._src.core.records import TokenLogprobs
 from rekindle._src.serve.pieces import Entries
 from rekindle._src.text.token_bytes import token_bytes
 
-LOWEST = -9999.0  # what stands for minus infinity, which JSON does not have
+LOWEST = -9999.0  # stands for minus infinity, which JSON lacks
 _MOST_REMEMBERED = 65_536
 
 
 class TokenNames:
-    """The texts and bytes of tokens, each made once."""
+    """The texts and bytes of tokens, each computed once."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._known: dict[int, tuple[str, list[int]]] = {}
 
     def get(self, token_id: int) -> tuple[str, list[int]]:
-        """A token's text and its bytes; half a character shows as �."""
-        found = self._known.get(token_id)
-        if found is None:
+        """Return a token's text and its bytes. Half a character becomes �."""
+        entry = self._known.get(token_id)
+        if entry is None:
             data = token_bytes(self._tokenizer, token_id) if self._tokenizer.has_text else b""
             text = data.decode("utf-8", "replace") if self._tokenizer.has_text else f"token_id:{token_id}"
             if len(self._known) >= _MOST_REMEMBERED:
                 self._known.clear()
-            found = self._known[token_id] = text, list(data)
-        return found
+            entry = self._known[token_id] = text, list(data)
+        return entry
 
 
 def finite(logprob: float) -> float:
-    """The log-probability, or -9999 for minus infinity."""
+    """Return the log-probability, or -9999 for minus infinity."""
     return logprob if logprob > LOWEST else LOWEST
 
 
 class Offset:
-    """Where a choice's next token begins in its text, in characters; one that ends amid a character adds none yet."""
+    """The position of a choice's next token in its text, in characters. Part of a character counts once it is whole."""
 
     def __init__(self) -> None:
         self.at = 0
@@ -61,11 +61,11 @@ class Shapes:
     # Chat completions.
 
     def chat(self, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
-        """The `logprobs` of a choice or of its next part, which are made when they are written."""
+        """Return the `logprobs` of a choice or of its next part, built when they are written."""
         return {"content": Entries(entries, self.chat_entry), "refusal": None}
 
     def chat_entry(self, entry: TokenLogprobs) -> dict[str, Any]:
-        """What is told of one token."""
+        """Return the entry of one token."""
         return {**self._one(entry.token_id, entry.logprob), "top_logprobs": self._top(entry)}
 
     def _one(self, token_id: int, logprob: float) -> dict[str, Any]:
@@ -77,36 +77,36 @@ class Shapes:
     # Completions.
 
     def completion(self, entries: Sequence[TokenLogprobs | int], offset: Offset) -> dict[str, Any]:
-        """The `logprobs` of a choice, or of its next part, which begins at `offset` and moves it on.
+        """Return the `logprobs` of a choice, or of its next part. It begins at `offset`, which is advanced.
 
-        An entry that is an id alone is a prompt's first token, which has no probability.
+        An entry that is only an id is a prompt's first token, which has no probability.
         """
-        tokens, offsets, own = [], [], []
+        tokens, offsets, logprobs = [], [], []
         for entry in entries:
             token_id = entry if isinstance(entry, int) else entry.token_id
             tokens.append(self.name(token_id))
             offsets.append(offset.at)
             text, data = self._names.get(token_id)
             offset.add(data or text.encode())
-            own.append(None if isinstance(entry, int) else finite(entry.logprob))
+            logprobs.append(None if isinstance(entry, int) else finite(entry.logprob))
         top = Entries(entries, self._by_text)
-        return {"tokens": tokens, "token_logprobs": own, "top_logprobs": top, "text_offset": offsets}
+        return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": offsets}
 
     def _by_text(self, entry: TokenLogprobs | int) -> dict[str, float] | None:
         if isinstance(entry, int):
             return None
-        found: dict[str, float] = {}
+        logprobs: dict[str, float] = {}
         for token_id, logprob in (
             *zip(entry.top_ids, entry.top_logprobs, strict=True),
             (entry.token_id, entry.logprob),
         ):
-            found.setdefault(self.name(token_id), finite(logprob))
-        return found
+            logprobs.setdefault(self.name(token_id), finite(logprob))
+        return logprobs
 
     # vLLM's prompt_logprobs.
 
     def prompt(self, entries: Sequence[TokenLogprobs]) -> Entries:
-        """One entry for each prompt token: null for the first, then logprob, rank and text by token id."""
+        """Return an entry for each prompt token: null for the first, then logprob, rank and text by token id."""
         return Entries((None, *entries), self._by_id)
 
     def _by_id(self, entry: TokenLogprobs | None) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""The messages of a chat as templates read them: text content, and no fields that are null."""
+"""The messages of a chat in the form that templates read: text content, and no null fields."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from rekindle._src.serve.errors import wrong
 
 
 def tool_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """`tools` without members that are null, and only those that an `allowed_tools` names; its mode is the choice."""
-    found: dict[str, Any] = {}
+    """Return `tools` without null members. `allowed_tools` selects some of them, and its mode is the choice."""
+    plain: dict[str, Any] = {}
     if "tools" in options:
-        found["tools"] = [
-            {**tool, "function": {name: one for name, one in tool["function"].items() if one is not None}}
+        plain["tools"] = [
+            {**tool, "function": {name: value for name, value in tool["function"].items() if value is not None}}
             for tool in options["tools"]
         ]
     choice = options.get("tool_choice")
     if not isinstance(choice, Mapping) or choice.get("type") != "allowed_tools":
-        return found
-    inner = choice.get("allowed_tools", choice)  # in responses its members are those of the choice itself
+        return plain
+    fields = choice.get("allowed_tools", choice)  # the API of responses has its members in the choice itself
     path = "tool_choice.allowed_tools" if "allowed_tools" in choice else "tool_choice"
-    mode = inner.get("mode") if isinstance(inner, Mapping) else None
+    mode = fields.get("mode") if isinstance(fields, Mapping) else None
     if mode not in ("auto", "required"):
         raise wrong(f"{path}.mode", mode, "is not known", "Use auto or required")
-    listed = inner.get("tools")
-    if not isinstance(listed, list) or not listed or not all(isinstance(tool, Mapping) for tool in listed):
-        raise wrong(f"{path}.tools", listed, "is not a list of tools", "Name one at least")
-    known = {tool["function"]["name"]: tool for tool in found.get("tools", ())}
+    allowed = fields.get("tools")
+    if not isinstance(allowed, list) or not allowed or not all(isinstance(tool, Mapping) for tool in allowed):
+        raise wrong(f"{path}.tools", allowed, "is not a list of tools", "Name one at least")
+    known = {tool["function"]["name"]: tool for tool in plain.get("tools", ())}
     chosen = []
-    for index, tool in enumerate(listed):
+    for index, tool in enumerate(allowed):
         function = tool.get("function", tool)
         name = function.get("name") if isinstance(function, Mapping) else None
         if not isinstance(name, str) or name not in known:
@@ -42,18 +42,18 @@ _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal"
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]], field: str = "messages") -> list[dict[str, Any]]:
-    """Copies of the messages, each with one text; parts other than text are refused by name."""
-    found = []
+    """Return copies of the messages with one text each. Refuse parts other than text by name."""
+    copies = []
     for index, message in enumerate(messages):
         plain = {name: value for name, value in message.items() if value is not None}
         if isinstance(plain.get("content"), list):
             plain["content"] = text_of(plain["content"], f"{field}[{index}].content")
-        found.append(plain)
-    return found
+        copies.append(plain)
+    return copies
 
 
 def text_of(parts: Sequence[Mapping[str, Any]], path: str) -> str:
-    """The text of content parts, in lines."""
+    """Return the text of content parts, joined by newlines."""
     lines = []
     for index, part in enumerate(parts):
         member = _TEXTS.get(part.get("type", ""))

@@ -1,4 +1,4 @@
-"""What `/metrics` tells: counts and histograms of requests, and the sessions' own figures when they are asked for."""
+"""The metrics of `/metrics`: counts and histograms of requests, and the figures of each session at scrape time."""
 
 from __future__ import annotations
 
@@ -92,9 +92,9 @@ def _share(stats: Any) -> float:
 
 
 def _cumulative(step_sizes: Mapping[int, int]) -> list[tuple[str, float]]:
-    """Pairs of upper bounds and how many steps computed no more tokens."""
-    found = [(str(float(size)), float(sum(n for of, n in step_sizes.items() if of <= size))) for size in _SIZES]
-    return [*found, ("+Inf", float(sum(step_sizes.values())))]
+    """Return pairs of an upper bound and the number of steps with at most that many tokens."""
+    pairs = [(str(float(size)), float(sum(n for tokens, n in step_sizes.items() if tokens <= size))) for size in _SIZES]
+    return [*pairs, ("+Inf", float(sum(step_sizes.values())))]
 
 
 class Histogram:
@@ -112,34 +112,34 @@ class Histogram:
         self.sum += value * times
 
     def cumulative(self) -> list[tuple[str, float]]:
-        """Pairs of upper bounds and how many values are not above them, as Prometheus wants them."""
-        total, found = 0, []
+        """Return pairs of an upper bound and the number of values up to it, as Prometheus wants them."""
+        total, pairs = 0, []
         for bound, count in zip((*map(float, self.buckets), float("inf")), self.counts, strict=True):
             total += count
-            found.append(("+Inf" if bound == float("inf") else str(bound), float(total)))
-        return found
+            pairs.append(("+Inf" if bound == float("inf") else str(bound), float(total)))
+        return pairs
 
 
 class Metrics:
-    """Records what passes, on the server's loop; `text` may be called in any thread."""
+    """Records requests and responses on the server's loop; `text` may be called in any thread."""
 
     def __init__(self, models: Models, life: Life, names: Names = "rekindle") -> None:
         self._models, self._life, self._prefixes = models, life, _PREFIXES[names]
         self._http: Counter[tuple[str, int]] = Counter()
         self._ended: Counter[tuple[str, str]] = Counter()
         self._histograms: defaultdict[str, dict[str, Histogram]] = defaultdict(
-            lambda: {name: Histogram(told.buckets) for name, told in HISTOGRAMS.items()}
+            lambda: {name: Histogram(spec.buckets) for name, spec in HISTOGRAMS.items()}
         )
         self._registry: CollectorRegistry | None = None
 
     # Recording.
 
     def http(self, path: str, status: int) -> None:
-        """A response was sent."""
+        """Count a response."""
         self._http[path, status] += 1
 
     def clock(self, model: str) -> Callable[[TextDelta], object]:
-        """To be called with each delta of one stream: measures the time between tokens."""
+        """Return a function to call with each delta of one stream; it measures the time between tokens."""
         between = self._histograms[model]["inter_token_latency_seconds"]
         last: dict[int, float] = {}
 
@@ -156,12 +156,12 @@ class Metrics:
         return take
 
     def ended(self, model: str, completions: Sequence[Completion], *, streamed: bool) -> None:
-        """The sequences of one prompt have ended."""
+        """Record the completions of one prompt."""
         histograms = self._histograms[model]
-        for done in completions:
-            self._ended[model, FINISHED[done.finish_reason]] += 1
-            times, tokens = done.timings, len(done.token_ids)
-            histograms["request_prompt_tokens"].observe(done.usage.prompt_tokens)
+        for completion in completions:
+            self._ended[model, FINISHED[completion.finish_reason]] += 1
+            times, tokens = completion.timings, len(completion.token_ids)
+            histograms["request_prompt_tokens"].observe(completion.usage.prompt_tokens)
             histograms["request_generation_tokens"].observe(tokens)
             histograms["e2e_request_latency_seconds"].observe(times.total)
             histograms["request_queue_time_seconds"].observe(times.queued)
@@ -174,10 +174,10 @@ class Metrics:
                 mean = (times.total - times.first_token) / (tokens - 1)
                 histograms["inter_token_latency_seconds"].observe(mean, tokens - 1)
 
-    # Telling.
+    # Exposition.
 
     def text(self, accept: str) -> tuple[bytes, str]:
-        """The exposition and its content type. Asks the sessions for their figures, which blocks this thread."""
+        """Return the exposition and its content type. This reads the sessions' figures and blocks the thread."""
         try:
             from prometheus_client import CollectorRegistry, ProcessCollector
             from prometheus_client.exposition import choose_encoder
@@ -191,7 +191,7 @@ class Metrics:
         return encode(self._registry), kind
 
     def collect(self) -> Iterator[Any]:
-        """All metrics, as prometheus_client wants them."""
+        """Yield all metrics, as prometheus_client wants them."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         figures = self._figures()
@@ -207,14 +207,14 @@ class Metrics:
         yield responses
 
     def _figures(self) -> dict[str, Any]:
-        found = {}
+        figures = {}
         for name, served in self._models.by_name.items():
             if served.session is not None and not served.session.closed:
                 try:
-                    found[name] = served.session.stats()
+                    figures[name] = served.session.stats()
                 except SessionClosed:
                     continue
-        return found
+        return figures
 
     def _of_sessions(self, prefix: str, figures: dict[str, Any]) -> Iterator[Any]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -258,18 +258,18 @@ class Metrics:
         for (model, reason), count in sorted(self._ended.items()):
             ended.add_metric([model, reason], count)
         yield ended
-        for name, told in HISTOGRAMS.items():
-            family = HistogramMetricFamily(prefix + name, told.help, labels=["model_name"])
+        for name, spec in HISTOGRAMS.items():
+            family = HistogramMetricFamily(prefix + name, spec.help, labels=["model_name"])
             for model, histograms in sorted(self._histograms.items()):
-                one = histograms[name]
-                family.add_metric([model], buckets=one.cumulative(), sum_value=one.sum)
+                histogram = histograms[name]
+                family.add_metric([model], buckets=histogram.cumulative(), sum_value=histogram.sum)
             yield family
 
 
 def _families(
     prefix: str, tables: Sequence[tuple[Any, Mapping[str, Any]]], figures: Mapping[str, Any]
 ) -> Iterator[Any]:
-    """Metrics that are read from the figures of each model."""
+    """Yield the metrics that come from the figures of each model."""
     for kind, table in tables:
         for name, (help, read) in table.items():
             family = kind(prefix + name, help, labels=["model_name"])

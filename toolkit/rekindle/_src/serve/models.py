@@ -23,7 +23,7 @@ class Served:
         self.failure: BaseException | None = None
 
     def open(self) -> SessionLike:
-        """Its session; raises `Refused` while there is none."""
+        """Return its session. Raise `Refused` while there is none."""
         session = self.session
         if session is None:
             state = "is being loaded" if self.failure is None else "could not be opened; the server's log says why"
@@ -33,7 +33,7 @@ class Served:
         return session
 
     async def load(self) -> None:
-        """Wait until it is open; keeps and raises the error if that fails."""
+        """Wait until it is open. If that fails, keep the error and raise it."""
         try:
             self.session = await self.opening
         except BaseException as error:
@@ -41,46 +41,46 @@ class Served:
             raise
 
     def described(self) -> dict[str, Any]:
-        """OpenAI's model object."""
-        found = {"id": self.name, "object": "model", "created": self.created, "owned_by": "rekindle"}
+        """Return OpenAI's model object."""
+        fields = {"id": self.name, "object": "model", "created": self.created, "owned_by": "rekindle"}
         if self.session is not None:
-            found |= {"max_model_len": self.session.config.max_model_len, "root": self.session.model}
-        return found
+            fields |= {"max_model_len": self.session.config.max_model_len, "root": self.session.model}
+        return fields
 
 
 class Models:
-    """All models of a server; the first is what a request without `model` gets."""
+    """All models of a server. A request without `model` gets the first."""
 
     def __init__(self, given: Any, name: str | None = None) -> None:
         if isinstance(given, Mapping):
             if name is not None:
                 raise ConfigError("name", name, "is given beside a mapping of names to sessions", "Leave it out")
-            if not given or not all(isinstance(one, str) and one for one in given):
+            if not given or not all(isinstance(key, str) and key for key in given):
                 raise ConfigError("sessions", list(given), "does not map names to sessions", 'Pass {"name": session}')
-            self.by_name = {one: Served(one, session) for one, session in given.items()}
+            self.by_name = {key: Served(key, session) for key, session in given.items()}
         else:
             name = name or Path(str(getattr(given, "model", "") or "model")).name
             self.by_name = {name: Served(name, given)}
 
     def get(self, name: str | None) -> Served:
-        """A model by its name; raises `Refused` (404) for one that is not here."""
+        """Return a model by its name. Raise `Refused` (404) for an unknown one."""
         if name is None:
             return next(iter(self.by_name.values()))
-        found = self.by_name.get(name)
-        if found is None:
+        served = self.by_name.get(name)
+        if served is None:
             known = ", ".join(self.by_name)
             raise Refused(
                 404, f"the model {name[:200]!r} does not exist here. Use one of: {known}", param="model",
                 code="model_not_found",
             )  # fmt: skip
-        return found
+        return served
 
     @property
     def trouble(self) -> str | None:
-        """Why not every model can be asked now, or None."""
-        for one in self.by_name.values():
+        """The reason why a model takes no requests now, or None."""
+        for served in self.by_name.values():
             try:
-                one.open()
+                served.open()
             except Refused as refused:
                 return refused.message
         return None

@@ -33,7 +33,7 @@ REQUEST_ID = Text(most=128, least=1)
 
 @dataclasses.dataclass(frozen=True)
 class Prompts:
-    """One prompt or several, as a list of texts and lists of token ids."""
+    """One or more prompts, as a list of texts and lists of token ids."""
 
     def check(self, value: Any, path: str) -> list[str | list[int]]:
         if isinstance(value, str):
@@ -44,12 +44,14 @@ class Prompts:
             return [TokenIds().check(value, path)]
         if len(value) > MOST_PROMPTS:
             raise wrong(path, f"{len(value):,} prompts", f"are over {MOST_PROMPTS:,}", "Send several requests")
-        return [one if isinstance(one, str) else TokenIds().check(one, f"{path}[{at}]") for at, one in enumerate(value)]
+        return [
+            item if isinstance(item, str) else TokenIds().check(item, f"{path}[{at}]") for at, item in enumerate(value)
+        ]
 
     def schema(self) -> dict[str, Any]:
         ids = TokenIds().schema()
-        several = ({"type": "array", "items": one, "minItems": 1, "maxItems": MOST_PROMPTS} for one in (TEXT, ids))
-        return {"anyOf": [TEXT, ids, *several]}
+        lists = ({"type": "array", "items": item, "minItems": 1, "maxItems": MOST_PROMPTS} for item in (TEXT, ids))
+        return {"anyOf": [TEXT, ids, *lists]}
 
 
 TEXT = Text().schema()

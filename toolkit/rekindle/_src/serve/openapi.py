@@ -1,4 +1,4 @@
-"""The OpenAPI document, made from the same tables by which requests are read."""
+"""The OpenAPI document, built from the tables that requests are read by."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ERRORS = {
 
 
 def document(posts: Sequence[Endpoint], gets: Sequence[tuple[str, str]], *, keys: bool) -> dict[str, Any]:
-    """The document for endpoints that take a JSON object, and for paths that are read."""
+    """Return the document for endpoints that take a JSON object, and for GET paths."""
     paths: dict[str, Any] = {}
     for endpoint in posts:
         content: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
@@ -37,8 +37,8 @@ def document(posts: Sequence[Endpoint], gets: Sequence[tuple[str, str]], *, keys
         operation = {"operationId": _name(path), "summary": summary}
         kind = "text/plain" if path == "/metrics" else "application/json"
         answers = {"200": {"description": "The answer.", "content": {kind: {}}}, **_errors(401, 404, 503)}
-        given = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
-        parameters = [given] if "{name}" in path else []
+        parameter = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
+        parameters = [parameter] if "{name}" in path else []
         paths[path] = {"get": {**operation, "parameters": parameters, "responses": answers}}
     members: dict[str, Any] = {
         "message": {"type": "string"},
@@ -52,23 +52,23 @@ def document(posts: Sequence[Endpoint], gets: Sequence[tuple[str, str]], *, keys
         "Error": {"type": "object", "properties": {"error": error}, "required": ["error"]},
         "AnthropicError": {**anthropic, "required": ["type", "error"]},
     }
-    found: dict[str, Any] = {
+    root: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {"title": "rekindle", "version": VERSION, "description": "OpenAI's API over sessions of rekindle."},
         "paths": paths,
         "components": {"schemas": schemas},
     }
     if keys:
-        found["components"]["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
-        found["security"] = [{"bearer": []}]
-    return found
+        root["components"]["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
+        root["security"] = [{"bearer": []}]
+    return root
 
 
 def _errors(*statuses: int) -> dict[str, Any]:
     reference = [{"$ref": "#/components/schemas/Error"}, {"$ref": "#/components/schemas/AnthropicError"}]
     content = {"application/json": {"schema": {"anyOf": reference}}}
-    chosen = statuses or tuple(_ERRORS)
-    return {str(status): {"description": _ERRORS[status], "content": content} for status in chosen}
+    listed = statuses or tuple(_ERRORS)
+    return {str(status): {"description": _ERRORS[status], "content": content} for status in listed}
 
 
 def _name(path: str) -> str:

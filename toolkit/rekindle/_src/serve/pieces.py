@@ -1,4 +1,4 @@
-"""JSON in pieces: the text of a large value is made bit by bit, so that other work goes on in between."""
+"""JSON in pieces: a large value is serialised piece by piece, so other work runs in between."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from typing import Any
 import anyio
 import anyio.lowlevel
 
-SLICE_SECONDS = 0.002  # at a time; then the loop turns, and other threads have the interpreter
-_MANY = 1_024  # entries of a list that are written at once
+SLICE_SECONDS = 0.002  # of work; then the loop and other threads run
+_MANY = 1_024  # entries of a list serialised at once
 
-_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode  # `json.dumps` would make one each time
+_encode = json.JSONEncoder(
+    ensure_ascii=False, separators=(",", ":")
+).encode  # `json.dumps` would build an encoder each time
 
 
 def dumps(value: Any) -> str:
-    """Compact JSON."""
+    """Return compact JSON."""
     return "null" if value is None else _encode(value)
 
 
 class Entries:
-    """An array of JSON whose entries are made when they are written, by a function of each of `values`."""
+    """A JSON array. Its entries are built when they are written, by a function of each of `values`."""
 
     __slots__ = ("make", "values")
 
@@ -34,20 +36,20 @@ class Entries:
 
 
 def pieces(value: Any) -> Iterator[str]:
-    """Compact JSON of a value with `Entries` in it, in short pieces."""
+    """Yield compact JSON of a value with `Entries` in it, in short pieces."""
     match value:
         case Entries():
             yield "["
-            for index, one in enumerate(value):
+            for index, entry in enumerate(value):
                 if index:
                     yield ","
-                yield from pieces(one)
+                yield from pieces(entry)
             yield "]"
         case dict() if any(map(_is_large, value.values())):
             mark = "{"
-            for name, one in value.items():
+            for name, entry in value.items():
                 yield f"{mark}{dumps(name)}:"
-                yield from pieces(one)
+                yield from pieces(entry)
                 mark = ","
             yield "}"
         case list() | tuple() if len(value) > _MANY:
@@ -64,7 +66,7 @@ def _is_large(value: Any) -> bool:
 
 
 async def paced(parts: Iterator[str]) -> AsyncIterator[str]:
-    """The same parts; the loop turns whenever making them has taken a while."""
+    """Yield the parts, and let the loop run after each 2 ms of building them."""
     began = time.perf_counter()
     for part in parts:
         yield part
@@ -74,5 +76,5 @@ async def paced(parts: Iterator[str]) -> AsyncIterator[str]:
 
 
 async def text_of(value: Any) -> str:
-    """Compact JSON of a value that may be large."""
+    """Return compact JSON of a value that may be large."""
     return "".join([part async for part in paced(pieces(value))])

@@ -1,4 +1,4 @@
-"""`/v1/responses`: answer a conversation. Of the answer, items are kept for a while; see `kept.py`."""
+"""`/v1/responses`: answer a conversation. The items of an answer are kept for a while; see `kept.py`."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ _LOGPROBS = "message.output_text.logprobs"
 
 
 class Responses:
-    """Error objects of this API: as OpenAI's others, but events of a stream have names."""
+    """Error objects of this API: the same as OpenAI's other ones, except that events of a stream have names."""
 
     def body(self, refused: Refused) -> dict[str, Any]:
         return refused.body()
 
     def event(self, refused: Refused) -> bytes:
-        told = {"code": refused.code, "message": refused.message, "param": refused.param, "sequence_number": 0}
-        return f"event: error\ndata: {dumps({'type': 'error', **told})}\n\n".encode()
+        fields = {"code": refused.code, "message": refused.message, "param": refused.param, "sequence_number": 0}
+        return f"event: error\ndata: {dumps({'type': 'error', **fields})}\n\n".encode()
 
 
 async def responses(exchange: Exchange, given: dict[str, Any]) -> None:
@@ -71,11 +71,11 @@ async def responses(exchange: Exchange, given: dict[str, Any]) -> None:
         submit(exchange, active, [handle])
         answer = _Answer(exchange, given, served.name, session, shapes if scored else None)
         if not given.get("stream"):
-            ((done,),) = await finished(exchange, active, [handle])
-            answer.whole(done)
+            ((completion,),) = await finished(exchange, active, [handle])
+            answer.whole(completion)
             if stored:
                 kept.keep(exchange.key, answer.items)
-            await exchange.reply(answer.response(done))
+            await exchange.reply(answer.response(completion))
             return
 
         async def write(_: int, delta: TextDelta) -> None:
@@ -83,8 +83,8 @@ async def responses(exchange: Exchange, given: dict[str, Any]) -> None:
             answer.take(delta)
             await answer.flush()
 
-        ((done,),) = await follow(exchange, active, [handle], write)
-        answer.end(done)
+        ((completion,),) = await follow(exchange, active, [handle], write)
+        answer.end(completion)
         if stored:
             kept.keep(exchange.key, answer.items)
         await answer.flush()
@@ -104,7 +104,7 @@ def _chat_options(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Answer:
-    """The items of an answer, and with a stream the events that tell of them."""
+    """The items of an answer, and the events of a stream that report them."""
 
     def __init__(
         self, exchange: Exchange, given: Mapping[str, Any], model: str, session: SessionLike, shapes: Shapes | None
@@ -117,7 +117,7 @@ class _Answer:
         self._open = ""  # the kind of the last item, if more may be added to it
         self._logprobs: list[TokenLogprobs] = []  # of tokens since the last text
         self._scores: dict[str, list[TokenLogprobs]] = {}  # log-probabilities of each item's text
-        self._out: list[tuple[str, dict[str, Any]]] = []  # events that were not sent yet
+        self._out: list[tuple[str, dict[str, Any]]] = []  # events not sent yet
         self._silent = False  # the answer is not streamed
         self._sequence = 0
         self._begun = False
@@ -130,7 +130,7 @@ class _Answer:
     # The answer as a whole.
 
     def response(self, done: Completion | None) -> dict[str, Any]:
-        """The response object; without a completion, as it is at the start."""
+        """Return the response object. Without a completion, return it as it is at the start."""
         given, cut = self._given, done is not None and done.finish_reason in _CUT
         status = "in_progress" if done is None else "incomplete" if cut else "completed"
         return {
@@ -159,23 +159,23 @@ class _Answer:
         }
 
     def whole(self, done: Completion) -> None:
-        """The items of an answer that was not streamed."""
+        """Add the items of an answer that is not streamed."""
         calls = [
             one
             for index, call in enumerate(done.tool_calls if self._parallel else done.tool_calls[:1])
             for one in (ToolCallStarted(index, call.id, call.name), ToolCallArguments(index, call.arguments_text))
         ]
-        said = (ContentDelta(done.content),) if done.content or not calls else ()
-        thought = (ReasoningDelta(done.reasoning),) if done.reasoning else ()
+        content = (ContentDelta(done.content),) if done.content or not calls else ()
+        reasoning = (ReasoningDelta(done.reasoning),) if done.reasoning else ()
         self._silent = True
-        self.take(TextDelta(done.id, "", events=(*thought, *said, *calls)))
+        self.take(TextDelta(done.id, "", events=(*reasoning, *content, *calls)))
         self._close(done)
-        if self._shapes is not None and said:
+        if self._shapes is not None and content:
             (item,) = (one for one in self._items if one["type"] == "message")
             self._scores[item["id"]] = list(done.logprobs or ())
 
     def _scored(self, item: dict[str, Any]) -> dict[str, Any]:
-        """An item with its log-probabilities, which are made when they are written."""
+        """Return an item with its log-probabilities, which are built when they are written."""
         if item["id"] not in self._scores:
             return item
         return {**item, "content": Entries([self._scored_part(item)], dict)}
@@ -191,14 +191,14 @@ class _Answer:
     # As a stream.
 
     def begin(self) -> None:
-        """The first events, once."""
+        """Add the first events, once."""
         if not self._begun:
             self._begun = True
             self._tell("response.created", response=self.response(None))
             self._tell("response.in_progress", response=self.response(None))
 
     def end(self, done: Completion) -> None:
-        """The last events."""
+        """Add the last events."""
         if not self._items:
             self._item("message")
         self._close(done)
@@ -206,19 +206,19 @@ class _Answer:
         self._tell(f"response.{response['status']}", response=response)
 
     async def flush(self) -> None:
-        """Send what was told. The last events have all log-probabilities, so that they may be large."""
-        told, self._out = self._out, []
-        if told:
-            await self._exchange.emit_paced(part for kind, data in told for part in _event(kind, data))
+        """Send the queued events. The last events hold all log-probabilities and may be large."""
+        events, self._out = self._out, []
+        if events:
+            await self._exchange.emit_paced(part for kind, data in events for part in _event(kind, data))
 
     def take(self, delta: TextDelta) -> None:
         """Add the events of a delta."""
         if self._shapes is not None:
             self._logprobs += delta.logprobs
-        for one in events_of(delta, parallel=self._parallel):
-            match one:
+        for event in events_of(delta, parallel=self._parallel):
+            match event:
                 case ContentDelta(text) | ToolCallDropped(_, text):
-                    self._item("message", broken=isinstance(one, ToolCallDropped))
+                    self._item("message", broken=isinstance(event, ToolCallDropped))
                     item, scores = self._items[-1], self._logprobs
                     item["content"][0]["text"] += text
                     if self._shapes is not None:
@@ -241,13 +241,13 @@ class _Answer:
         return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
 
     def _item(self, kind: str, *, broken: bool = False, **more: Any) -> None:
-        """Begin an item, unless the last one is of this kind and open. The last one may be `broken` off."""
+        """Begin an item, unless the last one is open and of this kind. `broken` marks the last one as incomplete."""
         if self._open == kind:
             return
         self._close(None, broken=broken)
         self._open = kind
         prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[kind]
-        name = f"{prefix}_{uuid.uuid4().hex}"  # which nobody can guess: a later request may name it
+        name = f"{prefix}_{uuid.uuid4().hex}"  # impossible to guess: a later request may name it
         item: dict[str, Any] = {"id": name, "type": kind, "status": "in_progress", **more}
         if kind == "message":
             item |= {"role": "assistant", "content": []}
@@ -302,11 +302,11 @@ def _part(kind: str) -> dict[str, Any]:
 
 
 def _usage(done: Completion, session: SessionLike) -> dict[str, Any]:
-    prompt, made = done.usage.prompt_tokens, done.usage.completion_tokens
+    prompt, generated = done.usage.prompt_tokens, done.usage.completion_tokens
     return {
         "input_tokens": prompt,
         "input_tokens_details": {"cached_tokens": done.usage.cached_tokens},
-        "output_tokens": made,
+        "output_tokens": generated,
         "output_tokens_details": {"reasoning_tokens": reasoning_tokens(done, session)},
-        "total_tokens": prompt + made,
+        "total_tokens": prompt + generated,
     }

@@ -1,4 +1,4 @@
-"""The items of a request for a response as the messages that templates read."""
+"""The items of a request for a response as messages in the form that templates read."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ from rekindle._src.serve.messages_in import text_of
 _ROLES = ("user", "assistant", "system", "developer")
 
 
-Find = Callable[[str, str], Mapping[str, Any]]  # an item by its id, and the path of what names it
+Find = Callable[[str, str], Mapping[str, Any]]  # an item by its id; the path is of the field with the id
 
 
 def messages_of(given: Mapping[str, Any], find: Find | None = None) -> list[dict[str, Any]]:
-    """The conversation. Reasoning, text and calls that follow one another are one message of the assistant."""
-    found: list[dict[str, Any]] = []
+    """Return the conversation. Consecutive reasoning, text and calls become one message of the assistant."""
+    messages: list[dict[str, Any]] = []
     if given.get("instructions"):
-        found.append({"role": "system", "content": given["instructions"]})
+        messages.append({"role": "system", "content": given["instructions"]})
     items = given["input"]
     if isinstance(items, str):
-        return [*found, {"role": "user", "content": items}]
+        return [*messages, {"role": "user", "content": items}]
     for index, item in enumerate(items):
         path = f"input[{index}]"
         if item.get("type") == "item_reference" and find is not None:
             item = find(_text(item, "id", path), f"{path}.id")
         match item.get("type", "message"):
             case "message":
-                _message(found, item, path)
+                _message(messages, item, path)
             case "reasoning":
-                _assistant(found)["reasoning_content"] = _thoughts(item, path)
+                _assistant(messages)["reasoning_content"] = _thoughts(item, path)
             case "function_call":
                 function = {name: _text(item, name, path) for name in ("name", "arguments")}
                 call = {"id": _text(item, "call_id", path), "type": "function", "function": function}
-                _assistant(found).setdefault("tool_calls", []).append(call)
+                _assistant(messages).setdefault("tool_calls", []).append(call)
             case "function_call_output":
                 output = item.get("output")
                 text = text_of(_parts(output, f"{path}.output"), f"{path}.output") if isinstance(output, list) else None
                 text = _text(item, "output", path) if text is None else text
-                found.append({"role": "tool", "tool_call_id": _text(item, "call_id", path), "content": text})
-            case other:
-                raise wrong(f"{path}.type", other, "is not served here", "Send messages, reasoning and function calls")
-    return found
+                messages.append({"role": "tool", "tool_call_id": _text(item, "call_id", path), "content": text})
+            case kind:
+                raise wrong(f"{path}.type", kind, "is not served here", "Send messages, reasoning and function calls")
+    return messages
 
 
 def _message(found: list[dict[str, Any]], item: Mapping[str, Any], path: str) -> None:
@@ -61,7 +61,7 @@ def _message(found: list[dict[str, Any]], item: Mapping[str, Any], path: str) ->
 
 
 def _assistant(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """The assistant's message at the end, which items add to."""
+    """Return the assistant's message at the end, to which items are added. Append one if there is none."""
     if not found or found[-1]["role"] != "assistant":
         found.append({"role": "assistant", "content": ""})
     return found[-1]
@@ -88,7 +88,7 @@ def _text(item: Mapping[str, Any], name: str, path: str) -> str:
 
 
 def tools_of(given: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The functions as chat completions have them; tools that run at OpenAI are refused by name."""
+    """Return the functions in the form of chat completions. Refuse tools that run at OpenAI by name."""
     tools = []
     for index, tool in enumerate(given.get("tools") or ()):
         if tool["type"] != "function":
@@ -101,7 +101,7 @@ def tools_of(given: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def choice_of(given: Mapping[str, Any]) -> Any:
-    """`tool_choice` as chat completions have it."""
+    """Return `tool_choice` in the form of chat completions."""
     choice = given.get("tool_choice")
     if isinstance(choice, Mapping):
         if choice.get("type") == "allowed_tools":

@@ -1,4 +1,4 @@
-"""From the fields of a request to our sampling options."""
+"""The fields of a request as our sampling options."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ _SAME = (
     "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "n", "stop",
     "stop_token_ids", "min_tokens", "ignore_eos", "allowed_token_ids", "bad_words",
 )  # fmt: skip
-NAMES = {"include_stop": "include_stop_str_in_output", "salt": "cache_salt"}  # our options by the client's fields
+NAMES = {"include_stop": "include_stop_str_in_output", "salt": "cache_salt"}  # the client's fields by our options
 
 
 def sampling_options(given: Mapping[str, Any], session: SessionLike) -> dict[str, Any]:
-    """The options that every API has under the same names."""
+    """Return the options that every API has under the same names."""
     options = {name: given[name] for name in _SAME if name in given}
     if "temperature" not in options and session.sampling.greedy and session.config.generation_config != "greedy":
-        options["temperature"] = 1.0  # OpenAI's default, where the checkpoint asks for nothing
+        options["temperature"] = 1.0  # OpenAI's default, if the checkpoint has none
     if "top_k" in given:
         options["top_k"] = max(0, given["top_k"])
     if "seed" in given:
@@ -51,7 +51,7 @@ def _biases(given: Mapping[str, float]) -> dict[int, float]:
 
 
 def rest_of_context(session: SessionLike) -> int:
-    """More tokens than any prompt leaves room for: the session ends the request where the context is full."""
-    longest = session.config.max_model_len
-    assert longest is not None, "an open session has resolved it"
-    return longest
+    """Return the context's length as the token limit: the session ends the request where the context is full."""
+    limit = session.config.max_model_len
+    assert limit is not None, "an open session has resolved it"
+    return limit

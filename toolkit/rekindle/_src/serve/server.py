@@ -1,4 +1,4 @@
-"""A server over a session, in a thread of its own: what `await session.serve()` returns."""
+"""The server over a session, in a thread of its own, that `await session.serve()` returns."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger("rekindle.server")
 class Server:
     """An HTTP server in a thread of its own. Close it with `aclose`, or with an `async with` block.
 
-    It keeps the sessions open that it serves, and closes none of them. A session that is closed closes its servers.
+    It does not close the sessions that it serves. Closing a session closes its servers.
     """
 
     def __init__(
@@ -43,22 +43,22 @@ class Server:
             raise MissingExtra("uvicorn", "serve") from error
         if not isinstance(host, str):
             raise ConfigError("host", host, "is not a name or an address", "Use 127.0.0.1")
-        made = app(session, **options)
+        asgi = app(session, **options)
         check_connections(max_connections)
-        bound = bind(host, port)
-        made.state.rekindle.hosts.add(host)
+        listening_socket = bind(host, port)
+        asgi.state.rekindle.hosts.add(host)
         warn_if_open(host, options.get("api_key"))
-        self.models: tuple[str, ...] = tuple(made.state.rekindle.models.by_name)
+        self.models: tuple[str, ...] = tuple(asgi.state.rekindle.models.by_name)
         self.host: str = host
-        self.port: int = bound.getsockname()[1]
+        self.port: int = listening_socket.getsockname()[1]
         self._pid = os.getpid()
         self._needs_key = bool(options.get("api_key"))
         self._opened: OneShot[None] = OneShot()
         self._ended: OneShot[None] = OneShot()
         self._listener = Listener(
-            made,
-            made.state.rekindle.life,
-            bound,
+            asgi,
+            asgi.state.rekindle.life,
+            listening_socket,
             started=lambda: self._opened.put(None),
             max_connections=max_connections,
         )
@@ -66,12 +66,12 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Where it listens, without a path; OpenAI's clients want `server.url + "/v1"` as their base URL."""
+        """The address of the server, without a path. OpenAI's clients want `server.url + "/v1"` as their base URL."""
         return address(self.host, self.port)
 
     @property
     def closed(self) -> bool:
-        """Whether it takes no requests any more."""
+        """True if the server takes no more requests."""
         return self._ended.filled or self._listener.life.draining
 
     async def start(self) -> Self:
@@ -96,19 +96,19 @@ class Server:
             self._ended.put(None)
 
     async def aclose(self, *, drain: float = 0.0) -> None:
-        """Close it: no more connections, and answers may go on for `drain` seconds. Closing it again is harmless."""
+        """Refuse new connections, and let answers go on for `drain` seconds. Closing again is harmless."""
         drain = seconds_to_drain("drain", drain)
         if not self._ended.filled:
-            if not (self._listener.life.draining and drain):  # without a drain, what still drains is cut
+            if not (self._listener.life.draining and drain):  # drain=0 cuts a drain in progress
                 self._listener.stop(drain)
             await self._ended.get()
 
     def close(self, *, drain: float = 0.0) -> None:
-        """`aclose` for code without an event loop."""
+        """Call `aclose` from code without an event loop."""
         run_sync(self.aclose(drain=drain))
 
     def stop_at_exit(self) -> None:
-        """Cut all answers, and give the thread half a second. In a forked child the thread is the parent's."""
+        """Cut all answers, and wait half a second for the thread. A forked child does nothing: it has no such thread."""
         if os.getpid() == self._pid and not self._ended.filled:
             self._listener.stop(0.0)
             self._thread.join(0.5)
@@ -153,19 +153,19 @@ _registered: list[bool] = []
 
 
 def _close_all() -> None:
-    """Close every server at interpreter exit, before the sessions: a thread that ran on would use what is gone."""
+    """Close all servers at interpreter exit, before the sessions: a running server would still use them."""
     for server in tuple(_servers):
         server.stop_at_exit()
 
 
 def address(host: str, port: int) -> str:
-    """The URL of a listening address, as a client on this machine writes it."""
-    shown = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://[{shown}]:{port}" if ":" in shown else f"http://{shown}:{port}"
+    """Return the URL of a listening address for a client on this machine."""
+    name = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
 
 
 def warn_if_open(host: str, api_key: str | Sequence[str] | None) -> None:
-    """Log a warning if other hosts may reach the server and nothing is asked of them."""
+    """Log a warning if other hosts can reach the server without an API key."""
     try:
         local = ipaddress.ip_address(host).is_loopback
     except ValueError:

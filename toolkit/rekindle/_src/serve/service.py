@@ -1,4 +1,4 @@
-"""What all endpoints of a server share."""
+"""The state that all endpoints of a server share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FINGERPRINT = f"rekindle-{VERSION}"
 
 
 class Service:
-    """The models, the limits and the state of a server. Its loop owns it."""
+    """The models, the limits and the state of a server, owned by its loop."""
 
     def __init__(
         self,
@@ -40,13 +40,13 @@ class Service:
         self.heartbeat = heartbeat  # seconds of silence after which a stream gets a comment
         self.tracing: Tracing = Tracing()
         self.kept: KeptItems = KeptItems()
-        self.turns: Turns = Turns(2)  # at reading large bodies and making requests of them
+        self.turns: Turns = Turns(2)  # at parsing large bodies and building requests from them
         self.unknown: UnknownFields = UnknownFields()
         self._names: dict[str, tuple[SessionLike, TokenNames]] = {}
 
     def token_names(self, name: str, session: SessionLike) -> TokenNames:
-        """The texts of a model's tokens, kept from request to request."""
-        found = self._names.get(name)
-        if found is None or found[0] is not session:
-            found = self._names[name] = session, TokenNames(session.tokenizer)
-        return found[1]
+        """Return the texts of a model's tokens, kept from request to request."""
+        entry = self._names.get(name)
+        if entry is None or entry[0] is not session:
+            entry = self._names[name] = session, TokenNames(session.tokenizer)
+        return entry[1]

@@ -1,4 +1,4 @@
-"""What requests ask of their text's structure, as our options: `response_format`, `structured_outputs` and the like."""
+"""The structure of a request's text as our options: `response_format`, `structured_outputs` and the like."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _WITHOUT_MEANING = ("disable_fallback", "disable_any_whitespace", "disable_addit
 
 
 def structure_options(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """The options that `response_format` and `structured_outputs` ask for, and their names in the request."""
+    """Return the options for `response_format` and `structured_outputs`, and their names in the request."""
     format = given.get("response_format")
-    asked = {name: value for name, value in (given.get("structured_outputs") or {}).items() if value is not None}
+    members = {name: value for name, value in (given.get("structured_outputs") or {}).items() if value is not None}
     if format is not None and format.get("type") != "text":
-        if asked:
-            raise wrong("structured_outputs", asked, "is given beside response_format", "Send one of the two")
+        if members:
+            raise wrong("structured_outputs", members, "is given beside response_format", "Send one of the two")
         return format_options(format, "response_format")
     options: dict[str, Any] = {}
-    for name, value in asked.items():
+    for name, value in members.items():
         path = f"structured_outputs.{name}"
         if name in _WITHOUT_MEANING or (name == "json_object" and value is False):
             continue
@@ -29,12 +29,12 @@ def structure_options(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[st
             raise wrong(path, value, "is not supported", f"Use one of {', '.join(_KINDS)}", code="unsupported")
         options[_KINDS[name]] = _schema(value, path) if name == "json" else value
     if len(options) > 1:
-        raise wrong("structured_outputs", list(asked), "asks for several structures", "Send one of them")
-    return options, {_KINDS[name]: f"structured_outputs.{name}" for name in asked if name in _KINDS}
+        raise wrong("structured_outputs", list(members), "asks for several structures", "Send one of them")
+    return options, {_KINDS[name]: f"structured_outputs.{name}" for name in members if name in _KINDS}
 
 
 def format_options(format: Mapping[str, Any], path: str, schema: Any = None) -> tuple[dict[str, Any], dict[str, str]]:
-    """The options of one format object, whose schema lies in it, in its `json_schema`, or is given."""
+    """Return the options of a format object. Its schema is in it, in its `json_schema`, or in `schema`."""
     match format.get("type"):
         case "text":
             return {}, {}
@@ -44,14 +44,14 @@ def format_options(format: Mapping[str, Any], path: str, schema: Any = None) -> 
             holder = format.get("json_schema") if schema is None and "json_schema" in format else format
             if not isinstance(holder, Mapping) or holder.get("schema") is None:
                 raise missing(f"{path}.json_schema.schema", "Add the schema")
-            # A schema that need not be kept to strictly may ask for what a grammar can't check.
+            # Without strict, a schema may have rules that a grammar can't check.
             options: dict[str, Any] = {"schema": _schema(holder["schema"], f"{path}.json_schema.schema")}
             if holder.get("strict") is not True:
                 options["lenient"] = True
             return options, {"schema": f"{path}.json_schema.schema"}
-        case other:
+        case kind:
             fix = "Use text, json_object or json_schema"
-            raise wrong(f"{path}.type", other, "is not supported", fix, code="unsupported")
+            raise wrong(f"{path}.type", kind, "is not supported", fix, code="unsupported")
 
 
 def _schema(value: Any, path: str) -> Mapping[str, Any]:

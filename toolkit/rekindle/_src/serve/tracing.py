@@ -1,4 +1,4 @@
-"""OpenTelemetry spans of requests, where the package is installed; the program configures where they go."""
+"""OpenTelemetry spans of requests, if the package is installed. The program configures their exporter."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _HEADERS = ("traceparent", "tracestate")
 
 
 class Tracing:
-    """Makes one span for each request that has ended. Without OpenTelemetry it does nothing."""
+    """Records one span for each request that has ended. Without OpenTelemetry it does nothing."""
 
     def __init__(self) -> None:
         self._tracer: Any = None
@@ -25,15 +25,17 @@ class Tracing:
     def ended(
         self, scope: Mapping[str, Any], model: str, request_id: str, found: Sequence[Sequence[Completion]]
     ) -> None:
-        """Tell of the completions of one HTTP request. The span belongs to the trace that its headers name."""
+        """Record the completions of one HTTP request. The span joins the trace in the request's headers."""
         if self._tracer is None:
             return
         from opentelemetry import propagate, trace
 
-        given = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope.get("headers", ())}
-        carrier = {name: given[name] for name in _HEADERS if name in given}
-        flat = [done for several in found for done in several]
-        first, total = (max(getattr(done.timings, name) for done in flat) for name in ("first_token", "total"))
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope.get("headers", ())}
+        carrier = {name: headers[name] for name in _HEADERS if name in headers}
+        completions = [completion for group in found for completion in group]
+        first, total = (
+            max(getattr(completion.timings, name) for completion in completions) for name in ("first_token", "total")
+        )
         now = time.time_ns()
         span = self._tracer.start_span(
             "llm_request",
@@ -41,22 +43,22 @@ class Tracing:
             kind=trace.SpanKind.SERVER,
             start_time=now - int(total * 1e9),
         )
-        sampling = flat[0].sampling
+        sampling = completions[0].sampling
         span.set_attributes(
             {
                 "gen_ai.system": "rekindle",
                 "gen_ai.response.model": model,
                 "gen_ai.request.id": request_id,
-                "gen_ai.request.n": len(flat),
+                "gen_ai.request.n": len(completions),
                 "gen_ai.request.max_tokens": sampling.max_tokens,
                 "gen_ai.request.temperature": sampling.temperature,
                 "gen_ai.request.top_p": sampling.top_p,
-                "gen_ai.usage.prompt_tokens": sum(several[0].usage.prompt_tokens for several in found),
-                "gen_ai.usage.completion_tokens": sum(done.usage.completion_tokens for done in flat),
-                "gen_ai.latency.time_in_queue": max(done.timings.queued for done in flat),
+                "gen_ai.usage.prompt_tokens": sum(group[0].usage.prompt_tokens for group in found),
+                "gen_ai.usage.completion_tokens": sum(completion.usage.completion_tokens for completion in completions),
+                "gen_ai.latency.time_in_queue": max(completion.timings.queued for completion in completions),
                 "gen_ai.latency.time_to_first_token": first,
                 "gen_ai.latency.e2e": total,
-                "gen_ai.response.finish_reasons": [str(done.finish_reason) for done in flat],
+                "gen_ai.response.finish_reasons": [str(completion.finish_reason) for completion in completions],
             }
         )
         span.end(end_time=now)
