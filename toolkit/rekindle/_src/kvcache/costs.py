@@ -1,4 +1,4 @@
-"""What a cached page costs to bring back and what it costs to compute, from what this session measured."""
+"""The costs of bringing a cached page back and of computing it, as measured in this session."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ class Rates(html.Record):
     _seconds = ("compute_token", "copy_page", "load_page")
 
     def __str__(self) -> str:
-        shown = (
-            f"{what} {'not measured yet' if value is None else html.seconds(value)}"
-            for what, value in (
+        lines = (
+            f"{label} {'not measured yet' if value is None else html.seconds(value)}"
+            for label, value in (
                 ("computing a token:", self.compute_token),
                 ("copying a page from host memory:", self.copy_page),
                 ("reading a page from disk:", self.load_page),
             )
         )
-        return "\n".join(shown)
+        return "\n".join(lines)
 
 
 class CostModel:
@@ -66,7 +66,7 @@ class CostModel:
         self._compute, self._copy, self._load = _Rate(), _Rate(), _Rate()
 
     def observe(self, result: StepResult) -> None:
-        """Measure what the tokens of a committed step cost. Steps that copied pages, decoded much or had few tokens say
+        """Measure the cost of a committed step's tokens. Steps that copied pages, decoded much or had few tokens say
         little about that and are left out."""
         plan = result.plan
         if (
@@ -83,7 +83,7 @@ class CostModel:
         self._load.measured(pages, seconds)
 
     def fetch_seconds(self, pages: int, *, from_disk: int = 0) -> float:
-        """How long it takes to bring `pages` to the device, `from_disk` of which are not in host memory yet."""
+        """Return the seconds to bring `pages` to the device, `from_disk` of which are not in host memory yet."""
         return pages * (self._copy.value or 0.0) + from_disk * (self._load.value or 0.0)
 
     def compute_seconds(self, pages: int) -> float | None:
@@ -91,7 +91,7 @@ class CostModel:
         return None if rate is None else pages * self.page_size * rate
 
     def worth(self, pages: int, *, from_disk: int = 0) -> bool:
-        """Whether bringing `pages` back is expected to be quicker than computing them."""
+        """True if bringing `pages` back is expected to be quicker than computing them."""
         if self.mode != "measured":
             return self.mode == "always"
         compute = self.compute_seconds(pages)

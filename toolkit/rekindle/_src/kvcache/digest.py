@@ -4,7 +4,7 @@ A digest chains over every page before it from a root that stands for model, wei
 digests mean equal KV content, here or in a process of next year. It is computed only for pages that leave the device.
 A key is 64 bits over the same prefix, computed for a whole prompt at once with weights that each process draws for
 itself. A page that is found by its key is used only if its tokens are equal too, so a collision costs a missed hit and
-never causes a wrong one; without the weights nobody can make one that keeps another's prefix out of the cache.
+never causes a wrong one. A collision that keeps another's prefix out of the cache can't be made without the weights.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 from rekindle._src.core.records import IntArray
 
 DIGEST_SIZE = 16
-LOOKUP_SECRET = secrets.token_bytes(16)  # of this process; another one that asks for pages by their keys is told it
+LOOKUP_SECRET = secrets.token_bytes(16)  # of this process; sent to processes that request pages by their keys
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def root_digest(*parts: str) -> bytes:
-    """The root of a tree whose pages are only equal if all `parts` are: fingerprint, KV dtype, layout, …"""
+    """Return the root of a tree whose pages are equal only if all `parts` are: fingerprint, KV dtype, layout, …"""
     state = blake2b(digest_size=DIGEST_SIZE)
     for part in parts:
         text = part.encode()
@@ -33,26 +33,26 @@ def root_digest(*parts: str) -> bytes:
 
 
 def salted_root(root: bytes, salt: str) -> bytes:
-    """The root of the pages of requests with `salt`, in a tree with the root `root`.
+    """Return the root of the pages of requests with `salt`, in a tree with the root `root`.
 
-    The first half says that it is such a root and of which tree, so that stored pages can be attached to it without
+    The first half marks it as such a root of that tree, so that stored pages can be attached to it without
     their salt, which is not stored. The second half stands for the salt.
     """
     return _mark(root) + blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=8, person=b"rekindle salt").digest()
 
 
 def is_salted(digest: bytes, root: bytes) -> bool:
-    """Whether `digest` is the `salted_root` of `root` and some salt."""
+    """True if `digest` is the `salted_root` of `root` and some salt."""
     return digest.startswith(_mark(root))
 
 
 def salt_key(salt: str | None) -> int:
-    """What the lookup keys of pages with `salt` begin with: `previous` of their first page."""
+    """Return the key before the first page of requests with `salt`, for `previous` of `page_keys`."""
     return 0 if salt is None else root_lookup_key(salted_root(b"", salt))
 
 
 def root_lookup_key(salted: bytes) -> int:
-    """The `salt_key` of the salt that a salted root stands for."""
+    """Return the `salt_key` of the salt that a salted root stands for."""
     return int.from_bytes(salted[8:], "little")
 
 
@@ -61,16 +61,16 @@ def _mark(root: bytes) -> bytes:
 
 
 def page_digest(parent: bytes, tokens: IntArray) -> bytes:
-    """The name of the page that holds `tokens` after the page (or root) named `parent`."""
+    """Return the name of the page that holds `tokens` after the page (or root) named `parent`."""
     return blake2b(parent + tokens.astype("<i4").tobytes(), digest_size=DIGEST_SIZE).digest()
 
 
 def page_keys(
     tokens: IntArray, page_size: int, *, first: int = 0, previous: int = 0, secret: bytes = LOOKUP_SECRET
 ) -> list[int]:
-    """Lookup keys of the full pages in `tokens`: pages `first`, … of a sequence, after one with key `previous`.
+    """Return lookup keys of the full pages in `tokens`: pages `first`, … of a sequence, after one with key `previous`.
 
-    They are those of the process with this `secret`, and mean nothing in others.
+    Keys are valid only in the process with this `secret`.
     A page's key is the sum, modulo 2**64, of a mixed hash of each page so far with its position, so one cumulative sum
     gives all of them: 2,048 pages of 16 tokens take 0.2 ms.
     """
@@ -90,7 +90,7 @@ def _weights(page_size: int, secret: bytes) -> NDArray[np.uint64]:
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finaliser of splitmix64."""
+    """Apply the finaliser of splitmix64."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

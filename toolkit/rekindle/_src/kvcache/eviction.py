@@ -1,4 +1,4 @@
-"""Which page leaves the device next: among the leaves without a holder the one with the lowest score.
+"""The choice of the page that leaves the device next: among the leaves without a holder the one with the lowest score.
 
 The score of a page is set when it is used: the square root of its number of uses, plus the score of the page that left
 last. So popularity counts but ages: once enough other pages have come and gone, a page that used to be popular leaves
@@ -34,7 +34,7 @@ class EvictionQueue:
         return len(self._heap)
 
     def used(self, node: Node, now: float) -> None:
-        """Record that `node` is used now: sets its time and its score."""
+        """Record that `node` is used now: set its time and its score."""
         node.last_use = now
         node.score = self._floor + math.sqrt(1 + node.visits)
 
@@ -48,7 +48,7 @@ class EvictionQueue:
             self._compact()
 
     def pop(self) -> Node | None:
-        """The next page to evict, or None if every cached page is held."""
+        """Return the node whose page to evict next, or None if every cached page is held."""
         while self._heap:
             score, last_use, _, node = heapq.heappop(self._heap)
             if self._evictable(node) and (node.score, node.last_use) == (score, last_use):

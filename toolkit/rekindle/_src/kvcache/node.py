@@ -68,11 +68,11 @@ class NodeTable:
         return self._nodes.get(node.key) is node
 
     def get(self, key: int) -> Node | None:
-        """The node of this key, if there is one. Tokens are not compared."""
+        """Return the node of this key, if there is one. Tokens are not compared."""
         return self._nodes.get(key)
 
     def salted(self, digest: bytes) -> Node:
-        """The root with this digest, which is that of a salt."""
+        """Return the root with this digest, which is that of a salt."""
         root = self._salted.get(digest)
         if root is None:
             root = self._salted[digest] = Node(root_lookup_key(digest), None, -1, 0.0)
@@ -80,11 +80,11 @@ class NodeTable:
         return root
 
     def roots(self) -> list[Node]:
-        """Every root that is in use, the one without a salt first."""
+        """Return every root that is in use, the one without a salt first."""
         return [self.root, *self._salted.values()]
 
     def find(self, parent: Node, keys: Sequence[int], tokens: IntArray) -> list[Node]:
-        """The known nodes after `parent` for `tokens`, whose pages have `keys`. Tokens are compared exactly."""
+        """Return the known nodes after `parent` for `tokens`, whose pages have `keys`. Tokens are compared exactly."""
         nodes: list[Node] = []
         get = self._nodes.get
         for key in keys:
@@ -96,12 +96,12 @@ class NodeTable:
         if not nodes:
             return nodes
         rows = np.fromiter((node.row for node in nodes), np.int64, len(nodes))
-        wanted = tokens[: len(nodes) * self.page_size].reshape(len(nodes), self.page_size)
-        same = (self._tokens[rows] == wanted).all(1)
-        return nodes if same.all() else nodes[: int(same.argmin())]
+        expected = tokens[: len(nodes) * self.page_size].reshape(len(nodes), self.page_size)
+        equal = (self._tokens[rows] == expected).all(1)
+        return nodes if equal.all() else nodes[: int(equal.argmin())]
 
     def depth(self, keys: Sequence[int], *, on_device: bool) -> int:
-        """How many leading pages are known, or are on the device; by bisection and without comparing tokens."""
+        """Return how many leading pages are known, or are on the device. Bisects, without comparing tokens."""
         low, high, get = 0, len(keys), self._nodes.get
         while low < high:
             middle = (low + high) // 2
@@ -115,7 +115,7 @@ class NodeTable:
     def add(
         self, parent: Node, keys: Sequence[int], tokens: IntArray, now: float, pages: Sequence[int] = ()
     ) -> list[Node] | None:
-        """New nodes that continue `parent`, on the device if `pages` are given.
+        """Add nodes that continue `parent`, on the device if `pages` are given.
 
         None if a key is taken by another prefix, which then keeps its place.
         """
@@ -144,15 +144,15 @@ class NodeTable:
         node.parent.children -= 1
 
     def tokens_of(self, node: Node) -> IntArray:
-        """The tokens of this page alone."""
+        """Return the tokens of this page alone."""
         return self._tokens[node.row]
 
     def prefix_of(self, node: Node) -> IntArray:
-        """All tokens from the root up to and including this page."""
+        """Return all tokens from the root up to and including this page."""
         return self._tokens[[step.row for step in path(node)]].reshape(-1)
 
     def digest_of(self, node: Node) -> bytes:
-        """The page's name in every process; computed once."""
+        """Return the page's name in every process; computed once."""
         missing = []
         while node.digest is None:
             missing.append(node)
@@ -188,14 +188,14 @@ class NodeTable:
             grown[:size] = self._tokens
             self._tokens = grown
             self._rows = list(range(2 * size - 1, size - 1, -1)) + self._rows
-        taken = self._rows[len(self._rows) - count :]
+        rows = self._rows[len(self._rows) - count :]
         del self._rows[len(self._rows) - count :]
-        taken.reverse()
-        return taken
+        rows.reverse()
+        return rows
 
 
 def path(node: Node) -> list[Node]:
-    """From the first page to `node`."""
+    """Return the nodes from the first page to `node`."""
     nodes = []
     while node.parent is not None:
         nodes.append(node)
@@ -204,7 +204,7 @@ def path(node: Node) -> list[Node]:
 
 
 def is_below(node: Node, pages: set[int]) -> bool:
-    """Whether one of the device pages before `node` is among `pages`."""
+    """True if one of the device pages before `node` is among `pages`."""
     above = node.parent
     while above is not None and above.page:
         if above.page in pages:

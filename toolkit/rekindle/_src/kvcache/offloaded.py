@@ -1,4 +1,4 @@
-"""Nodes without a device page: which of them the lower tiers can bring back, and which are forgotten."""
+"""Nodes without a device page, which the lower tiers bring back or which are forgotten."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from rekindle._src.kvcache.node import Node, NodeTable
 
 
 class TierLike(Protocol):
-    """Where the payloads of pages are that left the device; the runner moves them. One thread calls all of it.
+    """The tiers that hold payloads of pages that left the device; the runner moves them. One thread calls all of it.
 
-    A payload that was there when a match asked stays there until the next `trim`, and for as long as it is held.
+    A payload that a match has seen stays there until the next `trim`, and for as long as it is held.
     """
 
     def __contains__(self, digest: bytes, /) -> bool:
-        """Whether the payload can be restored now."""
+        """True if the payload can be restored now."""
 
     def knows(self, digest: bytes, /) -> bool:
-        """Whether the payload can be restored now or after it was fetched."""
+        """True if the payload can be restored now or after it was fetched."""
 
     def wants(self, digest: bytes, /) -> bool:
-        """Whether a page that is about to leave the device should be read out. It counts as used now."""
+        """True if a page that is about to leave the device should be read out. It counts as used now."""
 
     def touch(self, digest: bytes, /) -> None:
         """Record that the payload is used now."""
@@ -35,7 +35,7 @@ class TierLike(Protocol):
         """Undo one `hold`."""
 
     def discard(self, digest: bytes, /) -> None:
-        """Its payload can't be used: it is never offered again, so that the page is computed."""
+        """Never offer a payload again, because it can't be used; its page is computed."""
 
     def trim(self) -> None:
         """Drop payloads beyond the budget."""
@@ -44,10 +44,10 @@ class TierLike(Protocol):
         """Forget every payload."""
 
     def worth(self, pages: int, /) -> bool:
-        """Whether copying that many pages is expected to be quicker than computing them."""
+        """True if copying that many pages is expected to be quicker than computing them."""
 
     def observe(self, result: StepResult, /) -> None:
-        """Measure what a committed step cost."""
+        """Measure the cost of a committed step."""
 
 
 class OffloadedNodes:
@@ -72,7 +72,7 @@ class OffloadedNodes:
         self._nodes[node] = None
 
     def depart(self, node: Node) -> PageMove | None:
-        """The move that brings the page of `node` to the host tier; None if it is there already or there is no tier."""
+        """Return the move of `node`'s page to the host tier; None if it is there already or there is no tier."""
         if self._tier is None:
             return None
         digest = self._table.digest_of(node)
@@ -82,15 +82,15 @@ class OffloadedNodes:
         return PageMove(node.page, digest)
 
     def offload_done(self, moves: Sequence[PageMove]) -> None:
-        """The step that read these pages out was committed or has failed: from now on the tier decides what is kept."""
+        """End the departure of pages whose step was committed or has failed. From then on the tier decides."""
         self._departing.difference_update(move.digest for move in moves)
 
     def on_disk(self, node: Node) -> bool:
-        """Whether its payload can be fetched from disk."""
+        """True if its payload can be fetched from disk."""
         return self._tier is not None and self._tier.knows(self._table.digest_of(node))
 
     def restorable(self, node: Node) -> bool:
-        """Whether its payload is in host memory, so that a step can restore it."""
+        """True if its payload is in host memory, so that a step can restore it."""
         return self._tier is not None and self._table.digest_of(node) in self._tier
 
     def forget(self, node: Node) -> None:

@@ -1,4 +1,4 @@
-"""The page pool: which KV pages are free, held by sequences, or kept by the prefix cache alone.
+"""The page pool: tracks which KV pages are free, held by sequences, or kept by the prefix cache alone.
 
 Every page is in exactly one of three states, so `free + held + cached == total` at all times. A page carries one
 reference per sequence that reads it, and one more while the prefix cache keeps it.
@@ -17,7 +17,7 @@ Pages = Sequence[int] | IntArray
 
 
 def pages_for(length: int, page_size: int) -> int:
-    """How many pages `length` tokens need."""
+    """Return how many pages `length` tokens need."""
     return -(-length // page_size)
 
 
@@ -63,25 +63,25 @@ class PagePool:
         return bool(self._kept[page])
 
     def unheld(self, pages: Pages) -> int:
-        """How many of `pages` only the prefix cache references."""
+        """Return how many of `pages` only the prefix cache references."""
         return int(np.count_nonzero(self._refs[np.asarray(pages, np.int32)] == 1)) if len(pages) else 0
 
     def can_take(self, count: int) -> bool:
         return count <= len(self._free)
 
     def take(self, count: int) -> list[int]:
-        """`count` free pages with one reference each; ask `can_take` before."""
+        """Take `count` free pages, with one reference each. Check `can_take` before."""
         assert 0 <= count <= len(self._free), f"{count} pages asked for, {len(self._free)} free"
         if not count:
             return []
-        taken = self._free[-count:]
+        pages = self._free[-count:]
         del self._free[-count:]
-        taken.reverse()
-        self._refs[taken] = 1
-        return taken
+        pages.reverse()
+        self._refs[pages] = 1
+        return pages
 
     def share(self, pages: Pages) -> None:
-        """One more reference to each of `pages`, which must be in use and differ from each other."""
+        """Add a reference to each of `pages`, which must be in use and differ from each other."""
         if not len(pages):
             return
         index = np.asarray(pages, np.int32)
@@ -91,7 +91,7 @@ class PagePool:
         self._refs[index] = refs + 1
 
     def release(self, pages: Pages) -> None:
-        """One reference less to each of `pages`; pages without references are free again."""
+        """Remove a reference from each of `pages`; pages without references are free again."""
         if not len(pages):
             return
         index = np.asarray(pages, np.int32)
@@ -104,7 +104,7 @@ class PagePool:
         self._free.extend(index[refs == 0].tolist())
 
     def keep(self, pages: Pages) -> None:
-        """The prefix cache takes a reference of its own to pages that sequences hold."""
+        """Add the prefix cache's reference to pages that sequences hold."""
         if not len(pages):
             return
         index = np.asarray(pages, np.int32)
@@ -115,7 +115,7 @@ class PagePool:
         self.kept += len(index)
 
     def drop(self, page: int) -> None:
-        """The prefix cache gives up its reference to `page`."""
+        """Remove the prefix cache's reference to `page`."""
         assert self._kept[page], f"page {page} is not in the cache"
         self._kept[page] = False
         self._refs[page] -= 1
@@ -129,11 +129,11 @@ class PagePool:
         free = np.zeros(self.num_pages, np.bool_)
         free[self._free] = True
         assert len(self._free) == int(free.sum()), "a page is free twice"
-        own = slice(self._first + 1, None)
+        usable = slice(self._first + 1, None)
         assert not free[: self._first + 1].any(), "the scratch page is on the free list"
         assert not self._refs[: self._first + 1].any(), "the scratch page was handed out"
-        assert (self._refs[own] >= 0).all(), "a page has a negative count"
-        assert ((self._refs[own] == 0) == free[own]).all(), "a page is both free and referenced, or neither"
+        assert (self._refs[usable] >= 0).all(), "a page has a negative count"
+        assert ((self._refs[usable] == 0) == free[usable]).all(), "a page is both free and referenced, or neither"
         assert not (self._kept & free).any(), "a cached page is free"
         assert self._cached == int(np.count_nonzero(self._kept & (self._refs == 1))), "the cached count drifted"
         assert self.kept == int(np.count_nonzero(self._kept)), "the kept count drifted"

@@ -16,7 +16,7 @@ class CacheStatistics(html.Record):
     evictable_pages: int
     pinned_pages: int
     forgotten_nodes: int
-    matches: int  # admissions that looked for a prefix
+    matches: int  # admissions that looked up a prefix
     hits: int  # matches that found one
     device_hit_pages: int
     host_hit_pages: int

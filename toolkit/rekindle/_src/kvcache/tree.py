@@ -1,6 +1,6 @@
-"""The prefix tree: finds the cached pages of a prompt, takes over computed pages, chooses which leave the device.
+"""The prefix tree: matches prompts with cached pages, takes over computed pages, and chooses which leave the device.
 
-    match ─► lock (+ restore)      an admission takes the pages it found
+    match ─► lock (+ restore)      an admission takes the matched pages
     publish                        a committed step filled pages; duplicates are merged into the page that is there
     unreference                    a sequence has released its pages
     evict                          pages are short: leaves go, to the host tier if there is one
@@ -88,53 +88,53 @@ class PrefixCache:
         return self._table.roots()
 
     def root_of(self, salt: str | None) -> Node:
-        """What the first pages of requests with `salt` follow."""
+        """Return the root of the first pages of requests with `salt`."""
         return self.root if salt is None else self._table.salted(salted_root(self.root_key, salt))
 
     def salted(self, digest: bytes) -> Node:
-        """The root with this digest, which is that of a salt."""
+        """Return the root with this digest, which is that of a salt."""
         return self._table.salted(digest)
 
     def keys(self, tokens: IntArray, salt: str | None = None) -> list[int]:
         return page_keys(tokens, self.page_size, previous=salt_key(salt))
 
     def tokens_of(self, node: Node) -> IntArray:
-        """The tokens of this page alone."""
+        """Return the tokens of this page alone."""
         return self._table.tokens_of(node)
 
     def prefix_of(self, node: Node) -> IntArray:
-        """All tokens up to and including this page."""
+        """Return all tokens up to and including this page."""
         return self._table.prefix_of(node)
 
     def digest_of(self, node: Node) -> bytes:
-        """The page's name in every process; computed once."""
+        """Return the page's name in every process; computed once."""
         return self._table.digest_of(node)
 
     def has(self, node: Node) -> bool:
-        """Whether `node` is still part of the tree."""
+        """True if `node` is still part of the tree."""
         return node in self._table
 
     def find(self, tokens: IntArray, salt: str | None = None) -> list[Node]:
-        """The known nodes of a prompt, in whichever tier their payloads are. Statistics and scores do not change."""
+        """Return the known nodes of a prompt, in any tier. Statistics and scores do not change."""
         return self._table.find(self.root_of(salt), self.keys(tokens, salt), tokens)
 
     def named(self, key: int, digest: bytes) -> Node | None:
-        """The known node of the page that is called so in every process; its lookup key leads to it."""
+        """Return the known node with this digest, its name in every process; `key` is its lookup key here."""
         node = self._table.get(key)
         return node if node and self.digest_of(node) == digest else None
 
     def in_host_memory(self, node: Node) -> bool:
-        """Whether the payload of `node` is in host memory."""
+        """True if the payload of `node` is in host memory."""
         return self._offloaded.restorable(node)
 
-    # -- looking up
+    # -- lookup
 
     def probe(self, keys: Sequence[int], *, on_device: bool = True) -> int:
-        """About how many leading pages are on the device, or known at all. Quick: it looks at keys, not at tokens."""
+        """Return about how many leading pages are on the device, or known at all. Quick: compares keys, not tokens."""
         return self._table.depth(keys, on_device=on_device)
 
     def match(self, keys: Sequence[int], tokens: IntArray, salt: str | None = None) -> PrefixMatch:
-        """The longest prefix of `tokens` with pages on the device or in host memory; tokens are compared exactly."""
+        """Return the longest prefix of `tokens` with pages on the device or in host memory. Compares tokens exactly."""
         nodes = self._table.find(self.root_of(salt), keys, tokens)
         on_device = 0
         for node in nodes:
@@ -151,21 +151,21 @@ class PrefixCache:
         return PrefixMatch(nodes[:usable], on_device)
 
     def to_fetch(self, keys: Sequence[int], tokens: IntArray, salt: str | None = None) -> tuple[list[bytes], int]:
-        """Digests of the pages to fetch from disk, so that every known page of `tokens` can be matched.
+        """Return the digests of pages to fetch from disk, so that every known page of `tokens` can be matched.
 
-        The count is how many other pages, which are in host memory already, would be usable then too.
+        The count is the number of other pages, already in host memory, that would become usable too.
         """
-        digests, near = [], 0
+        digests, in_host = [], 0
         for node in self._table.find(self.root_of(salt), keys, tokens):
             if node.page:
                 continue
             if self._offloaded.restorable(node):
-                near += 1
+                in_host += 1
             elif self._offloaded.on_disk(node):
                 digests.append(self.digest_of(node))
             else:
                 break
-        return digests, near
+        return digests, in_host
 
     def lock(self, match: PrefixMatch) -> list[int]:
         """Take a reference to the matched device pages, for a sequence that is admitted now."""
@@ -196,7 +196,7 @@ class PrefixCache:
         self.version += bool(moves)
         return moves
 
-    # -- taking over
+    # -- publishing
 
     def publish(self, parent: Node, keys: Sequence[int], tokens: IntArray, pages: Sequence[int]) -> Published | None:
         """Take over the caller's `pages`, computed and committed, that hold `tokens` after `parent`.
@@ -206,36 +206,36 @@ class PrefixCache:
         """
         known = self._table.find(parent, keys, tokens)
         now = self.clock()
-        rest = len(known) * self.page_size
-        kept = list(pages[len(known) :])
-        added = self._table.add(known[-1] if known else parent, keys[len(known) :], tokens[rest:], now, kept)
+        start = len(known) * self.page_size
+        keep = list(pages[len(known) :])
+        added = self._table.add(known[-1] if known else parent, keys[len(known) :], tokens[start:], now, keep)
         if added is None:
             return None
         for node in added:
             node.requested = True
             self._leaves.used(node, now)
-        final, shared, duplicates = list(pages), [], []
+        used, shared, duplicates = list(pages), [], []
         for index, node in enumerate(known):
             node.requested = True
             self._leaves.used(node, now)
             if not node.page:
                 self._attach(node, pages[index])
-                kept.append(pages[index])
+                keep.append(pages[index])
             else:
-                final[index] = node.page
+                used[index] = node.page
                 shared.append(node.page)
                 duplicates.append(pages[index])
         self.pool.share(shared)
-        self.pool.keep(kept)
+        self.pool.keep(keep)
         self.version += 1
-        self._counts["published_pages"] += len(kept)
+        self._counts["published_pages"] += len(keep)
         self._counts["merged_pages"] += len(duplicates)
-        return Published((known + added)[-1] if keys else parent, final, duplicates)
+        return Published((known + added)[-1] if keys else parent, used, duplicates)
 
     def graft(
         self, tokens: IntArray, *, after: Node | None = None, visits: int = 0, last_use: float = 0.0
     ) -> Node | None:
-        """Make every full page of `tokens` known, which follow `after` or the root; lower tiers may have the payloads.
+        """Make every full page of `tokens` known, behind `after` or the root; lower tiers may have the payloads.
 
         Returns the last node, or None if a key is taken by another prefix.
         """
@@ -261,10 +261,10 @@ class PrefixCache:
         self.version += 1
         return known + added
 
-    # -- letting go
+    # -- releasing
 
     def unreference(self, node: Node) -> None:
-        """A sequence has released its pages, the deepest of which is that of `node`."""
+        """Note that a sequence has released its pages, the deepest of which is that of `node`."""
         # It was in use until now. Its ancestors may keep an older time, since they leave after it in any case.
         self._leaves.used(node, self.clock())
         self._leaves.offer(node)
@@ -288,25 +288,25 @@ class PrefixCache:
         return moves
 
     def offload_done(self, moves: Sequence[PageMove]) -> None:
-        """The step that read out these pages was committed or has failed: the host tier decides from now on."""
+        """End the read-out of pages whose step was committed or has failed: the host tier decides from now on."""
         self._offloaded.offload_done(moves)
         self.version += bool(moves)
         if self.host_tier is not None:
             self.host_tier.trim()
 
     def restore_done(self, moves: Sequence[PageMove]) -> None:
-        """The step that restored these pages was committed or has failed: the host tier may drop their payloads."""
+        """End the restore of pages whose step was committed or has failed: the host tier may drop their payloads."""
         if self.host_tier is not None:
             for move in moves:
                 self.host_tier.release(move.digest)
 
     def detach(self, moves: Sequence[PageMove]) -> None:
-        """The step that should have restored these pages has failed: they and all below them leave the device."""
+        """Take pages whose restore failed, and all pages below them, off the device."""
         broken = {move.page for move in moves}
-        gone = [node for node in self if node.page and (node.page in broken or is_below(node, broken))]
-        for node in reversed(gone):
+        detached = [node for node in self if node.page and (node.page in broken or is_below(node, broken))]
+        for node in reversed(detached):
             self._leave(node)
-        self.version += bool(gone)
+        self.version += bool(detached)
 
     def pin(self, tokens: IntArray, salt: str | None = None) -> int:
         """Keep every page of `tokens` that is known now until `unpin`; returns how many tokens that covers."""
@@ -326,17 +326,17 @@ class PrefixCache:
         nodes = [node for node in self.find(tokens, salt) if node.pins]
         for node in nodes:
             node.pins -= 1
-        loose = [node for node in nodes if not node.pins]
-        self.pool.release([node.page for node in loose if node.page])
-        for node in loose:
+        unpinned = [node for node in nodes if not node.pins]
+        self.pool.release([node.page for node in unpinned if node.page])
+        for node in unpinned:
             self._leaves.offer(node)
             if self.host_tier is not None:
                 self.host_tier.release(self.digest_of(node))
-        self.pinned_pages -= len(loose)
-        return len(loose) * self.page_size
+        self.pinned_pages -= len(unpinned)
+        return len(unpinned) * self.page_size
 
     def pinned_prefix(self, tokens: IntArray, salt: str | None = None) -> int:
-        """How many leading pages of `tokens` are pinned."""
+        """Return how many leading pages of `tokens` are pinned."""
         return sum(bool(node.pins) for node in self.find(tokens, salt))
 
     def reset(self, root_key: bytes | None = None) -> None:
@@ -358,14 +358,14 @@ class PrefixCache:
         self.generation += 1
         self.version += 1
 
-    # -- looking at it
+    # -- statistics
 
     def statistics(self) -> CacheStatistics:
         kept, cached, forgotten = self.pool.kept, self.pool.cached, self._forgotten + self._offloaded.forgotten
         return CacheStatistics(len(self), kept, cached, self.pinned_pages, forgotten, **self._counts)
 
     def references(self) -> NDArray[np.int32]:
-        """How many references to each page the tree accounts for."""
+        """Return how many references to each page the tree accounts for."""
         counts = np.zeros(self.pool.num_pages, np.int32)
         for node in self:
             counts[node.page] += (1 + bool(node.pins)) * bool(node.page)
@@ -379,7 +379,7 @@ class PrefixCache:
         assert all(self.pool.is_kept(page) for page in pages), "a node's page is not kept"
         assert self.pinned_pages == sum(bool(node.pins) for node in self), "the count of pinned pages drifted"
 
-    # -- inside
+    # -- internal
 
     def _attach(self, node: Node, page: int) -> None:
         """Give a node its device page. The caller tells the pool to keep the page."""

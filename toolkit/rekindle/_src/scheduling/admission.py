@@ -63,7 +63,7 @@ class Admission:
         self._queue.add(sequence)
 
     def prefills(self, *, admitting: bool) -> Iterator[Sequence]:
-        """Sequences in the order in which they get the prefill budget of a step; the caller stops when it is spent.
+        """Yield sequences in the order in which they get the prefill budget of a step, until it is spent.
 
         The running ones come first, by seniority, then those that are admitted now, if `admitting`. Under sjf both are
         merged by rank, so that a short prompt goes before the rest of a long one.
@@ -117,7 +117,7 @@ class Admission:
         return None
 
     def ensure_page(self, sequence: Sequence) -> bool:
-        """Give the sequence a page for its next position, preempting juniors if need be; False: it skips this step."""
+        """Give the sequence a page for its next position, preempting juniors if needed. False if it skips this step."""
         if sequence.planned < sequence.num_pages * self._limits.page_size or self._ledger.grow(sequence):
             return True
         while not self._running_set.leaving and not self._ledger.retiring:
@@ -141,11 +141,11 @@ class Admission:
         self._queue.put_back(sequence)
 
     def published(self, sequence: Sequence, first: int, last: int) -> None:
-        """The sequence's pages [first, last) are in the tree: sequences that waited for them are tried again."""
+        """Try sequences again that waited for the sequence's pages [first, last), which are in the tree now."""
         self._wake(self._claims.resolve(sequence, first, last))
 
     def abandon(self, sequence: Sequence) -> None:
-        """The sequence will not publish the pages it claimed: sequences that waited for them compute them."""
+        """Give up the claims on pages that the sequence will not publish; those that waited compute them."""
         self.published(sequence, sequence.published, sequence.claimed)
         sequence.claimed = 0
 
@@ -171,11 +171,11 @@ class Admission:
         return None if sequence is None or sequence in self._running_set.leaving else sequence
 
     def has_room(self, sequence: Sequence, beside: Items[Sequence] = ()) -> bool:
-        """Whether the sequence could be admitted now, and `beside` others with it that have no slot yet."""
+        """True if the sequence could be admitted now, together with those in `beside`, which have no slot yet."""
         if self._running_set.free_slots <= len(beside):
             return False
         running, size = self._running_set.running, self._limits.page_size
-        needed = sum(pages_for(one.known, size) for one in (*beside, sequence)) - self._ledger.cached(sequence)
+        needed = sum(pages_for(member.known, size) for member in (*beside, sequence)) - self._ledger.cached(sequence)
         spare = self.reserve.pages((*running, *beside, sequence)) if running or beside else 0
         longest = pages_for(sequence.request.prompt_length + max(1, sequence.limit) - 1, size)
         return needed + spare <= self._ledger.available and longest <= self._ledger.usable(sequence.request)
@@ -186,7 +186,7 @@ class Admission:
         self._wake((sequence,))
 
     def remembered(self, keys: list[int]) -> int:
-        """How many leading pages are known, in whichever tier, or being computed; approximate."""
+        """Return how many leading pages are known in any tier or being computed; approximate."""
         cache = self._ledger.cache
         return self._claims.reach(keys, cache.probe(keys, on_device=False) if cache is not None else 0)
 
@@ -198,7 +198,7 @@ class Admission:
         self._claims.check_integrity(self._running_set.running)
 
     def _overtakes(self, running: Sequence) -> bool:
-        """Whether the next waiting request goes before one that is prefilling; only under sjf."""
+        """True if the next waiting request goes before one that is prefilling; only under sjf."""
         waiting = self._queue.next() if self._running_set.free_slots else None
         return (
             waiting is not None
@@ -207,7 +207,7 @@ class Admission:
         )
 
     def _park(self, sequence: Sequence) -> bool:
-        """Park the sequence if a running one is computing a prefix that is worth waiting for; whether it was parked."""
+        """Park the sequence if a running one computes a prefix that is worth waiting for. True if it was parked."""
         keys = self._ledger.keys(sequence)
         shared = self._claims.worth_waiting(keys, self._ledger.cached(sequence), sequence.known)
         if not shared:

@@ -24,7 +24,7 @@ from rekindle._src.scheduling.shard_scheduler import ShardScheduler
 from rekindle.errors import InvalidRequest, OutOfPages, QueueFull
 
 T = TypeVar("T")
-# Prompt tokens that a shard has to know so that it gets a request although it has one more than the others.
+# Prompt tokens that a shard has to have cached to get a request although it has one request more than the others.
 WORTH_A_REQUEST = 256
 
 
@@ -50,7 +50,7 @@ class DataScheduler:
         return any(shard.has_work for shard in self.shards)
 
     def submit(self, request: Request) -> None:
-        """Queue it. Raises `PromptTooLong`, `OutOfPages` or `QueueFull`; the scheduler is unchanged then."""
+        """Queue a request. Raises `PromptTooLong`, `OutOfPages` or `QueueFull`; the scheduler is unchanged then."""
         if any(shard.has(request.id) for shard in self.shards):
             raise InvalidRequest("id", request.id, "is the id of a request that is still alive", "Use a new id")
         waiting = sum(shard.waiting for shard in self.shards)
@@ -68,7 +68,7 @@ class DataScheduler:
         raise refused
 
     def places(self, request: Request) -> list[int]:
-        """The shards in the order in which they should have a request."""
+        """Return the indices of the shards, the best one for a request first."""
         sampling, keys = request.sampling, list[int]()
         if self.cache is not None and request.pooling is None and sampling.prompt_logprobs is None:
             keys = self.cache.shards[0].keys(request.token_ids, sampling.salt)
@@ -81,7 +81,7 @@ class DataScheduler:
         return sorted(range(len(self.shards)), key=cost)
 
     def abort(self, request_id: str) -> TokenEvent | None:
-        """End it wherever it is. Pages that a step in flight still writes return when that step is committed."""
+        """End a request wherever it is. Pages that a step in flight still writes return when that step is committed."""
         return self.finish(request_id, FinishReason.ABORTED)
 
     def finish(self, request_id: str, reason: FinishReason) -> TokenEvent | None:
@@ -91,7 +91,7 @@ class DataScheduler:
     # -- one step
 
     def plan(self) -> StepPlan | None:
-        """The next step, assuming that every step planned before succeeds; none while drafts are in flight."""
+        """Plan the next step, assuming that every earlier one succeeds. None while drafts are in flight."""
         if self._flights and self._flights[-1].plan.drafted:
             return None
         parts = [shard.plan() for shard in self.shards]
@@ -118,15 +118,15 @@ class DataScheduler:
         assert flight.plan is result.plan, f"step {result.plan.step} committed before step {flight.plan.step}"
         decode, prefill = iter(result.rows[: len(flight.plan.decode)]), iter(result.rows[len(flight.plan.decode) :])
         events: list[TokenEvent] = []
-        most = max(part.tokens for part in flight.parts if part is not None)  # decides how long all of them take
+        largest = max(part.tokens for part in flight.parts if part is not None)  # decides how long all of them take
         for shard, part in zip(self.shards, flight.parts, strict=True):
             if part is None:
                 continue
-            seconds = result.device_seconds * part.tokens / most
+            seconds = result.device_seconds * part.tokens / largest
             rows = (*(next(decode) for _ in part.decode), *(next(prefill) for _ in part.prefill))
             lost = tuple(lost for lost in result.lost if lost.move in part.restore)
-            own = dataclasses.replace(result, plan=part, rows=rows, device_seconds=seconds, lost=lost)
-            events += shard.commit(own)
+            share = dataclasses.replace(result, plan=part, rows=rows, device_seconds=seconds, lost=lost)
+            events += shard.commit(share)
         return tuple(events)
 
     def fail(self, plan: StepPlan, cause: BaseException) -> tuple[TokenEvent, ...]:
@@ -142,7 +142,7 @@ class DataScheduler:
     # -- the caches, from outside
 
     def pin(self, tokens: IntArray, salt: str | None = None) -> int:
-        """Keep the cached pages of `tokens` until `unpin`, in every shard; returns how many tokens one has of them.
+        """Keep the cached pages of `tokens` until `unpin`, in every shard; returns the most tokens that one covers.
 
         Raises `OutOfPages`, and pins nothing, if a request that was accepted could not finish beside them.
         """
@@ -151,13 +151,13 @@ class DataScheduler:
             try:
                 covered.append(shard.pin(tokens, salt))
             except OutOfPages:
-                for other in self.shards[:index]:
-                    other.unpin(tokens, salt)
+                for pinned in self.shards[:index]:
+                    pinned.unpin(tokens, salt)
                 raise
         return max(covered)
 
     def unpin(self, tokens: IntArray, salt: str | None = None) -> int:
-        """Undo one `pin`; returns how many tokens are no longer pinned."""
+        """Undo one `pin`. Return how many tokens are no longer pinned."""
         return max(shard.unpin(tokens, salt) for shard in self.shards)
 
     def flush_cache(self, root_key: bytes | None = None, *, recompute: bool = False) -> None:
@@ -173,13 +173,13 @@ class DataScheduler:
     def explain(self, request_id: str) -> Explanation | None:
         """Explain why a request waits, was preempted, or hit or missed the cache; the latest ended ones are kept."""
         for number, shard in enumerate(self.shards):
-            found = shard.explain(request_id)
-            if found is not None:
-                return dataclasses.replace(found, text=f"{found.text}; data shard {number}")
+            explained = shard.explain(request_id)
+            if explained is not None:
+                return dataclasses.replace(explained, text=f"{explained.text}; data shard {number}")
         return None
 
     def statistics(self) -> SchedulerStatistics:
-        """The sums over the shards, whose own figures are in `shards`."""
+        """Return the sums over the shards; the figures of each are in `shards`."""
         return summed_figures([shard.statistics() for shard in self.shards], self._step, len(self._flights))
 
     def check_integrity(self) -> None:
@@ -187,18 +187,18 @@ class DataScheduler:
         for shard in self.shards:
             shard.check_integrity()
 
-    # -- inside
+    # -- internal
 
     def _fill(self, shard: ShardScheduler) -> bool:
-        """Give a shard with room what others have no room for, the fullest first; whether there was anything."""
-        taken: list[Sequence] = []
-        for other in sorted(self.shards, key=lambda other: -other.waiting):
-            while other is not shard and (sequence := other.stuck) is not None and shard.has_room(sequence, taken):
-                other.give(sequence)
+        """Move requests that other shards have no room for to a shard with room. True if any moved."""
+        moved: list[Sequence] = []
+        for donor in sorted(self.shards, key=lambda other: -other.waiting):
+            while donor is not shard and (sequence := donor.stuck) is not None and shard.has_room(sequence, moved):
+                donor.give(sequence)
                 shard.take(sequence)
-                taken.append(sequence)
-        self.moved += len(taken)
-        return bool(taken)
+                moved.append(sequence)
+        self.moved += len(moved)
+        return bool(moved)
 
     def _first(self, ask: Callable[[ShardScheduler], T | None]) -> T | None:
-        return next((found for found in map(ask, self.shards) if found is not None), None)
+        return next((answer for answer in map(ask, self.shards) if answer is not None), None)

@@ -1,4 +1,4 @@
-"""Requests whose cached pages are still on disk: they are set aside while these are read, and hold up no others."""
+"""Requests whose cached pages are still on disk: they wait outside the queue until the pages are read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class DiskReads:
         return sequence in self._waiting
 
     def start(self, sequence: Sequence) -> bool:
-        """Start to read the sequence's pages from disk, if that pays; whether it waits for them now."""
+        """Start to read the sequence's pages from disk, if that pays. True if the sequence now waits for them."""
         if sequence in self._loaded or not self._ledger.may_fetch:
             return False
         fetch = self._ledger.fetch(sequence)

@@ -34,7 +34,7 @@ WAIT_COST = 1.0
 
 
 class Drafts:
-    """Adds draft rows to a step that is otherwise planned."""
+    """Adds draft rows to a step whose other rows are planned."""
 
     def __init__(self, limits: Limits, ledger: PageLedger) -> None:
         self._limits, self._ledger = limits, ledger
@@ -64,7 +64,7 @@ class Drafts:
             self.drafted += count
 
     def _drafts(self, sequence: Sequence) -> bool:
-        """Whether a sequence has drafts to propose, and who proposes them."""
+        """True if a sequence has drafts to propose; sets the drafter that proposes them."""
         if sequence.forced is None and not self._limits.prompt_lookup:
             return False
         sampling = sequence.request.sampling
@@ -81,23 +81,23 @@ class Drafts:
         return sequence.lookup.ready
 
     def _counts(self, drafting: list[Sequence], rows: int, budget: int, *, mixed: bool) -> dict[Sequence, int]:
-        """Drafts of each sequence: one more than are likely to be accepted, then as many as fill up the program."""
-        most = self._limits.max_requests
-        room = min(budget, max(padded_rows(rows, most, mixed=mixed), min(FEW_ROWS, most)) - rows)
+        """Return the drafts of each sequence: one more than will likely be accepted, then up to the program's size."""
+        max_rows = self._limits.max_requests
+        room = min(budget, max(padded_rows(rows, max_rows, mixed=mixed), min(FEW_ROWS, max_rows)) - rows)
         bounds = {s: min(self._most(s), s.remaining) for s in drafting}
         expected = {s: _expected(s) for s in drafting}
         counts = _shared({s: min(bound, 1 + int(expected[s])) for s, bound in bounds.items()}, room)
         if sum(min(count, expected[s]) for s, count in counts.items()) < WAIT_COST * rows:
             return {}
-        wanted = sum(counts.values())
-        return _shared(bounds, min(room, padded_rows(rows + wanted, most, mixed=mixed) - rows))
+        first = sum(counts.values())
+        return _shared(bounds, min(room, padded_rows(rows + first, max_rows, mixed=mixed) - rows))
 
     def _most(self, sequence: Sequence) -> int:
         drafter = _drafter(sequence)
         return drafter.most(_skip(sequence)) if isinstance(drafter, ForcedTokens) else self._limits.prompt_lookup
 
     def _within_pages(self, sequence: Sequence, count: int) -> int:
-        """How many of `count` drafts have pages; takes a page only while every other slot could take one as well."""
+        """Return how many of `count` drafts have pages. Takes one only while each other slot could take one too."""
         size, slots = self._limits.page_size, self._limits.max_requests
         while sequence.planned + count > sequence.num_pages * size:
             if self._ledger.available <= slots or not self._ledger.grow(sequence):
@@ -116,18 +116,18 @@ def _expected(sequence: Sequence) -> float:
 
 
 def _skip(sequence: Sequence) -> int:
-    """How many tokens past the known ones the first draft would be: those that steps in flight will bring."""
+    """Return how many tokens lie between the known ones and the first draft: those that steps in flight will bring."""
     return sequence.planned - sequence.known
 
 
 def _shared(bounds: dict[Sequence, int], room: int) -> dict[Sequence, int]:
-    """Distribute `room` one by one, giving each sequence its bound at most."""
+    """Distribute `room` one by one, up to the bound of each sequence."""
     counts = dict.fromkeys(bounds, 0)
     while room > 0:
-        wanting = [s for s, bound in bounds.items() if counts[s] < bound][:room]
-        if not wanting:
+        below = [s for s, bound in bounds.items() if counts[s] < bound][:room]
+        if not below:
             break
-        for sequence in wanting:
+        for sequence in below:
             counts[sequence] += 1
-        room -= len(wanting)
+        room -= len(below)
     return counts

@@ -1,4 +1,4 @@
-"""Why a sequence ends with a token, if it does."""
+"""The reasons for which a sequence ends with a token."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rekindle._src.scheduling.sequence import Sequence
 
 
 def reason_to_end(sequence: Sequence, token: int | None, guided: Guided | None) -> FinishReason | None:
-    """The reason why a sequence ends with its latest token; None if it goes on."""
+    """Return why a sequence ends with its latest token; None if it continues."""
     request = sequence.request
     # No id ends the request within its first min_tokens tokens, where the device masks them.
     if sequence.generated > request.sampling.min_tokens:

@@ -1,4 +1,4 @@
-"""What the scheduler reports: a snapshot of its numbers, and the reason why one request is where it is."""
+"""Reports of the scheduler: a snapshot of its numbers, and the reason for the state of one request."""
 
 from __future__ import annotations
 
@@ -134,9 +134,9 @@ _WORDS = {
 
 
 def summed_figures(shards: Items[SchedulerStatistics], steps: int, in_flight: int) -> SchedulerStatistics:
-    """The figures of several data shards as those of one scheduler; a step is one of all shards together."""
-    own = {"reserve_fraction", "steps", "steps_in_flight", "cache", "shards"}
-    names = [field.name for field in dataclasses.fields(SchedulerStatistics) if field.name not in own]
+    """Sum the figures of several data shards as those of one scheduler; a step is one of all shards together."""
+    special = {"reserve_fraction", "steps", "steps_in_flight", "cache", "shards"}
+    names = [field.name for field in dataclasses.fields(SchedulerStatistics) if field.name not in special]
     caches = [shard.cache for shard in shards if shard.cache is not None]
     return SchedulerStatistics(
         **{name: sum(getattr(shard, name) for shard in shards) for name in names},

@@ -1,4 +1,4 @@
-"""What a failure means for requests: whom it concerns, and the error that each of them ends with.
+"""Failures of requests: the requests that a failure concerns, and the error that each of them ends with.
 
 A step that raised fails every request in it. A row that could not be prepared fails its own request, and a page that
 could not be restored fails the requests that hold it; the step runs without them.
@@ -15,7 +15,7 @@ from rekindle.errors import CompileError, NoTokenLeft, RekindleError, RequestFai
 
 
 def step_error(plan: StepPlan, cause: BaseException) -> StepFailed:
-    """The error of a request whose step raised."""
+    """Return the error of a request whose step raised."""
     fix = "" if isinstance(cause, CompileError) else " Submit it again."  # it would not compile again
     error = StepFailed(f"Step {plan.step}, which carried this request, raised {cause!r}.{fix}")
     error.__cause__ = cause
@@ -23,7 +23,7 @@ def step_error(plan: StepPlan, cause: BaseException) -> StepFailed:
 
 
 def request_error(sequence: Sequence, cause: Exception) -> RekindleError:
-    """The error of a request that could not be made part of its step; a typed cause is passed on as it is."""
+    """Return the error of a request that could not join its step; a typed cause is passed on as it is."""
     if isinstance(cause, RekindleError):
         return cause
     error = RequestFailed(f"Request {sequence.id} could not be made part of a step: {cause!r}. Check its options.")
@@ -32,18 +32,18 @@ def request_error(sequence: Sequence, cause: Exception) -> RekindleError:
 
 
 def holding(sequences: Iterable[Sequence], pages: Iterable[int]) -> list[tuple[Sequence, int]]:
-    """The sequences that hold one of `pages`, each with the first such page of its table."""
-    wanted = set(pages)
-    found = []
+    """Return the sequences that hold one of `pages`, each with the first such page of its table."""
+    targets = set(pages)
+    holders = []
     for sequence in sequences:
-        page = next((page for page in sequence.pages.tolist() if page in wanted), None)
+        page = next((page for page in sequence.pages.tolist() if page in targets), None)
         if page is not None:
-            found.append((sequence, page))
-    return found
+            holders.append((sequence, page))
+    return holders
 
 
 def not_finite(sequence: Sequence) -> RequestFailed:
-    """What a request ends with whose next token or embedding would come from NaN or infinite numbers."""
+    """Return the error of a request whose next token or embedding would come from NaN or infinite numbers."""
     if sequence.request.pooling is not None:
         return RequestFailed(
             f"The model's numbers for request {sequence.id} are not finite (NaN or infinity), so it has no embedding. "
@@ -58,7 +58,7 @@ def not_finite(sequence: Sequence) -> RequestFailed:
 
 
 def too_short(sequence: Sequence) -> NoTokenLeft:
-    """What a request ends with whose grammar lets nothing follow before `min_tokens` are there."""
+    """Return the error of a request whose grammar allows no more tokens before `min_tokens` are generated."""
     return NoTokenLeft(
         f"The text of request {sequence.id} is complete after {html.count(sequence.generated, 'token')}: its grammar "
         f"lets nothing follow, and min_tokens={sequence.request.sampling.min_tokens} asks for more. Lower min_tokens."

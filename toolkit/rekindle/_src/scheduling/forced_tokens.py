@@ -1,4 +1,4 @@
-"""Draft tokens from a grammar: what it makes follow the known tokens, in the tokenizer's usual spelling."""
+"""Draft tokens from a grammar: the text that it forces after the known tokens, in the tokenizer's usual spelling."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ForcedTokens:
         self.turn = 0  # when it last ran although it is slow
 
     def take(self, told: Guided) -> None:
-        """Add what the guide said to the request's next token."""
+        """Add the guide's report on the request's next token."""
         self._ahead = told.ahead
         self.count += told.forced
         # Single tokens of any text in JSON take a millisecond; an ambiguous grammar takes longer with every token.
@@ -40,14 +40,14 @@ class ForcedTokens:
         self.cost = self._usual + told.due
 
     def ready(self, skip: int) -> bool:
-        """Whether there are tokens to propose from `skip` positions past the known ones on."""
+        """True if there are tokens to propose from `skip` positions past the known ones on."""
         return len(self._ahead) > skip and not (self.drafted >= _TRIED and self._rate < _PAUSE_BELOW)
 
     def most(self, skip: int) -> int:
         return min(MOST, len(self._ahead) - skip)
 
     def expected(self, skip: int) -> float:
-        """How many drafts are likely to be accepted."""
+        """Return how many drafts are likely to be accepted."""
         return self.most(skip) * self._rate
 
     def propose(self, skip: int, count: int) -> IntArray:

@@ -11,7 +11,7 @@ from rekindle.errors import OutOfPages, PromptTooLong
 
 
 def how_to_fit(max_model_len: int, longest: int | None) -> str:
-    """What to do about a prompt that is too long; `longest` is how many positions the model has."""
+    """Return the remedy for a prompt that is too long; `longest` is how many positions the model has."""
     if longest is not None and max_model_len >= longest:
         return f"Shorten it: the model itself has {longest:,} positions"
     return "Shorten it, or raise max_model_len in open()" + (f", up to {longest:,}" if longest is not None else "")
@@ -33,7 +33,7 @@ class Limits:
 
     @classmethod
     def of(cls, config: EngineConfig, *, max_prefill_rows: int, padded: bool = True) -> Limits:
-        """The limits of a resolved config; `padded`: a step costs its program's size, however few rows are used."""
+        """Return the limits of a resolved config; `padded` if a step costs its program's size, however few its rows."""
         assert config.max_model_len is not None, "the config is not resolved"
         assert config.page_size is not None, "the config is not resolved"
         return cls(
@@ -48,14 +48,14 @@ class Limits:
         )
 
     def room(self, request: Request, usable_pages: int) -> tuple[int, FinishReason]:
-        """How many tokens `request` may sample with `usable_pages` to itself, and its finish reason at that bound.
+        """Return how many tokens `request` may sample alone on `usable_pages`, and its finish reason at that bound.
 
         It is at least 1: a request for no tokens samples one, which is left out of its result.
 
         Raises `PromptTooLong` or `OutOfPages` if not even one fits; a request with `pooling` generates none. The last
         token is sampled but its keys are never computed, so a sequence may be one token longer than its pages.
         """
-        length, asked = request.prompt_length, request.sampling.max_tokens
+        length, max_tokens = request.prompt_length, request.sampling.max_tokens
         if request.pooling is not None and length > self.max_model_len:
             raise PromptTooLong(
                 "prompt",
@@ -63,7 +63,7 @@ class Limits:
                 f"is longer than max_model_len, which is {self.max_model_len}",
                 how_to_fit(self.max_model_len, self.longest),
             )
-        if request.pooling is None and length >= self.max_model_len + (asked == 0):
+        if request.pooling is None and length >= self.max_model_len + (max_tokens == 0):
             raise PromptTooLong(
                 "prompt",
                 f"{length} tokens",
@@ -78,6 +78,6 @@ class Limits:
         if request.pooling is not None:
             return 0, FinishReason.LENGTH
         room = min(self.max_model_len, usable_pages * self.page_size + 1) - length
-        if asked <= room:
-            return max(1, asked), FinishReason.LENGTH
+        if max_tokens <= room:
+            return max(1, max_tokens), FinishReason.LENGTH
         return room, FinishReason.CONTEXT

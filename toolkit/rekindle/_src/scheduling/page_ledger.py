@@ -32,21 +32,21 @@ class PageLedger:
 
     @property
     def retiring(self) -> bool:
-        """Whether pages become free when the steps in flight are committed."""
+        """True if pages become free when the steps in flight are committed."""
         return bool(self._retired)
 
     def usable(self, request: Request) -> int:
-        """Pages that `request` could have if it were alone: all except those pinned for other prefixes."""
+        """Return how many pages `request` could have if it were alone: all except those pinned for other prefixes."""
         cache = self.cache
         if cache is None or not cache.pinned_pages:
             return self.pool.total
-        own = 0
+        pinned = 0
         if request.sampling.prompt_logprobs is None and request.pooling is None:
-            own = cache.pinned_prefix(request.token_ids, request.sampling.salt)
-        return self.pool.total - cache.pinned_pages + own
+            pinned = cache.pinned_prefix(request.token_ids, request.sampling.salt)
+        return self.pool.total - cache.pinned_pages + pinned
 
     def keys(self, sequence: Sequence) -> list[int]:
-        """Keys of the sequence's pages that may come from the cache; an embedding needs states that it doesn't keep."""
+        """Return the keys of the pages that may come from the cache; an embedding needs states that it doesn't keep."""
         if self.cache is None or sequence.request.pooling is not None:
             return []
         length = sequence.known
@@ -56,21 +56,21 @@ class PageLedger:
         return sequence.keys(length // self._page_size)
 
     def cached_path(self, sequence: Sequence) -> list[int]:
-        """Keys of the sequence's leading pages that are on the device; approximate, since tokens are not compared."""
+        """Return the keys of the leading pages that are on the device; approximate, since tokens are not compared."""
         keys = self.keys(sequence)
         return keys[: self.cache.probe(keys)] if self.cache is not None else keys
 
     def cached(self, sequence: Sequence) -> int:
-        """How many of the sequence's leading pages are on the device; approximate, since tokens are not compared."""
+        """Return how many leading pages are on the device; approximate, since tokens are not compared."""
         return self.cache.probe(self.keys(sequence)) if self.cache is not None else 0
 
     def uncached(self, sequence: Sequence) -> int:
-        """Tokens that the sequence would have to compute if it were admitted now, at least 1."""
+        """Return how many tokens the sequence would have to compute if it were admitted now, at least 1."""
         return max(1, sequence.known - self.cached(sequence) * self._page_size)
 
     @property
     def may_fetch(self) -> bool:
-        """Whether there may be pages that have to be read from disk before a match can use them."""
+        """True if there may be pages that have to be read from disk before a match can use them."""
         tiers = self.cache.host_tier if self.cache is not None else None
         return isinstance(tiers, Tiers) and tiers.has_disk_pages
 
@@ -84,9 +84,9 @@ class PageLedger:
         return self.cache.host_tier.fetch(digests, in_host_memory)
 
     def acquire(self, sequence: Sequence, spare: int) -> int | None:
-        """Take the pages of all known tokens, if `spare` more would be left; None if they do not fit.
+        """Take the pages of all known tokens, if `spare` more would be left. Return the first position to compute.
 
-        Returns the first position to compute.
+        None if they do not fit.
         """
         pages = pages_for(sequence.known, self._page_size)
         if pages - self.cached(sequence) + spare > self.available:
@@ -95,17 +95,17 @@ class PageLedger:
         cache = self.cache if sequence.request.pooling is None else None
         if cache is not None:
             match = cache.match(self.keys(sequence), sequence.tokens(0, sequence.known), sequence.salt)
-        needed = pages - match.on_device
-        if needed + spare > self.available - self.pool.unheld(match.pages):
+        count = pages - match.on_device
+        if count + spare > self.available - self.pool.unheld(match.pages):
             return None
         if cache is not None:
             sequence.add_pages(cache.lock(match))
             sequence.node = match.nodes[-1] if match.nodes else cache.root_of(sequence.salt)
             sequence.generation = cache.generation
-        taken = self._take(needed)
-        sequence.add_pages(taken)
+        fresh = self._take(count)
+        sequence.add_pages(fresh)
         if cache is not None:
-            self._restore += cache.restore(match, taken[: len(match.nodes) - match.on_device])
+            self._restore += cache.restore(match, fresh[: len(match.nodes) - match.on_device])
         sequence.published = len(match.nodes)
         # The last token is computed even if its page is there: its logits choose the next one.
         return min(sequence.published * self._page_size, sequence.known - 1)
@@ -118,7 +118,7 @@ class PageLedger:
         return True
 
     def publish(self, sequence: Sequence, last_step: int) -> tuple[int, int]:
-        """Enter the sequence's committed full pages into the tree; returns their range, half-open.
+        """Enter the sequence's committed full pages into the tree. Return their half-open range.
 
         `last_step` is the step that was planned last: merged duplicates are kept until it is committed.
         """
@@ -128,15 +128,15 @@ class PageLedger:
             return first, first
         size = self._page_size
         pages = sequence.pages[first:last].tolist()
-        done = self.cache.publish(
+        published = self.cache.publish(
             node, sequence.keys(last)[first:last], sequence.tokens(first * size, last * size), pages
         )
-        if done is None:
+        if published is None:
             return first, first
-        if done.duplicates:
-            sequence.replace_pages(first, done.pages)
-            self._retired.append((last_step, done.duplicates))
-        sequence.node, sequence.published = done.node, last
+        if published.duplicates:
+            sequence.replace_pages(first, published.pages)
+            self._retired.append((last_step, published.duplicates))
+        sequence.node, sequence.published = published.node, last
         return first, last
 
     def release(self, sequence: Sequence) -> None:
@@ -149,13 +149,13 @@ class PageLedger:
 
     def collect(self, oldest_step: int | None) -> None:
         """Release merged duplicates that no step in flight reads; `oldest_step` is the oldest one in flight."""
-        waiting = []
+        retired = []
         for step, pages in self._retired:
             if oldest_step is None or step < oldest_step:
                 self.pool.release(pages)
             else:
-                waiting.append((step, pages))
-        self._retired = waiting
+                retired.append((step, pages))
+        self._retired = retired
 
     def moves(self) -> tuple[tuple[PageMove, ...], tuple[PageMove, ...]]:
         """Take out the (offload, restore) moves of the step being planned."""
@@ -164,7 +164,7 @@ class PageLedger:
         return moves
 
     def references(self, sequences: list[Sequence]) -> NDArray[np.int32]:
-        """How often each page should be referenced if only `sequences` hold pages; for integrity checks."""
+        """Return the reference count of each page if only `sequences` hold pages; for integrity checks."""
         counts = np.zeros(self.pool.num_pages, np.int32)
         if self.cache is not None:
             counts += self.cache.references()
@@ -174,14 +174,14 @@ class PageLedger:
         return counts
 
     def _node(self, sequence: Sequence) -> Node | None:
-        """The tree node that the sequence continues; None if the tree was reset after its admission."""
+        """Return the tree node that the sequence continues; None if the tree was reset after its admission."""
         if self.cache is None or sequence.generation != self.cache.generation:
             return None
         return sequence.node
 
     def _take(self, count: int) -> list[int]:
-        short = count - self.pool.free
-        if short > 0:
+        shortage = count - self.pool.free
+        if shortage > 0:
             assert self.cache is not None, f"{count} pages asked for, {self.pool.free} free"
-            self._offload += self.cache.evict(short)
+            self._offload += self.cache.evict(shortage)
         return self.pool.take(count)

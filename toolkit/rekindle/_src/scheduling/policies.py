@@ -27,7 +27,7 @@ Rank = tuple[float, ...]
 
 
 def static_rank(policy: str, seed: int | None) -> Callable[[Sequence], Rank]:
-    """The rank of a request that does not change while it waits; the smallest is admitted first."""
+    """Return the rank function of a policy whose ranks do not change while a request waits; the smallest goes first."""
     if policy == "priority":
         return lambda sequence: (-sequence.request.sampling.priority, sequence.arrived)
     if policy == "lof":
@@ -39,19 +39,19 @@ def static_rank(policy: str, seed: int | None) -> Callable[[Sequence], Rank]:
 
 
 def seniority(policy: str) -> Callable[[Sequence], Rank]:
-    """The rank by which running requests keep their pages; the largest is preempted first."""
+    """Return the rank function by which running requests keep their pages; the largest rank is preempted first."""
     if policy == "priority":
         return lambda sequence: (-sequence.request.sampling.priority, sequence.arrived)
     return lambda sequence: (sequence.arrived,)
 
 
 def longest_prefix_first(waiting: Items[Sequence], path: Callable[[Sequence], Path]) -> list[Sequence]:
-    """The order of `lpm`."""
+    """Sort by the policy `lpm`."""
     return sorted(waiting, key=lambda sequence: (-len(path(sequence)), sequence.arrived))
 
 
 def depth_first(waiting: Items[Sequence], path: Callable[[Sequence], Path]) -> list[Sequence]:
-    """The order of `dfs-weight`: requests with the same cached prefix follow each other, while it is cached."""
+    """Sort by the policy `dfs-weight`: requests with the same cached prefix follow each other, while it is cached."""
     return _depth_first([(sequence, path(sequence)) for sequence in sorted(waiting, key=lambda s: s.arrived)], 0)
 
 
@@ -74,7 +74,7 @@ def _depth_first(group: list[tuple[Sequence, Path]], depth: int) -> list[Sequenc
 
 
 def _common(paths: list[Path], shared: int) -> int:
-    """How many leading pages all paths share, at least `shared`; bisects, as a key stands for its whole prefix."""
+    """Return how many leading pages all paths share, at least `shared`. Bisects: a key stands for its whole prefix."""
     low, high = shared, min(map(len, paths))
     while low < high:
         middle = (low + high + 1) // 2

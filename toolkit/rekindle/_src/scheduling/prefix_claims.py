@@ -27,7 +27,7 @@ class PrefixClaims:
         sequence.claimed = max(start, count)
 
     def resolve(self, sequence: Sequence, first: int, last: int) -> list[Sequence]:
-        """End the claims on pages [first, last), published or abandoned; returns the sequences parked on them."""
+        """End the claims on pages [first, last), published or abandoned. Return the sequences parked on them."""
         woken: list[Sequence] = []
         last = min(last, sequence.claimed)
         if first >= last:
@@ -43,7 +43,7 @@ class PrefixClaims:
         return woken
 
     def worth_waiting(self, keys: list[int], cached: int, length: int) -> int:
-        """How many leading pages there are with those that others compute, if waiting for them pays; else 0.
+        """Return the leading pages that are cached or that others compute, if waiting for these pays; else 0.
 
         Sharing a page or two of a long prompt does not pay: the wait costs the latency of steps, so it has to save at
         least half of what is left to compute, or 256 tokens.
@@ -54,14 +54,14 @@ class PrefixClaims:
         return shared if saved and (saved >= _WORTH_WAITING or 2 * saved >= left) else 0
 
     def reach(self, keys: list[int], cached: int) -> int:
-        """How many leading pages there are with those that others compute, behind `cached` ones."""
+        """Return how many leading pages are cached (`cached` of them) or computed by others right behind these."""
         shared, owners = cached, self._owners
         while shared < len(keys) and keys[shared] in owners:
             shared += 1
         return shared
 
     def park(self, sequence: Sequence, key: int) -> Sequence:
-        """Park the sequence until the page with this key is published; returns the sequence that computes it."""
+        """Park the sequence until the page with this key is published. Return the sequence that computes it."""
         owner = sequence.waits_for = self._owners[key]
         self._parked.setdefault(key, []).append(sequence)
         self.parked += 1

@@ -1,7 +1,7 @@
 """Prompt lookup: draft tokens of a request, read off what followed its latest tokens the last time they occurred.
 
-A draft costs nothing to propose and is checked beside the token that is computed anyway. So what matters is to propose
-drafts where they pay: how many, and not again soon after some were rejected.
+A draft costs nothing to propose and is checked beside the token that is computed anyway. So drafts are proposed only
+where they pay: as many as are likely to be accepted, and none for a while after rejections.
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ class PromptLookup:
 
     @property
     def ready(self) -> bool:
-        """Whether the latest tokens occurred before, and the pause after rejected drafts is over."""
+        """True if the latest tokens occurred before, and the pause after rejected drafts is over."""
         return self._source > 0 and len(self._tokens) >= self._resume
 
     @property
     def expected(self) -> float:
-        """How many drafts are likely to be accepted: a long repetition tends to continue."""
+        """Number of drafts that are likely to be accepted: a long repetition tends to continue."""
         return 1.0 + self.run / 2
 
     def propose(self, skip: int, count: int) -> IntArray:
-        """`count` draft tokens, from `skip` positions past the known tokens on.
+        """Return `count` draft tokens, from `skip` positions past the known tokens on.
 
         Where the earlier continuation ends at the known tokens' end, it is taken to repeat itself.
         """

@@ -90,7 +90,7 @@ class Scheduler:
         return bool(self._alive or self._flights)
 
     def submit(self, request: Request) -> None:
-        """Queue it. Raises `PromptTooLong`, `OutOfPages` or `QueueFull`; the scheduler is unchanged then."""
+        """Queue a request. Raises `PromptTooLong`, `OutOfPages` or `QueueFull`; the scheduler is unchanged then."""
         if request.id in self._alive:
             raise InvalidRequest("id", request.id, "is the id of a request that is still alive", "Use a new id")
         limit, reason = self.limits.room(request, self._ledger.usable(request))
@@ -103,7 +103,7 @@ class Scheduler:
         self._alive[request.id] = sequence
 
     def abort(self, request_id: str) -> TokenEvent | None:
-        """End it wherever it is. Pages that a step in flight still writes return when that step is committed."""
+        """End a request wherever it is. Pages that a step in flight still writes return when that step is committed."""
         return self.finish(request_id, FinishReason.ABORTED)
 
     def finish(self, request_id: str, reason: FinishReason) -> TokenEvent | None:
@@ -117,22 +117,22 @@ class Scheduler:
     # -- one step
 
     def plan(self) -> StepPlan | None:
-        """The next step, assuming that every step planned before succeeds; none while drafts are in flight."""
+        """Plan the next step, assuming that every earlier one succeeds. None while drafts are in flight."""
         if self._flights and self._flights[-1].plan.drafted:
             return None
         budget = self.limits.max_tokens_per_step
         preemptions = self._admission.preemptions
         decode: list[Sequence] = []
-        kept = 0
+        reserved = 0
         for sequence in tuple(self._running_set.running):
-            if len(decode) + kept >= budget:
+            if len(decode) + reserved >= budget:
                 break
             if sequence.status is Status.PREEMPTED:
                 continue  # a more senior one took its pages, in this plan
             if sequence.decodes:
                 decode.append(sequence)
             elif sequence.prefilling:
-                kept = 1  # keeps a token of the budget, or decoding juniors would starve it
+                reserved = 1  # a token of the budget, or decoding juniors would starve it
             elif sequence.remaining and self._admission.ensure_page(sequence):
                 decode.append(sequence)
         decode, waiting = self._slow_grammars.split(decode)
@@ -145,21 +145,23 @@ class Scheduler:
         # A request that was preempted in this plan would take the pages back at once.
         prefills = self._admission.prefills(admitting=preemptions == self._admission.preemptions)
         while budget and len(prefill) < self.limits.max_prefill_rows:
-            following = next(prefills, None)
-            if following is None:
+            admitted = next(prefills, None)
+            if admitted is None:
                 break
-            if following.fresh:
-                self._count_admission(following)
-            if following.decodes:
-                decode.append(following)
-                decode_rows.append(following.row(1))
+            if admitted.fresh:
+                self._count_admission(admitted)
+            if admitted.decodes:
+                decode.append(admitted)
+                decode_rows.append(admitted.row(1))
                 budget -= 1
                 continue
-            prefill.append(following)
-            prefill_rows.append(following.row(min(budget, following.target - following.planned)))
+            prefill.append(admitted)
+            prefill_rows.append(admitted.row(min(budget, admitted.target - admitted.planned)))
             budget -= prefill_rows[-1].length
         if not decode and not prefill:
-            decode = self._slow_grammars.alone([one for one in waiting if one.status is not Status.PREEMPTED])
+            decode = self._slow_grammars.alone(
+                [sequence for sequence in waiting if sequence.status is not Status.PREEMPTED]
+            )
             decode_rows = [sequence.row(1) for sequence in decode]
             if not decode:
                 return None
@@ -229,7 +231,7 @@ class Scheduler:
     # -- the cache, from outside
 
     def pin(self, tokens: IntArray, salt: str | None = None) -> int:
-        """Keep the cached pages of `tokens` until `unpin`; returns how many tokens that covers.
+        """Keep the cached pages of `tokens` until `unpin`. Return how many tokens that covers.
 
         Raises `OutOfPages`, and pins nothing, if a request that was accepted could not finish beside them.
         """
@@ -249,7 +251,7 @@ class Scheduler:
         return covered
 
     def unpin(self, tokens: IntArray, salt: str | None = None) -> int:
-        """Undo one `pin`; returns how many tokens are no longer pinned."""
+        """Undo one `pin`. Return how many tokens are no longer pinned."""
         return self.cache.unpin(tokens, salt) if self.cache is not None else 0
 
     def flush_cache(self, root_key: bytes | None = None, *, recompute: bool = False) -> None:
@@ -310,7 +312,7 @@ class Scheduler:
         alive = len(running_set.running) + self._admission.waiting
         assert len(self._alive) == alive, f"{len(self._alive)} requests live, {alive} wait or run"
 
-    # -- inside
+    # -- internal
 
     def _take_over(self, sequence: Sequence, row: Row, output: RowResult) -> TokenEvent | None:
         request = sequence.request

@@ -57,11 +57,13 @@ class Sequence:
         self.generated = self.known - request.prompt_length  # known tokens that are not the prompt's
         self.sampled = self.generated  # generated, plus those that steps in flight will add
         self.scored = 0 if resumed is None else resumed.scored  # prompt positions with log-probabilities
-        self.pooled: NDArray[np.float64] | None = None  # what the computed chunks of a request with `pooling` gave
+        self.pooled: NDArray[np.float64] | None = (
+            None  # sum over the computed chunks of a request with `pooling`, or the last state
+        )
         self.cached_tokens = 0  # prompt tokens that the first admission found in the cache
         self.forced = ForcedTokens() if request.guide is not None else None  # by its grammar
         self.drafter: PromptLookup | ForcedTokens | None = None  # proposed the drafts that are in flight
-        self.lookup: PromptLookup | None = None  # proposes draft tokens; made when they are first wanted
+        self.lookup: PromptLookup | None = None  # proposes draft tokens; made at first use
         self._keys: list[int] = []
         # Pages:
         self.num_pages = 0
@@ -86,7 +88,7 @@ class Sequence:
 
     @property
     def decodes(self) -> bool:
-        """Whether only one token is left to prefill, which a decode row computes; these don't pool."""
+        """True if one token is left to prefill, which a decode row computes. False for a request that pools."""
         return self.planned + 1 == self.target and self.request.pooling is None
 
     @property
@@ -108,12 +110,12 @@ class Sequence:
         return self._pages[: self.num_pages]
 
     def tokens(self, start: int, stop: int) -> IntArray:
-        """Values of the tokens [start, stop), all of which must be known."""
+        """Return the values of the tokens [start, stop), all of which must be known."""
         assert stop <= self.known, f"{self.id}: token {stop - 1} is not known yet, {self.known} are"
         return self._tokens[start:stop]
 
     def keys(self, count: int) -> list[int]:
-        """Lookup keys of the first `count` pages; each is computed once."""
+        """Return the lookup keys of the first `count` pages; each is computed once."""
         keys = self._keys
         if len(keys) < count:
             first, size = len(keys), self.page_size
@@ -199,7 +201,7 @@ class Sequence:
         return row
 
     def pool(self, row: Row, output: RowResult) -> Vector | None:
-        """Add what a committed chunk gave; the whole prompt's vector once the last one has.
+        """Add the vector of a committed chunk. Return the whole prompt's vector after the last chunk, else None.
 
         A preempted request begins again at position 0, and so does its sum.
         """
@@ -212,7 +214,7 @@ class Sequence:
         return (self.pooled if last else self.pooled / self.request.prompt_length).astype(np.float32)
 
     def drafts(self, tokens: IntArray) -> list[Row]:
-        """Rows for draft tokens behind the row that was just made; they add nothing to the counts until accepted."""
+        """Make rows for draft tokens behind the latest row; they add nothing to the counts until accepted."""
         start = self.planned
         assert start + len(tokens) <= self.num_pages * self.page_size, f"{self.id}: no page for its last draft"
         if self._table is None:
@@ -239,7 +241,7 @@ class Sequence:
         self.planned, self.sampled = self.computed, self.generated
 
     def growth(self, fraction: float) -> int:
-        """Pages that the sequence will need if it samples `fraction` of its remaining tokens."""
+        """Return how many more pages the sequence will need if it samples `fraction` of its remaining tokens."""
         length = self.request.prompt_length + self.sampled + int(fraction * self.remaining)
         return max(0, pages_for(length, self.page_size) - max(self.num_pages, pages_for(self.known, self.page_size)))
 

@@ -15,10 +15,10 @@ from rekindle._src.scheduling.sequence import Sequence
 
 
 class ShardScheduler(Scheduler):
-    """Its slots and pages are numbered behind those of the shards before it.
+    """A scheduler whose slots and pages are numbered behind those of the shards before it.
 
-    A request that waits belongs to no device yet: it has neither slot nor pages, and what it is known by (its tokens,
-    the keys of its pages, its seed) is the same everywhere.
+    A request that waits belongs to no device yet: it has neither slot nor pages, and its tokens, the keys of its pages
+    and its seed are the same in every shard.
     """
 
     def __init__(
@@ -47,20 +47,20 @@ class ShardScheduler(Scheduler):
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for whatever reason."""
+        """Requests that wait, for any reason."""
         return self._admission.waiting
 
     def has(self, request_id: str) -> bool:
-        """Whether a live request is here."""
+        """True if a live request is in this shard."""
         return request_id in self._alive
 
     def has_pages(self, request: Request) -> bool:
-        """Whether its pinned pages leave enough for the request and all that it may generate, if it were alone."""
+        """True if a request, alone in the shard, would have pages for its prompt and all that it may generate."""
         length = request.prompt_length + max(1, request.sampling.max_tokens) - 1
         return pages_for(length, self.limits.page_size) <= self._ledger.usable(request)
 
     def remembered(self, keys: list[int]) -> int:
-        """How many leading pages are known, in whichever tier, or being computed; approximate."""
+        """Return how many leading pages are known in any tier or being computed; approximate."""
         return self._admission.remembered(keys)
 
     @property
@@ -70,7 +70,7 @@ class ShardScheduler(Scheduler):
         return None if sequence is None or self._admission.has_room(sequence) else sequence
 
     def has_room(self, sequence: Sequence, taken: Items[Sequence]) -> bool:
-        """Whether a request of another shard would be admitted at once, with those that were `taken` just now."""
+        """True if a request of another shard would be admitted at once, beside those that were just `taken`."""
         return self.waiting == len(taken) and self._admission.has_room(sequence, taken)
 
     def give(self, sequence: Sequence) -> None:

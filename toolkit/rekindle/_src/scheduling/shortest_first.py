@@ -1,7 +1,7 @@
 """The policy `sjf`: the request with the fewest tokens left to prefill goes first, and waiting requests age.
 
 Short prompts, such as the next turn of a chat whose history is cached, are then not held up by a flood of long ones:
-they are admitted before them, and get the budget of a step before a long prompt that is half computed.
+short prompts are admitted first, and get the budget of a step before a long prompt that is half computed.
 
 Age is counted in work and not in time: AGEING tokens that were admitted since a request was queued count as one token
 less to prefill. So a request with U tokens left goes before every request that is queued after AGEING * U more tokens
@@ -33,11 +33,11 @@ class ShortestFirst:
             sequence.queued_at = self._admitted
 
     def admitted(self, sequence: Sequence) -> None:
-        """Count the work of a sequence that is admitted now; all that wait grow older by it."""
+        """Count the work of a sequence that is admitted now; all waiting sequences age by it."""
         self._admitted += self._uncached(sequence)
 
     def rank(self, sequence: Sequence) -> Rank:
-        """The tokens left to prefill, plus what the sequence lacks in age; then the order of arrival."""
+        """Return the tokens left to prefill, plus what the sequence lacks in age; then the order of arrival."""
         assert sequence.queued_at is not None, f"{sequence.id} was never queued"
         left = sequence.target - sequence.planned if sequence.slot >= 0 else self._uncached(sequence)
         return left + sequence.queued_at / AGEING, sequence.arrived

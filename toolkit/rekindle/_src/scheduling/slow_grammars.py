@@ -1,9 +1,9 @@
 """Bounds how long steps wait for grammars: rows of slow ones wait outside the batch until others have had their time.
 
-The masks of a step are found while the model runs, and moving grammars on is quick. An ambiguous grammar takes up to
-tens of milliseconds for both, and so does looking for a short end of a text: every row of its step would wait. So slow
-rows run, the quickest first, while they and all others take at most a quarter of what a step takes without them. Of the
-rest one runs now and then: together they get a fifth of the time.
+The masks of a step are computed while the model runs, and advancing a grammar is quick. An ambiguous grammar takes up
+to tens of milliseconds for both, and so does the search for a short end of a text: every row of its step would wait. So
+slow rows run, the quickest first, while they and all others take at most a quarter of what a step takes without them.
+Of the rest one runs now and then: together they get a fifth of the time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ ORDINARY = 0.0001  # seconds of a processor for a token that no grammar waits fo
 PART = 0.25  # of a step's usual time
 SHARE = 0.25  # seconds of slow grammars for a second of other steps
 LONGEST = 0.05  # seconds that slow grammars take for one step where nothing else runs
-_DEBT = 1.0  # seconds at most: where nothing else runs, nobody waits for them
+_DEBT = 1.0  # seconds at most: where nothing else runs, no request waits for them
 _OLDER = 0.125  # how fast a step's usual time follows the latest one
 _GROWTH = 2.0  # of the usual time, which a step that was held up does not change by more
 
@@ -34,7 +34,7 @@ class SlowGrammars:
         return PART * self._usual
 
     def split(self, sequences: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:
-        """Those of a step's sequences that run now, and those that wait outside the batch, in their order."""
+        """Split a step's sequences into those that run now and those that wait outside the batch; keeps their order."""
         if all(_seconds(sequence) <= ORDINARY for sequence in sequences):
             return sequences, []
         total, waiting = 0.0, set[Sequence]()
@@ -43,12 +43,12 @@ class SlowGrammars:
             if seconds > ORDINARY and total > self.allowed:
                 waiting.add(sequence)
         if waiting and self._credit >= 0:
-            self._runs(next_one := min(waiting, key=_turn))
-            waiting.discard(next_one)
-        return [one for one in sequences if one not in waiting], [one for one in sequences if one in waiting]
+            self._runs(chosen := min(waiting, key=_turn))
+            waiting.discard(chosen)
+        return [s for s in sequences if s not in waiting], [s for s in sequences if s in waiting]
 
     def alone(self, waiting: list[Sequence]) -> list[Sequence]:
-        """Those that run where nothing else does."""
+        """Choose the waiting sequences that run where nothing else does."""
         chosen: list[Sequence] = []
         total = 0.0
         for sequence in sorted(waiting, key=_turn):
@@ -60,13 +60,13 @@ class SlowGrammars:
         return chosen
 
     def learn(self, plan: StepPlan, result: StepResult) -> None:
-        """Count what the grammars of a step have taken, and the step without them."""
+        """Record the time of a committed step and of its grammars."""
         if not plan.rows:
             return
         self._usual += _OLDER * (min(result.seconds, _GROWTH * self._usual) - self._usual)
-        took = [row.guided.seconds for row in result.rows if row.guided is not None]
-        slow = sum(seconds for seconds in took if seconds > ORDINARY)
-        if slow and sum(took) > self.allowed:
+        times = [row.guided.seconds for row in result.rows if row.guided is not None]
+        slow = sum(seconds for seconds in times if seconds > ORDINARY)
+        if slow and sum(times) > self.allowed:
             self._credit = max(-_DEBT, self._credit - slow)
         else:
             self._credit = min(0.0, self._credit + SHARE * result.seconds)

@@ -20,7 +20,7 @@ from rekindle._src.scheduling.shortest_first import ShortestFirst
 
 
 class _Heap:
-    """A heap of sequences by rank. Those that left are skipped when they surface, and purged when there are many."""
+    """A heap of sequences by rank. Former members are skipped when they surface, and purged when there are many."""
 
     def __init__(self, members: set[Sequence]) -> None:
         self._members = members
@@ -122,7 +122,7 @@ class WaitingQueue:
         self._order = order(list(self._window), self._path)[::-1]
 
     def next(self) -> Sequence | None:
-        """The sequence to admit next; it stays in the queue until `take`."""
+        """Return the sequence to admit next; it stays in the queue until `take`."""
         sequence = self._returning.top()
         if sequence is not None:
             return sequence
@@ -148,5 +148,5 @@ class WaitingQueue:
         self.discard(sequence)
 
     def position(self, sequence: Sequence) -> int:
-        """How many waiting requests are older; walks the queue."""
-        return sum(other.arrived < sequence.arrived for other in (*self._members, *self._preempted))
+        """Return how many waiting requests are older; walks the queue."""
+        return sum(member.arrived < sequence.arrived for member in (*self._members, *self._preempted))

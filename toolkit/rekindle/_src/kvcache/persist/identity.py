@@ -1,4 +1,4 @@
-"""What stored pages belong to, and the verification of every page that comes from outside this process."""
+"""The identity that stored pages belong to, and the verification of every page from outside this process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VERSION = 1
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Identity:
-    """What pages belong to. Pages of two identities are equal only if all fields but `model` are."""
+    """The model, options and layout of pages. Pages of two identities are equal only if all fields but `model` are."""
 
     fingerprint: str  # of config and weights
     kv_dtype: str
@@ -27,7 +27,7 @@ class Identity:
     layout: str = ""  # shapes and dtypes of a page's payload
     model: str = ""  # a name for people to read
     version: int = VERSION
-    # What a page from outside is compared with; not stored. Empty or 0: not known, and not compared.
+    # Compared with pages from outside; not stored. Not compared while empty or 0, which means unknown.
     leaves: tuple[LeafSpec, ...] = ()
     vocab_size: int = 0
 
@@ -37,23 +37,23 @@ class Identity:
         return root_digest(f"pages {self.version}", self.fingerprint, self.kv_dtype, str(self.page_size), self.layout)
 
     def fields(self) -> dict[str, Any]:
-        """What an index stores of it."""
+        """Return the fields that an index stores."""
         return {"identity": {name: getattr(self, name) for name in STORED}}
 
     @classmethod
     def stored_in(cls, header: Mapping[str, Any]) -> Identity:
-        """The identity that an index was written for. Raises StoreError if it names none."""
-        found = header.get("identity")
-        if not isinstance(found, Mapping) or not all(type(found.get(name)) is kind for name, kind in STORED.items()):
-            raise StoreError(f"an index says that it belongs to {found!r}, which is no model")
-        return cls(**{name: found[name] for name in STORED})
+        """Return the identity of an index. Raises StoreError if it has none."""
+        fields = header.get("identity")
+        if not isinstance(fields, Mapping) or not all(type(fields.get(name)) is kind for name, kind in STORED.items()):
+            raise StoreError(f"an index says that it belongs to {fields!r}, which is no model")
+        return cls(**{name: fields[name] for name in STORED})
 
     def refuses(self, other: Identity) -> str | None:
-        """Why pages of `other` can't be used here."""
-        for name, what in _REASONS:
-            mine, theirs = getattr(self, name), getattr(other, name)
-            if mine != theirs:
-                return f"{what} {theirs!r}, this session has {mine!r}"
+        """Return why pages of `other` can't be used here; None if they can."""
+        for name, words in _REASONS:
+            expected, actual = getattr(self, name), getattr(other, name)
+            if expected != actual:
+                return f"{words} {actual!r}, this session has {expected!r}"
         return None
 
 
@@ -71,7 +71,7 @@ def verify(identity: Identity, records: NDArray[Any], leaves: Sequence[LeafSpec]
     """Raise StoreError unless records are pages of `identity`: ids within the vocabulary, digests made of the tokens,
     payloads laid out as the session's (None: the index has no payloads).
 
-    That a payload was computed from the tokens can't be verified: whoever may write the file is trusted with that.
+    That a payload was computed from the tokens can't be verified: those who may write the file are trusted with that.
     About 2 µs per page.
     """
     if records.dtype["tokens"].shape != (identity.page_size,):
@@ -83,15 +83,15 @@ def verify(identity: Identity, records: NDArray[Any], leaves: Sequence[LeafSpec]
     tokens = records["tokens"]
     low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or (identity.vocab_size and high >= identity.vocab_size):
-        most = f" and {identity.vocab_size - 1}" if identity.vocab_size else ""
-        raise StoreError(f"it has token {low if low < 0 else high}; ids are between 0{most}")
-    named = np.concatenate([records["parent"], np.ascontiguousarray(tokens).view(np.uint8)], axis=1)
-    found = b"".join([blake2b(row, digest_size=DIGEST_SIZE).digest() for row in named])  # type: ignore[arg-type]
-    if found != records["digest"].tobytes():
-        wrong = int((np.frombuffer(found, np.uint8).reshape(-1, DIGEST_SIZE) != records["digest"]).any(1).argmax())
+        upper = f" and {identity.vocab_size - 1}" if identity.vocab_size else ""
+        raise StoreError(f"it has token {low if low < 0 else high}; ids are between 0{upper}")
+    content = np.concatenate([records["parent"], np.ascontiguousarray(tokens).view(np.uint8)], axis=1)
+    digests = b"".join([blake2b(row, digest_size=DIGEST_SIZE).digest() for row in content])  # type: ignore[arg-type]
+    if digests != records["digest"].tobytes():
+        wrong = int((np.frombuffer(digests, np.uint8).reshape(-1, DIGEST_SIZE) != records["digest"]).any(1).argmax())
         raise StoreError(f"page {wrong} has a digest that its tokens do not have")
 
 
 def shown(leaves: Sequence[LeafSpec]) -> str:
-    """A layout as an error names it."""
+    """Format a layout for error messages."""
     return ", ".join(f"{leaf.dtype}{list(leaf.shape)}" for leaf in leaves) or "nothing"

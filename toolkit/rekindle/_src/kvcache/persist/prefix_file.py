@@ -31,12 +31,12 @@ _LENGTH = 8
 
 
 def write(path: Path, identity: Identity, pages: Sequence[tuple[Page, Payload]]) -> None:
-    """Write pages that follow each other; the file is complete or absent. StoreError if that can't be done."""
+    """Write pages that follow each other; the file is complete or absent. Raises StoreError if it can't be written."""
     if not pages:
         raise StoreError("nothing of the prompt is cached. Generate with it first")
     records = records_of([page for page, _ in pages], identity.page_size)
     data = [to_bytes(payload) for _, payload in pages]
-    records["sum"] = [checksum(page.digest, one) for (page, _), one in zip(pages, data, strict=True)]
+    records["sum"] = [checksum(page.digest, content) for (page, _), content in zip(pages, data, strict=True)]
     index = encode(identity.fields() | {"leaves": leaves_of(pages[0][1])}, records)
     try:
         private_files.write(path, [_MAGIC, len(index).to_bytes(_LENGTH, "little"), index, *data], mode=0o666)
@@ -45,8 +45,8 @@ def write(path: Path, identity: Identity, pages: Sequence[tuple[Page, Payload]])
 
 
 def read(path: Path, identity: Identity) -> list[tuple[Page, Payload]]:
-    """The pages of a file, verified. Raises StoreError if it can't be read or is not what it says, SnapshotRefused if
-    `identity` can't use it."""
+    """Read and verify the pages of a file. Raises StoreError if it can't be read or is damaged, SnapshotRefused
+    if `identity` can't use it."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -70,17 +70,17 @@ def read(path: Path, identity: Identity) -> list[tuple[Page, Payload]]:
     step = sum(leaf.nbytes for leaf in leaves)
     if len(data) != end + step * len(records):
         raise StoreError(f"{path} has {len(data)} bytes and should have {end + step * len(records)}. Export it again")
-    found = []
+    pages = []
     for index, page in enumerate(pages_of(records)):
-        one = np.frombuffer(data[end + index * step : end + (index + 1) * step], np.uint8).copy()
-        if checksum(page.digest, one) != records[index]["sum"]:
+        payload = np.frombuffer(data[end + index * step : end + (index + 1) * step], np.uint8).copy()
+        if checksum(page.digest, payload) != records[index]["sum"]:
             raise StoreError(f"page {index} of {path} does not match its checksum. Export it again")
-        found.append((page, from_bytes(one, leaves)))
-    return found
+        pages.append((page, from_bytes(payload, leaves)))
+    return pages
 
 
 def _check_chain(identity: Identity, records: NDArray[Any]) -> None:
-    """Each page follows the one before it, and the first one the root."""
+    """Raise StoreError unless each page follows the one before it, and the first one the root."""
     parent = identity.root
     for index, record in enumerate(records):
         if record["parent"].tobytes() != parent:

@@ -1,9 +1,9 @@
 """Segments: batches of pages on disk, each an Orbax checkpoint of two files, never changed once it is there.
 
     pages   the payloads one after another, leaf by leaf
-    index   what each page is (digest, parent, tokens, checksum) and for which model; ends with a digest of itself
+    index   the pages (digest, parent, tokens, checksum) and their model; ends with a digest of itself
 
-Files are read directly: pages that lie one after another are one `preadv`. An index is never believed: whether it
+Files are read directly: pages that lie one after another are one `preadv`. An index is never trusted: that it
 belongs to this model, and each page to its tokens, is verified before a page becomes known (`verify` in identity.py).
 """
 
@@ -35,7 +35,7 @@ _LENGTH = 8  # bytes before the header that say how long it is
 
 
 class Page(NamedTuple):
-    """What is known of a page, apart from its payload."""
+    """A page's record, without its payload."""
 
     digest: bytes
     parent: bytes  # digest of the page before it, or of the root
@@ -94,7 +94,7 @@ def encode(header: dict[str, Any], records: NDArray[Any]) -> bytes:
 
 
 def decode(data: bytes) -> tuple[dict[str, Any], NDArray[Any]]:
-    """Raises StoreError unless every byte is as it was written, and an index is what was written."""
+    """Parse an index into header and records. Raises StoreError if a byte differs from what `encode` wrote."""
     body, digest = data[:-DIGEST_SIZE], data[-DIGEST_SIZE:]
     if blake2b(body, digest_size=DIGEST_SIZE).digest() != digest:
         raise StoreError(f"an index of {len(data)} bytes does not match its checksum")
@@ -113,18 +113,18 @@ def decode(data: bytes) -> tuple[dict[str, Any], NDArray[Any]]:
 
 
 def leaves_in(header: dict[str, Any]) -> tuple[LeafSpec, ...]:
-    """The layout of payloads that a header describes. Raises StoreError if it describes none."""
+    """Return the layout of payloads that a header describes. Raises StoreError if it describes none."""
     try:
-        found = tuple(LeafSpec(tuple(shape), _dtype(dtype).name) for shape, dtype in header.get("leaves", ()))
-        if not all(type(size) is int and size >= 0 for leaf in found for size in leaf.shape):
+        leaves = tuple(LeafSpec(tuple(shape), _dtype(dtype).name) for shape, dtype in header.get("leaves", ()))
+        if not all(type(size) is int and size >= 0 for leaf in leaves for size in leaf.shape):
             raise ValueError(f"leaves {header['leaves']!r}")
-        return found
+        return leaves
     except (ValueError, TypeError, AttributeError) as error:
         raise StoreError(f"an index describes no layout of pages ({error!r})") from error
 
 
 def checksum(digest: bytes, data: Any) -> int:
-    """The checksum of a page's payload. It includes the digest, so that exchanged pages are noticed."""
+    """Return the checksum of a page's payload. It includes the digest, so that exchanged pages are noticed."""
     return zlib.crc32(data, zlib.crc32(digest))
 
 
@@ -138,7 +138,7 @@ def to_bytes(payload: Payload) -> bytes:
 
 
 def from_bytes(data: NDArray[np.uint8], leaves: Sequence[LeafSpec]) -> Payload:
-    """Views of `data`, which the payload then owns."""
+    """Return views of `data`, which the payload then owns."""
     payload, at = [], 0
     for leaf in leaves:
         payload.append(data[at : at + leaf.nbytes].view(_dtype(leaf.dtype)).reshape(1, *leaf.shape))
@@ -147,7 +147,7 @@ def from_bytes(data: NDArray[np.uint8], leaves: Sequence[LeafSpec]) -> Payload:
 
 
 def fresh(size: int) -> NDArray[np.uint8]:
-    """Memory that was not used before."""
+    """Allocate fresh memory of `size` bytes."""
     return np.empty(size, np.uint8)
 
 
@@ -173,44 +173,44 @@ class Segment:
         return [data[at : at + DIGEST_SIZE] for at in range(0, len(data), DIGEST_SIZE)]
 
     def read(self, index: int) -> Payload:
-        """One payload, verified. Raises StoreError if it is damaged, OSError if the file is gone."""
+        """Read one payload and verify it. Raises StoreError if it is damaged, OSError if the file is gone."""
         (payload,) = self.read_run(index, 1)
         if isinstance(payload, StoreError):
             raise payload
         return payload
 
     def read_run(self, first: int, count: int, memory: Memory = fresh) -> list[Payload | StoreError]:
-        """`count` payloads that lie one after another, each verified by itself. Raises OSError if the file is gone.
+        """Read `count` consecutive payloads, each verified by itself. Raises OSError if the file is gone.
 
         Not mapped into memory: when a mapped file shrinks, reading it kills the process.
         """
         slots = [memory(self.page_bytes) for _ in range(count)]
-        done = self._fill(slots, first * self.page_bytes)
-        found: list[Payload | StoreError] = []
+        length = self._fill(slots, first * self.page_bytes)
+        payloads: list[Payload | StoreError] = []
         for index, slot in enumerate(slots, first):
             digest = self.records[index]["digest"].tobytes()
-            done -= self.page_bytes
-            if done >= 0 and checksum(digest, slot) == self.records[index]["sum"]:
-                found.append(from_bytes(slot, self.leaves))
+            length -= self.page_bytes
+            if length >= 0 and checksum(digest, slot) == self.records[index]["sum"]:
+                payloads.append(from_bytes(slot, self.leaves))
             else:
-                found.append(StoreError(f"page {digest.hex()} in {self.path} does not match its checksum"))
-        return found
+                payloads.append(StoreError(f"page {digest.hex()} in {self.path} does not match its checksum"))
+        return payloads
 
     def _fill(self, slots: Sequence[NDArray[np.uint8]], start: int) -> int:
         """Read from byte `start` on into the slots; returns how many bytes the file had for them."""
         views = [memoryview(slot) for slot in slots]  # type: ignore[arg-type]
-        done = 0
+        length = 0
         file = os.open(self.path / ITEM / "pages", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
-            while views and (more := os.preadv(file, views, start + done)):
-                done += more
-                while views and more >= len(views[0]):
-                    more -= len(views.pop(0))
-                if more:
-                    views[0] = views[0][more:]
+            while views and (count := os.preadv(file, views, start + length)):
+                length += count
+                while views and count >= len(views[0]):
+                    count -= len(views.pop(0))
+                if count:
+                    views[0] = views[0][count:]
         finally:
             os.close(file)
-        return done
+        return length
 
 
 def write_segment(path: Path, header: dict[str, Any], pages: Iterable[tuple[Page, Payload]]) -> None:
@@ -251,5 +251,5 @@ def _dtype(name: str) -> np.dtype[Any]:
     except TypeError:
         import ml_dtypes
 
-        found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
-        return found
+        dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
+        return dtype

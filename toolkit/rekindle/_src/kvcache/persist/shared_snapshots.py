@@ -1,4 +1,4 @@
-"""Snapshots in a cache that machines share: one saves, and any other of the same model restores."""
+"""Snapshots in a cache that machines share: one machine saves, and any other with the same model restores."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rekindle_kernels import read_through
 
 
 def bring(folder: Path, name: str, identity: Identity, most: int) -> None:
-    """Before `name` is restored: fetch it from behind the cache folder, and up to `most` bytes of the model's pages.
+    """Fetch snapshot `name` from behind the cache folder before a restore, and up to `most` bytes of the model's pages.
 
     Both are verified as those of this machine are.
     """
@@ -31,7 +31,7 @@ def bring(folder: Path, name: str, identity: Identity, most: int) -> None:
 
 
 def keep(snapshot: Path, segments: Iterable[Path]) -> None:
-    """A snapshot was saved: keep it and the segments with its pages behind the cache folder, too."""
+    """Copy a saved snapshot, and the segments with its pages, behind the cache folder as well."""
     for segment in segments:
         read_through.keep(segment)
     read_through.keep(snapshot)

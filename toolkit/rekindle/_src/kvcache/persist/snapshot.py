@@ -35,7 +35,7 @@ _ATTEMPTS = 20  # to read a snapshot that another process saves again and again
 
 
 class Restored(NamedTuple):
-    """What became known when a session was opened."""
+    """The pages that became known when a session was opened."""
 
     name: str
     pages: int
@@ -60,7 +60,7 @@ class SnapshotInfo(html.Record):
 
     @property
     def when(self) -> str:
-        """`saved` to read, in local time."""
+        """`saved` as text, in local time."""
         return time.strftime("%Y-%m-%d %H:%M", time.localtime(self.saved))
 
     def _repr_html_(self) -> str:
@@ -68,7 +68,7 @@ class SnapshotInfo(html.Record):
 
 
 def check_name(name: str) -> str:
-    """`name`, if it can be a snapshot's; raises ConfigError."""
+    """Return `name` if it is valid for a snapshot. Raises ConfigError."""
     if not isinstance(name, str) or not _NAME.fullmatch(name) or name == "auto" or not is_finished(name):
         raise ConfigError(
             "name", name, "can't be a snapshot's name", "Use up to 100 letters, digits, '.', '_' and '-', not 'auto'"
@@ -77,7 +77,7 @@ def check_name(name: str) -> str:
 
 
 def save(folder: Path, name: str, identity: Identity, pages: Sequence[Page]) -> Path:
-    """A new version of `name`, complete or absent; earlier ones of the same identity are removed.
+    """Save a new version of `name`, complete or absent; earlier ones of the same identity are removed.
 
     Raises StoreError if it can't be written.
     """
@@ -99,7 +99,7 @@ def save(folder: Path, name: str, identity: Identity, pages: Sequence[Page]) -> 
 
 
 def _replaced(version: Path, identity: Identity) -> bool:
-    """True if a new snapshot of `identity` takes the place of this version: it is of the same one, or damaged."""
+    """True if a new snapshot of `identity` replaces this version: it has the same identity, or is damaged."""
     try:
         return Identity.stored_in(Segment.open(version).header).root == identity.root
     except StoreError:
@@ -109,18 +109,20 @@ def _replaced(version: Path, identity: Identity) -> bool:
 
 
 def _tag(identity: Identity) -> str:
-    """What a version's file name says of its identity."""
+    """Return the part of a version's file name that stands for its identity."""
     return identity.root.hex()[:16]
 
 
 def tagged(names: Sequence[str], name: str, identity: Identity) -> str | None:
-    """Of the file names of versions, the newest of `name` that is this identity's as far as the file name says it."""
-    mine = sorted((one for one in names if one.rpartition("@")[0] == name), key=lambda one: _number(Path(one)))
-    return next((one for one in reversed(mine) if f"-{_tag(identity)}-" in one), mine[-1] if mine else None)
+    """Return the newest version of `name` with this identity's tag in its file name, else the newest, or None."""
+    versions = sorted((file for file in names if file.rpartition("@")[0] == name), key=lambda one: _number(Path(one)))
+    return next(
+        (file for file in reversed(versions) if f"-{_tag(identity)}-" in file), versions[-1] if versions else None
+    )
 
 
 def find(folder: Path, name: str, identity: Identity | None = None) -> Segment:
-    """The newest version of `name` that is whole, one that `identity` can use if there is one.
+    """Open the newest intact version of `name`, preferably one that `identity` can use.
 
     Raises StoreError if there is none, or if it can't be read now.
     """
@@ -147,15 +149,15 @@ def find(folder: Path, name: str, identity: Identity | None = None) -> Segment:
         if other is not None and not vanished:
             return other
         if not vanished:
-            break  # else another process has put a newer version in its place since they were listed
+            break  # else another process has replaced a version by a newer one since they were listed
     known = ", ".join(sorted({repr(_name(path)) for path in _all(folder)}))
-    there = f"There are: {known}" if known else f"There are none; await session.save({name!r}) makes one"
-    raise StoreError(f"there is no snapshot {name!r} in {folder / 'snapshots'}{damaged}. {there}")
+    hint = f"There are: {known}" if known else f"There are none; await session.save({name!r}) makes one"
+    raise StoreError(f"there is no snapshot {name!r} in {folder / 'snapshots'}{damaged}. {hint}")
 
 
 def listed(folder: Path, identity: Identity, name: str) -> list[Page]:
-    """The pages of a snapshot. Raises SnapshotRefused if `identity` can't use them, StoreError if they are not what
-    the index says."""
+    """Return the pages of a snapshot. Raises SnapshotRefused if `identity` can't use them, StoreError if they fail
+    verification."""
     index = find(folder, check_name(name), identity)
     reason = identity.refuses(Identity.stored_in(index.header))
     if reason is not None:
@@ -171,16 +173,16 @@ def listed(folder: Path, identity: Identity, name: str) -> list[Page]:
 
 
 def infos(folder: Path, identity: Identity) -> list[SnapshotInfo]:
-    """What is known of each snapshot that can be read, by name; this identity's first among those of a name."""
-    found: dict[tuple[str, bytes], SnapshotInfo] = {}
+    """Describe each readable snapshot, sorted by name; this identity's come first within a name."""
+    infos_by_key: dict[tuple[str, bytes], SnapshotInfo] = {}
     for path in sorted(_all(folder), key=_number, reverse=True):
         with contextlib.suppress(StoreError, OSError):
             index = Segment.open(path)
-            theirs, name, count = Identity.stored_in(index.header), _name(path), len(index.records)
-            saved, refused = float(index.header.get("saved", 0.0)), identity.refuses(theirs)
-            info = SnapshotInfo(name, count, count * theirs.page_size, theirs.model, saved, refused)
-            found.setdefault((name, theirs.root), info)
-    return sorted(found.values(), key=lambda info: (info.name, info.refused is not None, -info.saved))
+            other, name, count = Identity.stored_in(index.header), _name(path), len(index.records)
+            saved, refused = float(index.header.get("saved", 0.0)), identity.refuses(other)
+            info = SnapshotInfo(name, count, count * other.page_size, other.model, saved, refused)
+            infos_by_key.setdefault((name, other.root), info)
+    return sorted(infos_by_key.values(), key=lambda info: (info.name, info.refused is not None, -info.saved))
 
 
 def delete(folder: Path, name: str) -> bool:
@@ -192,14 +194,14 @@ def delete(folder: Path, name: str) -> bool:
 
 
 def protected(folder: Path) -> dict[str, set[bytes]]:
-    """Digests that snapshots list, by the root they belong to. Raises OSError while a snapshot can't be read."""
-    kept: dict[str, set[bytes]] = {}
+    """Return the digests that snapshots list, by root. Raises OSError while a snapshot can't be read."""
+    digests: dict[str, set[bytes]] = {}
     for path in _all(folder):
         with contextlib.suppress(StoreError, FileNotFoundError):
             index = Segment.open(path)
             root = Identity.stored_in(index.header).root.hex()
-            kept.setdefault(root, set()).update(index.digests())
-    return kept
+            digests.setdefault(root, set()).update(index.digests())
+    return digests
 
 
 def graft(cache: PrefixCache, pages: Sequence[Page]) -> int:
@@ -213,15 +215,15 @@ def graft(cache: PrefixCache, pages: Sequence[Page]) -> int:
         below.setdefault(page.parent, []).append(page)
     now = cache.clock() - time.time()
     count = 0
-    todo: list[tuple[bytes, Node]] = [(cache.root_key, cache.root)]
-    todo += [(digest, cache.salted(digest)) for digest in below if is_salted(digest, cache.root_key)]
-    seen = {digest for digest, _ in todo}
-    while todo:
-        parent, node = todo.pop()
+    pending: list[tuple[bytes, Node]] = [(cache.root_key, cache.root)]
+    pending += [(digest, cache.salted(digest)) for digest in below if is_salted(digest, cache.root_key)]
+    seen = {digest for digest, _ in pending}
+    while pending:
+        parent, node = pending.pop()
         for first in below.get(parent, ()):
             run = [first]
-            while len(follow := below.get(run[-1].digest, [])) == 1 and len(run) < len(pages):
-                run.append(follow[0])
+            while len(children := below.get(run[-1].digest, [])) == 1 and len(run) < len(pages):
+                run.append(children[0])
             nodes = cache.graft_path(np.concatenate([page.tokens for page in run]), after=node)
             if nodes is None:
                 continue
@@ -231,24 +233,24 @@ def graft(cache: PrefixCache, pages: Sequence[Page]) -> int:
             count += sum(cache.digest_of(grafted) == page.digest for page, grafted in zip(run, nodes, strict=True))
             if run[-1].digest not in seen:
                 seen.add(run[-1].digest)
-                todo.append((run[-1].digest, nodes[-1]))
+                pending.append((run[-1].digest, nodes[-1]))
     return count
 
 
 def graft_all(cache: AnyCache, pages: Sequence[Page]) -> int:
-    """`graft` for the trees of all data shards: any of them may bring the pages back. Returns what one tree took."""
-    return max(graft(one, pages) for one in trees(cache))
+    """Apply `graft` to the trees of all data shards, any of which may restore the pages. Returns the largest count."""
+    return max(graft(tree, pages) for tree in trees(cache))
 
 
 def connected(pages: Sequence[Page], root: bytes) -> list[Page]:
-    """The pages that can be reached from the root or a salt's; `pages` has parents before their children."""
+    """Return the pages that can be reached from the root or a salt's root; in `pages`, parents come before children."""
     reached = {root}
-    found = []
+    connected_pages = []
     for page in pages:
         if page.parent in reached or is_salted(page.parent, root):
             reached.add(page.digest)
-            found.append(page)
-    return found
+            connected_pages.append(page)
+    return connected_pages
 
 
 def _all(folder: Path) -> list[Path]:

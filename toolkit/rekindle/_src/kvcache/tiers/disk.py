@@ -1,8 +1,8 @@
 """The disk tier: pages by digest in segments below one folder, shared by this user's processes and by models.
 
 Everything is content-addressed and nothing is changed in place, so processes that share the folder at worst write a
-page twice. Only removing needs order: one process at a time collects, and a process that asks for a removed page
-computes it. In a folder that somebody else could have written to, nothing is read or written.
+page twice. Only removing needs order: one process at a time collects, and a process that reads a removed page
+computes it. In a folder that other users could have written to, nothing is read or written.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MANY = 16
 RUN_BYTES, MOST_PAGES = 4 << 20, 256  # in one read, so that several threads share what a request needs
 FRESH_SECONDS = 600.0
 _TOUCH_SECONDS = 60.0
-_MOST_FAILURES = 3  # reads of one segment that may fail before this session asks it no more
+_MOST_FAILURES = 3  # failed reads of one segment after which this session reads it no more
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
@@ -59,7 +59,7 @@ class Run(NamedTuple):
     digests: list[bytes]
 
     def continues(self, segment: Segment, index: int) -> bool:
-        """Whether the page at `index` of `segment` can be added to the run."""
+        """True if the page at `index` of `segment` can be added to the run."""
         count = len(self.digests)
         small = count < MOST_PAGES and (count + 1) * segment.page_bytes <= RUN_BYTES
         return segment is self.segment and index == self.first + count and small
@@ -103,7 +103,7 @@ class DiskTier:
     # -- reading
 
     def scan(self) -> int:
-        """Take in the segments of this identity that are new, from whichever process; how many pages are known."""
+        """Take in new segments of this identity, from any process. Return how many pages are known."""
         prefix = self.identity.root.hex()
         for path in self._paths():
             if not path.name.startswith(prefix) or path.name in self._segments:
@@ -121,7 +121,7 @@ class DiskTier:
         return len(self)
 
     def pages(self) -> list[Page]:
-        """The known pages of this identity; of a page that is in two segments, the newer."""
+        """Return the known pages of this identity; of a page that is in two segments, the newer one."""
         root = self.identity.root.hex()
         with self._lock:
             newest = dict(self._index)
@@ -134,26 +134,26 @@ class DiskTier:
         ]
 
     def segments_of(self, digests: Iterable[bytes]) -> set[Path]:
-        """The segments that the known ones of `digests` lie in."""
+        """Return the segments that contain the known ones of `digests`."""
         with self._lock:
             return {self._index[digest][0].path for digest in digests if digest in self._index}
 
     def load(self, digest: bytes) -> Payload:
-        """Raises KeyError if it is not there, StoreError if it is damaged; either way it is then forgotten.
+        """Read a payload. Raises KeyError if it is missing, StoreError if it is damaged; both forget the page.
 
         An error that passes is a StoreError too, and the page stays known.
         """
         with self._lock:
             segment, index = self._index[digest]
-        found = self._read(Run(segment, index, [digest]))
-        if not found:
+        payloads = self._read(Run(segment, index, [digest]))
+        if not payloads:
             raise KeyError(digest)
-        if isinstance(found[0], StoreError):
-            raise found[0]
-        return found[0]
+        if isinstance(payloads[0], StoreError):
+            raise payloads[0]
+        return payloads[0]
 
     def runs(self, digests: Iterable[bytes]) -> list[Run]:
-        """Where the known ones of `digests` lie. Each run is read at once; threads may read different runs."""
+        """Return the known ones of `digests` as runs. Each run is read at once; threads may read different runs."""
         with self._lock:
             places = sorted(
                 ((*self._index[digest], digest) for digest in digests if digest in self._index),
@@ -168,15 +168,15 @@ class DiskTier:
         return runs
 
     def load_run(self, run: Run, memory: Memory) -> list[tuple[bytes, Payload]]:
-        """The same as `load`, without pages that are gone, damaged or can't be read now."""
-        found = zip(run.digests, self._read(run, memory), strict=False)
-        return [(digest, payload) for digest, payload in found if not isinstance(payload, StoreError)]
+        """Read a run of pages as `load` does, skipping those that are missing, damaged or can't be read now."""
+        pairs = zip(run.digests, self._read(run, memory), strict=False)
+        return [(digest, payload) for digest, payload in pairs if not isinstance(payload, StoreError)]
 
     def _read(self, run: Run, memory: Memory = fresh) -> list[Payload | StoreError]:
-        """Nothing if the segment is gone. Damaged pages are forgotten; what can't be read now stays known."""
+        """Read a run; empty if the segment is gone. Forgets damaged pages, not those that can't be read now."""
         segment = run.segment
         try:
-            found = segment.read_run(run.first, len(run.digests), memory)
+            payloads = segment.read_run(run.first, len(run.digests), memory)
         except (FileNotFoundError, NotADirectoryError):
             self._drop(segment)
             return []
@@ -186,28 +186,32 @@ class DiskTier:
                 self._drop(segment, known=True)
             self.say(segment.path.name, f"pages in {segment.path} can't be read now ({error}); they stay")
             return [StoreError(f"{segment.path} can't be read now: {error}")] * len(run.digests)
-        bad = {digest: one for digest, one in zip(run.digests, found, strict=True) if isinstance(one, StoreError)}
-        for damage in bad.values():
+        damaged = {
+            digest: payload
+            for digest, payload in zip(run.digests, payloads, strict=True)
+            if isinstance(payload, StoreError)
+        }
+        for damage in damaged.values():
             self.say(segment.path.name, f"{damage}; damaged pages are computed again")
         with self._lock:
-            for digest in bad:
+            for digest in damaged:
                 self._index.pop(digest, None)
-            self.damaged += len(bad)
-            self.read += len(found) - len(bad)
-        if len(bad) < len(found):
+            self.damaged += len(damaged)
+            self.read += len(payloads) - len(damaged)
+        if len(damaged) < len(payloads):
             self._touch(segment)
-        return found
+        return payloads
 
     # -- writing
 
     def write(self, pages: Iterable[tuple[Page, Payload]]) -> int:
-        """Keep pages as one new segment; returns how many. StoreError if the disk is too full or can't be written."""
-        fresh = [(page, payload) for page, payload in pages if page.digest not in self._index]
-        if not fresh:
+        """Write pages as one new segment. Return how many. Raises StoreError if the disk is full or unwritable."""
+        new = [(page, payload) for page, payload in pages if page.digest not in self._index]
+        if not new:
             return 0
         if self.distrusted is not None:
             raise StoreError(f"pages were not saved: {self.distrusted}")
-        size = len(fresh) * sum(leaf.nbytes for leaf in fresh[0][1])
+        size = len(new) * sum(leaf.nbytes for leaf in new[0][1])
         path = self.pages_folder / f"{self.identity.root.hex()}-{time.time_ns():020d}-{uuid.uuid4().hex[:8]}"
         try:
             private_files.make_folder(self.pages_folder)
@@ -216,21 +220,21 @@ class DiskTier:
                 raise StoreError(
                     f"{size >> 20} MiB of pages were not saved: {free >> 20} MiB are free. Free some space"
                 )
-            write_segment(path, self.identity.fields(), fresh)
+            write_segment(path, self.identity.fields(), new)
             self._add(Segment.open(path))
         except OSError as error:
             raise StoreError(
                 f"{size >> 20} MiB of pages were not saved: {error}. Free some space, or check the disk"
             ) from error
-        self.written += len(fresh)
-        return len(fresh)
+        self.written += len(new)
+        return len(new)
 
     def room(self, size: int) -> int:
-        """How many of `size` more bytes may be written, once the least recently used segments were removed for them."""
+        """Return how many of `size` more bytes may be written. Removes least recently used segments to make room."""
         return max(0, min(size, self.budget - self.collect(reserve=min(size, self.budget))))
 
     def collect(self, *, reserve: int = 0) -> int:
-        """Remove segments beyond the budget and what killed writers left; returns how many bytes are still there.
+        """Remove segments beyond the budget and remains of killed writers; returns how many bytes are left.
 
         For a `reserve` only segments that were not used for a while go, and none that a snapshot lists. Nothing is
         removed while another process collects, nor while a snapshot can't be read.
@@ -245,11 +249,11 @@ class DiskTier:
             self._remove_partials()
             if total + reserve > self.budget:
                 try:
-                    kept = protected(self.folder)
+                    listed_digests = protected(self.folder)
                 except OSError as error:
                     self.say("snapshots", f"no pages are removed while a snapshot can't be read: {error}")
                     return total
-                order = sorted((self._protects(path, kept), used, path) for path, (_, used) in sizes.items())
+                order = sorted((self._protects(path, listed_digests), used, path) for path, (_, used) in sizes.items())
                 fresh = time.time() - self.fresh_seconds
                 for listed, used, path in order:
                     if total + reserve <= self.budget or (total <= self.budget and (listed or used > fresh)):
@@ -273,7 +277,7 @@ class DiskTier:
         return DiskStatistics(len(self), total, self.budget, len(self._segments), self.written, self.read, self.damaged)
 
     def others(self) -> set[str]:
-        """Root keys, in hex, of the other models whose pages are kept here."""
+        """Return the root keys, in hex, of the other models whose pages are kept here."""
         return {path.name.split("-")[0] for path in self._paths()} - {self.identity.root.hex()}
 
     def say(self, what: str, text: str) -> None:
@@ -290,7 +294,7 @@ class DiskTier:
     # -- inside
 
     def _paths(self) -> list[Path]:
-        """Finished segments, the oldest first."""
+        """Return the finished segments, the oldest first."""
         if self.distrusted is not None:
             return []
         with contextlib.suppress(OSError):
@@ -305,7 +309,7 @@ class DiskTier:
             self._index.update((digest, (segment, index)) for index, digest in enumerate(segment.digests()))
 
     def _verified(self, path: Path) -> Segment:
-        """A segment whose pages belong to this identity. Raises StoreError if they do not."""
+        """Open a segment. Raises StoreError if its pages do not belong to this identity."""
         segment = Segment.open(path)
         reason = self.identity.refuses(Identity.stored_in(segment.header))
         if reason is not None:
@@ -314,7 +318,7 @@ class DiskTier:
         return segment
 
     def _drop(self, segment: Segment, *, known: bool = False) -> None:
-        """Forget its pages. If it stays `known`, the next scan does not take it in again."""
+        """Forget a segment's pages. If it stays `known`, the next scan does not take it in again."""
         with self._lock:
             if not known:
                 self._segments.pop(segment.path.name, None)
@@ -334,7 +338,7 @@ class DiskTier:
         return digests is not None and (segment is None or not digests.isdisjoint(segment.digests()))
 
     def _merge(self, sizes: dict[Path, tuple[int, float]]) -> None:
-        """Make one segment of many small ones of this identity. One that can't be read now stays as it is."""
+        """Merge small segments of this identity into one. A segment that can't be read now stays as it is."""
         small = [self._segments[path.name] for path in sizes if path.name in self._segments and sizes[path][0] < SMALL]
         small = [segment for segment in small if segment.path.name.startswith(self.identity.root.hex())]
         if len(small) < MANY:
@@ -359,13 +363,13 @@ class DiskTier:
             self._remove(segment.path)
 
     def _pages_in(self, segment: Segment) -> list[tuple[Page, Payload]]:
-        """The pages that this tier would read from the segment, without damaged ones. Raises OSError."""
-        found = []
+        """Return the pages that this tier would read from the segment, without damaged ones. Raises OSError."""
+        pairs = []
         for index, page in enumerate(pages_of(segment.records)):
             if self._index.get(page.digest) == (segment, index):
                 with contextlib.suppress(StoreError):
-                    found.append((page, segment.read(index)))
-        return found
+                    pairs.append((page, segment.read(index)))
+        return pairs
 
     def _touch(self, segment: Segment) -> None:
         now = time.time()
@@ -376,7 +380,7 @@ class DiskTier:
 
     def _remove_partials(self) -> None:
         for folder in (self.pages_folder, self.folder / "snapshots"):
-            with contextlib.suppress(OSError):  # they are found again next time
+            with contextlib.suppress(OSError):  # the next call finds them again
                 for partial in folder.glob(f"{PARTIAL}*") if folder.is_dir() else ():
                     if is_stale(partial):
                         shutil.rmtree(partial, ignore_errors=True)

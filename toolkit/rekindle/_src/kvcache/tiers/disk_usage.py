@@ -1,4 +1,4 @@
-"""How much disk segments take, how old they are, and which process may remove some."""
+"""The size and age of segments on disk, and the lock of the process that may remove some."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rekindle_kernels import private_files
 
 @contextlib.contextmanager
 def exclusively(pages_folder: Path) -> Iterator[bool]:
-    """Whether this process alone may remove segments now; others are told False until the block ends."""
+    """Yield True if this process alone may remove segments now. Other processes get False until the block ends."""
     try:
         private_files.make_folder(pages_folder)
         flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -34,7 +34,7 @@ def exclusively(pages_folder: Path) -> Iterator[bool]:
 
 
 def size_of(path: Path) -> tuple[int, float]:
-    """Bytes and time of last use. What can't be looked at now counts as used just now, so that it is not removed."""
+    """Return bytes and time of last use. A path that can't be read counts as just used, so that it is not removed."""
     total = 0
     try:
         for folder, _, files in os.walk(path, onerror=_raise):
@@ -45,7 +45,7 @@ def size_of(path: Path) -> tuple[int, float]:
 
 
 def age_of(name: str) -> str:
-    """What segments are ordered by: the time in the name, "" for other names."""
+    """Return the sort key of segments: the time in the name, "" for other names."""
     return name.split("-")[1] if name.count("-") == 2 else ""
 
 

@@ -1,6 +1,6 @@
-"""The disks of several processes that share a model: the leader's has pages whole, the others' have their own parts.
+"""The disks of processes that share a model: the leader's has whole pages, the others' have their own parts.
 
-So a snapshot serves any other mesh, and one device; and where the parts are there as well, pages come back without
+So a snapshot serves any other mesh, and one device. Where the parts are on disk as well, pages come back without
 travelling between processes. A part that is missing, damaged or of another division is sent by the leader.
 """
 
@@ -24,7 +24,7 @@ class OtherDisks(Protocol):
 
 
 class DividedDiskTier(DiskTier):
-    """The leader's disk tier: what it writes and clears, the others do."""
+    """The leader's disk tier; the other processes write and clear along with it."""
 
     def __init__(self, folder: Path, budget: int, identity: Identity, others: OtherDisks) -> None:
         super().__init__(folder, budget, identity)
@@ -44,5 +44,5 @@ class DividedDiskTier(DiskTier):
 
 
 def part_identity(identity: Identity, heads: Sequence[int], leaves: Sequence[LeafSpec]) -> Identity:
-    """What the parts of pages that have these kv heads belong to: they are never taken for whole pages."""
+    """Return the identity of the parts of pages with these kv heads, which are never taken for whole pages."""
     return dataclasses.replace(identity, layout=f"{identity.layout} heads {list(heads)}", leaves=tuple(leaves))

@@ -1,7 +1,7 @@
 """Host memory where several processes share a model: each keeps its own part of a page, and this one leads.
 
-The budget is that of each process. What comes from the devices comes as parts, in every process its own. Whole pages,
-from disk or other sessions, are divided on their way in, and put together for those who save or share them.
+The budget is that of each process. From the devices each process gets its own part of a page. Whole pages,
+from disk or other sessions, are divided on their way in, and joined again for saving and sharing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Others(Protocol):
     """The other processes, which keep their parts of what this one keeps."""
 
     def arrived(self, digest: bytes) -> bool:
-        """A part came from the devices; whether it is still to be kept."""
+        """Note that a part came from the devices. True if it is still to be kept."""
         ...
 
     def own(self, whole: Payload) -> Payload: ...
@@ -27,16 +27,16 @@ class Others(Protocol):
     def whole(self, digest: bytes, own: Payload) -> Payload | None: ...
     def forget_read(self) -> None: ...
     def read(self, digests: Sequence[bytes]) -> None:
-        """Have each read what it has of these pages on its own disk; `keep` sends the others then."""
+        """Let each process read its parts of these pages from its own disk; `keep` then sends the missing ones."""
 
 
 class DividedHostTier(HostTier):
-    """A host tier of parts, whose `put` takes whole pages, and whose `peek` gives them."""
+    """A host tier of parts, whose `put` takes and whose `peek` returns whole pages."""
 
     def __init__(self, budget: int, others: Others) -> None:
         super().__init__(budget)
         self._others = others
-        # A page is kept and dropped everywhere in one order: what changes here is told before anything else changes.
+        # All processes keep and drop pages in one order: a change here is sent before anything else changes.
         self._telling = threading.RLock()
         self.memory = Slots().take  # whole pages are of another size than the parts that stay
 
@@ -52,7 +52,7 @@ class DividedHostTier(HostTier):
                 super().put(digest, part)
 
     def coming(self, digests: Sequence[bytes]) -> None:
-        with self._telling:  # what was read before and not put yet is not counted on any more
+        with self._telling:  # pages that were read before and not put yet are forgotten
             self._others.forget_read()
         if digests:
             self._others.read(digests)

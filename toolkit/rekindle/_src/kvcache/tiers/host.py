@@ -73,21 +73,21 @@ class HostTier:
             self._stored += 1
 
     def put_part(self, digest: bytes, part: Payload) -> None:
-        """Keep a copy of what left this process's devices."""
+        """Keep a copy of a payload that left this process's devices."""
         self.put(digest, part)
 
     def coming(self, digests: Sequence[bytes]) -> None:
-        """These payloads are being read from disk, and will be put."""
+        """Announce payloads that are being read from disk and will be put."""
 
     def get(self, digest: bytes) -> Payload:
-        """A payload; KeyError if it is gone. Reading does not count as use: the tree says with `touch` what is used."""
+        """Return a payload; KeyError if it is gone. A read is not a use: the tree reports uses with `touch`."""
         with self._lock:
             payload = self._payloads[digest]
             self._read += 1
             return payload
 
     def peek(self, digest: bytes) -> Payload | None:
-        """A payload, or None, for saving it; changes neither statistics nor order."""
+        """Return a payload or None, for saving it; changes neither statistics nor order."""
         return self._payloads.get(digest)
 
     def touch(self, digest: bytes) -> bool:
@@ -126,32 +126,32 @@ class HostTier:
         if self._bytes <= limit:
             return 0
         with self._lock:
-            gone: list[bytes] = []
+            dropped: list[bytes] = []
             left = self._bytes
             for digest, payload in self._payloads.items():
                 if left <= limit:
                     break
                 if digest not in self._holds:
-                    gone.append(digest)
+                    dropped.append(digest)
                     left -= size(payload)
-            for digest in gone:
+            for digest in dropped:
                 del self._payloads[digest]
             self._bytes = left
-            self._dropped += len(gone)
-        self._dropped_now(gone)
+            self._dropped += len(dropped)
+        self._dropped_now(dropped)
         if to is not None:
             self.slots.reclaim()
-        return len(gone)
+        return len(dropped)
 
     def clear(self) -> None:
         """Forget everything, holds included."""
         with self._lock:
-            gone = list(self._payloads)
+            dropped = list(self._payloads)
             self._payloads.clear()
             self._holds.clear()
             self._bytes = 0
             self.generation += 1
-        self._dropped_now(gone)
+        self._dropped_now(dropped)
         self.slots.reclaim()
 
     def statistics(self) -> HostStatistics:
@@ -162,7 +162,7 @@ class HostTier:
             )
 
     def _dropped_now(self, digests: Sequence[bytes]) -> None:
-        """Payloads are gone from here."""
+        """Handle payloads that were just dropped; for subclasses."""
 
     def _copy(self, payload: Payload) -> Payload:
         slot, at = self.slots.take(size(payload)), 0
@@ -184,7 +184,7 @@ class Held:
             host.hold(digest)
 
     def release(self) -> None:
-        """Undo the holds, once; those from before a clear are gone."""
+        """Undo the holds once; a clear has removed those from before it."""
         digests, self.digests = self.digests, ()
         if self._generation == self._host.generation:
             for digest in digests:
@@ -192,5 +192,5 @@ class Held:
 
 
 def size(payload: Payload) -> int:
-    """Bytes of a payload."""
+    """Return the bytes of a payload."""
     return sum(leaf.nbytes for leaf in payload)

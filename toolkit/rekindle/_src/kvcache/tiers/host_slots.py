@@ -42,7 +42,7 @@ class Slots:
         return sum(piece.memory.nbytes for piece in self._pieces)
 
     def take(self, size: int) -> NDArray[np.uint8]:
-        """Memory for `size` bytes: a slot if they fill one, as every payload of a session does, else fresh memory."""
+        """Return memory for `size` bytes: a slot if they fill one, as a session's payloads do, else fresh memory."""
         with self._lock:
             self._size = self._size or -(-size // LINE) * LINE
             if not 0 <= self._size - size < LINE:

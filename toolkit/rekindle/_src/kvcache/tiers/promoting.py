@@ -1,4 +1,4 @@
-"""Promotion: restored pages that were read ahead go to the device before a request asks for them."""
+"""Promotion: restored pages that were read ahead go to the device before a request needs them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ SHARE = 4  # one of so many free pages at most: the others are for what is compu
 def promote(cache: PrefixCache, fill: Callable[[Sequence[PageMove]], Sequence[LostPage]], *, page_bytes: int) -> int:
     """Bring pages from host memory to free pages of the device, none before its parent; returns how many.
 
-    `fill` copies them, and returns those that it could not. From then on they are cached like any others, and leave
-    the device when pages are short. No step may be in flight, and no other thread use the tree.
+    `fill` copies them, and returns those that failed. From then on they are cached like any others, and leave the
+    device when pages are short. No step may be in flight, and no other thread use the tree.
     """
-    most = min(cache.pool.free // SHARE, MAX_BYTES // max(1, page_bytes))
+    limit = min(cache.pool.free // SHARE, MAX_BYTES // max(1, page_bytes))
     nodes: dict[Node, None] = {}
     for node in cache:
-        if len(nodes) >= most:
+        if len(nodes) >= limit:
             break
         parent = node.parent
         assert parent is not None, "the root is not in the tree"
@@ -34,9 +34,9 @@ def promote(cache: PrefixCache, fill: Callable[[Sequence[PageMove]], Sequence[Lo
     cache.restore_done(moves)
     if lost:
         assert cache.host_tier is not None, "pages were in host memory"
-        for one in lost:  # so that requests compute them
-            cache.host_tier.discard(one.move.digest)
-        cache.detach([one.move for one in lost])
+        for page in lost:  # so that requests compute them
+            cache.host_tier.discard(page.move.digest)
+        cache.detach([page.move for page in lost])
     cache.pool.release([move.page for move in moves])
     for node in nodes:
         if node.page and not node.device_children:

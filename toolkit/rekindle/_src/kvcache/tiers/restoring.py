@@ -17,7 +17,7 @@ log = logging.getLogger("rekindle.cache")
 
 
 def restore(cache: AnyCache | None, tiers: Tiers | None, name: str) -> Restored:
-    """`name` is a snapshot's, or "auto": every page that is kept for this model, however its session ended.
+    """Make the pages of snapshot `name` known; "auto": all pages kept for this model, however their sessions ended.
 
     A snapshot that is missing raises StoreError, one for something else SnapshotRefused; "auto" starts fresh instead.
     """
@@ -28,33 +28,33 @@ def restore(cache: AnyCache | None, tiers: Tiers | None, name: str) -> Restored:
     if name != "auto":
         pages = snapshot.listed(disk.folder, disk.identity, name)
         disk.scan()
-        there = [page for page in pages if page.digest in disk]
+        stored = [page for page in pages if page.digest in disk]
     else:
         disk.scan()
-        pages = there = disk.pages()
+        pages = stored = disk.pages()
         others = disk.others()
-        if not there and others:
+        if not stored and others:
             log.info(
                 "restore='auto': nothing is kept for this model; pages of %d others (weights, kv_dtype, page_size or "
                 "version) are left alone",
                 len(others),
             )
-    grafted = snapshot.graft_all(cache, there)
+    grafted = snapshot.graft_all(cache, stored)
     if grafted < len(pages):
         log.info("snapshot %r: %d of its %d pages are no longer kept", name, len(pages) - grafted, len(pages))
-    tiers.read_ahead(likeliest(there))
+    tiers.read_ahead(likeliest(stored))
     return Restored(name, grafted, len(pages) - grafted)
 
 
 def likeliest(pages: Sequence[Page], most: int = 4096) -> list[bytes]:
-    """Digests of those that are most likely to be asked for: visited most, then used last; none before its parent."""
+    """Return the digests of the likeliest pages: most visits first, then latest use; none before its parent."""
     known = {page.digest: page for page in pages}
-    taken: dict[bytes, None] = {}
+    order: dict[bytes, None] = {}
     for page in heapq.nsmallest(most, pages, key=lambda page: (-page.visits, -page.used)):
         path = []
         step: Page | None = page
-        while step is not None and step.digest not in taken:
+        while step is not None and step.digest not in order:
             path.append(step.digest)
             step = known.get(step.parent)
-        taken |= dict.fromkeys(reversed(path))
-    return list(taken)
+        order |= dict.fromkeys(reversed(path))
+    return list(order)

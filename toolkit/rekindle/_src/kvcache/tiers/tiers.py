@@ -1,6 +1,6 @@
 """The tiers below the device as one: host memory, and the disk if there is one. Satisfies `TierLike`.
 
-tree        asks what is in host memory and what is known at all, holds what a plan relies on
+tree        looks up payloads in host memory and on disk, holds those that a plan relies on
 runner      puts payloads that left the device, gets those that return
 scheduler   has pages fetched from disk before it admits the request that needs them
 """
@@ -28,7 +28,7 @@ READERS = 2  # threads; half of the time of a page that the system has in memory
 # Pages that several requests wait for are read together, and the requests admitted together. Of 16 requests that came
 # at once, 6 used to be admitted 8 ms before the others, which then had to wait for their step.
 TOGETHER_SECONDS = 0.03
-AHEAD_BYTES, AHEAD_PAGES = 256 << 20, 8  # read ahead in all, and before it is seen whether somebody waits
+AHEAD_BYTES, AHEAD_PAGES = 256 << 20, 8  # read ahead in all, and between two checks for waiting requests
 PAUSE_SECONDS = 0.02
 
 
@@ -47,7 +47,7 @@ class Tiers:
         self.host, self.costs, self.disk = host, costs, disk
         self._identity = identity
         self.busy: Callable[[], bool] = lambda: False  # requests run: nothing is read ahead
-        self._fetched = self._expected = 0  # pages that requests took from disk, when they asked and ahead of it
+        self._fetched = self._expected = 0  # pages that requests took from disk: on demand, and read ahead
         self._ahead: deque[bytes] = deque()
         self._unusable: set[bytes] = set()  # payloads on disk that did not fit the session's pages
         self._unasked: set[bytes] = set()  # read ahead, and no request came for it yet
@@ -56,7 +56,7 @@ class Tiers:
 
     @property
     def identity(self) -> Identity | None:
-        """What the pages belong to; changes with the weights."""
+        """The identity of the pages; changes with the weights."""
         return self._identity if self.disk is None else self.disk.identity
 
     @identity.setter
@@ -65,19 +65,19 @@ class Tiers:
         if self.disk is not None:
             self.disk.identity = identity
 
-    # -- what the tree asks
+    # -- for the tree
 
     def __contains__(self, digest: bytes) -> bool:
         return digest in self.host
 
     def knows(self, digest: bytes) -> bool:
-        """Whether a page can be restored now or after a fetch."""
+        """True if a page can be restored now or after a fetch."""
         if digest in self.host:
             return True
         return self.disk is not None and digest not in self._unusable and digest in self.disk
 
     def wants(self, digest: bytes) -> bool:
-        """Whether a page that is about to leave the device should be read out. It counts as used now."""
+        """True if a page that is about to leave the device should be read out. It counts as used now."""
         return not self.host.touch(digest) and self.host.budget > 0
 
     def touch(self, digest: bytes) -> None:
@@ -90,7 +90,7 @@ class Tiers:
         self.host.release(digest)
 
     def discard(self, digest: bytes) -> None:
-        """A payload that can't be used leaves host memory and is not read from disk again."""
+        """Drop a payload that can't be used from host memory, and do not read it from disk again."""
         self._unusable.add(digest)
         self.host.discard(digest)
 
@@ -107,7 +107,7 @@ class Tiers:
     def observe(self, result: StepResult) -> None:
         self.costs.observe(result)
 
-    # -- what the runner does
+    # -- for the runner
 
     def put(self, digest: bytes, payload: Payload) -> None:
         self.host.put_part(digest, payload)
@@ -129,18 +129,18 @@ class Tiers:
         return self._fetched + self._expected
 
     def read_ahead(self, digests: Iterable[bytes]) -> None:
-        """Bring to host memory what requests are likely to want, in this order, while there is nothing else to do."""
+        """Read pages that requests will likely need into host memory, in this order, while there is no other work."""
         self._ahead.extend(digests)
         if self._ahead and self.host.budget:
             self._start()
 
     @property
     def has_disk_pages(self) -> bool:
-        """There may be pages that only the disk has."""
+        """True if there may be pages that only the disk has."""
         return self.disk is not None and len(self.disk) > 0
 
     def fetch(self, digests: Sequence[bytes], beyond: int) -> DiskFetch | None:
-        """Start reading; None if computing these and the `beyond` pages that they lead to is quicker."""
+        """Start reading; None if it is quicker to compute these pages and the `beyond` pages that they make usable."""
         if not digests or not self.costs.worth(len(digests) + beyond, from_disk=len(digests)):
             return None
         self._start()
@@ -149,7 +149,7 @@ class Tiers:
         return fetch
 
     def read(self, digest: bytes) -> Payload | None:
-        """The payload, from host memory or disk; None if it is in neither or can't be read."""
+        """Return the payload from host memory or disk; None if it is in neither or can't be read."""
         payload = self.host.peek(digest)
         if payload is None and self.disk is not None:
             try:
@@ -185,19 +185,19 @@ class Tiers:
 
     def _serve(self, fetch: DiskFetch, readers: ThreadPoolExecutor) -> None:
         """Read the pages of a fetch, and of those that come within `TOGETHER_SECONDS`."""
-        start, together = time.perf_counter(), [fetch]
+        start, fetches = time.perf_counter(), [fetch]
         pages = len(self._bring(fetch.digests, readers))
-        while time.perf_counter() - start < TOGETHER_SECONDS and (more := self._waiting_fetch()) is not None:
-            pages += len(self._bring(more.digests, readers))
-            together.append(more)
+        while time.perf_counter() - start < TOGETHER_SECONDS and (following := self._waiting_fetch()) is not None:
+            pages += len(self._bring(following.digests, readers))
+            fetches.append(following)
         if pages:
             self.costs.loaded(pages, time.perf_counter() - start)
             self._fetched += pages
-        for done in reversed(together):  # so that all are done when the first one is
-            done.done = True
+        for finished in reversed(fetches):  # so that all are done when the first one is
+            finished.done = True
 
     def _waiting_fetch(self) -> DiskFetch | None:
-        """The next fetch that is in the queue already, or None."""
+        """Return the next fetch that is already in the queue, or None."""
         with contextlib.suppress(queue.Empty):
             fetch = self._queue.get_nowait()
             if fetch is None:
@@ -206,7 +206,7 @@ class Tiers:
         return None
 
     def _patience(self) -> float | None:
-        """Seconds to wait for a fetch before some pages are read ahead; None: there is nothing to read ahead."""
+        """Return the seconds to wait for a fetch before reading ahead; None if there is nothing to read ahead."""
         if not self._ahead:
             return None
         return PAUSE_SECONDS if self.busy() else 0.0
@@ -216,32 +216,32 @@ class Tiers:
         assert self.disk is not None
         if self.busy():
             return
-        part: list[bytes] = []
+        digests: list[bytes] = []
         with contextlib.suppress(IndexError):  # cleared meanwhile
-            while self._ahead and len(part) < AHEAD_PAGES:
-                part.append(self._ahead.popleft())
+            while self._ahead and len(digests) < AHEAD_PAGES:
+                digests.append(self._ahead.popleft())
         room = min(AHEAD_BYTES, self.host.budget) - self.host.nbytes
-        fits = max(0, room) // max(1, self.disk.page_bytes)
-        if fits < len(part):
+        count = max(0, room) // max(1, self.disk.page_bytes)
+        if count < len(digests):
             self._ahead.clear()
-        self._bring(part[:fits], readers, unasked=True)
+        self._bring(digests[:count], readers, unasked=True)
 
     def _bring(self, digests: Iterable[bytes], readers: ThreadPoolExecutor, *, unasked: bool = False) -> list[bytes]:
-        """Read pages into host memory; returns those that were read. The others are computed, and the disk tier has
-        reported why."""
+        """Read pages into host memory and return those that were read. The others are computed; the disk tier has
+        reported the reason."""
         assert self.disk is not None
         disk, host = self.disk, self.host
-        there: list[bytes] = []
+        brought: list[bytes] = []
         try:
             runs = disk.runs(digest for digest in digests if digest not in host)
             loaded = readers.map(lambda run: disk.load_run(run, host.memory), runs)
             host.coming([digest for run in runs for digest in run.digests])
-            for found in loaded:
-                for digest, payload in found:
+            for pairs in loaded:
+                for digest, payload in pairs:
                     if unasked:
                         self._unasked.add(digest)  # before a request can take it
                     host.put(digest, payload, own=True, cold=unasked)
-                    there.append(digest)
+                    brought.append(digest)
         except Exception:
             log.exception("pages could not be read from disk; they are computed")
-        return there
+        return brought
