@@ -108,7 +108,7 @@ class Server:
         run_sync(self.aclose(drain=drain))
 
     def stop_at_exit(self) -> None:
-        """Cut all answers, and wait half a second for the thread. A forked child does nothing: it has no such thread."""
+        """Cut all answers, and wait half a second for the thread. A forked child does nothing: it has no thread."""
         if os.getpid() == self._pid and not self._ended.filled:
             self._listener.stop(0.0)
             self._thread.join(0.5)
