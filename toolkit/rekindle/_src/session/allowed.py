@@ -1,4 +1,4 @@
-"""Which tokens a grammar allows at a position of a structured text: for looking at, and for teaching."""
+"""The tokens that a grammar allows at a position of a structured text: for inspection, and for teaching."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ SHOWN = 60
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class AllowedTokens(html.Record):
-    """What may come after the first `at` tokens of a structured text."""
+    """The tokens that may come after the first `at` tokens of a structured text."""
 
     at: int
     text: str  # the text so far
-    token_ids: tuple[int, ...]  # those that may come
+    token_ids: tuple[int, ...]  # the allowed tokens
     texts: tuple[str, ...]  # of these tokens
     vocab_size: int
     may_end: bool  # an end token is among them, so the text is complete as it is
     forced: str  # the text that has to follow
-    came: str | None  # the token that did come, if one did
+    came: str | None  # the token that was sampled there, if there is one
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -41,9 +41,9 @@ class AllowedTokens(html.Record):
             html.Markup(f'<span style="{style}{_mark(text == self.came)}">{html.escape(text)}</span> ')
             for text in self.texts[:SHOWN]
         ]
-        more = html.line(f"and {len(self) - SHOWN:,} more") if len(self) > SHOWN else ""
+        rest = html.line(f"and {len(self) - SHOWN:,} more") if len(self) > SHOWN else ""
         wrapped = html.Markup(f'<div style="max-width:80ch;line-height:1.8">{"".join(chips)}</div>')
-        return str(html.block(html.text(self.text), html.line(share, ends, forced), wrapped, more))
+        return str(html.block(html.text(self.text), html.line(share, ends, forced), wrapped, rest))
 
 
 def _mark(came: bool) -> str:
@@ -51,11 +51,11 @@ def _mark(came: bool) -> str:
 
 
 def allowed_tokens(engine: Engine, source: Completion | Any, at: int | None) -> AllowedTokens:
-    """Follow the structured text of a completion or handle up to token `at`, and say what may come next."""
-    made = tuple(source.token_ids)
-    at = len(made) if at is None else at
-    if isinstance(at, bool) or not isinstance(at, int) or not 0 <= at <= len(made):
-        raise InvalidRequest("at", at, f"is outside of the {len(made)} tokens", f"Use 0 to {len(made)}")
+    """Follow the structured text of a completion or handle up to token `at`, and return the tokens allowed next."""
+    token_ids = tuple(source.token_ids)
+    at = len(token_ids) if at is None else at
+    if isinstance(at, bool) or not isinstance(at, int) or not 0 <= at <= len(token_ids):
+        raise InvalidRequest("at", at, f"is outside of the {len(token_ids)} tokens", f"Use 0 to {len(token_ids)}")
     from rekindle._src.structured.spec import structure_of  # with which schemas are read
 
     structure = structure_of(source.sampling)
@@ -67,22 +67,22 @@ def allowed_tokens(engine: Engine, source: Completion | Any, at: int | None) -> 
     guide = engine.grammars.compile(structure.spec).guide(eos)
     prompt = source.prompt_token_ids
     decode = engine.tokenizer.decode
-    before = [*prompt[len(prompt) - source.covered :], *made[:at]]
-    came = decode([made[at]], skip_special_tokens=False) if at < len(made) else None
+    prefix = [*prompt[len(prompt) - source.covered :], *token_ids[:at]]
+    sampled = decode([token_ids[at]], skip_special_tokens=False) if at < len(token_ids) else None
     mask = np.zeros(mask_words(engine.vocab_size), np.int32)
-    for token in _behind_reasoning(before, engine.think_ids, at):
+    for token in _behind_reasoning(prefix, engine.think_ids, at):
         if guide.ended or guide.consume(token).problem:
             raise InvalidRequest("at", at, "lies behind the end of the structured text", "Use a smaller one")
     ids = [] if guide.ended or guide.fill(mask) else _set_bits(mask)
     texts = tuple(decode([token], skip_special_tokens=False) for token in ids)
     may_end = guide.ended or bool(eos & set(ids))
     return AllowedTokens(
-        at, decode(before), tuple(ids), texts, engine.vocab_size, may_end, decode(guide.ahead), came
+        at, decode(prefix), tuple(ids), texts, engine.vocab_size, may_end, decode(guide.ahead), sampled
     )  # fmt: skip
 
 
 def _behind_reasoning(tokens: list[int], think_ids: tuple[int, int] | None, at: int) -> list[int]:
-    """The tokens that follow a structure: those behind what the model thinks first."""
+    """Return the tokens that follow a structure: those after the model's reasoning."""
     if think_ids is None:
         return tokens
     opens, closes = think_ids
@@ -94,5 +94,5 @@ def _behind_reasoning(tokens: list[int], think_ids: tuple[int, int] | None, at: 
 
 
 def _set_bits(mask: np.ndarray) -> list[int]:
-    found: list[int] = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
-    return found
+    indices: list[int] = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+    return indices

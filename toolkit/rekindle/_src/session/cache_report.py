@@ -1,4 +1,4 @@
-"""The answers of `session.cache`: its tree, its figures, what a prompt would hit, and the snapshots on disk."""
+"""The reports of `session.cache`: its tree, its figures, a prompt's hits, and the snapshots on disk."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class NodeView(html.Record):
     start: int  # position of its first token
     tokens: int
     pages: int
-    tier: str  # the nearest that has it: device, host, disk, or "gone"
+    tier: str  # the nearest tier that has it: device, host, disk, or "gone"
     visits: int
     age: float  # seconds since it was used
     pinned: bool
@@ -44,7 +44,7 @@ class CacheTree:
     nodes: tuple[NodeView, ...]
     total_pages: int
     shown_pages: int
-    hidden_pages: int = 0  # that no request of this session had
+    hidden_pages: int = 0  # not used by any request of this session
 
     @property
     def tokens(self) -> int:
@@ -55,7 +55,7 @@ class CacheTree:
         return "\n".join([*lines, *self.rest()]) or "(empty)"
 
     def rest(self) -> list[str]:
-        """The pages that are not shown, in words."""
+        """Describe the pages that are not shown, a line for each kind."""
         more = self.total_pages - self.shown_pages - self.hidden_pages
         lines = [f"and {html.count(more, 'more page')}"] if more else []
         if self.hidden_pages:
@@ -72,8 +72,8 @@ class CacheTree:
             ("\u2003" * node.depth + node.text, node.tokens, node.start, node.tier, node.visits, round(node.age))
             for node in self.nodes
         ]
-        shown = html.table(["text", "tokens", "from", "where", "visits", "seconds ago"], rows)
-        return str(html.block(shown, *map(html.line, self.rest())))
+        table = html.table(["text", "tokens", "from", "where", "visits", "seconds ago"], rows)
+        return str(html.block(table, *map(html.line, self.rest())))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class CacheStats:
     host: HostStatistics | None
     disk: DiskStatistics | None
     lookups: int  # admissions
-    hits: int  # of them, those that found something
+    hits: int  # lookups that matched at least one page
     device_hit_tokens: int
     host_hit_tokens: int  # including those that were read from disk for a request
     disk_hit_tokens: int  # read from disk for a request, or put on the device ahead of one
@@ -144,15 +144,15 @@ class CacheStats:
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class PrefixExplanation:
-    """What a prompt would find in the cache if it were admitted now."""
+    """The pages that a prompt would hit in the cache if it were admitted now."""
 
     prompt_tokens: int
     device_tokens: int
     host_tokens: int
     disk_tokens: int
-    copies: bool  # whether pages below the device would be copied there rather than computed again
+    copies: bool  # True if pages below the device would be copied there rather than computed again
     fetch_seconds: float  # expected, for the pages below the device
-    compute_seconds: float | None  # expected for the same pages; None until it was measured
+    compute_seconds: float | None  # expected for the same pages; None until it is measured
 
     @property
     def cached_tokens(self) -> int:
@@ -187,9 +187,9 @@ class PrefixExplanation:
         return f"<PrefixExplanation: {self}>"
 
     def _repr_html_(self) -> str:
-        found = {tier: getattr(self, f"{tier}_tokens") for tier in TIERS}
+        cached = {tier: getattr(self, f"{tier}_tokens") for tier in TIERS}
         missing = self.prompt_tokens - self.cached_tokens
-        return str(html.block(html.text(str(self)), html.bar({**found, "not cached": missing}, rest="not cached")))
+        return str(html.block(html.text(str(self)), html.bar({**cached, "not cached": missing}, rest="not cached")))
 
 
 def _time(seconds: float | None) -> str:
@@ -200,5 +200,5 @@ class Snapshots(list[SnapshotInfo]):
     """A list that shows itself as a table."""
 
     def _repr_html_(self) -> str:
-        rows = [(one.name, one.pages, one.tokens, one.model, one.when, one.refused or "yes") for one in self]
+        rows = [(info.name, info.pages, info.tokens, info.model, info.when, info.refused or "yes") for info in self]
         return str(html.table(["snapshot", "pages", "tokens", "model", "saved", "fits this session"], rows))

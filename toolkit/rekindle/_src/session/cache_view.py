@@ -1,4 +1,4 @@
-"""`session.cache`: what the prefix cache holds, why a prompt would hit it, and ways to shape it."""
+"""`session.cache`: the prefix cache's contents, the reason why a prompt would hit it, and ways to shape it."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ class CacheView:
     # -- looking
 
     def tree(self, *, limit: int = 200, restored: bool = False) -> CacheTree:
-        """The tree, at most `limit` runs of pages of it.
+        """Return the tree, at most `limit` runs of its pages.
 
-        Pages that no request of this session had are counted alone, since their text is of other notebooks and
-        programs; with `restored` it is shown.
+        Pages that no request of this session used are only counted, since their text is of other notebooks and
+        programs. With `restored` they are shown.
         """
         cache, tiers = self._parts()
-        names, hidden = self._client.ask(lambda: _runs(cache, tiers, limit, restored))
+        runs, hidden = self._client.ask(lambda: _runs(cache, tiers, limit, restored))
         return CacheTree(
-            tuple(dataclasses.replace(view, text=self._preview(tokens)) for view, tokens in names),
+            tuple(dataclasses.replace(view, text=self._preview(tokens)) for view, tokens in runs),
             len(cache),
-            sum(view.pages for view, _ in names),
+            sum(view.pages for view, _ in runs),
             hidden,
         )
 
     def stats(self) -> CacheStats:
-        """Sizes of the tiers now, and hits and copies since the session was opened."""
+        """Return the sizes of the tiers now, and hits and copies since the session was opened."""
         cache, tiers = self._parts()
 
         def collect() -> CacheStats:
@@ -79,7 +79,7 @@ class CacheView:
         return self._client.ask(collect)
 
     def explain(self, prompt: PromptLike, *, salt: str | None = None) -> PrefixExplanation:
-        """What a request with this `salt` would find, where it is, and what bringing it back costs; changes nothing."""
+        """Explain which pages a request with this `salt` would hit, where they are and what fetching them costs."""
         check_salt(salt)
         cache, tiers = self._parts()
         tokens = self._client.tokens(prompt)
@@ -112,7 +112,7 @@ class CacheView:
         return self._client.ask(explain)
 
     def snapshots(self) -> Snapshots:
-        """The snapshots in the session's cache folder, each with the reason if this session can't use it."""
+        """Return the snapshots in the session's cache folder, each with the reason if this session can't use it."""
         _, tiers = self._parts()
         if tiers is None or tiers.disk is None:
             return Snapshots()
@@ -121,7 +121,7 @@ class CacheView:
     # -- shaping
 
     def prune(self, *, to: int) -> int:
-        """Shrink what host memory holds to `to` bytes, least recently used first; how many pages went."""
+        """Shrink the pages in host memory to `to` bytes, least recently used first. Return how many were dropped."""
         if isinstance(to, bool) or not isinstance(to, int) or to < 0:
             raise InvalidRequest("to", to, "is not a number of bytes", "Pass an int from 0, such as 100_000_000")
         _, tiers = self._parts()
@@ -130,7 +130,7 @@ class CacheView:
     def clear(self, *, tier: str | None = None) -> Call[None]:
         """Await it to forget every cached page, or those of a tier: "device", "host", "disk", or "memory".
 
-        "memory" is device and host together; what is on disk stays. Requests that run keep their pages. Pinned pages
+        "memory" is device and host together; pages on disk stay. Requests that run keep their pages. Pinned pages
         stay if the tier is "device", and are forgotten with "memory" and with everything.
         """
         if tier is not None and tier not in (*TIERS, "memory"):
@@ -146,29 +146,29 @@ class CacheView:
     # -- keeping
 
     def export_prefix(self, prompt: PromptLike, path: str | Path) -> Call[int]:
-        """Await it to write the cached pages of a prompt to a file; gives how many tokens that covers."""
+        """Await it to write the cached pages of a prompt to a file. The result is how many tokens that covers."""
         writer, tokens, target = self._client.writer, self._client.tokens(prompt), Path(path)
         return Once(writer.run, partial(writer.export_prefix, tokens, target), name="export_prefix")
 
     def import_prefix(self, path: str | Path) -> Call[int]:
-        """Await it to take over the pages of an exported prefix; gives how many tokens."""
+        """Await it to take over the pages of an exported prefix. The result is how many tokens."""
         writer, source = self._client.writer, Path(path)
         return Once(writer.run, partial(writer.import_prefix, source), name="import_prefix")
 
     def share(self, *, host: str = "127.0.0.1", port: int = 0, secret: str | None = None) -> Call[SharedPages]:
-        """Await it to let other sessions of the same model take this one's cached pages; gives the address.
+        """Await it to let other sessions of the same model take this one's cached pages. The result has the address.
 
-        They have to know the secret: None is what $REKINDLE_PROCESS_SECRET or the file of $REKINDLE_PROCESS_SECRET_FILE
-        says. `port` 0 takes a free one. What passes between hosts is signed, and not encrypted.
+        They have to know the secret: None reads $REKINDLE_PROCESS_SECRET or the file of $REKINDLE_PROCESS_SECRET_FILE.
+        `port` 0 takes a free one. Messages between hosts are signed, and not encrypted.
         """
         return Once(self._share, host, port, secret, name="share")
 
     def pull(
         self, address: str, prompt: PromptLike | None = None, *, salt: str | None = None, secret: str | None = None
     ) -> Call[int]:
-        """Await it to take pages from a session that shares them; gives how many tokens are known by that.
+        """Await it to take pages from a session that shares them. The result is how many tokens they cover.
 
-        With a `prompt`, and the `salt` of its requests: its leading pages that are not here yet. Without: the pages
+        With a `prompt`, and the `salt` of its requests, its leading pages that are not here yet. Without one, the pages
         that the other session is likeliest to need again, until half of host_memory is used.
         """
         check_salt(salt)
@@ -201,13 +201,13 @@ class CacheView:
         from rekindle._src.session.sharing.pulling import Puller
         from rekindle._src.session.sharing.source import PageAddress
 
-        at = PageAddress(
+        page_address = PageAddress(
             *host_and_port(address, "address", 'Pass "host:port", as share() gives it'), checked_secret(secret)
         )
         puller = Puller(self._client.host, self._client.writer)
         if tokens is None:
-            return (await self._client.writer.run(partial(puller.likeliest, at))).tokens
-        pulled = await self._client.writer.run(partial(puller.prefix, at, tokens, salt))
+            return (await self._client.writer.run(partial(puller.likeliest, page_address))).tokens
+        pulled = await self._client.writer.run(partial(puller.prefix, page_address, tokens, salt))
         pulled.held.release()
         return pulled.tokens
 
@@ -250,25 +250,25 @@ def _tier(cache: AnyCache, tiers: Tiers | None, node: Node) -> str:
 def _runs(
     cache: AnyCache, tiers: Tiers | None, limit: int, restored: bool
 ) -> tuple[list[tuple[NodeView, IntArray]], int]:
-    """Runs of pages with the tokens they begin with, depth first, at most `limit`; and how many pages are left out.
+    """Return at most `limit` runs of pages with their first tokens, depth first, and how many pages are left out.
 
-    Left out are those that no request of this session had, unless they are wanted as `restored`.
+    Pages that no request of this session used are left out unless `restored` is True.
     """
-    below: dict[Node, list[Node]] = {}
+    children_of: dict[Node, list[Node]] = {}
     hidden = 0
     for node in cache:
         assert node.parent is not None
         if not (restored or node.requested):
             hidden += 1
             continue
-        below.setdefault(node.parent, []).append(node)
+        children_of.setdefault(node.parent, []).append(node)
     now = cache.clock()
-    found: list[tuple[NodeView, IntArray]] = []
-    todo = [(0, node) for root in reversed(cache.roots) for node in reversed(below.get(root, []))]
-    while todo and len(found) < limit:
+    runs: list[tuple[NodeView, IntArray]] = []
+    todo = [(0, node) for root in reversed(cache.roots) for node in reversed(children_of.get(root, []))]
+    while todo and len(runs) < limit:
         depth, first = todo.pop()
         run, tier = [first], _tier(cache, tiers, first)
-        while len(children := below.get(run[-1], [])) == 1 and (
+        while len(children := children_of.get(run[-1], [])) == 1 and (
             (_tier(cache, tiers, children[0]), children[0].visits, bool(children[0].pins))
             == (tier, first.visits, bool(first.pins))
         ):
@@ -278,6 +278,6 @@ def _runs(
             depth, "", (first.depth - 1) * size, len(run) * size, len(run), tier, first.visits,
             max(0.0, now - max(node.last_use for node in run)), bool(first.pins),
         )  # fmt: skip
-        found.append((view, np.concatenate([cache.tokens_of(node) for node in run[:4]])))
+        runs.append((view, np.concatenate([cache.tokens_of(node) for node in run[:4]])))
         todo += [(depth + 1, node) for node in reversed(children)]
-    return found, hidden
+    return runs, hidden

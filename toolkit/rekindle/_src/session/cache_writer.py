@@ -36,19 +36,19 @@ T = TypeVar("T")
 log = logging.getLogger("rekindle.cache")
 
 TICK_SECONDS = 1.0
-COLD_SECONDS = 1.0  # pages used more recently are saved later: they are likely to be used again soon
-BUSY_BYTES, IDLE_BYTES = 8 << 20, 64 << 20  # at most saved in one tick, while requests run and while none does
+COLD_SECONDS = 1.0  # pages used more recently are saved later: they are likely to change again soon
+BUSY_BYTES, IDLE_BYTES = 8 << 20, 64 << 20  # the most to save in one tick: while requests run, and while none does
 PAUSE_BYTES = 4 << 20  # read from the device between two steps: about 2 ms at the speed of memory
-ROUNDS = 3  # how often it waits for a page that is being copied from the device to host memory
+ROUNDS = 3  # the number of waits for a page that is being copied from the device to host memory
 SEGMENT_BYTES = 64 << 20
 SLICE = 1024  # nodes looked at in one turn of the loop: about 1 ms
 BUSY_SLICES = 4  # in one tick while requests run, so that the cost does not grow with the tree
-CLOSE_SECONDS = 1.5  # what saving may delay the end of a session that was opened with restore
+CLOSE_SECONDS = 1.5  # the most that saving may delay the end of a session that was opened with restore
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class SaveReport(html.Record):
-    """What `await session.save(name)` did."""
+    """The result of `await session.save(name)`."""
 
     name: str
     pages: int  # listed in the snapshot
@@ -66,8 +66,8 @@ class SaveReport(html.Record):
         )
 
     def _repr_html_(self) -> str:
-        kept = {"written now": self.written, "on disk already": self.pages - self.written}
-        return str(html.block(html.text(str(self)), html.bar(kept)))
+        counts = {"written now": self.written, "on disk already": self.pages - self.written}
+        return str(html.block(html.text(str(self)), html.bar(counts)))
 
 
 class WantedPage(NamedTuple):
@@ -96,7 +96,7 @@ class CacheWriter:
         self._restart_ready = engine.prepare_restart is None  # a restart finds its programs in the store
         self._failed = self._disk is not None and self._disk.distrusted is not None
         self._at = 0  # index in `_walk` where the next look begins
-        self._walk: list[Node] = []  # the nodes of that walk; some are gone from the tree by the time they come up
+        self._walk: list[Node] = []  # the nodes of that walk; some have left the tree by the time they come up
         self._whole = False  # the latest look covered all nodes: only then is it known that nothing is missing
         if self._disk is not None:
             self._start()
@@ -106,7 +106,7 @@ class CacheWriter:
         return self.tiers.disk if self.tiers is not None else None
 
     async def run(self, job: Callable[[], T]) -> T:
-        """Run `job` in the writer's thread; returns or raises what it does."""
+        """Run `job` in the writer's thread. Return its result, or raise its error."""
         self._host.check()
         reply: OneShot[T] = OneShot()
         self._start()
@@ -114,20 +114,20 @@ class CacheWriter:
         return await reply.get()
 
     async def save(self, name: str) -> SaveReport:
-        """Write what is not on disk yet, then the list of all pages under `name`."""
+        """Write the pages that are not on disk yet, then the list of all pages under `name`."""
         snapshot.check_name(name)
         if self._disk is None:
             raise ConfigError("disk_memory", 0, "leaves no room for snapshots", "Open the session with disk_memory")
-        done: list[Page] = []
+        listed: list[Page] = []
 
         def look() -> State:
-            return State(f"saving {name!r}: {html.count(len(done), 'page')}")
+            return State(f"saving {name!r}: {html.count(len(listed), 'page')}")
 
         with Activity(look, quiet=self._engine.config.quiet):
-            return await self.run(partial(self._save, name, done))
+            return await self.run(partial(self._save, name, listed))
 
     async def finish(self) -> None:
-        """Save what can be saved within `CLOSE_SECONDS`, before the session is closed."""
+        """Save as many pages as `CLOSE_SECONDS` allow, before the session is closed."""
         if self._disk is None or self._failed:
             return
         deadline = time.monotonic() + CLOSE_SECONDS
@@ -137,7 +137,7 @@ class CacheWriter:
             log.debug("not everything was saved at the end of a session: %s", error)
 
     def stop(self) -> None:
-        """Ask the thread to end after the job that runs; returns at once."""
+        """Ask the thread to end after its current job. Returns at once."""
         self._stopped = True
         self._jobs.put((lambda: None, OneShot()))
 
@@ -186,9 +186,9 @@ class CacheWriter:
             log.warning("pages are no longer saved in the background: %s: %s", type(error).__name__, error)
 
     def _prepare_restart(self, *, all_of_them: bool = False) -> None:
-        """Put what a restart needs to use the pages into the store, one program in a tick: it takes a core meanwhile.
+        """Store the programs that a restart needs for the pages, one in a tick: storing one takes a core meanwhile.
 
-        Pages are of use without: a failure is said, and the restart compiles.
+        Pages are useful without them: a failure is logged, and the restart compiles.
         """
         try:
             while not self._restart_ready:
@@ -215,8 +215,8 @@ class CacheWriter:
             return ready
 
         written = 0
-        found = iter(self._find(wanted, most=BUSY_SLICES if visited else None))
-        while (batch := list(islice(found, 64))) and written < limit:
+        candidates = iter(self._find(wanted, most=BUSY_SLICES if visited else None))
+        while (batch := list(islice(candidates, 64))) and written < limit:
             if deadline is not None and time.monotonic() > deadline:
                 return
             pairs = self.payloads(batch)
@@ -252,10 +252,10 @@ class CacheWriter:
             batch.clear()
             batch_bytes = 0
 
-        for found in self._find(lambda node, digest, now: True):
-            pages.append(found.page)
-            if found.page.digest not in disk:
-                batch.append(found)
+        for candidate in self._find(lambda node, digest, now: True):
+            pages.append(candidate.page)
+            if candidate.page.digest not in disk:
+                batch.append(candidate)
                 batch_bytes += page_bytes or PAUSE_BYTES // 16
                 if batch_bytes >= SEGMENT_BYTES:
                     flush()
@@ -274,20 +274,20 @@ class CacheWriter:
     # -- a prefix as a file
 
     def export_prefix(self, tokens: IntArray, path: Path) -> int:
-        """Write the cached pages of `tokens` to a file; how many tokens that covers."""
+        """Write the cached pages of `tokens` to a file. Return how many tokens that covers."""
         cache, disk = self._parts()
-        found: list[WantedPage] = self._host.ask(
+        matches: list[WantedPage] = self._host.ask(
             lambda: [self.want(node) for node in cache.find(tokens)],
         )
-        pairs = self.payloads(found)
+        pairs = self.payloads(matches)
         digests = {page.digest for page, _ in pairs}
-        known = snapshot.connected([wanted.page for wanted in found if wanted.page.digest in digests], cache.root_key)
+        chain = snapshot.connected([entry.page for entry in matches if entry.page.digest in digests], cache.root_key)
         payloads = {page.digest: payload for page, payload in pairs}
-        prefix_file.write(path, disk.identity, [(page, payloads[page.digest]) for page in known])
-        return len(known) * cache.page_size
+        prefix_file.write(path, disk.identity, [(page, payloads[page.digest]) for page in chain])
+        return len(chain) * cache.page_size
 
     def import_prefix(self, path: Path) -> int:
-        """Take over the pages of a file; how many tokens. Raises SnapshotRefused if they are of another model."""
+        """Take over the pages of a file. Return how many tokens. Raise SnapshotRefused if they are of another model."""
         cache, disk = self._parts()
         pairs = prefix_file.read(path, disk.identity)
         assert self.tiers is not None
@@ -307,7 +307,7 @@ class CacheWriter:
     # -- looking at the tree, on the session's loop
 
     def _find(self, wanted: Callable[[Node, bytes, float], bool], most: int | None = None) -> Iterable[WantedPage]:
-        """Nodes in turn, parents first, a slice of the tree at a time; `most` of them from where it ended last."""
+        """Yield nodes, parents first, a slice of the tree at a time; `most` slices from where the last walk ended."""
         cache = self.cache
         assert cache is not None
         # Listed once per walk: that alone took 4 ms of the loop with 100,000 nodes, as much as the slices of a tick.
@@ -316,64 +316,66 @@ class CacheWriter:
 
         def look(part: Sequence[Node]) -> list[WantedPage]:
             now = cache.clock()
-            there = (node for node in part if cache.has(node))
-            return [self.want(node) for node in there if wanted(node, cache.digest_of(node), now)]
+            present = (node for node in part if cache.has(node))
+            return [self.want(node) for node in present if wanted(node, cache.digest_of(node), now)]
 
         start = self._at if resumed else 0
         stop = len(nodes) if most is None else min(len(nodes), start + most * SLICE)
         self._whole = stop - start == len(nodes)
         self._at, self._walk = (0, []) if stop == len(nodes) else (stop, nodes)
-        for at in range(start, stop, SLICE):
-            yield from self._host.ask(partial(look, nodes[at : min(stop, at + SLICE)]))
+        for index in range(start, stop, SLICE):
+            yield from self._host.ask(partial(look, nodes[index : min(stop, index + SLICE)]))
 
     def want(self, node: Node) -> WantedPage:
-        """What is needed to read a page that the tree knows now; on the session's loop."""
+        """Return the record for reading a page that the tree holds now. Call it on the session's loop."""
         cache = self.cache
         assert cache is not None
         assert node.parent is not None
-        used = time.time() - (cache.clock() - node.last_use)
+        last_used = time.time() - (cache.clock() - node.last_use)
         # A copy, because the row is reused when the node is forgotten.
         tokens = cache.tokens_of(node).copy()
-        page = Page(cache.digest_of(node), cache.digest_of(node.parent), tokens, node.visits, used)
+        page = Page(cache.digest_of(node), cache.digest_of(node.parent), tokens, node.visits, last_used)
         return WantedPage(node, page, node.page)
 
     def payloads(self, wanted: Sequence[WantedPage], at_once: int = 1) -> list[tuple[Page, Payload]]:
-        """The contents of pages, from host memory, disk or the device. Pages that are gone by now are left out.
+        """Return the contents of pages, from host memory, disk or the device. Pages that are gone by now are left out.
 
-        The device reads `at_once` of them first, and then as many as it can between two steps. In any thread but the
-        session's own.
+        The device reads `at_once` of them first, and then as many as it can between two steps. Call it in any thread
+        but the session's own.
         """
         assert self.tiers is not None
         pairs: list[tuple[Page, Payload]] = []
         on_device: list[WantedPage] = []
         late: list[WantedPage] = []  # being copied from the device to host memory
-        for one in wanted:
-            payload = self.tiers.host.peek(one.page.digest)
-            if payload is None and not one.on_device:
-                payload = self.tiers.read(one.page.digest)
+        for entry in wanted:
+            payload = self.tiers.host.peek(entry.page.digest)
+            if payload is None and not entry.on_device:
+                payload = self.tiers.read(entry.page.digest)
             if payload is not None:
-                pairs.append((one.page, tuple(np.asarray(leaf) for leaf in payload)))
+                pairs.append((entry.page, tuple(np.asarray(leaf) for leaf in payload)))
             else:
-                (on_device if one.on_device else late).append(one)
+                (on_device if entry.on_device else late).append(entry)
         count = at_once
         while on_device:
             part, on_device = on_device[:count], on_device[count:]
             read = self._read(part)
             pairs += read
-            there = {page.digest for page, _ in read}
-            late += [one for one in part if one.page.digest not in there]
+            unchanged = {page.digest for page, _ in read}
+            late += [entry for entry in part if entry.page.digest not in unchanged]
             if read:
                 count = max(at_once, PAUSE_BYTES // size(read[0][1]))
         for _ in range(ROUNDS):
             if not late:
                 break
             self._read([])  # waits for the steps in flight, and so for their copies to host memory
-            arrived = [(one, self.tiers.host.peek(one.page.digest)) for one in late]
+            arrived = [(entry, self.tiers.host.peek(entry.page.digest)) for entry in late]
             pairs += [
-                (one.page, tuple(np.asarray(x) for x in payload)) for one, payload in arrived if payload is not None
+                (entry.page, tuple(np.asarray(array) for array in payload))
+                for entry, payload in arrived
+                if payload is not None
             ]
-            late = [one for one, payload in arrived if payload is None]
-        order = {one.page.digest: index for index, one in enumerate(wanted)}
+            late = [entry for entry, payload in arrived if payload is None]
+        order = {entry.page.digest: index for index, entry in enumerate(wanted)}
         return sorted(pairs, key=lambda pair: order[pair[0].digest])
 
     def _read(self, part: Sequence[WantedPage]) -> list[tuple[Page, Payload]]:
@@ -384,11 +386,11 @@ class CacheWriter:
 
         def check(payloads: Sequence[Payload]) -> None:
             # Nothing was planned since they were read: a node that still has its page had it then.
-            for one, payload in zip(part, payloads, strict=True):
-                if cache.has(one.node) and one.node.page == one.on_device:
-                    pairs.append((one.page, payload))
+            for entry, payload in zip(part, payloads, strict=True):
+                if cache.has(entry.node) and entry.node.page == entry.on_device:
+                    pairs.append((entry.page, payload))
 
         reply: OneShot[Any] = OneShot()
-        job = partial(runner.read_pages, [one.on_device for one in part], [one.page.digest for one in part])
+        job = partial(runner.read_pages, [entry.on_device for entry in part], [entry.page.digest for entry in part])
         wait(self._host.send(Exclusive(job, check, reply), reply))
         return pairs

@@ -1,4 +1,4 @@
-"""`rekindle.models.calibrate`: a checkpoint in four bits, rounded by the texts that it will see."""
+"""`rekindle.models.calibrate`: a checkpoint in four bits, rounded for the texts that it will see."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rekindle._src.text.tokenizer import Tokenizer
 from rekindle.errors import ConfigError
 
 LENGTH = 512  # tokens of a sequence: longer texts are cut
-FEWEST = 8  # tokens that a sequence needs to be of use
+FEWEST = 8  # the fewest tokens of a useful sequence
 
 
 def calibrate(
@@ -30,12 +30,12 @@ def calibrate(
     quiet: bool = False,
     progress: Report | None = None,
 ) -> LoadedModel:
-    """A model in four bits whose matrices are rounded so that their products with these texts change least (GPTQ).
+    """Return a model in four bits, rounded so that the matrices' products with these texts change least (GPTQ).
 
     `model` is a folder, a hub id or a model of floats from `rekindle.models.load`; `rekindle.open` takes the result.
     A few pages of text of the kind that the model will see are enough; texts, or lists of token ids, are cut into
     sequences of 512 tokens, at most `max_tokens` of them in all. It takes minutes for a billion parameters and needs
-    room for the floats. Experts, the embedding and the head are rounded to the nearest. A bar tells how far it is
+    room for the floats. Experts, the embedding and the head are rounded to the nearest. A bar shows the progress
     unless `quiet`; `progress` is called after each matrix.
     """
     plan = checked_quantize(quantize)
@@ -47,38 +47,40 @@ def calibrate(
     sequences = [*_cut(loaded, texts, max_tokens)]
     if not sequences:
         raise ConfigError("texts", f"{len(texts)} texts", "hold too few tokens", "Pass some pages of text")
-    seen = CalibrationProgress(0, 0, "")
+    status = CalibrationProgress(0, 0, "")
 
     def report(reached: CalibrationProgress) -> None:
-        nonlocal seen
-        seen = reached
+        nonlocal status
+        status = reached
         if progress is not None:
             progress(reached)
 
     def look() -> State:
-        return State(f"calibrating: {seen or 'the first layer'}", seen.done / seen.total if seen.total else None)
+        return State(
+            f"calibrating: {status or 'the first layer'}", status.done / status.total if status.total else None
+        )
 
     with Activity(look, quiet=quiet):
         return layers.calibrate(loaded, sequences, plan, report=report)
 
 
 def _cut(model: LoadedModel, texts: Sequence[str] | Sequence[Sequence[int]], most: int) -> Iterator[list[int]]:
-    """The texts as sequences of at most LENGTH tokens, until there are `most`."""
-    tokenizer, left = None, most
+    """Yield the texts as sequences of at most LENGTH tokens, until there are `most`."""
+    tokenizer, remaining = None, most
     length = min(LENGTH, model.config.max_position_embeddings)
     for text in texts:
         if isinstance(text, str):
             if model.folder is None:
-                told = "needs a tokenizer, and the model has no folder"
-                raise ConfigError("texts", text[:40], told, "Pass lists of token ids")
+                problem = "needs a tokenizer, and the model has no folder"
+                raise ConfigError("texts", text[:40], problem, "Pass lists of token ids")
             tokenizer = tokenizer or Tokenizer.load(model.folder)
             tokens = tokenizer.encode(text)
         else:
             tokens = [int(token) for token in text]
         for start in range(0, len(tokens), length):
-            part = tokens[start : start + min(length, left)]
+            part = tokens[start : start + min(length, remaining)]
             if len(part) >= FEWEST:
-                left -= len(part)
+                remaining -= len(part)
                 yield part
-            if left < FEWEST:
+            if remaining < FEWEST:
                 return

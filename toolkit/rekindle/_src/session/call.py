@@ -1,4 +1,4 @@
-"""Calls: what session methods return to be awaited."""
+"""Calls: the awaitable results of session methods."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from rekindle._src.dispatch.wakeups import run_sync
 from rekindle.errors import NotPicklable
 
 T = TypeVar("T")
-_PROTOCOL = frozenset({"send", "throw", "close"})  # what event loops call
+_PROTOCOL = frozenset({"send", "throw", "close"})  # called by event loops
 
 
 class Call(Coroutine[Any, Any, T], Generic[T]):
-    """A coroutine object that may be awaited again for the same result.
+    """A coroutine object that may be awaited more than once, for the same result.
 
     `await`, asyncio.create_task, asyncio.gather, nursery.start_soon and TaskGroup.start_soon take it. Nothing happens
     before that. Dropping a generation that was never awaited is silent; dropping a call that would have changed the
@@ -27,7 +27,7 @@ class Call(Coroutine[Any, Any, T], Generic[T]):
 
     @property
     def _awaited(self) -> str:
-        """How awaiting it is written, for messages."""
+        """The source text of awaiting it, for messages."""
         return "await …"
 
     async def _result(self) -> T:
@@ -37,7 +37,7 @@ class Call(Coroutine[Any, Any, T], Generic[T]):
         return self._result().__await__()
 
     def result_sync(self) -> T:
-        """The same result, blocking this thread; for code without an event loop."""
+        """Return the same result, blocking this thread; for code without an event loop."""
         return run_sync(self._result())
 
     def send(self, value: Any) -> Any:
@@ -66,7 +66,7 @@ class Call(Coroutine[Any, Any, T], Generic[T]):
     if not TYPE_CHECKING:  # for a type checker these don't exist, so that it marks their use
 
         def __getattr__(self, name: str) -> NoReturn:
-            if name.startswith("_"):  # asked for by libraries, not written by people
+            if name.startswith("_"):  # looked up by libraries, not written by people
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
             raise AttributeError(
                 f"{name!r} is asked of a call, not of its result: write done = {self._awaited} and done.{name}"
@@ -100,7 +100,7 @@ class Call(Coroutine[Any, Any, T], Generic[T]):
 
 
 class Once(Call[T]):
-    """A call of a coroutine function that changes the session; a RuntimeWarning tells if it was never awaited."""
+    """A call of a coroutine function that changes the session; a RuntimeWarning is issued if it was never awaited."""
 
     _started = False
 
@@ -122,7 +122,7 @@ class Once(Call[T]):
         return super().throw(*error)
 
     def close(self) -> None:
-        """End it where it waits; if it was not started, it never will be, and nothing warns."""
+        """End it where it waits. If it was not started, it never will be, and there is no warning."""
         self._started = True
         super().close()
 

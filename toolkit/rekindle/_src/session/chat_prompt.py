@@ -1,4 +1,4 @@
-"""From a chat's arguments to its prompt: what the template is given, and how the reply is read."""
+"""Makes a chat's prompt from its arguments: the template's variables, and the reader of the reply."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rekindle._src.text.template_code import reads, reads_calls, takes_tools
 from rekindle.errors import InvalidRequest
 
 Messages = Sequence[Mapping[str, Any]]
-_VALUE = 16  # characters that a value costs as much as, about
+_VALUE = 16  # the cost of a value, in characters, about
 
 
 def chat_prompt(
@@ -33,9 +33,9 @@ def chat_prompt(
     template_options: Mapping[str, Any] | None = None,
     stream_tool_calls: bool = False,
 ) -> Prompt:
-    """The prompt of a chat, which is rendered when its request is taken in.
+    """Return the prompt of a chat, which is rendered when its request is taken in.
 
-    What the template would pass over in silence is refused: tools, documents, `reasoning_effort`.
+    Raise `InvalidRequest` for arguments that the template would ignore: tools, documents, `reasoning_effort`.
     """
     if chat is None:
         if template is None:
@@ -52,15 +52,15 @@ def chat_prompt(
         raise _unread("tools", [tool.name for tool in tools])
     if documents is not None and not reads(text, "documents"):
         raise _unread("documents", documents)
-    given, schemas = messages, tuple(tool.schema for tool in tools)
+    originals, schemas = messages, tuple(tool.schema for tool in tools)
     continued = _last_text(messages) if continue_final_message else None
     if format.calls is not None and not reads_calls(text) and isinstance(messages, list | tuple):
         messages = with_calls_as_text(messages, format.calls)
-    shown: dict[str, Any] = {}
+    extra: dict[str, Any] = {}
     if schemas and not reads(text, "tools"):  # SmolLM3's and Phi-4-mini's templates take functions by other ways
         functions = [schema.get("function", schema) for schema in schemas]
         if reads(text, "xml_tools"):
-            shown = {"xml_tools": functions}
+            extra = {"xml_tools": functions}
         else:
             messages = _with_tools(messages, json.dumps(functions, ensure_ascii=False))
     render = chat.prepare(
@@ -70,31 +70,31 @@ def chat_prompt(
         template=template,
         continue_final_message=continue_final_message,
         **_effort(text, reasoning_effort),
-        **{**shown, **(template_options or {})},
+        **{**extra, **(template_options or {})},
     )
     reply = None
     if schemas or format.reasoning is not None:
         reply = ReplyPlan(format, schemas, continued, pieces=stream_tool_calls)
     # The template writes special tokens itself.
-    long = _is_long([given, schemas, documents, template_options])
-    return Prompt(None, None, add_special_tokens=False, render=render, reply=reply, messages=given, long=long)
+    long = _is_long([originals, schemas, documents, template_options])
+    return Prompt(None, None, add_special_tokens=False, render=render, reply=reply, messages=originals, long=long)
 
 
 def _is_long(value: Any) -> bool:
-    """True if there is so much to render that it takes over a few milliseconds."""
-    left, todo = LONG_TEXT, [value]
-    while todo and left > 0:
-        one = todo.pop()
-        left -= len(one) if isinstance(one, str) else _VALUE
-        if isinstance(one, Mapping):
-            todo += one.values()
-        elif isinstance(one, list | tuple):
-            todo += one[:LONG_TEXT]
-    return left <= 0
+    """True if rendering the value takes more than a few milliseconds."""
+    budget, todo = LONG_TEXT, [value]
+    while todo and budget > 0:
+        item = todo.pop()
+        budget -= len(item) if isinstance(item, str) else _VALUE
+        if isinstance(item, Mapping):
+            todo += item.values()
+        elif isinstance(item, list | tuple):
+            todo += item[:LONG_TEXT]
+    return budget <= 0
 
 
 def _effort(text: str, effort: str | None) -> dict[str, Any]:
-    """Variables for `reasoning_effort`; a template that only knows `enable_thinking` can turn reasoning on or off."""
+    """Return the variables for `reasoning_effort`. With `enable_thinking` alone, reasoning can only be on or off."""
     if effort is None:
         return {}
     if not isinstance(effort, str):
@@ -107,7 +107,7 @@ def _effort(text: str, effort: str | None) -> dict[str, Any]:
 
 
 def _with_tools(messages: Messages, tools: str) -> Messages:
-    """The messages with the tools in the system message."""
+    """Return the messages with the tools in the system message."""
     if not messages:
         return messages
     first, *rest = messages

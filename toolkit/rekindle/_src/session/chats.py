@@ -114,18 +114,18 @@ class ChatRequests:
         stream_tool_calls: bool = False,
         **options: Any,
     ) -> Any:
-        """The model's answer to a conversation, through its chat template; await it or iterate over it.
+        """Request the model's answer to a conversation, through its chat template. Await it or iterate over it.
 
         A message is a dict such as {"role": "user", "content": "Hello"}. The reply has `content`, the `reasoning`
         before it, and `tool_calls`; `reply.message` is the next message of the conversation.
 
-        `tools` are what the model may call: functions, whose name, docstring and type hints it is shown, or JSON
-        schemas as dicts. `tool_choice` is "auto", "none", "required", or a tool's name: with these two the model has to
-        call one, by a grammar (extra `structured`), and with `parallel_tool_calls=False` it may call only one. With
-        `run_tools` the functions are run (async ones where they are awaited, others in a worker thread) and their
-        results go back to the model, at most `max_rounds` times; the result is a `ToolRun` with the answer and all
-        `messages`. In a stream, `delta.events` tell a call once it is complete; with `stream_tool_calls` its name and
-        then its arguments, while the model writes them, and `ToolCallDropped` if it breaks off.
+        `tools` are the functions that the model may call: it is shown their name, docstring and type hints. They can be
+        JSON schemas as dicts, too. `tool_choice` is "auto", "none", "required", or a tool's name: with these two the
+        model has to call one, by a grammar (extra `structured`), and with `parallel_tool_calls=False` it may call only
+        one. With `run_tools` the functions are run (async ones where they are awaited, others in a worker thread) and
+        their results go back to the model, at most `max_rounds` times; the result is a `ToolRun` with the answer and
+        all `messages`. In a stream, `delta.events` hold a call once it is complete; with `stream_tool_calls` its name
+        and then its arguments, while the model writes them, and `ToolCallDropped` if it breaks off.
 
         `documents` are for templates that quote them, `template` replaces the model's own template,
         `template_options` are variables of the template such as {"enable_thinking": False}, and `reasoning_effort` is
@@ -136,8 +136,8 @@ class ChatRequests:
         from rekindle._src.session.tools.choice import chosen, forcing
         from rekindle._src.session.tools.tool import tools_of
 
-        given = tools_of(tools)
-        choice = chosen(tool_choice, given, parallel=parallel_tool_calls)
+        tools_ = tools_of(tools)
+        choice = chosen(tool_choice, tools_, parallel=parallel_tool_calls)
         if sampling is None and options.get("max_tokens") is None:
             options["max_tokens"] = ANSWER_TOKENS  # an answer should end by itself
         sampling_ = sampling_of(self._engine, sampling, options)
@@ -156,10 +156,10 @@ class ChatRequests:
                 stream_tool_calls=stream_tool_calls,
             )
             self._host.check()
-            asked = sampling_
+            effective = sampling_
             if choice.must and not free and prompt.reply is not None:
-                asked = forcing(choice, sampling_, prompt.reply.format, self._engine.tokenizer)
-            return Handle(self._host, self, prompt, asked, structure=structure_in(self._engine, asked))
+                effective = forcing(choice, sampling_, prompt.reply.format, self._engine.tokenizer)
+            return Handle(self._host, self, prompt, effective, structure=structure_in(self._engine, effective))
 
         if not run_tools:
             return ask(messages)
@@ -169,11 +169,11 @@ class ChatRequests:
         from rekindle._src.session.tools.loop import ToolLoop
 
         self._host.check()
-        return ToolLoop(ask, messages, given, max_rounds)
+        return ToolLoop(ask, messages, tools_, max_rounds)
 
     @property
     def chat_template(self) -> str | None:
-        """The model's chat template; None if it brings none."""
+        """The model's chat template; None if it has none."""
         return None if self._engine.chat is None else self._engine.chat.text()
 
     def render(
@@ -187,7 +187,7 @@ class ChatRequests:
         reasoning_effort: str | None = None,
         template_options: Mapping[str, Any] | None = None,
     ) -> str:
-        """The prompt that `chat` makes of these messages, special tokens included."""
+        """Return the prompt that `chat` makes of these messages, special tokens included."""
         from rekindle._src.session.chat_prompt import chat_prompt
         from rekindle._src.session.tools.tool import tools_of
 

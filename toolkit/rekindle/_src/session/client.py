@@ -1,4 +1,4 @@
-"""What a session and its helpers share: the host, the engine's parts and the cache writer."""
+"""The state that a session and its helpers share: the host, the engine's parts and the cache writer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class Client:
-    """Access to one open session. Every method may be called from any thread and raises if the session can't be used.
+    """Access to one open session. Every method may be called from any thread, and raises if the session can't be used.
 
     The session, its cache view and its live views hold the client; the host and its threads don't. So the session can
     close itself once nothing refers to the client any more.
@@ -33,48 +33,48 @@ class Client:
         self.engine: Engine = engine
         self.writer: CacheWriter = CacheWriter(host, engine)
         self.pauses: int = 0  # paused() blocks that have been entered and not left
-        self.shared: list[SharedPages] = []  # addresses at which the cache's pages are given away
+        self.shared: list[SharedPages] = []  # addresses at which the cache's pages are shared
 
     def ask(self, function: Callable[[], T]) -> T:
-        """What `function` returns, run on the host's loop, where nothing else changes meanwhile. Blocks this thread."""
+        """Run `function` on the host's loop, where nothing else changes meanwhile, and return its result. Blocks."""
         self.host.check()
         return self.host.ask(function)
 
     async def exclusive(self, job: Callable[[], T], after: Callable[[T], object]) -> T:
         """Run `job` on the device thread while no step is in flight, then `after` with its result on the loop."""
         self.host.check()
-        done: OneShot[T] = OneShot()
-        return await self.host.send(Exclusive(job, after, done), done).get()
+        reply: OneShot[T] = OneShot()
+        return await self.host.send(Exclusive(job, after, reply), reply).get()
 
     def tokens(self, prompt: PromptLike) -> IntArray:
-        """The token ids of a prompt, as a request with this prompt would have them."""
-        given = parse_one(prompt)
-        if given.token_ids is not None:
-            return given.token_ids
-        assert given.text is not None, "a prompt has text or token ids"
-        return np.asarray(self.engine.tokenizer.encode(given.text), np.int32)
+        """Return the token ids that a request with this prompt would have."""
+        parsed = parse_one(prompt)
+        if parsed.token_ids is not None:
+            return parsed.token_ids
+        assert parsed.text is not None, "a prompt has text or token ids"
+        return np.asarray(self.engine.tokenizer.encode(parsed.text), np.int32)
 
     def text(self, token_ids: list[int]) -> str:
-        """The text of tokens; empty if the tokenizer knows only ids."""
+        """Return the text of tokens; empty if the tokenizer knows only ids."""
         tokenizer = self.engine.tokenizer
         return tokenizer.decode(token_ids) if tokenizer.has_text else ""
 
     def pin(self, prompt: PromptLike, salt: str | None = None) -> int:
-        """Keep the cached pages of a prompt on the device until `unpin`; how many tokens they cover."""
+        """Keep the cached pages of a prompt on the device until `unpin`. Return how many tokens they cover."""
         self.host.check()
         check_salt(salt)
         tokens = self.tokens(prompt)
         return self.ask(lambda: self.engine.scheduler.pin(tokens, salt))
 
     def unpin(self, prompt: PromptLike, salt: str | None = None) -> int:
-        """Undo one `pin`; how many tokens are no longer kept."""
+        """Undo one `pin`. Return how many tokens are no longer kept."""
         self.host.check()
         check_salt(salt)
         tokens = self.tokens(prompt)
         return self.ask(lambda: self.engine.scheduler.unpin(tokens, salt))
 
     async def flush_cache(self) -> None:
-        """Forget every cached page; requests that run keep theirs."""
+        """Forget every cached page. Requests that run keep theirs."""
         await self.between_steps(self.engine.scheduler.flush_cache)
 
     async def between_steps(self, function: Callable[[], object]) -> None:

@@ -1,4 +1,4 @@
-"""Conversations: chats that keep their own messages, so that a program never adds a turn by itself.
+"""Conversations: chats that keep their own messages, so that a program never has to add a turn itself.
 
 chat = session.conversation(system="Answer in one sentence.")
 done = await chat.say("What is a page?")
@@ -50,12 +50,12 @@ class Answer(NamedTuple):
 
     @property
     def open(self) -> bool:
-        """True if the model was not at its end."""
+        """True if the model had not ended the answer itself."""
         return self.cut or self.reason is FinishReason.ABORTED
 
 
 class Chats(Protocol):
-    """What a conversation needs of a session."""
+    """The part of a session that a conversation uses."""
 
     @property
     def model(self) -> str: ...
@@ -75,7 +75,7 @@ def opened(
     sampling: Mapping[str, Any],
     **options: Any,
 ) -> Conversation:
-    """A conversation that begins with a system message, with a saved one, or with nothing."""
+    """Return a conversation that begins with a system message, with saved messages, or with none."""
     Sampling.of(None, sampling)  # a misspelled option is refused now, not at the first turn
     if not (system is None or isinstance(system, str)):
         raise InvalidRequest("system", system, "is not text", "Pass a str")
@@ -85,12 +85,12 @@ def opened(
             raise InvalidRequest("system", system, "can't be given with restore", "The saved conversation has its own")
         messages = read(restore)
     plain = {name: value for name, value in options.items() if name not in _WITH_TOOLS}
-    session.chat([{"role": "user", "content": "…"}], **plain)  # nor does a model without a template wait for one
+    session.chat([{"role": "user", "content": "…"}], **plain)  # a model without a template is refused now, too
     return Conversation(session, messages, {**options, **sampling})
 
 
 def read(path: str | os.PathLike[str]) -> list[Message]:
-    """The messages of a file that `Conversation.save` wrote."""
+    """Return the messages of a file that `Conversation.save` wrote."""
     fix = "Pass a file that chat.save(path) wrote"
     try:
         record = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
@@ -112,7 +112,7 @@ class Conversation:
     """A chat with its messages. Make one with `session.conversation()`.
 
     A turn is a message of the user's and the answer to it. It belongs to the conversation once the answer is complete:
-    a turn that fails or is cancelled leaves nothing. Of a stream that is left early, what was said until then is kept.
+    a turn that fails or is cancelled leaves nothing. A stream that is left early keeps the text that came until then.
     One turn is answered at a time.
     """
 
@@ -121,17 +121,17 @@ class Conversation:
         self._session: Chats = session
         self._messages: list[Message] = [copy.deepcopy(dict(message)) for message in messages]
         self._options = dict(options)
-        self._last: Answer | None = None  # None if it is not known how the last message came about
-        self._turn: Turn | None = None  # the latest, until it belongs to the messages or is given up
+        self._last: Answer | None = None  # None if the last message's origin is unknown
+        self._turn: Turn | None = None  # the latest turn, until it joins the messages or is dropped
 
     @takes_options(Sampling, returns="Turn", max_tokens=ANSWER_TOKENS)
     def say(self, text: str, sampling: Sampling | None = None, /, **options: Unpack[SamplingOptions]) -> Turn:
-        """Await it for the model's answer to `text`, which then belongs to the conversation, as `text` does."""
+        """Await it for the model's answer to `text`. Both then belong to the conversation."""
         return Turn(self, _said(text), sampling, options)
 
     @takes_options(Sampling, returns="Turn", max_tokens=ANSWER_TOKENS)
     def stream(self, text: str, sampling: Sampling | None = None, /, **options: Unpack[SamplingOptions]) -> Turn:
-        """`async for` over it gives the deltas of the model's answer to `text`."""
+        """Iterate over it with `async for` for the deltas of the model's answer to `text`."""
         return Turn(self, _said(text), sampling, options)
 
     @takes_options(Sampling, returns="Turn", max_tokens=ANSWER_TOKENS)
@@ -146,16 +146,16 @@ class Conversation:
 
         With `run_tools` that happens by itself.
         """
-        given = [] if isinstance(results, str | Mapping) else [dict(result) for result in results]
-        if not given or any(result.get("role") != "tool" for result in given):
+        messages = [] if isinstance(results, str | Mapping) else [dict(result) for result in results]
+        if not messages or any(result.get("role") != "tool" for result in messages):
             raise InvalidRequest("results", results, "are no results of calls", "Pass [call.answer(result), …]")
-        return Turn(self, given, sampling, options)
+        return Turn(self, messages, sampling, options)
 
     @takes_options(Sampling, returns="Turn", max_tokens=ANSWER_TOKENS)
     def continue_answer(self, sampling: Sampling | None = None, /, **options: Unpack[SamplingOptions]) -> Turn:
         """Await it, or iterate over it, for the rest of an answer that was cut or stopped, at most `max_tokens` more.
 
-        What comes is the rest alone; in the messages it joins the answer. It is what the answer would have gone on
+        The result is the rest alone; in the messages it joins the answer. It is what the answer would have gone on
         with: the same tokens from the same seed. Behind a change of the messages, such as `forget`, and in a restored
         conversation the answer's text is read anew instead.
         """
@@ -175,10 +175,10 @@ class Conversation:
         return copy.deepcopy(self._messages)
 
     def fork(self) -> Conversation:
-        """Another conversation that begins with the same messages; their pages in the cache are shared."""
-        other = Conversation(self._session, self.messages, self._options)
-        other._last = self._last
-        return other
+        """Return another conversation that begins with the same messages. Their pages in the cache are shared."""
+        copied = Conversation(self._session, self.messages, self._options)
+        copied._last = self._last
+        return copied
 
     def undo(self) -> None:
         """Take the last turn back: the user's last message and what follows it."""
@@ -189,7 +189,7 @@ class Conversation:
         self._last = None
 
     def forget(self, turns: int = 1) -> int:
-        """Drop the oldest turns, for a conversation that has become too long; how many there were to drop.
+        """Drop the oldest turns of a conversation that has become too long. Return how many were dropped.
 
         System messages at the beginning stay.
         """
@@ -212,12 +212,12 @@ class Conversation:
         unfinished.replace(path)
 
     def _users(self) -> list[int]:
-        """Where the turns begin. Raises while one is being answered."""
+        """Return the indices at which turns begin. Raise while a turn is being answered."""
         self._check_idle()
         return [index for index, message in enumerate(self._messages) if message.get("role") == "user"]
 
     def _take_in(self) -> None:
-        """Make the latest turn part of the messages, if it is over."""
+        """Add the latest turn to the messages if it is over."""
         turn = self._turn
         if turn is not None and turn.over:
             self._turn = None
@@ -249,7 +249,7 @@ class Conversation:
         return handle
 
     def _continued(self, sampling: Sampling | None, options: Mapping[str, Any]) -> Handle[Completion] | ToolLoop:
-        """The request for the rest of the last answer."""
+        """Return the request for the rest of the last answer."""
         message, last = self._messages[-1] if self._messages else {}, self._last
         problem = "has no answer that could go on"
         if message.get("role") == "assistant" and not message.get("tool_calls"):
@@ -258,21 +258,21 @@ class Conversation:
             raise InvalidRequest("conversation", html.count(len(self._messages), "message"), problem, "Say something")
         if last is not None and (request := last.request) is not None:
             bound = {} if sampling is not None else {"max_tokens": self._options.get("max_tokens") or ANSWER_TOKENS}
-            given = {**bound, **{name: value for name, value in options.items() if value is not None}}
-            return self._session.fork(request, at=last.made, sampling=sampling, **given)
+            merged = {**bound, **{name: value for name, value in options.items() if value is not None}}
+            return self._session.fork(request, at=last.made, sampling=sampling, **merged)
         plain = {name: value for name, value in self._options.items() if name not in _WITH_TOOLS}
         return self._session.chat(self._messages, sampling, **{**plain, **options}, continue_final_message=True)
 
     def _state(self) -> str:
-        """What to know of the last answer beside its text."""
+        """Describe the state of the last answer; empty if it is complete."""
         if not self.cut or self._last is None:
             return ""
         cut = f"cut at {html.count(self._last.tokens, 'token')}"
         if self._last.reason is FinishReason.LENGTH:
             return f"{cut}: await chat.continue_answer() goes on"
-        older = sum(message.get("role") == "user" for message in self._messages) > 1
+        has_older = sum(message.get("role") == "user" for message in self._messages) > 1
         room = ": chat.forget() drops the oldest turn, and then chat.continue_answer() goes on"
-        return f"{cut}, the end of the context{room if older else ''}"
+        return f"{cut}, the end of the context{room if has_older else ''}"
 
     def __repr__(self) -> str:
         state = self._state()
@@ -285,13 +285,13 @@ class Conversation:
 
 
 def _joined(message: Message, rest: Mapping[str, Any]) -> Message:
-    """An answer with the rest of it."""
-    found = {**message, "content": (message.get("content") or "") + rest["content"]}
+    """Return an answer joined with its rest."""
+    answer = {**message, "content": (message.get("content") or "") + rest["content"]}
     if reasoning := (message.get("reasoning_content") or "") + rest.get("reasoning_content", ""):
-        found["reasoning_content"] = reasoning
+        answer["reasoning_content"] = reasoning
     if rest.get("tool_calls"):
-        found["tool_calls"] = rest["tool_calls"]
-    return found
+        answer["tool_calls"] = rest["tool_calls"]
+    return answer
 
 
 def _said(text: object) -> list[Message]:
@@ -313,12 +313,12 @@ class Turn(Call[Completion]):
         self.asked: tuple[Mapping[str, Any], ...] = tuple(asked)  # none if the last answer is continued
         self._conversation, self._sampling, self._options = conversation, sampling, options
         self._handle: Handle[Completion] | ToolLoop | None = None
-        self._left = False  # it was cancelled, or the wait for it
+        self._left = False  # it was cancelled, or the wait for it was
         self._reader: weakref.ref[object] | None = None  # the loop over the deltas that began last
 
     @property
     def said(self) -> str:
-        """What was said to the model: the user's text, or the results of calls."""
+        """The message to the model: the user's text, or the results of calls."""
         return "\n".join(map(described, self.asked))
 
     @property
@@ -327,20 +327,20 @@ class Turn(Call[Completion]):
 
     @property
     def _continues(self) -> bool:
-        """True if it is the rest of an answer."""
+        """True if it continues an answer."""
         return not self.asked
 
     @property
     def over(self) -> bool:
-        """Whether no more of the answer will come: it ended, or the loop over it was left."""
+        """True once no more of the answer will come: it has ended, or the loop over it was left."""
         if self._handle is None:
             return False
         return self._left or self._handle.done or (self._reader is not None and self._reader() is None)
 
     def _outcome(self, before: int) -> tuple[list[Message], Answer | None]:
-        """The messages that the conversation keeps as the answer, none for a turn that leaves nothing; and its end.
+        """Return the messages that the conversation keeps as the answer, none for a dropped turn, and the answer's end.
 
-        `before` is how many tokens of the answer earlier turns have made.
+        `before` is the number of the answer's tokens that earlier turns have made.
         """
         handle = self._handle
         request = handle.request if isinstance(handle, ToolLoop) else handle
@@ -348,17 +348,17 @@ class Turn(Call[Completion]):
         if handle is None:
             return [], None
         if handle.done and handle.error is None:
-            done, made = handle.completion(), 0 if request is None else len(request.token_ids)
-            return messages or [done.message], Answer(request, made, before + made, done.finish_reason)
-        # Tokens that come while it is cancelled belong to no message.
+            completion, tokens = handle.completion(), 0 if request is None else len(request.token_ids)
+            return messages or [completion.message], Answer(request, tokens, before + tokens, completion.finish_reason)
+        # Tokens that arrive during the cancellation belong to no message.
         deltas = () if request is None else request.deltas
         handle.cancel()
         if self._reader is None:
             return [], None
-        text, made = "".join(delta.content for delta in deltas), sum(len(delta.token_ids) for delta in deltas)
+        text, tokens = "".join(delta.content for delta in deltas), sum(len(delta.token_ids) for delta in deltas)
         if not text:
             return messages, None
-        answer = Answer(request, made, before + made, FinishReason.ABORTED)
+        answer = Answer(request, tokens, before + tokens, FinishReason.ABORTED)
         return [*messages, {"role": "assistant", "content": text}], answer
 
     def cancel(self) -> None:
@@ -388,7 +388,7 @@ class Turn(Call[Completion]):
         return deltas
 
     def stream_sync(self) -> SyncStream:
-        """The deltas, blocking this thread; for code without an event loop."""
+        """Return an iterator over the deltas that blocks this thread; for code without an event loop."""
         deltas = self._begun().stream_sync()
         self._reader = weakref.ref(deltas)
         return deltas

@@ -33,9 +33,9 @@ class Conversations:
         template_options: Mapping[str, Any] | None = None,
         **options: Unpack[SamplingOptions],
     ) -> Conversation:
-        """A chat that keeps its messages: `chat = session.conversation()`, then `await chat.say("…")`.
+        """Make a chat that keeps its messages: `chat = session.conversation()`, then `await chat.say("…")`.
 
-        `system` opens it with a system message; `restore` takes up one that `chat.save(path)` wrote. The other options
+        `system` opens it with a system message; `restore` continues one that `chat.save(path)` wrote. The other options
         are those of `chat`, for every turn. With `tools` and `run_tools` a turn is over when the model has answered;
         calls and results are among `chat.messages`.
         """
@@ -43,7 +43,7 @@ class Conversations:
         from rekindle._src.session.tools.choice import chosen
         from rekindle._src.session.tools.tool import tools_of
 
-        more = {
+        optional = {
             "tools": tools,
             "tool_choice": tool_choice,
             "run_tools": run_tools or None,
@@ -53,6 +53,6 @@ class Conversations:
             "reasoning_effort": reasoning_effort,
             "template_options": template_options,
         }
-        chosen(tool_choice, tools_of(tools))  # what is wrong is refused now, not at the first turn
-        given = {name: value for name, value in more.items() if value is not None}
-        return opened(self, system=system, restore=restore, sampling=options, **given)
+        chosen(tool_choice, tools_of(tools))  # wrong tools are refused now, not at the first turn
+        present = {name: value for name, value in optional.items() if value is not None}
+        return opened(self, system=system, restore=restore, sampling=options, **present)

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class Embeddings(Call[T]):
-    """The call that `session.embed` returns: await it for the vectors. `usage` counts its tokens then."""
+    """The call that `session.embed` returns: await it for the vectors. After that, `usage` counts its tokens."""
 
     # Any: only embed() makes one, and the signature of a public class names no private type.
     def __init__(self, batch: Any, finish: Any) -> None:
@@ -43,17 +43,17 @@ class Embeddings(Call[T]):
         return vectors
 
     def cancel(self) -> None:
-        """Abort what has not ended, from any thread."""
+        """Abort the texts that have not ended, from any thread."""
         self._batch.cancel()
 
     @property
     def done(self) -> bool:
-        """Whether all texts have been embedded, or have failed."""
+        """True once all texts have been embedded, or have failed."""
         return self._batch.done
 
     @property
     def usage(self) -> Usage:
-        """The tokens of the texts that were embedded so far."""
+        """The tokens of the texts that have been embedded so far."""
         ended = [handle for handle in self._batch.handles if handle.done and handle.error is None]
         return Usage(sum(handle.completion().usage.prompt_tokens for handle in ended), 0, 0)
 
@@ -126,25 +126,26 @@ class Embedding:
             )
         sampling = Sampling(max_tokens=1, priority=priority)
         self._host.check()
-        given, many = parse(texts, keep_errors=errors == "return")
-        check_batch(len(given))
+        prompts, many = parse(texts, keep_errors=errors == "return")
+        check_batch(len(prompts))
         if errors == "return" and not many:
             raise InvalidRequest("errors", errors, "is for a list of texts", "Pass [text], or leave it out")
         handles = [
-            Handle[Embedded](self._host, self, dataclasses.replace(one, pooling=pooling), sampling) for one in given
+            Handle[Embedded](self._host, self, dataclasses.replace(prompt, pooling=pooling), sampling)
+            for prompt in prompts
         ]
 
         def progress(mailboxes: Sequence[Mailbox]) -> Activity:
             return Activity(EmbeddingProgress(mailboxes).look, quiet=self._engine.config.quiet)
 
         def vector(one: Embedded) -> Vector:
-            found = one.vector[:dimensions]
-            return _normalised(found) if normalize else found
+            values = one.vector[:dimensions]
+            return _normalised(values) if normalize else values
 
         def finish(results: list[Embedded | RekindleError]) -> Any:
             if errors == "return":
-                return [one if isinstance(one, RekindleError) else vector(one) for one in results]
-            vectors = [vector(one) for one in results if isinstance(one, Embedded)]
+                return [result if isinstance(result, RekindleError) else vector(result) for result in results]
+            vectors = [vector(result) for result in results if isinstance(result, Embedded)]
             if not many:
                 return vectors[0]
             return np.stack(vectors) if vectors else np.zeros((0, dimensions or size), np.float32)
@@ -174,7 +175,7 @@ class Embedding:
         errors: Literal["return"],
     ) -> list[Vector | RekindleError]: ...
     def embed_sync(self, texts: Any, **options: Any) -> Any:
-        """`embed` for code without an event loop: blocks this thread until the vectors are there."""
+        """Run `embed` from code without an event loop: blocks this thread until the vectors are there."""
         call: Embeddings[Any] = self.embed(texts, **options)
         return call.result_sync()
 
@@ -185,13 +186,13 @@ def _normalised(vector: Vector) -> Vector:
 
 
 class EmbeddingProgress:
-    """How far a list of texts has come: texts that ended, tokens per second, the time left."""
+    """The progress of a list of texts: texts that ended, tokens per second, the time left."""
 
     def __init__(self, mailboxes: Sequence[Mailbox]) -> None:
         self._mailboxes, self._began = mailboxes, time.monotonic()
 
     def look(self) -> State:
-        """The list as one line, and the share of it that is done."""
+        """Return the list's progress as one line, and the share that has ended."""
         ended = [mailbox for mailbox in self._mailboxes if mailbox.ended]
         line, fraction = f"{len(ended)} of {len(self._mailboxes)} texts", len(ended) / len(self._mailboxes)
         seconds = time.monotonic() - self._began

@@ -1,4 +1,4 @@
-"""Writes a checkpoint of any format that is read as a GGUF file, or as a Hugging Face folder of safetensors."""
+"""Writes a checkpoint of any readable format as a GGUF file, or as a Hugging Face folder of safetensors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def export(model: str | Path, out: str | Path, *, type: str = "auto", progress: 
 
     `model` is a folder, a GGUF file, a hub id or "tiny". `type` is that of the matrices: "f32", "f16", "bf16", and for
     GGUF "q8_0" and "q4_0"; by default each keeps its own, and for a folder quantised ones become floats of 16 bits.
-    What is there already is not overwritten, and a file that could not be finished is not left behind. Returns `out`.
+    An existing file is not overwritten, and an unfinished file is not left behind. Returns `out`.
     """
     out = Path(out).expanduser()
     if out.exists():
@@ -55,20 +55,20 @@ def _write_gguf(stored: Stored, config: ModelConfig, out: Path, kind: str, meter
         meter.add(count)
         meter.tell()
 
-    made = gguf_tensors(stored, config, kind.lower(), done)
-    _check_room(out, sum(tensor.nbytes for tensor in made.tensors))
-    metadata = made.metadata
-    if not stored.is_gguf:  # otherwise it is there already
+    content = gguf_tensors(stored, config, kind.lower(), done)
+    _check_room(out, sum(tensor.nbytes for tensor in content.tensors))
+    metadata = content.metadata
+    if not stored.is_gguf:  # a GGUF file has it already
         metadata |= {"general.name": stored.path.name}
         metadata |= tokenizer_metadata(Tokenizer.load(stored.path), config.vocab_size)
         metadata |= template_metadata(ChatTemplate.load(stored.path))
         metadata |= sampling_metadata(checkpoint_sampling(stored.path))
-    write_gguf(out, metadata, made.tensors, made.pieces)
+    write_gguf(out, metadata, content.tensors, content.pieces)
 
 
 @contextlib.contextmanager
 def _written(out: Path) -> Iterator[Path]:
-    """A path beside `out` to write to, which becomes `out` in the end, or is removed."""
+    """Yield a path beside `out` to write to. At the end it is renamed to `out`, or removed after an error."""
     partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
     try:
         partial.parent.mkdir(parents=True, exist_ok=True)

@@ -32,10 +32,10 @@ _NOT_COPIED = ("config.json", "model.safetensors.index.json", "quantize_config.j
 
 
 class _Tensor(NamedTuple):
-    """A tensor of the folder, and what it is made of."""
+    """A tensor of the folder, and its source."""
 
     entry: TensorEntry
-    source: Source  # how the folder stores it, compared with how it is read
+    source: Source  # the conversion from its layout in the checkpoint to that in the folder
     dtype: np.dtype[Any]
 
     @property
@@ -48,7 +48,7 @@ class _Tensor(NamedTuple):
 
 
 def write(stored: Stored, config: ModelConfig, folder: Path, kind: str, meter: Meter) -> None:
-    """Writes the folder. `kind` is one of TYPES, or "auto": each tensor's own, the config's where it is quantised."""
+    """Write the folder. `kind` is one of TYPES, or "auto": each tensor's own, the config's where it is quantised."""
     if kind != "auto" and kind.lower() not in TYPES:
         known = ", ".join(("auto", *TYPES))
         raise ConfigError(
@@ -60,7 +60,7 @@ def write(stored: Stored, config: ModelConfig, folder: Path, kind: str, meter: M
     def pieces() -> Iterator[NDArray[Any]]:
         for tensor in tensors.values():
             for _, _, values in pieces_of(tensor.entry, tensor.source):
-                with np.errstate(over="ignore"):  # what is too large for 16 bits becomes infinite
+                with np.errstate(over="ignore"):  # values too large for 16 bits become infinite
                     yield np.ascontiguousarray(values.astype(tensor.dtype))
             meter.add(tensor.entry.nbytes)
             meter.tell()
@@ -77,20 +77,20 @@ def write(stored: Stored, config: ModelConfig, folder: Path, kind: str, meter: M
 
 
 def _tensors(stored: Stored, config: ModelConfig, kind: str) -> dict[str, _Tensor]:
-    """The folder's tensors by name. What a GGUF file has transposed, or added, is undone."""
+    """Return the folder's tensors by name. A GGUF file's transpositions and additions are undone."""
     _, entries = named_tensors(stored, config)
-    found = {}
+    tensors = {}
     for source in manifest(config).sources.values():
         for name in source.names:
             entry = entries[name]
-            undone = Source(
+            inverse = Source(
                 names=(name,),
                 rows=(entry.shape[0],),
                 transpose=source.transpose and stored.is_gguf,
                 add=-source.add if stored.is_gguf else 0.0,
             )
-            found[name] = _Tensor(entry, undone, _dtype(entry, config, kind))
-    return found
+            tensors[name] = _Tensor(entry, inverse, _dtype(entry, config, kind))
+    return tensors
 
 
 def _dtype(entry: TensorEntry, config: ModelConfig, kind: str) -> np.dtype[Any]:
@@ -102,7 +102,7 @@ def _dtype(entry: TensorEntry, config: ModelConfig, kind: str) -> np.dtype[Any]:
 
 
 def _copy_text(source: Path, folder: Path) -> None:
-    """Copies what belongs to the tokenizer, the chat templates and the sampling of a folder."""
+    """Copy the files of the tokenizer, the chat templates and the sampling of a folder."""
     for pattern in _PATTERNS:
         for path in sorted(source.glob(pattern)):
             if path.name not in _NOT_COPIED and path.is_file():
@@ -112,15 +112,15 @@ def _copy_text(source: Path, folder: Path) -> None:
 
 
 def _write_text(source: Path, raw: Mapping[str, Any], folder: Path) -> None:
-    """Writes what a GGUF file says of the tokenizer, the chat templates and the sampling."""
+    """Write the tokenizer, the chat templates and the sampling of a GGUF file."""
     tokenizer, template = Tokenizer.load(source), ChatTemplate.load(source)
     if tokenizer.has_text:
         tokenizer.backend.save(str(folder / "tokenizer.json"))
         _put(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.special})
     if template is not None:
-        others = folder / "additional_chat_templates"
+        additional = folder / "additional_chat_templates"
         for name, text in template.templates.items():
-            path = folder / "chat_template.jinja" if name == "default" else others / f"{Path(name).name}.jinja"
+            path = folder / "chat_template.jinja" if name == "default" else additional / f"{Path(name).name}.jinja"
             path.parent.mkdir(exist_ok=True)
             path.write_text(text)
     ids = {name: raw[name] for name in ("bos_token_id", "eos_token_id") if raw.get(name) is not None}

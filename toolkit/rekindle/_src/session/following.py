@@ -1,4 +1,4 @@
-"""A follower: loads its part of a leader's model, and makes the leader's calls until the session ends."""
+"""A follower: loads its part of a leader's model, and repeats the leader's calls until the session ends."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def follow(
     say: Say = lambda text: None,
     lost: Callable[[BaseException], object] = lambda error: None,
 ) -> None:
-    """Take part in one session; returns when its leader has closed it.
+    """Take part in one session. Returns when its leader has closed it.
 
-    `model` is where this machine has the checkpoint, if that is elsewhere than on the leader's. `say` is called with
-    what happens, and `lost`, in another thread, when the leader is gone, while a call may still wait for it.
+    `model` is the checkpoint's place on this machine, if it differs from the leader's. `say` is called with a message
+    on each event, and `lost`, in another thread, when the leader is gone, while a call may still wait for it.
     """
     channel = joining.connect(coordinator, place, wait=wait)
     ended = threading.Event()
@@ -92,12 +92,12 @@ def _made(
 
 
 def _disk(parts: Parts) -> DiskTier | None:
-    """Where this process keeps its parts of pages."""
-    config, mine = parts.config, PageParts(parts.programs.parts, parts.programs.kv)
+    """Return the disk tier for this process's parts of pages, or None."""
+    config, page_parts = parts.config, PageParts(parts.programs.parts, parts.programs.kv)
     if not (config.prefix_cache and config.disk_memory):
         return None
-    leaves = [LeafSpec(tuple(shape[1:]), str(np.dtype(dtype))) for shape, dtype in mine.layout]
-    identity = part_identity(page_identity(parts.model, config), mine.own_heads, leaves)
+    leaves = [LeafSpec(tuple(shape[1:]), str(np.dtype(dtype))) for shape, dtype in page_parts.layout]
+    identity = part_identity(page_identity(parts.model, config), page_parts.own_heads, leaves)
     disk = DiskTier(cache_folder(config.cache_dir), config.disk_memory, identity)
     disk.scan()
     return disk
@@ -119,4 +119,4 @@ def _ping(channel: Channel, ended: threading.Event) -> None:
         try:
             channel.ping()
         except RekindleError:
-            return  # whoever receives says so
+            return  # the receiving thread reports it

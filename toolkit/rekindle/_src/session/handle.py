@@ -1,4 +1,4 @@
-"""What a request is to its caller: a `Handle` for one prompt, a `Batch` for several; both can be awaited."""
+"""Requests as their caller holds them: a `Handle` for one prompt, a `Batch` for several. Both can be awaited."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ class Handle(Produced, Call[T]):
 
     `submit` queues it at once; otherwise that happens when it is first awaited or iterated, and waits while the queue
     is full. A request is aborted when an await of it is cancelled, and when its handle is dropped. With `n`
-    above 1 the result is a list, and the deltas of all sequences come as they are made, told apart by `index`.
+    above 1 the result is a list, and the deltas of all sequences come as they are made; `index` is the sequence's
+    number.
     """
 
     # Any: the signature of a public class names no private type.
@@ -54,7 +55,7 @@ class Handle(Produced, Call[T]):
     ) -> None:
         self.id: str = f"r{next(_ids)}"
         self.sampling: Sampling = sampling
-        self.caller: str = ""  # who asks: long prompts and grammars of several callers are taken in by turns
+        self.caller: str = ""  # the caller's name: long prompts and grammars of several callers are taken in by turns
         self._host = host
         self._session = session  # kept open by its handles: a session closes once nothing refers to it
         self._given = prompt
@@ -69,7 +70,7 @@ class Handle(Produced, Call[T]):
 
     @property
     def prompt(self) -> str | None:
-        """The prompt's text, if it has one; a chat's is rendered when its request is taken in."""
+        """The prompt's text, or None if it has none. A chat's text is rendered when its request is taken in."""
         return self._mailbox.prompt if self._given.text is None else self._given.text
 
     @property
@@ -81,11 +82,11 @@ class Handle(Produced, Call[T]):
     def _awaited(self) -> str:
         return f"await session.{'generate' if self._given.messages is None else 'chat'}(…)"
 
-    # What it has become.
+    # Its state.
 
     @property
     def done(self) -> bool:
-        """Whether it has ended: finished, failed or aborted."""
+        """True once it has ended: finished, failed or aborted."""
         return self._mailbox.ended
 
     @property
@@ -96,11 +97,11 @@ class Handle(Produced, Call[T]):
     @property
     def request_ids(self) -> tuple[str, ...]:
         """The ids of its sequences, as statistics and step reports name them."""
-        return (self.id,) if self.sampling.n == 1 else tuple(f"{self.id}.{i}" for i in range(self.sampling.n))
+        return (self.id,) if self.sampling.n == 1 else tuple(f"{self.id}.{index}" for index in range(self.sampling.n))
 
     @property
     def prompt_token_ids(self) -> tuple[int, ...]:
-        """The prompt's token ids; empty until it was tokenized."""
+        """The prompt's token ids; empty until it is tokenized."""
         ids = self._mailbox.prompt_ids
         return () if ids is None else tuple(ids.tolist())
 
@@ -126,7 +127,7 @@ class Handle(Produced, Call[T]):
     # Its life.
 
     def submit(self) -> None:
-        """Queue it now; raises `QueueFull` when there is no place."""
+        """Queue it now. Raise `QueueFull` when there is no place."""
         self._host.check()
         limiter = self._host.limiter
         self._fits()
@@ -165,29 +166,29 @@ class Handle(Produced, Call[T]):
                 return
             self._mailbox.on_sequence_end = self._host.limiter.leave
             self._submitted = True
-        given = self._given
+        prompt = self._given
         self._host.submit(
             Submission(
                 id=self.id,
-                text=given.text,
-                token_ids=given.token_ids,
-                add_special_tokens=given.add_special_tokens,
+                text=prompt.text,
+                token_ids=prompt.token_ids,
+                add_special_tokens=prompt.add_special_tokens,
                 sampling=self.sampling,
                 mailbox=self._mailbox,
                 arrival=time.perf_counter(),
-                render=given.render,
-                pooling=given.pooling,
-                reply=given.reply,
+                render=prompt.render,
+                pooling=prompt.pooling,
+                reply=prompt.reply,
                 structure=self._structure,
-                covered=given.covered,
-                messages=given.messages,
-                long=given.long,
+                covered=prompt.covered,
+                messages=prompt.messages,
+                long=prompt.long,
                 caller=self.caller,
             )
         )
 
     def cancel(self) -> None:
-        """Abort it, from any thread; awaiting it raises `RequestAborted`. What it produced stays on the handle."""
+        """Abort it, from any thread. Awaiting it raises `RequestAborted`. Its text so far stays on the handle."""
         if self._mailbox.ended:
             return
         with self._lock:
@@ -207,7 +208,7 @@ class Handle(Produced, Call[T]):
         return self.completion()
 
     def completion(self) -> T:
-        """The result of a request that has ended, without waiting; raises its error if it has one."""
+        """Return the result of a request that has ended, without waiting. Raise its error if it has one."""
         if not self._mailbox.ended:
             raise InvalidRequest("handle", self.id, "has not ended", "Await it")
         if (error := self._mailbox.error) is not None:
@@ -216,7 +217,7 @@ class Handle(Produced, Call[T]):
         return cast(T, results[0] if self.sampling.n == 1 else Completions(results))
 
     async def _following(self, seen: int | None = None) -> None:
-        """Wait for the end, or for more than `seen` deltas. Any exception that gets in here aborts the request."""
+        """Wait for the end, or for more than `seen` deltas. Any exception raised in here aborts the request."""
         if not self._mailbox.ended:
             self._host.check_waiting(f"request {self.id}")
         try:
@@ -233,13 +234,13 @@ class Handle(Produced, Call[T]):
             raise
 
     def so_far(self) -> Any:
-        """What it has made, as its result would be; a sequence that has not ended is one that was aborted."""
-        made = [self._partial(index) for index in range(self.sampling.n)]
-        return made[0] if self.sampling.n == 1 else Completions(made)
+        """Return the output so far in the form of the result. A sequence that has not ended counts as aborted."""
+        completions = [self._partial(index) for index in range(self.sampling.n)]
+        return completions[0] if self.sampling.n == 1 else Completions(completions)
 
     def _partial(self, index: int) -> Completion:
-        if isinstance(done := self._mailbox.results[index], Completion):
-            return done
+        if isinstance(completion := self._mailbox.results[index], Completion):
+            return completion
         deltas = [delta for delta in self._mailbox.deltas if delta.index == index]
         ids = tuple(token for delta in deltas for token in delta.token_ids)
         prompt = self.prompt_token_ids
@@ -259,7 +260,7 @@ class Handle(Produced, Call[T]):
         )
 
     def wait_for_more(self, seen: int) -> int:
-        """Block this thread until there are more than `seen` deltas or the request ends; how many there are then."""
+        """Block this thread until there are more than `seen` deltas or the request ends. Return their number."""
         run_sync(self._mailbox.more(seen))
         return len(self._mailbox.deltas)
 
@@ -275,7 +276,7 @@ class Handle(Produced, Call[T]):
             )
 
     def stream_sync(self) -> SyncStream:
-        """The deltas, blocking this thread; for code without an event loop."""
+        """Return an iterator over the deltas that blocks this thread; for code without an event loop."""
         return SyncStream(self)
 
     def __repr__(self) -> str:
@@ -293,35 +294,43 @@ class Handle(Produced, Call[T]):
     def _repr_html_(self) -> str:
         if not self._mailbox.ended:
             state = self.status if self._submitted else "not submitted: await it, or iterate over it"
-            asked = "" if self.prompt is None else html.text(html.shortened(self.prompt, 200))
-            made = html.count(self._tokens_so_far, "token")
-            return str(html.block(html.line(self.id, state, made), asked, html.text(self._text_so_far)))
+            prompt = "" if self.prompt is None else html.text(html.shortened(self.prompt, 200))
+            tokens = html.count(self._tokens_so_far, "token")
+            return str(html.block(html.line(self.id, state, tokens), prompt, html.text(self._text_so_far)))
         if (error := self._mailbox.error) is not None:
             state = f"{type(error).__name__}: {error}"
-            if isinstance(error, RequestAborted):  # somebody wanted that: it is no fault
+            if isinstance(error, RequestAborted):  # an abort is requested: it is no fault
                 state = f"stopped after {html.count(self._tokens_so_far, 'token')}"
             return str(html.block(html.line(self.id, state), html.text(self._text_so_far)))
-        return str(html.block(*(done._repr_html_() for done in self._mailbox.results if isinstance(done, Completion))))
+        return str(
+            html.block(
+                *(
+                    completion._repr_html_()
+                    for completion in self._mailbox.results
+                    if isinstance(completion, Completion)
+                )
+            )
+        )
 
 
 def keep_what_came(error: BaseException, handles: Sequence[Handle[Any]], so_far: Callable[[], Any]) -> None:
-    """Keep what interrupted requests have made as `session.last`, and have the interrupt's message say so."""
+    """Keep the output of interrupted requests as `session.last`, and say so in the interrupt's message."""
     if isinstance(error, Exception):
         return
     tokens = sum(len(delta.token_ids) for handle in handles for delta in handle._mailbox.deltas)
     outcome = "stopped before the first token"
     if tokens:
         handles[0]._session.last = so_far()
-        what = "text is" if len(handles) == 1 else "texts are"
-        outcome = f"stopped after {html.count(tokens, 'token')}; the {what} kept as session.last"
+        subject = "text is" if len(handles) == 1 else "texts are"
+        outcome = f"stopped after {html.count(tokens, 'token')}; the {subject} kept as session.last"
     interrupted(error, outcome)
 
 
 def chat_behind(source: Handle[Any], text: str) -> dict[str, Any]:
-    """What a fork has of a chat: its messages, and how the reply is read that goes on behind `text`."""
-    given = source._given
-    reply = None if given.reply is None else given.reply.after(source.prompt or "", text)
-    return {"messages": given.messages, "reply": reply}
+    """Return the chat fields of a fork: the messages, and the reader of the reply that continues after `text`."""
+    prompt = source._given
+    reply = None if prompt.reply is None else prompt.reply.after(source.prompt or "", text)
+    return {"messages": prompt.messages, "reply": reply}
 
 
 async def one_ended(handles: Sequence[Handle[Any]]) -> None:
@@ -363,8 +372,8 @@ class Batch(Call[list[T]]):
                 await handle._mailbox.done()
                 if failure.filled:
                     error = await failure.get()
-                    found = [error in other._mailbox.results for other in self.handles]
-                    raise at_index(fresh(error), found.index(True))
+                    matches = [error in peer._mailbox.results for peer in self.handles]
+                    raise at_index(fresh(error), matches.index(True))
             return Completions(self._outcome(index) for index in range(len(self.handles)))
         except BaseException as error:
             self.cancel()
@@ -389,7 +398,7 @@ class Batch(Call[list[T]]):
 
     @property
     def done(self) -> bool:
-        """Whether all of the requests have ended: finished, failed or aborted."""
+        """True once all of the requests have ended: finished, failed or aborted."""
         return all(handle.done for handle in self.handles)
 
     def __repr__(self) -> str:

@@ -12,14 +12,14 @@ from rekindle._src.processes.team import Team
 from rekindle._src.session.parts import OpenRequest, precompiles
 from rekindle.errors import ConfigError
 
-# What is each process's own affair, or of use to the one with the scheduler alone.
+# The options that are each process's own, or that only the process with the scheduler uses.
 OWN = frozenset(
     {"cache_dir", "coordinator", "restore", "quiet", "log_every", "step_timeout", "policy", "seed", "max_queue"}
 )
 
 
 def gather(request: OpenRequest) -> Team:
-    """Wait for the followers. Raises ConfigError for what can't be shared with them."""
+    """Wait for the followers. Raise ConfigError for anything that can't be shared with them."""
     config = request.config
     if not isinstance(request.model, str | Path):
         raise ConfigError(
@@ -46,7 +46,7 @@ def gather(request: OpenRequest) -> Team:
 
 
 def options_of(config: EngineConfig) -> dict[str, Any]:
-    """The options that followers need, as JSON has them."""
+    """Return the options that followers need, in their JSON form."""
     fields = (field.name for field in dataclasses.fields(config) if field.name not in OWN)
-    found = {name: getattr(config, name) for name in fields}
-    return {**found, "mesh": dict(found["mesh"]), "precompile": precompiles(config.precompile)}
+    options = {name: getattr(config, name) for name in fields}
+    return {**options, "mesh": dict(options["mesh"]), "precompile": precompiles(config.precompile)}

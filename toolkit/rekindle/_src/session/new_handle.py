@@ -1,4 +1,4 @@
-"""The handle of one prompt's request, from what the caller passed."""
+"""Makes the handle of one prompt's request from the caller's arguments."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ def new_handle(
     reply: ReplyPlan | None = None,
     messages: Sequence[Mapping[str, Any]] | None = None,
 ) -> Handle[Any]:
-    """A handle that is not submitted yet.
+    """Return a handle that is not submitted yet.
 
     In a fork the last `covered` tokens of the prompt belong to the structured text of the options `base`, which goes on
-    if the request asks for the same structure. A fork of a chat has its `messages`, and its `reply` goes on.
+    if the request has the same structure. A fork of a chat has its `messages`, and its `reply` goes on.
     """
-    asked = sampling_of(engine, sampling, options)
+    merged = sampling_of(engine, sampling, options)
     host.check()
-    given, structure = parse_one(prompt), structure_in(engine, asked)
-    given = dataclasses.replace(given, reply=reply, messages=messages)
-    if base is not None and same_structure(asked, base):
-        given = dataclasses.replace(given, covered=covered)
-    return Handle(host, session, given, asked, scoped=scoped, structure=structure)
+    parsed, structure = parse_one(prompt), structure_in(engine, merged)
+    parsed = dataclasses.replace(parsed, reply=reply, messages=messages)
+    if base is not None and same_structure(merged, base):
+        parsed = dataclasses.replace(parsed, covered=covered)
+    return Handle(host, session, parsed, merged, scoped=scoped, structure=structure)
 
 
 def structure_in(engine: Engine, sampling: Sampling) -> Structure | None:
-    """What the options ask of the text's structure, checked as far as that is possible without compiling it."""
+    """Return the structure that the options require of the text, checked as far as possible without compiling it."""
     if not sampling.structured:
         return None
     from rekindle._src.structured.spec import structure_of  # few requests need it
@@ -61,7 +61,7 @@ def structure_in(engine: Engine, sampling: Sampling) -> Structure | None:
 
 
 def same_structure(one: Sampling, other: Sampling) -> bool:
-    """Whether both ask for the same structure, so that a fork goes on in that of its source."""
+    """True if both have the same structure, so that a fork continues that of its source."""
     from rekindle._src.structured.spec import structure_of
 
     first, second = structure_of(one), structure_of(other)

@@ -1,4 +1,4 @@
-"""Pausing: no step runs but those that are asked for one by one."""
+"""Pausing: no step runs but those requested one by one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ S = TypeVar("S")
 
 
 class Paused(Generic[S]):
-    """No step runs inside the block but those that `step()` asks for; entering waits for the steps in flight.
+    """A block in which no step runs but those of `step()`. Entering waits for the steps in flight.
 
     Entering returns the session.
     """

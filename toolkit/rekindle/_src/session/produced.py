@@ -1,4 +1,4 @@
-"""What a request has produced so far: the half of a handle that is read while it runs and afterwards."""
+"""The output of a request so far: the half of a handle that is read while it runs and afterwards."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rekindle.errors import InvalidRequest
 
 
 class Produced:
-    """Text, tokens and log-probabilities of a request; they stay when it is interrupted."""
+    """Text, tokens and log-probabilities of a request. They stay when it is interrupted."""
 
     id: str
     _mailbox: Mailbox
@@ -46,7 +46,7 @@ class Produced:
 
     @property
     def logprobs(self) -> tuple[TokenLogprobs, ...]:
-        """The log-probabilities so far, of the first sequence, if they were asked for."""
+        """The log-probabilities so far, of the first sequence, if the request has them."""
         return tuple(entry for delta in self._first for entry in delta.logprobs)
 
     @property

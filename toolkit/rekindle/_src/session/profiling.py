@@ -12,13 +12,13 @@ from rekindle.errors import InvalidRequest
 
 
 class Profiling:
-    """Traces of what the device and the host do."""
+    """Traces of the work of device and host."""
 
     _host: Host
 
     @contextlib.contextmanager
     def profile(self, folder: str | os.PathLike[str], *, python_calls: bool = False) -> Iterator[Path]:
-        """Record what the device and the host do within a `with` block; it may contain `await`.
+        """Record the work of the device and the host within a `with` block, which may contain `await`.
 
         `xprof --logdir FOLDER` (`pip install xprof`) then shows programs, kernels and their parts, such as "attention"
         and "sample". Everything in this process is recorded, other sessions too. `python_calls` adds calls of Python

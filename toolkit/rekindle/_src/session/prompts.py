@@ -20,30 +20,30 @@ PromptLike = str | Sequence[int] | np.ndarray
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt as it was given: text, or token ids."""
+    """One prompt: text, or token ids."""
 
     text: str | None
     token_ids: IntArray | None
     add_special_tokens: bool = True
     render: Callable[[], str] | None = None  # makes the text when the request is taken in
-    error: BaseException | None = None  # why it is no prompt
-    pooling: Pooling | None = None  # it is embedded
-    reply: ReplyPlan | None = None  # how a chat's reply is read
-    covered: int = 0  # tokens at its end that belong to a structured text, which the request goes on with
+    error: BaseException | None = None  # the reason why it is no prompt
+    pooling: Pooling | None = None  # None unless it is embedded
+    reply: ReplyPlan | None = None  # the reader of a chat's reply
+    covered: int = 0  # tokens at its end that belong to a structured text that the request continues
     messages: Sequence[Mapping[str, Any]] | None = None  # of a chat
-    long: bool = False  # there is much to render
+    long: bool = False  # True if rendering it takes long
 
 
 def parse(prompt: Any, *, keep_errors: bool = False) -> tuple[list[Prompt], bool]:
-    """The prompts of a request, and whether they were given as a list of prompts.
+    """Return the prompts of a request, and True if they came as a list of prompts.
 
-    An entry of a list that is no prompt raises, or stands in the list with its error if errors are kept.
+    An entry of a list that is no prompt raises, or is in the list with its error if errors are kept.
     """
     if isinstance(prompt, str) or _is_ids(prompt):
         return [parse_one(prompt)], False
     if isinstance(prompt, Sequence | np.ndarray) and not isinstance(prompt, bytes) and getattr(prompt, "ndim", 1) != 0:
         check_batch(len(prompt))
-        return [_numbered(one, index, keep_errors) for index, one in enumerate(prompt)], True
+        return [_numbered(entry, index, keep_errors) for index, entry in enumerate(prompt)], True
     raise InvalidRequest("prompt", prompt, "is neither text nor token ids", "Pass a str, a list of ints, or a list")
 
 
@@ -51,21 +51,21 @@ def _numbered(prompt: Any, index: int, keep_errors: bool) -> Prompt:
     try:
         return parse_one(prompt)
     except InvalidRequest as error:
-        found = at_index(error, index)
+        indexed = at_index(error, index)
     if keep_errors:
-        return Prompt("", None, error=found)
-    raise found
+        return Prompt("", None, error=indexed)
+    raise indexed
 
 
 def at_index(error: BaseException, index: int) -> BaseException:
-    """The error of one prompt of a list; one about the prompt names its index."""
+    """Return the error of one prompt of a list. An error about the prompt gets its index."""
     if not isinstance(error, InvalidRequest) or error.index is not None or error.field != "prompt":
         return error
     return type(error)(error.field, error.value, error.problem, error.fix, index)
 
 
 def parse_one(prompt: Any) -> Prompt:
-    """A prompt that is text or token ids; anything else raises `InvalidRequest`."""
+    """Return the prompt of text or token ids. Raise `InvalidRequest` for anything else."""
     if isinstance(prompt, str):
         check_prompt(len(prompt), "characters")
         return Prompt(prompt, None)
@@ -94,6 +94,6 @@ def _is_ids(prompt: Any) -> bool:
 
 
 def _bounded_ids(prompt: Any) -> Any:
-    """The prompt, unless it is too long to be looked at id by id."""
+    """Return the prompt. Raise if it is too long to be checked id by id."""
     check_prompt(len(prompt), "token ids")
     return prompt

@@ -2,7 +2,7 @@
 
 The overloads give each call its type: one prompt gives one completion, a list of prompts a list, and with the keyword
 `n` each completion is a list. `n` decides at run time whether there is one: with a value of 1 a completion is no list,
-and a type checker knows this for a literal 1 only. An `n` inside of a `Sampling` is invisible to type checkers.
+and a type checker knows this for a literal 1 only. An `n` inside a `Sampling` is invisible to type checkers.
 """
 
 # A str is a sequence of strings and 1 is an int: these overlaps are meant, and the overload that is taken stands first.
@@ -39,11 +39,11 @@ One = Literal[1] | None
 
 
 class Requests:
-    """What can be asked of an open model."""
+    """The requests to an open model."""
 
     _host: Host
     _engine: Engine
-    # What the last call that was interrupted had made: a completion "aborted", or a list as the call's result.
+    # The output of the last interrupted call: an "aborted" completion, or a list in the form of the call's result.
     last: Any = None
 
     @overload
@@ -122,14 +122,14 @@ class Requests:
             raise InvalidRequest("errors", errors, "is not known", "Use 'raise' or 'return'")
         options_ = sampling_of(self._engine, sampling, options)
         self._host.check()
-        given, many = parse(prompt, keep_errors=errors == "return")
-        check_batch(len(given), options_.n)
+        prompts, many = parse(prompt, keep_errors=errors == "return")
+        check_batch(len(prompts), options_.n)
         if errors == "return" and not many:
             raise InvalidRequest("errors", errors, "is for a list of prompts", "Pass [prompt], or leave it out")
         structure = structure_in(self._engine, options_)
-        handles: list[Handle[Any]] = [Handle(self._host, self, one, options_, structure=structure) for one in given]
-        several: Batch[Any] = Batch(handles, progress=shown(self._engine, options_), keep_errors=errors == "return")
-        return several if many else handles[0]
+        handles: list[Handle[Any]] = [Handle(self._host, self, item, options_, structure=structure) for item in prompts]
+        batch: Batch[Any] = Batch(handles, progress=shown(self._engine, options_), keep_errors=errors == "return")
+        return batch if many else handles[0]
 
     @overload
     def stream(
@@ -147,7 +147,7 @@ class Requests:
     ) -> Handle[Completions]: ...
     @takes_options(Sampling, returns="Handle[Completion]")
     def stream(self, prompt: PromptLike, sampling: Sampling | None = None, /, **options: Any) -> Any:
-        """`async for` over it gives deltas whose text is final. Leaving the loop early aborts the request."""
+        """Iterate over it with `async for` for deltas of final text. Leaving the loop early aborts the request."""
         return self._handle(prompt, sampling, options, scoped=True)
 
     @overload
@@ -166,7 +166,7 @@ class Requests:
     ) -> Handle[Completions]: ...
     @takes_options(Sampling, returns="Handle[Completion]")
     def submit(self, prompt: PromptLike, sampling: Sampling | None = None, /, **options: Any) -> Any:
-        """Queue a request now, from any thread; raises `QueueFull` rather than wait.
+        """Queue a request now, from any thread. Raise `QueueFull` rather than wait.
 
         Keep the handle that it returns: the request is aborted when it is dropped.
         """
@@ -227,30 +227,30 @@ class Requests:
         sampling: Sampling | None = None,
         **options: Any,
     ) -> Any:
-        """Go on from token `at` of a finished or running completion; the pages of what came before are shared.
+        """Continue from token `at` of a finished or running completion. The pages of the tokens before it are shared.
 
-        `edit` replaces the tokens from `at` on. The source's sampling is kept but for what is given, its seed included:
-        since a token's random numbers depend on seed and position alone, an unchanged fork repeats the source.
-        `max_tokens` becomes what the source had left. The reply of a chat's handle is read on for reasoning and calls.
-        Returns a submitted handle.
+        `edit` replaces the tokens from `at` on. The source's sampling is kept, its seed included, except for the
+        options given here: since a token's random numbers depend on seed and position alone, an unchanged fork repeats
+        the source. `max_tokens` becomes the rest of the source's. The reply of a chat's handle is read on for reasoning
+        and calls. Returns a submitted handle.
         """
-        prompt_ids, made, base = source.prompt_token_ids, source.token_ids, source.sampling
+        prompt_ids, tokens, base = source.prompt_token_ids, source.token_ids, source.sampling
         if not prompt_ids:
             raise InvalidRequest("source", source.id, "has not started", "Wait for its first token")
-        if not 0 <= at <= len(made):
-            raise InvalidRequest("at", at, f"is outside of the {len(made)} tokens so far", f"Use 0 to {len(made)}")
+        if not 0 <= at <= len(tokens):
+            raise InvalidRequest("at", at, f"is outside of the {len(tokens)} tokens so far", f"Use 0 to {len(tokens)}")
         tokenizer = self._engine.tokenizer
         edited = tokenizer.encode(edit, add_special_tokens=False) if isinstance(edit, str) else list(edit or ())
         if sampling is None:
-            left = max(1, base.max_tokens - at - len(edited))
+            remaining = max(1, base.max_tokens - at - len(edited))
             sampling = dataclasses.replace(
-                base, max_tokens=left, min_tokens=min(left, max(0, base.min_tokens - at - len(edited))), n=1
+                base, max_tokens=remaining, min_tokens=min(remaining, max(0, base.min_tokens - at - len(edited))), n=1
             )
-        kept = [*made[:at], *edited]
-        text = tokenizer.decode(kept, skip_special_tokens=False) if tokenizer.has_text else ""
+        prefix = [*tokens[:at], *edited]
+        text = tokenizer.decode(prefix, skip_special_tokens=False) if tokenizer.has_text else ""
         chat = chat_behind(source, text) if isinstance(source, Handle) else {}
-        covered = source.covered + len(kept)
-        handle = self._handle([*prompt_ids, *kept], sampling, options, base=base, covered=covered, **chat)
+        covered = source.covered + len(prefix)
+        handle = self._handle([*prompt_ids, *prefix], sampling, options, base=base, covered=covered, **chat)
         handle.submit()
         return handle
 
@@ -323,9 +323,9 @@ class Requests:
         errors: Literal["raise", "return"] = "raise",
         **options: Any,
     ) -> Any:
-        """`generate` for code without an event loop: blocks this thread until the result is there."""
-        given: Any = {"errors": errors, **options}
-        call: Handle[Any] | Batch[Any] = self.generate(prompt, sampling, **given)  # type: ignore[arg-type]
+        """Run `generate` from code without an event loop: blocks this thread until the result is there."""
+        keywords: Any = {"errors": errors, **options}
+        call: Handle[Any] | Batch[Any] = self.generate(prompt, sampling, **keywords)  # type: ignore[arg-type]
         return call.result_sync()
 
     @takes_options(Sampling)
@@ -338,6 +338,6 @@ class Requests:
         n: int | None = None,
         **options: Unpack[SamplingOptions],
     ) -> SyncStream:
-        """`stream` for code without an event loop: `for` over it blocks this thread."""
-        given = options if n is None else {**options, "n": n}
-        return self._handle(prompt, sampling, given, scoped=True).stream_sync()
+        """Run `stream` from code without an event loop: `for` over it blocks this thread."""
+        merged = options if n is None else {**options, "n": n}
+        return self._handle(prompt, sampling, merged, scoped=True).stream_sync()

@@ -1,4 +1,4 @@
-"""Fills in what the user left open: takes an `EngineConfig` and returns one without "auto" and None."""
+"""Resolves options left open by the user: takes an `EngineConfig` and returns one without "auto" and None."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ log = logging.getLogger("rekindle.engine")
 LONGEST_DEFAULT = 4096
 PAGE_SIZES = {"cpu": 32, "gpu": 64, "tpu": 128}
 CPU_SHARE = 0.1  # of RAM
-DEVICE_SHARE = 0.9  # of what is free
+DEVICE_SHARE = 0.9  # of the free memory
 CACHED_CONTEXTS = 4  # the default keeps at most this many full contexts per running request
 
 
 def resolve(
     config: EngineConfig, model: ModelConfig, *, weight_bytes: int = 0, placement: Placement | None = None
 ) -> EngineConfig:
-    """The config for this model and platform. `weight_bytes` are still to be loaded, on each device, and kept free."""
+    """Return the config for this model and platform. `weight_bytes` on each device are kept free for weights."""
     platform = jax.default_backend()
     dtype = _dtype(config.dtype, model, platform)
     kv_dtype = dtype if config.kv_dtype == "auto" else config.kv_dtype
@@ -77,7 +77,7 @@ def resolve(
 
 
 def of_one_shard(config: EngineConfig, shards: int) -> EngineConfig:
-    """The part of a resolved config that one data shard has: its share of the requests and of a step's tokens."""
+    """Return a resolved config for one data shard: its share of the requests and of a step's tokens."""
     if shards == 1:
         return config
     requests, tokens = config.max_requests // shards, config.max_tokens_per_step // shards
@@ -85,7 +85,7 @@ def of_one_shard(config: EngineConfig, shards: int) -> EngineConfig:
 
 
 def _evenly(config: EngineConfig, shards: int) -> EngineConfig:
-    """Requests and tokens rounded up, so that every data shard has as many."""
+    """Round requests and tokens up, so that every data shard has as many."""
     if shards == 1:
         return config
     requests, tokens = (-(-size // shards) * shards for size in (config.max_requests, config.max_tokens_per_step))
@@ -97,7 +97,7 @@ def _each(shards: int) -> str:
 
 
 def _shareable(model: ModelConfig, length: int) -> bool:
-    """Whether equal tokens have equal keys. Dynamic and longrope models rotate the keys of long prompts differently."""
+    """True if equal tokens have equal keys. Dynamic and longrope models rotate the keys of long prompts differently."""
     if model.rope_regime(length) == model.rope_regime(1):
         return True
     log.warning("no prefix cache: at prompts up to %d tokens this model rotates keys by the prompt's length", length)
@@ -117,7 +117,7 @@ def _kind(platform: str) -> str:
 def _pages(
     config: EngineConfig, model: ModelConfig, platform: str, weight_bytes: int, placement: Placement | None
 ) -> dict[str, Any]:
-    """The fields `device_pages` and `device_memory`, which follow from each other; both are those of each device."""
+    """Return the fields `device_pages` and `device_memory`, which follow from each other; both are for each device."""
     assert config.max_model_len is not None, "resolved before"
     assert config.page_size is not None, "resolved before"
     size = page_bytes(model if placement is None else placement.local.config, config.page_size, config.kv_dtype)
@@ -139,14 +139,14 @@ def _pages(
 
 
 def _free_memory(platform: str, weight_bytes: int, placement: Placement | None) -> int:
-    """Bytes that each device of this process has for pages; the fullest decides."""
+    """Return the bytes that each device of this process has for pages; the fullest decides."""
     devices = jax.local_devices()[:1]
     if placement is not None:
         devices = [device for device in placement.devices if device.process_index == jax.process_index()]
     if platform == "cpu":
         return int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * CPU_SHARE) // len(devices)
-    rooms = []
+    free = []
     for device in devices:
         statistics = device.memory_stats() or {}
-        rooms.append(statistics.get("bytes_limit", 0) - statistics.get("bytes_in_use", 0) - weight_bytes)
-    return int(min(rooms) * DEVICE_SHARE)
+        free.append(statistics.get("bytes_limit", 0) - statistics.get("bytes_in_use", 0) - weight_bytes)
+    return int(min(free) * DEVICE_SHARE)

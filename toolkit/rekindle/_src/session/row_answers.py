@@ -1,4 +1,4 @@
-"""What `session.map` gives: one `RowAnswer` for each row, in a list that shows itself as a table."""
+"""The result of `session.map`: one `RowAnswer` for each row, in a list that shows itself as a table."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class RowAnswer(html.Record):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     error: RekindleError | None = None
-    parsed: Any = None  # what schema=, choice= and the like make of the text; None if that is no object
-    parse_error: NotParsed | None = None  # why `parsed` is None although a structure was asked for
+    parsed: Any = None  # the object that schema=, choice= and the like make of the text; None if it is no object
+    parse_error: NotParsed | None = None  # the reason why `parsed` is None although the request has a structure
     resumed: bool = False  # read from the file that an earlier call wrote
 
     def __str__(self) -> str:
@@ -37,7 +37,7 @@ class RowAnswers(list[RowAnswer]):
         self._rows = rows  # the DataFrame or the sequence of mappings that was answered
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return list, (list(self),)  # pickled as what it is, so that it is read without this class
+        return list, (list(self),)  # pickled as a plain list, so that it is read without this class
 
     @property
     def texts(self) -> list[str]:
@@ -50,11 +50,11 @@ class RowAnswers(list[RowAnswer]):
         return {answer.row: answer.error for answer in self if answer.error is not None}
 
     def to_pandas(self) -> Any:
-        """A DataFrame of the rows' own columns, followed by those of the answers.
+        """Return a DataFrame of the rows' own columns, followed by those of the answers.
 
-        These are text, finish_reason, prompt_tokens, completion_tokens and error, and parsed if a structure was asked
-        for; one whose name the rows have already begins with `answer_`. The index is that of the rows' DataFrame.
-        Rows that came from an iterator are not kept: their columns are missing.
+        These are text, finish_reason, prompt_tokens, completion_tokens and error, and parsed if the request has a
+        structure. A column whose name the rows have already begins with `answer_`. The index is that of the rows'
+        DataFrame. Rows that came from an iterator are not kept: their columns are missing.
         """
         try:
             import pandas
@@ -69,22 +69,24 @@ class RowAnswers(list[RowAnswer]):
         }
         if any(answer.parsed is not None or answer.parse_error is not None for answer in self):
             columns["parsed"] = pandas.Series([answer.parsed for answer in self], dtype=object).to_numpy()
-        found = self._answered(pandas)
+        frame = self._answered(pandas)
         for name, values in columns.items():
-            while name in found.columns:
+            while name in frame.columns:
                 name = f"answer_{name}"
-            found[name] = values
-        return found
+            frame[name] = values
+        return frame
 
     def _answered(self, pandas: Any) -> Any:
-        """The rows that have an answer, as a DataFrame of their own columns."""
+        """Return the answered rows as a DataFrame of their own columns."""
         places = [answer.row for answer in self]
         if hasattr(self._rows, "iloc"):
             return self._rows.iloc[places].copy()
         if hasattr(self._rows, "iter_rows"):  # polars
             return pandas.DataFrame(self._rows[places].to_dict(as_series=False), index=range(len(places)))
-        kept = [self._rows[place] if self._rows is not None else {} for place in places]
-        return pandas.DataFrame([dict(row) if isinstance(row, Mapping) else {} for row in kept], index=range(len(kept)))
+        taken = [self._rows[place] if self._rows is not None else {} for place in places]
+        return pandas.DataFrame(
+            [dict(row) if isinstance(row, Mapping) else {} for row in taken], index=range(len(taken))
+        )
 
     def _summary(self) -> tuple[str, ...]:
         resumed = sum(answer.resumed for answer in self)
@@ -113,6 +115,6 @@ class RowAnswers(list[RowAnswer]):
 
 
 def _problem(answer: RowAnswer) -> str | None:
-    """Why a row has no answer, or its answer no object."""
+    """Return the reason why a row has no answer, or its answer no object."""
     problem = answer.error or answer.parse_error
     return None if problem is None else str(problem)

@@ -40,7 +40,7 @@ _OF_A_ROW = (InvalidRequest, RequestAborted, RequestFailed)  # errors that leave
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Asked:
-    """A row that is being answered."""
+    """A row whose request is running."""
 
     row: int
     key: str
@@ -48,7 +48,7 @@ class _Asked:
 
 
 class RowMap(Call[RowAnswers]):
-    """The call that `session.map` returns: await it for the answers. `answers` holds those that are there so far."""
+    """The call that `session.map` returns: await it for the answers. `answers` holds the answers so far."""
 
     # Any: only map() makes one, and the signature of a public class names no private type.
     def __init__(
@@ -92,20 +92,20 @@ class RowMap(Call[RowAnswers]):
         most = min(2 * self._config.max_requests, self._config.max_queue + self._config.max_requests)
         try:
             for row, values in enumerate(self._rows):
-                asked = self._ask(row, values)
-                if asked is None:
+                entry = self._ask(row, values)
+                if entry is None:
                     continue
-                await asked.handle.admit()
-                self._live.append(asked)
+                await entry.handle.admit()
+                self._live.append(entry)
                 if len(self._live) >= most:
                     await self._wait()
             while self._live:
                 await self._wait()
         except BaseException as error:
-            for asked in self._live:
-                if not isinstance(error, Exception) and asked.handle.done and asked.handle.error is None:
-                    self._answered(asked, asked.handle.completion())  # it came just before the interrupt
-                asked.handle.cancel()
+            for entry in self._live:
+                if not isinstance(error, Exception) and entry.handle.done and entry.handle.error is None:
+                    self._answered(entry, entry.handle.completion())  # it ended just before the interrupt
+                entry.handle.cancel()
             self._live = []
             outcome = "stopped before the first row was answered"
             if self._found and not isinstance(error, Exception):
@@ -117,7 +117,7 @@ class RowMap(Call[RowAnswers]):
             raise
 
     def _ask(self, row: int, values: Any) -> _Asked | None:
-        """The request of a row; None if its answer is known, or if it has an error already."""
+        """Make the request of a row. Return None if its answer is known, or if it has an error already."""
         if row in self._found and self._found[row].error is None:
             return None  # the call was interrupted, and is awaited again
         try:
@@ -126,35 +126,37 @@ class RowMap(Call[RowAnswers]):
             self._keep(RowAnswer(row, error=error))
             return None
         key = row_key(self._options, prompt)
-        known = self._out.find(row, key) if self._out is not None else None
-        if known is not None:
-            tokens = known.get("prompt_tokens", 0), known.get("completion_tokens", 0)
-            text, reason = known["text"], FinishReason(known["finish_reason"])
-            made = self._parsed(text, known.get("not_parsed"))
-            self._keep(RowAnswer(row, text, reason, *tokens, parsed=made.value, parse_error=made.problem, resumed=True))
+        line = self._out.find(row, key) if self._out is not None else None
+        if line is not None:
+            tokens = line.get("prompt_tokens", 0), line.get("completion_tokens", 0)
+            text, reason = line["text"], FinishReason(line["finish_reason"])
+            parsed = self._parsed(text, line.get("not_parsed"))
+            self._keep(
+                RowAnswer(row, text, reason, *tokens, parsed=parsed.value, parse_error=parsed.problem, resumed=True)
+            )
             return None
         try:
             if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
                 messages: Any = prompt
                 return _Asked(row, key, self._session.chat(messages, self._sampling, **self._chat_options))
-            given: Any = prompt
-            return _Asked(row, key, self._session.generate(given, self._sampling))
+            plain: Any = prompt
+            return _Asked(row, key, self._session.generate(plain, self._sampling))
         except InvalidRequest as error:
             self._failed(row, key, error)
             return None
 
     async def _wait(self) -> None:
-        """Wait until a row is answered, and keep all that are."""
+        """Wait until a row is answered, and keep all answers that are there."""
         live = self._live
-        await one_ended([asked.handle for asked in live])
-        ended = [asked for asked in live if asked.handle.done]
-        self._live = [asked for asked in live if not asked.handle.done]
-        for asked in ended:
-            error = asked.handle.error
+        await one_ended([entry.handle for entry in live])
+        ended = [entry for entry in live if entry.handle.done]
+        self._live = [entry for entry in live if not entry.handle.done]
+        for entry in ended:
+            error = entry.handle.error
             if error is None:
-                self._answered(asked, asked.handle.completion())
+                self._answered(entry, entry.handle.completion())
             elif isinstance(error, _OF_A_ROW):
-                self._failed(asked.row, asked.key, error)
+                self._failed(entry.row, entry.key, error)
             else:
                 raise fresh(error)
 
@@ -183,7 +185,7 @@ class RowMap(Call[RowAnswers]):
         self._keep(answer)
 
     def _parsed(self, text: str, problem: Any) -> Parsed:
-        """The object of a text that was read from the file, or the problem that stands beside it."""
+        """Return the object of a text that was read from the file, or the problem that was stored with it."""
         if self._parse is None:
             return Parsed()
         return Parsing(text, self._parse, None if problem is None else NotParsed(*problem)).get()
@@ -201,10 +203,13 @@ class RowMap(Call[RowAnswers]):
 
         def look() -> State:
             ended, total, answers = len(self._found), self._rows.total, tuple(self._found.values())
-            made = self._made + sum(len(asked.handle.token_ids) for asked in tuple(self._live))
+            tokens = self._made + sum(len(entry.handle.token_ids) for entry in tuple(self._live))
             resumed = before + sum(answer.resumed for answer in answers[before:])  # these took no time
-            own = None if total is None else (ended - resumed) / max(1, total - resumed)
-            words = [f"{ended:,} of {total:,} rows" if total is not None else f"{ended:,} rows", *pace.look(made, own)]
+            share = None if total is None else (ended - resumed) / max(1, total - resumed)
+            words = [
+                f"{ended:,} of {total:,} rows" if total is not None else f"{ended:,} rows",
+                *pace.look(tokens, share),
+            ]
             if errors := sum(answer.error is not None for answer in answers):
                 words.append(html.count(errors, "error"))
             return State(", ".join(words), ended / total if total else None)
@@ -239,31 +244,31 @@ class RowMapping(Requests, ChatRequests):
         are fields of a row, or a function that makes a row into a prompt or into messages. With `chat` the text is
         the user's message, after `system` if that is given; `template_options` are variables of the chat template.
 
-        A name in the template that no row has is refused at once. A row that fails has its error in the result, and the
-        others go on. With `out` each answer is written to that file as it comes, a line of JSON for each row: called
-        again after a kill with the same file, only rows that have no answer yet, or whose prompt, options or model
-        changed, are computed. Rows are read as they are needed, and a few more than run at once wait in the session's
-        queue.
+        A name in the template that no row has raises an error at once. A row that fails has its error in the result,
+        and the others go on. With `out` each answer is written to that file as it comes, a line of JSON for each row:
+        called again after a kill with the same file, only rows that have no answer yet, or whose prompt, options or
+        model changed, are computed. Rows are read as they are needed, and a few more than run at once wait in the
+        session's queue.
         """
-        asked = sampling_of(self._engine, sampling, options)
-        if asked.n != 1:
-            raise InvalidRequest("n", asked.n, "is more than one answer for a row", "Leave it out, or repeat the rows")
+        merged = sampling_of(self._engine, sampling, options)
+        if merged.n != 1:
+            raise InvalidRequest("n", merged.n, "is more than one answer for a row", "Leave it out, or repeat the rows")
         self._host.check()
         if chat and self._engine.chat is None:
             raise InvalidRequest("chat", chat, "needs a chat template, and the model brings none", "Leave it out")
-        values = {field.name: getattr(asked, field.name) for field in dataclasses.fields(asked)}
+        values = {field.name: getattr(merged, field.name) for field in dataclasses.fields(merged)}
         changed = {name: value for name, value in values.items() if value is not None and name != "priority"}
-        structure = structure_in(self._engine, asked)
+        structure = structure_in(self._engine, merged)
         if structure is not None:  # a type is the same if its schema is
             changed["schema"] = structure.spec.text
         extra = {} if template_options is None else {"template_options": dict(template_options)}
-        told = json.dumps([self._engine.model, changed, extra], sort_keys=True, default=str)
+        options_text = json.dumps([self._engine.model, changed, extra], sort_keys=True, default=str)
         prompts = RowPrompts(template, chat=chat, system=system)
         table = Rows(rows)
         table.check_names(prompts.fields)
         parse = None if structure is None else structure.parse
         compiling = compiled_in(self._engine)
-        return RowMap(self, self._engine.config, table, prompts, asked, told, out, extra, parse, compiling)
+        return RowMap(self, self._engine.config, table, prompts, merged, options_text, out, extra, parse, compiling)
 
     @takes_options(Sampling)
     def map_sync(
@@ -279,7 +284,7 @@ class RowMapping(Requests, ChatRequests):
         template_options: Mapping[str, Any] | None = None,
         **options: Unpack[SamplingOptions],
     ) -> RowAnswers:
-        """`map` for code without an event loop: blocks this thread until the answers are there."""
+        """Run `map` from code without an event loop: blocks this thread until the answers are there."""
         call = self.map(
             rows, template, sampling, out=out, chat=chat, system=system, template_options=template_options, **options
         )

@@ -1,4 +1,4 @@
-"""Prompts made of the rows of a table, or of any iterable of mappings, and of a template that they fill."""
+"""Prompts from a template and the rows of a table, or of any iterable of mappings, that fill it."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Rows:
 
     @property
     def source(self) -> Any:
-        """The DataFrame or the sequence that the rows came from; None for what can be read only once."""
+        """The DataFrame or the sequence of the rows; None if they can be read only once."""
         return self._rows if self._frame or isinstance(self._rows, Sequence) else None
 
     def check_names(self, names: Iterable[str]) -> None:
-        """Raises `InvalidRequest` for a field's name that no row has, as far as that is known before they are read."""
+        """Raise `InvalidRequest` for a field's name that no row has, as far as that is known before rows are read."""
         if self._frame:
             known = dict.fromkeys(str(name) for name in self._rows.columns)
         elif isinstance(self._rows, Sequence) and self._rows and all(isinstance(row, Mapping) for row in self._rows):
@@ -42,9 +42,9 @@ class Rows:
             return
         for name in names:
             if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
+                similar = difflib.get_close_matches(name, known, n=1)
                 listed = ", ".join(map(repr, known)) or "none"
-                fix = f"Did you mean {near[0]!r}?" if near else f"The columns are {listed}"
+                fix = f"Did you mean {similar[0]!r}?" if similar else f"The columns are {listed}"
                 raise InvalidRequest("template", "{" + name + "}", "names a column that no row has", fix)
 
     def __iter__(self) -> Iterator[Any]:
@@ -61,7 +61,7 @@ class Rows:
 
 
 class RowPrompts:
-    """Fills a template with rows. Errors name the row."""
+    """A template to be filled with rows. Errors name the row."""
 
     def __init__(self, template: Any, *, chat: bool, system: str | None) -> None:
         if not isinstance(template, str) and not callable(template):
@@ -79,7 +79,7 @@ class RowPrompts:
         self.fields = _fields(template) if isinstance(template, str) else ()
 
     def fill(self, index: int, row: Any) -> str | list[int] | Messages:
-        """The prompt of a row: text, token ids, or the messages of a chat."""
+        """Return the prompt of a row: text, token ids, or the messages of a chat."""
         field = f"rows[{index}]"
         if not isinstance(row, Mapping):
             raise InvalidRequest(field, row, "is not a mapping", "Use dicts such as {'text': '…'}")
@@ -90,45 +90,45 @@ class RowPrompts:
                 raise InvalidRequest(
                     field, dict(row), f"has no {missing[0]!r}, which the template names", f"Its fields are {names}"
                 )
-        made: Any
+        filled: Any
         try:
-            made = self._template.format_map(row) if isinstance(self._template, str) else self._template(row)
+            filled = self._template.format_map(row) if isinstance(self._template, str) else self._template(row)
         except Exception as error:
             wrong = InvalidRequest(field, dict(row), f"does not fit the template: {error!r}", "Change one of the two")
             wrong.__cause__ = error
             raise wrong from error
-        if isinstance(made, Sequence) and not isinstance(made, str) and made and isinstance(made[0], Mapping):
-            return self._messages([dict(message) for message in made])
-        if self._chat and isinstance(made, str):
-            return self._messages([{"role": "user", "content": made}])
+        if isinstance(filled, Sequence) and not isinstance(filled, str) and filled and isinstance(filled[0], Mapping):
+            return self._messages([dict(message) for message in filled])
+        if self._chat and isinstance(filled, str):
+            return self._messages([{"role": "user", "content": filled}])
         try:
-            given = parse_one(made)
+            prompt = parse_one(filled)
         except InvalidRequest as error:
             fix = "Return text, token ids or messages"
-            raise InvalidRequest(field, made, "was made into something that is no prompt", fix) from error
-        if given.text is not None:
-            return given.text
-        assert given.token_ids is not None, "a prompt has text or token ids"
-        return [int(token) for token in given.token_ids]
+            raise InvalidRequest(field, filled, "was made into something that is no prompt", fix) from error
+        if prompt.text is not None:
+            return prompt.text
+        assert prompt.token_ids is not None, "a prompt has text or token ids"
+        return [int(token) for token in prompt.token_ids]
 
     def _messages(self, messages: Messages) -> Messages:
         return messages if self._system is None else [{"role": "system", "content": self._system}, *messages]
 
 
 def _fields(template: str) -> tuple[str, ...]:
-    """The names in a format string; each once."""
+    """Return the names in a format string, each once."""
     try:
         names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
     except ValueError as error:
         raise InvalidRequest(
             "template", template, f"is no format string: {error}", "Write {{ and }} for braces that are text"
         ) from None
-    found = [name.split(".")[0].split("[")[0] for name in names]
-    if any(not name or name.isdigit() for name in found):
+    fields = [name.split(".")[0].split("[")[0] for name in names]
+    if any(not name or name.isdigit() for name in fields):
         raise InvalidRequest(
             "template",
             template,
             "has braces without a field's name",
             "Write {text}, and {{ or }} for braces in the text",
         )
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(fields))

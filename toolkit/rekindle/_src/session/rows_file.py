@@ -1,7 +1,7 @@
 """The file that `session.map` writes as it goes: a line of JSON for each row, kept across a kill.
 
-A line begins with the row's number and a digest of prompt, options and model. A row whose line is there, with the same
-digest and without an error, is not computed again. Of several lines for one row the last counts.
+A line begins with the row's number and a digest of prompt, options and model. A row that has a line with the same
+digest and without an error is not computed again. Of several lines for one row the last counts.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from rekindle._src.core.json_lines import Entry, JsonLines
 
 
 def row_key(options: str, prompt: Any) -> str:
-    """A digest that names what a row's answer depends on."""
+    """Return a digest of everything that a row's answer depends on."""
     text = json.dumps([options, prompt], ensure_ascii=False, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 class RowsFile:
-    """Knows the answers that an earlier call left, and adds new ones."""
+    """The answers of earlier calls, to which new ones are added."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._kept: dict[int, tuple[str, int]] = {}  # by row: its key, and where its line begins
@@ -39,9 +39,9 @@ class RowsFile:
         self._lines.__exit__(kind, error, trace)
 
     def find(self, row: int, key: str) -> Entry | None:
-        """The line of a row that was answered with this key."""
-        known, at = self._kept.get(row, ("", 0))
-        return self._lines.entry(at) if known == key else None
+        """Return the line of a row that was answered with this key, or None."""
+        stored, offset = self._kept.get(row, ("", 0))
+        return self._lines.entry(offset) if stored == key else None
 
     def add(self, row: int, key: str, **fields: Any) -> None:
         """Write a row's line."""

@@ -10,9 +10,9 @@ from rekindle._src.dispatch.messages import Engine
 
 
 def sampling_of(engine: Engine, sampling: Sampling | None, options: Mapping[str, Any]) -> Sampling:
-    """The request's options. A `Sampling` is taken as it is; without one the checkpoint's defaults are below `options`.
+    """Return the request's options. Without a `Sampling`, they default to those of the checkpoint.
 
-    There None leaves an option at the checkpoint's value, as leaving it out does.
+    In that case None leaves an option at the checkpoint's value, as leaving it out does.
     """
     if sampling is not None or engine.sampling is None:
         return Sampling.of(sampling, options)

@@ -27,7 +27,7 @@ class Scheduling(NamedTuple):
 
 
 def make_scheduling(config: EngineConfig, model: LoadedModel, programs: Programs, tiers: Tiers | None) -> Scheduling:
-    """`config` is that of the session, resolved. Without `tiers` requests share no pages."""
+    """Make the schedulers. `config` is the session's, resolved. Without `tiers` requests share no pages."""
     limits = _limits(config, model, programs)
     shards = programs.shards
     caches: list[PrefixCache] = []
@@ -42,24 +42,28 @@ def make_scheduling(config: EngineConfig, model: LoadedModel, programs: Programs
     if shards.count == 1:
         pool, cache = pages(0)
         return Scheduling(Scheduler(limits, pool, cache=cache, policy=config.policy, seed=config.seed), cache)
-    arrivals, found = itertools.count(), list[ShardScheduler]()
+    arrivals, schedulers = itertools.count(), list[ShardScheduler]()
     for shard in range(shards.count):
         pool, cache = pages(shard)
         first = shard * shards.slots
-        found.append(
+        schedulers.append(
             ShardScheduler(
                 limits, pool, arrivals, first_slot=first, cache=cache, policy=config.policy, seed=config.seed
             )
         )
-    scheduler = DataScheduler(found)
+    scheduler = DataScheduler(schedulers)
     return Scheduling(scheduler, scheduler.cache)
 
 
 def _limits(config: EngineConfig, model: LoadedModel, programs: Programs) -> Limits:
-    """The limits of each data shard; the queue is that of all."""
-    own = programs.config
+    """Return the limits of each data shard. The queue's limit is for all of them together."""
+    shard = programs.config
     padded = not traits(model.graph.precision.implementation).skips_padding
-    limits = Limits.of(own, max_prefill_rows=prefill_rows(own.max_tokens_per_step, own.max_requests), padded=padded)
+    limits = Limits.of(
+        shard,
+        max_prefill_rows=prefill_rows(shard.max_tokens_per_step, shard.max_requests),
+        padded=padded,
+    )
     # The admission limiter bounds the queue; a burst may be queued whole before the first of it runs.
     return dataclasses.replace(
         limits,

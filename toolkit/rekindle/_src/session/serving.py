@@ -36,8 +36,8 @@ class Serving:
     ) -> Call[Server]:
         """Await it to serve this session over HTTP as OpenAI's API, beside the cells that use it.
 
-        `port` 0 takes a free one; the result's `url` says which. `name` is what the model is called, `api_key` what
-        requests have to bring. Of `max_connections` three quarters may come from one address; by default there may be
+        `port` 0 takes a free one; the result's `url` has it. `name` is the model's name, and `api_key` the key that
+        requests have to send. Of `max_connections` three quarters may come from one address; by default there may be
         as many as the process has descriptors for. `rekindle.serve.app` explains the other options. Needs the extra
         `serve`.
         """

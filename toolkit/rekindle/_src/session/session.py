@@ -1,4 +1,4 @@
-"""The session: what a caller can do with an open model beside making requests."""
+"""The session: everything that a caller can do with an open model beside making requests."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Session(RowMapping, Embedding, Conversations, Serving, Profiling):
         chat: Any = None,
         model: str = "",
     ) -> None:
-        """A session over parts that exist already, such as fakes; `open` makes the real ones."""
+        """Make a session over parts that exist already, such as fakes; `open` makes the real ones."""
         from rekindle._src.structured.grammar import Grammars
 
         engine = Engine(
@@ -86,7 +86,7 @@ class Session(RowMapping, Embedding, Conversations, Serving, Profiling):
 
     @classmethod
     def attached(cls, host: Host, engine: Engine) -> Self:
-        """A session over a host that has already opened."""
+        """Return a session over a host that has already opened."""
         session = cls.__new__(cls)
         session._attach(host, engine)
         return session
@@ -101,7 +101,7 @@ class Session(RowMapping, Embedding, Conversations, Serving, Profiling):
 
     @property
     def config(self) -> EngineConfig:
-        """What it was opened with, with every default resolved."""
+        """The options it was opened with, with every default resolved."""
         return self._engine.config
 
     @property
@@ -116,13 +116,13 @@ class Session(RowMapping, Embedding, Conversations, Serving, Profiling):
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed; it takes no requests then."""
+        """True once it was closed; it takes no requests then."""
         return self._host.closing
 
     # Looking inside.
 
     def stats(self) -> SessionStats:
-        """A snapshot of its numbers: queue, running requests, pages, hit rates, compilations, times."""
+        """Return a snapshot of its numbers: queue, running requests, pages, hit rates, compilations, times."""
         from rekindle._src.session.stats import SessionStats  # a first token needs none of the reports
 
         limiter, engine = self._host.limiter, self._engine
@@ -147,7 +147,7 @@ class Session(RowMapping, Embedding, Conversations, Serving, Profiling):
         return wait(self._host.call(snapshot))
 
     def watch(self) -> Any:
-        """A live dashboard: throughput, queue, the batch over time, pages by tier. Show it at the end of a cell."""
+        """Return a live dashboard: throughput, queue, batch over time, pages by tier. Show it at the end of a cell."""
         return dashboard(self._client, self)
 
     @property
@@ -156,29 +156,29 @@ class Session(RowMapping, Embedding, Conversations, Serving, Profiling):
         return Views(self._client, self)
 
     def programs(self) -> ProgramReport:
-        """The compiled programs that are ready, and where each came from."""
+        """Return the compiled programs that are ready, and where each came from."""
         from rekindle._src.session.stats import ProgramReport
 
         self._host.check()
         return ProgramReport.of(self._engine.runner)
 
     def explain(self, request: Handle[Any] | Completion | str) -> Explanation:
-        """Why a request waits, was preempted, or hit or missed the cache. Takes a handle, a completion or an id."""
+        """Explain why a request (handle, completion or id) waits, was preempted, or hit or missed the cache."""
         request_id = request if isinstance(request, str) else getattr(request, "request_ids", (request.id,))[0]
-        found: Explanation | None = self._client.ask(lambda: self._engine.scheduler.explain(request_id))
-        if found is None:
+        explanation: Explanation | None = self._client.ask(lambda: self._engine.scheduler.explain(request_id))
+        if explanation is None:
             raise InvalidRequest(
                 "request", request_id, "is not known: not submitted yet, or over for long", "Ask while it is recent"
             )
         mesh = self._engine.mesh
         if mesh is None:
-            return found
+            return explanation
         share = told_share(self.stats().as_dict())
         devices = f"its steps run on {mesh.named}{f', with {share}' if share else ''}"
-        return dataclasses.replace(found, text=f"{found.text}; {devices}")
+        return dataclasses.replace(explanation, text=f"{explanation.text}; {devices}")
 
     def allowed(self, request: Handle[Any] | Completion, *, at: int | None = None) -> AllowedTokens:
-        """The tokens that the grammar of a structured text allows behind its first `at` tokens; None is all of them."""
+        """Return the tokens that a structured text's grammar allows after its first `at` tokens; None means all."""
         self._host.check()
         return allowed_tokens(self._engine, request, at)
 
@@ -209,16 +209,16 @@ class Session(RowMapping, Embedding, Conversations, Serving, Profiling):
         return Once(self._cache_writer.save, name, name="save")
 
     def pin(self, prompt: PromptLike, *, salt: str | None = None) -> int:
-        """Keep the cached pages of a prompt until `unpin`; how many of its tokens that covers.
+        """Keep the cached pages of a prompt until `unpin`. Return how many of its tokens that covers.
 
-        With `salt`, those of requests with that salt.
+        With `salt`, the pages are those of requests with that salt.
 
-        Only what was computed can be kept: `await session.generate(prompt, max_tokens=1)` first, if it is new.
+        Only computed pages can be kept: `await session.generate(prompt, max_tokens=1)` first, if it is new.
         """
         return self._client.pin(prompt, salt)
 
     def unpin(self, prompt: PromptLike, *, salt: str | None = None) -> int:
-        """Undo one `pin` with this `salt`; how many tokens are no longer kept."""
+        """Undo one `pin` with this `salt`. Return how many tokens are no longer kept."""
         return self._client.unpin(prompt, salt)
 
     def swap_weights(self, weights: Any) -> Call[None]:
@@ -239,7 +239,7 @@ class Session(RowMapping, Embedding, Conversations, Serving, Profiling):
     # One step at a time.
 
     def paused(self) -> Paused[Self]:
-        """`async with session.paused():` (or `with`) no step runs but those that `step()` asks for."""
+        """Pause the session: in `async with session.paused():` (or `with`) no step runs but those of `step()`."""
         return Paused(self._client, self)
 
     def step(self) -> Call[StepReport | None]:
@@ -247,15 +247,15 @@ class Session(RowMapping, Embedding, Conversations, Serving, Profiling):
         return Once(self._step, name="step")
 
     def step_sync(self) -> StepReport | None:
-        """`step` for code without an event loop."""
+        """Run `step` from code without an event loop."""
         return self.step().result_sync()
 
     async def _step(self) -> StepReport | None:
         from rekindle._src.session.stats import StepReport
 
         self._host.check()
-        slot: OneShot[Stepped] = OneShot()
-        stepped = await self._host.send(StepOnce(slot), slot).get()
+        reply: OneShot[Stepped] = OneShot()
+        stepped = await self._host.send(StepOnce(reply), reply).get()
         if stepped.result is None:
             return None
         return StepReport.of(stepped.result, stepped.events, self._client.text)
@@ -265,7 +265,7 @@ class Session(RowMapping, Embedding, Conversations, Serving, Profiling):
     async def aclose(self, *, drain: float = 0.0) -> None:
         """Close the session: requests may go on for `drain` seconds, then they end with `SessionClosed`.
 
-        Closing it again is harmless. Returns when the device memory has been given back and the threads are gone, or
+        Closing it again is harmless. Returns when the device memory has been freed and the threads have ended, or
         after a few seconds if the device hangs.
         """
         if self._host.forked:
@@ -282,7 +282,7 @@ class Session(RowMapping, Embedding, Conversations, Serving, Profiling):
         self._host.join(1.0)  # it has nothing left to do but return
 
     def close(self, *, drain: float = 0.0) -> None:
-        """`aclose` for code without an event loop."""
+        """Run `aclose` from code without an event loop."""
         run_sync(self.aclose(drain=drain))
 
     async def __aenter__(self) -> Self:
@@ -303,7 +303,7 @@ class Session(RowMapping, Embedding, Conversations, Serving, Profiling):
 
     @property
     def sampling(self) -> Sampling:
-        """The options of a request that brings none: what generation_config.json asks for, or greedy."""
+        """The options of a request without options of its own: those of generation_config.json, or greedy."""
         return self._engine.sampling or Sampling()
 
     def __reduce__(self) -> NoReturn:
@@ -312,8 +312,8 @@ class Session(RowMapping, Embedding, Conversations, Serving, Profiling):
     def __repr__(self) -> str:
         sampling = "" if self._engine.sampling is None else f", samples with {told(self._engine.sampling)}"
         devices = "" if self._engine.mesh is None else f" on {html.count(self._engine.mesh.size, 'device')}"
-        named = f"{self.model or 'over given parts'}{devices}"
-        return f"<rekindle.Session {named}{sampling}{', closed' if self.closed else ''}>"
+        name = f"{self.model or 'over given parts'}{devices}"
+        return f"<rekindle.Session {name}{sampling}{', closed' if self.closed else ''}>"
 
     def _repr_html_(self) -> str:
         config = self.config
@@ -338,7 +338,7 @@ class Session(RowMapping, Embedding, Conversations, Serving, Profiling):
 
 
 def _kernels() -> str:
-    """The state of the native kernels, where there are some."""
+    """Return the state of the native kernels; empty where there are none."""
     from rekindle_kernels import current_platform, kernel_being_compiled, unavailable_reason
 
     if current_platform() != "cpu":

@@ -20,7 +20,7 @@ class _Annotation(str):
 
 
 def takes_options(record: type, *, returns: str = "", **defaults: Any) -> Callable[[F], F]:
-    """Show the fields of a dataclass instead of `**options`: in the signature, and in the docstring what they mean.
+    """Show the fields of a dataclass instead of `**options`: in the signature, and with meanings in the docstring.
 
     The docstring of `record` has to end with a section "Options:". `returns` is shown as the type of the result; a
     function with overloads needs it. `defaults` are those that differ from the dataclass's own.
@@ -42,14 +42,14 @@ def takes_options(record: type, *, returns: str = "", **defaults: Any) -> Callab
     _, heading, table = inspect.cleandoc(record.__doc__ or "").partition("Options:\n")
 
     def apply(function: F) -> F:
-        plain = inspect.signature(function)
-        own = [
+        signature = inspect.signature(function)
+        explicit = [
             parameter.replace(annotation=_bare(parameter.annotation))
-            for parameter in plain.parameters.values()
+            for parameter in signature.parameters.values()
             if parameter.kind is not inspect.Parameter.VAR_KEYWORD and parameter.name not in names
         ]
-        function.__signature__ = plain.replace(  # type: ignore[attr-defined]
-            parameters=[*own, *fields], return_annotation=_bare(returns or plain.return_annotation)
+        function.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=[*explicit, *fields], return_annotation=_bare(returns or signature.return_annotation)
         )
         if function.__doc__ is not None:  # python -OO has none
             function.__doc__ = f"{inspect.cleandoc(function.__doc__)}\n\n{heading}{table}"

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Figures:
-    """What `SessionStats` takes over from its two parts."""
+    """The figures that `SessionStats` takes over from its two parts."""
 
     __slots__ = ()
 
@@ -54,7 +54,7 @@ class Figures:
 
     @property
     def steps_in_flight(self) -> int:
-        """Steps that were given to the device and not read yet."""
+        """Steps that were submitted to the device and not read yet."""
         return self.scheduler.steps_in_flight
 
     @property
@@ -64,7 +64,7 @@ class Figures:
 
     @property
     def pages_free(self) -> int:
-        """KV pages that hold nothing."""
+        """Empty KV pages."""
         return self.scheduler.pages_free
 
     @property
@@ -79,7 +79,7 @@ class Figures:
 
     @property
     def reserve_fraction(self) -> float:
-        """Share of the tokens that running requests may still make for which pages are kept back."""
+        """Share of the tokens that running requests may still make for which pages are reserved."""
         return self.scheduler.reserve_fraction
 
     @property
@@ -89,12 +89,12 @@ class Figures:
 
     @property
     def finished(self) -> int:
-        """Sequences that came to an end of their own, or to max_tokens."""
+        """Sequences that ended by themselves, or at max_tokens."""
         return self.scheduler.finished
 
     @property
     def aborted(self) -> int:
-        """Sequences that were cancelled, timed out, or left by the loop over them."""
+        """Sequences that were cancelled, timed out, or abandoned by the loop over them."""
         return self.scheduler.aborted
 
     @property
@@ -114,12 +114,12 @@ class Figures:
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens that were found in the prefix cache."""
+        """Prompt tokens that hit the prefix cache."""
         return self.scheduler.cached_tokens
 
     @property
     def hit_rate(self) -> float:
-        """Share of prompt tokens that were found in the prefix cache."""
+        """Share of prompt tokens that hit the prefix cache."""
         return self.scheduler.hit_rate
 
     @property
@@ -139,7 +139,7 @@ class Figures:
 
     @property
     def accepted_tokens(self) -> int:
-        """Drafted tokens that were right."""
+        """Drafted tokens that sampling confirmed."""
         return self.scheduler.accepted_tokens
 
     @property
@@ -159,7 +159,7 @@ class Figures:
 
     @property
     def padding(self) -> int:
-        """Positions computed for nothing, because a program was larger than its step."""
+        """Padding positions computed because a program was larger than its step."""
         return self.runner.padding
 
     @property
@@ -199,5 +199,5 @@ class Figures:
 
     @property
     def step_sizes(self) -> dict[int, int]:
-        """Steps by how many tokens they computed, rounded up to a power of two."""
+        """Steps by their number of tokens, rounded up to a power of two."""
         return self.runner.step_sizes

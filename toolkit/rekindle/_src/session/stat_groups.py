@@ -1,4 +1,4 @@
-"""What the figures of `session.stats()` mean, in the groups and the order in which a notebook shows them."""
+"""The meanings of the figures of `session.stats()`, in the groups and the order in which a notebook shows them."""
 
 from __future__ import annotations
 
@@ -77,35 +77,37 @@ GROUPS: dict[str, dict[str, str]] = {
 
 
 def foremost(figures: Mapping[str, Any]) -> html.Markup:
-    """The six figures that tell how a session does; the others are for looking closer."""
-    asked, cached = figures.get("prompt_tokens", 0), figures.get("cached_tokens", 0)
-    shown = {
+    """Show the six figures that summarise a session; the others are for a closer look."""
+    prompted, cached = figures.get("prompt_tokens", 0), figures.get("cached_tokens", 0)
+    pairs = {
         "requests running": figures.get("running", 0),
         "waiting": figures.get("waiting", 0),
         "finished": figures.get("finished", 0),
         "tokens generated": figures.get("generated_tokens", 0),
-        "prompt tokens cached": f"{cached:,} of {asked:,}" + (f" ({cached / asked:.0%})" if asked else ""),
+        "prompt tokens cached": f"{cached:,} of {prompted:,}" + (f" ({cached / prompted:.0%})" if prompted else ""),
         "programs compiled": figures.get("compilations", 0),
     }
-    return html.pairs(shown)
+    return html.pairs(pairs)
 
 
 def grouped(figures: Mapping[str, Any]) -> list[html.Markup]:
-    """One table for each group that has figures, and one for figures that no group knows."""
-    left = dict(figures)
+    """Return one table for each group that has figures, and one for the figures of no group."""
+    remaining = dict(figures)
     parts: list[html.Markup] = []
     for title, words in GROUPS.items():
-        mine = {name: left.pop(name) for name in words if name in left}
-        mine = {name: value for name, value in mine.items() if value is not False and value != ""}  # paused, stalled
-        if mine:
-            parts.append(_table(title, mine, words))
-    if left:
-        parts.append(_table("more", left, {}))
+        present = {name: remaining.pop(name) for name in words if name in remaining}
+        present = {
+            name: value for name, value in present.items() if value is not False and value != ""
+        }  # paused, stalled
+        if present:
+            parts.append(_table(title, present, words))
+    if remaining:
+        parts.append(_table("more", remaining, {}))
     return parts
 
 
 def _table(title: str, figures: Mapping[str, Any], words: Mapping[str, str]) -> html.Markup:
-    named = {name.replace("_", " "): value for name, value in figures.items()}
+    pairs = {name.replace("_", " "): value for name, value in figures.items()}
     titles = {name.replace("_", " "): meaning for name, meaning in words.items()}
-    inner = html.block(html.pairs(named, titles), title=title)
-    return html.Markup(f'<div style="display:inline-block;vertical-align:top;margin-right:1em">{inner}</div>')
+    block = html.block(html.pairs(pairs, titles), title=title)
+    return html.Markup(f'<div style="display:inline-block;vertical-align:top;margin-right:1em">{block}</div>')

@@ -1,4 +1,4 @@
-"""Reports on a session: a snapshot of its numbers, what one step did, and its compiled programs."""
+"""Reports on a session: a snapshot of its numbers, one step, and its compiled programs."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ class RowReport(html.Record):
     start: int
     stop: int  # positions [start, stop) were computed
     pages: tuple[int, ...]
-    token_id: int | None  # None if it sampled none, for a draft that was wrong, and for one after the end
+    token_id: int | None  # None if it sampled none, for a wrong draft, and for a draft after the end
     text: str  # of that token
     finish_reason: FinishReason | None
 
     def __str__(self) -> str:
         span = f"position {self.start}" if self.stop - self.start == 1 else f"positions {self.start}–{self.stop - 1}"
-        made = "" if self.token_id is None else f" → {self.text!r} ({self.token_id})"
+        output = "" if self.token_id is None else f" → {self.text!r} ({self.token_id})"
         if self.kind == "draft" and self.token_id is None:
-            made = ", in vain"
+            output = ", in vain"
         ended = f", ended by {self.finish_reason}" if self.finish_reason is not None else ""
-        return f"{self.kind:8}{self.request_id:8}{span} on pages {_ranges(self.pages)}{made}{ended}"
+        return f"{self.kind:8}{self.request_id:8}{span} on pages {_ranges(self.pages)}{output}{ended}"
 
     def _repr_html_(self) -> str:
         return str(html.line(str(self)))
@@ -46,7 +46,7 @@ class RowReport(html.Record):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one engine step ran, on which pages, and what came out; print it to see all of it."""
+    """One engine step: the rows it ran, their pages, and their output. Print it to see all of it."""
 
     step: int
     program: str
@@ -59,15 +59,15 @@ class StepReport:
     @classmethod
     def of(cls, result: StepResult, events: tuple[TokenEvent, ...], decode: Callable[[list[int]], str]) -> StepReport:
         plan = result.plan
-        mine = {event.request_id: event for event in events}
+        event_by_id = {event.request_id: event for event in events}
         kinds = ["draft" if row.draft else "decode" for row in plan.decode] + ["prefill"] * len(plan.prefill)
         rows: list[RowReport] = []
-        places = Counter[str]()  # of a request's rows
+        places = Counter[str]()  # rows of a request so far
         for row, output, kind in zip(plan.rows, result.rows, kinds, strict=True):
-            event, place = mine.get(row.request.id), places[row.request.id]
+            event, place = event_by_id.get(row.request.id), places[row.request.id]
             places[row.request.id] += 1
-            made = len(event.token_ids) if event is not None else 0
-            token = output.token_id if place < made or kind != "draft" else None
+            count = len(event.token_ids) if event is not None else 0
+            token = output.token_id if place < count or kind != "draft" else None
             rows.append(
                 RowReport(
                     request_id=row.request.id,
@@ -77,7 +77,7 @@ class StepReport:
                     pages=tuple(row.pages.tolist()),
                     token_id=token,
                     text="" if token is None else decode([token]),
-                    finish_reason=event.finish_reason if event is not None and place == max(0, made - 1) else None,
+                    finish_reason=event.finish_reason if event is not None and place == max(0, count - 1) else None,
                 )
             )
         return cls(
@@ -142,7 +142,7 @@ class StepReport:
 
 
 def _ranges(pages: Sequence[int]) -> str:
-    """`3–5, 9` for (3, 4, 5, 9)."""
+    """Format page numbers as ranges: `3–5, 9` for (3, 4, 5, 9)."""
     runs: list[list[int]] = []
     for page in pages:
         if runs and page == runs[-1][1] + 1:
@@ -163,12 +163,14 @@ class SessionStats(Figures):
     paused: bool
     scheduler: SchedulerStatistics
     runner: RunnerStatistics
-    slow_steps: int = 0  # took longer than step_timeout, including one that still runs
-    stalled: str = ""  # what has been running for longer than step_timeout
-    idle_seconds: float = 0.0  # the device had nothing to do although requests were there
-    idle_share: float = 0.0  # of the time in which requests were there
+    slow_steps: int = 0  # steps that took longer than step_timeout, including one that still runs
+    stalled: str = ""  # the step that has been running for longer than step_timeout
+    idle_seconds: float = 0.0  # time without work for the device although there were requests
+    idle_share: float = 0.0  # of the time in which there were requests
     mesh: MeshReport | None = None  # the devices that share the model; None for one
-    collective_seconds: float | None = None  # what the collectives of all steps take alone; None where not measured
+    collective_seconds: float | None = (
+        None  # the time that the collectives of all steps take alone; None where not measured
+    )
 
     @property
     def collective_share(self) -> float | None:
@@ -178,24 +180,24 @@ class SessionStats(Figures):
         return self.collective_seconds / self.device_seconds
 
     def as_dict(self) -> dict[str, Any]:
-        """Every figure by its name."""
-        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        """Return every figure by its name."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         if self.mesh is None:
-            own.pop("mesh")
+            fields.pop("mesh")
         if self.collective_seconds is None:
-            own.pop("collective_seconds")
+            fields.pop("collective_seconds")
         elif self.collective_share is not None:
-            own["collective_share"] = self.collective_share
-        found = {**as_mapping(own.pop("runner")), **as_mapping(own.pop("scheduler")), **own}
-        if not found.get("shards"):
-            found.pop("shards", None)
-        return found
+            fields["collective_share"] = self.collective_share
+        figures = {**as_mapping(fields.pop("runner")), **as_mapping(fields.pop("scheduler")), **fields}
+        if not figures.get("shards"):
+            figures.pop("shards", None)
+        return figures
 
     def __str__(self) -> str:
         figures = self.as_dict()
-        shards = {f"shard {number}": one for number, one in enumerate(figures.pop("shards", ()))}
-        for name, one in shards.items():
-            figures[name] = f"{one.running} running, {one.waiting} waiting, {one.pages_free} pages free"
+        shards = {f"shard {number}": shard for number, shard in enumerate(figures.pop("shards", ()))}
+        for name, shard in shards.items():
+            figures[name] = f"{shard.running} running, {shard.waiting} waiting, {shard.pages_free} pages free"
         return "\n".join(f"{name:24}{_shown(value)}" for name, value in figures.items())
 
     def __repr__(self) -> str:
@@ -208,7 +210,7 @@ class SessionStats(Figures):
         return str(html.block(*self.shown(), title=f"Session over {self.model}"))
 
     def shown(self) -> list[str]:
-        """What a notebook shows of it, below a title."""
+        """Return the parts that a notebook shows below a title."""
         figures = self.as_dict()
         parts: list[str] = [foremost(figures)]
         mesh = figures.pop("mesh", None)
@@ -234,10 +236,18 @@ class SessionStats(Figures):
 
 
 def _shards(shards: Sequence[SchedulerStatistics]) -> html.Markup:
-    """The figures of data shards side by side."""
+    """Return a table of the data shards' figures side by side."""
     rows = [
-        (number, one.running, one.waiting, one.pages_held, one.pages_cached, one.pages_free, f"{one.hit_rate:.0%}")
-        for number, one in enumerate(shards)
+        (
+            number,
+            shard.running,
+            shard.waiting,
+            shard.pages_held,
+            shard.pages_cached,
+            shard.pages_free,
+            f"{shard.hit_rate:.0%}",
+        )
+        for number, shard in enumerate(shards)
     ]
     return html.table(["shard", "running", "waiting", "pages held", "cached", "free", "prompt tokens cached"], rows)
 
@@ -248,13 +258,13 @@ class ProgramReport:
 
     programs: tuple[Any, ...]  # name, origin, seconds, why
     steps: Mapping[str, int]  # by program
-    total: int  # programs that the session may ever ask for; those for embeddings count once they are ready
+    total: int  # programs that the session may ever use; those for embeddings count once they are ready
     traces: int
     compilations: int
 
     @classmethod
     def of(cls, runner: RunnerLike) -> ProgramReport:
-        """The report of a runner as it is now."""
+        """Return the report of a runner as it is now."""
         programs, figures = runner.programs, runner.statistics()
         ready = tuple(programs.manifest()) if programs is not None else ()
         known = {key.name for key in programs.keys} if programs is not None else set()
@@ -281,7 +291,10 @@ class ProgramReport:
         return f"{ready}, {loaded} loaded from disk, {self.compilations} compiled, {self.traces} traced"
 
     def _repr_html_(self) -> str:
-        rows = [(one.name, one.origin, one.seconds, self.steps.get(one.name, 0), one.why) for one in self.programs]
+        rows = [
+            (program.name, program.origin, program.seconds, self.steps.get(program.name, 0), program.why)
+            for program in self.programs
+        ]
         return str(
             html.block(
                 html.line(self._summary()),

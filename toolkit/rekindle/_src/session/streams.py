@@ -21,7 +21,7 @@ class Stream(AsyncIterator[TextDelta]):
     def __init__(self, handle: Handle[Any], mailbox: Any, following: Any, *, scoped: bool) -> None:
         self._handle = handle
         self._mailbox: Mailbox = mailbox
-        self._following: Callable[[int], Awaitable[None]] = following  # waits for more deltas than so many
+        self._following: Callable[[int], Awaitable[None]] = following  # waits for more deltas than this number
         self._scoped = scoped  # the request ends with the loop over it
         self._seen = 0
         self._ended = False
@@ -33,7 +33,7 @@ class Stream(AsyncIterator[TextDelta]):
         return str(html.line(repr(self)))
 
     async def __anext__(self) -> TextDelta:
-        """The next delta; waits for it."""
+        """Wait for the next delta and return it."""
         mailbox, seen = self._mailbox, self._seen
         if seen >= len(mailbox.deltas):
             await self._following(seen)
@@ -72,7 +72,7 @@ class SyncStream(Iterator[TextDelta]):
         return str(html.line(repr(self)))
 
     def __next__(self) -> TextDelta:
-        """The next delta; blocks this thread until it is there."""
+        """Return the next delta. Blocks this thread until it is there."""
         try:
             delta: TextDelta = run_sync(self._stream.__anext__())
             return delta

@@ -1,4 +1,4 @@
-"""Live views by their names on the session; they load ipywidgets when the first one is made."""
+"""Live views by their names on the session. Making the first one loads ipywidgets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAMES = ("stream", "chat", "tree")
 
 
 class Views:
-    """`session.view`: widgets for a notebook that show what the session does while it does it."""
+    """`session.view`: widgets for a notebook that show the session at work."""
 
     # Any: the signature of a public class names no private type.
     def __init__(self, client: Any, session: Any) -> None:
@@ -44,7 +44,7 @@ class Views:
     def chat(self, *, system: str | None = None, restore: str | None = None, **options: Any) -> ChatView:
         """A conversation with buttons to stop, answer again, edit, and fork an answer at a token.
 
-        It is kept in the cache folder while it goes on; `restore` is the `name` of one to take up again, after a
+        It is kept in the cache folder while it goes on. `restore` is the `name` of one to continue, after a
         restart too, or "auto" for the newest.
         """
         self._client.host.check()
@@ -64,7 +64,7 @@ class Views:
 
 
 def dashboard(client: Client, session: SessionLike) -> Dashboard:
-    """Throughput, queue, the batch over time and pages by tier, as `session.watch()` shows them."""
+    """Return the dashboard of `session.watch()`: throughput, queue, the batch over time and pages by tier."""
     client.host.check()
     from rekindle._src.notebook.dashboard import Dashboard
 

@@ -1,4 +1,4 @@
-"""The weights of a session: those in use, and others that take their place."""
+"""The weights of a session: those in use, and their replacements."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 
 def page_identity(model: LoadedModel, config: EngineConfig, name: str = "") -> Identity:
-    """What pages of this model belong to, and what those of other processes are compared with."""
+    """Return the identity of this model's pages, which those of other processes are compared with."""
     assert config.page_size is not None, "resolved"
     layers = paged.abstract(model.config, 1, config.page_size, config.kv_dtype)
     leaves = [(leaf.shape[1:], str(leaf.dtype)) for leaf in jax.tree.leaves(layers)]
     layout = f"{jax.default_backend()} {len(layers)} layers {sorted(set(leaves))}"
     if config.deterministic:
-        layout += " deterministic"  # others' pages hold nearly the same numbers, but not the same
+        layout += " deterministic"  # pages of other sessions hold nearly the same numbers, but not the same
     payload = tuple(LeafSpec((len(layers), *shape), dtype) for shape, dtype in leaves[: len(leaves) // len(layers)])
     return Identity(
         model.fingerprint,
@@ -46,25 +46,25 @@ def page_identity(model: LoadedModel, config: EngineConfig, name: str = "") -> I
 
 
 def replacement(model: LoadedModel, weights: Any, config: EngineConfig, placement: Placement | None) -> LoadedModel:
-    """`model` with other weights, which are read if they are a folder or hub id, on the devices where its own are."""
+    """Return `model` with other weights on its devices. A folder or hub id is read."""
     if weights == "tiny":
         weights = tiny.folder()
     if not isinstance(weights, str | Path):
         return replace_weights(model, weights, placement=placement)
-    described = describe(weights, dtype=config.dtype, quantize=config.quantize)
+    description = describe(weights, dtype=config.dtype, quantize=config.quantize)
     if placement is None:
-        return replace_weights(model, read(described))
-    wanted = dict(zip(model.graph.paths, placement.whole_shapes(), strict=True))
-    given = dict(zip(described.graph.paths, described.shapes, strict=True))
-    check_fits(wanted, given, same_config=described.found.config == model.config)  # before anything is read
-    loaded = read(described, placement=placement)
+        return replace_weights(model, read(description))
+    expected = dict(zip(model.graph.paths, placement.whole_shapes(), strict=True))
+    available = dict(zip(description.graph.paths, description.shapes, strict=True))
+    check_fits(expected, available, same_config=description.found.config == model.config)  # before anything is read
+    loaded = read(description, placement=placement)
     by_path = dict(zip(loaded.graph.paths, loaded.leaves, strict=True))
-    leaves = tuple(by_path[path] for path in wanted)
+    leaves = tuple(by_path[path] for path in expected)
     return dataclasses.replace(model, leaves=leaves, fingerprint=loaded.fingerprint, folder=loaded.folder)
 
 
 def delete(model: LoadedModel) -> None:
-    """Give the memory of its leaves back."""
+    """Free the memory of its leaves."""
     for leaf in model.leaves:
         leaf.delete()
 
@@ -87,13 +87,13 @@ class Weights:
         self._placement, self._team = placement, team
 
     def swap(self, weights: Any) -> bytes:
-        """Put other weights in place; returns the root key of the cache for them."""
-        named = isinstance(weights, str | Path)
+        """Replace the weights. Return the root key of the cache for the new ones."""
+        from_source = isinstance(weights, str | Path)
         model = self._everywhere(weights) if self._team is not None else self._replacement(weights)
         self._runner.swap_weights(model.leaves)
         self.release()
-        self._model, self._owned = model, named or self._placement is not None
-        identity = page_identity(model, self._config, str(weights) if named else "")
+        self._model, self._owned = model, from_source or self._placement is not None
+        identity = page_identity(model, self._config, str(weights) if from_source else "")
         if self._tiers is not None:
             self._tiers.identity = identity
         return identity.root
@@ -106,7 +106,7 @@ class Weights:
         return replacement(self._model, weights, self._config, self._placement)
 
     def _everywhere(self, weights: Any) -> LoadedModel:
-        """The weights on this process's devices, once all others have them on theirs."""
+        """Return the weights on this process's devices, once all other processes have them on theirs."""
         assert self._team is not None, "one process"
         if not isinstance(weights, str | Path):
             raise InvalidRequest(
@@ -115,16 +115,16 @@ class Weights:
                 "is in this process only, and others share the model",
                 "Pass a folder or hub id that all of them can read",
             )
-        found: list[LoadedModel] = []
+        models: list[LoadedModel] = []
 
         def here() -> str:
-            found.append(self._replacement(weights))
-            return found[0].fingerprint
+            models.append(self._replacement(weights))
+            return models[0].fingerprint
 
         try:
             self._team.load_weights(str(weights), here)
         except BaseException:
-            for model in found:
+            for model in models:
                 delete(model)
             raise
-        return found[0]
+        return models[0]

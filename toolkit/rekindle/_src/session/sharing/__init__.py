@@ -1,1 +1,1 @@
-"""Pages between sessions: one gives those it has at an address, others take what they are about to need."""
+"""Pages between sessions: a session shares its pages at an address, and others take those they are about to need."""

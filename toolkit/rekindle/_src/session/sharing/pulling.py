@@ -1,4 +1,4 @@
-"""Takes pages from a session that shares them into this one's host memory, and makes them known to its tree."""
+"""Takes pages from a session that shares them into this one's host memory, and adds them to its tree."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from rekindle._src.session.sharing.sharer import parts
 from rekindle._src.session.sharing.source import PageAddress, Source
 from rekindle.errors import ProcessLost
 
-WARM_PAGES = 4096  # that a new session takes at most from each neighbour
+WARM_PAGES = 4096  # the most that a new session takes from each neighbour
 
 
 class Pulled(NamedTuple):
-    """What was taken."""
+    """The pages that were taken."""
 
-    tokens: int  # that are known by it, in this session
+    tokens: int  # that these pages add to this session's tree
     pages: int
     bytes: int
     seconds: float
@@ -43,7 +43,7 @@ class Pulled(NamedTuple):
 class _Missing(NamedTuple):
     """The pages of a prompt that this session lacks."""
 
-    root_key: bytes  # of the tree that was asked
+    root_key: bytes  # of this session's tree at the look-up
     have: int  # leading pages that are here
     digests: list[bytes]
 
@@ -57,13 +57,13 @@ class Puller:
 
     @property
     def identity(self) -> Identity:
-        """What the pages belong to."""
+        """The model and layout that the pages belong to."""
         assert self._tiers.identity is not None, "checked by `parts`"
         return self._tiers.identity
 
     @property
     def page_bytes(self) -> int:
-        """Of one page."""
+        """Bytes of one page."""
         return sum(leaf.nbytes for leaf in self.identity.leaves)
 
     @property
@@ -72,7 +72,7 @@ class Puller:
         return self._tiers.host.budget
 
     def prefix(self, address: PageAddress, tokens: IntArray, salt: str | None = None) -> Pulled:
-        """Take the leading pages of `tokens` that are not here. Raises what `Source` does if none could be had."""
+        """Take the leading pages of `tokens` that are not here. Raise the errors of `Source` if none arrived."""
         start, identity, host = time.perf_counter(), self.identity, self._tiers.host
         missing = self._missing(tokens, salt)
         held = Held(host, missing.digests)
@@ -81,12 +81,12 @@ class Puller:
             if missing.digests:
                 with Source(address, identity) as source:
                     keys = page_keys(tokens, self._cache.page_size, previous=salt_key(salt), secret=source.lookup)
-                    theirs = keys[missing.have : missing.have + len(missing.digests)]
-                    for index, payload in source.fetch(missing.digests, theirs, host.memory):
+                    source_keys = keys[missing.have : missing.have + len(missing.digests)]
+                    for index, payload in source.fetch(missing.digests, source_keys, host.memory):
                         host.put(missing.digests[index], payload, own=True)
                         arrived.add(index)
         except ProcessLost:
-            if not arrived:  # what came before the connection broke is of use
+            if not arrived:  # pages that came before the connection broke are of use
                 held.release()
                 raise
         except BaseException:
@@ -95,12 +95,12 @@ class Puller:
         leading = 0
         while leading in arrived:
             leading += 1
-        known = self._host.ask(partial(self._graft, tokens, salt, missing, leading)) if leading else 0
+        grafted = self._host.ask(partial(self._graft, tokens, salt, missing, leading)) if leading else 0
         seconds = time.perf_counter() - start
-        return Pulled(known * identity.page_size, len(arrived), len(arrived) * self.page_bytes, seconds, held)
+        return Pulled(grafted * identity.page_size, len(arrived), len(arrived) * self.page_bytes, seconds, held)
 
     def likeliest(self, address: PageAddress, most: int | None = None) -> Pulled:
-        """Take the pages that the other session is likeliest to need again, `most` bytes or half of host memory."""
+        """Take the pages that the other session is likeliest to need again: `most` bytes, or half of host memory."""
         start, identity, host, cache = time.perf_counter(), self.identity, self._tiers.host, self._cache
         room = (host.budget // 2 if most is None else most) - host.nbytes
         count = min(WARM_PAGES, room // self.page_bytes)
@@ -109,16 +109,16 @@ class Puller:
         if count > 0:
             with Source(address, identity) as source:
                 listed = source.listed(count)
-                keys, theirs = _keys(listed, identity), _keys(listed, identity, source.lookup)
+                keys, source_keys = _keys(listed, identity), _keys(listed, identity, source.lookup)
                 listed = [page for page in listed if page.digest in keys]
-                here = self._here([(keys[page.digest], page.digest) for page in listed])
-                known = {page.digest: page for page in listed}
-                wanted = [digest for digest in likeliest(listed) if digest not in here]
-                for index, payload in source.fetch(wanted, [theirs[digest] for digest in wanted], host.memory):
-                    host.put(wanted[index], payload, own=True, cold=True)
-                    arrived.append(known[wanted[index]])
-                there = here | {page.digest for page in arrived}
-                order = [page for page in listed if page.digest in there]
+                existing = self._here([(keys[page.digest], page.digest) for page in listed])
+                by_digest = {page.digest: page for page in listed}
+                digests = [digest for digest in likeliest(listed) if digest not in existing]
+                for index, payload in source.fetch(digests, [source_keys[digest] for digest in digests], host.memory):
+                    host.put(digests[index], payload, own=True, cold=True)
+                    arrived.append(by_digest[digests[index]])
+                stored = existing | {page.digest for page in arrived}
+                order = [page for page in listed if page.digest in stored]
 
                 def graft() -> int:
                     return snapshot.graft(cache, order) if cache.root_key == root_key else 0
@@ -132,24 +132,24 @@ class Puller:
         cache, tiers, size = self._cache, self._tiers, self._cache.page_size
 
         def look() -> tuple[bytes, int, bytes]:
-            """The tree's root, how many leading pages are here, and the digest of the last of them."""
-            last, have = cache.root_of(salt), 0
+            """Return the tree's root, the number of leading pages that are here, and the digest of the last of them."""
+            last, count = cache.root_of(salt), 0
             for node in cache.find(tokens, salt):
                 if not (node.page or tiers.knows(cache.digest_of(node))):
                     break
-                last, have = node, have + 1
-            return cache.root_key, have, cache.digest_of(last)
+                last, count = node, count + 1
+            return cache.root_key, count, cache.digest_of(last)
 
-        root_key, have, parent = self._host.ask(look)
+        root_key, count, parent = self._host.ask(look)
         digests = []
-        most = have + self.budget // max(1, self.page_bytes)
-        for at in range(have, min(len(tokens) // size, most)):
-            parent = page_digest(parent, tokens[at * size : (at + 1) * size])
+        most = count + self.budget // max(1, self.page_bytes)
+        for page in range(count, min(len(tokens) // size, most)):
+            parent = page_digest(parent, tokens[page * size : (page + 1) * size])
             digests.append(parent)
-        return _Missing(root_key, have, digests)
+        return _Missing(root_key, count, digests)
 
     def _graft(self, tokens: IntArray, salt: str | None, missing: _Missing, leading: int) -> int:
-        """On the session's loop: make the pages known; how many."""
+        """Add the pages to the tree, on the session's loop. Return how many."""
         cache = self._cache
         if cache.root_key != missing.root_key:  # the weights were swapped meanwhile
             return 0
@@ -162,28 +162,28 @@ class Puller:
         return leading
 
     def _here(self, named: Sequence[tuple[int, bytes]]) -> set[bytes]:
-        """Those of the pages that are on some tier of this session."""
+        """Return the digests of the pages that are on any tier of this session."""
         cache, tiers = self._cache, self._tiers
 
         def look(part: Sequence[tuple[int, bytes]]) -> list[bytes]:
             nodes = ((digest, cache.named(key, digest)) for key, digest in part)
             return [digest for digest, node in nodes if (node is not None and node.page) or tiers.knows(digest)]
 
-        found: set[bytes] = set()
-        for at in range(0, len(named), SLICE):
-            found |= set(self._host.ask(partial(look, named[at : at + SLICE])))
-        return found
+        present: set[bytes] = set()
+        for start in range(0, len(named), SLICE):
+            present |= set(self._host.ask(partial(look, named[start : start + SLICE])))
+        return present
 
 
 def _keys(pages: Sequence[Page], identity: Identity, secret: bytes = LOOKUP_SECRET) -> dict[bytes, int]:
-    """Lookup keys by digest, of pages whose parents come before them, in the process with this `secret`."""
-    found: dict[bytes, tuple[int, int]] = {identity.root: (0, 0)}
+    """Return lookup keys by digest, of pages whose parents come before them, in the process with this `secret`."""
+    keys: dict[bytes, tuple[int, int]] = {identity.root: (0, 0)}
     for page in pages:
-        if page.parent not in found and is_salted(page.parent, identity.root):
-            found[page.parent] = root_lookup_key(page.parent), 0
-        before = found.get(page.parent)
-        if before is not None:
-            key, depth = before
-            own = page_keys(page.tokens, identity.page_size, first=depth, previous=key, secret=secret)
-            found[page.digest] = own[0], depth + 1
-    return {page.digest: found[page.digest][0] for page in pages if page.digest in found}
+        if page.parent not in keys and is_salted(page.parent, identity.root):
+            keys[page.parent] = root_lookup_key(page.parent), 0
+        parent = keys.get(page.parent)
+        if parent is not None:
+            key, depth = parent
+            page_key = page_keys(page.tokens, identity.page_size, first=depth, previous=key, secret=secret)
+            keys[page.digest] = page_key[0], depth + 1
+    return {page.digest: keys[page.digest][0] for page in pages if page.digest in keys}

@@ -1,4 +1,4 @@
-"""The side that gives: a session's cached pages at an address, for those who know the secret."""
+"""The sending side: a session's cached pages at an address, for those who know the secret."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from rekindle.errors import ConfigError, RekindleError
 
 log = logging.getLogger("rekindle.cache")
 CONNECTIONS = 32  # at once; further ones are closed
-# Read from the device between two steps, and sent together. Larger pieces let steps wait, smaller ones move less.
+# Read from the device between two steps, and sent together. Larger pieces delay steps, smaller ones move less.
 PIECE_BYTES = 16 << 20
 MOST_LISTED = 1 << 16
 _LOOK_SECONDS = 0.2
 
 
 class _Asked(NamedTuple):
-    place: int  # among the pages that were asked for
+    place: int  # index in the request
     wanted: WantedPage
 
 
@@ -70,16 +70,16 @@ class SharedPages:
 
     @property
     def address(self) -> str:
-        """What others pass to `session.cache.pull`: "host:port"."""
+        """The address "host:port" for other sessions' `session.cache.pull`."""
         return f"[{self._at}]:{self._port}" if ":" in self._at else f"{self._at}:{self._port}"
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed, or its session was."""
+        """True once it or its session was closed."""
         return self._closed or self._host.closing
 
     def close(self) -> None:
-        """Give no more pages. Closing it again is harmless."""
+        """Stop sharing pages. Closing it again is harmless."""
         self._closed = True
         with contextlib.suppress(OSError):
             self._server.close()
@@ -134,17 +134,17 @@ class SharedPages:
                 self._live.discard(connection)
 
     def _talk(self, channel: BulkChannel) -> None:
-        """Answer until the other side has enough, which raises."""
+        """Answer requests until the other side ends the connection, which raises."""
         identity = self._tiers.identity
         assert identity is not None, "checked when sharing began"
         kind, content = channel.receive()
         if kind is not Kind.IDENTITY:
             channel.send(Kind.FAILED, b"it did not introduce itself")
             return
-        other = introduced(identity, content)
-        channel.sealed = channel.sealed or other.sealed
-        if other.refused is not None:
-            channel.send(Kind.FAILED, other.refused.encode())
+        peer = introduced(identity, content)
+        channel.sealed = channel.sealed or peer.sealed
+        if peer.refused is not None:
+            channel.send(Kind.FAILED, peer.refused.encode())
             return
         memory = channel.offer_memory()
         channel.send(Kind.IDENTITY, introduction(identity, sealed=channel.sealed, memory=memory, lookup=LOOKUP_SECRET))
@@ -166,7 +166,7 @@ class SharedPages:
                 return
 
     def _listed(self, identity: Identity, most: int) -> list[Page]:
-        """The likeliest pages, parents before children."""
+        """Return the pages likeliest to be needed again, parents before children."""
         cache, writer = self._cache, self._writer
         nodes = self._host.ask(lambda: list(cache))
         pages: list[Page] = []
@@ -174,32 +174,32 @@ class SharedPages:
         def look(part: Sequence[Node]) -> list[Page]:
             return [writer.want(node).page for node in part if cache.has(node)]
 
-        for at in range(0, len(nodes), SLICE):
-            pages += self._host.ask(partial(look, nodes[at : at + SLICE]))
+        for start in range(0, len(nodes), SLICE):
+            pages += self._host.ask(partial(look, nodes[start : start + SLICE]))
         pages = connected(pages, identity.root)
         chosen = set(likeliest(pages, most)[:most])
         return [page for page in pages if page.digest in chosen]
 
     def _found(self, wanted: np.ndarray) -> list[_Asked]:
-        """Those of the wanted pages that the tree knows."""
+        """Return the requested pages that the tree holds."""
         cache, writer = self._cache, self._writer
-        asked = [
+        requests = [
             (index, int(key), digest.tobytes())
             for index, (digest, key) in enumerate(zip(wanted["digest"], wanted["key"], strict=True))
         ]
 
         def look(part: Sequence[tuple[int, int, bytes]]) -> list[_Asked]:
-            named = ((index, cache.named(key, digest)) for index, key, digest in part)
-            return [_Asked(index, writer.want(node)) for index, node in named if node is not None]
+            nodes = ((index, cache.named(key, digest)) for index, key, digest in part)
+            return [_Asked(index, writer.want(node)) for index, node in nodes if node is not None]
 
-        found: list[_Asked] = []
-        for at in range(0, len(asked), SLICE):
-            found += self._host.ask(partial(look, asked[at : at + SLICE]))
-        return found
+        matches: list[_Asked] = []
+        for start in range(0, len(requests), SLICE):
+            matches += self._host.ask(partial(look, requests[start : start + SLICE]))
+        return matches
 
     def _send(self, channel: BulkChannel, found: Sequence[_Asked]) -> None:
-        """Send the contents of pages; the next piece is read while one is being sent."""
-        indexes = {one.wanted.page.digest: one.place for one in found}
+        """Send the contents of pages. The next piece is read while one is being sent."""
+        indexes = {entry.wanted.page.digest: entry.place for entry in found}
         for pairs in self._read(found):
             content = np.array([indexes[page.digest] for page, _ in pairs], "<i4").tobytes()
             pieces = [_bytes_of(leaf) for _, payload in pairs for leaf in payload]
@@ -212,7 +212,7 @@ class SharedPages:
         identity = self._tiers.identity
         assert identity is not None, "checked when sharing began"
         count = max(1, PIECE_BYTES // max(1, sum(leaf.nbytes for leaf in identity.leaves)))
-        parts = [[one.wanted for one in found[at : at + count]] for at in range(0, len(found), count)]
+        parts = [[entry.wanted for entry in found[start : start + count]] for start in range(0, len(found), count)]
         with ThreadPoolExecutor(1, thread_name_prefix="rekindle sharing") as reader:
             ahead = reader.submit(self._writer.payloads, parts[0], count) if parts else None
             for following in [*parts[1:], None]:
@@ -225,7 +225,7 @@ class SharedPages:
 
 
 def parts(writer: CacheWriter) -> tuple[PrefixCache, Tiers]:
-    """What pages are shared from and taken into. Raises ConfigError if the session keeps none off its device."""
+    """Return the tree and tiers for sharing pages. Raise ConfigError if the session keeps no pages off its device."""
     cache, tiers = writer.cache, writer.tiers
     if cache is None or tiers is None or tiers.identity is None or not tiers.host.budget:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The side that asks: a connection to a session that shares its pages."""
+"""The receiving side: a connection to a session that shares its pages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MOST_WANTED = 1 << 16  # pages in one message
 
 
 class PageAddress(NamedTuple):
-    """Where a session shares its pages, and the secret that it wants to be known."""
+    """The address at which a session shares its pages, and the secret that it expects."""
 
     host: str
     port: int
@@ -37,24 +37,24 @@ class PageAddress(NamedTuple):
 
 
 class Introduced(NamedTuple):
-    """What the other side has said first."""
+    """The other side's first message."""
 
-    refused: str | None  # why its pages don't fit
-    sealed: bool  # whether it wants seals
-    memory: Any  # that it offers to share
-    lookup: bytes  # what makes its pages' lookup keys
+    refused: str | None  # the reason why its pages don't fit
+    sealed: bool  # True if it wants seals
+    memory: Any  # the memory that it offers to share
+    lookup: bytes  # the secret of its pages' lookup keys
 
 
 def introduction(identity: Identity, *, sealed: bool, memory: Any = None, lookup: bytes = b"") -> bytes:
-    """What both sides say first: what their pages belong to, and whether what follows messages has to be sealed."""
-    said = {
+    """Return the first message of both sides: the identity of their pages, and whether payloads have to be sealed."""
+    fields = {
         **identity.fields(), "leaves": identity.leaves, "sealed": sealed, "memory": memory, "lookup": lookup.hex(),
     }  # fmt: skip
-    return json.dumps(said).encode()
+    return json.dumps(fields).encode()
 
 
 def introduced(identity: Identity, content: bytes) -> Introduced:
-    """What one says by `content` whose pages are to be those of `identity`. Raises StoreError if it says nothing."""
+    """Read the other side's introduction and compare it with `identity`. Raise StoreError if it is malformed."""
     try:
         header = json.loads(content)
     except (ValueError, RecursionError) as error:
@@ -72,10 +72,10 @@ def introduced(identity: Identity, content: bytes) -> Introduced:
 
 
 class Source:
-    """Connects at once. Every method raises ProcessLost if the other side is gone; use it in one thread."""
+    """A connection, made at once. Every method raises ProcessLost if the other side is gone. Use it in one thread."""
 
     def __init__(self, address: PageAddress, identity: Identity) -> None:
-        """Raises ProcessRefused without the right secret, SnapshotRefused if the pages are of another model."""
+        """Raise ProcessRefused without the right secret, SnapshotRefused if the pages are of another model."""
         self._identity = identity
         self._page_bytes = sum(leaf.nbytes for leaf in identity.leaves)
         try:
@@ -86,19 +86,19 @@ class Source:
             keys = handshake.call(connection, address.secret)
             self._channel = BulkChannel(connection, keys, silence=SILENCE)
             self._channel.send(Kind.IDENTITY, introduction(identity, sealed=self._channel.sealed))
-            other = introduced(identity, self._next(Kind.IDENTITY))
-            if other.refused is not None:
-                raise SnapshotRefused(f"pages of {address!r} can't be used: {other.refused}. Open both sessions alike")
-            self.lookup: bytes = other.lookup  # for `page_keys`: by these the other session finds its pages
-            self._channel.sealed = self._channel.sealed or other.sealed
-            if self._channel.take_memory(other.memory):
+            peer = introduced(identity, self._next(Kind.IDENTITY))
+            if peer.refused is not None:
+                raise SnapshotRefused(f"pages of {address!r} can't be used: {peer.refused}. Open both sessions alike")
+            self.lookup: bytes = peer.lookup  # for `page_keys`: the other session looks its pages up by these keys
+            self._channel.sealed = self._channel.sealed or peer.sealed
+            if self._channel.take_memory(peer.memory):
                 self._channel.send(Kind.MAPPED)
         except BaseException:
             connection.close()
             raise
 
     def listed(self, most: int) -> list[Page]:
-        """Up to `most` pages that the other session is likeliest to need again, verified; parents before children."""
+        """Return up to `most` verified pages that the other session likely needs again, parents before children."""
         self._channel.send(Kind.LIST, most.to_bytes(8, "little"))
         header, records = decode(self._next(Kind.LISTED))
         reason = self._identity.refuses(Identity.stored_in(header))
@@ -108,15 +108,15 @@ class Source:
         return connected(pages_of(records[:most]), self._identity.root)
 
     def fetch(self, digests: Sequence[bytes], keys: Sequence[int], memory: Memory) -> Iterator[tuple[int, Payload]]:
-        """The payloads of those pages that the other session has, each with its index among `digests`.
+        """Yield the payloads of the pages that the other session has, each with its index in `digests`.
 
-        `keys` are the pages' lookup keys in the other session. `memory` is asked for so many bytes, which a payload is
+        `keys` are the pages' lookup keys in the other session. `memory(size)` allocates the bytes that a payload is
         received into.
         """
-        for at in range(0, len(digests), MOST_WANTED):
-            part = slice(at, at + MOST_WANTED)
+        for start in range(0, len(digests), MOST_WANTED):
+            part = slice(start, start + MOST_WANTED)
             for index, payload in self._fetch(digests[part], keys[part], memory):
-                yield at + index, payload
+                yield start + index, payload
 
     def _fetch(self, digests: Sequence[bytes], keys: Sequence[int], memory: Memory) -> Iterator[tuple[int, Payload]]:
         wanted = np.zeros(len(digests), WANTED)
@@ -138,11 +138,11 @@ class Source:
             if not missing[indexes].all():
                 raise ProcessLost("a page came twice")
             missing[indexes] = False
-            slots = [memory(self._page_bytes) for _ in indexes]
-            views: list[Any] = [memoryview(slot) for slot in slots]  # type: ignore[arg-type]
+            buffers = [memory(self._page_bytes) for _ in indexes]
+            views: list[Any] = [memoryview(buffer) for buffer in buffers]  # type: ignore[arg-type]
             self._channel.receive_into(views)
-            for index, slot in zip(indexes.tolist(), slots, strict=True):
-                yield index, from_bytes(slot, self._identity.leaves)
+            for index, buffer in zip(indexes.tolist(), buffers, strict=True):
+                yield index, from_bytes(buffer, self._identity.leaves)
 
     def _next(self, wanted: Kind) -> bytes:
         kind, content = self._receive()

@@ -1,1 +1,1 @@
-"""Tools: Python functions, or JSON schemas of anything else, that a model may ask to be called."""
+"""Tools: Python functions, or JSON schemas of anything else, that a model may call."""

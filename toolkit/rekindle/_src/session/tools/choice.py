@@ -17,16 +17,16 @@ ToolChoice = str | Mapping[str, Any] | Callable[..., Any]
 
 
 class Choice(NamedTuple):
-    """What a `tool_choice` means for given tools."""
+    """The meaning of a `tool_choice` for a chat's tools."""
 
     given: ToolChoice | None
     shown: tuple[Tool, ...]  # to the model
-    must: tuple[Tool, ...] = ()  # of these one has to be called
-    several: bool = False  # and more may be
+    must: tuple[Tool, ...] = ()  # one of these has to be called
+    several: bool = False  # more than one may be called
 
 
 def chosen(choice: ToolChoice | None, tools: Sequence[Tool], *, parallel: bool = True) -> Choice:
-    """The choice among tools, of which several may be called if `parallel`. Raises `InvalidRequest` for no tool."""
+    """Return the choice among tools; several may be called if `parallel`. Raise `InvalidRequest` for no tool."""
     tools = tuple(tools)
     if choice is None or choice == "auto":
         return Choice(choice, tools)
@@ -36,24 +36,24 @@ def chosen(choice: ToolChoice | None, tools: Sequence[Tool], *, parallel: bool =
         raise InvalidRequest("tool_choice", choice, "needs tools", "Pass tools=[…]")
     if choice == "required":
         return Choice(choice, tools, tools, several=parallel)
-    named = tuple(tool for tool in tools if _names(choice, tool))
-    if not named:
+    matches = tuple(tool for tool in tools if _names(choice, tool))
+    if not matches:
         known = ", ".join(tool.name for tool in tools)
         raise InvalidRequest(
             "tool_choice", choice, "names no tool", f"Use 'auto', 'none', 'required', or one of: {known}"
         )
-    return Choice(choice, tools, named)
+    return Choice(choice, tools, matches)
 
 
 def _names(choice: ToolChoice, tool: Tool) -> bool:
     if isinstance(choice, Mapping):
-        inner = choice.get("function")
-        choice = (inner if isinstance(inner, Mapping) else choice).get("name", "")
+        function = choice.get("function")
+        choice = (function if isinstance(function, Mapping) else choice).get("name", "")
     return choice == tool.name or (tool.function is not None and choice == tool.function)
 
 
 def forcing(choice: Choice, sampling: Sampling, format: ReplyFormat, tokenizer: object) -> Sampling:
-    """The options of a request whose reply has to be a call, by a grammar of the family's syntax."""
+    """Return the options of a request whose reply has to be a call, by a grammar of the family's syntax."""
     if sampling.structured:
         raise InvalidRequest(
             "tool_choice", choice.given, "can't be combined with a schema or grammar of the text", "Leave one out"

@@ -1,4 +1,4 @@
-"""From a call's JSON arguments to the objects that a function's annotations ask for."""
+"""Conversion of a call's JSON arguments to the types of a function's annotations."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from rekindle._src.session.tools.schemas import fields_of
 
 
 def converted(kind: Any, value: Any) -> Any:
-    """`value` as `kind`: dataclasses, enums, sets, dates and numbers that the model wrote as text.
+    """Convert `value` to `kind`: dataclasses, enums, sets, dates and numbers that the model wrote as text.
 
-    What it can't convert stays as it is; what contradicts the annotation raises ValueError or TypeError.
+    A value of any other kind stays as it is. A value that contradicts the annotation raises ValueError or TypeError.
     """
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is typing.Annotated:
@@ -40,12 +40,12 @@ def _items(base: Any, arguments: tuple[Any, ...], value: list[Any]) -> Any:
     else:
         kinds = [arguments[0] if arguments else Any] * len(value)
     items = [converted(kind, item) for kind, item in zip(kinds, value, strict=True)]
-    made = {tuple: tuple, set: set, frozenset: frozenset, collections.abc.Set: set}.get(base, list)
-    return made(items)
+    collection = {tuple: tuple, set: set, frozenset: frozenset, collections.abc.Set: set}.get(base, list)
+    return collection(items)
 
 
 def _member(kinds: tuple[Any, ...], value: Any) -> Any:
-    """The value as the first member of a union that it is, or else as the first that takes it."""
+    """Convert a value to the first member of a union whose instance it is, or else to the first that takes it."""
     if any(isinstance(kind, type) and type(value) is kind for kind in kinds):
         return value
     for kind in kinds:
@@ -77,6 +77,6 @@ def _single(kind: type, value: Any) -> Any:
     if kind is type(None) and value is not None:
         raise ValueError(f"{value!r} is not None")
     if isinstance(value, dict) and kind is not dict and (fields := fields_of(kind)) is not None:
-        made = {name: converted(fields[name][0], item) if name in fields else item for name, item in value.items()}
-        return made if typing.is_typeddict(kind) else kind(**made)
+        values = {name: converted(fields[name][0], item) if name in fields else item for name, item in value.items()}
+        return values if typing.is_typeddict(kind) else kind(**values)
     return value

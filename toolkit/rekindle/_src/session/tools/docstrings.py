@@ -1,4 +1,4 @@
-"""What a docstring says about a function and its parameters, in the styles of Google, NumPy and Sphinx."""
+"""Reads the descriptions of a function and its parameters from a docstring in Google, NumPy or Sphinx style."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ _NUMPY = re.compile(r"\*{0,2}(\w+(?:\s*,\s*\w+)*)\s*(?::.*)?")
 
 
 def read_docstring(documented: object) -> tuple[str, dict[str, str]]:
-    """The description, and those of the parameters by name."""
+    """Return the description of the object, and those of its parameters by name."""
     lines = (inspect.getdoc(documented) or "").splitlines()
     description: list[str] = []
     parameters: dict[str, str] = {}
-    at = 0
-    while at < len(lines):
-        line = lines[at]
+    index = 0
+    while index < len(lines):
+        line = lines[index]
         field = _FIELD.fullmatch(line.strip())
         if _SECTION.fullmatch(line):
-            at = _read_entries(lines, at + 1, parameters)
-        elif line.strip() == "Parameters" and at + 1 < len(lines) and re.fullmatch(r"-{3,}\s*", lines[at + 1]):
-            at = _read_numpy(lines, at + 2, parameters)
+            index = _read_entries(lines, index + 1, parameters)
+        elif line.strip() == "Parameters" and index + 1 < len(lines) and re.fullmatch(r"-{3,}\s*", lines[index + 1]):
+            index = _read_numpy(lines, index + 2, parameters)
         elif field is not None:
-            at = _read_more(lines, at + 1, parameters, field[1], field[2], 1)
-        elif line.startswith(":") or _begins_section(line, lines[at + 1] if at + 1 < len(lines) else ""):
+            index = _read_more(lines, index + 1, parameters, field[1], field[2], 1)
+        elif line.startswith(":") or _begins_section(line, lines[index + 1] if index + 1 < len(lines) else ""):
             break
         else:
             description.append(line)
-            at += 1
+            index += 1
     return " ".join("\n".join(description).split()), parameters
 
 
@@ -44,7 +44,7 @@ def _indent(line: str) -> int:
 
 
 def _read_more(lines: list[str], at: int, found: dict[str, str], name: str, text: str, least: int) -> int:
-    """Add an entry with the lines that are indented below it; where the next one begins."""
+    """Add an entry with the lines that are indented below it. Return the index of the next entry."""
     parts = [text]
     while at < len(lines) and lines[at].strip() and _indent(lines[at]) >= least:
         parts.append(lines[at].strip())

@@ -23,10 +23,10 @@ Message = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class ToolRun:
-    """What `await session.chat(..., run_tools=True)` gives: the last reply, and how it came about."""
+    """The result of `await session.chat(..., run_tools=True)`: the last reply, and the messages that led to it."""
 
     completion: Completion  # the last reply; it calls tools itself if the bound on rounds was reached
-    messages: tuple[Mapping[str, Any], ...]  # those that were given, then calls, results and the answer
+    messages: tuple[Mapping[str, Any], ...]  # the chat's messages, then calls, results and the answer
     rounds: tuple[Completion, ...]  # every reply, the last one included
 
     @property
@@ -46,26 +46,26 @@ class ToolRun:
 
     @property
     def tool_calls(self) -> tuple[ToolCall, ...]:
-        """Calls that were not run any more, because the bound on rounds was reached."""
+        """Calls that were not run because the bound on rounds was reached."""
         return self.completion.tool_calls
 
     @property
     def usage(self) -> Usage:
         """Tokens of all replies together."""
-        figures = [done.usage for done in self.rounds]
+        figures = [reply.usage for reply in self.rounds]
         return Usage(
-            sum(one.prompt_tokens for one in figures),
-            sum(one.cached_tokens for one in figures),
-            sum(one.completion_tokens for one in figures),
+            sum(usage.prompt_tokens for usage in figures),
+            sum(usage.cached_tokens for usage in figures),
+            sum(usage.completion_tokens for usage in figures),
         )
 
     def __str__(self) -> str:
         return self.content
 
     def __repr__(self) -> str:
-        called = sum(len(done.tool_calls) for done in self.rounds[:-1])
+        calls = sum(len(reply.tool_calls) for reply in self.rounds[:-1])
         rounds = html.count(len(self.rounds), "round")
-        return f"<ToolRun: {html.shortened(self.content)!r}, {rounds}, {html.count(called, 'call')} run>"
+        return f"<ToolRun: {html.shortened(self.content)!r}, {rounds}, {html.count(calls, 'call')} run>"
 
     def _repr_html_(self) -> str:
         rows = [(message.get("role"), described(message)) for message in self.messages]
@@ -73,31 +73,32 @@ class ToolRun:
 
 
 def described(message: Mapping[str, Any]) -> str:
-    """A message as one text: its content, and its calls as in Python."""
+    """Return a message as one text: its content, and its calls as in Python."""
     content = message.get("content")
     parts = [content if isinstance(content, str) else str(content)] if content else []
     for call in message.get("tool_calls") or ():
         function = call.get("function", call)
         arguments = function.get("arguments")
-        given = ", ".join(f"{name}={value!r}" for name, value in arguments.items()) if arguments else ""
-        parts.append(f"{function.get('name')}({given})")
+        keywords = ", ".join(f"{name}={value!r}" for name, value in arguments.items()) if arguments else ""
+        parts.append(f"{function.get('name')}({keywords})")
     return "\n".join(parts)
 
 
 class ToolLoop(Call[ToolRun]):
     """A chat whose tools are run: await it for the answer, or iterate over the deltas of all its replies.
 
-    Functions that fail tell the model so. Cancelling it leaves functions in worker threads to end by themselves.
+    The model gets the errors of functions as their results. Cancelling it leaves functions in worker threads to end by
+    themselves.
     """
 
     # Any: the signature of a public class names no private type.
     def __init__(self, ask: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], max_rounds: int) -> None:
         if isinstance(max_rounds, bool) or not isinstance(max_rounds, int) or max_rounds < 1:
             raise InvalidRequest("max_rounds", max_rounds, "is not a number of rounds", "Use 1 or more")
-        without = [tool.name for tool in tools if tool.function is None]
-        if without or not tools:
+        schema_only = [tool.name for tool in tools if tool.function is None]
+        if schema_only or not tools:
             raise InvalidRequest(
-                "run_tools", True, f"needs functions, and has none for {without}" if without else "needs tools",
+                "run_tools", True, f"needs functions, and has none for {schema_only}" if schema_only else "needs tools",
                 "Pass tools=[function, …], or run the calls of reply.tool_calls yourself",
             )  # fmt: skip
         self._ask: Callable[..., Handle[Completion]] = ask
@@ -118,7 +119,7 @@ class ToolLoop(Call[ToolRun]):
 
     @property
     def done(self) -> bool:
-        """Whether the answer is there, or an error in place of it."""
+        """True once the answer is there, or an error in its place."""
         return self._run is not None or self.error is not None
 
     @property
@@ -128,24 +129,24 @@ class ToolLoop(Call[ToolRun]):
 
     @property
     def request(self) -> Handle[Completion] | None:
-        """The request of the reply that is being made, or of the answer; None while tools run."""
+        """The request of the current reply, or of the answer; None while tools run."""
         return None if self._ran and self._run is None else self._handle
 
     @property
     def content(self) -> str:
-        """The content so far of the reply that is being made, or was made last."""
+        """The content so far of the current or latest reply."""
         return "" if self._handle is None or self._ran else self._handle.content
 
     @property
     def answered(self) -> tuple[Message, ...]:
-        """The messages so far beside those that were given: complete replies with the results of their calls."""
-        whole = self._messages[self._given :]
-        if self._run is None and whole and whole[-1].get("tool_calls"):
-            whole = whole[:-1]  # its calls are being run
-        return tuple(copy.deepcopy(whole))
+        """The messages so far that the chat has added: complete replies with the results of their calls."""
+        added = self._messages[self._given :]
+        if self._run is None and added and added[-1].get("tool_calls"):
+            added = added[:-1]  # its calls are being run
+        return tuple(copy.deepcopy(added))
 
     def completion(self) -> Completion:
-        """The last reply, once it is there."""
+        """Return the last reply. Raise the chat's error, or InvalidRequest before there is an answer."""
         if self.error is not None:
             raise fresh(self.error)
         if self._run is None:
@@ -153,7 +154,7 @@ class ToolLoop(Call[ToolRun]):
         return self._run.completion
 
     def cancel(self) -> None:
-        """End the reply that is being made, from any thread."""
+        """End the current reply, from any thread."""
         if self._handle is not None:
             self._handle.cancel()
 
@@ -163,7 +164,7 @@ class ToolLoop(Call[ToolRun]):
         return self._run
 
     def _current(self) -> Handle[Completion]:
-        """The request of the reply that comes next, or is being made."""
+        """Return the request of the current reply, or make that of the next."""
         if self._error is not None:
             raise fresh(self._error)
         if self._handle is None:
@@ -190,7 +191,7 @@ class ToolLoop(Call[ToolRun]):
         return ToolStream(self)
 
     def stream_sync(self) -> SyncStream:
-        """The deltas, blocking this thread; for code without an event loop."""
+        """Return an iterator over the deltas that blocks this thread; for code without an event loop."""
         return SyncStream(self)
 
     def __repr__(self) -> str:
@@ -209,7 +210,7 @@ class ToolStream(AsyncIterator[TextDelta]):
         self._deltas: AsyncIterator[TextDelta] | None = None
 
     async def __anext__(self) -> TextDelta:
-        """The next delta; waits for it."""
+        """Wait for the next delta and return it."""
         loop = self._loop
         while True:
             if self._deltas is None:
@@ -223,7 +224,7 @@ class ToolStream(AsyncIterator[TextDelta]):
                 await loop._following(loop._current().completion())
 
     async def aclose(self) -> None:
-        """Stop reading; the reply that is being made is aborted."""
+        """Stop reading. The current reply is aborted."""
         self._leave()
 
     def _leave(self) -> None:

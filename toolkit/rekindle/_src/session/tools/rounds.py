@@ -1,4 +1,4 @@
-"""How often a chat runs the calls of tools that its model makes, unless it is told otherwise."""
+"""The default bound on a chat's rounds of tool calls."""
 
 from __future__ import annotations
 

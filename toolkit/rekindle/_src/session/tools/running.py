@@ -1,4 +1,4 @@
-"""Runs the calls of a reply: async functions where they are awaited, others in worker threads, all of them at once."""
+"""Runs the calls of a reply, all at once: async functions on the caller's loop, others in worker threads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger("rekindle.tools")
 
 
 async def run_calls(calls: Sequence[ToolCall], tools: Mapping[str, Tool]) -> list[dict[str, Any]]:
-    """The messages that answer the calls, in their order. An error of a function is the answer, in words."""
+    """Run the calls. Return the messages that answer them, in order. A function's error becomes its answer's text."""
     if blocks():
         return [_run_blocking(call, tools) for call in calls]
     answers: list[dict[str, Any]] = [{}] * len(calls)
@@ -41,23 +41,23 @@ async def _run(call: ToolCall, tools: Mapping[str, Tool]) -> dict[str, Any]:
     try:
         function = _bound(call, tools)
         if _is_async(function.func):
-            found = await function()
+            result = await function()
         else:
-            # Who stops waiting does not wait for the thread.
-            found = await anyio.to_thread.run_sync(function, abandon_on_cancel=True)
-        return call.answer(await found if inspect.isawaitable(found) else found)
+            # A cancelled wait does not wait for the thread.
+            result = await anyio.to_thread.run_sync(function, abandon_on_cancel=True)
+        return call.answer(await result if inspect.isawaitable(result) else result)
     except Exception as error:
         return _failed(call, error)
 
 
 def _run_blocking(call: ToolCall, tools: Mapping[str, Tool]) -> dict[str, Any]:
-    """The same in this thread, for code without an event loop. What is async runs on a loop of its own."""
+    """Run a call in this thread, for code without an event loop. Async functions run on a loop of their own."""
     try:
         function = _bound(call, tools)
-        found = None if _is_async(function.func) else function()
-        if _is_async(function.func) or inspect.isawaitable(found):
-            found = _on_own_loop(function if found is None else lambda: found)
-        return call.answer(found)
+        result = None if _is_async(function.func) else function()
+        if _is_async(function.func) or inspect.isawaitable(result):
+            result = _on_own_loop(function if result is None else lambda: result)
+        return call.answer(result)
     except Exception as error:
         return _failed(call, error)
 
@@ -76,7 +76,7 @@ def _is_async(function: Any) -> bool:
 
 
 def _on_own_loop(function: Callable[[], Any]) -> Any:
-    """The result of an async function on a new loop, in a thread of its own: this one may have a loop that runs."""
+    """Run an async function on a new loop, in a thread of its own: this thread may have a running loop."""
     outcome: list[Any] = []
 
     async def awaited() -> Any:
@@ -92,10 +92,10 @@ def _on_own_loop(function: Callable[[], Any]) -> Any:
     thread.start()
     while thread.is_alive():
         thread.join(0.1)  # in slices, so that an interrupt is seen everywhere
-    found, error = outcome[0]
+    result, error = outcome[0]
     if error is not None:
         raise error
-    return found
+    return result
 
 
 def _failed(call: ToolCall, error: Exception) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""JSON schemas of Python types, as the parameters of tools have them."""
+"""JSON schemas of Python types, for the parameters of tools."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ _MOST_NESTED = 16
 
 
 class NoSchema(Exception):
-    """The type has no JSON schema that is known here."""
+    """Raised for a type without a known JSON schema."""
 
 
 def schema_of(kind: Any, depth: int = 0) -> Schema:
-    """The schema of a type annotation; raises `NoSchema`."""
+    """Return the schema of a type annotation. Raise `NoSchema` if there is none."""
     if depth > _MOST_NESTED:
         raise NoSchema(f"{_name(kind)} is nested too deeply")
     try:
@@ -63,10 +63,10 @@ def schema_of(kind: Any, depth: int = 0) -> Schema:
         items = [schema_of(item, depth + 1) for item in arguments]
         return {"type": "array", "prefixItems": items, "minItems": len(items), "maxItems": len(items)}
     if base in _LISTS or base in _SETS or base is tuple:
-        found: Schema = {"type": "array"}
+        schema: Schema = {"type": "array"}
         if arguments:
-            found["items"] = schema_of(arguments[0], depth + 1)
-        return {**found, "uniqueItems": True} if base in _SETS else found
+            schema["items"] = schema_of(arguments[0], depth + 1)
+        return {**schema, "uniqueItems": True} if base in _SETS else schema
     if base in _DICTS:
         if arguments and arguments[0] not in (str, Any):
             raise NoSchema(f"{_name(kind)} has keys that are no strings")
@@ -93,13 +93,13 @@ def _class(kind: type, depth: int) -> Schema:
                 pass
         raise NoSchema(f"{_name(kind)} has no JSON schema")
     properties = {name: schema_of(hint, depth + 1) for name, (hint, _) in hints.items()}
-    required = [name for name, (_, needed) in hints.items() if needed]
-    found: Schema = {"type": "object", "properties": properties}
-    return {**found, "required": required} if required else found
+    required = [name for name, (_, is_required) in hints.items() if is_required]
+    schema: Schema = {"type": "object", "properties": properties}
+    return {**schema, "required": required} if required else schema
 
 
 def fields_of(kind: type) -> dict[str, tuple[Any, bool]] | None:
-    """The fields of a dataclass, TypedDict or NamedTuple: their types, and whether they are needed."""
+    """Return the fields of a dataclass, TypedDict or NamedTuple: their types, and True for those that are required."""
     if dataclasses.is_dataclass(kind):
         hints = typing.get_type_hints(kind, include_extras=True)
         return {
@@ -121,7 +121,10 @@ def fields_of(kind: type) -> dict[str, tuple[Any, bool]] | None:
 
 
 def _key(hint: Any, needed: bool) -> tuple[Any, bool]:
-    """A TypedDict's type of a key; where annotations are text, only the type itself says whether it is needed."""
+    """Return the type of a TypedDict's key, and True if it is required.
+
+    Where annotations are text, only the annotation itself says whether the key is required.
+    """
     origin = typing.get_origin(hint)
     if origin in (typing.Required, typing.NotRequired):
         return typing.get_args(hint)[0], origin is typing.Required
@@ -129,23 +132,23 @@ def _key(hint: Any, needed: bool) -> tuple[Any, bool]:
 
 
 def _annotated(kind: Any, extras: tuple[Any, ...], depth: int) -> Schema:
-    """`Annotated[int, "how many"]`: text is the description, as is the `description` of pydantic's `Field`."""
-    found = schema_of(kind, depth)
+    """Return the schema of an `Annotated[int, "text"]`; the text, or the `description` of a `Field`, describes it."""
+    schema = schema_of(kind, depth)
     for extra in extras:
         text = extra if isinstance(extra, str) else getattr(extra, "description", None)
         if isinstance(text, str):
-            found["description"] = text
+            schema["description"] = text
         elif isinstance(extra, Mapping):
-            found |= extra
-    return found
+            schema |= extra
+    return schema
 
 
 def _values(values: tuple[Any, ...]) -> Schema:
     kinds = list(dict.fromkeys(_PLAIN.get(type(value), {}).get("type") for value in values))
     if None in kinds:
         raise NoSchema(f"{values} are not all text, numbers or None")
-    found: Schema = {"enum": list(values)}
-    return {"type": kinds[0] if len(kinds) == 1 else kinds, **found}
+    schema: Schema = {"enum": list(values)}
+    return {"type": kinds[0] if len(kinds) == 1 else kinds, **schema}
 
 
 def _union(members: tuple[Any, ...], depth: int) -> Schema:
@@ -156,7 +159,7 @@ def _union(members: tuple[Any, ...], depth: int) -> Schema:
 
 
 def default_of(value: object) -> Schema:
-    """`{"default": value}` if a schema can hold the value."""
+    """Return `{"default": value}` if a schema can hold the value, else an empty schema."""
     if isinstance(value, enum.Enum):
         value = value.value
     try:

@@ -1,4 +1,4 @@
-"""Tools as `chat` takes them: functions, whose schemas are made of their signatures, or schemas."""
+"""The tools of a chat: functions, whose schemas are made from their signatures, or schemas."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _KEYWORDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tool:
-    """A tool's name, its JSON schema, and the function that does it, if it is one."""
+    """A tool's name, its JSON schema, and its function if it has one."""
 
     name: str
     schema: Mapping[str, Any]
@@ -31,41 +31,41 @@ class Tool:
     hints: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # types of the function's parameters
 
     def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of a call as the function's annotations ask for them."""
+        """Convert the arguments of a call to the types of the function's annotations."""
         return {name: converted(self.hints.get(name, Any), value) for name, value in given.items()}
 
 
 def tools_of(given: Sequence[ToolLike] | None) -> tuple[Tool, ...]:
-    """The tools of a chat; raises `InvalidRequest` for what is none."""
+    """Return the tools of a chat. Raise `InvalidRequest` for anything that is no tool."""
     if given is None:
         return ()
     if isinstance(given, str | bytes | Mapping) or not isinstance(given, Sequence):
         raise InvalidRequest("tools", given, "is not a list of tools", "Pass [function, …], or JSON schemas as dicts")
     if len(given) > MAX_TOOLS:
         raise InvalidRequest("tools", f"{len(given)} tools", f"are over {MAX_TOOLS}", "Pass fewer")
-    tools = tuple(_schema_tool(one) if isinstance(one, Mapping) else function_tool(one) for one in given)
-    seen: set[str] = set()
+    tools = tuple(_schema_tool(item) if isinstance(item, Mapping) else function_tool(item) for item in given)
+    names: set[str] = set()
     for tool in tools:
-        if tool.name in seen:
+        if tool.name in names:
             raise InvalidRequest("tools", tool.name, "is the name of two tools", "Give each another name")
-        seen.add(tool.name)
+        names.add(tool.name)
     return tools
 
 
 def _schema_tool(given: Mapping[str, Any]) -> Tool:
-    inner = given.get("function")
-    function = inner if isinstance(inner, Mapping) else given
+    nested = given.get("function")
+    function = nested if isinstance(nested, Mapping) else given
     name = function.get("name")
     fix = 'Pass {"type": "function", "function": {"name": …, "description": …, "parameters": JSON schema}}'
     if not isinstance(name, str) or not name:
         raise InvalidRequest("tools", given, "has no name", fix)
     if not isinstance(function.get("parameters", {}), Mapping):
         raise InvalidRequest("tools", given, "has parameters that are no JSON schema", fix)
-    return Tool(name, given if function is inner else {"type": "function", "function": given})
+    return Tool(name, given if function is nested else {"type": "function", "function": given})
 
 
 def function_tool(function: Any) -> Tool:
-    """The tool that a function is: its name, its docstring and the types of its parameters."""
+    """Make a tool of a function: its name, its docstring and the types of its parameters."""
     if not callable(function):
         raise InvalidRequest("tools", function, "is neither a function nor a dict", "Pass functions or JSON schemas")
     inner = function
@@ -74,15 +74,15 @@ def function_tool(function: Any) -> Tool:
     name = getattr(inner, "__name__", type(inner).__name__)
     if not _NAME.fullmatch(name):
         raise InvalidRequest("tools", function, f"has no name that a model can call ({name})", "Use def name(…): …")
-    described = inner if inspect.isroutine(inner) or inspect.isclass(inner) else type(inner).__call__
+    documented = inner if inspect.isroutine(inner) or inspect.isclass(inner) else type(inner).__call__
     try:
         signature = inspect.signature(function)
-        hints = typing.get_type_hints(inner.__init__ if inspect.isclass(inner) else described, include_extras=True)
+        hints = typing.get_type_hints(inner.__init__ if inspect.isclass(inner) else documented, include_extras=True)
     except (TypeError, ValueError, NameError) as error:
         raise InvalidRequest(
             "tools", function, f"has no signature that can be read ({error})", "Pass its JSON schema"
         ) from error
-    description, texts = read_docstring(inner if described is inner else type(inner))
+    description, texts = read_docstring(inner if documented is inner else type(inner))
     properties: dict[str, Any] = {}
     required = []
     for parameter in signature.parameters.values():
