@@ -34,20 +34,20 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(report, indent=1)) if arguments.json else show_growth(report)
         return 0
     options = engine_options(arguments)
-    found = {"breakdown": break_down(arguments.model, names, options)} if arguments.breakdown else {}
-    report = measure(arguments.model, names, arguments.repeat, options) | found
+    breakdown = {"breakdown": break_down(arguments.model, names, options)} if arguments.breakdown else {}
+    report = measure(arguments.model, names, arguments.repeat, options) | breakdown
     print(json.dumps(report, indent=1)) if arguments.json else show(report)
     return 0
 
 
 def measure(model: str, names: list[str], repeat: int, options: dict[str, Any]) -> dict[str, Any]:
-    """Medians of `repeat` runs of each workload, in a warm session, or for W5 and W8 in new processes."""
+    """Return medians of `repeat` runs of each workload: in a warm session, or for W5 and W8 in new processes."""
     from rekindle._src.bench import limits
 
     options = {"dtype": "bfloat16", **options} if is_shape(model) else options
     _say("limits …")
-    found = limits.measure()
-    report: dict[str, Any] = {"model": model, **options, "limits": dataclasses.asdict(found)}
+    machine = limits.measure()
+    report: dict[str, Any] = {"model": model, **options, "limits": dataclasses.asdict(machine)}
     loaded = _loaded(model, options)
     work = _work(model, options)
     for name in names:
@@ -56,14 +56,14 @@ def measure(model: str, names: list[str], repeat: int, options: dict[str, Any]) 
             report[name] = _fresh(model, name, repeat, options)
         else:
             report[name] = anyio.run(_workload, loaded, name, repeat, options)
-            report[name] |= shares(name, report[name], work, found, options)
+            report[name] |= shares(name, report[name], work, machine, options)
     return report
 
 
 def shares(
     name: str, figures: dict[str, float], work: Work, limits: MachineLimits, options: dict[str, Any]
 ) -> dict[str, float]:
-    """The share of the machine's limit that a workload reaches: W1 is bound by memory reads, W2 by products."""
+    """Return the share of the machine's limit that a workload reaches. Memory reads bound W1, and products bound W2."""
     if name == "W1":
         return {"share_of_read": work.decode_share(limits, figures["decode_tok_s"])}
     if name == "W2":
@@ -85,7 +85,7 @@ async def _workload(model: LoadedModel | str, name: str, repeat: int, options: d
 
 
 def needed(model: LoadedModel | str, name: str, options: dict[str, Any]) -> dict[str, int]:
-    """The session sizes that a workload needs."""
+    """Return the session sizes that a workload needs."""
     length = max(workloads.LENGTHS.get(name, 0), workloads.MODEL_LEN)
     requests = workloads.REQUESTS.get(name, 2)
     return {
@@ -101,13 +101,13 @@ def _fresh(model: str, name: str, repeat: int, options: dict[str, Any]) -> dict[
     with tempfile.TemporaryDirectory() as folder:
         source = str(write_checkpoint(model.lower(), Path(folder) / "model")) if is_shape(model) else model
         if name == "W5":
-            one: Callable[..., dict[str, float]] = fresh.first_token
+            measure_once: Callable[..., dict[str, float]] = fresh.first_token
         else:
             limit = {"max_model_len": 1024} if model == "tiny" else {}
             options = {**limit, **options}
-            one = functools.partial(fresh.restart, programs=cache_folder(options.get("cache_dir")))
+            measure_once = functools.partial(fresh.restart, programs=cache_folder(options.get("cache_dir")))
         try:
-            return _medians([one(source, options) for _ in range(repeat)])
+            return _medians([measure_once(source, options) for _ in range(repeat)])
         except RuntimeError as error:
             raise RekindleError(f"{name} failed: {error}. Its output above says why") from error
 
@@ -126,16 +126,16 @@ def grow(model: str, options: dict[str, Any], scale: float, plots: Path | None) 
 
 
 def break_down(model: str, names: list[str], options: dict[str, Any]) -> dict[str, Any]:
-    """The breakdown of each workload's steps; None where no such step runs with these `options`."""
+    """Return the breakdown of each workload's steps, or None where `options` run no such step."""
     from rekindle._src.bench import breakdown
 
-    loaded, found = _loaded(model, options), {}
+    loaded, breakdowns = _loaded(model, options), {}
     for name in (name for name in names if name in workloads.BROKEN_DOWN):
         _say(f"breakdown of {name} …")
         sizes = {**needed(loaded, name, options), **options}
-        one = anyio.run(breakdown.measure, loaded, name, vocab_size(loaded), sizes)
-        found[name] = None if one is None else dataclasses.asdict(one)
-    return found
+        measurement = anyio.run(breakdown.measure, loaded, name, vocab_size(loaded), sizes)
+        breakdowns[name] = None if measurement is None else dataclasses.asdict(measurement)
+    return breakdowns
 
 
 def _loaded(model: str, options: dict[str, Any]) -> LoadedModel | str:
@@ -147,7 +147,7 @@ def _loaded(model: str, options: dict[str, Any]) -> LoadedModel | str:
 
 
 def _work(model: str, options: dict[str, Any]) -> Work:
-    """The cost of the model's weights, from their shapes alone."""
+    """Return the cost of the model's weights, computed from their shapes."""
     from rekindle import tiny
     from rekindle._src.bench.limits import Work
     from rekindle._src.models.base import abstract_model
@@ -164,7 +164,7 @@ def _work(model: str, options: dict[str, Any]) -> Work:
 
 
 def vocab_size(model: LoadedModel | str) -> int:
-    """The vocabulary that prompts are drawn from; for a folder, the ids that every vocabulary has."""
+    """Return the vocabulary size that prompts are drawn from; for a folder, one that every vocabulary has."""
     return 1000 if isinstance(model, str) else model.config.vocab_size
 
 
@@ -188,12 +188,12 @@ def show(report: dict[str, Any]) -> None:
 
 
 def show_breakdown(found: dict[str, dict[str, Any] | None]) -> None:
-    """Print a column per workload and a line per part: milliseconds, and the share of the step."""
+    """Print a column for each workload and a line for each part: milliseconds and the share of the step."""
     from rekindle._src.bench.operations import PARTS
 
-    columns = {name: one for name, one in found.items() if one is not None}
-    for name, one in found.items():
-        if one is None:
+    columns = {name: figures for name, figures in found.items() if figures is not None}
+    for name, figures in found.items():
+        if figures is None:
             print(f"{name}: no such step runs with these options")
     if not columns:
         return
@@ -202,13 +202,17 @@ def show_breakdown(found: dict[str, dict[str, Any] | None]) -> None:
         print(f"{title:10}" + "".join(f"{cell:>20}" for cell in cells) + (f"   {note}" if note else ""))
 
     print()
-    line("", (f"{name} {one['program']}" for name, one in columns.items()))
-    line("", (f"{one['rows']:.0f} + {one['tokens']:.0f} tokens" for one in columns.values()), "decoded + prefilled")
+    line("", (f"{name} {figures['program']}" for name, figures in columns.items()))
+    line(
+        "",
+        (f"{column['rows']:.0f} + {column['tokens']:.0f} tokens" for column in columns.values()),
+        "decoded + prefilled",
+    )
     for part, note in PARTS.items():
-        times = ((one["parts_ms"][part], one["step_ms"]) for one in columns.values())
+        times = ((column["parts_ms"][part], column["step_ms"]) for column in columns.values())
         line(part, (f"{ms:.3f} ms {ms / step:6.1%}" for ms, step in times), note)
-    line("step", (f"{one['step_ms']:.3f} ms       " for one in columns.values()), "recorded by the profiler")
-    line("", (f"{one['untraced_ms']:.3f} ms       " for one in columns.values()), "otherwise")
+    line("step", (f"{column['step_ms']:.3f} ms       " for column in columns.values()), "recorded by the profiler")
+    line("", (f"{column['untraced_ms']:.3f} ms       " for column in columns.values()), "otherwise")
 
 
 def _number(figure: str, value: float) -> str:
@@ -218,11 +222,11 @@ def _number(figure: str, value: float) -> str:
 
 
 def show_growth(report: dict[str, Any]) -> None:
-    """Print one line per point, with its step time relative to the sweep's first."""
+    """Print a line for each point, with its step time relative to the first of its sweep."""
     first: dict[str, float] = {}
     for point in report["points"]:
-        beside = point["step_ms"] / first.setdefault(point["sweep"], point["step_ms"])
-        print(f"{point['sweep']:16} {point['x']:>8,}  step {point['step_ms']:8.2f} ms  {beside:5.2f}×")
+        ratio = point["step_ms"] / first.setdefault(point["sweep"], point["step_ms"])
+        print(f"{point['sweep']:16} {point['x']:>8,}  step {point['step_ms']:8.2f} ms  {ratio:5.2f}×")
 
 
 def _say(text: str) -> None:

@@ -1,7 +1,7 @@
 """`rekindle cache ls|prune|clear`: look at and trim what persists on disk.
 
-Only what rekindle put there is removed: entries of known folders, in a cache folder with rekindle's CACHEDIR.TAG. Links
-are neither followed nor removed, and what a process is writing stays.
+Only rekindle's own entries are removed: those in known folders of a cache folder with rekindle's CACHEDIR.TAG. Links
+are neither followed nor removed, and entries that a process is writing stay.
 """
 
 from __future__ import annotations
@@ -28,43 +28,45 @@ SHARED = "(shared by models)"
 
 
 class CacheItem(NamedTuple):
-    """One thing that can be removed on its own: a folder or a file two levels below the cache directory."""
+    """A removable entry: a folder or a file two levels below the cache directory."""
 
     path: Path
     kind: str  # the folder it is in: chats, programs, pages, snapshots, tokenizers, weights
     size: int
     used: float  # seconds since the epoch
-    model: str = ""  # whose it is; "" for what several models share, and where it can't be told
+    model: str = ""  # its model; "" if several models share it, or the model is unknown
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Carry out one action; 1 if it was not confirmed or not everything could be removed."""
+    """Carry out one action. Return 1 if it was not confirmed, or an entry could not be removed."""
     folder = cache_folder(arguments.cache_dir)
-    found = entries(folder)
+    items = entries(folder)
     match arguments.action:
         case "ls" if arguments.json:
-            print(json.dumps([{**entry._asdict(), "path": str(entry.path)} for entry in found], indent=1))
+            print(json.dumps([{**entry._asdict(), "path": str(entry.path)} for entry in items], indent=1))
         case "ls":
-            _print(folder, found) if arguments.all else _print_models(folder, found)
+            _print(folder, items) if arguments.all else _print_models(folder, items)
         case "prune":
-            return _remove(folder, beyond(found, parse_size(arguments.to)), arguments.yes)
+            return _remove(folder, beyond(items, parse_size(arguments.to)), arguments.yes)
         case "clear":
-            return _remove(folder, found, arguments.yes)
+            return _remove(folder, items, arguments.yes)
     return 0
 
 
 def entries(folder: Path) -> list[CacheItem]:
-    """Everything of rekindle's below `folder`, most recently used first, without what is being written."""
-    found = []
+    """Return rekindle's entries below `folder`, most recently used first, without those being written."""
+    items = []
     for kind in KINDS:
         for path in _inside(folder / kind):
             if path.name.startswith((PARTIAL, ".")) and not is_stale(path):
                 continue
             with contextlib.suppress(OSError):  # another process removed it meanwhile
-                files: list[str | Path] = [os.path.join(at, name) for at, _, names in os.walk(path) for name in names]
+                files: list[str | Path] = [
+                    os.path.join(parent, name) for parent, _, names in os.walk(path) for name in names
+                ]
                 stats = [os.lstat(file) for file in files or [path]]
                 used = max(max(stat.st_atime, stat.st_mtime) for stat in stats)
-                found.append(
+                items.append(
                     CacheItem(
                         path,
                         kind,
@@ -73,12 +75,12 @@ def entries(folder: Path) -> list[CacheItem]:
                         owner(path, kind),
                     )
                 )
-    return sorted(found, key=lambda entry: -entry.used)
+    return sorted(items, key=lambda entry: -entry.used)
 
 
 def owner(path: Path, kind: str) -> str:
-    """The name of the model that an entry belongs to, as the entry itself says; "" if it says none."""
-    with contextlib.suppress(Exception):  # whatever is wrong with it: it is listed without a name
+    """Return the name of the model in an entry; "" if it has none."""
+    with contextlib.suppress(Exception):  # a damaged entry is listed without a name
         match kind:
             case "programs":
                 return str(json.loads((path / ITEM / "meta.json").read_text())["model"])
@@ -94,26 +96,26 @@ def owner(path: Path, kind: str) -> str:
 
 
 def _described(path: Path) -> dict[str, Any]:
-    """What describes a model, without the checksum before it."""
+    """Return the description of a model, without the checksum before it."""
     content = path.read_bytes()
-    found: dict[str, Any] = json.loads(content[content.index(b"{") :])
-    return found
+    description: dict[str, Any] = json.loads(content[content.index(b"{") :])
+    return description
 
 
 def beyond(found: Sequence[CacheItem], keep: int) -> list[CacheItem]:
-    """The least recently used entries, without which at most `keep` bytes are left."""
-    total, gone = 0, []
+    """Return the least recently used entries to remove, so that at most `keep` bytes are left."""
+    total, surplus = 0, []
     for entry in found:
         total += entry.size
         if total > keep:
-            gone.append(entry)
-    return gone
+            surplus.append(entry)
+    return surplus
 
 
 def prune(found: Sequence[CacheItem], keep: int) -> list[CacheItem]:
-    """Remove the least recently used entries until at most `keep` bytes are left; returns those that are gone."""
-    gone = beyond(found, keep)
-    for entry in gone:
+    """Remove the least recently used entries until at most `keep` bytes are left. Return the removed ones."""
+    surplus = beyond(found, keep)
+    for entry in surplus:
         if entry.path.is_symlink():
             continue
         if entry.path.is_dir():
@@ -121,18 +123,18 @@ def prune(found: Sequence[CacheItem], keep: int) -> list[CacheItem]:
         else:
             with contextlib.suppress(OSError):
                 entry.path.unlink(missing_ok=True)
-    return [entry for entry in gone if not os.path.lexists(entry.path)]
+    return [entry for entry in surplus if not os.path.lexists(entry.path)]
 
 
 def _inside(folder: Path) -> list[Path]:
-    """What lies in a folder, without links; nothing if it is one itself."""
+    """Return the paths in a folder without links. Return none if it is a link itself."""
     if folder.is_symlink() or not folder.is_dir():
         return []
     return sorted(path for path in folder.iterdir() if not path.is_symlink())
 
 
 def _remove(folder: Path, gone: Sequence[CacheItem], confirmed: bool) -> int:
-    """Show what is about to go, ask, and remove it."""
+    """Show the entries to remove, ask, and remove them. Return the exit status."""
     if not gone:
         print(f"{folder}: nothing to remove")
         return 0
@@ -141,12 +143,12 @@ def _remove(folder: Path, gone: Sequence[CacheItem], confirmed: bool) -> int:
     if not confirmed and not _ask(f"Remove {len(gone)} entries? [y/N] "):
         print("nothing was removed; --yes removes without asking")
         return 1
-    dropped = prune(gone, 0)
-    print(f"dropped {len(dropped)} entries, {sum(entry.size for entry in dropped) / 2**20:.1f} MiB")
+    removed = prune(gone, 0)
+    print(f"dropped {len(removed)} entries, {sum(entry.size for entry in removed) / 2**20:.1f} MiB")
     for entry in gone:
-        if entry not in dropped:
+        if entry not in removed:
             print(f"could not be removed: {entry.path}", file=sys.stderr)
-    return 0 if len(dropped) == len(gone) else 1
+    return 0 if len(removed) == len(gone) else 1
 
 
 def _check_marked(folder: Path) -> None:
@@ -171,7 +173,7 @@ def _ask(question: str) -> bool:
 
 
 def _print_models(folder: Path, found: Sequence[CacheItem]) -> None:
-    """A line for each model, those used last first: its size, its age, and what there is of it."""
+    """Print a line for each model, most recently used first: its size, its age, and the kinds of its entries."""
     size = sum(entry.size for entry in found)
     print(f"{folder}: {_size(size)}, {len(found)} entries")
     groups: dict[str, list[CacheItem]] = {}

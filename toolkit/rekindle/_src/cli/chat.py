@@ -1,4 +1,4 @@
-"""`rekindle chat`: an interactive conversation, whose prefix stays cached from turn to turn."""
+"""`rekindle chat`: an interactive conversation. Its prefix stays cached from turn to turn."""
 
 from __future__ import annotations
 
@@ -18,15 +18,13 @@ from rekindle._src.session.opening import open_sync
 from rekindle._src.session.session import Session
 from rekindle.errors import InvalidRequest, PromptTooLong, RequestFailed
 
-COMMAND = re.compile(r"/([a-z]+|\?)(?:\s+(.*))?", re.DOTALL | re.IGNORECASE)  # a path such as /etc/hosts is none
+COMMAND = re.compile(r"/([a-z]+|\?)(?:\s+(.*))?", re.DOTALL | re.IGNORECASE)  # a path such as /etc/hosts is no command
 
 
 def run(arguments: argparse.Namespace) -> int:
     options = sampling_options(arguments)
     with open_sync(arguments.model, **engine_options(arguments)) as session:
-        session.render(
-            [{"role": "user", "content": "Hello"}]
-        )  # a model that can't chat is refused before a word is typed
+        session.render([{"role": "user", "content": "Hello"}])  # refuses a model that can't chat before a word is typed
         names = [f"/{name}" for name in COMMANDS]
         reader = lines(cache_folder(arguments.cache_dir), names)
         Chat(session, reader, Writer(), arguments.system, options).run()
@@ -42,7 +40,7 @@ class Chat:
         self.session, self.reader, self.writer = session, reader, writer
         self._system, self._options = system, options
         self.conversation: Conversation = self._new()
-        self.last: Completion | None = None  # of the last answer that came to its end
+        self.last: Completion | None = None  # the last answer that was not cancelled and did not fail
 
     def _new(self) -> Conversation:
         return self.session.conversation(system=self._system, **self._options)
@@ -62,9 +60,9 @@ class Chat:
             elif name in COMMANDS:
                 COMMANDS[name].run(self, (command[2] or "").strip())
             else:
-                close = difflib.get_close_matches(name, COMMANDS, n=1)
-                meant = f"Did you mean /{close[0]}?" if close else "/help lists those that there are"
-                self.note(f"there is no command /{name}. {meant}")
+                matches = difflib.get_close_matches(name, COMMANDS, n=1)
+                advice = f"Did you mean /{matches[0]}?" if matches else "/help lists those that there are"
+                self.note(f"there is no command /{name}. {advice}")
 
     def _messages(self) -> Iterator[str]:
         while (line := self.reader.read("> ")) is not None:
@@ -72,7 +70,7 @@ class Chat:
                 yield text
 
     def note(self, text: str) -> None:
-        """Say something that is not the model's."""
+        """Write a line that is not the model's."""
         self.writer.note(text)
 
     def answer(self, turn_of: Callable[[], Turn]) -> None:
@@ -100,15 +98,15 @@ class Chat:
                 self.note(f"the answer failed: {error}")
                 return
             self.writer.end()
-            self.last = done = turn.result_sync()
-            if done.finish_reason is FinishReason.LENGTH:
-                self.note(f"cut at {done.usage.completion_tokens:,} tokens; /continue goes on")
-            elif done.finish_reason is FinishReason.CONTEXT:
+            self.last = completion = turn.result_sync()
+            if completion.finish_reason is FinishReason.LENGTH:
+                self.note(f"cut at {completion.usage.completion_tokens:,} tokens; /continue goes on")
+            elif completion.finish_reason is FinishReason.CONTEXT:
                 self._make_room("the context is full, so the answer ends here")
             return
 
     def _make_room(self, problem: str) -> bool:
-        """Say that the conversation is too long, and offer to drop its oldest turn; whether that was done."""
+        """Report that the conversation is too long, and offer to drop its oldest turn. True if it was dropped."""
         turns = self.turns
         self.note(problem)
         if not turns:
@@ -140,9 +138,9 @@ class Chat:
         if not self.turns:
             self.note("there is no turn to take back")
             return
-        said = next(m["content"] for m in reversed(self.conversation.messages) if m["role"] == "user")
+        message = next(m["content"] for m in reversed(self.conversation.messages) if m["role"] == "user")
         self.conversation.undo()
-        self.note(f"took back {said if len(said) <= 60 else said[:59] + '…'!r}; {self.turns} turns are left")
+        self.note(f"took back {message if len(message) <= 60 else message[:59] + '…'!r}; {self.turns} turns are left")
 
     def reset(self, argument: str) -> None:
         self.conversation, self.last = self._new(), None
@@ -171,23 +169,23 @@ class Chat:
     def _figures(self) -> Iterator[tuple[str, str]]:
         figures = self.session.stats().as_dict()
         yield "model", f"{self.session.model}, {self.session.config.dtype}"
-        most = self.session.config.max_model_len
+        limit = self.session.config.max_model_len
         if self.last is None:
-            yield "conversation", f"{_count(self.turns, 'turn')}, room for {most:,} tokens"
+            yield "conversation", f"{_count(self.turns, 'turn')}, room for {limit:,} tokens"
         else:
             used, times = self.last.usage, self.last.timings
-            held, made = used.prompt_tokens + used.completion_tokens, used.completion_tokens
-            speed = f"first after {times.first_token * 1e3:,.0f} ms, then {times.decode_rate(made):,.0f} tokens/s"
-            yield "conversation", f"{_count(self.turns, 'turn')}, {held:,} of {most:,} tokens of context"
-            before = f"{used.prompt_tokens:,} before it, {used.cached_tokens:,} of them cached"
-            yield "last answer", f"{_count(made, 'token')}, {before}; {speed}"
-        asked, known = figures.get("prompt_tokens", 0), figures.get("cached_tokens", 0)
-        share = f" ({known / asked:.0%})" if asked else ""
+            context, generated = used.prompt_tokens + used.completion_tokens, used.completion_tokens
+            speed = f"first after {times.first_token * 1e3:,.0f} ms, then {times.decode_rate(generated):,.0f} tokens/s"
+            yield "conversation", f"{_count(self.turns, 'turn')}, {context:,} of {limit:,} tokens of context"
+            prompt = f"{used.prompt_tokens:,} before it, {used.cached_tokens:,} of them cached"
+            yield "last answer", f"{_count(generated, 'token')}, {prompt}; {speed}"
+        prompt_tokens, cached_tokens = figures.get("prompt_tokens", 0), figures.get("cached_tokens", 0)
+        share = f" ({cached_tokens / prompt_tokens:.0%})" if prompt_tokens else ""
         yield (
             "all answers",
             f"{_count(figures.get('generated_tokens', 0), 'token')} in {_count(figures.get('finished', 0), 'answer')}",
         )
-        yield "prefix cache", f"{known:,} of {asked:,} prompt tokens were not computed again{share}"
+        yield "prefix cache", f"{cached_tokens:,} of {prompt_tokens:,} prompt tokens were not computed again{share}"
         pages = [f"{figures.get(f'pages_{name}', 0):,} {name}" for name in ("held", "cached", "free")]
         yield "pages", f"{', '.join(pages)}, of {figures.get('pages_total', 0):,}"
 
@@ -197,7 +195,7 @@ def _count(number: int, noun: str) -> str:
 
 
 class Command(NamedTuple):
-    """What a /command does."""
+    """A /command: its meaning, its function, and its argument's name."""
 
     meaning: str
     run: Callable[[Chat, str], None]

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 
 class Check(NamedTuple):
-    """What was looked at, what came out, and how to mend it."""
+    """A check: its result, its subject, the details, and a fix."""
 
     status: Literal["pass", "warn", "fail"]
     title: str

@@ -1,4 +1,4 @@
-"""`rekindle doctor`: checks what works on this machine, and gives a fix for what does not."""
+"""`rekindle doctor`: check an installation, and show a fix for each problem."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ REQUIRED = ("jax", "jaxlib", "flax", "anyio", "numpy", "orbax-checkpoint", "toke
 NOTEBOOK = ("ipywidgets", "anywidget")
 LOW_DISK = 1 << 30
 LOW_MEMORY = 2 << 30
-READ_BYTES, READ_TURNS = 192 << 20, 9  # of an array whose reading is timed
+READ_BYTES, READ_TURNS = 192 << 20, 9  # size of an array, and the number of timed reads of it
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print every check as it ends; the exit status is 1 if any failed."""
+    """Print every check as it ends. Return the exit status: 1 if any failed."""
     failed = False
     checks = []
-    wanted = _wanted(arguments)
-    for check in wanted:
+    selected = _wanted(arguments)
+    for check in selected:
         failed |= check.status == "fail"
         checks.append(check)
         if not arguments.json:
@@ -54,7 +54,7 @@ def _wanted(arguments: argparse.Namespace) -> Iterator[Check]:
 
 
 def examine(folder: Path) -> Iterator[Check]:
-    """Run every check in order; one that raises counts as failed."""
+    """Run every check in order. A check that raises counts as failed."""
     for look in (_python, _packages, _notebook, _shadowing, _devices, _native, _memory, _reading):
         yield from _guarded(look)
     yield from _guarded(lambda: _cache(folder))
@@ -63,7 +63,7 @@ def examine(folder: Path) -> Iterator[Check]:
 
 
 def examine_model(model: str) -> Iterator[Check]:
-    """Whether a checkpoint's weights, and what its layers make of a few tokens, are finite; in its own dtype."""
+    """Check that a checkpoint's weights, and its layers' outputs for a few tokens, are finite in its own dtype."""
     yield from _guarded(lambda: _weights(model))
 
 
@@ -121,18 +121,18 @@ def _installed(package: str, otherwise: Literal["warn", "fail"], fix: str) -> Ch
 
 
 def _shadowing() -> Iterator[Check]:
-    """A folder called `kernels` on the path hides Hugging Face's package, which transformers imports."""
+    """Check for a folder called `kernels` on the path: it hides Hugging Face's package, which transformers imports."""
     try:
         importlib.metadata.version("kernels")
     except importlib.metadata.PackageNotFoundError:
         yield Check("pass", "imports", "nothing shadows Hugging Face's `kernels` (not installed)")
         return
-    found = importlib.util.find_spec("kernels")
-    origin = found.origin if found else None
+    spec = importlib.util.find_spec("kernels")
+    origin = spec.origin if spec else None
     if origin and ("site-packages" in origin or "dist-packages" in origin):
         yield Check("pass", "imports", "nothing shadows Hugging Face's `kernels`")
     else:
-        place = origin or (list(found.submodule_search_locations or [])[:1] if found else "nowhere")
+        place = origin or (list(spec.submodule_search_locations or [])[:1] if spec else "nowhere")
         yield Check(
             "warn", "imports", f"`kernels` comes from {place}, not from Hugging Face's package",
             "Start Python from another folder, or rename that one",
@@ -148,7 +148,7 @@ def _devices() -> Iterator[Check]:
 
 
 def _native() -> Iterator[Check]:
-    """Whether the native kernels, which replace slow operations of XLA:CPU, are available; CPU only."""
+    """Check for the native kernels, which replace slow operations of XLA:CPU. CPU only."""
     import jax
 
     from rekindle_kernels import kernels_origin, unavailable_reason
@@ -159,8 +159,8 @@ def _native() -> Iterator[Check]:
     if reason is None:
         yield Check("pass", "native kernels", kernels_origin())
     else:
-        what, _, fix = reason.partition(": ")
-        yield Check("warn", "native kernels", f"{what}; tokens take about half as long again", fix)
+        problem, _, fix = reason.partition(": ")
+        yield Check("warn", "native kernels", f"{problem}; tokens take about half as long again", fix)
 
 
 def _memory() -> Iterator[Check]:
@@ -178,7 +178,7 @@ def _memory() -> Iterator[Check]:
 
 
 def _reading() -> Iterator[Check]:
-    """How fast memory is read, and how close to it the products of one row come that decoding consists of; CPU only."""
+    """Measure the read rate of memory, and the share of it that decoding's products of one row reach. CPU only."""
     import jax
 
     from rekindle._src.bench import limits
@@ -186,12 +186,12 @@ def _reading() -> Iterator[Check]:
     if jax.default_backend() != "cpu" or (available() or LOW_MEMORY) < LOW_MEMORY:
         return
     rate, products = limits.read_rate(READ_BYTES, READ_TURNS), limits.decode_rates(READ_BYTES, READ_TURNS)
-    shares = ", ".join(f"{found / rate:.0%} of it in {bits} bits" for bits, found in products.items())
+    shares = ", ".join(f"{product / rate:.0%} of it in {bits} bits" for bits, product in products.items())
     yield Check("pass", "reading", f"{rate:.0f} GB/s; products of one row read at {shares}")
 
 
 def _cache(folder: Path) -> Iterator[Check]:
-    """Whether the cache directory can be written and has free space; lists its contents."""
+    """Check that the cache directory is writable and has free space, and list its contents."""
     fix = "Point $REKINDLE_CACHE or cache_dir= to a folder you can write to"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -237,5 +237,7 @@ def _tiny() -> Iterator[Check]:
 
     start = time.perf_counter()
     with open_sync("tiny", quiet=True, max_model_len=256, max_requests=2) as session:
-        done = session.generate_sync("Once upon a time", max_tokens=8)
-    yield Check("pass", "generate", f"the embedded model said {done.text!r} after {time.perf_counter() - start:.1f} s")
+        completion = session.generate_sync("Once upon a time", max_tokens=8)
+    yield Check(
+        "pass", "generate", f"the embedded model said {completion.text!r} after {time.perf_counter() - start:.1f} s"
+    )

@@ -1,4 +1,4 @@
-"""`rekindle doctor --mesh`: whether this machine's devices can share a model, and what a model would need on others."""
+"""`rekindle doctor --mesh`: check that devices of this machine can share a model, and plan a model on others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PROMPT, NEW = [1, 5, 9, 33, 7], 8
 
 
 def examine(mesh: MeshShape) -> Iterator[Check]:
-    """Look for enough devices, and have them and one of them alone continue a prompt with a small model."""
+    """Check for enough devices, and compare a small model's continuation on all of them with that on one."""
     import jax
 
     present = jax.devices()
@@ -40,16 +40,16 @@ def examine(mesh: MeshShape) -> Iterator[Check]:
         ) as session:
             texts.append(session.generate_sync(PROMPT, max_tokens=NEW).token_ids)
             stats = session.stats()
-            told = stats.mesh
+            description = stats.mesh
     if texts[0] == texts[1]:
-        yield Check("pass", "mesh", f"{told}; they gave the tokens that one device gives")
+        yield Check("pass", "mesh", f"{description}; they gave the tokens that one device gives")
         if stats.collective_seconds is not None:
             each = 1e3 * stats.collective_seconds / stats.steps
-            took = f"{1e3 * stats.device_seconds / stats.steps:.2f} ms of each of {stats.steps} steps"
-            yield Check("pass", "collectives", f"sums over devices take {each:.2f} ms by themselves, of {took}")
+            total = f"{1e3 * stats.device_seconds / stats.steps:.2f} ms of each of {stats.steps} steps"
+            yield Check("pass", "collectives", f"sums over devices take {each:.2f} ms by themselves, of {total}")
     else:
         yield Check(
-            "fail", "mesh", f"{told}; they gave {texts[1]}, and one device {texts[0]}",
+            "fail", "mesh", f"{description}; they gave {texts[1]}, and one device {texts[0]}",
             "Report it with this machine's devices, and open without mesh",
         )  # fmt: skip
 
@@ -57,11 +57,11 @@ def examine(mesh: MeshShape) -> Iterator[Check]:
 def plan(
     shape: str, mesh: MeshShape | None, device: str, *, quantize: str | None = None, context: int = 8192
 ) -> Iterator[Check]:
-    """What a model needs on each device, as lines of the report."""
+    """Return a model's needs on each device, as lines of the report."""
     sizes = mesh or MeshShape({"model": 1})
     config, dtype = shape_config(shape)
-    shards = sizes.get(DATA, 1)  # each has the whole model, and requests of its own
-    found = planned(
+    shards = sizes.get(DATA, 1)  # each shard has the whole model and its own requests
+    result = planned(
         config,
         Partition(sizes.get("model", 1), sizes.get("expert", 1)),
         device_spec(device),
@@ -70,18 +70,18 @@ def plan(
         context=context,
         shards=shards,
     )
-    each = f" in {shards} data shards of {found.devices // shards}" if shards > 1 else ""
-    yield from told(found, f"{shape} on {found.devices} × {device}{each}")
+    per_shard = f" in {shards} data shards of {result.devices // shards}" if shards > 1 else ""
+    yield from told(result, f"{shape} on {result.devices} × {device}{per_shard}")
 
 
 def told(found: Plan, title: str) -> Iterator[Check]:
-    """A plan in words."""
-    weights, room = found.weight_bytes / 1e9, found.memory_bytes / 1e9
+    """Yield a plan in words."""
+    weights, memory = found.weight_bytes / 1e9, found.memory_bytes / 1e9
     if found.free_bytes <= 0:
-        detail = f"weights take {weights:.1f} GB on each device, of {room:.1f} GB that can be used"
+        detail = f"weights take {weights:.1f} GB on each device, of {memory:.1f} GB that can be used"
         yield Check("fail", title, detail, "Use more devices, larger ones, or --quantize int4")
         return
-    yield Check("pass", title, f"weights take {weights:.1f} GB on each device, of {room:.1f} GB that can be used")
+    yield Check("pass", title, f"weights take {weights:.1f} GB on each device, of {memory:.1f} GB that can be used")
     tokens = (
         f"{found.kv_tokens:,} tokens fit beside them ({found.token_bytes:,} bytes of each on a device), in "
         f"{found.pages:,} pages of {found.page_size}"

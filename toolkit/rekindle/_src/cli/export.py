@@ -9,7 +9,7 @@ from rekindle._src.session.exporting import export
 
 
 def run(arguments: argparse.Namespace) -> int:
-    written = export(arguments.model, arguments.out, type=arguments.type, progress=Progress("exporting"))
-    size = sum(path.stat().st_size for path in (written.rglob("*") if written.is_dir() else [written]))
-    print(f"{written} ({size / 1e6:,.0f} MB)")
+    target = export(arguments.model, arguments.out, type=arguments.type, progress=Progress("exporting"))
+    size = sum(path.stat().st_size for path in (target.rglob("*") if target.is_dir() else [target]))
+    print(f"{target} ({size / 1e6:,.0f} MB)")
     return 0

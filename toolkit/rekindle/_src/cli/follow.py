@@ -11,7 +11,7 @@ import threading
 from rekindle._src.processes.greeting import Place
 from rekindle._src.session.following import follow
 
-LAST_SECONDS = 2.0  # for the call in the making, once the leader is gone
+LAST_SECONDS = 2.0  # for a call in progress, after the leader is gone
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -34,11 +34,11 @@ def _say(text: str) -> None:
 
 
 def _lost(error: BaseException) -> None:
-    """End the process soon, even if a call waits for a sum that the leader takes no part in any more."""
+    """End the process soon, even if a call waits for a collective sum that the leader no longer joins."""
 
     def end() -> None:
         _say(f"the leader is gone: {error}")
-        os.kill(os.getpid(), signal.SIGTERM)  # the main thread may wait in a call that never returns
+        os.kill(os.getpid(), signal.SIGTERM)  # the main thread may be in a call that never returns
 
     timer = threading.Timer(LAST_SECONDS, end)
     timer.daemon = True

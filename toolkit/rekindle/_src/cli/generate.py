@@ -18,13 +18,13 @@ def run(arguments: argparse.Namespace) -> int:
     with open_sync(arguments.model, **engine_options(arguments)) as session:
         handle = session.submit(prompt, **sampling_options(arguments))
         if arguments.json:
-            done = handle.result_sync()
-            print(json.dumps(as_json(done), ensure_ascii=False))
+            completion = handle.result_sync()
+            print(json.dumps(as_json(completion), ensure_ascii=False))
             return 0
         interrupted = started = False
         try:
             for delta in handle.stream_sync():
-                if not started:  # until then the line is the progress bar's
+                if not started:  # the progress bar has the line until then
                     print(prompt, end="", flush=True)
                     started = True
                 print(delta.text, end="", flush=True)
@@ -37,13 +37,15 @@ def run(arguments: argparse.Namespace) -> int:
         if interrupted:
             print("[interrupted]", file=sys.stderr)
             return 130
-        done = handle.result_sync()
-        compiling = f", {done.timings.compiling:.1f} s of it compiling" if done.timings.compiling >= 0.05 else ""
-        rate = done.timings.decode_rate(done.usage.completion_tokens)
+        completion = handle.result_sync()
+        compiling = (
+            f", {completion.timings.compiling:.1f} s of it compiling" if completion.timings.compiling >= 0.05 else ""
+        )
+        rate = completion.timings.decode_rate(completion.usage.completion_tokens)
         print(
-            f"[{done.usage.prompt_tokens} prompt + {done.usage.completion_tokens} new tokens, first after "
-            f"{done.timings.first_token * 1e3:.0f} ms{compiling}, then {rate:.0f} tokens/s, "
-            f"ended by {done.finish_reason}]",
+            f"[{completion.usage.prompt_tokens} prompt + {completion.usage.completion_tokens} new tokens, first after "
+            f"{completion.timings.first_token * 1e3:.0f} ms{compiling}, then {rate:.0f} tokens/s, "
+            f"ended by {completion.finish_reason}]",
             file=sys.stderr,
         )
     return 0

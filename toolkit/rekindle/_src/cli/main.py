@@ -1,4 +1,4 @@
-"""The parsers of all subcommands. Each subcommand is in the module of its name, which is imported when it runs."""
+"""The parsers of all subcommands. A subcommand is in the module of its name, which is imported when it runs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 def program() -> int:
-    """Run `main` as a process, without garbage collection while it imports, which took 0.1 s."""
+    """Run `main` as a process. Garbage collection is off during imports, where it took 0.1 s."""
     gc.disable()
     gc_pause.own_process = True
 
@@ -43,7 +43,7 @@ def program() -> int:
 def main(argv: Sequence[str] | None = None, *, imported: Callable[[], object] = lambda: None) -> int:
     """Run one subcommand and return the exit status: 0 success, 1 failure, 130 interrupted; wrong usage exits with 2.
 
-    What can be wrong with the options is checked before the subcommand and JAX are imported.
+    The options are checked before the subcommand and JAX are imported.
     """
     arguments = parser().parse_args(argv)
     try:
@@ -288,12 +288,12 @@ def _simulate(simulate: Parser) -> None:
 
 def _counts(text: str) -> list[int]:
     try:
-        found = [int(part) for part in text.split(",")]
+        counts = [int(part) for part in text.split(",")]
     except ValueError:
-        found = []
-    if not found or min(found) < 1:
+        counts = []
+    if not counts or min(counts) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: these are no numbers above 0. Use 1,2,4")
-    return found
+    return counts
 
 
 def _replicas(text: str) -> int | tuple[int, int]:

@@ -26,17 +26,17 @@ def run(arguments: argparse.Namespace) -> int:
         raise MissingExtra("uvicorn", "serve") from error
     keys = api_keys(arguments)
     warn_if_open(arguments.host, keys)
-    bound = bind(arguments.host, arguments.port)  # before a model is loaded in vain
+    bound = bind(arguments.host, arguments.port)  # before loading: a bad address would waste it
     options = engine_options(arguments)
     models = named(arguments.model, arguments.name)
     roles = {"prefill": arguments.prefill, "decode": arguments.decode}
     if arguments.replicas is None and not any(roles.values()):
         openings: dict[str, Any] = {name: open(model, **options) for name, model in models.items()}
     else:
-        several = {"replicas": arguments.replicas, "router": arguments.router, **options}
+        replica_options = {"replicas": arguments.replicas, "router": arguments.router, **options}
         if any(roles.values()):
-            several["roles"] = {name: count for name, count in roles.items() if count is not None}
-        openings = {name: fleet(model, **several) for name, model in models.items()}
+            replica_options["roles"] = {name: count for name, count in roles.items() if count is not None}
+        openings = {name: fleet(model, **replica_options) for name, model in models.items()}
     failures: list[BaseException] = []
 
     def failed(error: BaseException) -> None:

@@ -1,4 +1,4 @@
-"""`rekindle simulate`: routers and sizes of a fleet compared on a load, in simulated time."""
+"""`rekindle simulate`: compare routers and sizes of a fleet on a load, in simulated time."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from rekindle._src.replicas.routing import RouterName
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.trace is not None:
-        asks = recorded(arguments.trace)
+        requests = recorded(arguments.trace)
     else:
-        asks = LOADS[arguments.load](random.Random(arguments.seed), arguments.requests, arguments.rate)
+        requests = LOADS[arguments.load](random.Random(arguments.seed), arguments.requests, arguments.rate)
     spread: tuple[float, ...] = ()
     if arguments.measure is not None:
         from rekindle._src.bench.simulation.measuring import measured
@@ -41,11 +41,13 @@ def run(arguments: argparse.Namespace) -> int:
         device_pages=arguments.device_tokens // 16,
         policy=arguments.policy,
     )
-    found: list[dict[str, Any]] = []
+    outcomes: list[dict[str, Any]] = []
     if not arguments.json:
-        last = asks[-1].at - asks[0].at
-        prompt, output = (sum(values) / len(asks) for values in zip(*((a.length, a.output) for a in asks), strict=True))
-        print(f"{len(asks)} requests in {last:.0f} s, {prompt:.0f} + {output:.0f} tokens on average")
+        seconds = requests[-1].at - requests[0].at
+        prompt, output = (
+            sum(values) / len(requests) for values in zip(*((a.length, a.output) for a in requests), strict=True)
+        )
+        print(f"{len(requests)} requests in {seconds:.0f} s, {prompt:.0f} + {output:.0f} tokens on average")
         parts = [f"{1e3 * cost.step:.2f} ms a step", f"{1e6 * cost.row:.0f} µs a row"]
         parts += [f"{1e6 * cost.prefill:.1f} µs a prompt's token", f"{1e6 * cost.context:.3f} µs a position"]
         parts += [f"{1e3 * cost.request:.2f} ms a request beside its steps"] if cost.request else []
@@ -57,10 +59,12 @@ def run(arguments: argparse.Namespace) -> int:
         fleets.append((f"{prefill}+{decode}", {"roles": {"prefill": prefill, "decode": decode}}))
     for name, size in fleets:
         for router in arguments.router or get_args(RouterName):
-            outcome = simulate(asks, config, cost, router=router, move=arguments.move_us / 1e6, spread=spread, **size)
-            found.append({**size, "router": router, **outcome._asdict()})
+            outcome = simulate(
+                requests, config, cost, router=router, move=arguments.move_us / 1e6, spread=spread, **size
+            )
+            outcomes.append({**size, "router": router, **outcome._asdict()})
             if not arguments.json:
                 print(f"{name:>8} {router:12} {outcome}", flush=True)
     if arguments.json:
-        print(json.dumps({"cost": dataclasses.asdict(cost), "outcomes": found}, indent=1))
+        print(json.dumps({"cost": dataclasses.asdict(cost), "outcomes": outcomes}, indent=1))
     return 0

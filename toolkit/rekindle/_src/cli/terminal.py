@@ -1,4 +1,4 @@
-"""A terminal: lines with editing, history and pasting by prompt_toolkit, and text that is wrapped between words."""
+"""A terminal: lines with editing, history and pasting by prompt_toolkit, and text wrapped between words."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from typing import Any, Protocol
 from rekindle._src.core.progress import terminal_columns
 from rekindle_kernels import private_files
 
-AGAIN = 3.0  # seconds in which a second Ctrl-C leaves
+AGAIN = 3.0  # seconds within which a second Ctrl-C leaves
 
 
 class Lines(Protocol):
-    """Where messages come from. Both methods return None at the end of the input, and where the user leaves."""
+    """A source of messages. Both methods return None at the end of the input, and when the user leaves."""
 
-    hint: str  # to show at the start, if anything is special here
+    hint: str  # shown at the start
     help: tuple[str, ...]
 
     def read(self, prompt: str) -> str | None: ...
@@ -29,14 +29,14 @@ class Lines(Protocol):
 
 
 def lines(cache: Path, commands: Sequence[str]) -> Lines:
-    """Lines that can be edited, if a user is there to do it; `commands` complete with Tab."""
+    """Return lines with editing at a terminal, else plain ones. Tab completes `commands`."""
     if sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
         return EditedLines(cache / "chats", commands)
     return PlainLines()
 
 
 class PlainLines:
-    """Lines as they come: of a pipe, a file, or a terminal that can do nothing else."""
+    """Lines without editing: of a pipe, a file or a simple terminal."""
 
     hint = ""
     help: tuple[str, ...] = ()
@@ -52,7 +52,7 @@ class PlainLines:
 
 
 class EditedLines:
-    """Lines with arrows, a history that lasts, Ctrl-R, and pasted text in one piece. Ctrl-C twice leaves."""
+    """Lines with arrows, a lasting history, Ctrl-R, and pasted text in one piece. Ctrl-C twice leaves."""
 
     hint = " · Alt-Enter makes a new line"
     help: tuple[str, ...] = (
@@ -111,7 +111,7 @@ class EditedLines:
 
 
 def _history(folder: Path) -> Any:
-    """Earlier messages: in a file that only this user can read, or of this process alone where there can't be one."""
+    """Return the history: in a file that only this user can read, else in memory."""
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
     if private_files.distrust_reason(folder) is None:
@@ -124,12 +124,12 @@ def _history(folder: Path) -> Any:
 
 
 class Writer:
-    """Writes text as it comes. In a terminal words move to the next line as a whole, and control characters show."""
+    """Writes text piece by piece. In a terminal, words wrap whole, and control characters are visible."""
 
     def __init__(self) -> None:
         self._wraps = sys.stdout.isatty()
         self._column = 0
-        self._word = ""  # what stands on the line since the last space
+        self._word = ""  # text on the line since the last space
         self._began = False
 
     def write(self, text: str) -> None:
@@ -137,7 +137,7 @@ class Writer:
         print("".join(map(self._placed, text)) if self._wraps else text, end="", flush=True)
 
     def end(self, *, empty: bool = False) -> None:
-        """The text is complete; with `empty` nothing of it may have come, and then no line is ended."""
+        """End the text and its line. With `empty`, end no line if no text was written."""
         if self._began or not empty:
             print(flush=True)
         self._column, self._word, self._began = 0, "", False
@@ -151,32 +151,32 @@ class Writer:
         print(text, file=sys.stderr, flush=True)
 
     def _placed(self, character: str) -> str:
-        """A character, with what moves its word to the next line if it does not fit on this one."""
+        """Return a character, after the codes that move its word to the next line if it does not fit on this one."""
         if character == "\n":
             self._column, self._word = 0, ""
             return character
         if character == "\t":
             return "".join(map(self._placed, " " * (8 - self._column % 8)))
         character = _visible(character)
-        width, most = _width(character), terminal_columns(sys.stdout) - 1
-        moved = ""
-        if self._column + width > most:
+        width, limit = _width(character), terminal_columns(sys.stdout) - 1
+        prefix = ""
+        if self._column + width > limit:
             if character == " ":
                 self._column, self._word = 0, ""
                 return "\n"
-            whole = sum(map(_width, self._word))
-            if 0 < whole < self._column and whole + width <= most:
-                moved = f"\x1b[{whole}D\x1b[K\n{self._word}"
-                self._column = whole
+            word_width = sum(map(_width, self._word))
+            if 0 < word_width < self._column and word_width + width <= limit:
+                prefix = f"\x1b[{word_width}D\x1b[K\n{self._word}"
+                self._column = word_width
             else:
-                moved, self._column, self._word = "\n", 0, ""
+                prefix, self._column, self._word = "\n", 0, ""
         self._column += width
         self._word = "" if character == " " or width == 2 else self._word + character
-        return moved + character
+        return prefix + character
 
 
 def _visible(character: str) -> str:
-    """A character that can't steer the terminal: the picture of a control character instead of it."""
+    """Return a character that can't steer the terminal: a picture in place of a control character."""
     code = ord(character)
     if code < 32:
         return chr(0x2400 + code)
@@ -184,7 +184,7 @@ def _visible(character: str) -> str:
 
 
 def _width(character: str) -> int:
-    """The columns that a character takes."""
+    """Return the number of columns of a character."""
     if unicodedata.combining(character) or unicodedata.category(character) in ("Cf", "Me", "Mn"):
         return 0
     return 2 if unicodedata.east_asian_width(character) in ("W", "F") else 1

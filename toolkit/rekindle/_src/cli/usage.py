@@ -1,4 +1,4 @@
-"""How a command line is read: errors in two lines that name the nearest option, and checks before JAX is imported."""
+"""Parsing of command lines: errors in two lines with the nearest option, and checks before JAX is imported."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "KB": 10**3, "
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser with `checks`, which raise a RekindleError for values that it can't judge one by one."""
+    """A parser with `checks`, which raise a RekindleError for values that need more than their type."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.checks: list[Check] = []
-        self.set_defaults(parser=self)  # that of the subcommand in the end
+        self.set_defaults(parser=self)  # the subcommand's parser sets it last
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Read a command line and check it; leaves the process with status 2 where it is wrong."""
+        """Parse and check a command line. Exit with status 2 if it is wrong."""
         arguments, unknown = self.parse_known_args(args, namespace)
         parser: Parser = arguments.parser
         if unknown:
@@ -43,7 +43,7 @@ class Parser(argparse.ArgumentParser):
         return arguments
 
     def error(self, message: str) -> NoReturn:
-        """Leave with a line that says what is wrong, and one that says where to look."""
+        """Exit with a line for the problem and a line for the help."""
         self.exit(WRONG_USAGE, f"{self.prog}: {message}\n(`{self.prog} --help` lists what there is)\n")
 
     def _unexpected(self, unknown: Sequence[str]) -> str:
@@ -53,12 +53,12 @@ class Parser(argparse.ArgumentParser):
         return f"there is no option {option}{_nearest(option, self._option_string_actions)}"
 
     def _described(self, error: RekindleError) -> str:
-        """An error as a line of text, with an option's name as it is written on the command line."""
+        """Return an error as a line of text, with the option's name of the command line."""
         if not isinstance(error, ConfigError | InvalidRequest):
             return str(error)
         flag = f"--{error.field.replace('_', '-')}"
-        one = flag.removesuffix("s")  # an option that may be repeated
-        name = next((name for name in (flag, one) if name in self._option_string_actions), error.field)
+        singular = flag.removesuffix("s")  # an option that may be repeated
+        name = next((name for name in (flag, singular) if name in self._option_string_actions), error.field)
         return f"{name} {error.value}: {error.problem}. {error.fix}"
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -69,12 +69,12 @@ class Parser(argparse.ArgumentParser):
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f". Did you mean {close[0]}?" if close else ""
+    matches = difflib.get_close_matches(name, list(known), n=1)
+    return f". Did you mean {matches[0]}?" if matches else ""
 
 
 def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The options of `open()` that were given on the command line."""
+    """Return the options of `open()` on the command line."""
     names = (
         "dtype",
         "quantize",
@@ -103,7 +103,7 @@ def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The sampling options that were given on the command line."""
+    """Return the sampling options on the command line."""
     names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "stop")
     return {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
 
@@ -120,7 +120,7 @@ def check_sampling(arguments: argparse.Namespace) -> None:
 
 
 def check_model(model: str | Path) -> None:
-    """A folder, a file or a hub id that can be looked for; the hub is not asked."""
+    """Check that a model is a folder, a file or a hub id that can be downloaded. The hub is not asked."""
     from rekindle._src.models.loading.hub import hub_id
 
     if model != "tiny" and hub_id(model) is not None and importlib.util.find_spec("huggingface_hub") is None:
@@ -164,12 +164,12 @@ def check_bench(arguments: argparse.Namespace) -> None:
 
 
 def workload_names(arguments: argparse.Namespace) -> list[str]:
-    """The workloads that `rekindle bench` is to run."""
+    """Return the workloads for `rekindle bench`."""
     return [name.strip().upper() for name in arguments.workloads.split(",") if name.strip()]
 
 
 def check_files(arguments: argparse.Namespace) -> None:
-    """Files to read have to be there, and what is written anew may not."""
+    """Check that files to read exist."""
     for name in ("input", "trace"):
         path = getattr(arguments, name, None)
         if path is not None and not path.is_file():
@@ -196,7 +196,7 @@ def check_size(arguments: argparse.Namespace) -> None:
 
 
 def parse_size(text: str) -> int:
-    """Bytes from "512MiB", "2GB" or a plain number."""
+    """Return the bytes of a size such as "512MiB", "2GB" or a plain number."""
     number = text.strip().rstrip("BbGgIiKkMm").strip()
     unit = text.strip()[len(number) :].strip().upper()
     try:
@@ -212,9 +212,9 @@ def check_serve(arguments: argparse.Namespace) -> None:
     if not 0 <= arguments.port < 1 << 16:
         raise ConfigError("--port", arguments.port, "is no port", "Use one from 1024 to 65535, or 0 for a free one")
     if (arguments.prefill is None) != (arguments.decode is None):
-        alone = "--prefill" if arguments.decode is None else "--decode"
-        other = "--decode" if arguments.decode is None else "--prefill"
-        raise ConfigError(alone, arguments.prefill or arguments.decode, f"needs {other}", f"Pass {other} 1, too")
+        option = "--prefill" if arguments.decode is None else "--decode"
+        partner = "--decode" if arguments.decode is None else "--prefill"
+        raise ConfigError(option, arguments.prefill or arguments.decode, f"needs {partner}", f"Pass {partner} 1, too")
     if not arguments.grafana and importlib.util.find_spec("uvicorn") is None:
         raise MissingExtra("uvicorn", "serve")
     check_origins(arguments.cors_origin)
@@ -226,20 +226,20 @@ def check_serve(arguments: argparse.Namespace) -> None:
 
 
 def named(models: Sequence[str], names: Sequence[str]) -> dict[str, str]:
-    """The models by the names under which they are served."""
+    """Return the models by their served names."""
     if len(names) > len(models):
         raise ConfigError("--name", names, f"gives more names than the {len(models)} models", "Give one for each")
-    found: dict[str, str] = {}
+    by_name: dict[str, str] = {}
     for index, model in enumerate(models):
         name = names[index] if index < len(names) else Path(model).name if Path(model).exists() else model
-        if name in found:
+        if name in by_name:
             raise ConfigError("--name", name, "is the name of two models", "Give each a name of its own")
-        found[name] = model
-    return found
+        by_name[name] = model
+    return by_name
 
 
 def api_keys(arguments: argparse.Namespace) -> list[str]:
-    """The keys of the command line, of --api-key-file and of $REKINDLE_API_KEY."""
+    """Return the keys of the command line, of --api-key-file and of $REKINDLE_API_KEY."""
     keys: list[Any] = [*arguments.api_key]
     if arguments.api_key_file is not None:
         try:
@@ -248,10 +248,10 @@ def api_keys(arguments: argparse.Namespace) -> list[str]:
             raise ConfigError(
                 "--api-key-file", str(arguments.api_key_file), f"can't be read: {error}", "Check the path"
             ) from None
-        found = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-        if not found:
+        file_keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+        if not file_keys:
             raise ConfigError("--api-key-file", str(arguments.api_key_file), "has no key", "Write one on each line")
-        keys += found
+        keys += file_keys
     if os.environ.get("REKINDLE_API_KEY"):
         keys.append(os.environ["REKINDLE_API_KEY"])
     return keys

@@ -1,6 +1,6 @@
 """`rekindle warm MODEL`: compile a model's programs into the store, so that the first session only loads them.
 
-No weights are read, since programs depend on their shapes only.
+No weights are read, since programs depend only on their shapes.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def check_kind(asked: str) -> None:
-    """Raise ConfigError unless this machine's device is of the kind asked for: programs can't be cross-compiled."""
+    """Raise ConfigError unless this machine's device is of the kind `asked`: programs can't be cross-compiled."""
     kind = jax.local_devices()[0].device_kind
     if asked.casefold() != kind.casefold():
         raise ConfigError(
