@@ -49,7 +49,7 @@ class AdmissionLimiter:
             return True
 
     async def enter(self, count: int, unless: Callable[[], bool] = lambda: False) -> bool:
-        """Take `count` places, in turn; false if `unless()` turned true meanwhile, see `recheck`."""
+        """Take `count` places, in turn; false if `unless()` turned true meanwhile; see `recheck`."""
         if self.try_enter(count):
             return True
         waiter = _Waiter(count, new_wakeup())
@@ -90,7 +90,7 @@ class AdmissionLimiter:
             self._admit()
 
     def resize(self, places: int) -> None:
-        """Have so many places from now on. If more are taken, no caller is admitted until enough were given back."""
+        """Change the number of places. If more are taken, no caller is admitted until enough were given back."""
         with self._lock:
             self._free += places - self.places
             self.places = places

@@ -52,7 +52,7 @@ class Output(Protocol):
         ...
 
     def complete(self, reason: FinishReason, error: BaseException | None, now: float) -> None:
-        """It has ended for `reason`."""
+        """End the sequence for `reason`."""
         ...
 
 
@@ -98,7 +98,7 @@ class OutputState:
         self._pooled: Vector | None = None
         self._first = 0.0
         self._program_wait = program_wait
-        self._compiling = self._compiling_first = self._waited(request.arrival)  # of the session, when it was taken in
+        self._compiling = self._compiling_first = self._waited(request.arrival)  # session's waits at intake
 
     def _waited(self, now: float) -> float:
         return 0.0 if self._program_wait is None else self._program_wait.seconds(now)
@@ -118,15 +118,15 @@ class OutputState:
         self._tokens += event.token_ids
         self._logprobs += event.logprobs
         self._guided += event.guided
-        # An eos or stop token that ended it has no text. A stop string ends it without such a token.
+        # An eos or stop token that ended the sequence has no text. A stop string ends it without such a token.
         ends = reason in _TOKEN_ENDS and len(event.token_ids) > 0
         if ends and reason is FinishReason.STOP:
             self._stop_reason = event.token_ids[-1]
             ends = not self.request.sampling.include_stop
         text, stopped = self._detokenizer.push(event.token_ids[:-1] if ends else event.token_ids)
         if stopped is not None:  # drop the tokens after the stop string
-            for made in (self._tokens, self._logprobs, self._guided):
-                del made[self._detokenizer.tokens :]
+            for entries in (self._tokens, self._logprobs, self._guided):
+                del entries[self._detokenizer.tokens :]
         elif reason is not None:
             text += self._detokenizer.flush()
             stopped = self._detokenizer.stopped
@@ -165,7 +165,7 @@ class OutputState:
         self._scores = len(self._prompt_logprobs)
 
     def completion(self, reason: FinishReason, now: float) -> Completion | Embedded:
-        """The completion of a sequence that ended for `reason` at `now`, or its embedding."""
+        """Return the completion of a sequence that ended for `reason` at `now`, or its embedding."""
         request, sampling, waited = self.request, self.request.sampling, self._waited(now)
         usage = Usage(request.prompt_length, self._cached, len(self._tokens))
         timings = Timings(
@@ -195,7 +195,7 @@ class OutputState:
             stop_reason=self._stop_reason if reason is FinishReason.STOP else None,
             reply=None if self._scanner is None else fold(self._events),
             decode=self._decode,
-            forced=tuple(told.forced for told in self._guided),
+            forced=tuple(guided.forced for guided in self._guided),
             covered=0 if structured is None else len(structured.before),
             parsing=None if structured is None else structured.parsing(text, self._tokens, self._guided, reason),
         )
@@ -213,7 +213,7 @@ class OutputState:
 
 
 def _scored(event: TokenEvent) -> TokenEvent:
-    """The event of a request for no tokens: without the one that was sampled."""
+    """Return the event of a request for no tokens, without the sampled token."""
     return dataclasses.replace(event, token_ids=(), logprobs=())
 
 
@@ -234,8 +234,8 @@ async def run(
                     output.started = output.started or batch.at
             for event in batch.events:
                 deliver(event, feedback, outputs, now)
-            for call in batch.then:
-                call()
+            for callback in batch.then:
+                callback()
 
 
 def deliver(

@@ -16,7 +16,7 @@ Contexts = Callable[[], contextlib.AbstractContextManager[None]]
 
 
 def capture_contexts() -> Contexts:
-    """A function that enters the JAX contexts of this thread in another one; they are thread-local.
+    """Return a function that enters the JAX contexts of this thread in another one; they are thread-local.
 
     Covers `jax.default_device`, `jax.default_matmul_precision` and `jax.set_mesh`. JAX is not imported for this: if it
     was not imported before, there is no context.
@@ -53,7 +53,7 @@ class DeviceThread:
         self._thread.start()
 
     async def run(self, job: Callable[[], T]) -> T:
-        """What `job` returns or raises. If the caller is cancelled, the job still runs to its end."""
+        """Run `job`; return its result or raise its error. A job whose caller is cancelled still runs to its end."""
         reply: OneShot[T] = OneShot()
         self._jobs.put((job, reply))
         return await reply.get()

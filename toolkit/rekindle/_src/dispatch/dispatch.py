@@ -58,7 +58,7 @@ class Dispatch:
         )
 
     def _engine_tasks(self, device: DeviceThread) -> tuple[Task, ...]:
-        """What takes the requests and gives the events: here schedule and step."""
+        """Make the tasks between requests and events: here schedule and step."""
         engine, from_step = self.engine, self._messages.clone()
         turns, turned = anyio.create_memory_object_stream[Turn](1)
         self._streams += [turns, turned, from_step]
@@ -77,7 +77,7 @@ class Dispatch:
         )
 
     async def run(self) -> None:
-        """Run the tasks until they have drained. Raises what a task raised, never an ExceptionGroup."""
+        """Run the tasks until they have drained. Raises a task's own error, never an ExceptionGroup."""
         try:
             async with anyio.create_task_group() as watching:
                 watching.start_soon(self.watchdog.run)
@@ -85,8 +85,8 @@ class Dispatch:
                     for task in self._tasks:
                         group.start_soon(task)
                 watching.cancel_scope.cancel()
-        except BaseExceptionGroup as several:
-            raise root_cause(several) from None
+        except BaseExceptionGroup as group_error:
+            raise root_cause(group_error) from None
         finally:
             for stream in (self._submissions, self._messages, *self._streams):
                 stream.close()
@@ -122,13 +122,13 @@ class Dispatch:
         self._submissions.close()
 
     def abort_all(self, error: BaseException) -> None:
-        """Every live request ends with `error` now; its pages come back as after any abort."""
+        """End every live request with `error` now; pages come back as after any abort."""
         for mailbox in tuple(self.mailboxes):
             self.abort(mailbox)
         self.complete_all(error)
 
     def complete_all(self, error: BaseException) -> None:
-        """Every caller gets `error`, whatever the tasks still do."""
+        """Give every caller `error`, whatever the tasks still do."""
         self.outputs.clear()
         for mailbox in tuple(self.mailboxes):
             mailbox.complete_all(error)

@@ -14,7 +14,7 @@ _started_in: list[int] = []  # the process that started the first session of thi
 
 
 def opening() -> None:
-    """A session is about to be opened here. Raises SessionForked if the parent of this process had opened one."""
+    """Note that a session is about to be opened. Raises SessionForked if the parent of this process had opened one."""
     if not _started_in:
         _started_in.append(os.getpid())
     elif _started_in[0] != os.getpid():
@@ -25,5 +25,5 @@ def opening() -> None:
 
 
 def refusal(pid: int) -> SessionForked:
-    """What to raise where a session of process `pid` is used in its child."""
+    """Return the error for a session of process `pid` that is used in its child."""
     return SessionForked(f"the session belongs to process {pid}, this is its forked child {os.getpid()}. {_FIX}")

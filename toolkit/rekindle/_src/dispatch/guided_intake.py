@@ -22,18 +22,18 @@ if TYPE_CHECKING:
     from rekindle._src.structured.token_rules import TokenRules
 
 PATIENCE = 10.0  # seconds that a request waits for its grammar to begin to compile
-_LOOK_SECONDS = 0.25  # how often a request that waits looks whether it is wanted
+_LOOK_SECONDS = 0.25  # between two checks whether a waiting request was cancelled
 _NEAR = 8  # tokens at a prompt's end in which a template closes the reasoning that it turns off
 
 
 def compiled(submission: Submission, engine: Engine) -> bool:
-    """Whether a submission can be taken in without waiting for its grammar."""
+    """True if a submission can be taken in without waiting for its grammar."""
     structure = submission.structure
     return structure is None or engine.grammars is None or engine.grammars.find(structure.spec) is not None
 
 
 async def grammar_of(submission: Submission, engine: Engine) -> Grammar | None:
-    """The compiled grammar of a submission. Raises as `compiled_grammar` does."""
+    """Return the compiled grammar of a submission. Raises as `compiled_grammar` does."""
     if submission.structure is None:
         return None
     spec: Spec = submission.structure.spec
@@ -47,7 +47,7 @@ async def grammar_of(submission: Submission, engine: Engine) -> Grammar | None:
 async def compiled_grammar(
     grammars: Grammars, spec: Spec, *, caller: str = "", wanted: Callable[[], bool] = lambda: True
 ) -> Grammar:
-    """A compiled grammar, without a thread that waits for it.
+    """Return a compiled grammar, without a thread that waits for it.
 
     Raises `InvalidRequest` for one that can't be followed, `Busy` if others take all places, and `RequestAborted` once
     it is not `wanted` any more.
@@ -89,9 +89,9 @@ def guide_of(
     engine: Engine,
     eos: Collection[int],
 ) -> GuideLike | None:
-    """A guide for one sequence, if its tokens are not free."""
+    """Return a guide for one sequence; None if its tokens are free."""
     sampling = submission.sampling
-    # What may not come, or only later, could be what ends the text.
+    # A token that may not come, or only later, could be the one that ends the text.
     steered = rules is None and not (sampling.ignore_eos or sampling.min_tokens or sampling.processors)
     longest = engine.config.max_model_len
     assert longest is not None, "the config is resolved"
@@ -107,7 +107,7 @@ def guide_of(
 def _guide_of(
     grammar: Grammar, submission: Submission, ids: IntArray, engine: Engine, eos: Collection[int], budget: int | None
 ) -> Guide:
-    """A guide for one structured sequence of at most `budget` tokens.
+    """Make a guide for one structured sequence of at most `budget` tokens.
 
     It goes on behind the part of the prompt that the grammar covers. Behind a part that is complete only an end token
     may come.
@@ -128,21 +128,21 @@ def _guide_of(
 
 
 def _reasoning(prompt: list[int], engine: Engine, *, chat: bool) -> Reasoning | None:
-    """Whether the model thinks before its answer: the prompt ends amid it, or a chat's model may begin with it."""
+    """Return the reasoning before the answer: the prompt ends within it, or a chat's reply may begin with it."""
     if engine.think_ids is None:
         return None
     from rekindle._src.structured.guide import Reasoning  # few requests need it
 
     opens, closes = engine.think_ids
-    last = max((at for at, token in enumerate(prompt) if token in (opens, closes)), default=None)
-    if last is not None and prompt[last] == opens:
+    place = max((at for at, token in enumerate(prompt) if token in (opens, closes)), default=None)
+    if place is not None and prompt[place] == opens:
         return Reasoning(opens, closes, inside=True)
-    turned_off = last is not None and last >= len(prompt) - _NEAR
+    turned_off = place is not None and place >= len(prompt) - _NEAR
     return Reasoning(opens, closes) if chat and not turned_off else None
 
 
 def covered_by(submission: Submission, ids: IntArray, engine: Engine) -> Structured | None:
-    """What detokenize makes an object of: the part of the prompt that the structure covers, and the text."""
+    """Return the parser of a structured text, with the part of the prompt that the structure covers."""
     if submission.structure is None:
         return None
     before = ids[len(ids) - submission.covered :].tolist()

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-EXIT_SECONDS = 2.0  # what closing may cost the interpreter's exit, for all sessions together
+EXIT_SECONDS = 2.0  # bound on the interpreter's exit, for all sessions together
 CLOSE_SECONDS = 5.0  # how long closing waits for the steps in flight before it leaves the device thread alone
 
 
@@ -56,7 +56,7 @@ class Host:
         backend_options: dict[str, Any] | None = None,
         dispatched: Callable[[Engine, DeviceThread], Dispatch] | None = None,
     ) -> None:
-        """`build` makes the engine on the device thread; `dispatched` makes what runs it, by default a `Dispatch`."""
+        """Set up; `build` makes the engine on the device thread, `dispatched` its loop, by default a `Dispatch`."""
         self.opened: OneShot[Engine] = OneShot()
         self.ended: OneShot[None] = OneShot()
         self.limiter: AdmissionLimiter = AdmissionLimiter(0)  # replaced when the engine and so its bounds are known
@@ -84,7 +84,7 @@ class Host:
             atexit.register(_close_all)
         self._thread.start()
 
-    # What callers use.
+    # For callers.
 
     def check(self) -> None:
         """Raise if the session can't be used: closed, crashed, or in a forked child."""
@@ -103,22 +103,22 @@ class Host:
 
     @property
     def forked(self) -> bool:
-        """This is a child process of the one that the session's threads run in."""
+        """True in a forked child of the process that the session's threads run in."""
         return os.getpid() != self._pid
 
     @property
     def closing(self) -> bool:
-        """Closed, crashed, or about to be."""
+        """True if the session is closed or crashed, or about to be."""
         return self._drain_seconds is not None or self.ended.filled
 
     def refusal(self) -> SessionClosed:
-        """What to raise now that the session is closed."""
+        """Return the error of a closed session."""
         refusal = SessionClosed(str(self._reason))
         refusal.__cause__ = self.crash
         return refusal
 
     def submit(self, submission: Submission) -> None:
-        """Hand over what has been admitted."""
+        """Hand over an admitted submission."""
         self._post(
             _own(lambda dispatch: dispatch.submit(submission), submission.mailbox), submission.mailbox.complete_all
         )
@@ -128,7 +128,7 @@ class Host:
         self._post(_own(lambda dispatch: dispatch.relay(request, mailbox, take), mailbox), mailbox.complete_all)
 
     def abort(self, mailbox: Mailbox) -> None:
-        """Safe in finalisers, forked children and after the end: takes no lock and never raises."""
+        """Abort a submission. Safe in finalisers, forked children and after the end: takes no lock and never raises."""
         if not mailbox.ended and not self.forked:
             self._post(lambda dispatch: dispatch.abort(mailbox), lambda error: None)
 
@@ -185,7 +185,7 @@ class Host:
             self._thread.join(timeout)
         return not self._thread.is_alive()
 
-    # How jobs get onto the loop.
+    # Jobs on their way to the loop.
 
     def _post(self, do: Callable[[Dispatch], object], refuse: Callable[[BaseException], object]) -> None:
         def run() -> None:
@@ -237,7 +237,7 @@ class Host:
         self._wake_closer()
 
     def _lost(self, error: BaseException) -> None:
-        """The session ends with `error`, even if the device never answers. Safe in every thread."""
+        """End the session with `error`, even if the device never answers. Safe in every thread."""
         self._jobs.append(_Job(lambda: self._crashed(error), lambda refusal: None))
         self._wake_loop()
 
@@ -313,10 +313,10 @@ class Host:
 
     async def _close_down(self, dispatch: Dispatch, scope: anyio.CancelScope) -> None:
         dispatch.drain()
-        give_up = time.monotonic() + (self._drain_seconds or 0.0)
-        while dispatch.mailboxes and time.monotonic() < give_up and self.crash is None:
+        deadline = time.monotonic() + (self._drain_seconds or 0.0)
+        while dispatch.mailboxes and time.monotonic() < deadline and self.crash is None:
             # A second close() with a shorter drain shortens the wait.
-            give_up = min(give_up, time.monotonic() + (self._drain_seconds or 0.0))
+            deadline = min(deadline, time.monotonic() + (self._drain_seconds or 0.0))
             await anyio.sleep(0.01)
         dispatch.abort_all(self.refusal())
         if self.crash is None:
@@ -342,7 +342,7 @@ def _dispatched(engine: Engine, device: DeviceThread) -> Dispatch:
 
 
 def _own(do: Callable[[Dispatch], object], mailbox: Mailbox) -> Callable[[Dispatch], object]:
-    """A job for one request, which ends that request if it raises."""
+    """Return a job for one request, which ends that request if it raises."""
 
     def run(dispatch: Dispatch) -> None:
         try:

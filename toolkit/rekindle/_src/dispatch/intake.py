@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 LONG_TEXT = 20_000  # characters; encoding more takes over 5 ms, which a worker thread spends rather than the loop
 AT_ONCE = 2  # long prompts that are rendered and encoded at a time
-_PROBED = 8  # characters for each token that fits, of which a text that is far too long is known
-_AT_A_CUT = 256  # more tokens than a text's beginning may have because it was cut off amid a word
+_PROBED = 8  # characters per token of the limit: a beginning that shows that a text is far too long
+_AT_A_CUT = 256  # extra tokens that a cut within a word may give a text's beginning
 
 
 async def run(
@@ -60,7 +60,7 @@ async def run(
 
 
 def _at_once(submission: Submission, engine: Engine) -> bool:
-    """True if a submission is taken in before others go on; what goes wrong here goes wrong there, too."""
+    """True if a submission is taken in before the next one. An error here is raised again when it is taken in."""
     try:
         return compiled(submission, engine) and not _is_long(submission)
     except Exception:
@@ -68,12 +68,12 @@ def _at_once(submission: Submission, engine: Engine) -> bool:
 
 
 def _is_long(submission: Submission) -> bool:
-    """True if rendering or encoding its prompt takes so long that others go on meanwhile."""
+    """True if rendering or encoding the prompt takes so long that other submissions go on meanwhile."""
     return submission.long or (submission.text is not None and len(submission.text) >= LONG_TEXT)
 
 
 class Apart:
-    """How many submissions are taken in apart from the others: they wait for their grammars, or have long prompts."""
+    """Counts the submissions that are taken in apart from the others, because of their grammars or long prompts."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -103,7 +103,7 @@ async def _hand_on_apart(
     turns: Turns,
     apart: Apart,
 ) -> None:
-    """Apart from the others, which go on meanwhile."""
+    """Take in one submission while others go on."""
     try:
         await _hand_on(submission, outbox, engine, outputs, seeds, turns)
     finally:
@@ -127,7 +127,7 @@ async def _hand_on(
         grammar = await grammar_of(submission, engine)
         requests = prepare(submission, token_ids, engine, seeds, grammar)
         decode = text_of_tokens(engine.tokenizer)
-        made = [_output(request, submission, token_ids, engine, decode) for request in requests]
+        states = [_output(request, submission, token_ids, engine, decode) for request in requests]
     except BaseException as error:
         mailbox.complete_all(own_failure(error, "the prompt could not be taken in"))
         return
@@ -135,14 +135,14 @@ async def _hand_on(
         mailbox.complete_all(RequestAborted("the request was cancelled before it was queued"))
         return
     # No await from here on, so an abort was either seen above or comes after the requests in schedule's inbox.
-    for output in made:
+    for output in states:
         outputs[output.request.id] = output
         mailbox.request_ids.append(output.request.id)
         outbox.send_nowait(output.request)
 
 
 async def _rendered(submission: Submission) -> Submission:
-    """The submission with its prompt's text. Raises `RequestAborted` if nobody waits for it any more."""
+    """Return the submission with its prompt's text. Raises `RequestAborted` if it was cancelled."""
     _check_waited_for(submission)
     if submission.render is None:
         return submission
@@ -182,14 +182,14 @@ def _output(
 
 
 def text_of_tokens(tokenizer: TokenizerLike) -> Callable[[Sequence[int]], str] | None:
-    """A function from token ids to text with special tokens; None if the tokenizer knows only ids."""
+    """Return a function from token ids to text with special tokens; None if the tokenizer knows only ids."""
     if not tokenizer.has_text:
         return None
     return lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
 
 
 async def tokenize(submission: Submission, engine: Engine) -> IntArray:
-    """The prompt's token ids."""
+    """Return the prompt's token ids."""
     if submission.token_ids is not None:
         return submission.token_ids
     text, special = submission.text, submission.add_special_tokens
@@ -224,13 +224,13 @@ def check_beginning(text: str, engine: Engine) -> None:
     limit = engine.config.max_model_len
     if limit is None or len(text) <= 2 * _PROBED * limit + LONG_TEXT:
         return
-    probed = _PROBED * limit
-    count = len(engine.tokenizer.encode(text[:probed], add_special_tokens=False))
+    length = _PROBED * limit
+    count = len(engine.tokenizer.encode(text[:length], add_special_tokens=False))
     if count > limit + _AT_A_CUT:
         raise PromptTooLong(
             "prompt",
             text[:80],
-            f"has {count:,} tokens in the first {probed:,} of its {len(text):,} characters, and max_model_len is "
+            f"has {count:,} tokens in the first {length:,} of its {len(text):,} characters, and max_model_len is "
             f"{limit:,}",
             how_to_fit(limit, engine.longest),
         )
@@ -243,7 +243,7 @@ def prepare(
     seeds: random.Random,
     grammar: Grammar | None = None,
 ) -> list[Request]:
-    """One request for each of the n sequences; sequence i of a seeded submission has seed + i."""
+    """Return one request for each of the n sequences; sequence i of a seeded submission has seed + i."""
     sampling, vocab = submission.sampling, engine.vocab_size
     if not len(token_ids):
         raise InvalidRequest("prompt", submission.text, "has no tokens", "Pass at least one character or token id")

@@ -1,4 +1,4 @@
-"""Where results wait for their callers: `OneShot` for one value, `Mailbox` for the output of one submission."""
+"""Results that wait for their callers: `OneShot` holds one value, `Mailbox` the output of one submission."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def wake(wakeups: list[Wakeup]) -> None:
 
 
 def fresh(error: BaseException) -> BaseException:
-    """A copy of an error for one waiter to raise: a shared instance would collect the tracebacks of all of them."""
+    """Return a copy of an error for one waiter: a shared instance would collect the tracebacks of all of them."""
     try:
         copied = copy.copy(error)
     except Exception:  # its constructor takes other arguments
@@ -74,13 +74,13 @@ class OneShot(Generic[T]):
 
 
 class Relayed(NamedTuple):
-    """A sequence whose events went to another process has this in place of a result."""
+    """The result of a sequence whose events went to another process."""
 
     reason: FinishReason
 
 
 class Mailbox:
-    """What the `n` sequences of one submission produced so far: a log that only grows, read by any number of readers.
+    """The output of the `n` sequences of one submission: a log that only grows, with any number of readers.
 
     The host thread writes, any thread reads. Readers keep their own place in the log, so that a slow one costs nothing
     but the log itself, which `max_tokens` bounds.
@@ -107,7 +107,7 @@ class Mailbox:
             wake(self._stream_wakeups)
 
     def complete(self, index: int, result: Completion | Embedded | Relayed | BaseException) -> None:
-        """How one sequence ended; only the first time counts."""
+        """Set the result of one sequence; only the first call counts."""
         if self.results[index] is not None:
             return
         self.results[index] = result
@@ -142,7 +142,7 @@ class Mailbox:
     @staticmethod
     async def one_ended(mailboxes: Sequence[Mailbox]) -> None:
         """Wait until one of several is complete."""
-        await until(lambda: any(one.ended for one in mailboxes), *(one._wakeups for one in mailboxes))
+        await until(lambda: any(mailbox.ended for mailbox in mailboxes), *(mailbox._wakeups for mailbox in mailboxes))
 
     async def more(self, seen: int) -> None:
         """Wait until the log is longer than `seen`, or complete."""

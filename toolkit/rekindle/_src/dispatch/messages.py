@@ -25,7 +25,7 @@ M = TypeVar("M")
 
 
 class Engine(NamedTuple):
-    """What a session drives; tests and tutorials put fakes in place of the first two."""
+    """The parts that a session drives; tests and tutorials put fakes in place of the first two."""
 
     scheduler: SchedulerLike
     runner: RunnerLike
@@ -35,23 +35,23 @@ class Engine(NamedTuple):
     vocab_size: int
     chat: ChatLike | None = None  # where the model brings a template
     model: str = ""
-    weights: str = ""  # what they are held as, in words
+    weights: str = ""  # their format, in words
     swap: Callable[[Any], bytes] | None = None  # on the device thread: takes weights, returns the cache's new root key
     recover: Callable[[], bool] | None = None  # on the device thread after a failed step: true if pages were lost
-    processors: tuple[str, ...] = ()  # names that requests may ask for
-    # Characters that one token can stand for at most, counted when first asked; None: longer prompts are encoded.
+    processors: tuple[str, ...] = ()  # names that requests may use
+    # Most characters that one token can stand for, computed at first use; None: longer prompts are encoded.
     characters_per_token: Callable[[], int] | None = None
     longest: int | None = None  # positions of the model
     hidden_size: int = 0  # numbers of an embedding
-    sampling: Sampling | None = None  # of requests that bring none: what the checkpoint asks for
+    sampling: Sampling | None = None  # default of requests without their own, from the checkpoint
     program_wait: ProgramWait | None = None  # how long steps waited for programs
-    grammars: Grammars | None = None  # compiles what requests ask of their text's structure
+    grammars: Grammars | None = None  # compiles the structures of requests' texts
     think_ids: tuple[int, int] | None = None  # tokens around a model's reasoning, if it has them
     mesh: MeshReport | None = None  # the devices that share the model; None for one
-    # Seconds that the collectives of so many steps, by program, take alone; None where that is not known.
+    # From numbers of steps by program: seconds that their collectives alone take; None where unknown.
     collective_seconds: Callable[[Mapping[str, int]], float] | None = None
     # Makes and stores one program that a restart needs and this process did not, in any thread; false if none is left.
-    # It is told whether somebody asked for it: otherwise a process that may be about to end is left in peace.
+    # The argument: a caller asked for it. Otherwise nothing is made in a process that may be about to end.
     prepare_restart: Callable[[bool], bool] | None = None
     # Has its argument called, from any thread, when a process that shares the model is gone, which ends the session.
     watch: Callable[[Callable[[BaseException], object]], None] | None = None
@@ -59,11 +59,11 @@ class Engine(NamedTuple):
 
 
 class Submission(NamedTuple):
-    """caller → intake: one prompt as text, as token ids or as what renders its text; `sampling.n` sequences."""
+    """caller → intake: one prompt as text, as token ids or as a function that renders it; `sampling.n` sequences."""
 
     id: str
     text: str | None
-    token_ids: IntArray | None  # given instead of text
+    token_ids: IntArray | None  # instead of text
     add_special_tokens: bool
     sampling: Sampling
     mailbox: Mailbox
@@ -71,7 +71,7 @@ class Submission(NamedTuple):
     render: Callable[[], str] | None = None  # makes the text, off every event loop; a chat template does it
     pooling: Pooling | None = None  # embed the prompt rather than go on with it
     reply: ReplyPlan | None = None  # how a chat's reply is read for reasoning and calls of tools
-    structure: Structure | None = None  # what `sampling` asks of the text's structure
+    structure: Structure | None = None  # the structure of the text that `sampling` asks for
     covered: int = 0  # tokens at the prompt's end that belong to that structure already
     messages: Sequence[Mapping[str, Any]] | None = None  # of a chat, for what routes it
     long: bool = False  # there is so much to render that others go on meanwhile
@@ -102,7 +102,7 @@ class Resume(NamedTuple):
 
 
 class Stepped(NamedTuple):
-    """What a single step did; `result` is None if there was nothing to do."""
+    """The outcome of a single step; `result` is None if there was nothing to do."""
 
     result: StepResult | None
     events: tuple[TokenEvent, ...]
@@ -135,7 +135,7 @@ class Turn(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """step → schedule: what a turn brought."""
+    """step → schedule: the results of a turn."""
 
     result: StepResult | None = None
     failed: tuple[tuple[StepPlan, BaseException], ...] = ()  # in the order in which they were planned
@@ -144,7 +144,7 @@ class Outcome(NamedTuple):
 
 
 class Events(NamedTuple):
-    """schedule → detokenize: tokens and ends of one or more steps, and which requests ran for the first time."""
+    """schedule → detokenize: tokens and ends of one or more steps, and the requests that ran for the first time."""
 
     events: tuple[TokenEvent, ...]
     started: tuple[str, ...] = ()
@@ -157,7 +157,7 @@ ScheduleMessage = Request | Abort | Finish | Control | Drain | Outcome
 
 
 def next_waiting(inbox: MemoryObjectReceiveStream[M]) -> M | None:
-    """The next message if one is there now; None if the inbox is empty or has ended."""
+    """Return the next message if there is one now; None if the inbox is empty or has ended."""
     try:
         return inbox.receive_nowait()
     except (anyio.WouldBlock, anyio.EndOfStream):

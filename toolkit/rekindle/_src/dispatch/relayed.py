@@ -7,11 +7,11 @@ from collections.abc import Callable
 from rekindle._src.core.records import FinishReason, Request, TokenEvent
 from rekindle._src.dispatch.mailbox import Mailbox, Relayed
 
-Take = Callable[[TokenEvent, float], object]  # is called with an event, and when the sequence first ran
+Take = Callable[[TokenEvent, float], object]  # called with an event and the time at which the sequence first ran
 
 
 class RelayedOutput:
-    """An `Output` without a text: tokens become text where they are read, and stop strings are found there."""
+    """An `Output` without a text: tokens are decoded, and stop strings matched, in the process that reads them."""
 
     __slots__ = ("_mailbox", "_take", "request", "started")
 
@@ -25,5 +25,5 @@ class RelayedOutput:
         return event.finish_reason
 
     def complete(self, reason: FinishReason, error: BaseException | None, now: float) -> None:
-        """It has ended; its reader knows how from the last event."""
+        """End the sequence; its reader knows the reason from the last event."""
         self._mailbox.complete(0, Relayed(reason) if error is None else error)

@@ -79,11 +79,11 @@ class ScheduleState:
         self._scheduler = scheduler
         self._observers = observers
         self._recover = recover
-        self._last: StepPlan | None = None  # dispatched, but its result was not asked for
+        self._last: StepPlan | None = None  # dispatched, but its result was not requested yet
         self._turning = False  # a turn was sent and its outcome has not come
         self._pauses = 0
         self._quiet: list[OneShot[None]] = []  # callers that paused and wait for the steps in flight
-        self._steps: deque[OneShot[Stepped]] = deque()  # single steps asked for
+        self._steps: deque[OneShot[Stepped]] = deque()  # requested single steps
         self._stepping: OneShot[Stepped] | None = None  # the one that runs
         self._exclusive: deque[Exclusive] = deque()
         self._job: Exclusive | None = None  # the one that runs
@@ -103,7 +103,7 @@ class ScheduleState:
 
     @property
     def resting(self) -> bool:
-        """No step is wanted."""
+        """True if no step is wanted."""
         return self.idle and (self._pauses > 0 or not self._scheduler.has_work)
 
     @property
@@ -138,7 +138,7 @@ class ScheduleState:
                 self._refuse_steps()
 
     def next_turn(self) -> Turn | None:
-        """What the device does next, if it may do anything now."""
+        """Return the device's next turn, if it may have one now."""
         if self._turning:
             return None
         plan = self._plan()
@@ -154,7 +154,7 @@ class ScheduleState:
         return Turn(plan)
 
     def events(self) -> Events | None:
-        """What became known since the last call."""
+        """Return the events since the last call."""
         if not (self._events or self._started or self._then):
             return None
         batch = Events(tuple(self._events), tuple(self._started), time.perf_counter(), tuple(self._then))
@@ -162,8 +162,8 @@ class ScheduleState:
         return batch
 
     def _plan(self) -> StepPlan | None:
-        held = self._pauses and (self._last is not None or not self._steps)
-        if self._exclusive or self._stepping is not None or held:
+        paused = self._pauses and (self._last is not None or not self._steps)
+        if self._exclusive or self._stepping is not None or paused:
             self._stalled_since = None
             return None
         if self._pauses:
@@ -177,7 +177,7 @@ class ScheduleState:
         return plan
 
     def _watch(self, plan: StepPlan | None) -> None:
-        """A scheduler with work and no plan waits for a copy to end. Raise if that takes longer than any copy."""
+        """Raise if a scheduler with work and no plan, which waits for a copy, waits longer than any copy takes."""
         if plan is not None or self._last is not None or not self._scheduler.has_work:
             self._stalled_since = None
         elif self._stalled_since is None:

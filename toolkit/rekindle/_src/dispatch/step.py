@@ -18,7 +18,7 @@ async def run(
     device: DeviceThread,
     watchdog: StepWatchdog | None = None,
 ) -> None:
-    """Answer every turn with one outcome until the inbox ends. `watchdog` is told what is being waited for."""
+    """Answer every turn with one outcome until the inbox ends. `watchdog` is told which step is being waited for."""
     last: InFlightLike | None = None
     async with inbox, outbox:
         async for turn in inbox:
@@ -35,7 +35,7 @@ async def wait_for_device(
     last: InFlightLike | None,
     watchdog: StepWatchdog | None = None,
 ) -> tuple[Outcome, InFlightLike | None]:
-    """The only place that waits for the device. Dispatching is part of it because it may compile a program."""
+    """Run a turn; the only place that waits for the device. Includes dispatching, because it may compile a program."""
     if turn.job is not None:
         assert last is None, "a job runs while no step is in flight"
         try:

@@ -15,14 +15,14 @@ from rekindle._src.core.records import StepPlan, StepResult
 log = logging.getLogger("rekindle.steps")
 SHOWN = 8  # requests of a step that a warning names
 SHORTEST_SLEEP = 0.01
-ON_DEVICE = "on the device"  # what a step is that was dispatched and has not ended; compiling is over then
+ON_DEVICE = "on the device"  # state of a dispatched step that has not ended; compiling is over then
 
 
 class StepFigures(NamedTuple):
     """Figures of the steps so far."""
 
     slow_steps: int  # took longer than `step_timeout`, including one that still runs
-    stalled: str  # what has been running for longer than `step_timeout`; empty if nothing has
+    stalled: str  # the step that has been running for longer than `step_timeout`; empty if there is none
     idle_seconds: float  # the device had nothing to do although requests were there
     idle_share: float  # of the time in which requests were there
 
@@ -51,7 +51,7 @@ class StepWatchdog:
         self._idle = self._busy = self._idle_before = self._busy_before = 0.0
         self._rested = True  # no step was wanted for a time since the last one, which is then not counted as idle
 
-    # -- what happens now
+    # -- the running step
 
     def enter(self, plan: StepPlan, what: str) -> None:
         """Note what the device thread waits for from now on."""
@@ -62,12 +62,12 @@ class StepWatchdog:
         self._doing = None
 
     def wake(self) -> None:
-        """A step is about to run. Called on the loop."""
+        """Wake up before a step runs. Called on the loop."""
         if self._asleep is not None:
             self._asleep.set()
 
     async def run(self) -> None:
-        """Reports steps while they hang, until cancelled."""
+        """Report steps while they hang, until cancelled."""
         limit = self._config.step_timeout
         while True:
             doing = self._doing
@@ -105,14 +105,14 @@ class StepWatchdog:
         self._reported = plan
         self._slow += 1
 
-    # -- what happened
+    # -- committed steps
 
     def rest(self) -> None:
-        """No step is wanted: there are no requests, or the session is paused. This time doesn't count as idle."""
+        """Note that no step is wanted, without requests or while paused. This time doesn't count as idle."""
         self._rested = True
 
     def __call__(self, result: StepResult) -> None:
-        """A step was committed."""
+        """Record a committed step."""
         seconds = result.host_seconds + result.device_seconds
         if seconds > self._config.step_timeout:
             if result.plan is not self._reported:
@@ -134,7 +134,7 @@ class StepWatchdog:
             self._line()
 
     def figures(self) -> StepFigures:
-        """The figures now, including a step that hangs. Call it on the loop."""
+        """Return the figures now, including a step that hangs. Call it on the loop."""
         doing = self._doing
         share = _share(self._idle, self._busy)
         if doing is None or time.perf_counter() - doing.since <= self._config.step_timeout:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Structured(NamedTuple):
-    """What a request's text has to become."""
+    """The structure of a request's text, and the parts from which its object is made."""
 
     structure: Structure
     before: Sequence[int]  # tokens of the prompt that the structure covers already, as in a fork
@@ -24,7 +24,7 @@ class Structured(NamedTuple):
     closes: str | None = None  # the text that ends a model's reasoning
 
     def parsing(self, text: str, tokens: Sequence[int], guided: Sequence[Guided], reason: FinishReason) -> Parsing:
-        """The object of a sequence's `text` and `tokens`, which ended for `reason`."""
+        """Return the object of a sequence's `text` and `tokens`, which ended for `reason`."""
         if self.before:
             text = self.decode([*self.before, *tokens])
         if self.closes is not None and self.closes in text:
@@ -33,7 +33,7 @@ class Structured(NamedTuple):
 
 
 def _cut(guided: Sequence[Guided], reason: FinishReason) -> NotParsed | None:
-    """Why a text is not whole; None if it is.
+    """Return why a text is not whole; None if it is.
 
     A text that a bound cut is whole only if nothing could follow: 46 may be the beginning of 4600.
     """

@@ -1,4 +1,4 @@
-"""Turns: work of which little may be done at once, shared fairly between those who ask for it."""
+"""Turns: limited concurrent work, shared fairly between callers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import anyio
 
 
 class Turns:
-    """So many tasks of one loop work at a time; of those that wait, one of each caller in turn, its oldest first."""
+    """Lets `places` tasks of one loop work at a time. Waiting callers take turns, each with its oldest task first."""
 
     def __init__(self, places: int) -> None:
         self._free = places

@@ -55,7 +55,7 @@ class LoopWaker:
         raise NotImplementedError
 
     def wakeup(self) -> Wakeup:
-        """A wakeup for a coroutine on this loop."""
+        """Return a wakeup for a coroutine on this loop."""
         raise NotImplementedError
 
 
@@ -106,7 +106,7 @@ _wakers: weakref.WeakKeyDictionary[Any, LoopWaker] = weakref.WeakKeyDictionary()
 
 
 def _trio_in_use() -> Any:
-    """`trio.lowlevel` if this thread is inside a run of trio, or None.
+    """Return `trio.lowlevel` if this thread is inside a run of trio, or None.
 
     A module that another thread has begun to import lacks its names, and runs nothing yet.
     """
@@ -116,7 +116,7 @@ def _trio_in_use() -> Any:
 
 
 def current_waker() -> LoopWaker:
-    """The waker of the event loop that runs now."""
+    """Return the waker of the event loop that runs now."""
     # Trio first: an IPython cell under `%autoawait trio` runs trio inside a callback of the kernel's asyncio loop.
     trio = _trio_in_use()
     on_trio = trio is not None
@@ -216,7 +216,7 @@ class ThreadWakeup:
 
 
 def caller() -> object:
-    """The asyncio or trio task that runs now, or this thread's identifier if none does."""
+    """Return the asyncio or trio task that runs now, or this thread's identifier if none does."""
     trio = _trio_in_use()
     task: object = None
     with contextlib.suppress(RuntimeError):  # no loop runs in this thread
@@ -225,7 +225,7 @@ def caller() -> object:
 
 
 def new_wakeup() -> Wakeup:
-    """A wakeup for the caller: a coroutine on its loop, or a thread inside `run_sync`."""
+    """Return a wakeup for the caller: a coroutine on its loop, or a thread inside `run_sync`."""
     return ThreadWakeup() if _here.blocking else current_waker().wakeup()
 
 
@@ -247,5 +247,5 @@ def run_sync(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 def blocks() -> bool:
-    """Whether the caller is inside of `run_sync`, so that it may block this thread and can't await a loop."""
+    """True if the caller is inside `run_sync`, so that it may block this thread and can't await a loop."""
     return _here.blocking > 0

@@ -1,7 +1,7 @@
 """The device's side of a runner: weights, pages and request state, and every call of a program over them.
 
 All calls pass here, in the order in which they run, and nothing else calls a program. So a session of several processes
-needs one seam, this one: its `Recorder` hears of each call before it is made, and followers make the same calls over
+needs only this seam: its `Recorder` is notified of each call before it is made, and followers make the same calls over
 weights, pages and state of their own.
 """
 
@@ -27,59 +27,59 @@ from rekindle_kernels import MaskGate
 
 
 class Recorder:
-    """Hears of every call before it is made; an error that it raises keeps the call from being made.
+    """Is notified of every call before it is made; an error raised here prevents the call.
 
     This one belongs to a session of one process, and does nothing. `processes.team.Team` passes calls on to followers.
     """
 
     def prepare(self, key: Key) -> None:
-        """A program is about to be loaded or compiled here."""
+        """Note that a program is about to be loaded or compiled here."""
 
     def prepared(self, key: Key) -> None:
-        """The program is ready here. Returns when it is ready everywhere."""
+        """Note that the program is ready here. Returns when it is ready everywhere."""
 
     def step(self, key: Bucket, ints: np.ndarray, floats: np.ndarray, gate: MaskGate | None = None) -> None:
-        """A step, or the first half of a guided one."""
+        """Note a step, or the first half of a guided one."""
 
     def forwarded(self, scores: Any) -> None:
-        """The first half of a guided step gave these scores."""
+        """Note the scores from the first half of a guided step."""
 
     def choose(self, key: Bucket, scores: Any, masks: Mask) -> None:
-        """The second half of the latest guided step."""
+        """Note the second half of the latest guided step."""
 
     def admit(self, ints: np.ndarray, floats: np.ndarray) -> None:
-        """A request's history is written into its slot."""
+        """Note that a request's history is written into its slot."""
 
     def gather(self, ids: np.ndarray, digests: Sequence[bytes]) -> None:
-        """Each process keeps its part of the pages, under these names."""
+        """Note that each process keeps its part of the pages, under these digests."""
 
     def collect(self, ids: np.ndarray, digests: Sequence[bytes]) -> None:
-        """Each process gets whole pages, and may be told to write its parts of them under these names."""
+        """Note that each process gets whole pages; it may have to write its parts of them under these digests."""
 
     def scatter(self, ids: np.ndarray, digests: Sequence[bytes]) -> None:
-        """Pages are filled with the parts that each process has kept."""
+        """Note that pages are filled with the parts that each process has kept."""
 
     def scatter_pinned(self) -> None:
-        """Pages are filled from one payload for all of them."""
+        """Note that pages are filled from one payload for all of them."""
 
     def renew(self) -> None:
-        """New pages and state."""
+        """Note that pages and state are replaced by new ones."""
 
     def replace_weights(self) -> None:
-        """The weights that were loaded last are used from now on."""
+        """Note that the weights that were loaded last are used from now on."""
 
     def arrive(self, arrays: Any) -> None:
-        """Arrays are about to be read, which waits for them. Raises if they will never come."""
+        """Note that arrays are about to be read, which waits for them. Raises if they will never be ready."""
 
     def result(self, rows: np.ndarray) -> None:
-        """The rows of the next step, in the order of the steps."""
+        """Note the rows of the next step, in the order of the steps."""
 
     def failed(self, error: BaseException) -> None:
-        """A recorded call, or reading its result, raised here."""
+        """Note that a recorded call, or reading its result, raised here."""
 
 
 class Buffers(Protocol):
-    """What a step uploads; see `packing.Upload`."""
+    """The buffers that a step uploads; see `packing.Upload`."""
 
     @property
     def ints(self) -> np.ndarray: ...
@@ -88,7 +88,7 @@ class Buffers(Protocol):
 
 
 class Forwarded(NamedTuple):
-    """What the first half of a guided step gives."""
+    """The output of the first half of a guided step."""
 
     scores: Any
     prompt: Any
@@ -96,7 +96,7 @@ class Forwarded(NamedTuple):
 
 
 class DeviceCalls:
-    """Owns what is on the device. One thread makes the calls."""
+    """Owns weights, pages and state on the device. One thread makes the calls."""
 
     def __init__(self, programs: Programs, leaves: Sequence[Any], recorder: Recorder | None = None) -> None:
         self.programs = programs
@@ -109,14 +109,14 @@ class DeviceCalls:
         self.kv, self.state = self._new()
 
     def program(self, key: Key) -> Any:
-        """The executable, loaded or compiled now if need be."""
+        """Return the executable; loads or compiles it if necessary."""
         self._recorder.prepare(key)
         program = self.programs.get(key)
         self._recorder.prepared(key)
         return program
 
     def step(self, key: Bucket, program: Any, upload: Buffers, gate: MaskGate | None = None) -> StepOutput:
-        """A whole step. Its numpy buffers are passed as they are: a device_put costs 60 of the 190 µs of a dispatch.
+        """Run a whole step. Its numpy buffers are passed as they are: device_put costs 60 of the 190 µs of a dispatch.
 
         A step with guided rows waits for its masks at the gate; no other process does.
         """
@@ -134,22 +134,22 @@ class DeviceCalls:
         return result
 
     def forward(self, key: Bucket, program: Any, upload: Buffers) -> Forwarded:
-        """The first half of a guided step."""
+        """Run the first half of a guided step."""
         self._recorder.step(key, upload.ints, upload.floats)
         with self._reported:
             self._put_tables()
             state = self.state
             tables = () if state.tables is None else (state.tables,)
-            self.kv, *rest = program(self.leaves, self.kv, state.last_token, upload.ints, upload.floats, *tables)
+            self.kv, *outputs = program(self.leaves, self.kv, state.last_token, upload.ints, upload.floats, *tables)
             if tables:
-                self.state = state._replace(tables=rest.pop())
+                self.state = state._replace(tables=outputs.pop())
             self._tables_dispatched()
-        forwarded = Forwarded(*rest)
+        forwarded = Forwarded(*outputs)
         self._recorder.forwarded(forwarded.scores)
         return forwarded
 
     def choose(self, key: Bucket, program: Any, scores: Any, upload: Buffers, masks: Mask) -> Any:
-        """The second half; returns the rows."""
+        """Run the second half of a guided step and return its rows."""
         self._recorder.choose(key, scores, masks)
         with self._reported:
             self.state, rows = program(self.state, scores, upload.ints, upload.floats, masks)
@@ -166,14 +166,14 @@ class DeviceCalls:
     def gather(self, ids: np.ndarray, digests: Sequence[bytes] = ()) -> paged.Payload:
         """Begin to read pages out, as many as there are `ids` for each shard, and to copy them to the host.
 
-        Each process gets what its devices have of them, and other processes keep theirs under the `digests`.
+        Each process gets the part that its devices have; other processes keep their parts under the `digests`.
         """
         program = self.program(self._mover(GATHER, ids))
         self._recorder.gather(ids, digests)
         return self._reading(program, ids)
 
     def collect(self, ids: np.ndarray, digests: Sequence[bytes] = ()) -> paged.Payload:
-        """The same, where every process gets the whole pages."""
+        """Begin to read pages out as `gather` does; every process gets the whole pages."""
         program = self.program(self._mover(COLLECT if self.programs.parts.several else GATHER, ids))
         self._recorder.collect(ids, digests)
         return self._reading(program, ids)
@@ -191,7 +191,7 @@ class DeviceCalls:
     def scatter(self, ids: np.ndarray, pages: Sequence[paged.Payload], digests: Sequence[bytes] = ()) -> None:
         """Fill pages, at most as many as there are `ids` for each shard; the rest of these is 0.
 
-        Other processes fill in what they have kept under the `digests`.
+        Other processes fill in the parts that they have kept under the `digests`.
         """
         key = self._mover(SCATTER, ids)
         program = self.program(key)
@@ -210,7 +210,7 @@ class DeviceCalls:
         return Helper(key.kind, len(ids) // self.programs.shards.count)
 
     def rows(self, output: StepOutput) -> np.ndarray:
-        """The rows of a step: the place that waits for the device. Steps are read in the order of their calls."""
+        """Wait for the device and return the rows of a step. Steps are read in the order of their calls."""
         with self._reported:
             self.arrive(output.rows)
             rows = np.asarray(output.rows)
@@ -218,7 +218,7 @@ class DeviceCalls:
         return rows
 
     def arrive(self, arrays: Any) -> None:
-        """Announce that arrays are about to be read. Raises if they will never come."""
+        """Announce that arrays are about to be read. Raises if they will never be ready."""
         self._recorder.arrive(arrays)
 
     def wait(self, arrays: Any) -> None:
@@ -227,7 +227,7 @@ class DeviceCalls:
         jax.block_until_ready(arrays)
 
     def replace_weights(self, leaves: Sequence[Any]) -> None:
-        """Use other weights from the next step on."""
+        """Use new weights from the next step on."""
         self._recorder.replace_weights()
         self.leaves = tuple(leaves)
 
@@ -250,13 +250,13 @@ class DeviceCalls:
             self.leaves = ()
 
     def failed(self, error: BaseException) -> None:
-        """Report a call that raised: tables that it should have written are sent anew."""
+        """Report a call that raised; the tables that it should have written are sent again."""
         if self.tables is not None:
             self.tables.forget()
         self._recorder.failed(error)
 
     def _put_tables(self) -> None:
-        """Write the tables in which the next step changes more than it can bring."""
+        """Write the tables in which the next step changes more than its upload can carry."""
         if self.tables is None:
             return
         for ints in self.tables.packed_whole(PUT):
@@ -279,7 +279,7 @@ class DeviceCalls:
 
 
 class _Reported:
-    """Reports what is raised inside it to the recorder, of a call that others may have made."""
+    """Reports errors raised inside it to the recorder; other processes may have made the same call."""
 
     def __init__(self, calls: DeviceCalls) -> None:
         self._calls = calls

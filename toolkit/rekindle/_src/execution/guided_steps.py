@@ -1,7 +1,7 @@
 """Steps with guided rows on the way to the device: their masks are filled while the model runs, and come behind it.
 
 Where a program can wait (`rekindle_kernels.MaskGate`), a step is one program that is dispatched like any other.
-Elsewhere it is two, and the second one is dispatched once the masks are filled.
+Elsewhere it is two programs, the second of which is dispatched once the masks are filled.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from rekindle_kernels import MaskGate
 
 
 class Started(NamedTuple):
-    """What `InFlight` holds of a step that was dispatched."""
+    """The state of a dispatched step that `InFlight` takes over."""
 
     output: StepOutput | None
     choice: Choice | MaskGate | None = None
     masks: Mask | MaskGate | None = None
-    stuck: dict[str, Exception] = {}  # noqa: RUF012  it is never written
+    stuck: dict[str, Exception] = {}  # noqa: RUF012  never written
 
 
 class GuidedSteps:
-    """Starts them, and gives them their masks. Masks and gates are used again when their step has ended."""
+    """Starts guided steps and fills their masks. Masks and gates are reused when their step has ended."""
 
     def __init__(self, programs: Programs, calls: DeviceCalls) -> None:
         self._programs, self._calls, self._shards = programs, calls, programs.shards
         self._words = mask_words(programs.model.vocab_size)
         self._masks: dict[Bucket, list[Mask]] = collections.defaultdict(list)
         self._gates: dict[Bucket, list[MaskGate]] = collections.defaultdict(list)
-        self.seconds: float = 0.0  # by the clock, for masks and for moving guides on
+        self.seconds: float = 0.0  # wall time spent on masks and on advancing guides
 
     def start(
         self,
@@ -54,7 +54,7 @@ class GuidedSteps:
         """Dispatch a step behind the `latest` one, whose tokens may be needed for its masks.
 
         Without asynchronous dispatch XLA runs a program in the thread that dispatches it, which then could not
-        open its gate. In that case the latest step has ended: it is read at once, and the gate is open before.
+        open its gate. In that case the latest step has ended: it is read at once, and the gate opens before dispatch.
         """
         if bucket.part != GATED:
             forwarded = self._calls.forward(bucket.programs[0], programs[0], upload)
@@ -70,16 +70,16 @@ class GuidedSteps:
         gate = gates.pop() if gates else MaskGate(self._programs.layout(bucket).sequences, self._words)
         gate.close()
         try:
-            later = latest is not None and latest.results is None and waits(plan)
-            stuck = {} if later else self._open(gate, plan, upload)
+            deferred = latest is not None and latest.results is None and waits(plan)
+            stuck = {} if deferred else self._open(gate, plan, upload)
             output = self._calls.step(bucket, programs[0], upload, gate)
         except BaseException:
             gate.open()
             raise
-        return Started(output, gate if later else None, gate, stuck)
+        return Started(output, gate if deferred else None, gate, stuck)
 
     def choose(self, in_flight: InFlight) -> None:
-        """Give a step its masks, if it has none yet."""
+        """Fill the masks of a step, if it has none yet."""
         choice, bucket, upload = in_flight.choice, in_flight.bucket, in_flight.upload
         in_flight.choice = None
         if choice is None or bucket is None or upload is None:
@@ -96,29 +96,29 @@ class GuidedSteps:
             in_flight.error = error
 
     def let_go(self, in_flight: InFlight | None) -> None:
-        """Before everything on the device is waited for: a step whose tokens will not be read runs to its end."""
+        """Let a step end whose tokens will not be read. Call it before waiting for everything on the device."""
         if in_flight is not None and isinstance(in_flight.choice, MaskGate):
             in_flight.choice.open()
             in_flight.choice = None
 
     def consumed(self, in_flight: InFlight, results: tuple[RowResult, ...]) -> tuple[RowResult, ...]:
-        """The results of a step with what each guide says to its token."""
-        began = time.perf_counter()
+        """Return the results of a step with each guide's report on its token."""
+        start = time.perf_counter()
         try:
             return consumed(in_flight.ran, results, in_flight.stuck)
         finally:
-            self.seconds += time.perf_counter() - began
+            self.seconds += time.perf_counter() - start
 
     def ended(self, in_flight: InFlight) -> None:
-        """Its masks may be used again."""
-        bucket, used = in_flight.bucket, in_flight.masks
-        if bucket is None or used is None:
+        """Take back the masks of a step, for reuse."""
+        bucket, masks = in_flight.bucket, in_flight.masks
+        if bucket is None or masks is None:
             return
-        if isinstance(used, MaskGate):
-            used.release()
-            self._gates[bucket].append(used)
+        if isinstance(masks, MaskGate):
+            masks.release()
+            self._gates[bucket].append(masks)
         else:
-            self._masks[bucket].append(used)
+            self._masks[bucket].append(masks)
 
     def _open(self, gate: MaskGate, plan: StepPlan, upload: AnyUpload) -> dict[str, Exception]:
         """Fill the masks behind a gate. Returns the errors of requests whose guides can't go on."""
@@ -128,11 +128,11 @@ class GuidedSteps:
             gate.open()
 
     def _fill(self, plan: StepPlan, upload: AnyUpload, masks: Mask) -> dict[str, Exception]:
-        began = time.perf_counter()
+        start = time.perf_counter()
         try:
             return fill_masks(plan, upload.layout, masks, self._shards)
         finally:
-            self.seconds += time.perf_counter() - began
+            self.seconds += time.perf_counter() - start
 
 
 def _has_ended(output: StepOutput) -> bool:

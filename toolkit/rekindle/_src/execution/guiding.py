@@ -1,4 +1,4 @@
-"""Guided rows on the host: the masks of a step from its requests' guides, and the guides moved on by its tokens."""
+"""Guided rows on the host: fills a step's masks from its requests' guides, and advances the guides by its tokens."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ SLOWEST_TOKEN = 0.2  # seconds of a processor that a guide may take for a token;
 
 
 def waits(plan: StepPlan) -> bool:
-    """Whether a mask of the plan needs a token that has not been read yet."""
+    """True if a mask of the plan needs a token that has not been read yet."""
     return any(guide.consumed < row.generated for _, row, guide in _guided(plan, 0) if not row.draft)
 
 
 def fill_masks(plan: StepPlan, layout: Layout, masks: Mask, shards: DataShards = ALONE) -> dict[str, Exception]:
     """Write the masks [N, W] of a step's rows, N for each data shard.
 
-    Returns the errors of requests whose guides can't go on.
+    Returns the errors of requests whose guides can't continue.
 
     Rows of requests that ended meanwhile get any mask: their results are dropped. A draft's mask is that behind the
     draft; where the drafts leave the grammar, no row behind can be accepted.
@@ -46,8 +46,8 @@ def _fill(plan: StepPlan, layout: Layout, masks: Mask, errors: dict[str, Excepti
         elif ahead is not None:
             assert row.token_ids is not None, "a draft has its token"
             ahead = ahead.copy()
-            told = ahead.consume(int(row.token_ids[0]))
-            if told.ended or told.problem:
+            report = ahead.consume(int(row.token_ids[0]))
+            if report.ended or report.problem:
                 ahead = None
         problem = "" if ahead is None else ahead.fill(masks[index])
         now = time.thread_time()
@@ -61,38 +61,38 @@ def _fill(plan: StepPlan, layout: Layout, masks: Mask, errors: dict[str, Excepti
 
 
 def consumed(plan: StepPlan, results: tuple[RowResult, ...], errors: dict[str, Exception]) -> tuple[RowResult, ...]:
-    """The results of a step with what each guide says to its token. `errors` are those of `fill_masks`."""
+    """Return the results of a step with each guide's report on its token. `errors` are those of `fill_masks`."""
     if not plan.guided:
         return results
-    found: list[RowResult] = []
-    goes_on = False  # whether all rows of the request so far were right
+    updated: list[RowResult] = []
+    follows = False  # True while all rows of the request so far were right
     before = time.thread_time()
     for row, result in zip(plan.rows, results, strict=True):
         guide = row.request.guide
         if guide is None or not row.samples:
-            found.append(result)
+            updated.append(result)
             continue
         if row.draft:
             assert row.token_ids is not None, "a draft has its token"
-            goes_on = goes_on and found[-1].token_id == row.token_ids[0]
+            follows = follows and updated[-1].token_id == row.token_ids[0]
         else:
-            goes_on = guide.consumed == row.generated
-        if goes_on and row.request.id in errors:
+            follows = guide.consumed == row.generated
+        if follows and row.request.id in errors:
             result = dataclasses.replace(result, token_id=None, error=errors[row.request.id])
-        if goes_on and result.token_id is not None and not guide.ended:
-            told = guide.consume(result.token_id)
+        if follows and result.token_id is not None and not guide.ended:
+            report = guide.consume(result.token_id)
             now = time.thread_time()
-            told = _timed(told, guide.spent + now - before)
+            report = _timed(report, guide.spent + now - before)
             guide.spent, before = 0.0, now
-            result = result.following(told, _stuck(row, told.problem) if told.problem else result.error)
+            result = result.following(report, _stuck(row, report.problem) if report.problem else result.error)
         else:
-            goes_on = False
-        found.append(result)
-    return tuple(found)
+            follows = False
+        updated.append(result)
+    return tuple(updated)
 
 
 def _timed(told: Guided, seconds: float) -> Guided:
-    """What a guide said, with the time that it took; too slow a one can't go on."""
+    """Add the time to a guide's report; a guide that is too slow gets a problem, so that it can't continue."""
     if seconds > SLOWEST_TOKEN and not told.problem and not told.ended:
         problem = f"following one token took {seconds:.2f} s, and {SLOWEST_TOKEN:g} s are possible: it is ambiguous"
         told = told._replace(problem=problem)
@@ -100,15 +100,15 @@ def _timed(told: Guided, seconds: float) -> Guided:
 
 
 def dead_end(row: Row) -> RekindleError:
-    """The error of a row for which the grammar and the request's other options leave no token."""
-    sampling, told = row.request.sampling, []
+    """Return the error of a row for which the grammar and the request's other options leave no token."""
+    sampling, causes = row.request.sampling, []
     if row.generated < sampling.min_tokens:
-        told.append(f"min_tokens={sampling.min_tokens}")
+        causes.append(f"min_tokens={sampling.min_tokens}")
     if sampling.logit_bias:
-        told.append("logit_bias")
+        causes.append("logit_bias")
     if sampling.processors:
-        told.append(f"processors={list(sampling.processors)}")
-    options = " and ".join(told) or "the other options"
+        causes.append(f"processors={list(sampling.processors)}")
+    options = " and ".join(causes) or "the other options"
     return NoTokenLeft(
         f"After {row.generated} tokens of request {row.request.id}, none is left that both its {_limits(row)} and "
         f"{options} allow. Change one of them."
@@ -116,11 +116,11 @@ def dead_end(row: Row) -> RekindleError:
 
 
 def _limits(row: Row) -> str:
-    """What its guide follows, in words."""
+    """Name the options that the row's guide follows, for messages."""
     sampling = row.request.sampling
-    given = {"allowed_token_ids": sampling.allowed_token_ids, "bad_words": sampling.bad_words}
+    restrictions = {"allowed_token_ids": sampling.allowed_token_ids, "bad_words": sampling.bad_words}
     return " with ".join((["grammar"] if sampling.structured or not sampling.restricted else [])
-                         + [name for name, value in given.items() if value])  # fmt: skip
+                         + [name for name, value in restrictions.items() if value])  # fmt: skip
 
 
 def new_masks(layout: Layout, words: int, shards: DataShards = ALONE) -> Mask:
@@ -135,7 +135,7 @@ def _stuck(row: Row, problem: str) -> RekindleError:
 
 
 def _guided(plan: StepPlan, decode_rows: int) -> Iterator[tuple[int, Row, GuideLike]]:
-    """Rows that choose among allowed tokens, with their places in the program."""
+    """Yield the rows that choose among allowed tokens, with their places in the program."""
     for index, row in enumerate(plan.decode):
         if row.request.guide is not None and row.samples:
             yield index, row, row.request.guide

@@ -1,4 +1,4 @@
-"""What the runner knows of a step that was dispatched, and what it counts."""
+"""The runner's record of a dispatched step, and its counts."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class InFlight:
     lost: tuple[LostPage, ...] = ()
     began: float = 0.0  # when the host began to prepare it
     idle_seconds: float = 0.0  # the device had nothing to do before it
-    ended: float | None = None  # estimated, if it was over before its result was asked for
+    ended: float | None = None  # estimated, if it ended before its result was read
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)

@@ -27,19 +27,19 @@ class PayloadStore(Protocol):
     def put(self, digest: bytes, payload: paged.Payload) -> None:
         """Keep a copy: the arrays are views into the memory of a whole transfer.
 
-        Of several processes each puts the part of a page that its devices have, and gets it.
+        With several processes, each one puts and gets the part of a page that its devices have.
         """
 
     def get(self, digest: bytes) -> paged.Payload:
-        """Raises KeyError when it is gone."""
+        """Return a payload. Raises KeyError when it is gone."""
         ...
 
     def copied(self, pages: int, seconds: float) -> None:
-        """Report how long it took to copy so many pages to the device."""
+        """Report that copying `pages` pages to the device took `seconds`."""
 
 
 class PageTransfers:
-    """Reads pages out of the device and fills them again."""
+    """Reads pages out of the device and fills them from the host."""
 
     def __init__(self, calls: DeviceCalls, host_tier: PayloadStore | None) -> None:
         self._calls, self._host_tier = calls, host_tier
@@ -60,9 +60,9 @@ class PageTransfers:
         ]
 
     def read_whole(self, moves: Sequence[PageMove]) -> list[paged.Payload]:
-        """Copies of the content of pages, as views of what was read at once.
+        """Return the content of pages, as views of whole transfers.
 
-        They are whole ones also where several processes have parts of them.
+        Pages are whole even where several processes hold parts of them.
         """
         payloads: dict[int, paged.Payload] = {}
         batches = self._shards.batches(moves, self._sizes)
@@ -76,7 +76,7 @@ class PageTransfers:
         return [payloads[move.page] for move in moves]
 
     def store(self, leaving: Leaving) -> None:
-        """Hand what was read out to the host tier; waits for the copies."""
+        """Hand the pages that were read out to the host tier; waits for the copies."""
         for batch, payload in leaving:
             assert self._host_tier is not None, "a page was offloaded without a host tier"
             self._calls.arrive(payload)
@@ -88,11 +88,11 @@ class PageTransfers:
         """Fill pages from the host tier; returns those whose payload is missing or does not fit."""
         if not moves:
             return ()
-        found: dict[PageMove, paged.Payload] = {}
+        payloads: dict[PageMove, paged.Payload] = {}
         lost: list[LostPage] = []
         for move in moves:
             try:
-                found[move] = self._payload(move)
+                payloads[move] = self._payload(move)
             except Exception as error:
                 lost.append(LostPage(move, error))
         # Measuring waits for the device, so it is done now and then; the very first transfer compiles its program.
@@ -101,13 +101,13 @@ class PageTransfers:
         if measured:
             self._calls.wait(self._calls.kv)
         start = time.perf_counter()
-        for batch in self._shards.batches(tuple(found), self._fills):
-            pages = {place: found[move] for move, place in zip(batch.moves, batch.places, strict=True)}
+        for batch in self._shards.batches(tuple(payloads), self._fills):
+            pages = {place: payloads[move] for move, place in zip(batch.moves, batch.places, strict=True)}
             self._fill(batch, pages)
-        if measured and found:
+        if measured and payloads:
             self._calls.wait(self._calls.kv)
             assert self._host_tier is not None, "a page is restored without a host tier"
-            self._host_tier.copied(len(found), time.perf_counter() - start)
+            self._host_tier.copied(len(payloads), time.perf_counter() - start)
         return tuple(lost)
 
     def _fill(self, batch: Batch, pages: Mapping[int, paged.Payload]) -> None:
@@ -120,7 +120,7 @@ class PageTransfers:
             self._calls.scatter(batch.ids, leaving, [move.digest for move in batch.moves])
 
     def _by_shard(self, pages: Mapping[int, paged.Payload], places: int) -> list[paged.Payload]:
-        """The pages by place, of so many `places`, as `scatter` takes them: the first ones of all shards, and so on."""
+        """Arrange pages by place, of `places`, as `scatter` takes them: the first pages of all shards, and so on."""
         if self._shards.count == 1:
             return list(pages.values())
         padding = next(iter(pages.values()))  # goes to page 0
@@ -131,7 +131,7 @@ class PageTransfers:
         return [tuple(map(np.concatenate, zip(*row, strict=True))) for row in rows]
 
     def _payload(self, move: PageMove) -> paged.Payload:
-        """What the host tier has for a page. Raises `StoreError` if that is nothing, or a page of another layout."""
+        """Return the host tier's payload of a page. Raises `StoreError` if there is none, or its layout differs."""
         assert self._host_tier is not None, "a page is restored without a host tier"
         try:
             payload = self._host_tier.get(move.digest)
@@ -139,10 +139,10 @@ class PageTransfers:
             raise StoreError(
                 f"page {move.digest.hex()} left the host tier before it was restored. Raise host_memory"
             ) from None
-        found = [(leaf.shape, leaf.dtype) for leaf in payload]
-        if found != self._layout:
+        layout = [(leaf.shape, leaf.dtype) for leaf in payload]
+        if layout != self._layout:
             raise StoreError(
-                f"page {move.digest.hex()} has arrays {_described(found)} where this session's pages have "
+                f"page {move.digest.hex()} has arrays {_described(layout)} where this session's pages have "
                 f"{_described(self._layout)}. Submit the request again; the page is computed then"
             )
         return payload

@@ -1,7 +1,7 @@
 """Prefaulting of device memory: on CPU, the system maps and zeroes memory only when it is first written.
 
 That is right for pages that may never be used. The pages of a restored prefix are written all at once by its first
-request, which waited 80 of 230 ms for the system then (48 pages, 63 MB, on huge pages).
+request, which waited for the system for 80 of its 230 ms (48 pages, 63 MB, on huge pages).
 """
 
 from __future__ import annotations

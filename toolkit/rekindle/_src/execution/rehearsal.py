@@ -1,6 +1,6 @@
-"""Rehearsal: programs are run once before there is a request, because one is expected as soon as the session is open.
+"""Rehearsal: runs programs once before the first request, which is expected as soon as the session is open.
 
-A first run takes longer: JAX looks at all its arguments, XLA prepares each operation and asks the system for memory.
+A first run takes longer: JAX inspects all its arguments, XLA prepares each operation and allocates memory.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _WANTED = int(GREEDY & ~Flag.KEPT)
 
 
 def rehearse(calls: DeviceCalls, constants: Constants, keys: Iterable[Key]) -> bool:
-    """Run those of `keys` that step, and those that fill pages. They write where padding goes, and nowhere else.
+    """Run the programs of `keys` that step or fill pages. They write only where padding goes.
 
-    On CPU, with one device: elsewhere that has not been measured, and other processes would have to be told. False
-    where it is not done.
+    Only on CPU with one device: elsewhere the gain was not measured, and other processes would have to take part.
+    False where it is not done.
     """
     programs = calls.programs
     if jax.default_backend() != "cpu" or programs.parts.placement is not None:
@@ -43,7 +43,7 @@ def rehearse(calls: DeviceCalls, constants: Constants, keys: Iterable[Key]) -> b
 
 
 def _made_up(calls: DeviceCalls, constants: Constants, key: Bucket) -> Upload:
-    """A step in the slot and the page that padding has: a short prompt, or one token where it takes no prompts."""
+    """Pack a step in the slot and page of padding: a short prompt, or one token in a program without prompts."""
     layout = calls.programs.layout(key)
     upload = Upload(layout, sent=calls.tables)
     upload.pack(_NOTHING, constants)

@@ -21,17 +21,17 @@ Packed = NDArray[np.int32]
 
 
 def needs_prompt(plan: StepPlan) -> bool:
-    """Whether the packed prompt log-probabilities have to be transferred."""
+    """True if the packed prompt log-probabilities have to be transferred."""
     return any(row.request.sampling.prompt_logprobs is not None for row in plan.prefill)
 
 
 def needs_pooled(plan: StepPlan) -> bool:
-    """Whether the plan needs a program that pools hidden states."""
+    """True if the plan needs a program that pools hidden states."""
     return any(row.request.pooling is not None for row in plan.prefill)
 
 
 def unpack_logprobs(packed: Packed, token: int, count: int) -> TokenLogprobs:
-    """The log-probabilities in one line of `logprobs.WIDTH` integers."""
+    """Return the log-probabilities in one line of `logprobs.WIDTH` integers."""
     floats = packed.view(np.float32)
     return TokenLogprobs(
         token,
@@ -44,7 +44,7 @@ def unpack_logprobs(packed: Packed, token: int, count: int) -> TokenLogprobs:
 def _row_results(
     plan: StepPlan, rows: Packed, prompt: Packed | None, decode_rows: int, pooled: NDArray[np.float32] | None
 ) -> tuple[RowResult, ...]:
-    """The results of one data shard; row R + s of the output belongs to the s-th prefill.
+    """Return the results of one data shard; row R + s of the output belongs to the s-th prefill.
 
     `pooled` [2, S, E] are the sums and the last states of the prefills.
     """
@@ -73,17 +73,17 @@ def row_results(
     pooled: NDArray[np.float32] | None = None,
     shards: DataShards = ALONE,
 ) -> tuple[RowResult, ...]:
-    """The results in the order of `plan.rows`. Of each array, a data shard's part is that of the rows it computed."""
-    found = []
+    """Return the results in the order of `plan.rows`. A data shard's part of each array holds the rows it computed."""
+    results = []
     for shard, part in enumerate(shards.split(plan)):
-        own = None if prompt is None else shards.part(shard, prompt)
+        prompts = None if prompt is None else shards.part(shard, prompt)
         vectors = None if pooled is None else shards.part(shard, pooled, axis=1)
-        found.append(_row_results(part, shards.part(shard, rows), own, decode_rows, vectors))
-    return shards.join(plan, found)
+        results.append(_row_results(part, shards.part(shard, rows), prompts, decode_rows, vectors))
+    return shards.join(plan, results)
 
 
 def without(plan: StepPlan, refused: Mapping[str, Exception]) -> StepPlan:
-    """The plan without the rows of the requests in `refused`."""
+    """Return the plan without the rows of the requests in `refused`."""
     if not refused:
         return plan
     return dataclasses.replace(
@@ -115,14 +115,14 @@ def pack_rows(upload: AnyUpload, plan: StepPlan, constants: Constants, refused: 
 def with_refused(
     plan: StepPlan, rows: tuple[RowResult, ...], refused: Mapping[str, Exception]
 ) -> tuple[RowResult, ...]:
-    """The results of `without(plan, refused)` in the order of `plan.rows`, with an error for each row left out."""
+    """Return the results of `without(plan, refused)` in the order of `plan.rows`; refused rows get their errors."""
     if not refused:
         return rows
-    others = iter(rows)
+    computed = iter(rows)
     return tuple(
         RowResult(row.request.id, row.epoch, None, error=refused[row.request.id])
         if row.request.id in refused
-        else next(others)
+        else next(computed)
         for row in plan.rows
     )
 

@@ -67,7 +67,7 @@ class Runner:
         self.program_wait = ProgramWait(quiet=config.quiet)
         self._calls = DeviceCalls(programs, model.leaves, recorder)
         self._transfers = PageTransfers(self._calls, host_tier)
-        self.prefer_ready = prefer_ready  # a larger program that is ready is used before the one that fits is compiled
+        self.prefer_ready = prefer_ready  # use a larger ready program before the best fit is compiled
         self._shards = programs.shards
         slots = self._shards.count * self._shards.slots
         self._constants = Constants(slots, tuple(p.name for p in programs.processors))
@@ -153,7 +153,7 @@ class Runner:
             self._uploads[bucket].append(in_flight.upload)
             self._guided.ended(in_flight)
         now = time.perf_counter()
-        own = now - max(self._last_read, in_flight.began) - (self._guided.seconds - self._guided_before)
+        step_seconds = now - max(self._last_read, in_flight.began) - (self._guided.seconds - self._guided_before)
         self._last_read, self._guided_before = now, self._guided.seconds
         ready = in_flight.ended or now
         # The device ran the step before this one first, so this one's time counts from its end.
@@ -173,19 +173,19 @@ class Runner:
             seconds,
             in_flight.idle_seconds,
             in_flight.lost,
-            max(0.0, own),
+            max(0.0, step_seconds),
         )
 
     def _read(self, in_flight: InFlight) -> tuple[RowResult, ...]:
-        """The results of a step's rows, of which its guides are told once."""
+        """Return the results of a step's rows; its guides are advanced once."""
         plan, bucket, output = in_flight.ran, in_flight.bucket, in_flight.output
         if in_flight.results is None and bucket is not None and output is not None:
-            found = self._calls.rows(output)
+            packed = self._calls.rows(output)
             if isinstance(in_flight.masks, MaskGate) and in_flight.masks.missed:
                 raise RuntimeError("a step with guided rows did not get its masks in time")
             prompt = np.asarray(output.prompt) if needs_prompt(plan) else None
             pooled = None if output.pooled is None else np.asarray(output.pooled)
-            results = row_results(plan, found, prompt, bucket.rows, pooled, self._shards)
+            results = row_results(plan, packed, prompt, bucket.rows, pooled, self._shards)
             in_flight.results = self._guided.consumed(in_flight, results)
         return in_flight.results or ()
 
@@ -194,7 +194,7 @@ class Runner:
         warm(self.programs)
 
     def rehearse(self, keys: Sequence[Key]) -> bool:
-        """Run programs that are ready once, because a request that needs them is expected; false where it can't."""
+        """Run ready programs once, because a request that needs them is expected; false if not possible here."""
         return rehearse(self._calls, self._constants, keys)
 
     def fill(self, moves: Sequence[PageMove]) -> tuple[LostPage, ...]:
@@ -207,7 +207,7 @@ class Runner:
         prefault(parts, min(pages, self._shards.pages - 1))
 
     def swap_weights(self, leaves: Sequence[Any]) -> None:
-        """Use other weights from the next step on, without compiling; steps in flight end with the old ones."""
+        """Use new weights from the next step on, without compiling; steps in flight end with the old ones."""
         for index, (path, old, new) in enumerate(
             zip(self.programs.graph.paths, self.programs.leaves, leaves, strict=True)
         ):
@@ -221,9 +221,9 @@ class Runner:
         self._calls.replace_weights(leaves)
 
     def read_pages(self, pages: Sequence[int], digests: Sequence[bytes] = ()) -> list[paged.Payload]:
-        """Copies of the content of pages; called between steps. Other processes learn their `digests`."""
-        named = digests or [b""] * len(pages)
-        return self._transfers.read_whole([PageMove(*one) for one in zip(pages, named, strict=True)])
+        """Return the content of pages; called between steps. Other processes learn their `digests`."""
+        names = digests or [b""] * len(pages)
+        return self._transfers.read_whole([PageMove(*entry) for entry in zip(pages, names, strict=True)])
 
     def reset(self) -> None:
         """Replace pages and state after a step failed on the device; the content of the pages is lost."""
@@ -233,7 +233,7 @@ class Runner:
         self._owners = [None] * len(self._owners)
 
     def recover(self) -> bool:
-        """After a failed step: true if pages and state were lost with it, which were then made anew by `reset`.
+        """Recover from a failed step. True if pages and state were lost with it; `reset` has then made new ones.
 
         An error on the host leaves them as they were. An error on the device loses them: they were donated to the step.
         """
@@ -277,13 +277,13 @@ class Runner:
         processed = any(row.request.sampling.processors for row in plan.rows)
         sizes = [(len(part.decode), part.prefill_tokens, len(part.prefill)) for part in self._shards.split(plan)]
         size = dict(zip(("rows", "tokens", "prefills"), map(max, zip(*sizes, strict=True)), strict=True))
-        most = self.config.max_requests
+        max_requests = self.config.max_requests
         lattice = self.programs.lattice_for(guided=plan.guided, pools=needs_pooled(plan))
-        best = bucket_for(lattice, most, **size, processed=processed)
+        best = bucket_for(lattice, max_requests, **size, processed=processed)
         if (self.prefer_ready or self.programs.soon(best)) and not self._ready(best):
             ready = [bucket for bucket in lattice if self._ready(bucket)]
             try:
-                return bucket_for(ready, most, **size, processed=processed)
+                return bucket_for(ready, max_requests, **size, processed=processed)
             except ConfigError:
                 return best
         return best
@@ -292,7 +292,7 @@ class Runner:
         return all(map(self.programs.ready, bucket.programs))
 
     def program(self, plan: StepPlan) -> str:
-        """The name of the program that a plan runs in."""
+        """Return the name of the program that a plan runs in."""
         return self._bucket(plan).name if plan.rows else ""
 
     def _poll(self, now: float) -> None:
@@ -311,15 +311,15 @@ class Runner:
             self._seen_running = now
 
     def _idle(self, now: float) -> float:
-        """How long the device was idle before the step that was dispatched at `now`."""
+        """Return how long the device was idle before the step that was dispatched at `now`."""
         self._poll(now)
         ended = self._last_ready if self._latest is None else self._latest.ended
         return now - ended if ended else 0.0
 
     def _prepare(self, plan: StepPlan) -> tuple[StepPlan, list[_Admission], dict[str, Exception]]:
-        """Pack what is particular to each request that is new in its slot, without touching the device.
+        """Pack the constants and history of each request that is new in its slot, without touching the device.
 
-        Returns the plan without the rows for which that raised, what `_admit` has to upload, and the errors by request.
+        Returns the plan without the rows that raised, the uploads for `_admit`, and the errors by request.
         """
         admissions: list[_Admission] = []
         refused: dict[str, Exception] = {}
@@ -330,8 +330,8 @@ class Runner:
                 continue
             try:
                 self._constants.put(row)
-                wanted = sampling.penalised or sampling.logit_bias or sampling.min_tokens or sampling.processors
-                admissions.append((row, pack_admission(row, size) if wanted else None))
+                needed = sampling.penalised or sampling.logit_bias or sampling.min_tokens or sampling.processors
+                admissions.append((row, pack_admission(row, size) if needed else None))
             except Exception as error:
                 self._owners[row.slot] = None
                 refused[request.id] = error
@@ -348,7 +348,7 @@ class Runner:
             self._owners[row.slot], self._epochs[row.slot] = row.request, row.epoch
 
     def _program(self, key: Key) -> Any:
-        """A program; the wait for one that isn't ready is counted and shown."""
+        """Return a program; a wait for one that isn't ready is counted and shown."""
         if self.programs.ready(key):
             return self._calls.program(key)
         with self.program_wait.waiting(key.name):

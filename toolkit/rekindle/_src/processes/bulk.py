@@ -1,8 +1,8 @@
-"""A channel on which many bytes may follow a message; they are received straight to where they belong.
+"""A channel on which many bytes may follow a message; they are received directly into their final memory.
 
-A `sealed` channel ends them with a mark over all of them. Without it they are bare: over the loopback of one machine
-nobody else can add to a connection, and marking costs more time than moving (HMAC-SHA-256 does 1 to 2 GB/s on a core).
-There they go through memory that both processes share, if the receiving one can open it.
+A `sealed` channel ends them with a mark over all of them. Without it they are bare: over the loopback of one machine no
+other process can add to a connection, and marking costs more time than moving (HMAC-SHA-256 does 1 to 2 GB/s on a
+core). There they go through memory that both processes share, if the receiving one can open it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MARK = 32
 
 
 class BulkChannel(Channel):
-    """One side of such a connection. One thread uses it at a time."""
+    """One side of a connection with bulk data. One thread uses it at a time."""
 
     def __init__(self, connection: socket.socket, keys: Keys, *, silence: float) -> None:
         super().__init__(connection, keys, silence=silence)
@@ -33,7 +33,7 @@ class BulkChannel(Channel):
         self._taken: TakenParts | None = None
 
     def offer_memory(self) -> dict[str, Any] | None:
-        """Memory for what this side sends after messages, as the other side can find it; None if there is none."""
+        """Return an offer of memory for the bulk data that this side sends; None if there is none."""
         if self.sealed:
             return None
         try:
@@ -43,14 +43,14 @@ class BulkChannel(Channel):
         return self._given.offer()
 
     def pass_memory(self) -> None:
-        """The other side reads the memory that was offered; from now on it is used. Raises ProcessLost if none was."""
+        """Use the offered memory, which the other side reads from now on. Raises ProcessLost if none was offered."""
         if self._given is None:
             raise ProcessLost("the other process reads memory that was not offered")
         self._given.close()
         self._passed = self._given
 
     def take_memory(self, offer: Any) -> bool:
-        """Whether this process can read the memory that the other side offers; it has to be told then."""
+        """True if this process can read the memory that the other side offers, which must then be notified."""
         if self.sealed or offer is None:
             return False
         try:
@@ -75,7 +75,7 @@ class BulkChannel(Channel):
         self.bytes_sent += sum(len(piece) for piece in pieces)
 
     def receive_into(self, pieces: Sequence[memoryview]) -> None:
-        """Fill the pieces with what follows the message that was received last. Raises ProcessLost if it does not."""
+        """Fill the pieces with the bytes behind the latest received message. Raises ProcessLost if they don't come."""
         try:
             if self._taken is not None:
                 self._taken.receive(self._connection, pieces)
@@ -91,7 +91,7 @@ class BulkChannel(Channel):
                 raise ProcessLost("what followed a message is not what the other process sent")
 
     def receive(self) -> tuple[Kind, bytes]:
-        """The next message, after the other side has read what followed those of this one."""
+        """Receive the next message, once the other side has read the bytes behind this side's messages."""
         if self._passed is not None:
             try:
                 self._passed.finish(self._connection)
@@ -109,7 +109,7 @@ class BulkChannel(Channel):
 
 
 def on_loopback(connection: socket.socket) -> bool:
-    """Whether both ends of a connection are on this machine, as far as its addresses tell."""
+    """True if both ends of a connection are on this machine, according to its addresses."""
     if connection.family not in (socket.AF_INET, socket.AF_INET6):
         return True  # a socket of this machine's file system
     try:
@@ -120,32 +120,32 @@ def on_loopback(connection: socket.socket) -> bool:
 
 
 def _seal(key: bytes, number: int, pieces: Sequence[memoryview]) -> bytes:
-    made = hmac.new(key, b"follows" + number.to_bytes(8, "little"), "sha256")
+    code = hmac.new(key, b"follows" + number.to_bytes(8, "little"), "sha256")
     for piece in pieces:
-        made.update(piece)
-    return made.digest()
+        code.update(piece)
+    return code.digest()
 
 
 def _send_all(connection: socket.socket, pieces: Sequence[memoryview]) -> None:
-    todo = [piece for piece in pieces if len(piece)]
+    pending = [piece for piece in pieces if len(piece)]
     at = 0
-    while at < len(todo):
-        done = connection.sendmsg(todo[at : at + _AT_ONCE])
-        at = _passed(todo, at, done)
+    while at < len(pending):
+        count = connection.sendmsg(pending[at : at + _AT_ONCE])
+        at = _passed(pending, at, count)
 
 
 def _receive_all(connection: socket.socket, pieces: Sequence[memoryview]) -> None:
-    todo = [piece for piece in pieces if len(piece)]
+    pending = [piece for piece in pieces if len(piece)]
     at = 0
-    while at < len(todo):
-        done = connection.recvmsg_into(todo[at : at + _AT_ONCE])[0]
-        if not done:
+    while at < len(pending):
+        count = connection.recvmsg_into(pending[at : at + _AT_ONCE])[0]
+        if not count:
             raise ProcessLost("the connection was closed in the middle of what follows a message")
-        at = _passed(todo, at, done)
+        at = _passed(pending, at, count)
 
 
 def _passed(todo: list[memoryview], at: int, done: int) -> int:
-    """Where to go on after `done` more bytes."""
+    """Advance past `done` more bytes; returns the index of the first unfinished piece."""
     while at < len(todo) and done >= len(todo[at]):
         done -= len(todo[at])
         at += 1

@@ -1,4 +1,4 @@
-"""Calls of programs as messages, and back. A program is named as in the store; its layout says how long arrays are."""
+"""Encoding of program calls as messages. A program has its name in the store; its layout gives the arrays' lengths."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class StepCall(NamedTuple):
 
 
 class CallCodec:
-    """One side of a session's calls; it keeps what both sides know, so every message has to pass it, in order."""
+    """One side of a session's calls. It keeps the shared state of both sides, so every message must pass it, in order."""
 
     def __init__(self, programs: Programs) -> None:
         config = programs.config
@@ -49,7 +49,7 @@ class CallCodec:
         return _named(key) + self._steps.encode(self._programs.layout(key), ints, floats)
 
     def sampling(self, key: Bucket, ints: np.ndarray) -> np.ndarray:
-        """The rows of a step that choose a token of their own."""
+        """Return the rows of a step that choose a token of their own."""
         return sampling(self._programs.layout(key), ints)
 
     def read_step(self, content: bytes) -> StepCall:
@@ -59,7 +59,7 @@ class CallCodec:
         return StepCall(key, *self._steps.decode(self._programs.layout(key), rest))
 
     def choose(self, key: Bucket, masks: Mask) -> bytes:
-        """Rows that allow every token are left out."""
+        """Encode the masks of a step; rows that allow every token are left out."""
         rows = np.flatnonzero((masks != -1).any(axis=1))
         return _named(key) + packed(rows) + zipped(masks[rows].astype("<i4", copy=False))
 
@@ -91,7 +91,7 @@ class CallCodec:
         return ints, floats
 
     def moved(self, ids: np.ndarray, digests: Sequence[bytes]) -> bytes:
-        """A gather, collect or scatter: device pages, and what those of them that are not padding are kept as."""
+        """Encode a gather, collect or scatter: device pages, and the digests of those that are not padding."""
         return packed(ids) + self.named_pages(digests)
 
     def read_moved(self, content: bytes) -> tuple[np.ndarray, list[bytes]]:
@@ -111,7 +111,7 @@ class CallCodec:
         return [content[at : at + DIGEST_SIZE] for at in range(0, len(content), DIGEST_SIZE)]
 
     def stored(self, pages: Sequence[Page]) -> bytes:
-        """What is known of pages that are written to disk."""
+        """Encode the records of pages that are written to disk."""
         return encode({}, records_of(pages, self._programs.kv[0].page_size))
 
     def read_stored(self, content: bytes) -> list[Page]:
@@ -121,19 +121,19 @@ class CallCodec:
             raise ProcessLost(f"pages are to be written that can't be read: {error}") from None
 
     def part(self, digest: bytes, part: paged.Payload | None) -> bytes:
-        """A page's part with its name; without a part it says that there is none."""
+        """Encode a page's part with its digest; no part means that there is none."""
         return digest + b"".join(np.ascontiguousarray(leaf).tobytes() for leaf in part or ())
 
     def read_part(self, content: bytes, layout: PayloadLayout | None = None) -> tuple[bytes, paged.Payload | None]:
-        """Without a layout, this process's own part."""
+        """Decode a page's part; without a layout, it is this process's own part."""
         reader = Reader(content)
         digest = reader.take(DIGEST_SIZE)
         if reader.at == len(content):
             return digest, None
         leaves = []
         for shape, dtype in layout or self.parts.layout:
-            found = np.frombuffer(reader.take(int(np.prod(shape)) * np.dtype(dtype).itemsize), dtype)
-            leaves.append(found.reshape(shape))
+            flat = np.frombuffer(reader.take(int(np.prod(shape)) * np.dtype(dtype).itemsize), dtype)
+            leaves.append(flat.reshape(shape))
         reader.end()
         return digest, tuple(leaves)
 
@@ -152,7 +152,7 @@ class CallCodec:
         return key, content[1 + length :]
 
     def named(self, name: bytes) -> Key:
-        """The program of this name."""
+        """Return the program of this name."""
         try:
             return self._names[name]
         except KeyError:

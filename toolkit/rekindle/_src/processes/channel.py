@@ -7,7 +7,7 @@
 
 Each direction has a key of its own, which the greeting derives from the shared secret and from random numbers of both
 sides, and counts its messages. So a message that was changed, repeated, left out, reordered, or sent back to its sender
-is refused, and what was recorded of another connection as well. Nothing is encrypted.
+is refused, and so is a recording of another connection. Nothing is encrypted.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ class Keys(NamedTuple):
 
 
 def mark(key: bytes, *parts: bytes | memoryview) -> bytes:
-    """The HMAC-SHA-256 of the parts together."""
+    """Return the HMAC-SHA-256 of the parts together."""
     if len(parts) == 1:
         return hmac.digest(key, parts[0], "sha256")
-    made = hmac.new(key, digestmod="sha256")
+    code = hmac.new(key, digestmod="sha256")
     for part in parts:
-        made.update(part)
-    return made.digest()
+        code.update(part)
+    return code.digest()
 
 
 class Channel:
     """One side of a connection after the greeting. Any thread may send; one receives."""
 
     def __init__(self, connection: socket.socket, keys: Keys, *, silence: float) -> None:
-        """`silence` is after how many seconds without a message the other side counts as gone."""
+        """Wrap a connection. The other side counts as gone after `silence` seconds without a message."""
         self._connection, self._keys = connection, keys
         self._sent = self._received = 0
         self._sending = threading.Lock()
@@ -63,7 +63,7 @@ class Channel:
             self._send(kind, content)
 
     def ping(self) -> None:
-        """Say that this side is there, unless a message that is being sent says so already."""
+        """Send a sign of life, unless another message is being sent anyway."""
         if self._sending.acquire(blocking=False):
             try:
                 self._send(Kind.PING, b"")
@@ -87,7 +87,7 @@ class Channel:
         self.bytes_sent += len(before) + len(content) + len(after)
 
     def receive(self) -> tuple[Kind, bytes]:
-        """The next message but for pings. Raises ProcessLost if it is none of the other side's, or none comes."""
+        """Receive the next message, skipping pings. Raises ProcessLost if it is forged, or none comes."""
         while (message := self._receive())[0] is Kind.PING:
             pass
         return message
@@ -124,18 +124,18 @@ class Channel:
 
 
 def exactly(connection: socket.socket, count: int) -> memoryview:
-    """The next `count` bytes. Raises ProcessLost if they don't come."""
-    found = memoryview(bytearray(count))
+    """Receive the next `count` bytes. Raises ProcessLost if they don't come."""
+    buffer = memoryview(bytearray(count))
     at = 0
     while at < count:
         try:
-            more = connection.recv_into(found[at:])
+            received = connection.recv_into(buffer[at:])
         except TimeoutError:
             raise ProcessLost(f"nothing came for {connection.gettimeout():g} s") from None
         except OSError as error:
             raise ProcessLost(f"the connection broke: {error}") from error
-        if not more:
-            told = f" after {at} of {count} bytes of a message" if at else ""
-            raise ProcessLost(f"the connection was closed{told}")
-        at += more
-    return found
+        if not received:
+            progress = f" after {at} of {count} bytes of a message" if at else ""
+            raise ProcessLost(f"the connection was closed{progress}")
+        at += received
+    return buffer

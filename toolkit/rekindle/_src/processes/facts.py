@@ -1,4 +1,4 @@
-"""What has to be the same in every process of a session: its followers say it, and the leader compares."""
+"""The facts that must be equal in every process of a session: followers report theirs, and the leader compares."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from rekindle._src.core.version import VERSION
 from rekindle._src.programs import program_key
 from rekindle.errors import ProcessLost, ProcessRefused
 
-_OF_CPUS = ("cpu", "threads", "machine")  # what programs of a CPU depend on
+_OF_CPUS = ("cpu", "threads", "machine")  # facts on which programs for a CPU depend
 _LONGEST = 60  # characters of a value in a message
 
 
 class Facts(NamedTuple):
-    """What one process says of itself."""
+    """The report of one process on itself."""
 
-    same: Mapping[str, Any]  # has to be what the leader has
+    same: Mapping[str, Any]  # must be equal to the leader's
     pages: int  # that its devices have room for
 
 
 def facts(config: EngineConfig, *, model: str, fingerprint: str) -> Facts:
-    """The facts of this process; `config` is resolved, `model` a digest of the model's own config."""
+    """Collect the facts of this process; `config` is resolved, `model` a digest of the model's own config."""
     environment = dict(program_key.environment())
     for name in _OF_CPUS if environment["platform"] != "cpu" else ():
         environment.pop(name)
@@ -40,16 +40,16 @@ def facts(config: EngineConfig, *, model: str, fingerprint: str) -> Facts:
 
 
 def compare(mine: Facts, theirs: Facts, process: int) -> None:
-    """Raise ProcessRefused with what differs in a follower."""
+    """Raise ProcessRefused with the facts that differ in a follower."""
     names = dict.fromkeys((*mine.same, *theirs.same))
-    told = [
+    reasons = [
         f"{name} is {_shown(theirs.same.get(name))} there and {_shown(mine.same.get(name))} here"
         for name in names
         if mine.same.get(name) != theirs.same.get(name)
     ]
-    if told:
+    if reasons:
         raise ProcessRefused(
-            f"process {process} can't share the model, because it would compute other numbers: {'; '.join(told)}. "
+            f"process {process} can't share the model, because it would compute other numbers: {'; '.join(reasons)}. "
             "Give all processes the same installation, flags and checkpoint"
         )
 
@@ -59,8 +59,8 @@ def encoded(told: Facts) -> bytes:
 
 
 def decoded(content: bytes) -> Facts:
-    found = from_json(content)
-    same, pages = found.get("same"), found.get("pages")
+    fields = from_json(content)
+    same, pages = fields.get("same"), fields.get("pages")
     if not isinstance(same, dict) or not isinstance(pages, int):
         raise ProcessLost("a process told its facts in another form")
     return Facts(same, pages)
@@ -71,14 +71,14 @@ def as_json(value: Mapping[str, Any]) -> bytes:
 
 
 def from_json(content: bytes) -> dict[str, Any]:
-    """The object that a message holds. Raises ProcessLost if it is none."""
+    """Parse the JSON object of a message. Raises ProcessLost if it holds none."""
     try:
-        found = json.loads(content)
+        fields = json.loads(content)
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        fields = None
+    if not isinstance(fields, dict):
         raise ProcessLost("a message holds no JSON object")
-    return found
+    return fields
 
 
 def _shown(value: Any) -> str:

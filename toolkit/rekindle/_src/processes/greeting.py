@@ -1,10 +1,10 @@
 """The greeting of a connection: both sides prove that they know the secret, and derive the connection's keys.
 
     leader    MAGIC  its random number
-    follower  MAGIC  its random number  its process  how many there are  HMAC(secret, "follower" and all of these)
+    follower  MAGIC  its random number  its process  number of processes HMAC(secret, "follower" and all of these)
     leader    an `Answer`               HMAC(secret, "leader" and all of these), if the answer is WELCOME
 
-What comes has a fixed length until both have proved themselves. The secret itself is never sent.
+Messages have a fixed length until both have proved themselves. The secret itself is never sent.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _PLACE = struct.Struct("<HH")
 
 
 class Place(NamedTuple):
-    """Which of how many processes it is; 0 is the leader."""
+    """A process's number, and the number of processes; 0 is the leader."""
 
     process: int
     processes: int
 
 
 class Answer(enum.IntEnum):
-    """What a leader says to a follower."""
+    """The answer of a leader to a follower."""
 
     WELCOME = 0
     SECRET = 1
@@ -53,25 +53,25 @@ _WORDS = {
 
 
 def secret() -> bytes:
-    """The secret that leader and followers share. Raises ConfigError if there is none."""
-    told, path = os.environ.get(SECRET, ""), os.environ.get(SECRET_FILE, "")
-    if path and not told:
+    """Return the secret that leader and followers share. Raises ConfigError if there is none."""
+    text, path = os.environ.get(SECRET, ""), os.environ.get(SECRET_FILE, "")
+    if path and not text:
         try:
-            told = Path(path).read_text().strip()
+            text = Path(path).read_text().strip()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(SECRET_FILE, path, f"can't be read: {error}", "Check the path") from None
-    if len(told) < SHORTEST_SECRET:
+    if len(text) < SHORTEST_SECRET:
         raise ConfigError(
-            SECRET if told or not path else SECRET_FILE,
-            "a secret" if told else "",
-            f"has {len(told)} characters, and {SHORTEST_SECRET} are the least: processes prove with it who they are",
+            SECRET if text or not path else SECRET_FILE,
+            "a secret" if text else "",
+            f"has {len(text)} characters, and {SHORTEST_SECRET} are the least: processes prove with it who they are",
             'Make one with python -c "import secrets; print(secrets.token_hex(32))", and give all processes the same',
         )
-    return told.encode()
+    return text.encode()
 
 
 def checked_secret(given: str | None) -> bytes:
-    """The secret that a caller gives, or without one that of the environment. Raises ConfigError for a short one."""
+    """Return a caller's secret as bytes, or that of the environment. Raises ConfigError for a short one."""
     if given is None:
         return secret()
     if not isinstance(given, str) or len(given) < SHORTEST_SECRET:
@@ -86,23 +86,26 @@ def lead(
 ) -> tuple[int, Channel]:
     """Greet a follower; returns its number and the channel to it. Raises ProcessRefused for one that may not join."""
     connection.settimeout(GREETING_SECONDS)
-    mine = secrets.token_bytes(_RANDOM)
-    _give(connection, MAGIC + mine)
-    told = bytes(exactly(connection, len(MAGIC) + _RANDOM + _PLACE.size + _PROOF))
-    said, proof = told[:-_PROOF], told[-_PROOF:]
-    theirs, seen = said[len(MAGIC) : len(MAGIC) + _RANDOM], Place(*_PLACE.unpack(said[-_PLACE.size :]))
+    leader_random = secrets.token_bytes(_RANDOM)
+    _give(connection, MAGIC + leader_random)
+    message = bytes(exactly(connection, len(MAGIC) + _RANDOM + _PLACE.size + _PROOF))
+    greeting, proof = message[:-_PROOF], message[-_PROOF:]
+    follower_random, claimed = (
+        greeting[len(MAGIC) : len(MAGIC) + _RANDOM],
+        Place(*_PLACE.unpack(greeting[-_PLACE.size :])),
+    )
     answer = Answer.WELCOME
-    if not (said.startswith(MAGIC) and hmac.compare_digest(proof, mark(key, b"follower", mine, said))):
+    if not (greeting.startswith(MAGIC) and hmac.compare_digest(proof, mark(key, b"follower", leader_random, greeting))):
         answer = Answer.SECRET
-    elif seen.processes != place.processes or not 0 < seen.process < place.processes:
+    elif claimed.processes != place.processes or not 0 < claimed.process < place.processes:
         answer = Answer.COUNT
-    elif seen.process in taken:
+    elif claimed.process in taken:
         answer = Answer.TAKEN
     if answer is not Answer.WELCOME:
         _give(connection, bytes([answer]))
         raise ProcessRefused(f"a process was refused: {_REFUSALS[answer]}")
-    _give(connection, bytes([answer]) + mark(key, b"leader", mine, said))
-    return seen.process, Channel(connection, _keys(key, mine, theirs, leads=True), silence=silence)
+    _give(connection, bytes([answer]) + mark(key, b"leader", leader_random, greeting))
+    return claimed.process, Channel(connection, _keys(key, leader_random, follower_random, leads=True), silence=silence)
 
 
 _REFUSALS = {
@@ -113,23 +116,23 @@ _REFUSALS = {
 
 
 def follow(connection: socket.socket, key: bytes, place: Place, *, silence: float) -> Channel:
-    """Greet the leader. Raises ProcessRefused, with what it said, if this process may not join."""
+    """Greet the leader. Raises ProcessRefused, with its answer, if this process may not join."""
     connection.settimeout(GREETING_SECONDS)
-    told = bytes(exactly(connection, len(MAGIC) + _RANDOM))
-    if not told.startswith(MAGIC):
+    message = bytes(exactly(connection, len(MAGIC) + _RANDOM))
+    if not message.startswith(MAGIC):
         raise ProcessRefused(
             "what answers there is no leader of this version of rekindle. Check --coordinator, and install one version"
         )
-    theirs, mine = told[len(MAGIC) :], secrets.token_bytes(_RANDOM)
-    said = MAGIC + mine + _PLACE.pack(*place)
-    _give(connection, said + mark(key, b"follower", theirs, said))
+    leader_random, follower_random = message[len(MAGIC) :], secrets.token_bytes(_RANDOM)
+    greeting = MAGIC + follower_random + _PLACE.pack(*place)
+    _give(connection, greeting + mark(key, b"follower", leader_random, greeting))
     answer = exactly(connection, 1)[0]
     if answer != Answer.WELCOME:
         known = answer in list(Answer)
         raise ProcessRefused(f"the leader refused: {_WORDS[Answer(answer)] if known else f'answer {answer}'}")
-    if not hmac.compare_digest(exactly(connection, _PROOF), mark(key, b"leader", theirs, said)):
+    if not hmac.compare_digest(exactly(connection, _PROOF), mark(key, b"leader", leader_random, greeting)):
         raise ProcessRefused(f"the leader does not know the secret. Give all processes the same {SECRET}")
-    return Channel(connection, _keys(key, theirs, mine, leads=False), silence=silence)
+    return Channel(connection, _keys(key, leader_random, follower_random, leads=False), silence=silence)
 
 
 def _give(connection: socket.socket, content: bytes) -> None:

@@ -4,7 +4,7 @@
     caller    MAGIC  its random number  HMAC(secret, "caller" and both)
     listener  1      HMAC(secret, "listener" and both); or 0, and the connection ends
 
-What comes has a fixed length until both have proved themselves. The secret itself is never sent.
+Messages have a fixed length until both have proved themselves. The secret itself is never sent.
 """
 
 from __future__ import annotations
@@ -22,36 +22,45 @@ _RANDOM, _PROOF = 32, 32
 
 
 def listen(connection: socket.socket, secret: bytes) -> Keys:
-    """Greet whoever has connected; returns the keys of this side. Raises ProcessRefused without the secret."""
+    """Greet a process that has connected. Return the keys of this side. Raises ProcessRefused without the secret."""
     connection.settimeout(GREETING_SECONDS)
-    mine = secrets.token_bytes(_RANDOM)
-    _give(connection, MAGIC + mine)
-    told = bytes(exactly(connection, len(MAGIC) + _RANDOM + _PROOF))
-    theirs, proof = told[len(MAGIC) : -_PROOF], told[-_PROOF:]
-    if not (told.startswith(MAGIC) and hmac.compare_digest(proof, mark(secret, b"caller", mine, theirs))):
+    listener_random = secrets.token_bytes(_RANDOM)
+    _give(connection, MAGIC + listener_random)
+    message = bytes(exactly(connection, len(MAGIC) + _RANDOM + _PROOF))
+    caller_random, proof = message[len(MAGIC) : -_PROOF], message[-_PROOF:]
+    if not (
+        message.startswith(MAGIC)
+        and hmac.compare_digest(proof, mark(secret, b"caller", listener_random, caller_random))
+    ):
         _give(connection, bytes([0]) + bytes(_PROOF))
         raise ProcessRefused("a process was refused that does not know the secret")
-    _give(connection, bytes([1]) + mark(secret, b"listener", mine, theirs))
-    return Keys(mark(secret, b"to the caller", mine, theirs), mark(secret, b"to the listener", mine, theirs))
+    _give(connection, bytes([1]) + mark(secret, b"listener", listener_random, caller_random))
+    return Keys(
+        mark(secret, b"to the caller", listener_random, caller_random),
+        mark(secret, b"to the listener", listener_random, caller_random),
+    )
 
 
 def call(connection: socket.socket, secret: bytes) -> Keys:
     """Greet the listener; returns the keys of this side. Raises ProcessRefused if either does not know the secret."""
     connection.settimeout(GREETING_SECONDS)
-    told = bytes(exactly(connection, len(MAGIC) + _RANDOM))
-    if not told.startswith(MAGIC):
+    message = bytes(exactly(connection, len(MAGIC) + _RANDOM))
+    if not message.startswith(MAGIC):
         raise ProcessRefused(
             "what answers there shares no pages as this version of rekindle does. Check the address, and install one "
             "version"
         )
-    theirs, mine = told[len(MAGIC) :], secrets.token_bytes(_RANDOM)
-    _give(connection, MAGIC + mine + mark(secret, b"caller", theirs, mine))
+    listener_random, caller_random = message[len(MAGIC) :], secrets.token_bytes(_RANDOM)
+    _give(connection, MAGIC + caller_random + mark(secret, b"caller", listener_random, caller_random))
     answer = bytes(exactly(connection, 1 + _PROOF))
     if answer[0] != 1:
         raise ProcessRefused("it has another secret. Give both sessions the same one")
-    if not hmac.compare_digest(answer[1:], mark(secret, b"listener", theirs, mine)):
+    if not hmac.compare_digest(answer[1:], mark(secret, b"listener", listener_random, caller_random)):
         raise ProcessRefused("what answers there does not know the secret. Give both sessions the same one")
-    return Keys(mark(secret, b"to the listener", theirs, mine), mark(secret, b"to the caller", theirs, mine))
+    return Keys(
+        mark(secret, b"to the listener", listener_random, caller_random),
+        mark(secret, b"to the caller", listener_random, caller_random),
+    )
 
 
 def _give(connection: socket.socket, content: bytes) -> None:

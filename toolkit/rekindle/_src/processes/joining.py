@@ -1,4 +1,4 @@
-"""How processes find each other: the leader listens at the coordinator's address until all followers have come.
+"""Joining of processes: the leader listens at the coordinator's address until all followers have come.
 
 Then all of them join JAX's own service, which the leader runs at a port of its own on the same host.
 """
@@ -27,7 +27,7 @@ from rekindle.errors import ConfigError, ProcessLost, ProcessRefused, RekindleEr
 log = logging.getLogger("rekindle.processes")
 JOIN_SECONDS = 300.0  # how long a leader waits for its followers
 # Seconds without a message, of which there is one each second, after which the other side counts as gone. A leader gets
-# longer: whoever works in its process may hold Python's lock for a while.
+# longer: other work in its process may hold Python's lock for a while.
 FOLLOWER_SILENCE, LEADER_SILENCE = 15.0, 60.0
 GREETINGS = 8  # at once
 _LOOK_SECONDS = 0.2
@@ -43,8 +43,8 @@ def lead(
 ) -> Team:
     """Wait for the followers of a session and join JAX's service with them.
 
-    `session` is told to each follower. `waiting` is called with how many are there. Raises ProcessLost if some don't
-    come, or if `given_up` says that nobody waits for the session any more.
+    `session` is sent to each follower. `waiting` is called with the number of followers that have come. Raises
+    ProcessLost if some don't come, or if `given_up` returns True because no caller waits for the session any more.
     """
     key = greeting.secret()
     if jax.distributed.is_initialized():
@@ -79,7 +79,7 @@ def lead(
 
 
 class _Gathering:
-    """Accepts connections and greets each in a thread of its own, so that one that says nothing holds nobody up."""
+    """Accepts connections and greets each in a thread of its own, so that a silent one delays no other."""
 
     def __init__(
         self, key: bytes, processes: int, waiting: Callable[[int], object], given_up: Callable[[], bool]
@@ -93,9 +93,9 @@ class _Gathering:
     def run(self, server: socket.socket) -> dict[int, Channel]:
         deadline = time.monotonic() + JOIN_SECONDS
         server.settimeout(_LOOK_SECONDS)
-        everyone, there = set(range(1, self._place.processes)), set[int]()
+        followers, joined = set(range(1, self._place.processes)), set[int]()
         self._waiting(0)
-        while missing := everyone - there:
+        while missing := followers - joined:
             if self._given_up() or time.monotonic() > deadline:
                 for channel in self._channels.values():
                     channel.close()
@@ -113,14 +113,14 @@ class _Gathering:
                     threading.Thread(
                         target=self._greet, args=(connection,), name="rekindle greeting", daemon=True
                     ).start()
-            seen = self._still_there()
-            if seen != there:
-                there = seen
-                self._waiting(len(there))
+            connected = self._still_there()
+            if connected != joined:
+                joined = connected
+                self._waiting(len(joined))
         return self._channels
 
     def _still_there(self) -> set[int]:
-        """Who has come; tells them now and then that this process is there, and forgets those that have left."""
+        """Return the followers that are connected. Pings them now and then, and forgets those that have left."""
         with self._lock:
             if time.monotonic() - self._pinged > PING_SECONDS:
                 self._pinged = time.monotonic()
@@ -137,10 +137,10 @@ class _Gathering:
                 taken = frozenset(self._channels)
             process, channel = greeting.lead(connection, self._key, self._place, taken, silence=FOLLOWER_SILENCE)
             with self._lock:
-                late = process in self._channels
-                if not late:
+                duplicate = process in self._channels
+                if not duplicate:
                     self._channels[process] = channel
-            if late:
+            if duplicate:
                 channel.close()
         except RekindleError as error:
             log.warning("a connection of %s was closed: %s", _peer(connection), error)
@@ -150,7 +150,7 @@ class _Gathering:
 
 
 def enter(channel: Channel, place: Place) -> dict[str, Any]:
-    """Join JAX's service with the others, once all have come; returns what the leader says of the session."""
+    """Join JAX's service with the others, once all have come. Return the leader's description of the session."""
     kind, content = channel.receive()
     if kind is not Kind.WELCOME:
         raise ProcessLost(f"the leader began with a {kind.name} message")
@@ -162,7 +162,7 @@ def enter(channel: Channel, place: Place) -> dict[str, Any]:
 def connect(coordinator: str, place: Place, *, wait: float) -> Channel:
     """Connect to the leader, which may come later.
 
-    Raises ProcessLost if there is none within `wait` seconds, and ProcessRefused if it does not want this process.
+    Raises ProcessLost if there is none within `wait` seconds, and ProcessRefused if it refuses this process.
     """
     key = greeting.secret()
     host, port = address(coordinator)
@@ -185,7 +185,7 @@ def connect(coordinator: str, place: Place, *, wait: float) -> Channel:
 
 
 def initialize(service: str, place: Place) -> None:
-    """Join JAX's service. A process that is lost does not end the others: the session says what happened."""
+    """Join JAX's service. A lost process does not end the others: the session reports the loss."""
     jax.config.update("jax_enable_recoverability", True)
     jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM for itself
     try:

@@ -1,4 +1,4 @@
-"""The host memory and the disk of a follower: its parts of pages, kept and dropped as its leader says."""
+"""The host memory and the disk of a follower: its parts of pages, kept and dropped on its leader's orders."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from rekindle._src.processes.kinds import Kind
 from rekindle._src.programs import kv_layout as paged
 from rekindle.errors import ProcessLost, StoreError
 
-CLOSE_SECONDS = 5.0  # for what is to be written when the session ends
-WAIT_SECONDS = 0.5  # between two looks whether the thread that reads pages still runs
+CLOSE_SECONDS = 5.0  # for parts that are still to be written when the session ends
+WAIT_SECONDS = 0.5  # between two checks that the thread that reads pages still runs
 COLLECTED_BYTES = 128 << 20  # of pages that were read from the devices and not written yet; the oldest go first
 
 
@@ -27,12 +27,12 @@ class KeptPages:
     """Parts by digest. The thread that makes calls uses it; another one waits for devices and disk, and answers."""
 
     def __init__(self, codec: CallCodec, send: Callable[[Kind, bytes], object], disk: DiskTier | None = None) -> None:
-        """`send` sends the leader a message. Without a `disk` nothing is written or read."""
+        """Set up; `send` sends the leader a message. Without a `disk` nothing is written or read."""
         self._codec, self._parts, self._send, self._disk = codec, codec.parts, send, disk
         self._host = HostTier(sys.maxsize)  # the leader's budget bounds it: it drops what exceeds that
         self._changed = threading.Condition()
         self._expected: dict[bytes, object] = {}  # by digest, the gather that brings it
-        self._read: dict[bytes, paged.Payload] = {}  # from disk; the leader has been told, and says what is kept
+        self._read: dict[bytes, paged.Payload] = {}  # from disk; the leader knows them, and decides which are kept
         self._collected: OrderedDict[bytes, paged.Payload] = OrderedDict()  # may be written
         self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self.problem: BaseException | None = None
@@ -50,7 +50,7 @@ class KeptPages:
     # -- host memory
 
     def expect(self, digests: Sequence[bytes], payload: paged.Payload) -> None:
-        """Keep the leading pages of a gather, once the devices have given them."""
+        """Keep the leading pages of a gather, once they have left the devices."""
         gather = object()
         with self._changed:
             self._expected.update(dict.fromkeys(digests, gather))
@@ -67,7 +67,7 @@ class KeptPages:
         self._jobs.put(store)
 
     def keep(self, digest: bytes, part: paged.Payload | None) -> None:
-        """Keep a part that the leader sends, or without one what was read here."""
+        """Keep a part that the leader sends; without one, the part that was read here."""
         if part is not None:
             self._host.put(digest, part)
             return
@@ -85,7 +85,7 @@ class KeptPages:
             self._changed.notify_all()
 
     def get(self, digest: bytes) -> paged.Payload:
-        """A part; waits while it is on its way. Raises ProcessLost if it is not kept here."""
+        """Return a part; waits while it is on its way. Raises ProcessLost if it is not kept here."""
         with self._changed:
             while digest in self._expected and digest not in self._host and self.problem is None:
                 self._changed.wait(WAIT_SECONDS)
@@ -95,18 +95,18 @@ class KeptPages:
             raise ProcessLost(f"page {digest.hex()} is to be restored, which is not kept here") from self.problem
 
     def fetch(self, digest: bytes) -> None:
-        """Send a part to the leader, when those on their way before it have come."""
+        """Send a part to the leader, once all earlier ones have arrived."""
         self._jobs.put(lambda: self._send(Kind.PART, self._codec.part(digest, self._host.peek(digest))))
 
     # -- the disk
 
     def belong_to(self, fingerprint: str) -> None:
-        """Parts that are written from now on are of these weights."""
+        """Mark parts that are written from now on as parts of these weights."""
         if self._disk is not None:
             self._disk.identity = dataclasses.replace(self._disk.identity, fingerprint=fingerprint)
 
     def collected(self, digests: Sequence[bytes], payload: paged.Payload) -> None:
-        """The leader reads whole pages, and may have them written next."""
+        """Keep the parts of whole pages that the leader reads, since it may have them written next."""
         if self._disk is None:
             return
 
@@ -128,11 +128,11 @@ class KeptPages:
         self._jobs.put(lambda: self._load(digests))
 
     def forget(self) -> None:
-        """Remove what is on disk for these weights."""
+        """Remove the parts on disk for these weights."""
         self._jobs.put(self._clear)
 
     def close(self) -> None:
-        """Forget everything in memory, and end the thread, which writes first what it has been given."""
+        """Forget everything in memory, and end the thread once it has done its jobs."""
         self._jobs.put(None)
         self._thread.join(CLOSE_SECONDS)
         self._host.clear()
@@ -158,16 +158,16 @@ class KeptPages:
 
     def _clear(self) -> None:
         if self._disk is not None:
-            with contextlib.suppress(OSError):  # what stays is content-addressed, and leaves with the budget
+            with contextlib.suppress(OSError):  # remains are content-addressed, and leave with the budget
                 self._disk.clear()
 
     def _load(self, digests: Sequence[bytes]) -> None:
-        found: dict[bytes, paged.Payload] = {}
+        parts: dict[bytes, paged.Payload] = {}
         if self._disk is not None:
             for run in self._disk.runs(digests):
-                found.update(self._disk.load_run(run, self._host.memory))
-        self._read = found
-        self._send(Kind.HAVE, self._codec.named_pages(list(found)))
+                parts.update(self._disk.load_run(run, self._host.memory))
+        self._read = parts
+        self._send(Kind.HAVE, self._codec.named_pages(list(parts)))
 
     def _work(self) -> None:
         try:

@@ -1,28 +1,28 @@
-"""The kinds of messages between processes, and how long each may be.
+"""The kinds of messages between processes, and the longest content of each.
 
 leader → follower                                   follower → leader
-WELCOME       the session's options and model       FACTS     what has to be the same everywhere
-AGREED        what all processes agreed upon        LOADED    programs and weights are there
+WELCOME       the session's options and model       FACTS     facts that must be the same everywhere
+AGREED        values that all processes agreed on   LOADED    programs and weights are there
 PREPARE       make a program ready                  READY     it is ready
-STEP … RENEW  calls of programs, in their order     DONE      what a step gave, as a checksum
+STEP … RENEW  calls of programs, in their order     DONE      a step's tokens, as a checksum
 KEEP          a page's part for host memory
-READ          pages that are wanted from disk       HAVE      which parts of them are there
+READ          pages to be read from disk            HAVE      the parts of them that are there
 STORE         pages whose parts are to be written
-FORGET        what is on disk is to be removed
+FORGET        parts on disk are to be removed
 DROP          pages that leave host memory
-FETCH         a page that is wanted whole           PART      the part of it that is there
-LOAD_WEIGHTS  read other weights                    WEIGHTS   what was read
+FETCH         a page that is needed whole           PART      the part of it that is there
+LOAD_WEIGHTS  read other weights                    WEIGHTS   their fingerprint, or the error
 TAKE_WEIGHTS  and use them; DROP_WEIGHTS: don't
 PING          still there                           PING      still there
-CLOSE         the session ends                      FAILED    why it can't go on
+CLOSE         the session ends                      FAILED    the reason why it can't go on
 
 Between sessions that share pages, which are no team:
 
 caller → sharer                                     sharer → caller
-IDENTITY      what its pages belong to              IDENTITY  the same, and memory to share; FAILED: why they don't fit
+IDENTITY      the identity of its pages             IDENTITY  the same, and memory to share; FAILED: why they don't fit
 MAPPED        it reads that memory
 LIST          how many pages it has room for        LISTED    an index of the likeliest
-WANT          digests and keys of pages             PAGES     which of them follow the message; SENT: no more
+WANT          digests and keys of pages             PAGES     those that follow the message; SENT: no more
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _KIB, _MIB = 1 << 10, 1 << 20
 
 
 class Kind(enum.IntEnum):
-    """What a message is; its number is part of the protocol."""
+    """The kind of a message; its number is part of the protocol."""
 
     PING = 1
     CLOSE = 2

@@ -16,7 +16,7 @@ _TYPES = (np.dtype("<u1"), np.dtype("<u2"), np.dtype("<i4"))
 
 
 def packed(values: NDArray[np.integer]) -> bytes:
-    """The values with their count and width."""
+    """Encode integers with their count and width."""
     flat = values.reshape(-1)
     low, high = (int(flat.min()), int(flat.max())) if flat.size else (0, 0)
     number = 2 if low < 0 or high > 0xFFFF else int(high > 0xFF)
@@ -31,34 +31,34 @@ class Reader:
 
     @property
     def at(self) -> int:
-        """How many bytes were read."""
+        """Number of bytes that were read."""
         return self._at
 
     def take(self, count: int) -> bytes:
-        """The next `count` bytes."""
+        """Read the next `count` bytes."""
         if count > len(self._content) - self._at:
             raise ProcessLost(f"a message ends after {len(self._content)} bytes, within a part of {count}")
         self._at += count
         return self._content[self._at - count : self._at]
 
     def unpack(self, form: struct.Struct) -> tuple[int, ...]:
-        """The next numbers of a fixed form."""
+        """Read the next numbers of a fixed form."""
         return form.unpack(self.take(form.size))
 
     def ints(self, most: int, below: int | None = None) -> Ints:
-        """The next integers: at most so many, and if `below` is given from 0 to less than that."""
+        """Read the next integers: at most `most`, and with `below` in [0, below)."""
         number, count = self.unpack(_HEAD)
         if number >= len(_TYPES) or count > most:
             raise ProcessLost(f"a message has {count} integers of width {number} where at most {most} belong")
-        found = np.frombuffer(self.take(count * _TYPES[number].itemsize), _TYPES[number]).astype(np.int32)
-        if below is not None and count and not (found.min() >= 0 and found.max() < below):
+        values = np.frombuffer(self.take(count * _TYPES[number].itemsize), _TYPES[number]).astype(np.int32)
+        if below is not None and count and not (values.min() >= 0 and values.max() < below):
             raise ProcessLost(
-                f"a message has integers from {found.min()} to {found.max()}, they have to be below {below}"
+                f"a message has integers from {values.min()} to {values.max()}, they have to be below {below}"
             )
-        return found
+        return values
 
     def zipped(self, dtype: np.dtype[np.generic] | type[np.generic], shape: tuple[int, ...]) -> NDArray[np.generic]:
-        """An array of this form that `zipped` has made small."""
+        """Read an array of this form that `zipped` has encoded."""
         (length,) = self.unpack(_LENGTH)
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize
         reader = zlib.decompressobj()
@@ -80,6 +80,6 @@ _LENGTH = struct.Struct("<I")
 
 
 def zipped(array: NDArray[np.generic]) -> bytes:
-    """An array that is mostly one value."""
+    """Encode an array that is mostly one value."""
     content = zlib.compress(np.ascontiguousarray(array).tobytes(), 1)
     return _LENGTH.pack(len(content)) + content

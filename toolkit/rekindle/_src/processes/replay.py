@@ -35,7 +35,7 @@ class Loaded(NamedTuple):
 
 
 class _Buffers(NamedTuple):
-    """What `DeviceCalls` needs of an `Upload`."""
+    """The buffers of an `Upload` that `DeviceCalls` needs."""
 
     ints: np.ndarray
     floats: np.ndarray
@@ -54,14 +54,14 @@ class Replay:
         disk: DiskTier | None = None,
         lost: Callable[[BaseException], object] = lambda error: None,
     ) -> None:
-        """`load` reads other weights by their name. `disk` is for this process's parts of pages. `lost` is called in
-        another thread when the leader is gone.
+        """Set up. `load` reads other weights by their name. `disk` is for this process's parts of pages. `lost` is called
+        in another thread when the leader is gone.
         """
         self._channel, self._programs, self._load, self._lost = channel, programs, load, lost
         self._codec = codec = CallCodec(programs)
         self._pages = KeptPages(codec, channel.send, disk)
         self._weights = weights
-        self._loaded: Loaded | None = None  # other ones that may take their place
+        self._loaded: Loaded | None = None  # weights that may replace them
         self._calls: DeviceCalls | None = None
         self._guided: tuple[Any, _Buffers, np.ndarray] | None = None  # a step whose tokens have not been chosen
         self._steps = 0
@@ -69,11 +69,11 @@ class Replay:
         self._problem: BaseException | None = None
 
     def run(self) -> None:
-        """Make calls until the leader closes the session. Raises what ends it otherwise."""
+        """Make calls until the leader closes the session. Raises the error of any other end."""
         messages: queue.Queue[tuple[Kind, bytes] | BaseException] = queue.Queue(WAITING_CALLS)
         threading.Thread(target=self._receive, args=(messages,), name="rekindle leader", daemon=True).start()
-        reading = threading.Thread(target=self._read, name="rekindle results", daemon=True)
-        reading.start()
+        reader = threading.Thread(target=self._read, name="rekindle results", daemon=True)
+        reader.start()
         while True:
             message = messages.get()
             if isinstance(message, BaseException):
@@ -83,7 +83,7 @@ class Replay:
                 break
             self._make(kind, content)
         self._results.put(None)
-        reading.join()
+        reader.join()
         self._pages.close()
         if self._calls is not None:
             self._calls.free()
@@ -101,7 +101,7 @@ class Replay:
             messages.put(error)
 
     def _read(self) -> None:
-        """Tell the leader what each step gave."""
+        """Send the leader a checksum of each step's tokens."""
         try:
             while (entry := self._results.get()) is not None:
                 step, rows, chosen = entry
@@ -197,17 +197,17 @@ class Replay:
 
     def _prepare(self, content: bytes) -> None:
         key = self._codec.named(content)
-        told = {"program": key.name}
+        fields = {"program": key.name}
         try:
             self._programs.get(key)
         except CompileError as error:
-            told["error"] = str(error)[:LONGEST_ERROR]
-        self._channel.send(Kind.READY, as_json(told))
+            fields["error"] = str(error)[:LONGEST_ERROR]
+        self._channel.send(Kind.READY, as_json(fields))
 
     def _load_weights(self, content: bytes) -> None:
         try:
             self._loaded = self._load(str(from_json(content).get("weights")))
-            told = {"fingerprint": self._loaded.fingerprint}
+            fields = {"fingerprint": self._loaded.fingerprint}
         except Exception as error:
-            told = {"error": f"{type(error).__name__}: {error}"[:LONGEST_ERROR]}
-        self._channel.send(Kind.WEIGHTS, as_json(told))
+            fields = {"error": f"{type(error).__name__}: {error}"[:LONGEST_ERROR]}
+        self._channel.send(Kind.WEIGHTS, as_json(fields))

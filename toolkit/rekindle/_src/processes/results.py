@@ -1,4 +1,4 @@
-"""What followers say of a step: a checksum of the tokens that it chose, which have to be the same everywhere."""
+"""The reports of followers on a step: a checksum of its chosen tokens, which have to be equal in all processes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _SAMPLES = int(Flag.SAMPLES)
 
 
 def sampling(layout: Layout, ints: np.ndarray) -> np.ndarray:
-    """The rows of a step that choose a token of their own."""
+    """Return the rows of a step that choose a token of their own."""
     varying = sections(layout, ints).varying
     return np.flatnonzero((varying[:, 1] > 0) & (varying[:, 3] & _SAMPLES != 0))
 
 
 def checksum(rows: np.ndarray, chosen: np.ndarray) -> int:
-    """Of the tokens in these rows."""
+    """Return the checksum of the tokens in the chosen rows."""
     return zlib.crc32(np.ascontiguousarray(rows[chosen, 0], "<i4").tobytes())

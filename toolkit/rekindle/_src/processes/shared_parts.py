@@ -1,10 +1,10 @@
-"""Memory that two processes of one machine share, through which many bytes pass a part at a time.
+"""Memory that two processes of one machine share, through which bulk data passes a part at a time.
 
-The side that gives fills a part, and says so by a byte on the connection; the side that takes copies it out, and says
-so by a byte back. So each byte is copied twice, at the speed of memory, and neither side waits for the kernel.
+The giving side fills a part, and reports it by a byte on the connection; the taking side copies it out, and reports
+that by a byte back. So each byte is copied twice, at the speed of memory, and neither side waits for the kernel.
 
 The memory is a file without a name (Linux), which the other process opens by the number of the process and of the file.
-That it is the right one is shown by a random number, which stands at its beginning and in a signed message. It can't
+A random number at its beginning, repeated in a signed message, proves that it is the right one. It can't
 shrink: reading beyond the end of a mapped file would kill the process.
 """
 
@@ -54,17 +54,17 @@ class GivenParts:
         self._filled = self._emptied = 0  # parts, since the beginning
 
     def offer(self) -> dict[str, Any]:
-        """What the other side needs to find the memory, for a signed message."""
+        """Return an offer with which the other side finds the memory, for a signed message."""
         return {"process": os.getpid(), "file": self._file, "number": self._number.hex(), "size": _SIZE}
 
     def close(self) -> None:
-        """From now on no other process can open it; what was mapped stays."""
+        """Close the file, so that no other process can open it; existing mappings stay."""
         file, self._file = self._file, -1
         if file >= 0:
             os.close(file)
 
     def send(self, connection: socket.socket, pieces: Sequence[memoryview]) -> None:
-        """Give the bytes of all pieces. Raises OSError if the connection is gone."""
+        """Send the bytes of all pieces. Raises OSError if the connection is gone."""
         for views in _cut(pieces):
             if self._filled - self._emptied == PARTS:
                 self._hear(connection, PARTS)
@@ -85,26 +85,26 @@ class TakenParts:
     """The memory of the other side, read-only."""
 
     def __init__(self, offer: Any) -> None:
-        """Raises OSError if what is offered is not there for this process, or can't be trusted to stay."""
+        """Map the offered memory. Raises OSError if this process can't open it, or if it might shrink."""
         if fcntl is None:
             raise OSError("this system has no files without a name")
         process, file, number = _understood(offer)
-        opened = os.open(f"/proc/{process}/fd/{file}", os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(f"/proc/{process}/fd/{file}", os.O_RDONLY | os.O_CLOEXEC)
         try:
-            if os.fstat(opened).st_size != _SIZE:
+            if os.fstat(descriptor).st_size != _SIZE:
                 raise OSError("it has another size")
-            if not fcntl.fcntl(opened, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            if not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
                 raise OSError("it could shrink")
-            mapped = mmap.mmap(opened, _SIZE, access=mmap.ACCESS_READ)
+            mapped = mmap.mmap(descriptor, _SIZE, access=mmap.ACCESS_READ)
         finally:
-            os.close(opened)
+            os.close(descriptor)
         if not secrets.compare_digest(mapped[:_RANDOM], number):
             raise OSError("it is another one")
         self._memory = np.frombuffer(mapped, np.uint8)[_FIRST:]
         self._copied = 0  # parts, since the beginning
 
     def receive(self, connection: socket.socket, pieces: Sequence[memoryview]) -> None:
-        """Fill the pieces with what `send` was given. Raises ProcessLost or OSError if it does not come."""
+        """Fill the pieces with bytes from the other side. Raises ProcessLost or OSError if they don't come."""
         left, ready = -(-sum(len(piece) for piece in pieces) // PART), 0
         for views in _cut(pieces):
             if not ready:
@@ -116,19 +116,19 @@ class TakenParts:
 
 
 def _understood(offer: Any) -> tuple[int, int, bytes]:
-    """Process, file and number of an offer. Raises OSError if it makes no sense."""
+    """Parse an offer: process, file and number. Raises OSError if it makes no sense."""
     if isinstance(offer, Mapping):
         process, file, number = offer.get("process"), offer.get("file"), offer.get("number")
         if type(process) is int and type(file) is int and isinstance(number, str) and offer.get("size") == _SIZE:
             with contextlib.suppress(ValueError):
-                found = bytes.fromhex(number)
-                if len(found) == _RANDOM:
-                    return process, file, found
+                content = bytes.fromhex(number)
+                if len(content) == _RANDOM:
+                    return process, file, content
     raise OSError("what is offered makes no sense")
 
 
 def _cut(pieces: Sequence[memoryview]) -> Iterator[list[memoryview]]:
-    """The pieces' bytes in their order, in parts of `PART` bytes but for the last."""
+    """Yield the pieces' bytes in their order, in parts of `PART` bytes but for the last."""
     views: list[memoryview] = []
     room = PART
     for piece in pieces:
@@ -145,17 +145,17 @@ def _cut(pieces: Sequence[memoryview]) -> Iterator[list[memoryview]]:
 
 
 def _copy(memory: NDArray[np.uint8], at: int, views: Sequence[memoryview], *, out: bool) -> None:
-    """Between a part and views; numpy lets other threads run meanwhile."""
+    """Copy between a part and views; numpy lets other threads run meanwhile."""
     for view in views:
-        own = np.frombuffer(view, np.uint8)
-        there = memory[at : at + len(own)]
-        np.copyto(*((own, there) if out else (there, own)))
-        at += len(own)
+        local = np.frombuffer(view, np.uint8)
+        shared = memory[at : at + len(local)]
+        np.copyto(*((local, shared) if out else (shared, local)))
+        at += len(local)
 
 
 def _heard(connection: socket.socket, most: int) -> int:
-    """How many parts the other side says it is done with, at least one."""
-    said = connection.recv(most)
-    if not said:
+    """Return how many parts the other side reports, at least one."""
+    reports = connection.recv(most)
+    if not reports:
         raise ProcessLost("the connection was closed in the middle of what follows a message")
-    return len(said)
+    return len(reports)

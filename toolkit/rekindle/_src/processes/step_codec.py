@@ -1,8 +1,8 @@
-"""The buffers of a step as a short message: what both sides know already is left out.
+"""The buffers of a step as a short message, without the state that both sides share.
 
-Both sides keep for every slot the page table, the length, the flags and the options of its request. A step of rows that
-decode says which slots they are; lengths grow by one, and tokens are on the device. So what travels of the page tables
-is the pages that were added, and nothing depends on how long contexts are. A buffer of 256 rows of 8,192 tokens has
+Both sides keep for every slot the page table, the length, the flags and the options of its request. The message of
+decode rows names their slots; lengths grow by one, and tokens are on the device. Of the page tables only added pages
+are sent, so the size does not depend on the length of contexts. A buffer of 256 rows of 8,192 tokens has
 280 KB, its message 0.9.
 
 Axes: N rows of the program, U of them in use, W pages of a sequence.
@@ -25,13 +25,13 @@ _ON_DEVICE = -1  # in place of a decode row's token
 
 
 class _Change(NamedTuple):
-    """What a step changes of what is known of the slots."""
+    """The changes of a step to the known state of the slots."""
 
     slots: Ints  # [U]
     lengths: Ints  # [U]
     flags: Ints  # [U]
-    renewed: Ints  # slots whose options are other ones
-    constants: Ints  # theirs
+    renewed: Ints  # slots whose options have changed
+    constants: Ints  # of the renewed slots
     floats: NDArray[np.float32]
     rows: Ints  # of each page that is new in a table: the row of U, where in the table, and the page
     columns: Ints
@@ -42,7 +42,7 @@ class StepCodec:
     """One side of a session's steps. Messages are decoded in the order in which the other side has encoded them."""
 
     def __init__(self, slots: int, width: int, page_size: int) -> None:
-        """`slots` without the scratch slot; `width` is how many pages a sequence may have."""
+        """Set up for `slots`, not counting the scratch slot; `width` is the most pages of a sequence."""
         self._page_size = page_size
         self._tables = np.zeros((slots + 1, width), np.int32)
         self._constants = np.zeros((slots + 1, 4), np.int32)
@@ -50,24 +50,24 @@ class StepCodec:
         self._lengths, self._flags = np.zeros(slots + 1, np.int32), np.zeros(slots + 1, np.int32)
 
     def encode(self, layout: Layout, ints: Ints, floats: NDArray[np.float32]) -> bytes:
-        """The message of a packed upload."""
+        """Encode a packed upload."""
         parts = sections(layout, ints)
         lengths = parts.varying[:, 1]
-        decode, prefills = (int(np.count_nonzero(some)) for some in (lengths[: layout.rows], lengths[layout.rows :]))
+        decode, prefills = (int(np.count_nonzero(part)) for part in (lengths[: layout.rows], lengths[layout.rows :]))
         used = np.r_[:decode, layout.rows : layout.rows + prefills]
         slots, lengths, tokens, flags = np.ascontiguousarray(parts.varying[used].T)
         chunks = np.diff(parts.offsets[: prefills + 1])
-        given = parts.tokens[: int(parts.offsets[prefills])]
+        prompt = parts.tokens[: int(parts.offsets[prefills])]
         constants, options = parts.constant[used], floats.reshape(layout.sequences, -1)[used]
-        other = (constants != self._constants[slots]).any(axis=1) | (options != self._floats[slots]).any(axis=1)
-        renewed, first = np.unique(slots[other], return_index=True)
+        stale = (constants != self._constants[slots]).any(axis=1) | (options != self._floats[slots]).any(axis=1)
+        renewed, first = np.unique(slots[stale], return_index=True)
         counts = -(-lengths // self._page_size)
-        most = int(counts.max(initial=0))
-        table = parts.table[used, :most]
-        new = (table != self._tables[slots, :most]) & (np.arange(most) < counts[:, None])
+        width = int(counts.max(initial=0))
+        table = parts.table[used, :width]
+        new = (table != self._tables[slots, :width]) & (np.arange(width) < counts[:, None])
         rows, columns = (at.astype(np.int32) for at in np.nonzero(new))
         change = _Change(
-            slots, lengths, flags, renewed, constants[other][first], options[other][first], rows, columns,
+            slots, lengths, flags, renewed, constants[stale][first], options[stale][first], rows, columns,
             table[rows, columns],
         )  # fmt: skip
         aims = bool(layout.tokens) and bool((parts.targets != -1).any())
@@ -84,14 +84,14 @@ class StepCodec:
             packed(columns),
             packed(change.pages),
             packed(chunks),
-            packed(given),
+            packed(prompt),
             zipped(parts.targets.astype("<i4")) if aims else b"",
         ]
         self._apply(change)
         return b"".join(message)
 
     def decode(self, layout: Layout, message: bytes) -> tuple[Ints, NDArray[np.float32]]:
-        """New buffers with what the message says. Raises ProcessLost if it doesn't fit the layout."""
+        """Decode a message into new buffers. Raises ProcessLost if it doesn't fit the layout."""
         reader = Reader(message)
         decode, prefills, aims = reader.unpack(_HEAD)
         if decode > layout.rows or prefills > layout.prefills:
@@ -113,8 +113,8 @@ class StepCodec:
         _same(len(rows), len(pages))
         chunks = reader.ints(prefills)
         _same(len(chunks), prefills)
-        given = reader.ints(layout.tokens)
-        _same(len(given), int(chunks.sum()))
+        prompt = reader.ints(layout.tokens)
+        _same(len(prompt), int(chunks.sum()))
         targets = reader.zipped(np.dtype("<i4"), (layout.tokens,)) if aims else None
         reader.end()
         self._apply(_Change(slots, lengths, flags, renewed, constants, options, rows, columns, pages))
@@ -123,16 +123,16 @@ class StepCodec:
         used = np.r_[:decode, layout.rows : layout.rows + prefills]
         parts.wanted[0] = np.bitwise_or.reduce(flags, initial=0)
         parts.varying[:, 0] = layout.slots
-        firsts = given[np.cumsum(chunks) - chunks] if prefills else given[:0]
-        parts.varying[used] = np.stack([slots, lengths, np.concatenate([tokens, firsts]), flags], axis=1)
-        every = parts.varying[:, 0]
-        parts.constant[:] = self._constants[every]
+        first_tokens = prompt[np.cumsum(chunks) - chunks] if prefills else prompt[:0]
+        parts.varying[used] = np.stack([slots, lengths, np.concatenate([tokens, first_tokens]), flags], axis=1)
+        slots_of_rows = parts.varying[:, 0]
+        parts.constant[:] = self._constants[slots_of_rows]
         parts.table[used] = self._tables[slots]
         parts.offsets[1 : prefills + 1] = np.cumsum(chunks)
-        parts.offsets[prefills + 1 :] = len(given)
-        parts.tokens[: len(given)] = given
+        parts.offsets[prefills + 1 :] = len(prompt)
+        parts.tokens[: len(prompt)] = prompt
         parts.targets[:] = -1 if targets is None else targets
-        return ints, self._floats[every].reshape(-1)
+        return ints, self._floats[slots_of_rows].reshape(-1)
 
     def _expected(self, slots: Ints) -> Ints:
         expected: Ints = self._lengths[slots] + 1
@@ -145,7 +145,7 @@ class StepCodec:
 
 
 def _exceptions(values: Ints, expected: Ints) -> tuple[bytes, bytes]:
-    """Where the values are others than expected, and which."""
+    """Encode the positions of values that differ from those expected, and these values."""
     at = np.flatnonzero(values != expected)
     return packed(at), packed(values[at])
 
@@ -154,9 +154,9 @@ def _with_exceptions(reader: Reader, expected: Ints) -> Ints:
     at = reader.ints(len(expected), max(1, len(expected)))
     values = reader.ints(len(expected))
     _same(len(at), len(values))
-    found = expected.copy()
-    found[at] = values
-    return found
+    result = expected.copy()
+    result[at] = values
+    return result
 
 
 def _same(found: int, wanted: int) -> None:

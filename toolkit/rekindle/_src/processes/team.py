@@ -1,4 +1,4 @@
-"""The followers of a session as its leader sees them: calls go out to all of them, and answers come back."""
+"""The leader's view of its followers: sends each call to all of them, and collects their answers."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from rekindle._src.programs.programs import Programs
 from rekindle.errors import CheckpointError, CompileError, ProcessLost, RekindleError
 from rekindle_kernels import MaskGate
 
-LOOK_SHARE = 0.03  # of a step's time, by which its end is noticed later because followers are looked at meanwhile
+LOOK_SHARE = 0.03  # of a step's time, by which its end is noticed later because followers are checked meanwhile
 SHORTEST_LOOK, LONGEST_LOOK = 5e-5, 2e-3  # seconds
 PING_SECONDS = 1.0
-CLOSE_SECONDS = 1.0  # for followers to hear that the session ends
-FAILURE_SECONDS = 3.0  # after a failed call, for the news that a follower is gone
+CLOSE_SECONDS = 1.0  # for followers to receive the end of the session
+FAILURE_SECONDS = 3.0  # after a failed call, until the loss of a follower is known
 
 
 class Follower:
-    """One follower: its channel, and what it has answered."""
+    """One follower: its channel and its answers."""
 
     def __init__(self, process: int, channel: Channel) -> None:
         self.process, self.channel = process, channel
@@ -44,8 +44,8 @@ class Follower:
 class Team(Recorder):
     """All followers. They make the calls that are recorded.
 
-    The first thing that goes wrong is kept in `lost`. From then on every method raises it, the connections are closed,
-    so that the followers end, and those that `watch` are told.
+    The first error is kept in `lost`. From then on every method raises it; the connections are closed, so that the
+    followers end, and the watchers are called.
     """
 
     def __init__(self, channels: Mapping[int, Channel]) -> None:
@@ -58,10 +58,12 @@ class Team(Recorder):
         self._watchers: list[Callable[[BaseException], object]] = []
         self._closing = False
         self._chosen = np.zeros(0, np.int64)  # the rows of the latest step that choose a token
-        self._expected: collections.deque[np.ndarray] = collections.deque()  # theirs, of every step that is not read
+        self._expected: collections.deque[np.ndarray] = (
+            collections.deque()
+        )  # such rows of every step whose result is not read
         self._everywhere: set[Key] = set()  # programs that are ready in every process
         self._scores: Any = None  # of the guided step whose tokens have not been chosen
-        self._steps = 0  # whose rows were read here
+        self._steps = 0  # steps whose rows were read here
         # Of each step, the checksum here (process 0) and in every follower, until all are known.
         self._sums: dict[int, dict[int, int]] = collections.defaultdict(dict)
         self._listening = [
@@ -77,20 +79,20 @@ class Team(Recorder):
     # -- opening
 
     def welcome(self, session: bytes) -> None:
-        """Say what the session is."""
+        """Send the followers the description of the session."""
         self._tell(Kind.WELCOME, session)
 
     def agree(self, mine: Facts) -> int:
-        """Compare what followers say of themselves with this process; returns the pages that all have room for."""
+        """Compare the facts of all followers with this process's. Return the pages that all have room for."""
         pages = mine.pages
         for follower, content in self._answers(Kind.FACTS):
-            theirs = decoded(content)
+            facts = decoded(content)
             try:
-                compare(mine, theirs, follower.process)
+                compare(mine, facts, follower.process)
             except RekindleError as error:
                 self._lose(error, farewell=as_json({"error": str(error)}))
                 raise
-            pages = min(pages, theirs.pages)
+            pages = min(pages, facts.pages)
         self._tell(Kind.AGREED, as_json({"device_pages": pages}))
         return pages
 
@@ -109,7 +111,7 @@ class Team(Recorder):
         return self._pages
 
     def watch(self, watcher: Callable[[BaseException], object]) -> None:
-        """Call `watcher`, from any thread, when something goes wrong; at once if it has already."""
+        """Call `watcher`, from any thread, when `lost` is set; at once if it is set already."""
         with self._changed:
             self._watchers.append(watcher)
             lost = self.lost
@@ -127,11 +129,11 @@ class Team(Recorder):
             return
         for follower in self.followers:
             while True:
-                told = from_json(self._answer(follower, Kind.READY))
-                if told.get("program") == key.name:
+                fields = from_json(self._answer(follower, Kind.READY))
+                if fields.get("program") == key.name:
                     break
-            if told.get("error"):
-                raise CompileError(f"process {follower.process} could not compile {key.name}: {told['error']}")
+            if fields.get("error"):
+                raise CompileError(f"process {follower.process} could not compile {key.name}: {fields['error']}")
         self._everywhere.add(key)
 
     def step(self, key: Bucket, ints: np.ndarray, floats: np.ndarray, gate: MaskGate | None = None) -> None:
@@ -177,28 +179,30 @@ class Team(Recorder):
     def load_weights(self, weights: str, load: Callable[[], str]) -> None:
         """Have all followers read other weights while `load` does so here, which returns their fingerprint.
 
-        They are used after `replace_weights`. Raises what `load` raises, or CheckpointError with what a follower says.
+        They are used after `replace_weights`. Raises the error of `load`, or CheckpointError with a follower's error.
         """
         self._tell(Kind.LOAD_WEIGHTS, as_json({"weights": weights}))
         try:
-            mine, problem = load(), None
+            fingerprint, problem = load(), None
         except Exception as error:
-            mine, problem = "", error
-        told = []
+            fingerprint, problem = "", error
+        problems = []
         for follower, content in self._answers(Kind.WEIGHTS):
-            theirs = from_json(content)
-            if theirs.get("error"):
-                told.append(f"process {follower.process} can't load them: {theirs['error']}")
-            elif mine and theirs.get("fingerprint") != mine:
-                told.append(f"process {follower.process} has other weights there")
-        if problem is None and told:
-            problem = CheckpointError(f"{weights} can't be used: {'; '.join(told)}. Give all processes the same files")
+            fields = from_json(content)
+            if fields.get("error"):
+                problems.append(f"process {follower.process} can't load them: {fields['error']}")
+            elif fingerprint and fields.get("fingerprint") != fingerprint:
+                problems.append(f"process {follower.process} has other weights there")
+        if problem is None and problems:
+            problem = CheckpointError(
+                f"{weights} can't be used: {'; '.join(problems)}. Give all processes the same files"
+            )
         if problem is not None:
             self._tell(Kind.DROP_WEIGHTS)
             raise problem
 
     def arrive(self, arrays: Any) -> None:
-        """Look again and again whether arrays are there: reading them would wait without an end for a lost process."""
+        """Poll until arrays are ready: reading them would wait for a lost process without an end."""
         start = time.perf_counter()
         for leaf in jax.tree.leaves(arrays):
             while not leaf.is_ready():
@@ -213,9 +217,9 @@ class Team(Recorder):
         self.check()
 
     def failed(self, error: BaseException) -> None:
-        """A call failed here. Followers have made it or will, so nothing fits together any more."""
+        """End the session after a failed call: followers have made it or will, so their states differ."""
         with self._changed:
-            self._changed.wait_for(lambda: self.lost is not None, FAILURE_SECONDS)  # a follower's end says why
+            self._changed.wait_for(lambda: self.lost is not None, FAILURE_SECONDS)  # the end of a follower is the cause
         if self.lost is None:
             lost = ProcessLost(f"a step failed in the leader, and the session can't go on: {error}. Open another one")
             lost.__cause__ = error if isinstance(error, Exception) else None
@@ -249,10 +253,10 @@ class Team(Recorder):
         self._send(self._numbered[process], kind, content)
 
     def ask_each(self, kind: Kind, content: bytes, answer: Kind) -> dict[int, bytes]:
-        """Send all followers a message; returns their answers. One caller at a time for each kind of answer."""
+        """Send all followers a message. Return their answers. One caller at a time for each kind of answer."""
         for process in self._numbered:
             self.send_to(process, kind, content)
-        return {follower.process: found for follower, found in self._answers(answer)}
+        return {follower.process: content for follower, content in self._answers(answer)}
 
     # -- its threads
 
@@ -270,26 +274,26 @@ class Team(Recorder):
                         self._changed.notify_all()
         except Exception as error:
             if not self._closing:
-                told = ProcessLost(
+                lost = ProcessLost(
                     f"process {follower.process} is gone: {error}. Start the followers again, and open the session "
                     "in a new process"
                 )
-                told.__cause__ = error
-                self._lose(told)
+                lost.__cause__ = error
+                self._lose(lost)
 
     def _compare(self, process: int, step: int, found: int) -> None:
-        """Note what a process has chosen in a step, and compare when all have said it. No process waits for another."""
+        """Record the checksum of a process for a step, and compare once all are known. No process waits for another."""
         with self._changed:
             sums = self._sums[step]
             sums[process] = found
             if len(sums) <= len(self.followers):
                 return
             del self._sums[step]
-        others = [name for name, one in sums.items() if one != sums[0]]
-        if others:
+        wrong = [name for name, total in sums.items() if total != sums[0]]
+        if wrong:
             self._lose(
                 ProcessLost(
-                    f"process {others[0]} chose other tokens than the leader in step {step}, so their numbers differ. "
+                    f"process {wrong[0]} chose other tokens than the leader in step {step}, so their numbers differ. "
                     "Check that all processes have devices of one kind, and open another session"
                 )
             )
@@ -300,7 +304,7 @@ class Team(Recorder):
                 try:
                     follower.channel.ping()
                 except RekindleError:
-                    break  # whoever listens to it says so
+                    break  # its listening thread reports it
             time.sleep(PING_SECONDS)
 
     # -- helpers
@@ -319,7 +323,9 @@ class Team(Recorder):
             follower.channel.send(kind, content)
         except ProcessLost as error:
             with self._changed:
-                self._changed.wait_for(lambda: self.lost is not None, 1.0)  # a message of its own may say why
+                self._changed.wait_for(
+                    lambda: self.lost is not None, 1.0
+                )  # a message from the follower may give the reason
             if self.lost is None:
                 self._lose(ProcessLost(f"process {follower.process} can't be reached: {error}. Open another session"))
             assert self.lost is not None
@@ -337,7 +343,7 @@ class Team(Recorder):
             return follower.answers[kind].popleft()
 
     def _lose(self, error: RekindleError, farewell: bytes = b"") -> None:
-        """Keep the first error, and let all followers go; with `farewell` they are told why, and hang up themselves."""
+        """Keep the first error and disconnect all followers. `farewell` sends them the reason, so that they hang up."""
         with self._changed:
             if self.lost is not None:
                 return
