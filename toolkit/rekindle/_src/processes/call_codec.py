@@ -35,7 +35,7 @@ class StepCall(NamedTuple):
 
 
 class CallCodec:
-    """One side of a session's calls. It keeps the shared state of both sides, so every message must pass it, in order."""
+    """One side of a session's calls. Keeps the state that both sides share, so every message must pass it, in order."""
 
     def __init__(self, programs: Programs) -> None:
         config = programs.config

@@ -1,7 +1,7 @@
 """The greeting of a connection: both sides prove that they know the secret, and derive the connection's keys.
 
     leader    MAGIC  its random number
-    follower  MAGIC  its random number  its process  number of processes HMAC(secret, "follower" and all of these)
+    follower  MAGIC  its random number  its process  process count  HMAC(secret, "follower" and all of these)
     leader    an `Answer`               HMAC(secret, "leader" and all of these), if the answer is WELCOME
 
 Messages have a fixed length until both have proved themselves. The secret itself is never sent.

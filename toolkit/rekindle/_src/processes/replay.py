@@ -54,8 +54,8 @@ class Replay:
         disk: DiskTier | None = None,
         lost: Callable[[BaseException], object] = lambda error: None,
     ) -> None:
-        """Set up. `load` reads other weights by their name. `disk` is for this process's parts of pages. `lost` is called
-        in another thread when the leader is gone.
+        """Set up. `load` reads other weights by name. `disk` is for this process's parts of pages. `lost` is called in
+        another thread when the leader is gone.
         """
         self._channel, self._programs, self._load, self._lost = channel, programs, load, lost
         self._codec = codec = CallCodec(programs)

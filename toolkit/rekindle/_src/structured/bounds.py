@@ -1,4 +1,4 @@
-"""What is known of a grammar before it is compiled: how deep it nests, and whether it is as simple as most are."""
+"""Bounds of a grammar that are checked before it is compiled: its depth, and whether it is as simple as most."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _ALONE = frozenset(("anyOf", "$ref"))  # keywords beside them would be merged in
 
 
 def is_simple(spec: Spec) -> bool:
-    """True if a grammar compiles in milliseconds whatever it says: it is short, and has nothing that multiplies."""
+    """True if a grammar surely compiles in milliseconds: it is short, and has nothing that multiplies."""
     if spec.kind == "json":
         return True
     if len(spec.text) > SIMPLE_CHARACTERS or spec.kind not in ("schema", "choice"):
@@ -73,33 +73,33 @@ def check_levels(spec: Spec) -> None:
             levels = schema_levels(json.loads(spec.text))
         except RecursionError:
             levels = MOST_LEVELS + 1
-        except ValueError:  # a number of too many digits, of which llguidance says so itself
+        except ValueError:  # a number of too many digits, which llguidance reports itself
             return
-        what = "references, each in what the one before refers to,"
+        words = "references, each in what the one before refers to,"
     elif spec.kind == "grammar":
-        levels, what = rule_levels(spec.text), "rules, each named by the one before,"
+        levels, words = rule_levels(spec.text), "rules, each named by the one before,"
     else:
         return
     if levels > MOST_LEVELS:
         raise InvalidRequest(
             spec.kind,
             spec.text,
-            f"has a chain of {levels:,} {what} and {MOST_LEVELS} are possible",
+            f"has a chain of {levels:,} {words} and {MOST_LEVELS} are possible",
             "Use fewer levels; one that refers to itself nests without end",
         )
 
 
 def schema_levels(schema: Any) -> int:
-    """The references that lie inside each other at most, when each is followed where it comes first."""
+    """Return the longest chain of nested references, when each is followed at its first occurrence."""
     seen: set[int] = set()
-    most = 0
-    todo: list[tuple[Any, int]] = [(schema, 0)]
-    while todo:
-        node, level = todo.pop()
+    deepest = 0
+    pending: list[tuple[Any, int]] = [(schema, 0)]
+    while pending:
+        node, level = pending.pop()
         if id(node) in seen or not isinstance(node, Mapping | list):
             continue
         seen.add(id(node))
-        most = max(most, level)
+        deepest = max(deepest, level)
         following: list[tuple[Any, int]] = []
         if isinstance(node, Mapping):
             following = [(part, level) for name, part in node.items() if name not in ("$defs", "definitions")]
@@ -107,12 +107,12 @@ def schema_levels(schema: Any) -> int:
                 following.append((_at(schema, reference), level + 1))
         else:
             following = [(part, level) for part in node]
-        todo += reversed(following)
-    return most
+        pending += reversed(following)
+    return deepest
 
 
 def _at(schema: Any, reference: str) -> Any:
-    """The part of a schema that a pointer names; None for another kind of reference."""
+    """Return the part of a schema that a pointer names; None for another kind of reference."""
     head, _, pointer = reference.partition("#")
     if head:
         return None
@@ -135,7 +135,7 @@ _NAME = re.compile(r"[A-Za-z_][\w-]*")
 
 
 def rule_levels(text: str) -> int:
-    """The rules that name each other in a row at most, when each is followed where it is named first."""
+    """Return the longest chain of rules that name each other, when each is followed at its first mention."""
     text = (_GBNF_STRINGS if "::=" in text else _STRINGS).sub(" ", text)
     rules: dict[str, list[str]] = {}
     names: list[str] = []
@@ -146,18 +146,18 @@ def rule_levels(text: str) -> int:
             line = line[match.end() :]
         names += _NAME.findall(line)
     seen: set[str] = set()
-    most = 0
+    deepest = 0
     for first in ("start", "root", *rules):
         levels: list[Iterator[str]] = []
-        entering: str | None = first
+        rule: str | None = first
         while True:
-            if entering is not None and entering in rules and entering not in seen:
-                seen.add(entering)
-                levels.append(iter(rules[entering]))
-                most = max(most, len(levels))
+            if rule is not None and rule in rules and rule not in seen:
+                seen.add(rule)
+                levels.append(iter(rules[rule]))
+                deepest = max(deepest, len(levels))
             if not levels:
                 break
-            entering = next(levels[-1], None)
-            if entering is None:
+            rule = next(levels[-1], None)
+            if rule is None:
                 levels.pop()
-    return most
+    return deepest

@@ -1,8 +1,8 @@
-"""What turns a grammar into llguidance's form, and the program of the processes that try strangers' grammars first.
+"""Conversion of grammars to llguidance's form, and the program of the processes that try untrusted grammars first.
 
 llguidance recurses where a grammar nests, and an overflow of its stack ends the process that it runs in. So this file
 is run by itself, in a process that may die: it imports the standard library and llguidance alone. A message is JSON
-behind its length in four bytes; the first one says what `main` needs, each of the others is a grammar.
+behind its length in four bytes; the first one holds the settings of `main`, each of the others a grammar.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ SLOWEST_MASK = 0.1  # seconds; 99 of 100 masks of real schemas take less than 2 
 
 
 def grammar_text(kind: str, text: str, *, lenient: bool = False, whitespace_flexible: bool = False) -> str:
-    """A grammar as llguidance takes it. Raises `ValueError`."""
+    """Return a grammar's text for llguidance. Raises `ValueError`."""
     import llguidance
 
     if kind in ("schema", "json"):
-        # Options of llguidance inside a schema stand below these; options that a client may set are ours alone.
+        # Options of llguidance inside a schema stand below these; clients may set our options only.
         options: Any = {"whitespace_flexible": whitespace_flexible, "lenient": lenient, "coerce_one_of": lenient}
         return str(llguidance.LLMatcher.grammar_from_json_schema(text, overrides=options))
     if kind == "regex":
@@ -37,7 +37,7 @@ def grammar_text(kind: str, text: str, *, lenient: bool = False, whitespace_flex
 
 
 class Tokens:
-    """A tokenizer in llguidance's terms: its tokens as they stand in texts, and what encodes."""
+    """A tokenizer as llguidance takes it: its tokens as they appear in texts, and a function that encodes."""
 
     is_tokenizer_wrapper = True
 
@@ -51,7 +51,7 @@ class Tokens:
 
 
 def described(tokens: list[bytes], special: Sequence[int]) -> dict[str, Any]:
-    """Return tokens as a message holds them, for `new_tokenizer`."""
+    """Return tokens in the form of a message, for `new_tokenizer`."""
     content = base64.b64encode(b"".join(tokens)).decode()
     return {"content": content, "lengths": [*map(len, tokens)], "special": list(special)}
 
@@ -76,13 +76,13 @@ def new_tokenizer(
         tokens.append(content[at : at + length])
         at += length
     wrapper: Any = Tokens(tokens, tokenizer["special"], ends[0])
-    made = llguidance.LLTokenizer(wrapper, n_vocab=vocab_size, eos_token=list(ends))
-    wrapper.encode = encode or made.greedy_tokenize
-    return made
+    converted = llguidance.LLTokenizer(wrapper, n_vocab=vocab_size, eos_token=list(ends))
+    wrapper.encode = encode or converted.greedy_tokenize
+    return converted
 
 
 def new_matcher(tokenizer: Any, text: str) -> Any:
-    """A compiled grammar, from its text for llguidance. Raises `ValueError`."""
+    """Compile a grammar from its text for llguidance. Raises `ValueError`."""
     import llguidance
 
     limits = llguidance.LLParserLimits(verbose_errors=False)
@@ -96,11 +96,11 @@ def first_mask(matcher: Any, mask: Any, size: int) -> None:
     """Write the mask of a text's first token, of `size` bytes. Raises `ValueError` if there is none, or it is slow."""
     start = time.thread_time()
     matcher.unsafe_compute_mask_ptr(mask, size)
-    took = time.thread_time() - start
+    seconds = time.thread_time() - start
     if matcher.is_error():
         raise ValueError(f"nothing fits it: {matcher.get_error()}")
-    if took > SLOWEST_MASK:
-        raise ValueError(f"finding the tokens that may begin it took {took * 1e3:.0f} ms, which all would wait for")
+    if seconds > SLOWEST_MASK:
+        raise ValueError(f"finding the tokens that may begin it took {seconds * 1e3:.0f} ms, which all would wait for")
 
 
 def send(stream: IO[bytes], message: Any) -> None:
@@ -124,9 +124,9 @@ def main() -> None:
     """Try grammars until the process that sends them is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(os, "nice"):
-        os.nice(5)  # what serves comes first
+        os.nice(5)  # serving comes first
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # nothing else is to write there
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # no other output may go there
     first = receive(sys.stdin.buffer)
     if first is None:
         return
@@ -136,11 +136,11 @@ def main() -> None:
     threading.Thread(target=_try_all, args=(first, jobs, answers), daemon=True).start()
     while (job := receive(sys.stdin.buffer)) is not None:
         jobs.put(job)
-    os._exit(0)  # also amid a grammar
+    os._exit(0)  # even within a grammar
 
 
 def _try_all(first: Any, jobs: queue.SimpleQueue[Any], answers: IO[bytes]) -> None:
-    """Answer one grammar after the other; a thread of its own, for its stack and because the main one reads."""
+    """Answer one grammar after the other, in a thread of its own: for its stack, and because the main thread reads."""
     import ctypes
 
     _set_limit("RLIMIT_CORE", 0)
@@ -173,7 +173,7 @@ def _end_after(seconds: float) -> None:
 
 
 def _address_space() -> int:
-    """Bytes of address space that this process has; 0 where that is not known."""
+    """Return the bytes of this process's address space; 0 where that is not known."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")

@@ -1,8 +1,9 @@
-"""Where grammars are compiled: threads of their own, and processes that try first what might end this one.
+"""Compilation of grammars: in threads of their own, after a trial in processes if it might end this one.
 
 A simple grammar is compiled at once, by a thread that has no others. Any other one is first tried by a process, within
-bounds of time, memory and stack, and may end it; what went well there is compiled here, on a larger stack. At most
-`COMPILING` are tried at a time, `MOST_WAITING` wait, and next comes the caller who has used the processes least.
+bounds of time, memory and stack, and may end that process; a grammar that passed is compiled here, on a larger stack.
+At most `COMPILING` are tried at a time, `MOST_WAITING` wait, and next comes the caller who has used the processes
+least.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ MOST_WAITING = 64
 IDLE_SECONDS = 60.0  # after which a thread ends, and its process
 MEMORY = 1 << 30
 WORKER_STACK = 16 << 20
-STACK = 32 << 20  # of the threads here: twice what a process had, so that nothing overflows that went well there
+STACK = 32 << 20  # of the threads here: twice a process's, so that no grammar overflows that passed there
 _REMEMBERED = 1_024  # callers
 
 
@@ -64,8 +65,8 @@ class Compilers(Generic[T]):
         needs: Callable[[Spec], dict[str, Any]],
         prepare: Callable[[Spec], object],
     ) -> None:
-        """`compile` takes a spec and its text for llguidance; `needs` says what a process needs to try specs, and
-        `prepare` makes here what compiling needs."""
+        """Set up. `compile` takes a spec and its text for llguidance. `needs` returns the settings of a process that
+        tries specs, and `prepare` makes the objects here that compiling needs."""
         self._compile, self._needs, self._prepare = compile, needs, prepare
         self._changed = threading.Condition()
         self._simple, self._others = _Lane(1), _Lane(COMPILING)
@@ -74,7 +75,7 @@ class Compilers(Generic[T]):
         self._trials: set[Trial] = set()
 
     def submit(self, spec: Spec, caller: str = "") -> Job[T]:
-        """Begin, or wait for others. Raises `Busy` if too many wait already."""
+        """Begin to compile a spec, or wait for others. Raises `Busy` if too many wait already."""
         lane = self._simple if is_simple(spec) else self._others
         job: Job[T] = Job(spec, caller)
         evicted: Job[T] | None = None
@@ -101,29 +102,29 @@ class Compilers(Generic[T]):
                     lane.jobs.remove(job)
 
     def close(self) -> None:
-        """End the processes; what waits is refused."""
+        """End the processes; waiting jobs are refused."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
             for trial in self._trials:
                 trial.kill()
-            left = [*self._simple.jobs, *self._others.jobs]
+            jobs = [*self._simple.jobs, *self._others.jobs]
             self._simple.jobs.clear()
             self._others.jobs.clear()
-        for job in left:
+        for job in jobs:
             if job.future.set_running_or_notify_cancel():
                 job.future.set_exception(RequestFailed("the session was closed. Open another one"))
 
     def _run(self, lane: _Lane) -> None:
         """Take one job after the other, in a thread."""
-        own = Own()
+        state = Own()
         if lane is self._others:
             _yield_to_others()
         try:
             while (job := self._next(lane)) is not None:
                 start = time.monotonic()
                 try:
-                    text = self._text(job.spec) if lane is self._simple else self._tried(job.spec, own)
+                    text = self._text(job.spec) if lane is self._simple else self._tried(job.spec, state)
                     job.future.set_result(self._compile(job.spec, text))
                 except BaseException as error:
                     job.future.set_exception(error)
@@ -131,7 +132,7 @@ class Compilers(Generic[T]):
                     self._count(job.caller, time.monotonic() - start)
                 del job
         finally:
-            self._end(own)
+            self._end(state)
 
     def _text(self, spec: Spec) -> str:
         self._prepare(spec)
@@ -141,7 +142,7 @@ class Compilers(Generic[T]):
             raise refused(spec, str(error)) from None
 
     def _tried(self, spec: Spec, own: Own) -> str:
-        """A grammar's text for llguidance, once a process has compiled it."""
+        """Return a grammar's text for llguidance, once a process has compiled it."""
         check_levels(spec)
         if own.trial is None or own.trial.over:
             self._end(own)
@@ -160,18 +161,18 @@ class Compilers(Generic[T]):
                 self._trials.discard(own.trial)
 
     def _next(self, lane: _Lane) -> Job[T] | None:
-        """The next job, once there is one; None if there is none for long, and the thread is to end."""
+        """Wait for the next job; None after `IDLE_SECONDS` without one, when the thread is to end."""
         with self._changed:
             lane.idle += 1
             try:
-                until = time.monotonic() + IDLE_SECONDS
+                deadline = time.monotonic() + IDLE_SECONDS
                 while not self._closed:
                     while lane.jobs:
                         job = min(lane.jobs, key=lambda one: self._used.get(one.caller, 0.0))
                         lane.jobs.remove(job)
                         if job.future.set_running_or_notify_cancel():
                             return job
-                    if not self._changed.wait(max(0.0, until - time.monotonic())):
+                    if not self._changed.wait(max(0.0, deadline - time.monotonic())):
                         break
                 lane.threads -= 1
                 return None
@@ -196,7 +197,7 @@ class _Lane:
         self.threads = self.idle = 0
 
     def one_too_many(self, caller: str) -> Job[Any] | None:
-        """The latest job of the caller who has the most, if `caller` has fewer."""
+        """Return the latest job of the caller with the most jobs, if `caller` has fewer."""
         counts = collections.Counter(job.caller for job in self.jobs)
         name, count = counts.most_common(1)[0]
         if count <= counts[caller] + 1:
@@ -205,7 +206,7 @@ class _Lane:
 
 
 class Own:
-    """What a thread has for itself."""
+    """The state of one thread."""
 
     trial: Trial | None = None
 
@@ -215,9 +216,9 @@ class Trial:
 
     def __init__(self, needs: dict[str, Any]) -> None:
         self.over = self._late = False
-        own = importlib.util.find_spec("llguidance")
-        found = [] if own is None or own.origin is None else [str(Path(own.origin).parent.parent)]
-        path = [*dict.fromkeys([*sys.path, *found])]
+        module = importlib.util.find_spec("llguidance")
+        folders = [] if module is None or module.origin is None else [str(Path(module.origin).parent.parent)]
+        path = [*dict.fromkeys([*sys.path, *folders])]
         limits = {"seconds": COMPILE_SECONDS, "memory": MEMORY, "stack": WORKER_STACK, "path": path}
         group: dict[str, Any] = (
             {"creationflags": 0x200} if os.name == "nt" else {"process_group": 0}
@@ -239,7 +240,7 @@ class Trial:
         self._sent = False
 
     def text(self, spec: Spec) -> str:
-        """The text for llguidance of a grammar that it compiles. Raises `InvalidRequest`, or `Busy`."""
+        """Try a grammar and return its text for llguidance. Raises `InvalidRequest`, or `Busy`."""
         timer = threading.Timer(LONGEST, self._kill_late)
         timer.daemon = True
         timer.start()
@@ -274,7 +275,7 @@ class Trial:
             self._process.kill()
 
     def end(self) -> int:
-        """Kill the process, and give back what it had here; its status."""
+        """Kill the process and free its pipes. Return its exit status."""
         self.kill()
         status = self._process.wait()
         for stream in (self._stdin, self._stdout):
@@ -287,13 +288,13 @@ class Trial:
         self.kill()
 
     def _ended(self) -> int:
-        """The status of a process that closed its pipe, which it does as it ends."""
+        """Return the status of a process that closed its pipe, which it does as it ends."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)
         return self.end()
 
     def _death(self, spec: Spec, status: int) -> Exception:
-        """Why a grammar has no answer."""
+        """Return the error of a grammar without an answer."""
         if self._late and os.name != "nt":
             return busy(f"this one did not get {COMPILE_SECONDS:g} s of a processor within {LONGEST:g} s")
         if self._late or status == -getattr(signal, "SIGPROF", 0):
@@ -312,7 +313,7 @@ class Trial:
 
 
 def busy(why: str) -> Busy:
-    """The error of a request whose grammar could not be compiled because of other requests."""
+    """Return the error of a request whose grammar could not be compiled because of other requests."""
     return Busy(f"grammars of other requests are being compiled, and {why}. Send the request again", retry_after=5.0)
 
 
@@ -326,12 +327,12 @@ _FIXES = {
 
 
 def refused(spec: Spec, message: str) -> InvalidRequest:
-    """The error of a grammar that llguidance refuses with this message."""
+    """Return the error of a grammar that llguidance refuses with this message."""
     return InvalidRequest(spec.kind, spec.text, f"can't be followed: {first_line(message)}", _FIXES[spec.kind])
 
 
 def first_line(message: str) -> str:
-    """What an error of llguidance says, without the state that it lists below."""
+    """Return the message of an llguidance error, without the state that it lists below."""
     return message.strip().partition("\n<")[0].strip() or "it gave no reason"
 
 
@@ -357,7 +358,7 @@ def _start(run: Callable[[], object]) -> None:
 
 
 def _yield_to_others() -> None:
-    """Let this thread come after those that serve, where threads have priorities of their own."""
+    """Give this thread a lower priority than those that serve, where threads have priorities of their own."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)

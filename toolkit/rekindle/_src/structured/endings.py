@@ -1,8 +1,8 @@
-"""JSON that ends: numbers of so many digits, and objects that are closed while tokens are left.
+"""JSON that ends: bounds numbers, and closes objects while tokens are left.
 
 A grammar allows numbers and texts without end, and a model that has begun one may write on until its tokens are used
 up. So a number may have no more digits than an int64 or a float surely holds. When few tokens are left, a short end of
-the text is looked for, and what would not leave enough tokens for it is not allowed any more.
+the text is searched for, and tokens that would not leave room for it are no longer allowed.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from rekindle._src.core.guides import Mask, mask_words
 DIGITS = 18  # of a number, before and behind its point: any integer of so many is an int64
 EXPONENT = 2  # digits; a float of 18 digits and this exponent is finite
 _SPARE = 6  # tokens beyond the shortest end that an escape, a sign or an exponent may need
-_FARTHEST = 128  # tokens beyond the shortest end from which on structure is looked at
-_LONGEST = 512  # tokens of an end that is looked for
-_MOST_TRIED = 1_024  # tokens behind what may come, for one text, of some 50 µs each
+_FARTHEST = 128  # tokens beyond the shortest end from which on structure is limited
+_LONGEST = 512  # tokens of an end that is searched for
+_MOST_TRIED = 1_024  # tokens tried in searches for one text, of some 50 µs each
 _MOST_AT_ONCE = 256
 _FEW = 24  # tokens that are all tried
 _SECONDS = 5e-5  # that a token of an end takes about
-_NOTICE = 4  # tokens before a look at which it is told, so that the step can be planned with it
-_UNKNOWN = 64  # tokens that an end is taken to have before one was found
-_SHORT = 128  # tokens of a text whose end is looked for at once
+_NOTICE = 4  # tokens by which a search is announced before it, so that the step can be planned with it
+_UNKNOWN = 64  # assumed tokens of an end before one was found
+_SHORT = 128  # tokens of a text whose end is searched for at once
 _LONG_NUMBER = re.compile(r"\d{19}|\d[eE]\+?\d")
 _TAIL = re.compile(rb"-?[0-9][-+.0-9eE]*\Z")
 _NUMBER = re.compile(rb"[-+.0-9eE]+\Z")
 _STRUCTURE = b'{}[]",:'
-_ORDER = b'}]",0123456789ntf[{:-.'  # what is tried first for a short end
+_ORDER = b'}]",0123456789ntf[{:-.'  # tried in this order for a short end
 
 
 class Spelling:
-    """What tokens are in JSON. All texts of a tokenizer share it."""
+    """The role of each token in JSON. All texts of a tokenizer share it."""
 
     def __init__(self, tokens: Iterable[bytes], ends: Iterable[int], vocab: int) -> None:
         size = mask_words(vocab) * 32
-        self.numbers: dict[int, tuple[bool, str]] = {}  # tokens that end in a number: whether all of it, and that part
+        self.numbers: dict[int, tuple[bool, str]] = {}  # tokens that end in a number: True if all of it, and that part
         self.single: dict[bytes, int] = {}  # tokens of one byte
         # Tokens that neither end nor escape anything in a string.
         self.plain: NDArray[np.bool_] = np.zeros(size, np.bool_)
@@ -80,15 +80,15 @@ class Spelling:
         self.letter: int = self.single.get(b"z", -1)
 
     def longer(self, digits: int) -> Mask | None:
-        """The tokens that begin with at least so many digits; None if there are none."""
+        """Return the mask of tokens that begin with at least `digits` digits; None if there are none."""
         if digits not in self._long:
-            found = self._leading >= digits
-            self._long[digits] = _packed(found) if found.any() else None
+            matches = self._leading >= digits
+            self._long[digits] = _packed(matches) if matches.any() else None
         return self._long[digits]
 
 
 class Bounds:
-    """What a grammar's texts have in common: tokens, how much its structure takes, and whether numbers are bounded."""
+    """The properties that a grammar's texts share: tokens, cost of structure, and whether numbers are bounded."""
 
     def __init__(self, spelling: Spelling, kind: str, text: str) -> None:
         self.spelling: Spelling = spelling
@@ -97,7 +97,7 @@ class Bounds:
 
 
 class Ending:
-    """How one text comes to its end."""
+    """Steers one text to its end."""
 
     __slots__ = (
         "_begun", "_bounds", "_budget", "_closes", "_look_at", "_number", "_path", "_seconds", "_tried", "_usual",
@@ -105,17 +105,17 @@ class Ending:
     )  # fmt: skip
 
     def __init__(self, bounds: Bounds, budget: int | None) -> None:
-        """`budget` is how many tokens the text may have; None if it may end without being whole."""
+        """Set up; `budget` is the most tokens of the text, None if it may end without being whole."""
         self._bounds, self._budget = bounds, budget
-        self._begun = self._closes = False  # whether it has tokens, and whether it is an object or an array
-        # Tokens left at which the shortest end is looked for.
+        self._begun = self._closes = False  # True if it has tokens; True if it is an object or an array
+        # Tokens left at which the shortest end is searched for.
         self._look_at = _LONGEST if budget is None or budget < _SHORT else min(_LONGEST, budget - _NOTICE)
         self._path: tuple[int, ...] | None = None  # the shortest end, if it is known
         self._number = ""  # the number at the end of the text
         self._tried = 0
-        self._seconds = 0.0  # of a processor in which an end was looked for, since that was last asked
-        self._usual = _SECONDS * max(bounds.reach, _UNKNOWN)  # that the next look is likely to take
-        self.steered: bool = False  # whether something that the grammar allows would not have left enough tokens
+        self._seconds = 0.0  # processor time of searches since the last `taken`
+        self._usual = _SECONDS * max(bounds.reach, _UNKNOWN)  # likely seconds of the next search
+        self.steered: bool = False  # True if a token was removed because it would not have left enough tokens
 
     def copy(self) -> Ending:
         other = object.__new__(Ending)
@@ -142,25 +142,25 @@ class Ending:
             self._path = None
 
     def limit(self, mask: Mask, matcher: Any, used: int, *, forced: bool) -> None:
-        """Take from `mask` what would make a number too long, or the text longer than its budget, of which `used` is.
+        """Remove from `mask` tokens that would make a number too long, or the text of `used` tokens exceed its budget.
 
-        `forced`: all that may come is another spelling of the same text.
+        `forced`: the allowed tokens are only other spellings of the same text.
         """
         if self._number and self._bounds.digits:
             self._limit_digits(mask)
         if self._budget is not None and self._closes and (left := self._budget - used) <= self._look_at:
-            began = time.thread_time()
+            start = time.thread_time()
             self._limit_structure(mask, matcher, left, forced)
-            self._usual = time.thread_time() - began
+            self._usual = time.thread_time() - start
             self._seconds += self._usual
 
     def taken(self) -> float:
-        """Seconds in which an end was looked for since the last call."""
+        """Return the seconds spent searching for an end since the last call."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
     def due(self, used: int) -> float:
-        """Seconds that an end is likely to be looked for soon, in a text of `used` tokens; 0 if it is not."""
+        """Return the likely seconds of a search that is due soon, in a text of `used` tokens; 0 if none is."""
         if self._budget is None or not self._closes or self._budget - used > self._look_at + _NOTICE:
             return 0.0
         return self._usual
@@ -184,7 +184,7 @@ class Ending:
             self._look_at, self._path = left // 2, None
             return
         spare = left - len(path)
-        if spare > reach:  # what comes until the next look, and the structure it may begin, leave enough
+        if spare > reach:  # tokens until the next search, and structure that they may begin, leave enough
             self._look_at, self._path = left - max(1, (spare - reach) // 2), None
             return
         self._look_at, self._path, first = left, path, path[0]
@@ -205,7 +205,7 @@ class Ending:
         mask[first >> 5] |= _bit(first)
 
     def _fits(self, matcher: Any, token: int, left: int, most: int) -> bool:
-        """Whether the text can end within `left` tokens behind this one; False where `most` were tried already."""
+        """True if the text can end within `left` tokens behind this one. False once `most` tokens were tried."""
         if self._tried > most:
             return False
         ahead = matcher.deep_copy()
@@ -216,7 +216,7 @@ class Ending:
         return path is not None
 
     def _shortest(self, matcher: Any, left: int) -> tuple[int, ...] | None:
-        """The tokens of a short end; None if none of at most `left` tokens was found."""
+        """Return the tokens of a short end; None if none of at most `left` tokens was found."""
         spelling = self._bounds.spelling
         ahead, path, most = matcher.deep_copy(), list[int](), min(left, _LONGEST)
         mask = np.zeros_like(spelling.joined)
@@ -236,7 +236,7 @@ class Ending:
         return None
 
     def _pick(self, mask: Mask) -> int:
-        """The token that leads to a short end, of those that are allowed; -1 if there is none."""
+        """Return the allowed token that leads to a short end; -1 if no token is allowed."""
         spelling = self._bounds.spelling
         for token in spelling.ends:
             if _has(mask, token):
@@ -255,9 +255,9 @@ class Ending:
 
 
 class _Costs:
-    """About how many tokens a text may have to add because of one token: where this begins what may be left out.
+    """About how many tokens a text may have to add because of one token that begins an optional part.
 
-    What a schema requires from the beginning is part of every short end, and costs nothing more.
+    Parts that a schema requires from the beginning are in every short end, and cost nothing more.
     """
 
     def __init__(self, schema: Any) -> None:
@@ -273,15 +273,15 @@ class _Costs:
             self.most = _FARTHEST
 
     def _begins(self, schema: Any, name: str = "") -> None:
-        """Look at a part that a text may begin, or leave out."""
+        """Count the cost of an optional part."""
         self.most = max(self.most, 6 + len(name) // 3 + self._needs(schema))
 
     def _needs(self, schema: Any) -> int:
-        """The tokens of the least that a part requires."""
+        """Return the least tokens that a part requires."""
         if not isinstance(schema, Mapping):
             return 0
         if id(schema) not in self._known:
-            self._known[id(schema)] = 0  # what requires itself has no end anyway
+            self._known[id(schema)] = 0  # a part that requires itself has no end anyway
             self._known[id(schema)] = min(2 * _FARTHEST, self._sum(schema))
         return self._known[id(schema)]
 
@@ -310,34 +310,34 @@ class _Costs:
         return cost + self._needs(self._referred(schema.get("$ref")))
 
     def _referred(self, reference: Any) -> Any:
-        found = self._root
+        node = self._root
         for step in reference.split("/")[1:] if isinstance(reference, str) else ("",):
-            found = found.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
-        return found
+            node = node.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(node, Mapping) else None
+        return node
 
 
 def _items(schema: Any, keyword: str) -> list[tuple[str, Any]]:
-    found = schema.get(keyword) if isinstance(schema, Mapping) else None
-    return list(found.items()) if isinstance(found, Mapping) else []
+    value = schema.get(keyword) if isinstance(schema, Mapping) else None
+    return list(value.items()) if isinstance(value, Mapping) else []
 
 
 def _values(schema: Any, keyword: str) -> list[Any]:
-    found = schema.get(keyword) if isinstance(schema, Mapping) else None
-    return list(found) if isinstance(found, list) else [value for _, value in _items(schema, keyword)]
+    entry = schema.get(keyword) if isinstance(schema, Mapping) else None
+    return list(entry) if isinstance(entry, list) else [value for _, value in _items(schema, keyword)]
 
 
 def _number(schema: Mapping[str, Any], keyword: str) -> int:
-    found = schema.get(keyword)
-    return min(_FARTHEST, int(found)) if isinstance(found, int | float) and found > 0 else 0
+    value = schema.get(keyword)
+    return min(_FARTHEST, int(value)) if isinstance(value, int | float) and value > 0 else 0
 
 
 def _few(mask: Mask) -> list[int] | None:
-    """The tokens that are allowed; None if there are many."""
+    """Return the allowed tokens; None if there are many."""
     words = np.flatnonzero(mask)
     if len(words) > _FEW:
         return None
-    found = [int(word) * 32 + bit for word in words for bit in range(32) if int(mask[word]) >> bit & 1]
-    return found if len(found) <= _FEW else None
+    tokens = [int(word) * 32 + bit for word in words for bit in range(32) if int(mask[word]) >> bit & 1]
+    return tokens if len(tokens) <= _FEW else None
 
 
 def _bytes(data: bytes) -> list[bytes]:

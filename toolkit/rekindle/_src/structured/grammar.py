@@ -42,7 +42,7 @@ class Grammar:
         self.bounds: Bounds | None = None
 
     def guide(self, eos_ids: Collection[int], reasoning: Reasoning | None = None, budget: int | None = None) -> Guide:
-        """A guide at the beginning of a text that may end with one of `eos_ids`, in JSON within `budget` tokens."""
+        """Make a guide for a new text that may end with one of `eos_ids`; JSON ends within `budget` tokens."""
         ending = None if self.bounds is None else Ending(self.bounds, budget)
         return Guide(self._matcher.deep_copy(), self._ends, eos_ids, reasoning, self._first, ending)
 
@@ -52,7 +52,7 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
-        self._lock = threading.RLock()  # a job may end in the thread that begins another one
+        self._lock = threading.RLock()  # a job may end in a thread that begins another one
         self._reading = threading.Lock()  # held while the tokenizer is made, which may take a second
         self._llguidance: Any = None  # the tokenizer as llguidance knows it, made when first needed
         self._spelling: Spelling | None = None
@@ -63,7 +63,7 @@ class Grammars:
         self.compiled: int = 0
 
     def find(self, spec: Spec) -> Grammar | None:
-        """A grammar that was compiled before."""
+        """Return a grammar that was compiled before, or None."""
         with self._lock:
             match = self._kept.get(spec)
             if match is not None:
@@ -71,15 +71,15 @@ class Grammars:
             return match
 
     def begin(self, spec: Spec, caller: str = "") -> Job[Grammar]:
-        """Begin to compile a spec, or join others that wait for it; `leave` when its result is not waited for any more.
+        """Begin to compile a spec, or join others that wait for it; call `leave` to stop waiting.
 
         Its future raises `InvalidRequest` for a spec that can't be followed. Raises `Busy` if too many wait already.
         """
         with self._lock:
-            again = self._refused.get(_digest(spec))
-            if again is not None:
+            refusal = self._refused.get(_digest(spec))
+            if refusal is not None:
                 self._refused.move_to_end(_digest(spec))
-                raise InvalidRequest(spec.kind, spec.text, *again)
+                raise InvalidRequest(spec.kind, spec.text, *refusal)
             job = self._jobs.get(spec)
             if job is not None and not job.future.done():
                 job.waiting += 1
@@ -178,7 +178,7 @@ class Grammars:
             return self._spelling
 
     def _ends(self, spec: Spec) -> list[int]:
-        """The end tokens; of a model without any, a token that no text has, since llguidance needs one."""
+        """Return the end tokens; of a model without any, a token that no text has, since llguidance needs one."""
         size = min(self._vocab_size, self._tokenizer.vocab_size)
         ends = [token for token in self._tokenizer.eos_ids if 0 <= token < size]
         ends = ends or [token for token in sorted(self._tokenizer.special_ids) if token < size][:1]
@@ -188,7 +188,7 @@ class Grammars:
 
 
 def too_long(seconds: float) -> Exception:
-    """The error of a request whose grammar has not begun to compile after so many seconds."""
+    """Return the error of a request whose grammar has not begun to compile after so many seconds."""
     return busy(f"this one has waited for {seconds:g} s")
 
 

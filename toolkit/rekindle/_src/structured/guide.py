@@ -1,4 +1,4 @@
-"""A guide over llguidance's matcher: which tokens may come next, and what follows of the one that came."""
+"""A guide over llguidance's matcher: finds the allowed next tokens, and follows the sampled ones."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from rekindle._src.core.guides import Guided, Mask
 from rekindle._src.structured.compilers import first_line
 from rekindle._src.structured.endings import Ending
 
-AHEAD = 16  # forced tokens that are told at most
+AHEAD = 16  # most forced tokens that are reported
 
 
 class Reasoning(NamedTuple):
-    """Tokens around what a model thinks before its answer; a grammar begins behind it."""
+    """Tokens around a model's reasoning before its answer; a grammar begins behind it."""
 
     opens: int
     closes: int
@@ -23,7 +23,7 @@ class Reasoning(NamedTuple):
 
 
 class First(NamedTuple):
-    """What a grammar says at the beginning of a text."""
+    """A grammar's state at the beginning of a text."""
 
     mask: Mask
     run: tuple[int, ...]  # tokens that have to follow
@@ -33,7 +33,7 @@ class Guide:
     """The implementation of `GuideLike`.
 
     Of the tokenizer's end tokens only those in `eos_ids` may come, at a place where the text is complete. Where nothing
-    else can come an end token is allowed whatever the request says, because the text is over there.
+    else can come, an end token is allowed whatever the request's options, because the text is over there.
     """
 
     __slots__ = (
@@ -62,7 +62,7 @@ class Guide:
         first: First | None = None,
         ending: Ending | None = None,
     ) -> None:
-        """`first` is what the matcher says at the beginning, which may have taken long to find."""
+        """Set up; `first` is the matcher's state at the beginning, which may have taken long to compute."""
         self._matcher, self._ending = matcher, ending
         self._ends = ends
         self._barred = tuple(_without(token) for token in ends.difference(eos_ids))
@@ -104,21 +104,21 @@ class Guide:
             self._matcher.unsafe_compute_mask_ptr(data, mask.nbytes)
             if self._matcher.is_error():
                 return first_line(self._matcher.get_error())
-        whole = [mask[word] for word, _ in self._barred]
+        words = [mask[word] for word, _ in self._barred]
         for word, others in self._barred:
             mask[word] &= others
-        some = bool(np.count_nonzero(mask))  # an eighth of what `any` takes
-        if not some:
-            for (word, _), bits in zip(self._barred, whole, strict=True):
+        any_left = bool(np.count_nonzero(mask))  # an eighth of what `any` takes
+        if not any_left:
+            for (word, _), bits in zip(self._barred, words, strict=True):
                 mask[word] = bits
-                some |= bool(bits)
+                any_left |= bool(bits)
         elif self._ending is not None:
             self._ending.limit(mask, self._matcher, self.consumed, forced=self._at < len(self._run))
-        if self._reasoning is not None:  # no token has come yet, and the first may open it
+        if self._reasoning is not None:  # no token was sampled yet, and the first may open it
             word, others = _without(self._reasoning.opens)
             mask[word] |= ~others
-            some = True
-        return "" if some else "the grammar allows no token"
+            any_left = True
+        return "" if any_left else "the grammar allows no token"
 
     def consume(self, token: int) -> Guided:
         self.consumed += 1
@@ -150,10 +150,10 @@ class Guide:
         return Guided(forced, self.ended, by_eos, self.accepting, self.ahead, "", steered, searched, due)
 
     def _move_on(self, forced: bool) -> None:
-        """Keep the run of forced tokens, or find the next one.
+        """Keep the run of forced tokens, or compute the next one.
 
-        llguidance finds a run in time that is proportional to its length, without letting other threads run. So it is
-        kept while the text follows it. Where the model spells it otherwise, a long one is not found anew at once.
+        llguidance computes a run in time that is proportional to its length, without letting other threads run. So it
+        is kept while the text follows it. Where the model spells it otherwise, a long run is not recomputed at once.
         """
         left = len(self._run) - self._at
         if self.ended:
@@ -173,10 +173,10 @@ class Guide:
 
 
 def forced_run(matcher: Any) -> tuple[int, ...]:
-    """The tokens that have to follow."""
+    """Return the tokens that have to follow."""
     return tuple(matcher.compute_ff_tokens())
 
 
 def _without(token: int) -> tuple[int, np.int32]:
-    """Where a token's bit is: the word of a mask, and all its bits but that one."""
+    """Return the index of a token's word in a mask, and all bits of the word but the token's."""
     return token >> 5, ~np.int32(np.uint32(1 << (token & 31)).view(np.int32))

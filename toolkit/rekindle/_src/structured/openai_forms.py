@@ -1,4 +1,4 @@
-"""What OpenAI's and vLLM's clients send to ask for structured output, as our options."""
+"""Structured output as OpenAI's and vLLM's clients request it, converted to our options."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _OUTPUTS = {"json": "schema", "regex": "regex", "choice": "choice", "grammar": "
 
 
 def from_response_format(value: Any) -> dict[str, Any]:
-    """Options for OpenAI's `response_format`. Raises `InvalidRequest` for a form that can't be followed.
+    """Return options for OpenAI's `response_format`. Raises `InvalidRequest` for a form that can't be followed.
 
     `strict` is no option of ours: the text always follows the schema. A structural tag is refused.
     """
@@ -37,43 +37,45 @@ def from_response_format(value: Any) -> dict[str, Any]:
 
 
 def from_structured_outputs(value: Any) -> dict[str, Any]:
-    """Options for vLLM's `structured_outputs`: exactly one of json, json_object, regex, choice and grammar."""
+    """Return options for vLLM's `structured_outputs`: exactly one of json, json_object, regex, choice and grammar."""
     if value is None:
         return {}
     form = {name: entry for name, entry in _object("structured_outputs", value).items() if entry is not None}
     flexible = not form.pop("disable_any_whitespace", True)
     form.pop("disable_fallback", None)
-    asked = [name for name in form if form[name] is not False]
-    unknown = sorted(set(asked) - set(_OUTPUTS))
-    if unknown or len(asked) != 1:
-        problem = f"has {', '.join(unknown)}" if unknown else f"asks for {len(asked)} structures"
+    requested = [name for name in form if form[name] is not False]
+    unknown = sorted(set(requested) - set(_OUTPUTS))
+    if unknown or len(requested) != 1:
+        problem = f"has {', '.join(unknown)}" if unknown else f"asks for {len(requested)} structures"
         raise InvalidRequest("structured_outputs", value, problem, f"Use exactly one of {', '.join(_OUTPUTS)}")
-    name = asked[0]
-    found = form[name]
+    name = requested[0]
+    content = form[name]
     if name == "json":
-        found = _schema(found)
-    options: dict[str, Any] = {_OUTPUTS[name]: found}
+        content = _schema(content)
+    options: dict[str, Any] = {_OUTPUTS[name]: content}
     return options | ({"whitespace_flexible": True} if flexible and name.startswith("json") else {})
 
 
 def from_guided_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Options for the older fields `guided_json`, `guided_regex`, `guided_choice` and `guided_grammar`."""
+    """Return options for the older fields `guided_json`, `guided_regex`, `guided_choice` and `guided_grammar`."""
     names = {f"guided_{name}": name for name in ("json", "regex", "choice", "grammar")}
-    given = {names[field]: value for field, value in fields.items() if field in names and value is not None}
-    return from_structured_outputs(given) if given else {}
+    outputs = {names[field]: value for field, value in fields.items() if field in names and value is not None}
+    return from_structured_outputs(outputs) if outputs else {}
 
 
 def structure_options(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Options for all of a request's fields that ask for a structure; raises `InvalidRequest` if two of them do."""
-    found = {
+    """Return options for the fields of a request that ask for a structure. Raises `InvalidRequest` if two do."""
+    options_by_source = {
         "response_format": from_response_format(fields.get("response_format")),
         "structured_outputs": from_structured_outputs(fields.get("structured_outputs")),
         "guided fields": from_guided_fields(fields),
     }
-    asked = [name for name, options in found.items() if options]
-    if len(asked) > 1:
-        raise InvalidRequest(asked[1], fields.get(asked[1]), f"can't be combined with {asked[0]}", "Use one of them")
-    return found[asked[0]] if asked else {}
+    sources = [name for name, options in options_by_source.items() if options]
+    if len(sources) > 1:
+        raise InvalidRequest(
+            sources[1], fields.get(sources[1]), f"can't be combined with {sources[0]}", "Use one of them"
+        )
+    return options_by_source[sources[0]] if sources else {}
 
 
 def _object(field: str, value: Any) -> Mapping[str, Any]:
@@ -83,7 +85,7 @@ def _object(field: str, value: Any) -> Mapping[str, Any]:
 
 
 def _schema(value: Any) -> dict[str, Any]:
-    """A schema that may have been sent as text."""
+    """Return a schema as a dict; it may have been sent as text."""
     if isinstance(value, str):
         try:
             value = json.loads(value)

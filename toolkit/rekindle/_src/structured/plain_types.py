@@ -31,11 +31,11 @@ _MOST_LEVELS = 16
 
 
 class NoSchema(TypeError):
-    """A type that is not converted."""
+    """A type that can't be converted."""
 
 
 def schema_of(kind: Any, level: int = 0) -> dict[str, Any]:
-    """The JSON schema of an annotation. Raises `NoSchema`, which names what has none."""
+    """Return the JSON schema of an annotation. Raises `NoSchema`, which names the part without one."""
     if level > _MOST_LEVELS:
         raise NoSchema("it contains itself, or is nested too deeply")
     origin, arguments = get_origin(kind), get_args(kind)
@@ -46,11 +46,11 @@ def schema_of(kind: Any, level: int = 0) -> dict[str, Any]:
     if origin is Literal:
         return {"enum": list(arguments)}
     if origin in (Union, types.UnionType):
-        return {"anyOf": [schema_of(one, level + 1) for one in arguments]}
+        return {"anyOf": [schema_of(argument, level + 1) for argument in arguments]}
     if origin is tuple:
         if len(arguments) == 2 and arguments[1] is ...:
             return {"type": "array", "items": schema_of(arguments[0], level + 1)}
-        parts = [schema_of(one, level + 1) for one in arguments]
+        parts = [schema_of(argument, level + 1) for argument in arguments]
         return {"type": "array", "prefixItems": parts, "minItems": len(parts), "maxItems": len(parts)}
     if origin in _LISTS:
         return {"type": "array", "items": schema_of(arguments[0], level + 1)}
@@ -68,23 +68,23 @@ def schema_of(kind: Any, level: int = 0) -> dict[str, Any]:
 
 
 def build(kind: Any, value: Any) -> Any:
-    """An object of `kind` from what `json.loads` made of a text that follows its schema."""
+    """Build an object of `kind` from the parsed JSON of a text that follows its schema."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Annotated, Required, NotRequired):
         return build(arguments[0], value)
     if origin in (Union, types.UnionType):
-        for one in arguments:
+        for argument in arguments:
             try:
-                return build(one, value)
+                return build(argument, value)
             except (TypeError, ValueError):
                 continue
         raise ValueError(f"{value!r} fits none of {kind}")
     if origin is tuple and isinstance(value, list):
-        each = (arguments[0],) * len(value) if len(arguments) == 2 and arguments[1] is ... else arguments
-        return tuple(build(one, part) for one, part in zip(each, value, strict=True))
+        kinds = (arguments[0],) * len(value) if len(arguments) == 2 and arguments[1] is ... else arguments
+        return tuple(build(argument, part) for argument, part in zip(kinds, value, strict=True))
     if origin in _LISTS and isinstance(value, list):
-        made = [build(arguments[0], part) for part in value]
-        return made if origin in (list, Sequence) else origin(made)
+        items = [build(arguments[0], part) for part in value]
+        return items if origin in (list, Sequence) else origin(items)
     if origin in _DICTS and isinstance(value, dict):
         return {build(arguments[0], name): build(arguments[1], part) for name, part in value.items()}
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
@@ -101,7 +101,7 @@ def build(kind: Any, value: Any) -> Any:
     if kind in (pathlib.Path, bytes) and isinstance(value, str):
         return pathlib.Path(value) if kind is pathlib.Path else value.encode()
     if origin is Literal:
-        fits = any(type(one) is type(value) and one == value for one in arguments)
+        fits = any(type(argument) is type(value) and argument == value for argument in arguments)
     elif kind is float:
         fits = isinstance(value, int | float) and not isinstance(value, bool)
     elif kind in (int, str, bool, list, dict):
@@ -114,7 +114,7 @@ def build(kind: Any, value: Any) -> Any:
 
 
 def _fields(kind: type) -> tuple[dict[str, Any], list[str]]:
-    """Annotations by name, and the names that have to be there."""
+    """Return annotations by name, and the names that have to be there."""
     hints = typing.get_type_hints(kind, include_extras=True)
     if not dataclasses.is_dataclass(kind):
         return hints, [name for name in hints if name in kind.__required_keys__]  # type: ignore[attr-defined]

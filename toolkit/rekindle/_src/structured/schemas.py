@@ -1,8 +1,8 @@
-"""JSON schemas of types, and what makes objects of these types from JSON.
+"""JSON schemas of types, and functions that make objects of these types from JSON.
 
-With pydantic, whatever its TypeAdapter takes; without it, what `plain_types` converts. The objects of a type are
-closed: the grammar allows no properties beyond its fields, which would be thrown away. What it can't say of a type,
-such as that the items of a set differ, is left out, since building the object checks it.
+With pydantic, any type that its TypeAdapter takes; without it, those that `plain_types` converts. The objects of a type
+are closed: the grammar allows no properties beyond its fields, which would be thrown away. Rules that it can't express,
+such as that the items of a set differ, are left out, since building the object checks them.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class Described(NamedTuple):
 
     schema: Mapping[str, Any]
     parse: Callable[[str], Any]
-    checks: bool = False  # whether `parse` refuses what breaks the schema
+    checks: bool = False  # True if `parse` refuses texts that break the schema
 
 
 def described(schema: Any) -> Described:
-    """The JSON schema of a type; a dict is one already, whose texts become what `json.loads` makes of them."""
+    """Return the JSON schema of a type. A dict is a schema already; its texts are parsed with `json.loads`."""
     if isinstance(schema, Mapping):
         return Described(schema, json.loads)
     try:
@@ -49,7 +49,7 @@ def _described(kind: Any) -> Described:
 
         try:
             adapter = pydantic.TypeAdapter(kind)
-            # What the model writes is what a validator reads: aliases, and no computed fields.
+            # The model writes the input of a validator: aliases, and no computed fields.
             schema = adapter.json_schema(mode="validation", schema_generator=_generator())
             return Described(closed(schema), adapter.validate_json, checks=True)
         except Exception as error:  # classes of users take part in it, and may raise anything
@@ -64,7 +64,7 @@ def _described(kind: Any) -> Described:
 
 @functools.cache
 def _generator() -> Any:
-    """pydantic's generator of schemas, but for a Decimal, which it lets be any text as well."""
+    """Return pydantic's schema generator, but with Decimals as numbers only, where pydantic allows any text as well."""
     from pydantic.json_schema import GenerateJsonSchema
 
     class Generator(GenerateJsonSchema):  # type: ignore[misc,unused-ignore]
@@ -76,7 +76,7 @@ def _generator() -> Any:
 
 
 def closed(schema: Any) -> Any:
-    """A type's schema as a grammar takes it.
+    """Return a type's schema in the form that grammars take.
 
     Objects with named properties get additionalProperties false unless they mention it. oneOf, which pydantic writes
     for unions that a field tells apart, becomes anyOf: building the object checks the rest. Keys that are of an
@@ -90,23 +90,23 @@ def _closed(schema: Any, definitions: Mapping[str, Any]) -> Any:
         return [_closed(part, definitions) for part in schema]
     if not isinstance(schema, Mapping):
         return schema
-    made: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for name, part in schema.items():
         if name in _NAMED and isinstance(part, Mapping):
-            made[name] = {inner: _closed(value, definitions) for inner, value in part.items()}
+            result[name] = {inner: _closed(value, definitions) for inner, value in part.items()}
         else:
-            made["anyOf" if name == "oneOf" else name] = part if name in _DATA else _closed(part, definitions)
-    names = made.get("propertyNames")
-    if isinstance(names, Mapping) and "properties" not in made:
+            result["anyOf" if name == "oneOf" else name] = part if name in _DATA else _closed(part, definitions)
+    names = result.get("propertyNames")
+    if isinstance(names, Mapping) and "properties" not in result:
         keys = definitions.get(str(names.get("$ref", "")).removeprefix("#/$defs/"), names).get("enum", ())
         if keys and all(isinstance(key, str) for key in keys):
-            del made["propertyNames"]
-            made["properties"] = dict.fromkeys(keys, made.pop("additionalProperties", {}))
-    if "properties" in made and made.get("type") == "object":
-        made.setdefault("additionalProperties", False)
-    if made.get("type") == "string" and made.get("format") in _BASE64:
-        made.setdefault("pattern", _BASE64[made.pop("format")])
-    return made
+            del result["propertyNames"]
+            result["properties"] = dict.fromkeys(keys, result.pop("additionalProperties", {}))
+    if "properties" in result and result.get("type") == "object":
+        result.setdefault("additionalProperties", False)
+    if result.get("type") == "string" and result.get("format") in _BASE64:
+        result.setdefault("pattern", _BASE64[result.pop("format")])
+    return result
 
 
 _NAMED = frozenset(("properties", "$defs", "definitions", "patternProperties", "dependentSchemas"))

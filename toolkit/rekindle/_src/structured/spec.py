@@ -1,4 +1,4 @@
-"""What a request asks of its text's structure, as a value that can be compared, kept and compiled."""
+"""The structure that a request wants of its text, as a value that can be compared, kept and compiled."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rekindle.errors import InvalidRequest, MissingExtra
 
 Kind = Literal["schema", "regex", "choice", "grammar", "json"]
 ANY_OBJECT = '{"type":"object"}'
-_PREFIXES = re.compile(r"(?m)^[?!]{1,2}(?=[a-z_]\w*(\.-?\d+)?\s*:(?!:))")  # of Lark's rules; they say how a tree looks
+_PREFIXES = re.compile(r"(?m)^[?!]{1,2}(?=[a-z_]\w*(\.-?\d+)?\s*:(?!:))")  # of Lark's rules; they shape a parse tree
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,14 +31,14 @@ class Spec:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Structure:
-    """A request's spec, and what makes an object of its whole text."""
+    """A request's spec, and the function that makes an object of its whole text."""
 
     spec: Spec
     parse: Callable[[str], Any]
 
 
 def structure_of(sampling: Sampling) -> Structure | None:
-    """What a request asks for; None if its text is free.
+    """Return the structure of a request's text; None if the text is free.
 
     Raises `InvalidRequest` for a type that can't be described as a JSON schema, and `MissingExtra` without llguidance.
     """
@@ -65,6 +65,6 @@ def structure_of(sampling: Sampling) -> Structure | None:
 
 
 def require() -> None:
-    """Raises `MissingExtra` unless llguidance is installed; it is not imported."""
+    """Raise `MissingExtra` unless llguidance is installed; it is not imported."""
     if importlib.util.find_spec("llguidance") is None:
         raise MissingExtra("llguidance", "structured")

@@ -1,4 +1,4 @@
-"""`allowed_token_ids` and `bad_words`: a guide that takes tokens away, alone or over that of a grammar."""
+"""`allowed_token_ids` and `bad_words`: a guide that forbids tokens, alone or over the guide of a grammar."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from rekindle.errors import InvalidRequest
 
 
 class TokenRules(NamedTuple):
-    """What may never come, and what may not come behind other tokens. Sequences share it."""
+    """Tokens that are always forbidden, and those forbidden behind other tokens. Sequences share it."""
 
     always: Mask  # the tokens that may come at all
     behind: tuple[tuple[tuple[int, ...], int], ...]  # tokens, and the one that may not follow them
-    options: str  # the names of the options that say so
+    options: str  # the names of these options
 
     @property
     def memory(self) -> int:
-        """How many of the latest tokens matter."""
+        """Number of latest tokens that the rules read."""
         return max((len(before) for before, _ in self.behind), default=0)
 
     def apply(self, mask: Mask, latest: tuple[int, ...]) -> None:
-        """Take away from `mask` what may not come behind the `latest` tokens."""
+        """Remove from `mask` the tokens that may not come behind the `latest` ones."""
         mask &= self.always
         for before, token in self.behind:
             if latest[len(latest) - len(before) :] == before:
@@ -34,7 +34,7 @@ class TokenRules(NamedTuple):
 
 
 def rules_of(sampling: Sampling, tokenizer: TokenizerLike, vocab: int) -> TokenRules | None:
-    """The rules of a request; None if all tokens may come. Raises `InvalidRequest` for what the model can't spell."""
+    """Return the rules of a request; None if all tokens may come. Raises `InvalidRequest` for unspellable words."""
     if not sampling.restricted:
         return None
     allowed, words = sampling.allowed_token_ids or (), sampling.bad_words
@@ -49,13 +49,13 @@ def rules_of(sampling: Sampling, tokenizer: TokenizerLike, vocab: int) -> TokenR
             behind[tuple(before), last] = None
         else:
             bits[last] = False
-    names = [name for name, given in (("allowed_token_ids", allowed), ("bad_words", words)) if given]
+    names = [name for name, value in (("allowed_token_ids", allowed), ("bad_words", words)) if value]
     always = np.packbits(bits, bitorder="little").view(np.int32)
     return TokenRules(always, tuple(behind), " and ".join(names))
 
 
 def _spellings(words: Iterable[str], tokenizer: TokenizerLike) -> Iterable[Sequence[int]]:
-    """The tokens of each word at the beginning of a text, and behind a space where that is another spelling."""
+    """Yield the tokens of each word at the beginning of a text, and behind a space where that is another spelling."""
     for word in words:
         bare = tokenizer.encode(word.strip(), add_special_tokens=False)
         spaced = tokenizer.encode(" " + word.strip(), add_special_tokens=False)
@@ -96,8 +96,8 @@ class RestrictedGuide:
         elif problem := self._inner.fill(mask):
             return problem
         self._rules.apply(mask, self._latest)
-        over = "" if self._inner is None else " of those that the structure allows"
-        return "" if mask.any() else f"{self._rules.options} leave no token{over}"
+        suffix = "" if self._inner is None else " of those that the structure allows"
+        return "" if mask.any() else f"{self._rules.options} leave no token{suffix}"
 
     def consume(self, token: int) -> Guided:
         self.consumed += 1
