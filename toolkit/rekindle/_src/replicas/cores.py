@@ -1,4 +1,4 @@
-"""How the replicas of one machine divide its cores."""
+"""The division of a machine's cores among its replicas."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Sequence
 
 
 def pin(cores: Sequence[int]) -> None:
-    """Keep all threads of this process, and those that they start, on these cores; so replicas divide a machine."""
+    """Keep all threads of this process, and those that they start, on these cores."""
     if not cores or not hasattr(os, "sched_setaffinity"):
         return
     for thread in os.listdir("/proc/self/task") if os.path.isdir("/proc/self/task") else ["0"]:
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the thread has ended
             os.sched_setaffinity(int(thread), cores)
 
 
 def cores_of(index: int, replicas: int) -> tuple[int, ...]:
-    """The share of this machine's cores that one of several replicas gets; none where it is not known."""
+    """Return a replica's share of this machine's cores, or none if the system does not report them."""
     if not hasattr(os, "sched_getaffinity"):
         return ()
     cores = sorted(os.sched_getaffinity(0))
@@ -27,7 +27,7 @@ def cores_of(index: int, replicas: int) -> tuple[int, ...]:
 
 
 def shares(index: int, replicas: int, processes: int) -> tuple[tuple[int, ...], ...]:
-    """The cores of each process of one of several replicas: equally many, since they have to compute alike."""
+    """Return the cores of each process of a replica: the same number, since the processes run in step."""
     total = replicas * processes
     parts = [cores_of(index * processes + process, total) for process in range(processes)]
     least = min(len(part) for part in parts)

@@ -1,4 +1,4 @@
-"""`rekindle.ray.deployment`: an application of Ray Serve that answers as OpenAI's API and routes to a fleet."""
+"""`rekindle.ray.deployment`: an application of Ray Serve with OpenAI's API over a fleet."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from rekindle._src.core.options import OpenOptions
 
-_AT_ONCE = 4096  # requests that Ray Serve gives one ingress; the fleet itself refuses with 429 what it has no place for
+_AT_ONCE = 4096  # requests that Ray Serve gives one ingress; the fleet itself refuses those without a place with 429
 
 
 @takes_options(EngineConfig)
@@ -36,11 +36,11 @@ def deployment(
     api_key: str | Sequence[str] | None = None,
     **options: Unpack[OpenOptions],
 ) -> Any:
-    """An application for `ray.serve.run`: a model in several processes, behind OpenAI's API.
+    """Return an application for `ray.serve.run`: a model in several processes, behind OpenAI's API.
 
-    The ingresses take the requests in; all of them route to the same replicas, which go on when an ingress dies and
-    end a minute after the last one has. `name` is what the model is called, `api_key` what requests have to bring. The
-    other options are those of `rekindle.fleet`.
+    The ingresses take requests in. All route to the same replicas, which survive the death of an ingress and end a
+    minute after the last one. `name` is the model's name for clients; requests must send an `api_key`. The other
+    options are those of `rekindle.fleet`.
     """
     try:
         from ray import serve
@@ -56,7 +56,7 @@ def deployment(
     checked(options)
     called = name or Path(str(model)).name
 
-    def built() -> Any:  # Ray Serve takes nothing but a plain function for one
+    def built() -> Any:  # Ray Serve accepts only a plain function
         return _app(str(model), called, parts_of, router, resources, api_key, options, size)
 
     @serve.deployment(
@@ -67,7 +67,7 @@ def deployment(
     )
     @serve.ingress(built)
     class Ingress:
-        """Takes requests in and gives their text."""
+        """Takes requests in and returns their text."""
 
     application: Any = Ingress
     return application.bind()
@@ -83,7 +83,7 @@ def _app(
     options: Mapping[str, Any],
     size: Range | None,
 ) -> Any:
-    """The ASGI app of one ingress. It opens its fleet when it starts, and answers 503 until that is open."""
+    """Return the ASGI app of one ingress. It opens its fleet at startup, and answers 503 until the fleet is open."""
     from rekindle._src.serve.app import app
 
     opening = shared_fleet(model, called, roles=roles, router=router, resources=resources, options=options, size=size)

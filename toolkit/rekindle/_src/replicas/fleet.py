@@ -1,4 +1,4 @@
-"""The fleet: many sessions behind one object that takes requests as a session does."""
+"""The fleet: many sessions behind one object with a session's methods for requests."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ from rekindle.errors import ConfigError, InvalidRequest
 
 
 class Parts(NamedTuple):
-    """What a fleet is opened over."""
+    """The replicas under a fleet, and functions to add and end them."""
 
     connections: Sequence[Connection]
-    described: Described  # the model, by the first replica that was open
-    another: Callable[[], Connection]  # makes one more replica
-    close: Callable[[], object]  # gives back what the replicas ran on
+    described: Described  # the model, from the first open replica
+    another: Callable[[], Connection]  # starts one more replica
+    close: Callable[[], object]  # ends the replicas and releases their resources
     sender: str  # names this fleet to its replicas; unique
 
 
 class Fleet(RowMapping, Embedding, Conversations, Serving):
     """Replicas of an open model. Make one with `rekindle.fleet`; close it with `aclose` or a `with` block.
 
-    It takes requests as a session does: `generate`, `stream`, `submit`, `chat`, `map`, `embed`, `serve`. Prompts become
-    tokens here, and tokens become text here, so that a request goes on when the process that ran it dies: another
-    replica continues from the tokens that have come, with the same seed.
+    It takes requests as a session does: `generate`, `stream`, `submit`, `chat`, `map`, `embed`, `serve`. This process
+    tokenizes prompts and detokenizes results, so a request survives the death of its replica: another replica
+    continues behind the tokens so far, with the same seed.
     """
 
     _host: Host
@@ -64,7 +64,7 @@ class Fleet(RowMapping, Embedding, Conversations, Serving):
 
     @classmethod
     def attached(cls, host: Host, engine: Engine, described: Any, router: str, prefill: int = 0) -> Self:
-        """A fleet over a host that has already opened."""
+        """Return a fleet over an open host."""
         fleet = cls.__new__(cls)
         fleet._prefill = prefill
         fleet._host, fleet._engine, fleet._router = host, engine, router
@@ -75,7 +75,7 @@ class Fleet(RowMapping, Embedding, Conversations, Serving):
 
     @property
     def config(self) -> EngineConfig:
-        """What its sessions were opened with, with every default resolved."""
+        """The configuration of its sessions, with every default resolved."""
         return self._config
 
     @property
@@ -90,23 +90,23 @@ class Fleet(RowMapping, Embedding, Conversations, Serving):
 
     @property
     def sampling(self) -> Sampling:
-        """The options of a request that brings none: what generation_config.json asks for, or greedy."""
+        """The default options of a request: those of generation_config.json, or greedy."""
         return self._engine.sampling or Sampling()
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed; it takes no requests then."""
+        """True if it was closed. It takes no requests then."""
         return self._host.closing
 
     @property
     def router(self) -> str:
-        """How it chooses a replica: "affinity", "round-robin" or "shortest"."""
+        """The router that chooses a replica: "affinity", "round-robin" or "shortest"."""
         return self._router
 
     # Looking inside.
 
     def stats(self) -> FleetStats:
-        """A snapshot: what each replica does, cache hits, how evenly requests are spread, what was lost and moved."""
+        """Return a snapshot: the replicas' work, cache hits, the spread of requests, losses and moves."""
         limiter = self._host.limiter
 
         def snapshot(dispatch: Dispatch) -> FleetStats:
@@ -120,7 +120,7 @@ class Fleet(RowMapping, Embedding, Conversations, Serving):
                 live=limiter.inside,
                 places=limiter.places,
                 waiting_for_a_place=limiter.waiting,
-                waiting=routes.waiting + sum(one.figures.get("waiting", 0) for one in replicas),
+                waiting=routes.waiting + sum(replica.figures.get("waiting", 0) for replica in replicas),
                 moved=routes.counts.moved,
                 handed_over=routes.counts.handed_over,
                 lost=routes.counts.lost,
@@ -131,19 +131,19 @@ class Fleet(RowMapping, Embedding, Conversations, Serving):
         return wait(self._host.call(snapshot))
 
     def explain(self, request: Handle[Any] | Completion | str) -> Placed:
-        """Which replica a request is on or was on last, why, and how often it had to move."""
+        """Return the current or last replica of a request, the reason for it, and the number of moves."""
         request_id = request if isinstance(request, str) else getattr(request, "request_ids", (request.id,))[0]
         self._host.check()
         scheduler: Any = self._engine.scheduler
-        found: Placed | None = self._host.ask(lambda: scheduler.explain(request_id))
-        if found is None:
+        placed: Placed | None = self._host.ask(lambda: scheduler.explain(request_id))
+        if placed is None:
             raise InvalidRequest(
                 "request", request_id, "is not known: not submitted yet, or over for long", "Ask while it is recent"
             )
-        return found
+        return placed
 
     def watch(self) -> Any:
-        """A live dashboard: the replicas, their requests, tokens per second, hit rates. Show it at a cell's end."""
+        """Return a live dashboard: replicas, requests, tokens per second, hit rates. Show it at a cell's end."""
         self._host.check()
         from rekindle._src.replicas.fleet_dashboard import FleetDashboard
 
@@ -152,12 +152,12 @@ class Fleet(RowMapping, Embedding, Conversations, Serving):
     # Its size and its end.
 
     def scale(self, replicas: int | tuple[int, int], *, drain: float = 30.0) -> Call[None]:
-        """Await it to have so many replicas. Those that are too many take no more requests and end after `drain` s.
+        """Change the number of replicas when awaited. Surplus replicas take no more requests and end after `drain` s.
 
         With a pair such as (1, 4) their number follows the load between the two from now on, as with
-        `rekindle.fleet(replicas=(1, 4))`; with a number it no longer does. Requests that run longer than `drain` s go
-        on in other replicas. New replicas are opened in the background. Where replicas have roles, it is those that
-        decode that come and go.
+        `rekindle.fleet(replicas=(1, 4))`; with a number it no longer does. Requests that run longer than `drain` s
+        continue in other replicas. New replicas are opened in the background. In a fleet with roles, the number of
+        decoding replicas changes.
         """
         size, prefill = Range.of(replicas), self._prefill
         if prefill and size.least < size.most:
@@ -179,12 +179,13 @@ class Fleet(RowMapping, Embedding, Conversations, Serving):
         await self._changed(change)
 
     def swap_weights(self, weights: str | Path, *, drain: float = 30.0) -> Call[None]:
-        """Await it to have all replicas go on with other weights of the same shapes, one replica after another.
+        """Swap the weights of all replicas for others of the same shapes when awaited, one replica after another.
 
-        `weights` is a folder that all replicas can read, a hub id or "tiny". A replica takes no requests while it is
-        given them. Those it has may end for `drain` seconds, then they go on in other replicas, or here if there are no
-        others. A request that meets both has tokens of both. If the first replica can't take the weights, its error
-        is raised and nothing has changed; one that can't later is replaced. New replicas have the new weights.
+        `weights` is a folder that all replicas can read, a hub id or "tiny". A replica takes no requests during its
+        swap. Those it has may end for `drain` seconds; then they continue in other replicas, or there if there are no
+        others. A request that runs before and after has tokens of both weights. If the first replica can't take the
+        weights, its error is raised and nothing has changed; a later one that can't is replaced. New replicas have the
+        new weights.
         """
         if not isinstance(weights, str | Path):
             raise InvalidRequest(
@@ -199,16 +200,16 @@ class Fleet(RowMapping, Embedding, Conversations, Serving):
         await self._changed(lambda dispatch, done: dispatch.swap_weights(weights, drain, done))
 
     async def _changed(self, change: Callable[[FleetDispatch, OneShot[None]], object]) -> None:
-        """Begin a change on the fleet's loop, and wait until it is made."""
+        """Begin a change on the fleet's loop, and wait for its end."""
         self._host.check()
-        made: OneShot[None] = OneShot()
+        completed: OneShot[None] = OneShot()
 
         def begin(dispatch: Dispatch) -> None:
             assert isinstance(dispatch, FleetDispatch)
-            change(dispatch, made)
+            change(dispatch, completed)
 
         await self._host.call(begin).get()
-        await made.get()
+        await completed.get()
 
     async def aclose(self, *, drain: float = 0.0) -> None:
         """Close the fleet: requests may go on for `drain` seconds, then they end with `SessionClosed`.
@@ -224,7 +225,7 @@ class Fleet(RowMapping, Embedding, Conversations, Serving):
         self._host.join(1.0)
 
     def close(self, *, drain: float = 0.0) -> None:
-        """`aclose` for code without an event loop."""
+        """Call `aclose` from code without an event loop."""
         run_sync(self.aclose(drain=drain))
 
     async def __aenter__(self) -> Self:
@@ -254,7 +255,7 @@ class Fleet(RowMapping, Embedding, Conversations, Serving):
 
 
 class _Runner:
-    """Stands where a session has the runner: it has no device, and closing it ends the replicas."""
+    """The runner of a fleet's engine: it has no device, and closing it ends the replicas."""
 
     programs = None
 
@@ -272,7 +273,7 @@ class FleetOpening(Call[Fleet]):
         self, parts: Callable[[], Parts], model: str, router: str, hang: float = HANG, size: Range | None = None
     ) -> None:
         self._parts, self._model, self._router, self._hang, self._size = parts, model, router, hang, size
-        router_named(router)  # what is wrong is refused now
+        router_named(router)  # refuses an unknown router now
         self._fleet: Fleet | None = None
 
     async def _result(self) -> Fleet:
@@ -324,7 +325,7 @@ class FleetOpening(Call[Fleet]):
 
 
 def located(model: str | Path) -> str:
-    """A folder as another process finds it, or a name as it is."""
+    """Return a folder as an absolute path for other processes, or a name unchanged."""
     path = Path(model).expanduser()
     return str(path.resolve()) if path.exists() else str(model)
 
@@ -336,10 +337,10 @@ def _seconds(name: str, value: float) -> float:
 
 
 def fleet_engine(parts: Parts, model: str, router: str) -> Engine:
-    """What takes requests in and gives their text, without anything that runs a model."""
+    """Return the engine of a fleet: it takes requests in and returns their text, but runs no model."""
     described, tokenizer = parts.described, parts.described.tokenizer
     routes = Routes(router_named(router), parts.sender)
-    # Rows of a table are sent as they can run at once.
+    # `map` sends as many rows of a table as can run at once.
     config = dataclasses.replace(described.config, max_requests=len(parts.connections) * described.config.max_requests)
 
     return Engine(

@@ -1,4 +1,4 @@
-"""`fleet.watch()`: the replicas of a fleet, their requests and tokens, while they run."""
+"""`fleet.watch()`: a live view of a fleet's replicas, their requests and tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class FleetDashboard(Live):
         super().__init__(button("close", "Close", title="Leave the last picture"))
         self._fleet = fleet
         self._last = ""
-        self._before: tuple[float, int] | None = None  # when, and how many tokens there were
+        self._before: tuple[float, int] | None = None  # time and number of tokens
         self.start()
 
     @property
@@ -38,17 +38,17 @@ class FleetDashboard(Live):
     def draw(self) -> str:
         try:
             stats = self._fleet.stats()
-        except RekindleError:  # it was closed: the last picture stays
+        except RekindleError:  # the fleet was closed: the last picture stays
             return self._last
-        busy = {one.name: one.inside for one in stats.replicas}
-        shown = html.line("requests by replica") + html.bar(busy, rest="") if any(busy.values()) else ""
-        self._last = str(html.block(html.line(f"{self._rate(stats):,.0f} tokens/s"), shown, stats._repr_html_()))
+        busy = {replica.name: replica.inside for replica in stats.replicas}
+        requests = html.line("requests by replica") + html.bar(busy, rest="") if any(busy.values()) else ""
+        self._last = str(html.block(html.line(f"{self._rate(stats):,.0f} tokens/s"), requests, stats._repr_html_()))
         return self._last
 
     def _rate(self, stats: FleetStats) -> float:
-        """Tokens per second since the picture before."""
+        """Return the tokens per second since the previous picture."""
         now, tokens = time.monotonic(), stats.generated_tokens
-        before, self._before = self._before, (now, tokens)
-        if before is None or now <= before[0]:
+        previous, self._before = self._before, (now, tokens)
+        if previous is None or now <= previous[0]:
             return 0.0
-        return max(0, tokens - before[1]) / (now - before[0])
+        return max(0, tokens - previous[1]) / (now - previous[0])

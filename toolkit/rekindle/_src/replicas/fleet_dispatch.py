@@ -1,4 +1,4 @@
-"""The dispatch of a fleet: intake and detokenize as in a session, and between them routes instead of an engine."""
+"""The dispatch of a fleet: intake and detokenize as in a session, with routes between them instead of an engine."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from rekindle._src.replicas.wire import Connection
 from rekindle.errors import SessionClosed
 
 log = logging.getLogger("rekindle.fleet")
-LOOK = 0.5  # seconds between two looks at the load
-DRAIN = 30.0  # seconds for the requests of a replica that the load does not ask for any more
-_MESSAGES = 1 << 20  # that the tasks may have for each other: more than a fleet has places, however much it grows
+LOOK = 0.5  # seconds between two checks of the load
+DRAIN = 30.0  # seconds for the requests of a replica that the load no longer needs
+_MESSAGES = 1 << 20  # of the tasks' queues: more than the places of any fleet
 
 
 class FleetDispatch(Dispatch):
-    """Requests go to replicas, and what comes back becomes text here, where it stays when a replica dies."""
+    """Sends requests to replicas, and detokenizes their results here, where they survive a replica's death."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class FleetDispatch(Dispatch):
         size: Range | None = None,
         resize: Callable[[int], object] = lambda places: None,
     ) -> None:
-        """`places` are those of all replicas together, and `resize` is called when these are more or fewer."""
+        """Make a dispatch. `places` is the sum over all replicas, and `resize` is called when it changes."""
         super().__init__(engine, device, _MESSAGES)
         self.places = places
         self._places_of_one = places // len(connections)
@@ -56,9 +56,9 @@ class FleetDispatch(Dispatch):
         self.links: dict[str, Link] = {}
         self.swapping = RollingSwap(self.links)
         self._autoscaler: Autoscaler | None = None
-        self._keys: dict[str, Keys] = {}  # of live submissions that are chats
+        self._keys: dict[str, Keys] = {}  # of live chats, by submission
         self._happened = anyio.Event()
-        self._todo: list[Callable[[], Coroutine[Any, Any, None]]] = []  # to be started
+        self._todo: list[Callable[[], Coroutine[Any, Any, None]]] = []  # jobs to start
         self._draining = False
         routes.wake, routes.began = self._wake, self._began
         for connection in connections:
@@ -66,7 +66,7 @@ class FleetDispatch(Dispatch):
         self.follow_load(size)
 
     def add(self, connection: Connection) -> Link:
-        """Take in a replica; it is opened soon."""
+        """Add a replica. It is opened soon."""
         link = Link(connection, self.routes, hang=self._hang)
         link.wanted = self.swapping.weights
         self.links[link.name] = self.routes.links[link.name] = link
@@ -75,7 +75,7 @@ class FleetDispatch(Dispatch):
         return link
 
     def scale(self, replicas: int, drain: float, done: OneShot[None]) -> None:
-        """Add replicas, or let the newest ones end; `done` is filled when those have."""
+        """Add replicas, or end the newest ones. `done` is filled when those have ended."""
         staying = self.staying
         for _ in range(replicas - len(staying)):
             self.add(self._another())
@@ -92,22 +92,22 @@ class FleetDispatch(Dispatch):
         self._start(partial(_answered, end, done))
 
     def swap_weights(self, name: str, drain: float, done: OneShot[None]) -> None:
-        """Other weights for all replicas, one after another; `done` is filled when they have them."""
+        """Swap the weights of all replicas, one after another. `done` is filled when all have them."""
         self._start(partial(_answered, partial(self.swapping.run, name, drain), done))
 
     @property
     def staying(self) -> list[Link]:
-        """The replicas that are not about to end."""
+        """The replicas that are not ending."""
         lasting = (ReplicaState.OPENING, ReplicaState.READY, ReplicaState.SWAPPING)
         return [link for link in self.links.values() if link.state in lasting]
 
     @property
     def size(self) -> Range | None:
-        """Between which numbers the replicas follow the load; None if they don't."""
+        """The range in which the number of replicas follows the load; None if it is fixed."""
         return None if self._autoscaler is None else self._autoscaler.size
 
     def follow_load(self, size: Range | None) -> None:
-        """Have as many replicas as the load asks for from now on, or with None as many as there are."""
+        """Let the number of replicas follow the load within `size` from now on; None keeps the current number."""
         scaler = self._autoscaler = None if size is None else Autoscaler(size)
         if scaler is not None:
             self._start(partial(self._follow_load, scaler))
@@ -119,13 +119,13 @@ class FleetDispatch(Dispatch):
             if room is None or self._draining or scaler is not self._autoscaler:
                 continue
             count = len(self.staying)
-            there = scaler.look(time.monotonic(), wanted(self.routes.demand, room), count)
-            if there != count:
-                log.info("the load asks for %d replicas, and there are %d", there, count)
+            target = scaler.look(time.monotonic(), wanted(self.routes.demand, room), count)
+            if target != count:
+                log.info("the load asks for %d replicas, and there are %d", target, count)
                 try:
-                    self.scale(there, DRAIN, OneShot())
-                except Exception as error:  # those that are there go on
-                    log.warning("the number of replicas could not be changed to %d: %s", there, error)
+                    self.scale(target, DRAIN, OneShot())
+                except Exception as error:  # the existing replicas go on
+                    log.warning("the number of replicas could not be changed to %d: %s", target, error)
 
     def _start(self, job: Callable[[], Coroutine[Any, Any, None]]) -> None:
         self._todo.append(job)
@@ -172,22 +172,22 @@ class FleetDispatch(Dispatch):
             case Drain():
                 self._draining = True
                 self._wake()
-            case other:
-                raise AssertionError(f"a fleet has no steps, so that it can't {other}")
+            case unknown:
+                raise AssertionError(f"a fleet has no steps, so that it can't {unknown}")
 
     def _submit(self, request: Request) -> None:
         keys = self._keys.get(request.group)
         self.routes.submit(request, keys or keys_of_tokens(request.token_ids, request.sampling.salt))
 
     def _of_one(self, request_id: str, change: Callable[[], object]) -> None:
-        """Make a change that concerns one request, which fails if the change does."""
+        """Make a change for one request. If it raises, the request fails."""
         try:
             change()
         except BaseException as error:
             self.routes.fail(request_id, own_failure(error, f"request {request_id} could not be routed"))
 
     async def _tell(self, group: TaskGroup) -> None:
-        """Hand on what came out, and start what was added, until everything has drained."""
+        """Hand events on, and start new jobs, until all requests have drained."""
         while True:
             await self._happened.wait()
             self._happened = anyio.Event()
@@ -206,7 +206,7 @@ def _room(link: Link) -> Room:
 
 
 async def _answered(job: Callable[[], Awaitable[None]], done: OneShot[None]) -> None:
-    """Run a job that a caller waits for, who is told how it has ended."""
+    """Run a job, and pass its end or error to the caller that waits for it."""
     try:
         await job()
     except Exception as error:

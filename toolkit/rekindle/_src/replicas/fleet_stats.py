@@ -19,19 +19,19 @@ class ReplicaStats(html.Record):
     name: str
     role: str  # both, prefill or decode
     state: str  # opening, ready, draining, failed or closed
-    host: str  # that it runs on; empty while it is opening
+    host: str  # where it runs; empty while it is opening
     pid: int
-    inside: int  # sequences that it was sent and has not ended
-    routed: int  # sequences that were ever sent to it
+    inside: int  # sequences that were sent to it and have not ended
+    routed: int  # all sequences that were sent to it
     replaced: int  # times that a new process took over
     reopened_after: tuple[float, ...]  # seconds from each loss of a process until the next one was ready
-    why: str  # the latest process was lost, or could not be opened
-    figures: Mapping[str, Any]  # of its session, at most a few seconds old; counts go on when it is replaced
-    weights: str = ""  # that it was given by `swap_weights`; empty: those that it was opened with
+    why: str  # reason why the latest process was lost, or could not be opened
+    figures: Mapping[str, Any]  # of its session, at most a few seconds old; counts continue after a replacement
+    weights: str = ""  # from `swap_weights`; empty: those that it was opened with
 
     @property
     def hit_rate(self) -> float:
-        """Share of the prompt tokens that were found in its prefix cache."""
+        """The share of prompt tokens that came from its prefix cache."""
         return _share(self.figures.get("cached_tokens", 0), self.figures.get("prompt_tokens", 0))
 
 
@@ -42,34 +42,34 @@ class FleetStats(html.Record):
     model: str
     router: str
     replicas: tuple[ReplicaStats, ...]
-    live: int  # requests between submit and their end
-    places: int  # how many may live at once
+    live: int  # requests from submit to their end
+    places: int  # requests that may be live at once
     waiting_for_a_place: int
-    waiting: int  # sequences that no replica has taken, and those in the replicas' queues
+    waiting: int  # sequences without a replica, and those in the replicas' queues
     moved: int  # sequences that went on in another replica
     lost: int  # processes of replicas that were lost
     handed_over: int = 0  # sequences whose prompt one replica has computed for another
-    follows: tuple[int, int] | None = None  # the number of replicas follows the load between these; None: it is fixed
+    follows: tuple[int, int] | None = None  # range in which the number of replicas follows the load; None: it is fixed
 
     @property
     def ready(self) -> int:
         """Replicas that take requests."""
-        return sum(one.state == "ready" for one in self.replicas)
+        return sum(replica.state == "ready" for replica in self.replicas)
 
     @property
     def imbalance(self) -> float:
         """Sequences sent to the replica that got most, in proportion to the mean; 1 is even."""
-        routed = [one.routed for one in self.replicas]
+        routed = [replica.routed for replica in self.replicas]
         return max(routed) * len(routed) / sum(routed) if sum(routed) else 1.0
 
     @property
     def hit_rate(self) -> float:
-        """Share of the prompt tokens that were found in a prefix cache."""
+        """The share of prompt tokens that came from a prefix cache."""
         return _share(self.cached_tokens, self.prompt_tokens)
 
     def total(self, name: str) -> int:
-        """A figure of `session.stats()`, summed over the replicas."""
-        return sum(one.figures.get(name, 0) for one in self.replicas)
+        """Return a figure of `session.stats()`, summed over the replicas."""
+        return sum(replica.figures.get(name, 0) for replica in self.replicas)
 
     @property
     def running(self) -> int:
@@ -119,10 +119,10 @@ class FleetStats(html.Record):
     @property
     def step_sizes(self) -> dict[int, int]:
         """Steps by how many tokens they computed, rounded up to a power of two."""
-        found: Counter[int] = Counter()
-        for one in self.replicas:
-            found.update(one.figures.get("step_sizes", {}))
-        return dict(found)
+        sizes: Counter[int] = Counter()
+        for replica in self.replicas:
+            sizes.update(replica.figures.get("step_sizes", {}))
+        return dict(sizes)
 
     @property
     def slow_steps(self) -> int:
@@ -131,7 +131,7 @@ class FleetStats(html.Record):
 
     @property
     def aborted(self) -> int:
-        """Sequences that replicas were told to end early."""
+        """Sequences that replicas aborted."""
         return self.total("aborted")
 
     @property
@@ -165,9 +165,9 @@ class FleetStats(html.Record):
         return self.total("pages_held")
 
     def as_dict(self) -> dict[str, Any]:
-        """Its own figures and the sums by their names."""
-        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {**own, **{name: getattr(self, name) for name in _SUMS}}
+        """Return its fields and the sums by name."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {**fields, **{name: getattr(self, name) for name in _SUMS}}
 
     def __repr__(self) -> str:
         return (
@@ -189,17 +189,17 @@ class FleetStats(html.Record):
         )
         rows = [
             (
-                one.name,
-                one.state if one.role == "both" else f"{one.state}, {one.role}",
-                one.host,
-                one.inside,
-                one.figures.get("running", 0),
-                one.figures.get("generated_tokens", 0),
-                f"{one.hit_rate:.0%}",
-                one.replaced,
-                html.shortened(one.why, 60),
+                replica.name,
+                replica.state if replica.role == "both" else f"{replica.state}, {replica.role}",
+                replica.host,
+                replica.inside,
+                replica.figures.get("running", 0),
+                replica.figures.get("generated_tokens", 0),
+                f"{replica.hit_rate:.0%}",
+                replica.replaced,
+                html.shortened(replica.why, 60),
             )
-            for one in self.replicas
+            for replica in self.replicas
         ]
         names = ["replica", "state", "host", "requests", "running", "tokens", "cached", "replaced", "lost because it"]
         return str(html.block(head, html.table(names, rows), title=f"Fleet over {self.model}"))
@@ -209,7 +209,7 @@ _SUMS = tuple(name for name, entry in vars(FleetStats).items() if isinstance(ent
 
 
 def replica_stats(link: Link, routes: Routes) -> ReplicaStats:
-    """One replica as it is now. Call it on the fleet's loop."""
+    """Return the current figures of one replica. Call it on the fleet's loop."""
     described = link.described
     return ReplicaStats(
         name=link.name,

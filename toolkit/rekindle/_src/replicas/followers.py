@@ -20,20 +20,20 @@ try:
 except ImportError as error:
     raise MissingExtra("ray", "ray") from error
 
-LEAST_CPU = 0.001  # of a bundle whose processes ask for nothing: Ray takes no empty ones
+LEAST_CPU = 0.001  # of a bundle whose processes request no CPU: Ray takes no empty bundle
 
 
 class Group(NamedTuple):
-    """What a leader needs for its followers."""
+    """The processes of one replica, as its leader starts them."""
 
-    processes: int  # that share the model, the leader included
-    placement: Any  # their placement group, with a bundle for each, the leader's first; None: placed one by one
+    processes: int  # processes that share the model, the leader included
+    placement: Any  # their placement group, a bundle for each, the leader's first; None: placed one by one
     wanted: Mapping[str, Any]  # options of Ray for each of them
-    cores: Sequence[Sequence[int]]  # for each of them; empty: as the system divides them
+    cores: Sequence[Sequence[int]]  # for each of them; empty: the system decides
 
 
 def bundles(processes: int, wanted: Mapping[str, Any]) -> Any:
-    """A placement group with room for so many processes: on one machine if that has it, else on machines nearby."""
+    """Return a placement group for `processes` processes: on one machine if it has room, else on machines nearby."""
     needs = {"CPU": wanted.get("num_cpus") or LEAST_CPU}
     if wanted.get("num_gpus"):
         needs["GPU"] = wanted["num_gpus"]
@@ -41,14 +41,14 @@ def bundles(processes: int, wanted: Mapping[str, Any]) -> Any:
 
 
 def in_bundle(placement: Any, index: int) -> dict[str, Any]:
-    """Options of Ray that put an actor there."""
+    """Return Ray's options that place an actor in a bundle."""
     if placement is None:
         return {}
     return {"scheduling_strategy": PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=index)}
 
 
 class Follower:
-    """One process that follows a leader. It ends with the leader, whose death is that of its owner."""
+    """One process that follows a leader. The leader owns it, so it ends with the leader."""
 
     def __init__(self, secret: str, cores: Sequence[int]) -> None:
         os.environ[SECRET] = secret
@@ -60,13 +60,13 @@ class Follower:
 
 
 def gathered(group: Group, host: str, cache_dir: str | None) -> tuple[str, list[Any]]:
-    """Start the followers of this process; where they will look for it, and what keeps them alive."""
+    """Start this process's followers. Return their coordinator address and the references that keep them alive."""
     secret = os.environ[SECRET] = secrets.token_hex(32)
     with socket.create_server((host, 0)) as server:
         coordinator = f"{host}:{server.getsockname()[1]}"
-    kept: list[Any] = []
+    references: list[Any] = []
     for process in range(1, group.processes):
         options = {**group.wanted, **in_bundle(group.placement, process), "max_restarts": 0}
         follower: Any = ray.remote(Follower).options(**options).remote(secret, group.cores[process])
-        kept += [follower, follower.run.remote(coordinator, process, group.processes, cache_dir)]
-    return coordinator, kept
+        references += [follower, follower.run.remote(coordinator, process, group.processes, cache_dir)]
+    return coordinator, references

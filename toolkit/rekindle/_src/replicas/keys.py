@@ -1,4 +1,4 @@
-"""The keys of a request for a router: what its conversation and its system prompt have in common with others."""
+"""A request's keys for a router: digests of its conversation's beginning and of its system prompt."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 from rekindle._src.core.records import IntArray
 from rekindle._src.replicas.routing import Keys
 
-# Of a prompt that is no chat. What two prompts share beyond that many tokens counts as a system prompt.
+# For a prompt that is no chat. If two prompts share more than OPENING_TOKENS, that beginning counts as a system prompt.
 OPENING_TOKENS = 64
 CONVERSATION_TOKENS = 256
-MOST_CHARACTERS = 1 << 16  # of a message's text that count, so that long ones don't hold up others
-MOST_PARTS = 64  # of a message's content
+MOST_CHARACTERS = 1 << 16  # of a message's text in the digest, so that long messages don't delay others
+MOST_PARTS = 64  # of a message's content in the digest
 
 
 def keys_of_messages(messages: Sequence[Mapping[str, Any]], salt: str | None = None) -> Keys:
-    """Of a chat: its system message, and that with the first message of the user.
+    """Return the keys of a chat: of its system message, and of that with the user's first message.
 
-    Chats without a system message have nothing in common, so that they are spread over all replicas.
+    Chats without a system message have nothing in common, so they are spread over all replicas.
     """
     system = 0
     while system < len(messages) and messages[system].get("role") in ("system", "developer"):
@@ -32,14 +32,14 @@ def keys_of_messages(messages: Sequence[Mapping[str, Any]], salt: str | None = N
 
 
 def keys_of_tokens(tokens: IntArray, salt: str | None = None) -> Keys:
-    """Of any other prompt: its first tokens."""
+    """Return the keys of any other prompt: of its first tokens."""
     conversation = _salted(tokens[:CONVERSATION_TOKENS].tobytes(), salt)
     opening = _salted(tokens[:OPENING_TOKENS].tobytes(), salt) if len(tokens) > OPENING_TOKENS else conversation
     return Keys(opening, conversation)
 
 
 def _digest(messages: Sequence[Mapping[str, Any]], salt: str | None) -> bytes:
-    """Of roles and texts; what else a message may bring says little about which prompts have a beginning in common."""
+    """Return the digest of roles and texts. A message's other fields say little about common beginnings."""
     state = _hashed(salt)
     for message in messages:
         for text in (message.get("role"), *_texts(message.get("content"))):

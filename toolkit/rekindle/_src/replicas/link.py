@@ -1,4 +1,4 @@
-"""A fleet's link to one replica: opens it, sends it requests, reads its mail, and notices when it is gone or hangs."""
+"""A fleet's link to one replica: it opens it, sends requests, reads mail, and detects its death or hang."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ log = logging.getLogger("rekindle.fleet")
 PATIENCE = 1.0  # seconds that a call for mail waits
 HANG = 15.0  # seconds of silence after which a replica is replaced
 SOONEST, LATEST = 0.1, 0.5  # seconds between two attempts to open a replica
-FAILURES = 3  # of opening a session, one after another, after which a replica is given up
-FULL = 1000  # events that may wait to be told before no more mail is read
+FAILURES = 3  # consecutive failures to open a session after which a replica is given up
+FULL = 1000  # undelivered events above which no more mail is read
 
-# Counts that go on when a replica is replaced by a new one, which begins at 0.
+# Counts that continue after a replacement, although the new replica begins at 0.
 GROWING = (
     "submitted", "finished", "aborted", "failed", "prompt_tokens", "cached_tokens", "prefill_tokens",
     "generated_tokens", "accepted_tokens", "drafted_tokens", "preemptions", "steps", "slow_steps", "compilations",
@@ -38,18 +38,18 @@ GROWING = (
 
 
 class ReplicaState(enum.StrEnum):
-    """Where a replica is in its life."""
+    """The state of a replica."""
 
     OPENING = "opening"  # its process starts, or its session is being opened
     READY = "ready"
-    SWAPPING = "swapping"  # takes no more requests until it has other weights
-    DRAINING = "draining"  # takes no more requests; it ends when those it has are over
+    SWAPPING = "swapping"  # takes no requests until it has other weights
+    DRAINING = "draining"  # takes no more requests; it ends after those it has
     FAILED = "failed"  # its session could not be opened
     CLOSED = "closed"
 
 
 class Link:
-    """Owned by the fleet's loop."""
+    """The link to one replica, owned by the fleet's loop."""
 
     def __init__(self, connection: Connection, routes: Routes, *, hang: float = HANG) -> None:
         self._connection, self._routes, self._hang = connection, routes, hang
@@ -57,17 +57,17 @@ class Link:
         self.described: Described | None = None
         self.replaced = 0  # times that a new process took over
         self.reopened_after: list[float] = []  # seconds from the loss of a process until the next one was ready
-        self.why = ""  # it was lost, or failed
-        self.weights: Weights = Weights(0, "")  # that its process has
-        self.wanted: Weights = Weights(0, "")  # that a new process is to have before it takes requests
+        self.why = ""  # reason why it was lost, or failed
+        self.weights: Weights = Weights(0, "")  # of its process
+        self.wanted: Weights = Weights(0, "")  # that a new process gets before it takes requests
         self._figures: Mapping[str, Any] = {}
-        self._before: Counter[str] = Counter()  # of processes that are gone
-        self._sizes_before: Counter[int] = Counter()  # of their steps
+        self._before: Counter[str] = Counter()  # counts of earlier processes
+        self._sizes_before: Counter[int] = Counter()  # step sizes of earlier processes
         self._lives = 0
         self._lost_at: float | None = None
         self._posted: list[Sent] = []
         self._dropped: list[str] = []
-        self._wake: anyio.Event | None = None  # set when there is something to send
+        self._wake: anyio.Event | None = None  # set when there are messages to send
         self._scope: anyio.CancelScope | None = None  # of `run`
 
     @property
@@ -92,12 +92,12 @@ class Link:
 
     @property
     def pages(self) -> PageAddress | None:
-        """Where its pages can be taken."""
+        """The address where others take its pages."""
         return None if self.described is None else self.described.pages
 
     @property
     def longest(self) -> int:
-        """Tokens of a prompt and its answer together."""
+        """The most tokens of a prompt and its answer together."""
         return 0 if self.described is None else self.described.config.max_model_len or 0
 
     def post(self, sent: Sent) -> None:
@@ -116,13 +116,13 @@ class Link:
             self._wake.set()
 
     def figures(self) -> dict[str, Any]:
-        """Of its session; what counts up goes on over replacements."""
-        found = dict(self._figures)
+        """Return its session's figures. Counts continue over replacements."""
+        figures = dict(self._figures)
         for name in GROWING:
-            if name in found or name in self._before:
-                found[name] = found.get(name, 0) + self._before[name]
-        found["step_sizes"] = dict(self._sizes_before + Counter(found.get("step_sizes", {})))
-        return found
+            if name in figures or name in self._before:
+                figures[name] = figures.get(name, 0) + self._before[name]
+        figures["step_sizes"] = dict(self._sizes_before + Counter(figures.get("step_sizes", {})))
+        return figures
 
     async def run(self) -> None:
         """Keep the replica open until it is closed or has failed."""
@@ -144,7 +144,7 @@ class Link:
                 pause = min(LATEST, 2 * pause)
 
     async def _live(self) -> None:
-        """One process, from its beginning to its end, which raises."""
+        """Run one process from its start to its end, which raises."""
         described = await self._connection.open()
         self.weights = Weights(0, "")
         while self.weights != self.wanted:
@@ -167,8 +167,8 @@ class Link:
                 group.start_soon(self._send, sender, group)
                 group.start_soon(self._read, sender)
                 group.start_soon(self._warm)
-        except ExceptionGroup as several:
-            cause = root_cause(several)
+        except ExceptionGroup as errors:
+            cause = root_cause(errors)
             raise ReplicaGone(str(cause) or type(cause).__name__) from cause
 
     async def _send(self, sender: str, group: TaskGroup) -> None:
@@ -190,16 +190,16 @@ class Link:
             await self._connection.send(sender, requests, dropped)
 
     async def _warm(self) -> None:
-        """Let it take pages from its neighbours, while it serves."""
-        near = tuple(link.pages for link in self._routes.links.values() if link is not self and link.takes)
-        known = tuple(address for address in near if address is not None)
-        if not known or self.pages is None:
+        """Let it take pages from its neighbours while it serves."""
+        shared = tuple(link.pages for link in self._routes.links.values() if link is not self and link.takes)
+        addresses = tuple(address for address in shared if address is not None)
+        if not addresses or self.pages is None:
             return
         try:
-            await self._connection.warm(known)
+            await self._connection.warm(addresses)
         except ReplicaGone:
             raise
-        except Exception as error:  # it computes what it could not take
+        except Exception as error:  # it computes the pages that it could not take
             log.debug("replica %s took no pages from its neighbours: %s", self.name, error)
 
     async def _read(self, sender: str) -> None:
@@ -216,43 +216,43 @@ class Link:
                 await self._routes.told.wait()
 
     def _lost(self, why: str) -> bool:
-        """Its process is gone or useless; true if it was open before."""
+        """Record that its process is gone or useless. Return True if it was open before."""
         if self.state is ReplicaState.CLOSED:
             return False
-        opened = self.described is not None
+        was_open = self.described is not None
         self.why = why
         if self._lost_at is None:
             self._lost_at = time.monotonic()
-        if opened:
+        if was_open:
             log.warning("replica %s %s; another one takes its place", self.name, why)
             self.replaced += 1
             for name in GROWING:
                 self._before[name] += self._figures.get(name, 0)
             self._sizes_before += Counter(self._figures.get("step_sizes", {}))
             self._figures = {}
-            self._connection.kill()  # what can't be reached must not go on
+            self._connection.kill()  # an unreachable process must not go on
         self.described = None
         if self.state in (ReplicaState.READY, ReplicaState.SWAPPING):
             self.state = ReplicaState.OPENING
-        if opened:
+        if was_open:
             self._routes.lost(self, why)
-        return opened
+        return was_open
 
     def _fail(self, error: Exception) -> None:
         self.state = ReplicaState.FAILED
         log.error("replica %s is given up after %d attempts: %s", self.name, FAILURES, error)
         self._connection.close()
-        ended = (ReplicaState.FAILED, ReplicaState.CLOSED)
-        if all(getattr(link, "state", None) in ended for link in self._routes.links.values()):
+        final = (ReplicaState.FAILED, ReplicaState.CLOSED)
+        if all(getattr(link, "state", None) in final for link in self._routes.links.values()):
             lost = ReplicaLost(f"no replica is left: {error}. Close the fleet and open another one")
             lost.__cause__ = error
             self._routes.fail_waiting(lost)
 
     async def swap(self, weights: Weights, drain: float) -> None:
-        """Have its process go on with other weights. Raises `ReplicaGone`, or why it can't take them.
+        """Swap its weights. Raise `ReplicaGone`, or the session's error if it can't take them.
 
-        It takes no requests meanwhile. Those it has may end for `drain` seconds, then others take them, or if there are
-        no others they go on here.
+        It takes no requests meanwhile. Those it has may end for `drain` seconds; then others take them, or they go on
+        here if there are no others.
         """
         self.state, life = ReplicaState.SWAPPING, self._lives
         try:
@@ -270,7 +270,7 @@ class Link:
         except ReplicaGone:
             if self.state is ReplicaState.SWAPPING:
                 self.state = ReplicaState.OPENING
-                self._connection.kill()  # so that `run` finds it gone, and opens another
+                self._connection.kill()  # so that `run` detects it and opens another one
             raise
         finally:
             if self.state is ReplicaState.SWAPPING:
@@ -282,14 +282,14 @@ class Link:
         return any(link.takes for link in self._routes.links.values())
 
     def renew(self, why: str) -> None:
-        """Have another process take the place of this one, which is of no use."""
+        """Replace its process, which is useless, by another one."""
         if self.state is ReplicaState.READY:
             log.warning("replica %s %s; another one takes its place", self.name, why)
             self.state = ReplicaState.OPENING
             self._connection.kill()
 
     async def drain(self, seconds: float) -> None:
-        """Take no more requests, let those that run end for `seconds`, move the others, and end the process."""
+        """Take no more requests, let running ones end for `seconds`, move the others, and end the process."""
         self.state = ReplicaState.DRAINING
         with anyio.move_on_after(seconds):
             while self._routes.inside(self.name):
@@ -307,7 +307,7 @@ class Link:
 
 @contextlib.contextmanager
 def answering(seconds: float) -> Iterator[None]:
-    """A block that has to end within `seconds`, or the replica hangs."""
+    """Bound a block to `seconds`. Raise `ReplicaGone` if it takes longer: the replica hangs."""
     with anyio.move_on_after(seconds) as scope:
         yield
     if scope.cancelled_caught:

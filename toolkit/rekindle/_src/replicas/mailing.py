@@ -1,4 +1,4 @@
-"""News of sequences on their way to a fleet: joined while they wait."""
+"""News of sequences for a fleet, merged while they wait."""
 
 from __future__ import annotations
 
@@ -16,53 +16,53 @@ from rekindle._src.dispatch.wakeups import Wakeup
 from rekindle._src.replicas.wire import News
 from rekindle.errors import ProcessLost, RequestFailed, SessionClosed
 
-TOGETHER = 0.01  # seconds between two mails at least: tokens of that time travel together
+TOGETHER = 0.01  # seconds between two mails at least: tokens of this time travel together
 
 
 class Box:
-    """The news for one fleet, and the requests that it waits for. `put` may be called in any thread."""
+    """The news for one fleet, and its running requests. `put` may be called in any thread."""
 
     def __init__(self) -> None:
         self.running: dict[str, Mailbox] = {}
-        self.beginning: set[str] = set()  # requests that are being taken in, and were not aborted
-        self.called = time.monotonic()  # when the fleet last asked
+        self.beginning: set[str] = set()  # requests being taken in that were not aborted
+        self.called = time.monotonic()  # time of the fleet's last call
         self._pending: dict[str, News] = {}
         self._lock = threading.Lock()
         self._wakeups: list[Wakeup] = []
-        self._urgent = False  # a first token or an end does not wait for company
+        self._urgent = False  # a first token or an end is sent at once
         self._sent_at = 0.0
 
     def put(self, news: News) -> None:
-        """Add what happened to a sequence."""
+        """Add the news of a sequence."""
         request_id = news.event.request_id
         with self._lock:
-            first, before = not self._pending, self._pending.get(request_id)
-            if before is not None:
-                waited = news.waited if before.waited is None else before.waited
-                news = News(before.event.then(news.event), waited)
+            first, earlier = not self._pending, self._pending.get(request_id)
+            if earlier is not None:
+                waited = news.waited if earlier.waited is None else earlier.waited
+                news = News(earlier.event.then(news.event), waited)
             self._pending[request_id] = news
             self._urgent = self._urgent or news.waited is not None or news.event.finish_reason is not None
             rouse = first or self._urgent
-        if rouse:  # what only joins others changes nothing for the one who waits, and waking costs the session time
+        if rouse:  # merged news changes nothing for the reader, and waking it costs the session time
             wake(self._wakeups)
 
     async def collect(self, patience: float) -> tuple[News, ...]:
-        """What is new, as soon as there is something; nothing after `patience` seconds."""
+        """Wait for news and return it, or an empty tuple after `patience` seconds."""
         self.called = time.monotonic()
         with anyio.move_on_after(patience):
             await until(lambda: bool(self._pending), self._wakeups)
             with anyio.move_on_after(max(0.0, self._sent_at + TOGETHER - time.monotonic())):
                 await until(lambda: self._urgent, self._wakeups)
         with self._lock:
-            found, self._pending, self._urgent = tuple(self._pending.values()), {}, False
+            news, self._pending, self._urgent = tuple(self._pending.values()), {}, False
         self.called = self._sent_at = time.monotonic()
-        return found
+        return news
 
 
 def sendable(event: TokenEvent) -> TokenEvent:
-    """The event, with an error that can be read in another process; its cause stays here, but for its message.
+    """Return the event with an error that another process can unpickle. Of its cause, only the message is sent.
 
-    A step that failed because a process that shares the model is gone has ended the session, and not just the request.
+    If a step failed because a process that shares the model is gone, the whole session has ended.
     """
     error = event.error
     if error is None:
@@ -71,7 +71,7 @@ def sendable(event: TokenEvent) -> TokenEvent:
         return dataclasses.replace(event, error=SessionClosed(f"a process of the replica is gone: {shown(error)}"))
     try:
         return dataclasses.replace(event, error=_readable(error))
-    except Exception:  # classes of users may raise anything
+    except Exception:  # users' exception classes may raise anything
         return dataclasses.replace(event, error=RequestFailed(shown(error)))
 
 
@@ -94,5 +94,5 @@ def _lost_process(error: BaseException | None) -> bool:
 
 
 def failed(request_id: str, error: BaseException) -> TokenEvent:
-    """The end of a sequence by an error."""
+    """Return the event for a sequence that ended by an error."""
     return sendable(TokenEvent(request_id, finish_reason=FinishReason.FAILED, error=error))

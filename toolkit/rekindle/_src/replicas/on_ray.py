@@ -1,4 +1,4 @@
-"""Replicas as actors of Ray, which places them, starts their processes, and starts others when these die."""
+"""Replicas as actors of Ray. It places them, starts their processes, and restarts them when they die."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ try:
 except ImportError as error:
     raise MissingExtra("ray", "ray") from error
 
-_AT_ONCE = 1000  # calls of an actor
-LAST_SECONDS = 0.5  # for an error to reach the fleet
+_AT_ONCE = 1000  # concurrent calls of an actor
+LAST_SECONDS = 0.5  # seconds for an error to reach the fleet
 LEASE = 60.0  # seconds that a shared replica waits for another fleet
 
 
@@ -52,7 +52,7 @@ class Actor:
     ) -> None:
         pin(group.cores[0])
         self._model, self._options, self._group = model, options, group
-        self._lease = lease  # seconds without a fleet after which it ends
+        self._lease = lease  # seconds without a fleet until it ends
         self._host = "127.0.0.1" if alone else ray.util.get_node_ip_address()
         self._followers: list[Any] = []
         self._replica = Replica(self._session, role=role, listen=self._host)
@@ -65,7 +65,7 @@ class Actor:
         try:
             return await self._replica.open()
         except Exception:
-            if self._group.processes > 1:  # a process joins others once in its life, so that another one tries again
+            if self._group.processes > 1:  # a process joins others once in its life, so a new one must try again
                 asyncio.get_running_loop().call_later(LAST_SECONDS, os._exit, 1)
             raise
 
@@ -85,7 +85,7 @@ class Actor:
         return await self._replica.warm(addresses)
 
     async def swap_weights(self, weights: str) -> None:
-        """Go on with other weights."""
+        """Swap the weights."""
         await self._replica.swap_weights(weights)
 
     async def send(self, sender: str, requests: tuple[Sent, ...], ended: tuple[str, ...]) -> None:
@@ -93,12 +93,12 @@ class Actor:
         await self._replica.send(sender, requests, ended)
 
     async def mail(self, sender: str, patience: float) -> Mail:
-        """News for `sender`."""
+        """Return the news for `sender`."""
         return await self._replica.mail(sender, patience)
 
 
 class RayConnection:
-    """A fleet's way to one actor."""
+    """A fleet's connection to one actor."""
 
     def __init__(self, name: str, actor: Any, role: Role, *, shared: bool = False, placement: Any = None) -> None:
         self._name, self._actor, self._role, self._shared, self._placement = name, actor, role, shared, placement
@@ -113,16 +113,16 @@ class RayConnection:
         return self._role
 
     async def open(self) -> Described:
-        self._described = found = await self._call("open")
-        return found
+        self._described = described = await self._call("open")
+        return described
 
     def opening(self) -> Any:
-        """A reference to what `open` gives."""
+        """Return a reference to the result of `open`."""
         return self._actor.open.remote()
 
     async def warm(self, addresses: tuple[PageAddress, ...]) -> int:
-        found: int = await self._call("warm", addresses)
-        return found
+        pages: int = await self._call("warm", addresses)
+        return pages
 
     async def swap_weights(self, weights: str) -> None:
         await self._call("swap_weights", weights)
@@ -131,8 +131,8 @@ class RayConnection:
         await self._call("send", sender, requests, ended)
 
     async def mail(self, sender: str, patience: float) -> Mail:
-        found: Mail = await self._call("mail", sender, patience)
-        return found
+        mail: Mail = await self._call("mail", sender, patience)
+        return mail
 
     async def _call(self, method: str, *arguments: Any) -> Any:
         try:
@@ -143,9 +143,9 @@ class RayConnection:
             raise ReplicaGone(f"is gone ({type(error).__name__})") from error
 
     def kill(self) -> None:
-        """End its process: by a signal where that is possible, since a process that hangs takes no calls of Ray.
+        """End its process: by a signal if possible, since a process that hangs takes no calls of Ray.
 
-        A process that has ended is left to Ray, which is starting another: that one must not be ended, too.
+        A process that has ended is left to Ray, which starts another one. That one must not be ended.
         """
         described, self._described = self._described, None
         if described is None:
@@ -158,7 +158,7 @@ class RayConnection:
 
     def close(self) -> None:
         if self._shared:
-            return  # others may use it; its lease ends by itself
+            return  # others may use it; it ends when its lease does
         with contextlib.suppress(Exception):  # Ray may have been shut down
             ray.kill(self._actor, no_restart=True)
             if self._placement is not None:
@@ -166,14 +166,14 @@ class RayConnection:
 
 
 def _is_ours(pid: int) -> bool:
-    """Whether a process is still the actor's, and not another one that got its number."""
+    """True if a process is still the actor's, and not another one with its number."""
     with contextlib.suppress(OSError):
         return "ray::" in Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
     return False
 
 
 def cause_of(error: Any) -> BaseException:
-    """What a method of an actor raised."""
+    """Return the exception that an actor's method raised."""
     cause = getattr(error, "cause", None)
     return cause if isinstance(cause, BaseException) else error
 
@@ -186,9 +186,9 @@ def actors(
     shared: str | None,
     most: int | None = None,
 ) -> Callable[[], RayConnection]:
-    """A function that starts one more replica: those of `roles` first, then others like the last one.
+    """Return a function that starts one more replica: those of `roles` first, then others like the last one.
 
-    On one machine they divide the cores: by `most`, if there may be more of them later.
+    On one machine they divide the cores, among `most` replicas if there may be that many later.
     """
     replicas, processes = len(roles), int(options.get("processes", 1))
     alone = len([node for node in ray.nodes() if node.get("Alive")]) == 1
@@ -217,7 +217,7 @@ def actors(
         group = Group(processes, placement, wanted, cores)
         lease: float | None = None
         own = {**given, **in_bundle(placement, 0)}
-        if shared is not None:  # it belongs to all fleets of this name, and is found by it
+        if shared is not None:  # the actor belongs to all fleets of this name
             lease, own["name"] = LEASE, f"rekindle {shared} {name}"
             own |= {"namespace": "rekindle", "lifetime": "detached", "get_if_exists": True}
         actor = ray.remote(Actor).options(**own).remote(model, dict(options), group, role, lease, alone=alone)
@@ -235,7 +235,7 @@ def parts(
     shared: str | None = None,
     most: int | None = None,
 ) -> Parts:
-    """Start the replicas of a fleet, and wait until the first of them is open."""
+    """Start the replicas of a fleet, and wait until the first one is open."""
     leave = start()
     connections: list[RayConnection] = []
 
@@ -263,8 +263,8 @@ def parts(
         raise
 
     def one_more() -> RayConnection:
-        made = another()
-        connections.append(made)
-        return made
+        connection = another()
+        connections.append(connection)
+        return connection
 
     return Parts(connections, described, one_more, close, uuid.uuid4().hex[:12])

@@ -34,20 +34,20 @@ def fleet(
 ) -> FleetOpening:
     """Open a model in several processes: `fleet = await rekindle.fleet(model, replicas=2)`, or with `async with`.
 
-    Each replica is a session in a process of its own, on Ray: on the cluster that this process is connected to, that
-    `$RAY_ADDRESS` names or that `ray start` has begun on this machine; else Ray is started here, quietly, and listens
-    to no other machine. The fleet takes requests as a session does, and they survive the death of a replica, which Ray
-    replaces. `replicas` is a number, or a pair such as (1, 4): as many as the load asks for, by the requests that live
-    and the prompt tokens that wait.
+    Each replica is a session in its own process on Ray. The cluster is the one that this process is connected to, that
+    `$RAY_ADDRESS` names, or that `ray start` has begun on this machine. Otherwise Ray is started here, quietly, and
+    listens to this machine only. The fleet takes requests as a session does. They survive the death of a replica,
+    which Ray replaces. `replicas` is a number, or a pair such as (1, 4): then the number follows the load between
+    them, by the live requests and the waiting prompt tokens.
 
-    `router` says which replica gets a request: "affinity" keeps conversations and system prompts together, so that
-    their beginnings are found in the prefix cache, as long as no replica has a quarter more to do than the others;
-    "shortest" takes the one with the fewest requests; "round-robin" takes each in turn. `roles` divides the work:
-    {"prefill": 1, "decode": 2} has one replica compute prompts up to their first token, and two go on from there with
-    the pages that they take from it, so that long prompts don't make streams wait. `resources` are options of
-    Ray for each process, such as {"num_gpus": 1}; on one machine without GPUs the replicas divide its cores. The other
-    options are those of `open()`. With `mesh` and `processes` each replica is a group of so many processes that share
-    the model, placed near each other; they end together and are replaced together. Needs the extra `ray`.
+    `router` chooses the replica of a request: "affinity" keeps conversations and system prompts together, so that the
+    prefix cache has their beginnings, as long as no replica has a quarter more requests than the mean; "shortest"
+    takes the one with the fewest requests; "round-robin" takes each in turn. `roles` divides the work: with
+    {"prefill": 1, "decode": 2} one replica computes prompts up to their first token, and two continue with the pages
+    that they take from it, so long prompts don't delay streams. `resources` are options of Ray for each process, such
+    as {"num_gpus": 1}; on one machine without GPUs the replicas divide its cores. The other options are those of
+    `open()`. With `mesh` and `processes` each replica is a group of processes that share the model, placed near each
+    other; they end together and are replaced together. Needs the extra `ray`.
     """
     forked.opening()
     parts_of, size = sized(roles, replicas)
@@ -55,8 +55,8 @@ def fleet(
         raise ConfigError("model", model, "can't be sent to other processes", "Pass a folder or a hub id")
     checked(options)
     most = None if size is None else size.most
-    started = functools.partial(_parts, located(model), _sent(options), parts_of, resources, most=most)
-    return FleetOpening(started, str(model), router, size=size)
+    start_parts = functools.partial(_parts, located(model), _sent(options), parts_of, resources, most=most)
+    return FleetOpening(start_parts, str(model), router, size=size)
 
 
 def shared_fleet(
@@ -69,16 +69,16 @@ def shared_fleet(
     options: Mapping[str, Any],
     size: Range | None = None,
 ) -> FleetOpening:
-    """A fleet whose replicas belong to all fleets of this name in the cluster; they end when none uses them."""
+    """Return a fleet over replicas shared by all fleets of this name in the cluster. They end when unused."""
     most = None if size is None else size.most
-    started = functools.partial(_parts, located(model), _sent(options), roles, resources, shared=name, most=most)
-    return FleetOpening(started, model, router, size=size)
+    start_parts = functools.partial(_parts, located(model), _sent(options), roles, resources, shared=name, most=most)
+    return FleetOpening(start_parts, model, router, size=size)
 
 
 def sized(
     roles: Mapping[Literal["prefill", "decode"], int] | None, replicas: int | tuple[int, int] | None
 ) -> tuple[tuple[Role, ...], Range | None]:
-    """The roles of the first replicas, and between which numbers they follow the load; None if they don't."""
+    """Return the roles of the first replicas, and the range in which their number follows the load, or None."""
     if replicas is None or isinstance(replicas, int):
         return roles_of(roles, replicas), None
     size = Range.of(replicas)
@@ -89,7 +89,7 @@ def sized(
 
 
 def checked(options: Mapping[str, Any]) -> None:
-    """Refuse options that no session takes, before a process is started."""
+    """Refuse invalid options before a process is started."""
     if options.get("processes", 1) == 1:
         EngineConfig.of(options)
         return
@@ -100,8 +100,8 @@ def checked(options: Mapping[str, Any]) -> None:
 
 
 def _sent(options: Mapping[str, Any]) -> dict[str, Any]:
-    given = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
-    return {**given, "quiet": True}
+    plain = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
+    return {**plain, "quiet": True}
 
 
 def _parts(

@@ -1,4 +1,4 @@
-"""A replica's share in pages: it gives those it has, and takes those that its requests left in other replicas."""
+"""Sharing of pages: a replica gives its pages, and takes those of its requests from other replicas."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from rekindle.errors import RekindleError
 log = logging.getLogger("rekindle.fleet")
 PULLS = 4  # at once
 LOOK_SECONDS = 0.1
-ROOM_SECONDS = 10.0  # how long a pull waits until pages of others were used; its prompt is computed then
+ROOM_SECONDS = 10.0  # a pull's limit of waiting for room; after it, the prompt is computed instead
 
-Then = Callable[[Callable[[], object]], object]  # goes on; its argument gives the pages up when they were used
+Then = Callable[[Callable[[], object]], object]  # continues a request; its argument releases the pages after their use
 
 
 class Pulls:
-    """Of one open session whose pages can be shared."""
+    """The pulls of one open session whose pages can be shared."""
 
     def __init__(self, session: Session, shared: SharedPages) -> None:
         self._host, self._puller = session._host, Puller(session._host, session._cache_writer)
         self.address: PageAddress = shared._page_address()
-        self.pages = self.bytes = self.failed = 0  # that were taken, and pulls that gave nothing
+        self.pages = self.bytes = self.failed = 0  # pages and bytes that were taken, and failed pulls
         self._waiting: deque[Callable[[], object]] = deque()
         self._workers = 0
         self._room = threading.Condition()
-        self._held = 0  # bytes in host memory that no request has used yet
+        self._held = 0  # bytes of pulled pages in host memory that no request has used yet
 
     def figures(self) -> dict[str, int]:
-        """For the statistics of the fleet."""
+        """Return the figures for the fleet's statistics."""
         return {"pulled_pages": self.pages, "pulled_bytes": self.bytes, "failed_pulls": self.failed}
 
     def before(self, request: Request, address: PageAddress, then: Then) -> None:
-        """Take the pages of a request's prompt, and call `then`, in another thread, whether that worked or not."""
+        """Take the pages of a request's prompt in another thread, and call `then` there, after a failure too."""
         with self._room:
             self._waiting.append(lambda: self._pull(request, address, then))
             if self._workers == PULLS:
@@ -51,7 +51,7 @@ class Pulls:
         threading.Thread(target=self._work, name="rekindle pulls", daemon=True).start()
 
     def warm(self, addresses: Sequence[PageAddress]) -> int:
-        """Take what the neighbours are likeliest to need again, half of host memory in all; how many pages."""
+        """Take the pages that neighbours most likely need again, up to half of host memory. Return their number."""
         total, budget = 0, self._puller.budget // 2
         for number, address in enumerate(addresses, start=1):
             try:
@@ -97,12 +97,12 @@ class Pulls:
         then(claim.give_up)
 
     def _enter(self, size: int) -> bool:
-        """Wait until so many bytes fit beside those that requests wait for; false if that takes too long."""
-        looks = int(ROOM_SECONDS / LOOK_SECONDS)
+        """Reserve room for `size` bytes. Return False if none is free within `ROOM_SECONDS`."""
+        looks_left = int(ROOM_SECONDS / LOOK_SECONDS)
         with self._room:
             while self._held and self._held + size > self._puller.budget:
-                looks -= 1
-                if looks < 0 or self._host.closing:
+                looks_left -= 1
+                if looks_left < 0 or self._host.closing:
                     return False
                 self._room.wait(LOOK_SECONDS)
             self._held += size
@@ -115,14 +115,14 @@ class Pulls:
 
 
 class _Claim:
-    """Room in host memory, and the pages that lie there, until a request has used them."""
+    """Room in host memory with pulled pages, until a request has used them."""
 
     def __init__(self, leave: Callable[[], object]) -> None:
         self._leave: Callable[[], object] | None = leave
         self.held: Held | None = None
 
     def give_up(self) -> None:
-        """Once; further calls do nothing."""
+        """Release room and pages. Further calls do nothing."""
         leave, self._leave = self._leave, None
         if self.held is not None:
             self.held.release()
@@ -131,4 +131,4 @@ class _Claim:
 
 
 def nothing() -> None:
-    """What there is to give up where no pages were taken."""
+    """Do nothing: no pages were taken, so there is nothing to release."""

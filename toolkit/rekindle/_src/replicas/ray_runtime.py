@@ -1,4 +1,4 @@
-"""Ray itself: a cluster that is there is joined, else Ray is started on this machine, quietly and for it alone."""
+"""Ray itself: join an existing cluster, or start Ray quietly for this machine only."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ try:
 except ImportError as error:
     raise MissingExtra("ray", "ray") from error
 
-# Of Ray, if it is started here: no report of its use, devices as they are for actors without any, and the addresses
-# that it takes on Windows and macOS, where it is for one machine alone: those of the loopback.
+# Ray's variables if it is started here: no usage report, unchanged visible devices for actors without any, and
+# loopback addresses, which Ray uses on Windows and macOS, where it runs on one machine only.
 _LOCAL = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
 }
-ADDRESS = "RAY_ADDRESS"  # of the environment: the cluster to join, as Ray itself reads it
+ADDRESS = "RAY_ADDRESS"  # environment variable of Ray's: the cluster to join
 ATTEMPTS = 3  # to start Ray
 
 _PRINT: Any = getattr(ray._private.worker, "print_to_stdstream", None)
 
 _lock = threading.Lock()
-_users = 0  # fleets on a Ray that was started here
+_users = 0  # fleets on the Ray that was started here
 _started = False
 
 
 def start() -> Callable[[], None]:
-    """Join a cluster of Ray, or start Ray on this machine alone. Returns what undoes that."""
+    """Join a cluster of Ray, or start Ray for this machine only. Return a function that undoes this."""
     global _users, _started
     with _lock:
         if ray.is_initialized() and not _started:
@@ -54,9 +54,9 @@ def start() -> Callable[[], None]:
 
 
 def _join() -> bool:
-    """Join the cluster that `$RAY_ADDRESS` names, or that `ray start` has begun on this machine; true if there is one.
+    """Join the cluster of `$RAY_ADDRESS`, or of `ray start` on this machine. Return False if there is none.
 
-    A Ray that another program has started for itself is left alone: it ends when that program does.
+    A Ray that another program has started for itself is not joined: it ends with that program.
     """
     named = os.environ.get(ADDRESS, "")
     if named == "local":
@@ -75,18 +75,18 @@ def _join() -> bool:
 
 
 def _started_here_before() -> str:
-    """The address that `ray start` has noted on this machine, if something answers there; else nothing."""
-    found = ray._private.utils.read_ray_address() or ""
-    host, _, port = found.rpartition(":")
+    """Return the address that `ray start` has noted on this machine if a server answers there, else an empty string."""
+    address = ray._private.utils.read_ray_address() or ""
+    host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=2.0).close()
     except (OSError, ValueError):
         return ""
-    return found
+    return address
 
 
 def _start_patiently() -> None:
-    """Try again where Ray could not be started: on a busy machine its own processes wait too shortly for each other."""
+    """Start Ray here, in several attempts: on a busy machine its processes wait too briefly for each other."""
     for attempt in range(1, ATTEMPTS + 1):
         try:
             _start_here()
@@ -94,20 +94,20 @@ def _start_patiently() -> None:
         except Exception as error:
             ray.shutdown()
             if attempt == ATTEMPTS:
-                told = str(error).strip()[:300]
+                reason = str(error).strip()[:300]
                 raise RekindleError(
-                    f"Ray could not be started here, in {ATTEMPTS} attempts: {told} Its logs are in "
+                    f"Ray could not be started here, in {ATTEMPTS} attempts: {reason} Its logs are in "
                     "/tmp/ray/session_latest/logs. Or start it yourself (ray start --head) and open the fleet again"
                 ) from error
 
 
 def _start_here() -> None:
-    """Start Ray on this machine, without a dashboard, listening to this machine alone."""
+    """Start Ray on this machine, without a dashboard and for this machine only."""
     constants = ray._private.ray_constants
-    before = getattr(constants, "ENABLE_RAY_CLUSTER", True)
-    constants.ENABLE_RAY_CLUSTER = False  # it was read from the environment when Ray was imported
+    previous = getattr(constants, "ENABLE_RAY_CLUSTER", True)
+    constants.ENABLE_RAY_CLUSTER = False  # Ray has read it from the environment at its import
     try:
-        # JAX warns of every process that is started by a fork; Ray's begin with another program at once.
+        # JAX warns of every forked process; Ray's processes run another program at once.
         with _environment(_LOCAL), warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)
             ray.init(
@@ -118,8 +118,8 @@ def _start_here() -> None:
                 _node_ip_address="127.0.0.1",
             )
     finally:
-        constants.ENABLE_RAY_CLUSTER = before
-    # Ray prints a page about each process that dies, which no option turns off; the fleet tells of it in a line.
+        constants.ENABLE_RAY_CLUSTER = previous
+    # Ray prints a page about each dead process, which no option turns off; the fleet logs a line about it.
     ray._private.worker.print_to_stdstream = _say_nothing
 
 
@@ -139,7 +139,7 @@ def _leave() -> None:
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """Ray says nothing but errors."""
+    """Let Ray log errors only."""
     log = logging.getLogger("ray")
     level = log.level
     log.setLevel(logging.ERROR)
@@ -151,7 +151,7 @@ def _quietly() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set variables of the environment where they are not set, and remove them again."""
+    """Set environment variables that are not set, and remove them at the end."""
     new = {name: value for name, value in values.items() if name not in os.environ}
     os.environ.update(new)
     try:

@@ -1,4 +1,4 @@
-"""Grammars of requests that run elsewhere: only their description travels, and is compiled where they run."""
+"""Grammars of requests that run in other processes: only the description is sent, and compiled there."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rekindle.errors import InvalidRequest
 
 
 class RemoteGuide:
-    """Stands for a guide: what it is made from, and the tokens that it has to take first."""
+    """A placeholder for a guide: its description, and the tokens that it must consume first."""
 
     ended: bool = False
     spent: float = 0.0
@@ -34,7 +34,7 @@ class RemoteGuide:
         raise AssertionError("a guide was asked in a process that runs no steps")
 
     def made(self, grammar: Grammar) -> Guide:
-        """The guide itself, where the sequence's own tokens begin. Raises `InvalidRequest`."""
+        """Return the guide itself, behind the covered tokens. Raise `InvalidRequest` if they don't match."""
         guide = grammar.guide(self.eos_ids, self.reasoning, self.budget)
         for token in self.covered:
             if guide.consume(token).problem:
@@ -45,12 +45,12 @@ class RemoteGuide:
                     f"does not follow the {kind} of what is forked, or nothing may follow it",
                     f"Change it, fork earlier, or pass {kind}=None",
                 )
-        guide.consumed, guide.ended = 0, False  # behind a complete text its end may come
+        guide.consumed, guide.ended = 0, False  # behind a complete text, the end may come
         return guide
 
 
 class RemoteGrammar:
-    """Stands for a compiled grammar."""
+    """A placeholder for a compiled grammar."""
 
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
@@ -62,7 +62,7 @@ class RemoteGrammar:
 
 
 class RemoteGrammars:
-    """Stands for `Grammars`: every spec is taken, and refused where it is compiled if it can't be followed."""
+    """A placeholder for `Grammars`. It accepts every spec; an invalid one is refused where it is compiled."""
 
     def find(self, spec: Spec) -> RemoteGrammar:
         return RemoteGrammar(spec)
@@ -71,4 +71,4 @@ class RemoteGrammars:
         return RemoteGrammar(spec)
 
     def close(self) -> None:
-        """Nothing is compiled here."""
+        """Do nothing: nothing is compiled here."""

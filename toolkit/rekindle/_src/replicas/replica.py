@@ -1,4 +1,4 @@
-"""A replica: a session in a process of its own, and the mail to the fleets that send it requests."""
+"""A replica: a session in its own process, and the mail to the fleets that send it requests."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ from rekindle._src.structured.token_rules import RestrictedGuide, rules_of
 from rekindle.errors import ConfigError, InvalidRequest, QueueFull
 
 log = logging.getLogger("rekindle.fleet")
-BEAT = 1.0  # seconds between two looks at the session
-FORGOTTEN = 30.0  # seconds without a call for mail after which a fleet is taken to be gone
+BEAT = 1.0  # seconds between two checks of the session
+FORGOTTEN = 30.0  # seconds without a call for mail after which a fleet counts as gone
 
 Opening = Callable[[], Session]  # blocks until the session is open
 
 
 class Replica:
-    """Serves any number of fleets. All methods run on one event loop; `run` has to run beside them."""
+    """Serves any number of fleets. All methods run on one event loop, and `run` must run beside them."""
 
     def __init__(self, opening: Opening, *, role: Role = "both", listen: str | None = "127.0.0.1") -> None:
-        """`listen` is the address of this host at which other replicas take pages; None: nowhere."""
+        """Make a replica. Others take its pages at the host address `listen`; None shares no pages."""
         self._opening, self._role, self._listen = opening, role, listen
         self._pulls: Pulls | None = None
         self._opened: Session | None = None
@@ -65,7 +65,7 @@ class Replica:
             return self._described
 
     async def _sharing(self, session: Session) -> Pulls | None:
-        """Begin to share the session's pages; None if it keeps none off its device."""
+        """Begin to share the session's pages. Return None if it keeps none off its device."""
         if self._listen is None:
             return None
         try:
@@ -73,12 +73,12 @@ class Replica:
         except ConfigError as error:
             log.debug("a replica shares no pages: %s", error)
             return None
-        if self._role == "decode":  # computing prompts is what its streams must not wait for
+        if self._role == "decode":  # its streams must not wait for the computation of prompts
             parts(session._cache_writer)[1].costs.mode = "always"
         return Pulls(session, shared)
 
     async def run(self, lease: float | None = None) -> None:
-        """Look at the session, and for fleets that are gone; return when there was none for `lease` seconds."""
+        """Check the session, and drop fleets that are gone. Return after `lease` seconds without a fleet."""
         used = time.monotonic()
         while lease is None or time.monotonic() - used < lease:
             await anyio.sleep(BEAT)
@@ -91,7 +91,7 @@ class Replica:
                     self._session._host.abort(mailbox)
 
     async def _look(self) -> None:
-        """Take the session's figures by way of its loop, which shows that this is alive."""
+        """Take the session's figures on its loop, which shows that the loop is alive."""
         stats = await anyio.to_thread.run_sync(self._session.stats)
         plain = {name: value for name, value in stats.as_dict().items() if isinstance(value, int | float | str)}
         figures: dict[str, Any] = {**plain, "step_sizes": dict(stats.step_sizes)}
@@ -104,7 +104,7 @@ class Replica:
         return self._opened
 
     async def warm(self, addresses: tuple[PageAddress, ...]) -> int:
-        """Take pages that neighbours are likely to need again; how many."""
+        """Take pages that neighbours likely need again. Return their number."""
         pulls = self._pulls
         return 0 if pulls is None else await anyio.to_thread.run_sync(pulls.warm, addresses)
 
@@ -119,7 +119,7 @@ class Replica:
             else:
                 box.beginning.discard(request_id)
         box.beginning.update(sent.id for sent in requests)
-        async with anyio.create_task_group() as group:  # none waits for the grammar of one before it
+        async with anyio.create_task_group() as group:  # no request waits for the grammar of an earlier one
             for sent in requests:
                 group.start_soon(self._begin, box, sent)
 
@@ -131,7 +131,7 @@ class Replica:
             mailbox = box.running.get(sent.id)
             if mailbox is None:
                 box.put(News(failed(sent.id, failure)))
-            else:  # it has a place
+            else:  # the request has a place
                 mailbox.complete_all(failure)
         finally:
             box.beginning.discard(sent.id)
@@ -142,20 +142,20 @@ class Replica:
         if guide is not None or request.sampling.restricted:
             grammar = None if guide is None else await self._grammar(box, request, guide)
             request = await anyio.to_thread.run_sync(_guided, session, request, guide, grammar)
-        if sent.id not in box.beginning:  # it was aborted meanwhile
+        if sent.id not in box.beginning:  # the request was aborted meanwhile
             return
         if not session._host.limiter.try_enter(1):
             raise QueueFull(f"all {session._host.limiter.places} places of the replica are taken")
         mailbox = box.running[request.id] = Mailbox(1)
-        arrived, ended, told = time.perf_counter(), False, False
-        used: list[Callable[[], object]] = []  # gives pulled pages up
+        arrived, ended, timed = time.perf_counter(), False, False
+        used: list[Callable[[], object]] = []  # releases of pulled pages
 
         def take(event: TokenEvent, began: float) -> None:
-            nonlocal ended, told
+            nonlocal ended, timed
             while used:
                 used.pop()()
-            waited = None if told or not began else began - arrived
-            told, ended = told or waited is not None, event.finish_reason is not None
+            waited = None if timed or not began else began - arrived
+            timed, ended = timed or waited is not None, event.finish_reason is not None
             box.put(News(sendable(event), waited))
 
         def over() -> None:
@@ -184,32 +184,32 @@ class Replica:
         return await compiled_grammar(grammars, spec, caller=caller, wanted=lambda: request.id in box.beginning)
 
     async def swap_weights(self, weights: str) -> None:
-        """Go on with other weights; requests that run keep their tokens."""
+        """Swap the weights. Running requests keep their tokens."""
         await self._session.swap_weights(weights)
 
     async def mail(self, sender: str, patience: float) -> Mail:
-        """News for `sender` as soon as there are any, or none after `patience` seconds."""
+        """Return news for `sender` as soon as there is some, or without any after `patience` seconds."""
         self._session._host.check()
         box = self._boxes.setdefault(sender, Box())
         news = await box.collect(patience)
         return Mail(news, self._figures, time.monotonic() - self._beat)
 
     async def close(self, drain: float = 0.0) -> None:
-        """Close the session; requests that run may go on for `drain` seconds."""
+        """Close the session. Running requests may go on for `drain` seconds."""
         if self._opened is not None:
             await self._opened.aclose(drain=drain)
 
 
 def _guided(session: Session, request: Request, remote: RemoteGuide | None, grammar: Grammar | None) -> Request:
-    """The request with its guide, behind the tokens that it has."""
+    """Return the request with its guide, which has consumed the request's tokens."""
     engine = session._engine
     guide = None if remote is None or grammar is None else remote.made(grammar)
     rules = rules_of(request.sampling, engine.tokenizer, engine.vocab_size)
-    made: GuideLike | None = guide if rules is None else RestrictedGuide(rules, guide)
-    if made is not None and request.resumed is not None:
+    whole_guide: GuideLike | None = guide if rules is None else RestrictedGuide(rules, guide)
+    if whole_guide is not None and request.resumed is not None:
         for token in request.resumed.token_ids.tolist():
-            made.consume(token)
-    return dataclasses.replace(request, guide=made)
+            whole_guide.consume(token)
+    return dataclasses.replace(request, guide=whole_guide)
 
 
 def _described(session: Session) -> Described:

@@ -1,8 +1,7 @@
-"""A request on its way to a replica: plain values as JSON, token ids as bytes.
+"""The encoding of a request for a replica: plain values as JSON, token ids as bytes.
 
-Nothing of the user's is pickled. A type that was passed as `schema` stays in the process with the fleet, which makes
-the object of the text; its grammar's description travels. A replica checks a request as a session checks that of a
-caller.
+No user object is pickled. A type that was passed as `schema` stays in the fleet's process, which builds the object
+from the text; the description of its grammar is sent. A replica checks a request as a session checks a caller's.
 """
 
 from __future__ import annotations
@@ -22,31 +21,31 @@ from rekindle._src.structured.spec import Spec
 from rekindle._src.structured.token_rules import RestrictedGuide
 from rekindle.errors import InvalidRequest
 
-# The fields of `Sampling` that say how a text is structured: its guide says the same, in a form that can travel.
+# The fields of `Sampling` for the structure of a text: its guide has the same in a form that can be sent.
 STRUCTURE = frozenset(("schema", "regex", "choice", "grammar", "json", "lenient", "whitespace_flexible"))
 _TRAVELS = tuple(field.name for field in dataclasses.fields(Sampling) if field.name not in STRUCTURE)
 _TOKEN = np.dtype("<i4")
 
 
 class Sent(NamedTuple):
-    """A request on its way to a replica."""
+    """A request in the form that is sent to a replica."""
 
     id: str
     fields: str  # JSON
-    tokens: bytes  # of the prompt, and those that it has generated
+    tokens: bytes  # of the prompt, then the generated ones
     pages: PageAddress | None = None  # of the replica that has computed its prompt
-    alone: bool = False  # in a call of its own: taking it in may take a while, or end the process
+    alone: bool = False  # in its own call: intake may take long, or end the process
 
 
 class Received(NamedTuple):
-    """A request as a replica gets it. Its guide, if it has one, is made from the description beside it."""
+    """A request as a replica decodes it. Its guide, if any, is built from the description beside it."""
 
     request: Request
     guide: RemoteGuide | None
 
 
 def packed(request: Request, pages: PageAddress | None = None, *, alone: bool = False) -> Sent:
-    """The request in a form that can travel. Raises if one of its values can't."""
+    """Encode a request. Raise if one of its values can't be sent."""
     sampling, resumed, guide = request.sampling, request.resumed, _remote(request)
     options = {name: getattr(sampling, name) for name in _TRAVELS}
     fields: dict[str, Any] = {
@@ -66,22 +65,22 @@ def packed(request: Request, pages: PageAddress | None = None, *, alone: bool = 
             "budget": guide.budget,
             "covered": guide.covered,
         }
-    made = b"" if resumed is None else np.asarray(resumed.token_ids, _TOKEN).tobytes()
-    tokens = np.asarray(request.token_ids, _TOKEN).tobytes() + made
+    generated = b"" if resumed is None else np.asarray(resumed.token_ids, _TOKEN).tobytes()
+    tokens = np.asarray(request.token_ids, _TOKEN).tobytes() + generated
     return Sent(request.id, json.dumps(fields), tokens, pages, alone or guide is not None)
 
 
 def unpacked(sent: Sent, vocab_size: int) -> Received:
-    """The request that was sent. Raises `InvalidRequest` for what no fleet sends."""
+    """Decode a request. Raise `InvalidRequest` if no fleet has sent it."""
     try:
         fields = json.loads(sent.fields)
         tokens, length, guide = np.frombuffer(sent.tokens, _TOKEN).astype(np.int32), fields["prompt"], None
         if not 0 < length <= len(tokens) or tokens.min() < 0 or tokens.max() >= vocab_size:
             raise ValueError(f"it has no prompt, or token ids beyond {vocab_size - 1}")
-        if (about := fields.get("guide")) is not None:
-            reasoning = None if about["reasoning"] is None else Reasoning(*about["reasoning"])
-            guide = RemoteGuide(Spec(**about["spec"]), about["eos_ids"], reasoning, about["budget"])
-            guide.covered = list(about["covered"])
+        if (description := fields.get("guide")) is not None:
+            reasoning = None if description["reasoning"] is None else Reasoning(*description["reasoning"])
+            guide = RemoteGuide(Spec(**description["spec"]), description["eos_ids"], reasoning, description["budget"])
+            guide.covered = list(description["covered"])
         options = fields["sampling"]
         request = Request(
             id=sent.id,
@@ -103,7 +102,7 @@ def unpacked(sent: Sent, vocab_size: int) -> Received:
 
 def _remote(request: Request) -> RemoteGuide | None:
     guide = request.guide
-    if isinstance(guide, RestrictedGuide):  # its rules follow from the options, and are made where it runs
+    if isinstance(guide, RestrictedGuide):  # its rules follow from the options, and are built where it runs
         guide = guide.inner
     assert guide is None or isinstance(guide, RemoteGuide), "a fleet compiles no grammars"
     return guide

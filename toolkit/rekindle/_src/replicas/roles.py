@@ -1,4 +1,4 @@
-"""Roles of replicas: some compute prompts, others go on from there, so that long prompts don't make streams wait."""
+"""Roles of replicas: some compute prompts, and others continue them, so long prompts don't delay streams."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from rekindle._src.core.records import Request
 from rekindle.errors import ConfigError
 
 Role = Literal["both", "prefill", "decode"]
-SHORT = 64  # tokens of a prompt that is not worth the way through two replicas
+SHORT = 64  # tokens; a shorter prompt is not worth two replicas
 _FIX = 'Pass {"prefill": 1, "decode": 2}, or leave it out: replicas then do both'
 
 
 def roles_of(roles: Mapping[Literal["prefill", "decode"], int] | None, replicas: int | None) -> tuple[Role, ...]:
-    """The role of each replica, those that compute prompts first. Raises ConfigError for what makes no fleet."""
+    """Return the role of each replica, prefill first. Raise ConfigError if the options make no fleet."""
     if roles is not None and (not isinstance(roles, Mapping) or set(roles) != {"prefill", "decode"}):
         raise ConfigError("roles", roles, "does not say how many replicas prefill and how many decode", _FIX)
     for option, value in (("replicas", replicas), *(roles or {}).items()):
@@ -33,19 +33,19 @@ def _of(role: Role, count: int) -> tuple[Role, ...]:
 
 
 def goes_two_ways(request: Request, longest: int) -> bool:
-    """Whether a prompt is computed in one replica and its answer in another, where there are roles.
+    """True if one replica computes the prompt and another one the answer, in a fleet with roles.
 
-    Not if one of the two has next to nothing to do, nor if the answer may be over with its first token in a way that
-    only the whole request can tell.
+    False if one of the two has next to no work, or if the answer may end with its first token for a reason that only
+    the whole request shows.
     """
-    asked = request.sampling
-    enough = request.pooling is None and request.resumed is None and request.prompt_length >= SHORT
-    room = asked.max_tokens > 1 and request.prompt_length + 2 <= longest
-    return enough and room and (request.guide is None or asked.min_tokens < 2)
+    sampling = request.sampling
+    long_prompt = request.pooling is None and request.resumed is None and request.prompt_length >= SHORT
+    more_tokens = sampling.max_tokens > 1 and request.prompt_length + 2 <= longest
+    return long_prompt and more_tokens and (request.guide is None or sampling.min_tokens < 2)
 
 
 def prompt_only(request: Request) -> Request:
-    """The part of a request for the replica that computes its prompt: up to the first token."""
-    asked = request.sampling
-    changes: dict[str, Any] = {"max_tokens": 1, "min_tokens": min(1, asked.min_tokens)}
-    return dataclasses.replace(request, sampling=dataclasses.replace(asked, **changes))
+    """Return the part of a request for the replica that computes its prompt: up to the first token."""
+    sampling = request.sampling
+    changes: dict[str, Any] = {"max_tokens": 1, "min_tokens": min(1, sampling.min_tokens)}
+    return dataclasses.replace(request, sampling=dataclasses.replace(sampling, **changes))

@@ -1,4 +1,4 @@
-"""Other weights for a whole fleet: one replica after another takes them, while the others answer."""
+"""A swap of a fleet's weights: one replica after another takes them, while the others answer."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from rekindle._src.replicas.wire import ReplicaGone, Weights
 from rekindle.errors import ReplicaLost
 
 log = logging.getLogger("rekindle.fleet")
-LOOK = 0.05  # seconds between two looks for a replica that can take them
+LOOK = 0.05  # seconds between two searches for a replica that can take them
 _OVER = (ReplicaState.DRAINING, ReplicaState.FAILED, ReplicaState.CLOSED)
 
 
 class RollingSwap:
-    """Owned by the fleet's loop.
+    """The swap of weights, owned by the fleet's loop.
 
-    The first replica decides: what it can't take is refused, and nothing has changed. From then on the weights are
-    those of the fleet. A replica that dies meanwhile, or can't take them, is replaced, and its successor takes them
+    The first replica decides: if it can't take the weights, they are refused, and nothing has changed. After it they
+    are the fleet's weights. A later replica that dies or can't take them is replaced, and its successor takes them
     before it takes requests.
     """
 
     def __init__(self, links: Mapping[str, Link]) -> None:
         self._links = links
-        self.weights: Weights = Weights(0, "")  # of the fleet; a new replica begins with them
+        self.weights: Weights = Weights(0, "")  # the fleet's; a new replica begins with them
         self._turn = anyio.Lock()
 
     async def run(self, name: str, drain: float) -> None:
-        """Swap them everywhere. Requests of a replica have `drain` seconds to end before others take them."""
+        """Swap the weights of all replicas. A replica's requests may end for `drain` seconds; then others take them."""
         async with self._turn:
             weights, deaths = Weights(self.weights.number + 1, name), 0
-            while left := self._left(weights):
-                link = next((link for link in left if link.takes), None)
-                if link is None:  # they are being opened
+            while remaining := self._left(weights):
+                link = next((link for link in remaining if link.takes), None)
+                if link is None:  # the replicas are being opened
                     await anyio.sleep(LOOK)
                     continue
                 try:

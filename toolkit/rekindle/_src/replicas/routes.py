@@ -1,4 +1,4 @@
-"""The requests of a fleet: where each one runs, what it has so far, and where it goes on when its replica is gone."""
+"""The requests of a fleet: where each runs, the tokens it has, and where it continues after the loss of a replica."""
 
 from __future__ import annotations
 
@@ -25,48 +25,48 @@ from rekindle._src.session.sharing.source import PageAddress
 from rekindle.errors import QueueFull, RekindleError, ReplicaLost, RequestQuarantined, SessionClosed
 
 log = logging.getLogger("rekindle.fleet")
-# Replicas that die one after another before a request has given a new token there. It is quarantined after so many that
-# it alone can be the reason of; after so many others it is tried without others that can be the reason.
+# Consecutive deaths of replicas before a request has given a new token there. After so many that only this request can
+# have caused, it is quarantined. After so many others, it runs apart from other possible causes.
 DEATHS = 2
-MOVES = 8  # deaths that it survives at most
-RECENT = 60.0  # seconds for which a death that no request explains speaks for those that meet the next ones
-_REMEMBERED = 1024  # ended requests that can still be explained
+MOVES = 8  # deaths of replicas that a request survives at most
+RECENT = 60.0  # seconds for which an unexplained death speaks in favour of the requests on the next dead replicas
+_REMEMBERED = 1024  # ended requests remembered for `explain`
 
 
 class LinkLike(Protocol):
-    """The way to one replica, as far as routing needs it."""
+    """The link to one replica, as far as routing needs it."""
 
     @property
     def name(self) -> str: ...
     @property
     def takes(self) -> bool:
-        """Whether it is open and takes requests."""
+        """True if it is open and takes requests."""
         ...
 
     @property
     def places(self) -> int: ...
     @property
     def rows(self) -> int:
-        """How many sequences its steps compute at once."""
+        """The number of sequences in one of its steps."""
         ...
 
     @property
     def role(self) -> Role: ...
     @property
     def pages(self) -> PageAddress | None:
-        """Where its pages can be taken."""
+        """The address where others take its pages."""
         ...
 
     @property
     def longest(self) -> int:
-        """Tokens of a prompt and its answer together."""
+        """The most tokens of a prompt and its answer together."""
         ...
 
     def post(self, sent: Sent) -> None:
         """Send it a request, soon."""
 
     def drop(self, request_id: str) -> None:
-        """Tell it that a request is no longer wanted."""
+        """Abort a request there."""
 
 
 class Live:
@@ -80,26 +80,26 @@ class Live:
     def __init__(self, request: Request, keys: Keys) -> None:
         self.request, self.keys = request, keys
         self.link: LinkLike | None = None
-        self.wire = ""  # its id on the way: one for each replica that it is sent to
+        self.wire = ""  # its id for the replica: a new one each time that it is sent
         self.moves = 0  # from replica to replica
-        self.vain: list[int] = []  # deaths of replicas, one after another, before it had given a new token there
-        self.blamed = 0  # times that it alone can have been the reason
-        self.proven = False  # it has given a token since it was sent to where it is
+        self.vain: list[int] = []  # numbers of consecutive deaths before it gave a new token there
+        self.blamed = 0  # deaths that only this request can have caused
+        self.proven = False  # it has given a token on its current replica
         self.made: list[int] = []
-        self.scored = 0  # prompt positions whose log-probabilities have come
-        self.cached: int | None = None  # tokens that its first replica found in its cache
+        self.scored = 0  # prompt positions whose log-probabilities have arrived
+        self.cached: int | None = None  # prompt tokens in the cache of its first replica
         self.sent = 0.0
         self.why = "waits for a replica that takes it"
-        self.first = False  # it was sent to a replica that only computes its prompt
-        self.pages: PageAddress | None = None  # of the replica that has computed it
+        self.first = False  # it is on a replica that only computes its prompt
+        self.pages: PageAddress | None = None  # of the replica that has computed the prompt
 
     @property
     def suspect(self) -> bool:
-        """True if so many replicas died with it that it has to show that it was not the reason."""
+        """True if it was on so many dead replicas that it must prove that it is not the cause."""
         return len(self.vain) >= DEATHS
 
     def resumed(self, wire: str) -> Request:
-        """What is sent: the request, behind the tokens that have come."""
+        """Return the request to send, which continues behind the tokens that have arrived."""
         request = dataclasses.replace(self.request, id=wire, group=wire)
         if self.first:
             request = prompt_only(request)
@@ -110,7 +110,7 @@ class Live:
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class Placed(html.Record):
-    """Where a request of a fleet is, or was last."""
+    """The current or last replica of a fleet's request."""
 
     replica: str  # empty while it waits for one
     why: str
@@ -118,14 +118,14 @@ class Placed(html.Record):
 
 
 class Death(NamedTuple):
-    """Of a replica: when, and of which submission's requests if it can only have been theirs."""
+    """The death of a replica: its time, and the only submission that can have caused it, or None."""
 
     at: float
     culprit: str | None
 
 
 class Counts:
-    """What has happened since the fleet was opened."""
+    """Counts since the fleet was opened."""
 
     def __init__(self) -> None:
         self.moved = 0  # sequences that went on elsewhere
@@ -135,27 +135,27 @@ class Counts:
 
 
 class Routes:
-    """Owned by the fleet's loop. What comes out is in `events`; `wake` is called when something was added."""
+    """The requests of a fleet, owned by its loop. Results are in `events`; `wake` is called after additions."""
 
     def __init__(self, router: Router, sender: str) -> None:
         self._router, self.sender = router, sender
         self.links: dict[str, LinkLike] = {}
         self.events: list[TokenEvent] = []
         self.wake: Callable[[], object] = lambda: None
-        self.began: Callable[[str, float], object] = lambda *_: None  # is told when a sequence first ran
-        self.told = anyio.Event()  # set, and replaced, when events were handed on
-        self.broken: RekindleError | None = None  # why there is no replica any more
+        self.began: Callable[[str, float], object] = lambda *_: None  # called with the time when a sequence first ran
+        self.told = anyio.Event()  # set and replaced when events are handed on
+        self.broken: RekindleError | None = None  # the reason why no replica is left
         self.counts: Counts = Counts()
         self._by_id: dict[str, Live] = {}
         self._by_wire: dict[str, Live] = {}
         self._backlog: deque[Live] = deque()
         self._inside: dict[str, int] = {}
-        self._unexplained: dict[int, Death] = {}  # lately; those that a quarantined request explains are left out
-        self._tried: dict[str, Live] = {}  # the one suspect that each replica may have at a time
+        self._unexplained: dict[int, Death] = {}  # recent deaths, without those explained by a quarantined request
+        self._tried: dict[str, Live] = {}  # the suspect on each replica, at most one at a time
         self._number = 0
         self._placed: OrderedDict[str, Placed] = OrderedDict()
 
-    # What intake and detokenize say.
+    # Called by intake and detokenize.
 
     @property
     def live(self) -> int:
@@ -163,14 +163,16 @@ class Routes:
 
     @property
     def waiting(self) -> int:
-        """Sequences that no replica has taken."""
+        """Sequences without a replica."""
         return len(self._backlog)
 
     @property
     def demand(self) -> Demand:
-        """What there is to do, for the number of replicas that follows it."""
-        begins = (live.request.prompt_length for live in self._by_id.values() if not live.made and not live.scored)
-        return Demand(len(self._by_id), sum(begins))
+        """The demand that the number of replicas follows."""
+        prompt_lengths = (
+            live.request.prompt_length for live in self._by_id.values() if not live.made and not live.scored
+        )
+        return Demand(len(self._by_id), sum(prompt_lengths))
 
     def submit(self, request: Request, keys: Keys) -> None:
         live = self._by_id[request.id] = Live(request, keys)
@@ -181,14 +183,14 @@ class Routes:
         self.place()
 
     def end(self, request_id: str, reason: FinishReason) -> None:
-        """It was cancelled, or a stop string was found."""
+        """End a request: it was cancelled, or its text has a stop string."""
         live = self._by_id.get(request_id)
         if live is not None:
             self._leave(live, tell=True)
             self._ended(live, TokenEvent(request_id, cached_tokens=live.cached or 0, finish_reason=reason))
 
     def fail(self, request_id: str, error: RekindleError) -> None:
-        """What the fleet does for it has failed."""
+        """End a request by an error of the fleet's own work for it."""
         live = self._by_id.get(request_id)
         if live is not None:
             self._fail(live, error)
@@ -196,33 +198,33 @@ class Routes:
             self.events.append(TokenEvent(request_id, finish_reason=FinishReason.FAILED, error=error))
             self.wake()
 
-    # What links say.
+    # Called by links.
 
     def inside(self, name: str) -> int:
-        """How many sequences a replica has."""
+        """Return the number of sequences on a replica."""
         return self._inside.get(name, 0)
 
     def arrived(self, link: LinkLike, news: Iterable[News]) -> None:
-        """Mail of a replica. What belongs to a request that has left it is dropped."""
-        for one in news:
-            live = self._by_wire.get(one.event.request_id)
+        """Take a replica's news. Drop those of requests that have left it."""
+        for item in news:
+            live = self._by_wire.get(item.event.request_id)
             if live is None or live.link is not link:
                 continue
             try:
-                if one.waited is not None and not live.moves:
-                    self.began(live.request.id, live.sent + one.waited)
-                self._take(live, one.event)
+                if item.waited is not None and not live.moves:
+                    self.began(live.request.id, live.sent + item.waited)
+                self._take(live, item.event)
             except BaseException as error:
                 self._fail(live, own_failure(error, f"tokens of request {live.request.id} could not be taken over"))
         self.place()
         self.wake()
 
     def _take(self, live: Live, event: TokenEvent) -> None:
-        if isinstance(event.error, QueueFull):  # another fleet was quicker
+        if isinstance(event.error, QueueFull):  # another fleet has taken the place
             self._leave(live)
             self._backlog.append(live)
             return
-        if isinstance(event.error, SessionClosed):  # its replica is about to be found lost, and its requests are moved
+        if isinstance(event.error, SessionClosed):  # the link soon reports its replica's loss, which moves its requests
             return
         live.made += event.token_ids
         live.scored += len(event.prompt_logprobs)
@@ -242,31 +244,31 @@ class Routes:
         self._ended(live, event)
 
     def _hand_over(self, live: Live, event: TokenEvent) -> None:
-        """Its prompt was computed and has given a token: another replica takes the pages over and goes on."""
+        """Hand a request over after its prompt and first token: another replica takes its pages and continues."""
         assert live.link is not None, "it came from there"
         live.pages, live.first = live.link.pages, False
         self.events.append(dataclasses.replace(event, finish_reason=None))
         self._leave(live)
         self.counts.handed_over += 1
-        self._backlog.appendleft(live)  # it has waited before
+        self._backlog.appendleft(live)  # at the front: it has waited before
 
     def lost(self, link: LinkLike, why: str) -> None:
-        """A replica is gone: its requests go on elsewhere, from the tokens that have come.
+        """Move the requests of a lost replica. They continue elsewhere, behind the tokens that have arrived.
 
-        A request that alone can be the reason, and was so before, goes nowhere: it is quarantined. Where replicas die
-        without it, too, it takes as many deaths more; those that seem to be another request's count once for each.
+        If only one request can have caused this death and earlier ones, it is quarantined instead of moved. If replicas
+        also die without it, it takes that many more deaths; deaths that seem caused by another submission count as one.
         """
         self.counts.lost += 1
         now = time.monotonic()
-        self._unexplained = {number: one for number, one in self._unexplained.items() if now - one.at < RECENT}
+        self._unexplained = {number: death for number, death in self._unexplained.items() if now - death.at < RECENT}
         unproven = [live for live in self._by_wire.values() if live.link is link and not live.proven]
         culprit = _culprit(unproven)
         self._unexplained[self.counts.lost] = Death(now, culprit)
         for live in unproven:
             live.vain.append(self.counts.lost)
             live.blamed += live.request.group == culprit
-            needed = 2 * DEATHS if live.made else DEATHS  # replicas have lived with one that has tokens
-            if live.blamed >= needed + self._elsewhere(live):
+            limit = 2 * DEATHS if live.made else DEATHS  # a replica has survived a request that has tokens
+            if live.blamed >= limit + self._elsewhere(live):
                 for number in live.vain:
                     self._unexplained.pop(number, None)
                 error = RequestQuarantined(
@@ -278,16 +280,16 @@ class Routes:
         self.evict(link, f"{link.name} {why}")
 
     def _elsewhere(self, live: Live) -> int:
-        """How many other reasons there were for replicas to die lately."""
-        own = live.request.group
+        """Return the number of other causes of recent deaths."""
+        submission = live.request.group
         return len({
-            number if one.culprit is None else one.culprit
-            for number, one in self._unexplained.items()
-            if one.culprit != own and (one.culprit is not None or number not in live.vain)
+            number if death.culprit is None else death.culprit
+            for number, death in self._unexplained.items()
+            if death.culprit != submission and (death.culprit is not None or number not in live.vain)
         })  # fmt: skip
 
     def evict(self, link: LinkLike, why: str, *, tell: bool = False) -> None:
-        """Its requests go on elsewhere."""
+        """Move all requests of a replica."""
         moved = [live for live in self._by_wire.values() if live.link is link]
         for live in reversed(moved):
             self._leave(live, tell=tell)
@@ -301,26 +303,26 @@ class Routes:
                 )
                 self._fail(live, error)
             else:
-                self._backlog.appendleft(live)  # they are older than what waits
+                self._backlog.appendleft(live)  # at the front: they are older than the backlog
         self.place()
         self.wake()
 
     def take_events(self) -> tuple[TokenEvent, ...]:
-        """What came out since the last call."""
+        """Return the events since the last call."""
         events, self.events = tuple(self.events), []
-        told, self.told = self.told, anyio.Event()
-        told.set()
+        previous, self.told = self.told, anyio.Event()
+        previous.set()
         return events
 
     def fail_waiting(self, error: RekindleError) -> None:
-        """There is no replica any more, and there will be none."""
+        """Fail all waiting requests, now and later: no replica is left, and none will come."""
         self.broken = error
         while self._backlog:
             self._fail(self._backlog.popleft(), error)
         self.wake()
 
     def place(self) -> None:
-        """Send what waits to where there is room now, in turn; a suspect that has to wait lets others pass."""
+        """Send waiting requests, in turn, to replicas with room. A suspect that must wait lets others pass."""
         held: list[Live] = []
         while self._backlog:
             live = self._backlog.popleft()
@@ -336,28 +338,28 @@ class Routes:
         self._backlog.extendleft(reversed(held))
 
     def spread(self, to: LinkLike) -> None:
-        """A replica was opened: it gets its share of what waits in the queues of others. What runs there stays."""
-        same = [link for link in self.links.values() if link.takes and link.role == to.role]
-        share = math.ceil(sum(self.inside(link.name) for link in same) / max(1, len(same)))
-        found: list[Live] = []
-        for link in same:
-            many = self.inside(link.name) - max(share, link.rows)
-            if link is to or many <= 0:
+        """Give a new replica its share of the requests in other replicas' queues. Running requests stay."""
+        peers = [link for link in self.links.values() if link.takes and link.role == to.role]
+        share = math.ceil(sum(self.inside(link.name) for link in peers) / max(1, len(peers)))
+        surplus: list[Live] = []
+        for link in peers:
+            excess = self.inside(link.name) - max(share, link.rows)
+            if link is to or excess <= 0:
                 continue
-            waiting = [live for live in self._by_wire.values() if live.link is link and not (live.made or live.scored)]
-            found += waiting[-many:]  # the latest ones
-        for live in found:
+            queued = [live for live in self._by_wire.values() if live.link is link and not (live.made or live.scored)]
+            surplus += queued[-excess:]  # the latest ones
+        for live in surplus:
             self._leave(live, tell=True)
-        self._backlog.extend(found)
+        self._backlog.extend(surplus)
         self.place()
 
     # Inside.
 
     def _place(self, live: Live) -> bool:
-        role, near = self._suited(live)
+        role, candidates = self._suited(live)
         if live.suspect:
-            near = [link for link in near if link.name not in self._tried]
-        loads = [Load(link.name, self.inside(link.name), link.places) for link in near]
+            candidates = [link for link in candidates if link.name not in self._tried]
+        loads = [Load(link.name, self.inside(link.name), link.places) for link in candidates]
         route = self._router.choose(live.keys, loads) if loads else None
         if route is None:
             return False
@@ -365,7 +367,9 @@ class Routes:
         live.first = role == "prefill"
         live.wire = f"{self.sender}/{live.request.id}/{self._number}"
         link = self.links[route.name]
-        sent = packed(live.resumed(live.wire), None if live.pages == link.pages else live.pages, alone=bool(live.vain))
+        message = packed(
+            live.resumed(live.wire), None if live.pages == link.pages else live.pages, alone=bool(live.vain)
+        )
         live.link, live.sent, live.proven = link, time.perf_counter(), False
         if live.suspect:
             self._tried[link.name] = live
@@ -373,19 +377,19 @@ class Routes:
         self._by_wire[live.wire] = live
         self.counts.routed[route.name] = self.counts.routed.get(route.name, 0) + 1
         self._inside[route.name] = self.inside(route.name) + 1
-        link.post(sent)
+        link.post(message)
         return True
 
     def _suited(self, live: Live) -> tuple[Role, list[LinkLike]]:
-        """The role that suits what is left of a request, and the replicas that have it.
+        """Return the role for the rest of a request, and the replicas with this role.
 
-        If there is none now, all that take requests: each of them can compute the whole of it.
+        If there is none now, return all that take requests: each can compute the whole request.
         """
         taking = [link for link in self.links.values() if link.takes]
         if all(link.role == "both" for link in taking):
             return "both", taking
-        begun = live.made or live.scored
-        for link in taking if not begun else ():
+        started = live.made or live.scored
+        for link in taking if not started else ():
             if link.role == "prefill" and goes_two_ways(live.request, link.longest):
                 return "prefill", [link for link in taking if link.role == "prefill"]
         return "decode", [link for link in taking if link.role != "prefill"] or taking
@@ -439,7 +443,7 @@ class Routes:
 
 
 def _culprit(unproven: Sequence[Live]) -> str | None:
-    """The submission that a replica has died of, if it can have been only one; rather one that was to blame before."""
-    near = [live for live in unproven if live.blamed] or [live for live in unproven if live.suspect] or unproven
-    groups = {live.request.group for live in near}
+    """Return the only submission that can have caused a replica's death, or None. Earlier suspects come first."""
+    suspects = [live for live in unproven if live.blamed] or [live for live in unproven if live.suspect] or unproven
+    groups = {live.request.group for live in suspects}
     return groups.pop() if len(groups) == 1 else None

@@ -1,10 +1,10 @@
-"""Routers: which replica a request goes to, as pure functions of its keys and of the replicas' loads.
+"""Routers: pure functions from a request's keys and the replicas' loads to the replica for the request.
 
-Affinity keeps nothing: a conversation goes to one of a few replicas of its system prompt, found by rendezvous hashing,
-unless that one has too much to do. In a simulation of 64 replicas this found 81 % of prompt tokens cached, round robin
-27 %, and an exact index of what each replica holds 67 %; `rekindle simulate` has the scenario.
+Affinity has no state: rendezvous hashing gives a conversation one of a few replicas of its system prompt, unless that
+one has too many requests. In a simulation of 64 replicas, 81 % of prompt tokens were cached with it, 27 % with round
+robin, and 67 % with an exact index of each replica's pages; `rekindle simulate` has the scenario.
 
-Equal arguments give equal results in every process. A replica that goes takes only its own conversations along.
+Equal arguments give equal results in every process. If a replica goes, only its own conversations move.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from typing import Literal, NamedTuple, Protocol, get_args
 from rekindle.errors import ConfigError
 
 RouterName = Literal["affinity", "round-robin", "shortest"]
-BOUND = 1.25  # times the mean load that affinity lets a replica have
+BOUND = 1.25  # times the mean load: affinity's limit for a replica
 LEAST = 2  # requests that a replica may always have, so that a nearly idle fleet keeps its conversations together
 SPREAD = 4  # replicas of one system prompt at most; half of a smaller fleet
 
 
 class Keys(NamedTuple):
-    """What tells requests with the same beginning."""
+    """Digests that are equal for requests with the same beginning."""
 
     opening: bytes  # of their system prompt
     conversation: bytes  # of everything that does not change while the conversation goes on
 
 
 class Load(NamedTuple):
-    """What a replica has to do."""
+    """The load of a replica."""
 
     name: str
-    inside: int  # sequences that it was sent and has not ended
-    places: int  # for how many it has room
+    inside: int  # sequences that were sent to it and have not ended
+    places: int  # sequences that it has room for
 
     @property
     def full(self) -> bool:
@@ -42,33 +42,33 @@ class Load(NamedTuple):
 
 
 class Route(NamedTuple):
-    """Where a request goes."""
+    """The replica for a request, and the reason."""
 
     name: str
     why: str
 
 
 class Router(Protocol):
-    """A way to choose."""
+    """A policy that chooses a replica for each request."""
 
     def choose(self, keys: Keys, loads: Sequence[Load]) -> Route | None:
-        """The replica for a request; None if all are full. `loads` may be in any order."""
+        """Return the replica for a request, or None if all are full. `loads` may be in any order."""
         ...
 
 
 def rendezvous(key: bytes, names: Iterable[str]) -> list[str]:
-    """Names in the order in which `key` prefers them: without one of them, the others keep their order."""
+    """Return names in the order of `key`'s preference. If a name goes, the others keep their order."""
 
-    short = hashlib.blake2b(key, digest_size=16).digest()
+    digest = hashlib.blake2b(key, digest_size=16).digest()
 
     def weight(name: str) -> tuple[bytes, str]:
-        return hashlib.blake2b(name.encode(), key=short, digest_size=16).digest(), name
+        return hashlib.blake2b(name.encode(), key=digest, digest_size=16).digest(), name
 
     return sorted(names, key=weight)
 
 
 def most(loads: Sequence[Load], bound: float = BOUND, least: int = LEAST) -> int:
-    """How many requests affinity lets a replica have, the next one included."""
+    """Return affinity's limit on a replica's requests, including the next one."""
     total = 1 + sum(load.inside for load in loads)
     return max(least, math.ceil(bound * total / len(loads)))
 
@@ -76,9 +76,9 @@ def most(loads: Sequence[Load], bound: float = BOUND, least: int = LEAST) -> int
 def affinity(
     keys: Keys, loads: Sequence[Load], *, spread: int | None = None, bound: float = BOUND, least: int = LEAST
 ) -> Route | None:
-    """One of `spread` replicas of the system prompt, chosen by the conversation, if its load stays within the bound.
+    """Return the conversation's choice among `spread` replicas of the system prompt, if its load is within the bound.
 
-    Otherwise the next one that the conversation and then the system prompt prefer.
+    Otherwise return the next one in the order of the conversation, then of the system prompt.
     """
     if not loads:
         return None
@@ -92,15 +92,17 @@ def affinity(
         if load.inside < limit and not load.full:
             if place == 0:
                 return Route(name, "the conversation's own replica")
-            where = "another replica" if place < len(near) else "a replica beyond those"
-            own = by_name[order[0]].inside
-            return Route(name, f"{where} of its system prompt: {order[0]} has {own} requests and {limit} may be")
-    route = shortest(loads)  # those within the bound are full
+            description = "another replica" if place < len(near) else "a replica beyond those"
+            preferred = by_name[order[0]].inside
+            return Route(
+                name, f"{description} of its system prompt: {order[0]} has {preferred} requests and {limit} may be"
+            )
+    route = shortest(loads)  # all replicas within the bound are full
     return None if route is None else Route(route.name, "every replica within the bound is full")
 
 
 def shortest(loads: Sequence[Load]) -> Route | None:
-    """The replica with the fewest requests; of equals, the first by name."""
+    """Return the replica with the fewest requests; of equals, the first by name."""
     free = [load for load in loads if not load.full]
     if not free:
         return None
@@ -109,7 +111,7 @@ def shortest(loads: Sequence[Load]) -> Route | None:
 
 
 def round_robin(last: str, loads: Sequence[Load]) -> Route | None:
-    """The replica that follows `last` by name, in a circle; those that are full are passed over."""
+    """Return the replica that follows `last` by name, in a circle. Skip full ones."""
     names = sorted(load.name for load in loads if not load.full)
     if not names:
         return None
@@ -132,7 +134,7 @@ class Shortest:
 
 
 class RoundRobin:
-    """The router `round-robin`. All that it remembers is whose turn it was."""
+    """The router `round-robin`. It remembers only the last replica."""
 
     def __init__(self) -> None:
         self._last = ""
@@ -145,7 +147,7 @@ class RoundRobin:
 
 
 def router(name: str) -> Router:
-    """The router of this name; raises `ConfigError` for one that does not exist."""
+    """Return the router of this name. Raise `ConfigError` for an unknown one."""
     match name:
         case "affinity":
             return Affinity()

@@ -1,4 +1,4 @@
-"""What a fleet and its replicas send each other; all of it can be pickled."""
+"""Records that a fleet and its replicas send each other. All can be pickled."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rekindle._src.session.sharing.source import PageAddress
 
 
 class Described(NamedTuple):
-    """What the fleet has to know of the model that its replicas run, so that it can take requests in."""
+    """A replica's model, as far as the fleet needs it for the intake of requests."""
 
     config: EngineConfig  # resolved
     tokenizer: Any
@@ -28,25 +28,25 @@ class Described(NamedTuple):
     places: int  # for sequences
     pid: int
     host: str
-    pages: PageAddress | None = None  # where other replicas take its pages
+    pages: PageAddress | None = None  # the address where other replicas take its pages
 
 
 class Weights(NamedTuple):
-    """Weights that replicas have taken or are to take."""
+    """Weights that replicas have or will take."""
 
-    number: int  # of the swap that brought them; 0: those that they were opened with
+    number: int  # of the swap; 0: the weights that the replicas were opened with
     name: str  # a folder or hub id; empty with 0
 
 
 class News(NamedTuple):
-    """What happened to one sequence since the mail before."""
+    """The news of one sequence since the previous mail."""
 
     event: TokenEvent
     waited: float | None = None  # seconds until it first ran; in the first news of a sequence
 
 
 class Mail(NamedTuple):
-    """What a replica has to tell one fleet."""
+    """A replica's message to one fleet."""
 
     news: tuple[News, ...]
     figures: Mapping[str, Any]  # of its session, at most a few seconds old
@@ -54,26 +54,26 @@ class Mail(NamedTuple):
 
 
 class Connection(Protocol):
-    """A fleet's way to one replica. Calls raise `ReplicaGone` when its process is gone or can't be reached."""
+    """A fleet's connection to one replica. Calls raise `ReplicaGone` if its process is gone or can't be reached."""
 
     @property
     def name(self) -> str: ...
     @property
     def role(self) -> Role: ...
     async def open(self) -> Described:
-        """Wait until its session is open; raises what opening raised."""
+        """Wait until its session is open. Raise the error of opening it."""
         ...
 
     async def send(self, sender: str, requests: tuple[Sent, ...], ended: tuple[str, ...]) -> None:
-        """Give it requests, and the ids of those that are no longer wanted."""
+        """Send it requests, and the ids of requests to abort."""
         ...
 
     async def warm(self, addresses: tuple[PageAddress, ...]) -> int:
-        """Have it take pages that its neighbours are likely to need again; how many."""
+        """Let it take pages that its neighbours likely need again. Return their number."""
         ...
 
     async def swap_weights(self, weights: str) -> None:
-        """Have it go on with other weights, a folder or hub id; raises what the session raised."""
+        """Swap its weights for those of a folder or hub id. Raise the session's error."""
         ...
 
     async def mail(self, sender: str, patience: float) -> Mail:
@@ -81,7 +81,7 @@ class Connection(Protocol):
         ...
 
     def kill(self) -> None:
-        """End its process, so that another one takes its place."""
+        """End its process. Another one takes its place."""
 
     def close(self) -> None:
         """End its process for good."""
