@@ -1,1 +1,1 @@
-"""What every part shares: configuration, records, contracts, memory, atomic writes, progress and HTML."""
+"""The foundation of all parts: configuration, records, contracts, memory, atomic writes, progress and HTML."""

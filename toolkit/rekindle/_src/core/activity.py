@@ -1,4 +1,4 @@
-"""Shows what a call is waiting for while it lasts: drawn by a thread of its own, gone when the wait is over."""
+"""Shows what a call waits for while the wait lasts: drawn by its own thread, removed when the wait is over."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from typing import Any, NamedTuple, Self, TextIO
 from rekindle._src.core import html
 from rekindle._src.core.progress import LOG_INTERVAL, PATIENCE, Backend, in_marimo, in_notebook, log, terminal_columns
 
-INTERVAL = 0.2  # seconds between two pictures
+INTERVAL = 0.2  # seconds between two drawings
 SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
-WIDTH = 100  # most columns of a terminal line, which is replaced and never wrapped
+WIDTH = 100  # most columns of a terminal line; it is replaced and must not wrap
 
 
 class State(NamedTuple):
-    """What a wait looks like now: a line of text, and how much is done (None where that is not known)."""
+    """The state of a wait: a line of text, and the fraction that is done (None if unknown)."""
 
     line: str
     fraction: float | None = None
 
 
 Look = Callable[[], State | None]
-_shown: list[Activity] = []  # the one that draws comes first: a wait inside another one shows nothing of its own
+_shown: list[Activity] = []  # the first one draws: a wait inside another shows nothing
 _lock = threading.RLock()
 
 
@@ -34,7 +34,7 @@ class Activity:
     """`with Activity(look):` shows what `look()` returns, in a cell, a terminal or the log, until the block ends.
 
     Nothing is shown in the first half second, while `look()` is None, or inside another activity. With `at_once` the
-    first picture is drawn before the wait begins, for one that is known to be long and may keep other threads from
+    first picture is drawn before the wait begins, for waits that are known to be long and may keep other threads from
     running. `look` is called in another thread. A log, which can't be cleared, gets a line every ten seconds and none
     at the end.
     """
@@ -64,7 +64,7 @@ class Activity:
         self.stop()
 
     def start(self) -> Self:
-        """Begin to wait."""
+        """Begin to show the wait."""
         screen = None if self._quiet else _screen(self._backend, self._stream)
         if screen is None:
             return self
@@ -78,7 +78,7 @@ class Activity:
         return self
 
     def stop(self) -> None:
-        """The wait is over: what was shown goes. Calling it again does nothing."""
+        """End the wait and clear its display. A second call does nothing."""
         self._ended.set()
         with _lock:
             if self in _shown:
@@ -90,7 +90,7 @@ class Activity:
             self._thread = None
 
     def draw(self) -> None:
-        """Show the present state, if it is time to show anything."""
+        """Show the present state, if its time has come."""
         with _lock:
             if self._ended.is_set() or self._screen is None or _shown[0] is not self:
                 return
@@ -109,7 +109,7 @@ class Activity:
     def _draw_or_end(self) -> bool:
         try:
             self.draw()
-        except Exception as error:  # a picture is not worth a wait that fails
+        except Exception as error:  # a failed drawing must not fail the wait
             log.debug("progress could not be shown: %r", error)
             return False
         return True
@@ -129,19 +129,19 @@ def _screen(asked: Backend, stream: TextIO | None) -> Screen | None:
 
 
 class Screen:
-    """Where an activity is shown."""
+    """The place where an activity is shown."""
 
-    thread: Callable[..., threading.Thread] = threading.Thread  # what draws there
+    thread: Callable[..., threading.Thread] = threading.Thread  # the kind of thread that draws
 
     def show(self, state: State, seconds: float) -> None:
-        """Replace what is shown."""
+        """Replace the picture."""
 
     def clear(self) -> None:
-        """Leave nothing of it."""
+        """Remove the picture."""
 
 
 class _Terminal(Screen):
-    """One line that is written over and erased in the end."""
+    """One line that is overwritten, and erased at the end."""
 
     def __init__(self, out: TextIO) -> None:
         self._out, self._drawn = out, 0
@@ -165,7 +165,7 @@ class _Terminal(Screen):
 
 
 class _Log(Screen):
-    """A line now and then."""
+    """A line every ten seconds."""
 
     def __init__(self) -> None:
         self._next = 0.0
@@ -177,7 +177,7 @@ class _Log(Screen):
 
 
 class _Notebook(Screen):
-    """An output of the cell that is replaced by each picture and by an empty one in the end. It is no widget, so every
+    """An output of the cell that each picture replaces, and an empty one at the end. It is not a widget, so every
     viewer shows it."""
 
     def __init__(self) -> None:
@@ -199,7 +199,7 @@ class _Notebook(Screen):
 
 
 class _Marimo(Screen):
-    """The output of the cell that runs, until it has one of its own. Its threads are those that marimo knows."""
+    """The output of the running cell, until it has one itself. Its threads are of a kind that marimo knows."""
 
     def __init__(self) -> None:
         self._marimo: Any = sys.modules["marimo"]
@@ -221,6 +221,6 @@ def _line(state: State, seconds: float) -> str:
 
 
 def _picture(state: State, seconds: float) -> str:
-    done = state.fraction
-    bar = "" if done is None else html.bar({"done": done, "to do": 1.0 - done}, rest="to do", legend=False)
+    fraction = state.fraction
+    bar = "" if fraction is None else html.bar({"done": fraction, "to do": 1.0 - fraction}, rest="to do", legend=False)
     return str(html.block(bar, html.line(_line(state, seconds))))  # encoders take no subclass of str

@@ -1,12 +1,12 @@
 """Folders of files that Orbax commits: complete or absent, written one at a time, read without importing Orbax.
 
-A checkpoint is written under a name of its own and renamed, because when two writers share a path Orbax lets the second
-remove what the first is writing. Readers open the files in `<path>/<ITEM>` themselves: importing Orbax takes 0.1 s and
+A checkpoint is written under a unique name and then renamed: when two writers share a path, Orbax lets the second
+remove the first one's files. Readers open the files in `<path>/<ITEM>` themselves: importing Orbax takes 0.1 s and
 more, which only writers pay.
 
-What is found damaged is renamed and not removed, so that a mistake of ours costs no data. Only a proven mismatch is
-damage: a checksum that does not fit, a file that is cut off or missing. A failing disk, a file server that is away or
-a lack of descriptors or memory gives errors that pass (`is_passing`), and these prove nothing.
+A damaged checkpoint is renamed and not removed, so that a mistake of ours costs no data. Only a proven mismatch is
+damage: a checksum that does not fit, a file that is cut off or missing. A failing disk, an absent file server or a lack
+of descriptors or memory gives errors that pass (`is_passing`), and these prove nothing.
 """
 
 from __future__ import annotations
@@ -29,86 +29,86 @@ from typing import Any
 from rekindle_kernels import private_files
 
 # Orbax's operations signal each other through counters of the whole process: two saves in two threads, even to
-# different paths, were seen to create each other's folders or to wait for one another until a timeout.
+# different paths, created each other's folders or waited for one another until a timeout.
 ONE_AT_A_TIME = threading.Lock()
-PARTIAL, DAMAGED = "partial-", "damaged-"  # what names of unfinished and of damaged checkpoints begin with
-ITEM = "rekindle"  # the item of such a checkpoint, hence the folder that its files are in
+PARTIAL, DAMAGED = "partial-", "damaged-"  # prefixes of the names of unfinished and of damaged checkpoints
+ITEM = "rekindle"  # the item of such a checkpoint, hence the folder of its files
 KEPT_DAMAGED = 2  # in one folder
-STALE_SECONDS = 3600.0  # an unfinished checkpoint that nothing was written to for so long has lost its writer
+STALE_SECONDS = 3600.0  # without a write for this long, an unfinished checkpoint has lost its writer
 _unfinished: set[Path] = set()
 
 
 def write_checkpoint(path: Path, write: Callable[[Path], None]) -> None:
-    """`write` fills the folder of a new Orbax checkpoint, which is at `path` when this returns; raises OSError.
+    """Write a new Orbax checkpoint to `path`; `write` fills its folder. Raises OSError.
 
-    Only this user can read what is written, unless the store is shared with a key.
+    Only this user can read the files, unless the store is shared with a key.
     """
     private_files.make_folder(path.parent)
-    own = path.with_name(f"{PARTIAL}{uuid.uuid4().hex}")
-    _unfinished.add(own)
-    failed: list[OSError] = []
+    partial = path.with_name(f"{PARTIAL}{uuid.uuid4().hex}")
+    _unfinished.add(partial)
+    errors: list[OSError] = []
 
     def write_or_remember(folder: Path) -> None:
         try:
             write(folder)
         except OSError as error:
-            failed.append(error)
+            errors.append(error)
             raise
 
     try:
         if _several_processes():
-            # Orbax would wait until every process saves as well, which only one does.
-            (own / ITEM).mkdir(parents=True)
-            write_or_remember(own / ITEM)
+            # Orbax would wait until every process saves as well, but only one does.
+            (partial / ITEM).mkdir(parents=True)
+            write_or_remember(partial / ITEM)
         else:
-            orbax().save(own, write_or_remember)
-        private_files.make_private(own)
-        own.rename(path)
+            orbax().save(partial, write_or_remember)
+        private_files.make_private(partial)
+        partial.rename(path)
     except BaseException as error:
-        _remove_all(own)
-        if failed and not isinstance(error, OSError):  # Orbax wraps what its threads raise
-            raise failed[0] from error
+        _remove_all(partial)
+        if errors and not isinstance(error, OSError):  # Orbax wraps the errors of its threads
+            raise errors[0] from error
         raise
     finally:
-        _unfinished.discard(own)
+        _unfinished.discard(partial)
 
 
 def _several_processes() -> bool:
-    """Whether JAX runs in several processes, without importing it to find out."""
+    """True if JAX runs in several processes, without importing it to find out."""
     distributed: Any = getattr(sys.modules.get("jax"), "distributed", None)
     return distributed is not None and bool(distributed.is_initialized())
 
 
 def abandon() -> None:
-    """Remove the checkpoints that this process is still writing, because it ends."""
-    for own in list(_unfinished):
-        _remove_all(own)
+    """Remove the checkpoints that this process is still writing, because the process ends."""
+    for path in list(_unfinished):
+        _remove_all(path)
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint. It is renamed first: a removal that is killed half way leaves no half checkpoint."""
+    """Remove a checkpoint. It is renamed first, so that a removal killed half way leaves no half checkpoint."""
     with contextlib.suppress(OSError):
-        gone = path.rename(path.with_name(f"{PARTIAL}{uuid.uuid4().hex}"))
-        shutil.rmtree(gone, ignore_errors=True)
+        renamed = path.rename(path.with_name(f"{PARTIAL}{uuid.uuid4().hex}"))
+        shutil.rmtree(renamed, ignore_errors=True)
 
 
 def set_aside(path: Path, *, keep: int = KEPT_DAMAGED) -> None:
-    """Rename a damaged checkpoint, so that its name is free; the `keep` latest of a folder stay, others are removed."""
+    """Rename a damaged checkpoint to free its name. The `keep` latest of a folder stay, others are removed."""
     with contextlib.suppress(OSError):
-        aside = path.rename(path.with_name(f"{DAMAGED}{uuid.uuid4().hex}"))
-        os.utime(aside)
+        renamed = path.rename(path.with_name(f"{DAMAGED}{uuid.uuid4().hex}"))
+        os.utime(renamed)
         earlier = sorted(path.parent.glob(f"{DAMAGED}*"), key=lambda one: one.stat().st_mtime)
-        for one in earlier[:-keep]:
-            shutil.rmtree(one, ignore_errors=True)
+        for entry in earlier[:-keep]:
+            shutil.rmtree(entry, ignore_errors=True)
 
 
 def is_finished(name: str) -> bool:
-    """Whether this is the name of a checkpoint that can be used: neither unfinished nor set aside."""
+    """True if a checkpoint of this name can be used: it is neither unfinished nor set aside."""
     return not name.startswith((PARTIAL, DAMAGED))
 
 
 def is_stale(path: Path) -> bool:
-    """Whether nothing in `path` was written to for `STALE_SECONDS`. What can't be looked at is not."""
+    """True if `path` had no write for `STALE_SECONDS`. An unreadable folder is not stale."""
     try:
         newest = path.lstat().st_mtime
         for at, folders, files in os.walk(path):
@@ -119,7 +119,7 @@ def is_stale(path: Path) -> bool:
 
 
 def is_passing(error: BaseException | None) -> bool:
-    """Whether a read failed for a reason that says nothing about the file: the next attempt may succeed."""
+    """True if a read failed for a reason that says nothing about the file: the next attempt may succeed."""
     while error is not None:
         if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
             return True
@@ -130,8 +130,8 @@ def is_passing(error: BaseException | None) -> bool:
 
 
 def _remove_all(own: Path) -> None:
-    for left in own.parent.glob(f"{own.name}*"):  # Orbax writes to a name of its own, which starts like this one
-        shutil.rmtree(left, ignore_errors=True)
+    for leftover in own.parent.glob(f"{own.name}*"):  # Orbax writes under other names, which start like this one
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ class _Files:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Writing:
-    """What Orbax awaits. A coroutine in its place would warn where a full disk keeps Orbax from awaiting it."""
+    """The object that Orbax awaits. A coroutine would warn where a full disk keeps Orbax from awaiting it."""
 
     directory: Any
     files: _Files
@@ -152,7 +152,7 @@ class _Writing:
 
 
 class _Handler:
-    """Writes the one item of such a checkpoint for Orbax, or tells where its files are."""
+    """Writes the one item of such a checkpoint for Orbax, or returns the place of its files."""
 
     async def save(self, directory: Any, checkpointable: _Files) -> Awaitable[None]:
         return _Writing(directory, checkpointable)
@@ -174,14 +174,14 @@ class _Handler:
 
 
 def _close_forgotten(error: BaseException) -> None:
-    """Close the coroutines that Orbax had made and not begun when it failed; Python would warn of each."""
+    """Close the coroutines that Orbax created and had not begun when it failed; Python would warn of each."""
     chain: BaseException | None = error
     while chain is not None:
         for frame, _ in traceback.walk_tb(chain.__traceback__):
             for value in tuple(frame.f_locals.values()):
-                for one in (value, getattr(value, "_background_awaitable", None)):
-                    if inspect.iscoroutine(one) and inspect.getcoroutinestate(one) == inspect.CORO_CREATED:
-                        one.close()
+                for candidate in (value, getattr(value, "_background_awaitable", None)):
+                    if inspect.iscoroutine(candidate) and inspect.getcoroutinestate(candidate) == inspect.CORO_CREATED:
+                        candidate.close()
         chain = chain.__cause__ or chain.__context__
 
 
@@ -209,7 +209,7 @@ class _Orbax:
                 raise
 
     def load(self, path: Path) -> Path:
-        """The folder of the files, after Orbax has found the checkpoint complete."""
+        """Return the folder of the files, once Orbax has verified that the checkpoint is complete."""
         with self._context():
             return Path(self._v1.load_checkpointables(path)[ITEM])
 

@@ -1,6 +1,6 @@
-"""How much one call may bring along: checked before anything of that size is made, since other requests wait meanwhile.
+"""Limits on the size of one call, checked before anything of that size is built, since other requests wait meanwhile.
 
-The bounds are far above what applications use, and what they admit costs the other requests of a session milliseconds.
+The limits are far above the use of applications, and calls within them cost a session's other requests milliseconds.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from rekindle.errors import InvalidRequest
 
 MAX_N = 16_384  # sequences of one prompt; a session's max_queue is a tighter bound, once the request is submitted
 MAX_SEQUENCES = 1 << 17  # of one call: its prompts times n
-MAX_PROMPT = 1 << 23  # characters or token ids of one prompt: twice what a million tokens of English take
+MAX_PROMPT = 1 << 23  # characters or token ids of one prompt: twice as many as a million tokens of English have
 # Text is held back while it may be the beginning of a stop string, and compared with each of them at each token: 10,000
 # strings and n=64 held the other requests for seconds.
 MAX_STOPS = 64
@@ -24,7 +24,7 @@ MAX_SALT = 1_024  # characters
 
 
 def bounded(field: str, value: Any, most: int) -> Any:
-    """`value` if it has at most `most` entries; an iterator is read into a tuple, up to one entry beyond the bound."""
+    """Return `value` if it has at most `most` entries. An iterator is read into a tuple, up to one entry beyond."""
     try:
         value = value if isinstance(value, Sized) else tuple(itertools.islice(value, most + 1))
         size = len(value)
@@ -36,7 +36,7 @@ def bounded(field: str, value: Any, most: int) -> Any:
 
 
 def check_n(n: Any) -> None:
-    """Raises InvalidRequest where `n` is a whole number beyond MAX_N; other kinds are left to the caller."""
+    """Raise InvalidRequest if `n` is a whole number above MAX_N; the caller checks other kinds."""
     try:
         whole = n.__index__()
     except Exception:
@@ -46,7 +46,7 @@ def check_n(n: Any) -> None:
 
 
 def bounded_stops(stop: Any) -> Any:
-    """`stop`, at most MAX_STOPS strings with MAX_STOP_CHARACTERS characters together."""
+    """Return `stop`, at most MAX_STOPS strings with MAX_STOP_CHARACTERS characters together."""
     if not isinstance(stop, str):
         stop = bounded("stop", stop, MAX_STOPS)
     try:
@@ -64,7 +64,7 @@ def bounded_stops(stop: Any) -> Any:
 
 
 def check_words(words: Sequence[Any]) -> None:
-    """Raises InvalidRequest unless all `bad_words` are text of a sensible length."""
+    """Raise InvalidRequest unless all `bad_words` are texts of a sensible length."""
     for word in words:
         if not isinstance(word, str) or not word.strip():
             raise InvalidRequest("bad_words", word, "is not text, or is empty", "Remove it")
@@ -73,7 +73,7 @@ def check_words(words: Sequence[Any]) -> None:
 
 
 def check_salt(salt: Any) -> None:
-    """Raises InvalidRequest unless `salt` is None or text of a sensible length."""
+    """Raise InvalidRequest unless `salt` is None or a text of a sensible length."""
     if salt is None:
         return
     fix = "Pass a str such as the user's name, or leave it out to share the cache"
@@ -86,7 +86,7 @@ def check_salt(salt: Any) -> None:
 
 
 def check_prompt(length: int, unit: str) -> None:
-    """Raises InvalidRequest for a prompt beyond MAX_PROMPT characters or token ids."""
+    """Raise InvalidRequest for a prompt of more than MAX_PROMPT characters or token ids."""
     if length > MAX_PROMPT:
         raise InvalidRequest(
             "prompt", f"{length:,} {unit}", f"is over the {MAX_PROMPT:,} that one prompt may have", "Shorten it"
@@ -94,7 +94,7 @@ def check_prompt(length: int, unit: str) -> None:
 
 
 def check_batch(prompts: int, n: int = 1) -> None:
-    """Raises InvalidRequest where one call asks for more than MAX_SEQUENCES sequences."""
+    """Raise InvalidRequest if one call asks for more than MAX_SEQUENCES sequences."""
     if prompts * n > MAX_SEQUENCES:
         raise InvalidRequest(
             "prompt",

@@ -1,4 +1,4 @@
-"""`EngineConfig`: what a user can set for a session. Validated once, here."""
+"""`EngineConfig`: the options of a session. Validated once, here."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ PRECOMPILE: tuple[Precompile, ...] = get_args(Precompile)
 class EngineConfig(html.Record):
     """How a session runs: the keyword options of `open()`. `None` for an option means its default.
 
-    What is "auto" or None here is resolved once, when the session opens; `session.config` has the result.
+    "auto" and None are resolved once, when the session opens; `session.config` has the result.
 
     Options:
         dtype ("auto"): of the weights, as text or as numpy's or JAX's dtype; "auto" is the checkpoint's on GPU and TPU,
@@ -141,8 +141,8 @@ class EngineConfig(html.Record):
         for name, known in _CHOICES:
             value = getattr(self, name)
             if not isinstance(value, str) or value not in known:
-                meant = difflib.get_close_matches(value, known, n=1) if isinstance(value, str) else []
-                close = f"Did you mean {meant[0]!r}? " if meant else ""
+                matches = difflib.get_close_matches(value, known, n=1) if isinstance(value, str) else []
+                close = f"Did you mean {matches[0]!r}? " if matches else ""
                 raise ConfigError(name, value, "is not known", f"{close}Use one of {', '.join(map(repr, known))}")
         for name in ("prefix_cache", "deterministic", "quiet", "structured"):
             if not isinstance(getattr(self, name), bool):
@@ -170,7 +170,7 @@ class EngineConfig(html.Record):
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> EngineConfig:
-        """From keyword options; an unknown one raises and names the one that was meant."""
+        """Return a config of keyword options; an unknown one raises and names the likely one."""
         known = cls.__dataclass_fields__
         for name in options:
             if name not in known:
@@ -196,7 +196,7 @@ _WHOLE = (
 
 
 def cache_folder(cache_dir: str | None = None) -> Path:
-    """Where programs, pages, snapshots and weights persist: `cache_dir`, $REKINDLE_CACHE or the user's cache."""
+    """Return the folder of programs, pages, snapshots and weights: `cache_dir`, $REKINDLE_CACHE or the user's cache."""
     if cache_dir is not None:
         return Path(cache_dir).expanduser()
     if os.environ.get("REKINDLE_CACHE"):

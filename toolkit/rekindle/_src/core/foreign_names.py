@@ -1,4 +1,4 @@
-"""What other libraries call our options, and how their values translate: hints for error messages.
+"""The names and values of our options in other libraries: hints for error messages.
 
 The names are those of transformers, vLLM, SGLang, llama.cpp and the OpenAI client.
 """
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Hint(NamedTuple):
-    """Our option, or "" where there is none, and what to write instead."""
+    """Our option, or "" if there is none, and the advice for it."""
 
     option: str
     fix: str

@@ -1,7 +1,7 @@
-"""Memory that was freed and that the C library keeps for later: given back to the system.
+"""Gives freed memory that the C library keeps for later use back to the system.
 
-Reading a checkpoint in threads, and compiling, take memory in pieces of all sizes. glibc keeps what lies between those
-that are still used, for each of its arenas: 235 of 1,171 MiB that a session with a 4-bit model of 0.6B parameters had.
+Reading a checkpoint in threads, and compiling, take memory in pieces of all sizes. glibc keeps the gaps between those
+still in use, for each of its arenas: 235 of 1,171 MiB that a session with a 4-bit model of 0.6B parameters had.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from functools import cache
 
 
 def give_back() -> None:
-    """Give whole pages of freed memory back, where the C library can: some milliseconds, in which others may run."""
+    """Return whole pages of freed memory to the system where the C library can. Takes milliseconds; others may run."""
     trim = _trim()
     if trim is not None:
         trim(0)
 
 
 def given_back(context: Callable[[], AbstractContextManager[object]]) -> Callable[[], AbstractContextManager[None]]:
-    """Contexts like those that `context` makes, at whose end what was freed inside is given back."""
+    """Return a maker of the contexts of `context` that return freed memory to the system when they end."""
 
     @contextlib.contextmanager
     def inside() -> Iterator[None]:
@@ -42,6 +42,6 @@ def _trim() -> Callable[[int], int] | None:
     with contextlib.suppress(OSError, AttributeError):  # musl has none
         trim = ctypes.CDLL(None).malloc_trim
         trim.argtypes = [ctypes.c_size_t]
-        found: Callable[[int], int] = trim
-        return found
+        function: Callable[[int], int] = trim
+        return function
     return None

@@ -1,4 +1,4 @@
-"""Keeps Python's cyclic garbage collector off while many objects are made that stay: each run would scan them all."""
+"""Keeps Python's cyclic garbage collector off while many lasting objects are created: each run would scan them all."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 FROZEN_AT_START = (
     1_000 if sys.version_info[:2] == (3, 12) else 0
 )  # at most; Python 3.12 itself freezes some 400 objects
-own_process = False  # the command line's: nothing was frozen but by it, and imports stay to the end
+own_process = False  # True in the command line's process: nobody else freezes objects, and imports stay to the end
 _lock = threading.Lock()
 _inside = 0  # threads
 _was_on = False

@@ -21,7 +21,7 @@ _SHADES = ("214,69,65", "230,145,56", "120,170,80")  # unlikely, likely, certain
 class Markup(str):
     """Text that is HTML already, which `escape` leaves as it is.
 
-    For use inside this package: what a notebook gets is `str(markup)`, since encoders such as msgspec, which marimo
+    For use inside this package. A notebook gets `str(markup)`, since encoders such as msgspec, which marimo
     uses, take no subclasses of `str`.
     """
 
@@ -29,7 +29,7 @@ class Markup(str):
 
 
 class Token(NamedTuple):
-    """A token as `tokens` shows it."""
+    """A token for the display by `tokens`."""
 
     text: str
     logprob: float | None = None
@@ -38,14 +38,14 @@ class Token(NamedTuple):
 
 
 def escape(value: object) -> str:
-    """A value as text that is safe inside HTML."""
+    """Return a value as text that is safe inside HTML."""
     return value if isinstance(value, Markup) else html.escape(str(value))
 
 
 def line(*parts: object) -> Markup:
-    """One line of small text, its parts separated by dots."""
-    shown = " · ".join(escape(part) for part in parts if part != "")
-    return Markup(f'<div style="font-size:90%;opacity:.75;margin:2px 0">{shown}</div>')
+    """Return a line of small text with its parts separated by dots."""
+    content = " · ".join(escape(part) for part in parts if part != "")
+    return Markup(f'<div style="font-size:90%;opacity:.75;margin:2px 0">{content}</div>')
 
 
 PAGES = (
@@ -56,20 +56,20 @@ SLOTS = "Each request that runs has a slot of the batch; others wait"
 
 
 def explained(shown: str, meaning: str) -> Markup:
-    """Something whose meaning is read by hovering over it."""
+    """Return text that shows its meaning on hover."""
     return Markup(f'<span title="{escape(meaning)}">{escape(shown)}</span>')
 
 
 def block(*parts: str, title: str = "") -> Markup:
-    """Parts below each other, with a title."""
+    """Return parts below each other, with a title."""
     head = f'<div style="font-weight:600;margin:2px 0">{escape(title)}</div>' if title else ""
     return Markup(f'<div style="margin:4px 0">{head}{"".join(parts)}</div>')
 
 
 def folded(summary: str, *parts: str, key: str = "") -> Markup:
-    """Parts that are seen once their summary is clicked; it needs no script.
+    """Return parts that a click on their summary unfolds; it needs no script.
 
-    A view that is redrawn stays unfolded if it was, under the same `key`.
+    A view that is redrawn under the same `key` stays unfolded.
     """
     mark = f' data-fold="{escape(key)}"' if key else ""
     head = f'<summary style="font-size:90%;opacity:.75;cursor:pointer">{escape(summary)}</summary>'
@@ -77,7 +77,7 @@ def folded(summary: str, *parts: str, key: str = "") -> Markup:
 
 
 def table(headers: Sequence[str], rows: Iterable[Sequence[object]], *, limit: int = 50) -> Markup:
-    """A table. Numbers are aligned right; rows beyond `limit` are counted, not shown."""
+    """Return a table. Numbers are aligned right; rows beyond `limit` are counted, not shown."""
     rows = list(rows)
     numeric = [
         bool(rows) and all(isinstance(row[column], (int, float)) for row in rows) for column in range(len(headers))
@@ -101,7 +101,7 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[object]], *, limit: in
 
 
 def pairs(values: Mapping[str, object], titles: Mapping[str, str] | None = None) -> Markup:
-    """Names and values as a table of two columns; hovering over a name shows its title."""
+    """Return names and values as a table of two columns; hovering over a name shows its title."""
     numeric = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values.values())
     left, right, hints = _CELL.format(align="left"), _CELL.format(align="right" if numeric else "left"), titles or {}
     rows = "".join(
@@ -113,12 +113,12 @@ def pairs(values: Mapping[str, object], titles: Mapping[str, str] | None = None)
 
 
 def shortened(value: str, width: int = 40) -> str:
-    """The beginning of a text that is too long for a line."""
+    """Return a text, cut to `width` characters if it is longer."""
     return value if len(value) <= width else value[: width - 1] + "…"
 
 
 def number(value: object) -> object:
-    """A number in short form with its thousands separated; other values as they are."""
+    """Return a number in short form with its thousands separated; other values unchanged."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return value
     if isinstance(value, int):
@@ -129,24 +129,24 @@ def number(value: object) -> object:
 
 
 def seconds(value: float) -> str:
-    """Seconds as text: `3.7 ms`, `1.25 s`."""
+    """Return seconds as text: `3.7 ms`, `1.25 s`."""
     if abs(value) >= 1.0:
         return f"{value:.3g} s"
     return f"{value * 1e3:.3g} ms" if abs(value) >= 1e-3 or not value else f"{value * 1e6:.3g} µs"
 
 
 def mebibytes(value: float) -> str:
-    """Bytes as text: `40.0 MiB`."""
+    """Return bytes as text: `40.0 MiB`."""
     return f"{value / 2**20:,.1f} MiB"
 
 
 def count(amount: int, noun: str) -> str:
-    """A count with its noun: `1 token`, `2 tokens`."""
+    """Return a count with its noun: `1 token`, `2 tokens`."""
     return f"{amount:,} {noun}" if amount == 1 else f"{amount:,} {noun}s"
 
 
 def bar(parts: Mapping[str, float], *, rest: str = "", width: int = 320, legend: bool = True) -> Markup:
-    """Shares of a whole as one bar with a legend; names are in the tooltips too. `rest` is the part to draw in grey."""
+    """Return shares of a whole as one bar with a legend; names are in the tooltips too. `rest` is drawn in grey."""
     total = sum(parts.values()) or 1.0
     hues = (210, 140, 35, 280, 0, 60)
     colours = ["0,0%,50%" if name == rest else f"{hues[index % len(hues)]},60%,50%" for index, name in enumerate(parts)]
@@ -164,28 +164,28 @@ def bar(parts: Mapping[str, float], *, rest: str = "", width: int = 320, legend:
 
 
 class Record:
-    """A dataclass whose repr is one line of what differs from the defaults, and whose HTML is a table of all fields."""
+    """A dataclass whose repr is one line of the fields that differ from the defaults, and whose HTML is a table."""
 
     __slots__ = ()
-    _widest = 160  # characters of the line, before the rest becomes "…"
+    _widest = 160  # characters of the line; the rest becomes "…"
     _seconds: tuple[str, ...] = ()  # fields that are seconds
 
     def __repr__(self) -> str:
-        shown: list[str] = []
+        parts: list[str] = []
         length = len(type(self).__name__) + 2
         for name, value in changed(self).items():
             long = isinstance(value, float) and len(repr(value)) > 8 and abs(value) < 1e4
             text = f"{value:.4g}" if long else repr(value)
-            shown.append(f"{name}={text}".replace("\n", " "))
-            length += len(shown[-1]) + 2
+            parts.append(f"{name}={text}".replace("\n", " "))
+            length += len(parts[-1]) + 2
             if length > self._widest:
-                shown[-1] = "…"
+                parts[-1] = "…"
                 break
-        return f"{type(self).__name__}({', '.join(shown)})"
+        return f"{type(self).__name__}({', '.join(parts)})"
 
     def _repr_html_(self) -> str:
-        shown = {name: self._inside(name, value) for name, value in figures(self).items()}
-        return str(block(pairs(shown), title=type(self).__name__))
+        cells = {name: self._inside(name, value) for name, value in figures(self).items()}
+        return str(block(pairs(cells), title=type(self).__name__))
 
     def _inside(self, name: str, value: Any) -> Any:
         if isinstance(value, Record):
@@ -200,7 +200,7 @@ class Record:
 
 
 def figures(record: Any) -> dict[str, Any]:
-    """A dataclass's fields and properties by name."""
+    """Return a dataclass's fields and properties by name."""
     names = [field.name for field in dataclasses.fields(record) if field.repr]
     # Derived figures, such as a hit rate, are properties.
     names += [name for name, entry in vars(type(record)).items() if isinstance(entry, property)]
@@ -208,29 +208,29 @@ def figures(record: Any) -> dict[str, Any]:
 
 
 def changed(record: Any) -> dict[str, Any]:
-    """The fields of a record that differ from their default; without a default, those that are not zero or empty."""
-    found: dict[str, Any] = {}
+    """Return the fields of a record that differ from their default; without a default, those not zero or empty."""
+    fields: dict[str, Any] = {}
     for field in dataclasses.fields(record):
         value = getattr(record, field.name)
         default = field.default_factory() if callable(field.default_factory) else field.default
         usual = value == default if default is not dataclasses.MISSING else value in (0, None, "", ())
         if field.repr and not usual:
-            found[field.name] = value
-    return found
+            fields[field.name] = value
+    return fields
 
 
 def code(value: str) -> Markup:
-    """A line of code."""
+    """Return a line of code."""
     return Markup(f'<div style="margin:4px 0"><code style="white-space:pre-wrap">{escape(value)}</code></div>')
 
 
 def text(value: str) -> Markup:
-    """Running text with its line breaks."""
+    """Return running text with its line breaks."""
     return Markup(f'<div style="white-space:pre-wrap;max-width:80ch;margin:4px 0">{escape(value)}</div>')
 
 
 def tokens(shown: Iterable[Token]) -> Markup:
-    """Text whose background shows how likely each token was; hovering tells more. Forced ones are underlined."""
+    """Return text whose background shows how likely each token was. Hovering tells more; forced ones are underlined."""
     return Markup(f'<div style="white-space:pre-wrap;max-width:80ch;margin:4px 0">{"".join(map(_token, shown))}</div>')
 
 

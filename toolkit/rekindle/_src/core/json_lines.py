@@ -1,4 +1,4 @@
-"""A file of JSON objects, one on each line, to which lines are only ever added; a kill costs at most the last one."""
+"""A file of JSON objects, one on each line, to which lines are only added; a kill costs at most the last one."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Entry = dict[str, Any]
 
 
 class JsonLines:
-    """Opened with `with`, which reads the lines that are there; a last line that a kill cut off is removed.
+    """Opened with `with`, which reads the existing lines; a last line that a kill cut off is removed.
 
-    Every line begins with `start`, and `found` is called with each entry and the place of its line. It returns whether
-    `writer` wrote such an entry: a file that holds something else is refused and left as it is.
+    Every line begins with `start`, and `found` is called with each entry and the place of its line. It returns True if
+    `writer` wrote such an entry: a file with any other content is refused and stays as it is.
     """
 
     def __init__(
@@ -57,14 +57,14 @@ class JsonLines:
             self._file = None
 
     def entry(self, at: int) -> Entry:
-        """The entry of the line at this place."""
+        """Return the entry of the line at this place."""
         assert self._file is not None, "the file is open"
         self._file.seek(at)
-        found: Entry = json.loads(self._file.readline())
-        return found
+        entry: Entry = json.loads(self._file.readline())
+        return entry
 
     def add(self, entry: Entry) -> None:
-        """Write a line; it is the system's to keep once this returns."""
+        """Write a line. Once this returns, the operating system has it."""
         assert self._file is not None, "the file is open"
         # A lone surrogate, which has no UTF-8, becomes a question mark.
         self._file.write(json.dumps(entry, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
@@ -72,11 +72,11 @@ class JsonLines:
 
     def _read(self, file: BinaryIO) -> None:
         file.seek(0)
-        at, ended = 0, True
+        at, complete = 0, True
         for number, line in enumerate(file, start=1):
-            ended = line.endswith(b"\n")
+            complete = line.endswith(b"\n")
             if not self._takes(line, at):
-                if not ended and (line.startswith(self._start) or self._start.startswith(line)):
+                if not complete and (line.startswith(self._start) or self._start.startswith(line)):
                     file.truncate(at)
                     return
                 raise InvalidRequest(
@@ -86,7 +86,7 @@ class JsonLines:
                     "Choose another file",
                 )
             at += len(line)
-        if not ended:  # it is whole but for its end
+        if not complete:  # only its line break is missing
             file.write(b"\n")
             file.flush()
 

@@ -1,4 +1,4 @@
-"""How much memory this process can still take."""
+"""The memory that this process can still take."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class _Groups(NamedTuple):
     mount: str
     limit: str
     use: str
-    files: tuple[str, ...]  # counted as used, but given back when memory is needed
+    files: tuple[str, ...]  # counted as used, but freed when memory is needed
 
 
 _VERSIONS = (
@@ -27,24 +27,26 @@ _VERSIONS = (
 
 
 def available() -> int | None:
-    """Bytes that neither other programs use nor a container's limit forbids; None where the system doesn't say."""
+    """Return the bytes that neither other programs use nor a container's limit forbids; None if unknown."""
     try:
         lines = (ROOT / "proc/meminfo").read_text().splitlines()
-        mine = (ROOT / "proc/self/cgroup").read_text().splitlines()
+        groups = (ROOT / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return None
-    rooms = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
-    rooms += [room for line in mine for version in _VERSIONS if version.sign in line for room in _within(version, line)]
-    return min(rooms, default=None)
+    free = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
+    free += [
+        left for line in groups for version in _VERSIONS if version.sign in line for left in _within(version, line)
+    ]
+    return min(free, default=None)
 
 
 def _within(version: _Groups, line: str) -> Iterator[int]:
-    """Bytes left in a group and in each group around it. A container may see its own group as the mount itself."""
+    """Yield the bytes left in a group and in each group around it. A container may see its own group as the mount."""
     mount, group = ROOT / version.mount, Path(line.rpartition(":")[2].lstrip("/"))
     for folder in {mount, mount / group, *(mount / part for part in group.parents)}:
         try:
-            most, used = (int((folder / name).read_text()) for name in (version.limit, version.use))
+            limit, in_use = (int((folder / name).read_text()) for name in (version.limit, version.use))
             counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
         except (OSError, ValueError):  # no limit is the word "max"
             continue
-        yield most - used + sum(int(counts.get(name, 0)) for name in version.files)
+        yield limit - in_use + sum(int(counts.get(name, 0)) for name in version.files)

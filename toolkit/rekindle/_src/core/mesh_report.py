@@ -1,4 +1,4 @@
-"""What a session tells about the devices that share its model."""
+"""A session's report on the devices that share its model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rekindle._src.core import html
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class MeshReport(html.Record):
-    """The devices of a session with `mesh`, and what each of them has; `session.stats().mesh`."""
+    """The devices of a session with `mesh` and the share of each; `session.stats().mesh`."""
 
     axes: Mapping[str, int]  # devices by axis
     devices: tuple[str, ...]
@@ -20,13 +20,13 @@ class MeshReport(html.Record):
     kv_copies: int  # devices that have the same KV heads
     weight_bytes: int  # on each device
     page_bytes: int  # of a KV page, on each device
-    sums: int  # in a step, over the devices that one model is divided over; its logits are gathered once more
-    bytes_per_token: int  # that every device adds to those sums for each token of a step
-    processes: int = 1  # that have these devices, equally many each
+    sums: int  # in a step, over the devices of one model; its logits are gathered once more
+    bytes_per_token: int  # added by every device to those sums for each token of a step
+    processes: int = 1  # that own these devices in equal numbers
 
     @property
     def size(self) -> int:
-        """Devices in all."""
+        """The number of devices."""
         return len(self.devices)
 
     @property
@@ -45,6 +45,6 @@ class MeshReport(html.Record):
 
 
 def told_share(figures: Mapping[str, Any]) -> str:
-    """The collectives' share of a session's steps in words; empty where it is not known."""
+    """Return the collectives' share of a session's steps in words; empty if unknown."""
     share = figures.get("collective_share")
     return "" if share is None else f"{share:.0%} of the steps' time in collectives"

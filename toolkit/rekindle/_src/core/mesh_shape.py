@@ -1,4 +1,4 @@
-"""The option `mesh`: over how many devices one model is divided. It is read here without JAX.
+"""The option `mesh`: the devices over which one model is divided. It is read here without JAX.
 
 "model"   devices that share every layer: heads, the rows of products, the vocabulary
 "expert"  groups of such devices, each with its own experts; everything else is divided over all of them
@@ -13,10 +13,10 @@ from typing import Any, Protocol
 
 from rekindle.errors import ConfigError
 
-AXES = ("expert", "model")  # that one model is divided over; devices next to each other share a model axis
+AXES = ("expert", "model")  # over which one model is divided; devices next to each other share a model axis
 DATA = "data"
 KNOWN = (DATA, *AXES)
-MAX_DEVICES = 1 << 16  # a number beyond is a slip
+MAX_DEVICES = 1 << 16  # a larger number is a slip
 _NAMES = f"{', '.join(map(repr, AXES[::-1]))} and {DATA!r}"
 _FIX = (
     'Pass the number of devices, {"model": 4, "expert": 2}, '
@@ -34,7 +34,7 @@ class DeviceMesh(Protocol):
 
 
 class MeshShape(Mapping[str, int]):
-    """How many devices each axis has; hashable, and equal to a dict of the same numbers."""
+    """The number of devices of each axis; hashable, and equal to a dict of the same numbers."""
 
     __slots__ = ("_sizes",)
 
@@ -58,12 +58,12 @@ class MeshShape(Mapping[str, int]):
 
     @property
     def size(self) -> int:
-        """Devices in all."""
+        """The number of devices."""
         return math.prod(self._sizes.values())
 
 
 def checked_mesh(value: Any) -> MeshShape | DeviceMesh | None:
-    """The option `mesh` in the form that a config keeps. Raises ConfigError for what is no mesh."""
+    """Return the option `mesh` in the form that a config keeps. Raises ConfigError for any other value."""
     if value is None or isinstance(value, MeshShape):
         return value
     if isinstance(value, Mapping):
@@ -73,22 +73,22 @@ def checked_mesh(value: Any) -> MeshShape | DeviceMesh | None:
         except Exception:
             raise ConfigError("mesh", value, "can't be read as a dict", _FIX) from None
         if unknown or not names:
-            told = f"has the axis {unknown[0]!r}" if unknown else "has no axes"
-            raise ConfigError("mesh", value, f"{told}; known are {_NAMES}", _FIX)
+            problem = f"has the axis {unknown[0]!r}" if unknown else "has no axes"
+            raise ConfigError("mesh", value, f"{problem}; known are {_NAMES}", _FIX)
         return MeshShape({name: _count(value, value[name]) for name in names})
     if is_device_mesh(value):
         axes = tuple(value.axis_names)
         unknown = [name for name in axes if name not in KNOWN]
         if unknown or not axes:
-            told = f"has the axis {unknown[0]!r}" if unknown else "has no axes"
-            raise ConfigError("mesh", value, f"{told}; known are {_NAMES}", _FIX)
+            problem = f"has the axis {unknown[0]!r}" if unknown else "has no axes"
+            raise ConfigError("mesh", value, f"{problem}; known are {_NAMES}", _FIX)
         mesh: DeviceMesh = value
         return mesh
     return MeshShape({"model": _count(value, value)})
 
 
 def parsed_mesh(text: str) -> MeshShape:
-    """A mesh as the command line gives it: `4`, or `model=4,expert=2`. Raises ConfigError for anything else."""
+    """Return a mesh from the command line: `4`, or `model=4,expert=2`. Raises ConfigError for anything else."""
     fix = "Use --mesh 4, --mesh model=4,expert=2, or --mesh data=2,model=4"
     try:
         if "=" not in text:
@@ -101,13 +101,13 @@ def parsed_mesh(text: str) -> MeshShape:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError("--mesh", text, "is no mesh", fix) from None
-    found = checked_mesh(sizes)
-    assert isinstance(found, MeshShape), "a dict"
-    return found
+    shape = checked_mesh(sizes)
+    assert isinstance(shape, MeshShape), "a dict"
+    return shape
 
 
 def is_device_mesh(value: Any) -> bool:
-    """Whether it is a `jax.sharding.Mesh`, without importing JAX to find out."""
+    """True if `value` is a `jax.sharding.Mesh`. JAX is not imported for it."""
     kind = type(value)
     return kind.__name__ == "Mesh" and kind.__module__.split(".")[0] in ("jax", "jaxlib")
 
@@ -120,6 +120,6 @@ def _count(mesh: Any, value: Any) -> int:
     except Exception:
         raise ConfigError("mesh", mesh, "is no number of devices", _FIX) from None
     if not 1 <= count <= MAX_DEVICES:
-        asked = f"{count:,}" if abs(count) < 1 << 64 else "absurdly many"  # Python prints no number of 5,000 digits
-        raise ConfigError("mesh", mesh, f"asks for {asked} devices on an axis; one is the least", _FIX)
+        amount = f"{count:,}" if abs(count) < 1 << 64 else "absurdly many"  # Python prints no number of 5,000 digits
+        raise ConfigError("mesh", mesh, f"asks for {amount} devices on an axis; one is the least", _FIX)
     return count

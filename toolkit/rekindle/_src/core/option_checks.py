@@ -1,4 +1,4 @@
-"""What checking the options of a request and of a session has in common."""
+"""Checks that the options of a request and of a session share."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from rekindle._src.core import foreign_names
 
 
 def defaults_of(kind: type) -> tuple[tuple[str, Any], ...]:
-    """The fields for which `None` is no value of its own, with what it stands for."""
-    found = []
+    """Return the fields in which `None` means the default, with their defaults."""
+    defaults = []
     for field in dataclasses.fields(kind):
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         if default is not None:
-            found.append((field.name, default))
-    return tuple(found)
+            defaults.append((field.name, default))
+    return tuple(defaults)
 
 
 def advice(name: str, known: Iterable[str], foreign: Mapping[str, foreign_names.Hint], elsewhere: str) -> str:
-    """What to write instead of an option that is not known; `elsewhere` says where it belongs, if it is one of ours."""
+    """Return the advice for an unknown option; `elsewhere` says where it belongs if it is one of ours."""
     if name in foreign:
         return foreign[name].fix
     if elsewhere:

@@ -38,7 +38,7 @@ Mesh = int | Mapping[str, int] | DeviceMesh
 
 
 class SamplingOptions(TypedDict, total=False):
-    """Keyword options of one request but for `n`, which decides the type of the result; see `Sampling`."""
+    """Keyword options of one request except `n`, which decides the type of the result; see `Sampling`."""
 
     max_tokens: int | None
     min_tokens: int | None

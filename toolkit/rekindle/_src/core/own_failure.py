@@ -1,4 +1,4 @@
-"""The boundary around code that handles one request: an exception of any kind ends that request, and nothing else.
+"""The boundary around code that handles one request: an exception of any kind ends that request and no other.
 
 Every place of the host side that works for a single request (taking it in, routing it, sending and reading it,
 queueing it, making its text) catches `BaseException` and ends the request with `own_failure`.
@@ -10,9 +10,9 @@ from rekindle.errors import RekindleError, RequestFailed
 
 
 def own_failure(error: BaseException, what: str) -> RekindleError:
-    """The error of the request whose code raised `error`; `what` says in words what failed.
+    """Return the error of the request whose code raised `error`; `what` names the work that failed.
 
-    A typed error is passed on as it is. Raises `error` again where it is no failure of the request: a cancellation, an
+    A typed error is returned unchanged. Raises `error` again if it is no failure of the request: a cancellation, an
     interrupt or an exit.
     """
     if isinstance(error, RekindleError):
@@ -27,13 +27,13 @@ def own_failure(error: BaseException, what: str) -> RekindleError:
 def is_panic(error: BaseException) -> bool:
     """True if an exception is a Rust panic, which derives from `BaseException`.
 
-    pyo3's class can't be imported, so it is known by its name.
+    pyo3's class can't be imported, so its name is compared.
     """
     return any(kind.__name__ == "PanicException" for kind in type(error).__mro__)
 
 
 def shown(error: BaseException) -> str:
-    """An exception in one line of at most 500 characters, also if it can't show itself."""
+    """Return an exception in one line of at most 500 characters, even if its repr raises."""
     try:
         text = repr(error)
     except Exception:

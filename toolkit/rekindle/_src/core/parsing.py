@@ -1,4 +1,4 @@
-"""The object that a structured text becomes, made when it is first asked for."""
+"""The object of a structured text, built on first access."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from rekindle.errors import NotParsed
 
 
 class Parsed(NamedTuple):
-    """An object, or why there is none."""
+    """An object, or the reason why there is none."""
 
     value: Any = None
     problem: NotParsed | None = None
 
 
 class Parsing:
-    """What to make of a text. It is made in the thread that asks, because classes of users take part in it."""
+    """The way from a text to its object, which is built in the thread that asks, since users' classes take part."""
 
     __slots__ = ("_found", "_parse", "_text")
 
@@ -25,13 +25,13 @@ class Parsing:
         self._found = None if problem is None else Parsed(None, problem)
 
     def get(self) -> Parsed:
-        """The object, the same one each time. What a validator objects to is the problem of the result."""
+        """Return the object, the same one each time. A validator's objection becomes the problem of the result."""
         if self._found is None:
             try:
                 self._found = Parsed(self._parse(self._text))
             except Exception as error:
-                said = str(error).strip() or type(error).__name__
-                problem = NotParsed("invalid", f"the text does not validate: {said}")
+                message = str(error).strip() or type(error).__name__
+                problem = NotParsed("invalid", f"the text does not validate: {message}")
                 problem.__cause__ = error
                 self._found = Parsed(None, problem)
         return self._found

@@ -1,4 +1,4 @@
-"""Opening files that others wrote: regular files only, and no more of them than is reasonable."""
+"""Opens files that others wrote: regular files only, and only up to a reasonable size."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import BinaryIO
 
 
 def open_plain(path: Path) -> BinaryIO:
-    """The file, opened for reading. Raises `OSError` for anything but a regular file.
+    """Open a regular file for reading. Raises `OSError` for anything else.
 
-    Opening a FIFO would wait for a writer, for ever if none comes; a device has no size to check against.
+    Opening a FIFO would wait for a writer, perhaps for ever; a device has no size to check.
     """
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     try:
@@ -25,7 +25,7 @@ def open_plain(path: Path) -> BinaryIO:
 
 
 def read_plain(path: Path, most: int) -> bytes:
-    """The content of a regular file. Raises `OSError` if it is larger than `most` bytes, before it is read."""
+    """Return the content of a regular file. Raises `OSError`, before reading, if it has more than `most` bytes."""
     with open_plain(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > most:

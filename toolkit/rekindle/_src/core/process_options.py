@@ -1,4 +1,4 @@
-"""The options `processes` and `coordinator`: how many processes share a model, and where they meet."""
+"""The options `processes` and `coordinator`: the number of processes that share a model, and their meeting point."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 from rekindle._src.core.mesh_shape import DATA, MeshShape
 from rekindle.errors import ConfigError
 
-MAX_PROCESSES = 1 << 12  # a number beyond is a slip
+MAX_PROCESSES = 1 << 12  # a larger number is a slip
 _FIX = 'Pass "host:port": an address of the leader that followers reach'
 
 
 def check_processes(processes: int, coordinator: Any, mesh: Any) -> None:
-    """Raise ConfigError for what several processes can't be: more than the devices, or without a place to meet."""
+    """Raise ConfigError for more processes than devices, or for several without an address to meet at."""
     if not (coordinator is None or isinstance(coordinator, str)):
         raise ConfigError("coordinator", coordinator, "is not text", _FIX)
     if processes == 1:
@@ -46,7 +46,7 @@ def check_processes(processes: int, coordinator: Any, mesh: Any) -> None:
 
 
 def address(text: str, field: str = "coordinator", fix: str = _FIX) -> tuple[str, int]:
-    """Host and port. Raises ConfigError for text that is none."""
+    """Return host and port. Raises ConfigError for text that is no address."""
     host, _, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:

@@ -1,4 +1,4 @@
-"""How long steps waited for their programs, and which program is being waited for now."""
+"""Counts how long steps waited for their programs, and names the program that a step waits for now."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from rekindle._src.core.progress import in_marimo
 class ProgramWait:
     """Counts the seconds in which a session's steps stood still because a program was compiled or loaded.
 
-    One thread waits at a time; any thread may read. While it lasts the wait is shown, unless the session is quiet.
+    One thread waits at a time; any thread may read. The wait is shown while it lasts, unless the session is quiet.
     """
 
     def __init__(self, *, quiet: bool = True) -> None:
-        self.program: str = ""  # the one that is waited for; empty if none is
+        self.program: str = ""  # that a step waits for; empty if none
         self._quiet = quiet
         self._total = self._since = 0.0
         self._lock = threading.Lock()
@@ -38,24 +38,24 @@ class ProgramWait:
                 self.program = ""
 
     def shown_by_caller(self) -> AbstractContextManager[object]:
-        """Show the wait in the thread that waits for an answer, where no other thread could: in marimo."""
+        """Show the wait in the thread that waits for an answer, where no other thread can: in marimo."""
         return Activity(self._state, quiet=self._quiet) if in_marimo() else contextlib.nullcontext()
 
     def describe(self) -> str:
-        """What is being compiled, in words; empty if nothing is."""
+        """Return the compilation that a step waits for, in words; empty if there is none."""
         program = self.program
         if not program:
             return ""
-        from rekindle_kernels import kernel_being_compiled  # which imports JAX, as programs did before
+        from rekindle_kernels import kernel_being_compiled  # imports JAX, as programs did before
 
         kernel = kernel_being_compiled()
         return f"compiling program {program}" + (f", kernel {kernel}" if kernel else "")
 
     def _state(self) -> State | None:
-        described = self.describe()
-        return State(described) if described else None
+        text = self.describe()
+        return State(text) if text else None
 
     def seconds(self, now: float) -> float:
-        """The seconds waited up to `now` (of `time.perf_counter()`), a wait that is going on included."""
+        """Return the seconds waited up to `now` (by `time.perf_counter()`), including a wait in progress."""
         with self._lock:
             return self._total + (max(0.0, now - self._since) if self.program else 0.0)

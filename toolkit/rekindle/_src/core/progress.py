@@ -1,4 +1,4 @@
-"""Progress of slow work, shown where the user looks: a cell's output in a notebook, a terminal, or a log.
+"""Progress of slow work, shown in a notebook cell's output, a terminal, or a log.
 
 session = await rekindle.open(folder, progress=Progress("loading"))
 """
@@ -18,14 +18,14 @@ from typing import Any, Literal, TextIO
 from rekindle._src.core import html
 
 log = logging.getLogger("rekindle.progress")
-PATIENCE = 0.5  # seconds before anything is shown, since most loads are over by then
+PATIENCE = 0.5  # seconds before anything is shown; most loads are over by then
 INTERVAL = 0.05
 LOG_INTERVAL = 10.0
 Backend = Literal["auto", "notebook", "terminal", "log"]
 
 
 class Progress:
-    """A progress bar. Call it with anything that has `done` and `total`; each call replaces the line before."""
+    """A progress bar. Call it with an object that has `done` and `total`; each call replaces the line before."""
 
     def __init__(
         self, label: str, *, backend: Backend = "auto", quiet: bool = False, stream: TextIO | None = None
@@ -43,22 +43,22 @@ class Progress:
         with self._lock:
             self.done, self.total = report.done, report.total
             now = time.monotonic()
-            ended = self.done >= self.total
-            if (ended and self._shown) or (not ended and now - self._last >= self._every):
+            complete = self.done >= self.total
+            if (complete and self._shown) or (not complete and now - self._last >= self._every):
                 self._last, self._shown = now, True
-                self._show(self.line(report), self.fraction, ended)
+                self._show(self.line(report), self.fraction, complete)
 
     @property
     def fraction(self) -> float:
         return self.done / self.total if self.total else 1.0
 
     def line(self, report: Any) -> str:
-        """The line for a report. Loading reports its own text; compiling gets the program's name and the time left."""
+        """Return the line for a report. Compiling shows the program's name and the time left; others their own text."""
         program = getattr(report, "program", None)
         if program is None:
             return f"{self.label}: {report}"
-        left = (time.monotonic() - self._began) / report.done * (report.total - report.done)
-        eta = f", {left:.0f} s left" if report.done < report.total else ""
+        seconds_left = (time.monotonic() - self._began) / report.done * (report.total - report.done)
+        eta = f", {seconds_left:.0f} s left" if report.done < report.total else ""
         return f"{self.label}: {report.done} of {report.total} programs, {program.name}{eta}"
 
 
@@ -72,7 +72,7 @@ def _backend(asked: Backend, stream: TextIO | None) -> Callable[[str, float, boo
 
 
 def terminal_columns(terminal: TextIO) -> int:
-    """How wide the terminal is now. An exported COLUMNS, which may be of another window, counts where it can't say."""
+    """Return the terminal's present width; if it can't tell, an exported COLUMNS, perhaps of another window."""
     with contextlib.suppress(OSError, ValueError):
         if columns := os.get_terminal_size(terminal.fileno()).columns:
             return columns
@@ -92,13 +92,13 @@ class _Terminal:
 
     def __call__(self, line: str, fraction: float, ended: bool) -> None:
         filled = round(20 * fraction)
-        columns = terminal_columns(self._out) - 1  # a line that is wrapped could not be written over
+        columns = terminal_columns(self._out) - 1  # a wrapped line could not be overwritten
         self._out.write(f"\r[{'█' * filled}{'·' * (20 - filled)}] {line:<70}"[: columns + 1] + ("\n" if ended else ""))
         self._out.flush()
 
 
 class _Output:
-    """A cell's output that is replaced by each call; the last one stays. It is no widget, so every viewer shows it."""
+    """A cell's output that each call replaces; the last one stays. It is not a widget, so every viewer shows it."""
 
     def __init__(self) -> None:
         self._shown: Any = None
@@ -115,13 +115,13 @@ class _Output:
 
 
 def in_marimo() -> bool:
-    """Whether this thread runs the cells of a marimo notebook; others can't show anything there."""
+    """True if this thread runs the cells of a marimo notebook. No other thread can show anything there."""
     marimo = sys.modules.get("marimo")
     return marimo is not None and bool(marimo.running_in_notebook())
 
 
 def in_notebook() -> bool:
-    """Whether this process is a Jupyter kernel. IPython is not imported for it: a kernel has it already."""
+    """True if this process is a Jupyter kernel. IPython is not imported: a kernel has it already."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return shell is not None and hasattr(shell, "kernel")

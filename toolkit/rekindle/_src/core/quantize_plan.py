@@ -1,7 +1,7 @@
-"""The option `quantize`: in how many bits which parts of a model keep their matrices. It is read here without JAX.
+"""The option `quantize`: the bits of the matrices of each part of a model. It is read here without JAX.
 
-A plan is one of KINDS for the whole model, or says it for each part. What a config keeps is text, in one form for
-plans that mean the same: `int4`, or `attention=int8,mlp=int4` with parts in the order of PARTS.
+A plan is one of KINDS for the whole model, or one for each part. A config keeps text, in one form for
+equal plans: `int4`, or `attention=int8,mlp=int4` with parts in the order of PARTS.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ _EXAMPLE = 'such as {"mlp": "int4", "attention": "int8"}'
 
 
 def checked_quantize(value: Any) -> str | None:
-    """The option `quantize` as a config keeps it. Raises ConfigError for anything that is not a plan."""
+    """Return the option `quantize` as a config keeps it. Raises ConfigError for a value that is no plan."""
     if value is None or (isinstance(value, str) and value in KINDS):
         return value
     if isinstance(value, str) and "=" in value:
         pairs = [part.strip().partition("=") for part in value.split(",")]
-        named = {name: kind for name, _, kind in pairs}
-        if len(named) < len(pairs):
+        kinds_by_part = {name: kind for name, _, kind in pairs}
+        if len(kinds_by_part) < len(pairs):
             raise ConfigError("quantize", value, "names a part twice", "Name each once")
-        return _text({name: None if kind == "none" else kind for name, kind in named.items()}, value)
+        return _text({name: None if kind == "none" else kind for name, kind in kinds_by_part.items()}, value)
     if isinstance(value, Mapping):
         try:
-            named = dict(value)
+            kinds_by_part = dict(value)
         except Exception:
             raise ConfigError("quantize", value, "can't be read as a dict", f"Pass one {_EXAMPLE}") from None
-        return _text(named, value)
+        return _text(kinds_by_part, value)
     raise ConfigError("quantize", value, "is not known", f"Use one of None, {_KINDS}, or a dict {_EXAMPLE}")
 
 
@@ -51,7 +51,7 @@ def _text(named: Mapping[Any, Any], value: Any) -> str | None:
 
 @functools.lru_cache(maxsize=64)
 def kinds_of(plan: str | None) -> Mapping[str, str]:
-    """The kind of each part that a plan, as `checked_quantize` returns it, quantises.
+    """Return the kind of each part that a plan quantises. The plan is as `checked_quantize` returns it.
 
     Embedding and head stay in 8 bits where the whole model has 4. Experts follow the MLPs, and the head the embedding,
     where a plan does not name them.
@@ -61,8 +61,8 @@ def kinds_of(plan: str | None) -> Mapping[str, str]:
     if "=" not in plan:
         outer = "int8" if plan.startswith("int4") else plan
         return {part: outer if part in ("embedding", "head") else plan for part in PARTS}
-    named = dict(part.split("=") for part in plan.split(","))
+    kinds_by_part = dict(part.split("=") for part in plan.split(","))
     for part, leader in (("experts", "mlp"), ("head", "embedding")):
-        if leader in named:
-            named.setdefault(part, named[leader])
-    return named
+        if leader in kinds_by_part:
+            kinds_by_part.setdefault(part, kinds_by_part[leader])
+    return kinds_by_part

@@ -1,6 +1,6 @@
-"""The records that a request turns into: Request → StepPlan → StepResult → TokenEvent → TextDelta → Completion.
+"""The records of a request on its way: Request → StepPlan → StepResult → TokenEvent → TextDelta → Completion.
 
-Index ranges are half-open. A record is never changed after it was made; the tasks exchange nothing else.
+Index ranges are half-open. Records are immutable, and the tasks exchange nothing else.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Pooling = Literal["mean", "last"]
 
 
 class FinishReason(enum.StrEnum):
-    """Why a request ended; exactly one for each."""
+    """Why a request ended; each request has exactly one reason."""
 
     EOS = "eos"  # the model's own end-of-sequence token, which is not part of the text
     STOP = "stop"  # a stop string or a stop token id
@@ -38,18 +38,18 @@ class FinishReason(enum.StrEnum):
 
     @property
     def cut(self) -> bool:
-        """True if a bound on its length cut the text, which could go on."""
+        """True if a limit on its length cut the text."""
         return self in (FinishReason.LENGTH, FinishReason.CONTEXT)
 
 
 def ended(reason: FinishReason) -> str:
-    """How a text ended, in words that say it where it was cut."""
+    """Return how a text ended, in words; they say if it was cut."""
     bound = {FinishReason.LENGTH: "max_tokens", FinishReason.CONTEXT: "the end of the context"}.get(reason)
     return f"ended by {reason}" if bound is None else f"cut at {bound}"
 
 
 class Status(enum.StrEnum):
-    """Where a request is between submission and its end."""
+    """The state of a request between submission and its end."""
 
     QUEUED = "queued"  # waits for a slot, for pages, or for a prefix that another request is computing
     LOADING = "loading"  # cached pages are on their way to the device
@@ -62,9 +62,9 @@ class Status(enum.StrEnum):
 
 
 class Resumed(NamedTuple):
-    """What a sequence had when another process had to leave it: it goes on behind that, as after a preemption."""
+    """The state of a sequence that another process had to give up. It continues from there, as after a preemption."""
 
-    token_ids: IntArray  # it has generated
+    token_ids: IntArray  # tokens generated so far
     scored: int = 0  # prompt positions whose log-probabilities were delivered
 
 
@@ -79,10 +79,10 @@ class Request:
     eos_ids: frozenset[int] = frozenset()  # end the request with "eos"; empty under ignore_eos
     arrival: float = 0.0  # time.perf_counter() at submit
     group: str = ""  # shared by the n sequences of one prompt
-    index: int = 0  # which of the n
+    index: int = 0  # of the sequence among the n
     pooling: Pooling | None = None  # embed the prompt: its hidden states are pooled, and nothing is generated
-    guide: GuideLike | None = None  # says how its text may go on; the one part that changes, on the device's thread
-    resumed: Resumed | None = None  # it began in another process
+    guide: GuideLike | None = None  # decides how its text may go on; the only part that changes, on the device's thread
+    resumed: Resumed | None = None  # if it began in another process
     caller: str = ""  # grammars of several callers are compiled by turns
 
     @property
@@ -96,16 +96,16 @@ class Row:
 
     request: Request
     epoch: int  # counts how often the request was (re)admitted; a late result of an older epoch is dropped
-    slot: int  # where its state lives on the device
+    slot: int  # the place of its state on the device
     start: int  # tokens whose keys and values are in the cache already
     length: int  # tokens computed now; 1 in a decode row
     pages: IntArray  # its page table, long enough for start + length
     token_ids: IntArray | None  # the tokens to compute; None: the token that the slot sampled last, on the device
     samples: bool  # the last position's logits choose the next token
     fresh: bool = False  # first row of this epoch: the slot's state is still that of another request and is reset
-    generated: int = 0  # how many tokens the request has generated before this step's
+    generated: int = 0  # tokens that the request generated before this step
     outputs: IntArray | None = None  # in a fresh row, the tokens generated in earlier epochs, if there are any
-    kept: bool = False  # a shared page holds its one token's keys and values already: only the logits are wanted
+    kept: bool = False  # a shared page holds its only token's keys and values already: only the logits are needed
     draft: bool = False  # its token was proposed by prompt lookup and follows the row before, of the same request
 
 
@@ -118,7 +118,7 @@ class PageMove(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What one step runs. Order on the device: offload reads, then restore writes, then the rows."""
+    """The work of one step. Order on the device: offload reads, then restore writes, then the rows."""
 
     step: int
     decode: tuple[Row, ...]
@@ -140,12 +140,12 @@ class StepPlan:
 
     @property
     def guided(self) -> bool:
-        """Whether some of its rows choose among the tokens that a grammar allows."""
+        """True if a grammar restricts the tokens of some of its rows."""
         return any(row.request.guide is not None and row.samples for row in self.rows)
 
     @property
     def drafted(self) -> bool:
-        """Whether it has drafts; the next step can then only be planned once this one's result is known."""
+        """True if it has drafts. The next step can then be planned only after this one's result is known."""
         return any(row.draft for row in self.decode)
 
 
@@ -161,7 +161,7 @@ class TokenLogprobs(html.Record):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RowResult:
-    """What a row produced: a token if it sampled, log-probabilities if they were asked for."""
+    """The result of a row: a token if it sampled, and log-probabilities if the request asks for them."""
 
     request_id: str
     epoch: int
@@ -169,12 +169,12 @@ class RowResult:
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of positions (start, start + length]; the prompt's own tokens
     error: Exception | None = None  # the row could not be prepared: the step ran without it, and its request fails
-    guided: Guided | None = None  # what the request's guide says to the token
+    guided: Guided | None = None  # the guide's report on the token
     finite: bool = True  # False: its numbers are NaN or infinite, so that it has no token
     pooled: Vector | None = None  # of a request with `pooling`: the chunk's sum of hidden states, or its last one
 
     def following(self, guided: Guided, error: Exception | None) -> RowResult:
-        """The result with what its guide said, in half the time of `dataclasses.replace`."""
+        """Return the result with its guide's report, in half the time of `dataclasses.replace`."""
         return RowResult(
             self.request_id,
             self.epoch,
@@ -197,39 +197,39 @@ class LostPage(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step produced, in the order of `plan.rows`."""
+    """The result of a step, in the order of `plan.rows`."""
 
     plan: StepPlan
     rows: tuple[RowResult, ...]
     program: str = ""  # the bucket's name
     host_seconds: float = 0.0  # packing and dispatch
-    device_seconds: float = 0.0  # from dispatch until its result was there
+    device_seconds: float = 0.0  # from dispatch until its result was ready
     idle_seconds: float = 0.0  # the device had nothing to do before it
     lost: tuple[LostPage, ...] = ()  # every request that holds one of these pages fails
-    # By the clock, without its guides: from the result of the step before, or its own beginning, until it was read.
+    # Wall time without its guides: from the previous step's result, or its own beginning, until its result was read.
     seconds: float = 0.0
 
     @property
     def right(self) -> tuple[bool, ...]:
-        """Which rows have a valid result: not a row that failed, nor a draft behind a rejected one."""
-        found: list[bool] = []
+        """A flag for each row: False if it failed, or if it is a draft behind a rejected one."""
+        valid: list[bool] = []
         for index, row in enumerate(self.plan.rows):
-            right = self.rows[index].error is None
+            is_valid = self.rows[index].error is None
             if row.draft:
                 assert row.token_ids is not None, "a draft has its token"
-                right = right and found[-1] and self.rows[index - 1].token_id == row.token_ids[0]
-            found.append(right)
-        return tuple(found)
+                is_valid = is_valid and valid[-1] and self.rows[index - 1].token_id == row.token_ids[0]
+            valid.append(is_valid)
+        return tuple(valid)
 
     @property
     def sampled(self) -> int:
-        """How many tokens it added to its requests."""
+        """The number of tokens that it added to its requests."""
         return sum(row.samples and right for row, right in zip(self.plan.rows, self.right, strict=True))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """New tokens of one request, leaving the scheduler; the last one carries how it ended."""
+    """New tokens of one request from the scheduler; the last event says how the request ended."""
 
     request_id: str
     token_ids: tuple[int, ...] = ()
@@ -239,10 +239,10 @@ class TokenEvent:
     finish_reason: FinishReason | None = None
     error: BaseException | None = None
     pooled: Vector | None = None  # of the whole prompt; at the end of a request with `pooling`
-    guided: tuple[Guided, ...] = ()  # what the request's guide said to each token
+    guided: tuple[Guided, ...] = ()  # the guide's report on each token
 
     def then(self, later: TokenEvent) -> TokenEvent:
-        """This event and a later one of the same request as one event."""
+        """Return this event and a later one of the same request, merged into one."""
         return dataclasses.replace(
             later,
             token_ids=self.token_ids + later.token_ids,
@@ -254,7 +254,7 @@ class TokenEvent:
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class TextDelta(html.Record):
-    """What a stream yields: text that is final, with the tokens that became final with it."""
+    """An item of a stream: text that is final, with the tokens that became final with it."""
 
     request_id: str
     text: str
@@ -263,8 +263,8 @@ class TextDelta(html.Record):
     index: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # with finish_reason "stop": the stop string or the stop token's id
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # with a sequence's first delta, if they were asked for
-    # Of a chat whose reply is read for reasoning or calls; `text` is then everything that the model wrote.
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # with a sequence's first delta, if requested
+    # In a chat whose reply is read for reasoning or calls; `text` is then all text of the model.
     events: tuple[ReplyEvent, ...] | None = None
 
     @property
@@ -300,7 +300,7 @@ class Usage(html.Record):
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class Timings(html.Record):
-    """Seconds, on the clock of time.perf_counter(). `compiling` and `compiling_later` are parts of the others."""
+    """Seconds, by time.perf_counter(). `compiling` and `compiling_later` are parts of the others."""
 
     queued: float  # submit to first admission
     first_token: float  # submit to first token
@@ -311,14 +311,14 @@ class Timings(html.Record):
     _seconds = ("queued", "first_token", "total", "compiling", "compiling_later")
 
     def decode_rate(self, tokens: int) -> float:
-        """Tokens per second after the first; the time in which programs were compiled is left out."""
+        """Return the tokens per second after the first one, without the time in which programs were compiled."""
         seconds = self.total - self.first_token - self.compiling_later
         return (tokens - 1) / seconds if tokens > 1 and seconds > 0 else 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Completion:
-    """A finished sequence: what `await session.generate(prompt)` returns."""
+    """A finished sequence, the result of `await session.generate(prompt)`."""
 
     id: str
     text: str
@@ -333,12 +333,12 @@ class Completion:
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     index: int = 0
     stop_reason: str | int | None = None  # with finish_reason "stop": the stop string or the stop token's id
-    reply: Reply | None = None  # of a chat whose reply is read for reasoning or calls: its parts
-    # Texts of tokens are made when they are asked for. Copies and pickles don't have it.
+    reply: Reply | None = None  # in a chat whose reply is read for reasoning or calls: its parts
+    # Texts of tokens are decoded on access. Copies and pickles don't have this function.
     decode: Callable[[Sequence[int]], str] | None = dataclasses.field(default=None, repr=False, compare=False)
-    forced: tuple[bool, ...] = ()  # of each token of a structured text: whether its grammar left no choice
+    forced: tuple[bool, ...] = ()  # for each token of a structured text: True if its grammar left no choice
     covered: int = 0  # tokens at the prompt's end that belong to the structured text, in a fork
-    # What makes the object. Any: the signature of a public class names no private type.
+    # Builds the object. Any: the signature of a public class names no private type.
     parsing: Any = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
@@ -352,19 +352,19 @@ class Completion:
 
     @property
     def closed(self) -> bool:
-        """Whether the structure was ended for want of tokens: `parsed` is whole, but its last values may be cut."""
+        """True if the structure was ended because tokens ran out: `parsed` is whole, but its last values may be cut."""
         bounds = (FinishReason.LENGTH, FinishReason.CONTEXT)
         return self.finish_reason in bounds and self.parsing is not None and self.parse_error is None
 
     @property
     def parse_error(self) -> NotParsed | None:
-        """Why `parsed` is None although a structure was asked for; None if it is the object. Its `reason` is a word."""
+        """The reason why `parsed` is None in spite of a structure, else None. Its `reason` is one word."""
         parsing: Parsing | None = self.parsing
         return None if parsing is None else parsing.get().problem
 
     @property
     def seed(self) -> int | None:
-        """With which it can be drawn again; None if it was stopped before one was drawn."""
+        """The seed that repeats the draw; None if the request stopped before one was drawn."""
         return self.sampling.seed
 
     @property
@@ -374,23 +374,23 @@ class Completion:
 
     @property
     def reasoning(self) -> str:
-        """What a reasoning model wrote before its answer; empty if there is none."""
+        """The text of a reasoning model before its answer; empty if there is none."""
         return "" if self.reply is None else self.reply.reasoning
 
     @property
     def tool_calls(self) -> tuple[ToolCall, ...]:
-        """The tools that the model wants to be called, if `chat` was given `tools`."""
+        """The tools that the model asks to call, if `chat` has `tools`."""
         return () if self.reply is None else self.reply.tool_calls
 
     @property
     def message(self) -> dict[str, Any]:
         """The reply as a message, for the next turn of a chat."""
-        found: dict[str, Any] = {"role": "assistant", "content": self.content}
+        message: dict[str, Any] = {"role": "assistant", "content": self.content}
         if self.reasoning:
-            found["reasoning_content"] = self.reasoning
+            message["reasoning_content"] = self.reasoning
         if self.tool_calls:
-            found["tool_calls"] = [call.message() for call in self.tool_calls]
-        return found
+            message["tool_calls"] = [call.message() for call in self.tool_calls]
+        return message
 
     @property
     def token_texts(self) -> tuple[str, ...]:
@@ -398,7 +398,7 @@ class Completion:
         return tuple(map(self.text_of, self.token_ids))
 
     def text_of(self, token_id: int) -> str:
-        """One token's text, special tokens by their names."""
+        """Return one token's text; special tokens are shown by their names."""
         return f"[{token_id}]" if self.decode is None else self.decode([token_id])
 
     def __str__(self) -> str:
@@ -424,13 +424,13 @@ class Completion:
 
     def _shown_text(self) -> html.Markup:
         if self.logprobs is not None:
-            shown = [self._shown(entry) for entry in self.logprobs]
+            tokens = [self._shown(entry) for entry in self.logprobs]
         elif any(self.forced):
-            shown = [html.Token(text) for text in self.token_texts]
+            tokens = [html.Token(text) for text in self.token_texts]
         else:
             return html.text(self.text)
-        forced = [*self.forced, *[False] * (len(shown) - len(self.forced))]
-        return html.tokens(token._replace(forced=one) for token, one in zip(shown, forced, strict=True))
+        forced = [*self.forced, *[False] * (len(tokens) - len(self.forced))]
+        return html.tokens(token._replace(forced=flag) for token, flag in zip(tokens, forced, strict=True))
 
     def _shown(self, entry: TokenLogprobs) -> html.Token:
         others = zip(map(self.text_of, entry.top_ids), entry.top_logprobs, strict=True)

@@ -1,7 +1,7 @@
-"""A chat's reply as its parts: what the model says, what it thinks before, and the tools that it calls.
+"""A chat's reply in its parts: the answer, the reasoning before it, and the calls of tools.
 
-A scanner of `rekindle._src.text.replies` turns text into events. An event is final: no later one takes it back, except
-that a call may be dropped which was told while the model wrote it.
+A scanner of `rekindle._src.text.replies` turns text into events. An event is final: no later one revokes it, except
+that a call may be dropped if it was emitted while the model wrote it.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class ToolCallArguments(html.Record):
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class ToolCallDropped(html.Record):
-    """A call that has started is none after all, because its text breaks off or breaks its syntax.
+    """The end of a call that turned out to be none, because its text breaks off or breaks its syntax.
 
     Only a stream with `stream_tool_calls` has such an event, since otherwise a call starts once it is complete.
     """
 
     index: int
-    text: str  # the call as the model wrote it so far; it is a part of the answer's content
+    text: str  # of the call as written so far; it is part of the answer's content
 
 
 ReplyEvent = ContentDelta | ReasoningDelta | ToolCallStarted | ToolCallArguments | ToolCallDropped
@@ -67,17 +67,17 @@ class ToolCall(html.Record):
     id: str  # names the call in the message that answers it
     name: str
     arguments: Mapping[str, Any]
-    arguments_text: str = ""  # the same as the JSON text
+    arguments_text: str = ""  # the arguments as JSON
 
     def __str__(self) -> str:
         return f"{self.name}({', '.join(f'{name}={value!r}' for name, value in self.arguments.items())})"
 
     def answer(self, content: object) -> dict[str, Any]:
-        """The message that tells the model what the tool returned: a str as it is, anything else as JSON."""
+        """Return the message with the tool's result for the model: a str as it is, anything else as JSON."""
         return {"role": "tool", "tool_call_id": self.id, "name": self.name, "content": as_text(content)}
 
     def message(self) -> dict[str, Any]:
-        """The call as an assistant's message holds it."""
+        """Return the call as an assistant's message holds it."""
         function = {"name": self.name, "arguments": dict(self.arguments)}
         return {"id": self.id, "type": "function", "function": function}
 
@@ -91,7 +91,7 @@ class Reply(html.Record):
     tool_calls: tuple[ToolCall, ...] = ()
 
     def _repr_html_(self) -> str:
-        """The answer with its calls as in Python; the reasoning is folded away."""
+        """Return the answer with its calls in Python's notation; the reasoning is folded."""
         parts = [html.folded("reasoning", html.text(self.reasoning))] if self.reasoning else []
         if self.content or not self.tool_calls:
             parts.append(html.text(self.content))
@@ -99,7 +99,7 @@ class Reply(html.Record):
 
 
 def fold(events: Iterable[ReplyEvent]) -> Reply:
-    """The reply that events add up to. A call whose arguments are not complete yet is left out."""
+    """Return the reply that events add up to, without calls whose arguments are incomplete."""
     content: list[str] = []
     reasoning: list[str] = []
     calls: dict[int, ToolCallStarted] = {}
@@ -117,16 +117,16 @@ def fold(events: Iterable[ReplyEvent]) -> Reply:
             case ToolCallDropped(index, text):
                 calls.pop(index, None)
                 content.append(text)
-    made = []
+    tool_calls = []
     for index, call in calls.items():
         text = "".join(arguments.get(index, ()))
         with contextlib.suppress(ValueError):
-            made.append(ToolCall(call.id, call.name, json.loads(text or "{}"), text))
-    return Reply("".join(content), "".join(reasoning), tuple(made))
+            tool_calls.append(ToolCall(call.id, call.name, json.loads(text or "{}"), text))
+    return Reply("".join(content), "".join(reasoning), tuple(tool_calls))
 
 
 def as_text(value: object) -> str:
-    """What a tool returned, as the text of a message."""
+    """Return a tool's result as the text of a message."""
     if isinstance(value, str):
         return value
     return json.dumps(value, ensure_ascii=False, default=str)

@@ -1,4 +1,4 @@
-"""`Sampling`: what a user can set for one request. Validated once, here."""
+"""`Sampling`: the options of one request. Validated once, here."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from rekindle._src.core.options import SamplingOptions
 
-ANSWER_TOKENS = 2048  # of a chat's answer that brings no `max_tokens`; the end of the context may come before
+ANSWER_TOKENS = 2048  # `max_tokens` of a chat without one; the end of the context may come before
 MAX_LOGPROBS = 20
 MAX_STOP_TOKEN_IDS = 16
 MAX_LOGIT_BIAS = 300
@@ -33,8 +33,8 @@ MAX_PROCESSORS = 64  # names in one request; a session has at most 16 of them
 class Sampling(html.Record):
     """How one request chooses its tokens. Greedy by default; `None` for an option means its default.
 
-    A request without a `Sampling` of its own begins with what the checkpoint's generation_config.json asks for, if it
-    asks for sampling; `open(..., generation_config="greedy")` turns that off.
+    A request without a `Sampling` begins with the options of the checkpoint's generation_config.json, if that
+    asks for sampling; `open(..., generation_config="greedy")` turns this off.
 
     The logits of a position pass, in this order: processors, `logit_bias`, repetition, presence and frequency
     penalties, the `min_tokens` mask, the mask of `allowed_token_ids`, `bad_words` and a schema or grammar,
@@ -114,9 +114,9 @@ class Sampling(html.Record):
             if getattr(self, name) is None:
                 put(self, name, default)
         self._bound_sizes()
-        for name, wanted in _LISTS:
+        for name, entries in _LISTS:
             if getattr(self, name) is not None:
-                put(self, name, self._several(name, wanted))
+                put(self, name, self._several(name, entries))
         for name in ("choice", "allowed_token_ids"):
             if getattr(self, name) == ():
                 raise InvalidRequest(name, [], "is empty, so that no text is possible", "Name some, or leave it out")
@@ -190,7 +190,7 @@ class Sampling(html.Record):
                 raise InvalidRequest("logit_bias", {token: bias}, "is not a number", "Use a float, or ±inf")
 
     def _bound_sizes(self) -> None:
-        """Refuse what is too much before it is copied; what is of a wrong type is left to the checks after this one."""
+        """Refuse values that are too large before they are copied; later checks refuse wrong types."""
         put = object.__setattr__
         check_n(self.n)
         check_salt(self.salt)
@@ -256,7 +256,7 @@ class Sampling(html.Record):
 
     @classmethod
     def of(cls, base: Sampling | None, options: Mapping[str, Any]) -> Sampling:
-        """`base` with keyword options on top; an unknown option raises and names the one that was meant."""
+        """Return `base` with keyword options on top; an unknown option raises and names the likely one."""
         known = cls.__dataclass_fields__
         for name in options:
             if name not in known:
@@ -269,22 +269,22 @@ class Sampling(html.Record):
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is always taken."""
+        """True if the most likely token is always taken."""
         return self.temperature == 0.0
 
     @property
     def structured(self) -> bool:
-        """Whether the text has to follow a schema, an expression, a grammar or a list of choices."""
+        """True if the text must follow a schema, an expression, a grammar or a list of choices."""
         return self.schema is not None or bool(self.regex or self.choice or self.grammar or self.json)
 
     @property
     def restricted(self) -> bool:
-        """Whether some tokens may not come."""
+        """True if some tokens are forbidden."""
         return bool(self.allowed_token_ids or self.bad_words)
 
     @property
     def penalised(self) -> bool:
-        """Whether any of the three penalties is on."""
+        """True if any of the three penalties is on."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
 

@@ -1,6 +1,6 @@
-"""What a request may ask of its text's structure, checked as far as that is possible without a tokenizer.
+"""Checks the options for a text's structure, as far as that is possible without a tokenizer.
 
-Whether a schema or grammar can be followed is decided when it is compiled, in `structured`.
+Compiling, in `structured`, decides if a schema or grammar can be followed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MAX_CHARACTERS = 1 << 19  # of a regular expression, a grammar, all choices or a
 
 
 class Structure(Protocol):
-    """The options of `Sampling` that say how its text is structured."""
+    """The options of `Sampling` that define the structure of its text."""
 
     @property
     def schema(self) -> Any: ...
@@ -36,7 +36,7 @@ class Structure(Protocol):
 
 
 def check_structure(asked: Structure) -> None:
-    """Raises InvalidRequest for values of a wrong type and for options that exclude each other."""
+    """Raise InvalidRequest for values of a wrong type and for options that exclude each other."""
     if asked.schema is not None and not (isinstance(asked.schema, Mapping) or is_type(asked.schema)):
         raise InvalidRequest(
             "schema",
@@ -65,7 +65,7 @@ def check_structure(asked: Structure) -> None:
 
 
 def check_size(name: str, characters: int) -> None:
-    """Raises InvalidRequest for a text that would take too long to compile."""
+    """Raise InvalidRequest for a text that would take too long to compile."""
     if characters > MAX_CHARACTERS:
         raise InvalidRequest(
             name, f"{characters:,} characters", f"is over the {MAX_CHARACTERS:,} that are possible", "Use a smaller one"
@@ -73,6 +73,6 @@ def check_size(name: str, characters: int) -> None:
 
 
 def is_type(value: Any) -> bool:
-    """Whether it can be an annotation: a class, or a form such as `list[int]` or `A | B`."""
+    """True if `value` can be an annotation: a class, or a form such as `list[int]` or `A | B`."""
     forms = (type, types.GenericAlias, types.UnionType)
     return isinstance(value, forms) or (type(value).__module__ == "typing" and typing.get_origin(value) is not None)

@@ -1,7 +1,7 @@
 """Chat messages to a prompt, by the checkpoint's own Jinja template, rendered as transformers does.
 
 Templates are code from a download: they run in Jinja's immutable sandbox, within bounds of time and memory, and see
-plain data only. Whatever one raises becomes a `CheckpointError` or an `InvalidRequest`.
+plain data only. Any exception of a template becomes a `CheckpointError` or an `InvalidRequest`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, folder: str | Path) -> ChatTemplate | None:
-        """The template of a folder or GGUF file, None if it has none. Files win over tokenizer_config.json."""
+        """Return the template of a folder or GGUF file; None if it has none. Files win over tokenizer_config.json."""
         folder = Path(folder)
         if is_file(folder):
             from rekindle._src.text.gguf import reading as gguf  # other formats don't need it
@@ -50,18 +50,18 @@ class ChatTemplate:
             return cls(templates, special, source=str(folder)) if templates else None
         files = {"default": folder / "chat_template.jinja"}
         files |= {path.stem: path for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
-        found: Any = {name: _read_template(path) for name, path in files.items() if path.exists()}
+        texts: Any = {name: _read_template(path) for name, path in files.items() if path.exists()}
         source = folder / "chat_template.jinja"
         for name in ("tokenizer_config.json", "chat_template.json"):
-            if not found:
+            if not texts:
                 source = folder / name
-                found = read_json(source).get("chat_template")
-        if isinstance(found, list):
-            found = {entry["name"]: entry["template"] for entry in found}
-        return cls(found, special_tokens(folder), source=str(source)) if found else None
+                texts = read_json(source).get("chat_template")
+        if isinstance(texts, list):
+            texts = {entry["name"]: entry["template"] for entry in texts}
+        return cls(texts, special_tokens(folder), source=str(source)) if texts else None
 
     def text(self, template: str | None = None, *, tools: bool = False) -> str:
-        """The text of the template that `render` takes: `template` is as there, `tools` says whether there are some."""
+        """Return the text of the template that `render` would use: `template` as there, `tools` True with tools."""
         return self._pick(template, tools)[1]
 
     def render(
@@ -75,7 +75,7 @@ class ChatTemplate:
         template: str | None = None,
         **variables: Any,
     ) -> str:
-        """The prompt as text. Encode it with `add_special_tokens=False`: the template writes them itself.
+        """Return the prompt as text. Encode it with `add_special_tokens=False`: the template writes them itself.
 
         It runs in this thread and may take up to `template_limits.SECONDS`. `template` is the name of one of several
         templates, or a template's own text. `continue_final_message` leaves the last message open, so that the model
@@ -102,15 +102,17 @@ class ChatTemplate:
         template: str | None = None,
         **variables: Any,
     ) -> Callable[[], str]:
-        """Checks and copies the arguments of `render`; what it returns runs the template, in any thread."""
+        """Check and copy the arguments of `render`, and return a function that runs the template in any thread."""
         if continue_final_message and add_generation_prompt:
             add_generation_prompt = False
         name, text = self._pick(template, tools is not None)
         try:
             chat = _messages(messages, text)
             if "developer" not in text:  # OpenAI's newer name of the system message
-                chat = [{**one, "role": "system"} if one["role"] == "developer" else one for one in chat]
-            given = {key: _plain(value) for key, value in variables.items()}
+                chat = [
+                    {**message, "role": "system"} if message["role"] == "developer" else message for message in chat
+                ]
+            extra = {key: _plain(value) for key, value in variables.items()}
             schemas, sources = _schemas("tools", tools), _schemas("documents", documents)
         except RecursionError:
             raise InvalidRequest("messages", len(messages), "are nested too deeply", "Flatten them") from None
@@ -118,7 +120,7 @@ class ChatTemplate:
             chat[-1]["content"] = _mark_end(chat[-1].get("content"))
         scope = {
             **self.special,
-            **given,
+            **extra,
             "messages": chat,
             "tools": schemas,
             "documents": sources,
@@ -132,7 +134,7 @@ class ChatTemplate:
         return rendered
 
     def _run(self, name: str, text: str, scope: dict[str, Any]) -> str:
-        """The template's output. `CheckpointError` if it can't be compiled, `InvalidRequest` for all else."""
+        """Return the template's output. Raises `CheckpointError` if it can't be compiled, else `InvalidRequest`."""
         # Jinja takes a fiftieth of a second to import, and only chats need it.
         from jinja2 import TemplateSyntaxError
 
@@ -169,8 +171,8 @@ class ChatTemplate:
     def _pick(self, template: str | None, with_tools: bool) -> tuple[str, str]:
         if template is not None:
             return (template, self.templates[template]) if template in self.templates else ("given", template)
-        wanted = ("tool_use", "default") if with_tools else ("default",)
-        for name in wanted:
+        names = ("tool_use", "default") if with_tools else ("default",)
+        for name in names:
             if name in self.templates:
                 return name, self.templates[name]
         raise InvalidRequest(
@@ -182,9 +184,9 @@ class ChatTemplate:
 
 
 def _words(error: BaseException) -> str:
-    """The message of an exception, cut to `_SHOWN` characters."""
-    said = str(error) or type(error).__name__
-    return said if len(said) <= _SHOWN else said[: _SHOWN - 3] + "..."
+    """Return the message of an exception, cut to `_SHOWN` characters."""
+    message = str(error) or type(error).__name__
+    return message if len(message) <= _SHOWN else message[: _SHOWN - 3] + "..."
 
 
 def _read_template(path: Path) -> str:
@@ -195,7 +197,7 @@ def _read_template(path: Path) -> str:
 
 
 def _messages(messages: Messages, template: str) -> list[dict[str, Any]]:
-    """Plain copies of the messages: no fields that are None, and reasoning under every name that templates read."""
+    """Return plain copies of the messages, without fields that are None, and with reasoning under each name in use."""
     if isinstance(messages, (str, bytes, Mapping)) or not messages:
         raise InvalidRequest("messages", messages, "is not a list of messages", "Pass [{'role': ..., 'content': ...}]")
     chat = []
@@ -214,22 +216,22 @@ def _messages(messages: Messages, template: str) -> list[dict[str, Any]]:
 
 
 def _check_role(role: Any, template: str) -> None:
-    """Raises `InvalidRequest` for a role that is neither a usual one nor named in the template.
+    """Raise `InvalidRequest` for a role that is neither usual nor named in the template.
 
-    Most templates write whatever role they are given, and the model then answers to one that it has never seen.
+    Most templates write any role, and the model then answers to one that it has never seen.
     """
     if role in _ROLES or (isinstance(role, str) and (f"'{role}'" in template or f'"{role}"' in template)):
         return
-    near = difflib.get_close_matches(role.lower(), _ROLES, n=1, cutoff=0.5) if isinstance(role, str) else []
-    meant = near[0] if near else _FOREIGN_ROLES.get(str(role).lower())
-    fix = f"Did you mean {meant!r}?" if meant else f"Use one of {', '.join(map(repr, _ROLES))}"
+    matches = difflib.get_close_matches(role.lower(), _ROLES, n=1, cutoff=0.5) if isinstance(role, str) else []
+    suggestion = matches[0] if matches else _FOREIGN_ROLES.get(str(role).lower())
+    fix = f"Did you mean {suggestion!r}?" if suggestion else f"Use one of {', '.join(map(repr, _ROLES))}"
     raise InvalidRequest("role", role, "is no role of a message", fix)
 
 
 def _read_arguments(call: Any) -> Any:
-    """The call with its arguments as an object: OpenAI's clients send them as text, and templates write JSON of them.
+    """Return the call with its arguments as an object: OpenAI's clients send text, and templates write JSON of it.
 
-    Text that is no JSON object is left as it is.
+    Text that is not a JSON object stays as it is.
     """
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
@@ -240,12 +242,12 @@ def _read_arguments(call: Any) -> Any:
         return call
     if not isinstance(arguments, dict):
         return call
-    read = {**function, "arguments": arguments}
-    return {**call, "function": read} if "function" in call else read
+    plain = {**function, "arguments": arguments}
+    return {**call, "function": plain} if "function" in call else plain
 
 
 def _plain(value: Any) -> Any:
-    """The value rebuilt from JSON types. Other objects have methods that the sandbox would let a template call."""
+    """Return the value rebuilt from JSON types. Others have methods that the sandbox would let a template call."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     for kind in (str, int, float):

@@ -1,4 +1,4 @@
-"""What chat templates are compiled with: Jinja's sandbox, with what transformers adds to it."""
+"""The environment that compiles chat templates: Jinja's sandbox, with transformers' additions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WIDTH = re.compile(r"%[^A-Za-z]*[0-9]{2}")  # a field width: the C library pads
 
 @functools.lru_cache(maxsize=64)
 def compiled(text: str, most: int) -> jinja2.Template:
-    """The template of a text that has at most so many characters; may raise anything."""
+    """Return the compiled template of a text of at most `most` characters; may raise any exception."""
     if len(text) > most:
         raise TemplateLimit(f"it has {len(text):,} characters, and at most {most:,} are allowed")
     return _environment().from_string(text)
@@ -44,11 +44,11 @@ class _Namespace(jinja2.utils.Namespace):
     """Jinja's namespace, without names that begin with an underscore: they could lead to the interpreter."""
 
     def __init__(*args: Any, **values: Any) -> None:  # a template may store a value called `self`
-        own, *rest = args
+        instance, *rest = args
         stored = dict(*rest, **values)
         for name in stored:
             _Namespace._check(name)
-        jinja2.utils.Namespace.__init__(own, stored)
+        jinja2.utils.Namespace.__init__(instance, stored)
 
     def __setitem__(self, name: str, value: Any) -> None:
         _Namespace._check(name)  # attributes of the object itself are the template's values

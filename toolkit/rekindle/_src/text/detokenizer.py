@@ -28,7 +28,7 @@ class Pushed(NamedTuple):
 
 class _Stream(Protocol):
     @property
-    def open(self) -> bool: ...  # tokens were taken whose text is not out
+    def open(self) -> bool: ...  # some tokens' text is not out yet
     def push(self, token_id: int) -> str: ...
     def flush(self) -> str: ...
 
@@ -36,12 +36,12 @@ class _Stream(Protocol):
 class Detokenizer:
     """Decodes one sequence and delivers its text as soon as no later token can change it.
 
-    Held back are unfinished characters and everything that may be the beginning of a stop string. Of several stop
+    Unfinished characters, and all text that may be the beginning of a stop string, are held back. Of several stop
     strings the one that is complete first ends the text, the longest if two end together; so the result does not depend
     on how tokens were grouped into pushes. `released` counts the tokens whose text was delivered in full: their ids and
     log-probabilities may leave with it.
 
-    Special tokens have no text, but for those that are named in `visible`.
+    Special tokens have no text, except those named in `visible`.
     """
 
     def __init__(
@@ -68,11 +68,11 @@ class Detokenizer:
         self._decoded = 0
         self._delivered = 0
         self.stopped: str | None = None
-        self.tokens = 0  # pushed so far; those behind a completed stop string are not counted
+        self.tokens = 0  # pushed so far, except those behind a completed stop string
         self.released = 0
 
     def push(self, token_ids: Sequence[int]) -> Pushed:
-        """Decodes the next tokens. After a stop string, tokens are ignored and no more text is returned."""
+        """Decode the next tokens. After a stop string, tokens are ignored and no more text is returned."""
         text = []
         for token_id in token_ids:
             if self.stopped is not None:
@@ -82,7 +82,7 @@ class Detokenizer:
         return Pushed("".join(text), self.stopped)
 
     def flush(self) -> str:
-        """The remaining text, when no token follows. It may complete a stop string: see `stopped`."""
+        """Return the remaining text, when no token follows. It may complete a stop string: see `stopped`."""
         if self.stopped is not None:
             return ""
         text = self._take(self._stream.flush(), final=True)
@@ -92,9 +92,9 @@ class Detokenizer:
     def _take(self, piece: str, *, final: bool) -> str:
         self._decoded += len(piece)
         text = self._held + piece
-        found = self._search(text, len(self._held)) if piece and self.tokens > self._min_tokens else None
-        if found is not None:
-            start, self.stopped = found
+        match = self._search(text, len(self._held)) if piece and self.tokens > self._min_tokens else None
+        if match is not None:
+            start, self.stopped = match
             self._held = ""
             self.released = self.tokens
             return text[: start + len(self.stopped) if self._include_stop else start]
@@ -105,7 +105,7 @@ class Detokenizer:
         return out
 
     def _search(self, text: str, fresh: int) -> tuple[int, str] | None:
-        """The stop string that is complete first, given that none ends within `text[:fresh]`."""
+        """Return the stop string that is complete first. None ends within `text[:fresh]`."""
         best: tuple[int, int, str] | None = None
         for stop in self._stop:
             start = text.find(stop, max(0, fresh - len(stop) + 1))
@@ -114,7 +114,7 @@ class Detokenizer:
         return None if best is None else best[1:]
 
     def _undecided(self, text: str) -> int:
-        """The length of the longest end of `text` that is the beginning of a stop string."""
+        """Return the length of the longest end of `text` that is the beginning of a stop string."""
         for size in range(min(self._longest - 1, len(text)), 0, -1):
             end = text[-size:]
             if any(len(stop) > size and stop.startswith(end) for stop in self._stop):
@@ -185,7 +185,7 @@ class _ByteLevelStream:
 
 
 class _WindowStream:
-    """The stream for any other decoder: it decodes the open tokens after the last closed one, and cuts that one's text.
+    """The stream for any other decoder: it decodes the open tokens after the last closed one, less that one's text.
 
     Decoders look one token back: whether a word starts (Strip, WordPiece), whether a token repeats (CTC).
     A run of byte tokens stays open until another token follows, since tokenizers replaces every byte of a run that is
@@ -226,7 +226,7 @@ class _WindowStream:
 
 
 def real_detokenizer(tokenizer: Any) -> Callable[..., Detokenizer]:
-    """The factory of detokenizers for a session: one per request, from its sampling options and what is visible."""
+    """Return the factory of a session's detokenizers: one per request, from its sampling options and `visible`."""
 
     def made(sampling: Sampling, visible: frozenset[str] = frozenset()) -> Detokenizer:
         return Detokenizer(

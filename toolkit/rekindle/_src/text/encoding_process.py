@@ -1,4 +1,4 @@
-"""Encodes texts in a process of its own, by a tokenizer whose regexes could run for hours or whose texts could grow.
+"""Encodes texts in a separate process, by a tokenizer whose regexes could run for hours or whose texts could grow.
 
 Nothing in a process can stop the tokenizers library; a process can be ended. It is started for the first text, keeps
 the tokenizer, and is started again after it was ended.
@@ -18,23 +18,23 @@ import threading
 import weakref
 from typing import IO, Any
 
-SECONDS, CHARACTERS_PER_SECOND = 5.0, 20_000  # for a text; tokenizers in use encode fifty times as fast
-MEMORY = 2 << 30  # bytes of addresses beside what the tokenizer itself takes, where that can be limited
-TOKENS = 64, 1024  # that a text may have at most: so many for each character, and besides
+SECONDS, CHARACTERS_PER_SECOND = 5.0, 20_000  # per text; tokenizers in use encode fifty times as fast
+MEMORY = 2 << 30  # bytes of addresses beyond those of the tokenizer itself, where that can be limited
+TOKENS = 64, 1024  # most tokens of a text: for each character, and in addition
 _TEXT, _ANSWER = struct.Struct("<?dQ"), struct.Struct("<?Q")
 
 
 def limit(text: str) -> float:
-    """Seconds that a text may take."""
+    """Return the seconds that a text may take."""
     return SECONDS + len(text) / CHARACTERS_PER_SECOND
 
 
 class EncodingFailed(Exception):
-    """A text could not be encoded; says why."""
+    """A text could not be encoded. The message says why."""
 
 
 class EncodingProcess:
-    """A tokenizer behind a process. One text at a time; a thread that has another one waits."""
+    """A tokenizer behind a process. It encodes one text at a time; other threads wait."""
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
@@ -42,7 +42,7 @@ class EncodingProcess:
         self._lock = threading.Lock()
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """The ids of a text. Raises `EncodingFailed` if it took too long or too much memory."""
+        """Return the ids of a text. Raises `EncodingFailed` if it took too long or too much memory."""
         seconds = limit(text)
         with self._lock:
             process = self._running()
@@ -76,8 +76,8 @@ class EncodingProcess:
                 program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
             )
             weakref.finalize(self, _ended, self._process)
-            described = self._backend.to_str().encode()
-            self._process.stdin.write(struct.pack("<Q", len(described)) + described)
+            content = self._backend.to_str().encode()
+            self._process.stdin.write(struct.pack("<Q", len(content)) + content)
         return self._process
 
     def _end(self) -> None:
@@ -87,17 +87,17 @@ class EncodingProcess:
 
 def _answer(stream: IO[bytes], text: str) -> tuple[bool, bytes]:
     fine, size = _ANSWER.unpack(_exactly(stream, _ANSWER.size))
-    each, besides = TOKENS
-    if size > 4 * (each * len(text) + besides):
+    each, extra = TOKENS
+    if size > 4 * (each * len(text) + extra):
         raise EOFError
     return fine, _exactly(stream, size)
 
 
 def _exactly(stream: IO[bytes], size: int) -> bytes:
-    found = stream.read(size)
-    if len(found) < size:
+    content = stream.read(size)
+    if len(content) < size:
         raise EOFError
-    return found
+    return content
 
 
 def _ended(process: Any) -> None:
@@ -112,7 +112,7 @@ _CODE = "import sys, runpy; sys.path[:] = {path!r}; runpy.run_path({file!r}, run
 
 
 def main() -> None:
-    """Answers texts until its input ends."""
+    """Answer texts until its input ends."""
     import tokenizers
 
     reading, writing = sys.stdin.buffer, sys.stdout.buffer

@@ -1,4 +1,4 @@
-"""A panic in the tokenizers library, made an error that fails one request.
+"""Turns a panic in the tokenizers library into an error that fails one request.
 
 pyo3 raises a Rust panic as `PanicException`, which derives from `BaseException`: `except Exception` lets it pass, and
 one prompt would end the dispatch loop with every other request. The library's state is not shared between calls, so
@@ -17,7 +17,7 @@ from rekindle.errors import RekindleError
 
 @contextlib.contextmanager
 def panics_as(error: Callable[[str], RekindleError], doing: str) -> Iterator[None]:
-    """Raises `error` in place of a panic within the block; every other exception passes as it is."""
+    """Raise `error` in place of a panic within the block; every other exception passes as it is."""
     try:
         yield
     except BaseException as cause:

@@ -1,4 +1,4 @@
-"""What the code of a chat template mentions: which variables it reads, beside the text that it writes."""
+"""The variables that a chat template's code reads, apart from the text that it writes."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ _TOOLS_OF_MESSAGE = re.compile(r"\w\[\s*['\"]tools['\"]\s*\]|\w\.tools\b")
 
 
 def reads(template: str, name: str) -> bool:
-    """Whether a template uses a variable."""
+    """True if a template uses a variable."""
     return re.search(rf"(?<![\w.]){re.escape(name)}\b", _without_strings(template)) is not None
 
 
 def reads_tools_of_messages(template: str) -> bool:
-    """Whether it takes tools from a message rather than from a variable, as Phi-4-mini's does."""
+    """True if a template takes tools from a message rather than from a variable, as Phi-4-mini's does."""
     return _TOOLS_OF_MESSAGE.search(_code(template)) is not None
 
 
 def takes_tools(template: str) -> bool:
-    """Whether it shows tools to the model."""
+    """True if a template shows tools to the model."""
     return reads(template, "tools") or reads(template, "xml_tools") or reads_tools_of_messages(template)
 
 
 def reads_calls(template: str) -> bool:
-    """Whether it shows the calls in an assistant's message."""
+    """True if a template shows the calls in an assistant's message."""
     return "tool_calls" in _code(template)
 
 

@@ -23,9 +23,9 @@ from jinja2 import nodes
 SECONDS = 5.0  # templates in use take milliseconds; a loaded machine may take a hundred times as long
 CHARACTERS = 16 << 20  # of one value, and of the whole prompt: some four million tokens
 ITEMS = 1 << 18  # of one value: list entries, dict values, and those within them
-WORK = 256 << 20  # characters and items made in all, kept or not
+WORK = 256 << 20  # characters and items of all values of a rendering, discarded ones included
 _BITS = 1 << 17  # of one number
-# Field widths of six digits, which pad to 100,000 characters and more, and widths that come with the values.
+# Field widths of six digits, which pad to 100,000 characters and more, and widths that the values give.
 _PERCENT = re.compile(r"%[^A-Za-z%]*\d{6}"), re.compile(r"%[^A-Za-z%]*\*")
 _BRACES = re.compile(r"\{[^{}]*:[^{}]*\d{6}"), re.compile(r"\{[^{}]*:[^{}]*\{")
 _WITHOUT = (
@@ -36,11 +36,11 @@ _local = threading.local()
 
 
 class TemplateLimit(Exception):
-    """A template used more time or memory than one may."""
+    """A template used more time or memory than it may."""
 
 
 class _Meter:
-    """What one rendering has used so far."""
+    """The usage of one rendering so far."""
 
     __slots__ = ("deadline", "made", "steps")
 
@@ -54,26 +54,26 @@ class _Meter:
             raise TemplateLimit(f"it ran for more than {SECONDS:.0f} s")
 
     def expect(self, size: int) -> None:
-        """Raise before a value of that size is made."""
+        """Raise `TemplateLimit` if a value of `size` characters would be too large."""
         if size > CHARACTERS:
             raise TemplateLimit(f"it made a value of {size:,} characters; at most {CHARACTERS:,} are allowed")
 
     def weigh(self, value: Any) -> Any:
-        """The value, counted. A list counts with all that is in it, as often as it is in it."""
+        """Count the value and return it. A list counts with all its contents, as often as they are in it."""
         self.step()
         size = items = 0
         stack = [value]
         while stack:
-            one = stack.pop()
+            item = stack.pop()
             items += 1
-            if isinstance(one, str | bytes):
-                size += len(one)
-            elif isinstance(one, Mapping):
-                stack += one.values()
-            elif isinstance(one, list | tuple):
-                stack += one
-            elif isinstance(one, jinja2.utils.Namespace):
-                stack.append(object.__getattribute__(one, "_Namespace__attrs"))
+            if isinstance(item, str | bytes):
+                size += len(item)
+            elif isinstance(item, Mapping):
+                stack += item.values()
+            elif isinstance(item, list | tuple):
+                stack += item
+            elif isinstance(item, jinja2.utils.Namespace):
+                stack.append(object.__getattribute__(item, "_Namespace__attrs"))
             if items + len(stack) > ITEMS:
                 raise TemplateLimit(f"it made a value of more than {ITEMS:,} items")
             self.expect(size)
@@ -85,7 +85,7 @@ class _Meter:
 
 @contextlib.contextmanager
 def metered(seconds: float | None = None) -> Iterator[None]:
-    """Counts what this thread's template uses within the block; raises `TemplateLimit` when it is too much."""
+    """Count the usage of this thread's template within the block; raises `TemplateLimit` when it is too much."""
     before = getattr(_local, "meter", None)
     _local.meter = _Meter(SECONDS if seconds is None else seconds)
     try:
@@ -100,18 +100,18 @@ def _meter() -> _Meter:
 
 
 def joined(pieces: Iterable[str]) -> str:
-    """The pieces as one string, which is bounded as every value is."""
-    meter, found, size = _meter(), [], 0
+    """Return the pieces as one string, bounded as every value is."""
+    meter, parts, size = _meter(), [], 0
     for piece in pieces:
         size += len(piece)
         meter.expect(size)
         meter.step()
-        found.append(piece)
-    return "".join(found)
+        parts.append(piece)
+    return "".join(parts)
 
 
 def _rounds(items: Iterable[Any]) -> Iterable[Any]:
-    """What a loop iterates over, with every round counted."""
+    """Return the items of a loop such that every round is counted."""
     return _Rounds(items) if hasattr(items, "__len__") else _counted(items)
 
 
@@ -139,7 +139,7 @@ class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     """The immutable sandbox, in which every loop, call, filter and operator is counted and bounded."""
 
     intercepted_binops = frozenset(("+", "-", "*", "/", "//", "%", "**"))
-    concat = staticmethod(joined)  # what macros and blocks put their output together with
+    concat = staticmethod(joined)  # joins the output of macros and blocks
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -179,7 +179,7 @@ def _through(name: str, node: Any) -> nodes.Filter:
 
 
 def _wrap(node: nodes.Node) -> None:
-    """Put `_weigh` around what makes a value without a call: displays, and `~`, which joins two at a time."""
+    """Put `_weigh` around expressions that make a value without a call: displays, and `~`, which joins two each."""
     for field, value in node.iter_fields():
         if isinstance(value, list):
             setattr(node, field, [_wrapped(item) for item in value])
@@ -199,7 +199,7 @@ def _wrapped(node: Any) -> Any:
 
 
 def _joined_by_two(parts: list[nodes.Expr]) -> nodes.Expr:
-    """`a ~ b ~ c ~ d` as `(a ~ b) ~ (c ~ d)`: every join is at most twice as long as what was allowed before it."""
+    """Return `a ~ b ~ c ~ d` as `(a ~ b) ~ (c ~ d)`: no join is more than twice as long as one allowed before it."""
     if len(parts) == 1:
         return parts[0]
     half = len(parts) // 2
@@ -210,17 +210,17 @@ def _joined_by_two(parts: list[nodes.Expr]) -> nodes.Expr:
 def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)  # with jinja2's mark for filters that take the environment or the context
     def bounded(*args: Any, **options: Any) -> Any:
-        given = list(args)
-        while given and isinstance(given[0], jinja2.Environment | jinja2.runtime.Context | nodes.EvalContext):
-            del given[0]
+        arguments = list(args)
+        while arguments and isinstance(arguments[0], jinja2.Environment | jinja2.runtime.Context | nodes.EvalContext):
+            del arguments[0]
         meter = _meter()
         meter.step()
-        if given:
-            if name in ("join", "sum") and not isinstance(given[0], list | tuple | str):
-                items = list(_counted(given[0]))
-                args = tuple(items if argument is given[0] else argument for argument in args)
-                given[0] = items
-            meter.expect(_size_of_filter(name, given[0], [*given[1:], *options.values()]))
+        if arguments:
+            if name in ("join", "sum") and not isinstance(arguments[0], list | tuple | str):
+                items = list(_counted(arguments[0]))
+                args = tuple(items if argument is arguments[0] else argument for argument in args)
+                arguments[0] = items
+            meter.expect(_size_of_filter(name, arguments[0], [*arguments[1:], *options.values()]))
         return meter.weigh(function(*args, **options))
 
     return bounded
@@ -228,9 +228,9 @@ def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
 
 def _expect_operator(meter: _Meter, operator: str, left: Any, right: Any) -> None:
     if operator == "*":
-        for some, times in ((left, right), (right, left)):
-            if isinstance(times, int) and isinstance(some, str | bytes | list | tuple):
-                meter.expect(len(some) * max(0, times))
+        for value, times in ((left, right), (right, left)):
+            if isinstance(times, int) and isinstance(value, str | bytes | list | tuple):
+                meter.expect(len(value) * max(0, times))
         if isinstance(left, int) and isinstance(right, int):
             _expect_number(left.bit_length() + right.bit_length())
     elif operator == "**" and isinstance(left, int) and isinstance(right, int) and right > 0:
@@ -254,10 +254,10 @@ def _longest(given: Sequence[Any]) -> int:
 
 
 def _padded(form: Any, widths: tuple[re.Pattern[str], re.Pattern[str]], given: Sequence[Any]) -> int:
-    """The size that a format string may ask for: by widths of its own, or by those among the values."""
+    """Return the size that a format string may ask for, by its own widths or by those among the values."""
     text = form.decode("latin-1") if isinstance(form, bytes) else str(form)
-    wide, given_widths = widths
-    if wide.search(text) or (given_widths.search(text) and _largest(given) >= 100_000):
+    wide, from_values = widths
+    if wide.search(text) or (from_values.search(text) and _largest(given) >= 100_000):
         return CHARACTERS + 1
     return 0
 
@@ -267,7 +267,7 @@ def _total(items: Any) -> int:
 
 
 def _size_of_method(owner: Any, name: str, given: list[Any]) -> int:
-    """An upper bound, or nearly one, of what a method of a string or number returns."""
+    """Return an upper bound, or nearly one, of the size of a string's or number's method's result."""
     if isinstance(owner, int):
         return _largest(given)
     size = len(owner)
@@ -289,7 +289,7 @@ def _size_of_method(owner: Any, name: str, given: list[Any]) -> int:
 
 
 def _size_of_filter(name: str, value: Any, given: list[Any]) -> int:
-    """The same for a filter. Those that are not named here return about as much as they are given."""
+    """Return the same for a filter. Filters not named here return about as much as their arguments hold."""
     size = len(value) if isinstance(value, str | list | tuple | Mapping) else 0
     if name in ("center", "batch", "slice", "round"):
         return size + _largest(given) * (8 if name == "round" else 1)

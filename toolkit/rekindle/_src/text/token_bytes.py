@@ -12,7 +12,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def token_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
-    """The UTF-8 bytes that a token stands for, which may be a part of a character; empty for an id without a token."""
+    """Return the UTF-8 bytes of a token, which may be part of a character; empty for an id without a token."""
     spelling = tokenizer.token(token_id)
     if spelling is None:
         return b""

@@ -32,20 +32,20 @@ SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`, or an empty one if there is no such file."""
+    """Return the JSON object in `path`, or an empty one if there is no such file."""
     try:
-        found = json.loads(read_plain(path, MAX_FILE))
+        content = json.loads(read_plain(path, MAX_FILE))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} can't be read as JSON ({error}). Download it again") from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path} holds a {type(found).__name__} where an object is expected. Download it again")
-    return found
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds a {type(content).__name__} where an object is expected. Download it again")
+    return content
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
-    """The named special tokens of a folder, such as `{"bos_token": "<s>"}`; chat templates read them."""
+    """Return the named special tokens of a folder, such as `{"bos_token": "<s>"}`. Chat templates read them."""
     merged = {**read_json(folder / "special_tokens_map.json"), **read_json(folder / "tokenizer_config.json")}
     named = {}
     for name in SPECIAL_TOKENS:
@@ -57,17 +57,17 @@ def special_tokens(folder: Path) -> dict[str, str]:
 
 
 class Backend(Protocol):
-    """What a `Tokenizer` encodes and decodes by."""
+    """The contract by which a `Tokenizer` encodes and decodes."""
 
     def encode(self, text: str, add_special_tokens: bool, *, long: bool) -> list[int]: ...
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str: ...
     def token(self, token_id: int) -> str | None: ...
     def id_of(self, token: str) -> int | None: ...
     @property
-    def size(self) -> int: ...  # how many ids have a token
+    def size(self) -> int: ...  # number of ids that have a token
     @property
     def longest(self) -> int: ...  # characters of a token
-    def added(self) -> dict[int, tokenizers.AddedToken]: ...  # those that text may spell out
+    def added(self) -> dict[int, tokenizers.AddedToken]: ...  # tokens that text may spell out
     @property
     def pipeline(self) -> tokenizers.Tokenizer: ...  # a tokenizer with the same steps, of all tokens or of some
     def whole(self) -> tokenizers.Tokenizer: ...
@@ -111,7 +111,7 @@ class WholeTokenizer:
         return self.pipeline
 
     def spelled(self) -> Spelled | None:
-        return None  # its JSON says it
+        return None  # the library's JSON tells
 
 
 class Tokenizer:
@@ -142,13 +142,13 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: str | Path) -> Tokenizer:
-        """The tokenizer of a folder or GGUF file. Without a vocabulary it only knows ids; see `has_text`."""
+        """Return the tokenizer of a folder or GGUF file. Without a vocabulary it knows ids only; see `has_text`."""
         folder = Path(folder)
         if is_file(folder):
             from rekindle._src.text.gguf import reading as gguf  # other formats don't need it
 
-            made = gguf.read_tokenizer(folder)
-            return cls(made.backend, special=made.special, eos_ids=made.eos_ids, bos_id=made.bos_id, folder=folder)
+            file = gguf.read_tokenizer(folder)
+            return cls(file.backend, special=file.special, eos_ids=file.eos_ids, bos_id=file.bos_id, folder=folder)
         special = special_tokens(folder)
         model, generation = read_json(folder / "config.json"), read_json(folder / "generation_config.json")
         # Chat checkpoints differ in where they name the end-of-turn token, so the tokenizer's own eos token always
@@ -172,24 +172,24 @@ class Tokenizer:
 
     @property
     def has_text(self) -> bool:
-        """Whether text can be encoded. False for a folder without tokenizer.json, which takes token ids only."""
+        """True if text can be encoded. False for a folder without tokenizer.json, which takes token ids only."""
         return self._backend is not None
 
     @property
     def encodes_apart(self) -> bool:
-        """True if a process of its own encodes, so that even a short text may take seconds."""
+        """True if a separate process encodes, so that even a short text may take seconds."""
         return self._apart is not None
 
     @property
     def backend(self) -> tokenizers.Tokenizer:
         """The `tokenizers.Tokenizer` underneath; raises `CheckpointError` when the folder has none.
 
-        That of a large GGUF vocabulary is made for this, in seconds: nothing else here needs it.
+        For a large GGUF vocabulary it is built on first use, in seconds: nothing else here needs it.
         """
         return self._text.whole()
 
     def spelled(self) -> Spelled | None:
-        """Return the tokens as they stand in texts; None where `backend` is there without being made."""
+        """Return the tokens as they stand in texts; None if `backend` exists already."""
         return self._text.spelled()
 
     @property
@@ -211,7 +211,7 @@ class Tokenizer:
         return self._text.size
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; special tokens written in the text become their ids. Long texts release the GIL.
+        """Return the token ids of `text`. Special tokens written in it become their ids. Long texts release the GIL.
 
         Raises `RequestFailed` if the tokenizers library panics, as it does where a regex runs out of backtracking, and
         if a tokenizer whose time or memory is not bounded by a text's length takes too much of them.
@@ -229,32 +229,32 @@ class Tokenizer:
             return backend.encode(text, add_special_tokens, long=len(text) >= LONG_TEXT)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of `ids`; an id without a token contributes nothing. A panic raises `RequestFailed`."""
+        """Return the text of `ids`; an id without a token contributes nothing. A panic raises `RequestFailed`."""
         backend = self._text
         with panics_as(RequestFailed, f"it decoded {len(ids):,} tokens"):
             return backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def pair(self, first: str, second: str) -> tuple[int, int] | None:
-        """The ids of two tokens, such as those around a model's reasoning; None unless it has both."""
+        """Return the ids of two tokens, such as those around a model's reasoning; None unless it has both."""
         if self._backend is None:
             return None
-        one, other = self._backend.id_of(first), self._backend.id_of(second)
-        return None if one is None or other is None else (one, other)
+        first_id, second_id = self._backend.id_of(first), self._backend.id_of(second)
+        return None if first_id is None or second_id is None else (first_id, second_id)
 
     def added_id(self, text: str) -> int | None:
-        """The id of an added token with this text, such as `<tool_call>`; None if it has none."""
+        """Return the id of an added token with this text, such as `<tool_call>`; None if it has none."""
         return next((i for i, token in self._text.added().items() if token.content == text), None)
 
     def token(self, token_id: int) -> str | None:
-        """The vocabulary's own spelling of an id, such as `Ġthe` or `<0x0A>`."""
+        """Return the vocabulary's own spelling of an id, such as `Ġthe` or `<0x0A>`."""
         return self._text.token(token_id)
 
     @functools.cached_property
     def characters_per_token(self) -> int:
-        """An upper bound of the characters of a text that one token stands for.
+        """An upper bound on the characters of a text that one token stands for.
 
-        A text of more than `n` times as many has more than `n` tokens, so it can be refused without being encoded.
-        Where a pipeline may drop characters there is no such bound, and 1,024 are taken for one.
+        A text of more than `n` times this many has more than `n` tokens, so it can be refused without being encoded.
+        Where a pipeline may drop characters there is no such bound, and at least 1,024 is returned.
         """
         longest, pipeline = self._text.longest, self._text.pipeline
         described = json.loads(pipeline.to_str())
@@ -277,7 +277,7 @@ class Tokenizer:
 
     @functools.lru_cache(maxsize=16)  # noqa: B019 (a session has one tokenizer, which lives as long as it)
     def hidden_ids(self, visible: frozenset[str]) -> frozenset[int]:
-        """The special ids but for those of the tokens in `visible`."""
+        """Return the special ids except those of the tokens in `visible`."""
         return frozenset(i for i in self.special_ids if self.token(i) not in visible)
 
     @functools.cached_property
@@ -297,7 +297,7 @@ class Tokenizer:
 
 
 def _apart(backend: Backend, path: Path | None) -> EncodingProcess | None:
-    """The process that encodes for a tokenizer which could take hours in this one; None for all that are in use."""
+    """Return the process that encodes for a tokenizer that could take hours in this one; None for all in use."""
     tokenizer_limits.check_decoder(backend.pipeline, path or "this model")
     reason = tokenizer_limits.unbounded_part(backend.pipeline)
     if reason is None:
@@ -343,7 +343,7 @@ _KEEPING_PRE_TOKENIZERS = frozenset(("ByteLevel", "Metaspace", "Digits", "Sequen
 
 
 def _keeps_characters(part: dict[str, Any] | None, keeping: frozenset[str]) -> bool:
-    """Whether a normalizer or pre-tokenizer of tokenizer.json passes every character on to the model."""
+    """True if a normalizer or pre-tokenizer of tokenizer.json passes every character on to the model."""
     if part is None:
         return True
     if part.get("type") == "Replace":

@@ -1,4 +1,4 @@
-"""Bounds for tokenizers, which come from a download: what one may cost while it opens, and what a text may cost then.
+"""Bounds for tokenizers, which come from a download: the cost of opening one, and the cost of a text then.
 
 The tokenizers library checks none of this. A regex of megabytes took it a gigabyte for each, a piece of a unigram
 vocabulary with two million characters ended the process, and thirty replacements that double the text make a billion
@@ -25,11 +25,14 @@ from rekindle.errors import CheckpointError
 
 LONGEST_TEXT = 4096  # bytes of one string of a tokenizer, such as a regex: those of real ones have hundreds
 LONGEST_PIECE = 1024  # bytes of a piece of a unigram vocabulary; real ones have up to 100
-PIECE_CHARACTERS = 8, 1 << 20  # of a unigram vocabulary on average, and besides; XLM-RoBERTa's have 6. Each takes 660 B
+PIECE_CHARACTERS = (
+    8,
+    1 << 20,
+)  # of a unigram vocabulary per piece, and in addition; XLM-RoBERTa's have 6. Each takes 660 B
 REGEXES = 64
-# Of the pieces of one SentencePiece vocabulary. Gemma's 262,144 have 515,000 merges.
+# For each piece of a SentencePiece vocabulary. Gemma's 262,144 have 515,000 merges.
 MERGES_PER_PIECE = 16
-CUT_CHARACTERS = 1 << 29  # that are hashed to find the merges, in all; 30 million for Gemma's pieces
+CUT_CHARACTERS = 1 << 29  # hashed in all to find the merges; 30 million for Gemma's pieces
 
 _GROWTH = 128  # characters that normalizers may make of one; NFKC makes 18 of one of Arabic
 _AFFIX = 64  # characters of a prefix or suffix that each piece of a word gets
@@ -39,8 +42,8 @@ _PARTS = 32
 _CHARSMAP = b'"precompiled_charsmap"'
 _LETTER_ESCAPES = re.compile(rb"(?<!\\)(?:\\\\)*\\u00(?:[46][1-9a-fA-F]|[57][0-9aA])")
 
-# Regexes of real tokenizers beside those of `pre_tokenizers.py`. They take every run of characters that they look at,
-# so that their time is in proportion to the text.
+# Regexes of real tokenizers beside those of `pre_tokenizers.py`. They consume every run of characters that they look
+# at, so that their time is in proportion to the text.
 _KNOWN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|"
     r"\s+(?!\S)|\s+",
@@ -50,7 +53,7 @@ _KNOWN = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|"
     r"\s*[\r\n]+|\s+(?!\S)|\s+",
 )
-# One class of characters, so often: whatever it looks at it takes.
+# One class of characters with a count: it consumes every character that it looks at.
 _ONE_CLASS = re.compile(
     r"(?:\[\^?(?:\\.(?:\{\^?\w+\})?|[^\[\]\\&])+\]|\\[pP]\{\^?\w+\}|\\[sSdDwW]|\\?[^\w\\()\[\]{}|?*+^$.]|\w)"
     r"(?:[+*?]|\{\d+(?:,\d*)?\})?"
@@ -60,7 +63,7 @@ Growth = Callable[[Mapping[str, Any]], float]
 
 
 def check_file(content: bytes, path: Path | str) -> None:
-    """Raises `CheckpointError` for a tokenizer.json that would cost more than its size to read.
+    """Raise `CheckpointError` for a tokenizer.json that would cost more than its size to read.
 
     It is measured by its strings, without parsing it: that would take a third of the time that the library takes.
     """
@@ -72,17 +75,17 @@ def check_file(content: bytes, path: Path | str) -> None:
         raise CheckpointError(f"{path} has {regexes:,} regexes, and {REGEXES} are read. Use another tokenizer")
     starts, lengths = _strings(content)
     unigram = b'"Unigram"' in content
-    most = LONGEST_PIECE if unigram else LONGEST_TEXT
-    for index in np.flatnonzero(lengths > most).tolist():
+    limit = LONGEST_PIECE if unigram else LONGEST_TEXT
+    for index in np.flatnonzero(lengths > limit).tolist():
         key = content[starts[index - 1] - 1 : starts[index - 1] + lengths[index - 1] + 1] if index else b""
         if key != _CHARSMAP:
-            check_text(int(lengths[index]), most, path)
+            check_text(int(lengths[index]), limit, path)
     if unigram:
-        check_unigram(int(lengths[lengths <= most].sum()), len(lengths), path)
+        check_unigram(int(lengths[lengths <= limit].sum()), len(lengths), path)
 
 
 def check_text(length: int, most: int, path: Path | str) -> None:
-    """Raises `CheckpointError` for a string of a tokenizer of more bytes than its kind may have."""
+    """Raise `CheckpointError` for a string of a tokenizer that has more bytes than its kind may have."""
     if length > most:
         raise CheckpointError(
             f"{path} has a tokenizer with a string of {length:,} bytes, and at most {most:,} are read: "
@@ -91,25 +94,25 @@ def check_text(length: int, most: int, path: Path | str) -> None:
 
 
 def check_unigram(characters: int, pieces: int, path: Path | str) -> None:
-    """Raises `CheckpointError` for a unigram vocabulary whose tree of characters would take gigabytes."""
-    each, besides = PIECE_CHARACTERS
-    most = each * pieces + besides
-    if characters > most:
+    """Raise `CheckpointError` for a unigram vocabulary whose tree of characters would take gigabytes."""
+    each, extra = PIECE_CHARACTERS
+    limit = each * pieces + extra
+    if characters > limit:
         raise CheckpointError(
-            f"{path} has a unigram vocabulary of {characters:,} characters in {pieces:,} pieces, and at most {most:,} "
+            f"{path} has a unigram vocabulary of {characters:,} characters in {pieces:,} pieces, and at most {limit:,} "
             "are read: each takes some 700 bytes. Use another tokenizer"
         )
 
 
 def check_decoder(backend: tokenizers.Tokenizer, path: Path | str) -> None:
-    """Raises `CheckpointError` for a decoder that could make much text of few tokens: it runs with every token."""
+    """Raise `CheckpointError` for a decoder that could make much text of few tokens: it runs for every token."""
     reason = _reason(backend.decoder, "decoders", _DECODERS)
     if reason is not None:
         raise CheckpointError(f"{path} has a tokenizer whose decoder has {reason}. Use another tokenizer")
 
 
 def unbounded_part(backend: tokenizers.Tokenizer) -> str | None:
-    """The part by which a text could cost more than in proportion to its length, in words; None if there is none."""
+    """Return the part by which a text could cost more than in proportion to its length, in words, or None."""
     return (
         _reason(backend.normalizer, "normalizers", _NORMALIZERS)
         or _reason(backend.pre_tokenizer, "pretokenizers", _PRE_TOKENIZERS)
@@ -119,7 +122,7 @@ def unbounded_part(backend: tokenizers.Tokenizer) -> str | None:
 
 
 def _strings(content: bytes) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Where the strings of a JSON document begin, and how many bytes each has as it is written."""
+    """Return where the strings of a JSON document begin, and the number of bytes of each as written."""
     octets = np.frombuffer(content, np.uint8)
     quotes = np.flatnonzero(octets == ord('"'))
     behind = quotes[(quotes > 0) & (octets[quotes - 1] == ord("\\"))]
@@ -131,13 +134,13 @@ def _strings(content: bytes) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]
 
 
 def _backslashes(content: bytes, end: int) -> int:
-    """How many there are in a row before `end`; more than 4,096 make a string that is too long anyway."""
+    """Return the number of backslashes in a row before `end`, at most 4,096: more make the string too long anyway."""
     before = content[max(0, end - LONGEST_TEXT) : end]
     return len(before) - len(before.rstrip(b"\\"))
 
 
 def _reason(part: Any, inner: str, known: Mapping[str, Growth]) -> str | None:
-    """Why a part is not known to be bounded, or None."""
+    """Return why a part is not known to be bounded, or None if it is."""
     if part is None:
         return None
     try:
@@ -151,10 +154,10 @@ def _reason(part: Any, inner: str, known: Mapping[str, Growth]) -> str | None:
         kind = str(step.get("type"))
         if kind not in known:
             return f"a step of an unknown kind ({kind[:80]!r})"
-        more = known[kind](step)
-        if more == float("inf"):
+        factor = known[kind](step)
+        if factor == float("inf"):
             return f"a {kind} that is not known to be bounded ({json.dumps(step)[:120]})"
-        growth *= more
+        growth *= factor
         if growth > _GROWTH:
             return f"steps that make up to {growth:,.0f} characters of one"
     return None
@@ -164,8 +167,8 @@ def _steps(part: Mapping[str, Any], inner: str) -> Iterator[Mapping[str, Any]]:
     if part.get("type") != "Sequence":
         yield part
         return
-    for one in part[inner]:
-        yield from _steps(one, inner)
+    for step in part[inner]:
+        yield from _steps(step, inner)
 
 
 def _model_reason(model: Any) -> str | None:
@@ -182,7 +185,7 @@ def _same(step: Mapping[str, Any]) -> float:
 
 
 def _pattern(step: Mapping[str, Any]) -> float:
-    """1 if a step's pattern takes time in proportion to the text, else infinity."""
+    """Return 1 if a step's pattern takes time in proportion to the text, else infinity."""
     pattern = step.get("pattern") or {}
     regex = pattern.get("Regex")
     bounded = regex is None or regex in _known() or _ONE_CLASS.fullmatch(regex) is not None
@@ -203,7 +206,7 @@ def _prepended(step: Mapping[str, Any]) -> float:
 
 
 def _mapped(step: Mapping[str, Any]) -> float:
-    """The longest text that a table of SentencePiece's has for a character."""
+    """Return the length of the longest text that a SentencePiece table has for a character."""
     try:
         table = base64.b64decode(step["precompiled_charsmap"], validate=True)
     except (KeyError, ValueError, binascii.Error):

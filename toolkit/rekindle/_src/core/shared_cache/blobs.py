@@ -4,9 +4,9 @@
     length of the header        8 bytes
     header                      JSON: the entry's name, and path and size of each file ("" for an entry that is a file)
     the files' contents
-    mark                        32 bytes: HMAC-SHA-256 of all that is above, with the key of the cache if it has one
+    mark                        32 bytes: HMAC-SHA-256 of everything above, with the key of the cache if it has one
 
-A blob is not used before its mark was compared. With a key, only those who know it can have made one.
+A blob is not used before its mark is verified. With a key, only its owners can create one.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ MAGIC = b"rekindle blob 1\n"
 _LENGTH, _MARK = 8, 32
 _PIECE = 4 << 20
 _AHEAD = 4  # pieces that wait for the mark
-_PART, _PARTS = 1 << 20, 8  # memory that is used again and again while a large file is unpacked
+_PART, _PARTS = 1 << 20, 8  # memory that is reused while a large file is unpacked
 _MOST_HEADER, _MOST_FILES = 1 << 20, 256
 
 
 def pack(entry: Path, name: str, key: bytes | None, out: IO[bytes]) -> int:
-    """Write an entry as the blob `name`; returns its size. Raises OSError."""
+    """Write an entry as the blob `name`; return its size in bytes. Raises OSError."""
     files = _files(entry)
     header = json.dumps({"name": name, "files": [(path, file.stat().st_size) for path, file in files]}).encode()
     mark = _Mark(key)
@@ -48,8 +48,8 @@ def pack(entry: Path, name: str, key: bytes | None, out: IO[bytes]) -> int:
 
 
 def unpack(blob: IO[bytes], name: str, key: bytes | None, target: Path, most: int) -> int:
-    """Write a blob's files to `target`, which does not exist yet; returns their size. Raises StoreError for a blob that
-    is damaged, too large or not `name`'s, and leaves what it wrote so far to the caller."""
+    """Write a blob's files to `target`, which must not exist yet; return their size in bytes. Raises StoreError for a
+    blob that is damaged, too large or not `name`'s; the caller removes the files written so far."""
     mark = _Mark(key)
     begin = mark.added(_exactly(blob, len(MAGIC) + _LENGTH))
     if not begin.startswith(MAGIC):
@@ -77,26 +77,26 @@ def unpack(blob: IO[bytes], name: str, key: bytes | None, target: Path, most: in
 
 
 def _unpack_large(blob: IO[bytes], size: int, mark: _Mark, out: IO[bytes]) -> int:
-    """How many of `size` bytes there were. They are read, marked and written at the same time, in memory that stays:
-    new memory for each piece cost as much as the marks."""
+    """Unpack up to `size` bytes and return their number. They are read, marked and written at the same time, in reused
+    memory: new memory for each piece cost as much as the marks."""
     parts: deque[tuple[memoryview, tuple[Future[Any], ...]]] = deque()
     parts.extend((memoryview(bytearray(_PART)), ()) for _ in range(_PARTS))
-    done = 0
+    position = 0
     with ThreadPoolExecutor(1, thread_name_prefix="rekindle shared cache") as writer:
-        while done < size:
+        while position < size:
             memory, busy = parts.popleft()
             for future in busy:
                 future.result()
-            count = _read_into(blob, memory[: size - done])
+            count = _read_into(blob, memory[: size - position])
             if not count:
                 break
             part = memory[:count]
             parts.append((memory, (mark.later(part), writer.submit(out.write, part))))
-            done += count
+            position += count
         for _, busy in parts:
             for future in busy:
                 future.result()
-    return done
+    return position
 
 
 def _read_into(blob: IO[bytes], memory: memoryview) -> int:
@@ -109,8 +109,8 @@ def _read_into(blob: IO[bytes], memory: memoryview) -> int:
 
 
 class _Mark:
-    """The mark over what was added. Large pieces are added by a thread, while they are written or the next one is read:
-    of the time for 260 MB of weights, half went into this."""
+    """The mark over all added data. A thread adds large pieces while they are written or the next one is read:
+    this took half of the time for 260 MB of weights."""
 
     def __init__(self, key: bytes | None) -> None:
         self._state = hmac.new(key or b"", b"rekindle blob", "sha256")
@@ -127,7 +127,7 @@ class _Mark:
         return data
 
     def later(self, data: bytes | memoryview) -> Future[None]:
-        """Add data by the thread; it may change once that is done."""
+        """Add data by the thread. The data may change once the future is done."""
         self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="rekindle shared cache")
         return self._pool.submit(self._state.update, data)
 
@@ -138,27 +138,27 @@ class _Mark:
 
 
 def _files(entry: Path) -> list[tuple[str, Path]]:
-    """The files of an entry by their paths in it. Links are left out."""
+    """Return the files of an entry by their paths in it, without links."""
     if entry.is_file():
         return [("", entry)]
-    found = []
+    paths = []
     for at, _, names in os.walk(entry):
-        found += [Path(at) / name for name in names]
-    plain = sorted(file for file in found if file.is_file() and not file.is_symlink())
+        paths += [Path(at) / name for name in names]
+    plain = sorted(file for file in paths if file.is_file() and not file.is_symlink())
     if not plain:
         raise FileNotFoundError(f"{entry} is gone")
     return [(file.relative_to(entry).as_posix(), file) for file in plain]
 
 
 def _described(header: bytes, name: str) -> list[tuple[str, int]]:
-    """The files that a header lists. Raises StoreError unless they are files of the entry `name`, and within it."""
+    """Return the files that a header lists. Raises StoreError unless they are within the entry `name`."""
     try:
-        found: Any = json.loads(header)
-        told, files = found["name"], [(path, size) for path, size in found["files"]]
+        fields: Any = json.loads(header)
+        label, files = fields["name"], [(path, size) for path, size in fields["files"]]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise StoreError(f"its header makes no sense ({error!r})") from error
-    if told != name:
-        raise StoreError(f"it is the blob of {told!r}")
+    if label != name:
+        raise StoreError(f"it is the blob of {label!r}")
     if not 0 < len(files) <= _MOST_FILES or len({path for path, _ in files}) < len(files):
         raise StoreError(f"it has {len(files)} files")
     for path, size in files:

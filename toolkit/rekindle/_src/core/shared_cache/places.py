@@ -1,4 +1,4 @@
-"""Where blobs lie: a folder that machines share, or an object store by its URL, through fsspec."""
+"""Places of blobs: a folder that machines share, or an object store by its URL, through fsspec."""
 
 from __future__ import annotations
 
@@ -16,44 +16,44 @@ from rekindle.errors import ConfigError, MissingExtra
 
 _UNFINISHED = ".unfinished-"
 _STALE_SECONDS = 24 * 3600.0
-# Protocols whose stores show an object once all of it was sent. Elsewhere it is sent under another name and renamed.
+# Protocols whose stores show an object only once it is complete. Elsewhere it is sent under another name and renamed.
 _WHOLE = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "memory"})
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "modified", "timeCreated", "created", "creation_time")
 
 
 class Blob(NamedTuple):
-    """What lies there."""
+    """The description of one blob."""
 
     kind: str
     name: str
     size: int
-    written: float  # seconds since the epoch; now, if the store does not say
+    written: float  # seconds since the epoch; the present time if the store does not tell
 
 
 class Place(Protocol):
-    """Blobs by kind and name. Methods raise OSError, or whatever the store's library raises."""
+    """Blobs by kind and name. Methods raise OSError, or any exception of the store's library."""
 
     def open(self, kind: str, name: str) -> IO[bytes]:
-        """Raises FileNotFoundError if it is not there."""
+        """Open a blob for reading. Raises FileNotFoundError if it does not exist."""
         ...
 
     def age(self, kind: str, name: str) -> float | None:
-        """Seconds since it was written; None if it is not there."""
+        """Return the seconds since a blob was written; None if it does not exist."""
         ...
 
     def put(self, kind: str, name: str, file: Path) -> None:
-        """Put a file there: complete, or not at all. The file may be moved."""
+        """Store a file as a blob: complete, or not at all. The file may be moved."""
 
     def remove(self, kind: str, name: str) -> None:
-        """Remove it, if it is there."""
+        """Remove a blob, if it exists."""
 
     def listed(self, kind: str) -> list[Blob]:
-        """What is there of a kind."""
+        """Return the blobs of a kind."""
         ...
 
 
 def place_of(where: str) -> Place:
-    """The place with this path or URL. Raises ConfigError and MissingExtra."""
+    """Return the place of this path or URL. Raises ConfigError and MissingExtra."""
     protocol, separator, rest = where.partition("://")
     if not separator or protocol in ("file", "local"):
         return FolderPlace(Path(rest if separator else where).expanduser().absolute())
@@ -71,7 +71,7 @@ def place_of(where: str) -> Place:
 
 
 class FolderPlace:
-    """A folder, as of a file server. A blob is renamed to its name when it is complete."""
+    """A folder, such as one of a file server. A blob is renamed to its name when it is complete."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -89,19 +89,19 @@ class FolderPlace:
     def put(self, kind: str, name: str, file: Path) -> None:
         folder = self.root / kind
         folder.mkdir(parents=True, exist_ok=True)
-        own = folder / f"{_UNFINISHED}{uuid.uuid4().hex}"
+        temporary = folder / f"{_UNFINISHED}{uuid.uuid4().hex}"
         try:
-            shutil.copyfile(file, own)
-            os.replace(own, folder / name)
+            shutil.copyfile(file, temporary)
+            os.replace(temporary, folder / name)
         except BaseException:
-            own.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
             raise
 
     def remove(self, kind: str, name: str) -> None:
         (self.root / kind / name).unlink(missing_ok=True)
 
     def listed(self, kind: str) -> list[Blob]:
-        found = []
+        blobs = []
         with contextlib.suppress(FileNotFoundError), os.scandir(self.root / kind) as entries:
             for entry in entries:
                 with contextlib.suppress(OSError):
@@ -110,8 +110,8 @@ class FolderPlace:
                         if time.time() - status.st_mtime > _STALE_SECONDS:
                             os.unlink(entry.path)  # its writer is gone
                     elif entry.is_file(follow_symlinks=False):
-                        found.append(Blob(kind, entry.name, status.st_size, status.st_mtime))
-        return found
+                        blobs.append(Blob(kind, entry.name, status.st_size, status.st_mtime))
+        return blobs
 
 
 class RemotePlace:
@@ -121,8 +121,8 @@ class RemotePlace:
         self._files, self._root, self._whole = files, root, whole
 
     def open(self, kind: str, name: str) -> IO[bytes]:
-        found: IO[bytes] = self._files.open(self._path(kind, name), "rb")
-        return found
+        blob: IO[bytes] = self._files.open(self._path(kind, name), "rb")
+        return blob
 
     def age(self, kind: str, name: str) -> float | None:
         self._files.invalidate_cache()
@@ -137,13 +137,13 @@ class RemotePlace:
         if self._whole:
             self._files.put_file(str(file), target)
             return
-        own = self._path(kind, f"{_UNFINISHED}{uuid.uuid4().hex}")
+        temporary = self._path(kind, f"{_UNFINISHED}{uuid.uuid4().hex}")
         try:
-            self._files.put_file(str(file), own)
-            self._files.mv(own, target)
+            self._files.put_file(str(file), temporary)
+            self._files.mv(temporary, target)
         except BaseException:
             with contextlib.suppress(Exception):
-                self._files.rm_file(own)
+                self._files.rm_file(temporary)
             raise
 
     def remove(self, kind: str, name: str) -> None:
@@ -167,7 +167,7 @@ class RemotePlace:
 
 
 def _written(entry: Mapping[str, Any]) -> float:
-    """When an object was written, in whichever form its store says it."""
+    """Return the time at which an object was written, in any form in which its store gives it."""
     for name in _TIMES:
         value = entry.get(name)
         if isinstance(value, datetime.datetime):

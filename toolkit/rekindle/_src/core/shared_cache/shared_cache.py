@@ -1,8 +1,8 @@
 """The shared cache behind one cache folder: entries come from there when they are missed, and new ones go there.
 
-An entry is fetched when it is first asked for, verified, and put into the cache folder, where it is used as if it had
-been made here. New entries are put there by a thread, complete or not at all. What machines make at the same time is
-equal, so that it does not matter whose stays. Whatever is wrong with the place costs time and nothing else.
+An entry is fetched at its first use, verified, and put into the cache folder, where it is used like one built here.
+A thread stores new entries, complete or not at all. Entries that machines build at the same time are equal, so that it
+does not matter which one stays. Any trouble with the place costs time and nothing else.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ log = logging.getLogger("rekindle.cache")
 VARIABLE = "REKINDLE_SHARED_CACHE"
 KINDS = ("native", "programs", "models", "weights", "pages", "snapshots")
 MAX_BYTES, MAX_AGE = 64 << 30, 30 * 24 * 3600.0  # of the whole place; the oldest goes first
-FAILURES = 3  # one after another, after which this process asks no more
-EXIT_SECONDS = 4.0  # that a process stays to finish what it keeps
+FAILURES = 3  # in a row, after which this process stops using the place
+EXIT_SECONDS = 4.0  # for which an ending process waits for its uploads
 _PRUNE_SECONDS = 3600.0
 _all: weakref.WeakSet[SharedCache] = weakref.WeakSet()
 
@@ -46,7 +46,7 @@ class SharedCache:
         self._place, self._key = place, key
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
-        self._known: set[tuple[str, str]] = set()  # asked to keep, or fetched: nothing is to be done
+        self._known: set[tuple[str, str]] = set()  # fetched, stored or queued: nothing is left to do
         self._todo: deque[tuple[str, str]] = deque()
         self._working = False
         self._failures = 0
@@ -55,19 +55,19 @@ class SharedCache:
         _all.add(self)
 
     def fetch(self, kind: str, name: str) -> bool:
-        """Whether the entry is in the cache folder now, complete and verified."""
+        """Fetch an entry. True if it is in the cache folder now, complete and verified."""
         local = self.folder / kind / name
         if kind not in KINDS or self._failures >= FAILURES or private_files.distrust_reason(local.parent) is not None:
             return False
-        own = local.with_name(f"{PARTIAL}{uuid.uuid4().hex}")
+        temporary = local.with_name(f"{PARTIAL}{uuid.uuid4().hex}")
         try:
             with self._place.open(kind, name) as blob:
                 private_files.make_folder(local.parent)
                 free = shutil.disk_usage(local.parent).free // 2
-                size = unpack(blob, f"{kind}/{name}", self._key, own, free)
-            _open_to_others(own, shared=private_files.is_shared(local.parent))
+                size = unpack(blob, f"{kind}/{name}", self._key, temporary, free)
+            _open_to_others(temporary, shared=private_files.is_shared(local.parent))
             with contextlib.suppress(OSError):  # another process or thread was faster
-                own.rename(local)
+                temporary.rename(local)
         except FileNotFoundError:
             self.missed += 1
             return local.exists()
@@ -75,13 +75,13 @@ class SharedCache:
             self.refused += 1
             self._say(name, f"{kind}/{name} in {self.where} is not used ({error}); it is removed and made again")
             with contextlib.suppress(Exception):
-                self._place.remove(kind, name)  # or it would stay in the place of a good one
+                self._place.remove(kind, name)  # or it would block a good one
             return False
         except Exception as error:
             self._failure(error)
             return False
         finally:
-            _remove(own)
+            _remove(temporary)
         self._failures = 0
         self.fetched += 1
         self._known.add((kind, name))
@@ -89,7 +89,7 @@ class SharedCache:
         return True
 
     def keep(self, kind: str, name: str) -> None:
-        """Put the entry there, in a thread, unless it is there."""
+        """Store the entry in the place, by a thread, unless it is there."""
         with self._lock:
             if kind not in KINDS or (kind, name) in self._known or self._failures >= FAILURES:
                 return
@@ -101,7 +101,7 @@ class SharedCache:
         threading.Thread(target=self._work, name="rekindle shared cache", daemon=True).start()
 
     def names(self, kind: str) -> list[str]:
-        """The entries of a kind, the newest last."""
+        """Return the names of a kind's entries, the newest last."""
         try:
             return [blob.name for blob in sorted(self._place.listed(kind), key=lambda blob: blob.written)]
         except Exception as error:
@@ -109,20 +109,20 @@ class SharedCache:
             return []
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until everything that is to be kept is there; false if that takes longer."""
+        """Wait until all queued entries are stored; false if `timeout` seconds pass first."""
         with self._idle:
             return self._idle.wait_for(lambda: not self._working, timeout)
 
     def prune(self) -> int:
-        """Remove what is too old, then the oldest beyond the capacity; how many bytes went."""
+        """Remove entries that are too old, then the oldest beyond the capacity; return the bytes removed."""
         blobs = sorted((blob for kind in KINDS for blob in self._place.listed(kind)), key=lambda blob: blob.written)
-        total, gone, oldest = sum(blob.size for blob in blobs), 0, time.time() - self.max_age
+        total, removed, oldest = sum(blob.size for blob in blobs), 0, time.time() - self.max_age
         for blob in blobs:
-            if blob.written >= oldest and total - gone <= self.max_bytes:
+            if blob.written >= oldest and total - removed <= self.max_bytes:
                 break
             self._place.remove(blob.kind, blob.name)
-            gone += blob.size
-        return gone
+            removed += blob.size
+        return removed
 
     def __repr__(self) -> str:
         return f"<SharedCache {self.where}: {self.fetched} fetched, {self.kept} kept>"
@@ -147,15 +147,15 @@ class SharedCache:
     def _keep(self, kind: str, name: str) -> None:
         age = self._place.age(kind, name)
         if age is not None and age < self.max_age / 2:
-            return  # what is in use is written again before it is too old
+            return  # entries in use are written again before they are too old
         local = self.folder / kind / name
-        own = local.with_name(f"{PARTIAL}{uuid.uuid4().hex}")
+        temporary = local.with_name(f"{PARTIAL}{uuid.uuid4().hex}")
         try:
-            with open(os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
+            with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
                 pack(local, f"{kind}/{name}", self._key, out)
-            self._place.put(kind, name, own)
+            self._place.put(kind, name, temporary)
         finally:
-            own.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
         self.kept += 1
         if time.monotonic() - self._pruned > _PRUNE_SECONDS or not self._pruned:
             self._pruned = time.monotonic()
@@ -175,7 +175,7 @@ class SharedCache:
 def attach(where: str | None, folders: Iterable[Path]) -> None:
     """Put the shared cache with this path or URL behind cache folders; None is $REKINDLE_SHARED_CACHE, if it is set.
 
-    Raises ConfigError for one that others than this user could have written to, unless what lies there is signed.
+    Raises ConfigError for a place to which other users could have written, unless its entries are signed.
     """
     where = where or os.environ.get(VARIABLE) or None
     if where is None:
@@ -191,8 +191,8 @@ def attach(where: str | None, folders: Iterable[Path]) -> None:
     if key is None:
         _check_private(where, place)
     for folder in dict.fromkeys(folders):
-        before = read_through.behind(folder)
-        same = isinstance(before, SharedCache) and (before.where, before._key) == (where, key)
+        current = read_through.behind(folder)
+        same = isinstance(current, SharedCache) and (current.where, current._key) == (where, key)
         if not same:
             read_through.attach(folder, SharedCache(folder, where, place, key))
 
@@ -201,7 +201,7 @@ def _check_private(where: str, place: Place) -> None:
     reason: str | None = "is reached by others, too"
     if isinstance(place, FolderPlace):
         reasons = (private_files.distrust_reason(place.root / kind) for kind in KINDS)
-        reason = next((found for found in reasons if found is not None), None)
+        reason = next((problem for problem in reasons if problem is not None), None)
     if reason is not None:
         raise ConfigError(
             "shared_cache",
@@ -212,7 +212,7 @@ def _check_private(where: str, place: Place) -> None:
 
 
 def _open_to_others(path: Path, *, shared: bool) -> None:
-    """Where the cache folder itself is shared by users with the key, let them read what was fetched."""
+    """Let other users read fetched files if the cache folder itself is shared with the key."""
     if not shared:
         return
     for at, _, files in os.walk(path):
@@ -234,5 +234,5 @@ def _remove(path: Path) -> None:
 @atexit.register
 def _finish() -> None:
     deadline = time.monotonic() + EXIT_SECONDS
-    for one in tuple(_all):
-        one.wait(max(0.0, deadline - time.monotonic()))
+    for cache in tuple(_all):
+        cache.wait(max(0.0, deadline - time.monotonic()))

@@ -1,8 +1,8 @@
-"""A tokenizer that is made of as much of a GGUF file's vocabulary as texts need.
+"""A tokenizer built from only those tokens of a GGUF file's vocabulary that texts need.
 
 The tokenizers library takes a second or two for 262,000 tokens and their merges, in which no other thread runs. A text
 is cut the same way by a tokenizer that has only those tokens which are parts of it: merges make no others, and keep
-their order. Which ones they are, hashes tell (`token_table.py`), of words that no text before had.
+their order. Hashes find these tokens (`token_table.py`), for words that no earlier text had.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from rekindle._src.text.gguf.vocabulary import MergeList, Pair, Recipe, added_to
 from rekindle._src.text.spelling import Spelled, byte_of_character
 from rekindle._src.text.tokenizer_limits import CUT_CHARACTERS, MERGES_PER_PIECE
 
-MOST = 1 << 15  # tokens that are kept for texts to come; a tokenizer of them is made in a tenth of a second
-_CROSSING = 1 << 11  # tokens with a space amid them, up to which texts are looked at word by word
+MOST = 1 << 15  # tokens kept for later texts; a tokenizer of them is built in a tenth of a second
+_CROSSING = 1 << 11  # most tokens with a space inside for which texts are looked at word by word
 _WORD = re.compile(r" *[^ ]+| +")
 _SPACE = "▁"  # in SentencePiece's pieces
 _BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-_SPENT = 8  # times the tokens of the part that stays, for which parts are made for one text each
-_LONG = 64  # characters of a word that is looked at each time
+_SPENT = 8  # the part that stays is rebuilt after parts for single texts took this many times its tokens
+_LONG = 64  # characters; longer words are looked at each time
 
 
 class Part(NamedTuple):
@@ -41,10 +41,10 @@ class Part(NamedTuple):
 
 
 class PartialTokenizer:
-    """Gives the ids and texts that the tokenizer of all tokens gives; `whole` makes that one."""
+    """A tokenizer with the results of one of all tokens. `whole` builds that one."""
 
     def __init__(self, bpe: Recipe, whole: Callable[[], tokenizers.Tokenizer]) -> None:
-        """Raises `ValueError` for a vocabulary that parts can't stand for."""
+        """Raise `ValueError` for a vocabulary that parts can't stand for."""
         words, self._make_whole = bpe.words, whole
         self._words, self._tokens = words, words.tokens
         self._table = table = TokenTable(words.tokens)
@@ -69,19 +69,21 @@ class PartialTokenizer:
         needed = {self._tokens[index] for index in always if index is not None}
         needed |= {self._tokens[index] for index in crossing if self._by_word}
         self._always = frozenset(table.inside(SEPARATOR.join(token.encode() for token in needed)))
-        self._texts = dict[int, str]()  # tokens by their ids, and how they are made, as parts needed them
+        self._texts = dict[
+            int, str
+        ]()  # texts of the tokens that parts needed, by their ids; and the ranks of their merges
         self._ranks = dict[int, list[int]]()
         self._pairs = dict[int, Pair]()  # by their ranks
-        self._lock = threading.Lock()  # of what follows
+        self._lock = threading.Lock()  # guards the fields below
         self._known = set[str]()  # words all of whose tokens the part has
         self._part = self._made(self._always)
-        self._waiting = set[int]()  # tokens that texts needed since it was made
+        self._waiting = set[int]()  # tokens that texts needed since it was built
         self._new = set[str]()  # their words
-        self._spent = 0  # tokens of parts that were made for one text since then
+        self._spent = 0  # tokens of parts for single texts since then
         self._whole: tokenizers.Tokenizer | None = None
 
     def encode(self, text: str, add_special_tokens: bool, *, long: bool) -> list[int]:
-        """The ids of a text. A long one leaves the GIL."""
+        """Return the ids of a text. Long texts release the GIL."""
         backend = self._for(text)
         if not long:
             return list(backend.encode(text, add_special_tokens=add_special_tokens).ids)
@@ -90,13 +92,13 @@ class PartialTokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """The text of ids."""
+        """Return the text of ids."""
         hidden = self._special if skip_special_tokens else frozenset()
-        tokens = (self.token(int(one)) for one in ids if one not in hidden)
+        tokens = (self.token(int(token_id)) for token_id in ids if token_id not in hidden)
         return str(self._recipe.decoder.decode([token for token in tokens if token is not None]))
 
     def token(self, token_id: int) -> str | None:
-        """The spelling of an id."""
+        """Return the spelling of an id."""
         if token_id < 0:
             raise OverflowError(f"{token_id} is no id of a token")
         if token_id >= len(self._tokens) or not self._table.first[token_id]:
@@ -104,32 +106,32 @@ class PartialTokenizer:
         return self._tokens[token_id]
 
     def id_of(self, token: str) -> int | None:
-        """The id of a token."""
+        """Return the id of a token."""
         return self._table.id_of(token)
 
     @functools.cached_property
     def size(self) -> int:
-        """How many tokens there are."""
+        """The number of tokens."""
         return int(self._table.first.sum())
 
     @functools.cached_property
     def longest(self) -> int:
-        """The characters of the longest token."""
+        """The number of characters of the longest token."""
         octets = np.frombuffer(self._tokens.content, np.uint8)
         begins = np.append(0, np.cumsum((octets & 0xC0) != 0x80))
         return int((begins[self._tokens.ends] - begins[self._tokens.starts]).max(initial=0))
 
     def added(self) -> dict[int, AddedToken]:
-        """The tokens that text may spell out, by their ids."""
+        """Return the tokens that text may spell out, by their ids."""
         return {index: added_token(self._words, index) for index in sorted(self._added)}
 
     @property
     def pipeline(self) -> tokenizers.Tokenizer:
-        """A tokenizer with the same steps, and few tokens."""
+        """A tokenizer with the same steps and few tokens."""
         return self._part.backend
 
     def whole(self) -> tokenizers.Tokenizer:
-        """The tokenizer of all tokens. It is made in seconds, for what needs the library's own object."""
+        """Return the library's own tokenizer of all tokens. Building it takes seconds."""
         with self._lock:
             if self._whole is None:
                 self._whole = self._make_whole()
@@ -165,7 +167,7 @@ class PartialTokenizer:
         return frozenset(index for index, token in self.added().items() if token.special)
 
     def _for(self, text: str) -> tokenizers.Tokenizer:
-        """A tokenizer that has all tokens which are parts of a text."""
+        """Return a tokenizer that has every token that is part of a text."""
         words = {text} if not self._by_word or _SPACE in text else set(_WORD.findall(text))
         with self._lock:
             if self._whole is not None:
@@ -173,15 +175,15 @@ class PartialTokenizer:
             new = words - self._known
             if not new:
                 return self._part.backend
-            found = self._inside(new)
-            if found is not None:
-                return self._part_with(found, words, new).backend
+            ids = self._inside(new)
+            if ids is not None:
+                return self._part_with(ids, words, new).backend
         return self.whole()
 
     def _part_with(self, found: frozenset[int], words: set[str], new: set[str]) -> Part:
-        """A part with the tokens that were found in new words of a text, and those of its other words.
+        """Return a part with the tokens `found` in new words of a text, and those of its other words.
 
-        The part that stays is made anew when parts for one text have cost a few times as much as that will.
+        The part that stays is rebuilt once parts for single texts have cost a few times as much as rebuilding will.
         """
         if not found <= self._part.ids:
             self._waiting |= found - self._part.ids
@@ -203,15 +205,15 @@ class PartialTokenizer:
         return self._part
 
     def _inside(self, words: set[str]) -> frozenset[int] | None:
-        """The tokens that are parts of words as they are or as merges see them; None if that can't be told.
+        """Return the tokens that are parts of words as written or as merges see them; None if that is unknown.
 
-        Words are composed one by one. That is how texts are composed, too: nothing is composed with a space. But a
-        character that follows a token which text may spell out would be composed with that token's.
+        Words are composed one by one. Texts are composed the same way: nothing is composed with a space. But a
+        character that follows a token which text may spell out would be composed with the token's last one.
         """
         plain, composed = SEPARATOR.join(word.encode() for word in words), words
         if self._bytewise and self._recipe.normalizer is not None:
             pairs = {word: self._recipe.normalizer.normalize_str(word) for word in words}
-            changed = SEPARATOR.join(word.encode() for word, one in pairs.items() if word != one)
+            changed = SEPARATOR.join(word.encode() for word, normal in pairs.items() if word != normal)
             if changed and self._table.inside(changed) & self._added:
                 return None
             composed = {*pairs.values()}
@@ -219,13 +221,13 @@ class PartialTokenizer:
         return frozenset(self._table.inside(plain + SEPARATOR + spelled, self._prefix.encode()))
 
     def _spelled(self, text: str) -> str:
-        """A text as tokens are spelled."""
+        """Return a text in the spelling of tokens."""
         if not self._bytewise:
             return text.replace(" ", _SPACE)
         return "".join(piece for piece, _ in _BYTES.pre_tokenize_str(text))
 
     def _made(self, ids: frozenset[int]) -> Part:
-        """The part with these tokens, which contain no other tokens than these."""
+        """Return the part with these tokens. They contain no other tokens."""
         if len(self._texts) > 2 * MOST:
             self._texts.clear()
             self._ranks.clear()
@@ -234,24 +236,24 @@ class PartialTokenizer:
             self._texts[index] = self._tokens[index]
         tokens = {self._texts[index]: index for index in ids}
         for index in ids - self._ranks.keys():
-            made = self._recipe.merges.making(self._texts[index], tokens)
-            self._ranks[index] = [*made]
-            self._pairs |= made
+            pairs = self._recipe.merges.making(self._texts[index], tokens)
+            self._ranks[index] = [*pairs]
+            self._pairs |= pairs
         ranks = sorted(itertools.chain.from_iterable(map(self._ranks.__getitem__, ids)))
         merges = [*map(self._pairs.__getitem__, ranks)]
         return Part(ids, self._recipe.make(tokens, merges, sorted(ids & self._added)))
 
     def _fallbacks(self, unknown: str | None) -> set[int | None]:
-        """The tokens of bytes and of what is unknown, which stand for characters that are no tokens."""
-        content, spelled = self._tokens.content, [f"<0x{byte:02X}>" for byte in range(256)]
-        found = [index for token in spelled if (index := self._table.id_of(token)) is not None]
-        if content.count(b"<0x") != len(found) or (unknown and content.count(unknown.encode()) != 1):
+        """Return the tokens of bytes and of unknown characters, which stand for characters that are no tokens."""
+        content, names = self._tokens.content, [f"<0x{byte:02X}>" for byte in range(256)]
+        ids = [index for token in names if (index := self._table.id_of(token)) is not None]
+        if content.count(b"<0x") != len(ids) or (unknown and content.count(unknown.encode()) != 1):
             raise ValueError("a token contains one of those that stand for unknown characters")
-        return {*found, None if unknown is None else self._table.id_of(unknown)}
+        return {*ids, None if unknown is None else self._table.id_of(unknown)}
 
 
 def _crossing(texts: Texts, space: str) -> frozenset[int]:
-    """The tokens in which a space follows something else."""
+    """Return the tokens in which a space follows something else."""
     pattern = space.encode()
     octets = np.frombuffer(texts.content, np.uint8)
     count = len(octets) - len(pattern) + 1
@@ -259,14 +261,14 @@ def _crossing(texts: Texts, space: str) -> frozenset[int]:
         return frozenset()
     here = np.logical_and.reduce([octets[at : at + count] == octet for at, octet in enumerate(pattern)])
     places = np.flatnonzero(here)
-    after = here[places - len(pattern)] & (places >= len(pattern))  # another space, or what is before the token
+    after = here[places - len(pattern)] & (places >= len(pattern))  # another space, or a byte before the token
     tokens = np.searchsorted(texts.starts, places, side="right") - 1
     inside = (tokens >= 0) & (places < texts.ends[tokens]) & (places > texts.starts[tokens])
     return frozenset(tokens[inside & ~after].tolist())
 
 
 def _check_cuts(texts: Texts) -> None:
-    """Raises `ValueError` for pieces that consist of others in too many ways, perhaps; the whole one tells."""
+    """Raise `ValueError` for pieces that may consist of others in too many ways; the whole tokenizer decides."""
     lengths = (texts.ends - texts.starts).astype(np.int64)
     if lengths.sum() > MERGES_PER_PIECE * max(4096, len(texts)) or (lengths**2).sum() > CUT_CHARACTERS:
         raise ValueError("pieces that are cut in many ways")

@@ -1,4 +1,4 @@
-"""How byte-level BPE splits text into words first: what llama.cpp's names in `tokenizer.ggml.pre` stand for.
+"""How byte-level BPE first splits text into words: the meaning of llama.cpp's names in `tokenizer.ggml.pre`.
 
 A file has the name only. The expressions are those of the tokenizers that the names come from, as their tokenizer.json
 has them; llama.cpp writes some of them in another way that means the same.
@@ -21,25 +21,25 @@ _CASED_REST = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 def _cased(ending: str) -> str:
-    """Words whose capitals come first, each with an ending such as a contraction."""
+    """Return the pattern of words whose capitals come first, each with an ending such as a contraction."""
     return f"{_WORD_START}{_UPPER}*{_LOWER}+{ending}|{_WORD_START}{_UPPER}+{_LOWER}*{ending}"
 
 
 class PreTokenizer(NamedTuple):
-    """What one name stands for."""
+    """The meaning of one name."""
 
-    patterns: Sequence[str]  # text is split by the first, what that leaves by the next
-    whole_words: bool = False  # words that are tokens are taken without looking for merges
+    patterns: Sequence[str]  # text is split by the first, its pieces by the next
+    whole_words: bool = False  # words that are tokens need no merges
     add_bos: bool = False  # unless the file says otherwise
     composed: bool = False  # text is normalized to NFC first
 
     def pre_tokenizer(self) -> Any:
-        """The `tokenizers` object."""
+        """Return the pre-tokenizer as an object of `tokenizers`."""
         splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in self.patterns]
         return pre_tokenizers.Sequence([*splits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
     def normalizer(self) -> Any:
-        """The `tokenizers` object, or None."""
+        """Return the normalizer as an object of `tokenizers`, or None."""
         return normalizers.NFC() if self.composed else None
 
 

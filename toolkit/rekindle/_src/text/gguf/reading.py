@@ -23,7 +23,7 @@ _SAMPLING = {
 
 
 class FileTokenizer(NamedTuple):
-    """What a `Tokenizer` is made of."""
+    """The parts of a `Tokenizer`."""
 
     backend: tokenizers.Tokenizer | PartialTokenizer | None
     special: dict[str, str]
@@ -32,12 +32,12 @@ class FileTokenizer(NamedTuple):
 
 
 def metadata_of(path: str | Path) -> Metadata:
-    """The metadata of a file."""
+    """Return the metadata of a file."""
     return read_header(Path(path)).metadata
 
 
 def read_tokenizer(path: str | Path) -> FileTokenizer:
-    """The tokenizer of a file; one without a vocabulary only knows the ids that end a sequence."""
+    """Return the tokenizer of a file; one without a vocabulary knows only the ids that end a sequence."""
     header = read_header(Path(path))
     metadata = header.metadata
     stops = stop_tokens(metadata)
@@ -47,15 +47,15 @@ def read_tokenizer(path: str | Path) -> FileTokenizer:
 
 
 def _backend(header: GgufHeader) -> tokenizers.Tokenizer | PartialTokenizer | None:
-    """What is encoded with: parts of a vocabulary where these can stand for it."""
+    """Return the tokenizer that encodes: parts of a vocabulary where these can stand for it."""
     metadata, key = header.metadata, key_of(header)
     if (bpe := recipe(metadata)) is None:
         return kept(key, lambda: read_backend(metadata))
 
-    def whole() -> tokenizers.Tokenizer:  # without the header, which has megabytes
-        made = kept(key, bpe.whole)
-        assert made is not None, "a recipe makes one"
-        return made
+    def whole() -> tokenizers.Tokenizer:  # keeps no reference to the header, which has megabytes
+        tokenizer = kept(key, bpe.whole)
+        assert tokenizer is not None, "a recipe makes one"
+        return tokenizer
 
     with contextlib.suppress(ValueError):
         return PartialTokenizer(bpe, whole)
@@ -63,23 +63,23 @@ def _backend(header: GgufHeader) -> tokenizers.Tokenizer | PartialTokenizer | No
 
 
 def special_tokens(metadata: Metadata) -> dict[str, str]:
-    """The named special tokens, such as `{"bos_token": "<s>"}`; chat templates read them."""
+    """Return the named special tokens, such as `{"bos_token": "<s>"}`; chat templates read them."""
     return Vocabulary.of(metadata).special() if "tokenizer.ggml.tokens" in metadata else {}
 
 
 def read_templates(path: str | Path) -> tuple[Mapping[str, str], dict[str, str]]:
-    """The chat templates by name, and the special tokens that they may write."""
+    """Return the chat templates by name, and the special tokens that they may write."""
     metadata = metadata_of(path)
-    found = {}
+    templates = {}
     for key in metadata:
         if key == _TEMPLATE or key.startswith(f"{_TEMPLATE}."):
-            found[key[len(_TEMPLATE) + 1 :] or "default"] = metadata.text(key)
-    return found, special_tokens(metadata) if found else {}
+            templates[key[len(_TEMPLATE) + 1 :] or "default"] = metadata.text(key)
+    return templates, special_tokens(metadata) if templates else {}
 
 
 def read_sampling(path: str | Path) -> dict[str, Any]:
-    """The defaults of sampling as generation_config.json has them; empty where the file has none."""
+    """Return the defaults of sampling as generation_config.json has them; empty where the file has none."""
     metadata = metadata_of(path)
-    found = {ours: metadata.get(f"general.sampling.{theirs}") for ours, theirs in _SAMPLING.items()}
-    found = {name: value for name, value in found.items() if isinstance(value, (int, float))}
-    return {"do_sample": found.get("temperature") != 0, **found} if found else {}
+    defaults = {ours: metadata.get(f"general.sampling.{theirs}") for ours, theirs in _SAMPLING.items()}
+    defaults = {name: value for name, value in defaults.items() if isinstance(value, (int, float))}
+    return {"do_sample": defaults.get("temperature") != 0, **defaults} if defaults else {}

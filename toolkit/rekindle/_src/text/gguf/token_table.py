@@ -1,7 +1,7 @@
-"""Which tokens of a vocabulary a text contains, by hashes of both, without an object for any token.
+"""Finds the tokens of a vocabulary that a text contains, by hashes of both, without an object for any token.
 
 The hash of a string is a polynomial in its bytes modulo 2**64, so that one running sum over many strings gives the
-hashes of all their parts. A text's part with the hash of a token may be another string: what is returned may hold
+hashes of all their parts. A text's part with the hash of a token may be another string: a result may hold
 tokens too many, never too few.
 """
 
@@ -24,7 +24,7 @@ CHUNK = 1 << 13  # strings that are hashed at once: their numbers stay in the ca
 
 @functools.cache
 def _values() -> Numbers:
-    """A number for each byte."""
+    """Return a number for each byte."""
     mixed = np.arange(1, 257, dtype=np.uint64) * np.uint64(0xD1342543DE82EF95)
     mixed ^= mixed >> np.uint64(29)
     mixed *= np.uint64(0xBF58476D1CE4E5B9)
@@ -37,9 +37,9 @@ def _powers(base: int, count: int) -> Numbers:
 
 @functools.lru_cache(maxsize=8)
 def _some_powers(base: int, bits: int) -> Numbers:
-    found = np.full(1 << bits, base, np.uint64)
-    found[0] = 1
-    return np.multiply.accumulate(found)
+    powers = np.full(1 << bits, base, np.uint64)
+    powers[0] = 1
+    return np.multiply.accumulate(powers)
 
 
 class Sums:
@@ -53,12 +53,12 @@ class Sums:
         self._inverse = _powers(pow(_BASE, -1, _MODULUS), len(content) + 1)
 
     def hashes(self, starts: Any, ends: Any) -> Numbers:
-        """The hashes of the parts between these places."""
-        found: Numbers = (self._sums[ends] - self._sums[starts]) * self._inverse[starts]
-        return found
+        """Return the hashes of the parts between these places."""
+        hashes: Numbers = (self._sums[ends] - self._sums[starts]) * self._inverse[starts]
+        return hashes
 
     def joined(self, starts: Any, places: Any, ends: Any) -> tuple[Numbers, Numbers, Numbers]:
-        """The hashes of what is before and behind the byte at `places`, and of both without that byte."""
+        """Return the hashes of the bytes before and behind the one at `places`, and of both without that byte."""
         left, right, lengths = self.hashes(starts, places), self.hashes(places + 1, ends), places - starts
         return left, right, left + _powers(_BASE, int(lengths.max(initial=0)) + 1)[lengths] * right
 
@@ -67,7 +67,7 @@ class TokenTable:
     """The tokens of a vocabulary by their hashes, and which hashes tokens begin with."""
 
     def __init__(self, texts: Texts) -> None:
-        """Raises `ValueError` for two different tokens with one hash, and for none."""
+        """Raise `ValueError` if two different tokens have one hash, or if there are no tokens."""
         if not len(texts):
             raise ValueError("a vocabulary without tokens")
         self.texts = texts
@@ -81,46 +81,46 @@ class TokenTable:
             first = int(starts[0])
             sums, starts, ends = Sums(octets[first : int(ends[-1])]), starts - first, ends - first
             hashes[at : at + len(starts)] = sums.hashes(starts, ends)
-            each = lengths[at : at + len(starts)]
-            begins = np.repeat(starts, each)
-            places = np.arange(len(begins)) - np.repeat(np.cumsum(each) - each, each) + begins + 1
+            sizes = lengths[at : at + len(starts)]
+            begins = np.repeat(starts, sizes)
+            places = np.arange(len(begins)) - np.repeat(np.cumsum(sizes) - sizes, sizes) + begins + 1
             prefixes[sums.hashes(begins, places) >> _SHIFT] = True
         self._prefixes = np.packbits(prefixes, bitorder="little")
         order = np.argsort(hashes)
         sorted_hashes = hashes[order]
-        again = np.append(False, sorted_hashes[1:] == sorted_hashes[:-1])
-        for at in np.flatnonzero(again).tolist():
+        repeated = np.append(False, sorted_hashes[1:] == sorted_hashes[:-1])
+        for at in np.flatnonzero(repeated).tolist():
             if texts[int(order[at])] != texts[int(order[at - 1])]:
                 raise ValueError("two tokens have one hash")
-        # Of tokens with one text the first is meant.
+        # Of several tokens with one text the first counts.
         self._hashes, self._ids = (
-            sorted_hashes[~again],
-            np.minimum.reduceat(order, np.flatnonzero(~again)).astype(np.int32),
+            sorted_hashes[~repeated],
+            np.minimum.reduceat(order, np.flatnonzero(~repeated)).astype(np.int32),
         )
-        self.first = np.zeros(len(texts), np.bool_)  # whether no token before it has the same text
+        self.first = np.zeros(len(texts), np.bool_)  # True if no token before it has the same text
         self.first[self._ids] = True
 
     def ids(self, hashes: Numbers) -> NDArray[np.int32]:
-        """The ids of the tokens with these hashes, -1 where there is none."""
+        """Return the ids of the tokens with these hashes, -1 where there is none."""
         at = np.minimum(np.searchsorted(self._hashes, hashes), len(self._hashes) - 1)
         return np.where(self._hashes[at] == hashes, self._ids[at], -1)
 
     def id_of(self, token: str) -> int | None:
-        """The id of a token; the first, where several have one text."""
+        """Return the id of a token; the first one where several have the same text."""
         content = np.frombuffer(token.encode("utf-8", "surrogatepass"), np.uint8)
-        (found,) = self.ids(Sums(content).hashes(np.array([0]), np.array([len(content)]))).tolist()
-        return found if found >= 0 and self.texts[found] == token else None
+        (token_id,) = self.ids(Sums(content).hashes(np.array([0]), np.array([len(content)]))).tolist()
+        return token_id if token_id >= 0 and self.texts[token_id] == token else None
 
     def _begin_tokens(self, hashes: Numbers) -> NDArray[np.bool_]:
-        """Return for each hash whether a token may begin with a string that has it."""
+        """Return, for each hash, True if a token may begin with a string that has it."""
         places = hashes >> _SHIFT
         bits = self._prefixes[places >> np.uint64(3)] >> (places & np.uint64(7)).astype(np.uint8)
         return (bits & np.uint8(1)).astype(np.bool_)
 
     def inside(self, content: bytes, prefix: bytes = b"") -> set[int]:
-        """The tokens that are parts of `content`, or of `prefix` and what follows some place in it."""
+        """Return the tokens that are parts of `content`, or of `prefix` followed by its rest from any place on."""
         octets = np.frombuffer(content, np.uint8)
-        sums, found = Sums(octets), [np.empty(0, np.uint64)]
+        sums, matches = Sums(octets), [np.empty(0, np.uint64)]
         for before in {b"", prefix}:
             head = Sums(np.frombuffer(before, np.uint8)).hashes(np.array([0]), np.array([len(before)]))
             factor = np.uint64(pow(_BASE, len(before), _MODULUS))
@@ -132,6 +132,6 @@ class TokenTable:
                 at, hashes = at[begun], hashes[begun]
                 if not len(at):
                     break
-                found.append(hashes)
-        ids = self.ids(np.concatenate(found))
+                matches.append(hashes)
+        ids = self.ids(np.concatenate(matches))
         return set(ids[ids >= 0].tolist())

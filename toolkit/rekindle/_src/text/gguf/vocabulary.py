@@ -1,7 +1,7 @@
 """The tokenizer of a GGUF file as a `tokenizers.Tokenizer`: byte-level BPE, SentencePiece's BPE and its unigrams.
 
 llama.cpp merges the pieces of SentencePiece by their scores. `tokenizers` merges by a list, which is made of the scores
-here as transformers makes it: every way to cut a piece into two others, the best score first.
+here as transformers makes it: every way to cut a piece into two others, in the order of their scores.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SPECIAL = {
 
 
 class Vocabulary(NamedTuple):
-    """The tokens of a file, and of which type each is."""
+    """The tokens of a file and the type of each."""
 
     path: Path
     metadata: Metadata
@@ -53,36 +53,36 @@ class Vocabulary(NamedTuple):
     def of(cls, metadata: Metadata) -> Vocabulary:
         tokens = metadata.texts(f"{_KEY}.tokens")
         kinds = metadata.numbers(f"{_KEY}.token_type", np.full(len(tokens), NORMAL))
-        found = cls(metadata.path, metadata, tokens, kinds)
-        found.check("token_type", len(kinds))
-        return found
+        vocabulary = cls(metadata.path, metadata, tokens, kinds)
+        vocabulary.check("token_type", len(kinds))
+        return vocabulary
 
     def check(self, name: str, count: int) -> None:
-        """Raises `CheckpointError` unless there is one of something for each token."""
+        """Raise `CheckpointError` unless `count`, the entries of the list `name`, is the number of tokens."""
         if count != len(self.tokens):
             raise CheckpointError(
                 f"{self.path}: {_KEY}.{name} has {count:,} entries for {len(self.tokens):,} tokens. Download it again."
             )
 
     def ids(self) -> dict[str, int]:
-        """The id of each token; the first, where several have one text."""
+        """Return the id of each token; the first one where several have the same text."""
         return {token: index for index, token in reversed(list(enumerate(self.tokens)))}
 
     def added(self) -> NDArray[np.int64]:
-        """The ids of the tokens that text may spell out."""
+        """Return the ids of the tokens that text may spell out."""
         spelled = (self.kinds == CONTROL) | (self.kinds == USER_DEFINED)
         if self.metadata[f"{_KEY}.model"] != "gpt2":
             spelled |= self.kinds == UNKNOWN
         return np.flatnonzero(spelled & (self.tokens.ends > self.tokens.starts))
 
     def special(self) -> dict[str, str]:
-        """The named special tokens, such as `{"bos_token": "<s>"}`."""
-        found = {}
-        for theirs, ours in SPECIAL.items():
-            index = self.metadata.integer(f"{_KEY}.{theirs}_token_id", None)
+        """Return the named special tokens, such as `{"bos_token": "<s>"}`."""
+        names = {}
+        for key, name in SPECIAL.items():
+            index = self.metadata.integer(f"{_KEY}.{key}_token_id", None)
             if index is not None and 0 <= index < len(self.tokens):
-                found[ours] = self.tokens[index]
-        return found
+                names[name] = self.tokens[index]
+        return names
 
     def flag(self, name: str, default: bool) -> bool:
         return bool(self.metadata.flag(f"{_KEY}.{name}", default))
@@ -95,14 +95,14 @@ class Merges(Protocol):
     """The merges of a vocabulary."""
 
     def whole(self, ids: Mapping[str, int]) -> list[Pair]:
-        """All of them, in the order of their ranks."""
+        """Return all merges in the order of their ranks."""
 
     def making(self, token: str, ids: Mapping[str, int]) -> dict[int, Pair]:
-        """Those that make one token of others, by numbers in the order of their ranks."""
+        """Return the merges that produce one token, by numbers in the order of their ranks."""
 
 
 class Recipe(NamedTuple):
-    """How the tokenizer of a BPE vocabulary, or of some of its tokens, is put together."""
+    """The parts from which the tokenizer of a BPE vocabulary, or of some of its tokens, is built."""
 
     words: Vocabulary
     options: Mapping[str, Any]  # of `models.BPE`
@@ -113,25 +113,25 @@ class Recipe(NamedTuple):
     add_bos: bool
 
     def make(self, ids: dict[str, int], merges: list[Pair], added: Collection[int]) -> tokenizers.Tokenizer:
-        """A tokenizer of these tokens, of which text may spell out those that were added."""
-        made = tokenizers.Tokenizer(models.BPE(vocab=ids, merges=merges, **self.options))
+        """Return a tokenizer of these tokens, where text may spell out those in `added`."""
+        tokenizer = tokenizers.Tokenizer(models.BPE(vocab=ids, merges=merges, **self.options))
         if self.normalizer is not None:
-            made.normalizer = self.normalizer
+            tokenizer.normalizer = self.normalizer
         if self.pre_tokenizer is not None:
-            made.pre_tokenizer = self.pre_tokenizer
-        made.decoder = self.decoder
-        return _finished(self.words, made, added, add_bos=self.add_bos)
+            tokenizer.pre_tokenizer = self.pre_tokenizer
+        tokenizer.decoder = self.decoder
+        return _finished(self.words, tokenizer, added, add_bos=self.add_bos)
 
     def whole(self) -> tokenizers.Tokenizer:
-        """The tokenizer of all tokens. Raises `CheckpointError` for a vocabulary that makes none."""
+        """Return the tokenizer of all tokens. Raises `CheckpointError` for a vocabulary that has none."""
         ids, added = self.words.ids(), self.words.added().tolist()
         return _guarded(self.words.path, lambda: self.make(ids, self.merges.whole(ids), added))
 
 
 def recipe(metadata: Metadata) -> Recipe | None:
-    """How the tokenizer of a file is put together, for those that merge tokens by llama.cpp's keys; else None.
+    """Return the recipe of a file's tokenizer if it merges tokens by llama.cpp's keys, else None.
 
-    `UnsupportedModel` names a kind that is not read.
+    Raises `UnsupportedModel` for a kind that is not read.
     """
     if HUGGINGFACE in metadata:
         return None
@@ -140,7 +140,7 @@ def recipe(metadata: Metadata) -> Recipe | None:
 
 
 def read_backend(metadata: Metadata) -> tokenizers.Tokenizer | None:
-    """The tokenizer of a file, or None if it has no vocabulary. `UnsupportedModel` names a kind that is not read."""
+    """Return the tokenizer of a file; None without a vocabulary. Raises `UnsupportedModel` for an unknown kind."""
     if (stored := metadata.text(HUGGINGFACE, None)) is not None:
         tokenizer_limits.check_file(stored.encode(), metadata.path)
         return _guarded(metadata.path, lambda: _from_json(stored))
@@ -169,10 +169,10 @@ def _guarded(path: Path, make: Any) -> tokenizers.Tokenizer:
 
 
 def _from_json(text: str) -> tokenizers.Tokenizer:
-    made = tokenizers.Tokenizer.from_str(text)
-    made.no_padding()
-    made.no_truncation()
-    return made
+    tokenizer = tokenizers.Tokenizer.from_str(text)
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
 
 
 def _byte_level(words: Vocabulary) -> Recipe:
@@ -204,36 +204,36 @@ class MergeList:
 
     def __init__(self, path: Path, texts: Texts) -> None:
         self._path, self._texts = path, texts
-        self._order = self._made = np.empty(0, np.int32)  # the merges by the ids that they make; those ids
+        self._order = self._made = np.empty(0, np.int32)  # the merges by the ids that they produce; those ids
 
     def whole(self, ids: Mapping[str, int]) -> list[Pair]:
         return [self._pair(merge) for merge in self._texts]
 
     def making(self, token: str, ids: Mapping[str, int]) -> dict[int, Pair]:
         first, last = np.searchsorted(self._made, (ids[token], ids[token] + 1)).tolist()
-        found = {place: self._pair(self._texts[place]) for place in self._order[first:last].tolist()}
-        return {place: pair for place, pair in found.items() if pair[0] in ids and pair[1] in ids}
+        pairs = {place: self._pair(self._texts[place]) for place in self._order[first:last].tolist()}
+        return {place: pair for place, pair in pairs.items() if pair[0] in ids and pair[1] in ids}
 
     def sort(self, table: TokenTable) -> None:
-        """Find out which token each merge makes, which `making` needs. Raises `ValueError` for one that makes none."""
+        """Find the token that each merge produces, for `making`. Raises `ValueError` if a merge produces none."""
         texts = self._texts
         octets = np.frombuffer(texts.content, np.uint8)
         spaces = np.append(np.flatnonzero(octets == ord(" ")), len(octets))
         middles = spaces[np.searchsorted(spaces, texts.starts)]
         if (middles >= texts.ends).any():
             raise ValueError("a merge is not of two tokens")
-        made = [np.empty(0, np.int32)]
+        products = [np.empty(0, np.int32)]
         for at in range(0, len(texts), CHUNK):
             chunk = slice(at, at + CHUNK)
             first, last = int(texts.starts[at]), int(texts.ends[chunk][-1])
             places = (texts.starts[chunk] - first, middles[chunk] - first, texts.ends[chunk] - first)
             ids = [table.ids(hashes) for hashes in Sums(octets[first:last]).joined(*places)]
-            if min(int(one.min()) for one in ids) < 0:
+            if min(int(values.min()) for values in ids) < 0:
                 raise ValueError("a merge is of no tokens, or makes none")
-            made.append(ids[2])
-        joined = np.concatenate(made)
-        self._order = np.argsort(joined).astype(np.int32)
-        self._made = joined[self._order]
+            products.append(ids[2])
+        targets = np.concatenate(products)
+        self._order = np.argsort(targets).astype(np.int32)
+        self._made = targets[self._order]
 
     def _pair(self, merge: str) -> Pair:
         left, space, right = merge.partition(" ")
@@ -267,23 +267,23 @@ class Cuts:
 
     @functools.cached_property
     def _ranks(self) -> NDArray[np.int32]:
-        """Which piece comes before which; among pieces of one score the vocabulary's order decides."""
+        """Each piece's rank by score; among pieces of one score the vocabulary's order decides."""
         ranks = np.empty(len(self._scores), np.int32)
         ranks[np.argsort(-self._scores, kind="stable")] = np.arange(len(ranks))
         return ranks
 
     def whole(self, ids: Mapping[str, int]) -> list[Pair]:
-        """Raises `CheckpointError` for pieces that can be cut in far more ways than those of vocabularies in use."""
-        found = dict[int, Pair]()
-        most = MERGES_PER_PIECE * max(4096, len(ids))
+        """Raise `CheckpointError` for pieces that can be cut in far more ways than those of vocabularies in use."""
+        merges = dict[int, Pair]()
+        limit = MERGES_PER_PIECE * max(4096, len(ids))
         characters = sum(len(piece) ** 2 for piece, index in ids.items() if self._is_cut(piece, index))
         if characters > CUT_CHARACTERS:
             raise self._too_many(f"{characters:,} characters to cut, and at most {CUT_CHARACTERS:,} are")
         for piece in ids:
-            if len(found) > most:
-                raise self._too_many(f"more than {most:,} merges, {MERGES_PER_PIECE} for each piece, which are")
-            found |= self.making(piece, ids)
-        return [found[rank] for rank in sorted(found)]
+            if len(merges) > limit:
+                raise self._too_many(f"more than {limit:,} merges, {MERGES_PER_PIECE} for each piece, which are")
+            merges |= self.making(piece, ids)
+        return [merges[rank] for rank in sorted(merges)]
 
     def making(self, token: str, ids: Mapping[str, int]) -> dict[int, Pair]:
         index = ids[token]
@@ -310,7 +310,7 @@ def _unigrams(words: Vocabulary) -> tokenizers.Tokenizer:
     tokenizer_limits.check_text(max(lengths, default=0), tokenizer_limits.LONGEST_PIECE, words.path)
     tokenizer_limits.check_unigram(sum(lengths), len(lengths), words.path)
     unknown = _unknown(words)
-    made = tokenizers.Tokenizer(
+    tokenizer = tokenizers.Tokenizer(
         models.Unigram(
             pieces,
             unk_id=None if unknown is None else words.ids()[unknown],
@@ -321,15 +321,15 @@ def _unigrams(words: Vocabulary) -> tokenizers.Tokenizer:
     charsmap = words.metadata.numbers(f"{_KEY}.precompiled_charsmap", None)
     if charsmap is not None and charsmap.size:
         steps.append(normalizers.Precompiled(charsmap.astype(np.uint8).tobytes()))
-    made.normalizer = normalizers.Sequence([*steps, *_squeezed(words)])
+    tokenizer.normalizer = normalizers.Sequence([*steps, *_squeezed(words)])
     scheme = "always" if words.flag("add_space_prefix", True) else "never"
-    made.pre_tokenizer = pre_tokenizers.Metaspace(replacement=_SPACE, prepend_scheme=scheme)
-    made.decoder = decoders.Metaspace(replacement=_SPACE, prepend_scheme=scheme)
-    return _finished(words, made, words.added().tolist(), add_bos=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement=_SPACE, prepend_scheme=scheme)
+    tokenizer.decoder = decoders.Metaspace(replacement=_SPACE, prepend_scheme=scheme)
+    return _finished(words, tokenizer, words.added().tolist(), add_bos=False)
 
 
 def _squeezed(words: Vocabulary) -> list[Any]:
-    """The normalizers of a vocabulary that takes several spaces for one."""
+    """Return the normalizers of a vocabulary that reads several spaces as one."""
     if not words.flag("remove_extra_whitespaces", False):
         return []
     return [normalizers.Strip(), normalizers.Replace(tokenizers.Regex(" {2,}"), " ")]
@@ -345,7 +345,7 @@ def _unknown(words: Vocabulary) -> str | None:
 def _finished(
     words: Vocabulary, made: tokenizers.Tokenizer, added: Collection[int], *, add_bos: bool
 ) -> tokenizers.Tokenizer:
-    """Adds the tokens that text may spell out, and what `encode` puts around a text."""
+    """Add the tokens that text may spell out, and those that `encode` puts around a text; return the tokenizer."""
     tokens = [added_token(words, index) for index in added]
     made.add_special_tokens([token for token in tokens if token.special])
     made.add_tokens([token for token in tokens if not token.special])
@@ -366,7 +366,7 @@ def _finished(
 
 
 def added_token(words: Vocabulary, index: int) -> AddedToken:
-    """A token that text may spell out."""
+    """Return the entry of a token that text may spell out."""
     return AddedToken(words.tokens[index], normalized=False, special=int(words.kinds[index]) != USER_DEFINED)
 
 

@@ -1,7 +1,7 @@
 """A tokenizer, its chat templates and its defaults of sampling as the metadata of a GGUF file.
 
-`tokenizer.huggingface.json` holds the whole tokenizer.json, which rekindle reads back. The other keys say the same for
-llama.cpp, as far as it can be said there.
+`tokenizer.huggingface.json` holds the whole tokenizer.json, which rekindle reads back. The other keys hold the same for
+llama.cpp, as far as its format can.
 """
 
 from __future__ import annotations
@@ -37,54 +37,54 @@ _WORDS = (
     "HTTPServer naïve Ünïcode café\u0301 привет мир 你好世界 こんにちは 안녕 नमस्ते สวัสดี 😀 "
     "—“quotes” $5 100% a_b C:\\x\r\n  end  "
 )
-# The first text tells names apart that differ for numbers in other scripts; the second is for what none matches.
+# The first text separates names that differ for numbers in other scripts; the second is for those that none matches.
 _PROBES = (_WORDS + "½ ²³ Ⅷ ٣٤٥ ३४५", _WORDS)
 
 
 def tokenizer_metadata(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
-    """The vocabulary and the special tokens; `vocab_size` are the rows of the embedding."""
+    """Return the vocabulary and the special tokens. `vocab_size` is the number of rows of the embedding."""
     if not tokenizer.has_text:
         return {f"{_KEY}.model": "none", **_stops(tokenizer)}
-    described = json.loads(tokenizer.backend.to_str())
-    model = described["model"]
-    found: dict[str, Any] = {f"{_KEY}.model": _kind(described), HUGGINGFACE: tokenizer.backend.to_str()}
-    if found[f"{_KEY}.model"] == "none":
-        return found | _stops(tokenizer)
+    serialized = json.loads(tokenizer.backend.to_str())
+    model = serialized["model"]
+    fields: dict[str, Any] = {f"{_KEY}.model": _kind(serialized), HUGGINGFACE: tokenizer.backend.to_str()}
+    if fields[f"{_KEY}.model"] == "none":
+        return fields | _stops(tokenizer)
     tokens, kinds = _tokens(tokenizer, model, vocab_size)
-    found[f"{_KEY}.tokens"], found[f"{_KEY}.token_type"] = tokens, kinds
+    fields[f"{_KEY}.tokens"], fields[f"{_KEY}.token_type"] = tokens, kinds
     if model["type"] == "BPE":
         merges: list[str] = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
-        found[f"{_KEY}.merges"] = merges
-        if found[f"{_KEY}.model"] == "gpt2":
+        fields[f"{_KEY}.merges"] = merges
+        if fields[f"{_KEY}.model"] == "gpt2":
             name = pre_tokenizer_name(tokenizer.backend)
             if name is not None:
-                found[f"{_KEY}.pre"] = name
+                fields[f"{_KEY}.pre"] = name
         else:
-            found[f"{_KEY}.scores"] = _scores(tokens, merges)
-            found[f"{_KEY}.pre"] = "default"
+            fields[f"{_KEY}.scores"] = _scores(tokens, merges)
+            fields[f"{_KEY}.pre"] = "default"
     else:
         by_token = {token: float(score) for token, score in model["vocab"]}
-        found[f"{_KEY}.scores"] = [by_token.get(token, 0.0) for token in tokens]
-    if found[f"{_KEY}.model"] != "gpt2":
+        fields[f"{_KEY}.scores"] = [by_token.get(token, 0.0) for token in tokens]
+    if fields[f"{_KEY}.model"] != "gpt2":
         first = tokenizer.token(tokenizer.encode("a", add_special_tokens=False)[0]) or ""
-        found[f"{_KEY}.add_space_prefix"] = first.startswith("▁")
-    return found | _stops(tokenizer) | _around(tokenizer)
+        fields[f"{_KEY}.add_space_prefix"] = first.startswith("▁")
+    return fields | _stops(tokenizer) | _around(tokenizer)
 
 
 def template_metadata(template: ChatTemplate | None) -> dict[str, Any]:
-    """The chat templates."""
+    """Return the fields of the chat templates."""
     if template is None:
         return {}
     key = "tokenizer.chat_template"
     others = sorted(template.templates.keys() - {"default"})
-    found: dict[str, Any] = {f"{key}.{name}": template.templates[name] for name in others}
+    fields: dict[str, Any] = {f"{key}.{name}": template.templates[name] for name in others}
     if others:
-        found["tokenizer.chat_templates"] = others
-    return found | ({key: template.templates["default"]} if "default" in template.templates else {})
+        fields["tokenizer.chat_templates"] = others
+    return fields | ({key: template.templates["default"]} if "default" in template.templates else {})
 
 
 def sampling_metadata(sampling: Sampling | None) -> dict[str, Any]:
-    """The defaults of sampling."""
+    """Return the fields of the defaults of sampling."""
     if sampling is None:
         return {}
     plain = Sampling()
@@ -97,7 +97,7 @@ def sampling_metadata(sampling: Sampling | None) -> dict[str, Any]:
 
 
 def pre_tokenizer_name(backend: tokenizers.Tokenizer) -> str | None:
-    """llama.cpp's name of a way to split words; None, with a warning, if none does it the same way."""
+    """Return llama.cpp's name of a way to split words; None, with a warning, if it has none."""
     whole = bool(json.loads(backend.to_str())["model"].get("ignore_merges"))
     for probe in _PROBES:
         words = _split(backend.normalizer, backend.pre_tokenizer, probe)
@@ -118,7 +118,7 @@ def _split(normalizer: Any, pre_tokenizer: Any, text: str) -> list[str]:
 
 
 def _kind(described: Mapping[str, Any]) -> str:
-    """llama.cpp's name of the kind of tokenizer; "none" for those that it does not have."""
+    """Return llama.cpp's name of the kind of tokenizer; "none" for kinds that it does not have."""
     kind = described["model"]["type"]
     if kind == "BPE":
         return "gpt2" if "ByteLevel" in str(described.get("decoder")) else "llama"
@@ -126,7 +126,7 @@ def _kind(described: Mapping[str, Any]) -> str:
 
 
 def _tokens(tokenizer: Tokenizer, model: Mapping[str, Any], vocab_size: int) -> tuple[list[str], list[int]]:
-    """The tokens by id and the type of each; ids without a token are filled up, as llama.cpp's converter does it."""
+    """Return the tokens by id and the type of each. Ids without a token get a filler, as in llama.cpp's converter."""
     added = tokenizer.backend.get_added_tokens_decoder()
     unknown = model.get("unk_token")
     tokens, kinds = list[str](), list[int]()
@@ -145,7 +145,7 @@ def _tokens(tokenizer: Tokenizer, model: Mapping[str, Any], vocab_size: int) -> 
 
 
 def _scores(tokens: Sequence[str], merges: Sequence[str]) -> list[float]:
-    """A score for each piece by which it is merged in the order of the list: the place of its first merge, negated."""
+    """Return a score for each piece that keeps the order of merges: the place of its first merge, negated."""
     first = dict[str, int]()
     for place, merge in enumerate(merges):
         first.setdefault(merge.replace(" ", ""), place)
@@ -153,23 +153,23 @@ def _scores(tokens: Sequence[str], merges: Sequence[str]) -> list[float]:
 
 
 def _stops(tokenizer: Tokenizer) -> dict[str, Any]:
-    """The ids of the named special tokens, and those that end a sequence or a turn."""
-    found: dict[str, Any] = {}
-    for theirs, ours in SPECIAL.items():
-        name = tokenizer.special.get(ours)
+    """Return the ids of the named special tokens, and of those that end a sequence or a turn."""
+    fields: dict[str, Any] = {}
+    for short, special in SPECIAL.items():
+        name = tokenizer.special.get(special)
         index = tokenizer.backend.token_to_id(name) if name is not None and tokenizer.has_text else None
         if index is not None:
-            found[f"{_KEY}.{theirs}_token_id"] = index
+            fields[f"{_KEY}.{short}_token_id"] = index
     if tokenizer.bos_id is not None:
-        found[f"{_KEY}.bos_token_id"] = tokenizer.bos_id
-    named = found.get(f"{_KEY}.eos_token_id")
+        fields[f"{_KEY}.bos_token_id"] = tokenizer.bos_id
+    named = fields.get(f"{_KEY}.eos_token_id")
     ends = [*([named] if named is not None else []), *(index for index in tokenizer.eos_ids if index != named)]
     keys = ("eos_token_id", "eot_token_id", "eom_token_id")
-    return found | {f"{_KEY}.{key}": index for key, index in zip(keys, ends, strict=False)}
+    return fields | {f"{_KEY}.{key}": index for key, index in zip(keys, ends, strict=False)}
 
 
 def _around(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Whether text gets a token before it and one behind it."""
+    """Return the flags that say if text gets a token before it and one behind it."""
     ids = tokenizer.encode("a")
     bare = len(tokenizer.encode("a", add_special_tokens=False))
     before = len(ids) > bare and ids[0] == tokenizer.bos_id

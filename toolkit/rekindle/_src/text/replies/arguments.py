@@ -1,4 +1,4 @@
-"""The arguments of a call that are not written as JSON: put together one by one, and told as JSON."""
+"""Collects the arguments of a call that are not written as JSON, one by one, and passes them on as JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rekindle._src.text.replies.source import Malformed
 
 
 class Arguments:
-    """Takes arguments in their order; `tell` gets each of them as a part of one JSON object."""
+    """Takes arguments in their order; `tell` receives each of them as a part of one JSON object."""
 
     def __init__(self, tell: Callable[[str], None] | None) -> None:
         self._tell = tell
@@ -22,7 +22,7 @@ class Arguments:
         return len(self._given)
 
     def add(self, name: str, value: Any) -> None:
-        """One more argument; raises `Malformed` for a name that there is already."""
+        """Add an argument; raises `Malformed` for a name that is there already."""
         if name in self._given:
             raise Malformed
         if self._tell is not None:
@@ -30,7 +30,7 @@ class Arguments:
         self._given[name] = value
 
     def call(self, name: str) -> Call:
-        """The call of `name`, when all of them are there."""
+        """Return the call of `name`, once all arguments are there."""
         call = Call.of(name, self._given)
         if self._tell is not None:
             self._tell("}")

@@ -24,7 +24,7 @@ class Call(NamedTuple):
 
     @classmethod
     def of(cls, name: object, arguments: object, text: str | None = None) -> Call:
-        """The call if name and arguments are such; raises `Malformed` otherwise."""
+        """Return the call; raises `Malformed` if the name is no name or the arguments are no object."""
         if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isprintable():
             raise Malformed
         if not isinstance(arguments, dict):
@@ -35,32 +35,32 @@ class Call(NamedTuple):
 
 
 def as_json(value: object) -> str:
-    """The value as JSON text; raises `Malformed` for one that JSON does not have."""
+    """Return the value as JSON text; raises `Malformed` for a value that JSON does not have."""
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-        text.encode()  # half of a surrogate pair is no text
+        text.encode()  # half of a surrogate pair is not text
     except (ValueError, TypeError):
         raise Malformed from None
     return text
 
 
 def known_tools(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Mapping[str, Any]]:
-    """Names and parameters of tools that are given as JSON schemas, in OpenAI's shape or without its outer layer."""
-    found: dict[str, Mapping[str, Any]] = {}
+    """Return names and parameters of tools given as JSON schemas, in OpenAI's shape or without its outer layer."""
+    tools_by_name: dict[str, Mapping[str, Any]] = {}
     for tool in tools or ():
         inner = tool.get("function")
         function = inner if isinstance(inner, Mapping) else tool
         parameters = function.get("parameters", function.get("input_schema"))
         properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
         if isinstance(function.get("name"), str):
-            found[function["name"]] = properties if isinstance(properties, Mapping) else {}
-    return found
+            tools_by_name[function["name"]] = properties if isinstance(properties, Mapping) else {}
+    return tools_by_name
 
 
 def json_call(text: str, *, complete: bool = False) -> Call:
-    """The call that a JSON object describes. Raises `Malformed` if it is none.
+    """Return the call that a JSON object describes. Raises `Malformed` if it describes none.
 
-    A call without arguments has none, or is malformed too if it has to be `complete`.
+    A call without arguments has an empty object of them, or is malformed if it has to be `complete`.
     """
     try:
         return _call(text, complete)
@@ -69,7 +69,7 @@ def json_call(text: str, *, complete: bool = False) -> Call:
 
 
 def named_call(name: str, text: str) -> Call:
-    """The call whose arguments are the JSON object `text`."""
+    """Return the call whose arguments are the JSON object `text`."""
     try:
         return _with_text(name, _DECODER.decode(text), text)
     except (ValueError, RecursionError):
@@ -86,10 +86,10 @@ def _call(text: str, complete: bool) -> Call:
             return _call(raw, complete)
         members["name"] = (inner, raw)
     name, _ = members.get("name", (None, ""))
-    given = next((members[key] for key in ARGUMENTS if key in members), None)
-    if given is None and complete:
+    pair = next((members[key] for key in ARGUMENTS if key in members), None)
+    if pair is None and complete:
         raise Malformed
-    arguments, raw = given or ({}, "{}")
+    arguments, raw = pair or ({}, "{}")
     if isinstance(arguments, str):  # JSON within JSON, as in OpenAI's messages
         arguments, raw = _DECODER.decode(arguments), arguments
     if arguments is None:
@@ -106,17 +106,17 @@ def _with_text(name: object, arguments: object, text: str) -> Call:
 
 
 def _members(text: str) -> dict[str, tuple[Any, str]]:
-    """The values of a valid JSON object by their keys, each with its own text."""
-    found: dict[str, tuple[Any, str]] = {}
+    """Return the values of a valid JSON object by their keys, each with its own text."""
+    members: dict[str, tuple[Any, str]] = {}
     at = _skip(text, 1)
     while text[at] != "}":
         key, at = _DECODER.raw_decode(text, at)
         start = _skip(text, _skip(text, at) + 1)
         value, at = _DECODER.raw_decode(text, start)
-        found[key] = (value, text[start:at])
+        members[key] = (value, text[start:at])
         at = _skip(text, at)
         at = _skip(text, at + 1) if text[at] == "," else at
-    return found
+    return members
 
 
 def _skip(text: str, at: int) -> int:

@@ -1,4 +1,4 @@
-"""Grammars of calls, in Lark's notation as llguidance reads it: what a model has to write when it must call a tool."""
+"""Grammars of calls, in Lark's notation as llguidance reads it: the text of a model that must call a tool."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator
 
 
 def call_grammar(syntax: CallSyntax, tools: Sequence[Schema], token: Token, *, several: bool) -> str:
-    """The grammar of one call of these tools, or of one and more, in the syntax of a family."""
+    """Return the grammar of one call of these tools, or of `several`, in the syntax of a family."""
     functions = [tool.get("function", tool) for tool in tools]
     several = several and syntax.name != "llama3_json"  # whose template takes back one call in a message
     calls: list[tuple[str, ...]]
@@ -51,7 +51,7 @@ def call_grammar(syntax: CallSyntax, tools: Sequence[Schema], token: Token, *, s
 
 
 def _frame(name: str, token: Token) -> tuple[str, str, str, str]:
-    """What stands before, behind and between calls in JSON, and the key of their arguments."""
+    """Return the texts before, behind and between calls in JSON, and the key of their arguments."""
     comma = _text(", ")
     if name == "mistral":
         return f"{_mark('[TOOL_CALLS]', token)} {_text('[')}", _text("]"), comma, "arguments"
@@ -70,7 +70,7 @@ def _named(part: str, index: int) -> str:
 
 
 def _keywords(index: int, schema: Schema) -> list[str]:
-    """Rules for `a=1, b="x"`: those that are required in their order, and any of the others behind them."""
+    """Return rules for `a=1, b="x"`: the required arguments in their order, then any of the others."""
     properties: Schema = schema.get("properties") or {}
     required = [name for name in properties if name in schema.get("required", ())]
     optional = [name for name in properties if name not in required]
@@ -95,11 +95,11 @@ def _keywords(index: int, schema: Schema) -> list[str]:
 
 
 def _closed(schema: Schema) -> Schema:
-    """The schema of an object, without properties that it does not name unless it allows them."""
-    found = {"type": "object", **schema}
-    if "additionalProperties" not in found and not {"anyOf", "oneOf", "allOf", "$ref"} & found.keys():
-        found["additionalProperties"] = False
-    return found
+    """Return the schema of an object, closed to properties that it does not name unless it allows them."""
+    closed = {"type": "object", **schema}
+    if "additionalProperties" not in closed and not {"anyOf", "oneOf", "allOf", "$ref"} & closed.keys():
+        closed["additionalProperties"] = False
+    return closed
 
 
 def _json(schema: Schema) -> str:

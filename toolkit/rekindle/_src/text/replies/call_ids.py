@@ -1,4 +1,4 @@
-"""Ids of calls: another one for each call, and the same ones again where a request is repeated with its seed."""
+"""Ids of calls: unique for each call, and the same again when a request is repeated with its seed."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _LETTERS = string.ascii_letters + string.digits
 
 
 def call_ids(seed: bytes | None, length: int = 0) -> Callable[[int], str]:
-    """From a call's index to its id, such as `call_Zk3…`; with `length`, that many letters and digits.
+    """Return a function from a call's index to its id, such as `call_Zk3…`, or of `length` letters and digits.
 
-    `seed` stands for all that decides the reply: prompt, seed and which of several sequences. None draws one.
+    `seed` is a digest of all that decides the reply: prompt, seed and the index of the sequence. None draws one.
     """
     key = secrets.token_bytes(16) if seed is None else seed
 

@@ -1,4 +1,4 @@
-"""Reads a call that is a JSON object. Its arguments are told in pieces if its name comes first and is a tool's."""
+"""Reads a call that is a JSON object. Its arguments arrive in pieces if its name comes first and is a tool's."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _STOPS = re.compile(r'\\.?|["\x00-\x1f]', re.DOTALL)
 
 
 def read_json_call(calls: Calls, *, complete: bool = False) -> Reading[Call]:
-    """The call that the JSON object that comes next describes, as `json_call` reads it."""
+    """Return the call that the next JSON object describes, as `json_call` reads it."""
     return json_call((yield from read_json(calls.source, _Values(calls))), complete=complete)
 
 
 def read_arguments(calls: Calls, name: str, *, depth: int = 0) -> Reading[str]:
-    """The JSON object that holds the arguments of a call of `name`, which is told while it arrives."""
+    """Return the JSON object with the arguments of a call of `name`, and pass it on while it arrives."""
     tell = calls.begin(name)
     if tell is None:
         return (yield from read_json(calls.source, depth=depth))
@@ -33,14 +33,14 @@ class _Values:
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
         self._name: str | None = None
-        self._seen = False  # there were arguments
-        self._told = False  # and they are out already
+        self._seen = False  # arguments were read
+        self._told = False  # and sent already
 
     def __call__(self, key_text: str) -> Reading[bool]:
         key = json.loads(key_text, strict=False)
         if key != "name" and key not in ARGUMENTS:
             return False
-        if self._told:  # it would change what is out
+        if self._told:  # it would change arguments that are sent
             raise Malformed
         first, self._seen = not self._seen, self._seen or key != "name"
         source = self._calls.source

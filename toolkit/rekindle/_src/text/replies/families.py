@@ -1,7 +1,7 @@
-"""The syntaxes of the families: how Qwen, SmolLM, Llama, Mistral, Phi and OLMo write calls.
+"""The call syntaxes of the families Qwen, SmolLM, Llama, Mistral, Phi and OLMo.
 
-A reader begins behind its opener (a bare one is still there), reads whole calls, and raises `Malformed` where there
-is none; what was read since the last whole call is then part of the answer's text.
+A reader begins behind its opener (a bare one is still unread), reads whole calls, and raises `Malformed` where there
+is none; text read since the last whole call is then part of the answer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MISTRAL_NAME = re.compile(r"[\w./-]")
 
 
 def _objects(calls: Calls) -> Reading[None]:
-    """One JSON object, or an array of them, whose end may be missing: each is a call as soon as it is whole."""
+    """Read one JSON object, or an array of them whose end may be missing; each is a call as soon as it is whole."""
     source = calls.source
     if not (yield from take(source, "[")):
         calls.found((yield from read_json_call(calls)))
@@ -32,7 +32,7 @@ def _objects(calls: Calls) -> Reading[None]:
 
 
 def _tagged(calls: Calls) -> Reading[None]:
-    """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`, or an array of such objects; its end may be missing."""
+    """Read `<tool_call>{"name": …, "arguments": {…}}</tool_call>` or an array of objects; its end may be missing."""
     if (yield from take(calls.source, "<function=")):
         calls.found((yield from read_function(calls, only_known=False)))
     else:
@@ -41,13 +41,13 @@ def _tagged(calls: Calls) -> Reading[None]:
 
 
 def _untagged(calls: Calls) -> Reading[None]:
-    """`<function=…>` whose `<tool_call>` the model forgot: only a tool's name counts."""
+    """Read `<function=…>` whose `<tool_call>` the model forgot: only a tool's name counts."""
     calls.found((yield from read_function(calls, only_known=True)))
     yield from close(calls.source, "</tool_call>")
 
 
 def _bare_json(calls: Calls) -> Reading[None]:
-    """`{"name": …, "parameters": {…}}` at the beginning of a line, several of them separated by `;` or nothing.
+    """Read `{"name": …, "parameters": {…}}` at the beginning of a line, several separated by `;` or nothing.
 
     Without a marker, only an object that names one of the tools and has arguments is a call.
     """
@@ -61,7 +61,7 @@ def _bare_json(calls: Calls) -> Reading[None]:
 
 
 def _marked_json(calls: Calls) -> Reading[None]:
-    """The same behind `<|python_tag|>`, where any name counts."""
+    """Read JSON objects behind `<|python_tag|>`, where any name counts."""
     while True:
         calls.found((yield from read_json_call(calls)))
         if not (yield from _another(calls)):
@@ -69,7 +69,7 @@ def _marked_json(calls: Calls) -> Reading[None]:
 
 
 def _another(calls: Calls) -> Reading[bool]:
-    """Whether another object follows; what separates it is read."""
+    """True if another object follows; its separator is read."""
     for between in ((";",), (",",), ("<|python_tag|>",), ()):
         length = yield from ahead(calls.source, *between, "{")
         if length:
@@ -79,7 +79,7 @@ def _another(calls: Calls) -> Reading[bool]:
 
 
 def _mistral(calls: Calls) -> Reading[None]:
-    """`[TOOL_CALLS]` with a JSON array, or with `name[ARGS]{…}` as newer ones write it."""
+    """Read `[TOOL_CALLS]` with a JSON array, or with `name[ARGS]{…}` as newer models write it."""
     source = calls.source
     yield from skip_space(source)
     char = yield from peek(source)
@@ -105,13 +105,13 @@ def _mistral_name(calls: Calls) -> Reading[str]:
 
 
 def _phi(calls: Calls) -> Reading[None]:
-    """`functools[{"name": …, "arguments": {…}}]`, or such an array between `<|tool_call|>` and `<|/tool_call|>`."""
+    """Read `functools[{"name": …, "arguments": {…}}]`, or such an array in `<|tool_call|>` and `<|/tool_call|>`."""
     yield from _objects(calls)
     yield from close(calls.source, "<|/tool_call|>")
 
 
 def _bare_list(calls: Calls) -> Reading[None]:
-    """`[name(key="value"), …]` at the beginning of a line, whose first name is a tool's."""
+    """Read `[name(key="value"), …]` at the beginning of a line, where the first name is a tool's."""
     calls.source.at += 1
     yield from _python_list(calls, only_known=True)
 
@@ -126,7 +126,7 @@ def _python_list(calls: Calls, *, only_known: bool) -> Reading[None]:
 
 
 def _python_block(calls: Calls) -> Reading[None]:
-    """The same between `<|python_start|>` and `<|python_end|>`, or JSON there: Llama 4 writes both."""
+    """Read a list between `<|python_start|>` and `<|python_end|>`, or JSON there: Llama 4 writes both."""
     if (yield from take(calls.source, "[")):
         yield from _python_list(calls, only_known=False)
     elif (yield from ahead(calls.source, "{")):
@@ -137,7 +137,7 @@ def _python_block(calls: Calls) -> Reading[None]:
 
 
 def _function_calls(calls: Calls) -> Reading[None]:
-    """`<function_calls>` with one call in Python's notation on each line, and `</function_calls>`."""
+    """Read `<function_calls>` with one call in Python's notation on each line, and `</function_calls>`."""
     while True:
         calls.found((yield from read_call(calls, only_known=False)))
         yield from take(calls.source, ",")

@@ -1,4 +1,4 @@
-"""Which syntax a model's replies have, found from its chat template."""
+"""The syntax of a model's replies, detected from its chat template."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rekindle._src.text.replies.syntax import CallSyntax
 from rekindle._src.text.template_code import takes_tools
 
 TAGS: tuple[Tags, ...] = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
-# What a template that describes or repeats calls has in it, the most particular first.
+# Signs of a template that describes or repeats calls, the most particular first.
 _SIGNS = (
     (re.compile(r"\[TOOL_CALLS\]"), "mistral"),
     (re.compile(r"<tool_call>|<function="), "hermes"),
@@ -31,7 +31,7 @@ _SIGNS = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReplyFormat:
-    """How a model writes calls and reasoning; None for what it doesn't write."""
+    """How a model writes calls and reasoning; None for either that it doesn't write."""
 
     calls: CallSyntax | None = None
     reasoning: Tags | None = None
@@ -39,7 +39,7 @@ class ReplyFormat:
     @classmethod
     @functools.lru_cache(maxsize=64)
     def of_template(cls, template: str) -> ReplyFormat:
-        """The format that a chat template implies. One that takes tools and shows no syntax gets hermes."""
+        """Return the format that a chat template implies; hermes for one that takes tools and shows no syntax."""
         name = next((name for sign, name in _SIGNS if sign.search(template)), None)
         if name is None and takes_tools(template):
             name = "hermes"
@@ -47,14 +47,14 @@ class ReplyFormat:
         return cls(None if name is None else SYNTAXES[name], tags)
 
     def markers(self, *, tools: bool) -> frozenset[str]:
-        """The texts that a scanner has to see even where they are special tokens."""
-        found: set[str] = set(self.reasoning or ())
+        """Return the texts that a scanner has to see even where they are special tokens."""
+        markers: set[str] = set(self.reasoning or ())
         if tools and self.calls is not None:
-            found.update(self.calls.markers)
-        return frozenset(found)
+            markers.update(self.calls.markers)
+        return frozenset(markers)
 
     def opens_reasoning(self, prompt: str) -> bool:
-        """Whether a prompt ends inside of reasoning, because its template opens the tag for the model."""
+        """True if a prompt ends inside of reasoning, because its template opens the tag for the model."""
         return self.reasoning is not None and prompt.rstrip(SPACE).endswith(self.reasoning[0])
 
     def scanner(
@@ -65,9 +65,9 @@ class ReplyFormat:
         seed: bytes | None = None,
         pieces: bool = False,
     ) -> ReplyScanner:
-        """A scanner for one reply, which with `pieces` emits calls while they arrive.
+        """Return a scanner for one reply. With `pieces` it emits calls while they arrive.
 
-        Calls are looked for only if there are `tools`, given as JSON schemas. `reasoning_open` says that the prompt
+        Calls are recognized only if there are `tools`, as JSON schemas. `reasoning_open` says that the prompt
         ends inside of reasoning. Ids of calls follow from `seed`; None draws one.
         """
         calls = self.calls if tools else None
@@ -88,7 +88,7 @@ class ReplyFormat:
         reasoning_open: bool = False,
         seed: bytes | None = None,
     ) -> Reply:
-        """A whole reply in its parts: the sum of the events that a scanner gives for it."""
+        """Return a whole reply in its parts: the sum of a scanner's events for it."""
         scanner = self.scanner(tools=tools, reasoning_open=reasoning_open, seed=seed)
         events: Iterable[ReplyEvent] = [*scanner.feed(text), *scanner.finish()]
         return fold(events)

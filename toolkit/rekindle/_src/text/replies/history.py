@@ -12,22 +12,22 @@ Message = Mapping[str, Any]
 
 
 def with_calls_as_text(messages: Sequence[Message], syntax: CallSyntax) -> list[Message]:
-    """The messages, with an assistant's calls at the end of its content, as the model wrote them."""
-    found: list[Message] = []
+    """Return the messages, with an assistant's calls as text at the end of its content, as the model wrote them."""
+    result: list[Message] = []
     for message in messages:
         calls = _calls(message) if isinstance(message, Mapping) else []
         content = message.get("content") if calls else None
         if not calls or not (content is None or isinstance(content, str)):
-            found.append(message)
+            result.append(message)
             continue
-        said = f"{content}\n" if content else ""
+        text = f"{content}\n" if content else ""
         rest = {key: value for key, value in message.items() if key != "tool_calls"}
-        found.append({**rest, "content": said + written(calls, syntax)})
-    return found
+        result.append({**rest, "content": text + written(calls, syntax)})
+    return result
 
 
 def written(calls: Sequence[tuple[str, Mapping[str, Any]]], syntax: CallSyntax) -> str:
-    """Calls in the syntax of a family."""
+    """Return calls in the syntax of a family."""
     if syntax.name in ("olmo", "pythonic"):
         lines = [
             f"{name}({', '.join(f'{key}={json.dumps(value, ensure_ascii=False)}' for key, value in given.items())})"
@@ -39,7 +39,7 @@ def written(calls: Sequence[tuple[str, Mapping[str, Any]]], syntax: CallSyntax) 
     key = "parameters" if syntax.name == "llama3_json" else "arguments"
     objects = [json.dumps({"name": name, key: dict(given)}, ensure_ascii=False) for name, given in calls]
     if syntax.name == "hermes":
-        return "\n".join(f"<tool_call>\n{one}\n</tool_call>" for one in objects)
+        return "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in objects)
     if syntax.name == "llama3_json":
         return "; ".join(objects)
     together = f"[{', '.join(objects)}]"
@@ -47,9 +47,9 @@ def written(calls: Sequence[tuple[str, Mapping[str, Any]]], syntax: CallSyntax) 
 
 
 def _calls(message: Message) -> list[tuple[str, Mapping[str, Any]]]:
-    found: list[tuple[str, Mapping[str, Any]]] = []
-    given = message.get("tool_calls")
-    for call in given if isinstance(given, Sequence) and not isinstance(given, str) else ():
+    calls: list[tuple[str, Mapping[str, Any]]] = []
+    entries = message.get("tool_calls")
+    for call in entries if isinstance(entries, Sequence) and not isinstance(entries, str) else ():
         function = call.get("function", call) if isinstance(call, Mapping) else None
         arguments = function.get("arguments") if isinstance(function, Mapping) else None
         if isinstance(arguments, str):
@@ -59,5 +59,5 @@ def _calls(message: Message) -> list[tuple[str, Mapping[str, Any]]]:
                 return []
         if not isinstance(function, Mapping) or not isinstance(arguments or {}, Mapping):
             return []
-        found.append((str(function.get("name")), arguments or {}))
-    return found
+        calls.append((str(function.get("name")), arguments or {}))
+    return calls

@@ -11,7 +11,7 @@ ReadValue = Callable[[str], Reading[bool]]  # reads the value behind a key, or r
 
 MAX_DEPTH = 64
 MAX_WORD = 400  # characters of a number; Python refuses to read whole numbers of more than 4,300 digits
-_PLAIN = re.compile(r'[^"\\]+')  # raw line breaks are taken too: models write them, and `json_calls` escapes them
+_PLAIN = re.compile(r'[^"\\]+')  # raw line breaks match too: models write them, and `json_calls` escapes them
 _WORD = re.compile(r"[-+.0-9A-Za-z]+")
 _VALUE = re.compile(r"true|false|null|-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
 _ESCAPES = '"\\/bfnrt'
@@ -19,10 +19,10 @@ _HEX = "0123456789abcdefABCDEF"
 
 
 def read_json(source: Source, value_of: ReadValue | None = None, *, depth: int = 0) -> Reading[str]:
-    """The text of the JSON object that comes next, after whitespace. Raises `Malformed` if there is none.
+    """Return the text of the next JSON object, after whitespace. Raises `Malformed` if there is none.
 
-    `value_of` is asked to read the values of this object itself, by their keys, which it gets as JSON. The object
-    stands in `depth` others.
+    `value_of` may read the values of this object itself; it gets their keys as JSON. The object
+    is nested in `depth` others.
     """
     char = yield from peek(source)
     while char and char in SPACE:
@@ -30,46 +30,46 @@ def read_json(source: Source, value_of: ReadValue | None = None, *, depth: int =
         char = yield from peek(source)
     if char != "{":
         raise Malformed
-    begun = len(source.since_mark())
+    start = len(source.since_mark())
     closers: list[str] = []
     key = ""  # of a value of this object
-    wanted = "value"  # or: "key", "first key", "colon", "comma", "first value"
+    expected = "value"  # or: "key", "first key", "colon", "comma", "first value"
     while True:
         char = yield from peek(source)
         if char == "":
             raise Malformed
         if char in SPACE:
             source.at += 1
-        elif wanted in ("key", "first key") and char == '"':
+        elif expected in ("key", "first key") and char == '"':
             if value_of is not None and len(closers) == 1:
                 key = yield from captured(source, read_string(source))
             else:
                 yield from read_string(source)
-            wanted = "colon"
-        elif wanted == "colon" and char == ":":
+            expected = "colon"
+        elif expected == "colon" and char == ":":
             source.at += 1
-            wanted = "value"
-        elif char in "]}" and closers and closers[-1] == char and wanted in ("comma", "first key", "first value"):
+            expected = "value"
+        elif char in "]}" and closers and closers[-1] == char and expected in ("comma", "first key", "first value"):
             source.at += 1
             closers.pop()
             if not closers:
-                return source.since_mark()[begun:]
-            wanted = "comma"
-        elif wanted == "comma" and char == ",":
+                return source.since_mark()[start:]
+            expected = "comma"
+        elif expected == "comma" and char == ",":
             source.at += 1
-            wanted = "key" if closers[-1] == "}" else "value"
-        elif wanted in ("value", "first value"):
+            expected = "key" if closers[-1] == "}" else "value"
+        elif expected in ("value", "first value"):
             if value_of is not None and closers == ["}"] and (yield from value_of(key)):
-                wanted = "comma"
+                expected = "comma"
             elif char in "{[":
                 source.at += 1
                 closers.append("}" if char == "{" else "]")
                 if len(closers) + depth > MAX_DEPTH:
                     raise Malformed
-                wanted = "first key" if char == "{" else "first value"
+                expected = "first key" if char == "{" else "first value"
             else:
                 yield from read_string(source) if char == '"' else _read_word(source)
-                wanted = "comma"
+                expected = "comma"
         else:
             raise Malformed
 
@@ -112,12 +112,12 @@ def _read_word(source: Source) -> Reading[None]:
     word = ""
     while True:
         char = yield from peek(source)
-        found = _WORD.match(source.text, source.at) if char else None
-        if found is None:
+        match = _WORD.match(source.text, source.at) if char else None
+        if match is None:
             break
-        word += found.group()
+        word += match.group()
         if len(word) > MAX_WORD:
             raise Malformed
-        source.at = found.end()
+        source.at = match.end()
     if _VALUE.fullmatch(word) is None:
         raise Malformed

@@ -23,10 +23,10 @@ _HEX = {"x": 2, "u": 4, "U": 8}
 
 
 def read_call(calls: Calls, *, only_known: bool) -> Reading[Call]:
-    """The call that comes next, after whitespace.
+    """Return the next call, after whitespace.
 
-    A positional argument is the parameter at its place, if the tool is known. With `only_known` another name than a
-    tool's is `Malformed`, which is known at the parenthesis.
+    A positional argument is the parameter at its place, if the tool is known. With `only_known`, a name that is not
+    a tool's is `Malformed`, as soon as the parenthesis is read.
     """
     source, known = calls.source, calls.known
     yield from skip_space(source)
@@ -52,7 +52,7 @@ def read_call(calls: Calls, *, only_known: bool) -> Reading[Call]:
 
 
 def _read_argument(source: Source) -> Reading[tuple[str | None, Any]]:
-    """The name and the value of an argument; a positional one has no name."""
+    """Return the name and the value of an argument; a positional one has no name."""
     yield from skip_space(source)
     char = yield from peek(source)
     if char == "" or not (char.isalpha() or char == "_"):
@@ -134,18 +134,18 @@ def _read_string(source: Source, quote: str) -> Reading[str]:
             parts.append((yield from _read_escape(source)))
         elif char == quote[0]:
             source.at += 1
-            closed = 1
-            while closed < len(quote) and (yield from peek(source)) == char:
+            quotes = 1
+            while quotes < len(quote) and (yield from peek(source)) == char:
                 source.at += 1
-                closed += 1
-            if closed == len(quote):
+                quotes += 1
+            if quotes == len(quote):
                 return "".join(parts)
-            parts.append(char * closed)
+            parts.append(char * quotes)
         else:
-            found = plain.match(source.text, source.at)
-            assert found is not None, "the character is neither the quote nor a backslash"
-            parts.append(found.group())
-            source.at = found.end()
+            match = plain.match(source.text, source.at)
+            assert match is not None, "the character is neither the quote nor a backslash"
+            parts.append(match.group())
+            source.at = match.end()
 
 
 def _read_escape(source: Source) -> Reading[str]:
@@ -168,7 +168,7 @@ def _read_escape(source: Source) -> Reading[str]:
 
 
 def _read_word(source: Source, limit: int) -> Reading[str]:
-    """Letters, digits, `_`, `.`, `+` and `-`."""
+    """Read letters, digits, `_`, `.`, `+` and `-`."""
     word: list[str] = []
     while (char := (yield from peek(source))) and (char.isalnum() or char in "_.+-"):
         if len(word) == limit:

@@ -1,8 +1,8 @@
 """The scanner: text of a reply in, events out. What it emits is final, and nothing of the text is lost.
 
 By default a call is emitted once it is complete. With `pieces`, a call of a known tool starts as soon as its name is
-known, and its arguments follow as they come; one that turns out to be none is dropped by an event of its own.
-Whitespace beside tags and calls belongs to them. What looks like a call and is none comes out as content.
+known, and its arguments follow as they come; an event drops one that turns out to be none.
+Whitespace beside tags and calls belongs to them. Text that looks like a call and is none is emitted as content.
 """
 
 from __future__ import annotations
@@ -49,31 +49,31 @@ class ReplyScanner:
         self._calls = 0
         self._pieces = pieces
         self._writing = False  # a call has started and is not complete
-        self._held: list[Call] | None = None  # calls inside of reasoning, until it is clear whether they are meant
-        self._gap: list[str] = []  # whitespace that counts only if more of the same kind follows
-        self._said = False  # some content is out
-        self._beside = False  # what came last is no content, but a tag or a call
+        self._held: list[Call] | None = None  # calls inside of reasoning, until it is clear if they are meant
+        self._gap: list[str] = []  # whitespace that counts only if more text of the same kind follows
+        self._said = False  # content was emitted
+        self._beside = False  # the last thing read is a tag or a call
         self._blank = True  # nothing but whitespace stands in this line so far
         self._reading: Generator[None, None, None] | None = self._read()
 
     def feed(self, text: str) -> list[ReplyEvent]:
-        """The events that `text` makes final."""
+        """Return the events that `text` makes final."""
         self.source.push(text)
         return self._go_on()
 
     def finish(self) -> list[ReplyEvent]:
-        """The events that remain when no text follows."""
+        """Return the events that remain when no text follows."""
         self.source.ended = True
         return self._go_on()
 
-    # What readers of a family's syntax use.
+    # For the readers of a family's syntax.
 
     def streams(self, name: str) -> bool:
-        """Whether a call of `name` is emitted while it arrives."""
+        """True if a call of `name` is emitted while it arrives."""
         return self._pieces and self._held is None and name in self.known
 
     def begin(self, name: str) -> Callable[[str], None] | None:
-        """Start a call, if it is emitted while it arrives; what takes its arguments in pieces."""
+        """Start a call if it is emitted while it arrives; return the function that takes its arguments in pieces."""
         if not self.streams(name):
             return None
         self._writing = True
@@ -149,29 +149,29 @@ class ReplyScanner:
         begins = _first_characters(ends)
         while (yield from peek(source)):
             source.mark()
-            found, end = None, len(source.text)
+            match, end = None, len(source.text)
             if begins.search(source.text, source.at) is not None:
-                found = self._first(ends)
-                end = end - self._undecided(ends) if found is None else found[0]
+                match = self._first(ends)
+                end = end - self._undecided(ends) if match is None else match[0]
             self._think(source.text[source.at : end])
             source.at = end
-            if found is None:
+            if match is None:
                 if not source.ended:
                     yield
                 continue
             source.mark()
-            source.at += len(found[1])
-            if found[1] == closing:
+            source.at += len(match[1])
+            if match[1] == closing:
                 self._gap.clear()
                 return
-            if (yield from self._ends_with_calls(openers[found[1]])):
+            if (yield from self._ends_with_calls(openers[match[1]])):
                 return
             self._think(source.since_mark())
         self._emit(ReasoningDelta, "".join(self._gap))
         self._gap.clear()
 
     def _ends_with_calls(self, opener: Opener) -> Reading[bool]:
-        """Whether calls inside of reasoning are meant as such: only if the reply ends with them.
+        """True if calls inside of reasoning are meant as calls: only if the reply ends with them.
 
         A model may think about a call, and may also forget to close its reasoning before one.
         """
@@ -182,21 +182,21 @@ class ReplyScanner:
             while (yield from take(self.source, opener.text)):
                 yield from opener.read(self)
             yield from skip_space(self.source)
-            ended = (yield from peek(self.source)) == ""
+            complete = (yield from peek(self.source)) == ""
         except Malformed:
-            ended = False
+            complete = False
         self._held = None
-        if ended:
+        if complete:
             self._gap.clear()
             self.found(*held)
-        return ended
+        return complete
 
     def _think(self, text: str) -> None:
-        """Reasoning; whitespace at its end waits for more."""
+        """Emit reasoning; whitespace at its end waits for more."""
         self._emit(ReasoningDelta, self._without_gap(text))
 
     def _next_opener(self) -> Opener | None:
-        """Say everything before the next opener, which is then what comes next; None if there is none yet."""
+        """Emit everything before the next opener and return it, still unread; None if there is none yet."""
         source = self.source
         source.mark()
         if self._begins.search(source.text, source.at) is None:
@@ -204,9 +204,9 @@ class ReplyScanner:
             source.at = len(source.text)
             return None
         openers = self._marked
-        found = self._first(tuple(openers))
-        first = None if found is None else openers[found[1]]
-        end = len(source.text) - self._undecided(tuple(openers)) if found is None else found[0]
+        match = self._first(tuple(openers))
+        first = None if match is None else openers[match[1]]
+        end = len(source.text) - self._undecided(tuple(openers)) if match is None else match[0]
         for opener in self._openers:
             if opener.bare and (at := self._at_line_start(opener.text, end)) >= 0:
                 first, end = opener, at
@@ -215,12 +215,12 @@ class ReplyScanner:
         return first
 
     def _first(self, literals: Sequence[str]) -> tuple[int, str] | None:
-        """The literal that comes first in the unread text, and where."""
+        """Return the place and text of the literal that comes first in the unread text."""
         starts = ((self.source.text.find(literal, self.source.at), literal) for literal in literals)
-        return min((found for found in starts if found[0] >= 0), default=None)
+        return min((match for match in starts if match[0] >= 0), default=None)
 
     def _at_line_start(self, text: str, end: int) -> int:
-        """Where `text` begins a line before `end`, or -1."""
+        """Return the place where `text` begins a line before `end`, or -1."""
         source, at = self.source, self.source.at
         blank = self._blank
         while at < end:
@@ -232,7 +232,7 @@ class ReplyScanner:
         return -1
 
     def _undecided(self, literals: Sequence[str]) -> int:
-        """The length of the longest end of the text that is the beginning of a literal; 0 if no more text comes."""
+        """Return the length of the longest end of the text that may begin a literal; 0 if no more text comes."""
         if self.source.ended:
             return 0
         text, at = self.source.text, self.source.at
@@ -245,28 +245,28 @@ class ReplyScanner:
         self._emit(ContentDelta, self._sayable(text))
 
     def _sayable(self, text: str) -> str:
-        """Content; whitespace at its end waits for more, and beside tags and calls it is dropped."""
+        """Return the content to emit; whitespace at its end waits, and beside tags and calls it is dropped."""
         if not text:
             return ""
         line = text.rpartition("\n")[2]
         self._blank = (self._blank or "\n" in text) and not line.strip(SPACE)
-        said = self._without_gap(text)
-        if not said:
+        content = self._without_gap(text)
+        if not content:
             return ""
         if self._beside and not self._said:
-            said = said.lstrip(SPACE)
+            content = content.lstrip(SPACE)
         self._said, self._beside = True, False
-        return said
+        return content
 
     def _without_gap(self, text: str) -> str:
-        """`text` behind the whitespace that waited for it, and without its own at the end, which waits."""
-        said = text.rstrip(SPACE)
-        gap = text[len(said) :]
-        if not said:
+        """Return `text` behind the whitespace that waited for it. The whitespace at its own end waits in turn."""
+        content = text.rstrip(SPACE)
+        gap = text[len(content) :]
+        if not content:
             self._gap.append(gap)
             return ""
-        said, self._gap = "".join(self._gap) + said, [gap]
-        return said
+        content, self._gap = "".join(self._gap) + content, [gap]
+        return content
 
     def _emit(self, kind: type[ContentDelta] | type[ReasoningDelta], text: str) -> None:
         if text:
@@ -274,5 +274,5 @@ class ReplyScanner:
 
 
 def _first_characters(literals: Sequence[str]) -> re.Pattern[str]:
-    """Finds a character that can begin one of the literals. Most pieces of text hold none, and leave at once."""
+    """Return a pattern of the literals' first characters. Most pieces of text hold none and leave at once."""
     return re.compile("|".join(sorted({re.escape(literal[0]) for literal in literals})) or "(?!)")

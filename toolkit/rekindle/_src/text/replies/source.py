@@ -1,7 +1,7 @@
 """The text that a scanner reads while it arrives.
 
-Readers are generators: they `yield` where they need more text, and go on once there is some or the text has ended. What
-they do therefore depends on the characters alone, never on the pieces in which these came.
+Readers are generators: they `yield` where they need more text, and go on once there is some or the text has ended.
+Their results therefore depend on the characters alone, never on the pieces in which these came.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ SPACE = " \t\r\n"
 
 
 class Malformed(Exception):
-    """What follows a marker is no call."""
+    """The text behind a marker is not a call."""
 
 
 class Source:
-    """Text with a position, and the beginning of what may have to be given back as it stands."""
+    """Text with a position, and with a mark from which it may have to be returned unchanged."""
 
     def __init__(self) -> None:
         self.text: str = ""
         self.at: int = 0
         self.ended: bool = False
-        self._marked = 0  # where the mark is in `text`; what was read since and is no longer in `text` is in `_before`
+        self._marked = 0  # the mark's place in `text`; text read since then and no longer in `text` is in `_before`
         self._before: list[str] = []
 
     def push(self, text: str) -> None:
-        """Add text; what was read is forgotten, except since the mark."""
+        """Add text, and forget text that was read before the mark."""
         self._before.append(self.text[self._marked : self.at])
         self.text = self.text[self.at :] + text
         self.at = self._marked = 0
@@ -40,12 +40,12 @@ class Source:
         self._marked = self.at
 
     def since_mark(self) -> str:
-        """What was read since the mark."""
+        """Return the text read since the mark."""
         return "".join(self._before) + self.text[self._marked : self.at]
 
 
 def peek(source: Source) -> Reading[str]:
-    """The next character, which stays unread; "" at the end."""
+    """Return the next character, which stays unread; "" at the end."""
     while source.at == len(source.text):
         if source.ended:
             return ""
@@ -60,7 +60,7 @@ def skip_space(source: Source) -> Reading[None]:
 
 
 def ahead(source: Source, *literals: str) -> Reading[int]:
-    """How many characters these texts take if they come next in this order, with whitespace before each; else 0."""
+    """Return the number of characters of these texts, each after whitespace, if they come next; else 0."""
     length = 0
     for literal in literals:
         while True:
@@ -96,7 +96,7 @@ def close(source: Source, literal: str) -> Reading[bool]:
 
 
 def told(source: Source, reading: Reading[T], tell: Callable[[str], object]) -> Reading[T]:
-    """Do a reading, and tell each piece of text that it has read as soon as it needs more."""
+    """Run a reading, and pass on each piece of text that it has read as soon as it needs more."""
     start = source.at
     while True:
         try:
@@ -107,11 +107,11 @@ def told(source: Source, reading: Reading[T], tell: Callable[[str], object]) -> 
             return value
         tell(source.text[start : source.at])
         yield
-        start = source.at  # what was read before is forgotten by now, so that this is 0; or the text has ended
+        start = source.at  # text read before is forgotten by now, so that this is 0; or the text has ended
 
 
 def captured(source: Source, reading: Reading[None]) -> Reading[str]:
-    """Do a reading; the text that it has read."""
+    """Run a reading and return the text that it has read."""
     parts: list[str] = []
     yield from told(source, reading, parts.append)
     return "".join(parts)

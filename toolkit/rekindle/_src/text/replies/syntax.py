@@ -1,4 +1,4 @@
-"""How a family of models writes calls: what opens one, and the reader of what follows."""
+"""How a family of models writes calls: the texts that open one, and the readers behind them."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from rekindle._src.text.replies.source import Reading, Source
 
 
 class Calls(Protocol):
-    """What a reader works with: the text, the tools, and where its calls go."""
+    """The context of a reader: the text, the tools, and the receiver of its calls."""
 
     @property
     def source(self) -> Source: ...
     @property
     def known(self) -> Known: ...
     def streams(self, name: str) -> bool:
-        """Whether a call of `name` is told while it arrives."""
+        """True if a call of `name` is emitted while it arrives."""
         ...
 
     def begin(self, name: str) -> Callable[[str], None] | None:
-        """Start a call of `name`, and get a function that takes its arguments' JSON text in pieces.
+        """Start a call of `name`, and return a function that takes its arguments' JSON text in pieces.
 
-        None if the call is told once it is complete. `found` ends it either way.
+        None if the call is emitted once it is complete. `found` ends it either way.
         """
         ...
 
     def found(self, *calls: Call) -> None:
-        """Calls that are complete. What was read until now is theirs; what follows may still be malformed."""
+        """Emit complete calls. Text read until now belongs to them; the text that follows may still be malformed."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ from rekindle._src.text.replies.syntax import Calls
 
 
 def read_function(calls: Calls, *, only_known: bool) -> Reading[Call]:
-    """The call whose `<function=` has been read, to the end of `</function>`.
+    """Return the call whose `<function=` has been read, to the end of `</function>`.
 
-    Values are text without quotes: one whose schema allows no string is read as JSON if it is that.
+    Values are text without quotes. If the schema allows no string, a value that is valid JSON is read as JSON.
     """
     source, known = calls.source, calls.known
     name = (yield from _read_to(source, ">", MAX_NAME)).strip()
@@ -35,20 +35,20 @@ def read_function(calls: Calls, *, only_known: bool) -> Reading[Call]:
 
 
 def _read_to(source: Source, end: str, limit: int | None) -> Reading[str]:
-    """The text before `end`, which is read too."""
+    """Return the text before `end`, and read past it."""
     parts: list[str] = []
     length = 0
     while True:
         if (yield from peek(source)) == "":
             raise Malformed
-        found = source.text.find(end, source.at)
-        stop = found if found >= 0 else max(source.at, len(source.text) - len(end) + 1)
+        end_at = source.text.find(end, source.at)
+        stop = end_at if end_at >= 0 else max(source.at, len(source.text) - len(end) + 1)
         parts.append(source.text[source.at : stop])
         length += stop - source.at
         if limit is not None and length > limit:
             raise Malformed
-        source.at = stop + len(end) if found >= 0 else stop
-        if found >= 0:
+        source.at = stop + len(end) if end_at >= 0 else stop
+        if end_at >= 0:
             return "".join(parts)
         if source.ended:
             source.at = len(source.text)
