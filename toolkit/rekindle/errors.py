@@ -1,4 +1,4 @@
-"""Every error that rekindle raises on purpose; all of them are names of `rekindle`, too.
+"""Every error that rekindle raises on purpose; all are names of `rekindle`, too.
 
     RekindleError
     ├── ConfigError(ValueError)            an option of open() is wrong or unknown
@@ -6,7 +6,7 @@
     │   └── PromptTooLong                  the prompt does not fit into max_model_len
     ├── NotParsed(ValueError)              why a structured text became no object; `Completion.parse_error`
     ├── QueueFull                          the bounded intake is full and the caller chose not to wait
-    ├── Busy                               what the request needs is taken by other requests for now
+    ├── Busy                               other requests hold a resource that the request needs
     ├── RequestAborted                     the request was cancelled before it finished
     ├── RequestFailed                      the request could not be finished
     │   ├── StepFailed                     the device step that carried it raised; the cause is attached
@@ -22,7 +22,7 @@
     ├── CheckpointError(ValueError)        a checkpoint folder is missing, broken or incomplete
     │   └── UnsupportedModel               its config.json asks for something rekindle does not implement
     ├── CompileError                       a step program failed to compile at open()
-    ├── OutOfMemory(MemoryError)           what was asked for does not fit
+    ├── OutOfMemory(MemoryError)           the model or its pages do not fit into memory
     ├── StoreError                         a persisted program, page or snapshot can't be used
     │   └── SnapshotRefused                it belongs to other weights, dtype, page size or version
     └── MissingExtra(ImportError)          an optional dependency is not installed
@@ -48,13 +48,13 @@ class RekindleError(Exception):
     """Base of every error that rekindle raises on purpose."""
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython shows in place of a traceback."""
+        """Return the lines that IPython shows in place of a traceback."""
         ipython = sys.modules.get("IPython")
         shell = ipython.get_ipython() if ipython is not None else None
-        shown = getattr(shell, "InteractiveTB", None)
-        if shell is None or getattr(shown, "mode", "") in ("Verbose", "Docs"):
-            whole = traceback.TracebackException.from_exception(self)
-            return [line for part in whole.format() for line in part.rstrip("\n").split("\n")]
+        formatter = getattr(shell, "InteractiveTB", None)
+        if shell is None or getattr(formatter, "mode", "") in ("Verbose", "Docs"):
+            exception = traceback.TracebackException.from_exception(self)
+            return [line for part in exception.format() for line in part.rstrip("\n").split("\n")]
         name, message = type(self).__name__, str(self)
         cause, lines = self.__cause__, [f"\x1b[31m{name}\x1b[0m: {message}"]
         first = str(cause).strip().split("\n")[0] if cause is not None else ""
@@ -68,7 +68,7 @@ _INSTALLED = tuple({*map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib",
 
 
 def _where(trace: types.TracebackType | None, shell: object) -> list[str]:
-    """The innermost frame that belongs to the user: where it is, and its line."""
+    """Return the place and the line of the innermost frame that belongs to the user."""
     users = [
         (frame, line)
         for frame, line in traceback.walk_tb(trace)
@@ -87,9 +87,9 @@ def _where(trace: types.TracebackType | None, shell: object) -> list[str]:
 
 
 class _FieldError(RekindleError, ValueError):
-    """An argument is wrong: `field` names it, `value` is what was given, `problem` and `fix` say why and what to do.
+    """An argument is wrong: `field` names it, `value` is its value, `problem` and `fix` are the reason and the remedy.
 
-    `index` says which entry of a list of prompts it is about.
+    `index` is the place of the prompt in a list of prompts, or None.
     """
 
     def __init__(self, field: str, value: object, problem: str, fix: str, index: int | None = None) -> None:
@@ -99,13 +99,13 @@ class _FieldError(RekindleError, ValueError):
         self.problem: str = problem
         self.fix: str = fix
         try:
-            shown = repr(value)
+            text = repr(value)
         except Exception:  # an int of more than 4,300 digits, or an object that can't show itself
-            shown = f"<{type(value).__name__}>"
-        if len(shown) > 120:
-            shown = shown[:117] + "..."
-        named = field if index is None else f"{field}[{index}]"
-        super().__init__(f"{named}={shown}: {problem}. {fix}")
+            text = f"<{type(value).__name__}>"
+        if len(text) > 120:
+            text = text[:117] + "..."
+        label = field if index is None else f"{field}[{index}]"
+        super().__init__(f"{label}={text}: {problem}. {fix}")
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.field, self.value, self.problem, self.fix, self.index)
@@ -124,10 +124,10 @@ class PromptTooLong(InvalidRequest):
 
 
 class NotParsed(RekindleError, ValueError):
-    """Why a structured text became no object: `Completion.parse_error` holds it, and may be raised.
+    """The reason why a structured text became no object: `Completion.parse_error` holds it, and may be raised.
 
     `reason` is "max_tokens" or "max_model_len" if that bound cut the text, "stop" if a stop string or token ended it,
-    "ended" if the request ended otherwise, and "invalid" if the type refuses the text; what its validator raised is
+    "ended" if the request ended otherwise, and "invalid" if the type refuses the text; its validator's error is
     then the `__cause__`.
     """
 
@@ -144,7 +144,7 @@ class QueueFull(RekindleError):
 
 
 class Busy(RekindleError):
-    """What the request needs is taken by other requests; it may be sent again after `retry_after` seconds."""
+    """Other requests hold a resource that the request needs; it may be sent again after `retry_after` seconds."""
 
     def __init__(self, message: str, retry_after: float) -> None:
         self.retry_after: float = retry_after
@@ -155,7 +155,7 @@ class Busy(RekindleError):
 
 
 class RequestAborted(RekindleError):
-    """The request was cancelled before it finished; its handle keeps what it had produced."""
+    """The request was cancelled before it finished; its handle keeps the text so far."""
 
 
 class RequestFailed(RekindleError):
@@ -194,7 +194,7 @@ class SessionForked(RekindleError):
 
 
 class NotPicklable(RekindleError, TypeError):
-    """A session, or an object that lives in one, was pickled or copied; other processes open sessions of their own."""
+    """A session, or an object that lives in one, was pickled or copied. Each process opens its own session."""
 
     def __init__(self, what: str) -> None:
         self.what: str = what
@@ -228,7 +228,7 @@ class CompileError(RekindleError):
 
 
 class OutOfMemory(RekindleError, MemoryError):
-    """What was asked for does not fit into memory."""
+    """The model or its pages do not fit into memory."""
 
 
 class StoreError(RekindleError):

@@ -8,5 +8,5 @@ __all__ = ["folder"]
 
 
 def folder() -> Path:
-    """The Hugging Face folder of the shipped model."""
+    """Return the Hugging Face folder of the shipped model."""
     return Path(__file__).parent / "model"

@@ -1,9 +1,9 @@
-"""The breakdown of a step's time into parts, by the profiler.
+"""The breakdown of a step's time into parts, measured by the profiler.
 
 W1 a step that decodes one row    W2 a step full of prefill tokens    W3 one of decode rows and prefill tokens together
 
 A step's parts add up to its wall time, which begins when the step before it ends. Recording takes time too;
-`untraced_ms` is the time of such a step without it.
+`untraced_ms` is the time of such a step without recording.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Breakdown:
 
 
 class Step(NamedTuple):
-    """A step that ran; `ended` is when the host had its result, in seconds of time.perf_counter()."""
+    """A step that ran. `ended` is the time at which the host had its result, in seconds of time.perf_counter()."""
 
     program: str
     rows: int
@@ -67,20 +67,20 @@ class Step(NamedTuple):
 def traced_times(
     steps: Sequence[Step], trace: Path, parts: Mapping[str, str], chosen: Callable[[Step], bool]
 ) -> list[dict[str, float]]:
-    """Milliseconds by part, for each chosen step but the first of `steps`."""
+    """Return the milliseconds by part of each chosen step, without the first of `steps`."""
     runs = executions(trace)
     assert len(runs) == len(steps), f"{len(steps)} steps ran, and the profiler saw {len(runs)} programs"
-    found = []
+    results = []
     for (_, before), (step, run) in itertools.pairwise(zip(steps, runs, strict=True)):
         if chosen(step):
             times = own_times(run, parts)
             times["idle"] = max(0.0, run[0].start - max(interval.end for interval in before))
-            found.append({part: time / 1e6 for part, time in times.items()})
-    return found
+            results.append({part: time / 1e6 for part, time in times.items()})
+    return results
 
 
 def middle(times: Iterable[dict[str, float]]) -> dict[str, float]:
-    """The mean of the entries whose sum is between the quartiles: robust like a median, but the parts add up."""
+    """Return the mean of the entries whose sum is between the quartiles: robust like a median, but the parts add up."""
     ordered = sorted(times, key=lambda parts: sum(parts.values()))
     chosen = ordered[len(ordered) // 4 : len(ordered) - len(ordered) // 4]
     return {name: statistics.fmean(parts[name] for parts in chosen) for name in chosen[0]}
@@ -90,7 +90,7 @@ def middle(times: Iterable[dict[str, float]]) -> dict[str, float]:
 
 
 class RecordingRunner:
-    """A runner that records which steps ran."""
+    """A runner that records its steps."""
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
@@ -112,7 +112,7 @@ class RecordingRunner:
 
 
 async def full_prefills(session: Session, prompts: workloads.Prompts) -> None:
-    """W2 with several prompts at once, so that one step follows the next."""
+    """Run W2 with several prompts at once, so that one step follows the next."""
     await session.cache.clear(tier="memory")
     await session.generate([prompts(1024) for _ in range(8)], max_tokens=1, ignore_eos=True)
 
@@ -122,42 +122,48 @@ ROUNDS: dict[str, Round] = {"W1": workloads.single_stream, "W2": full_prefills, 
 
 
 def measures(name: str, step: Step) -> bool:
-    """Whether a workload measures steps of this kind."""
+    """True if a workload measures steps of this kind: `step.rows` and `step.tokens` decide."""
     return (step.rows > 0, step.tokens > 0) == (name != "W2", name != "W1")
 
 
 async def measure(
     model: LoadedModel | str, name: str, vocab_size: int, options: Mapping[str, Any], round_: Round | None = None
 ) -> Breakdown | None:
-    """The breakdown of W1, W2 or W3 in a session of its own; None if no such step runs with these `options`."""
+    """Return the breakdown of W1, W2 or W3 in a new session; None if no such step runs with these `options`."""
     if jax.default_backend() != "cpu":
         raise ConfigError("--breakdown", jax.default_backend(), "has no breakdown yet, only CPU has", "Leave it out")
     with tempfile.TemporaryDirectory() as folder, separate_calls():
-        own = {"precompile": "lazy", "quiet": True, "host_memory": 0, "disk_memory": 0, "cache_dir": f"{folder}/cache"}
-        opening = Opening(functools.partial(_build, model, EngineConfig.of({**options, **own})))
+        overrides = {
+            "precompile": "lazy",
+            "quiet": True,
+            "host_memory": 0,
+            "disk_memory": 0,
+            "cache_dir": f"{folder}/cache",
+        }
+        opening = Opening(functools.partial(_build, model, EngineConfig.of({**options, **overrides})))
         async with opening as session:
             runner = session._engine.runner
             assert isinstance(runner, RecordingRunner), "made by _build"
             await whole_programs(session)
-            prompts, one = workloads.Prompts(vocab_size), round_ or ROUNDS[name]
+            prompts, one_round = workloads.Prompts(vocab_size), round_ or ROUNDS[name]
 
             async def ran() -> list[Step]:
                 runner.steps = []
-                await one(session, prompts)
+                await one_round(session, prompts)
                 async with session.paused():  # no step is in flight now
                     return runner.steps
 
-            found = Counter(step.program for step in await ran() if measures(name, step))  # compiles as well
-            if not found:
+            counts = Counter(step.program for step in await ran() if measures(name, step))  # compiles as well
+            if not counts:
                 return None
-            program = max(found, key=found.__getitem__)
+            program = max(counts, key=counts.__getitem__)
 
             def chosen(step: Step) -> bool:
                 return step.program == program and measures(name, step)
 
             (key,) = (bucket for bucket in runner.programs.lattice if bucket.name == program)
             parts = parts_of(runner.programs.get(key).as_text())
-            kept, plain, traced = [], [], []
+            matches, plain, traced = [], [], []
             for turn in range(TURNS):  # alternating, so that other load on the machine affects both
                 plain += [
                     {"": 1e3 * (step.ended - last.ended)}
@@ -167,10 +173,10 @@ async def measure(
                 with recorded(trace := Path(folder, str(turn))):
                     steps = await ran()
                 traced += traced_times(steps, trace, parts, chosen)
-                kept += [step for step in steps if chosen(step)]
+                matches += [step for step in steps if chosen(step)]
     if not plain or not traced:
         return None
-    rows, tokens = (statistics.fmean(getattr(step, field) for step in kept) for field in ("rows", "tokens"))
+    rows, tokens = (statistics.fmean(getattr(step, field) for step in matches) for field in ("rows", "tokens"))
     parts_ms = middle(traced)
     return Breakdown(program, rows, tokens, len(traced), sum(parts_ms.values()), middle(plain)[""], parts_ms)
 
@@ -182,7 +188,7 @@ def _build(model: LoadedModel | str, config: EngineConfig) -> Engine:
 
 @contextlib.contextmanager
 def separate_calls() -> Iterator[None]:
-    """Programs compiled in this block call each native kernel separately, so that the profiler sees each."""
+    """Compile the programs of this block such that they call each native kernel separately, for the profiler."""
     before = os.environ.get("REKINDLE_CHAIN")
     os.environ["REKINDLE_CHAIN"] = "0"
     try:

@@ -18,11 +18,11 @@ from rekindle._src.models.base import abstract_model
 from rekindle._src.models.registry import config_from_hf, manifest
 
 SPECIAL = ("<unk>", "<s>", "</s>")  # ids 0, 1 and 2
-DONE = "generation_config.json"  # written last: a folder that has it is complete
+DONE = "generation_config.json"  # written last: a folder with it is complete
 
 
 def write_checkpoint(shape: str, folder: Path, *, seed: int = 0) -> Path:
-    """Write random bfloat16 weights of a shape and a tokenizer; a complete folder is left as it is."""
+    """Write random bfloat16 weights of a shape and a tokenizer; a complete folder stays unchanged."""
     if (folder / DONE).exists():
         return folder
     folder.mkdir(parents=True, exist_ok=True)
@@ -30,9 +30,9 @@ def write_checkpoint(shape: str, folder: Path, *, seed: int = 0) -> Path:
     save_file(_tensors(raw, seed), folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(raw, indent=1))
     _tokenizer(raw["vocab_size"]).save(str(folder / "tokenizer.json"))
-    named = {"bos_token": SPECIAL[1], "eos_token": SPECIAL[2], "unk_token": SPECIAL[0]}
+    special = {"bos_token": SPECIAL[1], "eos_token": SPECIAL[2], "unk_token": SPECIAL[0]}
     limits = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": raw["max_position_embeddings"]}
-    (folder / "tokenizer_config.json").write_text(json.dumps({**named, **limits}, indent=1))
+    (folder / "tokenizer_config.json").write_text(json.dumps({**special, **limits}, indent=1))
     (folder / DONE).write_text(json.dumps({"bos_token_id": 1, "eos_token_id": 2, "do_sample": False}))
     return folder
 
@@ -55,11 +55,11 @@ def _tensors(raw: dict[str, Any], seed: int) -> dict[str, NDArray[Any]]:
 
 
 def _tokenizer(vocab_size: int) -> tokenizers.Tokenizer:
-    """A tokenizer with one token per byte; the other tokens can be generated but not encoded."""
+    """Return a tokenizer with one token per byte; the other tokens can be generated but not encoded."""
     names = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     names += [f"Ġw{number}" for number in range(len(names), vocab_size)]
-    made = tokenizers.Tokenizer(models.BPE(vocab={name: index for index, name in enumerate(names)}, merges=[]))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    made.add_special_tokens(list(SPECIAL))
-    return made
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab={name: index for index, name in enumerate(names)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(SPECIAL))
+    return tokenizer

@@ -24,7 +24,7 @@ RESTART = {"max_model_len": 2048, "max_requests": 32, "precompile": "all"}
 
 
 def first_token(model: str, options: Mapping[str, Any]) -> Figures:
-    """W5: seconds from a process's start to its first token, with an empty store and with the one that run filled."""
+    """Run W5: seconds from a process's start to its first token, with an empty store and with the filled one."""
     figures: Figures = {}
     with tempfile.TemporaryDirectory() as cache:
         for store in ("cold", "warm"):
@@ -36,10 +36,10 @@ def first_token(model: str, options: Mapping[str, Any]) -> Figures:
 
 
 def restart(model: str, options: Mapping[str, Any], *, seed: int = 0, programs: Path | None = None) -> Figures:
-    """W8: W4 with a cold cache, then the same in a new process that restores the first one's pages.
+    """Run W8: W4 with a cold cache, then the same in a new process that restores the first one's pages.
 
     Prefill ends with the last request's first token. `programs` is a cache directory with compiled programs, so that
-    the first process need not compile them; neither process compiles while it is measured.
+    the first process need not compile them. Neither process compiles during its measurement.
     """
     figures: Figures = {}
     with tempfile.TemporaryDirectory() as cache:
@@ -93,20 +93,20 @@ def _shared_prefix(order: dict[str, Any]) -> dict[str, Any]:
 
     prompts = Prompts(500, order["seed"])  # ids below 500 are in every vocabulary
     prefix, other = prompts(SHARED), prompts(SHARED)
-    mine, warm_up = ([start + prompts(32) for _ in range(16)] for start in (prefix, other))
+    requests, warm_up = ([start + prompts(32) for _ in range(16)] for start in (prefix, other))
     restored = order["do"] == "restored"
     with open_sync(order["model"], quiet=True, restore=SNAPSHOT if restored else None, **order["options"]) as session:
         if not restored:  # restoring does not save the cost of a first run
             anyio.run(together, session, warm_up, [32] * 16)
-        found = anyio.run(together, session, mine, [32] * 16)
+        result = anyio.run(together, session, requests, [32] * 16)
         if not restored:
             session.save(SNAPSHOT).result_sync()
-        figures = {"wall_s": found["wall_s"], "prefill_s": found["ttft_max_ms"] / 1e3}
-        return {"figures": {**figures, "ttft_p50_ms": found["ttft_p50_ms"]}}
+        figures = {"wall_s": result["wall_s"], "prefill_s": result["ttft_max_ms"] / 1e3}
+        return {"figures": {**figures, "ttft_p50_ms": result["ttft_p50_ms"]}}
 
 
 def peak_bytes() -> int:
-    """The largest resident size of this process in bytes; ru_maxrss would include its parent's before exec."""
+    """Return the largest resident size of this process in bytes; ru_maxrss would include that of its parent."""
     status = Path("/proc/self/status")
     if not status.exists():
         import resource

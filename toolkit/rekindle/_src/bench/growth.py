@@ -1,6 +1,6 @@
 """The growth of a decoding step's time with rows, context, cached pages and queued requests.
 
-Rows and context are work for the model and are measured with the one asked for. Cached pages and queued requests are
+Rows and context are work for the model and are measured with the chosen one. Cached pages and queued requests are
 bookkeeping and should cost nothing: they are measured with a model so small that any cost would show.
 """
 
@@ -56,16 +56,16 @@ async def measure(
         return [x for x in xs if x <= max(xs) * scale] or [xs[0]]
 
     with tempfile.TemporaryDirectory() as cache:
-        own = {"cache_dir": cache, "host_memory": 0, "disk_memory": 0, "precompile": "lazy", "quiet": True}
+        common = {"cache_dir": cache, "host_memory": 0, "disk_memory": 0, "precompile": "lazy", "quiet": True}
         options = {key: value for key, value in options.items() if key not in ("max_model_len", "max_requests")}
         many, long = {"max_requests": max(ROWS), "max_model_len": 512}, {"max_requests": 2, "max_model_len": 8192}
-        async with opening.open(model, **{**own, **options, **many}) as session:
+        async with opening.open(model, **{**common, **options, **many}) as session:
             await whole_programs(session)
             prompts = Prompts(vocab_size)
             for rows in reach(ROWS):
                 say(f"rows {rows}")
                 points.append(Point("rows", rows, await step_ms(session, [prompts(128) for _ in range(rows)])))
-        async with opening.open(model, **{**own, **options, **long}) as session:
+        async with opening.open(model, **{**common, **options, **long}) as session:
             await whole_programs(session)
             longest = session.config.max_model_len or 0
             for context in reach(CONTEXTS):
@@ -74,22 +74,22 @@ async def measure(
                     points.append(Point("context", context, await step_ms(session, [prompts(context)])))
         for pages in reach(PAGES):
             say(f"cached pages {pages}")
-            points.append(Point("cached pages", pages, await _beside_pages(pages, own)))
+            points.append(Point("cached pages", pages, await _beside_pages(pages, common)))
         for queued in reach(QUEUED):
             say(f"queued requests {queued}")
-            points.append(Point("queued requests", queued, await _beside_queue(queued, own)))
+            points.append(Point("queued requests", queued, await _beside_queue(queued, common)))
     return points
 
 
 async def step_ms(session: Session, prompts: Sequence[list[int]], new: int = NEW) -> float:
-    """The median time between tokens, in milliseconds, while all prompts decode together."""
+    """Return the median time between tokens, in milliseconds, while all prompts decode together."""
     times: list[list[float]] = [[] for _ in prompts]
 
     async def one(index: int) -> None:
         async for delta in session.stream(prompts[index], max_tokens=new, ignore_eos=True):
             times[index] += [time.perf_counter()] * len(delta.token_ids)
 
-    for _ in range(2):  # the first turn compiles programs and makes buffers for the second
+    for _ in range(2):  # the first turn compiles programs and allocates buffers for the second
         await session.cache.clear(tier="memory")
         for entry in times:
             entry.clear()
@@ -101,7 +101,7 @@ async def step_ms(session: Session, prompts: Sequence[list[int]], new: int = NEW
 
 
 def rate_ms(times: Sequence[float]) -> float:
-    """Milliseconds per token: the median over eighths of the run, because a delta may carry several tokens."""
+    """Return milliseconds per token: the median over eighths of the run, because a delta may carry several tokens."""
     count = max(2, len(times) // 8)
     parts = [times[i : i + count + 1] for i in range(0, len(times) - 1, count)]
     return 1e3 * statistics.median((part[-1] - part[0]) / (len(part) - 1) for part in parts if len(part) > 1)
@@ -116,7 +116,7 @@ async def _micro(own: dict[str, Any], **options: Any) -> AsyncIterator[Session]:
 
 
 async def _beside_pages(pages: int, own: dict[str, Any]) -> float:
-    """The step time of a request that decodes while the tree holds `pages` pages."""
+    """Return the step time of a request that decodes while the tree holds `pages` pages."""
     length = min(4000, pages * PAGE_SIZE)
     async with _micro(own, device_pages=pages + 4096, max_requests=4) as session:
         prompts = Prompts(500)
@@ -128,7 +128,7 @@ async def _beside_pages(pages: int, own: dict[str, Any]) -> float:
 
 
 async def _beside_queue(queued: int, own: dict[str, Any]) -> float:
-    """The step time of requests that decode in every slot while `queued` others wait."""
+    """Return the step time of requests that decode in every slot while `queued` other requests wait."""
     async with _micro(own, device_pages=8192, max_requests=4, max_queue=queued + 16) as session:
         prompts = Prompts(500)
         await _decoding(session, [prompts(64) for _ in range(4)])
@@ -137,7 +137,7 @@ async def _beside_queue(queued: int, own: dict[str, Any]) -> float:
 
 
 async def _decoding(session: Session, prompts: list[list[int]], waiting: Sequence[list[int]] = ()) -> float:
-    """Like `step_ms`, without flushing the cache and in one turn."""
+    """Return the same as `step_ms`, without flushing the cache and in one turn."""
     times: list[float] = []
     async with session.paused():
         handles = [session.submit(prompt, max_tokens=8 * NEW, ignore_eos=True) for prompt in prompts]
@@ -152,7 +152,7 @@ async def _decoding(session: Session, prompts: list[list[int]], waiting: Sequenc
 
 
 def plot(points: Sequence[Point], folder: Path) -> list[Path]:
-    """Write one picture per sweep and return their paths; needs matplotlib."""
+    """Write one picture per sweep and return the paths; needs matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")

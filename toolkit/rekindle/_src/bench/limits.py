@@ -1,4 +1,4 @@
-"""The limits of this machine: how fast XLA reads memory and multiplies on it, measured."""
+"""The measured limits of this machine: how fast XLA reads memory and multiplies on it."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class MachineLimits:
     """Measured rates of the default device."""
 
     read_gb_per_s: float
-    bf16_gflop_per_s: float  # of a square matrix product, as the next two
+    bf16_gflop_per_s: float  # of a square matrix product, like the next two
     f32_gflop_per_s: float
     int8_gflop_per_s: float  # int8 · int8 → int32
 
     def product(self, dtype: str, quantize: str | None) -> float:
-        """The rate in GFLOP/s that a model's prefill is compared with."""
+        """Return the rate in GFLOP/s to compare a model's prefill with."""
         if quantize == "int8":
-            # Large chunks may run in either; the faster one is the limit.
+            # Large chunks may run in either dtype; the faster one is the limit.
             return max(self.int8_gflop_per_s, self.bf16_gflop_per_s)
         return self.f32_gflop_per_s if dtype == "float32" else self.bf16_gflop_per_s
 
@@ -50,7 +50,7 @@ def _product(a: jax.Array, b: jax.Array, wide: Any) -> jax.Array:
 
 
 def read_rate(nbytes: int, repeat: int) -> float:
-    """GB/s of reading an array once: the fastest of several reductions, since none is the fastest everywhere.
+    """Return GB/s of reading an array once: the fastest of several reductions, since none is fastest everywhere.
 
     On CPU, folding a middle axis is a vector operation per element and cache line: 35 GB/s on two cores where a plain
     sum read 19.
@@ -66,10 +66,10 @@ def read_rate(nbytes: int, repeat: int) -> float:
 
 
 def decode_rates(nbytes: int, repeat: int) -> dict[int, float]:
-    """GB/s at which products of one row read a matrix of 16, 8 and 4 bits, scales included: what decoding can reach."""
+    """Return GB/s at which one-row products read a matrix of 16, 8 and 4 bits with scales: the limit of decoding."""
     width = 2048
     row = jnp.ones((1, width), jnp.float32)
-    found: dict[int, float] = {}
+    rates: dict[int, float] = {}
     for bits, dtype in ((16, jnp.bfloat16), (8, np.int8), (4, np.uint8)):
         outputs = nbytes * 8 // bits // width // 64 * 64
         shape: tuple[int, ...] = (outputs, width)
@@ -79,15 +79,15 @@ def decode_rates(nbytes: int, repeat: int) -> dict[int, float]:
             shape, scales, quantize = int4.weight_shape(shape), int4.scale_shape(shape, 32), "int4"
         weight, scale = aligned(shape, dtype), aligned(scales, np.float16 if bits == 4 else np.float32)
         weight[:], scale[:] = 1, 1
-        operands = [jax.device_put(array) for array in (weight, scale)]  # a CPU adopts them where they lie
+        operands = [jax.device_put(array) for array in (weight, scale)]  # a CPU adopts them in place
 
         def product(x: jax.Array, weight: jax.Array, scale: jax.Array, quantize: str | None = quantize) -> jax.Array:
             options = LinearOptions(quantize=quantize)
             return linear(x, weight, scale=None if quantize is None else scale, options=options)
 
         seconds = best(jax.jit(product), row, *operands, repeat=repeat)
-        found[bits] = sum(operand.nbytes for operand in operands[: 1 if bits == 16 else 2]) / seconds / 1e9
-    return found
+        rates[bits] = sum(operand.nbytes for operand in operands[: 1 if bits == 16 else 2]) / seconds / 1e9
+    return rates
 
 
 def _total(words: jax.Array) -> jax.Array:
@@ -99,7 +99,7 @@ def _fold(words: jax.Array) -> jax.Array:
 
 
 def best(function: Callable[..., Any], *arguments: Any, repeat: int) -> float:
-    """Seconds of the fastest call, which is the least disturbed one."""
+    """Return the seconds of the fastest call, which is the least disturbed one."""
     jax.block_until_ready(function(*arguments))
     seconds = []
     for _ in range(repeat):
@@ -118,21 +118,23 @@ class Work:
 
     @classmethod
     def of(cls, paths: Sequence[str], leaves: Sequence[Any]) -> Work:
-        """The cost of weights or their shapes. An embedding that is not also the head is looked up, not read whole."""
-        named = dict(zip(paths, leaves, strict=True))
-        tied = not any(path.startswith("head.") for path in named)
-        read = [leaf for path, leaf in named.items() if tied or not path.startswith(("embed.", "position_embed."))]
+        """Return the cost of weights or their shapes. An embedding that is not also the head is looked up, not read."""
+        leaves_by_path = dict(zip(paths, leaves, strict=True))
+        tied = not any(path.startswith("head.") for path in leaves_by_path)
+        read = [
+            leaf for path, leaf in leaves_by_path.items() if tied or not path.startswith(("embed.", "position_embed."))
+        ]
         products = [
             prod(matrix_shape(leaf))
-            for path, leaf in named.items()
+            for path, leaf in leaves_by_path.items()
             if path.startswith("layers.") and path.endswith("weight") and len(leaf.shape) == 2
         ]
         return cls(sum(leaf.size * leaf.dtype.itemsize for leaf in read), 2 * sum(products))
 
     def decode_share(self, limits: MachineLimits, tokens_per_s: float) -> float:
-        """The share of the memory bandwidth that one stream uses to read the weights."""
+        """Return the share of the memory bandwidth that one stream uses to read the weights."""
         return self.decode_bytes * tokens_per_s / (limits.read_gb_per_s * 1e9)
 
     def prefill_share(self, rate_gflop_per_s: float, tokens_per_s: float) -> float:
-        """The share of the product rate that prefill at `tokens_per_s` uses."""
+        """Return the share of the product rate that prefill at `tokens_per_s` uses."""
         return self.prefill_flop * tokens_per_s / (rate_gflop_per_s * 1e9)

@@ -1,6 +1,6 @@
 """The profiler's events of a program on XLA:CPU, each attributed to the part of a step that it computes.
 
-XLA records an operation by the name of its instruction. The program's text says what that instruction is: the native
+XLA records an operation by the name of its instruction. The program's text describes that instruction: the native
 kernel that it calls, and the `jax.named_scope`s around it. When several operations run at once (a loop and its body, or
 operations in parallel threads), the time counts once, for the one that began last. Native products include norms and
 gates; without native kernels these are ordinary XLA operations and count as "small".
@@ -54,20 +54,20 @@ class Interval(NamedTuple):
 
 
 def parts_of(program: str) -> dict[str, str]:
-    """The part of each instruction in a compiled program's text; control flow belongs to the part of its body."""
+    """Return the part of each instruction of a compiled program's text; control flow belongs to its body's part."""
     bodies: dict[str, list[str]] = defaultdict(list)
     body = ""
     for line in program.splitlines():
-        if line.endswith("{") and (opened := re.match(r"(?:ENTRY )?%?([\w.-]+) ", line)):
-            body = opened[1]
+        if line.endswith("{") and (opening := re.match(r"(?:ENTRY )?%?([\w.-]+) ", line)):
+            body = opening[1]
         elif " = " in line:
             bodies[body].append(line)
-    found = {}
+    parts = {}
     for line in itertools.chain.from_iterable(bodies.values()):
-        if named := re.match(r"\s*(?:ROOT )?%?([\w.-]+) = ", line):
-            called = re.search(r"(?:calls|to_apply|body)=%?([\w.-]+)", line)
-            found[named[1]] = _part(line, bodies.get(called[1], []) if called else [])
-    return found
+        if instruction := re.match(r"\s*(?:ROOT )?%?([\w.-]+) = ", line):
+            callee = re.search(r"(?:calls|to_apply|body)=%?([\w.-]+)", line)
+            parts[instruction[1]] = _part(line, bodies.get(callee[1], []) if callee else [])
+    return parts
 
 
 def _part(line: str, body: Sequence[str]) -> str:
@@ -79,14 +79,14 @@ def _part(line: str, body: Sequence[str]) -> str:
         return KERNELS[kernel[1]]
     if inside:
         return inside[-1]
-    return "products" if any(re.search(r"dot_general| (ragged-)?dot\(", each) for each in (line, *body)) else "small"
+    return "products" if any(re.search(r"dot_general| (ragged-)?dot\(", text) for text in (line, *body)) else "small"
 
 
 # -- the profiler's events
 
 
 def executions(trace: Path) -> list[list[Interval]]:
-    """The operations of each program run, in the order of the runs."""
+    """Return the operations of each program run in the order of the runs."""
     with warnings.catch_warnings():
         # jaxlib's own types raise this warning at the first event. Where warnings are errors it would end the process,
         # because jaxlib aborts when it can't make a type.
@@ -115,10 +115,10 @@ def _executions(trace: Path) -> list[list[Interval]]:
 
 
 def own_times(run: Sequence[Interval], parts: Mapping[str, str]) -> dict[str, float]:
-    """Nanoseconds by part, from the first operation's start to the last one's end; each moment counts once."""
+    """Return nanoseconds by part, from the first operation's start to the last one's end; each moment counts once."""
     times: dict[str, float] = dict.fromkeys(PARTS, 0.0)
     waiting = sorted(run, key=lambda interval: interval.start, reverse=True)
-    running: list[tuple[float, float, str]] = []  # the one that began last comes first
+    running: list[tuple[float, float, str]] = []  # the last one to begin comes first
     edges = sorted({edge for interval in run for edge in interval[:2]})
     for left, right in itertools.pairwise(edges):
         while waiting and waiting[-1].start <= left:

@@ -1,8 +1,8 @@
-"""What a model needs on a mesh of devices, on paper: memory, room for keys and values, and the least time of a step.
+"""A model's needs on a mesh of devices, on paper: memory, room for keys and values, and the least time of a step.
 
-Nothing is measured or allocated, so that a machine can be planned for that is not at hand. A step takes at least as
+Nothing is measured or allocated, so that one can plan for a machine that is not at hand. A step takes at least as
 long as reading its weights and pages, or multiplying with them, whichever is longer, and its sums over the devices on
-top: what this computes is a bound, and a good engine reaches 60 to 90 % of it.
+top. The result is a bound, and a good engine reaches 60 to 90 % of it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rekindle._src.models.roles import local_shape
 from rekindle.errors import ConfigError
 
 USABLE = 0.9  # of a device's memory: the rest is for programs, their temporary arrays and the runtime
-ALONE, MANY = 1, 64  # rows of the steps that are planned
+ALONE, MANY = 1, 64  # rows of the planned steps
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,8 +38,8 @@ class DeviceSpec:
     bf16: float
     int8: float
     link: float  # from a device to the others of its machine, in one direction
-    latency: float = 10.0  # of a sum over the devices of a machine; of the order of what libraries publish
-    page_size: int = 64  # tokens of a page that sessions there have by default
+    latency: float = 10.0  # of a sum over the devices of a machine; of the order of published figures
+    page_size: int = 64  # tokens of a page, by default on such a device
 
 
 DEVICES: dict[str, DeviceSpec] = {
@@ -82,18 +82,18 @@ PLANNED: dict[str, dict[str, Any]] = {
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class Plan(html.Record):
-    """What a model needs on each of so many devices, and the bounds of its speed there."""
+    """A model's needs on each of several devices, and the bounds of its speed there."""
 
     devices: int  # in all
-    shards: int  # that each have the whole model, and requests of their own, on as many devices
+    shards: int  # groups of devices, each with the whole model and its own requests
     weight_bytes: int  # on each device
-    read_bytes: int  # of them, what a step of one row reads: an embedding is looked up, and few experts are chosen
+    read_bytes: int  # of them, read by a step of one row: an embedding is looked up, and few experts are chosen
     token_bytes: int  # keys and values of a token, on each device
-    memory_bytes: int  # of each device, as far as it may be used
+    memory_bytes: int  # usable, of each device
     page_size: int  # tokens
     context: int  # tokens of a request
-    alone_seconds: float  # the least that a step of one row takes
-    many_seconds: float  # the least that a step of 64 rows takes, which shards divide among them
+    alone_seconds: float  # least time of a step of one row
+    many_seconds: float  # least time of a step of 64 rows, which shards divide among them
     sum_seconds: float  # of either, for the sums over devices in a step of one row
 
     @property
@@ -103,7 +103,7 @@ class Plan(html.Record):
 
     @property
     def fits(self) -> bool:
-        """Whether weights and one whole context fit."""
+        """True if the weights and one whole context fit."""
         return self.kv_tokens >= self.context
 
     @property
@@ -123,7 +123,7 @@ class Plan(html.Record):
 
 
 def shape_config(model: str) -> tuple[ModelConfig, str]:
-    """The config of a shape by its name, a folder's config.json or a GGUF file, and the dtype that it asks for."""
+    """Return config and dtype of a shape by its name, of a folder's config.json or of a GGUF file."""
     if model in PLANNED:
         raw = {**hf_config("8b"), **PLANNED[model]} if model not in SHAPES else hf_config(model)
     elif is_gguf(Path(model)):
@@ -142,11 +142,11 @@ def shape_config(model: str) -> tuple[ModelConfig, str]:
 
 
 def device_spec(name: str) -> DeviceSpec:
-    """A device by its name, in whatever case."""
-    found = {known.casefold(): spec for known, spec in DEVICES.items()}.get(name.casefold())
-    if found is None:
+    """Return a device by its name in any case."""
+    device = {known.casefold(): spec for known, spec in DEVICES.items()}.get(name.casefold())
+    if device is None:
         raise ConfigError("--device", name, "is not known", f"Use one of {', '.join(DEVICES)}")
-    return found
+    return device
 
 
 def planned(
@@ -160,15 +160,15 @@ def planned(
     context: int | None = None,
     shards: int = 1,
 ) -> Plan:
-    """The plan for a model; raises ConfigError where so many devices can't share it."""
+    """Return the plan for a model; raises ConfigError if the devices can't share it."""
     partition.check(config)
     length = min(context or 8192, config.max_position_embeddings)
-    weights, one, many = _weights(config, partition, dtype, quantize, -(-MANY // shards))
-    stored = kv_dtype or dtype
-    itemsize = {"int8": 1, "float32": 4}.get(stored, 2)
+    weights, one_row, many_rows = _weights(config, partition, dtype, quantize, -(-MANY // shards))
+    cache_dtype = kv_dtype or dtype
+    itemsize = {"int8": 1, "float32": 4}.get(cache_dtype, 2)
     heads = config.num_layers * partition.kv_heads(config)
-    token = 2 * heads * (config.head_dim * itemsize + (4 if stored == "int8" else 0))  # with the scales of int8
-    numbers = _weights(config, partition, "int8", None, 1)[1]  # that a token is multiplied with on one device
+    token = 2 * heads * (config.head_dim * itemsize + (4 if cache_dtype == "int8" else 0))  # with the scales of int8
+    numbers = _weights(config, partition, "int8", None, 1)[1]  # multiplied with each token on one device
     speed = (device.int8 if quantize == "int8" else device.bf16) * 1e12
     sums = 1 + 2 * config.num_layers
 
@@ -187,13 +187,13 @@ def planned(
         devices=shards * partition.size,
         shards=shards,
         weight_bytes=weights,
-        read_bytes=one,
+        read_bytes=one_row,
         token_bytes=token,
         memory_bytes=int(device.memory * 1e9 * USABLE),
         page_size=device.page_size,
         context=length,
-        alone_seconds=seconds(ALONE, one),
-        many_seconds=seconds(-(-MANY // shards), many),
+        alone_seconds=seconds(ALONE, one_row),
+        many_seconds=seconds(-(-MANY // shards), many_rows),
         sum_seconds=summing(ALONE),
     )
 
@@ -201,11 +201,11 @@ def planned(
 def _weights(
     config: ModelConfig, partition: Partition, dtype: str, quantize: str | None, rows: int
 ) -> tuple[int, int, int]:
-    """Bytes of weights on a device, and of them what a step of one row and one of `rows` read."""
+    """Return the bytes of weights on a device, and of them those that steps of one row and of `rows` rows read."""
     graph, leaves = abstract_model(config, dtype, quantize)
     partition.check_packed(graph)
     roles = roles_of(graph)
-    total = one = many = 0
+    total = one_row = many_rows = 0
     for path, leaf in zip(graph.paths, leaves, strict=True):
         size = int(np.prod(local_shape(roles[path], leaf.shape, partition.sizes))) * np.dtype(leaf.dtype).itemsize
         total += size
@@ -216,5 +216,5 @@ def _weights(
         if spec is not None and ".mlp." in path and "router" not in path:
             chosen = spec.top_k / spec.num_experts
             chosen_by_many = 1 - (1 - chosen) ** rows
-        one, many = one + int(size * chosen), many + int(size * chosen_by_many)
-    return total, one, many
+        one_row, many_rows = one_row + int(size * chosen), many_rows + int(size * chosen_by_many)
+    return total, one_row, many_rows

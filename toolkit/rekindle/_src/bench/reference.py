@@ -1,4 +1,4 @@
-"""Reference generation without the engine, which has to agree with it: one request, a dense cache, a plain loop."""
+"""Reference generation without the engine, which must agree with it: one request, a dense cache, a plain loop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Cache = tuple[tuple[jax.Array, jax.Array], ...]  # per layer keys and values [le
 
 
 def empty_cache(model: LoadedModel, length: int) -> Cache:
-    """A cache of zeros for `length` tokens."""
+    """Return a cache of zeros for `length` tokens."""
     config = model.config
     shape = (length, config.num_kv_heads, config.head_dim)
     dtype = model.graph.precision.stream
@@ -25,16 +25,16 @@ def empty_cache(model: LoadedModel, length: int) -> Cache:
 
 
 def attention(q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, spec: AttentionSpec) -> jax.Array:
-    """q [T, H, D] at `positions` over keys and values [S, K, D], which sit at positions 0…S-1."""
+    """Return the attention of q [T, H, D] at `positions` over keys and values [S, K, D] at positions 0…S-1."""
     T, H, D = q.shape
     grouped = q.reshape(T, k.shape[1], H // k.shape[1], D).astype(jnp.float32)
     scores = jnp.einsum("tkgd,skd->kgts", grouped, k.astype(jnp.float32), precision="highest")
     scores = soft_cap(scores * spec.scale, spec.soft_cap)
     keys = jnp.arange(k.shape[0])
-    seen = keys <= positions[:, None]
+    visible = keys <= positions[:, None]
     if spec.sliding_window is not None:
-        seen &= keys > positions[:, None] - spec.sliding_window
-    weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
+        visible &= keys > positions[:, None] - spec.sliding_window
+    weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
     return jnp.einsum("kgts,skd->tkgd", weights, v.astype(jnp.float32), precision="highest").reshape(T, H, D)
 
 
@@ -42,7 +42,7 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, sp
 def forward(
     graph: Graph, leaves: Sequence[Any], cache: Cache, tokens: jax.Array, start: jax.Array, prompt_length: jax.Array
 ) -> tuple[jax.Array, Cache]:
-    """Logits [T, V] of `tokens` [T], which sit at positions start…start+T-1; writes them into the cache."""
+    """Return logits [T, V] of `tokens` [T] at positions start…start+T-1, and the cache with their keys and values."""
     model = merge(graph, leaves)
     positions = start + jnp.arange(tokens.shape[0])
     new = list(cache)
@@ -61,7 +61,7 @@ def forward(
 def prefill(
     model: LoadedModel, prompt: Sequence[int], cache: Cache, chunk: int | None = None
 ) -> tuple[jax.Array, Cache]:
-    """Logits [len(prompt), V] and the cache, computed `chunk` tokens at a time."""
+    """Return logits [len(prompt), V] and the cache, computed `chunk` tokens at a time."""
     chunk = chunk or len(prompt)
     parts = []
     for start in range(0, len(prompt), chunk):
@@ -72,7 +72,7 @@ def prefill(
 
 
 def choose(logits: jax.Array, temperature: float, seed: int, position: int) -> int:
-    """The token at `position`; a draw depends on logits, seed and position only."""
+    """Return the token at `position`; a draw depends on logits, seed and position only."""
     if temperature == 0.0:
         return int(jnp.argmax(logits))
     key = jax.random.fold_in(jax.random.key(seed), position)
@@ -89,7 +89,7 @@ def generate(
     chunk: int | None = None,
     eos_ids: Sequence[int] = (),
 ) -> list[int]:
-    """The generated token ids; ends with the first of `eos_ids`, which is included."""
+    """Return the generated token ids, up to and including the first of `eos_ids`."""
     cache = empty_cache(model, len(prompt) + max_tokens)
     logits, cache = prefill(model, prompt, cache, chunk)
     tokens = [choose(logits[-1], temperature, seed, len(prompt))]

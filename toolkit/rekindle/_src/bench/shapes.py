@@ -1,4 +1,4 @@
-"""Model shapes: speed depends on them and not on the weights, so that none have to be downloaded."""
+"""Model shapes: speed depends on them and not on the weights, so that nothing has to be downloaded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 _LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-5, "rope_theta": 1e5}
 _IDS = {"bos_token_id": 1, "eos_token_id": 2}
 SHAPES: dict[str, dict[str, Any]] = {
-    "micro": {  # so small that the cost of everything but the model shows
+    "micro": {  # so small that all costs outside the model show
         **_LLAMA, **_IDS, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
         "num_key_value_heads": 1, "intermediate_size": 128, "vocab_size": 512, "tie_word_embeddings": True,
         "max_position_embeddings": 16384,
@@ -44,19 +44,19 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def hf_config(shape: str) -> dict[str, Any]:
-    """The config.json of a shape."""
+    """Return the config.json of a shape."""
     if shape not in SHAPES:
         raise ConfigError("shape", shape, "is not known", f"Use one of {', '.join(SHAPES)}")
     return {"torch_dtype": "bfloat16", "hidden_act": "silu", **SHAPES[shape]}
 
 
 def is_shape(model: str) -> bool:
-    """True if `model` names a shape, and no folder."""
+    """True if `model` names a shape and not a folder."""
     return model.lower() in SHAPES and not Path(model).exists()
 
 
 def random_shape(shape: str, *, dtype: str = "bfloat16", quantize: str | None = None, seed: int = 0) -> LoadedModel:
-    """A model of that shape with random weights, made in memory."""
+    """Return a model of that shape with random weights, built in memory."""
     from rekindle._src.models.base import random_model  # names of shapes are checked before JAX is imported
     from rekindle._src.models.registry import config_from_hf
 

@@ -1,4 +1,4 @@
-"""Sessions whose programs are whole from the beginning: those of a first text may be of parts, which run slower."""
+"""Switches a session to whole programs from the beginning: its first programs may be of parts, which run slower."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ from rekindle._src.session.session import Session
 
 
 async def whole_programs(session: Session) -> None:
-    """From now on every step runs in a program that is compiled as a whole, as all do some seconds later."""
-    runner: Any = session._engine.runner  # or one that records
+    """Run every further step in a program compiled as a whole, as all steps do some seconds later anyway."""
+    runner: Any = session._engine.runner  # or a RecordingRunner
     await anyio.to_thread.run_sync(runner.programs.end_parts)

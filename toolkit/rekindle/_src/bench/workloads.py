@@ -3,7 +3,7 @@
 W1 one stream, 128 prompt and 128 new tokens        W4 16 requests that share a prefix of 1,024 tokens
 W2 a prompt of 1,024 tokens                         W6 decoding at a context of 8k
 W3 32 requests at once, prompts 32–256              W7 Poisson arrivals at a share of capacity, with a prefill flood
-W5 and W8, which need processes of their own, are in `fresh`.
+W5 and W8, which need new processes, are in `fresh`.
 Prompts are random token ids with a fixed seed, and the prefix cache is emptied before each run that should be cold.
 `idle_share` is the share of the time, from submission to end, during which no step was on the device.
 """
@@ -28,7 +28,7 @@ LONG = 8064
 
 
 class Prompts:
-    """Random prompts; every call gives another one."""
+    """Random prompts; every call returns a new one."""
 
     def __init__(self, vocab_size: int, seed: int = 0) -> None:
         self._random = np.random.default_rng(seed)
@@ -45,7 +45,7 @@ class Prompts:
 
 
 class Idleness:
-    """Measures the share of time, since it was made, during which the device was idle."""
+    """Measures the share of time since its creation in which the device was idle."""
 
     def __init__(self, session: Session) -> None:
         self._session, self._start, self._busy = session, time.perf_counter(), session.stats().device_seconds
@@ -58,28 +58,28 @@ class Idleness:
 
 
 async def single_stream(session: Session, prompts: Prompts) -> Figures:
-    """W1: one stream."""
+    """Run W1: one stream."""
     await session.cache.clear(tier="memory")
     device = Idleness(session)
-    done = await session.generate(prompts(128), max_tokens=128, ignore_eos=True)
+    completion = await session.generate(prompts(128), max_tokens=128, ignore_eos=True)
     idle = device.share
     return {
-        "ttft_ms": done.timings.first_token * 1e3,
-        "decode_tok_s": done.timings.decode_rate(128),
+        "ttft_ms": completion.timings.first_token * 1e3,
+        "decode_tok_s": completion.timings.decode_rate(128),
         "idle_share": idle,
     }
 
 
 async def prefill(session: Session, prompts: Prompts) -> Figures:
-    """W2: one long prompt."""
+    """Run W2: one long prompt."""
     await session.cache.clear(tier="memory")
     length = _beside(session, 1, SHARED)
-    done = await session.generate(prompts(length), max_tokens=1, ignore_eos=True)
-    return {"prefill_tok_s": length / done.timings.first_token}
+    completion = await session.generate(prompts(length), max_tokens=1, ignore_eos=True)
+    return {"prefill_tok_s": length / completion.timings.first_token}
 
 
 async def batch(session: Session, prompts: Prompts) -> Figures:
-    """W3: 32 requests at once."""
+    """Run W3: 32 requests at once."""
     await session.cache.clear(tier="memory")
     inputs = [prompts(length) for length in prompts.lengths(32, 256, 32)]
     device = Idleness(session)
@@ -87,7 +87,7 @@ async def batch(session: Session, prompts: Prompts) -> Figures:
 
 
 async def shared_prefix(session: Session, prompts: Prompts) -> Figures:
-    """W4: all requests at once with a cold cache, then with the prefix sent first; the time includes that."""
+    """Run W4: all requests at once with a cold cache, then with the prefix sent first; the time includes that."""
     prefix = prompts(_beside(session, 32 + 32, SHARED))
     await session.cache.clear(tier="memory")
     cold = await together(session, [prefix + prompts(32) for _ in range(16)], [32] * 16)
@@ -104,19 +104,19 @@ async def shared_prefix(session: Session, prompts: Prompts) -> Figures:
 
 
 def _beside(session: Session, others: int, wanted: int) -> int:
-    """How many of the wanted tokens fit into the context beside others; the tiny model's context is that short."""
+    """Return how many of the `wanted` tokens fit into the context beside others; the tiny model's is that short."""
     return min(wanted, (session.config.max_model_len or wanted + others) - others)
 
 
 async def long_context(session: Session, prompts: Prompts) -> Figures:
-    """W6: decoding with a long context."""
+    """Run W6: decoding with a long context."""
     await session.cache.clear(tier="memory")
-    done = await session.generate(prompts(LONG), max_tokens=64, ignore_eos=True)
-    return {"prefill_tok_s": LONG / done.timings.first_token, "decode_tok_s": done.timings.decode_rate(64)}
+    completion = await session.generate(prompts(LONG), max_tokens=64, ignore_eos=True)
+    return {"prefill_tok_s": LONG / completion.timings.first_token, "decode_tok_s": completion.timings.decode_rate(64)}
 
 
 async def arrivals(session: Session, prompts: Prompts) -> Figures:
-    """W7: requests of 128 + 64 tokens at 50, 80 and 95 % of the capacity that a closed batch reaches."""
+    """Run W7: requests of 128 + 64 tokens at 50, 80 and 95 % of the capacity that a closed batch reaches."""
     await session.cache.clear(tier="memory")
     count = 48
     closed = await together(session, [prompts(128) for _ in range(count)], [64] * count)
@@ -145,14 +145,14 @@ async def together(
     async def one(prompt: Prompt, length: int) -> None:
         nonlocal tokens
         start = last = time.perf_counter()
-        seen = 0
+        received = 0
         async for delta in session.stream(prompt, max_tokens=length, ignore_eos=True):
             now = time.perf_counter()
             if not delta.token_ids:
                 continue
-            firsts.append(now - start) if not seen else gaps.append((now - last) / len(delta.token_ids))
-            seen, last = seen + len(delta.token_ids), now
-        tokens += seen
+            firsts.append(now - start) if not received else gaps.append((now - last) / len(delta.token_ids))
+            received, last = received + len(delta.token_ids), now
+        tokens += received
 
     start = time.perf_counter()
     async with anyio.create_task_group() as group:
@@ -187,8 +187,8 @@ WORKLOADS: dict[str, Workload] = {
     "W6": long_context,
     "W7": arrivals,
 }
-FRESH = ("W5", "W8")  # workloads that run in processes of their own
+FRESH = ("W5", "W8")  # workloads that run in new processes
 BROKEN_DOWN = ("W1", "W2", "W3")  # workloads that have a breakdown
 LENGTHS = {"W4": 2 * SHARED, "W6": 8192}  # the max_model_len a workload needs beyond MODEL_LEN
 MODEL_LEN = 2048
-REQUESTS = {"W3": 32, "W4": 16, "W7": 16}  # that run at once
+REQUESTS = {"W3": 32, "W4": 16, "W7": 16}  # requests that run at once

@@ -1,7 +1,7 @@
-"""What the model does when it is asked as people ask: prompts written by hand, none of which the corpus can make.
+"""The model's answers to prompts as people write them: by hand, and none that the corpus can produce.
 
-The names, the questions outside of its world and the stories here are in no list of the corpus; what is asked is judged
-by the words that an answer must have.
+The names, the questions outside of its world and the stories here are in no list of the corpus. An answer is judged by
+the words that it must have.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ TOPICS: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 
 class Measure(NamedTuple):
-    """A share of right answers, or a count, out of so many."""
+    """A number of right answers out of all."""
 
     right: int
     of: int
@@ -159,7 +159,7 @@ Ask = Callable[[list[Turns], int, float], list[str]]
 
 
 def asker(model: LoadedModel, words: Tokenizer) -> Ask:
-    """A function from conversations, whose last answer is open, a limit and a temperature to the answers."""
+    """Return a function from conversations whose last answer is open, a limit and a temperature to the answers."""
 
     def ask(conversations: list[Turns], limit: int, temperature: float = 0.0) -> list[str]:
         prompts = [chat(turns).removesuffix(TURN_END) for turns in conversations]
@@ -169,58 +169,60 @@ def asker(model: LoadedModel, words: Tokenizer) -> Ask:
 
 
 def names() -> list[tuple[Turns, str]]:
-    """Introductions, none to four turns of other talk, and the question for the name."""
-    found = []
+    """Return introductions, none to four turns of other talk, and the question for the name."""
+    cases = []
     for number, name in enumerate(NAMES):
         between = TALK[number % 2 :][: number % 5]
-        said = INTRODUCTIONS[number % len(INTRODUCTIONS)].format(name)
-        found.append(([(said, f"Nice to meet you, {name}!"), *between, (RECALLS[number % 3], "")], name))
-    return found
+        introduction = INTRODUCTIONS[number % len(INTRODUCTIONS)].format(name)
+        cases.append(([(introduction, f"Nice to meet you, {name}!"), *between, (RECALLS[number % 3], "")], name))
+    return cases
 
 
 def story_questions() -> list[tuple[Turns, str]]:
-    """Each question once with the story before it, once in the turn after it was told."""
-    both: list[tuple[Turns, str]] = []
-    for text, asked in STORIES:
-        for question, answer in asked:
-            both.append(([(f"{text}\n\n{question}", "")], answer))
-            both.append(([("Tell me a story.", text), TALK[0], (question, "")], answer))
-    return both
+    """Return each question once with the story before it, and once in the turn after the story."""
+    cases: list[tuple[Turns, str]] = []
+    for text, questions in STORIES:
+        for question, answer in questions:
+            cases.append(([(f"{text}\n\n{question}", "")], answer))
+            cases.append(([("Tell me a story.", text), TALK[0], (question, "")], answer))
+    return cases
 
 
 def sums(largest: int, number: int = 100) -> list[tuple[Turns, str]]:
-    """Sums and differences of numbers up to `largest`, two of them in three ways of asking."""
+    """Return sums and differences of numbers up to `largest`, a third of them with the sign as a word."""
     rng = Random(f"sums to {largest}")
-    found: list[tuple[Turns, str]] = []
+    cases: list[tuple[Turns, str]] = []
     for index in range(number):
         total = rng.randint(largest // 2, largest)
         part = rng.randint(0, total)
         left, sign, right, result = (part, "+", total - part, total) if index % 2 else (total, "-", part, total - part)
         word = {"+": "plus", "-": "minus"}[sign] if index % 3 == 0 else sign
-        found.append(([(f"What is {left} {word} {right}?", "")], str(result)))
-    return found
+        cases.append(([(f"What is {left} {word} {right}?", "")], str(result)))
+    return cases
 
 
 def share(ask: Ask, cases: list[tuple[Turns, str]], limit: int = 40) -> Measure:
-    """How many answers have the wanted words; numbers must be the last thing said."""
+    """Return how many answers have the expected words; a number must be the last word."""
     answers = ask([turns for turns, _ in cases], limit, 0.0)
     right = sum(
-        answer.rstrip(".").split(" ")[-1] == wanted if wanted.isdigit() and len(wanted) < 4 else wanted in answer
-        for answer, (_, wanted) in zip(answers, cases, strict=True)
+        answer.rstrip(".").split(" ")[-1] == expected
+        if expected.isdigit() and len(expected) < 4
+        else expected in answer
+        for answer, (_, expected) in zip(answers, cases, strict=True)
     )
     return Measure(right, len(cases))
 
 
 def measured(model: LoadedModel, words: Tokenizer, stories: int = 100) -> dict[str, Measure]:
-    """Everything, by what it is about."""
+    """Return all measures by their topics."""
     ask = asker(model, words)
     inside: list[tuple[Turns, str]] = [([(question, "")], answer) for question, answer in INSIDE]
     outside: list[tuple[Turns, str]] = [([(question, "")], REFUSAL) for question in OUTSIDE]
-    told = ask([[("Tell me a story.", "")]] * stories, 300, 0.8)
-    asked: list[Turns] = [[(request, "")] for request, _ in TOPICS for _ in range(2)]
+    texts = ask([[("Tell me a story.", "")]] * stories, 300, 0.8)
+    requests: list[Turns] = [[(request, "")] for request, _ in TOPICS for _ in range(2)]
     topics = [wanted for _, wanted in TOPICS for _ in range(2)]
-    on_topic = ask(asked, 300, 0.8)
-    plots = {plot_of(text) for text in told} - {""}
+    on_topic = ask(requests, 300, 0.8)
+    plots = {plot_of(text) for text in texts} - {""}
     fitting = sum(all(word in text for word in wanted) for text, wanted in zip(on_topic, topics, strict=True))
     return {
         "the user's name, up to four turns later": share(ask, names()),

@@ -1,4 +1,4 @@
-"""Training batches: documents packed into windows of one length, the same for a step in every run."""
+"""Training batches: documents packed into windows of one length, equal in every run for the same step."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from rekindle._src.tiny_training.recipe import Recipe
 from rekindle._src.tiny_training.tokenizer import token_id
 
 PAD = -1  # fills the end of a window; its loss does not count
-POOL = 24  # documents that are considered for a gap
+POOL = 24  # documents considered for a gap
 
 
 def encoded(tokenizer: Tokenizer, seed: str, copying: float = 0.0, sheets: float = 0.0) -> Iterator[list[int]]:
-    """The documents of a stream as token ids, each followed by the end token."""
+    """Yield the documents of a stream as token ids, each followed by the end token."""
     end = token_id(tokenizer, END)
     stream = documents(seed, copying, sheets)
     while True:
@@ -27,10 +27,10 @@ def encoded(tokenizer: Tokenizer, seed: str, copying: float = 0.0, sheets: float
 
 
 def pack(stream: Iterator[list[int]], rows: int, length: int) -> NDArray[np.int32]:
-    """Windows [rows, length] of whole documents; documents wait in a pool until one fits, and the rest is PAD.
+    """Return windows [rows, length] of whole documents; documents wait in a pool until one fits, and the rest is PAD.
 
-    Every window begins with the beginning of a document, as a prompt does. Only documents that are longer than a window
-    are cut.
+    Every window begins with the beginning of a document, as a prompt does. Only documents longer than a window are
+    cut.
     """
     windows = np.full((rows, length), PAD, np.int32)
     pool: list[list[int]] = []
@@ -50,6 +50,6 @@ def pack(stream: Iterator[list[int]], rows: int, length: int) -> NDArray[np.int3
 
 
 def batch(tokenizer: Tokenizer, recipe: Recipe, step: int) -> NDArray[np.int32]:
-    """The windows [rows, length + 1] of a training step: inputs and, shifted by one, targets."""
+    """Return the windows [rows, length + 1] of a training step: inputs and, shifted by one, targets."""
     stage = recipe.stage(step)
     return pack(encoded(tokenizer, f"{TRAIN} {step}", stage.copying, stage.sums), stage.rows, stage.length + 1)

@@ -1,4 +1,4 @@
-"""The model card: what the model is, how it was made, its scores, and ten unselected samples."""
+"""The model card: the model, its training, its scores, and ten unselected samples."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ KINDS = {
 
 
 def sample(model: LoadedModel, words: Tokenizer, prompt: str, temperature: float, seed: int) -> str:
-    """The model's continuation of a prompt; an empty last answer of a conversation is left open for the model."""
+    """Return the model's continuation of a prompt. An empty last answer of a conversation is left open for it."""
     ids = words.encode(prompt.removesuffix(TURN_END)).ids
     ends = (token_id(words, END), token_id(words, TURN_END))
-    found = reference.generate(model, ids, 220, temperature=temperature, seed=seed, eos_ids=ends)
-    return words.decode(found)
+    tokens = reference.generate(model, ids, 220, temperature=temperature, seed=seed, eos_ids=ends)
+    return words.decode(tokens)
 
 
 def shown(prompt: str, temperature: float, text: str) -> str:
-    """One sample in Markdown."""
-    said = prompt.removesuffix(TURN_END).replace(TURN_END, "").replace(TURN, "").removesuffix("assistant\n").strip()
+    """Return one sample in Markdown."""
+    question = prompt.removesuffix(TURN_END).replace(TURN_END, "").replace(TURN, "").removesuffix("assistant\n").strip()
     choice = "greedy" if temperature == 0 else f"temperature {temperature}"
-    quoted = "\n".join(f"> {line}".rstrip() for line in f"{said}\n\n**→** {text}".splitlines())
+    quoted = "\n".join(f"> {line}".rstrip() for line in f"{question}\n\n**→** {text}".splitlines())
     return f"({choice})\n\n{quoted}\n"
 
 
@@ -113,10 +113,10 @@ held-out conversations each:
 
 
 def write(recipe: Recipe, model: LoadedModel, words: Tokenizer, folder: Path, *, minutes: float | None = None) -> None:
-    """Evaluate the exported weights and write README.md beside them."""
+    """Evaluate the exported weights and write README.md to their folder."""
     score = evaluate.held_out(model.graph, model.leaves, words, HELD_OUT_BATCHES)
     answers = {kind: evaluate.exact_answers(model.graph, model.leaves, words, kind) for kind in evaluate.KINDS}
-    asked = asking.measured(model, words)
+    measures = asking.measured(model, words)
     samples = [
         f"{number}. {shown(prompt, temperature, sample(model, words, prompt, temperature, number))}"
         for number, (prompt, temperature) in enumerate(SAMPLES, 1)
@@ -132,7 +132,7 @@ def write(recipe: Recipe, model: LoadedModel, words: Tokenizer, folder: Path, *,
         tokens=score.tokens,
         accuracy=score.accuracy,
         questions=evaluate.QUESTIONS,
-        asked="\n".join(f"| {about} | {found} |" for about, found in asked.items()),
+        asked="\n".join(f"| {about} | {result} |" for about, result in measures.items()),
         rows="\n".join(f"| {KINDS[kind]} | {share:.0%} |" for kind, share in answers.items()),
         samples="\n".join(samples),
     )

@@ -41,25 +41,25 @@ SHARES = {
 
 
 def chat(turns: Turns, system: str | None = None) -> str:
-    """A conversation as the chat template writes it."""
+    """Return a conversation in the form of the chat template."""
     parts = [("system", system)] if system else []
-    for said, answer in turns:
-        parts += [("user", said), ("assistant", answer)]
+    for message, answer in turns:
+        parts += [("user", message), ("assistant", answer)]
     return "\n".join(f"{TURN}{role}\n{text}{TURN_END}" for role, text in parts)
 
 
 def mixed(rng: Random, number: int) -> Turns:
-    """Questions of different kinds, one after the other."""
+    """Return questions of different kinds, one after the other."""
     return [rng.choice(ANSWERS)(rng) for _ in range(number)]
 
 
 def talk(rng: Random) -> tuple[str, str]:
-    """One turn about anything, a story now and then."""
+    """Return one turn about any topic, a story now and then."""
     return stories.told_on_request(rng) if rng.random() < 0.12 else rng.choice(ANSWERS)(rng)
 
 
 def long_conversation(rng: Random) -> tuple[str | None, Turns]:
-    """Facts at the beginning, other turns in between, and a question about the beginning at the end."""
+    """Return facts at the beginning, other turns in between, and a question about the beginning at the end."""
     system, start = facts.about_a_story(rng) if rng.random() < 0.5 else (None, facts.about_people(rng))
     middle = [
         turn
@@ -70,7 +70,7 @@ def long_conversation(rng: Random) -> tuple[str | None, Turns]:
 
 
 def document(rng: Random) -> str:
-    """One document of a random kind."""
+    """Return one document of a random kind."""
     (kind,) = rng.choices(list(SHARES), list(SHARES.values()))
     if kind == "story":
         return stories.story(rng).text
@@ -81,18 +81,18 @@ def document(rng: Random) -> str:
     if kind == "plain statements":
         return general.statements(rng)
     if kind == "plain questions":
-        return "\n".join(f"Q: {asked}\nA: {answer}" for asked, answer in mixed(rng, rng.randint(2, 4)))
+        return "\n".join(f"Q: {question}\nA: {answer}" for question, answer in mixed(rng, rng.randint(2, 4)))
     system = rng.choice(SYSTEM) if rng.random() < 0.25 else None
     if kind == "story on request":
         return chat([stories.told_on_request(rng)], system)
     if kind in ("story questions", "long"):
-        given, turns = facts.about_a_story(rng) if kind == "story questions" else long_conversation(rng)
-        return chat(turns, given or system)
+        context, turns = facts.about_a_story(rng) if kind == "story questions" else long_conversation(rng)
+        return chat(turns, context or system)
     if kind == "people":
         turns = facts.about_people(rng)
-        (said, _), *rest = turns
-        if rng.random() < 0.15 and "?" not in said:
-            return chat(rest, rng.choice((said, f"You know this: {said}")))
+        (statement, _), *rest = turns
+        if rng.random() < 0.15 and "?" not in statement:
+            return chat(rest, rng.choice((statement, f"You know this: {statement}")))
         return chat(turns, system)
     if kind == "me":
         return chat(facts.about_me(rng, talk), system)
@@ -102,7 +102,7 @@ def document(rng: Random) -> str:
 
 
 def documents(seed: str, copying: float = 0.0, sheets: float = 0.0) -> Iterator[str]:
-    """The endless stream of documents of a seed, shares of them copying or sums; the same on every machine."""
+    """Yield the documents of a seed without end, with shares of copying and of sums; equal on every machine."""
     rng = Random(seed)
     while True:
         kind = rng.random()

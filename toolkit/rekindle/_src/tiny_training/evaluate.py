@@ -42,7 +42,7 @@ class Score(NamedTuple):
 
 
 def held_out(graph: Graph, leaves: Sequence[Any], words: Tokenizer, batches: int) -> Score:
-    """The score over batches of held-out documents, each 8 windows of 512 tokens."""
+    """Return the score over batches of held-out documents, each of 8 windows of 512 tokens."""
     stream = encoded(words, HELD_OUT)
     total, right, tokens = 0.0, 0, 0
     for _ in range(batches):
@@ -54,12 +54,12 @@ def held_out(graph: Graph, leaves: Sequence[Any], words: Tokenizer, batches: int
 
 
 def questions(kind: str) -> Iterator[Turns]:
-    """Held-out conversations of one kind."""
+    """Yield held-out conversations of one kind."""
     rng = Random(f"{HELD_OUT} {kind}")
     while True:
         if kind == "story":
-            given, turns = facts.about_a_story(rng)
-            yield [(f"{given}\n\n{turns[-1][0]}", turns[-1][1])] if given else turns
+            context, turns = facts.about_a_story(rng)
+            yield [(f"{context}\n\n{turns[-1][0]}", turns[-1][1])] if context else turns
         elif kind in ("general", "sums", "lists", "unknown"):
             yield [SINGLE[kind](rng)]
         elif kind == "me":
@@ -72,16 +72,16 @@ KINDS = ("people", "me", "story", "comparison", *SINGLE)
 
 
 def last_answer(words: Tokenizer, turns: Turns) -> tuple[list[int], int]:
-    """The tokens of a conversation, and the index at which its last answer begins."""
-    *before, (said, answer) = turns
-    ids = words.encode(chat([*before, (said, answer)])).ids
+    """Return the tokens of a conversation, and the index of its last answer's first token."""
+    *before, (message, answer) = turns
+    ids = words.encode(chat([*before, (message, answer)])).ids
     starts = [i for i, token in enumerate(ids) if token == words.token_to_id(TURN)]
     header = len(words.encode(f"{TURN}assistant\n").ids)
     return ids, starts[-1] + header
 
 
 def exact_answers(graph: Graph, leaves: Sequence[Any], words: Tokenizer, kind: str, rows: int = QUESTIONS) -> float:
-    """The share of questions that greedy decoding answers with exactly the expected words.
+    """Return the share of questions to which greedy decoding gives exactly the expected words.
 
     Greedy decoding gives the expected answer if and only if each of its tokens is the most likely one after the tokens
     before it, so one forward pass over question and answer is enough.

@@ -22,18 +22,18 @@ from rekindle._src.tiny_training.recipe import CONTEXT, Recipe
 
 
 def tensors(config: ModelConfig, graph: Graph, leaves: Sequence[Any]) -> dict[str, NDArray[Any]]:
-    """The checkpoint's tensors in bfloat16, by name: the inverse of what the manifest describes for loading."""
+    """Return the checkpoint's tensors in bfloat16, by name: the inverse of the manifest's rules for loading."""
     sources = manifest(config).sources
-    found: dict[str, NDArray[Any]] = {}
+    arrays: dict[str, NDArray[Any]] = {}
     for path, leaf in zip(graph.paths, leaves, strict=True):
         array = np.asarray(leaf)
         for part in sources[path].parts(array.shape):
-            found[part.name] = np.ascontiguousarray(array[part.place].astype(ml_dtypes.bfloat16))
-    return found
+            arrays[part.name] = np.ascontiguousarray(array[part.place].astype(ml_dtypes.bfloat16))
+    return arrays
 
 
 def write(recipe: Recipe, words: Tokenizer, graph: Graph, leaves: Sequence[Any], folder: Path) -> None:
-    """Write weights, configs and tokenizer; the card is written by `card.write`."""
+    """Write weights, configs and tokenizer; `card.write` writes the card."""
     folder.mkdir(parents=True, exist_ok=True)
     end, turn_end = tokenizer.token_id(words, END), tokenizer.token_id(words, TURN_END)
     config = recipe.config([turn_end, end], end)

@@ -1,4 +1,4 @@
-"""Conversations about people and stories, in which facts are given and then asked for."""
+"""Conversations about people and stories: facts, and questions about them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Turns = list[tuple[str, str]]  # pairs of the user's message and the assistant's
 
 
 def about_people(rng: Random) -> Turns:
-    """The user tells facts about a few people and asks for some of them, at once or in later turns."""
+    """Return facts about a few people, and questions about some of them, at once or in later turns."""
     group = people(rng, rng.choice((1, 2, 2, 3, 3, 4)))
     if rng.random() < 0.5:
         known = [(person, fact) for fact in [rng.choice(sorted(FACTS))] for person in group]
@@ -23,18 +23,18 @@ def about_people(rng: Random) -> Turns:
     if rng.random() < 0.5:
         rng.shuffle(known)
     text = " ".join(state(rng, person, fact) for person, fact in known)
-    asked = [ask(rng, *fact) for fact in rng.sample(known, min(len(known), rng.choice((1, 1, 2, 3))))]
+    questions = [ask(rng, *fact) for fact in rng.sample(known, min(len(known), rng.choice((1, 1, 2, 3))))]
     if rng.random() < 0.15:
         stranger = rng.choice([name for name in GIRLS + BOYS if name not in {person.name for person in group}])
         unknown, answer = rng.choice(UNKNOWN)
-        asked.append((unknown.format(name=stranger), answer.format(name=stranger)))
+        questions.append((unknown.format(name=stranger), answer.format(name=stranger)))
     if rng.random() < 0.7:
-        (question, answer), *rest = asked
+        (question, answer), *rest = questions
         return [(f"{text} {question}", answer), *rest]
-    return [(text, fill(rng, "[Thank you, I will remember that.|I see.|Okay, I will remember that.]")), *asked]
+    return [(text, fill(rng, "[Thank you, I will remember that.|I see.|Okay, I will remember that.]")), *questions]
 
 
-# What users say about themselves, the reply, the question later and its answer.
+# A user's statement about themselves, the reply, the later question and its answer.
 OWN = {
     "name": (
         "[My name is|I am|I'm|Hello, my name is|Hi, I am|Hi, I'm|Hello! I am|Call me|My name's] {name}.",
@@ -82,52 +82,52 @@ OWN = {
 
 
 def about_me(rng: Random, talk: Callable[[Random], tuple[str, str]]) -> Turns:
-    """The user gives facts about themselves, may `talk` of other things, and asks for the facts later."""
+    """Return a user's facts about themselves, perhaps other `talk`, and later questions about the facts."""
     (me,) = people(rng, 1)
     words = fields(me)
     if rng.random() < 0.06:
         return [(fill(rng, OWN["name"][2]), "I do not know your name. What is your name?")]
     chosen = ["name"] if rng.random() < 0.4 else rng.sample(sorted(OWN), rng.choice((1, 2, 3)))
-    told = [(fill(rng, OWN[key][0], **words), fill(rng, OWN[key][1], **words)) for key in chosen]
-    if len(told) > 1 and rng.random() < 0.3:
+    statements = [(fill(rng, OWN[key][0], **words), fill(rng, OWN[key][1], **words)) for key in chosen]
+    if len(statements) > 1 and rng.random() < 0.3:
         reply = f"Nice to meet you, {me.name}!" if "name" in chosen else "Thank you for telling me."
-        told = [(" ".join(said for said, _ in told), reply)]
+        statements = [(" ".join(said for said, _ in statements), reply)]
     elif chosen == ["name"] and rng.random() < 0.25:
         said, answer = talk(rng)
-        told = [(f"{told[0][0]} {said}", answer)]
+        statements = [(f"{statements[0][0]} {said}", answer)]
     between = [talk(rng) for _ in range(rng.choice((0, 0, 1, 1, 2, 3, 4)))]
-    asked = [
+    questions = [
         (fill(rng, OWN[key][2], **words), fill(rng, OWN[key][3], **words)) for key in rng.sample(chosen, len(chosen))
     ]
-    return told + between + asked
+    return statements + between + questions
 
 
 def about_a_story(rng: Random) -> tuple[str | None, Turns]:
-    """A story and questions about it; the story is the system's text, the user's, or the assistant's answer."""
-    told = story(rng)
-    asked = rng.sample(told.questions, rng.choice((1, 2, 3, 4)))
+    """Return a story and questions about it; the story is the system's text, the user's, or the assistant's answer."""
+    tale = story(rng)
+    questions = rng.sample(tale.questions, rng.choice((1, 2, 3, 4)))
     kind = rng.random()
     if kind < 0.3:
         return fill(
             rng, "[Read this story and answer the questions.|Answer questions about this story.]"
-        ) + f"\n\n{told.text}", asked
+        ) + f"\n\n{tale.text}", questions
     if kind < 0.55:
-        (question, answer), *rest = asked
-        return None, [(f"{told.text}\n\n{question}", answer), *rest]
-    return None, [(request(rng, told), told.text), *asked]
+        (question, answer), *rest = questions
+        return None, [(f"{tale.text}\n\n{question}", answer), *rest]
+    return None, [(request(rng, tale), tale.text), *questions]
 
 
 def summary(rng: Random) -> Turns:
-    """Facts about several people, and a question that compares them."""
+    """Return facts about several people, and a question that compares them."""
     group = people(rng, 2 if rng.random() < 0.6 else 3)
     kind = rng.choice(("older", "younger", "all"))
     text = " ".join(state(rng, person, "age") for person in group)
     if kind == "all":
         fact = rng.choice(("city", "food"))
         text = " ".join(state(rng, person, fact) for person in group)
-        shown = join([str(fields(person)[fact]) for person in group])
+        values = join([str(fields(person)[fact]) for person in group])
         question = "Where do they live?" if fact == "city" else "What do they like?"
-        return [(f"{text} {question}", f"They {'live in' if fact == 'city' else 'like'} {shown}.")]
+        return [(f"{text} {question}", f"They {'live in' if fact == 'city' else 'like'} {values}.")]
     more, most = ("older", "oldest") if kind == "older" else ("younger", "youngest")
     best = (max if kind == "older" else min)(group, key=lambda person: person.age)
     word = f"{more} one" if len(group) == 2 else most

@@ -97,7 +97,7 @@ ABOUT = (
 
 
 def question(rng: Random) -> tuple[str, str]:
-    """One question of any kind with its answer."""
+    """Return one question of any kind with its answer."""
     kind = rng.choice(TABLES)
     return kind(rng)
 
@@ -115,12 +115,12 @@ def sound(rng: Random) -> tuple[str, str]:
 
 
 def opposite(rng: Random) -> tuple[str, str]:
-    one, other = rng.choice(sorted(OPPOSITE.items()))
+    word, antonym = rng.choice(sorted(OPPOSITE.items()))
     if rng.random() < 0.5:
-        one, other = other, one
-    return fill(rng, f"[What is the opposite of {one}|Tell me the opposite of {one}]?").replace(
-        f"Tell me the opposite of {one}?", f"Tell me the opposite of {one}."
-    ), f"The opposite of {one} is {other}."
+        word, antonym = antonym, word
+    return fill(rng, f"[What is the opposite of {word}|Tell me the opposite of {word}]?").replace(
+        f"Tell me the opposite of {word}?", f"Tell me the opposite of {word}."
+    ), f"The opposite of {word} is {antonym}."
 
 
 def capital_city(rng: Random) -> tuple[str, str]:
@@ -152,8 +152,8 @@ def use(rng: Random) -> tuple[str, str]:
 
 def kind_of(rng: Random) -> tuple[str, str]:
     thing = rng.choice(sorted(KIND_OF))
-    shown = thing if thing[0].isupper() or thing == "red" else a(thing)
-    return f"What is {shown}?", f"{capital(shown)} is {a(KIND_OF[thing])}."
+    noun = thing if thing[0].isupper() or thing == "red" else a(thing)
+    return f"What is {noun}?", f"{capital(noun)} is {a(KIND_OF[thing])}."
 
 
 def calendar(rng: Random) -> tuple[str, str]:
@@ -166,13 +166,13 @@ def calendar(rng: Random) -> tuple[str, str]:
 
 
 def why(rng: Random) -> tuple[str, str]:
-    asked = rng.choice(sorted(WHY))
-    return f"Why {asked}?", WHY[asked]
+    topic = rng.choice(sorted(WHY))
+    return f"Why {topic}?", WHY[topic]
 
 
 def what(rng: Random) -> tuple[str, str]:
-    asked = rng.choice(sorted(WHAT))
-    return f"What {asked}?", WHAT[asked]
+    topic = rng.choice(sorted(WHAT))
+    return f"What {topic}?", WHAT[topic]
 
 
 def many(rng: Random) -> tuple[str, str]:
@@ -181,8 +181,8 @@ def many(rng: Random) -> tuple[str, str]:
 
 
 def chatter(rng: Random) -> tuple[str, str]:
-    said, answer = rng.choice(ABOUT)
-    return fill(rng, said), fill(rng, answer)
+    message, answer = rng.choice(ABOUT)
+    return fill(rng, message), fill(rng, answer)
 
 
 TABLES = (
@@ -206,6 +206,6 @@ TABLES = (
 
 
 def statements(rng: Random) -> str:
-    """Facts of the world as plain sentences."""
+    """Return facts of the world as plain sentences."""
     kinds = [kind for kind in TABLES if kind is not chatter]
     return " ".join(rng.choice(kinds)(rng)[1] for _ in range(rng.randint(2, 5)))

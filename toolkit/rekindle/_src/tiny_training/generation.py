@@ -1,4 +1,4 @@
-"""Many prompts continued at once, in one program: what evaluating by asking needs.
+"""Continues many prompts at once, in one program, for evaluation by prompts.
 
 R prompts, P the longest one's tokens, N new tokens.
 """
@@ -35,7 +35,7 @@ def _continued(
     *,
     new: int,
 ) -> jax.Array:
-    """prompts [R, P], padded behind their lengths [R] → new tokens [R, N]; after an end token there are more of it."""
+    """Return new tokens [R, N] for prompts [R, P] padded behind their lengths [R]; end tokens repeat to the end."""
     R, P = prompts.shape
     config = graph.config
     shape = (R, P + new, config.num_kv_heads, config.head_dim)
@@ -57,34 +57,34 @@ def _continued(
         ended = jnp.isin(last, ends)
         return (cache, jnp.where(ended, last, choose(logits[:, 0], number))), last
 
-    _, found = jax.lax.scan(step, (cache, first), jnp.arange(1, new + 1))
-    return found.T
+    _, outputs = jax.lax.scan(step, (cache, first), jnp.arange(1, new + 1))
+    return outputs.T
 
 
 def continued(
     model: LoadedModel, words: Tokenizer, prompts: Sequence[str], new: int, temperature: float = 0.0, seed: int = 0
 ) -> list[str]:
-    """What follows each prompt, up to an end token or `new` tokens."""
+    """Return the continuation of each prompt, up to an end token or `new` tokens."""
     # Native kernels cannot be mapped over prompts.
     graph = dataclasses.replace(model.graph, precision=dataclasses.replace(model.graph.precision, implementation="xla"))
-    encoded = [encoding.ids for encoding in words.encode_batch(list(prompts))]
-    length = -(-max(map(len, encoded)) // ROUND) * ROUND
-    padded = np.zeros((len(encoded), length), np.int32)
-    for row, ids in zip(padded, encoded, strict=True):
+    prompt_ids = [encoding.ids for encoding in words.encode_batch(list(prompts))]
+    length = -(-max(map(len, prompt_ids)) // ROUND) * ROUND
+    padded = np.zeros((len(prompt_ids), length), np.int32)
+    for row, ids in zip(padded, prompt_ids, strict=True):
         row[: len(ids)] = ids
     ends = [token_id(words, token) for token in (END, TURN_END)]
-    found = _continued(
+    outputs = _continued(
         graph,
         model.leaves,
         jnp.asarray(padded),
-        jnp.asarray([len(ids) for ids in encoded]),
+        jnp.asarray([len(ids) for ids in prompt_ids]),
         jax.random.key(seed),
         jnp.float32(temperature),
         jnp.asarray(ends),
         new=new,
     )
     texts = []
-    for row in np.asarray(found).tolist():
+    for row in np.asarray(outputs).tolist():
         stop = next((at for at, token in enumerate(row) if token in ends), len(row))
         texts.append(words.decode(row[:stop]))
     return texts

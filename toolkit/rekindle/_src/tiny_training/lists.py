@@ -1,4 +1,4 @@
-"""Lists, and JSON records: written from sentences, and questions about them."""
+"""Lists, and JSON records: built from sentences, and questions about them."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ def bulleted(items: list[str]) -> str:
 
 
 def listing(rng: Random) -> tuple[str, str]:
-    """A request for a list, and the list."""
+    """Return a request for a list, and the list."""
     kind = rng.random()
     if kind < 0.45:
         group = rng.choice(sorted(GROUPS))
         number = rng.randint(2, 6)
         # In alphabetical order, so that the most likely next item is never a repetition.
         items = sorted(rng.sample(GROUPS[group], number))
-        shown = rng.choice((WORDS[number], str(number)))
-        return fill(rng, f"[Name|List|Write a list of|Tell me|Give me] {shown} {group}."), numbered(items)
+        amount = rng.choice((WORDS[number], str(number)))
+        return fill(rng, f"[Name|List|Write a list of|Tell me|Give me] {amount} {group}."), numbered(items)
     if kind < 0.6:
         start = rng.randint(0, 20)
         stop = start + rng.randint(3, 8)
@@ -81,7 +81,7 @@ def record(person: Person, facts: list[str]) -> str:
 
 
 def from_sentences(rng: Random) -> tuple[str, str]:
-    """Sentences with facts about a person, and the request to write them as JSON."""
+    """Return sentences with facts about a person, and the request to write them as JSON."""
     (person,) = people(rng, 1)
     facts = rng.sample(sorted(KEYS), rng.choice((1, 2, 3)))
     text = " ".join(state(rng, person, fact) for fact in facts)
@@ -91,11 +91,11 @@ def from_sentences(rng: Random) -> tuple[str, str]:
 
 
 def read_back(rng: Random) -> tuple[str, str]:
-    """A JSON record, and a question about it."""
+    """Return a JSON record, and a question about it."""
     (person,) = people(rng, 1)
     facts = rng.sample(sorted(KEYS), rng.choice((2, 3)))
-    asked, answer = ask(rng, person, rng.choice(facts))
-    return f"{record(person, facts)}\n{asked}", answer
+    request, answer = ask(rng, person, rng.choice(facts))
+    return f"{record(person, facts)}\n{request}", answer
 
 
 def made_up_record(rng: Random) -> tuple[str, str]:
@@ -109,18 +109,18 @@ def made_up_record(rng: Random) -> tuple[str, str]:
 
 
 def repeat(rng: Random) -> tuple[str, str]:
-    """A request to repeat random words, which can only be answered by copying."""
-    said = " ".join(nonsense(rng, rng.randint(2, 8)))
-    return fill(rng, "[Repeat|Say this again|Repeat after me|Say]: ") + said, said
+    """Return a request to repeat random words; only copying can answer it."""
+    words = " ".join(nonsense(rng, rng.randint(2, 8)))
+    return fill(rng, "[Repeat|Say this again|Repeat after me|Say]: ") + words, words
 
 
 def nonsense(rng: Random, number: int) -> list[str]:
-    """Random words without order or meaning."""
+    """Return random words without order or meaning."""
     return [made_up(rng) if rng.random() < 0.1 else rng.choice(ANY_WORD) for _ in range(number)]
 
 
 def copies(rng: Random) -> str:
-    """A line of random words, repeated: an exercise in copying from the context."""
+    """Return a line of random words, repeated: an exercise in copying from the context."""
     line = " ".join(nonsense(rng, rng.randint(4, 16)))
     return "\n".join([line] * rng.randint(2, 4))
 
@@ -135,9 +135,9 @@ KINDS = (listing, listing, listing, from_sentences, from_sentences, read_back, m
 
 
 def document(rng: Random) -> str:
-    """Records or a list as plain text, without a conversation."""
+    """Return records or a list as plain text, without a conversation."""
     if rng.random() < 0.5:
         facts = rng.sample(sorted(KEYS), rng.choice((2, 3)))
         return "\n".join(record(person, facts) for person in people(rng, rng.randint(2, 4)))
-    asked, answer = listing(rng)
-    return f"{asked}\n{answer}"
+    request, answer = listing(rng)
+    return f"{request}\n{answer}"

@@ -22,9 +22,9 @@ from rekindle._src.tiny_training import optimizer
 
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("gradients.cpp", "muon.cpp"))
 FLAGS = ("-O3", "-std=c++17", "-march=sapphirerapids", "-mprefer-vector-width=512", "-ffast-math", "-shared", "-fPIC")
-THREADS = 2  # each sums its own windows, so that another number would round differently
-SLICE = 640  # tokens that a thread works on at once: what they need stays in the second-level cache
-BLOCK = 32  # what every size must be a multiple of
+THREADS = 2  # each sums its own windows, so that a different number would round differently
+SLICE = 640  # tokens that a thread works on at once: their data stays in the second-level cache
+BLOCK = 32  # every size must be a multiple of it
 
 Vector = NDArray[np.float32]
 
@@ -35,17 +35,17 @@ def _pointer(array: NDArray[Any]) -> ctypes.c_void_p:
 
 
 def loaded(folder: Path) -> ctypes.CDLL | None:
-    """The compiled code, kept in `folder`, or None where this machine cannot run or compile it."""
+    """Return the compiled code, stored in `folder`; None if this machine cannot run or compile it."""
     compiler = shutil.which("g++")
     if platform.machine() != "x86_64" or platform.system() != "Linux" or compiler is None:
         return None
     if not all(source.exists() for source in SOURCES) or "amx_bf16" not in Path("/proc/cpuinfo").read_text():
         return None
     folder.mkdir(parents=True, exist_ok=True)
-    built = folder / "training.so"
-    if not built.exists() or built.stat().st_mtime < max(source.stat().st_mtime for source in SOURCES):
-        subprocess.run([compiler, *FLAGS, "-pthread", *map(str, SOURCES), "-o", str(built)], check=True)
-    code = ctypes.CDLL(str(built))
+    library = folder / "training.so"
+    if not library.exists() or library.stat().st_mtime < max(source.stat().st_mtime for source in SOURCES):
+        subprocess.run([compiler, *FLAGS, "-pthread", *map(str, SOURCES), "-o", str(library)], check=True)
+    code = ctypes.CDLL(str(library))
     code.loss_and_gradients.restype = ctypes.c_double
     return code if code.usable() else None
 
@@ -63,28 +63,28 @@ class Steps:
 
     @staticmethod
     def fit(graph: Graph, windows: Sequence[tuple[int, int]]) -> bool:
-        """Whether the native code knows this model and windows of these rows and lengths."""
+        """True if the native code supports this model and windows of these rows and lengths."""
         config = graph.config
         sizes = (config.hidden_size, config.head_dim, config.intermediate_size, config.vocab_size)
         lengths = (length for _, length in windows)
         return all(size % BLOCK == 0 for size in (*sizes, *lengths)) and all(rows % THREADS == 0 for rows, _ in windows)
 
     def loss_and_gradients(self, values: Vector, windows: NDArray[np.int32]) -> tuple[float, Vector]:
-        """windows [B, S+1] → their mean loss, and its gradients in the order of the values."""
+        """Return the mean loss of windows [B, S+1], and its gradients in the order of the values."""
         rows, length = windows.shape[0], windows.shape[1] - 1
-        share, most = rows // THREADS, max(1, SLICE // length)
-        each = max(n for n in range(1, share + 1) if share % n == 0 and n <= most)
+        share, limit = rows // THREADS, max(1, SLICE // length)
+        chunk = max(n for n in range(1, share + 1) if share % n == 0 and n <= limit)
         gradients = np.empty_like(values)
         loss = self._code.loss_and_gradients(
             _pointer(self._shape), ctypes.c_float(self._eps), _pointer(values), _pointer(windows), rows, length,
-            THREADS, each, _pointer(gradients),
+            THREADS, chunk, _pointer(gradients),
         )  # fmt: skip
         return loss, gradients
 
     def optimize(
         self, values: Vector, gradients: Vector, means: Vector, squares: Vector, number: int, rates: tuple[float, float]
     ) -> None:
-        """Change values, means and squares by step `number`, counted from 1, at the rates of Muon and Adam."""
+        """Update values, means and squares by step `number`, counted from 1, at the rates of Muon and Adam."""
         self._code.optimize(
             len(self._kinds), _pointer(self._shapes), _pointer(self._kinds), _pointer(values), _pointer(gradients),
             _pointer(means), _pointer(squares), number, *map(ctypes.c_float, rates), THREADS,

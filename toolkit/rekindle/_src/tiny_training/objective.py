@@ -19,7 +19,7 @@ CHUNKS = 4  # of a window's queries
 
 
 def causal(rows: int, length: int, scale: float) -> Attend:
-    """Causal attention within each window.
+    """Return causal attention within each window.
 
     Queries are computed in four chunks, each with the keys up to its end: 0.62 of the scores of the full square.
     """
@@ -34,8 +34,8 @@ def causal(rows: int, length: int, scale: float) -> Attend:
         for start in range(0, length, step):
             stop = min(start + step, length)
             scores = jnp.einsum("bkgqd,bksd->bkgqs", q[..., start:stop, :], k[:, :, :stop])
-            seen = jnp.arange(stop) <= jnp.arange(start, stop)[:, None]
-            weights = jax.nn.softmax(jnp.where(seen, scores, -1e30), axis=-1)
+            visible = jnp.arange(stop) <= jnp.arange(start, stop)[:, None]
+            weights = jax.nn.softmax(jnp.where(visible, scores, -1e30), axis=-1)
             parts.append(jnp.einsum("bkgqs,bksd->bkgqd", weights, v[:, :, :stop]))
         return jnp.concatenate(parts, axis=3).transpose(0, 3, 1, 2, 4).reshape(T, H, D)
 
@@ -43,7 +43,7 @@ def causal(rows: int, length: int, scale: float) -> Attend:
 
 
 def logits(graph: Graph, leaves: Sequence[Any], tokens: jax.Array) -> jax.Array:
-    """Logits [B, S, V] of tokens [B, S]."""
+    """Return the logits [B, S, V] of tokens [B, S]."""
     model = merge(graph, leaves)
     B, S = tokens.shape
     positions = jnp.tile(jnp.arange(S), B)
@@ -52,15 +52,19 @@ def logits(graph: Graph, leaves: Sequence[Any], tokens: jax.Array) -> jax.Array:
 
 
 def losses(graph: Graph, leaves: Sequence[Any], windows: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """For windows [B, S+1]: each token's loss, whether it counts, and whether it was the most likely; all [B, S]."""
+    """Return [B, S] of each token's loss, if it counts, and if it was the most likely, for windows [B, S+1]."""
     inputs, targets = jnp.maximum(windows[:, :-1], 0), windows[:, 1:]
     scores = logits(graph, leaves, inputs)
-    wanted = jnp.take_along_axis(scores, jnp.maximum(targets, 0)[..., None], axis=-1)[..., 0]
+    target_scores = jnp.take_along_axis(scores, jnp.maximum(targets, 0)[..., None], axis=-1)[..., 0]
     counts = targets != PAD
-    return jnp.where(counts, jax.nn.logsumexp(scores, axis=-1) - wanted, 0.0), counts, scores.argmax(-1) == targets
+    return (
+        jnp.where(counts, jax.nn.logsumexp(scores, axis=-1) - target_scores, 0.0),
+        counts,
+        scores.argmax(-1) == targets,
+    )
 
 
 def mean_loss(leaves: Sequence[Any], graph: Graph, windows: jax.Array) -> jax.Array:
-    """The mean loss of the tokens that count."""
+    """Return the mean loss of the tokens that count."""
     loss, counts, _ = losses(graph, leaves, windows)
     return loss.sum() / jnp.maximum(counts.sum(), 1)

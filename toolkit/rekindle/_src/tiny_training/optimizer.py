@@ -26,7 +26,7 @@ class State(NamedTuple):
 
 
 def is_matrix(path: str) -> bool:
-    """Whether Muon trains the leaf of this path."""
+    """True if Muon trains the leaf of this path."""
     return path.startswith("layers.") and "norm" not in path
 
 
@@ -41,14 +41,14 @@ def _product(x: jax.Array, y: jax.Array, contract: tuple[int, int]) -> jax.Array
 
 
 def orthogonal(x: jax.Array) -> jax.Array:
-    """The nearest matrix with all singular values about 1."""
+    """Return the nearest matrix whose singular values are all about 1."""
     tall = x.shape[0] > x.shape[1]
     x = x.T if tall else x
     x = x / (jnp.linalg.norm(x) + EPS)
-    one, two, three = COEFFICIENTS
+    a, b, c = COEFFICIENTS
     for _ in range(ITERATIONS):
         square = _product(x, x, (1, 1))
-        x = one * x + _product(two * square + three * _product(square, square, (1, 1)), x, (1, 0))
+        x = a * x + _product(b * square + c * _product(square, square, (1, 1)), x, (1, 0))
     return x.T if tall else x
 
 
@@ -61,8 +61,8 @@ def step(
     matrix_rate: jax.Array,
     other_rate: jax.Array,
 ) -> tuple[tuple[jax.Array, ...], State]:
-    """The leaves and the state after step `number`, counted from 1."""
-    found = []
+    """Return the leaves and the state after step `number`, counted from 1."""
+    results = []
     for path, leaf, gradient, mean, square in zip(paths, leaves, gradients, *state, strict=True):
         if is_matrix(path):
             mean = MOMENTUM * mean + (1 - MOMENTUM) * gradient
@@ -74,6 +74,6 @@ def step(
             square = SECOND * square + (1 - SECOND) * gradient**2
             unbiased = square / (1 - SECOND**number)
             leaf = leaf - other_rate * mean / (1 - FIRST**number) / (jnp.sqrt(unbiased) + EPS)
-        found.append((leaf, mean, square))
-    new, means, squares = zip(*found, strict=True)
+        results.append((leaf, mean, square))
+    new, means, squares = zip(*results, strict=True)
     return new, State(means, squares)

@@ -40,7 +40,7 @@ class Person:
 
 
 def people(rng: Random, number: int) -> list[Person]:
-    """Different people; no two of them share a fact."""
+    """Return different people; no two of them share a fact."""
     names = [made_up(rng) if rng.random() < INVENTED else name for name in rng.sample(GIRLS + BOYS, number)]
     toys, colours, cities, foods = (rng.sample(words, number) for words in (TOYS, COLOURS, CITIES, FOODS))
     jobs, kinds, hobbies = (rng.sample(words, number) for words in (GROWN_UPS, PETS, HOBBIES))
@@ -136,7 +136,7 @@ def fields(person: Person) -> dict[str, object]:
 
 
 def ask(rng: Random, person: Person, fact: str) -> tuple[str, str]:
-    """A question about one fact of a person, or about the person that a fact is true of, with its answer."""
+    """Return a question about one fact of a person, or about the person with that fact, and its answer."""
     if fact in WHO and rng.random() < 0.35:
         question, answer = WHO[fact]
     else:

@@ -1,7 +1,7 @@
-"""Stories of a way: somebody must go somewhere, something is in the way, it is overcome, and the errand ends well.
+"""Stories of a journey: a hero has an errand, meets an obstacle, overcomes it, and ends the errand well.
 
 Every errand fits every obstacle, so that they make 240 plots, each with two ways past the obstacle. Fields as in
-`plots`; the hero goes alone to `there`, and the friend is sent for, visited or helped.
+`plots`; the hero goes alone to `there`, for, to or on behalf of the friend.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Errand(NamedTuple):
-    """Why somebody goes, how it ends, the answer to the question why, and words that only its stories have."""
+    """The reason of a journey, its end, the answer to the question why, and words that only its stories have."""
 
     start: str
     end: str
@@ -21,7 +21,7 @@ class Errand(NamedTuple):
 
 
 class Obstacle(NamedTuple):
-    """What is in the way, two ways past it, the answer to the question what it was, and words of its own."""
+    """The obstacle, two ways past it, the answer to the question about it, and words that only its stories have."""
 
     trouble: str
     ways: tuple[str, str]

@@ -16,7 +16,7 @@ class Stage:
     length: int  # tokens in a window
     steps: int
     copying: float = 0.02  # share of documents that are copying exercises
-    sums: float = 0.0  # share of documents that are sheets of sums, beside those of the corpus
+    sums: float = 0.0  # share of documents that are sheets of sums, in addition to those of the corpus
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,11 +51,11 @@ class Recipe:
 
     @property
     def tokens(self) -> int:
-        """How many the windows of all steps hold, padding included."""
+        """The number of tokens in the windows of all steps, padding included."""
         return sum(stage.steps * stage.rows * stage.length for stage in self.stages)
 
     def stage(self, step: int) -> Stage:
-        """The stage of a step, counted from 0."""
+        """Return the stage of a step, counted from 0."""
         end = 0
         for stage in self.stages:
             end += stage.steps
@@ -64,11 +64,11 @@ class Recipe:
         return self.stages[-1]
 
     def rate(self, step: int) -> float:
-        """The share of the full rates at a step, counted from 0: it rises, stays and falls to zero."""
+        """Return the share of the full rates at a step, counted from 0: it rises, stays and falls to zero."""
         return min(1.0, (step + 1) / self.warmup, (self.steps - step) / self.decay)
 
     def scaled(self, steps: int) -> Recipe:
-        """The recipe with every part scaled to about `steps` steps in all."""
+        """Return the recipe with every part scaled to about `steps` steps in all."""
         share = steps / self.steps
         stages = tuple(dataclasses.replace(stage, steps=max(1, round(stage.steps * share))) for stage in self.stages)
         return dataclasses.replace(
@@ -77,11 +77,11 @@ class Recipe:
 
     @classmethod
     def of_size(cls, size: str) -> Recipe:
-        """The recipe of one of SIZES."""
+        """Return the recipe of one of SIZES."""
         return cls(**SIZES[size])
 
     def config(self, eos_token_ids: list[int], pad_token_id: int) -> dict[str, Any]:
-        """The model's config.json."""
+        """Return the model's config.json."""
         return {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
@@ -106,7 +106,7 @@ class Recipe:
         }
 
 
-# What larger models have otherwise than the shipped one, "tiny"; no weights of theirs are shipped.
+# The differences of larger models from the shipped one, "tiny". Their weights are not shipped.
 SIZES: dict[str, dict[str, Any]] = {
     "tiny": {},
     "30m": {"hidden_size": 512, "num_layers": 9, "num_heads": 8, "num_kv_heads": 4, "intermediate_size": 1536},

@@ -38,37 +38,37 @@ class Story:
 
 
 def frames(rng: Random) -> tuple[str, list[list[str]], tuple[tuple[str, str], ...]]:
-    """A plot's name, the frames of its two paragraphs, and questions that only this plot answers."""
+    """Return a plot's name, the frames of its two paragraphs, and questions that only this plot answers."""
     if rng.random() >= QUESTS:
         plot = rng.choice(sorted(PLOTS))
         half = rng.choice((3, 4))
         return plot, [list(PLOTS[plot][:half]), list(PLOTS[plot][half:])], ()
     errand, obstacle, way = rng.choice(sorted(ERRANDS)), rng.choice(sorted(OBSTACLES)), rng.choice((0, 1))
     aim, trouble = ERRANDS[errand], OBSTACLES[obstacle]
-    asked = (
+    questions = (
         ("[Why did {name} leave home|What did {name} want to do|Why did {name} go to {there}]?", aim.why),
         ("[What was in the way|What was the problem on the way|What happened on the way]?", trouble.what),
     )
     parts = [[aim.start, rng.choice(LEAVING)], [trouble.trouble, trouble.ways[way], aim.end]]
-    return f"{errand} {obstacle} {way}", parts, asked
+    return f"{errand} {obstacle} {way}", parts, questions
 
 
 def plot_of(text: str) -> str:
-    """The errand and the obstacle, or the plot, whose own words a story has; "" if it has none."""
-    found = [name for name, errand in ERRANDS.items() if errand.mark in text]
-    found += [name for name, obstacle in OBSTACLES.items() if obstacle.mark in text]
-    return " ".join(found or [name for name, mark in MARKS.items() if mark in text][:1])
+    """Return the errand and the obstacle, or the plot, whose typical words a story has; "" if it has none."""
+    names = [name for name, errand in ERRANDS.items() if errand.mark in text]
+    names += [name for name, obstacle in OBSTACLES.items() if obstacle.mark in text]
+    return " ".join(names or [name for name, mark in MARKS.items() if mark in text][:1])
 
 
 def fitting(rng: Random, hero: Being | None) -> tuple[str, list[list[str]], tuple[tuple[str, str], ...], Being, Being]:
-    """A plot, its hero and a friend who are not the animals that the plot has already."""
+    """Return a plot, its hero and a friend; neither is an animal that the plot has already."""
     hero = hero or being(rng)
     while True:
-        plot, parts, asked = frames(rng)
+        plot, parts, questions = frames(rng)
         words = set(re.findall(r"\w+", str(parts)))
         friend = being(rng, taken=(hero.name, hero.kind))
         if hero.kind not in words and friend.kind not in words:
-            return plot, parts, asked, hero, friend
+            return plot, parts, questions, hero, friend
 
 
 def story(rng: Random, *, hero: Being | None = None, opening: str | None = None) -> Story:
@@ -103,7 +103,7 @@ def story(rng: Random, *, hero: Being | None = None, opening: str | None = None)
     middle, after = ([fill(rng, sentence, **fields).strip() for sentence in part] for part in parts)
     last = fill(rng, ending, **fields)
     text = "\n\n".join((first, " ".join(middle), " ".join([*after, last])))
-    asked = (
+    templates = (
         (
             "[Who was the story about|What is the name of the {kind} in the story|Who is the hero of the story|"
             "Who is the story about|What was the {kind} called]?",
@@ -120,7 +120,7 @@ def story(rng: Random, *, hero: Being | None = None, opening: str | None = None)
         ("How did {name} feel at the end?", f"At the end, {{name}} felt {feeling}."),
         *special,
     )
-    questions = tuple((fill(rng, question, **fields), answer.format(**fields)) for question, answer in asked)
+    questions = tuple((fill(rng, question, **fields), answer.format(**fields)) for question, answer in templates)
     return Story(" ".join(text.split(" ")), hero, friend, thing, place, plot, questions)
 
 
@@ -160,7 +160,7 @@ PLAIN = (
 
 
 def request(rng: Random, told: Story) -> str:
-    """A user's request for this story, which names what is in it; one in eight asks for any story."""
+    """Return a user's request for this story that names some of its contents; one in eight asks for any story."""
     if rng.random() < 0.12:
         return fill(rng, rng.choice(PLAIN)).strip()
     place = next(f"{preposition} {place}" for preposition, place in PLACES if place == told.place)

@@ -10,7 +10,7 @@ SIGNS = {"+": "plus", "-": "minus", "*": "times"}
 
 
 def numbers(rng: Random) -> tuple[int, str, int, int]:
-    """`left sign right = result`, with results from 0 to 100; half of them with small numbers."""
+    """Return `left sign right = result` with results from 0 to 100; about half of them with small numbers."""
     sign = rng.choice("+++---*")
     if sign == "*":
         left, right = rng.randint(0, 10), rng.randint(0, 10)
@@ -39,8 +39,8 @@ def question(rng: Random) -> tuple[str, str]:
     if high == low:
         high += 1
     word = rng.choice(("larger", "smaller"))
-    shown = rng.sample((high, low), 2)
-    return f"Which number is {word}, {shown[0]} or {shown[1]}?", f"{high if word == 'larger' else low} is {word}."
+    pair = rng.sample((high, low), 2)
+    return f"Which number is {word}, {pair[0]} or {pair[1]}?", f"{high if word == 'larger' else low} is {word}."
 
 
 def word_problem(rng: Random) -> tuple[str, str]:
@@ -57,11 +57,11 @@ def word_problem(rng: Random) -> tuple[str, str]:
         gone = "[gives {right} to {pname}|loses {right}]"
         frame = "{name} has {left}. {He} " + gone + ". How many {things} does {name} have[ left|]?"
         result = left - right
-    asked = fill(rng, frame, **words, left=count(left, noun), right=right)
-    return asked, f"{first.name} has {count(result, noun)}." if result else f"{first.name} has no {plural(noun)}."
+    text = fill(rng, frame, **words, left=count(left, noun), right=right)
+    return text, f"{first.name} has {count(result, noun)}." if result else f"{first.name} has no {plural(noun)}."
 
 
 def lines(rng: Random) -> str:
-    """A sheet of sums, one per line, as plain text."""
+    """Return a sheet of sums, one per line, as plain text."""
     sheet = [numbers(rng) for _ in range(rng.randint(6, 24))]
     return "\n".join(f"{left} {sign} {right} = {result}" for left, sign, right, result in sheet)

@@ -44,9 +44,9 @@ def train(vocab_size: int = VOCAB_SIZE, sample: int = SAMPLE_DOCUMENTS) -> Token
 
 
 def token_id(tokenizer: Tokenizer, token: str) -> int:
-    found = tokenizer.token_to_id(token)
-    assert found is not None, f"the tokenizer has no {token}"
-    return found
+    index = tokenizer.token_to_id(token)
+    assert index is not None, f"the tokenizer has no {token}"
+    return index
 
 
 def write(tokenizer: Tokenizer, folder: Path, *, context: int) -> None:

@@ -28,7 +28,7 @@ Vector = NDArray[np.float32]
 
 
 class State(NamedTuple):
-    """All that a step reads and replaces, each as one vector of all leaves."""
+    """All inputs and outputs of a step, each as one vector of all leaves."""
 
     values: Vector
     means: Vector
@@ -53,7 +53,7 @@ class Step(Protocol):
 
 
 def initial(recipe: Recipe, config: ModelConfig) -> tuple[Graph, tuple[jax.Array, ...]]:
-    """Initial weights: random, with blocks that are the identity and a uniform head; then the head start."""
+    """Return initial weights: random, with blocks that are the identity and a uniform head; then the head start."""
     model = random_model(config, seed=recipe.seed)
     weights = {path: np.array(leaf) for path, leaf in zip(model.graph.paths, model.leaves, strict=True)}
     for path, weight in weights.items():
@@ -68,7 +68,7 @@ def joined(leaves: tuple[jax.Array, ...]) -> Vector:
 
 
 def apart(vector: Vector, shapes: tuple[tuple[int, ...], ...]) -> tuple[jax.Array, ...]:
-    """The leaves of these shapes that a vector was joined from."""
+    """Return the leaves of these shapes from which a vector was joined."""
     ends = np.cumsum([int(np.prod(shape)) for shape in shapes])
     parts = np.split(vector, ends[:-1])
     return tuple(jnp.asarray(part.reshape(shape)) for part, shape in zip(parts, shapes, strict=True))
@@ -76,7 +76,7 @@ def apart(vector: Vector, shapes: tuple[tuple[int, ...], ...]) -> tuple[jax.Arra
 
 @cache
 def compiled_step(graph: Graph, shapes: tuple[tuple[int, ...], ...]) -> Step:
-    """A step through XLA; a second run in the same process compiles nothing again."""
+    """Return a step through XLA; a second run in the same process compiles nothing."""
 
     @jax.jit
     def update(
@@ -101,7 +101,7 @@ def compiled_step(graph: Graph, shapes: tuple[tuple[int, ...], ...]) -> Step:
 
 
 def native_step(steps: native.Steps) -> Step:
-    """A step in native code."""
+    """Return a step in native code."""
 
     def step(state: State, windows: NDArray[np.int32], number: int, rates: tuple[float, float]) -> tuple[State, float]:
         loss, gradients = steps.loss_and_gradients(state.values, windows)
@@ -119,22 +119,22 @@ class Checkpoints:
         folder.mkdir(parents=True, exist_ok=True)
 
     def save(self, step: int, state: State) -> None:
-        """Keep the state after `step` steps, if one is due."""
+        """Store the state after `step` steps, if one is due."""
         if step % self._every:
             return
-        written = self._folder / f"{step}.part"
-        with written.open("wb") as file:
+        part = self._folder / f"{step}.part"
+        with part.open("wb") as file:
             np.savez(file, **state._asdict())
-        written.rename(self._folder / f"{step}.npz")
+        part.rename(self._folder / f"{step}.npz")
         for old in self._steps()[: -self._keep]:
             (self._folder / f"{old}.npz").unlink()
 
     def latest(self) -> tuple[int, State] | None:
-        """The newest state and how many steps it has behind it."""
+        """Return the number of steps of the newest state, and the state; None if there is none."""
         if not (steps := self._steps()):
             return None
-        with np.load(self._folder / f"{steps[-1]}.npz") as found:
-            return steps[-1], State(*(found[name] for name in State._fields))
+        with np.load(self._folder / f"{steps[-1]}.npz") as arrays:
+            return steps[-1], State(*(arrays[name] for name in State._fields))
 
     def _steps(self) -> list[int]:
         return sorted(int(path.stem) for path in self._folder.glob("*.npz"))
@@ -155,8 +155,8 @@ def train(
     values = joined(leaves)
     state, first = State(values, np.zeros_like(values), np.zeros_like(values)), 0
     checkpoints = Checkpoints(work / "checkpoints", recipe.checkpoint_every)
-    if (found := checkpoints.latest()) is not None:
-        first, state = found
+    if (checkpoint := checkpoints.latest()) is not None:
+        first, state = checkpoint
     fits = native.Steps.fit(graph, [(stage.rows, stage.length) for stage in recipe.stages])
     code = native.loaded(work) if fits else None
     step = compiled_step(graph, shapes) if code is None else native_step(native.Steps(code, graph, shapes))

@@ -1,4 +1,4 @@
-"""What is outside of the model's world: questions of many kinds, and the one answer to all of them."""
+"""Questions of many kinds outside of the model's world, and the one answer to all of them."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ QUESTIONS = (
 
 
 def question(rng: Random) -> tuple[str, str]:
-    """Something the model cannot know, and that it says so."""
+    """Return a question that the model cannot answer, and its answer that it does not know."""
     words = {slot: rng.choice(options) for slot, options in SLOTS.items()}
     words |= {digit: str(rng.randint(1, 9)) for digit in ("digit", "digit2", "digit3")}
     town = rng.choice([town for town in SLOTS["town"] if town != words["town"]])

@@ -1,4 +1,4 @@
-"""The words of the corpus, and the small grammar that makes sentences of them."""
+"""The words of the corpus, and the small grammar that builds sentences from them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def fill(rng: Random, frame: str, **fields: object) -> str:
 
 
 def a(noun: str) -> str:
-    """The noun with its indefinite article."""
+    """Return the noun with its indefinite article."""
     starts_with_a_vowel = noun[0].lower() in VOWELS and not noun.startswith("uni")
     return f"an {noun}" if starts_with_a_vowel else f"a {noun}"
 
@@ -59,7 +59,7 @@ class Being:
     kind: str
 
     def words(self, prefix: str = "") -> dict[str, str]:
-        """Name, kind and pronouns as fields of a frame; capitalised forms have capitalised names."""
+        """Return name, kind and pronouns as fields of a frame; capitalised forms have capitalised names."""
         he, him, his = ("she", "her", "her") if self.female else ("he", "him", "his")
         return {
             f"{prefix}name": self.name,
@@ -185,7 +185,7 @@ HOBBIES = (
 
 
 SHE, HE = listed("princess witch fairy mermaid queen hen cow"), listed("prince wizard king")
-INVENTED = 0.3  # share of names that are made up, so that a name must be copied and cannot be known
+INVENTED = 0.3  # share of invented names, so that a name must be copied and cannot be known
 SYLLABLES = listed(
     "ba be bo da do fa fi ka ki ko la li lo ma mi mo na ni no pa ra ri ro sa so ta ti to va vi za zo "
     "bri cla dra fen gar hel jo ju kel lum mar nel or pim qui ral sen tir ul ver wen xa yor zin che sha thu bo du fe "
@@ -194,7 +194,7 @@ SYLLABLES = listed(
 
 
 def made_up(rng: Random) -> str:
-    """An invented name, so that what a text says about it can be copied but not known."""
+    """Return an invented name, so that text about it can be copied but not known."""
     return "".join(rng.choice(SYLLABLES) for _ in range(rng.choice((2, 2, 3)))).capitalize() + rng.choice(
         ("", "n", "s", "l")
     )

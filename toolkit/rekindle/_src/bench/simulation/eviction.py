@@ -59,7 +59,7 @@ class Policy:
         self.last[page] = now
 
     def left(self, key: Key) -> None:
-        """A page with this key was evicted."""
+        """Handle the eviction of a page with this key."""
 
     def key(self, page: int) -> Key:
         raise NotImplementedError
@@ -138,7 +138,7 @@ DEFAULT = "aged-root"  # the policy of kvcache/eviction.py
 
 
 def replay(trace: Trace, policy: Policy, capacity: int) -> float:
-    """The share of pages that had to be computed. As in the tree, only leaves are evicted."""
+    """Return the share of pages that had to be computed. As in the tree, only leaves are evicted."""
     cached: set[int] = set()
     below = [0] * len(trace.parents)  # cached children
     heap: list[tuple[Key, int]] = []
@@ -157,7 +157,7 @@ def replay(trace: Trace, policy: Policy, capacity: int) -> float:
                 below[trace.parents[page]] += 1
         heapq.heappush(heap, (policy.key(request[-1]), request[-1]))
         held: list[tuple[Key, int]] = []
-        mine = set(request)
+        current = set(request)
         while len(cached) > capacity and heap:
             key, page = heapq.heappop(heap)
             if page not in cached or below[page]:
@@ -165,7 +165,7 @@ def replay(trace: Trace, policy: Policy, capacity: int) -> float:
             if key != policy.key(page):
                 heapq.heappush(heap, (policy.key(page), page))
                 continue
-            if page in mine:
+            if page in current:
                 held.append((key, page))
                 continue
             cached.remove(page)
@@ -181,7 +181,7 @@ def replay(trace: Trace, policy: Policy, capacity: int) -> float:
 
 
 def study(requests: int, *, seed: int = 0, shares: Sequence[float] = (0.02, 0.05, 0.15)) -> str:
-    """A table of computed pages in percent, for caches that hold a share of all pages that a trace reads."""
+    """Return a table of computed pages in percent, for caches that hold a share of all pages of a trace."""
     lines = [f"{'load':16}{'room':>6}" + "".join(f"{name:>12}" for name in POLICIES)]
     sums, excess = dict.fromkeys(POLICIES, 0.0), dict.fromkeys(POLICIES, 0.0)
     cases = len(TRACES) * len(shares)

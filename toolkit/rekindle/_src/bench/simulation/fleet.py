@@ -1,7 +1,7 @@
-"""A fleet in simulated time: the real scheduler, prefix cache and routers over steps that take what a model says.
+"""A fleet in simulated time: the real scheduler, prefix cache and routers over steps whose time a model gives.
 
 Each replica has the scheduler and the prefix cache of a session; only the device is replaced, by `StepCost`. As in a
-session, a step is planned while the one before it runs, so a request that comes meanwhile waits for the next one.
+session, a step is planned while the one before it runs, so a request that arrives meanwhile waits for the next one.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from rekindle._src.scheduling.limits import Limits
 from rekindle._src.scheduling.scheduler import Scheduler
 
 _PREFILL_ROWS = 8
-_TOKEN = 7  # any: no text is of interest
+_TOKEN = 7  # any id: the text does not matter
 
 
 class Arrived:
-    """The host memory of a replica that decodes, as its prefix cache sees it: what was moved there is there."""
+    """The host memory of a replica that decodes, as its prefix cache sees it: it holds all pages that were moved."""
 
     def __init__(self) -> None:
         self.digests: set[bytes] = set()
@@ -69,7 +69,7 @@ class Arrived:
 
 
 class Replica:
-    """One replica: a scheduler, and the steps that its device has in hand."""
+    """One replica: a scheduler and the steps on its device."""
 
     def __init__(
         self, name: str, config: EngineConfig, cost: StepCost, role: Role = "both", spread: Sequence[float] = ()
@@ -90,10 +90,10 @@ class Replica:
         self.routed = 0
         self.busy = 0.0
         self._running: StepPlan | None = None
-        self._next: StepPlan | None = None  # planned while that runs
+        self._next: StepPlan | None = None  # planned while `_running` runs
 
     def take(self, request: Request) -> None:
-        """Take in a request whose prompt another replica has computed, and the prompt's pages with it."""
+        """Take in a request whose prompt another replica has computed, with the prompt's pages."""
         cache, tokens = self._cache, request.token_ids
         if cache is not None:
             nodes = cache.graft_path(tokens[: len(tokens) // cache.page_size * cache.page_size]) or []
@@ -101,7 +101,7 @@ class Replica:
         self.scheduler.submit(request)
 
     def wake(self) -> float | None:
-        """Begin a step if none runs: how long it takes, or None."""
+        """Begin a step if none runs; return its seconds, or None."""
         if self._running is not None:
             return None
         self._running = self.scheduler.plan()
@@ -116,26 +116,26 @@ class Replica:
         return seconds
 
     def ended(self) -> tuple[list[tuple[str, int, bool]], float | None]:
-        """The step is over: tokens of its requests, and whether they ended; and how long the next step takes."""
+        """End the step; return its requests' tokens and whether they ended, and the seconds of the next step."""
         plan = self._running
         assert plan is not None, "no step was running"
         rows = tuple(RowResult(row.request.id, row.epoch, _TOKEN if row.samples else None) for row in plan.rows)
         events = self.scheduler.commit(StepResult(plan, rows))
-        made = [(event.request_id, len(event.token_ids), event.finish_reason is not None) for event in events]
-        self.inside -= sum(ended for _, _, ended in made)
+        deltas = [(event.request_id, len(event.token_ids), event.finish_reason is not None) for event in events]
+        self.inside -= sum(ended for _, _, ended in deltas)
         self._running = self._next if self._next is not None else self.scheduler.plan()
         self._next = None
-        return made, self._begin()
+        return deltas, self._begin()
 
 
 class Outcome(NamedTuple):
-    """What a simulation found, or a real run in the same terms. Times in seconds."""
+    """The result of a simulation, or of a real run in the same terms. Times in seconds."""
 
     requests: int
-    refused: int  # for want of a place
+    refused: int  # because no place was free
     seconds: float
     hit_rate: float  # share of the prompt tokens that were cached
-    imbalance: float  # requests of the replica that got most, in proportion to the mean
+    imbalance: float  # requests of the busiest replica, in proportion to the mean
     busy: float  # share of the time in which devices ran steps
     first_token: tuple[float, float]  # p50, p99
     between: tuple[float, float]
@@ -153,7 +153,7 @@ HEAD = "cached    first      p99  between      p99  tokens/s uneven   busy    42
 
 
 class Watch:
-    """Collects when tokens came."""
+    """Collects the arrival times of tokens."""
 
     def __init__(self) -> None:
         self.first: list[float] = []
@@ -190,14 +190,16 @@ def simulate(
     watch: Watch | None = None,
     spread: Sequence[float] = (),
 ) -> Outcome:
-    """Run a load on so many replicas, one by default. With `roles`, a prompt's token takes `move` s to a replica that
-    decodes. `watch` says which tokens count; it knows requests by their place in `asks`. `spread` has factors, equally
-    likely, by which steps take longer or shorter than `cost` says."""
-    chosen = router_named(router) if isinstance(router, str) else router
-    given = roles_of(roles, 1 if roles is None and replicas is None else replicas)
-    fleet = {f"r{number}": Replica(f"r{number}", config, cost, role, spread) for number, role in enumerate(given)}
-    prefill, decode = ([one for one in fleet.values() if one.role != role] for role in ("decode", "prefill"))
-    handed: dict[str, tuple[Ask, Request]] = {}  # whose prompt is being computed for another replica
+    """Run a load on `replicas` replicas, one by default. With `roles`, each prompt token takes `move` s to a replica
+    that decodes. `watch` decides which tokens count; it knows requests by their place in `asks`. `spread` has equally
+    likely factors for the times that `cost` gives."""
+    active_router = router_named(router) if isinstance(router, str) else router
+    replica_roles = roles_of(roles, 1 if roles is None and replicas is None else replicas)
+    fleet = {
+        f"r{number}": Replica(f"r{number}", config, cost, role, spread) for number, role in enumerate(replica_roles)
+    }
+    prefill, decode = ([member for member in fleet.values() if member.role != role] for role in ("decode", "prefill"))
+    handoffs: dict[str, tuple[Ask, Request]] = {}  # requests whose prompt is computed for another replica
     order = itertools.count()
     queue: list[tuple[float, int, Ask | Replica | str]] = [(ask.at + cost.request, next(order), ask) for ask in asks]
     heapq.heapify(queue)
@@ -209,8 +211,8 @@ def simulate(
             heapq.heappush(queue, (now + seconds, next(order), replica))
 
     def routed(ask: Ask, among: Sequence[Replica]) -> Replica | None:
-        loads = [Load(one.name, one.inside, one.places) for one in among]
-        route = chosen.choose(Keys(ask.opening, ask.conversation), loads)
+        loads = [Load(member.name, member.inside, member.places) for member in among]
+        route = active_router.choose(Keys(ask.opening, ask.conversation), loads)
         if route is None:
             return None
         replica = fleet[route.name]
@@ -221,17 +223,17 @@ def simulate(
     while queue:
         now, number, event = heapq.heappop(queue)
         if isinstance(event, Replica):
-            made, seconds = event.ended()
-            for name, tokens, ended in made:
-                goes_on = ended and event.role == "prefill" and name in handed
+            deltas, seconds = event.ended()
+            for name, tokens, ended in deltas:
+                goes_on = ended and event.role == "prefill" and name in handoffs
                 watch.came(name, tokens, now, ended=ended and not goes_on)
                 if goes_on:
-                    later = now + move * handed[name][1].prompt_length
+                    later = now + move * handoffs[name][1].prompt_length
                     heapq.heappush(queue, (later, next(order), name))
             begin(event, seconds)
             continue
         if isinstance(event, str):
-            ask, request = handed.pop(event)
+            ask, request = handoffs.pop(event)
             replica = routed(ask, decode) or min(decode, key=lambda one: one.inside)
             replica.take(dataclasses.replace(request, resumed=Resumed(np.array([_TOKEN], np.int32))))
             begin(replica, replica.wake())
@@ -239,27 +241,27 @@ def simulate(
         name = str(number)
         sampling = Sampling(max_tokens=event.output, ignore_eos=True, seed=0)
         request = Request(name, event.tokens(), sampling)
-        apart = roles is not None and goes_two_ways(request, longest)
-        found = routed(event, prefill if apart else decode) if event.length + event.output <= longest else None
-        if found is None:
+        split = roles is not None and goes_two_ways(request, longest)
+        target = routed(event, prefill if split else decode) if event.length + event.output <= longest else None
+        if target is None:
             refused += 1
             continue
         watch.asked(name, event.at)
-        if apart:
-            handed[name] = event, request
-        found.scheduler.submit(prompt_only(request) if apart else request)
-        begin(found, found.wake())
-    figures = [one.scheduler.statistics() for one in (fleet.values() if roles is None else prefill)]
-    prompts = sum(one.prompt_tokens for one in figures)
-    counts = [one.routed for one in fleet.values()]
+        if split:
+            handoffs[name] = event, request
+        target.scheduler.submit(prompt_only(request) if split else request)
+        begin(target, target.wake())
+    figures = [member.scheduler.statistics() for member in (fleet.values() if roles is None else prefill)]
+    prompts = sum(member.prompt_tokens for member in figures)
+    counts = [member.routed for member in fleet.values()]
     seconds = now - asks[0].at if asks else 0.0
     return Outcome(
-        requests=sum(counts) - (sum(one.routed for one in prefill) if roles is not None else 0),
+        requests=sum(counts) - (sum(member.routed for member in prefill) if roles is not None else 0),
         refused=refused,
         seconds=seconds,
-        hit_rate=sum(one.cached_tokens for one in figures) / prompts if prompts else 0.0,
+        hit_rate=sum(member.cached_tokens for member in figures) / prompts if prompts else 0.0,
         imbalance=max(counts) * len(counts) / sum(counts) if sum(counts) else 1.0,
-        busy=sum(one.busy for one in fleet.values()) / (seconds * len(fleet)) if seconds else 0.0,
+        busy=sum(member.busy for member in fleet.values()) / (seconds * len(fleet)) if seconds else 0.0,
         first_token=(percentile(watch.first, 0.5), percentile(watch.first, 0.99)),
         between=(percentile(watch.between, 0.5), percentile(watch.between, 0.99)),
         tokens_per_second=watch.tokens / seconds if seconds else 0.0,

@@ -1,4 +1,4 @@
-"""Requests over time for the simulation of a fleet: made up, or read from a recorded trace."""
+"""Requests over time for the simulation of a fleet: synthetic, or read from a recorded trace."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Ask(NamedTuple):
         return sum(size for _, size in self.prompt)
 
     def tokens(self) -> IntArray:
-        """Token ids; equal blocks have equal ones."""
+        """Return the token ids; equal blocks have equal ids."""
         return np.concatenate([_block(name, size) for name, size in self.prompt]).astype(np.int32)
 
 
@@ -51,37 +51,37 @@ def chats(
     output: int = 80,
     pause: float = 4.0,
 ) -> list[Ask]:
-    """Conversations under shared system prompts: each turn repeats what came before, after a pause to read it.
+    """Return conversations under shared system prompts: each turn repeats the text before it, after a reading pause.
 
     Few system prompts are much more popular than the others. Sizes are means.
     """
-    found: list[Ask] = []
+    asks: list[Ask] = []
     names = iter(range(1, 1 << 62))
     openings = [((next(names), _about(draw, system_tokens)),) for _ in range(systems)]
     at, number = 0.0, 0
-    while len(found) < requests:
+    while len(asks) < requests:
         at += draw.expovariate(rate / turns)
-        which = min(systems - 1, int(systems ** draw.random()) - 1)
-        text: Text = openings[which]
+        index = min(systems - 1, int(systems ** draw.random()) - 1)
+        text: Text = openings[index]
         now, number = at, number + 1
         for _ in range(max(1, round(draw.gauss(turns, 1)))):
             text = (*text, (next(names), _about(draw, question)))
             answer = _about(draw, output)
-            found.append(Ask(now, text, answer, b"s%d" % which, b"c%d" % number))
+            asks.append(Ask(now, text, answer, b"s%d" % index, b"c%d" % number))
             text = (*text, (next(names), answer))
             now += draw.expovariate(1 / pause) + 0.02 * answer
-    return sorted(found[:requests])
+    return sorted(asks[:requests])
 
 
 def questions(
     draw: random.Random, requests: int, rate: float, *, systems: int = 24, system_tokens: int = 768
 ) -> list[Ask]:
-    """Shared system prompts, each followed by one question."""
+    """Return requests with shared system prompts, each followed by one question."""
     return chats(draw, requests, rate, systems=systems, system_tokens=system_tokens, turns=1)
 
 
 def floods(draw: random.Random, requests: int, rate: float) -> list[Ask]:
-    """Chats, and among them long prompts that are new to every cache."""
+    """Return chats, and among them long prompts that are new to every cache."""
     short = chats(draw, requests - requests // 10, rate)
     last = short[-1].at
     long = [
@@ -101,9 +101,9 @@ def _about(draw: random.Random, mean: int) -> int:
 
 
 def recorded(path: Path) -> list[Ask]:
-    """A trace in the format of Mooncake: an object on each line, with `timestamp` in milliseconds and tokens in
-    `input_length` and `output_length`. `hash_ids` name the prompt's blocks, all of one size but for the last."""
-    found = []
+    """Return a trace in the format of Mooncake: an object on each line, with `timestamp` in milliseconds and tokens in
+    `input_length` and `output_length`. `hash_ids` name the prompt's blocks, all of one size except the last."""
+    asks = []
     for number, line in enumerate(path.read_text().splitlines(), start=1):
         if not line.strip():
             continue
@@ -118,16 +118,16 @@ def recorded(path: Path) -> list[Ask]:
             opening = b"%d" % names[0]
             conversation = b"%d" % names[min(1, len(names) - 1)]
             prompt = tuple(zip(names, sizes, strict=True))
-            found.append(Ask(float(entry["timestamp"]) / 1e3, prompt, output, opening, conversation))
+            asks.append(Ask(float(entry["timestamp"]) / 1e3, prompt, output, opening, conversation))
         except (ValueError, KeyError, TypeError) as error:
             problem = f"line {number} is no request: {error!r}"
             raise ConfigError("trace", str(path), problem, "See `rekindle simulate --help` for the format") from None
-    if not found:
+    if not asks:
         raise ConfigError("trace", str(path), "has no requests", "Pass a file with a JSON object on each line")
-    return sorted(found)
+    return sorted(asks)
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value that `share` of all values do not exceed."""
+    """Return the value that `share` of all values do not exceed."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0

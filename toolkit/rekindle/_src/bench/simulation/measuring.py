@@ -1,4 +1,4 @@
-"""The pace of this machine, measured: a session answers prompts of all sizes, in batches of all sizes, and chats."""
+"""Measures the pace of this machine: a session answers prompts and batches of all sizes, and chats."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rekindle._src.session.opening import open_sync
 from rekindle._src.session.session import Session
 
 CHATS = 120  # requests of the chats
-BUSY = 0.15  # share of the time in which they keep the device busy, about
+BUSY = 0.15  # approximate share of the time in which they keep the device busy
 OUTPUT = 24  # tokens
 
 
@@ -29,16 +29,16 @@ class Measured(NamedTuple):
 
 
 def measured(model: str, **options: Any) -> Measured:
-    """The pace of a model."""
+    """Open a model and return its pace."""
     with open_sync(model, **{"quiet": True, "disk_memory": 0, **options}) as session:
         return measure(session)
 
 
 def measure(session: Session, *, seed: int = 0) -> Measured:
-    """The pace of an open session. The first round only compiles.
+    """Return the pace of an open session. The first round only compiles.
 
-    What a request takes beside its steps is what first tokens of chats took longer than they would have with the
-    steps alone: a request that comes amid others waits for more than the device.
+    A request's cost beside its steps is the time by which first tokens of chats took longer than in a simulation of
+    the steps alone: a request among others waits for more than the device.
     """
     draw = random.Random(seed)
     times, batches = StepTimes(), StepTimes()
@@ -59,15 +59,15 @@ def measure(session: Session, *, seed: int = 0) -> Measured:
     session._host.unobserve(times)
     steps = _usable(times)
     cost = StepCost.fitted([*steps, *_usable(batches)])
-    told = simulate(asks, session.config, cost, spread=cost.spread(steps))
-    beside = max(0.0, percentile(watch.first, 0.5) - told.first_token[0])
-    return Measured(dataclasses.replace(cost, request=beside), cost.spread(steps))
+    simulated = simulate(asks, session.config, cost, spread=cost.spread(steps))
+    overhead = max(0.0, percentile(watch.first, 0.5) - simulated.first_token[0])
+    return Measured(dataclasses.replace(cost, request=overhead), cost.spread(steps))
 
 
 async def replay(target: Any, asks: Sequence[Ask], watch: Watch | None = None) -> tuple[Watch, float]:
-    """Send requests when they are due and read every delta as it comes, as those do who are served; and the seconds.
+    """Send requests when they are due and read every delta as it arrives, as clients do.
 
-    Notes when tokens came.
+    Returns the arrival times of tokens, and the seconds of the whole run.
     """
     watch, vocabulary, begun = watch or Watch(), target._engine.vocab_size, time.perf_counter()
 
@@ -91,22 +91,22 @@ def _usable(times: StepTimes) -> list[tuple[StepWork, float]]:
 
 
 def _chats(draw: random.Random, session: Session, cost: StepCost) -> list[Ask]:
-    """Chats that fit into the session's context, and come so fast that the device is busy now and then."""
+    """Return chats that fit into the session's context, at a rate that keeps the device busy now and then."""
     longest = _longest(session)
     question = max(2, longest // 40)
-    each = cost.seconds(StepWork(0, 2 * question, 0, 1)) + OUTPUT * cost.seconds(StepWork(1, 0, longest // 4))
-    found = chats(
+    seconds = cost.seconds(StepWork(0, 2 * question, 0, 1)) + OUTPUT * cost.seconds(StepWork(1, 0, longest // 4))
+    asks = chats(
         draw,
         CHATS,
-        BUSY / each,
+        BUSY / seconds,
         systems=6,
         system_tokens=max(4, longest // 6),
         turns=3,
         question=question,
         output=OUTPUT,
-        pause=10 * each,
+        pause=10 * seconds,
     )
-    return [ask for ask in found if ask.length + ask.output < longest]
+    return [ask for ask in asks if ask.length + ask.output < longest]
 
 
 async def _stream(session: Session, prompts: Sequence[Sequence[int]]) -> None:

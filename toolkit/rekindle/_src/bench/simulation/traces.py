@@ -1,4 +1,4 @@
-"""Synthetic but typical loads, as the pages that each request reads, to compare eviction policies on."""
+"""Synthetic but typical loads, as the pages that each request reads, for comparing eviction policies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Trace:
         self._known: dict[tuple[int, object], int] = {}
 
     def extend(self, pages: Request, *labels: object) -> Request:
-        """The prompt continued with one page for each label; equal labels after equal prefixes are the same page."""
+        """Return the prompt continued with one page per label; equal labels after equal prefixes are the same page."""
         longer = list(pages)
         for label in labels:
             parent = longer[-1] if longer else -1
@@ -28,33 +28,33 @@ class Trace:
         return longer
 
     def fresh(self, pages: Request, count: int) -> Request:
-        """The prompt continued with `count` pages that no other request has."""
+        """Return the prompt continued with `count` pages that no other request has."""
         return self.extend(pages, *((len(self.parents), at) for at in range(count)))
 
 
 def zipf(draw: random.Random, count: int) -> int:
-    """A number from 0 to count - 1; small ones are more frequent."""
+    """Return a number from 0 to count - 1; small ones are more frequent."""
     return min(count - 1, int(count ** draw.random()) - 1)
 
 
 def chats(draw: random.Random, requests: int) -> Trace:
-    """Conversations under three system prompts; 24 are open at a time, and each turn repeats what came before."""
+    """Return conversations under three system prompts; 24 are open at a time, each turn repeats the text before it."""
     trace = Trace()
     systems = [trace.fresh([], 4) for _ in range(3)]
     talks = [systems[0]] * 24
     for _ in range(requests):
-        which = zipf(draw, len(talks))
-        talks[which] = trace.fresh(talks[which], draw.randint(1, 3))
-        trace.requests.append(talks[which])
-        talks[which] = trace.fresh(talks[which], draw.randint(1, 4))
+        index = zipf(draw, len(talks))
+        talks[index] = trace.fresh(talks[index], draw.randint(1, 3))
+        trace.requests.append(talks[index])
+        talks[index] = trace.fresh(talks[index], draw.randint(1, 4))
         if draw.random() < 0.15:
-            talks[which] = draw.choice(systems)
+            talks[index] = draw.choice(systems)
             draw.shuffle(talks)
     return trace
 
 
 def system_prompts(draw: random.Random, requests: int) -> Trace:
-    """Forty long shared prompts of very different popularity, each followed by a question that is asked once."""
+    """Return forty long shared prompts of very different popularity, each followed by a question asked once."""
     trace = Trace()
     systems = [trace.fresh([], draw.randint(6, 24)) for _ in range(40)]
     for _ in range(requests):
@@ -63,24 +63,24 @@ def system_prompts(draw: random.Random, requests: int) -> Trace:
 
 
 def agents(draw: random.Random, requests: int) -> Trace:
-    """Ten agents in tool loops: every call repeats the whole transcript, and a finished one is never seen again."""
+    """Return ten agents in tool loops: each call repeats the whole transcript; finished ones never come again."""
     trace = Trace()
     tools = [trace.fresh([], 12) for _ in range(5)]
     running: list[tuple[Request, int]] = []
     for _ in range(requests):
         while len(running) < 10:
             running.append((trace.fresh(draw.choice(tools), 2), draw.randint(4, 20)))
-        which = draw.randrange(len(running))
-        transcript, left = running[which]
+        index = draw.randrange(len(running))
+        transcript, left = running[index]
         trace.requests.append(transcript)
-        running[which] = trace.fresh(transcript, draw.randint(1, 3)), left - 1
+        running[index] = trace.fresh(transcript, draw.randint(1, 3)), left - 1
         if left == 1:
-            del running[which]
+            del running[index]
     return trace
 
 
 def documents(draw: random.Random, requests: int) -> Trace:
-    """Three of sixty documents in any order before each question: only the first ones are often a shared prefix."""
+    """Return prompts of three of sixty documents in any order: only the first ones are often a shared prefix."""
     trace = Trace()
     system = trace.fresh([], 2)
     for _ in range(requests):
@@ -98,7 +98,7 @@ def documents(draw: random.Random, requests: int) -> Trace:
 
 
 def mixture(draw: random.Random, requests: int) -> Trace:
-    """All of these loads through one cache."""
+    """Return all of these loads, mixed in one cache."""
     trace = Trace()
     parts = [make(draw, requests // 4) for make in (chats, system_prompts, agents, documents)]
     order = [index for index, part in enumerate(parts) for _ in part.requests]
