@@ -1,7 +1,7 @@
-"""Live views of a session: what ipywidgets shows while the kernel lives, and static HTML that stays in the notebook.
+"""Live views of a session: widgets while the kernel lives, and static HTML that stays in the notebook.
 
-Every view draws itself from a thread of its own, so that the cell that made it ends at once: the session generates in
-its own thread anyway, and a button's click reaches the kernel only while no cell runs.
+Every view draws itself from its own thread, so the cell that made it ends at once: the session generates in its own
+thread anyway, and a button's click reaches the kernel only while no cell runs.
 """
 
 from __future__ import annotations

@@ -13,11 +13,11 @@ _LOOKS = {
     "user": "margin:2px 0 2px auto;background-color:rgba(61,139,205,.18)",
     "assistant": "margin:2px auto 2px 0;background-color:rgba(128,128,128,.12)",
 }
-_OTHER = "margin:2px 0;border:1px dashed rgba(128,128,128,.5)"  # system prompts and what tools said
+_OTHER = "margin:2px 0;border:1px dashed rgba(128,128,128,.5)"  # system prompts and results of tools
 
 
 def bubble(role: str, said: str) -> html.Markup:
-    """One message, whose text is HTML already. A page with scripts puts a button to copy it behind `data-said`."""
+    """Return one message with a text in HTML. A page with scripts adds a copy button behind `data-said`."""
     side = "right" if role == "user" else "left"
     name = f'<div style="font-size:80%;opacity:.65;text-align:{side}">{html.escape(role)}</div>'
     inner = f'<div data-said="{html.escape(role)}" style="{_BUBBLE}{_LOOKS.get(role, _OTHER)}">{said}</div>'
@@ -25,9 +25,9 @@ def bubble(role: str, said: str) -> html.Markup:
 
 
 def message(role: str, content: str, reply: Reply | None = None, *, key: str = "") -> html.Markup:
-    """A message that will not change: Markdown if the model wrote it, else the text as it was typed.
+    """Return a complete message: Markdown if the model wrote it, else the text as it was typed.
 
-    Of a model's `reply` with reasoning or calls its parts are shown; what was unfolded stays so under the same `key`.
+    A model's `reply` with reasoning or calls is shown by its parts; an unfolded part stays so under the same `key`.
     """
     if reply is not None:
         return bubble(role, _parts(reply, key))
@@ -37,29 +37,29 @@ def message(role: str, content: str, reply: Reply | None = None, *, key: str = "
 def answer(
     pieces: Iterable[tuple[str, int]], *, marked: int | None, done: bool, reply: Reply | None = None, key: str = ""
 ) -> html.Markup:
-    """The last answer, from texts and the number of tokens of each, where any token can be clicked.
+    """Return the last answer with clickable tokens, from its texts and the number of tokens of each.
 
-    Once it has ended and has Markdown, that is rendered and the tokens are folded below it. A `reply` with reasoning or
-    calls is shown by its parts from the beginning.
+    A complete answer with Markdown is rendered, with the tokens folded below it. A `reply` with reasoning or calls is
+    shown by its parts from the beginning.
     """
     pieces = list(pieces)
     text = "".join(piece for piece, _ in pieces)
     tokens = "".join(_clickable(pieces, marked, done))
     if reply is not None:
-        shown = _parts(reply, key) + ("" if done else " ▌")
+        body = _parts(reply, key) + ("" if done else " ▌")
     elif done and has_markup(text):
-        shown = render(text)
+        body = render(text)
     else:
         hint = html.line("Click a token to write something else there, and go on from it") if done and text else ""
         return html.block(bubble("assistant", tokens), hint)
-    return html.block(bubble("assistant", shown), html.folded("tokens: click one to fork there", tokens, key="tokens"))
+    return html.block(bubble("assistant", body), html.folded("tokens: click one to fork there", tokens, key="tokens"))
 
 
 def _parts(reply: Reply, key: str) -> str:
-    """What the model thought, folded; what it says; and the tools that it calls."""
-    thought = html.folded("reasoning", html.text(reply.reasoning), key=key) if reply.reasoning else ""
-    said = _rendered(reply.content) if reply.content.strip() else ""
-    return f"{thought}{said}{''.join(html.code(str(call)) for call in reply.tool_calls)}"
+    """Return a reply's parts: the reasoning, folded, then the content, then the tool calls."""
+    reasoning = html.folded("reasoning", html.text(reply.reasoning), key=key) if reply.reasoning else ""
+    content = _rendered(reply.content) if reply.content.strip() else ""
+    return f"{reasoning}{content}{''.join(html.code(str(call)) for call in reply.tool_calls)}"
 
 
 def _rendered(content: str) -> str:

@@ -37,15 +37,16 @@ _SLIDERS = {  # least, most, step, title
     "top_p": (0.05, 1.0, 0.05, "only the most likely tokens that make up this share"),
     "max_tokens": (1, 2 * ANSWER_TOKENS, 1, "at most in an answer; one that is cut can be continued"),
 }
-_OF_CHAT = ("tools", "template", "continue_final_message", "template_options")  # options that are no sampling options
+# Options of `chat` that are no sampling options.
+_OF_CHAT = ("tools", "template", "continue_final_message", "template_options")
 
 
 class Piece(NamedTuple):
-    """Tokens whose text became final together; an answer can be forked in front of each piece."""
+    """Tokens whose text became final together. An answer can be forked before each piece."""
 
     text: str
     token_ids: tuple[int, ...]
-    events: tuple[ReplyEvent, ...] | None  # what it adds to the reply; None where an answer was forked: not known
+    events: tuple[ReplyEvent, ...] | None  # its part of the reply; None if unknown, after a fork
 
     @classmethod
     def of(cls, delta: TextDelta) -> Piece:
@@ -53,34 +54,36 @@ class Piece(NamedTuple):
 
 
 class ChatView(Live):
-    """`messages` is the conversation so far. Every answer comes from the session's prefix cache as far as possible.
+    """A conversation in `messages`. Every answer uses the session's prefix cache as far as possible.
 
-    Click a token of the last answer to fork it there: what comes before stays, and its pages are shared. The
-    conversation is kept in the cache folder under `name` while it goes on, unless `disk_memory` is 0; `restore` takes
-    one up again, the newest if it is "auto".
+    Click a token of the last answer to fork it there: the tokens before it stay, and their pages are shared. The
+    conversation is kept in the cache folder under `name` as it goes on, unless `disk_memory` is 0. `restore` resumes
+    one by its name, the newest if it is "auto".
     """
 
     def __init__(
         self, session: SessionLike, *, system: str | None = None, restore: str | None = None, **options: Any
     ) -> None:
         super().__init__(*_TALK)
-        # Wrong options raise now, not when a message is sent, and so does a model without a chat template.
-        given = {name: value for name, value in options.items() if name not in _OF_CHAT and value is not None}
-        sampling = Sampling.of(session.sampling, given)
+        # Wrong options, or a model without a chat template, raise now and not at the first message.
+        sampling_options = {
+            name: value for name, value in options.items() if name not in _OF_CHAT and value is not None
+        }
+        sampling = Sampling.of(session.sampling, sampling_options)
         self._session, self._options = session, options
         session.chat([{"role": "user", "content": "…"}], **options)
         self._transcripts = Transcripts(cache_folder(session.config.cache_dir))
         self._keeps = session.config.disk_memory > 0  # cleared when writing fails
         self._keeping = threading.Lock()
         self._written: list[dict[str, str]] = []
-        self.name: str = new_name()  # under which it is kept, and can be restored
+        self.name: str = new_name()  # name of the kept conversation, for `restore`
         self.messages: list[dict[str, str]] = []
         if restore is not None:
             self.name, self.messages = self._transcripts.load(restore)
             self._written = list(self.messages)
         if system:
             self.system = system
-        self._tuning = False  # whether the settings are shown
+        self._tuning = False  # the settings are shown
         self._settings = {name: str(getattr(sampling, name)) for name in _SLIDERS} | {"system": self.system}
         if options.get("max_tokens") is None:
             self._settings["max_tokens"] = str(ANSWER_TOKENS)
@@ -92,13 +95,13 @@ class ChatView(Live):
         self.widget.values = {**self.widget.values, **self._settings}
         self._handle: RequestLike | None = None  # the request of the last answer, which is not in `messages` yet
         self._origin: RequestLike | None = None  # the request that the answer was forked from, or `_handle`
-        self._kept: tuple[Piece, ...] = ()  # what a fork kept of the answer
-        self._replies: dict[str, Reply] = {}  # earlier answers by their texts: those with reasoning or calls
-        # For the drawing thread alone: the request it shows, how many of its deltas, and whether it has shown the end.
+        self._kept: tuple[Piece, ...] = ()  # the pieces of the answer that a fork kept
+        self._replies: dict[str, Reply] = {}  # earlier answers with reasoning or calls, by their texts
+        # Of the drawing thread only: the shown request, the number of its shown deltas, and True once its end is shown.
         self._watched: RequestLike | None = None
         self._seen, self._over = 0, True
         self._marked: int | None = None  # token to fork at
-        self._stirred = threading.Event()  # something was said, stopped or marked
+        self._stirred = threading.Event()  # set after a message, a stop or a mark
         self.start()
 
     @property
@@ -113,8 +116,8 @@ class ChatView(Live):
 
     @system.setter
     def system(self, prompt: str) -> None:
-        said = [message for message in self.messages if message["role"] != "system"]
-        self.messages = [{"role": "system", "content": prompt}, *said] if prompt else said
+        others = [message for message in self.messages if message["role"] != "system"]
+        self.messages = [{"role": "system", "content": prompt}, *others] if prompt else others
 
     @property
     def answering(self) -> bool:
@@ -137,7 +140,7 @@ class ChatView(Live):
 
     @property
     def stopped(self) -> str:
-        """Where the last answer was cut or stopped, in words; empty if the model ended it, or has not yet."""
+        """The point where the last answer was cut or stopped, in words; empty if the model ended it or it runs."""
         tokens = html.count(len(self.answer_ids), "token")
         match self._reason:
             case FinishReason.ABORTED:
@@ -145,8 +148,8 @@ class ChatView(Live):
             case FinishReason.LENGTH:
                 return f"cut at {tokens}"
             case FinishReason.CONTEXT:
-                most = self._session.config.max_model_len
-                return f"cut at {tokens}: the context of {most:,} tokens is full"
+                limit = self._session.config.max_model_len
+                return f"cut at {tokens}: the context of {limit:,} tokens is full"
         return ""
 
     @property
@@ -156,7 +159,7 @@ class ChatView(Live):
 
     @property
     def _reason(self) -> FinishReason | None:
-        """Why the last answer ended; None if it failed, or has not ended."""
+        """The finish reason of the last answer; None if it failed, or has not ended."""
         handle = self._handle
         if handle is None or not handle.done:
             return None
@@ -165,70 +168,70 @@ class ChatView(Live):
         return next((delta.finish_reason for delta in reversed(handle.deltas) if delta.finish_reason), None)
 
     def continue_answer(self, **options: Any) -> None:
-        """Go on with an answer that was cut or stopped, as if it had not been."""
+        """Continue an answer that was cut or stopped."""
         handle = self._handle
         if handle is None or not self.can_continue:
             return
         if not self.answer_ids:
             self.again()
             return
-        bound = {"max_tokens": self._options.get("max_tokens") or ANSWER_TOKENS, **self._tuned()}
-        kept = tuple(self._pieces())
-        self._handle = self._session.fork(handle, at=len(handle.token_ids), **{**bound, **options})
-        self._kept = kept
+        defaults = {"max_tokens": self._options.get("max_tokens") or ANSWER_TOKENS, **self._tuned()}
+        pieces = tuple(self._pieces())
+        self._handle = self._session.fork(handle, at=len(handle.token_ids), **{**defaults, **options})
+        self._kept = pieces
         self._mark(None)
 
     def send(self, text: str) -> None:
-        """Send a message. An answer that is still being made is kept as far as it got."""
+        """Send a message. An unfinished answer is stopped, and its text so far is kept."""
         if text:
             self._finish_answer()
             self.messages.append({"role": "user", "content": text})
             try:
                 self._answer()
             except BaseException:
-                self.messages.pop()  # it was not sent: it stays in the input line
+                self.messages.pop()  # it was not sent, so it stays in the input line
                 raise
             self.widget.fill("say", "")
 
     def halt(self) -> None:
-        """Stop the answer; what was said stays."""
+        """Stop the answer. Its text so far stays."""
         if self._handle is not None:
             self._handle.cancel()
 
     def again(self, **options: Any) -> None:
-        """Another answer to the last message; at a temperature above 0 with another seed."""
+        """Request another answer to the last message, with another seed if the temperature is above 0."""
         self._take_back()
         if self.messages and self.messages[-1]["role"] == "user":
             self._answer(**{"seed": None, **options})
 
     def edit(self) -> None:
-        """Take the last question and its answer back, into the input line."""
+        """Remove the last message and its answer, and put the message into the input line."""
         self._take_back()
         if self.messages and self.messages[-1]["role"] == "user":
             self.widget.fill("say", self.messages.pop()["content"])
 
     def fork(self, at: int, edit: str = "", **options: Any) -> None:
-        """Go on from token `at` of the last answer, with `edit` in place of what came there.
+        """Continue from token `at` of the last answer, with `edit` in place of the tokens there.
 
-        Without `edit` the rest is drawn again, with another seed; a greedy answer then repeats itself.
+        Without `edit`, the rest is sampled again with another seed; a greedy answer then repeats itself.
         """
-        origin, handle, made = self._origin, self._handle, len(self.answer_ids)
+        origin, handle, length = self._origin, self._handle, len(self.answer_ids)
         if origin is None or handle is None:
             return
-        if not 0 <= at <= made:
-            raise InvalidRequest("at", at, f"is outside of the answer's {made} tokens so far", f"Use 0 to {made}")
+        if not 0 <= at <= length:
+            raise InvalidRequest("at", at, f"is outside of the answer's {length} tokens so far", f"Use 0 to {length}")
         tokenizer = self._session.tokenizer
-        # Events of a reply lag behind its text, so that those of its beginning are not known.
-        kept = [piece._replace(events=None) for piece in _until(self._pieces(), at, tokenizer.decode)]
+        # Events of a reply lag behind its text, so the events of its beginning are unknown.
+        pieces = [piece._replace(events=None) for piece in _until(self._pieces(), at, tokenizer.decode)]
         if edit:
             ids = tuple(tokenizer.encode(edit, add_special_tokens=False))
-            kept.append(Piece(edit, ids, None))
-        beginning = [token for piece in kept for token in piece.token_ids]
+            pieces.append(Piece(edit, ids, None))
+        beginning = [token for piece in pieces for token in piece.token_ids]
         # The first request's prompt ends where the answer begins; the prompts of its forks hold parts of the answer.
-        left = max(1, max(origin.sampling.max_tokens, made) - len(beginning))
-        forked = self._session.fork(origin, at=0, edit=beginning, **{"seed": None, "max_tokens": left, **options})
+        budget = max(1, max(origin.sampling.max_tokens, length) - len(beginning))
+        forked = self._session.fork(origin, at=0, edit=beginning, **{"seed": None, "max_tokens": budget, **options})
         handle.cancel()
-        self._handle, self._kept = forked, tuple(kept)
+        self._handle, self._kept = forked, tuple(pieces)
         self._mark(None)
 
     # Called from the page.
@@ -279,23 +282,23 @@ class ChatView(Live):
         self._mark(None)
 
     def _tuned(self) -> dict[str, float]:
-        """The sliders that were moved. What the page sends may be anything: `Sampling` checks the numbers."""
-        found: dict[str, float] = {}
+        """Return the values of moved sliders. The page may send anything; `Sampling` checks the numbers."""
+        values: dict[str, float] = {}
         for name in _SLIDERS:
             value = self.widget.value(name)
             if value != self._settings[name]:
                 try:
-                    found[name] = int(value) if name == "max_tokens" else float(value)
+                    values[name] = int(value) if name == "max_tokens" else float(value)
                 except ValueError:
                     raise InvalidRequest(name, value, "is no number", "Move the slider") from None
-        return found
+        return values
 
     def _pieces(self) -> list[Piece]:
         deltas = self._handle.deltas if self._handle is not None else ()
         return [*self._kept, *(Piece.of(delta) for delta in deltas if delta.index == 0)]
 
     def _reply(self) -> Reply | None:
-        """The parts of the last answer if it has reasoning or calls; those of a fork are not known."""
+        """Return the parts of the last answer if it has reasoning or calls. Those of a fork are unknown."""
         pieces = self._pieces()
         if any(piece.events is None for piece in pieces):
             return None
@@ -303,7 +306,7 @@ class ChatView(Live):
         return reply if reply.reasoning or reply.tool_calls else None
 
     def _finish_answer(self) -> None:
-        """Stop the answer and add it to the messages as far as it got."""
+        """Stop the answer, and add its text so far to the messages."""
         if self._handle is not None:
             self._handle.cancel()
             if (reply := self._reply()) is not None:
@@ -319,7 +322,7 @@ class ChatView(Live):
         self._mark(None)
 
     def _take_back(self) -> None:
-        """Drop the last answer. In a conversation that was restored it is one of the messages."""
+        """Drop the last answer. In a restored conversation it is one of the messages."""
         if self._handle is None and self.messages and self.messages[-1]["role"] == "assistant":
             self.messages.pop()
         self._drop()
@@ -327,15 +330,20 @@ class ChatView(Live):
     # Outliving the kernel.
 
     def keep(self) -> None:
-        """Write the conversation as it is now to the cache folder."""
+        """Write the current conversation to the cache folder."""
         with self._keeping:
-            said = [dict(message) for message in self.messages]
-            # A message is sent in two steps: the answer is added to the messages, then its request goes.
-            if self._handle is not None and (answer := self.answer) and said and said[-1]["role"] != "assistant":
-                said.append({"role": "assistant", "content": answer})
-            if self._keeps and said != self._written and any(message["role"] == "user" for message in said):
-                self._keeps = self._transcripts.save(self.name, self._session.model, said)
-                self._written = said
+            messages = [dict(message) for message in self.messages]
+            # Sending has two steps: the answer is added to the messages, and then its request is dropped.
+            if (
+                self._handle is not None
+                and (answer := self.answer)
+                and messages
+                and messages[-1]["role"] != "assistant"
+            ):
+                messages.append({"role": "assistant", "content": answer})
+            if self._keeps and messages != self._written and any(message["role"] == "user" for message in messages):
+                self._keeps = self._transcripts.save(self.name, self._session.model, messages)
+                self._written = messages
 
     def epitaph(self) -> str:
         if not (self._keeps and self.messages):
@@ -343,7 +351,7 @@ class ChatView(Live):
         return html.line(f'If its kernel is gone: session.view.chat(restore="{self.name}") takes the conversation up')
 
     def wait(self) -> None:
-        """Block until there is more of the answer; once it has ended, return twice a second."""
+        """Block until there is more of the answer. After its end, return twice a second."""
         handle = self._handle
         if handle is not self._watched:
             self._watched, self._seen, self._over = handle, 0, handle is None
@@ -351,7 +359,7 @@ class ChatView(Live):
             self._stirred.wait(0.5)
             self._stirred.clear()
             return
-        # An answer may end between two pictures: then the next picture is due at once, not half a second later.
+        # If an answer ends between two pictures, the next picture is due at once, not half a second later.
         self._seen = handle.wait_for_more(self._seen)
         self._over = handle.done
 
@@ -361,8 +369,10 @@ class ChatView(Live):
 
     def draw(self) -> str:
         rows = [
-            bubbles.message(said["role"], said["content"], self._replies.get(said["content"]), key=f"reasoning {at}")
-            for at, said in enumerate(self.messages)
+            bubbles.message(
+                message["role"], message["content"], self._replies.get(message["content"]), key=f"reasoning {index}"
+            )
+            for index, message in enumerate(self.messages)
         ]
         if (handle := self._handle) is not None:
             pieces = [(piece.text, len(piece.token_ids)) for piece in self._pieces()]
@@ -372,15 +382,15 @@ class ChatView(Live):
             if error is not None and not isinstance(error, RequestAborted):
                 rows.append(html.line(f"{type(error).__name__}: {error}"))
             if stopped := self.stopped:
-                how = "Continue goes on" if self.can_continue else "Edit last takes the message back"
-                rows.append(html.line(stopped, "" if self.ended else how))
+                hint = "Continue goes on" if self.can_continue else "Edit last takes the message back"
+                rows.append(html.line(stopped, "" if self.ended else hint))
         if not self.ended and (controls := self._controls()) != self.widget.controls:
-            self.widget.controls = controls  # an answer has been cut, or goes on
+            self.widget.controls = controls  # an answer was cut, or continues
         if not rows:
             return html.line("Nothing was said yet")
         if self._keeps:
-            how = f'After a restart session.view.chat(restore="{self.name}") goes on with it'
-            rows.append(html.explained(html.line(f'kept as "{self.name}"'), how))
+            hint = f'After a restart session.view.chat(restore="{self.name}") goes on with it'
+            rows.append(html.explained(html.line(f'kept as "{self.name}"'), hint))
         return html.block(*rows)
 
 
@@ -393,13 +403,13 @@ def _settings() -> tuple[Control, ...]:
 
 
 def _until(pieces: list[Piece], at: int, decode: Any) -> Iterator[Piece]:
-    """The pieces of the first `at` tokens. A piece that is cut in two loses text that was not final at the cut."""
-    left = at
+    """Yield the pieces of the first `at` tokens. A piece cut in two loses text that was not final at the cut."""
+    remaining = at
     for piece in pieces:
-        if left <= 0:
+        if remaining <= 0:
             return
-        if len(piece.token_ids) <= left:
+        if len(piece.token_ids) <= remaining:
             yield piece
         else:
-            yield Piece(decode(list(piece.token_ids[:left])), piece.token_ids[:left], None)
-        left -= len(piece.token_ids)
+            yield Piece(decode(list(piece.token_ids[:remaining])), piece.token_ids[:remaining], None)
+        remaining -= len(piece.token_ids)

@@ -28,7 +28,7 @@ class Dashboard(Live):
         self._session, self._host = session, host
         self._recorder = Recorder(steps)
         self._timeline = Timeline(session.config.max_requests, steps)
-        self._newest: Seen | None = None  # the last step that the timeline has
+        self._newest: Seen | None = None  # the latest step in the timeline
         self._last = ""
         self._seen: Any = None
         host.observe(self._recorder)
@@ -51,18 +51,18 @@ class Dashboard(Live):
     def draw(self) -> str:
         try:
             figures = self._session.stats().as_dict()
-        except RekindleError:  # it was closed: the last picture stays
+        except RekindleError:  # the session was closed: the last picture stays
             return self._last
         self._take()
-        seen = figures, self._newest, self._recorder.rate()
-        if seen == self._seen:  # an idle session costs two calls a second on its loop
+        state = figures, self._newest, self._recorder.rate()
+        if state == self._seen:  # an idle session costs two calls a second on its loop
             return self._last
-        self._seen = seen
-        cached, asked = figures.get("cached_tokens", 0), figures.get("prompt_tokens", 0)
+        self._seen = state
+        cached_tokens, prompt_tokens = figures.get("cached_tokens", 0), figures.get("prompt_tokens", 0)
         parts: list[str] = [
             html.line(
                 *self._load(figures),
-                f"{cached / asked:.0%} of prompt tokens cached" if asked else "",
+                f"{cached_tokens / prompt_tokens:.0%} of prompt tokens cached" if prompt_tokens else "",
                 html.count(figures.get("compilations", 0), "compilation"),
                 html.count(figures["mesh"].size, "device") if "mesh" in figures else "",
                 told_share(figures),
@@ -80,21 +80,21 @@ class Dashboard(Live):
         return self._last
 
     def _load(self, figures: Mapping[str, Any]) -> list[str]:
-        """What runs now; at rest, what was done so far."""
+        """Return the current load or, at rest, the work so far."""
         running, waiting = figures.get("running", 0), figures.get("waiting", 0)
         slowest = self._recorder.slowest()
         speed = f"{slowest * 1e3:.0f} ms between tokens (p99)" if slowest else ""
         if running or waiting:
             return [f"{self._recorder.rate():,.0f} tokens/s", f"{running} running", f"{waiting} waiting", speed]
-        finished, made = figures.get("finished", 0), figures.get("generated_tokens", 0)
-        return ["at rest", f"{html.count(finished, 'request')} finished", html.count(made, "token"), speed]
+        finished, generated = figures.get("finished", 0), figures.get("generated_tokens", 0)
+        return ["at rest", f"{html.count(finished, 'request')} finished", html.count(generated, "token"), speed]
 
     def _take(self) -> None:
         """Give the timeline the steps since the last picture."""
-        fresh = list(takewhile(lambda step: step is not self._newest, reversed(tuple(self._recorder.steps))))
-        for step in reversed(fresh):
+        new_steps = list(takewhile(lambda step: step is not self._newest, reversed(tuple(self._recorder.steps))))
+        for step in reversed(new_steps):
             self._timeline.add(step)
-        self._newest = fresh[0] if fresh else self._newest
+        self._newest = new_steps[0] if new_steps else self._newest
 
     def _tiers(self) -> list[str]:
         try:
@@ -106,9 +106,9 @@ class Dashboard(Live):
 
 
 def _shards(shards: Iterable[Any]) -> str:
-    """What the data shards of a mesh have."""
-    each = (
-        f"{number}: {one.running} running, {one.waiting} waiting, {one.pages_free} pages free"
-        for number, one in enumerate(shards)
+    """Return a line about the data shards of a mesh."""
+    lines = (
+        f"{number}: {shard.running} running, {shard.waiting} waiting, {shard.pages_free} pages free"
+        for number, shard in enumerate(shards)
     )
-    return html.line("data shards", *each)
+    return html.line("data shards", *lines)

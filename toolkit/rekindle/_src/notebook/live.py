@@ -1,4 +1,4 @@
-"""What all views share: a widget that is redrawn from a thread, coalesced, and replaced by static HTML at the end."""
+"""The base of all views: a widget redrawn from a thread, at a bounded rate, and replaced by static HTML at its end."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from rekindle._src.core import html
 from rekindle._src.notebook.panel import Control, Panel
 from rekindle.errors import RekindleError
 
-# Ten pictures a second, however fast tokens come. Drawing one takes 0.5 ms, sending it about as much in the kernel's
-# output thread and in the notebook server, all of it on cores that the engine computes with.
+# Ten pictures a second at most. Drawing one takes 0.5 ms, and sending it about as much in the kernel's output thread
+# and in the notebook server, all on cores that the engine uses.
 INTERVAL = 0.1
-# The copy that stays when the kernel dies may be older than the view by this much. Each update goes to the notebook.
+# The static copy, which outlives the kernel, may lag behind the view by this much. Each update goes to the notebook.
 KEEP_SECONDS = 2.0
-# What subclasses and the page call, and tests read; Tab leaves it out.
+# Names for subclasses, the page and tests, which completion by Tab leaves out.
 _MACHINERY = frozenset(
     ("draw", "press", "token", "wait", "start", "refresh", "epitaph", "keep", "interval", "picture", "pictures")
 )
@@ -23,11 +23,11 @@ _BESIDE = html.line("A live view. When its kernel is gone, what it showed last i
 
 
 class Live:
-    """A view. Subclasses say what it looks like now (`draw`) and when it is over (`ended`).
+    """A view. Subclasses define its picture (`draw`) and its end (`ended`).
 
-    Displaying it gives two outputs: a static copy of the picture, which the widget hides while it is shown, and the
-    widget. JupyterLab shows an error in place of a widget whose kernel is gone, whatever HTML lies beside it; then the
-    copy is what remains, so it is kept current. When the view ends, its HTML takes the place of both.
+    A displayed view has two outputs: a static copy of the picture, which the widget hides while it is shown, and the
+    widget. If the kernel is gone, JupyterLab shows an error in place of the widget, whatever HTML lies beside it. The
+    copy remains then, so it is kept current. When the view ends, its HTML replaces both.
     """
 
     interval: float = INTERVAL
@@ -37,29 +37,29 @@ class Live:
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self._shown: list[tuple[Any, Any]] = []  # display handles, of a widget and of its static copy
-        self._timer: threading.Timer | None = None  # until the copies are brought up to date
-        self._left = False  # the last picture was drawn
-        self._lock = threading.Lock()  # a view may be displayed or redrawn at the moment when it ends
-        self.picture: str = ""  # the latest
+        self._timer: threading.Timer | None = None  # until the next update of the copies
+        self._left = False  # the last picture has been drawn
+        self._lock = threading.Lock()  # a view may be displayed or redrawn while it ends
+        self.picture: str = ""  # the latest one
         self.pictures: int = 0  # drawn so far
 
     def draw(self) -> str:
-        """The view as static HTML, as it is now."""
+        """Return the current view as static HTML."""
         raise NotImplementedError
 
     def press(self, name: str) -> None:
-        """A button was pressed, or Enter in a text field."""
+        """Handle a pressed button, or Enter in a text field."""
 
     def token(self, index: int) -> None:
-        """A token of the picture was clicked."""
+        """Handle a click on a token of the picture."""
 
     @property
     def ended(self) -> bool:
-        """Whether the view will not change any more."""
+        """True if the view will not change any more."""
         return self._stopped.is_set()
 
     def wait(self) -> None:
-        """Block the drawing thread until there may be something new."""
+        """Block the drawing thread until the picture may have changed."""
 
     def start(self) -> None:
         """Begin to draw."""
@@ -69,7 +69,7 @@ class Live:
             self._thread.start()
 
     def stop(self) -> None:
-        """Draw no more and leave the static picture."""
+        """Stop drawing, and leave the static picture."""
         self._stopped.set()
 
     def join(self, timeout: float | None = None) -> None:
@@ -78,25 +78,25 @@ class Live:
             self._thread.join(timeout)
 
     def refresh(self) -> None:
-        """Draw now; nothing is sent when the picture is the same."""
+        """Draw now. An unchanged picture is not sent."""
         with self._lock:  # a press draws from the kernel's thread: an older picture must not come last
             self._draw()
             self.widget.html = self.picture
 
     def epitaph(self) -> str:
-        """What the static copy says below the picture, to somebody who finds it without a kernel."""
+        """Return the note below the static copy's picture, for readers without a kernel."""
         return ""
 
     def keep(self) -> None:
-        """Called at most every `KEEP_SECONDS`, after the picture has changed, and when the view has ended."""
+        """Save the view's state. Called at most every `KEEP_SECONDS` after changes, and when the view has ended."""
 
     def __dir__(self) -> list[str]:
         return [name for name in super().__dir__() if name not in _MACHINERY]
 
     def _draw(self) -> None:
-        before, self.picture = self.picture, str(self.draw())  # not Markup: marimo's encoder takes no subclass of str
+        previous, self.picture = self.picture, str(self.draw())  # not Markup: marimo's encoder takes no subclass of str
         self.pictures += 1
-        if self.picture != before and self._timer is None and not self._left:
+        if self.picture != previous and self._timer is None and not self._left:
             self._timer = threading.Timer(KEEP_SECONDS, self._keep)
             self._timer.daemon = True
             self._timer.start()
@@ -112,9 +112,9 @@ class Live:
             self.keep()
 
     def _copy(self) -> dict[str, str]:
-        """The static copy that a notebook has of a live view."""
-        shown = f'<div class="{self.widget.kept}">{self.picture}{self.epitaph()}</div>'
-        return {"text/html": shown, "text/plain": repr(self)}
+        """Return the static copy of a live view in the notebook."""
+        markup = f'<div class="{self.widget.kept}">{self.picture}{self.epitaph()}</div>'
+        return {"text/html": markup, "text/plain": repr(self)}
 
     def _heard(self, event: str, name: str, value: Any) -> None:
         try:
@@ -122,11 +122,11 @@ class Live:
                 self.press(name)
             elif event == "token" and isinstance(value, int):
                 self.token(value)
-        except RekindleError as error:  # an exception in a callback would be shown nowhere
+        except RekindleError as error:  # an exception in a callback would not be shown
             self.widget.note = str(html.line(f"{type(error).__name__}: {error}"))
 
     def _run(self) -> None:
-        # Errors end here: the kernel's channels may close at any time, and the user can do nothing about it.
+        # Errors are dropped: the kernel's channels may close at any time, and the user can't prevent it.
         with contextlib.suppress(Exception):
             while not self.ended:
                 self.wait()
@@ -147,7 +147,7 @@ class Live:
                 handle.update({"text/html": self.picture, "text/plain": repr(self)}, raw=True)
                 copy.update({"text/html": "", "text/plain": ""}, raw=True)
             if self._shown:
-                self.widget.close()  # it is not shown any more, and the kernel would keep it for ever
+                self.widget.close()  # it is no longer shown, and the kernel would keep it for ever
             else:
                 self.widget.html, self.widget.controls = self.picture, []
         self.keep()
@@ -156,7 +156,7 @@ class Live:
         bundle: dict[str, Any] = {"text/html": self.picture, "text/plain": repr(self)}
         if self._left:
             return bundle, {}
-        # Metadata is where Colab looks up how to show widgets that are not its own.
+        # Colab reads in the metadata how to show third-party widgets.
         data, metadata = self.widget._repr_mimebundle_() or ({}, {})
         return {**data, **bundle}, metadata
 

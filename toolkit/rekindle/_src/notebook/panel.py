@@ -1,7 +1,7 @@
-"""The one widget that all views are made of: a picture in HTML, buttons and text fields, a note.
+"""The widget of all views: a picture in HTML, buttons and text fields, a note.
 
-One anywidget rather than a tree of ipywidgets, each of which is two or three models that the kernel announces. Making
-it takes 0.8 ms instead of 2.0; the session waits meanwhile, since both hold the interpreter's lock.
+It is one anywidget instead of a tree of ipywidgets, since each ipywidget is two or three models that the kernel
+announces. Making it takes 0.8 ms instead of 2.0. The session waits meanwhile, since both hold the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def button(name: str, label: str, *, title: str = "", disabled: bool = False) ->
 
 
 def field(name: str, label: str, *, width: str = "20em", rows: int = 1) -> Control:
-    """A text field; its label is shown while it is empty. Enter presses `{name}:enter`, Shift+Enter is a new line."""
+    """Return a text field. It shows its label while empty. Enter presses `{name}:enter`; Shift+Enter is a new line."""
     return {"kind": "text", "name": name, "label": label, "width": width, "rows": rows}
 
 
 def slider(name: str, label: str, *, least: float, most: float, step: float, title: str = "") -> Control:
-    """A number between two ends; its value is text, as that of every control."""
+    """Return a slider for a number from `least` to `most`. Its value is text, like that of every control."""
     return {
         "kind": "slider", "name": name, "label": label, "title": title, "least": least, "most": most, "step": step,
     }  # fmt: skip
@@ -39,7 +39,7 @@ def slider(name: str, label: str, *, least: float, most: float, step: float, tit
 
 @functools.cache
 def _layout() -> Any:
-    """The layout that all panels share: one for each would be another model for the kernel to announce and keep."""
+    """Return the layout of all panels. One for each would be another model for the kernel to announce and keep."""
     return ipywidgets.Layout()
 
 
@@ -51,12 +51,12 @@ class Panel(anywidget.AnyWidget):
     html = traitlets.Unicode().tag(sync=True)
     note = traitlets.Unicode().tag(sync=True)
     controls: Any = traitlets.List().tag(sync=True)
-    values: Any = traitlets.Dict().tag(sync=True)  # what text fields hold, by name
-    kept = traitlets.Unicode().tag(sync=True)  # class of the static copies in the notebook, hidden while this is shown
-    gone = traitlets.Unicode(  # what the page says once its kernel is gone
+    values: Any = traitlets.Dict().tag(sync=True)  # contents of text fields, by name
+    kept = traitlets.Unicode().tag(sync=True)  # class of the static copies, hidden while this is shown
+    gone = traitlets.Unicode(  # the page's note after its kernel is gone
         "Its kernel was restarted or is gone: this is the last picture. Run the cell again to go on."
     ).tag(sync=True)
-    heard = traitlets.Int().tag(sync=True)  # messages from the page so far: the page sees that the kernel answers
+    heard = traitlets.Int().tag(sync=True)  # messages from the page so far: they show the page that the kernel answers
 
     def __init__(self, controls: list[Control], hears: Callable[[str, str, Any], None]) -> None:
         super().__init__(controls=controls, layout=_layout(), kept=f"rekindle-kept-{uuid.uuid4().hex}")
@@ -70,7 +70,7 @@ class Panel(anywidget.AnyWidget):
             self._hears(content["event"], str(content.get("name", "")), content.get("value"))
 
     def value(self, name: str) -> str:
-        """What a text field holds."""
+        """Return the content of a text field."""
         return str(self.values.get(name, ""))
 
     def fill(self, name: str, value: str) -> None:

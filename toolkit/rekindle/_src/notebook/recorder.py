@@ -1,4 +1,4 @@
-"""The last steps of a session as a dashboard needs them: which request ran in which slot, how many tokens, when."""
+"""The last steps of a session for a dashboard: their requests by slot, token counts and times."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Seen(NamedTuple):
     computed: int
     moved: int  # pages offloaded and restored
     seconds: float  # on the device
-    busy: float = 0.0  # seconds since the step before it, if a request ran in both; else those on the device
+    busy: float = 0.0  # seconds since the previous step if a request ran in both, else seconds on the device
 
 
 class Recorder:
@@ -56,17 +56,17 @@ class Recorder:
         )
 
     def rate(self, window: float = 2.0) -> float:
-        """Tokens per second while requests ran, over the steps of the last `window` seconds; 0 if there was none.
+        """Return tokens per second while requests ran, over the steps of the last `window` seconds; 0 without steps.
 
-        Time without requests does not count, so a short answer reads here as in its completion. Nor does the time
-        before the oldest step that is remembered: fast steps fill the memory in a fraction of the window.
+        Time without requests does not count, so a short answer has the same rate as in its completion. Nor does the
+        time before the oldest recorded step: fast steps fill the record in a fraction of the window.
         """
         since = self._clock() - window
-        recent = [seen for seen in tuple(self.steps) if seen.at > since]
-        busy = sum(seen.busy for seen in recent)
-        return sum(seen.made for seen in recent) / busy if busy else 0.0
+        recent = [step for step in tuple(self.steps) if step.at > since]
+        busy = sum(step.busy for step in recent)
+        return sum(step.made for step in recent) / busy if busy else 0.0
 
     def slowest(self) -> float:
-        """The 99th percentile of the seconds between two tokens of a request, over the remembered steps."""
+        """Return the 99th percentile of the seconds between two tokens of a request, over the recorded steps."""
         gaps = sorted(self._gaps)
         return gaps[int(0.99 * (len(gaps) - 1))] if gaps else 0.0

@@ -1,6 +1,6 @@
-"""What the views need of a session and of a request; `rekindle.Session` and `rekindle.Handle` have all of it.
+"""The methods of a session and of a request that views use. `rekindle.Session` and `rekindle.Handle` have them all.
 
-Views lie below the session, which makes them. So they are typed by what they use, and a fake can stand in for it.
+Views lie below the session, which makes them. So they are typed by these protocols, and tests can pass fakes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rekindle._src.core.sampling import Sampling
 
 
 class RequestLike(Protocol):
-    """A request that was submitted, or can be."""
+    """A request, submitted or not."""
 
     @property
     def id(self) -> str: ...
@@ -36,7 +36,7 @@ class RequestLike(Protocol):
     def submit(self) -> None: ...
     def cancel(self) -> None: ...
     def wait_for_more(self, seen: int) -> int:
-        """Block this thread until there are more than `seen` deltas or the request ends; how many there are then."""
+        """Block this thread until there are more than `seen` deltas or the request ends. Return their number."""
         ...
 
     def _repr_html_(self) -> str: ...
@@ -103,7 +103,7 @@ class FiguresLike(Protocol):
 
 
 class SessionLike(Protocol):
-    """A session. Calls that make requests are declared by their results alone: their options are the session's."""
+    """A session. Calls that make requests are declared only by their results: their options are the session's."""
 
     @property
     def config(self) -> EngineConfig: ...

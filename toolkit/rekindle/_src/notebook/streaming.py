@@ -1,4 +1,4 @@
-"""A request's text while it is made, with a button that stops it."""
+"""A request's text while it is generated, with a button that stops it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rekindle._src.notebook.shown import RequestLike, SessionLike
 
 
 class StreamView(Live):
-    """`StreamView(session, prompt, **options)`; the request runs as soon as it is made. `handle` is its handle."""
+    """`StreamView(session, prompt, **options)`. The request runs once the view is made; `handle` is its handle."""
 
     def __init__(self, session: SessionLike, prompt: Any, **options: Any) -> None:
         super().__init__(button("stop", "Stop", title="Cancel the request; its text stays"))
@@ -28,11 +28,11 @@ class StreamView(Live):
             self.stop()
 
     def wait(self) -> None:
-        """Block until there is another delta, so that an idle view costs nothing."""
+        """Block until there is another delta, so an idle view costs nothing."""
         self._seen = self.handle.wait_for_more(self._seen)
 
     def stop(self) -> None:
-        """Cancel the request; what it has produced stays."""
+        """Cancel the request. Its text so far stays."""
         self.handle.cancel()
         super().stop()
 
@@ -40,7 +40,7 @@ class StreamView(Live):
         handle = self.handle
         if handle.done:
             return handle._repr_html_()
-        asked = html.text(html.shortened(handle.prompt, 400)) if handle.prompt else ""
+        prompt = html.text(html.shortened(handle.prompt, 400)) if handle.prompt else ""
         return html.block(
-            html.line(handle.id, f"{html.count(len(handle.token_ids), 'token')} so far"), asked, html.text(handle.text)
+            html.line(handle.id, f"{html.count(len(handle.token_ids), 'token')} so far"), prompt, html.text(handle.text)
         )

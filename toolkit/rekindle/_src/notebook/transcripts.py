@@ -15,7 +15,7 @@ from rekindle.errors import InvalidRequest, StoreError
 from rekindle_kernels import private_files
 
 VERSION = 1
-MOST = 50  # conversations that are kept; the one that was used longest ago goes first
+MOST = 50  # kept conversations; the least recently used one is removed first
 NEWEST = "auto"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 log = logging.getLogger("rekindle.cache")
@@ -23,7 +23,7 @@ Message = dict[str, Any]
 
 
 def new_name() -> str:
-    """A name for a conversation, by which people find it again."""
+    """Return a name for a conversation, readable for people."""
     return f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:4]}"
 
 
@@ -34,17 +34,17 @@ class Transcripts:
         self.folder: Path = cache_folder / "chats"
 
     def names(self) -> list[str]:
-        """The names of what is kept, the newest first."""
-        found: list[tuple[float, str]] = []
+        """Return the names of the kept conversations, the newest first."""
+        entries: list[tuple[float, str]] = []
         with contextlib.suppress(OSError):
             for path in self.folder.iterdir():
                 if path.suffix == ".json" and _NAME.fullmatch(path.stem):
                     with contextlib.suppress(OSError):  # another process removed it meanwhile
-                        found.append((path.lstat().st_mtime, path.stem))
-        return [name for _, name in sorted(found, reverse=True)]
+                        entries.append((path.lstat().st_mtime, path.stem))
+        return [name for _, name in sorted(entries, reverse=True)]
 
     def save(self, name: str, model: str, messages: list[Message]) -> bool:
-        """Keep the messages under `name`, whole or not at all. Says why not in the log, and returns False then."""
+        """Keep the messages under `name`, whole or not at all. On failure, log the reason and return False."""
         reason = private_files.distrust_reason(self.folder)
         if reason is not None:
             private_files.tell_once(reason)
@@ -62,7 +62,7 @@ class Transcripts:
         return True
 
     def load(self, name: str) -> tuple[str, list[Message]]:
-        """The name and the messages of a conversation; "auto" is the newest. Raises StoreError if it can't be read."""
+        """Return the name and the messages of a conversation; "auto" is the newest. Raise StoreError if unreadable."""
         if name == NEWEST:
             name = next(iter(self.names()), NEWEST)
         if not isinstance(name, str) or not _NAME.fullmatch(name):
@@ -75,8 +75,8 @@ class Transcripts:
             return name, _messages(json.loads(private_files.read(path, inside=self.folder)))
         except FileNotFoundError:
             known = ", ".join(map(repr, self.names()))
-            there = f"There are: {known}" if known else "There is none: each chat view keeps its own while it is used"
-            raise StoreError(f"there is no conversation {name!r} in {self.folder}. {there}") from None
+            choices = f"There are: {known}" if known else "There is none: each chat view keeps its own while it is used"
+            raise StoreError(f"there is no conversation {name!r} in {self.folder}. {choices}") from None
         except OSError as error:
             raise StoreError(f"conversation {name!r} can't be read: {error}") from error
         except (ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""`session.view.tree()`: the prefix tree to fold and unfold, and what a prompt would hit."""
+"""`session.view.tree()`: the prefix tree with foldable nodes, and a prompt's hits in it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COLOURS = {"device": "#3d8bcd", "host": "#d9822b", "disk": "#8a8a8a", "gone": "t
 
 
 class TreeView(Live):
-    """Shows the tree as it is when drawn; the button draws it again. Type a prompt to see what it would hit."""
+    """Shows the tree at the time of drawing; the button draws it again. Type a prompt to see its hits."""
 
     def __init__(self, cache: CacheLike, model: str, *, limit: int = 200, restored: bool = False) -> None:
         super().__init__(button("refresh", "Refresh"), field("prompt", "What would this prompt hit?", width="32em"))
@@ -23,14 +23,14 @@ class TreeView(Live):
         self.refresh()
 
     def start(self) -> None:
-        """Does nothing: the tree is drawn on request, so it needs no thread."""
+        """Do nothing: the tree is drawn on request, so it needs no thread."""
 
     def press(self, name: str) -> None:
         if name == "refresh":
             self.refresh()
 
     def ask(self, prompt: str) -> str:
-        """What the cache holds of a prompt, in words."""
+        """Return in words how much of a prompt is cached."""
         try:
             answer = str(self._cache.explain(prompt)) if prompt else ""
         except (RekindleError, ValueError) as error:
@@ -55,7 +55,7 @@ class TreeView(Live):
 
 
 def _foldable(nodes: Sequence[NodeLike]) -> html.Markup:
-    """Nested `<details>`, which fold without any script."""
+    """Return nested `<details>`, which fold without scripts."""
 
     def parts() -> Iterator[str]:
         depth = 0
