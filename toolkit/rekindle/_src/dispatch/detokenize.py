@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from rekindle._src.text.replies import ReplyScanner
 
 _TOKEN_ENDS = (FinishReason.EOS, FinishReason.STOP)
-# A request for no tokens ends by its length, whatever the token that was sampled for it.
+# A request for no tokens ends by its length, regardless of the token that was sampled for it.
 _SCORED = dict.fromkeys((FinishReason.EOS, FinishReason.STOP, FinishReason.CONTEXT), FinishReason.LENGTH)
 
 
@@ -48,7 +48,7 @@ class Output(Protocol):
     def request(self) -> Request: ...
 
     def take(self, event: TokenEvent, now: float) -> FinishReason | None:
-        """Add an event, and say how the sequence ended if it did."""
+        """Add an event. Return why the sequence ended, if it did."""
         ...
 
     def complete(self, reason: FinishReason, error: BaseException | None, now: float) -> None:
@@ -104,7 +104,7 @@ class OutputState:
         return 0.0 if self._program_wait is None else self._program_wait.seconds(now)
 
     def take(self, event: TokenEvent, now: float) -> FinishReason | None:
-        """Add an event, deliver what became final, and say how the sequence ended if it did."""
+        """Add an event and deliver text that became final. Return why the sequence ended, if it did."""
         reason = event.finish_reason
         if event.token_ids and not self._tokens:
             self._first = now

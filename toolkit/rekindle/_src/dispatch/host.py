@@ -71,7 +71,7 @@ class Host:
         self._waker: LoopWaker | None = None
         self._dispatch: Dispatch | None = None
         self._closing: anyio.Event | None = None
-        self._drain_seconds: float | None = None  # set once closing was asked for; 0 aborts what runs
+        self._drain_seconds: float | None = None  # set once closing was requested; 0 aborts running requests
         self._reason = SessionClosed("the session was closed. Open another one")
         self._thread = threading.Thread(target=self._run, name="rekindle session", daemon=True)
 
@@ -94,7 +94,7 @@ class Host:
             raise self.refusal()
 
     def check_waiting(self, what: str) -> None:
-        """Raise if the caller has paused the session: waiting for `what` would keep it from asking for steps."""
+        """Raise if the caller has paused the session: waiting for `what` would keep it from requesting steps."""
         if self.paused_by and caller() in self.paused_by:
             raise RekindleError(
                 f"{what} is awaited by the task that paused the session, so no step would ever run. Call submit() and "

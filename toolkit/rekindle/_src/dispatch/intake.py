@@ -209,8 +209,8 @@ def check_characters(text: str, engine: Engine) -> None:
     limit = engine.config.max_model_len
     if limit is None or len(text) <= limit or engine.characters_per_token is None:
         return
-    most = limit * engine.characters_per_token()
-    if len(text) > most:
+    max_characters = limit * engine.characters_per_token()
+    if len(text) > max_characters:
         raise PromptTooLong(
             "prompt",
             text[:80],

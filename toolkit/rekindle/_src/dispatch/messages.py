@@ -51,11 +51,13 @@ class Engine(NamedTuple):
     # From numbers of steps by program: seconds that their collectives alone take; None where unknown.
     collective_seconds: Callable[[Mapping[str, int]], float] | None = None
     # Makes and stores one program that a restart needs and this process did not, in any thread; false if none is left.
-    # The argument: a caller asked for it. Otherwise nothing is made in a process that may be about to end.
+    # The argument is True if a caller requested it; otherwise nothing is made in a process that may be about to end.
     prepare_restart: Callable[[bool], bool] | None = None
     # Has its argument called, from any thread, when a process that shares the model is gone, which ends the session.
     watch: Callable[[Callable[[BaseException], object]], None] | None = None
-    release: Callable[[], None] | None = None  # on the device thread, last of all: free what the runner does not own
+    release: Callable[[], None] | None = (
+        None  # on the device thread, last of all: frees resources that the runner does not own
+    )
 
 
 class Submission(NamedTuple):
@@ -73,7 +75,7 @@ class Submission(NamedTuple):
     reply: ReplyPlan | None = None  # how a chat's reply is read for reasoning and calls of tools
     structure: Structure | None = None  # the structure of the text that `sampling` asks for
     covered: int = 0  # tokens at the prompt's end that belong to that structure already
-    messages: Sequence[Mapping[str, Any]] | None = None  # of a chat, for what routes it
+    messages: Sequence[Mapping[str, Any]] | None = None  # of a chat, for routing
     long: bool = False  # there is so much to render that others go on meanwhile
     caller: str = ""  # those with long prompts or grammars take turns
 

@@ -44,7 +44,7 @@ async def run(
     observers: Sequence[Observer] = (),
     rest: Callable[[], object] = lambda: None,
 ) -> None:
-    """Run until told to drain and no request is left. `recover` is called on the device after a failed step.
+    """Run until a `Drain` has come and no request is left. `recover` is called on the device after a failed step.
 
     `observers` are called with every committed step and must be quick. `rest` is called when no step is wanted: there
     are no requests, or the session is paused.

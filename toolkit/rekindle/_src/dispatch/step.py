@@ -18,7 +18,7 @@ async def run(
     device: DeviceThread,
     watchdog: StepWatchdog | None = None,
 ) -> None:
-    """Answer every turn with one outcome until the inbox ends. `watchdog` is told which step is being waited for."""
+    """Answer every turn with one outcome until the inbox ends. `watchdog` is notified of each wait."""
     last: InFlightLike | None = None
     async with inbox, outbox:
         async for turn in inbox:

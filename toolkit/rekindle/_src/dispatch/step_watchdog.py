@@ -36,7 +36,7 @@ class _Doing(NamedTuple):
 class StepWatchdog:
     """Follows every step. It logs nothing unless `log_every` is set or a step takes longer than `step_timeout`.
 
-    The device thread notes with `enter` and `leave` what it waits for. `run` checks that from the event loop, which
+    The device thread records its waits with `enter` and `leave`. `run` checks them from the event loop, which
     stays free while the device hangs; it sleeps while no step runs.
     """
 
@@ -49,16 +49,16 @@ class StepWatchdog:
         self._asleep: anyio.Event | None = None
         self._slow = 0
         self._idle = self._busy = self._idle_before = self._busy_before = 0.0
-        self._rested = True  # no step was wanted for a time since the last one, which is then not counted as idle
+        self._rested = True  # no step was wanted for a time since the last one; that time is not counted as idle
 
     # -- the running step
 
     def enter(self, plan: StepPlan, what: str) -> None:
-        """Note what the device thread waits for from now on."""
+        """Record the step that the device thread waits for from now on."""
         self._doing = _Doing(plan, what, time.perf_counter())
 
     def leave(self) -> None:
-        """Note that the device thread waits for nothing."""
+        """Record that the device thread waits for nothing."""
         self._doing = None
 
     def wake(self) -> None:

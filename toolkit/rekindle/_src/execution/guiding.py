@@ -96,7 +96,7 @@ def _timed(told: Guided, seconds: float) -> Guided:
     if seconds > SLOWEST_TOKEN and not told.problem and not told.ended:
         problem = f"following one token took {seconds:.2f} s, and {SLOWEST_TOKEN:g} s are possible: it is ambiguous"
         told = told._replace(problem=problem)
-    return Guided._make((*told[:-1], seconds))  # a third of what `_replace` takes
+    return Guided._make((*told[:-1], seconds))  # a third of the time of `_replace`
 
 
 def dead_end(row: Row) -> RekindleError:

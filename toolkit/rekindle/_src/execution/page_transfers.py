@@ -67,7 +67,8 @@ class PageTransfers:
         payloads: dict[int, paged.Payload] = {}
         batches = self._shards.batches(moves, self._sizes)
         for batch, payload in [
-            (one, self._calls.collect(one.ids, [move.digest for move in one.moves if move.digest])) for one in batches
+            (each, self._calls.collect(each.ids, [move.digest for move in each.moves if move.digest]))
+            for each in batches
         ]:
             self._calls.arrive(payload)
             arrays = self._whole.to_host(payload)

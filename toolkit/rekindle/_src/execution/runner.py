@@ -1,6 +1,6 @@
 """The runner, the device side of a session: packs steps, dispatches them, and reads their results.
 
-`dispatch` and what it calls run in one thread, `fetch` may run in another. The device works on step N while the host
+`dispatch` and its callees run in one thread, `fetch` may run in another. The device works on step N while the host
 packs step N + 1. On CPU a program may read a buffer in place, so a buffer is reused only when its step has ended.
 """
 

@@ -1,4 +1,4 @@
-"""The prefix caches of several data shards, seen as one: for looking at them, saving and clearing.
+"""The prefix caches of several data shards, as one: for inspecting, saving and clearing them.
 
 Each shard has a tree of its own, over its own pages, and all share the tiers below: a payload is found by its digest,
 whichever shard it came from.

@@ -24,7 +24,7 @@ from rekindle.errors import ProcessLost
 
 _HEADER = struct.Struct("<BxxxIQ")
 _SHORT, _MARK = 16, 32
-_JOINED = 64 << 10  # shorter contents are sent together with what is around them
+_JOINED = 64 << 10  # shorter contents are sent in one piece with header and marks
 
 
 class Keys(NamedTuple):

@@ -29,7 +29,7 @@ class KeptPages:
     def __init__(self, codec: CallCodec, send: Callable[[Kind, bytes], object], disk: DiskTier | None = None) -> None:
         """Set up; `send` sends the leader a message. Without a `disk` nothing is written or read."""
         self._codec, self._parts, self._send, self._disk = codec, codec.parts, send, disk
-        self._host = HostTier(sys.maxsize)  # the leader's budget bounds it: it drops what exceeds that
+        self._host = HostTier(sys.maxsize)  # the leader's budget bounds it: it drops pages beyond that
         self._changed = threading.Condition()
         self._expected: dict[bytes, object] = {}  # by digest, the gather that brings it
         self._read: dict[bytes, paged.Payload] = {}  # from disk; the leader knows them, and decides which are kept

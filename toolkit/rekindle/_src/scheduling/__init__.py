@@ -1,1 +1,1 @@
-"""Which request computes which tokens in each step: pure host code, no JAX."""
+"""Scheduling: decides which request computes which tokens in each step. Pure host code, no JAX."""

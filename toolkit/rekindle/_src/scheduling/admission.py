@@ -1,4 +1,4 @@
-"""Admission: which waiting request gets a slot and pages, what the others wait for, and which ones are preempted."""
+"""Admission: decides which waiting request gets a slot and pages, which wait for others, and which are preempted."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """The scheduler of a mesh with several data shards: one scheduler for each, and their plans in one step.
 
 A request is placed on a shard when it is submitted, and runs there from its admission on: its pages and its slot are of
-that shard's devices. While it waits it may still move: a shard that has room takes what another one has no room for,
-preempted requests included.
+that shard's devices. While it waits it may still move: a shard with room takes requests that another one has no room
+for, preempted ones included.
 
-A step runs in all shards at once, in the same program: the smallest that holds what each of them has planned. So
+A step runs in all shards at once, in the same program: the smallest one that holds every shard's plan. So
 requests are spread evenly, and the shard that knows a prompt gets it as long as that does not undo the spreading.
 """
 

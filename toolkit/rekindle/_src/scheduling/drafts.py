@@ -6,7 +6,7 @@ text, and the model may spell it with other tokens than those proposed; then its
 A draft is a decode row like any other, one position further on, with the proposed token as its input. All rows write
 their keys and values before attention reads, and a draw depends on seed and position alone, so a draft row samples what
 the request would have sampled there, provided that all drafts before it are accepted. The first rejected draft ends the
-chain; what the rows behind it wrote lies past the request's length, where the next step overwrites it.
+chain; entries of the rows behind it lie past the request's length, where the next step overwrites it.
 
 How far a request got is known when such a step is committed, so no step is planned before that. The device waits for
 the host once, and the drafts have to gain more than that wait costs every row of the step.

@@ -49,7 +49,7 @@ class SchedulerStatistics(html.Record):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Explanation:
-    """Where a request is and why, in words and numbers."""
+    """The state of a request and the reason for it, in words and numbers."""
 
     id: str
     status: Status

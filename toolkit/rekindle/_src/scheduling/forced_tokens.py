@@ -8,14 +8,14 @@ from rekindle._src.core.guides import Guided
 from rekindle._src.core.records import IntArray
 
 MOST = 7  # drafts of one step
-_PAUSE_BELOW = 0.5  # share of accepted drafts under which a model is taken to spell otherwise
-_TRIED = 16  # drafts before that is judged
+_PAUSE_BELOW = 0.5  # share of accepted drafts below which a model is assumed to spell otherwise
+_TRIED = 16  # drafts after which that share is judged
 _LATEST = 0.25  # weight of the latest token's time
 _SPIKE = 0.005  # seconds that a grammar may take for a single token and not be slow
 
 
 class ForcedTokens:
-    """The forced tokens of one request, and what its grammar costs; proposes drafts as `PromptLookup` does."""
+    """The forced tokens of one request, and the cost of its grammar; proposes drafts as `PromptLookup` does."""
 
     __slots__ = ("_ahead", "_before", "_usual", "accepted", "cost", "count", "drafted", "turn")
 

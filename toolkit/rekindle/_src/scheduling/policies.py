@@ -8,7 +8,7 @@
     sjf          fewest uncached tokens first, with ageing (shortest_first.py)
     dfs-weight   depth first through the cached prefixes, the branch with most waiting requests first
 
-The last three look at what is cached now, for `WINDOW` requests only, so that a long queue costs nothing: lpm and
+The last three look at the cache as it is now, for `WINDOW` requests only, so that a long queue costs nothing: lpm and
 dfs-weight for the oldest ones, sjf for those with the fewest uncached tokens when they were last looked at.
 """
 
@@ -58,19 +58,19 @@ def depth_first(waiting: Items[Sequence], path: Callable[[Sequence], Path]) -> l
 def _depth_first(group: list[tuple[Sequence, Path]], depth: int) -> list[Sequence]:
     """Order a group that shares its first `depth` pages: larger branches first, sequences without more pages last."""
     branches: dict[int, list[tuple[Sequence, Path]]] = {}
-    here = []
+    ended = []
     for entry in group:
         if len(entry[1]) > depth:
             branches.setdefault(entry[1][depth], []).append(entry)
         else:
-            here.append(entry[0])
+            ended.append(entry[0])
     order = []
     for branch in sorted(branches.values(), key=lambda branch: (-len(branch), branch[0][0].arrived)):
         if len(branch) == 1:
             order.append(branch[0][0])
         else:
             order += _depth_first(branch, _common([path for _, path in branch], depth + 1))
-    return order + here
+    return order + ended
 
 
 def _common(paths: list[Path], shared: int) -> int:

@@ -1,4 +1,4 @@
-"""Prompt lookup: draft tokens of a request, read off what followed its latest tokens the last time they occurred.
+"""Prompt lookup: draft tokens of a request, copied from what followed its latest tokens at their last occurrence.
 
 A draft costs nothing to propose and is checked beside the token that is computed anyway. So drafts are proposed only
 where they pay: as many as are likely to be accepted, and none for a while after rejections.
@@ -39,7 +39,7 @@ class PromptLookup:
         self._source = self._followers.get(self._key, 0)  # position of the proposed continuation; 0 if there is none
         self._followers[self._key] = len(ids)
         self._failures = self._resume = 0
-        self.run = 0  # tokens for which the text has repeated what followed the earlier place
+        self.run = 0  # tokens by which the text has repeated the earlier continuation
         self.drafted = self.accepted = 0
 
     def push(self, token: int) -> None:

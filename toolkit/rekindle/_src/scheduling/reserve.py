@@ -12,7 +12,7 @@ _FLOOR = 0.05
 class Reserve:
     """An estimate of the fraction of `max_tokens` that requests use, so that not all of it has to be kept back.
 
-    Each finished request moves the fraction towards what it used, each preemption raises it by 0.2. Too small a reserve
+    Each finished request moves the fraction towards its own, each preemption raises it by 0.2. Too small a reserve
     costs a preemption, which recomputes at most the unpublished tail; too large a one leaves slots empty.
     """
 
@@ -22,8 +22,8 @@ class Reserve:
     def finished(self, sequence: Sequence) -> None:
         if not sequence.limit:
             return  # an embedding, which generates nothing
-        used = sequence.generated / sequence.limit
-        self.fraction = max(_FLOOR, self.fraction + 0.1 * (used - self.fraction))
+        fraction = sequence.generated / sequence.limit
+        self.fraction = max(_FLOOR, self.fraction + 0.1 * (fraction - self.fraction))
 
     def preempted(self) -> None:
         self.fraction = min(1.0, self.fraction + 0.2)

@@ -359,7 +359,7 @@ class Scheduler:
         )
 
     def _fail_lost(self, result: StepResult) -> list[TokenEvent]:
-        """End the requests that hold a page which could not be restored, and forget what is cached on such pages."""
+        """End the requests that hold a page which could not be restored, and detach such pages from the cache."""
         if not result.lost:
             return []
         assert self.cache is not None, "a page was restored without a cache"

@@ -1,1 +1,1 @@
-"""Structured output: schemas and grammars, what they allow next, and the objects that texts become."""
+"""Structured output: schemas and grammars, the tokens that they allow next, and the objects that texts become."""

@@ -62,7 +62,7 @@ def new_tokenizer(
     ends: Sequence[int],
     encode: Callable[[str], list[int]] | None = None,
 ) -> Any:
-    """Return a tokenizer for `new_matcher`, from its JSON or from what `described` returns.
+    """Return a tokenizer for `new_matcher`, from its JSON or from the result of `described`.
 
     Described tokens need `encode` for a text's usual spelling; without it the longest tokens are taken. Raises
     `ValueError` for a tokenizer that llguidance can't read.

@@ -118,10 +118,10 @@ class Ending:
         self.steered: bool = False  # True if a token was removed because it would not have left enough tokens
 
     def copy(self) -> Ending:
-        other = object.__new__(Ending)
+        clone = object.__new__(Ending)
         for name in Ending.__slots__:
-            setattr(other, name, getattr(self, name))
-        return other
+            setattr(clone, name, getattr(self, name))
+        return clone
 
     def consume(self, token: int) -> None:
         """Take the text's next token."""
@@ -167,12 +167,12 @@ class Ending:
 
     def _limit_digits(self, mask: Mask) -> None:
         spelling, number = self._bounds.spelling, self._number
-        most = EXPONENT if "e" in number or "E" in number else DIGITS
-        more = most - (len(number) - len(number.rstrip("0123456789")))
-        long = spelling.longer(max(1, more + 1))
+        limit = EXPONENT if "e" in number or "E" in number else DIGITS
+        room = limit - (len(number) - len(number.rstrip("0123456789")))
+        long = spelling.longer(max(1, room + 1))
         if long is None or _has(mask, spelling.letter):  # it is within a string
             return
-        if more > 0 or any(_has(mask, token) for token in (*spelling.closers, *spelling.ends)):
+        if room > 0 or any(_has(mask, token) for token in (*spelling.closers, *spelling.ends)):
             mask &= ~long
 
     def _limit_structure(self, mask: Mask, matcher: Any, left: int, forced: bool) -> None:
@@ -195,9 +195,9 @@ class Ending:
             mask &= ~spelling.quoting
         else:
             few = _few(mask)  # such as the names of properties
-            most = min(_MOST_TRIED, self._tried + _MOST_AT_ONCE)
+            limit = min(_MOST_TRIED, self._tried + _MOST_AT_ONCE)
             for token in spelling.structure if few is None else few:
-                if token != first and _has(mask, token) and not self._fits(matcher, token, left - 1 - _SPARE, most):
+                if token != first and _has(mask, token) and not self._fits(matcher, token, left - 1 - _SPARE, limit):
                     mask[token >> 5] &= ~_bit(token)
                     self.steered = True
             if few is None:
@@ -218,16 +218,16 @@ class Ending:
     def _shortest(self, matcher: Any, left: int) -> tuple[int, ...] | None:
         """Return the tokens of a short end; None if none of at most `left` tokens was found."""
         spelling = self._bounds.spelling
-        ahead, path, most = matcher.deep_copy(), list[int](), min(left, _LONGEST)
+        ahead, path, limit = matcher.deep_copy(), list[int](), min(left, _LONGEST)
         mask = np.zeros_like(spelling.joined)
-        while len(path) <= most:
+        while len(path) <= limit:
             if ahead.is_stopped():
                 return tuple(path)
             forced = ahead.compute_ff_tokens()
             if not forced:
                 ahead.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
                 forced = [self._pick(mask)]
-            if len(path) + len(forced) > most:
+            if len(path) + len(forced) > limit:
                 return None
             for token in forced:
                 if token < 0 or not ahead.consume_token(token):

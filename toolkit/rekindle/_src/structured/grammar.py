@@ -37,7 +37,7 @@ class Grammar:
         self, spec: Spec, matcher: Any, ends: frozenset[int], warnings: Sequence[str], first: First | None = None
     ) -> None:
         self.spec = spec
-        self.warnings: tuple[str, ...] = tuple(warnings)  # what a lenient schema left out
+        self.warnings: tuple[str, ...] = tuple(warnings)  # rules that a lenient schema left out
         self._matcher, self._ends, self._first = matcher, ends, first
         self.bounds: Bounds | None = None
 

@@ -86,9 +86,9 @@ class RestrictedGuide:
         return self._inner is not None and self._inner.ended
 
     def copy(self) -> RestrictedGuide:
-        other = RestrictedGuide(self._rules, None if self._inner is None else self._inner.copy())
-        other._latest, other.consumed = self._latest, self.consumed
-        return other
+        clone = RestrictedGuide(self._rules, None if self._inner is None else self._inner.copy())
+        clone._latest, clone.consumed = self._latest, self.consumed
+        return clone
 
     def fill(self, mask: Mask) -> str:
         if self._inner is None:

@@ -133,21 +133,21 @@ def find(folder: Path, name: str, identity: Identity | None = None) -> Segment:
     for _ in range(_ATTEMPTS):
         versions = _versions(folder, name)
         vanished = False
-        other: Segment | None = None  # of another identity
+        fallback: Segment | None = None  # of another identity
         for path in reversed(versions):
             try:
                 index = Segment.open(path)
                 if identity is None or identity.refuses(Identity.stored_in(index.header)) is None:
                     return index
-                other = other or index
+                fallback = fallback or index
             except FileNotFoundError:
                 vanished = vanished or not path.exists()
             except OSError as error:
                 raise StoreError(f"snapshot {name!r} can't be read now: {error}. Try again") from error
             except StoreError as error:
                 damaged = f" ({path} is damaged: {error})"
-        if other is not None and not vanished:
-            return other
+        if fallback is not None and not vanished:
+            return fallback
         if not vanished:
             break  # else another process has replaced a version by a newer one since they were listed
     known = ", ".join(sorted({repr(_name(path)) for path in _all(folder)}))
@@ -178,10 +178,10 @@ def infos(folder: Path, identity: Identity) -> list[SnapshotInfo]:
     for path in sorted(_all(folder), key=_number, reverse=True):
         with contextlib.suppress(StoreError, OSError):
             index = Segment.open(path)
-            other, name, count = Identity.stored_in(index.header), _name(path), len(index.records)
-            saved, refused = float(index.header.get("saved", 0.0)), identity.refuses(other)
-            info = SnapshotInfo(name, count, count * other.page_size, other.model, saved, refused)
-            infos_by_key.setdefault((name, other.root), info)
+            saved_for, name, count = Identity.stored_in(index.header), _name(path), len(index.records)
+            saved, refused = float(index.header.get("saved", 0.0)), identity.refuses(saved_for)
+            info = SnapshotInfo(name, count, count * saved_for.page_size, saved_for.model, saved, refused)
+            infos_by_key.setdefault((name, saved_for.root), info)
     return sorted(infos_by_key.values(), key=lambda info: (info.name, info.refused is not None, -info.saved))
 
 

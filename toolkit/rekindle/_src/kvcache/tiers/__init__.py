@@ -1,1 +1,1 @@
-"""Where cached pages live below the device: host memory and disk."""
+"""The tiers of cached pages below the device: host memory and disk."""

@@ -32,7 +32,7 @@ from rekindle_kernels import private_files
 log = logging.getLogger("rekindle.cache")
 SMALL = 4 << 20  # segments below this are merged when there are MANY of them
 MANY = 16
-RUN_BYTES, MOST_PAGES = 4 << 20, 256  # in one read, so that several threads share what a request needs
+RUN_BYTES, MOST_PAGES = 4 << 20, 256  # in one read, so that several threads share a request's pages
 FRESH_SECONDS = 600.0
 _TOUCH_SECONDS = 60.0
 _MOST_FAILURES = 3  # failed reads of one segment after which this session reads it no more

@@ -17,7 +17,7 @@ from rekindle._src.kvcache.tiers.disk import DiskTier
 
 
 class OtherDisks(Protocol):
-    """The other processes, which keep parts of what this one writes."""
+    """The other processes, which keep parts of the pages that this one writes."""
 
     def store(self, pages: Sequence[Page]) -> None: ...
     def forget(self) -> None: ...

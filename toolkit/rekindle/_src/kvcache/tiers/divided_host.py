@@ -15,7 +15,7 @@ from rekindle._src.kvcache.tiers.host_slots import Slots
 
 
 class Others(Protocol):
-    """The other processes, which keep their parts of what this one keeps."""
+    """The other processes, which keep their parts of the pages that this one keeps."""
 
     def arrived(self, digest: bytes) -> bool:
         """Note that a part came from the devices. True if it is still to be kept."""

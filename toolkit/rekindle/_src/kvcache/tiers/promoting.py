@@ -9,7 +9,7 @@ from rekindle._src.kvcache.node import Node
 from rekindle._src.kvcache.tree import PrefixCache, PrefixMatch
 
 MIN_BYTES, MAX_BYTES = 1 << 20, 64 << 20  # copied at 5 GB/s while a session opens; less costs a request nothing either
-SHARE = 4  # one of so many free pages at most: the others are for what is computed
+SHARE = 4  # one of so many free pages at most: the others are for computed pages
 
 
 def promote(cache: PrefixCache, fill: Callable[[Sequence[PageMove]], Sequence[LostPage]], *, page_bytes: int) -> int:

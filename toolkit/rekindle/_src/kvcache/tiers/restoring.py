@@ -32,12 +32,12 @@ def restore(cache: AnyCache | None, tiers: Tiers | None, name: str) -> Restored:
     else:
         disk.scan()
         pages = stored = disk.pages()
-        others = disk.others()
-        if not stored and others:
+        other_models = disk.others()
+        if not stored and other_models:
             log.info(
                 "restore='auto': nothing is kept for this model; pages of %d others (weights, kv_dtype, page_size or "
                 "version) are left alone",
-                len(others),
+                len(other_models),
             )
     grafted = snapshot.graft_all(cache, stored)
     if grafted < len(pages):
