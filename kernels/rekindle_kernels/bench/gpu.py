@@ -19,7 +19,7 @@ from rekindle_kernels.pallas.gpu import attention as kernels
 from rekindle_kernels.pallas.gpu import mosaic
 from rekindle_kernels.pallas.gpu import write_kv as writing
 
-# The shapes that the kernels are judged by: 64 rows of 4096 keys with groups of 8, and prompts of 2048 tokens.
+# The shapes of the benchmark: 64 rows of 4096 keys with groups of 8, and prompts of 2048 tokens.
 DECODE = Sizes(rows=64, context=4096, heads=64, kv_heads=8, head_dim=128, page_size=16, layers=1)
 PREFILL = replace(DECODE, rows=4, context=2048, chunk=2048, heads=32)
 Runs = dict[str, Callable[[], Any]]
@@ -27,15 +27,15 @@ Runs = dict[str, Callable[[], Any]]
 
 @deprecated.known()
 def guarded(runs: Runs) -> Runs:
-    """The runs that succeed on this device; for each of the others, print why it does not."""
-    kept: Runs = {}
+    """Return the runs that succeed on this device. Print the error of each of the others."""
+    working: Runs = {}
     for name, run in runs.items():
         try:
             jax.block_until_ready(run())
-            kept[name] = run
+            working[name] = run
         except Exception as error:
             print(f"{name}: {str(error).splitlines()[0][:150]}")
-    return kept
+    return working
 
 
 def decode_runs(shape: Sizes) -> Runs:
@@ -45,15 +45,15 @@ def decode_runs(shape: Sizes) -> Runs:
     q = jax.random.normal(jax.random.key(1), (rows, shape.heads, shape.head_dim), jnp.bfloat16)
     lens = jnp.full((rows,), context, jnp.int32)
     rest = (lens, jnp.zeros(1, jnp.int32), jnp.int32(0))
-    ours = jax.jit(partial(paged_attention, options=options))
+    paged = jax.jit(partial(paged_attention, options=options))
     runs: Runs = {
-        name: partial(ours, AttentionInputs(q, kv, table(shape, rows, widen), *rest))
+        name: partial(paged, AttentionInputs(q, kv, table(shape, rows, widen), *rest))
         for name, widen in (("decode", 1), ("decode, table twice as wide", 2))
     }
     for extra in (0, 33, 66, 132):
         run = jax.jit(partial(kernels.attention, options=options, extra=extra))
         runs[f"decode, {rows} + {extra} items"] = partial(run, AttentionInputs(q, kv, table(shape, rows), *rest))
-    # Most rows short: GB/s are those of the whole pages, so compare these two with each other alone.
+    # Most rows are short: GB/s are those of the whole pages, so compare these two only with each other.
     uneven = jnp.full((rows,), 64, jnp.int32).at[0].set(context)
     for extra in (0, 33):
         run = jax.jit(partial(kernels.attention, options=options, extra=extra))
@@ -77,9 +77,9 @@ def prefill_runs(shape: Sizes, *, with_mosaic: bool = False) -> Runs:
     starts = jnp.arange(rows + 1, dtype=jnp.int32) * chunk
     lens = jnp.full((rows,), shape.context, jnp.int32)
     options = AttentionOptions(decode_rows=0, scale=shape.head_dim**-0.5)
-    ours = jax.jit(partial(paged_attention, options=options))
+    paged = jax.jit(partial(paged_attention, options=options))
     inputs = AttentionInputs(q, kv, table(shape, rows), lens, starts, jnp.int32(rows))
-    runs: Runs = {"prefill": partial(ours, inputs)}
+    runs: Runs = {"prefill": partial(paged, inputs)}
     for block_k, stages in ((64, 3), (64, 4), (128, 2)) if with_mosaic else ():
         config = tuning.GpuMosaicPrefill(block_k, stages)
         run = jax.jit(partial(mosaic.attention, options=options, prefill_config=config))
@@ -94,32 +94,32 @@ def prefill_runs(shape: Sizes, *, with_mosaic: bool = False) -> Runs:
 
 
 def write_runs(shape: Sizes, tokens: int) -> Runs:
-    """Runs that write a step's keys and values. Both copy the pages, since nothing is donated, so only compare them."""
+    """Return runs that write keys and values. Both copy the pages, since nothing is donated: only compare them."""
     kv = filled(shape, 1, "bfloat16", 0)
     values = jax.random.normal(jax.random.key(1), (tokens, shape.kv_heads, shape.head_dim), jnp.bfloat16)
-    at = jnp.arange(tokens)
-    rest = (values, values, 1 + at // shape.page_size, at % shape.page_size)
+    positions = jnp.arange(tokens)
+    rest = (values, values, 1 + positions // shape.page_size, positions % shape.page_size)
     kernels = {"scatter": pages.write_kv, "kernel": writing.write_kv}
     return {f"write {tokens} tokens, {name}": partial(jax.jit(write), kv, *rest) for name, write in kernels.items()}
 
 
 @deprecated.known()
 def check(implementation: str | None = None) -> None:
-    """Raise when the compiled kernels disagree with the oracle on a small mixed batch."""
+    """Raise if the compiled kernels disagree with the reference on a small mixed batch."""
     shape = replace(DECODE, context=512, chunk=200, heads=16, kv_heads=2)
     kv = filled(shape, 3, "bfloat16", 0)
     q = jax.random.normal(jax.random.key(1), (2 + shape.chunk, shape.heads, shape.head_dim), jnp.bfloat16)
     lens, starts = jnp.array([1, 500, 512], jnp.int32), jnp.array([0, shape.chunk], jnp.int32)
     inputs = AttentionInputs(q, kv, table(shape, 3), lens, starts, jnp.int32(1))
     run = partial(paged_attention, options=AttentionOptions(decode_rows=2, scale=shape.head_dim**-0.5))
-    got = run(inputs, implementation=implementation)
-    want = run(replace(inputs, q=q.astype(jnp.float32)), implementation="reference")
-    worst = float(jnp.max(jnp.abs(got.astype(jnp.float32) - want)))
+    result = run(inputs, implementation=implementation)
+    expected = run(replace(inputs, q=q.astype(jnp.float32)), implementation="reference")
+    worst = float(jnp.max(jnp.abs(result.astype(jnp.float32) - expected)))
     assert worst < 3e-2, f"the compiled kernels are off by {worst}"
 
 
 def main(argv: Sequence[str] = ()) -> int:
-    """With `--mosaic`, prefill alone, by both kernels: one that stands still takes no other figures with it."""
+    """Measure all; with `--mosaic` prefill alone, by both kernels, so that a hang loses no other figures."""
     with_mosaic = "--mosaic" in argv
     if current_platform() != "gpu":
         print(f"needs a GPU, this is {current_platform()}; rekindle_kernels.bench measures anywhere")

@@ -51,20 +51,20 @@ class Line:
 
 @deprecated.known()
 def medians(runs: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
-    """Median seconds of each run, taken in turns so that a change of the machine's pace meets all of them."""
-    taken: dict[str, list[float]] = {name: [] for name in runs}
+    """Return the median seconds of each run, taken in turns so that a change of the machine's pace affects all."""
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
     for run in runs.values():
         jax.block_until_ready(run())
     for _ in range(repeats):
         for name, run in runs.items():
             begin = time.perf_counter()
             jax.block_until_ready(run())
-            taken[name].append(time.perf_counter() - begin)
-    return {name: statistics.median(times) for name, times in taken.items()}
+            seconds[name].append(time.perf_counter() - begin)
+    return {name: statistics.median(times) for name, times in seconds.items()}
 
 
 def read_bandwidth() -> float:
-    """Bytes per second that this device reads from memory."""
+    """Return the bytes per second that this device reads from memory."""
     if current_platform() != "cpu":
         x = jnp.ones(2**27)
         copy = jax.jit(lambda x: x + 1)
@@ -77,7 +77,7 @@ def read_bandwidth() -> float:
 
 
 def matmul_rate(dtype: str) -> float:
-    """Operations per second of one large product that is accumulated in float32."""
+    """Return the operations per second of one large product that is accumulated in float32."""
     size = 1536 if current_platform() == "cpu" else 8192
     a = jnp.ones((size, size), dtype)
     run = jax.jit(lambda a, b: jnp.einsum("mk,nk->mn", a, b, preferred_element_type=jnp.float32))
@@ -86,17 +86,17 @@ def matmul_rate(dtype: str) -> float:
 
 @deprecated.known()
 def filled(shape: Sizes, rows: int, dtype: str, seed: int) -> LayerKV:
-    """Pages of `rows` full sequences, in order of their ids."""
+    """Return pages of `rows` full sequences, in order of their ids."""
     tokens = rows * shape.context
     random = np.random.default_rng(seed)
     kv = init_pages(tokens // shape.page_size + 1, shape.kv_heads, shape.page_size, shape.head_dim, dtype)
-    at = jnp.arange(tokens)
+    positions = jnp.arange(tokens)
     k, v = jnp.asarray(random.standard_normal((2, tokens, shape.kv_heads, shape.head_dim), dtype=np.float32))
-    return jax.jit(write_kv)(kv, k, v, 1 + at // shape.page_size, at % shape.page_size)
+    return jax.jit(write_kv)(kv, k, v, 1 + positions // shape.page_size, positions % shape.page_size)
 
 
 def table(shape: Sizes, rows: int, widen: int = 1) -> jax.Array:
-    """A shuffled page table, `widen` times as wide as the context needs."""
+    """Return a shuffled page table, `widen` times as wide as the context needs."""
     width = shape.context // shape.page_size
     ids = 1 + np.random.default_rng(0).permutation(rows * width).reshape(rows, width)
     return jnp.asarray(np.pad(ids, ((0, 0), (0, (widen - 1) * width))), jnp.int32)

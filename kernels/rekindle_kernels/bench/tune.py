@@ -28,7 +28,7 @@ from rekindle_kernels.pallas.tpu import attention as tpu
 
 GROUP, KV_HEADS = 4, 8
 Choices = Mapping[str, Sequence[int]]
-# What is tried for each field. Decode has a buffer of keys and values less than it has stages, of two it has one.
+# The candidates for each field. Decode has one buffer of keys and values less than it has stages: one for two stages.
 DECODE: Choices = {
     "num_stages": (2, 3, 4, 5, 6),
     "block_k": (16, 32, 64, 128),
@@ -54,7 +54,7 @@ def random_pages(num_pages: int, page_size: int, head_dim: int, dtype: str) -> L
 def problem(
     head_dim: int, page_size: int, dtype: str, *, rows: int, chunks: int, chunk: int, context: int
 ) -> tuple[AttentionInputs, AttentionOptions]:
-    """`rows` decode rows and `chunks` prefill chunks of `chunk` tokens, all with `context` keys in shuffled pages."""
+    """Make `rows` decode rows and `chunks` prefills of `chunk` tokens, all with `context` keys in shuffled pages."""
     sequences = rows + chunks
     width = -(-context // page_size)
     kv = random_pages(sequences * width + 1, page_size, head_dim, dtype)
@@ -76,7 +76,7 @@ def problem(
 def seconds(
     run: Callable[[AttentionInputs], jax.Array], inputs: AttentionInputs, *, calls: int = 10, rounds: int = 5
 ) -> float:
-    """Median time of one call; several calls are in flight at once, so that dispatch is not what is measured."""
+    """Return the median time of one call. Several calls are in flight at once, so that dispatch is not measured."""
     jax.block_until_ready(run(inputs))
     times = []
     for _ in range(rounds):
@@ -92,7 +92,7 @@ def timed(
     problems: Sequence[tuple[AttentionInputs, AttentionOptions]],
     candidate: Any,
 ) -> list[float] | None:
-    """The candidate's time for each problem; None if it does not compile."""
+    """Return the candidate's time for each problem; None if it does not compile."""
     try:
         return [
             seconds(jax.jit(partial(attention, options=options, **{option: candidate})), inputs)
@@ -110,27 +110,27 @@ def best(
     *,
     budget: float = math.inf,
 ) -> tuple[Any, list[float]] | None:
-    """The configuration with the least product of times that is found from `start`, changing one field at a time.
+    """Search from `start` for the configuration with the least product of times, changing one field at a time.
 
-    It ends when no such change helps, or before the first one that begins after `budget` seconds.
+    The search ends when no such change helps, or before the first measurement after `budget` seconds.
     """
     end = time.monotonic() + budget
-    tried = {start: measure(start)}
-    found = start
+    measured = {start: measure(start)}
+    winner = start
     while True:
-        before = found
+        previous = winner
         for name, value in [(name, value) for name, values in choices.items() for value in values]:
-            candidate = replace(found, **{name: value})
-            if candidate in tried:
+            candidate = replace(winner, **{name: value})
+            if candidate in measured:
                 continue
             if time.monotonic() > end:
                 break
-            tried[candidate] = measure(candidate)
-            if _cost(tried[candidate]) < _cost(tried[found]):
-                found = candidate
-        if found == before:
-            times = tried[found]
-            return None if times is None else (found, times)
+            measured[candidate] = measure(candidate)
+            if _cost(measured[candidate]) < _cost(measured[winner]):
+                winner = candidate
+        if winner == previous:
+            times = measured[winner]
+            return None if times is None else (winner, times)
 
 
 def _cost(times: list[float] | None) -> float:
@@ -187,9 +187,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"GPU_MOSAIC_PREFILL: {key}: {reason}", file=sys.stderr)
         for name, attention, option, start, choices, problems in searches:
             measure = partial(timed, attention, option, problems)
-            found = best(measure, start, choices, budget=options.seconds)
-            if found is not None:
-                config, times = found
+            result = best(measure, start, choices, budget=options.seconds)
+            if result is not None:
+                config, times = result
                 milliseconds = ", ".join(f"{1e3 * value:.3f}" for value in times)
                 print(f"{name}: {key}: {config},  # ms: {milliseconds}", flush=True)
     return 0

@@ -28,7 +28,7 @@ class AttentionInputs:
 
     Tokens 0..R-1 are one token each of sequences 0..R-1, the decode rows; the others are prefill tokens of sequences
     R..N-1, packed without gaps. Query i of a prefill sequence sits at position kv_len - q_len + i. Rows and tokens
-    beyond what the lengths say are padding and give zeros.
+    beyond the lengths are padding and give zeros.
     """
 
     q: jax.Array  # [T, H, D]
@@ -48,12 +48,12 @@ class AttentionOptions:
     scale: float  # logits are scale · q·k
     sliding_window: int | None = None  # w: a query at position p sees keys p-w+1..p
     soft_cap: float | None = None  # c: logits become c·tanh(logits / c)
-    deterministic: bool = False  # a query's result is the same to the last bit, whatever is computed beside it
+    deterministic: bool = False  # a query's result is the same to the last bit in any batch
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """The static facts by which an implementation is chosen."""
+    """The static facts that select an implementation."""
 
     platform: str
     tokens: int  # T; tokens - decode_rows are prefill tokens
@@ -74,7 +74,7 @@ class AttentionCall:
 
     @classmethod
     def of(cls, inputs: AttentionInputs, options: AttentionOptions, platform: str | None = None) -> AttentionCall:
-        """The facts of a call with these inputs, which may be shapes alone."""
+        """Return the facts of a call with these inputs, which may be shapes alone."""
         q, kv = inputs.q, inputs.kv
         return cls(
             platform=platform or current_platform(),
@@ -103,7 +103,7 @@ def paged_attention(
     implementation: str | None = None,
     platform: str | None = None,
 ) -> jax.Array:
-    """Causal attention of a ragged batch over paged keys and values: [T, H, D] in q's dtype."""
+    """Compute causal attention of a ragged batch over paged keys and values: [T, H, D] in q's dtype."""
     heads, kv_heads = inputs.q.shape[1], inputs.kv.kv_heads
     table, lens, ends, rows = inputs.page_table, inputs.kv_lens, inputs.cu_q_lens, options.decode_rows
     assert heads % kv_heads == 0, f"{heads} query heads are not a multiple of {kv_heads} kv heads"
@@ -111,7 +111,7 @@ def paged_attention(
         f"page_table {table.shape}, kv_lens {lens.shape} and cu_q_lens {ends.shape} disagree with {rows} decode rows"
     )
     width = inputs.q.shape[-1]
-    if width < inputs.kv.head_dim:  # zeros change no product, and those of the values are left out below
+    if width < inputs.kv.head_dim:  # zeros change no product, and those of the values are cut off below
         inputs = replace(inputs, q=widened(inputs.q, inputs.kv))
     chosen = ATTENTION.choose(AttentionCall.of(inputs, options, platform), implementation)
     with jax.named_scope(f"paged_attention_{chosen.name}"):
@@ -120,5 +120,5 @@ def paged_attention(
 
 
 def implementation_names() -> tuple[str, ...]:
-    """Names that `paged_attention(implementation=…)` accepts, in order of preference."""
+    """Return the names that `paged_attention(implementation=…)` accepts, in order of preference."""
     return ATTENTION.names()

@@ -1,4 +1,4 @@
-"""Rows of several experts, each times the matrix of its own: `grouped_linear(x, weight, sizes)`.
+"""Rows of several experts, each times its expert's matrix: `grouped_linear(x, weight, sizes)`.
 
 Axes: M rows, sorted by expert, G experts, I inputs, O outputs.
 """
@@ -18,12 +18,12 @@ GROUPED_LINEAR = Registry("grouped_linear")  # run(x, weight, sizes, scale, mini
 
 @dataclass(frozen=True, slots=True)
 class GroupedCall:
-    """The static facts by which an implementation is chosen."""
+    """The static facts that select an implementation."""
 
     platform: str
     x: jax.ShapeDtypeStruct
     weight: jax.ShapeDtypeStruct
-    scale: str | None = None  # the dtype of its scales, if it is stored as `rekindle_kernels.int4` says
+    scale: str | None = None  # the dtype of its scales, if it is stored in the form of `rekindle_kernels.int4`
 
 
 def grouped_linear(
@@ -37,14 +37,14 @@ def grouped_linear(
     implementation: str | None = None,
     platform: str | None = None,
 ) -> jax.Array:
-    """x [M, I] → [M, O] in `dtype`: `sizes[0]` rows times `weight[0]`, then `sizes[1]` times `weight[1]`, …
+    """Compute x [M, I] → [M, O] in `dtype`: `sizes[0]` rows times `weight[0]`, then `sizes[1]` times `weight[1]`, …
 
-    What becomes of rows beyond the sum of `sizes` is undefined. Weights of int8 are widened to x's type, exactly; with
+    Rows beyond the sum of `sizes` are undefined. Weights of int8 are widened to x's type, exactly; with
     rows of int8 as well, sums are integers and `dtype` is int32. With a `scale`, and perhaps a `minimum`, these are the
     arrays of `rekindle_kernels.int4`, for a stack of matrices.
     """
     x_shape, shape = (jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (x, weight))
     call = GroupedCall(platform or current_platform(), x_shape, shape, None if scale is None else scale.dtype.name)
     run = GROUPED_LINEAR.choose(call, implementation).run
-    found: jax.Array = run(x, weight, sizes, scale, minimum, jnp.dtype(dtype))
-    return found
+    result: jax.Array = run(x, weight, sizes, scale, minimum, jnp.dtype(dtype))
+    return result

@@ -1,6 +1,7 @@
-"""Which implementations each operation has, in order of preference: the first that supports a call serves it.
+"""The implementations of each operation, in order of preference: the first that supports a call serves it.
 
-The others are found by name alone (`implementation=…`). A module is imported when a call first comes to its line.
+Those without platforms are selected by name alone (`implementation=…`). A module is imported when a call first
+considers its line.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ ATTENTION.register("pallas_tpu", TPU_ATTENTION, "ATTENTION", platforms=TPU)
 ATTENTION.register("native", NATIVE, "ATTENTION", platforms=CPU)
 ATTENTION.register("xla", XLA_ATTENTION, "ATTENTION", platforms=ANYWHERE)
 ATTENTION.register("reference", REFERENCE, "ATTENTION", platforms=ANYWHERE)
-# By their names: no GPU has run the first yet, and the others are for tests.
+# Selected by name alone: no GPU has run the first yet, and the others are for tests.
 ATTENTION.register("pallas_mosaic_gpu", GPU_MOSAIC, "ATTENTION")
 ATTENTION.register("pallas_mosaic_gpu_interpret", GPU_MOSAIC, "INTERPRETED")
 ATTENTION.register("pallas_gpu_interpret", GPU_ATTENTION, "INTERPRETED")

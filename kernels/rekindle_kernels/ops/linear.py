@@ -1,9 +1,9 @@
-"""Rows times a stored matrix, with what surrounds it in a transformer: `linear(x, weight, …)`.
+"""Rows times a stored matrix, with a transformer's norm, gate and residual around it: `linear(x, weight, …)`.
 
 Axes: I inputs, O outputs.
 
-An implementation is chosen by the product alone. It then says which of norm and gate it can take into the same call;
-what it can't is an operation of its own, before or after.
+An implementation is selected by the product alone. It then reports which of norm and gate it can fuse into the call;
+the others are separate operations, before or after.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ LINEAR = Registry("linear")  # run(x, weight, scale, minimum, residual, count, n
 class LinearOptions:
     """The static options of a product."""
 
-    # How a weight is multiplied that is not of floats: int8 by "int8", which rounds rows to int8, or "int8-weight",
-    # which doesn't; "int4" is stored as `rekindle_kernels.int4` says, in four bits or more.
+    # The product with a weight that is not of floats: int8 by "int8", which rounds rows to int8, or by "int8-weight",
+    # which doesn't. "int4" is stored in the form of `rekindle_kernels.int4`, in four bits or more.
     quantize: str | None = None
     gate: str | None = None  # an activation: the result is `gated(…, gate)`, half as wide
     eps: float = 0.0  # of the norm
-    deterministic: bool = False  # a row's result is the same to the last bit, however many rows there are
+    deterministic: bool = False  # a row's result is the same to the last bit for any number of rows
 
 
 PLAIN = LinearOptions()
@@ -39,7 +39,7 @@ PLAIN = LinearOptions()
 
 @dataclass(frozen=True, slots=True)
 class LinearCall:
-    """The static facts by which an implementation is chosen."""
+    """The static facts that select an implementation."""
 
     platform: str
     x: jax.ShapeDtypeStruct
@@ -52,7 +52,7 @@ class LinearCall:
 
     @property
     def outputs(self) -> int:
-        """How many outputs the matrix has, before a gate."""
+        """The number of the matrix's outputs, before a gate."""
         return self.weight.shape[0] * (int4.OUTPUTS if self.quantize == "int4" else 1)
 
     @property
@@ -75,12 +75,12 @@ def linear(
     implementation: str | None = None,
     platform: str | None = None,
 ) -> jax.Array:
-    """x [..., I] · weight [O, I] (· scale [O]) → [..., O] in `dtype`, by default x's own.
+    """Compute x [..., I] · weight [O, I] (· scale [O]) → [..., O] in `dtype`, by default x's own.
 
     With `options.quantize` "int4", `weight`, `scale` and `minimum` are the arrays of `rekindle_kernels.int4`.
 
     With `norm` [I], x is RMS-normed before. With `options.gate`, the result is the activation of its first half times
-    its second half. `residual`, shaped as the result, is added last. Rows behind the first `count` are undefined.
+    its second half. `residual`, shaped like the result, is added last. Rows after the first `count` are undefined.
     """
     dtype = jnp.dtype(dtype or x.dtype)
     call = LinearCall(
@@ -94,12 +94,12 @@ def linear(
     chosen = LINEAR.choose(call, implementation)
     if norm is not None and chosen.supports(replace(call, norm=True)) is not None:
         x, norm = rms_norm(x, norm, options.eps, implementation=implementation, platform=platform), None
-    apart = options.gate
-    if apart is not None and chosen.supports(replace(call, gate=apart)) is None:
-        apart = None
-    if apart is None:
+    separate_gate = options.gate
+    if separate_gate is not None and chosen.supports(replace(call, gate=separate_gate)) is None:
+        separate_gate = None
+    if separate_gate is None:
         y: jax.Array = chosen.run(x, weight, scale, minimum, residual, count, norm, options, dtype)
         return y
     y = chosen.run(x, weight, scale, minimum, None, count, norm, replace(options, gate=None), dtype)
-    y = gated(y, apart)
+    y = gated(y, separate_gate)
     return y if residual is None else residual + y

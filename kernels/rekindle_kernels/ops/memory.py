@@ -20,24 +20,24 @@ Tree = TypeVar("Tree")
 
 @dataclass(frozen=True, slots=True)
 class ZerosCall:
-    """The static facts by which an implementation is chosen."""
+    """The static facts that select an implementation."""
 
     platform: str
 
 
 @dataclass(frozen=True, slots=True)
 class FillCall:
-    """The static facts by which an implementation is chosen."""
+    """The static facts that select an implementation."""
 
     platform: str
 
 
 def zeros(shapes: Tree, *, implementation: str | None = None, platform: str | None = None) -> Tree:
-    """Arrays of zeros for a tree of ShapeDtypeStructs, inside a program; on Linux CPUs, memory that is not touched."""
+    """Return zeros for a tree of ShapeDtypeStructs, inside a program; on Linux CPUs, memory that is not touched."""
     leaves, tree = jax.tree.flatten(shapes)
     run = ZEROS.choose(ZerosCall(platform or current_platform()), implementation).run
-    made: Tree = jax.tree.unflatten(tree, run(leaves))
-    return made
+    arrays: Tree = jax.tree.unflatten(tree, run(leaves))
+    return arrays
 
 
 def fill_pages(
@@ -48,7 +48,7 @@ def fill_pages(
     implementation: str | None = None,
     platform: str | None = None,
 ) -> tuple[LayerKV, ...]:
-    """Put each of `pages` at its id ([n] int32) in all layers; in place when the caller donates `layers`.
+    """Write each of `pages` at its id ([n] int32) in all layers; in place when the caller donates `layers`.
 
     A page is [1, layers, ...] for each array of a layer. Ids that pad the transfer are 0, the scratch page.
     """
@@ -59,18 +59,18 @@ def fill_pages(
 
 
 def give_up_zeros(error: Exception, *, platform: str | None = None) -> bool:
-    """Stop using the implementation of `zeros` that a program just failed with.
+    """Stop using the implementation of `zeros` with which a program has just failed.
 
-    `error` is logged. Returns False where no implementation could be given up, so the error has another cause.
+    `error` is logged. Return False where no implementation could be given up, so the error has another cause.
     """
-    tried = ZEROS.on(platform or current_platform())
-    return any(candidate.give_up is not None and candidate.give_up(error) for candidate in tried)
+    candidates = ZEROS.on(platform or current_platform())
+    return any(candidate.give_up is not None and candidate.give_up(error) for candidate in candidates)
 
 
 def abstract_pages(
     num_pages: int, kv_heads: int, page_size: int, head_dim: int, dtype: DTypeLike, *, platform: str | None = None
 ) -> LayerKV:
-    """The shapes of `init_pages`, without memory and without tracing."""
+    """Return the shapes of `init_pages`, without memory and without tracing."""
     platform = platform or current_platform()
     stored = storage_dtype(dtype, platform)
     shape = (num_pages, 2, kv_heads, page_size, stored_head_dim(head_dim, platform))
@@ -81,6 +81,6 @@ def abstract_pages(
 def init_pages(
     num_pages: int, kv_heads: int, page_size: int, head_dim: int, dtype: DTypeLike, *, platform: str | None = None
 ) -> LayerKV:
-    """Zeroed pages of one layer, page 0 included; int8 and fp8 pages come with scales."""
+    """Return zeroed pages of one layer, page 0 included; int8 and fp8 pages come with scales."""
     shapes = abstract_pages(num_pages, kv_heads, page_size, head_dim, dtype, platform=platform)
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)

@@ -13,7 +13,7 @@ RMS_NORM = Registry("rms_norm")  # run(x, weight, eps) -> like x
 
 @dataclass(frozen=True, slots=True)
 class NormCall:
-    """The static facts by which an implementation is chosen."""
+    """The static facts that select an implementation."""
 
     platform: str
     x: jax.ShapeDtypeStruct
@@ -27,7 +27,7 @@ def rms_norm(
     implementation: str | None = None,
     platform: str | None = None,
 ) -> jax.Array:
-    """x / sqrt(mean(x²) + eps) · weight in x's dtype; the mean is over the last axis and computed in float32."""
+    """Compute x / sqrt(mean(x²) + eps) · weight in x's dtype; the mean is over the last axis, in float32."""
     call = NormCall(platform or current_platform(), jax.ShapeDtypeStruct(x.shape, x.dtype))
     normed: jax.Array = RMS_NORM.choose(call, implementation).run(x, weight, eps)
     return normed

@@ -1,4 +1,4 @@
-"""Whole programs: fusing a step's calls, the kernels that a stored program needs, and where kernels are kept."""
+"""Whole programs: fusing a step's calls, the kernels that a stored program needs, and the folder of kernels."""
 
 from __future__ import annotations
 
@@ -17,83 +17,83 @@ Step = TypeVar("Step", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """How programs behave on a platform, for code that chooses their shapes."""
+    """The behaviour of programs on a platform, for code that chooses their shapes."""
 
     single_rows: bool  # a program for one row is faster than one for two
     skips_padding: bool  # tokens that pad a program are not computed
 
 
 def traits(implementation: str | None = None, *, platform: str | None = None) -> Traits:
-    """The traits of programs whose operations run with `implementation` (None: the first that supports each call)."""
-    uses = _uses_native(implementation, platform)
-    return Traits(single_rows=uses, skips_padding=uses and native.chains())
+    """Return the traits of programs that run with `implementation` (None: for each call the first that supports it)."""
+    is_native = _uses_native(implementation, platform)
+    return Traits(single_rows=is_native, skips_padding=is_native and native.chains())
 
 
 def fuse(function: Step, *, implementation: str | None = None, platform: str | None = None) -> Step:
-    """`function`, to be jitted, with runs of operations as one call each; unchanged where nothing can be joined."""
+    """Return `function`, to be jitted, with runs of operations joined into one call each where possible."""
     fused: Any = native.chained(function) if _uses_native(implementation, platform) else function
     return fused
 
 
 def unavailable_reason(platform: str | None = None) -> str | None:
-    """Why the kernels for this platform can't be used on this machine, so that XLA does their work; None if they can.
+    """Return why the kernels for this platform can't be used here, so that XLA does their work; None if they can.
 
-    Calls that a kernel does not support are XLA's all the same.
+    Calls that a kernel does not support go to XLA in any case.
     """
     return native.unavailable_reason() if (platform or current_platform()) == "cpu" else None
 
 
 def kernels_origin() -> str:
-    """Where the native kernels are from, in words."""
-    found = library.find()
-    if found is None:
+    """Describe the origin of the native kernels."""
+    built = library.find()
+    if built is None:
         return f"numba compiles them for this processor when a model needs them, and keeps them in {build.folder()}"
-    level = next(iter(found.levels))
-    cache, ahead = found.prefetch or cpu.level_called(level).prefetch
-    measured = f"as measured on {found.processor or 'this processor'}" if found.prefetch else "as for all of its level"
+    level = next(iter(built.levels))
+    cache, ahead = built.prefetch or cpu.level_called(level).prefetch
+    measured = f"as measured on {built.processor or 'this processor'}" if built.prefetch else "as for all of its level"
     prefetch = f"prefetching {ahead >> 10} KiB ahead into cache level {cache}, {measured}"
-    return f"{found.origin or 'in the package, for'} {level}, {prefetch}: {found.path}"
+    return f"{built.origin or 'in the package, for'} {level}, {prefetch}: {built.path}"
 
 
 def environment() -> dict[str, Any]:
-    """The settings of this process that implementations depend on; they belong into a compiled program's key."""
+    """Return the settings of this process that implementations depend on, for a compiled program's key."""
     return {"native": native.unavailable_reason() is None, "chains": native.chains(), **build.identity()}
 
 
 def kernels_for(
     matrices: Iterable[str], pages: str, head_dim: int, scaled: Iterable[tuple[str, str]] = ()
 ) -> list[str]:
-    """The native kernels that a model's steps call, by their names: for matrices and pages of these dtypes.
+    """Return the names of the native kernels that a model's steps call, for matrices and pages of these dtypes.
 
-    `scaled` are the dtypes of matrices with scales, each with that of the scales; those in groups that it leaves out
-    have float16. It may name too many; one that it leaves out is compiled when a program that calls it is traced.
+    `scaled` are the dtypes of matrices with scales, each with that of the scales; matrices in groups that it omits
+    have float16. The result may have too many; a missing kernel is compiled when a program that calls it is traced.
     """
     return native.kernels_for(matrices, pages, head_dim, scaled)
 
 
 def build_kernels(names: Iterable[str]) -> BackgroundBuild | None:
-    """Begin to compile those kernels that are not there yet, in other processes; None if there is nothing to do."""
+    """Begin to compile the missing kernels in other processes; None if there is nothing to do."""
     return background_build.begun(names)
 
 
 def kernels_in(executable: bytes) -> list[str]:
-    """Names of the registered kernels that a serialised executable calls; it may name too many, never too few."""
+    """Return names of registered kernels that a serialised executable calls; perhaps too many, never too few."""
     return native.called_by(executable)
 
 
 def ensure_kernels(names: Iterable[str]) -> None:
-    """Register these kernels with XLA, building them if need be: before a stored program that calls them is loaded."""
+    """Register these kernels with XLA, built if necessary, before a stored program that calls them is loaded."""
     for name in names:
         native.ensure(name)
 
 
 def kernel_being_compiled() -> str:
-    """The kernel that this process is compiling now, by its name, for progress displays; empty if there is none."""
+    """Return the name of the kernel that this process is compiling now, for progress displays; empty if none."""
     return build.compiling
 
 
 def configure(*, cache_folder: str | Path) -> None:
-    """Keep machine code that this process builds from now on below `cache_folder`, and look for it there.
+    """Store machine code that this process builds from now on below `cache_folder`, and look for it there.
 
     The default is `rekindle_kernels` in the user's cache folder.
     """
@@ -101,5 +101,5 @@ def configure(*, cache_folder: str | Path) -> None:
 
 
 def _uses_native(implementation: str | None, platform: str | None) -> bool:
-    named = implementation in (None, "native")
-    return named and (platform or current_platform()) == "cpu" and native.unavailable_reason() is None
+    applies = implementation in (None, "native")
+    return applies and (platform or current_platform()) == "cpu" and native.unavailable_reason() is None

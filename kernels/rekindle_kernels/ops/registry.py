@@ -1,8 +1,8 @@
 """The implementations of one operation, and the choice among them.
 
-A call of an operation is described by its static facts (platform, shapes, dtypes, options) in a frozen record. Each
-implementation says through `supports(call)` why it can't serve such a call; the first that can is taken. This happens
-while a program is traced, so it costs nothing when the program runs.
+A frozen record holds the static facts of a call of an operation (platform, shapes, dtypes, options). Each
+implementation reports through `supports(call)` why it can't serve such a call; the first that can is taken. This
+happens while a program is traced, so it costs nothing when the program runs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Facts(Protocol):
 
     @property
     def platform(self) -> str:
-        """Where the call runs: "cpu", "gpu" or "tpu"."""
+        """The platform of the call: "cpu", "gpu" or "tpu"."""
         ...
 
 
@@ -29,14 +29,14 @@ class Implementation:
     """One way to compute an operation."""
 
     name: str
-    run: Callable[..., Any]  # takes what the operation's module says
+    run: Callable[..., Any]  # with the arguments that the operation's module lists
     supports: Callable[[Any], str | None]  # None, or the reason why it can't serve a call with these facts
     give_up: Callable[[Exception], bool] | None = None  # after a failure at run time: refuse from now on
-    deterministic: bool = False  # serves calls whose results may not depend on what is computed beside them
-    one_call: bool = False  # it is a single operation of the program, whatever it computes
+    deterministic: bool = False  # serves calls whose results may not depend on the rest of the batch
+    one_call: bool = False  # it is always a single operation of the program
 
     def reason_against(self, call: Facts) -> str | None:
-        """Why it can't serve a call; None if it can."""
+        """Return why it can't serve a call; None if it can."""
         if getattr(call, "deterministic", False) and not self.deterministic:
             return "its results for a row depend on what is computed beside it"
         return self.supports(call)
@@ -44,12 +44,12 @@ class Implementation:
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """Where an implementation is found; its module is imported when the implementation is first asked for."""
+    """The place of an implementation; its module is imported when the implementation is first used."""
 
     name: str
     module: str
     attribute: str
-    platforms: tuple[str, ...]  # on which it is chosen; one without any runs only where it is named
+    platforms: tuple[str, ...]  # on which it is chosen; one without any runs only by name
 
 
 @dataclass(eq=False, slots=True)
@@ -60,29 +60,29 @@ class Registry:
     entries: list[Registered] = field(default_factory=list)
 
     def register(self, name: str, module: str, attribute: str, *, platforms: tuple[str, ...] = ()) -> None:
-        """Add the implementation that `attribute` of `module` holds, behind those that are there."""
+        """Add the implementation that `attribute` of `module` holds, after the existing ones."""
         assert name not in self.names(), f"{self.operation} has an implementation {name!r} already"
         self.entries.append(Registered(name, module, attribute, platforms))
 
     def names(self) -> tuple[str, ...]:
-        """Names that `implementation=` accepts, in order of preference."""
+        """Return the names that `implementation=` accepts, in order of preference."""
         return tuple(entry.name for entry in self.entries)
 
     def load(self, name: str) -> Implementation:
-        """The implementation called `name`; raises ValueError for an unknown one."""
+        """Return the implementation called `name`. Raise ValueError for an unknown one."""
         for entry in self.entries:
             if entry.name == name:
-                found: Implementation = getattr(importlib.import_module(entry.module), entry.attribute)
-                return found
+                loaded: Implementation = getattr(importlib.import_module(entry.module), entry.attribute)
+                return loaded
         known = ", ".join(self.names())
         raise ValueError(f"unknown implementation {name!r} of {self.operation}; there are {known}")
 
     def on(self, platform: str) -> tuple[Implementation, ...]:
-        """The implementations that are tried on `platform`, in order."""
+        """Return the implementations for `platform`, in order of preference."""
         return tuple(self.load(entry.name) for entry in self.entries if platform in entry.platforms)
 
     def choose(self, call: Facts, implementation: str | None = None) -> Implementation:
-        """The first implementation that supports `call`; if none can, or not the named one, ValueError with reasons."""
+        """Return the named implementation, or the first that supports `call`. Raise ValueError with reasons if none."""
         if implementation is None:
             for entry in self.entries:
                 if call.platform in entry.platforms:
@@ -101,16 +101,16 @@ class Registry:
         return named
 
     def reasons(self, call: Facts) -> dict[str, str | None]:
-        """What each implementation for the call's platform says: None if it can serve it, or why it can't."""
+        """Return for each implementation on the call's platform why it can't serve the call, or None if it can."""
         return {candidate.name: candidate.reason_against(call) for candidate in self.on(call.platform)}
 
 
 def anything(call: Facts) -> None:
-    """`supports` of an implementation that serves every call."""
+    """Return None: the `supports` of an implementation that serves every call."""
 
 
 def current_platform() -> str:
-    """The platform that a call traced now runs on: the default device's, else the default backend's."""
+    """Return the platform of a call traced now: the default device's, else the default backend's."""
     device = jax.config.jax_default_device  # type: ignore[attr-defined]
     name = getattr(device, "platform", device) if device is not None else jax.default_backend()
     return {"cuda": "gpu", "rocm": "gpu"}.get(str(name), str(name))

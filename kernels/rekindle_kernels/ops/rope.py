@@ -1,4 +1,4 @@
-"""Rotary embedding of fused projections: `rope(qk, qkv, …)` gives queries and keys, rotated, and values.
+"""Rotary embedding of fused projections: `rope(qk, qkv, …)` returns queries and keys, rotated, and values.
 
 Axes: T tokens, H query heads, K kv heads, D head size, F rotated frequencies.
 """
@@ -16,7 +16,7 @@ ROPE = Registry("rope")  # run(qk, qkv, cos, sin, norm, heads=…, eps=…) -> q
 
 @dataclass(frozen=True, slots=True)
 class RopeCall:
-    """The static facts by which an implementation is chosen."""
+    """The static facts that select an implementation."""
 
     platform: str
     qk: jax.ShapeDtypeStruct
@@ -36,7 +36,7 @@ def rope(
     implementation: str | None = None,
     platform: str | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """q [T, H, D] and k [T, K, D] of qk [T, ≥ H + K, D], rotated by cos and sin [T, F]; v [T, K, D] of qkv.
+    """Return q [T, H, D] and k [T, K, D] of qk [T, ≥ H + K, D], rotated by cos and sin [T, F], and v [T, K, D] of qkv.
 
     `heads` is H, and qkv [T, H + 2·K, D] has queries, keys and values in this order. With `norm` [H + K, D] queries and
     keys are first RMS-normed, head by head. Without cos and sin they are not rotated.

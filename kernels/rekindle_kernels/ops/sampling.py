@@ -28,7 +28,7 @@ SMALL_TOP_K = 64  # lax.top_k of 64 costs 1.3 ms for [16, 49152] on CPU; a large
 
 
 class Choice(NamedTuple):
-    """How each row chooses; every field has N entries."""
+    """The sampling options of each row; every field has N entries."""
 
     temperature: jax.Array  # float32; 0 is greedy
     top_k: jax.Array  # int32; 0 is off
@@ -39,7 +39,7 @@ class Choice(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """What at least one row asks for, as bool scalars; the rest need not be computed."""
+    """The options that at least one row uses, as bool scalars; the others need not be computed."""
 
     draws: jax.Array  # a temperature above 0
     top_k: jax.Array
@@ -49,19 +49,19 @@ class Wanted(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SamplingCall:
-    """The static facts by which an implementation is chosen."""
+    """The static facts that select an implementation."""
 
     platform: str
     logits: jax.ShapeDtypeStruct
 
 
 def block_size(vocab: int) -> int:
-    """Tokens per block of a draw, about the root of the vocabulary. Draws depend on it, so it is part of a seed."""
+    """Return the tokens per block of a draw, about the root of the vocabulary. Draws of a seed depend on it."""
     return 1 << max(5, round(math.log2(vocab) / 2))
 
 
 def mask_words(vocab: int) -> int:
-    """Length of a row's mask in integers of 32 bits: a bit for each token, the lowest first. 1 allows the token."""
+    """Return the length of a row's mask in 32-bit integers: a bit for each token, the lowest first. 1 allows it."""
     return -(-vocab // 32)
 
 
@@ -72,7 +72,7 @@ def greedy(
     implementation: str | None = None,
     platform: str | None = None,
 ) -> jax.Array:
-    """The first index of the largest logit of each row: int32 [N] for logits [N, V].
+    """Return the first index of the largest logit of each row: int32 [N] for logits [N, V].
 
     `masks` int32 [N, mask_words(V)] make the logits of some tokens minus infinity.
     """
@@ -90,30 +90,30 @@ def draw(
     implementation: str | None = None,
     platform: str | None = None,
 ) -> jax.Array:
-    """Tokens int32 [N] drawn from logits [N, V]; rows with temperature 0 are greedy. `masks` are those of `greedy`."""
+    """Draw tokens int32 [N] from logits [N, V]. Rows with temperature 0 are greedy. `masks` are those of `greedy`."""
     _check(logits, masks)
     tokens: jax.Array = DRAW.choose(_call(logits, platform), implementation).run(logits, choice, wanted, masks)
     return tokens
 
 
 def draws_in_one_call(logits: jax.Array, *, implementation: str | None = None, platform: str | None = None) -> bool:
-    """Whether a draw from these logits is a single operation, so that a program may as well have it in two branches."""
+    """True if a draw from these logits is a single operation, so that a program may have it in two branches."""
     return DRAW.choose(_call(logits, platform), implementation).one_call
 
 
 def top_k(
     values: jax.Array, k: int, *, implementation: str | None = None, platform: str | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """The k largest values of each row [N, V], falling, and where they are; of equal ones the first comes first."""
+    """Return the k largest values of each row [N, V], falling, and their indices; equal values keep their order."""
     largest, indices = TOP_K.choose(_call(values, platform), implementation).run(values, k)
     return largest, indices
 
 
 def _check(logits: jax.Array, masks: jax.Array | None) -> None:
-    wanted = (logits.shape[0], mask_words(logits.shape[-1]))
-    if masks is not None and (masks.shape != wanted or masks.dtype.name != "int32"):
-        given, needed = f"{masks.dtype.name}{list(masks.shape)}", f"int32{list(wanted)}"
-        raise ValueError(f"masks are {given}, and logits {list(logits.shape)} need {needed}")
+    shape = (logits.shape[0], mask_words(logits.shape[-1]))
+    if masks is not None and (masks.shape != shape or masks.dtype.name != "int32"):
+        actual, needed = f"{masks.dtype.name}{list(masks.shape)}", f"int32{list(shape)}"
+        raise ValueError(f"masks are {actual}, and logits {list(logits.shape)} need {needed}")
 
 
 def _call(logits: jax.Array, platform: str | None) -> SamplingCall:

@@ -18,7 +18,7 @@ WRITE_KV = Registry("write_kv")  # run(kv, k, v, page_ids, offsets) -> LayerKV
 
 @dataclass(frozen=True, slots=True)
 class WriteCall:
-    """The static facts by which an implementation is chosen."""
+    """The static facts that select an implementation."""
 
     platform: str
     tokens: int
@@ -42,7 +42,7 @@ def write_kv(
     """Write token t's k[t], v[t] ([T, K, D]) to page page_ids[t] at offsets[t]; in place when the caller donates `kv`.
 
     Where the pages' vectors are wider than D, as on TPUs, zeros fill them.
-    Values are rounded, or quantised with a scale per token and head, to what `kv` holds. Padding tokens write to
+    Values are rounded, or quantised with a scale per token and head, to the dtype of `kv`. Padding tokens write to
     page 0; which of two tokens with one destination wins is undefined.
     """
     k, v = widened(k, kv), widened(v, kv)

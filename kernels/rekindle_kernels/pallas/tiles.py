@@ -1,4 +1,4 @@
-"""The tile table: which rows of which sequence each program of a prefill kernel works on.
+"""The tile table: the rows and the sequence that each program of a prefill kernel works on.
 
 Prefill queries are packed without gaps, so a fixed grid of query tiles would straddle sequences. Here every tile
 belongs to one sequence. Padding tokens form one more sequence without keys: kernels write its zeros like any other row.
@@ -14,13 +14,13 @@ from rekindle_kernels.ops.attention import AttentionInputs
 # Rows of the table, int32 [5, tiles].
 SEQUENCE = 0  # row of the page table (padding tiles name an existing row and never read it)
 QUERY = 1  # first token of the sequence, counted in the whole of q
-QUERIES = 2  # how many tokens of the sequence are in q
+QUERIES = 2  # number of tokens of the sequence in q
 CONTEXT = 3  # keys of the sequence, this step's included
 FIRST = 4  # first row of the tile within the sequence; a row is one (token, head of the group) pair
 
 
 def tile_count(tokens: int, sequences: int, rows_per_token: int, block: int) -> int:
-    """Tiles that are enough however `tokens` are spread over `sequences`: each one wastes less than one tile."""
+    """Return enough tiles for any spread of `tokens` over `sequences`: each sequence wastes less than one tile."""
     return min(tokens * rows_per_token, tokens * rows_per_token // block + sequences + 1)
 
 

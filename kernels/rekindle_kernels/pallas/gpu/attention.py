@@ -20,7 +20,7 @@ PAGE_TYPES = (*QUERY_TYPES, "int8", "float8_e4m3fn", "float8_e5m2")
 
 
 def supports(call: AttentionCall) -> str | None:
-    """The reason why these kernels can't serve the call, or None."""
+    """Return the reason why these kernels can't serve the call, or None."""
     if call.q_dtype.name not in QUERY_TYPES:
         return f"queries are {call.q_dtype.name}, not one of {', '.join(QUERY_TYPES)}"
     if call.kv_dtype.name not in PAGE_TYPES:
@@ -45,7 +45,7 @@ def attention(
     extra: int | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """`ops.attention.paged_attention`; block sizes and `extra` items of work come from `tuning` unless given."""
+    """Compute `ops.attention.paged_attention`. Block sizes and `extra` items of work default to those of `tuning`."""
     q, kv, rows = inputs.q, inputs.kv, options.decode_rows
     tokens, heads, head_dim = q.shape
     paged, scoring = paged_and_scoring(inputs, options, interpret=interpret)
@@ -61,7 +61,7 @@ def attention(
 
 
 def paged_and_scoring(inputs: AttentionInputs, options: AttentionOptions, *, interpret: bool) -> tuple[Paged, Scoring]:
-    """The pages and the scoring, as the kernels take them."""
+    """Return the pages and the scoring in the kernels' form."""
     pages = as_values(inputs.kv.pages, inputs.kv)
     if 2**31 < pages.nbytes <= 2**32 and pages.dtype.itemsize == 1:
         # Pallas counts elements in 32 signed bits up to 4 GiB.
@@ -82,7 +82,7 @@ def decode_rows(
     extra: int | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Attention of the decode rows: [T, H, D], where only rows 0..R-1 are written."""
+    """Compute attention of the decode rows: [T, H, D], where only rows 0..R-1 are written."""
     kv = inputs.kv
     config = config or tuning.gpu_decode(kv.dtype, inputs.q.shape[-1], kv.page_size)
     longest = min(inputs.page_table.shape[1] * kv.page_size, scoring.sliding_window or 2**31)

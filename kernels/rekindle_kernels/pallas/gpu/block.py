@@ -1,4 +1,4 @@
-"""What the GPU attention kernels share: reading a block of paged keys, scoring it, and the online softmax.
+"""The common parts of the GPU attention kernels: reading a block of paged keys, scoring it, and the online softmax.
 
 Axes: M tile rows, B keys of a block, D head_dim (padded to a power of two inside a tile), S page size. Triton wants
 every tile to be a power of two in size, dots to be at least 16 wide, and masks where a tile overhangs its array.
@@ -19,15 +19,15 @@ from jax.experimental.pallas import triton as plgpu
 from jax.typing import DTypeLike
 
 LOG2E = math.log2(math.e)
-# A finite start for running maxima: with -inf a row that saw only masked keys would compute exp2(-inf - -inf) = nan.
+# A finite start for running maxima: with -inf a row with only masked keys would compute exp2(-inf - -inf) = nan.
 LOWEST = -1e30
-# Which half of a page; numpy scalars, because interpret mode asks every index for its shape.
+# The half of a page; numpy scalars, because interpret mode reads the shape of every index.
 K, V = np.int32(0), np.int32(1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Scoring:
-    """How raw dot products become logits; static in every kernel."""
+    """The conversion of raw dot products to logits; static in every kernel."""
 
     scale: float
     soft_cap: float | None
@@ -49,7 +49,7 @@ class Scoring:
 def product(
     left: jax.Array, right: jax.Array, *, contract_right: int, emulated: bool, dtype: DTypeLike = jnp.float32
 ) -> jax.Array:
-    """[M, N] in `dtype`. Three TF32 products stand for one of float32: exact ones miss the tensor cores and spill."""
+    """Return [M, N] in `dtype`. Three TF32 products replace one of float32, which misses tensor cores and spills."""
     precision: lax.Precision | lax.DotAlgorithmPreset | None = None
     if left.dtype == jnp.float32:
         precision = lax.Precision.HIGHEST if emulated else lax.DotAlgorithmPreset.TF32_TF32_F32_X3
@@ -66,7 +66,7 @@ class Softmax(NamedTuple):
 
 
 def start(rows: int, columns: int, sinks: jax.Array | None) -> Softmax:
-    """The softmax before the first block; a row's sink, a logit without a value, is counted from the start."""
+    """Return the softmax before the first block. A row's sink, a logit without a value, is counted from the start."""
     values = jnp.zeros((rows, columns), jnp.float32)
     if sinks is None:
         return Softmax(jnp.full((rows,), LOWEST, jnp.float32), jnp.zeros((rows,), jnp.float32), values)
@@ -74,7 +74,7 @@ def start(rows: int, columns: int, sinks: jax.Array | None) -> Softmax:
 
 
 def padded(head_dim: int) -> int:
-    """head_dim as Triton sees it; 16 is the least that a dot accepts."""
+    """Return head_dim padded for Triton; 16 is the least that a dot accepts."""
     return max(16, int(pl.next_power_of_2(head_dim)))
 
 
@@ -90,9 +90,9 @@ def both(left: jax.Array | None, right: jax.Array | None) -> jax.Array | None:
 
 
 def load_rows(ref: jax.Ref, rows: tuple[Any, ...], mask: jax.Array | None) -> jax.Array:
-    """ref[(*rows, :)] as [len, D padded]; rows outside `mask` and columns past head_dim are zero.
+    """Load ref[(*rows, :)] as [len, D padded]; rows outside `mask` and columns past head_dim are zero.
 
-    Indices past the array are formed but not read. Clamping them instead would hide from Triton that neighbours are
+    Indices past the array are computed but not read. Clamping them instead would hide from Triton that neighbours are
     contiguous, and every load would become one of single elements.
     """
     head_dim = ref.shape[-1]
@@ -117,23 +117,25 @@ class Paged(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """Where a block of keys lies."""
+    """The places of a block of keys."""
 
     pages: jax.Array  # int32 [B]
     slots: jax.Array  # int32 [B], within the pages
-    readable: jax.Array | None  # bool [B], None: all of them are keys of the sequence
+    readable: jax.Array | None  # bool [B]; None: all of them are keys of the sequence
 
 
 def page_ids(paged: Paged, sequence: jax.Array, positions: jax.Array, readable: jax.Array | None) -> jax.Array:
-    """The pages of the keys at `positions` [B]; 0 where they are not to be read."""
-    at = sequence, lax.div(positions, jnp.int32(paged.pages.shape[-2]))
+    """Return the pages of the keys at `positions` [B]; 0 where they must not be read."""
+    entry = sequence, lax.div(positions, jnp.int32(paged.pages.shape[-2]))
     return (
-        plgpu.load(paged.table.at[at]) if readable is None else plgpu.load(paged.table.at[at], mask=readable, other=0)
+        plgpu.load(paged.table.at[entry])
+        if readable is None
+        else plgpu.load(paged.table.at[entry], mask=readable, other=0)
     )
 
 
 def slots_of(paged: Paged, positions: jax.Array) -> jax.Array:
-    """Where the keys at `positions` lie in their pages."""
+    """Return the slots of the keys at `positions` in their pages."""
     page_size = jnp.int32(paged.pages.shape[-2])
     return positions - lax.div(positions, page_size) * page_size
 
@@ -148,7 +150,7 @@ def attend(
     head: jax.Array,
     visible: jax.Array | None,  # bool [M, B] or [1, B], None: every row sees every key
 ) -> Softmax:
-    """Take one block of keys into the softmax."""
+    """Add one block of keys to the softmax."""
     pages, slots, readable = keys
 
     def load(ref: jax.Ref, *at: jax.Array | np.int32) -> jax.Array:
@@ -173,5 +175,5 @@ def attend(
 
 
 def normalised(state: Softmax) -> jax.Array:
-    """The values float32 [M, D] divided by the total; rows without keys are zero."""
+    """Return the values float32 [M, D] divided by the total; rows without keys are zero."""
     return state.values / jnp.where(state.total == 0.0, 1.0, state.total)[:, None]

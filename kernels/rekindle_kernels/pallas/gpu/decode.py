@@ -1,7 +1,7 @@
 """GPU decode: one query token per sequence, keys divided among programs by the work table, then merged.
 
 Axes: R decode rows, H heads, K kv heads, G heads per kv head, D head_dim, I items of work. The heads of a group share
-one tile, padded to the 16 rows that a dot needs. Neither the width of the page table nor its empty rows cost anything.
+one tile, padded to the 16 rows that a dot needs. The width of the page table and its empty rows cost nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rekindle_kernels.ops.attention import AttentionInputs
 from rekindle_kernels.pallas.gpu import block, work
 from rekindle_kernels.tuning import GpuDecode
 
-MERGED = 8  # parts that the merge reads at once
+MERGED = 8  # parts read at once by the merge
 
 
 def _decode_kernel(
@@ -50,8 +50,8 @@ def _decode_kernel(
             readable &= positions >= length - scoring.sliding_window
         return positions, readable
 
-    # Page ids are loaded a turn before their keys: keys whose address is loaded in the same turn have to wait for it,
-    # and Triton then keeps one buffer of them only. (At most a block behind `end` is looked up, and not read.)
+    # Page ids are loaded one turn before their keys: keys whose address is loaded in the same turn have to wait for it,
+    # and Triton then keeps only one buffer of them. (At most one block after `end` is looked up, and not read.)
     def step(index: jax.Array, carried: tuple[block.Softmax, jax.Array]) -> tuple[block.Softmax, jax.Array]:
         state, pages = carried
         following = block.page_ids(paged, row, *block_at(index + 1))
@@ -97,9 +97,9 @@ def _merge_kernel(
         totals = plgpu.load(total_ref.at[items, head], mask=used, other=0.0)
         parts = block.load_rows(parts_ref, (items, head), used)
         top = jnp.maximum(state.top, jnp.max(tops, axis=0))
-        shrink, before = jnp.exp2(tops - top), jnp.exp2(state.top - top)
-        total = state.total * before + jnp.sum(totals * shrink, axis=0)
-        return block.Softmax(top, total, state.values * before + jnp.sum(parts * shrink[:, None], axis=0))
+        shrink, shrink_state = jnp.exp2(tops - top), jnp.exp2(state.top - top)
+        total = state.total * shrink_state + jnp.sum(totals * shrink, axis=0)
+        return block.Softmax(top, total, state.values * shrink_state + jnp.sum(parts * shrink[:, None], axis=0))
 
     empty = jnp.zeros((block.padded(head_dim),), jnp.float32)
     state = block.Softmax(jnp.float32(block.LOWEST), jnp.float32(0), empty)
@@ -119,7 +119,7 @@ def decode(
     extra: int,
     interpret: bool = False,
 ) -> jax.Array:
-    """Attention of the decode rows: [T, H, D], where only rows 0..R-1 are written."""
+    """Compute attention of the decode rows: [T, H, D], where only rows 0..R-1 are written."""
     q, kv_lens = inputs.q, inputs.kv_lens
     _, heads, head_dim = q.shape
     kv_heads = paged.pages.shape[2]

@@ -27,7 +27,7 @@ TYPES = ("bfloat16", "float16", "float32", "int8")
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How much a program computes, and takes at once."""
+    """The sizes that a program computes, and those that it loads at once."""
 
     rows: int
     outputs: int
@@ -37,7 +37,7 @@ class Tile:
 
 
 def tile_for(x: jax.ShapeDtypeStruct, experts: int) -> Tile:
-    """Tiles of as many rows as an expert has on average, from 16 to 128; checked by compiling for an H100."""
+    """Return tiles of as many rows as an expert has on average, from 16 to 128; checked by compiling for an H100."""
     share = -(-x.shape[0] // experts)
     rows = max(16, min(128, 1 << (share - 1).bit_length()))
     if x.dtype.itemsize == 4:
@@ -46,7 +46,7 @@ def tile_for(x: jax.ShapeDtypeStruct, experts: int) -> Tile:
 
 
 def supports(call: GroupedCall) -> str | None:
-    """The reason why the kernel can't serve the call, or None."""
+    """Return the reason why the kernel can't serve the call, or None."""
     names = call.x.dtype.name, call.weight.dtype.name
     if call.scale is not None:
         if names[0] not in int4_grouped.TYPES:
@@ -111,7 +111,7 @@ def grouped(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """`ops.grouped.grouped_linear` as one kernel."""
+    """Compute `ops.grouped.grouped_linear` as one kernel."""
     if scale is not None:
         return int4_grouped.multiply(x, weight, scale, minimum, sizes, dtype, interpret=interpret)
     tile = tile_for(jax.ShapeDtypeStruct(x.shape, x.dtype), weight.shape[0])

@@ -1,11 +1,11 @@
-"""GPU product of rows with a matrix of four or eight bits in groups, which is widened in registers.
+"""GPU product of rows with a matrix of four or eight bits in groups; integers are widened in registers.
 
 XLA writes a 16-bit copy of the whole matrix before each product, four times its bytes, and reads that again. Here a
-program loads words of the stored matrix as they lie, widens them, and multiplies.
+program loads words of the stored matrix unchanged, widens them, and multiplies.
 
 Axes: M rows, K inputs, N outputs, W words of an output, J inputs in a word (8 of four bits, 4 of eight), S parts of K.
 A word has J consecutive inputs of one output, so input j of each word makes a matrix [W, N] of its own. The rows are
-laid out to match, [J, M, W], and the J products are added up.
+laid out to match, [J, M, W], and the J products are summed.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from rekindle_kernels.pallas.gpu.block import both, product
 
 TYPES = ("bfloat16", "float16", "float32")
 WORDS = {"uint8": 8, "int32": 4}  # inputs in a word, by the dtype of weights: those of four bits, and of eight
-FEW_ROWS = 64  # up to so many, reading the matrix is what takes the time
-WAVES = 2  # programs per multiprocessor that few rows are divided into
-LEAST_TURNS = 4  # of a program's loop
+FEW_ROWS = 64  # up to this number, reading the matrix takes most of the time
+WAVES = 2  # programs per multiprocessor into which a product of few rows is divided
+LEAST_TURNS = 4  # the fewest turns of a program's loop
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How much a program computes, and takes at once."""
+    """The sizes that a program computes, and those that it loads at once."""
 
     rows: int
     outputs: int
@@ -44,7 +44,7 @@ class Tile:
 
 
 def tile_for(x: jax.ShapeDtypeStruct, outputs: int, words: int) -> Tile:
-    """The tile for rows x [M, K]; few of them have narrow ones, and the inputs in parts where there are too few tiles
+    """Return the tile for rows x [M, K]: narrow for few rows, with the inputs in parts where there are too few tiles
     to fill a GPU. Checked by compiling for an H100."""
     count = x.shape[0]
     rows = max(16, min(128, 1 << (count - 1).bit_length()))
@@ -58,13 +58,13 @@ def tile_for(x: jax.ShapeDtypeStruct, outputs: int, words: int) -> Tile:
         return tile
     programs = -(-outputs // tile.outputs) * -(-count // tile.rows)
     turns = -(-words // tile.words)
-    wanted = -(-WAVES * tuning.multiprocessors() // programs)
-    share = -(-turns // max(1, min(wanted, turns // LEAST_TURNS)))
+    parts = -(-WAVES * tuning.multiprocessors() // programs)
+    share = -(-turns // max(1, min(parts, turns // LEAST_TURNS)))
     return replace(tile, parts=-(-turns // share))
 
 
 def supports(call: LinearCall) -> str | None:
-    """The reason why the kernel can't serve the call, or None."""
+    """Return the reason why the kernel can't serve the call, or None."""
     if call.quantize != "int4":
         return "the matrix is not in groups"
     if call.weight.dtype.name not in WORDS:
@@ -90,7 +90,7 @@ def summed(
     turns: tuple[jax.Array | int, jax.Array | int],  # of the loop over words, half open
     *,
     rows: jax.Array,
-    real: jax.Array | None,  # which of the rows are to be read; None: all
+    real: jax.Array | None,  # True for the rows to be read; None: all
     columns: jax.Array,  # outputs
     exists: jax.Array | None,
     first: jax.Array | int,  # row of `words_ref` that has output 0
@@ -98,13 +98,13 @@ def summed(
     words_of_group: int,
     emulated: bool,
 ) -> jax.Array:
-    """The products of a tile of rows and outputs, float32, added up over so many turns; inside a kernel."""
+    """Return the products of a tile of rows and outputs, float32, summed over these turns; inside a kernel."""
     each, words = x_ref.shape[0], x_ref.shape[2]
     block = lax.div(columns, jnp.int32(int4.OUTPUTS))
     lane = columns - block * int4.OUTPUTS
 
     def column(ref: jax.Ref, at: jax.Array, inside: jax.Array | None) -> jax.Array:
-        """The entries `at` [W] of each output, [W, N]."""
+        """Load the entries `at` [W] of each output, [W, N]."""
         index = first + block[None, :], at[:, None] * int4.OUTPUTS + lane[None, :]
         mask = both(None if inside is None else inside[:, None], None if exists is None else exists[None, :])
         if mask is None:
@@ -165,7 +165,7 @@ def _kernel(
 
 
 def _input(stored: jax.Array, number: int, each: int) -> jax.Array:
-    """Input `number` of each word, int32: 0 to 15 of four bits, -128 to 127 of eight."""
+    """Return input `number` of each word, int32: 0 to 15 of four bits, -128 to 127 of eight."""
     if each == 4:
         return lax.shift_right_arithmetic(lax.shift_left(stored, jnp.int32(24 - 8 * number)), jnp.int32(24))
     bits = 8 * (number % 4) + 4 * (number // 4)
@@ -173,18 +173,18 @@ def _input(stored: jax.Array, number: int, each: int) -> jax.Array:
 
 
 def inputs_in_word(weight: jax.Array) -> int:
-    """J of a stored matrix."""
+    """Return J of a stored matrix."""
     return WORDS[weight.dtype.name]
 
 
 def as_words(weight: jax.Array) -> jax.Array:
-    """A stored matrix, or a stack of them one under the other, as int32 [N / 16, W * 16]; nothing is copied."""
+    """View a stored matrix, or a stack of them one under the other, as int32 [N / 16, W * 16]; nothing is copied."""
     rows = weight.reshape(-1, weight.shape[-1])
     return rows if rows.dtype == jnp.int32 else lax.bitcast_convert_type(rows.reshape(len(rows), -1, 4), jnp.int32)
 
 
 def laid_out(x: jax.Array, each: int) -> jax.Array:
-    """Rows [M, K] as [J, M, W]."""
+    """Return rows [M, K] as [J, M, W]."""
     return jnp.moveaxis(x.reshape(x.shape[0], -1, each), -1, 0)
 
 
@@ -197,17 +197,17 @@ def multiply(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """x · the matrix that `rekindle_kernels.int4` describes → [M, N] in `dtype`, or in float32 where it is in parts."""
+    """Compute x · a matrix of `rekindle_kernels.int4` → [M, N] in `dtype`, or in float32 where it is in parts."""
     (count, inputs), outputs = x.shape, weight.shape[0] * int4.OUTPUTS
     each = inputs_in_word(weight)
     words_of_group = int4.group_of(weight, scale) // each
     tile = tile_for(jax.ShapeDtypeStruct(x.shape, x.dtype), outputs, inputs // each)
     scale, minimum = int4.numbers(scale, inputs), None if minimum is None else int4.numbers(minimum, inputs)
-    made = jax.ShapeDtypeStruct((tile.parts, count, outputs), dtype if tile.parts == 1 else jnp.float32)
+    result = jax.ShapeDtypeStruct((tile.parts, count, outputs), dtype if tile.parts == 1 else jnp.float32)
     parts: jax.Array = pl.pallas_call(
         functools.partial(_kernel, tile=tile, words_of_group=words_of_group, emulated=interpret),
         grid=(-(-outputs // tile.outputs), -(-count // tile.rows), tile.parts),
-        out_shape=made,
+        out_shape=result,
         compiler_params=plgpu.CompilerParams(num_warps=tile.num_warps, num_stages=tile.num_stages),
         interpret=interpret,
         name="int4_linear",
@@ -228,7 +228,7 @@ def run(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """`ops.linear.linear`; every row is computed, whatever `count` says."""
+    """Compute `ops.linear.linear`; every row is computed, regardless of `count`."""
     assert scale is not None, "integers have scales"
     y = multiply(x.reshape(-1, x.shape[-1]), weight, scale, minimum, dtype, interpret=interpret)
     y = y.reshape(*x.shape[:-1], y.shape[-1]).astype(dtype)

@@ -1,7 +1,7 @@
 """GPU product of rows with the matrices of their experts, which are stored in four or eight bits in groups.
 
-It is the product of `int4.py` with the tiles of `grouped.py`: only matrices of experts that have rows are read, as they
-are stored. XLA would widen those of all experts in memory before.
+It is the product of `int4.py` with the tiles of `grouped.py`: only matrices of experts that have rows are read, in
+their stored form. XLA would first widen those of all experts in memory.
 
 Axes: M rows, sorted by expert, G experts, K inputs, N outputs.
 """
@@ -23,7 +23,7 @@ from rekindle_kernels.pallas.gpu.int4 import Tile, as_words, inputs_in_word, lai
 
 
 def tile_for(x: jax.ShapeDtypeStruct, experts: int) -> Tile:
-    """Tiles of as many rows as an expert has on average, from 16 to 64; checked by compiling for an H100."""
+    """Return tiles of as many rows as an expert has on average, from 16 to 64; checked by compiling for an H100."""
     share = -(-x.shape[0] // experts)
     rows = max(16, min(64, 1 << (share - 1).bit_length()))
     if x.dtype.itemsize == 4:
@@ -71,16 +71,16 @@ def multiply(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """The first sizes[0] rows times the first matrix, and so on → [M, N] in `dtype`."""
+    """Compute the first sizes[0] rows times the first matrix, and so on → [M, N] in `dtype`."""
     (count, inputs), (experts, outputs, _) = x.shape, int4.matrix_shape(weight)
     each = inputs_in_word(weight)
     tile = tile_for(jax.ShapeDtypeStruct(x.shape, x.dtype), experts)
     words_of_group = int4.group_of(weight, scale) // each
     table = tile_table(sizes, count, tile.rows)
     numbers = [
-        None if one is None else int4.numbers(one.reshape(-1, one.shape[-1]), inputs) for one in (scale, minimum)
+        None if part is None else int4.numbers(part.reshape(-1, part.shape[-1]), inputs) for part in (scale, minimum)
     ]
-    made: jax.Array = pl.pallas_call(
+    result: jax.Array = pl.pallas_call(
         functools.partial(_kernel, tile=tile, words_of_group=words_of_group, emulated=interpret),
         grid=(-(-outputs // tile.outputs), table.shape[1]),
         out_shape=jax.ShapeDtypeStruct((count, outputs), dtype),
@@ -88,4 +88,4 @@ def multiply(
         interpret=interpret,
         name="int4_grouped",
     )(laid_out(x, each), as_words(weight), *numbers, table)
-    return made
+    return result

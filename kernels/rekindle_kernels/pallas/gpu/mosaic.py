@@ -1,6 +1,6 @@
-"""GPU attention whose prefill is written in Mosaic GPU, for Hopper; decode is the Triton kernel's.
+"""GPU attention whose prefill is written in Mosaic GPU, for Hopper. Decode uses the Triton kernel.
 
-No GPU has run it yet, so it serves only where it is asked for by its name.
+No GPU has run it yet, so it is used only by its name.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from rekindle_kernels.pallas.gpu.mosaic_prefill import prefill
 
 TYPES = ("bfloat16", "float16")
 HEAD_DIMS = (64, 128)  # rows of which lie at multiples of 128 bytes, as the copies need them
-OLDEST = 0, 12  # the version of JAX whose Mosaic GPU the kernel is written for
+OLDEST = 0, 12  # the oldest version of JAX whose Mosaic GPU runs the kernel
 
 
 def supports(call: AttentionCall) -> str | None:
-    """The reason why the kernel can't serve the call, or None."""
+    """Return the reason why the kernel can't serve the call, or None."""
     if jax.__version_info__ < OLDEST:
         return f"jax is {jax.__version__}; the kernel is written for the Mosaic GPU of 0.12"
     if call.q_dtype.name not in TYPES or call.kv_dtype != call.q_dtype:
@@ -46,7 +46,7 @@ def attention(
     prefill_config: tuning.GpuMosaicPrefill | None = None,
     interpret: Any = False,  # True, or JAX's InterpretGPUParams
 ) -> jax.Array:
-    """`ops.attention.paged_attention`; block sizes come from `tuning` unless given."""
+    """Compute `ops.attention.paged_attention`. Block sizes default to those of `tuning`."""
     q, kv, rows, emulated = inputs.q, inputs.kv, options.decode_rows, bool(interpret)
     paged, scoring = triton.paged_and_scoring(inputs, options, interpret=emulated)
     out = triton.decode_rows(inputs, paged, scoring, rows, interpret=emulated) if rows else None

@@ -5,9 +5,9 @@ two heads that share their keys, or, where groups are odd, 128 tokens of one hea
 form is that of FlashAttention-3: the tensor memory accelerator (TMA) copies page after page into a ring of blocks, and
 while one consumer multiplies, the other takes its softmax.
 
-A copy brings whole pages, so a block holds rows that no query may read: behind the sequence's end, and before a sliding
+A copy brings whole pages, so a block holds rows that no query may read: after the sequence's end, and before a sliding
 window. Scores of such keys are masked. Their values would be multiplied by zero, which does not help against NaN, so
-the producer overwrites them with zeros before it hands the block over.
+the producer overwrites them with zeros before it releases the block.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rekindle_kernels.pallas.gpu import block
 from rekindle_kernels.tuning import GpuMosaicPrefill
 
 plgpu: Any = mosaic_gpu  # its names differ from one version of JAX to the next
-ROWS = 64  # of a consumer: what one matrix instruction takes
+ROWS = 64  # of a consumer: the rows of one matrix instruction
 CONSUMERS = 2
 PRODUCER = CONSUMERS  # warpgroups 0 and 1 are the consumers
 # Registers of a thread. A multiprocessor has 512 for one thread of each of the three warpgroups.
@@ -46,7 +46,7 @@ class Sizes(NamedTuple):
 
     @property
     def copied(self) -> int:
-        """Keys of one copy: those of a page, or of a block where pages are larger."""
+        """Keys of one copy: a page's, or a block's where pages are larger."""
         return min(self.page, self.block_k)
 
     @property
@@ -61,7 +61,7 @@ class Sizes(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """The blocks of keys, or of values, that are under way; `stages` of them."""
+    """The blocks of keys, or of values, that are in flight; `stages` of them."""
 
     blocks: Any  # [stages, B, D] in shared memory
     landed: Any  # barriers: the block can be read
@@ -69,14 +69,14 @@ class Ring(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """What a program has in shared memory."""
+    """The shared memory of a program."""
 
-    rows: Any  # [consumers, 64, D] in order, as they lie in q and in the output
-    q: Any  # [consumers, 64, D] as the matrix instructions read it
+    rows: Any  # [consumers, 64, D] in the order of q and of the output
+    q: Any  # [consumers, 64, D] in the layout of the matrix instructions
     q_landed: Any  # barriers, one for each consumer
     keys: Ring
     values: Ring
-    raw: Any  # barrier: values that the producer has yet to overwrite in part
+    raw: Any  # barrier: values that the producer still has to overwrite in part
     turns: Any  # barrier at which the consumers take turns with the matrix unit
     weights: Any  # [consumers, 64, B], or None where they stay in registers
 
@@ -109,15 +109,16 @@ def _tile(table_ref: Any, index: jax.Array, sizes: Sizes, window: int | None) ->
 
 
 def _produce(pages_ref: Any, ids_ref: Any, tile: Tile, shared: Shared, *, head: jax.Array, sizes: Sizes) -> None:
-    """Copy the blocks that the consumers ask for, a page at a time."""
+    """Copy the blocks that the consumers read, a page at a time."""
     block_k, stages, copied = sizes.block_k, sizes.stages, sizes.copied
-    # Positions that are copied: others are replaced by the nearest of these, so that each block has as many copies.
+    # The range of copied positions. Others are replaced by the nearest of these, so that all blocks have equally many
+    # copies.
     newest = lax.div(tile.context - 1, jnp.int32(copied)) * copied
     oldest = lax.div(tile.oldest, jnp.int32(copied)) * copied
 
     def turn(index: jax.Array, carry: None) -> None:
-        done = index - tile.low
-        slot = lax.rem(done, jnp.int32(stages))
+        number = index - tile.low
+        slot = lax.rem(number, jnp.int32(stages))
         rows = []
         for part in range(block_k // copied):
             position = jnp.clip(index * block_k + part * copied, oldest, newest)
@@ -135,7 +136,7 @@ def _produce(pages_ref: Any, ids_ref: Any, tile: Tile, shared: Shared, *, head: 
                 )
 
         for ring in (shared.keys, shared.values):
-            pl.when(done >= stages)(functools.partial(plgpu.barrier_wait, ring.free.at[slot]))
+            pl.when(number >= stages)(functools.partial(plgpu.barrier_wait, ring.free.at[slot]))
             if ring is shared.keys:
                 copy(ring, 0, ring.landed.at[slot])
         begin = index * block_k
@@ -172,14 +173,14 @@ def _consume(
     scoring: block.Scoring,
     sizes: Sizes,
 ) -> None:
-    """The attention of one consumer's 64 rows."""
+    """Compute the attention of one consumer's 64 rows."""
     block_k, stages, head_dim, window = sizes.block_k, sizes.stages, sizes.head_dim, scoring.sliding_window
     rows_smem, q_smem, landed = shared.rows.at[warpgroup], shared.q.at[warpgroup], shared.q_landed.at[warpgroup]
     first = tile.first + (0 if sizes.heads > 1 else warpgroup * ROWS)
     token = tile.query + first
     plgpu.copy_gmem_to_smem(q_ref.at[pl.ds(token, ROWS), head], rows_smem, landed)
     plgpu.barrier_wait(landed)
-    # Sequences begin at any token, and the swizzled order in which q is multiplied has groups of eight rows.
+    # Sequences begin at any token, and the swizzled layout in which q is multiplied has groups of eight rows.
     q_smem[...] = plgpu.load(rows_smem, layout=plgpu.Layout.WGMMA, optimized=False)
     plgpu.commit_smem()
 
@@ -316,7 +317,7 @@ def _kernel(
 
 
 def _scratch(sizes: Sizes, dtype: Any, *, emulated: bool) -> list[Any]:
-    """Shared memory and barriers, in the order of `_kernel`'s arguments."""
+    """Return shared memory and barriers, in the order of `_kernel`'s arguments."""
     swizzle = plgpu.find_swizzle(sizes.head_dim * jnp.dtype(dtype).itemsize * 8)
     transforms = (
         plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize)),
@@ -327,7 +328,7 @@ def _scratch(sizes: Sizes, dtype: Any, *, emulated: bool) -> list[Any]:
     copies = sizes.block_k // sizes.copied
     landed = plgpu.Barrier(num_arrivals=copies, num_barriers=sizes.stages)
     free = plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=sizes.stages)
-    found = [
+    buffers = [
         plgpu.SMEM(rows, dtype),
         plgpu.SMEM(rows, dtype, transforms=transforms),
         plgpu.Barrier(num_barriers=CONSUMERS),
@@ -336,7 +337,7 @@ def _scratch(sizes: Sizes, dtype: Any, *, emulated: bool) -> list[Any]:
         plgpu.Barrier(num_arrivals=CONSUMERS),
     ]
     # JAX's interpreter takes no operand of a product from registers.
-    return [*found, plgpu.SMEM((CONSUMERS, ROWS, sizes.block_k), dtype)] if emulated else found
+    return [*buffers, plgpu.SMEM((CONSUMERS, ROWS, sizes.block_k), dtype)] if emulated else buffers
 
 
 def prefill(
@@ -349,7 +350,7 @@ def prefill(
     config: GpuMosaicPrefill,
     interpret: Any = None,
 ) -> jax.Array:
-    """Attention of the prefill tokens: [T, H, D], where tokens before R are those of `out`."""
+    """Compute attention of the prefill tokens: [T, H, D], where tokens before R are those of `out`."""
     q = inputs.q
     _, heads, head_dim = q.shape
     kv_heads, page = inputs.kv.kv_heads, inputs.kv.page_size

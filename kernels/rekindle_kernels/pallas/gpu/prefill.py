@@ -94,7 +94,7 @@ def prefill(
     config: GpuPrefill,
     interpret: bool = False,
 ) -> jax.Array:
-    """Attention of the prefill tokens: [T, H, D], where tokens before R are those of `out`."""
+    """Compute attention of the prefill tokens: [T, H, D], where tokens before R are those of `out`."""
     q = inputs.q
     kv_heads = paged.pages.shape[2]
     group = q.shape[1] // kv_heads

@@ -1,4 +1,4 @@
-"""The work table of decode: which keys of which row each program goes through, built on the device for every step.
+"""The work table of decode: the keys and the row of each program, built on the device for every step.
 
 Axes: R decode rows, I items of work. Rows differ in length: with a fixed number of programs for each of them, one row
 of 32,768 keys among 63 short ones would run on a few multiprocessors while the others are idle. So every row has one
@@ -17,14 +17,14 @@ from rekindle_kernels.tuning import GpuDecode
 # Rows of `Work.items`.
 ROW = 0
 BEGIN = 1  # first block of keys
-END = 2  # block behind the last one
-LEADS = 3  # whether it is the row's first item
+END = 2  # block after the last one
+LEADS = 3  # 1 for the row's first item
 
 
 class Work(NamedTuple):
-    """The items of all rows, one row's behind the other's."""
+    """The items of all rows, row after row."""
 
-    items: jax.Array  # int32 [4, I]; those that are left over go through no keys
+    items: jax.Array  # int32 [4, I]; unused items have no keys
     starts: jax.Array  # int32 [R + 1]: items starts[r] to starts[r + 1] are those of row r
 
 
@@ -54,4 +54,4 @@ def work_table(
     part = item - starts[row]
     begin = first[row] + part * share[row]
     items = [row, begin, jnp.minimum(end[row], begin + share[row]), part == 0]
-    return Work(jnp.stack([one.astype(jnp.int32) for one in items]), starts)
+    return Work(jnp.stack([column.astype(jnp.int32) for column in items]), starts)

@@ -23,7 +23,7 @@ def _round(values: jax.Array) -> jax.Array:
 
 
 def _narrow(values: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-    """`pages.quantize` in operations that Triton has: float32 [K, D] to (dtype [K, D], float32 [K])."""
+    """Compute `pages.quantize` with Triton's operations: float32 [K, D] to (dtype [K, D], float32 [K])."""
     integer = jnp.issubdtype(dtype, jnp.integer)
     largest = float(jnp.iinfo(dtype).max if integer else jnp.finfo(dtype).max)
     scales = jnp.max(jnp.abs(values), axis=1) / largest
@@ -50,14 +50,14 @@ def _write_kernel(
         if len(outs) == 2:
             values, scales = _narrow(values.astype(jnp.float32), outs[0].dtype)
             plgpu.store(outs[1].at[page, half, heads, offset], scales, mask=heads < kv_heads)
-        at = outs[0].at[page, half, heads[:, None], offset, columns]
-        plgpu.store(at, values.astype(outs[0].dtype), mask=mask)
+        target = outs[0].at[page, half, heads[:, None], offset, columns]
+        plgpu.store(target, values.astype(outs[0].dtype), mask=mask)
 
 
 def write_kv(
     kv: LayerKV, k: jax.Array, v: jax.Array, page_ids: jax.Array, offsets: jax.Array, *, interpret: bool = False
 ) -> LayerKV:
-    """`ops.write_kv.write_kv` as one kernel."""
+    """Compute `ops.write_kv.write_kv` as one kernel."""
     pages = as_values(kv.pages, kv)
     leaves = (pages,) if kv.scales is None else (pages, kv.scales)
     out = pl.pallas_call(

@@ -1,4 +1,4 @@
-"""TPU attention over pages read in place: queries are laid out in tiles of one sequence each; one kernel serves all."""
+"""TPU attention over pages read in place, in one kernel; queries are laid out in tiles of one sequence each."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ TABLE_BYTES = 896 << 10
 
 
 def sequences_at_once(table_width: int) -> int:
-    """How many rows of the page table fit scalar memory, where they are padded to tiles of 8 rows and 128 columns."""
+    """Return how many page table rows fit scalar memory, where they are padded to tiles of 8 rows and 128 columns."""
     return TABLE_BYTES // (-(-table_width // 128) * 128 * 4) // 8 * 8
 
 
 def supports(call: AttentionCall) -> str | None:
-    """The reason why the kernel can't serve the call, or None."""
+    """Return the reason why the kernel can't serve the call, or None."""
     if call.q_dtype.name not in TYPES:
         return f"queries are {call.q_dtype.name}, not one of {', '.join(TYPES)}"
     if call.kv_dtype.name not in TYPES:
@@ -41,22 +41,22 @@ def supports(call: AttentionCall) -> str | None:
 
 
 def _decode_tiles(contexts: jax.Array) -> jax.Array:
-    """A tile table with one tile per decode row."""
+    """Return a tile table with one tile per decode row."""
     row = jnp.arange(contexts.shape[0])
     zero = jnp.zeros_like(row)
     return jnp.stack([row, row, (contexts > 0).astype(row.dtype), contexts, zero]).astype(jnp.int32)
 
 
 def _of_rows(table: jax.Array, first: int, count: int) -> tuple[jax.Array, jax.Array]:
-    """Which tiles work on rows first..first+count-1 of the page table, and a tile table where only those have keys."""
+    """Return True for the tiles of page table rows first..first+count-1, and a table where only these have keys."""
     row = table[tiles.SEQUENCE] - first
-    mine = (row >= 0) & (row < count)
-    own = table.at[tiles.SEQUENCE].set(jnp.clip(row, 0, count - 1))
-    return mine, own.at[tiles.CONTEXT].set(jnp.where(mine, own[tiles.CONTEXT], 0))
+    selected = (row >= 0) & (row < count)
+    masked = table.at[tiles.SEQUENCE].set(jnp.clip(row, 0, count - 1))
+    return selected, masked.at[tiles.CONTEXT].set(jnp.where(selected, masked[tiles.CONTEXT], 0))
 
 
 def _pad_rows(rows: int, dtype: jnp.dtype) -> int:
-    """Rows of a tile are a multiple of what one register holds: 8 sublanes of 32 bits."""
+    """Round the rows of a tile up to a multiple of one register's rows: 8 sublanes of 32 bits."""
     least = 8 * 4 // dtype.itemsize
     return -(-rows // least) * least
 
@@ -68,7 +68,7 @@ def attention(
     config: tuning.Tpu | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> jax.Array:
-    """`ops.attention.paged_attention`; block sizes come from `tuning` unless they are given."""
+    """Compute `ops.attention.paged_attention`. Block sizes default to those of `tuning`."""
     q, kv, sinks, decode_rows = inputs.q, inputs.kv, inputs.sinks, options.decode_rows
     tokens, heads, head_dim = q.shape
     group = heads // kv.kv_heads
@@ -77,19 +77,19 @@ def attention(
     block_pages = max(1, min(config.keys // kv.page_size, inputs.page_table.shape[1]))
 
     def run(tiled: jax.Array, table: jax.Array, span: int, page_table: jax.Array) -> jax.Array:
-        """tiled [tiles, span, H, D] through the kernel, in the same layout. `table` names rows of `page_table`."""
+        """Run the kernel on tiled [tiles, span, H, D]; same layout out. `table` has indices of rows of `page_table`."""
         rows = _pad_rows(span * group, q.dtype)
         folded = tiled.reshape(-1, span, kv.kv_heads, group, head_dim).swapaxes(1, 2)
         folded = folded.reshape(-1, kv.kv_heads, span * group, head_dim)
         folded = jnp.pad(folded, ((0, 0), (0, 0), (0, rows - span * group), (0, 0)))
-        each = None
+        tile_sinks = None
         if sinks is not None:
-            each = jnp.tile(sinks.reshape(kv.kv_heads, group), (1, span))
-            each = jnp.pad(each, ((0, 0), (0, rows - span * group)))
+            tile_sinks = jnp.tile(sinks.reshape(kv.kv_heads, group), (1, span))
+            tile_sinks = jnp.pad(tile_sinks, ((0, 0), (0, rows - span * group)))
         shape = TileShape(
             group, rows, block_pages, kv.page_size, float(options.scale), options.soft_cap, options.sliding_window
         )
-        out = run_tiles(folded, pages, table, page_table, each, shape=shape, interpret=interpret)
+        out = run_tiles(folded, pages, table, page_table, tile_sinks, shape=shape, interpret=interpret)
         out = out[:, :, : span * group].reshape(-1, kv.kv_heads, span, group, head_dim)
         return out.swapaxes(1, 2).reshape(-1, span, heads, head_dim)
 
@@ -98,9 +98,9 @@ def attention(
     if decode_rows:
         with jax.named_scope("decode"):
             for first in range(0, decode_rows, at_once):
-                some = slice(first, min(first + at_once, decode_rows))
-                table = _decode_tiles(inputs.kv_lens[some])
-                parts.append(run(q[some, None], table, 1, inputs.page_table[some])[:, 0])
+                part = slice(first, min(first + at_once, decode_rows))
+                table = _decode_tiles(inputs.kv_lens[part])
+                parts.append(run(q[part, None], table, 1, inputs.page_table[part])[:, 0])
     if tokens > decode_rows:
         with jax.named_scope("prefill"):
             span = min(config.tokens, _pad_rows(tokens - decode_rows, q.dtype))
@@ -113,9 +113,9 @@ def attention(
             tiled = jnp.zeros_like(queries)
             for first in range(decode_rows, decode_rows + sequences, at_once):
                 rows = inputs.page_table[first : first + at_once]
-                mine, own = _of_rows(table, first, rows.shape[0])
-                found = run(queries, own, span, rows)
-                tiled = found if sequences <= at_once else jnp.where(mine[:, None, None, None], found, tiled)
+                selected, masked = _of_rows(table, first, rows.shape[0])
+                result = run(queries, masked, span, rows)
+                tiled = result if sequences <= at_once else jnp.where(selected[:, None, None, None], result, tiled)
             # Every token from decode_rows on is in exactly one tile, padding included.
             place = jnp.zeros((tokens,), jnp.int32)
             place = place.at[jnp.where(real, token, tokens)].set(

@@ -2,7 +2,7 @@
 
 Axes: M tile rows ((token, head of the group) pairs), K kv heads, G heads per kv head, D head_dim, S page size, B pages
 of a block. A page holds all heads' keys and values in one piece of HBM, so one DMA brings it whole and the kernel works
-on all heads. The last block of a tile already starts the first block of the next tile that has keys: only the very
+on all heads. The last block of a tile starts the fetch of the first block of the next tile that has keys: only the very
 first DMA is waited for in full.
 """
 
@@ -20,7 +20,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from rekindle_kernels.pallas import tiles
 
-# A finite start for running maxima: with -inf a row that saw only masked keys would compute exp(-inf - -inf) = nan.
+# A finite start for running maxima: with -inf a row with only masked keys would compute exp(-inf - -inf) = nan.
 LOWEST = -1e30
 LANES = 128
 
@@ -49,7 +49,7 @@ class Span(NamedTuple):
 
 
 def span(table: jax.Ref | jax.Array, tile: jax.Array, shape: TileShape) -> Span:
-    """The tile's span, from the tile table."""
+    """Return the tile's span, from the tile table."""
     queries, context, first = (table[row, tile] for row in (tiles.QUERIES, tiles.CONTEXT, tiles.FIRST))
     size = shape.block_pages * shape.page_size
     nearest = context - queries + lax.div(first, jnp.int32(shape.group))
@@ -98,7 +98,7 @@ def _attend_block(
     block: jax.Array,
     shape: TileShape,
 ) -> None:
-    """Take one block of keys into every head's online softmax."""
+    """Add one block of keys to every head's online softmax."""
     keys = shape.block_pages * shape.page_size
     kv_heads, head_dim = q_ref.shape[1], q_ref.shape[-1]
     start = block * keys
@@ -106,7 +106,7 @@ def _attend_block(
     if shape.sliding_window is not None:
         lowest = jnp.maximum(at.nearest - shape.sliding_window + 1, 0)
 
-    # Weights of unseen keys are zero, but zero times whatever unwritten memory holds may be nan.
+    # Weights of invisible keys are zero, but zero times a number from unwritten memory may be nan.
     @pl.when((start + keys > at.context) | (start < lowest))
     def _clear() -> None:
         values_at = (slice(None), 1)
@@ -118,9 +118,9 @@ def _attend_block(
     key = start + lax.broadcasted_iota(jnp.int32, (shape.rows, keys), 1)
     row = lax.broadcasted_iota(jnp.int32, (shape.rows, keys), 0)
     position = at.nearest + lax.div(row, jnp.int32(shape.group))
-    seen = key <= jnp.minimum(position, at.context - 1)
+    visible = key <= jnp.minimum(position, at.context - 1)
     if shape.sliding_window is not None:
-        seen &= key > position - shape.sliding_window
+        visible &= key > position - shape.sliding_window
     for head in range(kv_heads):
         q = q_ref[0, head]
         k, v = (page_ref[:, half, head].reshape(keys, head_dim).astype(q.dtype) for half in (0, 1))
@@ -129,15 +129,15 @@ def _attend_block(
         logits = dot(q, k, (((1,), (1,)), ((), ()))) * shape.scale
         if shape.soft_cap is not None:
             logits = shape.soft_cap * jnp.tanh(logits / shape.soft_cap)
-        logits = jnp.where(seen, logits, -jnp.inf)
-        before = top_ref[head]
-        top = jnp.maximum(before, jnp.max(logits, axis=1, keepdims=True))
+        logits = jnp.where(visible, logits, -jnp.inf)
+        previous = top_ref[head]
+        top = jnp.maximum(previous, jnp.max(logits, axis=1, keepdims=True))
         weights = jnp.exp(logits - top[:, :1])
-        shrink = jnp.exp(before - top)
+        shrink = jnp.exp(previous - top)
         top_ref[head] = top
         total_ref[head] = total_ref[head] * shrink + jnp.sum(weights, axis=1, keepdims=True)
-        found = dot(weights.astype(q.dtype), v, (((1,), (0,)), ((), ())))
-        values_ref[head] = values_ref[head] * shrink[:, :1] + found
+        added = dot(weights.astype(q.dtype), v, (((1,), (0,)), ((), ())))
+        values_ref[head] = values_ref[head] * shrink[:, :1] + added
 
 
 def _kernel(
@@ -159,14 +159,14 @@ def _kernel(
 ) -> None:
     tile, count = pl.program_id(0), pl.num_programs(0)
     fetch = PageFetch(pages_ref, page_table_ref, buffers, semaphores, shape)
-    mine = span(table_ref, tile, shape)
+    keys = span(table_ref, tile, shape)
 
     @pl.when(tile == next_ref[count])
     def _first() -> None:
         slot_ref[0] = 0
-        fetch.start(mine, mine.low, jnp.int32(0))
+        fetch.start(keys, keys.low, jnp.int32(0))
 
-    # A sink is a logit without a value: one term of the total, there from the start.
+    # A sink is a logit without a value: one term of the total from the start.
     top_ref[...] = jnp.full_like(top_ref, LOWEST) if sinks_ref is None else jnp.maximum(sinks_ref[...], LOWEST)
     total_ref[...] = jnp.full_like(total_ref, 0.0 if sinks_ref is None else 1.0)
     values_ref[...] = jnp.zeros_like(values_ref)
@@ -174,23 +174,23 @@ def _kernel(
     after = span(table_ref, jnp.minimum(following, count - 1), shape)
 
     def step(block: jax.Array, slot: jax.Array) -> jax.Array:
-        last = block + 1 == mine.high
+        last = block + 1 == keys.high
 
         @pl.when(jnp.logical_not(last))
         def _same_tile() -> None:
-            fetch.start(mine, block + 1, 1 - slot)
+            fetch.start(keys, block + 1, 1 - slot)
 
         @pl.when(last & (following < count))
         def _next_tile() -> None:
             fetch.start(after, after.low, 1 - slot)
 
-        fetch.wait(mine, block, slot)
-        _attend_block(q_ref, buffers.at[slot], top_ref, total_ref, values_ref, mine, block, shape)
+        fetch.wait(keys, block, slot)
+        _attend_block(q_ref, buffers.at[slot], top_ref, total_ref, values_ref, keys, block, shape)
         return 1 - slot
 
-    @pl.when(mine.low < mine.high)
+    @pl.when(keys.low < keys.high)
     def _work() -> None:
-        slot_ref[0] = lax.fori_loop(mine.low, mine.high, step, slot_ref[0])
+        slot_ref[0] = lax.fori_loop(keys.low, keys.high, step, slot_ref[0])
 
     total = total_ref[:, :, :1]
     o_ref[0] = (values_ref[...] / jnp.where(total == 0.0, 1.0, total)).astype(o_ref.dtype)
@@ -206,10 +206,10 @@ def run_tiles(
     shape: TileShape,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> jax.Array:
-    """Attention of every tile, [tiles, K, M, D]."""
+    """Compute the attention of every tile, [tiles, K, M, D]."""
     count, kv_heads, rows, head_dim = q.shape
-    at = span(table, jnp.arange(count), shape)
-    ahead = jnp.where(at.low < at.high, jnp.arange(count), count)
+    spans = span(table, jnp.arange(count), shape)
+    ahead = jnp.where(spans.low < spans.high, jnp.arange(count), count)
     ahead = lax.cummin(ahead, reverse=True)
     following = jnp.concatenate([ahead[1:], jnp.array([count]), ahead[:1]]).astype(jnp.int32)
     if sinks is not None:
@@ -235,7 +235,7 @@ def run_tiles(
             ],
         ),
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
-        # Tiles run in order on one core: each starts what the next one waits for.
+        # Tiles run in order on one core: each starts the fetch that the next one waits for.
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
         interpret=interpret,
         name="paged_attention",

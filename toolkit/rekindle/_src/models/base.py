@@ -44,21 +44,21 @@ class Model(Protocol):
     def __call__(
         self, tokens: jax.Array, positions: jax.Array, attend: Attend, lengths: jax.Array | None = None
     ) -> jax.Array:
-        """Computes tokens, positions [T] → hidden [T, E] after the final norm."""
+        """Compute tokens, positions [T] → hidden [T, E] after the final norm."""
         ...
 
     def begin(
         self, tokens: jax.Array, positions: jax.Array, lengths: jax.Array | None = None
     ) -> tuple[jax.Array, RopeTables]:
-        """Computes tokens, positions [T] → what the first layer gets [T, E], and the tables that all layers share."""
+        """Compute tokens, positions [T] → the first layer's input [T, E], and the tables that all layers share."""
         ...
 
     def end(self, x: jax.Array) -> jax.Array:
-        """Computes what the last layer gives [T, E] → hidden [T, E]."""
+        """Compute the last layer's output [T, E] → hidden [T, E]."""
         ...
 
     def logits(self, hidden: jax.Array, count: jax.Array | None = None) -> jax.Array:
-        """Computes hidden [N, E] → float32 [N, V], with the final soft cap; only the first `count` rows, if given."""
+        """Compute hidden [N, E] → float32 [N, V], with the final soft cap; with `count`, only that many first rows."""
         ...
 
 
@@ -71,7 +71,7 @@ class Graph:
     paths: tuple[str, ...]  # "layers.0.attention.qkv.weight"…, in the order of the leaves
 
 
-_KINDS = {"uint8": "4 bits", "uint32": "6 bits", "int32": "8 bits", "int8": "int8"}  # by how matrices are stored
+_KINDS = {"uint8": "4 bits", "uint32": "6 bits", "int32": "8 bits", "int8": "int8"}  # by the dtypes of stored matrices
 _SHOWN = ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
 
 
@@ -82,7 +82,7 @@ class LoadedModel:
     config: ModelConfig
     graph: Graph
     leaves: tuple[jax.Array, ...]
-    fingerprint: str  # names config and weights; everything persistent is keyed by it
+    fingerprint: str  # identifies config and weights; everything persistent is keyed by it
     folder: Path | None = None  # the folder or GGUF file that holds the tokenizer and the chat template
     placement: Placement | None = None  # the devices that share the leaves; None: they are whole
 
@@ -92,7 +92,7 @@ class LoadedModel:
 
     @property
     def held(self) -> str:
-        """What the weights are held as, and how much memory each kind takes: "4 bits 62 MB, 8 bits 30 MB, …"."""
+        """The storage kinds of the weights, and the memory of each: "4 bits 62 MB, 8 bits 30 MB, …"."""
         kinds = dict[str, str]()
         sizes = dict[str, int]()
         for path, leaf in zip(self.graph.paths, self.leaves, strict=True):
@@ -100,7 +100,7 @@ class LoadedModel:
             if part == "weight":
                 kinds[owner] = _KINDS.get(leaf.dtype.name, leaf.dtype.name)
         for path, leaf in zip(self.graph.paths, self.leaves, strict=True):
-            kind = kinds.get(path.rpartition(".")[0], leaf.dtype.name)  # scales count as what they scale
+            kind = kinds.get(path.rpartition(".")[0], leaf.dtype.name)  # scales count as the matrices that they scale
             sizes[kind] = sizes.get(kind, 0) + leaf.nbytes
         ordered = sorted(sizes.items(), key=lambda item: -item[1])
         return ", ".join(f"{kind} {max(1, round(size / 1e6)):,} MB" for kind, size in ordered)
@@ -126,9 +126,9 @@ def abstract_model(
     quantize_embeddings: bool = True,
     kinds: tuple[tuple[str, str], ...] = (),
 ) -> tuple[Graph, tuple[jax.ShapeDtypeStruct, ...]]:
-    """The graph and the shapes of the leaves: enough to compile programs and to know what to load.
+    """Return the graph and the shapes of the leaves: enough to compile programs and to load weights.
 
-    `kinds` are those of matrices by their paths, as in `Precision`.
+    `kinds` are the kinds of matrices by their paths, as in `Precision`.
     """
     precision = Precision.of(dtype, quantize, quantize_embeddings=quantize_embeddings)
     precision = dataclasses.replace(precision, kinds=kinds)
@@ -139,13 +139,13 @@ def abstract_model(
 
 
 def leaf_shapes(graph: Graph) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """The shapes of a graph's leaves, in their order."""
+    """Return the shapes of a graph's leaves, in their order."""
     _, state = _split(graph.config, graph.precision)
     return tuple(jax.tree.leaves(state))
 
 
 def merge(graph: Graph, leaves: Sequence[Any]) -> Model:
-    """The module that a graph and its leaves (arrays or tracers) make."""
+    """Return the module of a graph and its leaves (arrays or tracers)."""
     from flax import nnx
 
     definition, state = _split(graph.config, graph.precision)
@@ -154,7 +154,7 @@ def merge(graph: Graph, leaves: Sequence[Any]) -> Model:
 
 @functools.lru_cache(maxsize=8)
 def _split(config: ModelConfig, precision: Precision) -> tuple[Any, Any]:
-    """The model's nnx.GraphDef, and its state with shapes for arrays."""
+    """Return the model's nnx.GraphDef, and its state with shapes for arrays."""
     from flax import nnx
 
     definition, state = nnx.split(_module(config, precision))
@@ -162,11 +162,11 @@ def _split(config: ModelConfig, precision: Precision) -> tuple[Any, Any]:
 
 
 def kinds_in(graph: Graph) -> tuple[tuple[str, str], ...]:
-    """How each matrix of a model is quantised, by its path; `Precision.kinds` of the same graph, written out."""
+    """Return the kind of each quantised matrix of a model by its path: `Precision.kinds` of the same graph, in full."""
     from rekindle._src.models.nn import linear
 
-    found = linear.matrices(_module(graph.config, graph.precision))
-    kinds = ((path, matrix.packing.kind if matrix.packing else matrix.quantize) for path, matrix in found.items())
+    matrices = linear.matrices(_module(graph.config, graph.precision))
+    kinds = ((path, matrix.packing.kind if matrix.packing else matrix.quantize) for path, matrix in matrices.items())
     return tuple((path, kind) for path, kind in kinds if kind is not None)
 
 
@@ -186,7 +186,7 @@ def random_model(
     quantize: str | Mapping[str, str | None] | None = None,
     quantize_embeddings: bool = True,
 ) -> LoadedModel:
-    """A model with random weights of a sensible spread, for tests, benchmarks and the start of training.
+    """Make a model with random weights of a sensible spread, for tests, benchmarks and the start of training.
 
     The weights depend on the platform: a GPU or TPU draws them itself, which a host would do for minutes at 8B.
     """
@@ -195,14 +195,14 @@ def random_model(
 
 
 def random_name(config: ModelConfig, seed: int, dtype: DTypeLike, quantize: object) -> str:
-    """The fingerprint of random weights."""
+    """Return the fingerprint of random weights."""
     platform = current_platform()
-    drawn_by = "" if platform == "cpu" else f"{platform}-"
-    return f"random-{drawn_by}{seed}-{config.digest()}-{dtype_name(dtype)}-{quantize}"
+    prefix = "" if platform == "cpu" else f"{platform}-"
+    return f"random-{prefix}{seed}-{config.digest()}-{dtype_name(dtype)}-{quantize}"
 
 
 def drawn(graph: Graph, shapes: Sequence[jax.ShapeDtypeStruct], seed: int) -> Iterator[jax.Array]:
-    """Random leaves of a graph, one after the other: a GPU or TPU draws them itself, for a CPU the host does."""
+    """Yield random leaves of a graph, one after the other: a GPU or TPU draws them itself, for a CPU the host does."""
     if current_platform() != "cpu":
         yield from drawn_on_device(graph, shapes, seed)
         return
@@ -212,7 +212,7 @@ def drawn(graph: Graph, shapes: Sequence[jax.ShapeDtypeStruct], seed: int) -> It
 
 
 def drawn_on_device(graph: Graph, shapes: Sequence[jax.ShapeDtypeStruct], seed: int) -> Iterator[jax.Array]:
-    """Random leaves of a graph, drawn by the default device one after the other."""
+    """Yield random leaves of a graph, drawn by the default device one after the other."""
     keys = jax.random.split(jax.random.key(seed), len(shapes))
     for key, path, leaf in zip(keys, graph.paths, shapes, strict=True):
         yield _draw(key, path, leaf, graph)
@@ -226,14 +226,14 @@ def _draw(key: jax.Array, path: str, leaf: jax.ShapeDtypeStruct, graph: Graph) -
     if leaf.dtype == jnp.int8:
         return jax.random.randint(key, leaf.shape, -127, 128, jnp.int8)
     if is_packed(leaf):
-        return jax.random.bits(key, leaf.shape, jnp.uint8)  # only files have others
+        return jax.random.bits(key, leaf.shape, jnp.uint8)  # only files have groups of other bits
     spread = _spread(path, graph.config)
-    drawn = (jax.random.normal(key, leaf.shape) * spread).astype(graph.precision.value_dtype(leaf.dtype))
-    return drawn if drawn.dtype == leaf.dtype else jax.lax.bitcast_convert_type(drawn, leaf.dtype)
+    values = (jax.random.normal(key, leaf.shape) * spread).astype(graph.precision.value_dtype(leaf.dtype))
+    return values if values.dtype == leaf.dtype else jax.lax.bitcast_convert_type(values, leaf.dtype)
 
 
 def _constant(path: str, leaf: jax.ShapeDtypeStruct, config: ModelConfig) -> float | None:
-    """The value of a leaf that is the same everywhere; None for one that is drawn."""
+    """Return the value of a constant leaf; None for a leaf that is drawn."""
     name = path.rsplit(".", 1)[-1]
     if leaf.dtype == jnp.int8 or is_packed(leaf):
         return None
@@ -245,12 +245,12 @@ def _constant(path: str, leaf: jax.ShapeDtypeStruct, config: ModelConfig) -> flo
 
 
 def _spread(path: str, config: ModelConfig) -> float:
-    """The deviation of a matrix."""
+    """Return the standard deviation of a matrix."""
     return config.hidden_size**-0.5 if not path.startswith("embed") or config.tie_embeddings else 1.0
 
 
 def _adopted(values: np.ndarray) -> np.ndarray:
-    """A copy of the values in memory that the device uses without a further copy, as it does for loaded weights."""
+    """Copy the values to memory that the device uses without a further copy, as it does for loaded weights."""
     memory = aligned(values.shape, values.dtype)
     memory[...] = values
     return memory

@@ -1,4 +1,4 @@
-"""The architecture and sizes of a model as plain records; `registry.config_from_hf` makes them from a config.json."""
+"""The architecture and sizes of a model as plain records; `registry.config_from_hf` reads them from a config.json."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rekindle.errors import UnsupportedModel
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionSpec:
-    """How one layer's attention is scaled, windowed, capped and rotated."""
+    """The scale, window, cap and rotation of one layer's attention."""
 
     scale: float  # multiplies q·k
     sliding_window: int | None = None  # a query sees this many keys, its own included
@@ -55,7 +55,7 @@ class ModelConfig:
     final_soft_cap: float | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
-    dtype: str | None = None  # of the weights, as config.json says
+    dtype: str | None = None  # of the weights, by config.json
 
     def __post_init__(self) -> None:
         assert len(self.attention) == self.num_layers, "one AttentionSpec per layer"
@@ -82,13 +82,13 @@ class ModelConfig:
         return tuple(dict.fromkeys(spec.rope for spec in self.attention if spec.rope is not None))
 
     def rope_regime(self, prompt_length: int) -> int:
-        """A number that is equal for prompts whose keys are rotated alike; prefixes are shared between those only.
+        """Return a number that is equal for prompts whose keys are rotated alike; only those share prefixes.
 
         It is 0 up to the length from which a dynamic or longrope model rotates in another way.
         """
         return max((rope.regime(prompt_length) for rope in self.ropes), default=0)
 
     def digest(self) -> str:
-        """A hash of the config that is the same in every process."""
+        """Return a hash of the config that is the same in every process."""
         text = json.dumps(dataclasses.asdict(self), sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -1,4 +1,4 @@
-"""Where a model stops being finite: which weights hold NaN or infinity, and which layer is the first to make one."""
+"""Finds non-finite numbers in a model: the weights that hold NaN or infinity, and the first layer that makes one."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class BrokenWeight(NamedTuple):
 
 
 def broken_weights(model: LoadedModel) -> Iterator[BrokenWeight]:
-    """Every parameter that holds NaN or infinity, in the order of the layers. Reads all weights once."""
+    """Yield every parameter that holds NaN or infinity, in the order of the layers. Reads all weights once."""
     leaves = dict(zip(model.graph.paths, model.leaves, strict=True))
     for path, leaf in leaves.items():
         matrix = leaves.get(path.removesuffix("scale").removesuffix("minimum") + "weight")
-        if matrix is not None and is_packed(matrix):  # whose scales may be integers with steps
+        if matrix is not None and is_packed(matrix):  # its scales may be integers with steps
             values = int4.numbers(leaf, matrix_shape(matrix)[-1])
         else:
             values = _values(model, leaf)
@@ -41,17 +41,17 @@ def broken_weights(model: LoadedModel) -> Iterator[BrokenWeight]:
 
 
 def first_broken_stage(model: LoadedModel, token_ids: Sequence[int]) -> str | None:
-    """The first part of the model whose output for a prompt is not finite, such as "layers.7"; None if all are.
+    """Return the first part of the model whose output for a prompt is not finite, such as "layers.7", or None.
 
     Computes without programs or pages: in one piece, with every token attending to those before it.
     """
     tokens = jnp.asarray(token_ids, jnp.int32)
     module: Any = merge(model.graph, model.leaves)
-    found: list[str] = []
+    first: list[str] = []
 
     def check(stage: str, values: jax.Array) -> jax.Array:
-        if not found and not bool(jnp.isfinite(values.astype(jnp.float32)).all()):
-            found.append(stage)
+        if not first and not bool(jnp.isfinite(values.astype(jnp.float32)).all()):
+            first.append(stage)
         return values
 
     def watched(number: int, layer: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
@@ -62,23 +62,23 @@ def first_broken_stage(model: LoadedModel, token_ids: Sequence[int]) -> str | No
 
     def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         spec, group = model.config.attention[layer], model.config.group_size
-        keys, values = (jnp.repeat(x.astype(jnp.float32), group, axis=1) for x in (k, v))
+        keys, values = (jnp.repeat(heads.astype(jnp.float32), group, axis=1) for heads in (k, v))
         scores = jnp.einsum("thd,shd->hts", q.astype(jnp.float32), keys) * spec.scale
         if spec.soft_cap is not None:
             scores = jnp.tanh(scores / spec.soft_cap) * spec.soft_cap
-        at = jnp.arange(len(tokens))
-        distance = at[:, None] - at
-        seen = (distance >= 0) & (distance < (spec.sliding_window or len(tokens)))
-        return jnp.einsum("hts,shd->thd", jax.nn.softmax(jnp.where(seen, scores, -jnp.inf)), values).astype(q.dtype)
+        position = jnp.arange(len(tokens))
+        distance = position[:, None] - position
+        visible = (distance >= 0) & (distance < (spec.sliding_window or len(tokens)))
+        return jnp.einsum("hts,shd->thd", jax.nn.softmax(jnp.where(visible, scores, -jnp.inf)), values).astype(q.dtype)
 
-    # The blocks of this one module object are watched; it shares nothing but arrays with the session's.
+    # The layers of this module object alone are watched; it shares nothing but arrays with the session's.
     vars(module)["layers"] = [watched(number, layer) for number, layer in enumerate(module.layers)]
     hidden = check("norm", module(tokens, jnp.arange(len(tokens)), attend))
     check("head", module.logits(hidden))
-    return found[0] if found else None
+    return first[0] if first else None
 
 
 def _values(model: LoadedModel, leaf: jax.Array) -> jax.Array:
-    """A leaf as the numbers it stands for: some hold the bits of 16-bit floats."""
+    """Return the values of a leaf: some leaves hold the bits of 16-bit floats."""
     dtype = model.graph.precision.value_dtype(leaf.dtype)
     return leaf if dtype == leaf.dtype else jax.lax.bitcast_convert_type(leaf, dtype)

@@ -1,4 +1,4 @@
-"""What a model family provides: how its config.json is read, its module, and where its weights lie in a checkpoint."""
+"""The parts of a model family: the reader of its config.json, its module, and its weights' places in a checkpoint."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ ACTIVATIONS = {
 }  # fmt: skip
 
 
-# The largest value of each number that decides how much is built from a config.json. They are several times what any
-# published model has, and small enough that a hostile file is refused before anything is allocated for it.
+# The largest value of each number that decides how much is built from a config.json. They are several times those of
+# any published model, and small enough that a hostile file is refused before anything is allocated for it.
 _MOST = {"num_hidden_layers": 1024, "n_layer": 1024, "num_experts": 4096, "num_local_experts": 4096}
 _MOST_ELSEWHERE = 1 << 24
 
@@ -26,35 +26,35 @@ _MOST_ELSEWHERE = 1 << 24
 class Keys:
     """A config.json as a family reads it: its own keys, with transformers' aliases and defaults.
 
-    `aliases` is transformers' `attribute_map`: a key may stand in the file under either of its two names.
+    `aliases` is transformers' `attribute_map`: a key may be in the file under either of its two names.
     """
 
     def __init__(self, raw: Mapping[str, Any], aliases: Mapping[str, str] | None = None) -> None:
         self.raw = dict(raw)
-        for name, other in (aliases or {}).items():
-            values = [raw[key] for key in (name, other) if raw.get(key) is not None]
+        for name, alias in (aliases or {}).items():
+            values = [raw[key] for key in (name, alias) if raw.get(key) is not None]
             if len(values) == 2 and values[0] != values[1]:
                 raise UnsupportedModel(
-                    f"config.json has {name}={values[0]!r} and {other}={values[1]!r}, which are two names of one key. "
+                    f"config.json has {name}={values[0]!r} and {alias}={values[1]!r}, which are two names of one key. "
                     "Remove the wrong one."
                 )
             if values:
-                self.raw |= {name: values[0], other: values[0]}
+                self.raw |= {name: values[0], alias: values[0]}
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The value of a key, or `default` where it is absent or null, as in transformers."""
+        """Return the value of a key, or `default` where it is absent or null, as in transformers."""
         value = self.raw.get(name)
         return default if value is None else value
 
     def nullable(self, name: str, default: Any) -> Any:
-        """The value of a key for which null has a meaning of its own, such as "no window"."""
+        """Return the value of a key for which null has a meaning of its own, such as "no window"."""
         return self.raw.get(name, default)
 
     def size(self, name: str, derived: int | None = None) -> int:
-        """A positive whole number that decides the shape of a tensor or how many there are.
+        """Return a positive whole number that decides the shape or the number of tensors.
 
-        It has no default of its own: a guessed size would open another model than the one that was saved. `derived`
-        is what other keys imply where this one is absent, such as one KV head per query head.
+        It has no default of its own: a guessed size would open another model than the saved one. `derived`
+        is the value that other keys imply where this one is absent, such as one KV head per query head.
         """
         value = self.get(name, derived)
         if value is None:
@@ -62,19 +62,19 @@ class Keys:
                 f"config.json has no {name}, which decides the shapes of the weights. Add it, or download the "
                 "checkpoint again."
             )
-        most = _MOST.get(name, _MOST_ELSEWHERE)
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+        limit = _MOST.get(name, _MOST_ELSEWHERE)
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= limit:
             raise UnsupportedModel(
-                f"{name}={_shown(value)} in config.json is not a whole number from 1 to {most:,}. Check the file."
+                f"{name}={_shown(value)} in config.json is not a whole number from 1 to {limit:,}. Check the file."
             )
         return value
 
     def window(self, default: int | None = None) -> int | None:
-        """`sliding_window`: how many tokens a query sees, or None for all of them."""
+        """Return `sliding_window`: how many tokens a query sees, or None for all of them."""
         return None if self.nullable("sliding_window", default) is None else self.size("sliding_window", default)
 
     def only(self, name: str, *accepted: Any) -> None:
-        """Raises `UnsupportedModel` if the option is there with a value that is not implemented."""
+        """Raise `UnsupportedModel` if the option has a value that is not implemented."""
         value = self.raw.get(name)
         if value is not None and value not in accepted:
             raise UnsupportedModel(
@@ -87,7 +87,7 @@ class Keys:
         return ACTIVATIONS[self.get(name, default)]
 
     def layer_types(self, default: Sequence[bool]) -> tuple[bool, ...]:
-        """Which layers have a sliding window: from `layer_types`, or `default` where config.json has none."""
+        """Return which layers have a sliding window: from `layer_types`, or `default` where config.json has none."""
         names = self.get("layer_types")
         if names is None:
             return tuple(default)
@@ -106,20 +106,20 @@ class Keys:
     def rope(
         self, head_dim: int, *, theta: float = 10_000.0, partial: bool = False, layer_type: str | None = None
     ) -> RopeSpec:
-        """The rope from `rope_parameters`, or from the older `rope_theta` and `rope_scaling`.
+        """Return the rope from `rope_parameters`, or from the older `rope_theta` and `rope_scaling`.
 
         `rope_parameters` is read as one object, or with `layer_type` as one object per layer type. `theta` is the
-        family's default; `partial` says that the family implements `partial_rotary_factor`.
+        family's default. `partial` is True if the family implements `partial_rotary_factor`.
         """
-        flat, given = self.get("rope_scaling") or {}, self.get("rope_parameters") or {}
+        scaling, parameters = self.get("rope_scaling") or {}, self.get("rope_parameters") or {}
         if layer_type is None:
-            options = dict(flat or given)
+            options = dict(scaling or parameters)
             if any(isinstance(value, Mapping) for value in options.values()):
                 raise UnsupportedModel(
                     f"rope_parameters per layer type are not implemented for {self.raw.get('model_type')}."
                 )
         else:
-            options = dict(given.get(layer_type) or {}) | (flat if layer_type == "full_attention" else {})
+            options = dict(parameters.get(layer_type) or {}) | (scaling if layer_type == "full_attention" else {})
         options = {name: value for name, value in options.items() if value is not None}
         kind = options.get("rope_type", options.get("type", "default"))
         if kind not in KINDS:
@@ -138,9 +138,9 @@ class Keys:
         return self.rope_spec(kind, options, int(head_dim * part), base)
 
     def rope_spec(self, kind: str, options: dict[str, Any], dim: int, theta: float) -> RopeSpec:
-        """The `RopeSpec` of one kind. Raises `UnsupportedModel` for an option that the kind needs and lacks."""
+        """Return the `RopeSpec` of one kind. Raise `UnsupportedModel` for a missing option that the kind needs."""
         longest = self.get("max_position_embeddings", 0)
-        # As in transformers, where Phi-3 needs it, a key beside rope_parameters wins over the one within.
+        # As in transformers, a key beside rope_parameters overrides the one within: Phi-3 needs it.
         original = self.get(
             "original_max_position_embeddings", options.get("original_max_position_embeddings", longest)
         )
@@ -149,7 +149,7 @@ class Keys:
                 return RopeSpec(theta=theta, dim=dim)
             if kind == "linear":
                 return RopeSpec(theta=theta, dim=dim, kind=kind, factor=float(options["factor"]))
-            if kind == "dynamic":  # scales from the end of the context that config.json gives
+            if kind == "dynamic":  # scales from the end of the context in config.json
                 return RopeSpec(
                     theta=theta, dim=dim, kind=kind, factor=float(options["factor"]), original_length=longest
                 )
@@ -167,8 +167,8 @@ class Keys:
                     )
                 return RopeSpec(theta=theta, dim=dim, kind=kind, short_factor=factors)
             factor = float(options.get("factor", longest / original))
-            given = options.get("attention_factor")
-            scale = attention_factor(kind, factor, original, options) if given is None else float(given)
+            attention = options.get("attention_factor")
+            scale = attention_factor(kind, factor, original, options) if attention is None else float(attention)
             if kind == "yarn":
                 return RopeSpec(
                     theta=theta, dim=dim, kind=kind, factor=factor, original_length=original, attention_factor=scale,
@@ -202,9 +202,9 @@ def decoder(
     partial_rope: bool = False,
     **overrides: Any,
 ) -> ModelConfig:
-    """The `ModelConfig` of a Llama-like family, from the keys that all of them share.
+    """Return the `ModelConfig` of a Llama-like family, from the keys that all of them share.
 
-    Arguments are the family's defaults; `overrides` replace fields whatever config.json says. Sizes have no defaults
+    Arguments are the family's defaults; `overrides` replace fields regardless of config.json. Sizes have no defaults
     except those that other keys imply: `head_dim` is hidden_size / heads, and without num_key_value_heads there is one
     KV head per query head, where the family has `kv_heads_implied` or the file says null.
     """
@@ -240,15 +240,15 @@ def decoder(
 
 
 def token_ids(value: int | Sequence[int] | None) -> tuple[int, ...]:
-    """`eos_token_id` as a tuple: config.json has a number, a list of them, or null."""
+    """Return `eos_token_id` as a tuple: config.json has a number, a list of them, or null."""
     if value is None:
         return ()
     return (value,) if isinstance(value, int) else tuple(value)
 
 
 def _shown(value: object) -> str:
-    """The value as error messages show it, at most 80 characters of it."""
+    """Return the value as error messages show it, at most 80 characters."""
     if isinstance(value, int) and abs(value) >= 10**24:
         return f"a number of {value.bit_length()} bits"
-    shown = repr(value)
-    return shown if len(shown) <= 80 else shown[:77] + "..."
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

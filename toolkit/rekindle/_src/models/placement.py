@@ -1,7 +1,7 @@
-"""A model on a mesh of devices: where each leaf's parts lie, and the way there and back.
+"""A model on a mesh of devices: the places of each leaf's parts, and the transfers there and back.
 
-Nothing outside depends on the mesh: leaves come as checkpoints have them, `held` gives them back like that, and pages
-leave the mesh as they leave one device alone. So kept weights, pages and snapshots of one mesh serve any other.
+Nothing outside depends on the mesh: leaves come in checkpoints' form, `held` returns them in that form, and pages
+leave the mesh as they leave a single device. So stored weights, pages and snapshots of one mesh serve any other.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Placement:
         return self.partition.graph(self.graph)
 
     def spec(self, path: str, ndim: int) -> PartitionSpec:
-        """How a leaf lies over the mesh."""
+        """Return the partition of a leaf over the mesh."""
         axes: list[Any] = [None] * ndim
         for division in self.roles[path].divisions:
             axes[division.axis] = division.over if len(division.over) > 1 else division.over[0]
@@ -70,11 +70,11 @@ class Placement:
         return NamedSharding(self.mesh, spec)
 
     def specs(self, shapes: Sequence[Any]) -> tuple[PartitionSpec, ...]:
-        """How all leaves lie over the mesh, in the graph's order."""
+        """Return the partitions of all leaves over the mesh, in the graph's order."""
         return tuple(self.spec(path, len(leaf.shape)) for path, leaf in zip(self.graph.paths, shapes, strict=True))
 
     def abstract(self, path: str, leaf: Any) -> jax.ShapeDtypeStruct:
-        """A leaf as it lies on the mesh: repeated and padded parts make it larger than the checkpoint's."""
+        """Return a leaf's shape on the mesh: repeated and padded parts make it larger than the checkpoint's."""
         shape = list(local_shape(self.roles[path], leaf.shape, self.partition.sizes))
         for division in self.roles[path].divisions:
             shape[division.axis] *= count_of(division.over, self.partition.sizes)
@@ -90,56 +90,56 @@ class Placement:
         return self.joined(path, parts)
 
     def different(self, role: Role, ndim: int) -> list[tuple[Mapping[str, int], list[Any]]]:
-        """The different parts that this process's devices have of a leaf: a place of each, and all its devices."""
-        found: dict[Any, tuple[Mapping[str, int], list[Any]]] = {}
+        """Return the different parts of a leaf on this process's devices: a place of each part, and all its devices."""
+        parts: dict[Any, tuple[Mapping[str, int], list[Any]]] = {}
         for device, place in self._places():
             blocks = ranges(role, ndim, self.sizes, place)
-            name = tuple((one.start, one.stop) for source, _ in blocks for one in source)
-            found.setdefault(name, (place, []))[1].append(device)
-        return list(found.values())
+            key = tuple((bounds.start, bounds.stop) for source, _ in blocks for bounds in source)
+            parts.setdefault(key, (place, []))[1].append(device)
+        return list(parts.values())
 
     def joined(self, path: str, parts: Sequence[tuple[NDArray[Any], Sequence[Any]]]) -> jax.Array:
-        """A leaf of its parts in host memory and the devices that each of them is for."""
+        """Join a leaf from its parts in host memory, each with the devices that it is for."""
         shape = list(parts[0][0].shape)
         for division in self.roles[path].divisions:
             shape[division.axis] *= count_of(division.over, self.sizes)
-        there = {device: jax.device_put(part, device, may_alias=True) for part, devices in parts for device in devices}
-        ordered = [there[device] for device, _ in self._places()]
+        arrays = {device: jax.device_put(part, device, may_alias=True) for part, devices in parts for device in devices}
+        ordered = [arrays[device] for device, _ in self._places()]
         sharding = self.sharding(self.spec(path, len(shape)))
         return jax.make_array_from_single_device_arrays(tuple(shape), sharding, ordered)
 
     def hold(self, path: str, leaf: jax.Array, shape: tuple[int, ...]) -> Held:
-        """A leaf as checkpoints have it, put together when it is read as an array; on CPU it outlives the leaf."""
+        """Return a leaf in checkpoints' form, joined when it is read as an array. On CPU it outlives the leaf."""
         by_device = {shard.device: shard.data for shard in leaf.addressable_shards}
         on_host = all(device.platform == "cpu" for device in by_device)
         parts = {
-            (at["expert"], at["model"]): np.asarray(by_device[device]) if on_host else by_device[device]
-            for device, at in self._places()
+            (place["expert"], place["model"]): np.asarray(by_device[device]) if on_host else by_device[device]
+            for device, place in self._places()
         }
         return Held(parts, self.roles[path], shape, np.dtype(leaf.dtype), self.partition)
 
     def held(self, leaves: Sequence[jax.Array], shapes: Sequence[Any]) -> list[Held]:
-        """`hold` for all leaves, in the graph's order; `shapes` are those of the whole model."""
-        named = zip(self.graph.paths, leaves, shapes, strict=True)
-        return [self.hold(path, leaf, tuple(shape.shape)) for path, leaf, shape in named]
+        """Call `hold` for all leaves, in the graph's order. `shapes` are those of the whole model."""
+        entries = zip(self.graph.paths, leaves, shapes, strict=True)
+        return [self.hold(path, leaf, tuple(shape.shape)) for path, leaf, shape in entries]
 
     def whole_shapes(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """The leaves of the whole model, as they are on one device."""
+        """Return the shapes of the whole model's leaves, as on one device."""
         return leaf_shapes(self.graph)
 
     def shapes(self, leaves: Sequence[Any]) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """`abstract` of all leaves, in the graph's order."""
+        """Call `abstract` for all leaves, in the graph's order."""
         return tuple(self.abstract(path, leaf) for path, leaf in zip(self.graph.paths, leaves, strict=True))
 
     def bytes_per_device(self, leaves: Sequence[Any]) -> int:
-        """Bytes of weights that each device holds."""
+        """Return the bytes of weights that each device holds."""
         sizes, total = self.partition.sizes, 0
         for path, leaf in zip(self.graph.paths, leaves, strict=True):
             total += int(np.prod(local_shape(self.roles[path], leaf.shape, sizes))) * np.dtype(leaf.dtype).itemsize
         return total
 
     def model(self, model: LoadedModel) -> LoadedModel:
-        """A model that was loaded for one device, on the mesh; the given one stays as it is."""
+        """Copy a model that was loaded for one device to the mesh. The original stays as it is."""
         leaves = tuple(
             self.place(path, np.asarray(leaf)) for path, leaf in zip(model.graph.paths, model.leaves, strict=True)
         )
@@ -152,24 +152,24 @@ class Placement:
 
     @functools.cached_property
     def processes(self) -> int:
-        """How many processes have devices of the mesh."""
+        """The number of processes that have devices of the mesh."""
         return len({device.process_index for device in self.devices})
 
     def positions(self, process: int) -> list[int]:
-        """The places, among all devices of the mesh, of those that a process has."""
+        """Return the indices of a process's devices among all devices of the mesh."""
         return [index for index, device in enumerate(self.devices) if device.process_index == process]
 
     def key(self) -> dict[str, Any]:
-        """What programs depend on: axes, devices and partition; with several processes, which of them this one is."""
-        found = {
+        """Return the key of programs: axes, devices and partition; with several processes, this one's number, too."""
+        fields = {
             "axes": list(self.mesh.axis_names),
             "devices": [device.id for device in self.devices],
             "partition": self.partition.sizes,
         }
-        return found if self.processes == 1 else found | {"process": jax.process_index()}
+        return fields if self.processes == 1 else fields | {"process": jax.process_index()}
 
     def report(self, page_bytes: int) -> MeshReport:
-        """What a session tells about its devices."""
+        """Return a session's report about its devices."""
         config, local = self.config, self.local.config
         norms = config.num_layers if config.model_type == "olmo2" else 0  # means of squares, over all heads
         width = jnp.dtype(self.graph.precision.stream).itemsize
@@ -192,10 +192,12 @@ class Placement:
         return f"<Placement {self.partition.size} devices: {self.partition.sizes}{shards}>"
 
     def _places(self) -> list[tuple[Any, dict[str, int]]]:
-        """This process's devices, and their places in their data shards."""
-        mine = jax.process_index()
-        found = np.ndenumerate(self.mesh.devices)
-        return [(device, dict(zip(AXES, at[-2:], strict=True))) for at, device in found if device.process_index == mine]
+        """Return this process's devices, and their places in their data shards."""
+        here = jax.process_index()
+        grid = np.ndenumerate(self.mesh.devices)
+        return [
+            (device, dict(zip(AXES, index[-2:], strict=True))) for index, device in grid if device.process_index == here
+        ]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -210,7 +212,7 @@ class Held:
 
     @property
     def on_host(self) -> bool:
-        """Whether the parts are views into host memory, which they keep."""
+        """True if the parts are views into host memory, which they keep alive."""
         return all(isinstance(part, np.ndarray) for part in self.parts.values())
 
     @property
@@ -219,31 +221,31 @@ class Held:
         return int(np.prod(self.shape)) * self.dtype.itemsize
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
-        parts = {at: np.asarray(part) for at, part in self.parts.items()}
-        found: NDArray[Any] = join(self.role, parts, self.shape, self.partition.sizes)
-        return found if dtype is None else found.astype(dtype)
+        parts = {place: np.asarray(part) for place, part in self.parts.items()}
+        array: NDArray[Any] = join(self.role, parts, self.shape, self.partition.sizes)
+        return array if dtype is None else array.astype(dtype)
 
 
 def placed(mesh: MeshShape | DeviceMesh | None, graph: Graph, *, processes: int = 1) -> Placement | None:
-    """The placement that the option `mesh` asks for; None where the model stays on one device.
+    """Return the placement for the option `mesh`; None where the model stays on one device.
 
-    With several processes each gives as many devices. Raises ConfigError where there are too few of them, or for a
-    model that so many can't share.
+    With several processes each provides equally many devices. Raise ConfigError where there are too few, or for a
+    model that they can't share.
     """
     if mesh is None or (isinstance(mesh, MeshShape) and mesh.size == 1):
         return None
     if isinstance(mesh, MeshShape):
         sizes = {axis: mesh.get(axis, 1) for axis in KNOWN}
-        present = _devices() if processes == 1 else _devices_of_all(mesh, processes)
-        if mesh.size > len(present):
+        available = _devices() if processes == 1 else _devices_of_all(mesh, processes)
+        if mesh.size > len(available):
             raise ConfigError(
                 "mesh",
                 mesh,
-                f"asks for {mesh.size} devices, and there {'is' if len(present) == 1 else 'are'} {len(present)}",
-                f"Use at most {len(present)}"
+                f"asks for {mesh.size} devices, and there {'is' if len(available) == 1 else 'are'} {len(available)}",
+                f"Use at most {len(available)}"
                 + (
                     f', or simulate them: XLA_FLAGS="--xla_force_host_platform_device_count={mesh.size}"'
-                    if present[0].platform == "cpu"
+                    if available[0].platform == "cpu"
                     else ""
                 ),
             )
@@ -252,48 +254,48 @@ def placed(mesh: MeshShape | DeviceMesh | None, graph: Graph, *, processes: int 
         partition.check_packed(graph)
         axes = _axes(data)
         shape = tuple(mesh.get(axis, 1) for axis in axes)
-        made = jax.make_mesh(shape, axes, (AxisType.Auto,) * len(axes), devices=present[: mesh.size])
-        return Placement(made, partition, graph, data)
-    given = np.asarray(mesh.devices)
-    if any(device.process_index != jax.process_index() for device in given.flat):
+        built = jax.make_mesh(shape, axes, (AxisType.Auto,) * len(axes), devices=available[: mesh.size])
+        return Placement(built, partition, graph, data)
+    grid = np.asarray(mesh.devices)
+    if any(device.process_index != jax.process_index() for device in grid.flat):
         raise ConfigError(
             "mesh", mesh, "has devices of other processes", "Use jax.local_devices(): a session has one process"
         )
-    sizes = dict(zip(mesh.axis_names, given.shape, strict=True))
+    sizes = dict(zip(mesh.axis_names, grid.shape, strict=True))
     data = sizes.get(DATA, 1)
     partition = Partition(**{axis: sizes.get(axis, 1) for axis in AXES})
     partition.check(graph.config)
     partition.check_packed(graph)
-    ordered = np.moveaxis(given, [mesh.axis_names.index(axis) for axis in KNOWN if axis in sizes], range(given.ndim))
+    ordered = np.moveaxis(grid, [mesh.axis_names.index(axis) for axis in KNOWN if axis in sizes], range(grid.ndim))
     axes = _axes(data)
-    made = Mesh(ordered.reshape([sizes.get(axis, 1) for axis in axes]), axes, axis_types=(AxisType.Auto,) * len(axes))
-    return Placement(made, partition, graph, data)
+    built = Mesh(ordered.reshape([sizes.get(axis, 1) for axis in axes]), axes, axis_types=(AxisType.Auto,) * len(axes))
+    return Placement(built, partition, graph, data)
 
 
 def _axes(data: int) -> tuple[str, ...]:
-    """The axes of the mesh that programs know: one data shard alone has none for it."""
+    """Return the axes of the mesh that programs use. A single data shard has no axis."""
     return KNOWN if data > 1 else AXES
 
 
 def _devices_of_all(mesh: MeshShape, processes: int) -> list[Any]:
-    """As many devices of each process as the mesh needs."""
+    """Return equally many devices of each process, as many as the mesh needs."""
     share = mesh.size // processes
-    found: list[Any] = []
+    devices: list[Any] = []
     for process in range(processes):
-        own = [device for device in jax.devices() if device.process_index == process]
-        if len(own) < share:
+        local = [device for device in jax.devices() if device.process_index == process]
+        if len(local) < share:
             raise ConfigError(
                 "mesh",
                 mesh,
-                f"needs {share} devices of each of {processes} processes, and process {process} has {len(own)}",
-                f"Use at most {len(own) * processes}, or give every process as many devices",
+                f"needs {share} devices of each of {processes} processes, and process {process} has {len(local)}",
+                f"Use at most {len(local) * processes}, or give every process as many devices",
             )
-        found += own[:share]
-    return found
+        devices += local[:share]
+    return devices
 
 
 def _devices() -> list[Any]:
-    """The devices of the platform that sessions use."""
+    """Return the devices of the platform that sessions use."""
     default: Any = getattr(jax.config, "jax_default_device", None)
     if default is None:
         return jax.local_devices()

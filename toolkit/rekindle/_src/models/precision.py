@@ -20,14 +20,14 @@ class Precision:
     """The dtypes of a model's weights and of its computation. Static in its graph."""
 
     weights: str = "float32"
-    quantize: str | None = None  # as `quantize_plan.checked_quantize` returns it
-    quantize_embeddings: bool = True  # the embedding and the head too
+    quantize: str | None = None  # in the form of `quantize_plan.checked_quantize`
+    quantize_embeddings: bool = True  # True if the embedding and the head are quantised, too
     stream: str = "float32"  # the residual stream
     loop_experts: bool = False  # one expert at a time rather than `grouped_linear`
     implementation: str | None = None  # of norms, products, ropes and sampling; None: the first that fits each call
-    deterministic: bool = False  # a token's numbers are the same to the last bit, whatever is computed beside it
+    deterministic: bool = False  # a token's numbers are the same to the last bit in any batch
     shards: Shards | None = None  # the layers are those of one device, which shares the model with others
-    kinds: tuple[tuple[str, str], ...] = ()  # of matrices by their paths, instead of what `quantize` says
+    kinds: tuple[tuple[str, str], ...] = ()  # kinds of matrices by their paths; replaces `quantize`
 
     @classmethod
     def of(
@@ -38,7 +38,7 @@ class Precision:
         quantize_embeddings: bool = True,
         platform: str | None = None,
     ) -> Precision:
-        """The precision for a platform: on CPU activations are float32, elsewhere they have the weights' dtype."""
+        """Return a platform's precision: on CPU activations are float32, elsewhere they have the weights' dtype."""
         name = jnp.dtype(dtype_name(dtype)).name
         on_cpu = (platform or current_platform()) == "cpu"
         return cls(
@@ -50,14 +50,14 @@ class Precision:
         )
 
     def value_dtype(self, stored: DTypeLike) -> np.dtype[Any]:
-        """The dtype of a leaf's values, given the dtype that it is stored with."""
+        """Return the dtype of a leaf's values, from the dtype that it is stored with."""
         return jnp.dtype(self.weights if stored == jnp.uint16 else stored)
 
     @property
     def quantizes(self) -> bool:
-        """Whether any matrix is quantised."""
+        """True if any matrix is quantised."""
         return self.quantize is not None or bool(self.kinds)
 
     def kind(self, path: str, part: str) -> str | None:
-        """How a matrix of this part of the model is quantised; None if it is not."""
+        """Return the kind of a quantised matrix of this part of the model; None if it is not quantised."""
         return dict(self.kinds).get(path) if self.kinds else kinds_of(self.quantize).get(part)

@@ -1,4 +1,4 @@
-"""Random models that are too large for one device: on the devices that share them from the beginning."""
+"""Random models that are too large for one device: their weights are divided over devices one by one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def random_model(
     quantize_embeddings: bool = True,
     mesh: Mesh | None = None,
 ) -> LoadedModel:
-    """A model with random weights of a sensible spread, for tests, benchmarks and the start of training.
+    """Make a model with random weights of a sensible spread, for tests, benchmarks and the start of training.
 
     The weights depend on the platform: a GPU or TPU draws them itself, which a host would do for minutes at 8B. With
     `mesh`, as `rekindle.open` takes it, each weight is drawn, divided over those devices and forgotten before the next

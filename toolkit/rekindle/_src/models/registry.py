@@ -1,4 +1,4 @@
-"""The model families that rekindle knows. To add one, write its module in `families` and a line here.
+"""The model families that rekindle implements. To add one, write its module in `families` and a line here.
 
 A family's module is imported when a config of its type is read or its model is made. It imports flax, which a start
 that finds its programs and weights in the cache does not need.
@@ -36,17 +36,17 @@ FAMILIES: dict[str, str] = {
 
 
 def family(model_type: str) -> Family:
-    """The family of a model_type. Raises `UnsupportedModel`, which lists those that are implemented."""
+    """Return the family of a model_type. Raise `UnsupportedModel`, which lists those that are implemented."""
     if model_type not in FAMILIES:
         raise UnsupportedModel(
             f"model_type={model_type!r} is not implemented. Use one of: {', '.join(sorted(FAMILIES))}."
         )
-    found: Family = import_module(FAMILIES[model_type]).FAMILY
-    return found
+    entry: Family = import_module(FAMILIES[model_type]).FAMILY
+    return entry
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
-    """The `ModelConfig` of a parsed config.json. Raises `UnsupportedModel` and names what is not implemented."""
+    """Return the `ModelConfig` of a parsed config.json. Raise `UnsupportedModel` for anything not implemented."""
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         architectures = raw.get("architectures")
@@ -58,10 +58,10 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     from rekindle._src.models.hf_config import Keys  # a start that finds everything kept needs neither
     from rekindle._src.models.loading.quantized.schemes import scheme
 
-    scheme(raw)  # raises for a quantization_config that is not read
-    found = family(model_type)
+    scheme(raw)  # raises for a quantization_config that is not supported
+    entry = family(model_type)
     try:
-        return found.config(Keys(raw, found.aliases))
+        return entry.config(Keys(raw, entry.aliases))
     except UnsupportedModel:
         raise
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
@@ -71,8 +71,8 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
 
 
 def manifest(config: ModelConfig) -> Manifest:
-    """Where the model's parameters come from in a checkpoint."""
-    found = family(config.model_type).manifest(config)
+    """Return the sources of the model's parameters in a checkpoint."""
+    result = family(config.model_type).manifest(config)
     if config.tie_embeddings:  # some checkpoints store the head again; transformers ignores it too
-        found = dataclasses.replace(found, ignored=(*found.ignored, r"lm_head\.weight"))
-    return found
+        result = dataclasses.replace(result, ignored=(*result.ignored, r"lm_head\.weight"))
+    return result

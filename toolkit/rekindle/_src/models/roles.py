@@ -1,4 +1,4 @@
-"""The role of a parameter when a model is divided over devices: which part of it each device has.
+"""The role of a parameter when a model is divided over devices: the part of it on each device.
 
 A manifest gives every parameter one of these. Axes are those of the parameter as it is stored, `[out, in]`:
 
@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-ALL = ("expert", "model")  # every device of the mesh has another part
+ALL = ("expert", "model")  # every device of the mesh has a different part
 
 
 class Span(NamedTuple):
@@ -35,15 +35,15 @@ class Span(NamedTuple):
     most: int | None = None
 
     def local(self, count: int) -> int:
-        """The size of one of `count` parts."""
+        """Return the size of one of `count` parts."""
         return -(-self.size // self.different(count))
 
     def different(self, count: int) -> int:
-        """How many of `count` parts differ."""
+        """Return how many of `count` parts differ."""
         return count if self.most is None else min(count, self.most)
 
     def range(self, index: int, count: int) -> tuple[int, int]:
-        """Where part `index` of `count` begins and ends; shorter than `local` where it is padded."""
+        """Return the half-open range of part `index` of `count`; shorter than `local` where the part is padded."""
         different, size = self.different(count), self.local(count)
         start = index * different // count * size
         return min(start, self.size), min(start + size, self.size)
@@ -59,7 +59,7 @@ class Division(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Role:
-    """How a parameter is divided; `scale` is the role of its scales, which have no input axis."""
+    """The division of a parameter; `scale` is the role of its scales, which have no input axis."""
 
     divisions: tuple[Division, ...] = ()
 
@@ -69,8 +69,8 @@ class Role:
         return Role(tuple(division for division in self.divisions if division.axis >= 0))
 
     def packed(self, stack: bool, outputs: int, inputs: Fraction) -> Role:
-        """The role of an array of a 4-bit matrix, or of a stack of them, which has a row for so many outputs and so
-        many columns for each input."""
+        """Return the role of an array of a 4-bit matrix or stack, with a row for each `outputs` outputs and `inputs`
+        columns for each input."""
 
         def scaled(division: Division) -> Division:
             if division.axis == 0 and stack:  # of experts
@@ -81,15 +81,15 @@ class Role:
         return Role(tuple(scaled(division) for division in self.divisions))
 
     def reason_against_packing(self, stack: bool, outputs: int, group: int, sizes: Sizes) -> str | None:
-        """Why parts of a 4-bit matrix are not whole blocks of outputs and whole groups of inputs; None if they are."""
+        """Return why parts of a 4-bit matrix are not whole blocks of outputs and groups of inputs; None if they are."""
         for axis, over, spans in self.divisions:
             if axis == 0 and stack:
                 continue
-            unit, what = (group, "inputs") if axis < 0 else (outputs, "outputs")
+            unit, noun = (group, "inputs") if axis < 0 else (outputs, "outputs")
             for span in spans:
                 parts = span.different(count_of(over, sizes))
                 if span.size % (parts * unit):
-                    return f"{span.size} {what} in {parts} parts are not multiples of {unit}"
+                    return f"{span.size} {noun} in {parts} parts are not multiples of {unit}"
         return None
 
 
@@ -97,28 +97,28 @@ REPLICATED = Role()
 
 
 def column(*spans: Span) -> Role:
-    """The outputs are divided."""
+    """Return the role of a parameter whose outputs are divided."""
     return Role((Division(0, ALL, spans),))
 
 
 def row(size: int, most: int | None = None) -> Role:
-    """The inputs are divided."""
+    """Return the role of a parameter whose inputs are divided."""
     return Role((Division(-1, ALL, (Span(size, most),)),))
 
 
 def vocab(size: int) -> Role:
-    """The rows, one for each token of the vocabulary, are divided."""
+    """Return the role of a parameter whose rows, one for each token of the vocabulary, are divided."""
     return Role((Division(0, ALL, (Span(size),)),))
 
 
 def experts(count: int, role: Role) -> Role:
-    """A stack of `count` matrices with this role: its devices divide the experts first."""
+    """Return the role of a stack of `count` matrices with this role: the experts are divided first."""
     inside = [Division(division.axis + (division.axis >= 0), ("model",), division.spans) for division in role.divisions]
     return Role((Division(0, ("expert",), (Span(count),)), *inside))
 
 
 def heads(queries: int, kv: int, size: int) -> tuple[Span, Span, Span]:
-    """The spans of a fused `[q; k; v]` of heads of `size` rows each."""
+    """Return the spans of a fused `[q; k; v]` of heads of `size` rows each."""
     keys = Span(kv * size, kv)
     return Span(queries * size, queries), keys, keys
 
@@ -127,7 +127,7 @@ Sizes = Mapping[str, int]  # devices by mesh axis
 
 
 def count_of(over: tuple[str, ...], sizes: Sizes) -> int:
-    """How many parts there are over these mesh axes."""
+    """Return the number of parts over these mesh axes."""
     return math.prod(sizes[name] for name in over)
 
 
@@ -139,26 +139,26 @@ def _index_of(over: tuple[str, ...], sizes: Sizes, place: Sizes) -> int:
 
 
 def local_shape(role: Role, shape: tuple[int, ...], sizes: Sizes) -> tuple[int, ...]:
-    """The shape of one device's part."""
-    found = list(shape)
+    """Return the shape of one device's part."""
+    local = list(shape)
     for axis, over, spans in role.divisions:
-        found[axis] = sum(span.local(count_of(over, sizes)) for span in spans)
-    return tuple(found)
+        local[axis] = sum(span.local(count_of(over, sizes)) for span in spans)
+    return tuple(local)
 
 
 def cut(role: Role, array: NDArray[Any], sizes: Sizes, place: Sizes, memory: Any = np.empty) -> NDArray[Any]:
-    """The part of the device at `place`, in memory of its own; `memory(shape, dtype)` gives it."""
+    """Return the part of the device at `place`, in memory of its own, allocated by `memory(shape, dtype)`."""
     part: NDArray[Any] = memory(local_shape(role, array.shape, sizes), array.dtype)
     pairs = list(ranges(role, array.ndim, sizes, place))
     if sum(math.prod(_lengths(target, part.shape)) for _, target in pairs) < part.size:
-        part[...] = np.zeros((), part.dtype)  # what no range fills is padding
+        part[...] = np.zeros((), part.dtype)  # numbers outside of all ranges are padding
     for source, target in pairs:
         part[target] = array[source]
     return part
 
 
 def join(role: Role, parts: Mapping[tuple[int, int], NDArray[Any]], shape: tuple[int, ...], sizes: Sizes) -> Any:
-    """The whole parameter from the parts by (expert, model); the inverse of `cut`."""
+    """Return the whole parameter from its parts by (expert, model); the inverse of `cut`."""
     first = next(iter(parts.values()))
     whole = np.empty(shape, first.dtype)
     for (expert, model), part in parts.items():
@@ -171,22 +171,22 @@ Slices = tuple[slice, ...]
 
 
 def ranges(role: Role, ndim: int, sizes: Sizes, place: Sizes) -> Iterator[tuple[Slices, Slices]]:
-    """Where each block of a part comes from, and where it lies in the part."""
+    """Yield the slices of each block of a part: in the whole parameter, and in the part."""
     choices = []
     for axis, over, spans in role.divisions:
         count, index = count_of(over, sizes), _index_of(over, sizes, place)
-        begin, at, found = 0, 0, []
+        begin, offset, blocks = 0, 0, []
         for span in spans:
             start, stop = span.range(index, count)
-            found.append((axis % ndim, slice(begin + start, begin + stop), slice(at, at + stop - start)))
-            begin, at = begin + span.size, at + span.local(count)
-        choices.append(found)
-    for chosen in itertools.product(*choices):
+            blocks.append((axis % ndim, slice(begin + start, begin + stop), slice(offset, offset + stop - start)))
+            begin, offset = begin + span.size, offset + span.local(count)
+        choices.append(blocks)
+    for combination in itertools.product(*choices):
         source, target = [slice(None)] * ndim, [slice(None)] * ndim
-        for axis, wanted, given in chosen:
-            source[axis], target[axis] = wanted, given
+        for axis, from_, to in combination:
+            source[axis], target[axis] = from_, to
         yield tuple(source), tuple(target)
 
 
 def _lengths(slices: Slices, shape: tuple[int, ...]) -> list[int]:
-    return [len(range(*one.indices(size))) for one, size in zip(slices, shape, strict=True)]
+    return [len(range(*slice_.indices(size))) for slice_, size in zip(slices, shape, strict=True)]

@@ -36,7 +36,7 @@ T = TypeVar("T")
 log = logging.getLogger("rekindle.cache")
 
 TICK_SECONDS = 1.0
-COLD_SECONDS = 1.0  # pages used more recently are saved later: they are likely to change again soon
+COLD_SECONDS = 1.0  # pages used more recently are saved later: they are likely to be used again soon
 BUSY_BYTES, IDLE_BYTES = 8 << 20, 64 << 20  # the most to save in one tick: while requests run, and while none does
 PAUSE_BYTES = 4 << 20  # read from the device between two steps: about 2 ms at the speed of memory
 ROUNDS = 3  # the number of waits for a page that is being copied from the device to host memory

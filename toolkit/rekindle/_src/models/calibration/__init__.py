@@ -1,1 +1,1 @@
-"""Rounding a model's weights to four bits by what they are multiplied with."""
+"""Rounding a model's weights to four bits for the activations that they multiply."""

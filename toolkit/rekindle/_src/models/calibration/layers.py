@@ -1,7 +1,7 @@
 """Calibrates a model layer by layer: runs texts through it, and rounds each matrix by the rows that it multiplies.
 
-A layer is run twice: as it is, to see what its matrices are multiplied with, and once they are rounded, so that the
-layers behind it are rounded for what they will get.
+A layer is run twice: as it is, to record the inputs of its matrices, and once they are rounded, so that the
+layers after it are rounded for their actual inputs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rekindle._src.models.loading.hugepages import aligned
 from rekindle._src.models.nn.packing import Packing, matrix_shape, packing_of
 from rekindle_kernels import int4
 
-QUERIES = 512  # of which attention's scores are in memory at a time
+QUERIES = 512  # queries whose attention scores are in memory at a time
 
 
 class CalibrationProgress(NamedTuple):
@@ -42,24 +42,24 @@ Report = Callable[[CalibrationProgress], None]
 def calibrate(
     model: LoadedModel, tokens: Sequence[Sequence[int]], plan: Any, *, report: Report | None = None
 ) -> LoadedModel:
-    """`model`, which has floats, quantised by a plan; matrices of four bits are rounded for these sequences of tokens.
+    """Quantise `model`, which has floats, by a plan. Matrices of four bits are rounded for these sequences of tokens.
 
     Stacks of experts are rounded to the nearest, since each of them would need texts of its own.
     """
     assert not model.graph.precision.quantizes, "a quantised model has no floats to begin with"
     graph, shapes = abstract_model(model.config, model.graph.precision.weights, plan)
-    wanted = dict(zip(graph.paths, shapes, strict=True))
-    packings = {path: found for path in wanted if (found := _packing(path, wanted)) is not None}
-    given = dict(zip(model.graph.paths, model.leaves, strict=True))
-    single = {path: found for path, found in packings.items() if len(given[path].shape) == 2}
+    targets = dict(zip(graph.paths, shapes, strict=True))
+    packings = {path: entry for path in targets if (entry := _packing(path, targets)) is not None}
+    floats = dict(zip(model.graph.paths, model.leaves, strict=True))
+    single = {path: entry for path, entry in packings.items() if len(floats[path].shape) == 2}
     rounds = _Rounds({path for path in single if path.startswith("layers.")}, single, report)
     _run(model, tokens, rounds)
     leaves: dict[str, Any] = {}
-    for path, leaf in given.items():
+    for path, leaf in floats.items():
         if path in packings:
             parts = rounds.found.get(path) or _nearest(model, path, leaf, packings[path])
             leaves |= _named(path, parts)
-        elif wanted[path].dtype == jnp.int8:
+        elif targets[path].dtype == jnp.int8:
             weight, scale = quantize.quantize(_floats(model, leaf))
             leaves |= {path: weight, path.removesuffix("weight") + "scale": scale}
         else:
@@ -70,14 +70,14 @@ def calibrate(
 
 
 class _Rounds:
-    """What has been rounded, and how to round the matrices of a layer."""
+    """The matrices rounded so far, and the rounding of a layer's matrices."""
 
     def __init__(self, wanted: set[str], packings: Mapping[str, Packing], report: Report | None) -> None:
         self.wanted, self.packings, self.found = wanted, packings, dict[str, Parts]()
         self._report = report
 
     def layer(self, number: int, layer: Any, *arguments: Any) -> Any:
-        """The outputs of a layer whose matrices are rounded on the way."""
+        """Round a layer's matrices, and return its outputs with the rounded ones."""
         from rekindle._src.models.nn.linear import Linear, RMSNorm, matrices
 
         grams: dict[str, Any] = {}
@@ -92,14 +92,14 @@ class _Rounds:
             return call
 
         for path, matrix in matrices(layer).items():
-            whole = f"layers.{number}.{path}.weight"
-            if whole in self.wanted and isinstance(matrix, Linear):
+            full_path = f"layers.{number}.{path}.weight"
+            if full_path in self.wanted and isinstance(matrix, Linear):
                 *owners, name = path.split(".")
                 owner = layer
-                for each in owners:
-                    owner = getattr(owner, each)
-                places[whole] = vars(owner), name, matrix
-                vars(owner)[name] = recorded(whole, matrix)
+                for attribute in owners:
+                    owner = getattr(owner, attribute)
+                places[full_path] = vars(owner), name, matrix
+                vars(owner)[name] = recorded(full_path, matrix)
         layer(*arguments)
         for attributes, name, matrix in places.values():
             attributes[name] = matrix
@@ -119,7 +119,7 @@ class _Rounds:
 
 
 def _run(model: LoadedModel, sequences: Sequence[Sequence[int]], rounds: _Rounds) -> None:
-    """All sequences through all layers, in one piece."""
+    """Run all sequences through all layers at once."""
     from rekindle._src.models.nn.layers import soft_cap
 
     module: Any = merge(model.graph, model.leaves)
@@ -130,7 +130,7 @@ def _run(model: LoadedModel, sequences: Sequence[Sequence[int]], rounds: _Rounds
 
     def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         spec, group = model.config.attention[layer], model.config.group_size
-        found = []
+        outputs = []
         for start, length in zip(starts, lengths, strict=True):
             keys, values = (x[start : start + length].astype(jnp.float32) for x in (k, v))
             for first in range(0, length, QUERIES):
@@ -139,10 +139,10 @@ def _run(model: LoadedModel, sequences: Sequence[Sequence[int]], rounds: _Rounds
                 grouped = queries.reshape(count, -1, group, queries.shape[-1])
                 scores = soft_cap(jnp.einsum("tkgd,skd->kgts", grouped, keys) * spec.scale, spec.soft_cap)
                 distance = jnp.arange(first, first + count)[:, None] - jnp.arange(length)
-                seen = (distance >= 0) & (distance < (spec.sliding_window or length))
-                weights = jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), axis=-1)
-                found.append(jnp.einsum("kgts,skd->tkgd", weights, values).reshape(queries.shape))
-        return jnp.concatenate(found).astype(q.dtype)
+                visible = (distance >= 0) & (distance < (spec.sliding_window or length))
+                weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
+                outputs.append(jnp.einsum("kgts,skd->tkgd", weights, values).reshape(queries.shape))
+        return jnp.concatenate(outputs).astype(q.dtype)
 
     def watched(number: int, layer: Any) -> Callable[..., jax.Array]:
         return lambda *arguments: rounds.layer(number, layer, *arguments)
@@ -157,12 +157,12 @@ def _gram(rows: jax.Array) -> jax.Array:
 
 
 def _packing(path: str, leaves: Mapping[str, Any]) -> Packing | None:
-    others = (path.removesuffix("weight") + name for name in ("scale", "minimum"))
-    return packing_of(leaves[path], *(leaves[other] for other in others if other in leaves))
+    siblings = (path.removesuffix("weight") + name for name in ("scale", "minimum"))
+    return packing_of(leaves[path], *(leaves[sibling] for sibling in siblings if sibling in leaves))
 
 
 def _floats(model: LoadedModel, leaf: Any) -> NDArray[Any]:
-    """A leaf's values on the host: some hold the bits of 16-bit floats."""
+    """Return a leaf's values on the host: some leaves hold the bits of 16-bit floats."""
     return np.asarray(leaf).view(model.graph.precision.value_dtype(leaf.dtype))
 
 

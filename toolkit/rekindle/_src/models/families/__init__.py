@@ -1,1 +1,1 @@
-"""One module per model family: how its config.json is read, its layers, and its checkpoint manifest."""
+"""One module per model family: the reader of its config.json, its layers, and its checkpoint manifest."""

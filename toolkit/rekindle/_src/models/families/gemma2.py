@@ -35,7 +35,7 @@ def config(keys: Keys) -> ModelConfig:
 
 
 def gemma_fields(keys: Keys, head_dim: int) -> dict[str, Any]:
-    """The fields that Gemma 2 and Gemma 3 read alike."""
+    """Return the fields that Gemma 2 and Gemma 3 read alike."""
     keys.only("use_bidirectional_attention", False)
     bias = keys.get("attention_bias", False)
     return {
@@ -82,8 +82,8 @@ def sandwich_norm_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
         "mlp_out_norm": "post_feedforward_layernorm",
     }
     return {
-        f"{ours}.weight": one(f"model.layers.{layer}.{theirs}.weight", config.hidden_size, add=1.0)
-        for ours, theirs in names.items()
+        f"{module}.weight": one(f"model.layers.{layer}.{tensor}.weight", config.hidden_size, add=1.0)
+        for module, tensor in names.items()
     }
 
 

@@ -111,10 +111,10 @@ def manifest(config: ModelConfig) -> Manifest:
     if not config.tie_embeddings:
         sources["head.weight"] = one("lm_head.weight", V, role=vocab(V))
     for layer in range(config.num_layers):
-        ours, theirs = f"layers.{layer}", f"transformer.h.{layer}"
+        module, prefix = f"layers.{layer}", f"transformer.h.{layer}"
         for path, name in (("attention_norm", "ln_1"), ("mlp_norm", "ln_2")):
-            sources[f"{ours}.{path}.weight"] = one(f"{theirs}.{name}.weight", E)
-            sources[f"{ours}.{path}.bias"] = one(f"{theirs}.{name}.bias", E)
+            sources[f"{module}.{path}.weight"] = one(f"{prefix}.{name}.weight", E)
+            sources[f"{module}.{path}.bias"] = one(f"{prefix}.{name}.bias", E)
         fused = column(*heads(config.num_heads, config.num_heads, config.head_dim))
         for path, name, rows, weight, bias in (
             ("attention.qkv", "attn.c_attn", 3 * E, fused, fused),
@@ -122,8 +122,8 @@ def manifest(config: ModelConfig) -> Manifest:
             ("up", "mlp.c_fc", inner, column(Span(inner)), column(Span(inner))),
             ("down", "mlp.c_proj", E, row(inner), REPLICATED),
         ):
-            sources[f"{ours}.{path}.weight"] = one(f"{theirs}.{name}.weight", rows, transpose=True, role=weight)
-            sources[f"{ours}.{path}.bias"] = one(f"{theirs}.{name}.bias", rows, role=bias)
+            sources[f"{module}.{path}.weight"] = one(f"{prefix}.{name}.weight", rows, transpose=True, role=weight)
+            sources[f"{module}.{path}.bias"] = one(f"{prefix}.{name}.bias", rows, role=bias)
     # Old checkpoints contain the causal mask of every layer.
     return Manifest(sources, prefix="transformer.", ignored=(r"h\.\d+\.attn\.(masked_)?bias",))
 

@@ -68,7 +68,7 @@ class Llama(nnx.Module):
     def __call__(
         self, tokens: jax.Array, positions: jax.Array, attend: Attend, lengths: jax.Array | None = None
     ) -> jax.Array:
-        """Computes tokens, positions [T] → hidden [T, E] after the final norm; `lengths` as in `rope.tables`."""
+        """Compute tokens, positions [T] → hidden [T, E] after the final norm; `lengths` as in `rope.tables`."""
         x, tables = self.begin(tokens, positions, lengths)
         for layer in self.layers:
             x = layer(x, tables, attend)
@@ -77,7 +77,7 @@ class Llama(nnx.Module):
     def begin(
         self, tokens: jax.Array, positions: jax.Array, lengths: jax.Array | None = None
     ) -> tuple[jax.Array, RopeTables]:
-        """What comes before the layers."""
+        """Compute the input of the first layer, and the rope tables."""
         with jax.named_scope("embed"):
             x = self.embed(tokens)
             if self.config.embed_scale != 1.0:
@@ -85,11 +85,11 @@ class Llama(nnx.Module):
         return x, RopeTables(self.config, positions, lengths)
 
     def end(self, x: jax.Array) -> jax.Array:
-        """What comes after them, before the logits."""
+        """Compute the hidden states from the last layer's output."""
         return self.norm(x)
 
     def logits(self, hidden: jax.Array, count: jax.Array | None = None) -> jax.Array:
-        """Computes hidden [N, E] → float32 [N, V]; rows after the first `count` are undefined."""
+        """Compute hidden [N, E] → float32 [N, V]; rows after the first `count` are undefined."""
         with jax.named_scope("logits"):
             head = self.embed if self.head is None else self.head
             return soft_cap(head_logits(hidden, head, self.precision, count=count), self.config.final_soft_cap)
@@ -100,7 +100,7 @@ def manifest(config: ModelConfig) -> Manifest:
 
 
 def outer_sources(config: ModelConfig, *, add: float = 0.0) -> dict[str, Source]:
-    """The sources of the embedding, the final norm and, unless it is tied, the head."""
+    """Return the sources of the embedding, the final norm and, unless it is tied, the head."""
     V, E = config.vocab_size, config.hidden_size
     sources = {
         "embed.weight": one("model.embed_tokens.weight", V, role=vocab(V)),
@@ -115,7 +115,7 @@ Piece = Callable[[ModelConfig, int], dict[str, Source]]
 
 
 def blocks(config: ModelConfig, *pieces: Piece) -> dict[str, Source]:
-    """The sources of every layer. Each piece gives some of one layer, with paths relative to it."""
+    """Return the sources of every layer. Each piece returns sources of one layer, with paths relative to it."""
     sources: dict[str, Source] = {}
     for layer in range(config.num_layers):
         for piece in pieces:
@@ -124,28 +124,28 @@ def blocks(config: ModelConfig, *pieces: Piece) -> dict[str, Source]:
 
 
 def attention_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
-    ours, theirs = "attention", f"model.layers.{layer}.self_attn"
+    module, prefix = "attention", f"model.layers.{layer}.self_attn"
     D = config.head_dim
     rows = (config.num_heads * D, config.num_kv_heads * D, config.num_kv_heads * D)
     role = column(*heads(config.num_heads, config.num_kv_heads, D))
     sources = {
-        f"{ours}.qkv.weight": Source(names=tuple(f"{theirs}.{x}_proj.weight" for x in "qkv"), rows=rows, role=role),
-        f"{ours}.out.weight": one(f"{theirs}.o_proj.weight", config.hidden_size, role=row(config.num_heads * D)),
+        f"{module}.qkv.weight": Source(names=tuple(f"{prefix}.{x}_proj.weight" for x in "qkv"), rows=rows, role=role),
+        f"{module}.out.weight": one(f"{prefix}.o_proj.weight", config.hidden_size, role=row(config.num_heads * D)),
     }
     if config.qkv_bias:
-        names = tuple(f"{theirs}.{x}_proj.bias" for x in "qkv")
-        sources[f"{ours}.qkv.bias"] = Source(names=names, rows=rows, role=role)
+        names = tuple(f"{prefix}.{x}_proj.bias" for x in "qkv")
+        sources[f"{module}.qkv.bias"] = Source(names=names, rows=rows, role=role)
     if config.o_bias:
-        sources[f"{ours}.out.bias"] = one(f"{theirs}.o_proj.bias", config.hidden_size)
+        sources[f"{module}.out.bias"] = one(f"{prefix}.o_proj.bias", config.hidden_size)
     return sources
 
 
 def qk_norm_sources(config: ModelConfig, layer: int, *, add: float = 0.0) -> dict[str, Source]:
-    """The norms of q and k (Qwen3, Gemma 3): all heads of q share one [D] weight, those of k another."""
-    theirs = f"model.layers.{layer}.self_attn"
+    """Return the norms of q and k (Qwen3, Gemma 3): all heads of q share one [D] weight, those of k another."""
+    prefix = f"model.layers.{layer}.self_attn"
     return {
         "attention.qk_norm.weight": Source(
-            names=(f"{theirs}.q_norm.weight", f"{theirs}.k_norm.weight"),
+            names=(f"{prefix}.q_norm.weight", f"{prefix}.k_norm.weight"),
             rows=(config.num_heads, config.num_kv_heads),
             tiled=True,
             add=add,
@@ -155,33 +155,33 @@ def qk_norm_sources(config: ModelConfig, layer: int, *, add: float = 0.0) -> dic
 
 
 def norm_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
-    theirs, E = f"model.layers.{layer}", config.hidden_size
+    prefix, E = f"model.layers.{layer}", config.hidden_size
     return {
-        "attention_norm.weight": one(f"{theirs}.input_layernorm.weight", E),
-        "mlp_norm.weight": one(f"{theirs}.post_attention_layernorm.weight", E),
+        "attention_norm.weight": one(f"{prefix}.input_layernorm.weight", E),
+        "mlp_norm.weight": one(f"{prefix}.post_attention_layernorm.weight", E),
     }
 
 
 def gate_up_role(inner: int) -> Role:
-    """The role of gate and up in one matrix: every device has the same rows of both."""
+    """Return the role of gate and up in one matrix: every device has the same rows of both."""
     return column(Span(inner), Span(inner))
 
 
 def mlp_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
-    theirs, inner = f"model.layers.{layer}.mlp", config.intermediate_size
+    prefix, inner = f"model.layers.{layer}.mlp", config.intermediate_size
     role = gate_up_role(inner)
     sources = {
         "mlp.gate_up.weight": Source(
-            names=(f"{theirs}.gate_proj.weight", f"{theirs}.up_proj.weight"), rows=(inner, inner), role=role
+            names=(f"{prefix}.gate_proj.weight", f"{prefix}.up_proj.weight"), rows=(inner, inner), role=role
         ),
-        "mlp.down.weight": one(f"{theirs}.down_proj.weight", config.hidden_size, role=row(inner)),
+        "mlp.down.weight": one(f"{prefix}.down_proj.weight", config.hidden_size, role=row(inner)),
     }
     if config.mlp_bias:
         sources |= {
             "mlp.gate_up.bias": Source(
-                names=(f"{theirs}.gate_proj.bias", f"{theirs}.up_proj.bias"), rows=(inner, inner), role=role
+                names=(f"{prefix}.gate_proj.bias", f"{prefix}.up_proj.bias"), rows=(inner, inner), role=role
             ),
-            "mlp.down.bias": one(f"{theirs}.down_proj.bias", config.hidden_size),
+            "mlp.down.bias": one(f"{prefix}.down_proj.bias", config.hidden_size),
         }
     return sources
 

@@ -40,7 +40,7 @@ def config(keys: Keys) -> ModelConfig:
 
 
 class SparseBlock(Block):
-    """A block with experts in the layers that the config gives some, and a gated MLP in the others."""
+    """A block with experts where the config has them, and a gated MLP in the other layers."""
 
     def make_mlp(self, config: ModelConfig, layer: int, precision: Precision) -> nnx.Module:
         spec = config.moe[layer] if config.moe else None
@@ -53,8 +53,8 @@ class Mixtral(Llama):
 
 def manifest(config: ModelConfig) -> Manifest:
     def experts(config: ModelConfig, layer: int) -> dict[str, Source]:
-        theirs = f"model.layers.{layer}.block_sparse_moe"
-        return expert_sources(config, layer, f"{theirs}.gate", f"{theirs}.experts", ("w1", "w3", "w2"))
+        prefix = f"model.layers.{layer}.block_sparse_moe"
+        return expert_sources(config, layer, f"{prefix}.gate", f"{prefix}.experts", ("w1", "w3", "w2"))
 
     return Manifest(outer_sources(config) | blocks(config, attention_sources, norm_sources, experts))
 
@@ -62,7 +62,7 @@ def manifest(config: ModelConfig) -> Manifest:
 def expert_sources(
     config: ModelConfig, layer: int, router: str, experts: str, names: tuple[str, str, str]
 ) -> dict[str, Source]:
-    """The sources of a layer's router and stacked experts; `names` are those of gate, up and down in the checkpoint."""
+    """Return the sources of a layer's router and experts; `names` are gate, up and down's in the checkpoint."""
     spec = config.moe[layer]
     if spec is None:
         return mlp_sources(config, layer)

@@ -41,14 +41,14 @@ class WideNormAttention(Attention):
         return jnp.concatenate(parts, axis=-1).reshape(qk.shape)
 
     def _normed_over_devices(self, wide: jax.Array, split: int, shards: Shards) -> jax.Array:
-        """The norms of heads that are divided: all devices have equally many, so a mean of their means is the mean."""
+        """Norm heads that are divided: all devices have equally many, so the mean of their means is the mean."""
         parts = [part.astype(jnp.float32) for part in (wide[..., :split], wide[..., split:])]
         means = shards.mean(jnp.stack([jnp.mean(part * part, axis=-1) for part in parts]))
-        found = [
+        outputs = [
             part * jax.lax.rsqrt(mean + norm.eps)[..., None] * norm.weight[...]
             for part, mean, norm in zip(parts, means, (self.q_norm, self.k_norm), strict=True)
         ]
-        return jnp.concatenate(found, axis=-1).astype(wide.dtype)
+        return jnp.concatenate(outputs, axis=-1).astype(wide.dtype)
 
 
 class PostNormBlock(Block):
@@ -70,13 +70,13 @@ class Olmo2(Llama):
 
 def manifest(config: ModelConfig) -> Manifest:
     def norms(config: ModelConfig, layer: int) -> dict[str, Source]:
-        theirs, D = f"model.layers.{layer}", config.head_dim
+        prefix, D = f"model.layers.{layer}", config.head_dim
         q, k, _ = heads(config.num_heads, config.num_kv_heads, D)
         return {
-            "attention.q_norm.weight": one(f"{theirs}.self_attn.q_norm.weight", q.size, role=column(q)),
-            "attention.k_norm.weight": one(f"{theirs}.self_attn.k_norm.weight", k.size, role=column(k)),
-            "attention_norm.weight": one(f"{theirs}.post_attention_layernorm.weight", config.hidden_size),
-            "mlp_norm.weight": one(f"{theirs}.post_feedforward_layernorm.weight", config.hidden_size),
+            "attention.q_norm.weight": one(f"{prefix}.self_attn.q_norm.weight", q.size, role=column(q)),
+            "attention.k_norm.weight": one(f"{prefix}.self_attn.k_norm.weight", k.size, role=column(k)),
+            "attention_norm.weight": one(f"{prefix}.post_attention_layernorm.weight", config.hidden_size),
+            "mlp_norm.weight": one(f"{prefix}.post_feedforward_layernorm.weight", config.hidden_size),
         }
 
     return Manifest(outer_sources(config) | blocks(config, attention_sources, norms, mlp_sources))

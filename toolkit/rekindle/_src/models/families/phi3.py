@@ -28,18 +28,18 @@ class Phi3(Llama):
 
 def manifest(config: ModelConfig) -> Manifest:
     def fused(config: ModelConfig, layer: int) -> dict[str, Source]:
-        theirs, inner = f"model.layers.{layer}", config.intermediate_size
+        prefix, inner = f"model.layers.{layer}", config.intermediate_size
         return {
             "attention.qkv.weight": one(
-                f"{theirs}.self_attn.qkv_proj.weight",
+                f"{prefix}.self_attn.qkv_proj.weight",
                 (config.num_heads + 2 * config.num_kv_heads) * config.head_dim,
                 role=column(*heads(config.num_heads, config.num_kv_heads, config.head_dim)),
             ),
             "attention.out.weight": one(
-                f"{theirs}.self_attn.o_proj.weight", config.hidden_size, role=row(config.num_heads * config.head_dim)
+                f"{prefix}.self_attn.o_proj.weight", config.hidden_size, role=row(config.num_heads * config.head_dim)
             ),
-            "mlp.gate_up.weight": one(f"{theirs}.mlp.gate_up_proj.weight", 2 * inner, role=gate_up_role(inner)),
-            "mlp.down.weight": one(f"{theirs}.mlp.down_proj.weight", config.hidden_size, role=row(inner)),
+            "mlp.gate_up.weight": one(f"{prefix}.mlp.gate_up_proj.weight", 2 * inner, role=gate_up_role(inner)),
+            "mlp.down.weight": one(f"{prefix}.mlp.down_proj.weight", config.hidden_size, role=row(inner)),
         }
 
     return Manifest(outer_sources(config) | blocks(config, fused, norm_sources))

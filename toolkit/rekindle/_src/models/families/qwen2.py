@@ -7,7 +7,7 @@ from rekindle._src.models.hf_config import Keys, decoder
 
 
 def sliding(keys: Keys) -> tuple[int | None, tuple[bool, ...]]:
-    """The sliding window, and which layers use it, as the configs of Qwen2 and Qwen3 describe them."""
+    """Return the sliding window, and which layers use it, from the keys of Qwen2's and Qwen3's configs."""
     window = keys.window(4096) if keys.get("use_sliding_window", False) else None
     first = keys.get("max_window_layers", 28)
     default = [window is not None and layer >= first for layer in range(keys.size("num_hidden_layers"))]

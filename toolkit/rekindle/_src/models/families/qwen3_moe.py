@@ -49,9 +49,9 @@ class Qwen3Moe(Llama):
 
 def manifest(config: ModelConfig) -> Manifest:
     def experts(config: ModelConfig, layer: int) -> dict[str, Source]:
-        theirs = f"model.layers.{layer}.mlp"
+        prefix = f"model.layers.{layer}.mlp"
         names = ("gate_proj", "up_proj", "down_proj")
-        return expert_sources(config, layer, f"{theirs}.gate", f"{theirs}.experts", names)
+        return expert_sources(config, layer, f"{prefix}.gate", f"{prefix}.experts", names)
 
     pieces = (attention_sources, qk_norm_sources, norm_sources, experts)
     return Manifest(outer_sources(config) | blocks(config, *pieces))

@@ -19,7 +19,7 @@ from rekindle._src.models.precision import Precision
 
 
 class Attend(Protocol):
-    """Attention, supplied by the caller, who chooses where keys and values are kept: in pages, a dense cache, nowhere.
+    """Attention, supplied by the caller, who chooses the place of keys and values: pages, a dense cache, or none.
 
     It is called once per layer with this call's queries [T, H, D], keys and values [T, K, D], normed and rotated; it
     stores the keys and values, applies `config.attention[layer]` and returns [T, H, D].
@@ -52,10 +52,10 @@ class RopeTables:
 
     @classmethod
     def of(cls, tables: dict[rope.RopeSpec, tuple[jax.Array, jax.Array]]) -> RopeTables:
-        """Tables that were computed before."""
-        made = cls.__new__(cls)
-        made.tables = tables
-        return made
+        """Return an object with tables that were computed before."""
+        instance = cls.__new__(cls)
+        instance.tables = tables
+        return instance
 
     def split(
         self,
@@ -67,7 +67,7 @@ class RopeTables:
         *,
         implementation: str | None = None,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """q [T, H, D] and k [T, K, D], normed and rotated, of qk [T, ≥ H + K, D]; v [T, K, D] of qkv."""
+        """Return q [T, H, D] and k [T, K, D], normed and rotated, of qk [T, ≥ H + K, D], and v [T, K, D] of qkv."""
         cos, sin = (None, None) if spec is None else self.tables[spec]
         weight, eps = (None, 0.0) if norm is None else (norm.weight[...], norm.eps)
         return rekindle_kernels.rope(
@@ -96,7 +96,7 @@ class Attention(nnx.Module):
         residual: jax.Array | None = None,
         norm: RMSNorm | None = None,
     ) -> jax.Array:
-        """Attention of norm(x), plus `residual`."""
+        """Compute the attention of norm(x), plus `residual`."""
         H, K = self.heads, self.kv_heads
         qkv = self.qkv(x, norm=norm).reshape(*x.shape[:-1], H + 2 * K, self.head_dim)
         q, k, v = tables.split(self.normed(qkv), qkv, H, self.rope, self.qk_norm, implementation=self.implementation)
@@ -105,7 +105,7 @@ class Attention(nnx.Module):
         return self.out(y.reshape(*x.shape[:-1], H * self.head_dim).astype(x.dtype), residual=residual)
 
     def normed(self, qkv: jax.Array) -> jax.Array:
-        """Returns q and k [..., H + K, D] as they go into `qk_norm` and rope. Heads after those are ignored."""
+        """Return q and k [..., H + K, D], the input of `qk_norm` and rope. Heads after those are ignored."""
         return qkv
 
 
@@ -119,10 +119,10 @@ class GatedMlp(nnx.Module):
         self.activation = config.activation
 
     def __call__(self, x: jax.Array, residual: jax.Array | None = None, norm: RMSNorm | None = None) -> jax.Array:
-        """The MLP of norm(x), plus `residual`."""
+        """Compute the MLP of norm(x), plus `residual`."""
         return self.down(self.gate_up(x, norm=norm, gate=self.activation), residual=residual)
 
 
 def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
-    """Limits x smoothly to ±cap: cap · tanh(x / cap). None changes nothing."""
+    """Limit x smoothly to ±cap: cap · tanh(x / cap). None changes nothing."""
     return x if cap is None else jnp.tanh(x / cap) * cap

@@ -17,7 +17,7 @@ and each matrix's place in the model.
 
 Where experts are picked one by one in a loop (on CPU), a stack of 16-bit floats is kept as a uint16 leaf that holds
 their bits, `array.view(numpy.uint16)`: XLA:CPU would widen the whole stack to float32 before it takes a slice of it,
-but not a stack of integers. `Precision.value_dtype` tells what such a leaf's values are.
+but not a stack of integers. `Precision.value_dtype` is the dtype of such a leaf's values.
 
 A product of few rows is bound by reading its matrix. On CPU `rekindle_kernels.linear` does that at the speed of memory
 where numba is installed; XLA:CPU takes half again as long, and 20 times as long for a single row: there callers pad to
@@ -41,7 +41,7 @@ from rekindle_kernels import LinearOptions, gated, int4
 
 
 def parameter(shape: tuple[int, ...], dtype: DTypeLike) -> nnx.Param:
-    """A parameter as its shape and dtype. `merge` puts the array in."""
+    """Return a parameter with a shape and dtype. `merge` puts the array in."""
     return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)))
 
 
@@ -59,7 +59,7 @@ class RMSNorm(nnx.Module):
 class Matrix(nnx.Module):
     """A stored matrix, or a stack of them, one per expert."""
 
-    part: str | None = None  # of the model, for a plan that quantises some; None: by the place in it
+    part: str | None = None  # the part of the model, for a plan that quantises some parts; None: by the path
 
     def __init__(self, shape: tuple[int, ...], precision: Precision, *, quantize: bool = True) -> None:
         self.shape, self.quantizable = shape, quantize and precision.quantizes
@@ -71,7 +71,7 @@ class Matrix(nnx.Module):
         self.minimum: Any = None
 
     def store(self, path: str, kind: str) -> None:
-        """Have the leaves of matrices of this kind. Raises ConfigError for one that can't be stored like that."""
+        """Take the leaves of a matrix of this kind. Raise ConfigError if the matrix can't be stored like that."""
         self.packing = packing(kind, path, self.shape)
         if self.packing is None:
             self.quantize, self.weight = kind, parameter(self.shape, jnp.int8)
@@ -86,13 +86,13 @@ class Matrix(nnx.Module):
 
     @property
     def arrays(self) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-        """Weight, scale and minimum; the last ones are None where a matrix has none."""
-        scale, minimum = (None if each is None else each[...] for each in (self.scale, self.minimum))
+        """Weight, scale and minimum; scale and minimum are None where a matrix has none."""
+        scale, minimum = (None if leaf is None else leaf[...] for leaf in (self.scale, self.minimum))
         return self.weight[...], scale, minimum
 
 
 def quantise(model: nnx.Module, precision: Precision) -> None:
-    """Have every matrix of a model stored as the precision says."""
+    """Change every matrix of a model to the kind that the precision has for it."""
     if not precision.quantizes:
         return
     for path, matrix in matrices(model).items():
@@ -102,20 +102,20 @@ def quantise(model: nnx.Module, precision: Precision) -> None:
 
 
 def matrices(model: nnx.Module) -> dict[str, Matrix]:
-    """The matrices of a model by their paths, such as "layers.0.attention.qkv"."""
+    """Return the matrices of a model by their paths, such as "layers.0.attention.qkv"."""
     nodes = nnx.iter_graph(model)
     return {".".join(map(str, path)): node for path, node in nodes if isinstance(node, Matrix)}
 
 
 def _part(path: str) -> str:
-    """The part of a model that a matrix belongs to, of those that `quantize_plan.PARTS` lists."""
+    """Return the part of a model that a matrix belongs to, one of `quantize_plan.PARTS`."""
     return "head" if path == "head" else "attention" if ".attention." in path else "mlp"
 
 
 class Linear(Matrix):
     """A linear layer, x [..., in] → [..., out], with an optional bias; other options as in `linear`.
 
-    With `partial`, x is the part of the inputs that this device has, if a model is divided; products are summed then.
+    With `partial`, x is this device's part of the inputs if a model is divided, and products are summed.
     """
 
     def __init__(
@@ -163,9 +163,9 @@ class Embedding(Matrix):
     def __call__(self, tokens: jax.Array) -> jax.Array:
         if self.shards is None:
             return self._lookup(tokens)
-        own, here = self.shards.lookup(tokens, self.rows)
-        rows = self._lookup(own)
-        return self.shards.sum(jnp.where(here[..., None], rows, jnp.zeros_like(rows)))
+        indices, present = self.shards.lookup(tokens, self.rows)
+        rows = self._lookup(indices)
+        return self.shards.sum(jnp.where(present[..., None], rows, jnp.zeros_like(rows)))
 
     def _lookup(self, tokens: jax.Array) -> jax.Array:
         weight, scale, minimum = self.arrays
@@ -179,7 +179,7 @@ class Embedding(Matrix):
 
 
 def head_logits(hidden: jax.Array, head: Matrix, precision: Precision, *, count: jax.Array | None = None) -> jax.Array:
-    """hidden [N, E] → float32 [N, V] by a head of the vocabulary or a tied embedding; all of it on every device."""
+    """Compute hidden [N, E] → float32 [N, V] with a head or a tied embedding; every device has all of the result."""
     logits = linear(hidden, head, jnp.float32, count=count)
     return logits if precision.shards is None else precision.shards.whole_vocab(logits)
 
@@ -194,9 +194,9 @@ def linear(
     residual: jax.Array | None = None,
     count: jax.Array | None = None,
 ) -> jax.Array:
-    """norm(x [..., in]) · matrix [out, in] (+ residual) → [..., out] in `dtype`, by default x's own.
+    """Compute norm(x [..., in]) · matrix [out, in] (+ residual) → [..., out] in `dtype`, by default x's own.
 
-    With `gate`, the name of an activation, the result is `gated(…, gate)` [..., out / 2]. Rows behind the first `count`
+    With `gate`, the name of an activation, the result is `gated(…, gate)` [..., out / 2]. Rows after the first `count`
     are undefined.
     """
     weight, scale, minimum = matrix.arrays

@@ -33,7 +33,7 @@ class Stack(Matrix):
         self.values = None
 
     def one(self, x: jax.Array, expert: jax.Array) -> jax.Array:
-        """Computes x [rows, in] · one expert's matrix → [rows, out]."""
+        """Compute x [rows, in] · one expert's matrix → [rows, out]."""
         weight, scale, minimum = (
             None if array is None else jax.lax.dynamic_index_in_dim(array, expert, keepdims=False)
             for array in self.arrays
@@ -41,14 +41,14 @@ class Stack(Matrix):
         assert weight is not None, "a stack has weights"
         if self.values is not None:
             weight = jax.lax.bitcast_convert_type(weight, jnp.dtype(self.values))
-        # XLA's product takes the slice of the stack into its loop, where another has to copy it first; but XLA would
-        # widen a whole slice of four bits in memory, eight times what is copied.
+        # XLA's product takes the slice of the stack into its loop, where others have to copy it first. But XLA would
+        # widen a whole slice of four bits in memory, eight times the size of the copy.
         name = self.implementation if self.packing is not None else "xla"
         options = LinearOptions(self.quantize, deterministic=self.packing is not None and self.deterministic)
         return rekindle_kernels.linear(x, weight, scale=scale, minimum=minimum, options=options, implementation=name)
 
     def grouped(self, x: jax.Array, sizes: jax.Array) -> jax.Array:
-        """Computes x [M, in] → [M, out], the first sizes[0] rows with expert 0, the next sizes[1] with expert 1, …"""
+        """Compute x [M, in] → [M, out], the first sizes[0] rows with expert 0, the next sizes[1] with expert 1, …"""
         weight, packed, minimum = self.arrays
         if self.packing is not None:
             assert packed is not None, "integers have scales"
@@ -73,20 +73,20 @@ class Experts(nnx.Module):
         self.shards = precision.shards
         # The router stays in float32: a rounded logit can change which experts a token gets.
         self.router = Linear(G, E, Precision(stream=precision.stream, implementation="xla"))
-        here = G if precision.shards is None else G // precision.shards.expert
-        self.gate_up = Stack((here, 2 * inner, E), precision)
-        self.down = Stack((here, E, inner), precision)
+        local = G if precision.shards is None else G // precision.shards.expert
+        self.gate_up = Stack((local, 2 * inner, E), precision)
+        self.down = Stack((local, E, inner), precision)
         self.spec, self.activation, self.looped = spec, config.activation, precision.loop_experts
 
     def __call__(self, x: jax.Array, residual: jax.Array | None = None, norm: RMSNorm | None = None) -> jax.Array:
-        """Computes the experts of norm(x) [..., E] → [..., E], plus `residual` if it is given."""
+        """Compute the experts of norm(x) [..., E] → [..., E], plus `residual` if there is one."""
         x = x if norm is None else norm(x)
         flat = x.reshape(-1, x.shape[-1])
         with jax.named_scope("route"):
             weights, chosen = self.route(flat)
-            here, chosen = self._here(chosen)
+            count, chosen = self._here(chosen)
             order = jnp.argsort(chosen.reshape(-1))
-            sizes = jnp.sum(chosen.reshape(-1, 1) == jnp.arange(here), axis=0, dtype=jnp.int32)
+            sizes = jnp.sum(chosen.reshape(-1, 1) == jnp.arange(count), axis=0, dtype=jnp.int32)
             rows = flat[order // self.spec.top_k]
         with jax.named_scope("experts"):
             if self.looped:
@@ -94,9 +94,9 @@ class Experts(nnx.Module):
             else:
                 out = self.down.grouped(gated(self.gate_up.grouped(rows, sizes), self.activation), sizes)
         with jax.named_scope("combine"):
-            if here < self.spec.num_experts:  # rows of others' experts stand last, and nothing of use is in them
-                own = jnp.arange(rows.shape[0]) < jnp.sum(sizes)
-                out = jnp.where(own[:, None], out, jnp.zeros_like(out))
+            if count < self.spec.num_experts:  # rows of other devices' experts are last, and hold no results
+                valid = jnp.arange(rows.shape[0]) < jnp.sum(sizes)
+                out = jnp.where(valid[:, None], out, jnp.zeros_like(out))
             # A gather restores the order of the tokens: XLA:CPU runs a scatter one element at a time.
             out = out[jnp.argsort(order)].reshape(*chosen.shape, -1)
             y = jnp.sum(out.astype(jnp.float32) * weights[..., None], axis=-2)
@@ -105,15 +105,15 @@ class Experts(nnx.Module):
         return y if residual is None else residual + y
 
     def _here(self, chosen: jax.Array) -> tuple[int, jax.Array]:
-        """How many experts this device has, and the chosen ones counted from its first, so that others' stand last."""
+        """Return the number of this device's experts, and the chosen ones counted from its first: others' are last."""
         count = self.spec.num_experts
         if self.shards is None or self.shards.expert == 1:
             return count, chosen
-        first, here = self.shards.experts_here(count)
-        return here, (chosen - first) % count
+        first, local = self.shards.experts_here(count)
+        return local, (chosen - first) % count
 
     def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The weights float32 [T, k] and the experts int32 [T, k] of each token."""
+        """Return the weights float32 [T, k] and the experts int32 [T, k] of each token."""
         scores = jax.nn.softmax(self.router(x.astype(jnp.float32)), axis=-1)
         weights, chosen = jax.lax.top_k(scores, self.spec.top_k)
         if self.spec.normalize:
@@ -121,7 +121,7 @@ class Experts(nnx.Module):
         return weights, chosen
 
     def loop(self, rows: jax.Array, sizes: jax.Array) -> jax.Array:
-        """Computes rows [M, E], sorted by expert, → [M, E], a block of rows of one expert at a time.
+        """Compute rows [M, E], sorted by expert, → [M, E], a block of rows of one expert at a time.
 
         XLA:CPU computes a ragged product by multiplying all rows with all experts: 64 experts, 8 per token, [384, 512]
         in float32 took 218, 497 and 2473 ms for 2, 32 and 256 tokens, where this loop took 1, 6 and 14.
@@ -135,15 +135,15 @@ class Experts(nnx.Module):
 
         def body(block: jax.Array, out: jax.Array) -> jax.Array:
             expert = owner[block]
-            at = start[expert] + (block - first[expert]) * size
-            x = jax.lax.dynamic_slice_in_dim(padded, at, size)
+            offset = start[expert] + (block - first[expert]) * size
+            x = jax.lax.dynamic_slice_in_dim(padded, offset, size)
             y = self.down.one(gated(self.gate_up.one(x, expert), self.activation), expert)
             # Rows beyond the expert's own are overwritten by the blocks that follow, or lie in the padding.
-            return jax.lax.dynamic_update_slice_in_dim(out, y, at, 0)
+            return jax.lax.dynamic_update_slice_in_dim(out, y, offset, 0)
 
         return jax.lax.fori_loop(0, jnp.sum(blocks), body, jnp.zeros_like(padded))[:M]
 
 
 def block_rows(rows: int, experts: int) -> int:
-    """The rows of a block: twice an expert's average share, from 2 (one row is slow) to 64 (no gain beyond)."""
+    """Return the rows of a block: twice an expert's average share, from 2 (one row is slow) to 64 (no gain beyond)."""
     return min(64, max(2, 1 << (max(1, 2 * rows // experts) - 1).bit_length()))

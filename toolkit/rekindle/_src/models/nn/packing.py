@@ -1,4 +1,4 @@
-"""How a matrix is stored in groups of four, six or eight bits: what the kinds of a plan and its shape come to.
+"""The storage of a matrix in groups of four, six or eight bits, derived from a plan's kind and the matrix's shape.
 
 Kinds are text, as a graph and its JSON hold them: `int4`, with `-32`, `-64` or `-128` for the inputs of a group, then
 `-min` where groups have minimums, then `-f32` where scales and minimums are float32, or `-k` where they are integers
@@ -16,7 +16,7 @@ from rekindle.errors import ConfigError
 from rekindle_kernels import int4
 
 _SUFFIXES = {"float16": "", "float32": "-f32", int4.STEPPED: "-k"}
-PREFERRED = 64  # inputs of a group where a plan does not say it; 32 where 64 do not divide the inputs
+PREFERRED = 64  # inputs of a group where a plan has no size; 32 where 64 does not divide the inputs
 
 
 class Packing(NamedTuple):
@@ -24,12 +24,12 @@ class Packing(NamedTuple):
 
     group: int
     minimum: bool = False  # groups have minimums
-    scales: str = "float16"  # the dtype of scales and minimums; of int8 they have steps
+    scales: str = "float16"  # the dtype of scales and minimums; those of int8 have steps
     bits: int = 4
 
     @property
     def kind(self) -> str:
-        """The kind that says all of it."""
+        """The kind with every detail written out."""
         return f"int{self.bits}-{self.group}{'-min' * self.minimum}{_SUFFIXES[self.scales]}"
 
     @property
@@ -39,17 +39,17 @@ class Packing(NamedTuple):
 
 
 def packing(kind: str | None, path: str, shape: tuple[int, ...]) -> Packing | None:
-    """The packing of a matrix [out, in] or a stack of them; None for kinds that are not in groups.
+    """Return the packing of a matrix [out, in] or a stack of them; None for kinds that are not in groups.
 
-    Raises ConfigError for a matrix that can't be stored like this.
+    Raise ConfigError for a matrix that can't be stored like this.
     """
     if kind is None or not re.match(r"int4|int[68]-\d", kind):
         return None
-    found = re.fullmatch(r"int([468])(?:-(\d+))?(-min)?(-f32|-k)?", kind)
-    assert found is not None, f"kind {kind!r}"
-    bits, asked, minimum, suffix = found.groups()
+    match = re.fullmatch(r"int([468])(?:-(\d+))?(-min)?(-f32|-k)?", kind)
+    assert match is not None, f"kind {kind!r}"
+    bits, size, minimum, suffix = match.groups()
     outputs, inputs = shape[-2:]
-    group = int(asked) if asked else PREFERRED if inputs % PREFERRED == 0 else min(int4.GROUPS)
+    group = int(size) if size else PREFERRED if inputs % PREFERRED == 0 else min(int4.GROUPS)
     reason = int4.reason_against(outputs, inputs, group, int(bits))
     if reason is not None:
         raise ConfigError(
@@ -58,23 +58,23 @@ def packing(kind: str | None, path: str, shape: tuple[int, ...]) -> Packing | No
             f"{path} can't be kept in four bits: {reason}",
             'Keep this part in eight, as quantize={"attention": "int8", "mlp": "int4"} does',
         )
-    scales = next(dtype for dtype, other in _SUFFIXES.items() if other == (suffix or ""))
+    scales = next(dtype for dtype, ending in _SUFFIXES.items() if ending == (suffix or ""))
     return Packing(group, minimum is not None, scales, int(bits))
 
 
 def matrix_shape(leaf: Any) -> tuple[int, ...]:
-    """The shape of a stored matrix as a checkpoint has it: [out, in], or [experts, out, in]."""
+    """Return the shape of a stored matrix in checkpoints' form: [out, in], or [experts, out, in]."""
     shape: tuple[int, ...] = tuple(leaf.shape)
     return int4.matrix_shape(leaf) if is_packed(leaf) else shape
 
 
 def is_packed(leaf: Any) -> bool:
-    """Whether a leaf is the `weight` of a matrix in groups: nothing else has these dtypes."""
+    """True if a leaf is the `weight` of a matrix in groups: nothing else has these dtypes."""
     return str(leaf.dtype) in int4.COLUMNS
 
 
 def packing_of(weight: Any, scale: Any = None, minimum: Any = None) -> Packing | None:
-    """The packing of a matrix by its leaves; None for one that is not in groups."""
+    """Return the packing of a matrix by its leaves; None for one that is not in groups."""
     if not is_packed(weight):
         return None
     bits = int4.BITS[str(weight.dtype)]

@@ -22,7 +22,7 @@ class RopeSpec:
     """One rotary embedding of a model. Layers with equal specs share tables."""
 
     theta: float
-    dim: int  # how many of a head's dimensions are rotated: its first ones
+    dim: int  # the number of rotated dimensions of a head: its first ones
     kind: str = "default"
     factor: float = 1.0
     original_length: int = 0  # pre-training length, for the kinds that scale past it
@@ -31,23 +31,23 @@ class RopeSpec:
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn
-    short_factor: tuple[float, ...] = ()  # longrope; factors: what each frequency is divided by
+    short_factor: tuple[float, ...] = ()  # longrope; factors: the divisor of each frequency
     long_factor: tuple[float, ...] = ()  # longrope
     attention_factor: float = 1.0  # multiplies cos and sin
 
     @property
     def depends_on_length(self) -> bool:
-        """Whether the frequencies change with the length of the sequence, not with the position alone."""
+        """True if the frequencies change with the length of the sequence, not with the position alone."""
         return self.kind in ("dynamic", "longrope")
 
     def regime(self, length: int) -> int:
-        """A number that is equal for prompt lengths at which the keys of a shared prefix are rotated alike."""
+        """Return a number that is equal for prompt lengths at which the keys of a shared prefix are rotated alike."""
         if not self.depends_on_length or length <= self.original_length:
             return 0
         return 1 if self.kind == "longrope" else length
 
     def frequencies(self, *, long: bool = False) -> NDArray[np.float32]:
-        """The radians per position [F], rounded to float32 after each operation as transformers does."""
+        """Return the radians per position [F], rounded to float32 after each operation as in transformers."""
         exponents = np.arange(0, self.dim, 2, dtype=np.float32) / np.float32(self.dim)
         periods = np.power(np.float32(self.theta), exponents)
         plain = np.float32(1.0) / periods
@@ -65,17 +65,17 @@ class RopeSpec:
         return plain
 
     def _llama3(self, plain: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Frequencies of Llama 3: long wavelengths are stretched, short ones kept, those between interpolated."""
+        """Return Llama 3's frequencies: long wavelengths are stretched, short ones kept, those between interpolated."""
         wavelengths = np.float32(2 * math.pi) / plain
         low, high = self.low_freq_factor, self.high_freq_factor
         smooth = (np.float32(self.original_length) / wavelengths - np.float32(low)) / np.float32(high - low)
-        between = (1 - smooth) * plain / np.float32(self.factor) + smooth * plain
+        interpolated = (1 - smooth) * plain / np.float32(self.factor) + smooth * plain
         stretched = np.where(wavelengths > self.original_length / low, plain / np.float32(self.factor), plain)
         medium = (wavelengths >= self.original_length / high) & (wavelengths <= self.original_length / low)
-        return np.where(medium, between, stretched).astype(np.float32)
+        return np.where(medium, interpolated, stretched).astype(np.float32)
 
     def _yarn(self, plain: NDArray[np.float32], stretched: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Frequencies of YaRN: a linear ramp from the dimensions that turn often to those that turn rarely."""
+        """Return YaRN's frequencies: a linear ramp from the dimensions that turn often to those that turn rarely."""
 
         def dimension(turns: float) -> float:
             return self.dim * math.log(self.original_length / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
@@ -92,7 +92,7 @@ class RopeSpec:
 
 
 def attention_factor(kind: str, factor: float, original_length: int, options: dict[str, Any]) -> float:
-    """The factor of cos and sin for a checkpoint that gives none."""
+    """Return the factor of cos and sin for a checkpoint without one."""
     if kind == "yarn":
 
         def scaled(weight: float) -> float:
@@ -107,24 +107,24 @@ def attention_factor(kind: str, factor: float, original_length: int, options: di
 
 
 def tables(spec: RopeSpec, positions: jax.Array, lengths: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """The tables cos and sin [..., F] in float32.
+    """Return the tables cos and sin [..., F] in float32.
 
-    `lengths` is the sequence length to assume for each token; only length-dependent kinds read it. None means
-    `positions + 1`: what decoding token by token gives, and the only choice under which the keys of a prefix do not
-    depend on what follows. Transformers assumes max(prompt length, position + 1).
+    `lengths` is the sequence length to assume for each token; only length-dependent kinds use it. None means
+    `positions + 1`, as in decoding token by token, and the only choice under which the keys of a prefix do not
+    depend on the tokens after it. Transformers assumes max(prompt length, position + 1).
     """
-    at = positions.astype(jnp.float32)[..., None]
+    column = positions.astype(jnp.float32)[..., None]
     frequencies: jax.Array | NDArray[np.float32] = spec.frequencies()
     if spec.depends_on_length:
         length = (positions + 1 if lengths is None else lengths)[..., None]
         if spec.kind == "longrope":
             frequencies = jnp.where(length > spec.original_length, spec.frequencies(long=True), frequencies)
         else:
-            known = jnp.maximum(length, spec.original_length).astype(jnp.float32)
-            growth = (spec.factor * known / spec.original_length) - (spec.factor - 1)
+            clamped = jnp.maximum(length, spec.original_length).astype(jnp.float32)
+            growth = (spec.factor * clamped / spec.original_length) - (spec.factor - 1)
             base = spec.theta * growth ** (spec.dim / (spec.dim - 2))
             frequencies = 1.0 / base ** (np.arange(0, spec.dim, 2, dtype=np.float32) / np.float32(spec.dim))
-    angles = at * frequencies
+    angles = column * frequencies
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     if spec.attention_factor != 1.0:
         cos, sin = cos * spec.attention_factor, sin * spec.attention_factor

@@ -1,6 +1,6 @@
-"""What layers do together when a model is divided over devices: sums, lookups and logits over the mesh.
+"""The collectives of layers when a model is divided over devices: sums, lookups and logits over the mesh.
 
-It is part of a graph's precision, static as all of it. Layers of an undivided model have None and do nothing.
+`Shards` is part of a graph's precision, and static. Layers of an undivided model have None and do nothing.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ class Shards:
     vocab_size: int  # of the whole model
 
     def sum(self, x: jax.Array) -> jax.Array:
-        """The sum of what all devices have."""
+        """Return the sum over all devices."""
         return lax.psum(x, AXES)
 
     def mean(self, x: jax.Array) -> jax.Array:
-        """The mean of what all devices have."""
+        """Return the mean over all devices."""
         return lax.pmean(x, AXES)
 
     def index(self) -> jax.Array:
-        """The number of this device among all."""
+        """Return the number of this device among all."""
         return lax.axis_index(AXES)
 
     def lookup(self, tokens: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
-        """The rows of this device's part of a table that tokens have, and whether they are there; 0 if not."""
-        own = tokens - self.index() * rows
-        here = (own >= 0) & (own < rows)
-        return jnp.where(here, own, 0), here
+        """Return the tokens' row indices in this device's part of a table, 0 if absent, and True where present."""
+        local = tokens - self.index() * rows
+        present = (local >= 0) & (local < rows)
+        return jnp.where(present, local, 0), present
 
     def whole_vocab(self, logits: jax.Array) -> jax.Array:
-        """All logits [N, V] from every device's part; what pads the last part is left out."""
+        """Return all logits [N, V] from every device's part, without the padding of the last part."""
         return lax.all_gather(logits, AXES, axis=logits.ndim - 1, tiled=True)[..., : self.vocab_size]
 
     def experts_here(self, count: int) -> tuple[jax.Array, int]:
-        """The first of `count` experts that this device has, and how many it has."""
-        own = count // self.expert
-        return lax.axis_index("expert") * own, own
+        """Return the first of `count` experts on this device, and how many it has."""
+        share = count // self.expert
+        return lax.axis_index("expert") * share, share
