@@ -1,4 +1,4 @@
-"""`rekindle cache ls|prune|clear`: look at and trim what persists on disk.
+"""`rekindle cache ls|prune|clear`: list and trim the files of the cache directory.
 
 Only rekindle's own entries are removed: those in known folders of a cache folder with rekindle's CACHEDIR.TAG. Links
 are neither followed nor removed, and entries that a process is writing stay.

@@ -26,7 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise MissingExtra("uvicorn", "serve") from error
     keys = api_keys(arguments)
     warn_if_open(arguments.host, keys)
-    bound = bind(arguments.host, arguments.port)  # before loading: a bad address would waste it
+    listening_socket = bind(arguments.host, arguments.port)  # before loading: a bad address would waste it
     options = engine_options(arguments)
     models = named(arguments.model, arguments.name)
     roles = {"prefill": arguments.prefill, "decode": arguments.decode}
@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
         failures.append(error)
         listener.stop(0.0)
 
-    made = app(
+    asgi = app(
         openings,
         api_key=keys,
         strict=arguments.strict,
@@ -56,17 +56,17 @@ def run(arguments: argparse.Namespace) -> int:
         opened=lambda name: print(f"{name} is ready", file=sys.stderr),
         failed=failed,
     )
-    url = address(arguments.host, bound.getsockname()[1])
+    url = address(arguments.host, listening_socket.getsockname()[1])
 
     def started() -> None:
         print(f"rekindle listens at {url}/v1 and loads {', '.join(openings)}", file=sys.stderr)
 
-    service = made.state.rekindle
+    service = asgi.state.rekindle
     service.hosts.add(arguments.host)
     listener = Listener(
-        made,
+        asgi,
         service.life,
-        bound,
+        listening_socket,
         started=started,
         access_log=arguments.access_log,
         max_connections=arguments.max_connections,
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
         with listener.signals(arguments.drain):
             listener.serve_forever()
     finally:
-        bound.close()
+        listening_socket.close()
         for served in service.models.by_name.values():
             if served.session is not None:
                 served.session.close()

@@ -30,5 +30,5 @@ def shares(index: int, replicas: int, processes: int) -> tuple[tuple[int, ...], 
     """Return the cores of each process of a replica: the same number, since the processes run in step."""
     total = replicas * processes
     parts = [cores_of(index * processes + process, total) for process in range(processes)]
-    least = min(len(part) for part in parts)
-    return tuple(part[:least] for part in parts)
+    size = min(len(part) for part in parts)
+    return tuple(part[:size] for part in parts)

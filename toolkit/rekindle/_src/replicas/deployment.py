@@ -54,13 +54,13 @@ def deployment(
         raise ConfigError("replicas", replicas, problem, "Use a number, or one ingress")
     router_named(router)
     checked(options)
-    called = name or Path(str(model)).name
+    client_name = name or Path(str(model)).name
 
     def built() -> Any:  # Ray Serve accepts only a plain function
-        return _app(str(model), called, parts_of, router, resources, api_key, options, size)
+        return _app(str(model), client_name, parts_of, router, resources, api_key, options, size)
 
     @serve.deployment(
-        name=f"rekindle-{called.replace('/', '-')}",
+        name=f"rekindle-{client_name.replace('/', '-')}",
         num_replicas=ingresses,
         max_ongoing_requests=_AT_ONCE,
         ray_actor_options={"num_cpus": 0},

@@ -278,14 +278,14 @@ class FleetOpening(Call[Fleet]):
 
     async def _result(self) -> Fleet:
         if self._fleet is None:
-            found: list[Parts] = []
+            fleet_parts: list[Parts] = []
 
             def build() -> Engine:
-                found.append(self._parts())
-                return fleet_engine(found[0], self._model, self._router)
+                fleet_parts.append(self._parts())
+                return fleet_engine(fleet_parts[0], self._model, self._router)
 
             def dispatched(engine: Engine, device: DeviceThread) -> FleetDispatch:
-                parts, routes = found[0], cast(Routes, engine.scheduler)
+                parts, routes = fleet_parts[0], cast(Routes, engine.scheduler)
                 places = len(parts.connections) * parts.described.places
                 return FleetDispatch(
                     engine,
@@ -302,7 +302,7 @@ class FleetOpening(Call[Fleet]):
             host = Host(build, dispatched=dispatched)
             host.start()
             try:
-                engine, parts = await host.opened.get(), found[0]
+                engine, parts = await host.opened.get(), fleet_parts[0]
                 prefill = sum(connection.role == "prefill" for connection in parts.connections)
                 self._fleet = Fleet.attached(host, engine, parts.described, self._router, prefill)
             except BaseException as error:

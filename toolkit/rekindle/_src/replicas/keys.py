@@ -25,7 +25,8 @@ def keys_of_messages(messages: Sequence[Mapping[str, Any]], salt: str | None = N
     while system < len(messages) and messages[system].get("role") in ("system", "developer"):
         system += 1
     first = next(
-        (at for at, message in enumerate(messages) if message.get("role") == "user"), max(system, len(messages) - 1)
+        (index for index, message in enumerate(messages) if message.get("role") == "user"),
+        max(system, len(messages) - 1),
     )
     conversation = _digest(messages[: first + 1], salt)
     return Keys(_digest(messages[:system], salt) if system else conversation, conversation)

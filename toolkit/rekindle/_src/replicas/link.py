@@ -105,9 +105,9 @@ class Link:
         self._rouse()
 
     def drop(self, request_id: str) -> None:
-        before = len(self._posted)
+        count = len(self._posted)
         self._posted = [sent for sent in self._posted if sent.id != request_id]
-        if len(self._posted) == before:
+        if len(self._posted) == count:
             self._dropped.append(request_id)
             self._rouse()
 
@@ -148,9 +148,9 @@ class Link:
         described = await self._connection.open()
         self.weights = Weights(0, "")
         while self.weights != self.wanted:
-            wanted = self.wanted
-            await self._connection.swap_weights(wanted.name)
-            self.weights = wanted
+            weights = self.wanted
+            await self._connection.swap_weights(weights.name)
+            self.weights = weights
         self.described = described
         self._lives += 1
         self._posted, self._dropped = [], []

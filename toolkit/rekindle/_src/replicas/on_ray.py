@@ -196,7 +196,7 @@ def actors(
     if ray.cluster_resources().get("GPU", 0) >= replicas * processes:
         wanted["num_gpus"] = 1
     wanted |= resources or {}
-    given: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "max_restarts": -1,
         "max_task_retries": 0,
         "max_concurrency": _AT_ONCE,
@@ -216,11 +216,11 @@ def actors(
         placement = bundles(processes, wanted) if processes > 1 and shared is None else None
         group = Group(processes, placement, wanted, cores)
         lease: float | None = None
-        own = {**given, **in_bundle(placement, 0)}
+        actor_options = {**defaults, **in_bundle(placement, 0)}
         if shared is not None:  # the actor belongs to all fleets of this name
-            lease, own["name"] = LEASE, f"rekindle {shared} {name}"
-            own |= {"namespace": "rekindle", "lifetime": "detached", "get_if_exists": True}
-        actor = ray.remote(Actor).options(**own).remote(model, dict(options), group, role, lease, alone=alone)
+            lease, actor_options["name"] = LEASE, f"rekindle {shared} {name}"
+            actor_options |= {"namespace": "rekindle", "lifetime": "detached", "get_if_exists": True}
+        actor = ray.remote(Actor).options(**actor_options).remote(model, dict(options), group, role, lease, alone=alone)
         return RayConnection(name, actor, role, shared=shared is not None, placement=placement)
 
     return another

@@ -323,7 +323,7 @@ class Routes:
 
     def place(self) -> None:
         """Send waiting requests, in turn, to replicas with room. A suspect that must wait lets others pass."""
-        held: list[Live] = []
+        deferred: list[Live] = []
         while self._backlog:
             live = self._backlog.popleft()
             try:
@@ -332,10 +332,10 @@ class Routes:
                 self._fail(live, own_failure(error, f"request {live.request.id} could not be sent to a replica"))
                 continue
             if not placed:
-                held.append(live)
+                deferred.append(live)
                 if not live.suspect:
                     break
-        self._backlog.extendleft(reversed(held))
+        self._backlog.extendleft(reversed(deferred))
 
     def spread(self, to: LinkLike) -> None:
         """Give a new replica its share of the requests in other replicas' queues. Running requests stay."""

@@ -84,15 +84,15 @@ def affinity(
         return None
     by_name = {load.name: load for load in loads}
     ranked = rendezvous(keys.opening, by_name)
-    near = ranked[: spread or min(SPREAD, -(-len(loads) // 2))]
-    order = [*rendezvous(keys.conversation, near), *ranked[len(near) :]]
+    candidates = ranked[: spread or min(SPREAD, -(-len(loads) // 2))]
+    order = [*rendezvous(keys.conversation, candidates), *ranked[len(candidates) :]]
     limit = most(loads, bound, least)
     for place, name in enumerate(order):
         load = by_name[name]
         if load.inside < limit and not load.full:
             if place == 0:
                 return Route(name, "the conversation's own replica")
-            description = "another replica" if place < len(near) else "a replica beyond those"
+            description = "another replica" if place < len(candidates) else "a replica beyond those"
             preferred = by_name[order[0]].inside
             return Route(
                 name, f"{description} of its system prompt: {order[0]} has {preferred} requests and {limit} may be"

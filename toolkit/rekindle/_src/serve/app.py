@@ -160,7 +160,7 @@ def app(
     ]
     keys = Keys(api_key)
     described = document(
-        [endpoint for endpoint, _, _ in POSTS], [(path, told) for path, _, told in GETS], keys=bool(keys)
+        [endpoint for endpoint, _, _ in POSTS], [(path, summary) for path, _, summary in GETS], keys=bool(keys)
     )
 
     async def openapi(exchange: Exchange, given: dict[str, Any]) -> None:

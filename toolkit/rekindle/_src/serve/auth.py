@@ -38,8 +38,8 @@ class Keys:
         key = token.strip() if kind.lower() == "bearer" else header(scope, b"x-api-key") or ""
         digest = hashlib.sha256(key.encode("latin-1", "replace")).digest()
         match = b""
-        for known in self._digests:  # compare with all, so that the time reveals nothing
-            match = known if hmac.compare_digest(known, digest) else match
+        for candidate in self._digests:  # compare with all, so that the time reveals nothing
+            match = candidate if hmac.compare_digest(candidate, digest) else match
         if not match:
             raise Refused(
                 401, "the API key is missing or wrong. Send it as Authorization: Bearer … or x-api-key",

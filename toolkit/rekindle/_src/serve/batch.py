@@ -73,7 +73,7 @@ class BatchRun:
         self.tokens = 0  # generated
 
     async def run(self) -> None:
-        """Answer every line. Raises `InvalidRequest` for files that can't be used."""
+        """Answer every line. Raise `InvalidRequest` for files that can't be used."""
         try:
             file = self._source.open("rb")
         except OSError as error:
@@ -96,13 +96,13 @@ class BatchRun:
 
     def look(self) -> State:
         """Return the progress as one line and as a share."""
-        ended, seconds = self.resumed + self.answered, time.monotonic() - self._began
-        line = f"{ended:,} of {self.total:,} lines"
+        count, seconds = self.resumed + self.answered, time.monotonic() - self._began
+        line = f"{count:,} of {self.total:,} lines"
         line += f", {self.tokens / seconds:,.0f} tokens/s" if self.tokens and seconds > 0 else ""
         if self.answered:
-            line += f", {seconds / self.answered * (self.total - ended):,.0f} s left"
+            line += f", {seconds / self.answered * (self.total - count):,.0f} s left"
         line += f", {self.failed:,} with errors" if self.failed else ""
-        return State(line, ended / self.total if self.total else None)
+        return State(line, count / self.total if self.total else None)
 
     def _taken(self, number: int, line: bytes) -> _Task | None:
         """Return the request of a line. None: it has an answer, or is invalid and gets an error at once."""

@@ -151,7 +151,7 @@ class _Writer:
 
     async def whole(self, found: Sequence[Sequence[Completion]]) -> dict[str, Any]:
         """Return the answer that is not streamed."""
-        (several,) = found
+        (completions,) = found
 
         def choice_of(done: Completion) -> dict[str, Any]:
             choice: dict[str, Any] = {
@@ -167,14 +167,14 @@ class _Writer:
 
         answer = {
             **self._common,
-            "choices": Entries(several, choice_of),
+            "choices": Entries(completions, choice_of),
             "usage": await usage(self._exchange, found, self._session),
             "system_fingerprint": FINGERPRINT,
         }
         if "prompt_logprobs" in self._given:
-            answer["prompt_logprobs"] = self._shapes.prompt(several[0].prompt_logprobs or ())
+            answer["prompt_logprobs"] = self._shapes.prompt(completions[0].prompt_logprobs or ())
         if self._ids:
-            answer["prompt_token_ids"] = several[0].prompt_token_ids
+            answer["prompt_token_ids"] = completions[0].prompt_token_ids
         return answer
 
     def _message(self, done: Completion) -> dict[str, Any]:
@@ -221,9 +221,9 @@ class _Writer:
                 elif isinstance(event, ToolCallDropped):
                     calls.discard((delta.index, event.index))
             if delta.finish_reason is not None:
-                ended = _finish(delta.finish_reason, called=any(index == delta.index for index, _ in calls))
+                finish_reason = _finish(delta.finish_reason, called=any(index == delta.index for index, _ in calls))
                 reason = f',"stop_reason":{dumps(delta.stop_reason)}'
-                parts.append(chunks.chunk(_choice(delta.index, "", "null", ended, reason), usage_so_far))
+                parts.append(chunks.chunk(_choice(delta.index, "", "null", finish_reason, reason), usage_so_far))
             if parts:
                 await self._exchange.emit("".join(parts).encode())
 

@@ -218,10 +218,10 @@ class _H11(_Bounded, H11Protocol):
     """Bounds for h11, which limits the bytes of heads, trailers and chunk headers itself."""
 
     def handle_events(self) -> None:
-        before = self.cycle
+        previous = self.cycle
         super().handle_events()
         self.unframed = 0
-        if self.cycle is not before and self._answering:
+        if self.cycle is not previous and self._answering:
             self.head_complete()
 
 

@@ -48,9 +48,9 @@ class Endpoint:
         if not isinstance(body, Mapping):
             raise Refused(400, 'the body is not a JSON object. Send one, such as {"model": …}')
         values: dict[str, Any] = {}
-        known = self.by_name
+        by_name = self.by_name
         for name, value in body.items():
-            field = known.get(name)
+            field = by_name.get(name)
             if field is None:
                 if strict:
                     fix = "Remove it; this server runs with --strict"

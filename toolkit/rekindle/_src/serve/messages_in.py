@@ -27,15 +27,15 @@ def tool_options(options: Mapping[str, Any]) -> dict[str, Any]:
     allowed = fields.get("tools")
     if not isinstance(allowed, list) or not allowed or not all(isinstance(tool, Mapping) for tool in allowed):
         raise wrong(f"{path}.tools", allowed, "is not a list of tools", "Name one at least")
-    known = {tool["function"]["name"]: tool for tool in plain.get("tools", ())}
-    chosen = []
+    by_name = {tool["function"]["name"]: tool for tool in plain.get("tools", ())}
+    selection = []
     for index, tool in enumerate(allowed):
         function = tool.get("function", tool)
         name = function.get("name") if isinstance(function, Mapping) else None
-        if not isinstance(name, str) or name not in known:
-            raise wrong(f"{path}.tools[{index}]", name, "names none of the tools", f"Use one of {', '.join(known)}")
-        chosen.append(known[name])
-    return {"tools": chosen, "tool_choice": mode}
+        if not isinstance(name, str) or name not in by_name:
+            raise wrong(f"{path}.tools[{index}]", name, "names none of the tools", f"Use one of {', '.join(by_name)}")
+        selection.append(by_name[name])
+    return {"tools": selection, "tool_choice": mode}
 
 
 _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # part types to members

@@ -148,10 +148,10 @@ class Metrics:
             if not tokens:
                 return
             now = time.perf_counter()
-            before = last.get(delta.index)
+            previous = last.get(delta.index)
             last[delta.index] = now
-            if before is not None:
-                between.observe((now - before) / tokens, tokens)
+            if previous is not None:
+                between.observe((now - previous) / tokens, tokens)
 
         return take
 
@@ -252,12 +252,12 @@ class Metrics:
     def _of_requests(self, prefix: str) -> Iterator[Any]:
         from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 
-        ended = CounterMetricFamily(
+        successes = CounterMetricFamily(
             prefix + "request_success", "Sequences by how they ended.", labels=["model_name", "finished_reason"]
         )
         for (model, reason), count in sorted(self._ended.items()):
-            ended.add_metric([model, reason], count)
-        yield ended
+            successes.add_metric([model, reason], count)
+        yield successes
         for name, spec in HISTOGRAMS.items():
             family = HistogramMetricFamily(prefix + name, spec.help, labels=["model_name"])
             for model, histograms in sorted(self._histograms.items()):

@@ -49,32 +49,32 @@ async def responses(exchange: Exchange, given: dict[str, Any]) -> None:
     served, session = model_of(exchange, given)
     options = sampling_options(given, session)
     options["max_tokens"] = given.get("max_output_tokens", rest_of_context(session))
-    scored = _LOGPROBS in given.get("include", ())
-    if given.get("top_logprobs") and not scored:
+    with_logprobs = _LOGPROBS in given.get("include", ())
+    if given.get("top_logprobs") and not with_logprobs:
         raise wrong("top_logprobs", given["top_logprobs"], f"is given without include {_LOGPROBS}", "Add that")
-    if scored:
+    if with_logprobs:
         options["logprobs"] = given.get("top_logprobs", 0)
     options |= _chat_options(given)
-    stored = given.get("store", True)
+    store = given.get("store", True)
     structure, names = format_options((given.get("text") or {}).get("format") or {"type": "text"}, "text.format")
     options |= structure | calls_options(given, parallel=given.get("parallel_tool_calls", True))
     exchange.names = {**exchange.names, **names, "prompt": "input", "messages": "input"}
-    kept = exchange.service.kept
+    item_store = exchange.service.kept
 
     def find(name: str, path: str) -> Mapping[str, Any]:
-        return kept.get(exchange.key, name, path)
+        return item_store.get(exchange.key, name, path)
 
     shapes = Shapes(exchange.service.token_names(served.name, session))
     tokens = exchange.size // CHARACTERS_PER_TOKEN + 1
     with exchange.takes_on(tokens) as active:
         handle = await exchange.run(lambda: asked(session.chat, messages_of(given, find), options))
         submit(exchange, active, [handle])
-        answer = _Answer(exchange, given, served.name, session, shapes if scored else None)
+        answer = _Answer(exchange, given, served.name, session, shapes if with_logprobs else None)
         if not given.get("stream"):
             ((completion,),) = await finished(exchange, active, [handle])
             answer.whole(completion)
-            if stored:
-                kept.keep(exchange.key, answer.items)
+            if store:
+                item_store.keep(exchange.key, answer.items)
             await exchange.reply(answer.response(completion))
             return
 
@@ -85,8 +85,8 @@ async def responses(exchange: Exchange, given: dict[str, Any]) -> None:
 
         ((completion,),) = await follow(exchange, active, [handle], write)
         answer.end(completion)
-        if stored:
-            kept.keep(exchange.key, answer.items)
+        if store:
+            item_store.keep(exchange.key, answer.items)
         await answer.flush()
 
 
@@ -131,7 +131,7 @@ class _Answer:
 
     def response(self, done: Completion | None) -> dict[str, Any]:
         """Return the response object. Without a completion, return it as it is at the start."""
-        given, cut = self._given, done is not None and done.finish_reason in _CUT
+        fields, cut = self._given, done is not None and done.finish_reason in _CUT
         status = "in_progress" if done is None else "incomplete" if cut else "completed"
         return {
             "id": f"resp_{self._exchange.request_id}",
@@ -140,20 +140,20 @@ class _Answer:
             "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-            "instructions": given.get("instructions"),
-            "max_output_tokens": given.get("max_output_tokens"),
-            "metadata": given.get("metadata") or {},
+            "instructions": fields.get("instructions"),
+            "max_output_tokens": fields.get("max_output_tokens"),
+            "metadata": fields.get("metadata") or {},
             "model": self._model,
             "output": [] if done is None else Entries(self._items, self._scored),
             "parallel_tool_calls": self._parallel,
             "previous_response_id": None,
-            "reasoning": {"effort": (given.get("reasoning") or {}).get("effort"), "summary": None},
-            "store": given.get("store", True),
-            "temperature": given.get("temperature"),
-            "text": given.get("text") or {"format": {"type": "text"}},
-            "tool_choice": given.get("tool_choice") or "auto",
-            "tools": given.get("tools") or [],
-            "top_p": given.get("top_p"),
+            "reasoning": {"effort": (fields.get("reasoning") or {}).get("effort"), "summary": None},
+            "store": fields.get("store", True),
+            "temperature": fields.get("temperature"),
+            "text": fields.get("text") or {"format": {"type": "text"}},
+            "tool_choice": fields.get("tool_choice") or "auto",
+            "tools": fields.get("tools") or [],
+            "top_p": fields.get("top_p"),
             "truncation": "disabled",
             "usage": None if done is None else _usage(done, self._session),
         }
@@ -161,9 +161,9 @@ class _Answer:
     def whole(self, done: Completion) -> None:
         """Add the items of an answer that is not streamed."""
         calls = [
-            one
+            event
             for index, call in enumerate(done.tool_calls if self._parallel else done.tool_calls[:1])
-            for one in (ToolCallStarted(index, call.id, call.name), ToolCallArguments(index, call.arguments_text))
+            for event in (ToolCallStarted(index, call.id, call.name), ToolCallArguments(index, call.arguments_text))
         ]
         content = (ContentDelta(done.content),) if done.content or not calls else ()
         reasoning = (ReasoningDelta(done.reasoning),) if done.reasoning else ()
@@ -171,7 +171,7 @@ class _Answer:
         self.take(TextDelta(done.id, "", events=(*reasoning, *content, *calls)))
         self._close(done)
         if self._shapes is not None and content:
-            (item,) = (one for one in self._items if one["type"] == "message")
+            (item,) = (item for item in self._items if item["type"] == "message")
             self._scores[item["id"]] = list(done.logprobs or ())
 
     def _scored(self, item: dict[str, Any]) -> dict[str, Any]:
