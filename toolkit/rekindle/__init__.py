@@ -3,7 +3,7 @@
     session = await rekindle.open("tiny")
     done = await session.generate("Once upon a time", max_tokens=64)
 
-What is public: the names of this module, `rekindle.errors`, `rekindle.models`, `rekindle.ray`, `rekindle.serve`,
+Public are the names of this module, `rekindle.errors`, `rekindle.models`, `rekindle.ray`, `rekindle.serve`,
 `rekindle.tiny` and the package `rekindle_kernels`. Names load their modules at first use, so importing rekindle costs
 little beside jax.
 """

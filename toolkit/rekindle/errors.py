@@ -13,9 +13,9 @@
     │   ├── NoTokenLeft                    its own options leave no token that may come next
     │   ├── OutOfPages                     one sequence alone needs more KV pages than the pool has
     │   └── ReplicaLost                    the replicas of a fleet that it ran on died, one after another
-    │       └── RequestQuarantined         because of it, as far as can be told: it is sent to no other one
+    │       └── RequestQuarantined         apparently because of it: it is sent to no other replica
     ├── SessionClosed                      the session was closed, or crashed; the cause is attached
-    ├── NotPicklable(TypeError)            a session or what belongs to it was pickled or copied
+    ├── NotPicklable(TypeError)            a session or an object of it was pickled or copied
     ├── SessionForked                      used or opened in a forked child of a process with a session
     ├── ProcessLost                        a process that shares the model is gone, or does not answer
     ├── ProcessRefused                     a process may not join: another secret, version, model or option
@@ -27,8 +27,8 @@
     │   └── SnapshotRefused                it belongs to other weights, dtype, page size or version
     └── MissingExtra(ImportError)          an optional dependency is not installed
 
-A message says what happened, with numbers, and one fix. A notebook shows it below the line of the user's that it came
-from; `%xmode Verbose` brings all frames back, and `%debug` has them always.
+A message says what happened, with numbers, and one fix. A notebook shows it below the user's line that
+raised it; `%xmode Verbose` brings all frames back, and `%debug` always has them.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class ReplicaLost(RequestFailed):
 
 
 class RequestQuarantined(ReplicaLost):
-    """Replicas of a fleet died of the request one after another, as far as can be told, so it is sent to no other."""
+    """Replicas of a fleet died one after another, apparently of the request, so it is sent to no other."""
 
 
 class SessionClosed(RekindleError):

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from rekindle._src.models.base import LoadedModel
     from rekindle._src.session.session import Session
 
-TURNS = 2  # runs of a workload without the profiler, and as many with it
+TURNS = 2  # runs of a workload without the profiler, and again with it
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,10 +71,10 @@ def traced_times(
     runs = executions(trace)
     assert len(runs) == len(steps), f"{len(steps)} steps ran, and the profiler saw {len(runs)} programs"
     results = []
-    for (_, before), (step, run) in itertools.pairwise(zip(steps, runs, strict=True)):
+    for (_, previous), (step, run) in itertools.pairwise(zip(steps, runs, strict=True)):
         if chosen(step):
             times = own_times(run, parts)
-            times["idle"] = max(0.0, run[0].start - max(interval.end for interval in before))
+            times["idle"] = max(0.0, run[0].start - max(interval.end for interval in previous))
             results.append({part: time / 1e6 for part, time in times.items()})
     return results
 
@@ -189,14 +189,14 @@ def _build(model: LoadedModel | str, config: EngineConfig) -> Engine:
 @contextlib.contextmanager
 def separate_calls() -> Iterator[None]:
     """Compile the programs of this block such that they call each native kernel separately, for the profiler."""
-    before = os.environ.get("REKINDLE_CHAIN")
+    previous = os.environ.get("REKINDLE_CHAIN")
     os.environ["REKINDLE_CHAIN"] = "0"
     try:
         yield
     finally:
         del os.environ["REKINDLE_CHAIN"]
-        if before is not None:
-            os.environ["REKINDLE_CHAIN"] = before
+        if previous is not None:
+            os.environ["REKINDLE_CHAIN"] = previous
 
 
 @contextlib.contextmanager

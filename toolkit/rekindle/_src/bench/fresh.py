@@ -92,8 +92,8 @@ def _shared_prefix(order: dict[str, Any]) -> dict[str, Any]:
     from rekindle._src.session.opening import open_sync
 
     prompts = Prompts(500, order["seed"])  # ids below 500 are in every vocabulary
-    prefix, other = prompts(SHARED), prompts(SHARED)
-    requests, warm_up = ([start + prompts(32) for _ in range(16)] for start in (prefix, other))
+    prefix, unrelated = prompts(SHARED), prompts(SHARED)
+    requests, warm_up = ([start + prompts(32) for _ in range(16)] for start in (prefix, unrelated))
     restored = order["do"] == "restored"
     with open_sync(order["model"], quiet=True, restore=SNAPSHOT if restored else None, **order["options"]) as session:
         if not restored:  # restoring does not save the cost of a first run

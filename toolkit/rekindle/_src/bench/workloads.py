@@ -136,7 +136,7 @@ async def together(
     waits: Sequence[float] | None = None,
     flood: Prompt | None = None,
 ) -> Figures:
-    """Stream every request; `waits` spaces their starts, `flood` is a long prompt that arrives in the middle."""
+    """Send and stream every request; `waits` spaces their starts, `flood` is a long prompt in the middle."""
     firsts: list[float] = []
     gaps: list[float] = []
     tokens = 0

@@ -31,7 +31,7 @@ _lock = threading.RLock()
 
 
 class Activity:
-    """`with Activity(look):` shows what `look()` returns, in a cell, a terminal or the log, until the block ends.
+    """`with Activity(look):` shows the result of `look()` in a cell, a terminal or the log until the block ends.
 
     Nothing is shown in the first half second, while `look()` is None, or inside another activity. With `at_once` the
     first picture is drawn before the wait begins, for waits that are known to be long and may keep other threads from

@@ -43,27 +43,27 @@ class EngineConfig(html.Record):
     "auto" and None are resolved once, when the session opens; `session.config` has the result.
 
     Options:
-        dtype ("auto"): of the weights, as text or as numpy's or JAX's dtype; "auto" is the checkpoint's on GPU and TPU,
-            bfloat16 on CPU.
-        kv_dtype ("auto"): of cached keys and values; "auto" follows dtype. "int8" and "float8_e4m3fn" take about half
-            of 16 bits, with a scale for each token and head.
+        dtype ("auto"): dtype of the weights, as text or as numpy's or JAX's dtype; "auto" is the checkpoint's on GPU
+            and TPU, bfloat16 on CPU.
+        kv_dtype ("auto"): dtype of cached keys and values; "auto" follows dtype. "int8" and "float8_e4m3fn" take about
+            half of 16 bits, with a scale for each token and head.
         quantize (None): "int8" for weights and activations, "int8-weight" for weights alone, "int4" for four bits with
             embedding and head in eight; "int4-32" and -128 choose the group. A dict says it by part: "attention",
-            "mlp", "experts", "embedding" and "head"; what it leaves out is not quantised. None keeps the groups of a
+            "mlp", "experts", "embedding" and "head"; other parts are not quantised. None keeps the groups of a
             quantised checkpoint as they are.
         max_requests (16): sequences that run at once.
-        max_tokens_per_step (512): what decoding and prefill chunks share in one step.
+        max_tokens_per_step (512): tokens that decoding and prefill chunks share in one step.
         max_model_len (None): tokens of prompt and completion together; None is the model's own, at most 4096.
-        page_size (None): tokens per KV page, a power of two; None is what the platform's kernels like.
+        page_size (None): tokens per KV page, a power of two; None suits the platform's kernels.
         device_pages (None): KV pages on the device; None follows device_memory.
-        device_memory (None): bytes for KV pages; None is a tenth of RAM on CPU, what is free on GPU and TPU.
+        device_memory (None): bytes for KV pages; None is a tenth of RAM on CPU, all free memory on GPU and TPU.
         host_memory (1 GiB): bytes of host memory for pages that left the device; 0 turns the tier off.
         disk_memory (4 GiB): bytes of disk for pages and snapshots; 0 turns the tier off.
         cache_dir (None): where programs, pages and weights persist; None is $REKINDLE_CACHE, else the user's cache,
             where compiled kernels, which all sessions share, always are.
         shared_cache (None): a folder or URL (s3://…, gs://…) behind cache_dir that machines share; None is
             $REKINDLE_SHARED_CACHE, if it is set.
-        restore (None): name of a snapshot to restore, or "auto" for what the last session left.
+        restore (None): name of a snapshot to restore, or "auto" for that of the last session.
         policy ("fcfs"): order of admission: "fcfs", "sjf", "priority", "lpm", "dfs-weight", "lof" or "random".
         precompile ("auto"): when programs compile: "all", "lazy" or "background"; "auto" is "background" in notebooks.
         max_queue (1024): requests that may wait; beyond, generate() waits and submit() raises QueueFull.
@@ -78,8 +78,9 @@ class EngineConfig(html.Record):
         generation_config ("auto"): "auto" samples as the checkpoint's generation_config.json asks; "greedy" does not.
         structured (False): precompile also the programs of structured output; otherwise its first request does.
         mesh (None): devices that share the model: 4, {"model": 4, "expert": 2} or a jax.sharding.Mesh; None is one.
-            {"data": 2, "model": 4} has two such groups, with pages of their own, which share the requests.
-        processes (1): that share the model, each with as many devices of `mesh`; the others run `rekindle follow`.
+            {"data": 2, "model": 4} has two such groups, each with its own pages, which share the requests.
+        processes (1): processes that share the model, each with as many devices of `mesh`; the others run
+            `rekindle follow`.
         coordinator (None): "host:port" at which this process waits for the others.
     """
 

@@ -52,7 +52,7 @@ class SchedulerLike(Protocol):
         """End a request in any state. Pages that a step in flight still writes return when that step is committed."""
 
     def finish(self, request_id: str, reason: FinishReason) -> TokenEvent | None:
-        """End a running request from outside: the detokenizer found a stop string."""
+        """End a running request from outside, because the detokenizer met a stop string."""
 
     def plan(self) -> StepPlan | None:
         """Return the next step, assuming that every step planned before succeeds."""

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 FROZEN_AT_START = (
     1_000 if sys.version_info[:2] == (3, 12) else 0
 )  # at most; Python 3.12 itself freezes some 400 objects
-own_process = False  # True in the command line's process: nobody else freezes objects, and imports stay to the end
+own_process = False  # True in the command line's process: no other code freezes objects, and imports stay to the end
 _lock = threading.Lock()
 _inside = 0  # threads
 _was_on = False
@@ -22,7 +22,7 @@ def gc_paused(*, stays: bool = False) -> Iterator[None]:
     """Keep the collector off inside the block. Of several threads, the last one to leave turns it on if it was on.
 
     With `stays`, all objects count as old at the end, so that the next run doesn't scan the new ones: 70 ms after
-    imports. Garbage among them is found later.
+    imports. Garbage among them is collected later.
     """
     global _inside, _was_on
     with _lock:

@@ -103,10 +103,14 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[object]], *, limit: in
 def pairs(values: Mapping[str, object], titles: Mapping[str, str] | None = None) -> Markup:
     """Return names and values as a table of two columns; hovering over a name shows its title."""
     numeric = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values.values())
-    left, right, hints = _CELL.format(align="left"), _CELL.format(align="right" if numeric else "left"), titles or {}
+    name_style, value_style, hints = (
+        _CELL.format(align="left"),
+        _CELL.format(align="right" if numeric else "left"),
+        titles or {},
+    )
     rows = "".join(
-        f'<tr><td style="{left};opacity:.75" title="{escape(hints.get(name, ""))}">{escape(name)}</td>'
-        f'<td style="{right}">{escape(number(value))}</td></tr>'
+        f'<tr><td style="{name_style};opacity:.75" title="{escape(hints.get(name, ""))}">{escape(name)}</td>'
+        f'<td style="{value_style}">{escape(number(value))}</td></tr>'
         for name, value in values.items()
     ).replace(' title=""', "")
     return Markup(f"{_TABLE}<tbody>{rows}</tbody></table>")

@@ -2,7 +2,7 @@
 
 "model"   devices that share every layer: heads, the rows of products, the vocabulary
 "expert"  groups of such devices, each with its own experts; everything else is divided over all of them
-"data"    shards of such devices that each have the whole model, and pages and requests of their own
+"data"    shards of such devices, each with the whole model and its own pages and requests
 """
 
 from __future__ import annotations

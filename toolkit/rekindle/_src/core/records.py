@@ -26,7 +26,7 @@ Pooling = Literal["mean", "last"]
 
 
 class FinishReason(enum.StrEnum):
-    """Why a request ended; each request has exactly one reason."""
+    """The reason why a request ended; each request has exactly one."""
 
     EOS = "eos"  # the model's own end-of-sequence token, which is not part of the text
     STOP = "stop"  # a stop string or a stop token id
@@ -235,7 +235,7 @@ class TokenEvent:
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    cached_tokens: int = 0  # of the prompt, found in the cache
+    cached_tokens: int = 0  # of the prompt, taken from the cache
     finish_reason: FinishReason | None = None
     error: BaseException | None = None
     pooled: Vector | None = None  # of the whole prompt; at the end of a request with `pooling`
@@ -269,14 +269,14 @@ class TextDelta(html.Record):
 
     @property
     def content(self) -> str:
-        """Its part of the answer itself, without reasoning and calls of tools."""
+        """The delta's part of the answer itself, without reasoning and calls of tools."""
         if self.events is None:
             return self.text
         return "".join(event.text for event in self.events if isinstance(event, ContentDelta | ToolCallDropped))
 
     @property
     def reasoning(self) -> str:
-        """Its part of the reasoning before the answer."""
+        """The delta's part of the reasoning before the answer."""
         return "".join(event.text for event in self.events or () if isinstance(event, ReasoningDelta))
 
     @property
@@ -460,7 +460,7 @@ class Completion:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Embedded:
-    """A prompt whose hidden states were pooled."""
+    """The pooled hidden states of a prompt."""
 
     vector: Vector
     usage: Usage

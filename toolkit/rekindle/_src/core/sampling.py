@@ -42,7 +42,7 @@ class Sampling(html.Record):
 
     Options:
         max_tokens (256): new tokens at most, 2048 in a chat; 0 only scores the prompt, see prompt_logprobs.
-        min_tokens (0): new tokens before the end of sequence or a stop token may come.
+        min_tokens (0): new tokens before an end of sequence or a stop token is allowed.
         temperature (0.0): 0 is greedy; 1 draws from the model's own distribution.
         top_k (0): draw from the k most likely tokens only; 0 is off.
         top_p (1.0): draw from the most likely tokens that have this probability together; 1 is off.
@@ -51,8 +51,8 @@ class Sampling(html.Record):
         presence_penalty (0.0): taken off the logits of tokens in the output, as in OpenAI's API; -2 to 2.
         frequency_penalty (0.0): the same, for each time that the token occurred; -2 to 2.
         logit_bias ({}): added to the logits of these token ids; at most 300.
-        allowed_token_ids (None): only these tokens may come; name an end token too if the text may end by itself.
-        bad_words (()): words that may not come, as the tokenizer spells them alone and behind a space.
+        allowed_token_ids (None): only these tokens are allowed; name an end token too if the text may end by itself.
+        bad_words (()): forbidden words, as the tokenizer spells them alone and behind a space.
         seed (None): makes the draws repeatable; None draws one, which the completion reports.
         n (1): completions of the same prompt. Above 1 the result is a list.
         stop (()): strings that end the text, which they are not part of; one, or several.
@@ -60,16 +60,16 @@ class Sampling(html.Record):
         include_stop (False): leave the stop string, or the stop token's text, at the end of the text.
         ignore_eos (False): go on after the model's own end of sequence.
         logprobs (None): log-probabilities of the output, with the k most likely tokens; True means 1; at most 20.
-        prompt_logprobs (None): the same of the prompt's tokens.
+        prompt_logprobs (None): the same for the prompt's tokens.
         priority (0): larger runs first in a session with policy="priority".
-        processors (()): names of `LogitsProcessor`s that were given to `open()`.
+        processors (()): names of `LogitsProcessor`s passed to `open()`.
         salt (None): cached pages are shared only among requests with the same salt, such as those of one user.
         schema (None): the text is JSON of this schema: a dict, or a type such as a pydantic model or a dataclass.
         regex (None): the whole text matches this regular expression.
         choice (None): the text is one of these strings.
         grammar (None): the text is derived from this grammar, in Lark's or llama.cpp's (GBNF) notation.
         json (False): the text is a JSON object.
-        lenient (False): leave out what a grammar can't check of a schema, rather than refuse the schema.
+        lenient (False): leave out parts of a schema that a grammar can't check, rather than refuse the schema.
         whitespace_flexible (False): with a schema or json, allow spaces and line breaks between the parts.
     """
 

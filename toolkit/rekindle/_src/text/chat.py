@@ -218,7 +218,7 @@ def _messages(messages: Messages, template: str) -> list[dict[str, Any]]:
 def _check_role(role: Any, template: str) -> None:
     """Raise `InvalidRequest` for a role that is neither usual nor named in the template.
 
-    Most templates write any role, and the model then answers to one that it has never seen.
+    Most templates write any role, and the model then answers to a role that it was never trained on.
     """
     if role in _ROLES or (isinstance(role, str) and (f"'{role}'" in template or f'"{role}"' in template)):
         return

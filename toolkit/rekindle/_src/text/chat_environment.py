@@ -45,10 +45,10 @@ class _Namespace(jinja2.utils.Namespace):
 
     def __init__(*args: Any, **values: Any) -> None:  # a template may store a value called `self`
         instance, *rest = args
-        stored = dict(*rest, **values)
-        for name in stored:
+        values_by_name = dict(*rest, **values)
+        for name in values_by_name:
             _Namespace._check(name)
-        jinja2.utils.Namespace.__init__(instance, stored)
+        jinja2.utils.Namespace.__init__(instance, values_by_name)
 
     def __setitem__(self, name: str, value: Any) -> None:
         _Namespace._check(name)  # attributes of the object itself are the template's values

@@ -187,7 +187,7 @@ class _ByteLevelStream:
 class _WindowStream:
     """The stream for any other decoder: it decodes the open tokens after the last closed one, less that one's text.
 
-    Decoders look one token back: whether a word starts (Strip, WordPiece), whether a token repeats (CTC).
+    Decoders look one token back: does a word start (Strip, WordPiece), does a token repeat (CTC)?
     A run of byte tokens stays open until another token follows, since tokenizers replaces every byte of a run that is
     not UTF-8 as a whole: a later byte can still change an earlier one.
     """

@@ -2,8 +2,8 @@
 
 Jinja's sandbox keeps a template from reaching the interpreter, but not from computing for ever: nested loops, macros
 that call themselves twice, a string doubled forty times. A `BoundedEnvironment` counts each loop round, call, filter
-and new value. What could make a large value in a single C call, such as `"x" * 10**9` or `center(10**9)`, is estimated
-before it runs, because nothing can interrupt it afterwards.
+and new value. Operations that could make a large value in a single C call, such as `"x" * 10**9` or `center(10**9)`,
+are estimated before they run, because nothing can interrupt them afterwards.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def _counted(items: Iterable[Any]) -> Iterator[Any]:
 
 
 class _Rounds:
-    """A collection whose length `loop` can still ask for."""
+    """A collection with a length, which `loop` may read."""
 
     def __init__(self, items: Any) -> None:
         self.items = items
@@ -246,11 +246,11 @@ def _expect_number(bits: int) -> None:
 
 
 def _largest(given: Sequence[Any]) -> int:
-    return max((abs(one) for one in given if isinstance(one, int)), default=0)
+    return max((abs(value) for value in given if isinstance(value, int)), default=0)
 
 
 def _longest(given: Sequence[Any]) -> int:
-    return max((len(one) for one in given if isinstance(one, str | bytes)), default=0)
+    return max((len(value) for value in given if isinstance(value, str | bytes)), default=0)
 
 
 def _padded(form: Any, widths: tuple[re.Pattern[str], re.Pattern[str]], given: Sequence[Any]) -> int:
@@ -300,8 +300,8 @@ def _size_of_filter(name: str, value: Any, given: list[Any]) -> int:
     if name == "replace" and isinstance(value, str) and len(given) >= 2:
         return size + value.count(str(given[0])) * len(str(given[1]))
     if name == "join":
-        return _total(value) + size * _longest([str(one) for one in given[:1]])
-    if name == "sum" and any(isinstance(one, list | tuple) for one in (*given, *value)):
+        return _total(value) + size * _longest([str(argument) for argument in given[:1]])
+    if name == "sum" and any(isinstance(argument, list | tuple) for argument in (*given, *value)):
         return size * size
     if name == "format":
         return _padded(value, _PERCENT, given)

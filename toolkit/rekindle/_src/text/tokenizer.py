@@ -47,13 +47,13 @@ def read_json(path: Path) -> dict[str, Any]:
 def special_tokens(folder: Path) -> dict[str, str]:
     """Return the named special tokens of a folder, such as `{"bos_token": "<s>"}`. Chat templates read them."""
     merged = {**read_json(folder / "special_tokens_map.json"), **read_json(folder / "tokenizer_config.json")}
-    named = {}
+    tokens = {}
     for name in SPECIAL_TOKENS:
         value = merged.get(name)
         content = value.get("content") if isinstance(value, dict) else value
         if isinstance(content, str):
-            named[name] = content
-    return named
+            tokens[name] = content
+    return tokens
 
 
 class Backend(Protocol):
@@ -257,18 +257,18 @@ class Tokenizer:
         Where a pipeline may drop characters there is no such bound, and at least 1,024 is returned.
         """
         longest, pipeline = self._text.longest, self._text.pipeline
-        described = json.loads(pipeline.to_str())
-        model, added = described.get("model") or {}, described.get("added_tokens") or []
+        serialized = json.loads(pipeline.to_str())
+        model, added = serialized.get("model") or {}, serialized.get("added_tokens") or []
         drops = (
-            not _keeps_characters(described.get("normalizer"), _KEEPING_NORMALIZERS)
-            or not _keeps_characters(described.get("pre_tokenizer"), _KEEPING_PRE_TOKENIZERS)
+            not _keeps_characters(serialized.get("normalizer"), _KEEPING_NORMALIZERS)
+            or not _keeps_characters(serialized.get("pre_tokenizer"), _KEEPING_PRE_TOKENIZERS)
             or model.get("type") != "BPE"  # the others merge unknown characters, as BPE does with fuse_unk
             or bool(model.get("fuse_unk"))
-            or not (model.get("byte_fallback") or model.get("unk_token") or "ByteLevel" in str(described))
+            or not (model.get("byte_fallback") or model.get("unk_token") or "ByteLevel" in str(serialized))
             or any(token.get("lstrip") or token.get("rstrip") for token in added)
         )
         # Composing (NFC, NFKC) makes one character of at most 4 that belong together in practice.
-        return max(longest * 4, _DROPPING) if drops else longest * (4 if described.get("normalizer") else 1)
+        return max(longest * 4, _DROPPING) if drops else longest * (4 if serialized.get("normalizer") else 1)
 
     @functools.cached_property
     def special_ids(self) -> frozenset[int]:

@@ -3,7 +3,7 @@
 The tokenizers library checks none of this. A regex of megabytes took it a gigabyte for each, a piece of a unigram
 vocabulary with two million characters ended the process, and thirty replacements that double the text make a billion
 characters of one. Files are measured before the library reads them. A pipeline of parts that are known to take time
-and memory in proportion to the text encodes in this process, any other in one of its own (`encoding_process.py`).
+and memory in proportion to the text encodes in this process, any other in a separate one (`encoding_process.py`).
 """
 
 from __future__ import annotations

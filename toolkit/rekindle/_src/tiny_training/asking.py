@@ -220,10 +220,10 @@ def measured(model: LoadedModel, words: Tokenizer, stories: int = 100) -> dict[s
     outside: list[tuple[Turns, str]] = [([(question, "")], REFUSAL) for question in OUTSIDE]
     texts = ask([[("Tell me a story.", "")]] * stories, 300, 0.8)
     requests: list[Turns] = [[(request, "")] for request, _ in TOPICS for _ in range(2)]
-    topics = [wanted for _, wanted in TOPICS for _ in range(2)]
+    topics = [expected for _, expected in TOPICS for _ in range(2)]
     on_topic = ask(requests, 300, 0.8)
     plots = {plot_of(text) for text in texts} - {""}
-    fitting = sum(all(word in text for word in wanted) for text, wanted in zip(on_topic, topics, strict=True))
+    fitting = sum(all(word in text for word in expected) for text, expected in zip(on_topic, topics, strict=True))
     return {
         "the user's name, up to four turns later": share(ask, names()),
         "a story in the conversation": share(ask, story_questions()),

@@ -18,8 +18,8 @@ def about_people(rng: Random) -> Turns:
     if rng.random() < 0.5:
         known = [(person, fact) for fact in [rng.choice(sorted(FACTS))] for person in group]
     else:
-        apart = sorted(set(FACTS) - {rng.choice(("thing", "colour"))})
-        known = [(person, fact) for person in group for fact in rng.sample(apart, rng.choice((1, 2)))]
+        allowed = sorted(set(FACTS) - {rng.choice(("thing", "colour"))})
+        known = [(person, fact) for person in group for fact in rng.sample(allowed, rng.choice((1, 2)))]
     if rng.random() < 0.5:
         rng.shuffle(known)
     text = " ".join(state(rng, person, fact) for person, fact in known)
@@ -91,10 +91,10 @@ def about_me(rng: Random, talk: Callable[[Random], tuple[str, str]]) -> Turns:
     statements = [(fill(rng, OWN[key][0], **words), fill(rng, OWN[key][1], **words)) for key in chosen]
     if len(statements) > 1 and rng.random() < 0.3:
         reply = f"Nice to meet you, {me.name}!" if "name" in chosen else "Thank you for telling me."
-        statements = [(" ".join(said for said, _ in statements), reply)]
+        statements = [(" ".join(message for message, _ in statements), reply)]
     elif chosen == ["name"] and rng.random() < 0.25:
-        said, answer = talk(rng)
-        statements = [(f"{statements[0][0]} {said}", answer)]
+        message, answer = talk(rng)
+        statements = [(f"{statements[0][0]} {message}", answer)]
     between = [talk(rng) for _ in range(rng.choice((0, 0, 1, 1, 2, 3, 4)))]
     questions = [
         (fill(rng, OWN[key][2], **words), fill(rng, OWN[key][3], **words)) for key in rng.sample(chosen, len(chosen))

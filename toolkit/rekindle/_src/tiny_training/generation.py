@@ -45,8 +45,8 @@ def _continued(
         return reference.forward(graph, leaves, cache, tokens, start, start + tokens.shape[0])
 
     def choose(logits: jax.Array, number: jax.Array) -> jax.Array:
-        drawn = jax.random.categorical(jax.random.fold_in(key, number), logits / jnp.maximum(temperature, 1e-6))
-        return jnp.where(temperature > 0, drawn, logits.argmax(-1)).astype(jnp.int32)
+        sample = jax.random.categorical(jax.random.fold_in(key, number), logits / jnp.maximum(temperature, 1e-6))
+        return jnp.where(temperature > 0, sample, logits.argmax(-1)).astype(jnp.int32)
 
     logits, cache = jax.vmap(forward)(cache, prompts, jnp.zeros(R, jnp.int32))
     first = choose(jnp.take_along_axis(logits, (lengths - 1)[:, None, None], axis=1)[:, 0], jnp.int32(0))
@@ -54,8 +54,8 @@ def _continued(
     def step(state: tuple[Any, jax.Array], number: jax.Array) -> tuple[tuple[Any, jax.Array], jax.Array]:
         cache, last = state
         logits, cache = jax.vmap(forward)(cache, last[:, None], lengths + number - 1)
-        ended = jnp.isin(last, ends)
-        return (cache, jnp.where(ended, last, choose(logits[:, 0], number))), last
+        is_end = jnp.isin(last, ends)
+        return (cache, jnp.where(is_end, last, choose(logits[:, 0], number))), last
 
     _, outputs = jax.lax.scan(step, (cache, first), jnp.arange(1, new + 1))
     return outputs.T

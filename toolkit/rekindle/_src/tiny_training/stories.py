@@ -178,5 +178,5 @@ def request(rng: Random, told: Story) -> str:
 
 
 def told_on_request(rng: Random) -> tuple[str, str]:
-    told = story(rng)
-    return request(rng, told), told.text
+    tale = story(rng)
+    return request(rng, tale), tale.text

@@ -27,7 +27,7 @@ CHAT_TEMPLATE = (
 def train(vocab_size: int = VOCAB_SIZE, sample: int = SAMPLE_DOCUMENTS) -> Tokenizer:
     """Train the tokenizer on the first documents of the training stream; deterministic."""
     tokenizer = Tokenizer(models.BPE())
-    # Every digit is a token of its own, so that sums are computed digit by digit.
+    # Every digit is a token, so that sums are computed digit by digit.
     split = pre_tokenizers.Split(Regex(r"[0-9]"), behavior="isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])

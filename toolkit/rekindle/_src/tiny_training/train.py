@@ -167,9 +167,9 @@ def train(
         tokens += windows.size
         rate = recipe.rate(number)
         state, loss = step(state, windows, number + 1, (rate * recipe.matrix_rate, rate * recipe.other_rate))
-        spent = time.monotonic() - began
-        left = spent / (number + 1 - first) * (recipe.steps - number - 1)
-        report(TrainingProgress(number + 1, loss, tokens / spent, left))
+        seconds = time.monotonic() - began
+        seconds_left = seconds / (number + 1 - first) * (recipe.steps - number - 1)
+        report(TrainingProgress(number + 1, loss, tokens / seconds, seconds_left))
         checkpoints.save(number + 1, state)
     return graph, apart(state.values, shapes)
 

@@ -1,1 +1,1 @@
-"""Offline simulations of cache policies on made-up traces."""
+"""Offline simulations of cache policies on synthetic traces."""

@@ -156,7 +156,7 @@ def replay(trace: Trace, policy: Policy, capacity: int) -> float:
             if trace.parents[page] >= 0:
                 below[trace.parents[page]] += 1
         heapq.heappush(heap, (policy.key(request[-1]), request[-1]))
-        held: list[tuple[Key, int]] = []
+        postponed: list[tuple[Key, int]] = []
         current = set(request)
         while len(cached) > capacity and heap:
             key, page = heapq.heappop(heap)
@@ -166,7 +166,7 @@ def replay(trace: Trace, policy: Policy, capacity: int) -> float:
                 heapq.heappush(heap, (policy.key(page), page))
                 continue
             if page in current:
-                held.append((key, page))
+                postponed.append((key, page))
                 continue
             cached.remove(page)
             policy.left(key)
@@ -175,7 +175,7 @@ def replay(trace: Trace, policy: Policy, capacity: int) -> float:
                 below[parent] -= 1
                 if not below[parent]:
                     heapq.heappush(heap, (policy.key(parent), parent))
-        for entry in held:
+        for entry in postponed:
             heapq.heappush(heap, entry)
     return computed / total
 

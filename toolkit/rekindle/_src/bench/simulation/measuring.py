@@ -69,11 +69,11 @@ async def replay(target: Any, asks: Sequence[Ask], watch: Watch | None = None) -
 
     Returns the arrival times of tokens, and the seconds of the whole run.
     """
-    watch, vocabulary, begun = watch or Watch(), target._engine.vocab_size, time.perf_counter()
+    watch, vocabulary, began = watch or Watch(), target._engine.vocab_size, time.perf_counter()
 
     async def one(number: int, ask: Ask) -> None:
         prompt = (ask.tokens() % vocabulary).tolist()
-        await anyio.sleep(max(0.0, begun + ask.at - asks[0].at - time.perf_counter()))
+        await anyio.sleep(max(0.0, began + ask.at - asks[0].at - time.perf_counter()))
         name = str(number)
         watch.asked(name, time.perf_counter())
         async for delta in target.stream(prompt, max_tokens=ask.output, ignore_eos=True):
@@ -83,7 +83,7 @@ async def replay(target: Any, asks: Sequence[Ask], watch: Watch | None = None) -
     async with anyio.create_task_group() as group:
         for number, ask in enumerate(asks):
             group.start_soon(one, number, ask)
-    return watch, time.perf_counter() - begun
+    return watch, time.perf_counter() - began
 
 
 def _usable(times: StepTimes) -> list[tuple[StepWork, float]]:

@@ -53,7 +53,7 @@ class StepCost:
         if not steps:
             raise ValueError("no steps were measured")
         features = np.array([(1, *work) for work, _ in steps], np.float64)
-        seconds = np.maximum(np.array([taken for _, taken in steps], np.float64), 1e-7)
+        seconds = np.maximum(np.array([duration for _, duration in steps], np.float64), 1e-7)
         # Relative errors count: a step of decode rows is as important as a prefill of 512 tokens. Their absolute values
         # are minimised, not their squares, by weighing each step with its error in the round before: steps that shared
         # their time with other work would draw a mean away from the usual time.

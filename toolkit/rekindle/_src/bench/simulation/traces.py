@@ -71,10 +71,10 @@ def agents(draw: random.Random, requests: int) -> Trace:
         while len(running) < 10:
             running.append((trace.fresh(draw.choice(tools), 2), draw.randint(4, 20)))
         index = draw.randrange(len(running))
-        transcript, left = running[index]
+        transcript, calls_left = running[index]
         trace.requests.append(transcript)
-        running[index] = trace.fresh(transcript, draw.randint(1, 3)), left - 1
-        if left == 1:
+        running[index] = trace.fresh(transcript, draw.randint(1, 3)), calls_left - 1
+        if calls_left == 1:
             del running[index]
     return trace
 
@@ -84,14 +84,14 @@ def documents(draw: random.Random, requests: int) -> Trace:
     trace = Trace()
     system = trace.fresh([], 2)
     for _ in range(requests):
-        chosen: list[int] = []
-        while len(chosen) < 3:
+        picks: list[int] = []
+        while len(picks) < 3:
             document = zipf(draw, 60)
-            if document not in chosen:
-                chosen.append(document)
-        draw.shuffle(chosen)
+            if document not in picks:
+                picks.append(document)
+        draw.shuffle(picks)
         prompt = system
-        for document in chosen:
+        for document in picks:
             prompt = trace.extend(prompt, *((document, part) for part in range(4)))
         trace.requests.append(trace.fresh(prompt, 1))
     return trace

@@ -1,1 +1,1 @@
-"""What text needs of a GGUF file: its tokenizer, chat template and defaults of sampling, read and written."""
+"""The tokenizer, chat template and defaults of sampling of a GGUF file, read and written."""

@@ -36,7 +36,7 @@ def kept(key: bytes | None, make: Callable[[], tokenizers.Tokenizer | None]) -> 
     path = cache_folder() / "tokenizers" / hashlib.blake2b(key + _sources(), digest_size=16).hexdigest()
     usable = private_files.distrust_reason(path.parent) is None
     if usable:
-        with contextlib.suppress(Exception):  # absent, damaged, or of another version of tokenizers: it is made again
+        with contextlib.suppress(Exception):  # absent, damaged, or of another version of tokenizers: it is built again
             content = private_files.read(path, inside=path.parent)
             with panics_as(CheckpointError, f"it read {path}"):
                 return tokenizers.Tokenizer.from_buffer(content)

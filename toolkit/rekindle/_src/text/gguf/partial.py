@@ -75,7 +75,7 @@ class PartialTokenizer:
         self._ranks = dict[int, list[int]]()
         self._pairs = dict[int, Pair]()  # by their ranks
         self._lock = threading.Lock()  # guards the fields below
-        self._known = set[str]()  # words all of whose tokens the part has
+        self._known = set[str]()  # words with all their tokens in the part
         self._part = self._made(self._always)
         self._waiting = set[int]()  # tokens that texts needed since it was built
         self._new = set[str]()  # their words

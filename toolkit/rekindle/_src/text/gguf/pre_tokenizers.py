@@ -1,4 +1,4 @@
-"""How byte-level BPE first splits text into words: the meaning of llama.cpp's names in `tokenizer.ggml.pre`.
+"""The first split of text into words in byte-level BPE, by llama.cpp's names in `tokenizer.ggml.pre`.
 
 A file has the name only. The expressions are those of the tokenizers that the names come from, as their tokenizer.json
 has them; llama.cpp writes some of them in another way that means the same.

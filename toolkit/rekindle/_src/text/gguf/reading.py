@@ -80,6 +80,6 @@ def read_templates(path: str | Path) -> tuple[Mapping[str, str], dict[str, str]]
 def read_sampling(path: str | Path) -> dict[str, Any]:
     """Return the defaults of sampling as generation_config.json has them; empty where the file has none."""
     metadata = metadata_of(path)
-    defaults = {ours: metadata.get(f"general.sampling.{theirs}") for ours, theirs in _SAMPLING.items()}
+    defaults = {option: metadata.get(f"general.sampling.{key}") for option, key in _SAMPLING.items()}
     defaults = {name: value for name, value in defaults.items() if isinstance(value, (int, float))}
     return {"do_sample": defaults.get("temperature") != 0, **defaults} if defaults else {}

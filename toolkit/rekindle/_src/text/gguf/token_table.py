@@ -112,7 +112,7 @@ class TokenTable:
         return token_id if token_id >= 0 and self.texts[token_id] == token else None
 
     def _begin_tokens(self, hashes: Numbers) -> NDArray[np.bool_]:
-        """Return, for each hash, True if a token may begin with a string that has it."""
+        """Return an array that is True for each hash of a string with which a token may begin."""
         places = hashes >> _SHIFT
         bits = self._prefixes[places >> np.uint64(3)] >> (places & np.uint64(7)).astype(np.uint8)
         return (bits & np.uint8(1)).astype(np.bool_)
@@ -121,15 +121,15 @@ class TokenTable:
         """Return the tokens that are parts of `content`, or of `prefix` followed by its rest from any place on."""
         octets = np.frombuffer(content, np.uint8)
         sums, matches = Sums(octets), [np.empty(0, np.uint64)]
-        for before in {b"", prefix}:
-            head = Sums(np.frombuffer(before, np.uint8)).hashes(np.array([0]), np.array([len(before)]))
-            factor = np.uint64(pow(_BASE, len(before), _MODULUS))
+        for start in {b"", prefix}:
+            head = Sums(np.frombuffer(start, np.uint8)).hashes(np.array([0]), np.array([len(start)]))
+            factor = np.uint64(pow(_BASE, len(start), _MODULUS))
             at = np.arange(len(octets))
-            for length in range(0 if before else 1, self.longest - len(before) + 1):
+            for length in range(0 if start else 1, self.longest - len(start) + 1):
                 at = at[: np.searchsorted(at, len(octets) - length, side="right")]
                 hashes = sums.hashes(at, at + length) * factor + head
-                begun = self._begin_tokens(hashes)
-                at, hashes = at[begun], hashes[begun]
+                possible = self._begin_tokens(hashes)
+                at, hashes = at[possible], hashes[possible]
                 if not len(at):
                     break
                 matches.append(hashes)

@@ -1,7 +1,7 @@
 """The tokenizer of a GGUF file as a `tokenizers.Tokenizer`: byte-level BPE, SentencePiece's BPE and its unigrams.
 
-llama.cpp merges the pieces of SentencePiece by their scores. `tokenizers` merges by a list, which is made of the scores
-here as transformers makes it: every way to cut a piece into two others, in the order of their scores.
+llama.cpp merges the pieces of SentencePiece by their scores. `tokenizers` merges by a list, which is built here
+from the scores as transformers builds it: every way to cut a piece into two others, in the order of their scores.
 """
 
 from __future__ import annotations

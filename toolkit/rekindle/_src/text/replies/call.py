@@ -45,7 +45,7 @@ def as_json(value: object) -> str:
 
 
 def known_tools(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Mapping[str, Any]]:
-    """Return names and parameters of tools given as JSON schemas, in OpenAI's shape or without its outer layer."""
+    """Return names and parameters of tools, which are JSON schemas, in OpenAI's shape or without its outer layer."""
     tools_by_name: dict[str, Mapping[str, Any]] = {}
     for tool in tools or ():
         inner = tool.get("function")

@@ -9,19 +9,19 @@ from typing import Any
 from rekindle._src.text.replies.syntax import CallSyntax
 
 Schema = Mapping[str, Any]
-Token = Callable[[str], int | None]  # from a marker to its id, if it is a token of its own
+Token = Callable[[str], int | None]  # from a marker to its id, if it is a single token
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 def call_grammar(syntax: CallSyntax, tools: Sequence[Schema], token: Token, *, several: bool) -> str:
     """Return the grammar of one call of these tools, or of `several`, in the syntax of a family."""
     functions = [tool.get("function", tool) for tool in tools]
-    several = several and syntax.name != "llama3_json"  # whose template takes back one call in a message
+    several = several and syntax.name != "llama3_json"  # its template accepts one call in a message
     calls: list[tuple[str, ...]]
     if syntax.name == "mistral" and token("[ARGS]") is not None:
         begins, ends, between = "", "", ""
         calls = [
-            (_mark("[TOOL_CALLS]", token), _text(one["name"]), _mark("[ARGS]", token), "@args") for one in functions
+            (_mark("[TOOL_CALLS]", token), _text(entry["name"]), _mark("[ARGS]", token), "@args") for entry in functions
         ]
     elif syntax.name == "olmo":
         begins, ends, between = (
@@ -29,10 +29,12 @@ def call_grammar(syntax: CallSyntax, tools: Sequence[Schema], token: Token, *, s
             f"{_text(chr(10))} {_mark('</function_calls>', token)}",
             _text("\n"),
         )
-        calls = [(_text(f"{one['name']}("), "@keywords", _text(")")) for one in functions]
+        calls = [(_text(f"{entry['name']}("), "@keywords", _text(")")) for entry in functions]
     else:
         begins, ends, between, key = _frame(syntax.name, token)
-        calls = [(_text(f'{{"name": {json.dumps(one["name"])}, "{key}": '), "@args", _text("}")) for one in functions]
+        calls = [
+            (_text(f'{{"name": {json.dumps(entry["name"])}, "{key}": '), "@args", _text("}")) for entry in functions
+        ]
         if syntax.name == "hermes":
             opens, closes = _mark("<tool_call>", token), _mark("</tool_call>", token)
             newline = _text("\n")

@@ -31,7 +31,7 @@ _SIGNS = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReplyFormat:
-    """How a model writes calls and reasoning; None for either that it doesn't write."""
+    """The syntax of a model's calls and reasoning; None for either that it doesn't write."""
 
     calls: CallSyntax | None = None
     reasoning: Tags | None = None

@@ -30,14 +30,14 @@ def written(calls: Sequence[tuple[str, Mapping[str, Any]]], syntax: CallSyntax) 
     """Return calls in the syntax of a family."""
     if syntax.name in ("olmo", "pythonic"):
         lines = [
-            f"{name}({', '.join(f'{key}={json.dumps(value, ensure_ascii=False)}' for key, value in given.items())})"
-            for name, given in calls
+            f"{name}({', '.join(f'{key}={json.dumps(value, ensure_ascii=False)}' for key, value in arguments.items())})"
+            for name, arguments in calls
         ]
         if syntax.name == "pythonic":
             return f"[{', '.join(lines)}]"
         return "\n".join(["<function_calls>", *lines, "</function_calls>"])
     key = "parameters" if syntax.name == "llama3_json" else "arguments"
-    objects = [json.dumps({"name": name, key: dict(given)}, ensure_ascii=False) for name, given in calls]
+    objects = [json.dumps({"name": name, key: dict(arguments)}, ensure_ascii=False) for name, arguments in calls]
     if syntax.name == "hermes":
         return "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in objects)
     if syntax.name == "llama3_json":

@@ -13,7 +13,7 @@ from rekindle._src.text.replies.scanner import ReplyScanner
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReplyPlan:
-    """How the reply of one chat is read; its `n` sequences have a scanner each."""
+    """The settings for reading the reply of one chat; each of its `n` sequences has a scanner."""
 
     format: ReplyFormat
     tools: tuple[Mapping[str, Any], ...] = ()  # JSON schemas; without them no calls are recognized

@@ -1,4 +1,4 @@
-"""The scanner: text of a reply in, events out. What it emits is final, and nothing of the text is lost.
+"""The scanner: text of a reply in, events out. Its events are final, and no text is lost.
 
 By default a call is emitted once it is complete. With `pieces`, a call of a known tool starts as soon as its name is
 known, and its arguments follow as they come; an event drops one that turns out to be none.

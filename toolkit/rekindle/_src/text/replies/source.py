@@ -35,7 +35,7 @@ class Source:
         self.at = self._marked = 0
 
     def mark(self) -> None:
-        """Begin to remember what is read."""
+        """Begin to remember the text that is read."""
         self._before.clear()
         self._marked = self.at
 

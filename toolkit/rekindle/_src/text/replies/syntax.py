@@ -1,4 +1,4 @@
-"""How a family of models writes calls: the texts that open one, and the readers behind them."""
+"""A family's syntax for calls: the texts that open one, and the readers behind them."""
 
 from __future__ import annotations
 
