@@ -24,7 +24,7 @@ def run(arguments: argparse.Namespace) -> int:
         interrupted = started = False
         try:
             for delta in handle.stream_sync():
-                if not started:  # the progress bar has the line until then
+                if not started:  # the progress bar uses the line until the first text
                     print(prompt, end="", flush=True)
                     started = True
                 print(delta.text, end="", flush=True)

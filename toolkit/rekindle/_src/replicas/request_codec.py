@@ -71,7 +71,7 @@ def packed(request: Request, pages: PageAddress | None = None, *, alone: bool = 
 
 
 def unpacked(sent: Sent, vocab_size: int) -> Received:
-    """Decode a request. Raise `InvalidRequest` if no fleet has sent it."""
+    """Decode a request. Raise `InvalidRequest` if it is malformed."""
     try:
         fields = json.loads(sent.fields)
         tokens, length, guide = np.frombuffer(sent.tokens, _TOKEN).astype(np.int32), fields["prompt"], None

@@ -26,7 +26,7 @@ class Keys(NamedTuple):
     """Digests that are equal for requests with the same beginning."""
 
     opening: bytes  # of their system prompt
-    conversation: bytes  # of everything that does not change while the conversation goes on
+    conversation: bytes  # of the messages that stay the same while the conversation goes on
 
 
 class Load(NamedTuple):

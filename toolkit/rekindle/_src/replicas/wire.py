@@ -25,7 +25,7 @@ class Described(NamedTuple):
     sampling: Sampling | None
     think_ids: tuple[int, int] | None
     processors: tuple[str, ...]
-    places: int  # for sequences
+    places: int  # sequences that it has room for
     pid: int
     host: str
     pages: PageAddress | None = None  # the address where other replicas take its pages

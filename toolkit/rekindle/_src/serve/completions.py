@@ -149,7 +149,7 @@ class _Writer:
         chunks = Chunks(self._common, options=options)
         logprobs, ids = "logprobs" in self._given, self._ids
         scores = "prompt_logprobs" in self._given
-        offsets: dict[int, Offset] = {}  # of the choices that have begun
+        offsets: dict[int, Offset] = {}  # by index, of choices that have begun
         made = [0] * len(self._handles)
 
         async def write(number: int, delta: TextDelta) -> None:

@@ -66,7 +66,7 @@ class Exchange:
     def __init__(self, service: Service, scope: Scope, send: Send) -> None:
         self.service, self.scope = service, scope
         self._send = send
-        self._lock = anyio.Lock(fast_acquire=True)  # the heartbeat sends from a task of its own
+        self._lock = anyio.Lock(fast_acquire=True)  # the heartbeat sends from its own task
         self._ended = False
         self.size = 0  # bytes of the body
         self.status = 0  # of the response, once it has begun

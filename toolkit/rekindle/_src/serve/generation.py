@@ -26,7 +26,7 @@ def model_of(exchange: Exchange, given: Mapping[str, Any]) -> tuple[Served, Sess
 
 
 _LONG_THOUGHTS = 20_000  # characters of reasoning from which encoding runs in a thread
-MOST_CHARACTERS = 1 << 20  # limit of a text to be encoded, unless the context has room for more
+MOST_CHARACTERS = 1 << 20  # of a text to encode at most, unless the context has room for more
 
 
 def encoded(session: SessionLike, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
