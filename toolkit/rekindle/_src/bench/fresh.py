@@ -106,7 +106,7 @@ def _shared_prefix(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def peak_bytes() -> int:
-    """Return the largest resident size of this process in bytes; ru_maxrss would include that of its parent."""
+    """Return the largest resident size of this process in bytes; ru_maxrss would include its parent's before exec."""
     status = Path("/proc/self/status")
     if not status.exists():
         import resource

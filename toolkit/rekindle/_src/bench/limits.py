@@ -118,7 +118,7 @@ class Work:
 
     @classmethod
     def of(cls, paths: Sequence[str], leaves: Sequence[Any]) -> Work:
-        """Return the cost of weights or their shapes. An embedding that is not also the head is looked up, not read."""
+        """Return the cost of weights or their shapes. An embedding that is not also the head is read by rows only."""
         leaves_by_path = dict(zip(paths, leaves, strict=True))
         tied = not any(path.startswith("head.") for path in leaves_by_path)
         read = [

@@ -1,6 +1,6 @@
 """Limits on the size of one call, checked before anything of that size is built, since other requests wait meanwhile.
 
-The limits are far above the use of applications, and calls within them cost a session's other requests milliseconds.
+The limits are far above the needs of applications, and calls within them cost a session's other requests milliseconds.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class SchedulerLike(Protocol):
         """Take over a step's tokens, in the order in which the steps were planned."""
 
     def fail(self, plan: StepPlan, cause: BaseException) -> tuple[TokenEvent, ...]:
-        """End the requests of a step that raised with `StepFailed`; everything else goes on."""
+        """End with `StepFailed` the requests of a step that raised; everything else goes on."""
 
     def flush_cache(self, root_key: bytes | None = None, *, recompute: bool = False) -> None:
         """Forget all cached pages, and with `recompute` the work of running requests. No step may be in flight."""
@@ -179,7 +179,7 @@ class DetokenizerLike(Protocol):
         ...
 
     def flush(self) -> str:
-        """Return the text that was held back. No token follows."""
+        """Return the text that was held back, once no token follows."""
         ...
 
 

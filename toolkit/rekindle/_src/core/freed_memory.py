@@ -1,4 +1,4 @@
-"""Gives freed memory that the C library keeps for later use back to the system.
+"""Returns freed memory, which the C library keeps for later use, to the system.
 
 Reading a checkpoint in threads, and compiling, take memory in pieces of all sizes. glibc keeps the gaps between those
 still in use, for each of its arenas: 235 of 1,171 MiB that a session with a 4-bit model of 0.6B parameters had.
@@ -22,7 +22,7 @@ def give_back() -> None:
 
 
 def given_back(context: Callable[[], AbstractContextManager[object]]) -> Callable[[], AbstractContextManager[None]]:
-    """Return a maker of the contexts of `context` that return freed memory to the system when they end."""
+    """Return a factory of `context`'s contexts that also return freed memory to the system when they end."""
 
     @contextlib.contextmanager
     def inside() -> Iterator[None]:

@@ -168,7 +168,7 @@ def bar(parts: Mapping[str, float], *, rest: str = "", width: int = 320, legend:
 
 
 class Record:
-    """A dataclass whose repr is one line of the fields that differ from the defaults, and whose HTML is a table."""
+    """A dataclass whose repr is one line of its non-default fields, and whose HTML is a table of all fields."""
 
     __slots__ = ()
     _widest = 160  # characters of the line; the rest becomes "…"

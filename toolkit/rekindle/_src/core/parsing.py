@@ -16,7 +16,7 @@ class Parsed(NamedTuple):
 
 
 class Parsing:
-    """The way from a text to its object, which is built in the thread that asks, since users' classes take part."""
+    """Builds the object of a text, in the thread that asks for it, since users' classes take part."""
 
     __slots__ = ("_found", "_parse", "_text")
 

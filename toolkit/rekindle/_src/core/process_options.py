@@ -12,7 +12,7 @@ _FIX = 'Pass "host:port": an address of the leader that followers reach'
 
 
 def check_processes(processes: int, coordinator: Any, mesh: Any) -> None:
-    """Raise ConfigError for more processes than devices, or for several without an address to meet at."""
+    """Raise ConfigError for a mesh that the processes can't share, or if they have no address to meet at."""
     if not (coordinator is None or isinstance(coordinator, str)):
         raise ConfigError("coordinator", coordinator, "is not text", _FIX)
     if processes == 1:

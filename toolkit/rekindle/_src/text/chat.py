@@ -61,7 +61,7 @@ class ChatTemplate:
         return cls(texts, special_tokens(folder), source=str(source)) if texts else None
 
     def text(self, template: str | None = None, *, tools: bool = False) -> str:
-        """Return the text of the template that `render` would use: `template` as there, `tools` True with tools."""
+        """Return the text of the template that `render` would use. `tools` is True if the chat has tools."""
         return self._pick(template, tools)[1]
 
     def render(

@@ -179,7 +179,7 @@ def _through(name: str, node: Any) -> nodes.Filter:
 
 
 def _wrap(node: nodes.Node) -> None:
-    """Put `_weigh` around expressions that make a value without a call: displays, and `~`, which joins two each."""
+    """Put `_weigh` around expressions that make a value without a call: displays, and `~`, which then joins pairs."""
     for field, value in node.iter_fields():
         if isinstance(value, list):
             setattr(node, field, [_wrapped(item) for item in value])

@@ -1,4 +1,4 @@
-"""Bounds for tokenizers, which come from a download: the cost of opening one, and the cost of a text then.
+"""Bounds for tokenizers, which come from a download: the cost of opening one and of encoding a text.
 
 The tokenizers library checks none of this. A regex of megabytes took it a gigabyte for each, a piece of a unigram
 vocabulary with two million characters ended the process, and thirty replacements that double the text make a billion
@@ -65,7 +65,7 @@ Growth = Callable[[Mapping[str, Any]], float]
 def check_file(content: bytes, path: Path | str) -> None:
     """Raise `CheckpointError` for a tokenizer.json that would cost more than its size to read.
 
-    It is measured by its strings, without parsing it: that would take a third of the time that the library takes.
+    It is measured by its strings, without parsing it: parsing would take a third of the library's own time.
     """
     escape = _LETTER_ESCAPES.search(content)
     if escape is not None:
@@ -140,7 +140,7 @@ def _backslashes(content: bytes, end: int) -> int:
 
 
 def _reason(part: Any, inner: str, known: Mapping[str, Growth]) -> str | None:
-    """Return why a part is not known to be bounded, or None if it is."""
+    """Return the reason why a part is not known to be bounded; None for a bounded part."""
     if part is None:
         return None
     try:

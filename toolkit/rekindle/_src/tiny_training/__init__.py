@@ -1,1 +1,1 @@
-"""The making of the embedded model: its corpus, its tokenizer and its training."""
+"""The training of the embedded model: its corpus, its tokenizer and its weights."""

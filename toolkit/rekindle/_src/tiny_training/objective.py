@@ -52,7 +52,7 @@ def logits(graph: Graph, leaves: Sequence[Any], tokens: jax.Array) -> jax.Array:
 
 
 def losses(graph: Graph, leaves: Sequence[Any], windows: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return [B, S] of each token's loss, if it counts, and if it was the most likely, for windows [B, S+1]."""
+    """Return each token's loss, whether it counts and whether it was most likely, all [B, S], for windows [B, S+1]."""
     inputs, targets = jnp.maximum(windows[:, :-1], 0), windows[:, 1:]
     scores = logits(graph, leaves, inputs)
     target_scores = jnp.take_along_axis(scores, jnp.maximum(targets, 0)[..., None], axis=-1)[..., 0]

@@ -41,7 +41,7 @@ class Part(NamedTuple):
 
 
 class PartialTokenizer:
-    """A tokenizer with the results of one of all tokens. `whole` builds that one."""
+    """A tokenizer with the same results as one of all tokens, which `whole` builds."""
 
     def __init__(self, bpe: Recipe, whole: Callable[[], tokenizers.Tokenizer]) -> None:
         """Raise `ValueError` for a vocabulary that parts can't stand for."""

@@ -64,7 +64,7 @@ class Sums:
 
 
 class TokenTable:
-    """The tokens of a vocabulary by their hashes, and which hashes tokens begin with."""
+    """The tokens of a vocabulary by their hashes, and the hashes of their beginnings."""
 
     def __init__(self, texts: Texts) -> None:
         """Raise `ValueError` if two different tokens have one hash, or if there are no tokens."""
@@ -118,7 +118,7 @@ class TokenTable:
         return (bits & np.uint8(1)).astype(np.bool_)
 
     def inside(self, content: bytes, prefix: bytes = b"") -> set[int]:
-        """Return the tokens that are parts of `content`, or of `prefix` followed by its rest from any place on."""
+        """Return the tokens that are parts of `content`, or `prefix` followed by a part of `content`."""
         octets = np.frombuffer(content, np.uint8)
         sums, matches = Sums(octets), [np.empty(0, np.uint64)]
         for start in {b"", prefix}:

@@ -58,7 +58,7 @@ class Vocabulary(NamedTuple):
         return vocabulary
 
     def check(self, name: str, count: int) -> None:
-        """Raise `CheckpointError` unless `count`, the entries of the list `name`, is the number of tokens."""
+        """Raise `CheckpointError` unless `count`, the number of entries of `name`, is the number of tokens."""
         if count != len(self.tokens):
             raise CheckpointError(
                 f"{self.path}: {_KEY}.{name} has {count:,} entries for {len(self.tokens):,} tokens. Download it again."
@@ -273,7 +273,7 @@ class Cuts:
         return ranks
 
     def whole(self, ids: Mapping[str, int]) -> list[Pair]:
-        """Raise `CheckpointError` for pieces that can be cut in far more ways than those of vocabularies in use."""
+        """Return all merges. Raises `CheckpointError` if pieces can be cut in far more ways than in usual vocabularies."""
         merges = dict[int, Pair]()
         limit = MERGES_PER_PIECE * max(4096, len(ids))
         characters = sum(len(piece) ** 2 for piece, index in ids.items() if self._is_cut(piece, index))
