@@ -297,7 +297,7 @@ class Tokenizer:
 
 
 def _apart(backend: Backend, path: Path | None) -> EncodingProcess | None:
-    """Return the process that encodes for a tokenizer that could take hours in this one (unlike usual ones), or None."""
+    """Return the process that encodes for a tokenizer that could take hours in this one; None for usual ones."""
     tokenizer_limits.check_decoder(backend.pipeline, path or "this model")
     reason = tokenizer_limits.unbounded_part(backend.pipeline)
     if reason is None:

@@ -273,7 +273,7 @@ class Cuts:
         return ranks
 
     def whole(self, ids: Mapping[str, int]) -> list[Pair]:
-        """Return all merges. Raises `CheckpointError` if pieces can be cut in far more ways than in usual vocabularies."""
+        """Return all merges. Raises `CheckpointError` for pieces that can be cut in far more ways than usual ones."""
         merges = dict[int, Pair]()
         limit = MERGES_PER_PIECE * max(4096, len(ids))
         characters = sum(len(piece) ** 2 for piece, index in ids.items() if self._is_cut(piece, index))
