@@ -1,1 +1,1 @@
-"""What is compiled: buckets, the fused step, sampling, keys, the executable store, warming."""
+"""Compiled programs: buckets, the fused step, sampling, keys, the executable store, warming."""

@@ -1,4 +1,4 @@
-"""Buckets: the sizes of the step programs that exist, and which of them a step runs in.
+"""Buckets: the sizes of the step programs, and the choice of one for a step.
 
 A step of `rows` decode rows and `tokens` prefill tokens runs in the smallest program that holds both; the rest is
 padding. Sizes fall by powers: by 2 for steps of decode rows alone, which are short so that padding shows, and by more
@@ -47,7 +47,7 @@ class Bucket:
 
     @property
     def programs(self) -> tuple[Bucket, ...]:
-        """What a step of this size runs."""
+        """The programs that a step of this size runs."""
         return self.halves if self.part == BOTH else (self,)
 
     @property
@@ -57,12 +57,12 @@ class Bucket:
 
 
 def prefill_rows(tokens: int, max_requests: int) -> int:
-    """How many sequences may prefill in a step of `tokens` prefill tokens; each costs a row of logits."""
+    """Return how many sequences may prefill in a step of `tokens` prefill tokens. Each costs a row of logits."""
     return min(max_requests, max(1, tokens // 8), MAX_PREFILL_ROWS) if tokens else 0
 
 
 def _powers(largest: int, smallest: int, step: int) -> tuple[int, ...]:
-    """largest, largest / step, … while above `smallest`, then `smallest`; ascending."""
+    """Return largest, largest / step, … while above `smallest`, then `smallest`; ascending."""
     sizes = {min(largest, smallest)}
     while largest > smallest:
         sizes.add(largest)
@@ -71,27 +71,27 @@ def _powers(largest: int, smallest: int, step: int) -> tuple[int, ...]:
 
 
 def row_sizes(max_requests: int, *, mixed: bool) -> tuple[int, ...]:
-    """The numbers of decode rows that programs have, with prefill tokens (`mixed`) or without; ascending."""
+    """Return the numbers of decode rows that programs have, with prefill tokens (`mixed`) or without; ascending."""
     return _powers(max(max_requests, SMALLEST_ROWS), SMALLEST_ROWS, MIXED_ROWS_STEP if mixed else 2)
 
 
 def padded_rows(rows: int, max_requests: int, *, mixed: bool) -> int:
-    """Rows of the program that runs `rows` decode rows, padding included."""
+    """Return the rows of the program that runs `rows` decode rows, padding included."""
     return next(size for size in row_sizes(max_requests, mixed=mixed) if size >= rows)
 
 
 def lattice(config: EngineConfig, *, processed: bool = False, single: bool = False) -> tuple[Bucket, ...]:
-    """Every step program of a session; with `processed`, also the variants with logits processors.
+    """Return every step program of a session; with `processed`, also the variants with logits processors.
 
     With `single`, one row has a program of its own (135M on CPU, native products: 7.3 ms, 9.1 with one row of padding).
     """
     most = config.max_requests
     variants = (False, True) if processed else (False,)
     sizes = (*((1,) if single else ()), *row_sizes(most, mixed=False))
-    decode = [Bucket(rows, 0, p) for p in variants for rows in sizes]
+    decode = [Bucket(rows, 0, variant) for variant in variants for rows in sizes]
     mixed = [
-        Bucket(rows, tokens, p)
-        for p in variants
+        Bucket(rows, tokens, variant)
+        for variant in variants
         for rows in row_sizes(most, mixed=True)
         for tokens in _powers(config.max_tokens_per_step, SMALLEST_TOKENS, TOKENS_STEP)
     ]
@@ -100,7 +100,7 @@ def lattice(config: EngineConfig, *, processed: bool = False, single: bool = Fal
 
 @functools.cache
 def guided_lattice(plain: tuple[Bucket, ...], part: str = BOTH) -> tuple[Bucket, ...]:
-    """The sizes of steps with guided rows: fewer than those of others, because few requests have a guide.
+    """Return the sizes of steps with guided rows: fewer than those of other steps, because few requests have a guide.
 
     Of the decode steps the smallest and those from GUIDED_ROWS rows on, which drafts fill up; beside prefill tokens,
     where a guided row samples only while a prompt comes in, the largest number of rows.
@@ -116,23 +116,23 @@ def guided_lattice(plain: tuple[Bucket, ...], part: str = BOTH) -> tuple[Bucket,
 
 
 def programs_of(sizes: Iterable[Bucket]) -> tuple[Bucket, ...]:
-    """The programs that steps of these sizes run."""
+    """Return the programs that steps of these sizes run."""
     return tuple(dict.fromkeys(program for size in sizes for program in size.programs))
 
 
 def pooling_lattice(buckets: Iterable[Bucket]) -> tuple[Bucket, ...]:
-    """The variants of buckets with prefill tokens that also pool hidden states."""
+    """Return the variants of buckets with prefill tokens that also pool hidden states."""
     return tuple(dataclasses.replace(bucket, pools=True) for bucket in buckets if bucket.tokens)
 
 
 def gated(half: Bucket, plain: tuple[Bucket, ...]) -> Bucket:
-    """The program that waits for its masks, in place of one of two; the smallest may have fewer rows than that one."""
+    """Return the program that waits for its masks, in place of a half; the smallest may have fewer rows than that."""
     size = dataclasses.replace(half, pools=False, part=GATED)
     return size if size in guided_lattice(plain, GATED) else dataclasses.replace(size, rows=1)
 
 
 def guided_programs(lattices: Iterable[tuple[Bucket, ...]]) -> tuple[Bucket, ...]:
-    """Every program that steps with guided rows may run, from the sizes of other steps."""
+    """Return every program that steps with guided rows may run, from the sizes of other steps."""
     sizes = [size for part in (GATED, BOTH) for plain in lattices for size in guided_lattice(plain, part)]
     return programs_of((*sizes, *pooling_lattice(sizes)))
 
@@ -140,7 +140,7 @@ def guided_programs(lattices: Iterable[tuple[Bucket, ...]]) -> tuple[Bucket, ...
 def bucket_for(
     buckets: Iterable[Bucket], max_requests: int, *, rows: int, tokens: int, prefills: int, processed: bool = False
 ) -> Bucket:
-    """The bucket with the fewest tokens that holds the step; raises ConfigError when there is none."""
+    """Return the bucket with the fewest tokens that holds the step. Raise ConfigError if there is none."""
     fitting = [
         bucket
         for bucket in buckets

@@ -1,4 +1,4 @@
-"""How long devices that share a model need for a step's collectives alone: measured, on these devices.
+"""The time of a step's collectives alone on devices that share a model, measured on these devices.
 
 The sums and the gathering of logits run here as in a step, over arrays of the same widths, with nothing beside them. A
 step may hide some of that behind other work, or wait longer because one device is late: the profiler shows that.
@@ -21,7 +21,7 @@ from rekindle._src.models.placement import Placement
 from rekindle._src.models.roles import ALL
 from rekindle._src.programs.buckets import prefill_rows
 
-SHORT, LONG, TURNS = 4, 20, 3  # rounds of a run; the difference leaves out what starting a program takes
+SHORT, LONG, TURNS = 4, 20, 3  # rounds of a run; the difference excludes the time of starting a program
 MOST_TOKENS, MOST_ROWS = 256, 8  # larger steps are extrapolated
 _SIZES = re.compile(r"r(\d+)t(\d+)")
 
@@ -30,14 +30,14 @@ class Line(NamedTuple):
     """Seconds that grow with a size."""
 
     first: float  # with a size of 1
-    each: float  # for each one more
+    each: float  # for each further unit
 
     def at(self, size: int) -> float:
         return self.first + self.each * (size - 1)
 
 
 class CollectiveTimes(NamedTuple):
-    """Seconds of one sum by tokens, of one gathering of logits by rows, and how many sums a step has."""
+    """Seconds of one sum by tokens, of one gathering of logits by rows, and the number of sums in a step."""
 
     sum: Line
     gather: Line
@@ -46,21 +46,21 @@ class CollectiveTimes(NamedTuple):
     max_requests: int
 
     def step(self, program: str) -> float:
-        """Seconds of the collectives of one step in the program of this name."""
-        found = _SIZES.match(program)
-        if found is None:
+        """Return the seconds of the collectives of one step in the program of this name."""
+        match = _SIZES.match(program)
+        if match is None:
             return 0.0
-        rows, tokens = map(int, found.groups())
+        rows, tokens = map(int, match.groups())
         logits = rows + prefill_rows(tokens, self.max_requests)
         return self.sums * self.sum.at(rows + tokens) + self.small_sums * self.sum.first + self.gather.at(logits)
 
     def steps(self, programs: Mapping[str, int]) -> float:
-        """Seconds of the collectives of so many steps by program."""
+        """Return the seconds of the collectives of these numbers of steps by program."""
         return sum(count * self.step(name) for name, count in programs.items())
 
 
 def collective_times(placement: Placement, max_requests: int, max_tokens: int) -> CollectiveTimes | None:
-    """The times on the devices of a placement; None where there are none, or where other processes have some of them.
+    """Return the times on a placement's devices. None for one device, or where other processes have some of them.
 
     The first call for a mesh and a model's widths compiles four small programs.
     """
@@ -87,7 +87,7 @@ def _line(mesh: Any, round_: Callable[[jax.Array], jax.Array], most: int, width:
 
 
 def _seconds(mesh: Any, round_: Callable[[jax.Array], jax.Array], size: int, width: int, dtype: str) -> float:
-    """Seconds of one round, the least of several runs."""
+    """Return the seconds of one round, the least of several runs."""
 
     def rounds(x: jax.Array, count: jax.Array) -> jax.Array:
         return lax.fori_loop(0, count, lambda _, x: round_(x), x)
@@ -99,26 +99,26 @@ def _seconds(mesh: Any, round_: Callable[[jax.Array], jax.Array], size: int, wid
         counts = [jax.device_put(jnp.int32(n), jax.sharding.NamedSharding(mesh, whole)) for n in (SHORT, LONG)]
         run = jax.jit(mapped).lower(x, counts[0]).compile()
         jax.block_until_ready(run(x, counts[0]))
-        taken = []
+        fastest = []
         for count in counts:
             seconds = []
             for _ in range(TURNS):
                 start = time.perf_counter()
                 jax.block_until_ready(run(x, count))
                 seconds.append(time.perf_counter() - start)
-            taken.append(min(seconds))
-    return max(0.0, taken[1] - taken[0]) / (LONG - SHORT)
+            fastest.append(min(seconds))
+    return max(0.0, fastest[1] - fastest[0]) / (LONG - SHORT)
 
 
 def _summing(x: jax.Array) -> jax.Array:
-    """A sum whose operand differs from device to device, so that it can't be computed from one of them."""
+    """Compute a sum whose operand differs from device to device, so that it can't be computed from one of them."""
     devices = lax.psum(1, ALL)
-    own = 1 + lax.axis_index(ALL).astype(x.dtype) / (64 * devices)
-    return lax.psum(x, ALL) * (own / devices).astype(x.dtype)
+    share = 1 + lax.axis_index(ALL).astype(x.dtype) / (64 * devices)
+    return lax.psum(x, ALL) * (share / devices).astype(x.dtype)
 
 
 def _gathering(x: jax.Array) -> jax.Array:
-    """A gathering of which every device goes on with another's part."""
-    found = lax.all_gather(x, ALL, axis=1, tiled=True)
-    other = (lax.axis_index(ALL) + 1) % lax.psum(1, ALL)
-    return lax.dynamic_slice_in_dim(found, other * x.shape[1], x.shape[1], axis=1)
+    """Compute a gathering after which every device continues with another's part."""
+    gathered = lax.all_gather(x, ALL, axis=1, tiled=True)
+    neighbour = (lax.axis_index(ALL) + 1) % lax.psum(1, ALL)
+    return lax.dynamic_slice_in_dim(gathered, neighbour * x.shape[1], x.shape[1], axis=1)

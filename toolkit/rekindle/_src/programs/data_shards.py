@@ -1,8 +1,8 @@
-"""Data shards: devices that have the whole model, with pages and request slots of their own.
+"""Data shards: groups of devices that each have the whole model, and pages and request slots of their own.
 
-On the host, pages and slots are numbered through: those of shard i follow those of shard i - 1. On the devices each
-shard counts its own from 0, so its programs are those of a session without the axis. Arrays that a program takes or
-gives for every shard have one part after the other along their first axis.
+On the host, pages and slots are numbered consecutively: those of shard i follow those of shard i - 1. On the devices
+each shard counts its own from 0, so its programs are those of a session without the axis. Arrays that a program takes
+or returns for every shard have one part after the other along their first axis.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ class Batch(NamedTuple):
     """Pages that one call moves."""
 
     moves: tuple[PageMove, ...]
-    places: tuple[int, ...]  # of each of them among the pages of the call
-    ids: np.ndarray  # what the program takes: the pages' numbers in their shards, 0 where there is none
+    places: tuple[int, ...]  # the index of each among the pages of the call
+    ids: np.ndarray  # the program's operand: the pages' numbers in their shards, 0 where there is none
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DataShards:
-    """How many there are, and what each of them has."""
+    """The number of data shards, and the sizes of each."""
 
     count: int
     slots: int  # of requests; the scratch slot follows them
     pages: int  # the scratch page, which is the first one, included
 
     def of(self, row: Row) -> int:
-        """The shard that computes a row."""
+        """Return the shard that computes a row."""
         return row.slot // self.slots
 
     def split(self, plan: StepPlan) -> tuple[StepPlan, ...]:
-        """The rows of each shard, in their order."""
+        """Return the rows of each shard, in their order."""
         if self.count == 1:
             return (plan,)
         return tuple(
@@ -49,7 +49,7 @@ class DataShards:
         )
 
     def join(self, plan: StepPlan, parts: Sequence[Sequence[T]]) -> tuple[T, ...]:
-        """What belongs to each row of a plan, in the order of its rows, from the same for each plan of `split`."""
+        """Join values for each row of the plans of `split`, in the order of the whole plan's rows."""
         if self.count == 1:
             return tuple(parts[0])
         decode = [0] * self.count
@@ -63,26 +63,26 @@ class DataShards:
         )
 
     def batches(self, moves: Sequence[PageMove], sizes: Sequence[int]) -> Iterator[Batch]:
-        """The moves in batches: of each shard as many pages as the largest size that they fill, or the smallest one."""
+        """Yield the moves in batches: per shard as many pages as the largest size that they fill, or the smallest."""
         waiting: list[list[PageMove]] = [[] for _ in range(self.count)]
         for move in moves:
             waiting[move.page // self.pages].append(move)
-        at, end = 0, max(map(len, waiting))
-        while at < end:
-            most = next((size for size in sizes if size <= end - at), sizes[-1])
-            found: list[PageMove] = []
+        begin, end = 0, max(map(len, waiting))
+        while begin < end:
+            most = next((size for size in sizes if size <= end - begin), sizes[-1])
+            batch: list[PageMove] = []
             places: list[int] = []
             ids = np.zeros(self.count * most, np.int32)
-            for shard, mine in enumerate(waiting):
-                for place, move in enumerate(mine[at : at + most], start=shard * most):
-                    found.append(move)
+            for shard, queue in enumerate(waiting):
+                for place, move in enumerate(queue[begin : begin + most], start=shard * most):
+                    batch.append(move)
                     places.append(place)
                     ids[place] = move.page % self.pages
-            yield Batch(tuple(found), tuple(places), ids)
-            at += most
+            yield Batch(tuple(batch), tuple(places), ids)
+            begin += most
 
     def admission(self, ints: np.ndarray, floats: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """What `request_state.admit` takes in all shards, for the one that has the slot; others write scratch."""
+        """Return `request_state.admit`'s operands in all shards: the slot's shard admits, the others write scratch."""
         if self.count == 1:
             return ints, floats
         all_ints = np.full((self.count, len(ints)), NOWHERE, np.int32)
@@ -94,17 +94,17 @@ class DataShards:
         return all_ints.reshape(-1), all_floats.reshape(-1)
 
     def part(self, shard: int, array: np.ndarray, axis: int = 0) -> np.ndarray:
-        """The part of a shard, a view."""
+        """Return a view of the part of a shard."""
         if self.count == 1:
             return array
         size = array.shape[axis] // self.count
         return array[(slice(None),) * axis + (slice(shard * size, (shard + 1) * size),)]
 
     def _by_shard(self, rows: Sequence[Row]) -> list[list[Row]]:
-        found: list[list[Row]] = [[] for _ in range(self.count)]
+        by_shard: list[list[Row]] = [[] for _ in range(self.count)]
         for row in rows:
-            found[self.of(row)].append(row)
-        return found
+            by_shard[self.of(row)].append(row)
+        return by_shard
 
 
 ALONE = DataShards(1, 1, 1)

@@ -1,4 +1,4 @@
-"""The host buffers of a step in several data shards: those of each shard one after the other."""
+"""The host buffers of a step in several data shards, one shard's after the other's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rekindle._src.programs.packing import Constants, Layout, Upload
 
 
 class DataUpload:
-    """What `packing.Upload` is for one shard. A shard without rows computes an empty step."""
+    """`packing.Upload` for several shards. A shard without rows computes an empty step."""
 
     def __init__(self, layout: Layout, shards: DataShards) -> None:
         self.layout, self._shards = layout, shards  # the layout of each shard

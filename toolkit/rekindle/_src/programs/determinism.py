@@ -1,4 +1,4 @@
-"""Whether a model's steps can be deterministic: a token's numbers the same to the last bit, whatever runs beside it."""
+"""Deterministic steps: a token's numbers are the same to the last bit in any batch. Not all models can have them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from rekindle._src.models.config import ModelConfig
 from rekindle.errors import ConfigError
 from rekindle_kernels import unavailable_reason
 
-HEAD_DIM, WIDTH = 16, 32  # sizes that native attention and native norms take multiples of
+HEAD_DIM, WIDTH = 16, 32  # native attention and native norms take multiples of these sizes
 
 
 def deterministic(graph: Graph, config: EngineConfig) -> Graph:
-    """The graph whose operations run in kernels that keep the promise. Raises ConfigError where there are none."""
+    """Return the graph whose operations run in deterministic kernels. Raise ConfigError where there are none."""
     reason = why_not(graph.config, config)
     if reason is not None:
         raise ConfigError("deterministic", True, f"can't be kept: {reason}", "Leave it out")
@@ -24,7 +24,7 @@ def deterministic(graph: Graph, config: EngineConfig) -> Graph:
 
 
 def why_not(model: ModelConfig, config: EngineConfig) -> str | None:
-    """Why this model has no deterministic steps here; None if it has."""
+    """Return why this model has no deterministic steps here; None if it has."""
     if jax.default_backend() != "cpu":
         return f"it is for CPUs, and this session runs on {jax.default_backend()}"
     if config.mesh is not None:

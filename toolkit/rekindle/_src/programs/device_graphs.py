@@ -2,7 +2,7 @@
 
 By default XLA leaves loops, and conditionals around them, out of its graphs: the host then reads their conditions, and
 waits for the device within each step, twice to four times. A step of 32 layers has some 500 kernels; the host is ahead
-of the device only while it never waits. That the options give one graph is seen by compiling for an H100
+of the device only while it never waits. Compiling for an H100 shows that the options make one graph
 (tests/accelerator/test_steps.py). Where the driver is older than 12.3, XLA leaves conditions to the host.
 """
 
@@ -15,5 +15,5 @@ CAPTURED = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDIT
 
 
 def compiler_options(platform: str | None = None) -> dict[str, str | bool] | None:
-    """XLA's options for programs on this platform; None for its own defaults."""
+    """Return XLA's options for programs on this platform; None for its own defaults."""
     return {"xla_gpu_enable_command_buffer": CAPTURED} if (platform or current_platform()) == "gpu" else None

@@ -1,7 +1,7 @@
 """Flags: the features that rows need of a step, as bits.
 
-The host knows them from the options, so that programs need no reductions to find out. A row carries its own bits and a
-step the union of its rows', which the conditions of the step program read.
+The host knows them from the options, so that programs need no reductions to derive them. A row carries its own bits and
+a step the union of its rows', which the conditions of the step program read.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class Flag(enum.IntFlag):
 SHAPES = Flag.BIASED | Flag.PENALISED | Flag.BARRED
 FIRST_PROCESSOR = 12  # bit
 MAX_PROCESSORS = 16
-GREEDY = Flag.SAMPLES | Flag.KEPT | Flag.CHOOSES  # all that steps of greedy rows without further wishes ask for
+GREEDY = Flag.SAMPLES | Flag.KEPT | Flag.CHOOSES  # all the features of steps of greedy rows without further options
 PROCESSORS = ((1 << MAX_PROCESSORS) - 1) << FIRST_PROCESSOR
 
 
 def flags_of(sampling: Sampling, processors: Mapping[str, int]) -> int:
-    """The bits that do not change during a request; `processors` maps names to their index in the session."""
+    """Return the bits that do not change during a request. `processors` maps names to their index in the session."""
     flags = Flag(0)
     if not sampling.greedy:
         flags |= Flag.DRAWS
@@ -58,8 +58,8 @@ def flags_of(sampling: Sampling, processors: Mapping[str, int]) -> int:
 
 
 def branch(condition: Array | bool, yes: Callable[[], T], no: Callable[[], T]) -> T:
-    """`lax.cond`, or just one of the branches where the condition is known while the program is traced."""
+    """Run `lax.cond`, or just one of the branches where the condition is known while the program is traced."""
     if isinstance(condition, bool):
         return yes() if condition else no()
-    chosen: T = lax.cond(condition, yes, no)
-    return chosen
+    result: T = lax.cond(condition, yes, no)
+    return result

@@ -1,4 +1,4 @@
-"""A hash of a user's function: its code and the values that it uses, as far as Python can see them."""
+"""A hash of a user's function: its code and the values that it uses, as far as they are visible from Python."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ MAX_VALUES = 20_000  # bounds the time for a function that uses a large object, 
 
 
 def function_hash(function: Any) -> str:
-    """A hash that is the same in every process for the same code and captured values, and differs for others.
+    """Return a hash that is the same in every process for the same code and captured values, and differs for others.
 
     Globals that the function uses are values too: numbers, strings, arrays and functions of the user's own. Modules,
-    classes and the functions of jax and numpy count by their names alone.
+    classes and the functions of jax and numpy are hashed by their names alone.
     """
     digest = hashlib.blake2b(digest_size=16)
     for part in itertools.islice(_parts(function, 0), MAX_VALUES):
@@ -47,10 +47,10 @@ def _parts(value: Any, depth: int) -> Iterator[bytes]:
             yield repr(name).encode()
             yield from _parts(value[name], depth + 1)
     elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _parts(one, depth + 1)
+        for item in value:
+            yield from _parts(item, depth + 1)
     elif isinstance(value, set | frozenset):
-        yield from sorted(repr(one).encode() for one in value)
+        yield from sorted(repr(item).encode() for item in value)
     elif value is None or isinstance(value, bool | int | float | complex | str | bytes):
         yield repr(value).encode()
     elif hasattr(value, "__array__"):
@@ -90,7 +90,7 @@ def _names(code: types.CodeType) -> set[str]:
 
 
 def _code(code: types.CodeType, depth: int) -> Iterator[bytes]:
-    """The parts of a code object, without line numbers and file names, which change when a notebook is edited."""
+    """Yield the parts of a code object, without line numbers and file names, which change when a notebook is edited."""
     yield code.co_code
     yield repr((code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)).encode()
     yield from _parts(code.co_consts, depth + 1)

@@ -1,4 +1,4 @@
-"""The programs of a session that are not steps: they make its memory, fill slots and tables, and move pages."""
+"""The programs of a session other than steps: they make its memory, fill slots and tables, and move pages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Helper:
     """
 
     kind: str
-    pages: int = 0  # that it moves
+    pages: int = 0  # pages that it moves
 
     @property
     def name(self) -> str:
@@ -37,7 +37,7 @@ GATHER, SCATTER, COLLECT = Helper("gather", FEW), Helper("scatter", FEW), Helper
 
 
 def moved_pages(parts: Partitioning, kv: paged.KV) -> tuple[int, ...]:
-    """How many pages a transfer may have, the largest number first.
+    """Return the numbers of pages that a transfer may have, the largest first.
 
     On CPU that is a copy within memory. A GPU or TPU starts a transfer of 64 pages as quickly as one of a single page.
     Followers of a session repeat transfers of FEW pages.
@@ -49,7 +49,7 @@ def moved_pages(parts: Partitioning, kv: paged.KV) -> tuple[int, ...]:
 
 
 def fills(moved: tuple[int, ...], *, at_once: bool) -> tuple[Helper, ...]:
-    """The programs that fill pages, the fewest first, where transfers have as many pages as `moved` says.
+    """Return the programs that fill pages, the fewest first, where transfers have the numbers of pages in `moved`.
 
     Where one native call fills all pages `at_once`, its program compiles as quickly for many of them.
     """

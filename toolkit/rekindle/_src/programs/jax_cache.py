@@ -1,7 +1,7 @@
-"""JAX's own compilation cache, where a user has switched it on.
+"""JAX's own compilation cache, where a user has enabled it.
 
-What it gives back loses its functions when it is serialised again, and fails when it runs ("Function … not found", jax
-0.10 to 0.12). So such programs are left to that cache.
+A program from there loses its functions when it is serialised again, and fails when it runs ("Function … not found",
+jax 0.10 to 0.12). So such programs are left to that cache.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _hits = threading.local()  # of this thread, which is the one that compiles
 
 @contextlib.contextmanager
 def watching_hits() -> Iterator[Callable[[], bool]]:
-    """Gives a function that says whether something came from that cache, in this thread, since the context began."""
+    """Yield a function that is True if a program came from that cache, in this thread, since the context began."""
     before = getattr(_hits, "count", 0)
     yield lambda: getattr(_hits, "count", 0) > before
 

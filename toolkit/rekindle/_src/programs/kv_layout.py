@@ -30,13 +30,13 @@ Payload = tuple[Any, ...]  # [n, layers, …] for each leaf of a layer
 
 
 def abstract(model: ModelConfig, pages: int, page_size: int, dtype: str) -> KV:
-    """Shapes and dtypes of every layer's pages; nothing is allocated."""
+    """Return shapes and dtypes of every layer's pages. Nothing is allocated."""
     layer = abstract_pages(pages, model.num_kv_heads, page_size, model.head_dim, dtype)
     return (layer,) * model.num_layers
 
 
 def page_bytes(model: ModelConfig, page_size: int, dtype: str) -> int:
-    """Bytes of one page over all layers."""
+    """Return the bytes of one page over all layers."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract(model, 1, page_size, dtype)))
 
 
@@ -67,12 +67,12 @@ class PagedAttention:
 
 
 def payload_layout(kv: KV) -> list[tuple[tuple[int, ...], Any]]:
-    """Shape and dtype of each array of one page's payload, as `gather` gives them for a single page."""
+    """Return shape and dtype of each array of one page's payload, as `gather` returns them for a single page."""
     return [((1, len(kv), *leaf.shape[1:]), leaf.dtype) for leaf in jax.tree.leaves(kv[0])]
 
 
 def gather(kv: KV, ids: Array) -> Payload:
-    """The pages `ids` [n] of every layer, in their stored dtype."""
+    """Return the pages `ids` [n] of every layer, in their stored dtype."""
     layers = [jax.tree.leaves(gather_pages(layer, ids)) for layer in kv]
     return tuple(jnp.stack(leaves, axis=1) for leaves in zip(*layers, strict=True))
 

@@ -1,4 +1,4 @@
-"""A store that writes later: while the first text is waited for, its processor time is worth more.
+"""A store that writes later: until the first text is there, processor time is worth more.
 
 Serialising a program and importing Orbax take half a second of a core, most of it with the GIL, which tracing needs.
 """
@@ -10,25 +10,25 @@ from collections import deque
 from typing import Any, Protocol
 
 NOT_STORED = "not stored yet"  # a reason of `StoreError`
-DELAY = 2.0  # seconds from the first program that is to be written
+DELAY = 2.0  # seconds from the first program to be written
 
 
 class Store(Protocol):
     """Executables on disk, which outlive the process."""
 
     def load(self, name: str) -> Any:
-        """Load an executable. Raises `StoreError` with the reason if there is none."""
+        """Load an executable. Raise `StoreError` with the reason if there is none."""
 
     def holds(self, name: str) -> bool:
-        """Whether there seems to be one."""
+        """True if there seems to be one."""
 
     def save(self, name: str, compiled: Any, compile_seconds: float) -> bool: ...
 
 
 class LateStore:
-    """A store behind another one. While it is `late`, what is saved is written after a moment, in a thread.
+    """A store in front of another one. While it is `late`, programs are written after a delay, in a thread.
 
-    `flush` returns when all of it is written. It is called before the executables are released and before the
+    `flush` returns when all of them are written. It is called before the executables are released and before the
     interpreter ends.
     """
 
@@ -46,11 +46,11 @@ class LateStore:
         return self._store.load(name)
 
     def holds(self, name: str) -> bool:
-        """Whether there seems to be one on disk."""
+        """True if there seems to be one on disk."""
         return self._store.holds(name)
 
     def save(self, name: str, compiled: Any, compile_seconds: float) -> bool:
-        """Write it now, or soon; False if it was tried and failed."""
+        """Write it now, or soon. Return False if writing was tried and failed."""
         if not self.late:
             return self._store.save(name, compiled, compile_seconds)
         with self._lock:
@@ -63,14 +63,14 @@ class LateStore:
         return True
 
     def flush(self) -> None:
-        """Write what waits."""
+        """Write the waiting programs."""
         self._hurry.set()
         self._write()
 
     def _later(self) -> None:
         self._hurry.wait(self._delay)
         with self._lock:
-            self._thread = None  # what is saved from now on waits for another one
+            self._thread = None  # programs saved from now on wait for another thread
         self._write()
 
     def _write(self) -> None:

@@ -2,7 +2,7 @@
 
 Axes: N rows, V vocabulary, L slots.
 
-Order and meaning are those of vLLM and transformers. The bias is added. The logit of a token in prompt or output is
+Order and meaning are those of vLLM and transformers. The bias is added. The logit of a token in the prompt or output is
 divided by the repetition penalty where it is positive, and multiplied where it is not. An output token loses the
 frequency penalty times its count, and the presence penalty once. Below `min_tokens`, tokens that would end the request
 are masked. Each part is exact where it is unused (divide by 1, add 0), so that rows with and without share one call.
@@ -29,7 +29,7 @@ class Shaping(NamedTuple):
 
 
 def shape(logits: Array, shaping: Shaping, state: RequestState, slots: Array) -> Array:
-    """Shaped logits [N, V]; row i reads history, bias and end ids of slot `slots[i]`."""
+    """Return shaped logits [N, V]. Row i reads history, bias and end ids of slot `slots[i]`."""
     rows = jnp.arange(logits.shape[0])[:, None]
     bias = jnp.where(shaping.biased[:, None], state.bias_values[slots], 0.0)
     logits = logits.at[rows, state.bias_ids[slots]].add(bias, mode="drop")

@@ -22,20 +22,20 @@ CHUNK = 32  # positions whose logits exist at once, [32, V]; those of a whole ch
 
 
 def logprobs_of(logits: Array, tokens: Array) -> Array:
-    """Packed int32 [N, WIDTH]; floats are stored as their bits, so that one transfer carries everything."""
+    """Return packed int32 [N, WIDTH]. Floats are stored as their bits, so that one transfer carries everything."""
     largest = logits.max(axis=-1, keepdims=True)
     normaliser = jnp.log(jnp.exp(logits - largest).sum(axis=-1, keepdims=True)) + largest
-    own = jnp.take_along_axis(logits, tokens[:, None], axis=1) - normaliser
+    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1) - normaliser
     count = min(MAX_LOGPROBS, logits.shape[-1])
     top, ids = top_k(logits, count)
     missing = ((0, 0), (0, MAX_LOGPROBS - count))
     top, ids = jnp.pad(top - normaliser, missing, constant_values=-jnp.inf), jnp.pad(ids, missing)
-    bits = lax.bitcast_convert_type(jnp.concatenate([own, top], axis=1), jnp.int32)
+    bits = lax.bitcast_convert_type(jnp.concatenate([chosen, top], axis=1), jnp.int32)
     return jnp.concatenate([bits[:, :1], ids, bits[:, 1:]], axis=1)
 
 
 def row_logprobs(wanted: Array | Flag, logits: Array, tokens: Array) -> Array:
-    """`logprobs_of`, or zeros when no row of the step asked for log-probabilities."""
+    """Return `logprobs_of`, or zeros if no row of the step needs log-probabilities."""
     with jax.named_scope("logprobs"):
         return branch(
             wanted & Flag.LOGPROBS != 0,
@@ -45,7 +45,7 @@ def row_logprobs(wanted: Array | Flag, logits: Array, tokens: Array) -> Array:
 
 
 def prompt_logprobs(wanted: Array | Flag, hidden: Array, targets: Array, to_logits: Callable[[Array], Array]) -> Array:
-    """Packed [T, WIDTH]: the log-probability of each target after its position; targets below 0 were not asked for.
+    """Return packed [T, WIDTH]: the log-probability of each target after its position; targets below 0 are skipped.
 
     `hidden` holds the states of all rows, the T prefill tokens last: slicing them out beforehand would copy them in
     every step. The token at position p is predicted by the hidden state at p - 1, so the first token of a chunk is the
@@ -54,7 +54,7 @@ def prompt_logprobs(wanted: Array | Flag, hidden: Array, targets: Array, to_logi
     T = targets.shape[0]
     if not T:
         return jnp.zeros((0, WIDTH), jnp.int32)
-    others = hidden.shape[0] - T
+    other_rows = hidden.shape[0] - T
     size = min(CHUNK, T)
     chunks = -(-T // size)
 
@@ -63,7 +63,7 @@ def prompt_logprobs(wanted: Array | Flag, hidden: Array, targets: Array, to_logi
         tokens = lax.dynamic_slice_in_dim(targets, start, size)
 
         def compute() -> Array:
-            logits = to_logits(lax.dynamic_slice_in_dim(hidden, others + start, size))
+            logits = to_logits(lax.dynamic_slice_in_dim(hidden, other_rows + start, size))
             return lax.dynamic_update_slice_in_dim(packed, logprobs_of(logits, jnp.maximum(tokens, 0)), start, 0)
 
         return lax.cond(jnp.any(tokens >= 0), compute, lambda: packed)

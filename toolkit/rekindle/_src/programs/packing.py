@@ -29,8 +29,8 @@ from rekindle_kernels import Choice
 # -inf to NaN, and a repetition penalty would be 0, which is divided by.
 _LARGEST, _SMALLEST = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
 _VARYING, _CONSTANT, _FLOATS = 4, 4, 6  # columns
-TOKENS_PER_CHANGE = 4  # of a prompt that comes in: its first step brings all its pages, of 16 tokens mostly
-NEUTRAL = np.array([0, 1, 0, 1, 0, 0], np.float32)  # the float options of a slot that no request has
+TOKENS_PER_CHANGE = 4  # of a new prompt: its first step brings all its pages, mostly of 16 tokens
+NEUTRAL = np.array([0, 1, 0, 1, 0, 0], np.float32)  # the float options of a free slot
 # Plain integers, since each operation on an enum.IntFlag takes a microsecond.
 _PROMPT, _SAMPLES, _KEPT = int(Flag.PROMPT_LOGPROBS), int(Flag.SAMPLES), int(Flag.KEPT)
 _CHOOSES = int(Flag.SAMPLES | Flag.CHOOSES)
@@ -46,11 +46,11 @@ class Layout:
     tokens: int
     width: int  # pages per sequence
     slots: int  # of requests; the scratch slot follows them
-    changes: int = 0  # of page tables that stay on the device, as many as a step brings; 0: it brings whole tables
+    changes: int = 0  # the most changes of resident page tables in a step; 0: a step brings whole tables
 
     @classmethod
     def of(cls, bucket: Bucket, *, max_requests: int, width: int, resident: bool = False) -> Layout:
-        """With `resident`, page tables stay on the device; see `page_tables`."""
+        """Return the layout of a bucket. With `resident`, page tables stay on the device; see `page_tables`."""
         sequences = bucket.rows + prefill_rows(bucket.tokens, max_requests)
         changes = 2 * sequences + bucket.tokens // TOKENS_PER_CHANGE if resident else 0
         return cls(bucket.rows, sequences - bucket.rows, bucket.tokens, width, max_requests, changes)
@@ -98,12 +98,12 @@ class Sections(NamedTuple):
 
 
 def sections(layout: Layout, ints: Any) -> Sections:
-    """The parts of an integer buffer."""
-    parts, at = [], 0
+    """Return the parts of an integer buffer."""
+    parts, offset = [], 0
     for shape in layout.sections:
         size = int(np.prod(shape))
-        parts.append(ints[at : at + size].reshape(shape))
-        at += size
+        parts.append(ints[offset : offset + size].reshape(shape))
+        offset += size
     return Sections(*parts)
 
 
@@ -136,7 +136,7 @@ class Constants:
 class Upload:
     """The two host buffers of one layout; they are written again only after the step that read them has ended.
 
-    Those of a data shard are given `buffers`, and the numbers at which its slots and pages begin.
+    A data shard has its own `buffers`, and the numbers at which its slots and pages begin.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class Upload:
         first_page: int = 0,
         sent: SentTables | None = None,
     ) -> None:
-        """With `sent`, page tables stay on the device."""
+        """Make the buffers. With `sent`, page tables stay on the device."""
         assert (sent is None) == (not layout.changes), "the layout says whether page tables stay on the device"
         self.layout, self._first_slot, self._first_page, self._sent = layout, first_slot, first_page, sent
         self.ints, self.floats = buffers or (np.zeros(layout.ints, np.int32), np.zeros(layout.floats, np.float32))
@@ -169,7 +169,7 @@ class Upload:
         slots = self._varying[:, 0]
         constants.ints.take(slots, axis=0, out=self._constant, mode="clip")
         constants.floats.take(slots, axis=0, out=self._floats, mode="clip")
-        if constants.scratch != layout.slots:  # the slots of other shards are numbered, too
+        if constants.scratch != layout.slots:  # slots are numbered across all shards
             slots -= self._first_slot
             slots[len(decode) : layout.rows] = slots[layout.rows + len(prefill) :] = layout.slots
         if self._sent is None:
@@ -179,21 +179,21 @@ class Upload:
                 self._write_pages(index, row.pages)
         else:
             self._sent.write(plan.rows, self._table)
-        at = 0
+        offset = 0
         self._offsets[0] = 0
         if layout.tokens:
             self._targets.fill(-1)
         for index, row in enumerate(plan.prefill):
             assert row.token_ids is not None, "a prefill row has its tokens"
-            end = at + row.length
-            self._tokens[at:end] = row.token_ids
+            end = offset + row.length
+            self._tokens[offset:end] = row.token_ids
             if row.request.sampling.prompt_logprobs is not None:
                 following = row.request.token_ids[row.start + 1 : row.start + row.length + 1]
-                self._targets[at : at + len(following)] = following
-            at = end
-            self._offsets[index + 1] = at
-        self._offsets[len(prefill) + 1 :] = at
-        self._tokens[at:] = 0
+                self._targets[offset : offset + len(following)] = following
+            offset = end
+            self._offsets[index + 1] = offset
+        self._offsets[len(prefill) + 1 :] = offset
+        self._tokens[offset:] = 0
 
     @property
     def wanted(self) -> int:
@@ -215,7 +215,7 @@ class Upload:
         if row.kept:
             flags |= _KEPT
         if row.draft:
-            flags &= ~_SAMPLES  # the host alone reads its choice: one row at most writes a slot's state
+            flags &= ~_SAMPLES  # only the host reads its choice: at most one row writes a slot's state
         token = -1 if row.token_ids is None else int(row.token_ids[0])
         return row.slot, row.start + row.length, token, flags
 
@@ -227,7 +227,7 @@ class Upload:
 
 
 class Paging(NamedTuple):
-    """What attention has to know of a step: where its tokens are written, and which pages its sequences read."""
+    """The paging of a step for attention: the slots its tokens are written to, and the pages its sequences read."""
 
     page_ids: Array  # [R + T]
     offsets: Array  # [R + T]
@@ -244,7 +244,7 @@ class StepInputs(NamedTuple):
     lengths: Array  # [N]: tokens of the sequence, this step's included; 0 in an empty row
     tokens: Array  # [R + T]
     positions: Array  # [R + T]
-    page_ids: Array  # [R + T]: the page that each token's keys and values are written to
+    page_ids: Array  # [R + T]: the page for each token's keys and values
     offsets: Array  # [R + T]: their place in that page
     prompt_lengths: Array  # [R + T]: of the token's sequence
     page_table: Array  # [N, W]
@@ -275,18 +275,18 @@ def unpack(
 ) -> StepInputs:
     """Unpack the buffers. A decode row without a token takes its slot's `last_token`, which an earlier step sampled.
 
-    `tables` are those that stay on the device, with the step's changes.
+    `tables` are the resident page tables, with the step's changes.
     """
     R, S, T = layout.rows, layout.prefills, layout.tokens
     wanted, varying, constant, table, cu, tokens, targets = sections(layout, ints)
-    slots, lengths, given, flags = (varying[:, column] for column in range(_VARYING))
+    slots, lengths, row_tokens, flags = (varying[:, column] for column in range(_VARYING))
     if tables is not None:
         table = tables[slots]
     prompt_lengths, top_k = constant[:, 0], constant[:, 1]
     temperature, top_p, min_p, repetition, presence, frequency = (
         floats.reshape(layout.sequences, _FLOATS)[:, column] for column in range(_FLOATS)
     )
-    decode_tokens = jnp.where(given[:R] >= 0, given[:R], last_token[slots[:R]])
+    decode_tokens = jnp.where(row_tokens[:R] >= 0, row_tokens[:R], last_token[slots[:R]])
     decode_positions = jnp.maximum(lengths[:R] - 1, 0)
     rows, valid = lax.iota(jnp.int32, R), (lengths[:R] > 0) & (flags[:R] & Flag.KEPT == 0)
     last = rows

@@ -1,8 +1,8 @@
-"""The parts of pages that several processes have: each the kv heads of its own devices.
+"""The parts of pages in several processes: each has the kv heads of its own devices.
 
-Off the devices a page is whole, with every kv head once, as one device alone has it, or it is the part of one process:
-the heads that its devices have, each once and in order. Programs take and give arrays over all devices, of which a
-process sees what its own have. For one process all of these are the same.
+Off the devices a page is whole, with every kv head once, as on a single device, or it is the part of one process:
+the heads that its devices have, each once and in order. Programs take and return arrays over all devices, of which a
+process sees its own devices' parts. For one process all of these are the same.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PayloadLayout = list[tuple[tuple[int, ...], Any]]  # shape and dtype of each arr
 
 
 class PageParts:
-    """What this process has of the pages of a session, and how parts and whole pages become each other."""
+    """This process's parts of a session's pages, and conversions between parts and whole pages."""
 
     def __init__(self, parts: Partitioning, kv: paged.KV) -> None:
         self._parts, self._kv = parts, kv
@@ -33,20 +33,20 @@ class PageParts:
 
     @property
     def own_heads(self) -> list[int]:
-        """The kv heads of a whole page that this process's part has."""
+        """The kv heads of a whole page that are in this process's part."""
         if self._parts.several:
             return [int(head) for head in self._own]
         return list(range(self.whole[0][0][PAYLOAD_HEADS]))
 
     def heads(self, process: int) -> np.ndarray:
-        """The kv heads of a whole page that the devices of a process have."""
+        """Return the kv heads of a whole page that the devices of a process have."""
         return np.unique(self._parts.heads_of(process, self._kv) // self._parts.copies)
 
     def arrived(self, payload: paged.Payload) -> list[np.ndarray]:
-        """This process's part of pages that `gather` gave, in host memory; waits for them."""
+        """Wait for pages of `gather`, and return this process's part of them in host memory."""
         if not self._parts.several:
             return self._parts.to_host(payload)
-        found = []
+        arrays = []
         for leaf in payload:
             shape = list(leaf.shape)
             shape[PAYLOAD_HEADS] = len(self._own)
@@ -55,28 +55,28 @@ class PageParts:
                 first = shard.index[PAYLOAD_HEADS].start or 0
                 heads = (first + np.arange(shard.data.shape[PAYLOAD_HEADS])) // self._parts.copies
                 array[:, :, :, np.searchsorted(self._own, heads)] = np.asarray(shard.data)
-            found.append(array)
-        return found
+            arrays.append(array)
+        return arrays
 
     def collected(self, payload: paged.Payload) -> list[np.ndarray]:
-        """This process's part of pages that `collect` gave, which are whole; waits for them."""
+        """Wait for whole pages of `collect`, and return this process's part of them."""
         whole = tuple(self._parts.to_host(payload))
         return list(self.cut(whole))
 
     def leaving(self, part: paged.Payload) -> paged.Payload:
-        """A page as `scatter` takes it, of which this process's part is filled in."""
+        """Return a page in the form that `scatter` takes, with this process's part filled in."""
         if not self._parts.several:
             return self._parts.to_device(part)
-        at = np.searchsorted(self._own, self._places // self._parts.copies)
+        indices = np.searchsorted(self._own, self._places // self._parts.copies)
         pages = []
         for leaf, (shape, dtype) in zip(part, paged.payload_layout(self._kv), strict=True):
             page = np.empty(shape, dtype)
-            page[:, :, :, self._places] = leaf[:, :, :, at]
+            page[:, :, :, self._places] = leaf[:, :, :, indices]
             pages.append(page)
         return tuple(pages)
 
     def cut(self, whole: paged.Payload, heads: np.ndarray | None = None) -> paged.Payload:
-        """The part of a whole page that has these heads; without them this process's own."""
+        """Return the part of a whole page that has these heads, by default this process's."""
         if heads is None:
             if not self._parts.several:
                 return whole
@@ -84,7 +84,7 @@ class PageParts:
         return tuple(np.ascontiguousarray(np.take(leaf, heads, axis=PAYLOAD_HEADS)) for leaf in whole)
 
     def join(self, own: paged.Payload, others: Sequence[tuple[np.ndarray, paged.Payload]]) -> paged.Payload:
-        """A whole page of this process's part and those of others, each with its heads."""
+        """Return a whole page from this process's part and those of others, each with its heads."""
         pages = []
         for index, (shape, dtype) in enumerate(self.whole):
             page = np.empty(shape, dtype)
@@ -99,5 +99,5 @@ class PageParts:
 
 
 def layout_of(whole: PayloadLayout, heads: int) -> PayloadLayout:
-    """The layout of a part with so many heads."""
+    """Return the layout of a part with this number of heads."""
     return [((*shape[:PAYLOAD_HEADS], heads, *shape[PAYLOAD_HEADS + 1 :]), dtype) for shape, dtype in whole]

@@ -1,9 +1,9 @@
-"""Page tables that stay on the device: a step brings the entries that changed, not the tables of all its rows.
+"""Page tables that stay on the device: a step brings the changed entries, not the tables of all its rows.
 
 Axes: L slots (the last is scratch), W pages of a sequence, C changes of a step, n tables of a call.
 
 256 rows of 8,192 tokens have 512 KiB of tables, of 128k tokens 8 MiB, that would travel in every step to change 16
-entries. On CPU they do: a program reads the host's buffers where they are.
+entries. On CPU whole tables are passed: a program reads the host's buffers in place.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from rekindle._src.programs.partitioning import Partitioning
 from rekindle._src.programs.request_state import RequestState
 from rekindle_kernels import current_platform
 
-PUT = 4  # tables that one call writes whole
+PUT = 4  # whole tables that one call writes
 
 
 def stay(parts: Partitioning) -> bool:
-    """Whether page tables stay on the device: where there is one, and it is no CPU."""
+    """True if page tables stay on the device: there is one device, and it is no CPU."""
     return current_platform() != "cpu" and parts.placement is None
 
 
 def changed(layout: Layout, ints: Array, tables: Array | None) -> Array | None:
-    """The tables [L, W] with the changes of a step; None where each step brings its own."""
+    """Return the tables [L, W] with the changes of a step; None where each step brings its own."""
     if tables is None:
         return None
     slots, places, pages = sections(layout, ints).table
@@ -32,11 +32,11 @@ def changed(layout: Layout, ints: Array, tables: Array | None) -> Array | None:
 
 
 def with_changes(layout: Layout, ints: Array, state: RequestState) -> RequestState:
-    """The state with the changes of a step in its tables."""
+    """Return the state with the changes of a step in its tables."""
     return state if state.tables is None else state._replace(tables=changed(layout, ints, state.tables))
 
 
 def put(tables: Array, ints: Array) -> Array:
-    """The tables with n whole ones [n * (1 + W)], each behind its slot."""
+    """Return the tables with n whole ones [n * (1 + W)] written, each of which follows its slot."""
     rows = ints.reshape(-1, 1 + tables.shape[1])
     return tables.at[rows[:, 0]].set(rows[:, 1:], mode="promise_in_bounds")

@@ -1,20 +1,20 @@
-"""How the operands and results of a program lie on the devices of a mesh: the one place that wraps programs for it.
+"""The layout of a program's operands and results on the devices of a mesh: the one place that wraps programs for it.
 
-A program is written for one device: its shapes are local ones, and what it needs of other devices its layers ask for
-(`models/nn/shards.py`). To run a new kind of program on a mesh, declare how each operand and result lies, in the
+A program is written for one device: its shapes are local ones, and its layers communicate with other devices
+(`models/nn/shards.py`). To run a new kind of program on a mesh, declare the layout of each operand and result, in the
 `Recipe` that `Programs` makes of it; nothing else is needed:
 
-    WEIGHTS   the leaves of the model, each as its role says
+    WEIGHTS   the leaves of the model, each by its role
     PAGES     KV pages (a pytree of them), divided by kv heads
-    PAYLOAD   pages on their way to or from the host, divided by kv heads
-    ROWS      uploads, request state, masks, tokens and what else belongs to rows or slots: the same on every device,
+    PAYLOAD   pages in transfers to or from the host, divided by kv heads
+    ROWS      uploads, request state, masks, tokens and all else of rows or slots: the same on every device,
               and with several data shards one part for each of them along the first axis
     POOLED    the same with the parts along the second axis
     WHOLE     the same on every device
 
 A recipe's arguments that are ROWS or PAYLOAD have the shapes of one data shard.
 
-Without a placement nothing is wrapped, and programs are what they are for one device.
+Without a placement nothing is wrapped, and programs are those of one device.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from rekindle._src.programs import kv_layout as paged
 
 
 class Lies(enum.Enum):
-    """How an operand or a result lies on the devices of a mesh."""
+    """The layout of an operand or a result on the devices of a mesh."""
 
     WEIGHTS = enum.auto()
     PAGES = enum.auto()
@@ -54,10 +54,10 @@ PAYLOAD_HEADS = 3
 
 
 class Recipe(NamedTuple):
-    """A program as it is traced for one device, and how what it takes and gives lies on several."""
+    """A program as it is traced for one device, and the layout of its operands and results on several."""
 
     function: Callable[..., Any]
-    arguments: tuple[Any, ...]  # shapes as the caller of one data shard passes them: those of whole arrays
+    arguments: tuple[Any, ...]  # the shapes of whole arrays that the caller of one data shard passes
     donated: tuple[int, ...]
     operands: tuple[Lies, ...]
     results: Any  # Lies, or a tree of them
@@ -65,35 +65,35 @@ class Recipe(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Partitioning:
-    """Wraps programs for a mesh, and pages on their way between it and the host; on one device it changes nothing."""
+    """Wraps programs for a mesh, and pages in transfers between it and the host. On one device it changes nothing."""
 
     placement: Placement | None = None
 
     def wrap(self, recipe: Recipe, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, which is the recipe's with whatever was put around it, as it runs on all devices."""
+        """Return `function`, the recipe's with any wrappers, in the form that runs on all devices."""
         if self.placement is None:
             return function
         operands = tuple(
             self.spec(kind, argument) for kind, argument in zip(recipe.operands, recipe.arguments, strict=True)
         )
-        made = jax.tree.map(self.spec, recipe.results)
+        results = jax.tree.map(self.spec, recipe.results)
         wrapped: Callable[..., Any] = jax.shard_map(
-            function, mesh=self.placement.mesh, in_specs=operands, out_specs=made, check_vma=False
+            function, mesh=self.placement.mesh, in_specs=operands, out_specs=results, check_vma=False
         )
         return wrapped
 
     def tracing(self) -> contextlib.AbstractContextManager[Any]:
-        """The mesh in which to trace; a `jax.set_mesh` of the user's would be in the way."""
+        """Return the context of the mesh in which to trace; a user's `jax.set_mesh` would interfere."""
         return contextlib.nullcontext() if self.placement is None else jax.set_mesh(self.placement.mesh)
 
     def arguments(self, recipe: Recipe) -> tuple[Any, ...]:
-        """The recipe's arguments with where they lie."""
+        """Return the recipe's arguments with their shardings."""
         if self.placement is None:
             return recipe.arguments
         return tuple(map(self._placed, recipe.operands, recipe.arguments))
 
     def pages(self, one: paged.KV) -> paged.KV:
-        """The pages of all devices together, from the shapes of one device's."""
+        """Return the pages of all devices together, from the shapes of one device's."""
         if self.placement is None:
             return one
         count = self.placement.partition.size
@@ -109,21 +109,21 @@ class Partitioning:
 
     @property
     def shards(self) -> int:
-        """How many data shards there are."""
+        """The number of data shards."""
         return 1 if self.placement is None else self.placement.data
 
     @property
     def several(self) -> bool:
-        """Whether several processes share the devices."""
+        """True if several processes share the devices."""
         return self.placement is not None and self.placement.processes > 1
 
     @property
     def copies(self) -> int:
-        """How many devices have the same kv heads."""
+        """The number of devices that have the same kv heads."""
         return 1 if self.placement is None else self.placement.partition.kv_copies(self.placement.config)
 
     def whole_everywhere(self, recipe: Recipe) -> Recipe:
-        """A recipe that gives a payload, of which each of several processes gets the whole."""
+        """Return the recipe of a payload, changed so that each of several processes gets the whole."""
 
         def whole(*arguments: Any) -> Any:
             return jax.tree.map(
@@ -133,34 +133,34 @@ class Partitioning:
         return recipe._replace(function=whole, results=WHOLE)
 
     def payload_layout(self, kv: paged.KV) -> list[tuple[tuple[int, ...], Any]]:
-        """Shape and dtype of each array of one page on the host, where the mesh makes no difference."""
-        found = []
+        """Return shape and dtype of each array of one page on the host, which do not depend on the mesh."""
+        layout = []
         for shape, dtype in paged.payload_layout(kv):
             heads = shape[PAYLOAD_HEADS] // self.copies
-            found.append(((*shape[:PAYLOAD_HEADS], heads, *shape[PAYLOAD_HEADS + 1 :]), dtype))
-        return found
+            layout.append(((*shape[:PAYLOAD_HEADS], heads, *shape[PAYLOAD_HEADS + 1 :]), dtype))
+        return layout
 
     def heads_of(self, process: int, kv: paged.KV) -> np.ndarray:
-        """Which of a payload's kv heads, as often as devices have them, lie on the devices of a process."""
+        """Return the indices of a payload's kv heads, copies on devices included, that a process's devices have."""
         assert self.placement is not None, "one device"
-        each = paged.payload_layout(kv)[0][0][PAYLOAD_HEADS] // self.placement.partition.size
+        per_device = paged.payload_layout(kv)[0][0][PAYLOAD_HEADS] // self.placement.partition.size
         places = np.array(self.placement.positions(process))
-        heads: np.ndarray = (places[:, None] * each + np.arange(each)).reshape(-1)
+        heads: np.ndarray = (places[:, None] * per_device + np.arange(per_device)).reshape(-1)
         return heads
 
     def to_host(self, payload: paged.Payload) -> list[np.ndarray[Any, Any]]:
-        """A payload that this process has as a whole, in host memory and with each kv head once; waits for it."""
+        """Wait for a payload that this process has whole, and return it in host memory, with each kv head once."""
         arrays = [np.asarray(leaf) for leaf in payload]
         return arrays if self.copies == 1 else [array[:, :, :, :: self.copies] for array in arrays]
 
     def to_device(self, payload: paged.Payload) -> paged.Payload:
-        """A page from the host as `scatter` takes it: with each kv head as often as devices have it."""
+        """Return a page from the host in the form that `scatter` takes: with a copy of each kv head for each device."""
         if self.copies == 1:
             return payload
         return tuple(np.repeat(leaf, self.copies, axis=PAYLOAD_HEADS) for leaf in payload)
 
     def spec(self, kind: Lies, argument: Any = None) -> Any:
-        """How what lies so is divided; `argument` are the leaves of WEIGHTS."""
+        """Return the partition of this layout. For WEIGHTS, `argument` are the leaves."""
         assert self.placement is not None, "one device"
         if kind is WEIGHTS:
             return self.placement.specs(argument)
@@ -178,8 +178,8 @@ class Partitioning:
         placement, spec = self.placement, self.spec(kind, argument)
         if kind is WEIGHTS:
             return tuple(
-                jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placement.sharding(one))
-                for leaf, one in zip(argument, spec, strict=True)
+                jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placement.sharding(leaf_spec))
+                for leaf, leaf_spec in zip(argument, spec, strict=True)
             )
         sharding = placement.sharding(spec)
         times = self.shards if kind in (ROWS, PAYLOAD) else 1

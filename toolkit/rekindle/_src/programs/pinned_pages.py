@@ -1,6 +1,6 @@
-"""Pages on their way between a device and the host, through memory of the host that the device itself reads and writes.
+"""Page transfers between a device and the host, through host memory that the device itself reads and writes.
 
-A transfer is one piece for each array of a layer, and nothing waits for it. From ordinary memory the runtime would copy
+A transfer is one copy for each array of a layer, and nothing waits for it. From ordinary memory the runtime would copy
 every page to pinned memory of its own, one after the other. A CPU has no use for any of this, and where a session has
 several processes, pages are exchanged one by one.
 
@@ -26,25 +26,25 @@ KIND = "pinned_host"
 
 
 def used(parts: Partitioning) -> bool:
-    """Whether pages come and go through such memory: where there is one, and it is no CPU's."""
+    """True if pages are transferred through such memory: it exists, and it is no CPU's."""
     if current_platform() == "cpu" or parts.several:
         return False
     return any(memory.kind == KIND for memory in _device(parts).addressable_memories())
 
 
 def begin_to_host(parts: Partitioning, payload: paged.Payload) -> paged.Payload:
-    """Begin to copy what a gather gives. Reading the copies as numpy arrays waits for them."""
+    """Begin to copy the result of a gather. Reading the copies as numpy arrays waits for them."""
     return tuple(jax.device_put(list(payload), _sharding(parts, KIND)))
 
 
 def begin_to_device(parts: Partitioning, payload: Sequence[np.ndarray[Any, Any]]) -> paged.Payload:
-    """Begin to copy a payload to the device; its arrays may not be written any more."""
+    """Begin to copy a payload to the device. Its arrays must not be written any more."""
     pinned = jax.device_put(list(payload), _sharding(parts, KIND))
     return tuple(jax.device_put(pinned, _sharding(parts)))
 
 
 def join(pages: Mapping[int, paged.Payload], places: int) -> list[np.ndarray[Any, Any]]:
-    """One payload of so many `places` with each page in its own; the others are zeros."""
+    """Join pages into one payload of `places` pages, each at its index; the others are zeros."""
     joined = []
     for index, leaf in enumerate(next(iter(pages.values()))):
         array = np.empty((places, *leaf.shape[1:]), leaf.dtype)
@@ -55,12 +55,12 @@ def join(pages: Mapping[int, paged.Payload], places: int) -> list[np.ndarray[Any
 
 
 def scatter(kv: paged.KV, ids: Array, payload: paged.Payload) -> paged.KV:
-    """Write the pages of a payload [n, layers, …] to the pages `ids` [n]; ids that pad the transfer are 0."""
-    return paged.scatter(kv, ids, [tuple(leaf[at : at + 1] for leaf in payload) for at in range(ids.shape[0])])
+    """Write the pages of a payload [n, layers, …] to the pages `ids` [n]. Padding ids are 0."""
+    return paged.scatter(kv, ids, [tuple(leaf[index : index + 1] for leaf in payload) for index in range(ids.shape[0])])
 
 
 def _sharding(parts: Partitioning, kind: str | None = None) -> Sharding:
-    """How a payload lies in memory of a kind, by default the devices' own: each device has its part."""
+    """Return a payload's sharding in memory of a kind, by default the devices' own: each device has its part."""
     if parts.placement is None:
         return SingleDeviceSharding(_device(parts), memory_kind=kind)
     return NamedSharding(parts.placement.mesh, parts.spec(PAYLOAD), memory_kind=kind)

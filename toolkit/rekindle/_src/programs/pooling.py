@@ -11,10 +11,10 @@ from jax import Array, lax
 
 
 def pooled_states(hidden: Array, cu_lengths: Array) -> Array:
-    """Float32 [2, S, E] for states [T, E]: the sum of each sequence's chunk, and the state of the chunk's last token.
+    """Return float32 [2, S, E] for states [T, E]: the sum of each sequence's chunk, and its last token's state.
 
     `cu_lengths` [S + 1] are the half-open offsets of the sequences. The sums are a product with a matrix of ones and
-    zeros; a state that is not finite is left out of it and makes its own sequence's sum NaN, no other one's.
+    zeros. A state that is not finite is left out of it, and makes only its own sequence's sum NaN.
     """
     with jax.named_scope("pooling"):
         T, S = hidden.shape[0], cu_lengths.shape[0] - 1

@@ -24,20 +24,20 @@ from rekindle.errors import ConfigError
 
 
 class LogitsContext(NamedTuple):
-    """What a processor may read beside the logits; N rows, V vocabulary."""
+    """The arrays that a processor may read beside the logits; N rows, V vocabulary."""
 
     position: Array  # int32 [N]: index, in the sequence, of the token to choose
     prompt_length: Array  # int32 [N]
     last_token: Array  # int32 [N]: the token before that one
     in_prompt: Array  # bool [N, V]
-    generated: Array  # int32 [N, V]: how often each token was generated so far
+    generated: Array  # int32 [N, V]: the number of times that each token was generated so far
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class LogitsProcessor(html.Record):
     """A `function(logits float32 [N, V], context) -> float32 [N, V]` of independent rows; traced once per program.
 
-    Rows that choose no token in a step may hold any values. Change `version` when something changes that is not visible
+    Rows that choose no token in a step may have any values. Change `version` when something changes that is not visible
     in the function's own code, such as code that it imports.
     """
 
@@ -55,12 +55,12 @@ class LogitsProcessor(html.Record):
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """Processors with equal keys compile to equal programs."""
+        """The key of compiled programs: processors with equal keys compile to equal programs."""
         return self.name, self.version, function_hash(self.function)
 
 
 def check_processors(processors: Sequence[LogitsProcessor]) -> tuple[LogitsProcessor, ...]:
-    """The session's processors, checked. Raises ConfigError for a wrong type, equal names, or too many."""
+    """Check and return the session's processors. Raise ConfigError for a wrong type, equal names, or too many."""
     for processor in processors:
         if not isinstance(processor, LogitsProcessor):
             fix = "Pass rekindle.LogitsProcessor(function, name='…')"
@@ -76,21 +76,21 @@ def check_processors(processors: Sequence[LogitsProcessor]) -> tuple[LogitsProce
 def check_results(processors: Sequence[LogitsProcessor], vocab_size: int) -> None:
     """Raise ConfigError for a processor that fails for logits of this vocabulary, or changes their shape."""
     rows = 2
-    each: Any
+    numbers: Any
     table: Any
-    each, table = jax.ShapeDtypeStruct((rows,), jnp.int32), jax.ShapeDtypeStruct((rows, vocab_size), jnp.int32)
+    numbers, table = jax.ShapeDtypeStruct((rows,), jnp.int32), jax.ShapeDtypeStruct((rows, vocab_size), jnp.int32)
     logits = jax.ShapeDtypeStruct(table.shape, jnp.float32)
-    seen: Any = jax.ShapeDtypeStruct(table.shape, jnp.bool_)
-    context = LogitsContext(each, each, each, seen, table)
+    in_prompt: Any = jax.ShapeDtypeStruct(table.shape, jnp.bool_)
+    context = LogitsContext(numbers, numbers, numbers, in_prompt, table)
     for processor in processors:
         fix = "Use jax.numpy, and return logits of the shape that it was given"
         try:
-            changed = jax.eval_shape(processor.function, logits, context)
+            result = jax.eval_shape(processor.function, logits, context)
         except Exception as error:  # code of the user's
             cause = (str(error).strip() or "without a message").split("\n")[0]
             problem = f"raised {type(error).__name__}{_line_of(processor, error)} for logits {logits.shape}: {cause}"
             raise ConfigError("processors", processor.name, problem, fix) from None  # the chain is JAX's
-        _check_shape(processor, getattr(changed, "shape", None), logits.shape)
+        _check_shape(processor, getattr(result, "shape", None), logits.shape)
 
 
 def _check_shape(processor: LogitsProcessor, shape: tuple[int, ...] | None, wanted: tuple[int, ...]) -> None:
@@ -101,7 +101,7 @@ def _check_shape(processor: LogitsProcessor, shape: tuple[int, ...] | None, want
 
 
 def _line_of(processor: LogitsProcessor, error: Exception) -> str:
-    """Where in the file of the processor's function an error was raised, as far as that is known."""
+    """Return the line of the processor's function at which an error was raised, as text; empty if unknown."""
     code = getattr(processor.function, "__code__", None)
     lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if code is frame.f_code]
     return f" in its line {lines[-1] - code.co_firstlineno + 1}" if code is not None and lines else ""
@@ -112,6 +112,6 @@ def process(processors: Sequence[LogitsProcessor], logits: Array, flags: Array, 
     for index, processor in enumerate(processors):
         changed = processor.function(logits, context)
         _check_shape(processor, changed.shape, logits.shape)
-        wanted = (flags >> (FIRST_PROCESSOR + index)) & 1 == 1
-        logits = jnp.where(wanted[:, None], changed.astype(jnp.float32), logits)
+        selected = (flags >> (FIRST_PROCESSOR + index)) & 1 == 1
+        logits = jnp.where(selected[:, None], changed.astype(jnp.float32), logits)
     return logits

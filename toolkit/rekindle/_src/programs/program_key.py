@@ -1,7 +1,7 @@
-"""The key of a compiled program: a digest of all that determines it. Equal keys mean equal code, in any process.
+"""The key of a compiled program: a digest of all its causes. Equal keys mean equal code, in any process.
 
 The key is made of causes (sources, versions, device, model, config), not of the HLO, because computing the HLO
-means tracing, which is what a stored program saves. Everything that is not known to be irrelevant is part of the key.
+means tracing, which a stored program avoids. Everything that is not known to be irrelevant is part of the key.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ SOURCES = ("models", "programs", "execution")  # folders of the toolkit; the ker
 
 
 def config_fields(config: EngineConfig) -> dict[str, Any]:
-    """The part of a resolved config that programs depend on."""
+    """Return the fields of a resolved config that programs depend on."""
     fields = dataclasses.fields(config)
     return {field.name: getattr(config, field.name) for field in fields if field.name not in NOT_IN_PROGRAMS}
 
 
 def environment() -> dict[str, Any]:
-    """Everything outside the session that programs depend on: sources, versions, device, processor, flags."""
+    """Return everything outside the session that programs depend on: sources, versions, device, processor, flags."""
     device = default_device()
     return {
         "sources": source_digest(),
@@ -66,13 +66,13 @@ def environment() -> dict[str, Any]:
 
 
 def default_device() -> Any:
-    """The device that computes what names none."""
+    """Return the device of computations that name none."""
     device = getattr(jax.config, "jax_default_device", None) or jax.local_devices()[0]
     return jax.local_devices(backend=device)[0] if isinstance(device, str) else device
 
 
 def digest(fields: dict[str, Any]) -> str:
-    """A digest of `fields`, the same in every process for equal fields."""
+    """Return a digest of `fields`, the same in every process for equal fields."""
     text = json.dumps(fields, sort_keys=True, default=str, separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -83,7 +83,7 @@ def usable_cpus() -> int:
 
 @functools.cache
 def cpu_features() -> str:
-    """A digest of the processor's instruction sets, since host code is compiled for exactly these."""
+    """Return a digest of the processor's instruction sets, since host code is compiled for exactly these."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         flags = next(line for line in lines if line.startswith(("flags", "Features")))
@@ -95,7 +95,7 @@ def cpu_features() -> str:
 
 @functools.cache
 def source_digest() -> str:
-    """A digest of every source file that programs are made from."""
+    """Return a digest of every source file that programs are made from."""
     private = Path(__file__).parent.parent
     folders = [*(private / name for name in SOURCES), Path(rekindle_kernels.__file__).parent]
     return files_digest(path for folder in folders for path in sorted(folder.rglob("*.py")))

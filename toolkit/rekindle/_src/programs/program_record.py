@@ -1,4 +1,4 @@
-"""What a session tells of a program that is ready."""
+"""A session's record of a ready program."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rekindle._src.core import html
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class ProgramRecord(html.Record):
-    """Where a ready program came from, and how long that took."""
+    """The origin of a ready program, and the seconds that it took."""
 
     name: str
     origin: Literal["loaded", "compiled"]

@@ -1,4 +1,4 @@
-"""What each program of a session computes: its function for one device, its arguments, and how they lie on a mesh."""
+"""The recipe of each program of a session: its function for one device, its arguments, and their layout on a mesh."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from rekindle_kernels import kernels_for, zeros
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipes:
-    """The recipes of one model with one resolved config, from the shapes of what programs read."""
+    """The recipes of one model with one resolved config, from the shapes of programs' operands."""
 
     model: ModelConfig  # the whole one
-    graph: Graph  # what one device computes
+    graph: Graph  # of one device's part
     leaves: Sequence[jax.ShapeDtypeStruct]  # of the whole model
     local_kv: paged.KV  # the pages of one device
     kv: paged.KV  # those of all devices together
@@ -42,7 +42,7 @@ class Recipes:
     parts: Partitioning
     width: int  # pages of the longest sequence
     resident: bool  # page tables stay on the device
-    pinned: bool  # pages come and go through pinned memory of the host
+    pinned: bool  # pages are transferred through pinned memory of the host
 
     @classmethod
     def of(
@@ -54,7 +54,7 @@ class Recipes:
         processors: Sequence[LogitsProcessor],
         placement: Placement | None,
     ) -> Recipes:
-        """`leaves` are those of the whole model, as they lie on `placement`; `config` is that of one data shard."""
+        """Make the recipes. `leaves` are the whole model's, placed by `placement`; `config` is one data shard's."""
         assert config.max_model_len is not None, "the config is not resolved"
         assert config.page_size is not None, "the config is not resolved"
         assert config.device_pages is not None, "the config is not resolved"
@@ -78,14 +78,14 @@ class Recipes:
         )
 
     def kernels(self) -> list[str]:
-        """The native kernels that steps call, as far as shapes tell; none for other implementations and platforms."""
-        wanted = {self.config.kernels, self.graph.precision.implementation}
-        if not wanted <= {None, "native"} or jax.default_backend() != "cpu":
+        """Return the native kernels that steps call, by the shapes; none for other implementations and platforms."""
+        implementations = {self.config.kernels, self.graph.precision.implementation}
+        if not implementations <= {None, "native"} or jax.default_backend() != "cpu":
             return []
         leaves = dict(zip(self.graph.paths, self.leaves, strict=True))
         matrices = {path: leaf for path, leaf in leaves.items() if path.endswith("weight") and len(leaf.shape) > 1}
-        beside = ((leaf, leaves.get(f"{path.removesuffix('weight')}scale")) for path, leaf in matrices.items())
-        scaled = [(leaf.dtype.name, scale.dtype.name) for leaf, scale in beside if scale is not None]
+        pairs = ((leaf, leaves.get(f"{path.removesuffix('weight')}scale")) for path, leaf in matrices.items())
+        scaled = [(leaf.dtype.name, scale.dtype.name) for leaf, scale in pairs if scale is not None]
         dtypes = [leaf.dtype.name for leaf in matrices.values()]
         return kernels_for(dtypes, self.kv[0].dtype.name, self.kv[0].head_dim, scaled)
 
@@ -98,15 +98,15 @@ class Recipes:
         return self.kv[0].page_size
 
     def processors_of(self, bucket: Bucket) -> Sequence[LogitsProcessor]:
-        """The logits processors that a program contains."""
+        """Return the logits processors that a program contains."""
         return self.processors if bucket.processed else ()
 
     def upload(self, layout: Layout) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-        """The buffers that a step gets from the host."""
+        """Return the shapes of the buffers that a step gets from the host."""
         return _ints(layout.ints), _floats(layout.floats)
 
     def recipe(self, key: Key) -> Recipe:
-        """What a program computes."""
+        """Return the recipe of a program."""
         if isinstance(key, Bucket):
             return self._half(key) if key.part not in ("", GATED) else self._step(key)
         if key == MEMORY:
@@ -148,7 +148,7 @@ class Recipes:
         return Recipe(step, arguments, (1, 2), operands, results)
 
     def _half(self, key: Bucket) -> Recipe:
-        """One of the two programs of a guided step."""
+        """Return the recipe of one of the two programs of a guided step."""
         layout = self.layout(key)
         upload = self.upload(layout)
         if key.part == FORWARD:

@@ -4,8 +4,8 @@ Axes: L slots (the last is scratch: padding rows read and write it), V vocabular
 
 A step reads a slot's last token and counts the token that it samples, without the host. The request's earlier tokens
 (its prompt and, after a preemption, its earlier output) may never pass through a step, because their pages were cached.
-`admit` writes them, ahead of the first step of an epoch, and only for requests that read them: those with penalties, a
-logit bias, a `min_tokens` mask or processors. Other requests ignore what the slot holds.
+`admit` writes them before the first step of an epoch, and only for requests that read them: those with penalties, a
+logit bias, a `min_tokens` mask or processors. Other requests ignore the slot's contents.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class RequestState(NamedTuple):
     """State arrays with one entry per slot."""
 
     last_token: Array  # int32 [L]
-    history: Array  # int32 [L, V]: twice how often the token was generated, plus 1 if the prompt has it
+    history: Array  # int32 [L, V]: twice the times that the token was generated, plus 1 if the prompt has it
     bias_ids: Array  # int32 [L, MAX_LOGIT_BIAS]
     bias_values: Array  # float32 [L, MAX_LOGIT_BIAS]
     end_ids: Array  # int32 [L, MAX_END_IDS]
@@ -38,7 +38,7 @@ class RequestState(NamedTuple):
 
 
 def abstract_state(slots: int, vocab: int, width: int | None = None) -> RequestState:
-    """Shapes of the state of `slots` requests and the scratch slot; with `width`, page tables are part of it."""
+    """Return the shapes of the state of `slots` requests and the scratch slot, with page tables if `width` is given."""
     L = slots + 1
     shapes = (L,), (L, vocab), (L, MAX_LOGIT_BIAS), (L, MAX_LOGIT_BIAS), (L, MAX_END_IDS)
     dtypes = jnp.int32, jnp.int32, jnp.int32, jnp.float32, jnp.int32
@@ -55,14 +55,14 @@ def record(state: RequestState, slots: Array, tokens: Array) -> RequestState:
 
 
 def admission_sizes(context: int) -> tuple[int, int]:
-    """Lengths of `admit`'s integer and float buffers."""
+    """Return the lengths of `admit`'s integer and float buffers."""
     return 2 + context + MAX_LOGIT_BIAS + MAX_END_IDS, MAX_LOGIT_BIAS
 
 
 def pack_admission(row: Row, context: int) -> tuple[np.ndarray, np.ndarray]:
     """Pack a fresh row's history, bias and end ids for `admit`.
 
-    Raises `InvalidRequest` where `min_tokens` would have to mask more than MAX_END_IDS tokens.
+    Raise `InvalidRequest` where `min_tokens` would have to mask more than MAX_END_IDS tokens.
     """
     sampling, prompt = row.request.sampling, row.request.token_ids
     size, bias_size = admission_sizes(context)
@@ -71,8 +71,8 @@ def pack_admission(row: Row, context: int) -> tuple[np.ndarray, np.ndarray]:
     tokens = prompt if row.outputs is None else np.concatenate([prompt, row.outputs])
     ints[2 : 2 + len(tokens)] = tokens
     bias = sampling.logit_bias
-    at = 2 + context
-    ints[at : at + len(bias)] = list(bias)
+    offset = 2 + context
+    ints[offset : offset + len(bias)] = list(bias)
     floats[: len(bias)] = np.clip(list(bias.values()), -BIAS_LIMIT, BIAS_LIMIT)
     # Only ids that a vocabulary can have: a checkpoint may name any number as its end.
     ends = sorted(token for token in row.request.eos_ids | row.request.stop_ids if 0 <= token < NOWHERE)
@@ -85,8 +85,8 @@ def pack_admission(row: Row, context: int) -> tuple[np.ndarray, np.ndarray]:
             f"has to mask the request's {len(ends)} end tokens, and {MAX_END_IDS} are possible",
             "Use 0, fewer stop_token_ids, or ignore_eos=True",
         )
-    at += MAX_LOGIT_BIAS
-    ints[at : at + len(ends)] = ends
+    offset += MAX_LOGIT_BIAS
+    ints[offset : offset + len(ends)] = ends
     return ints, floats
 
 

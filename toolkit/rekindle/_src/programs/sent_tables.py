@@ -1,6 +1,6 @@
-"""What the host knows of page tables that stay on the device: what a step has to change in them.
+"""The host's copy of page tables that stay on the device, from which a step's changes are derived.
 
-A sequence gets a page every 16 tokens or so, and its rows share one array as long as none is added. So most rows are
+A sequence gets a page about every 16 tokens, and its rows share one array as long as none is added. So most rows are
 known to be unchanged without looking at their pages.
 """
 
@@ -16,14 +16,14 @@ _NOTHING: IntArray = np.empty(0, np.int32)
 
 
 class SentTables:
-    """The tables by slot, as the steps that were dispatched have left them."""
+    """The tables by slot, after the steps that were dispatched."""
 
     def __init__(self, slots: int, width: int) -> None:
-        """`slots` without the scratch slot; `width` is how many pages a sequence may have."""
+        """Make tables for `slots`, without the scratch slot. `width` is how many pages a sequence may have."""
         self._scratch, self._width = slots, width
         self._sent: list[IntArray] = [_NOTHING] * slots
         self._new: dict[int, IntArray] = {}
-        self.whole: list[tuple[int, IntArray]] = []  # slots, and tables to be written before the step: too many changes
+        self.whole: list[tuple[int, IntArray]] = []  # slots, and tables with too many changes: written before the step
 
     def write(self, rows: Sequence[Row], changes: IntArray) -> None:
         """Fill the `changes` [3, C] of a step with those of its rows: slots, places and pages."""
@@ -42,28 +42,28 @@ class SentTables:
         changes[0, end:], changes[1:, end:] = self._scratch, 0  # the scratch slot reads page 0
 
     def packed_whole(self, rows: int) -> list[IntArray]:
-        """The whole tables as `page_tables.put` takes them, `rows` at a time."""
-        found = []
+        """Return the whole tables in the form that `page_tables.put` takes, `rows` at a time."""
+        batches = []
         for first in range(0, len(self.whole), rows):
             packed = np.zeros((rows, 1 + self._width), np.int32)
             packed[:, 0] = self._scratch
             for index, (slot, pages) in enumerate(self.whole[first : first + rows]):
                 packed[index, 0], packed[index, 1 : 1 + len(pages)] = slot, pages
-            found.append(packed.reshape(-1))
-        return found
+            batches.append(packed.reshape(-1))
+        return batches
 
     def dispatched(self) -> None:
-        """The step that was written last is on its way: the next one is told what changes behind it."""
+        """Record that the step written last was dispatched: the next one brings only the changes after it."""
         for slot, pages in self._new.items():
             self._sent[slot] = pages
 
     def forget(self) -> None:
-        """The tables were made anew, or it is not known what a step has changed."""
+        """Forget all tables: they were made anew, or the changes of a step are unknown."""
         self._sent = [_NOTHING] * self._scratch
 
 
 def _changed(old: IntArray, new: IntArray) -> IntArray:
-    """Places where `new` has another page than `old`, or where `old` has none."""
+    """Return the places where `new` has another page than `old`, or where `old` has none."""
     common = min(len(old), len(new))
     places: IntArray = np.flatnonzero(new[:common] != old[:common]).astype(np.int32)
     if len(new) > common:

@@ -6,8 +6,8 @@ One call runs the model over [decode rows] + [prefill tokens], computes logits o
 records each sampled token in its slot, where the next step reads it. Features that few requests use are inside
 `lax.cond`s with small results: a branch that returned logits would copy [N, V] even when it is not taken.
 
-Which tokens a guide allows is known when the tokens of the step before have been read, and the model of a step with
-guided rows runs meanwhile. `make_gated` is such a step as one program, which waits for its masks behind the model.
+The tokens that a guide allows are known once the tokens of the step before have been read. The model of a step with
+guided rows runs meanwhile. `make_gated` is such a step as one program, which waits for its masks after the model.
 Where no program can wait, the step runs as two, `make_forward` and `make_choice`.
 """
 
@@ -40,7 +40,7 @@ Leaves = Sequence[Array]
 
 
 class Scores(NamedTuple):
-    """What a forward program hands over to the choice."""
+    """The results of a forward program for the choice."""
 
     logits: Array  # float32 [N, V]
     last: Array  # hidden states of the N last tokens
@@ -50,7 +50,7 @@ class StepOutput(NamedTuple):
     """The results that the host reads."""
 
     rows: Array  # int32 [N, 1 + logprobs.WIDTH]: the token or NOT_FINITE, packed log-probabilities (or zeros)
-    prompt: Array  # int32 [T, logprobs.WIDTH]: read only when a row asked for prompt_logprobs
+    prompt: Array  # int32 [T, logprobs.WIDTH]: read only if a row has prompt_logprobs
     pooled: Array | None = None  # float32 [2, S, E] in a pooling program: sums and last states of each prefill chunk
 
 
@@ -69,7 +69,7 @@ def make_step(
     processors: Sequence[LogitsProcessor] = (),
     pools: bool = False,
 ) -> Step:
-    """The step of one layout as a pure function; the caller donates pages and state."""
+    """Return the step of one layout as a pure function. The caller donates pages and state."""
 
     def step(
         leaves: Leaves, kv: paged.KV, state: RequestState, ints: Array, floats: Array
@@ -86,7 +86,7 @@ def make_step(
 def make_forward(
     graph: Graph, layout: Layout, page_size: int, *, implementation: str | None = None, pools: bool = False
 ) -> Forward:
-    """The first half of a guided step: everything but the choice of tokens. The caller donates pages.
+    """Return the first half of a guided step: everything but the choice of tokens. The caller donates pages.
 
     Page tables that stay on the device are an operand and the last result; the caller donates them, too.
     """
@@ -97,8 +97,8 @@ def make_forward(
         tables = changed(layout, ints, tables)
         inputs = unpack(layout, page_size, ints, floats, last_token, tables)
         model, new_kv, hidden = _compute(graph, leaves, kv, layout, inputs, implementation)
-        found = finish_forward(layout, model, hidden, inputs, pools=pools)
-        return new_kv, *found, *(() if tables is None else (tables,))
+        results = finish_forward(layout, model, hidden, inputs, pools=pools)
+        return new_kv, *results, *(() if tables is None else (tables,))
 
     return forward
 
@@ -106,7 +106,7 @@ def make_forward(
 def make_choice(
     layout: Layout, page_size: int, *, implementation: str | None = None, processors: Sequence[LogitsProcessor] = ()
 ) -> Choice:
-    """The second half: the tokens of each row, among those in its mask [N, W]. The caller donates the state."""
+    """Return the second half: the tokens of each row, among those in its mask [N, W]. The caller donates the state."""
 
     def choice(
         state: RequestState, scores: Scores, ints: Array, floats: Array, masks: Array
@@ -126,7 +126,7 @@ def make_gated(
     processors: Sequence[LogitsProcessor] = (),
     pools: bool = False,
 ) -> Gated:
-    """Both halves in one program, which waits behind the model for the masks of the `MaskGate` at `gate`.
+    """Return both halves in one program, which waits after the model for the masks of the `MaskGate` at `gate`.
 
     The caller donates pages and state.
     """
@@ -166,12 +166,12 @@ def finish(
     processors: Sequence[LogitsProcessor],
     pools: bool,
 ) -> tuple[RequestState, StepOutput]:
-    """What a step does with the hidden states [R + T, E] of its tokens."""
+    """Compute a step's results from the hidden states [R + T, E] of its tokens."""
     scores = _scores(layout, model, hidden, inputs)
     with jax.named_scope("sample"):
         tokens = _sample(scores.logits, inputs, state, processors, implementation=graph.precision.implementation)
-    told = marked(tokens, scores.last, scores.logits)
-    new_state, rows = _recorded(layout, inputs, state, scores, tokens, told)
+    marked_tokens = marked(tokens, scores.last, scores.logits)
+    new_state, rows = _recorded(layout, inputs, state, scores, tokens, marked_tokens)
     prompt = prompt_logprobs(inputs.wanted, hidden, inputs.targets, model.logits)
     pooled = pooled_states(hidden[layout.rows :], inputs.cu_lengths) if pools else None
     return new_state, StepOutput(rows, prompt, pooled)
@@ -180,7 +180,7 @@ def finish(
 def finish_forward(
     layout: Layout, model: Model, hidden: Array, inputs: StepInputs, *, pools: bool
 ) -> tuple[Scores, Array, Array | None]:
-    """What the first half of a guided step does with them."""
+    """Compute the results of a guided step's first half from the hidden states."""
     scores = _scores(layout, model, hidden, inputs)
     pooled = pooled_states(hidden[layout.rows :], inputs.cu_lengths) if pools else None
     return scores, prompt_logprobs(inputs.wanted, hidden, inputs.targets, model.logits), pooled
@@ -203,17 +203,17 @@ def _chosen(
     processors: Sequence[LogitsProcessor],
     implementation: str | None,
 ) -> tuple[RequestState, Array]:
-    """What follows of the scores for tokens among those in the masks [N, W]."""
+    """Choose tokens by the scores, among those in the masks [N, W], and record them."""
     with jax.named_scope("sample"):
         tokens, values = _sample(scores.logits, inputs, state, processors, among(masks), implementation=implementation)
-    told = with_dead_ends(marked(tokens, scores.last, scores.logits), masks, values)
-    return _recorded(layout, inputs, state, scores, tokens, told)
+    marked_tokens = with_dead_ends(marked(tokens, scores.last, scores.logits), masks, values)
+    return _recorded(layout, inputs, state, scores, tokens, marked_tokens)
 
 
 def _recorded(
     layout: Layout, inputs: StepInputs, state: RequestState, scores: Scores, tokens: Array, told: Array
 ) -> tuple[RequestState, Array]:
-    """The state with the rows' tokens in it, and the rows' results for the host."""
+    """Return the state with the rows' tokens recorded, and the rows' results for the host."""
     logprobs = row_logprobs(inputs.wanted, scores.logits, tokens)
     slots = jnp.where(inputs.flag(Flag.SAMPLES), inputs.slots, layout.slots)
     return record(state, slots, tokens), jnp.concatenate([told[:, None], logprobs], axis=1)
@@ -228,7 +228,7 @@ def _sample(
     *,
     implementation: str | None,
 ) -> Any:
-    """Tokens [N], or what `take` makes of shaped logits and the function that chooses among them."""
+    """Return tokens [N], or the result of `take` for shaped logits and the function that chooses among them."""
     changes, processed = inputs.wanted & (SHAPES | PROCESSORS) != 0, inputs.wanted & PROCESSORS != 0
 
     def change() -> Array:

@@ -1,9 +1,9 @@
-"""A step in parts: what comes before the layers, one layer, and what comes after them.
+"""A step in parts: the opening before the layers, one layer, and the closing after them.
 
 Layers that are alike share a part, so that XLA compiles as many as there are kinds of layers (mostly one) where the
 step of `step.py` has all of them compiled. It runs slower: each part is a call, and nothing is fused across them.
 
-What comes after the layers is made of two sizes. Steps whose rows are all greedy and ask for nothing else need a small
+The closing has two sizes. Steps whose rows are all greedy and have no other options need a small
 part of it, and it compiles in a fraction of the time.
 """
 
@@ -28,7 +28,7 @@ Tables = tuple[tuple[Array, Array], ...]  # cosines and sines of each of the mod
 
 
 class Opened(NamedTuple):
-    """What the opening hands on."""
+    """The results of the opening."""
 
     x: Array  # [R + T, E]
     tables: Tables
@@ -43,7 +43,7 @@ ForwardClosing = Callable[[Leaves, Array, StepInputs], tuple[Scores, Array, Arra
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """Which leaves of a model each part reads, and which layers are alike."""
+    """The leaves of a model that each part reads, and the groups of layers that are alike."""
 
     graph: Graph
     leaves: Sequence[Any]  # all shapes
@@ -53,7 +53,7 @@ class Cut:
 
     @classmethod
     def of(cls, graph: Graph, leaves: Sequence[Any]) -> Cut:
-        """Layers are alike that have the same leaves, the same attention, and the same experts."""
+        """Cut a graph into parts. Layers with the same leaves, the same attention, and the same experts are alike."""
         config, stored = graph.config, dict(graph.precision.kinds)
         owned: list[list[int]] = [[] for _ in range(config.num_layers)]
         outer: list[int] = []
@@ -66,15 +66,15 @@ class Cut:
             number, _, name = rest.partition(".")
             owned[int(number)].append(index)
             looks[int(number)].append((name, leaf.shape, str(leaf.dtype), stored.get(path.rpartition(".")[0])))
-        found: dict[Any, int] = {}
+        first_of_kind: dict[Any, int] = {}
         kinds = [
-            found.setdefault((config.attention[layer], config.moe[layer] if config.moe else None, *look), layer)
+            first_of_kind.setdefault((config.attention[layer], config.moe[layer] if config.moe else None, *look), layer)
             for layer, look in enumerate(looks)
         ]
         return cls(graph, leaves, tuple(outer), tuple(map(tuple, owned)), tuple(kinds))
 
     def model(self, indices: Sequence[int], own: Leaves) -> Model:
-        """The model with arrays where a part has them, and shapes elsewhere."""
+        """Return the model with arrays where a part has them, and shapes elsewhere."""
         leaves = list(self.leaves)
         for index, leaf in zip(indices, own, strict=True):
             leaves[index] = leaf
@@ -82,7 +82,7 @@ class Cut:
 
 
 def make_opening(cut: Cut, layout: Layout, page_size: int) -> Opening:
-    """From a step's buffers to the first layer; the leaves are the outer ones."""
+    """Return the part from a step's buffers to the first layer. The leaves are the outer ones."""
 
     def opening(outer: Leaves, last_token: Array, ints: Array, floats: Array) -> Opened:
         inputs = unpack(layout, page_size, ints, floats, last_token)
@@ -94,17 +94,17 @@ def make_opening(cut: Cut, layout: Layout, page_size: int) -> Opening:
 
 
 def make_layer(cut: Cut, layer: int, layout: Layout, *, implementation: str | None = None) -> Layer:
-    """One layer, and all that are like it; the caller donates its pages."""
+    """Return the part of one layer, and of all that are like it. The caller donates its pages."""
 
     def run(own: Leaves, kv: LayerKV, x: Array, tables: Tables, paging: Paging) -> tuple[LayerKV, Array]:
         from rekindle._src.models.nn.layers import RopeTables  # it imports flax, which only tracing needs
 
         model = cut.model(cut.layers[layer], own)
-        pages = [kv] * (layer + 1)  # it finds its own at its number
+        pages = [kv] * (layer + 1)  # the layer reads the entry of its number
         fixed = cut.graph.precision.deterministic
         attend = paged.PagedAttention(model.config, pages, paging, layout.rows, implementation, deterministic=fixed)
-        known = RopeTables.of(dict(zip(model.config.ropes, tables, strict=True)))
-        x = model.layers[layer](x, known, attend)
+        rope_tables = RopeTables.of(dict(zip(model.config.ropes, tables, strict=True)))
+        x = model.layers[layer](x, rope_tables, attend)
         return attend.kv[layer], x
 
     return run
@@ -113,19 +113,19 @@ def make_layer(cut: Cut, layer: int, layout: Layout, *, implementation: str | No
 def make_closing(
     cut: Cut, layout: Layout, *, processors: Sequence[LogitsProcessor] = (), pools: bool = False, greedy: bool = False
 ) -> Closing:
-    """From the last layer to a step's results; `greedy` is for steps that ask for nothing else. The caller donates the
-    state."""
+    """Return the part from the last layer to a step's results; `greedy` is for steps without other options. The caller
+    donates the state."""
 
     def closing(outer: Leaves, state: RequestState, x: Array, inputs: StepInputs) -> tuple[RequestState, StepOutput]:
         model = cut.model(cut.outer, outer)
-        asked = inputs._replace(wanted=GREEDY) if greedy else inputs
-        return finish(cut.graph, layout, model, model.end(x), asked, state, processors=processors, pools=pools)
+        reduced = inputs._replace(wanted=GREEDY) if greedy else inputs
+        return finish(cut.graph, layout, model, model.end(x), reduced, state, processors=processors, pools=pools)
 
     return closing
 
 
 def make_forward_closing(cut: Cut, layout: Layout, *, pools: bool = False) -> ForwardClosing:
-    """From the last layer to the results of a guided step's first half."""
+    """Return the part from the last layer to the results of a guided step's first half."""
 
     def closing(outer: Leaves, x: Array, inputs: StepInputs) -> tuple[Scores, Array, Array | None]:
         model = cut.model(cut.outer, outer)

@@ -1,11 +1,11 @@
 """Executables that outlive the process: serialised ahead-of-time programs in Orbax checkpoints, loaded without tracing.
 
-One checkpoint per program below `<cache_dir>/programs`, named by the digest of all that determines it; complete or
-absent, so processes may share a store. Whatever is wrong with an entry or with the disk, the program is compiled again
-and the reason is logged once.
+One checkpoint per program below `<cache_dir>/programs`, named by the digest of all its causes; complete or
+absent, so processes may share a store. If anything is wrong with an entry or with the disk, the program is compiled
+again and the reason is logged once.
 
 A stored program is machine code, and JAX reads it through pickle: loading one is running it. So nothing is loaded from
-a folder that somebody else could have written to, nor, where the store has a key, what is not signed with it.
+a folder that other users could have written to, nor, where the store has a key, a program that is not signed with it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class StoredProgram:
 
 
 class ExecutableStore:
-    """A folder of programs, bounded by bytes, and by age or by count; the least recently used leave first."""
+    """A folder of programs, bounded by bytes, and by age or by count. The least recently used are removed first."""
 
     def __init__(
         self, folder: Path, *, capacity: int | None = None, max_bytes: int = 1 << 30, max_age: float = MAX_AGE
@@ -75,8 +75,8 @@ class ExecutableStore:
         self._said: set[str] = set()
         self._writable = True
         self._fallen_back = False
-        self.distrusted = private_files.distrust_reason(folder)  # why nothing is loaded or stored here
-        # Its presence says that an earlier process could not serialise programs here.
+        self.distrusted = private_files.distrust_reason(folder)  # the reason why nothing is loaded or stored here
+        # The folder exists if an earlier process could not serialise programs here.
         self._compilations = folder.parent / "compilations"
         if self.distrusted is not None:
             private_files.tell_once(self.distrusted)
@@ -84,9 +84,9 @@ class ExecutableStore:
             self._fall_back()
 
     def load(self, key: str, devices: Sequence[Any] | None = None) -> Any:
-        """The executable, ready to be called. Raises `StoreError` with the reason why there is none.
+        """Return the executable, ready to be called. Raise `StoreError` with the reason if there is none.
 
-        It runs on `devices`, in this order; None is JAX's default device. The key names the same ones.
+        It runs on `devices`, in this order; None is JAX's default device. The key names the same devices.
         """
         if self.distrusted is not None:
             raise StoreError(f"not loaded: {self.distrusted}")
@@ -108,7 +108,7 @@ class ExecutableStore:
                 set_aside(path)
             raise StoreError(reason) from error
         with contextlib.suppress(OSError):
-            os.utime(path)  # the order in which programs leave; in a read-only store it just stays
+            os.utime(path)  # for the order in which programs are removed; it stays as it is in a read-only store
         read_through.keep(path)
         return compiled
 
@@ -122,15 +122,15 @@ class ExecutableStore:
         compile_seconds: float,
         devices: Sequence[Any] | None = None,
     ) -> bool:
-        """Store it, with the devices that it was compiled for, as `load` takes them.
+        """Store an executable, with the devices that it was compiled for, as `load` takes them.
 
-        False, with a warning the first time, where the backend can't serialise or the disk is full.
+        Return False, with a warning the first time, where the backend can't serialise or the disk is full.
         """
-        if not self._writable or not threading.main_thread().is_alive():  # Orbax needs an interpreter that lives
+        if not self._writable or not threading.main_thread().is_alive():  # Orbax needs a living interpreter
             return False
         if self.distrusted is not None:
             return False
-        if self._fallen_back:  # what JAX's cache gives back loses its functions when it is serialised again
+        if self._fallen_back:  # programs from JAX's cache lose their functions when they are serialised again
             self._say("serialise", f"{_UNSERIALISABLE}, in {self._compilations}")
             return False
         try:
@@ -169,43 +169,45 @@ class ExecutableStore:
         return True
 
     def holds(self, key: str) -> bool:
-        """Whether there is an executable, which may turn out to be unusable."""
+        """True if there is an executable, which may turn out to be unusable."""
         path = self._path(key)
         return self.distrusted is None and (path.is_dir() or read_through.fetch(path))
 
     def entries(self) -> list[StoredProgram]:
-        """What is stored, most recently used first; broken entries are left out."""
-        found = []
+        """Return the stored programs, most recently used first, without broken entries."""
+        entries = []
         for path in self._paths():
             with contextlib.suppress(Exception):
                 meta = json.loads((path / META).read_text())
                 size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
                 used = path.stat().st_mtime
-                found.append(StoredProgram(path.name, meta["name"], meta["model"], size, meta["compile_seconds"], used))
-        return sorted(found, key=lambda entry: -entry.used)
+                entries.append(
+                    StoredProgram(path.name, meta["name"], meta["model"], size, meta["compile_seconds"], used)
+                )
+        return sorted(entries, key=lambda entry: -entry.used)
 
     def prune(self) -> None:
-        """Remove what is too much or unused for too long, and entries that are old and unfinished or can't be read."""
+        """Remove programs beyond the bounds, and entries that are old and unfinished or can't be read."""
         with self._lock:
-            total, kept, oldest = 0, self.entries(), time.time() - self.max_age
-            for count, entry in enumerate(kept, 1):
+            total, entries, oldest = 0, self.entries(), time.time() - self.max_age
+            for count, entry in enumerate(entries, 1):
                 total += entry.size
-                beyond = entry.used < oldest if self.capacity is None else count > self.capacity
-                if beyond or total > self.max_bytes:
+                expired = entry.used < oldest if self.capacity is None else count > self.capacity
+                if expired or total > self.max_bytes:
                     remove(self.folder / entry.key)
-            with contextlib.suppress(OSError):  # what can't be listed now is looked at next time
+            with contextlib.suppress(OSError):  # a folder that can't be listed now is pruned next time
                 for path in self.folder.iterdir() if self.folder.is_dir() else ():
                     if path.is_dir() and not path.name.startswith(DAMAGED) and _is_broken(path) and is_stale(path):
                         remove(path)
 
     def _fall_back(self) -> None:
-        """Have JAX keep compilations of this process from now on, unless the user already has it do so elsewhere."""
+        """Have JAX store this process's compilations from now on, unless the user has set another folder for that."""
         if jax.config.jax_compilation_cache_dir is None:  # type: ignore[attr-defined]
             self._fallen_back = True
             jax.config.update("jax_compilation_cache_dir", str(self._compilations))
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
             jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-            compilation_cache.reset_cache()  # it has looked at the options only once
+            compilation_cache.reset_cache()  # it has read the options only once
 
     def _paths(self) -> list[Path]:
         with contextlib.suppress(OSError):
@@ -227,8 +229,8 @@ class ProgramStore:
 
     store: ExecutableStore
     model: str
-    identity: str  # a digest of everything that determines a program but its name
-    devices: tuple[Any, ...] | None = None  # that its programs run on; None: the default one
+    identity: str  # a digest of all the causes of a program except its name
+    devices: tuple[Any, ...] | None = None  # the devices of its programs; None: the default one
 
     def load(self, name: str) -> Any:
         return self.store.load(self._key(name), self.devices)
@@ -259,7 +261,7 @@ def _write(path: Path, payload: bytes, meta: dict[str, Any]) -> None:
 
 
 def _loaded(path: Path, devices: Sequence[Any]) -> Any:
-    """The executable, after the native kernels that it calls: tracing would have registered them."""
+    """Load the executable, after the native kernels that it calls: tracing would have registered them."""
     meta = json.loads(private_files.read(path / META, inside=path.parent))
     if meta["format"] != FORMAT:
         raise StoreError(f"it has format {meta['format']}, this version reads {FORMAT}")
@@ -272,7 +274,7 @@ def _loaded(path: Path, devices: Sequence[Any]) -> Any:
         trees = stored_trees.decode(meta["arguments"]), stored_trees.decode(meta["results"])
         if meta["devices"] != [device.id for device in devices]:
             return _moved(executable, *trees, meta["devices"], devices)
-        # Without them it would be loaded for all devices of the platform, and not run on fewer.
+        # Without `execution_devices` it would be loaded for all devices of the platform, and would not run on fewer.
         return serialize_executable.deserialize_and_load(
             executable, *trees, backend=devices[0].client, execution_devices=devices
         )
@@ -283,14 +285,14 @@ class _NotMovable(StoreError):
 
 
 def _moved(executable: bytes, arguments: Any, results: Any, made_for: Sequence[int], devices: Sequence[Any]) -> Any:
-    """The executable on another device than it was compiled for, which its key does not name.
+    """Load the executable on another device than it was compiled for, which its key does not name.
 
-    JAX reads device ids from it and has no public way to say that they are others now, so this takes what it reads with
-    in hand. Where a version of JAX does it otherwise, the program is compiled again.
+    JAX reads device ids from it and has no public way to replace them, so this takes JAX's reader
+    itself. Where a version of JAX works otherwise, the program is compiled again.
     """
     try:
         (device,) = devices
-        (before,) = made_for
+        (old_id,) = made_for
         library: Any = vars(importlib.import_module("jax._src.lib"))["xla_client"]
         options = library.CompileOptions()
         options.num_replicas = options.num_partitions = 1
@@ -304,17 +306,17 @@ def _moved(executable: bytes, arguments: Any, results: Any, made_for: Sequence[i
                 return super().persistent_load(pid)
 
         reader = Reader(io.BytesIO(executable), device.client, [device])
-        reader.devices_by_id = {before: device}
+        reader.devices_by_id = {old_id: device}
         unloaded, leaves, no_kwargs = reader.load()
         compiled: Any = jax.stages.Compiled
         return compiled(unloaded.load(), [], arguments.unflatten(leaves), results, no_kwargs=no_kwargs)
     except (ImportError, AttributeError, TypeError, KeyError, ValueError) as error:
-        told = [device.id for device in devices]
-        raise _NotMovable(f"it was compiled for devices {made_for}, these are {told}: {error}") from error
+        new_ids = [device.id for device in devices]
+        raise _NotMovable(f"it was compiled for devices {made_for}, these are {new_ids}: {error}") from error
 
 
 def _is_broken(path: Path) -> bool:
-    """Whether an entry lacks its description, or has one that can't be one. An error that passes proves nothing."""
+    """True if an entry lacks its description, or has an invalid one. A passing error proves nothing."""
     try:
         json.loads((path / META).read_text())["name"]
         return not (path / PROGRAM).exists()
@@ -323,5 +325,5 @@ def _is_broken(path: Path) -> bool:
 
 
 def _checksum(name: str, meta: dict[str, Any], executable: bytes) -> str:
-    """Over everything that is stored under `name`, but this."""
+    """Return the checksum of everything that is stored under `name`, except the checksum itself."""
     return private_files.checksum(name, json.dumps(meta, sort_keys=True).encode(), executable)

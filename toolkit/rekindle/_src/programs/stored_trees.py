@@ -1,4 +1,4 @@
-"""The structure of a program's arguments and results as JSON, so that no pickle has to be read to call it.
+"""The structure of a program's arguments and results as JSON, so that calling it reads no pickle.
 
 "*"                       an array
 null                      None
@@ -18,20 +18,20 @@ PACKAGES = ("rekindle", "rekindle_kernels")
 
 
 def encode(tree: Any) -> Any:
-    """JSON for a PyTreeDef. Raises TypeError for nodes of other types."""
-    found = _describe(jax.tree.unflatten(tree, [_LEAF] * tree.num_leaves))
-    if decode(found) != tree:
+    """Return JSON for a PyTreeDef. Raise TypeError for nodes of other types."""
+    description = _describe(jax.tree.unflatten(tree, [_LEAF] * tree.num_leaves))
+    if decode(description) != tree:
         raise TypeError(f"{tree} is not made of tuples, lists, dicts and rekindle's own records")
-    return found
+    return description
 
 
 def decode(found: Any) -> Any:
-    """The PyTreeDef. Raises ValueError for what `encode` did not make."""
+    """Return the PyTreeDef. Raise ValueError for anything that `encode` did not make."""
     return jax.tree.structure(_build(found))
 
 
 class _Leaf:
-    """Stands for an array."""
+    """A placeholder for an array."""
 
 
 _LEAF = _Leaf()
@@ -43,7 +43,7 @@ def _describe(value: Any) -> Any:
     if value is None:
         return None
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return ["dict", {key: _describe(one) for key, one in value.items()}]
+        return ["dict", {key: _describe(item) for key, item in value.items()}]
     kind = type(value)
     if kind in (tuple, list):
         return [kind.__name__, *map(_describe, value)]
@@ -61,8 +61,8 @@ def _build(found: Any) -> Any:
         raise ValueError(f"{found!r} describes no tree")
     name, *parts = found
     if name == "dict":
-        return {key: _build(one) for key, one in parts[0].items()}
-    children = [_build(one) for one in parts]
+        return {key: _build(item) for key, item in parts[0].items()}
+    children = [_build(item) for item in parts]
     if name in ("tuple", "list"):
         return tuple(children) if name == "tuple" else children
     module, _, attribute = name.partition(":")
@@ -73,5 +73,5 @@ def _build(found: Any) -> Any:
 
 
 def _is_record(kind: Any) -> bool:
-    own = isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")
-    return own and kind.__module__.split(".")[0] in PACKAGES
+    is_namedtuple = isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")
+    return is_namedtuple and kind.__module__.split(".")[0] in PACKAGES
