@@ -27,7 +27,7 @@ TYPES = ("bfloat16", "float16", "float32", "int8")
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """The sizes that a program computes, and those that it loads at once."""
+    """The sizes of a program's results and of its loads."""
 
     rows: int
     outputs: int

@@ -33,7 +33,7 @@ LEAST_TURNS = 4  # the fewest turns of a program's loop
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """The sizes that a program computes, and those that it loads at once."""
+    """The sizes of a program's results and of its loads."""
 
     rows: int
     outputs: int

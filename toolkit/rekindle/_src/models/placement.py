@@ -139,7 +139,7 @@ class Placement:
         return total
 
     def model(self, model: LoadedModel) -> LoadedModel:
-        """Copy a model that was loaded for one device to the mesh. The original stays as it is."""
+        """Copy a model that was loaded for one device to the mesh. The original stays unchanged."""
         leaves = tuple(
             self.place(path, np.asarray(leaf)) for path, leaf in zip(model.graph.paths, model.leaves, strict=True)
         )

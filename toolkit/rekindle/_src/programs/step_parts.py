@@ -3,8 +3,8 @@
 Layers that are alike share a part, so that XLA compiles as many as there are kinds of layers (mostly one) where the
 step of `step.py` has all of them compiled. It runs slower: each part is a call, and nothing is fused across them.
 
-The closing has two sizes. Steps whose rows are all greedy and have no other options need a small
-part of it, and it compiles in a fraction of the time.
+The closing has two sizes. Steps whose rows are all greedy and have no other options need a small part of it, and it
+compiles in a fraction of the time.
 """
 
 from __future__ import annotations

@@ -287,8 +287,8 @@ class _NotMovable(StoreError):
 def _moved(executable: bytes, arguments: Any, results: Any, made_for: Sequence[int], devices: Sequence[Any]) -> Any:
     """Load the executable on another device than it was compiled for, which its key does not name.
 
-    JAX reads device ids from it and has no public way to replace them, so this takes JAX's reader
-    itself. Where a version of JAX works otherwise, the program is compiled again.
+    JAX reads device ids from it and has no public way to replace them, so this extends JAX's own reader. Where a
+    version of JAX works otherwise, the program is compiled again.
     """
     try:
         (device,) = devices

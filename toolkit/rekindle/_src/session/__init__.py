@@ -1,1 +1,1 @@
-"""The public session object and what it is composed of."""
+"""The public session object and its parts."""

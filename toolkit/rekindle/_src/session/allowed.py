@@ -25,7 +25,7 @@ class AllowedTokens(html.Record):
     token_ids: tuple[int, ...]  # the allowed tokens
     texts: tuple[str, ...]  # of these tokens
     vocab_size: int
-    may_end: bool  # an end token is among them, so the text is complete as it is
+    may_end: bool  # an end token is among them, so the text so far is complete
     forced: str  # the text that has to follow
     came: str | None  # the token that was sampled there, if there is one
 

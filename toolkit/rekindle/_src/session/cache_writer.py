@@ -53,7 +53,7 @@ class SaveReport(html.Record):
     name: str
     pages: int  # listed in the snapshot
     tokens: int
-    written: int  # of them, those that were not on disk before
+    written: int  # pages that were not on disk before
     skipped: int  # left out because they did not fit into disk_memory
     bytes: int  # written
     seconds: float

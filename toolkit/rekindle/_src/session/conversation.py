@@ -155,9 +155,9 @@ class Conversation:
     def continue_answer(self, sampling: Sampling | None = None, /, **options: Unpack[SamplingOptions]) -> Turn:
         """Await it, or iterate over it, for the rest of an answer that was cut or stopped, at most `max_tokens` more.
 
-        The result is the rest alone; in the messages it joins the answer. It is what the answer would have gone on
-        with: the same tokens from the same seed. Behind a change of the messages, such as `forget`, and in a restored
-        conversation the answer's text is read anew instead.
+        The result is the rest alone; in the messages it joins the answer. It is the text that the answer would have
+        gone on with: the same tokens from the same seed. After a change of the messages, such as `forget`, and in a
+        restored conversation the answer's text is read anew instead.
         """
         return Turn(self, (), sampling, options)
 
@@ -181,7 +181,7 @@ class Conversation:
         return copied
 
     def undo(self) -> None:
-        """Take the last turn back: the user's last message and what follows it."""
+        """Take the last turn back: the user's last message and all messages after it."""
         users = self._users()
         if not users:
             raise InvalidRequest("conversation", 0, "has no turn to take back", "Say something first")

@@ -38,8 +38,7 @@ class Handle(Produced, Call[T]):
 
     `submit` queues it at once; otherwise that happens when it is first awaited or iterated, and waits while the queue
     is full. A request is aborted when an await of it is cancelled, and when its handle is dropped. With `n`
-    above 1 the result is a list, and the deltas of all sequences come as they are made; `index` is the sequence's
-    number.
+    above 1 the result is a list, and the deltas of all sequences come as they are made, each with its `index`.
     """
 
     # Any: the signature of a public class names no private type.

@@ -30,7 +30,7 @@ CACHED_CONTEXTS = 4  # the default keeps at most this many full contexts per run
 def resolve(
     config: EngineConfig, model: ModelConfig, *, weight_bytes: int = 0, placement: Placement | None = None
 ) -> EngineConfig:
-    """Return the config for this model and platform. `weight_bytes` on each device are kept free for weights."""
+    """Return the config for this model and platform. `weight_bytes` per device stay free for weights to load."""
     platform = jax.default_backend()
     dtype = _dtype(config.dtype, model, platform)
     kv_dtype = dtype if config.kv_dtype == "auto" else config.kv_dtype

@@ -202,7 +202,7 @@ class Session(RowMapping, Embedding, Conversations, Serving, Profiling):
         return CacheView(self._client)
 
     def save(self, name: str) -> Call[SaveReport]:
-        """Await it to keep every cached page under `name`, for `open(..., restore=name)`; writes only what is new.
+        """Await it to keep every cached page under `name`, for `open(..., restore=name)`; writes only new pages.
 
         A snapshot of other weights or of another configuration under this name stays beside it.
         """

@@ -168,9 +168,7 @@ class SessionStats(Figures):
     idle_seconds: float = 0.0  # time without work for the device although there were requests
     idle_share: float = 0.0  # of the time in which there were requests
     mesh: MeshReport | None = None  # the devices that share the model; None for one
-    collective_seconds: float | None = (
-        None  # the time that the collectives of all steps take alone; None where not measured
-    )
+    collective_seconds: float | None = None  # of all steps' collectives alone; None where not measured
 
     @property
     def collective_share(self) -> float | None:

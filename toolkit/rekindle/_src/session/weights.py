@@ -70,7 +70,7 @@ def delete(model: LoadedModel) -> None:
 
 
 class Weights:
-    """The weights in use; those that were loaded here are freed when they are replaced or the session ends."""
+    """The weights in use. Those loaded here are freed when they are replaced or the session ends."""
 
     def __init__(
         self,

@@ -75,7 +75,7 @@ class RopeSpec:
         return np.where(medium, interpolated, stretched).astype(np.float32)
 
     def _yarn(self, plain: NDArray[np.float32], stretched: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Return YaRN's frequencies: a linear ramp from the dimensions that turn often to those that turn rarely."""
+        """Return YaRN's frequencies: a linear ramp from the fast dimensions to the slow ones."""
 
         def dimension(turns: float) -> float:
             return self.dim * math.log(self.original_length / (turns * 2 * math.pi)) / (2 * math.log(self.theta))

@@ -46,7 +46,7 @@ class Introduced(NamedTuple):
 
 
 def introduction(identity: Identity, *, sealed: bool, memory: Any = None, lookup: bytes = b"") -> bytes:
-    """Return the first message of both sides: the identity of their pages, and whether payloads have to be sealed."""
+    """Return the first message of both sides: the identity of their pages, and True if payloads have to be sealed."""
     fields = {
         **identity.fields(), "leaves": identity.leaves, "sealed": sealed, "memory": memory, "lookup": lookup.hex(),
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""`tool_choice`: whether the model may, must or must not call tools, and which."""
+"""`tool_choice`: the tools that the model may, must or must not call."""
 
 from __future__ import annotations
 
