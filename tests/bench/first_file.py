@@ -1,11 +1,12 @@
 """Seconds from the start of a process to the text of a real file, and how fast it is from then on.
 
     python tests/bench/first_file.py MODEL.gguf [...] [--rounds 5] [--seconds 15] [--python VENV/bin/python]
+        [--peer VENV/bin/python]
 
 Each round has an empty cache folder and three processes: without anything, with programs (and no weights), and with
-everything. Each opens a session and streams texts. `speed` is tokens per second of each second after the first text
-over that of the last seconds, `least` the lowest of them. Memory is what is resident at the end: all of it, and what
-belongs to no file.
+everything; `--peer` adds one of llama.cpp's, of an environment with llama-cpp-python. Each opens a session and streams
+texts. `speed` is tokens per second of each second after the first text over that of the last seconds, `least` the
+lowest of them. Memory is what is resident at the end: all of it, and what belongs to no file.
 """
 
 from __future__ import annotations
@@ -45,17 +46,40 @@ with rekindle.open_sync(model) as session:
     found = {"opened": opened, "times": times, "first": texts[0], "weights": session._engine.weights, **megabytes}
     print(json.dumps(found))
 """
+PEER = """
+import json, sys, time
+began = float(sys.argv[2])
+from llama_cpp import Llama
+from pathlib import Path
+model = Llama(sys.argv[1], n_ctx=2048, verbose=False)
+opened, times, texts, end = time.time() - began, [], [], None
+while end is None or time.time() < end:
+    text = []
+    prompt = "The history of the city begins" + " again" * len(texts)
+    for token in model.generate(model.tokenize(prompt.encode()), temp=0.0):
+        times.append(time.time() - began)
+        text.append(token)
+        end = end or time.time() + float(sys.argv[3])
+        if len(text) == 200 or time.time() > end:
+            break
+    texts.append(text)
+status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+megabytes = {name: int(status[name].split()[0]) // 1000 for name in ("VmRSS", "RssAnon", "VmHWM")}
+print(json.dumps({"opened": opened, "times": times, "first": texts[0], "weights": "", **megabytes}))
+"""
 KINDS = ("nothing", "programs", "everything")
 
 
-def once(python: str, model: str, cache: Path, seconds: float, *, installed: bool) -> dict[str, object]:
+def once(
+    python: str, model: str, cache: Path, seconds: float, *, installed: bool, child: str = CHILD
+) -> dict[str, object]:
     import time
 
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     if not installed:
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "toolkit"), str(ROOT / "kernels")])
     environment["REKINDLE_CACHE"] = str(cache)
-    command = [python, "-c", CHILD, model, str(time.time()), str(seconds)]
+    command = [python, "-c", child, model, str(time.time()), str(seconds)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=cache.parent)
     if done.returncode:
         raise SystemExit(done.stderr)
@@ -94,25 +118,36 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=15.0)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--peer", help="the Python of an environment in which llama-cpp-python is installed")
     parser.add_argument("--python", help="the Python of an environment in which rekindle is installed")
     arguments = parser.parse_args()
     python, installed = arguments.python or sys.executable, arguments.python is not None
     for model in arguments.models:
-        rows: dict[str, list[dict[str, float]]] = {kind: [] for kind in arguments.kinds}
-        texts = []
+        kinds = (*arguments.kinds, *(("llama.cpp",) if arguments.peer else ()))
+        rows: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
+        texts: list[list[int]] = []
+        held: object = ""
         for _ in range(arguments.rounds):
             with tempfile.TemporaryDirectory() as folder:
                 cache = Path(folder, "cache")
-                for kind in arguments.kinds:
+                for kind in kinds:
                     if kind == "programs":
                         shutil.rmtree(cache / "weights", ignore_errors=True)
                         shutil.rmtree(cache / "tokenizers", ignore_errors=True)
-                    found = once(python, os.path.abspath(model), cache, arguments.seconds, installed=installed)
+                    if kind == "llama.cpp":
+                        found = once(
+                            arguments.peer, os.path.abspath(model), cache, arguments.seconds, installed=True, child=PEER
+                        )
+                    else:
+                        found = once(python, os.path.abspath(model), cache, arguments.seconds, installed=installed)
+                        texts.append(found["first"])  # type: ignore[arg-type]
+                        held = found["weights"]
                     rows[kind].append(summary(found))
-                    texts.append(found["first"][:60])  # type: ignore[index]
                     figures = "  ".join(f"{name} {value:.2f}" for name, value in rows[kind][-1].items())
                     print(f"  {kind:11}{figures}  by second {by_second(found)}", flush=True)
-        print(f"{Path(model).name}: {found['weights']}; the same text each time: {all(t == texts[0] for t in texts)}")
+        least = min(map(len, texts), default=0)  # of one that the end of the measurement cut off
+        same = all(text[:least] == texts[0][:least] for text in texts)
+        print(f"{Path(model).name}: {held}; the same {least} tokens each time: {same}")
         for kind, some in rows.items():
             medians = {name: statistics.median(one[name] for one in some) for name in some[0]}
             print(f"  {kind:11}" + "  ".join(f"{name} {value:.2f}" for name, value in medians.items()))

@@ -105,7 +105,7 @@ def test_a_process_that_ends_at_once_has_written(tmp_path: Path) -> None:
         import sys, rekindle
         from rekindle._src.programs import layered, warming
 
-        layered.MANY_LAYERS, warming.PEACE, warming.LONGER_PEACE = 1, 60, 60
+        layered.MANY_LAYERS, layered.ALIKE, warming.PEACE, warming.LONGER_PEACE = 1, 1, 60, 60
         session = rekindle.open_sync("tiny", cache_dir=sys.argv[1], quiet=True, max_model_len=64, precompile="lazy")
         session.generate_sync([3, 4, 5], max_tokens=1, ignore_eos=True)
     """

@@ -19,7 +19,7 @@ from helpers.driving import Driver, tiny_config, tiny_model
 from helpers.small import opening, plain, prompt
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.execution.runner import Runner
-from rekindle._src.models.base import LoadedModel, abstract_model
+from rekindle._src.models.base import LoadedModel, abstract_model, merge
 from rekindle._src.models.registry import config_from_hf
 from rekindle._src.programs import layered, warming
 from rekindle._src.programs.buckets import FORWARD, Bucket
@@ -70,6 +70,7 @@ def many_layers(monkeypatch: pytest.MonkeyPatch, peace: float = 60.0) -> None:
     monkeypatch.setattr(warming, "PEACE", peace)
     monkeypatch.setattr(warming, "LONGER_PEACE", peace)
     monkeypatch.setattr(layered, "MANY_LAYERS", 2)
+    monkeypatch.setattr(layered, "ALIKE", 1)
     monkeypatch.setattr(Programs, "kernels", lambda self: ["some"])
     monkeypatch.setattr(warming, "build_kernels", lambda names: None)
 
@@ -100,6 +101,24 @@ def test_every_family_writes_what_whole_programs_write(name: str) -> None:
     whole = written(model, programs), written(model, programs, temperature=0.9, logprobs=2)
     assert [tokens for tokens, _ in parts] == [tokens for tokens, _ in whole]
     np.testing.assert_allclose(parts[1][1], whole[1][1], rtol=1e-4, atol=1e-5)
+
+
+def test_what_goes_into_the_first_layer_has_the_same_bits_in_a_program_of_its_own() -> None:
+    """XLA:CPU makes one operation of a product and a sum in one program, and rounds both where they are in two."""
+    model = case("gemma3")
+    graph = dataclasses.replace(model.graph, config=dataclasses.replace(model.config, embed_scale=640**0.5))
+    tokens = np.arange(3, 99)
+    added = np.random.default_rng(0).standard_normal((len(tokens), model.config.hidden_size), np.float32)
+
+    def begin(leaves: Any) -> Any:
+        return merge(graph, leaves).begin(tokens, tokens)[0]
+
+    def run(function: Any, *arguments: Any) -> np.ndarray:
+        optimised = {"xla_backend_optimization_level": "3"}  # the suite's level joins nothing
+        return np.asarray(jax.jit(function).lower(*arguments).compile(compiler_options=optimised)(*arguments))
+
+    joined = run(lambda leaves, other: begin(leaves) + other, model.leaves, added)
+    np.testing.assert_array_equal(joined, run(begin, model.leaves) + added)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -411,6 +430,8 @@ def test_few_layers_are_compiled_whole_where_kernels_are_there(monkeypatch: pyte
     first = first_needed(programs, restoring=False)[:2]
     assert not programs.starts_anew(first)
     monkeypatch.setattr(layered, "MANY_LAYERS", 2)
+    assert not programs.starts_anew(first), "three of a kind are worth it"
+    monkeypatch.setattr(layered, "ALIKE", 2)
     assert programs.starts_anew(first)
     monkeypatch.setattr(Programs, "kernels", lambda self: [])
     assert not programs.starts_anew(first)

@@ -86,6 +86,7 @@ async def test_a_process_that_may_end_soon_prepares_a_restart_only_when_it_saves
     monkeypatch.setattr(warming, "build_kernels", lambda names: None)
     monkeypatch.setattr(warming, "LONGER_PEACE", 60.0)
     monkeypatch.setattr(layered, "MANY_LAYERS", 2)
+    monkeypatch.setattr(layered, "ALIKE", 1)
     monkeypatch.setattr(Programs, "kernels", lambda self: ["some"])
     monkeypatch.setattr(cache_writer, "TICK_SECONDS", 0.02)
     monkeypatch.setattr(cache_writer, "COLD_SECONDS", 0.0)

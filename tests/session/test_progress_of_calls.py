@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import io
+import os
+import re
+import select
+import struct
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +18,7 @@ import pytest
 import rekindle
 from helpers.driving import tiny_model
 from helpers.sessions import fake_session
+from rekindle import tiny
 from rekindle._src.cli.main import main
 from rekindle._src.core import activity
 from rekindle._src.core.activity import State
@@ -127,8 +134,10 @@ def test_an_opening_names_weights_programs_and_what_is_compiled() -> None:
     progress.compiling = lambda: "compiling r1t16 (kernel gemm)"
     state = progress.look()
     assert state is not None
-    assert state.line == "opening small: weights 20 of 80 MB at 20 MB/s, 3.0 s left, compiling r1t16 (kernel gemm)"
+    assert state.line == "opening small: weights 20 of 80 MB, compiling r1t16 (kernel gemm)"
     assert state.fraction == 0.25
+    progress.compiling = str
+    assert progress.look() == State("opening small: weights 20 of 80 MB at 20 MB/s, 3.0 s left", 0.25)
     progress.hidden = True
     assert progress.look() is None
 
@@ -151,3 +160,34 @@ def test_the_command_line_shows_the_wait(
     printed = capsys.readouterr()
     assert "s of it compiling" in printed.err
     assert printed.out.startswith("Once")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="terminals of POSIX")
+def test_a_terminal_shows_the_seconds_of_an_opening_however_long_its_line_is(tmp_path: Path) -> None:
+    """The stages that end within a picture are seen or not; importing JAX comes first in every process."""
+    import fcntl
+    import pty
+    import termios
+
+    model = tmp_path / ("a-name-that-is-longer-than-the-terminal-is-wide-" * 2)
+    model.symlink_to(tiny.folder())
+    program = "import sys, rekindle; rekindle.open_sync(sys.argv[1], cache_dir=sys.argv[2], max_model_len=64).close()"
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
+    command = [sys.executable, "-c", program, str(model), str(tmp_path / "cache")]
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs) as process:
+        os.close(theirs)
+        written = b""
+        while select.select([ours], [], [], 120.0)[0]:
+            try:
+                written += os.read(ours, 1 << 16)
+            except OSError:  # the other end is closed
+                break
+    os.close(ours)
+    assert process.returncode == 0, written.decode()
+    *pictures, last = re.split(r"\r\x1b\[K", written.decode())[1:]
+    assert last == "", "the line is left on the screen"
+    pictures = [picture for picture in pictures if picture]
+    assert pictures[0].endswith("· 0.0 s")
+    assert all(re.search(r" · [\d.]+ s$", picture) and len(picture) < 60 for picture in pictures), pictures
+    assert all("opening a-name" in picture for picture in pictures)

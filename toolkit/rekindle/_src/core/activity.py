@@ -153,8 +153,8 @@ class _Terminal(Screen):
         else:
             filled = round(20 * state.fraction)
             head = f"[{'█' * filled}{'·' * (20 - filled)}]"
-        columns = min(WIDTH, terminal_columns(self._out) - 1)
-        self._out.write(f"\r\x1b[K{f'{head} {_line(state, seconds)}'[:columns]}")
+        room = min(WIDTH, terminal_columns(self._out) - 1) - len(_seconds(seconds))  # which no long line hides
+        self._out.write(f"\r\x1b[K{f'{head} {state.line}'[: max(0, room)]}{_seconds(seconds)}")
         self._out.flush()
 
     def clear(self) -> None:
@@ -217,7 +217,11 @@ class _Marimo(Screen):
 
 
 def _line(state: State, seconds: float) -> str:
-    return f"{state.line} · {seconds:.{1 if seconds < 60 else 0}f} s"
+    return f"{state.line}{_seconds(seconds)}"
+
+
+def _seconds(seconds: float) -> str:
+    return f" · {seconds:.{1 if seconds < 60 else 0}f} s"
 
 
 def _picture(state: State, seconds: float) -> str:

@@ -34,8 +34,16 @@ from rekindle.errors import CompileError, StoreError
 
 # With them XLA:CPU compiles in six tenths of the time, and steps take as long (jax 0.10, 135M: 32 ms for a token). At
 # level 0 it would be a third, and steps take 1.3 to 2.3 times as long.
-QUICK: dict[str, str | bool] = {"xla_cpu_use_fusion_emitters": False, "xla_backend_optimization_level": "1"}
-MANY_LAYERS = 5  # of each kind; with 5 a first text waits half a second for its parts, and 1.7 for whole programs
+# Parts compile beside each other, so that one module for each is enough: it takes two thirds of the work of many. None
+# of these changes a result.
+QUICK: dict[str, str | bool] = {
+    "xla_cpu_use_fusion_emitters": False,
+    "xla_backend_optimization_level": "1",
+    "xla_cpu_parallel_codegen_split_count": "1",
+}
+# With 5 layers a first text waits half a second for its parts, and 1.7 for whole programs. A part that is a layer
+# compiles about as long as 1.4 layers of a whole program.
+MANY_LAYERS, ALIKE = 5, 3
 Counted = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
@@ -64,7 +72,7 @@ class Layered:
         """Whether parts of these programs are there much sooner than the programs, of which not all are stored."""
         kinds, keys = self._cut.kinds, [*keys]
         return (
-            len(kinds) >= MANY_LAYERS * len({*kinds})
+            len(kinds) >= max(MANY_LAYERS, ALIKE * len({*kinds}))
             and all(self.takes(key) for key in keys)
             and not all(self._holds(key.name) for key in keys)
         )

@@ -36,10 +36,12 @@ class OpeningProgress:
         """All of it as one line; None while there is nothing to show."""
         if self.hidden:
             return None
-        weights, warmed = self._weights, self._warmed
+        weights, warmed, compiling = self._weights, self._warmed, self.compiling()
         reading = weights is not None and weights.done < weights.total
+        # What is compiled takes a core from the reading threads, and its words take the place of a rate.
+        read = "" if not reading or weights is None else f"weights {weights.share if compiling else weights}"
         programs = "" if warmed is None else f"programs {warmed.done} of {warmed.total}"
-        parts = [f"weights {weights}" if reading else "", programs, self.compiling()]
+        parts = [read, programs, compiling]
         shown = [part for part in parts if part] or [self.stage]
         shares = [report.done / report.total for report in (weights if reading else None, warmed) if report]
         return State(f"opening {self._name}: {', '.join(shown)}", min(shares, default=None))

@@ -30,11 +30,17 @@ class LeafPlan(NamedTuple):
 
 
 class LeafArrays(NamedTuple):
-    """What workers fill for one parameter. A matrix in groups is packed once it is there as a whole."""
+    """What workers fill for one parameter.
+
+    Of a matrix in groups, rows that make whole blocks of the packed form go straight there, and others are packed once
+    all of them are there. Memory that nothing is written to takes no room.
+    """
 
     values: NDArray[Any]
     scale: NDArray[Any] | None = None
     minimum: NDArray[Any] | None = None
+    packed: NDArray[Any] | None = None  # of a matrix in groups: its final form
+    ready: NDArray[np.bool_] | None = None  # the blocks [N / 16] or [G, N / 16] of it that are there
 
     @classmethod
     def of(cls, leaf: LeafPlan) -> LeafArrays:
@@ -47,7 +53,9 @@ class LeafArrays(NamedTuple):
             groups = (*leaf.shape[:-1], spans, int4.SPAN // leaf.packing.group + int4.STEP_BYTES)
         minimum = np.empty(groups, leaf.packing.scales) if leaf.packing.minimum else None
         integers = np.uint8 if leaf.packing.bits == 4 else np.int8
-        return cls(np.empty(leaf.shape, integers), np.empty(groups, leaf.packing.scales), minimum)
+        shape = int4.weight_shape(leaf.shape, leaf.packing.bits)
+        packed, ready = aligned(shape, int4.DTYPES[leaf.packing.bits]), np.zeros(shape[:-1], np.bool_)
+        return cls(np.empty(leaf.shape, integers), np.empty(groups, leaf.packing.scales), minimum, packed, ready)
 
     @property
     def nbytes(self) -> int:
@@ -64,12 +72,21 @@ class LeafArrays(NamedTuple):
         minimum = None if self.minimum is None else self.minimum[index]
         quantize_int4.quantize_into(values, self.values[index], self.scale[index], minimum)
 
-    def fill(self, found: Integers, index: Any) -> None:
+    def fill(self, found: Integers, index: tuple[int | slice, ...]) -> None:
         """Put rows that are stored in groups into the place that `index` says."""
         assert self.scale is not None, "integers have scales"
-        self.values[index], self.scale[index] = found.integers, found.scales
+        self.scale[index] = found.scales
         if self.minimum is not None:
             self.minimum[index] = found.minimums
+        *stack, rows = index
+        assert isinstance(rows, slice), "tensors fill rows"
+        if self.packed is None or self.ready is None or rows.start % int4.OUTPUTS or rows.stop % int4.OUTPUTS:
+            self.values[index] = found.integers
+            return
+        blocks = (*stack, slice(rows.start // int4.OUTPUTS, rows.stop // int4.OUTPUTS))
+        integers = found.integers.astype(self.values.dtype, copy=False)
+        int4.pack(integers, int4.BITS[self.packed.dtype.name], out=self.packed[blocks])
+        self.ready[blocks] = True
 
     def leaves(self, leaf: LeafPlan) -> dict[str, NDArray[Any]]:
         """The finished leaves by path."""
@@ -78,10 +95,13 @@ class LeafArrays(NamedTuple):
             return found if leaf.scale is None or self.scale is None else found | {leaf.scale: self.scale}
         assert leaf.scale is not None, "integers have scales"
         assert self.scale is not None, "integers have scales"
-        bits = leaf.packing.bits
-        memory = aligned(int4.weight_shape(self.values.shape, bits), int4.DTYPES[bits])
-        int4.pack(self.values, bits, out=memory)
-        found = {leaf.path: memory, leaf.scale: _adopted(int4.pack_scales(self.scale))}
+        assert self.packed is not None, "they are packed"
+        assert self.ready is not None, "they are packed"
+        rest = ~self.ready
+        if rest.any():
+            rows = self.values.reshape(*rest.shape, int4.OUTPUTS, -1)[rest]
+            self.packed[rest] = int4.pack(rows.reshape(-1, rows.shape[-1]), leaf.packing.bits)
+        found = {leaf.path: self.packed, leaf.scale: _adopted(int4.pack_scales(self.scale))}
         if leaf.minimum is not None and self.minimum is not None:
             found[leaf.minimum] = _adopted(int4.pack_scales(self.minimum))
         return found

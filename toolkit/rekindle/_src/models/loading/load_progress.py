@@ -25,9 +25,14 @@ class LoadProgress(NamedTuple):
         """The seconds that remain at this rate."""
         return (self.total - self.done) / self.rate if self.done else float("inf")
 
+    @property
+    def share(self) -> str:
+        """How much was read, in words."""
+        return f"{self.done / 1e6:,.0f} of {self.total / 1e6:,.0f} MB"
+
     def __str__(self) -> str:
         eta = "" if self.done >= self.total or not self.done else f", {self.eta:.1f} s left"
-        return f"{self.done / 1e6:,.0f} of {self.total / 1e6:,.0f} MB at {self.rate / 1e6:,.0f} MB/s{eta}"
+        return f"{self.share} at {self.rate / 1e6:,.0f} MB/s{eta}"
 
 
 Report = Callable[[LoadProgress], None]

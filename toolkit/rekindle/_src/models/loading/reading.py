@@ -15,11 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rekindle._src.models.loading.divided import DividedArrays, Places, Share
-from rekindle._src.models.loading.four_bits import GroupedRows, fills, fitted
+from rekindle._src.models.loading.four_bits import are_grouped, fills, fitted
 from rekindle._src.models.loading.leaf_arrays import LeafArrays, LeafPlan
 from rekindle._src.models.loading.load_progress import Meter
 from rekindle._src.models.loading.manifest import Part
 from rekindle._src.models.loading.tensor_files import TensorEntry, read_into
+from rekindle_kernels import int4
 
 CHUNK = 8 << 20  # bytes of the checkpoint that a worker reads at a time: its scratch memory
 UNPACKED = 4 << 20  # bytes of values that a worker unpacks at a time, where they are not stored as plain numbers
@@ -125,6 +126,8 @@ def _cut(leaf: LeafPlan, part: Part, entry: TensorEntry, first: int, last: int) 
         return
     size, most = (entry.nbytes, CHUNK) if entry.rows is None else (4 * math.prod(part.shape), UNPACKED)
     step = max(1, most // max(1, size // max(1, rows)))
+    if leaf.packing is not None:
+        step += -step % int4.OUTPUTS  # whole blocks, which are packed at once
     for start in range(first, last, step):
         yield _Piece(part, entry, start, min(last, start + step))
 
@@ -226,7 +229,7 @@ def _read(
 def _keep(piece: _Piece, leaf: LeafPlan, arrays: LeafArrays | DividedArrays, meter: Meter) -> None:
     """Puts rows that are stored in groups into a matrix in groups as they are."""
     entry = piece.entry
-    assert isinstance(entry.rows, GroupedRows), entry.name
+    assert are_grouped(entry.rows), entry.name
     assert entry.rows.packing is not None, entry.name
     assert leaf.packing is not None, leaf.path
     found = entry.rows.integers(piece.start, piece.stop)
