@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -122,6 +123,37 @@ def test_a_restart_goes_on_with_what_was_computed(opened: Opened) -> None:
         second = again.generate_sync(ids, max_tokens=16, ignore_eos=True)
     assert second.usage.cached_tokens >= 200
     assert second.token_ids == first.token_ids
+
+
+WRITING = """
+import sys
+import rekindle
+from rekindle._src.programs import layered, warming
+
+path, folder, parts = sys.argv[1:]
+warming.PEACE = warming.LONGER_PEACE = 600
+if parts == "False":
+    layered.MANY_LAYERS = 1000
+with rekindle.open_sync(path, cache_dir=folder, quiet=True) as session:
+    done = session.generate_sync("The history of the city begins", max_tokens=40, ignore_eos=True, logprobs=2)
+    programs = session._engine.runner.programs
+    assert (parts == "True") == any(isinstance(one, layered.LayeredProgram) for one in programs._ready.values())
+print(done.logprobs)
+"""
+
+
+def test_a_first_session_in_parts_has_the_bits_of_whole_programs(opened: Opened, tmp_path: Path) -> None:
+    """In processes of their own, since the suite's level of optimisation joins no products and sums."""
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
+    command = [sys.executable, "-c", WRITING, str(opened.path)]
+    in_parts, whole = (
+        subprocess.run(
+            [*command, str(tmp_path / parts), parts], env=environment, stdout=subprocess.PIPE, text=True, check=True
+        ).stdout
+        for parts in ("True", "False")
+    )
+    assert in_parts == whole
 
 
 READING = """

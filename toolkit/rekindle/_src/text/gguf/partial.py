@@ -259,7 +259,9 @@ def _crossing(texts: Texts, space: str) -> frozenset[int]:
     count = len(octets) - len(pattern) + 1
     if count <= 0:
         return frozenset()
-    here = np.logical_and.reduce([octets[at : at + count] == octet for at, octet in enumerate(pattern)])
+    here = octets[:count] == pattern[0]
+    for at, octet in enumerate(pattern[1:], start=1):
+        here &= octets[at : at + count] == octet
     places = np.flatnonzero(here)
     after = here[places - len(pattern)] & (places >= len(pattern))  # another space, or a byte before the token
     tokens = np.searchsorted(texts.starts, places, side="right") - 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, overload
 
@@ -48,6 +48,17 @@ class Texts(Sequence[str]):
         content = self.content
         for start, end in zip(self.starts.tolist(), self.ends.tolist(), strict=True):
             yield content[start:end].decode()
+
+
+    def equal_to(self, strings: Iterable[str], among: NDArray[np.int64]) -> list[int]:
+        """Which of these indices have one of some strings, in ascending order, without decoding any."""
+        octets, lengths, found = np.frombuffer(self.content, np.uint8), self.ends - self.starts, list[int]()
+        for wanted in {string.encode() for string in strings}:
+            left = among[lengths[among] == len(wanted)]
+            for at, octet in enumerate(wanted):
+                left = left[octets[self.starts[left] + at] == octet]
+            found += left.tolist()
+        return sorted(found)
 
 
 class Cursor:
