@@ -49,7 +49,6 @@ class Texts(Sequence[str]):
         for start, end in zip(self.starts.tolist(), self.ends.tolist(), strict=True):
             yield content[start:end].decode()
 
-
     def equal_to(self, strings: Iterable[str], among: NDArray[np.int64]) -> list[int]:
         """Which of these indices have one of some strings, in ascending order, without decoding any."""
         octets, lengths, found = np.frombuffer(self.content, np.uint8), self.ends - self.starts, list[int]()
