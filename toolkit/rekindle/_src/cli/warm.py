@@ -39,6 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
         dtype=options.dtype,
         quantize=options.quantize,
         divided=options.mesh is not None,
+        device_memory=options.device_memory,
     )
     placement = placed(checked_mesh(options.mesh), model.graph)
     shapes = model.shapes if placement is None else placement.shapes(model.shapes)

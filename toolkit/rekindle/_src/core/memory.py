@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path("/")  # of /proc and /sys
+SHARE = 0.75  # of what is available, for weights that need not be so large: pages, programs and others need some, too
 
 
 class _Groups(NamedTuple):
@@ -38,6 +39,12 @@ def available() -> int | None:
         left for line in groups for version in _VERSIONS if version.sign in line for left in _within(version, line)
     ]
     return min(free, default=None)
+
+
+def fits(size: int, *, beside: int = 0) -> bool:
+    """Whether so many bytes fit into what is available, beside others; True where the system doesn't say it."""
+    free = available()
+    return free is None or size <= SHARE * (free - beside)
 
 
 def _within(version: _Groups, line: str) -> Iterator[int]:

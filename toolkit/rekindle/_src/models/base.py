@@ -131,7 +131,11 @@ def abstract_model(
     `kinds` are the kinds of matrices by their paths, as in `Precision`.
     """
     precision = Precision.of(dtype, quantize, quantize_embeddings=quantize_embeddings)
-    precision = dataclasses.replace(precision, kinds=kinds)
+    return graph_of(config, dataclasses.replace(precision, kinds=kinds))
+
+
+def graph_of(config: ModelConfig, precision: Precision) -> tuple[Graph, tuple[jax.ShapeDtypeStruct, ...]]:
+    """`abstract_model` for a precision that is known."""
     _, state = _split(config, precision)
     keyed, _ = jax.tree_util.tree_flatten_with_path(state)
     paths = tuple(".".join(str(key.key) for key in path[:-1]) for path, _ in keyed)

@@ -28,6 +28,9 @@ class Precision:
     deterministic: bool = False  # a token's numbers are the same to the last bit in any batch
     shards: Shards | None = None  # the layers are those of one device, which shares the model with others
     kinds: tuple[tuple[str, str], ...] = ()  # kinds of matrices by their paths; replaces `quantize`
+    # Matrices that are held in `weights` though they have been quantised to these kinds: this machine's products would
+    # unpack them every time.
+    unpacked: tuple[tuple[str, str], ...] = ()
 
     @classmethod
     def of(
@@ -60,4 +63,6 @@ class Precision:
 
     def kind(self, path: str, part: str) -> str | None:
         """Return the kind of a quantised matrix of this part of the model; None if it is not quantised."""
+        if path in dict(self.unpacked):
+            return None
         return dict(self.kinds).get(path) if self.kinds else kinds_of(self.quantize).get(part)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,7 @@ from rekindle._src.kvcache.tiers.promoting import promote
 from rekindle._src.kvcache.tiers.restoring import restore
 from rekindle._src.models.base import LoadedModel
 from rekindle._src.models.loading.gguf.files import is_file
+from rekindle._src.models.unpacking import unpacked_model, words
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.collectives import collective_times
 from rekindle._src.programs.keys import Key
@@ -60,6 +62,8 @@ def build(request: OpenRequest) -> Engine:
 
 def _build(request: OpenRequest) -> Engine:
     configure(cache_folder=cache_folder())  # of kernels: the user's folder, since kernels are shared by all sessions
+    if isinstance(request.model, LoadedModel):
+        request = dataclasses.replace(request, model=unpacked_model(request.model))
     team = None if request.config.processes == 1 else _gathered(request)
     try:
         parts = make_parts(request, None if team is None else team.agree)
@@ -106,6 +110,9 @@ def _engine(request: OpenRequest, parts: Parts, team: Team | None) -> Engine:
     reason = unavailable_reason()
     if reason is not None and "REKINDLE_NATIVE" not in reason:
         _say_without_kernels(reason)
+    if words(loaded.graph):
+        level = logging.INFO if loaded.graph.precision.unpacked else logging.WARNING
+        log.log(level, "weights of %s are held as %s", name, _weights_held(loaded, config))
     tiers = _tiers(loaded, config, name, team)
     own = programs.config
     runner = Runner(loaded, own, host_tier=tiers, programs=programs, prefer_ready=prefer_ready, recorder=team)
@@ -206,10 +213,13 @@ def _collectives(programs: Programs) -> Callable[[Mapping[str, int]], float] | N
 
 def _weights_held(loaded: LoadedModel, config: EngineConfig) -> str:
     """What the weights are held as, how much memory each kind takes, and why it is not the dtype alone."""
+    why = [words(loaded.graph)]
     if config.quantize is not None:
-        return f"{loaded.held} (by quantize={config.quantize!r})"
-    why = " (in the groups of the checkpoint: quantize is None)" if " bits " in loaded.held else ""
-    return loaded.held + why
+        why.insert(0, f"by quantize={config.quantize!r}")
+    elif " bits " in loaded.held:
+        why.insert(0, "in the groups of the checkpoint: quantize is None")
+    listed = "; ".join(filter(None, why))
+    return f"{loaded.held} ({listed})" if listed else loaded.held
 
 
 def _sampling(folder: Path | None, config: EngineConfig, model: object) -> Sampling | None:

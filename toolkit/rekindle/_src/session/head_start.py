@@ -69,8 +69,11 @@ class HeadStart:
             return
         seen = self.seen = stored.look(folder)
         resolved = "bfloat16" if config.dtype == "auto" else config.dtype
-        asked = kept_place.options(seen, config.dtype, config.quantize, True, False, resolved=resolved)
         for native in (True, False):
+            unpacked = not native and kept_place.has_room(seen, resolved, config.device_memory)
+            asked = kept_place.options(
+                seen, config.dtype, config.quantize, True, False, resolved=resolved, unpacked=unpacked
+            )
             self._kept = kept_place.place(
                 cache_folder(config.cache_dir), seen.fingerprint, *asked,
                 platform="cpu", native=native, digest=kept_place.sources(),

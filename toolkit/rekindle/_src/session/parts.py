@@ -169,6 +169,7 @@ def _describe(request: OpenRequest) -> Described:
             cache_dir=cache_folder(config.cache_dir),
             divided=config.mesh is not None,
             seen=None if request.ahead is None else request.ahead.seen,
+            device_memory=config.device_memory,
         )
     finally:
         shown.hidden = False

@@ -18,6 +18,7 @@ from rekindle._src.models.base import LoadedModel
 from rekindle._src.models.loading.checkpoint import describe, read
 from rekindle._src.models.loading.swap_weights import check_fits, replace_weights
 from rekindle._src.models.placement import Placement
+from rekindle._src.models.unpacking import unpacked_in_products, unpacked_model
 from rekindle._src.programs import kv_layout as paged
 from rekindle.errors import InvalidRequest
 
@@ -49,9 +50,12 @@ def replacement(model: LoadedModel, weights: Any, config: EngineConfig, placemen
     """Return `model` with other weights on its devices. A folder or hub id is read."""
     if weights == "tiny":
         weights = tiny.folder()
+    unpacks = not unpacked_in_products(model.graph)
     if not isinstance(weights, str | Path):
+        if unpacks and isinstance(weights, LoadedModel):
+            weights = unpacked_model(weights)
         return replace_weights(model, weights, placement=placement)
-    description = describe(weights, dtype=config.dtype, quantize=config.quantize)
+    description = describe(weights, dtype=config.dtype, quantize=config.quantize, unpack=unpacks)
     if placement is None:
         return replace_weights(model, read(description))
     expected = dict(zip(model.graph.paths, placement.whole_shapes(), strict=True))

@@ -25,14 +25,16 @@ from rekindle._src.models.loading.differences import listed
 from rekindle._src.models.loading.hub import readable_name
 from rekindle._src.models.loading.kept_file import Brought
 from rekindle._src.models.loading.known_models import Known
+from rekindle._src.models.loading.leaf_arrays import Rounding
 from rekindle._src.models.loading.load_progress import Meter, Report
 from rekindle._src.models.loading.stored import Stored, look, read_config
 from rekindle._src.models.loading.tensor_files import FLOATS, Header, TensorEntry
-from rekindle._src.models.nn.packing import matrix_shape, packing_of
+from rekindle._src.models.nn.packing import matrix_shape, packing, packing_of
 from rekindle._src.models.placement import Placement
 from rekindle._src.models.registry import config_from_hf
+from rekindle._src.models.unpacking import unpacked_graph
 from rekindle.errors import CheckpointError, StoreError
-from rekindle_kernels import unavailable_reason
+from rekindle_kernels import traits
 
 __all__ = ["Checkpoint", "Described", "describe", "inspect", "load", "read", "read_config", "resolve_dtype"]
 # Buffers that older versions of transformers saved with the weights; they follow from the config.
@@ -97,21 +99,30 @@ def describe(
     cache_dir: str | Path | None = None,
     divided: bool = False,
     seen: Stored | None = None,
+    unpack: bool | None = None,
+    device_memory: int | None = None,
 ) -> Described:
     """Checks a folder or hub id and describes the model that `load` would return for it.
 
-    With dtype "auto" and no `quantize`, matrices that are stored in groups of four bits stay as they are, on a CPU
-    where native kernels multiply them, and those of six and eight too. Others are unpacked. A model that will be
-    `divided` over devices can be divided after every group. `seen` is what `look` has found there, if it was asked
+    With dtype "auto" and no `quantize`, matrices that are stored in groups of four bits stay as they are, and on a CPU
+    those of six and eight too. A model that will be `divided` over devices can be divided after every group. Quantised
+    matrices that this machine's products would unpack each time are described as floats (`unpacking`), by default if
+    there is room for them beside pages of `device_memory`. `seen` is what `look` has found there, if it was asked
     before.
     """
     weights, quantize = checked_dtype("dtype", dtype), checked_quantize(quantize)
     seen = look(model) if seen is None else seen
     keeps_in_groups = kept_place.keeps_groups(seen, weights, quantize)
+    if not (traits().unpacks and (keeps_in_groups or quantize is not None)):
+        unpack = False
+    elif unpack is None:
+        unpack = kept_place.has_room(seen, resolve_dtype(weights, None), device_memory)
     kept = known = reads = described = None
     if cache_dir is not None and sum(header.size for header in seen.headers) >= prepared.MIN_BYTES:
         resolved = resolve_dtype(weights, None)
-        asked = kept_place.options(seen, weights, quantize, quantize_embeddings, divided, resolved=resolved)
+        asked = kept_place.options(
+            seen, weights, quantize, quantize_embeddings, divided, resolved=resolved, unpacked=unpack
+        )
         kept = prepared.slot(cache_dir, seen.fingerprint, *asked)
         with _damage_warns():
             known = prepared.known(kept)
@@ -123,12 +134,15 @@ def describe(
         _check_counts(seen, config)
         name = resolve_dtype(weights, config)
         kinds: tuple[tuple[str, str], ...] = ()
-        if keeps_in_groups and _keeps_groups_here():
+        if keeps_in_groups:
             from rekindle._src.models.loading.four_bits import stored_kinds
             from rekindle._src.models.loading.named_tensors import named_tensors
 
-            kinds = stored_kinds(*named_tensors(seen, config), eight=_multiplies_groups(), steps=not divided)
+            # Elsewhere products with 16 bits are faster than those with six or eight in groups.
+            kinds = stored_kinds(*named_tensors(seen, config), eight=_on_cpu(), steps=not divided)
         graph, shapes = abstract_model(config, name, quantize, quantize_embeddings=quantize_embeddings, kinds=kinds)
+        if unpack:
+            graph, shapes = unpacked_graph(graph) or (graph, shapes)
         # Every difference is an error now, before programs and pages are made.
         reads = plan(Checkpoint(seen, config), graph, shapes)
         known = Known(graph, shapes, name)
@@ -138,14 +152,8 @@ def describe(
     return Described(found, known.graph, known.shapes, known.dtype, quantize, quantize_embeddings, kept, reads)
 
 
-def _keeps_groups_here() -> bool:
-    """Whether matrices of four bits stay in groups. XLA:CPU would unpack them in each step, at a tenth of the speed."""
-    return jax.default_backend() != "cpu" or _multiplies_groups()
-
-
-def _multiplies_groups() -> bool:
-    """Whether there are kernels for groups of six and eight bits; elsewhere products with 16 bits are faster."""
-    return jax.default_backend() == "cpu" and unavailable_reason("cpu") is None
+def _on_cpu() -> bool:
+    return jax.default_backend() == "cpu"
 
 
 def _check_counts(seen: Stored, config: ModelConfig) -> None:
@@ -224,7 +232,9 @@ def read(
     """
     found, graph, shapes, dtype, quantize, quantize_embeddings, kept, reads = described
     kinds = graph.precision.kinds  # of matrices that stay as they are stored
-    name = quantize if not kinds else "as stored"
+    name = "as stored" if kinds else quantize
+    if quantize is not None and graph.precision.unpacked:
+        name = f"{quantize}, unpacked"
     fingerprint = fingerprints.with_precision(found.fingerprint, dtype, name, quantize_embeddings)
     if kept is not None:
         with _damage_warns():
@@ -258,6 +268,7 @@ def plan(found: Checkpoint, graph: Graph, shapes: Iterable[jax.ShapeDtypeStruct]
     declared, entries = named_tensors(found.stored, found.config)
     wanted = dict(zip(graph.paths, shapes, strict=True))
     leaves, used, problems = [], set[str](), list[str]()
+    rounded = {} if graph.precision.quantize is None else dict(graph.precision.unpacked)
     for path, source in declared.sources.items():
         leaf = wanted[path]
         shape, dtype = matrix_shape(leaf), graph.precision.value_dtype(leaf.dtype)
@@ -265,7 +276,9 @@ def plan(found: Checkpoint, graph: Graph, shapes: Iterable[jax.ShapeDtypeStruct]
         beside = {name: path.removesuffix("weight") + name for name in ("scale", "minimum")}
         scale, minimum = (other if other in wanted and other != path else None for other in beside.values())
         packed = packing_of(leaf, *(wanted[other] for other in (scale, minimum) if other))
-        leaves.append(reading.LeafPlan(path, source, shape, dtype, scale, stored, packed, minimum))
+        kind = rounded.get(path.removesuffix(".weight"))
+        rounding = None if kind is None else Rounding(packing(kind, path, shape))
+        leaves.append(reading.LeafPlan(path, source, shape, dtype, scale, stored, packed, minimum, rounding))
         for part in source.parts(shape):
             used.add(part.name)
             entry = entries.get(part.name)

@@ -36,8 +36,10 @@ def decode(found: dict[str, Any]) -> Graph:
         "moe": tuple(experts[index] for index in found["expert_layers"]),
         "eos_token_ids": tuple(found["config"]["eos_token_ids"]),
     }
-    kinds = tuple((str(path), str(kind)) for path, kind in found["precision"]["kinds"])
-    return Graph(ModelConfig(**config), Precision(**found["precision"] | {"kinds": kinds}), tuple(found["paths"]))
+    pairs = {
+        name: tuple((str(path), str(kind)) for path, kind in found["precision"][name]) for name in ("kinds", "unpacked")
+    }
+    return Graph(ModelConfig(**config), Precision(**found["precision"] | pairs), tuple(found["paths"]))
 
 
 def _rope(found: dict[str, Any] | None) -> RopeSpec | None:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.metadata
+import math
+from collections.abc import Iterator
 from pathlib import Path
 
+from rekindle._src.core import memory
 from rekindle._src.models.loading import fingerprint as fingerprints
 from rekindle._src.models.loading.stored import Stored
+from rekindle._src.models.loading.tensor_files import TensorEntry
 
 MIN_BYTES = 64 << 20  # smaller checkpoints are read again faster than Orbax is imported (0.3 s)
 FOLDER = "weights"  # in a cache folder
@@ -21,12 +25,41 @@ def keeps_groups(seen: Stored, dtype: str, quantize: str | None) -> bool:
     return quantize is None and dtype == "auto" and seen.may_be_quantized
 
 
+def has_room(seen: Stored, dtype: str, device_memory: int | None = None) -> bool:
+    """Whether a checkpoint's weights fit into memory as floats, where they need not be; beside pages of so much."""
+    each = 4 if dtype == "float32" else 2
+    return memory.fits(each * sum(map(_numbers, _entries(seen))), beside=device_memory or 0)
+
+
+def _entries(seen: Stored) -> Iterator[tuple[TensorEntry, bool]]:
+    return ((entry, seen.is_gguf) for header in seen.headers for entry in header.entries)
+
+
+def _numbers(stored: tuple[TensorEntry, bool]) -> int:
+    """How many numbers a tensor holds; integers of other formats than GGUF may have two of them in a byte."""
+    entry, is_gguf = stored
+    packed = not is_gguf and entry.dtype.startswith(("I", "U"))
+    return 2 * entry.nbytes if packed else math.prod(entry.shape)
+
+
 def options(
-    seen: Stored, dtype: str, quantize: str | None, quantize_embeddings: bool, divided: bool, *, resolved: str
+    seen: Stored,
+    dtype: str,
+    quantize: str | None,
+    quantize_embeddings: bool,
+    divided: bool,
+    *,
+    resolved: str,
+    unpacked: bool,
 ) -> tuple[object, ...]:
-    """What of a session's options kept weights depend on. `dtype` may be "auto"; `resolved` is what that stands for."""
-    as_stored = ("as stored", *["divided"] * divided) if keeps_groups(seen, dtype, quantize) else ()
-    return resolved, quantize, quantize_embeddings, *as_stored
+    """What of a session's options kept weights depend on. `dtype` may be "auto"; `resolved` is what that stands for.
+
+    `unpacked` are quantised weights where there are no kernels for them.
+    """
+    keeps = keeps_groups(seen, dtype, quantize)
+    as_stored = ("as stored", *["divided"] * divided) if keeps else ()
+    as_floats = ("unpacked",) if unpacked and (keeps or quantize is not None) else ()
+    return resolved, quantize, quantize_embeddings, *as_stored, *as_floats
 
 
 def place(

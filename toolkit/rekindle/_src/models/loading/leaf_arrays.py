@@ -11,9 +11,30 @@ from rekindle._src.models.loading import quantize_int4
 from rekindle._src.models.loading.four_bits import Integers
 from rekindle._src.models.loading.hugepages import aligned
 from rekindle._src.models.loading.manifest import Source
-from rekindle._src.models.loading.quantize import quantize_into
+from rekindle._src.models.loading.quantize import quantize, quantize_into
 from rekindle._src.models.nn.packing import Packing
 from rekindle_kernels import int4
+
+
+class Rounding(NamedTuple):
+    """How a matrix that is held as floats is quantised before."""
+
+    packing: Packing | None  # None: eight bits, with a scale for each output
+
+    def of(self, values: NDArray[Any]) -> NDArray[np.float32]:
+        """The numbers that rows [..., in] stand for once they are quantised."""
+        rows = values.reshape(-1, values.shape[-1])
+        if self.packing is None:
+            eight, scale = quantize(rows)
+            return (eight * scale[:, None]).reshape(values.shape)
+        assert not self.packing.minimum, "only files have minimums"
+        integers = np.empty(rows.shape, np.uint8)
+        scales = np.empty((len(rows), rows.shape[1] // self.packing.group), self.packing.scales)
+        quantize_int4.quantize_into(rows, integers, scales)
+        numbers = integers.reshape(*scales.shape, self.packing.group).astype(np.float32)
+        numbers -= np.float32(int4.OFFSET)
+        numbers *= scales.astype(np.float32)[..., None]
+        return numbers.reshape(values.shape)
 
 
 class LeafPlan(NamedTuple):
@@ -27,6 +48,7 @@ class LeafPlan(NamedTuple):
     stored: np.dtype[Any] | None = None  # the leaf's dtype, if the leaf holds the bits of values of another dtype
     packing: Packing | None = None  # of a matrix in groups
     minimum: str | None = None
+    rounding: Rounding | None = None
 
 
 class LeafArrays(NamedTuple):

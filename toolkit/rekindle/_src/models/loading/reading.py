@@ -135,7 +135,7 @@ def _cut(leaf: LeafPlan, part: Part, entry: TensorEntry, first: int, last: int) 
 def _pieces_of_parts(leaf: LeafPlan, arrays: DividedArrays, entries: Mapping[str, TensorEntry]) -> Iterator[_Piece]:
     """What devices of this process need: rows of one part go straight to it, others are read once for all parts."""
     source = leaf.source
-    plain = leaf.scale is None and not (source.transpose or source.tiled or source.add)
+    plain = leaf.scale is None and leaf.rounding is None and not (source.transpose or source.tiled or source.add)
     for part in source.parts(leaf.shape):
         entry, begin = entries[part.name], _first_row(part)
         straight = plain and entry.rows is None and entry.numpy_dtype == leaf.dtype
@@ -200,6 +200,7 @@ def _read(
         direct = (
             entry.rows is None
             and arrays.scale is None
+            and leaf.rounding is None
             and target.dtype == entry.numpy_dtype
             and target.shape == shape
             and not (source.transpose or source.add)
@@ -218,6 +219,8 @@ def _read(
         values = values.T
     if source.add:
         values = values.astype(np.float32) + np.float32(source.add)
+    if leaf.rounding is not None:
+        values = leaf.rounding.of(values)
     if leaf.scale is not None:
         arrays.quantize(values, index)
     elif isinstance(arrays, DividedArrays):
