@@ -73,7 +73,7 @@ def offload(session: Any) -> None:
     """Copy all pages into host memory."""
     writer = session._cache_writer
     nodes = session._host.ask(lambda: list(writer.cache))
-    for page, payload in writer.payloads(session._host.ask(lambda: [writer.want(node) for node in nodes]), 64):
+    for page, payload in writer.payloads(session._host.ask(lambda: [writer.page_record(node) for node in nodes]), 64):
         writer.tiers.host.put(page.digest, payload)
 
 

@@ -223,13 +223,13 @@ def test_its_progress_tells_rows_tokens_and_the_time_left(session: Session, monk
     call._compiling = lambda: compiling[0]
     look = call._progress()
     assert look().line == "0 of 40 rows, compiling program r16"
-    now[0], call._made, compiling[0] = 130.0, 1, ""
+    now[0], call._tokens, compiling[0] = 130.0, 1, ""
     assert look().line == "0 of 40 rows"
     now[0] += 1.0
     for row in range(10):
         call._keep(RowAnswer(row, "x", completion_tokens=6))
     call._keep(RowAnswer(10, error=InvalidRequest("a", 1, "b", "c")))
-    call._made = 61
+    call._tokens = 61
     state = look()
     assert state.fraction == 11 / 40
     assert state.line == "11 of 40 rows, 60 tokens/s, 3 s left, 1 error", "the wait for a program does not count"

@@ -241,7 +241,7 @@ def test_an_index_is_verified(both: Any, change: str) -> None:
     one, two, shared = both
     ask(one, 0)
     with Source(shared._page_address(), two._cache_writer.tiers.identity) as source:
-        pages = source.listed(100)
+        pages = source.list_pages(100)
     assert len(pages) >= PAGES
 
     def answers(channel: BulkChannel, identity: Any) -> None:
@@ -264,7 +264,7 @@ def test_what_came_before_the_connection_broke_is_of_use(both: Any) -> None:
 
     def answers(channel: BulkChannel, identity: Any) -> None:
         nodes = one._host.ask(lambda: writer.cache.find(np.asarray(prompt(0), np.int32)))
-        pairs = writer.payloads(one._host.ask(lambda: [writer.want(node) for node in nodes[:3]]))
+        pairs = writer.payloads(one._host.ask(lambda: [writer.page_record(node) for node in nodes[:3]]))
         pieces = [memoryview(np.asarray(leaf).reshape(-1).view(np.uint8)) for _, pair in pairs for leaf in pair]
         channel.send_followed(Kind.PAGES, indexes(0, 1, 2), pieces)
         channel.close()

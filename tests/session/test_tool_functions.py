@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, NamedTuple, NotRequired, Optional, T
 
 import pytest
 
-from rekindle._src.session.tools.conversions import converted
+from rekindle._src.session.tools.conversions import convert
 from rekindle._src.session.tools.docstrings import read_docstring
 from rekindle._src.session.tools.schemas import NoSchema, schema_of
 from rekindle._src.session.tools.tool import function_tool
@@ -273,7 +273,7 @@ def test_docstrings_in_three_styles() -> None:
     ],
 )
 def test_arguments_are_converted(kind: Any, value: Any, wanted: Any) -> None:
-    found = converted(kind, value)
+    found = convert(kind, value)
     assert found == wanted and type(found) is type(wanted)
 
 
@@ -282,7 +282,7 @@ def test_arguments_are_converted(kind: Any, value: Any, wanted: Any) -> None:
 )
 def test_arguments_that_contradict_the_types_raise(kind: Any, value: Any) -> None:
     with pytest.raises((ValueError, TypeError)):
-        converted(kind, value)
+        convert(kind, value)
 
 
 def test_pydantic_is_used_where_it_is_there() -> None:
@@ -290,7 +290,7 @@ def test_pydantic_is_used_where_it_is_there() -> None:
     model = pydantic.create_model("Order", item=(str, ...), count=(int, 1))
     schema = schema_of(model)
     assert schema["properties"]["count"]["type"] == "integer" and schema["required"] == ["item"]
-    assert converted(model, {"item": "tea", "count": "2"}).count == 2
+    assert convert(model, {"item": "tea", "count": "2"}).count == 2
     assert schema_of(bytes) == {"format": "binary", "type": "string"}
 
 

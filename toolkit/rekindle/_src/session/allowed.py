@@ -46,8 +46,8 @@ class AllowedTokens(html.Record):
         return str(html.block(html.text(self.text), html.line(share, ends, forced), wrapped, rest))
 
 
-def _mark(came: bool) -> str:
-    return ";outline:2px solid rgba(128,128,128,.9)" if came else ""
+def _mark(sampled: bool) -> str:
+    return ";outline:2px solid rgba(128,128,128,.9)" if sampled else ""
 
 
 def allowed_tokens(engine: Engine, source: Completion | Any, at: int | None) -> AllowedTokens:

@@ -70,7 +70,7 @@ class SaveReport(html.Record):
         return str(html.block(html.text(str(self)), html.bar(counts)))
 
 
-class WantedPage(NamedTuple):
+class PageRecord(NamedTuple):
     """A page whose payload is to be read."""
 
     node: Node
@@ -95,7 +95,7 @@ class CacheWriter:
         self._complete_at = -1  # the tree's version when everything cold in it was on disk
         self._restart_ready = engine.prepare_restart is None  # a restart finds its programs in the store
         self._failed = self._disk is not None and self._disk.distrusted is not None
-        self._at = 0  # index in `_walk` where the next look begins
+        self._position = 0  # index in `_walk` where the next look begins
         self._walk: list[Node] = []  # the nodes of that walk; some have left the tree by the time they come up
         self._whole = False  # the latest look covered all nodes: only then is it known that nothing is missing
         if self._disk is not None:
@@ -206,7 +206,7 @@ class CacheWriter:
         disk, version, missing = self._disk, self.cache.version, False
         disk.scan()
 
-        def wanted(node: Node, digest: bytes, now: float) -> bool:
+        def is_due(node: Node, digest: bytes, now: float) -> bool:
             nonlocal missing
             if digest in disk:
                 return False
@@ -215,7 +215,7 @@ class CacheWriter:
             return ready
 
         written = 0
-        candidates = iter(self._find(wanted, most=BUSY_SLICES if visited else None))
+        candidates = iter(self._find(is_due, most=BUSY_SLICES if visited else None))
         while (batch := list(islice(candidates, 64))) and written < limit:
             if deadline is not None and time.monotonic() > deadline:
                 return
@@ -236,7 +236,7 @@ class CacheWriter:
         disk, start, written, total_bytes, skipped = self._disk, time.perf_counter(), 0, 0, 0
         identity = disk.identity
         disk.scan()
-        batch: list[WantedPage] = []
+        batch: list[PageRecord] = []
         batch_bytes = 0
         page_bytes = 0
 
@@ -276,8 +276,8 @@ class CacheWriter:
     def export_prefix(self, tokens: IntArray, path: Path) -> int:
         """Write the cached pages of `tokens` to a file. Return how many tokens that covers."""
         cache, disk = self._parts()
-        matches: list[WantedPage] = self._host.ask(
-            lambda: [self.want(node) for node in cache.find(tokens)],
+        matches: list[PageRecord] = self._host.ask(
+            lambda: [self.page_record(node) for node in cache.find(tokens)],
         )
         pairs = self.payloads(matches)
         digests = {page.digest for page, _ in pairs}
@@ -306,27 +306,27 @@ class CacheWriter:
 
     # -- looking at the tree, on the session's loop
 
-    def _find(self, wanted: Callable[[Node, bytes, float], bool], most: int | None = None) -> Iterable[WantedPage]:
+    def _find(self, test: Callable[[Node, bytes, float], bool], most: int | None = None) -> Iterable[PageRecord]:
         """Yield nodes, parents first, a slice of the tree at a time; `most` slices from where the last walk ended."""
         cache = self.cache
         assert cache is not None
         # Listed once per walk: that alone took 4 ms of the loop with 100,000 nodes, as much as the slices of a tick.
-        resumed = most is not None and 0 < self._at < len(self._walk)
+        resumed = most is not None and 0 < self._position < len(self._walk)
         nodes: list[Node] = self._walk if resumed else self._host.ask(lambda: list(distinct(cache)))
 
-        def look(part: Sequence[Node]) -> list[WantedPage]:
+        def look(part: Sequence[Node]) -> list[PageRecord]:
             now = cache.clock()
             present = (node for node in part if cache.has(node))
-            return [self.want(node) for node in present if wanted(node, cache.digest_of(node), now)]
+            return [self.page_record(node) for node in present if test(node, cache.digest_of(node), now)]
 
-        start = self._at if resumed else 0
+        start = self._position if resumed else 0
         stop = len(nodes) if most is None else min(len(nodes), start + most * SLICE)
         self._whole = stop - start == len(nodes)
-        self._at, self._walk = (0, []) if stop == len(nodes) else (stop, nodes)
+        self._position, self._walk = (0, []) if stop == len(nodes) else (stop, nodes)
         for index in range(start, stop, SLICE):
             yield from self._host.ask(partial(look, nodes[index : min(stop, index + SLICE)]))
 
-    def want(self, node: Node) -> WantedPage:
+    def page_record(self, node: Node) -> PageRecord:
         """Return the record for reading a page that the tree holds now. Call it on the session's loop."""
         cache = self.cache
         assert cache is not None
@@ -335,19 +335,19 @@ class CacheWriter:
         # A copy, because the row is reused when the node is forgotten.
         tokens = cache.tokens_of(node).copy()
         page = Page(cache.digest_of(node), cache.digest_of(node.parent), tokens, node.visits, last_used)
-        return WantedPage(node, page, node.page)
+        return PageRecord(node, page, node.page)
 
-    def payloads(self, wanted: Sequence[WantedPage], at_once: int = 1) -> list[tuple[Page, Payload]]:
+    def payloads(self, pages: Sequence[PageRecord], batch: int = 1) -> list[tuple[Page, Payload]]:
         """Return the contents of pages, from host memory, disk or the device. Pages that are gone by now are left out.
 
-        The device reads `at_once` of them first, and then as many as it can between two steps. Call it in any thread
+        The device reads `batch` of them first, and then as many as it can between two steps. Call it in any thread
         but the session's own.
         """
         assert self.tiers is not None
         pairs: list[tuple[Page, Payload]] = []
-        on_device: list[WantedPage] = []
-        late: list[WantedPage] = []  # being copied from the device to host memory
-        for entry in wanted:
+        on_device: list[PageRecord] = []
+        late: list[PageRecord] = []  # being copied from the device to host memory
+        for entry in pages:
             payload = self.tiers.host.peek(entry.page.digest)
             if payload is None and not entry.on_device:
                 payload = self.tiers.read(entry.page.digest)
@@ -355,7 +355,7 @@ class CacheWriter:
                 pairs.append((entry.page, tuple(np.asarray(leaf) for leaf in payload)))
             else:
                 (on_device if entry.on_device else late).append(entry)
-        count = at_once
+        count = batch
         while on_device:
             part, on_device = on_device[:count], on_device[count:]
             read = self._read(part)
@@ -363,7 +363,7 @@ class CacheWriter:
             unchanged = {page.digest for page, _ in read}
             late += [entry for entry in part if entry.page.digest not in unchanged]
             if read:
-                count = max(at_once, PAUSE_BYTES // size(read[0][1]))
+                count = max(batch, PAUSE_BYTES // size(read[0][1]))
         for _ in range(ROUNDS):
             if not late:
                 break
@@ -375,10 +375,10 @@ class CacheWriter:
                 if payload is not None
             ]
             late = [entry for entry, payload in arrived if payload is None]
-        order = {entry.page.digest: index for index, entry in enumerate(wanted)}
+        order = {entry.page.digest: index for index, entry in enumerate(pages)}
         return sorted(pairs, key=lambda pair: order[pair[0].digest])
 
-    def _read(self, part: Sequence[WantedPage]) -> list[tuple[Page, Payload]]:
+    def _read(self, part: Sequence[PageRecord]) -> list[tuple[Page, Payload]]:
         """Read device pages between two steps."""
         cache, runner = self.cache, self._engine.runner
         assert cache is not None

@@ -133,11 +133,11 @@ class ChatRequests:
         where the last message ends.
         """
         from rekindle._src.session.chat_prompt import chat_prompt  # chats alone need it
-        from rekindle._src.session.tools.choice import chosen, forcing
+        from rekindle._src.session.tools.choice import forcing, resolve_choice
         from rekindle._src.session.tools.tool import tools_of
 
         tools_ = tools_of(tools)
-        choice = chosen(tool_choice, tools_, parallel=parallel_tool_calls)
+        choice = resolve_choice(tool_choice, tools_, parallel=parallel_tool_calls)
         if sampling is None and options.get("max_tokens") is None:
             options["max_tokens"] = ANSWER_TOKENS  # an answer should end by itself
         sampling_ = sampling_of(self._engine, sampling, options)
@@ -157,7 +157,7 @@ class ChatRequests:
             )
             self._host.check()
             effective = sampling_
-            if choice.must and not free and prompt.reply is not None:
+            if choice.required and not free and prompt.reply is not None:
                 effective = forcing(choice, sampling_, prompt.reply.format, self._engine.tokenizer)
             return Handle(self._host, self, prompt, effective, structure=structure_in(self._engine, effective))
 

@@ -40,7 +40,7 @@ class Answer(NamedTuple):
     """How the last answer of a conversation ended."""
 
     request: Handle[Completion] | None  # None once it no longer follows the messages
-    made: int  # tokens of the request that are in the answer
+    request_tokens: int  # tokens of the request that are in the answer
     tokens: int  # of the whole answer, which several requests may have made
     reason: FinishReason
 
@@ -67,7 +67,7 @@ class Chats(Protocol):
     ) -> Handle[Completion]: ...
 
 
-def opened(
+def open_conversation(
     session: Any,
     *,
     system: str | None,
@@ -127,12 +127,12 @@ class Conversation:
     @takes_options(Sampling, returns="Turn", max_tokens=ANSWER_TOKENS)
     def say(self, text: str, sampling: Sampling | None = None, /, **options: Unpack[SamplingOptions]) -> Turn:
         """Await it for the model's answer to `text`. Both then belong to the conversation."""
-        return Turn(self, _said(text), sampling, options)
+        return Turn(self, _user_message(text), sampling, options)
 
     @takes_options(Sampling, returns="Turn", max_tokens=ANSWER_TOKENS)
     def stream(self, text: str, sampling: Sampling | None = None, /, **options: Unpack[SamplingOptions]) -> Turn:
         """Iterate over it with `async for` for the deltas of the model's answer to `text`."""
-        return Turn(self, _said(text), sampling, options)
+        return Turn(self, _user_message(text), sampling, options)
 
     @takes_options(Sampling, returns="Turn", max_tokens=ANSWER_TOKENS)
     def answer(
@@ -165,13 +165,13 @@ class Conversation:
     def cut(self) -> bool:
         """True if the last answer was cut: by `max_tokens`, where `continue_answer` goes on, or by the end of the
         context, where it does once `forget` has made room."""
-        self._take_in()
+        self._settle()
         return self._last is not None and self._last.cut
 
     @property
     def messages(self) -> list[Message]:
         """A copy of all messages, as `session.chat` takes them; a turn that is being answered is not among them."""
-        self._take_in()
+        self._settle()
         return copy.deepcopy(self._messages)
 
     def fork(self) -> Conversation:
@@ -216,7 +216,7 @@ class Conversation:
         self._check_idle()
         return [index for index, message in enumerate(self._messages) if message.get("role") == "user"]
 
-    def _take_in(self) -> None:
+    def _settle(self) -> None:
         """Add the latest turn to the messages if it is over."""
         turn = self._turn
         if turn is not None and turn.over:
@@ -230,7 +230,7 @@ class Conversation:
                 self._last = last
 
     def _check_idle(self) -> None:
-        self._take_in()
+        self._settle()
         if self._turn is not None:
             raise InvalidRequest(
                 "conversation", self._turn.said, "is being answered", "Await that turn first, or fork the conversation"
@@ -259,7 +259,7 @@ class Conversation:
         if last is not None and (request := last.request) is not None:
             bound = {} if sampling is not None else {"max_tokens": self._options.get("max_tokens") or ANSWER_TOKENS}
             merged = {**bound, **{name: value for name, value in options.items() if value is not None}}
-            return self._session.fork(request, at=last.made, sampling=sampling, **merged)
+            return self._session.fork(request, at=last.request_tokens, sampling=sampling, **merged)
         plain = {name: value for name, value in self._options.items() if name not in _WITH_TOOLS}
         return self._session.chat(self._messages, sampling, **{**plain, **options}, continue_final_message=True)
 
@@ -294,7 +294,7 @@ def _joined(message: Message, rest: Mapping[str, Any]) -> Message:
     return answer
 
 
-def _said(text: object) -> list[Message]:
+def _user_message(text: object) -> list[Message]:
     if not isinstance(text, str) or not text:
         raise InvalidRequest("text", text, "is not a message", "Pass a non-empty str")
     return [{"role": "user", "content": text}]
@@ -368,7 +368,7 @@ class Turn(Call[Completion]):
             self._handle.cancel()
 
     async def _result(self) -> Completion:
-        handle = self._begun()
+        handle = self._start()
         try:
             if isinstance(handle, ToolLoop):
                 return (await handle).completion
@@ -377,19 +377,19 @@ class Turn(Call[Completion]):
             self._left = True
             raise
 
-    def _begun(self) -> Handle[Completion] | ToolLoop:
+    def _start(self) -> Handle[Completion] | ToolLoop:
         if self._handle is None:
             self._handle = self._conversation._begin(self, self._sampling, self._options)
         return self._handle
 
     def __aiter__(self) -> AsyncIterator[TextDelta]:
-        deltas = aiter(self._begun())
+        deltas = aiter(self._start())
         self._reader = weakref.ref(deltas)
         return deltas
 
     def stream_sync(self) -> SyncStream:
         """Return an iterator over the deltas that blocks this thread; for code without an event loop."""
-        deltas = self._begun().stream_sync()
+        deltas = self._start().stream_sync()
         self._reader = weakref.ref(deltas)
         return deltas
 

@@ -39,8 +39,8 @@ class Conversations:
         are those of `chat`, for every turn. With `tools` and `run_tools` a turn is over when the model has answered;
         calls and results are among `chat.messages`.
         """
-        from rekindle._src.session.conversation import opened  # chats alone need it
-        from rekindle._src.session.tools.choice import chosen
+        from rekindle._src.session.conversation import open_conversation  # chats alone need it
+        from rekindle._src.session.tools.choice import resolve_choice
         from rekindle._src.session.tools.tool import tools_of
 
         optional = {
@@ -53,6 +53,6 @@ class Conversations:
             "reasoning_effort": reasoning_effort,
             "template_options": template_options,
         }
-        chosen(tool_choice, tools_of(tools))  # wrong tools are refused now, not at the first turn
+        resolve_choice(tool_choice, tools_of(tools))  # wrong tools are refused now, not at the first turn
         present = {name: value for name, value in optional.items() if value is not None}
-        return opened(self, system=system, restore=restore, sampling=options, **present)
+        return open_conversation(self, system=system, restore=restore, sampling=options, **present)

@@ -51,7 +51,7 @@ def follow(
     try:
         session = joining.enter(channel, place)
         say(f"process {place.process} of {place.processes} follows {coordinator}")
-        parts = _made(channel, session, coordinator, model, cache_dir)
+        parts = _build_parts(channel, session, coordinator, model, cache_dir)
         parts.warming.opened()
         channel.send(Kind.LOADED)
         say(f"it has its part of {model or session['model']}")
@@ -68,11 +68,11 @@ def follow(
         channel.close()
 
 
-def _made(
+def _build_parts(
     channel: Channel, session: dict[str, Any], coordinator: str, model: str | None, cache_dir: str | None
 ) -> Parts:
-    def agree(mine: Facts) -> int:
-        channel.send(Kind.FACTS, encoded(mine))
+    def agree(facts: Facts) -> int:
+        channel.send(Kind.FACTS, encoded(facts))
         kind, content = channel.receive()
         if kind is Kind.FAILED:
             raise ProcessLost(f"the leader ends the session: {from_json(content).get('error')}")

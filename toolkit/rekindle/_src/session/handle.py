@@ -57,7 +57,7 @@ class Handle(Produced, Call[T]):
         self.caller: str = ""  # the caller's name: long prompts and grammars of several callers are taken in by turns
         self._host = host
         self._session = session  # kept open by its handles: a session closes once nothing refers to it
-        self._given = prompt
+        self._prompt = prompt
         self._structure: Structure | None = structure
         self._scoped = scoped  # ends with the loop over it
         self._mailbox = Mailbox(sampling.n)
@@ -65,21 +65,21 @@ class Handle(Produced, Call[T]):
             self._mailbox.complete_all(prompt.error)
         self._lock = threading.RLock()
         self._submitted = False
-        self._asked = False  # submitted, or waiting for a place
+        self._queued = False  # submitted, or waiting for a place
 
     @property
     def prompt(self) -> str | None:
         """The prompt's text, or None if it has none. A chat's text is rendered when its request is taken in."""
-        return self._mailbox.prompt if self._given.text is None else self._given.text
+        return self._mailbox.prompt if self._prompt.text is None else self._prompt.text
 
     @property
     def covered(self) -> int:
         """Tokens at the prompt's end that belong to the structured text, in a fork."""
-        return self._given.covered
+        return self._prompt.covered
 
     @property
     def _awaited(self) -> str:
-        return f"await session.{'generate' if self._given.messages is None else 'chat'}(…)"
+        return f"await session.{'generate' if self._prompt.messages is None else 'chat'}(…)"
 
     # Its state.
 
@@ -143,7 +143,7 @@ class Handle(Produced, Call[T]):
             return
         self._host.check()
         self._fits()
-        self._asked = True
+        self._queued = True
         try:
             entered = await self._host.limiter.enter(self.sampling.n, lambda: self._mailbox.ended or self._submitted)
         except BaseException:
@@ -165,7 +165,7 @@ class Handle(Produced, Call[T]):
                 return
             self._mailbox.on_sequence_end = self._host.limiter.leave
             self._submitted = True
-        prompt = self._given
+        prompt = self._prompt
         self._host.submit(
             Submission(
                 id=self.id,
@@ -203,7 +203,7 @@ class Handle(Produced, Call[T]):
             self._host.abort(self._mailbox)
 
     async def _result(self) -> T:
-        await self._following()
+        await self._wait()
         return self.completion()
 
     def completion(self) -> T:
@@ -215,21 +215,21 @@ class Handle(Produced, Call[T]):
         results = self._mailbox.results
         return cast(T, results[0] if self.sampling.n == 1 else Completions(results))
 
-    async def _following(self, seen: int | None = None) -> None:
-        """Wait for the end, or for more than `seen` deltas. Any exception raised in here aborts the request."""
+    async def _wait(self, count: int | None = None) -> None:
+        """Wait for the end, or for more than `count` deltas. Any exception raised in here aborts the request."""
         if not self._mailbox.ended:
             self._host.check_waiting(f"request {self.id}")
         try:
             with contextlib.nullcontext() if self._mailbox.deltas else self._host.program_wait.shown_by_caller():
                 await self.admit()
-                if seen is None:
+                if count is None:
                     await self._mailbox.done()
                 else:
-                    await self._mailbox.more(seen)
+                    await self._mailbox.more(count)
         except BaseException as error:
             self.cancel()
             error.__traceback__ = None  # frames below are the client's own; an interrupted cell need not show them
-            keep_what_came(error, [self], self.so_far)
+            keep_partial(error, [self], self.so_far)
             raise
 
     def so_far(self) -> Any:
@@ -264,7 +264,7 @@ class Handle(Produced, Call[T]):
         return len(self._mailbox.deltas)
 
     def __aiter__(self) -> Stream:
-        return Stream(self, self._mailbox, self._following, scoped=self._scoped)
+        return Stream(self, self._mailbox, self._wait, scoped=self._scoped)
 
     if not TYPE_CHECKING:
 
@@ -312,7 +312,7 @@ class Handle(Produced, Call[T]):
         )
 
 
-def keep_what_came(error: BaseException, handles: Sequence[Handle[Any]], so_far: Callable[[], Any]) -> None:
+def keep_partial(error: BaseException, handles: Sequence[Handle[Any]], so_far: Callable[[], Any]) -> None:
     """Keep the output of interrupted requests as `session.last`, and say so in the interrupt's message."""
     if isinstance(error, Exception):
         return
@@ -325,9 +325,9 @@ def keep_what_came(error: BaseException, handles: Sequence[Handle[Any]], so_far:
     interrupted(error, outcome)
 
 
-def chat_behind(source: Handle[Any], text: str) -> dict[str, Any]:
+def chat_of(source: Handle[Any], text: str) -> dict[str, Any]:
     """Return the chat fields of a fork: the messages, and the reader of the reply that continues after `text`."""
-    prompt = source._given
+    prompt = source._prompt
     reply = None if prompt.reply is None else prompt.reply.after(source.prompt or "", text)
     return {"messages": prompt.messages, "reply": reply}
 
@@ -377,7 +377,7 @@ class Batch(Call[list[T]]):
         except BaseException as error:
             self.cancel()
             error.__traceback__ = None
-            keep_what_came(error, self.handles, lambda: Completions(handle.so_far() for handle in self.handles))
+            keep_partial(error, self.handles, lambda: Completions(handle.so_far() for handle in self.handles))
             raise
 
     def _outcome(self, index: int) -> Any:

@@ -38,8 +38,8 @@ def gather(request: OpenRequest) -> Team:
         )
     assert config.coordinator is not None, "checked with the config"
 
-    def waiting(there: int) -> None:
-        request.shown.stage = f"process {there + 1} of {config.processes}"
+    def waiting(joined: int) -> None:
+        request.shown.stage = f"process {joined + 1} of {config.processes}"
 
     session = {"model": str(request.model), "options": options_of(config)}
     return joining.lead(config.coordinator, config.processes, session, waiting=waiting, given_up=request.given_up)

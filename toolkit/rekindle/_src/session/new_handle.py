@@ -60,9 +60,9 @@ def structure_in(engine: Engine, sampling: Sampling) -> Structure | None:
     return structure
 
 
-def same_structure(one: Sampling, other: Sampling) -> bool:
+def same_structure(left: Sampling, right: Sampling) -> bool:
     """True if both have the same structure, so that a fork continues that of its source."""
     from rekindle._src.structured.spec import structure_of
 
-    first, second = structure_of(one), structure_of(other)
+    first, second = structure_of(left), structure_of(right)
     return first is not None and second is not None and first.spec == second.spec

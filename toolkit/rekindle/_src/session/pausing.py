@@ -24,7 +24,7 @@ class Paused(Generic[S]):
     def __init__(self, client: Any, session: S) -> None:
         self._client: Client = client
         self._session = session
-        self._by: object = None
+        self._caller: object = None
 
     def __repr__(self) -> str:
         return f"<Paused {self._session!r}: use it in `async with` or `with`>"
@@ -43,8 +43,8 @@ class Paused(Generic[S]):
         except BaseException:
             self._resume()
             raise
-        self._by = caller()
-        host.paused_by.append(self._by)
+        self._caller = caller()
+        host.paused_by.append(self._caller)
         return self._session
 
     async def __aexit__(
@@ -54,9 +54,9 @@ class Paused(Generic[S]):
 
     def _resume(self) -> None:
         host = self._client.host
-        if self._by is not None:
-            host.paused_by.remove(self._by)
-            self._by = None
+        if self._caller is not None:
+            host.paused_by.remove(self._caller)
+            self._caller = None
         self._client.pauses -= 1
         host.send(Resume(), OneShot())
 

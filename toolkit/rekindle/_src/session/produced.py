@@ -14,7 +14,7 @@ class Produced:
     id: str
     _mailbox: Mailbox
     _submitted: bool
-    _asked: bool  # submitted, or waiting for a place
+    _queued: bool  # submitted, or waiting for a place
 
     @property
     def text(self) -> str:
@@ -52,16 +52,16 @@ class Produced:
     @property
     def deltas(self) -> tuple[TextDelta, ...]:
         """Every delta so far, of all sequences."""
-        self._must_be_asked()
+        self._check_submitted()
         return tuple(self._mailbox.deltas)
 
     @property
     def _first(self) -> list[TextDelta]:
-        self._must_be_asked()
+        self._check_submitted()
         return [delta for delta in self._mailbox.deltas if delta.index == 0]
 
-    def _must_be_asked(self) -> None:
-        if not (self._asked or self._submitted or self._mailbox.ended):
+    def _check_submitted(self) -> None:
+        if not (self._queued or self._submitted or self._mailbox.ended):
             raise InvalidRequest(
                 "handle",
                 self.id,

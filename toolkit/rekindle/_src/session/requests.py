@@ -21,7 +21,7 @@ from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.host import Host
 from rekindle._src.dispatch.messages import Engine
 from rekindle._src.session.batch_progress import shown
-from rekindle._src.session.handle import Batch, Handle, chat_behind
+from rekindle._src.session.handle import Batch, Handle, chat_of
 from rekindle._src.session.new_handle import new_handle, structure_in
 from rekindle._src.session.prompts import PromptLike, parse
 from rekindle._src.session.sampling_defaults import sampling_of
@@ -248,7 +248,7 @@ class Requests:
             )
         prefix = [*tokens[:at], *edited]
         text = tokenizer.decode(prefix, skip_special_tokens=False) if tokenizer.has_text else ""
-        chat = chat_behind(source, text) if isinstance(source, Handle) else {}
+        chat = chat_of(source, text) if isinstance(source, Handle) else {}
         covered = source.covered + len(prefix)
         handle = self._handle([*prompt_ids, *prefix], sampling, options, base=base, covered=covered, **chat)
         handle.submit()

@@ -104,9 +104,9 @@ def _shareable(model: ModelConfig, length: int) -> bool:
     return False
 
 
-def _dtype(asked: str, model: ModelConfig, platform: str) -> str:
-    if asked != "auto":
-        return asked
+def _dtype(dtype: str, model: ModelConfig, platform: str) -> str:
+    if dtype != "auto":
+        return dtype
     return "bfloat16" if platform == "cpu" else model.dtype or "bfloat16"
 
 

@@ -39,7 +39,7 @@ _OF_A_ROW = (InvalidRequest, RequestAborted, RequestFailed)  # errors that leave
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Asked:
+class RowRequest:
     """A row whose request is running."""
 
     row: int
@@ -64,15 +64,15 @@ class RowMap(Call[RowAnswers]):
         self._chat_options: Mapping[str, Any] = chat
         self._parse: Callable[[str], Any] | None = parse
         self._compiling: Callable[[], str] = compiling
-        self._found: dict[int, RowAnswer] = {}
-        self._live: list[_Asked] = []
-        self._made = 0  # tokens of answers that ended
+        self._answers: dict[int, RowAnswer] = {}
+        self._live: list[RowRequest] = []
+        self._tokens = 0  # tokens of answers that ended
         self._complete = False
 
     @property
     def answers(self) -> RowAnswers:
         """The answers so far, in the order of the rows; they stay when the call is interrupted."""
-        return RowAnswers((self._found[row] for row in sorted(self._found)), rows=self._rows.source)
+        return RowAnswers((self._answers[row] for row in sorted(self._answers)), rows=self._rows.source)
 
     @property
     def _awaited(self) -> str:
@@ -108,17 +108,17 @@ class RowMap(Call[RowAnswers]):
                 entry.handle.cancel()
             self._live = []
             outcome = "stopped before the first row was answered"
-            if self._found and not isinstance(error, Exception):
+            if self._answers and not isinstance(error, Exception):
                 self._session.last = self.answers
                 total = "" if self._rows.total is None else f" of {self._rows.total:,}"
-                outcome = f"stopped after {len(self._found):,}{total} rows; their answers are kept as session.last"
+                outcome = f"stopped after {len(self._answers):,}{total} rows; their answers are kept as session.last"
             error.__traceback__ = None
             interrupted(error, outcome)
             raise
 
-    def _ask(self, row: int, values: Any) -> _Asked | None:
+    def _ask(self, row: int, values: Any) -> RowRequest | None:
         """Make the request of a row. Return None if its answer is known, or if it has an error already."""
-        if row in self._found and self._found[row].error is None:
+        if row in self._answers and self._answers[row].error is None:
             return None  # the call was interrupted, and is awaited again
         try:
             prompt = self._prompts.fill(row, values)
@@ -138,9 +138,9 @@ class RowMap(Call[RowAnswers]):
         try:
             if isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
                 messages: Any = prompt
-                return _Asked(row, key, self._session.chat(messages, self._sampling, **self._chat_options))
+                return RowRequest(row, key, self._session.chat(messages, self._sampling, **self._chat_options))
             plain: Any = prompt
-            return _Asked(row, key, self._session.generate(plain, self._sampling))
+            return RowRequest(row, key, self._session.generate(plain, self._sampling))
         except InvalidRequest as error:
             self._failed(row, key, error)
             return None
@@ -160,28 +160,28 @@ class RowMap(Call[RowAnswers]):
             else:
                 raise fresh(error)
 
-    def _answered(self, asked: _Asked, done: Completion) -> None:
-        usage, problem = done.usage, done.parse_error
+    def _answered(self, request: RowRequest, completion: Completion) -> None:
+        usage, problem = completion.usage, completion.parse_error
         answer = RowAnswer(
-            asked.row,
-            done.content,
-            done.finish_reason,
+            request.row,
+            completion.content,
+            completion.finish_reason,
             usage.prompt_tokens,
             usage.completion_tokens,
-            parsed=done.parsed,
+            parsed=completion.parsed,
             parse_error=problem,
         )
         if self._out is not None:
             self._out.add(
-                asked.row,
-                asked.key,
-                text=done.content,  # of a chat, without its reasoning
-                finish_reason=str(done.finish_reason),
+                request.row,
+                request.key,
+                text=completion.content,  # of a chat, without its reasoning
+                finish_reason=str(completion.finish_reason),
                 prompt_tokens=usage.prompt_tokens,
                 completion_tokens=usage.completion_tokens,
                 **({} if problem is None else {"not_parsed": [problem.reason, str(problem)]}),
             )
-        self._made += usage.completion_tokens
+        self._tokens += usage.completion_tokens
         self._keep(answer)
 
     def _parsed(self, text: str, problem: Any) -> Parsed:
@@ -196,14 +196,14 @@ class RowMap(Call[RowAnswers]):
         self._keep(RowAnswer(row, error=error))
 
     def _keep(self, answer: RowAnswer) -> None:
-        self._found[answer.row] = answer
+        self._answers[answer.row] = answer
 
     def _progress(self) -> Any:
-        pace, before = Pace(self._compiling), len(self._found)
+        pace, before = Pace(self._compiling), len(self._answers)
 
         def look() -> State:
-            ended, total, answers = len(self._found), self._rows.total, tuple(self._found.values())
-            tokens = self._made + sum(len(entry.handle.token_ids) for entry in tuple(self._live))
+            ended, total, answers = len(self._answers), self._rows.total, tuple(self._answers.values())
+            tokens = self._tokens + sum(len(entry.handle.token_ids) for entry in tuple(self._live))
             resumed = before + sum(answer.resumed for answer in answers[before:])  # these took no time
             share = None if total is None else (ended - resumed) / max(1, total - resumed)
             words = [
@@ -218,7 +218,7 @@ class RowMap(Call[RowAnswers]):
 
     def __repr__(self) -> str:
         total = "" if self._rows.total is None else f" of {self._rows.total:,}"
-        return f"<RowMap: {len(self._found):,}{total} rows answered>"
+        return f"<RowMap: {len(self._answers):,}{total} rows answered>"
 
 
 class RowMapping(Requests, ChatRequests):

@@ -25,11 +25,11 @@ class RowsFile:
     """The answers of earlier calls, to which new ones are added."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._kept: dict[int, tuple[str, int]] = {}  # by row: its key, and where its line begins
-        self._lines = JsonLines(path, start='{"row": ', writer="session.map", found=self._found)
+        self._offsets: dict[int, tuple[str, int]] = {}  # by row: its key, and where its line begins
+        self._lines = JsonLines(path, start='{"row": ', writer="session.map", found=self._index)
 
     def __enter__(self) -> Self:
-        self._kept.clear()
+        self._offsets.clear()
         self._lines.__enter__()
         return self
 
@@ -40,19 +40,19 @@ class RowsFile:
 
     def find(self, row: int, key: str) -> Entry | None:
         """Return the line of a row that was answered with this key, or None."""
-        stored, offset = self._kept.get(row, ("", 0))
+        stored, offset = self._offsets.get(row, ("", 0))
         return self._lines.entry(offset) if stored == key else None
 
     def add(self, row: int, key: str, **fields: Any) -> None:
         """Write a row's line."""
         self._lines.add({"row": row, "key": key, **fields})
 
-    def _found(self, entry: Entry, at: int) -> bool:
+    def _index(self, entry: Entry, offset: int) -> bool:
         row, key = entry.get("row"), entry.get("key")
         if not isinstance(row, int) or not isinstance(key, str):
             return False
         if "error" in entry:
-            self._kept.pop(row, None)
+            self._offsets.pop(row, None)
             return True
-        self._kept[row] = key, at
+        self._offsets[row] = key, offset
         return isinstance(entry.get("text"), str) and isinstance(entry.get("finish_reason"), str)

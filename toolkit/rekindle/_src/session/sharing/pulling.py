@@ -44,7 +44,7 @@ class _Missing(NamedTuple):
     """The pages of a prompt that this session lacks."""
 
     root_key: bytes  # of this session's tree at the look-up
-    have: int  # leading pages that are here
+    present: int  # leading pages that are here
     digests: list[bytes]
 
 
@@ -81,7 +81,7 @@ class Puller:
             if missing.digests:
                 with Source(address, identity) as source:
                     keys = page_keys(tokens, self._cache.page_size, previous=salt_key(salt), secret=source.lookup)
-                    source_keys = keys[missing.have : missing.have + len(missing.digests)]
+                    source_keys = keys[missing.present : missing.present + len(missing.digests)]
                     for index, payload in source.fetch(missing.digests, source_keys, host.memory):
                         host.put(missing.digests[index], payload, own=True)
                         arrived.add(index)
@@ -108,10 +108,10 @@ class Puller:
         arrived: list[Page] = []
         if count > 0:
             with Source(address, identity) as source:
-                listed = source.listed(count)
+                listed = source.list_pages(count)
                 keys, source_keys = _keys(listed, identity), _keys(listed, identity, source.lookup)
                 listed = [page for page in listed if page.digest in keys]
-                existing = self._here([(keys[page.digest], page.digest) for page in listed])
+                existing = self._local([(keys[page.digest], page.digest) for page in listed])
                 by_digest = {page.digest: page for page in listed}
                 digests = [digest for digest in likeliest(listed) if digest not in existing]
                 for index, payload in source.fetch(digests, [source_keys[digest] for digest in digests], host.memory):
@@ -153,7 +153,7 @@ class Puller:
         cache = self._cache
         if cache.root_key != missing.root_key:  # the weights were swapped meanwhile
             return 0
-        stop = (missing.have + leading) * cache.page_size
+        stop = (missing.present + leading) * cache.page_size
         nodes = cache.graft_path(tokens[:stop], after=cache.root_of(salt))
         if nodes is None:
             return 0
@@ -161,7 +161,7 @@ class Puller:
             node.last_use = node.last_use or cache.clock()
         return leading
 
-    def _here(self, named: Sequence[tuple[int, bytes]]) -> set[bytes]:
+    def _local(self, named: Sequence[tuple[int, bytes]]) -> set[bytes]:
         """Return the digests of the pages that are on any tier of this session."""
         cache, tiers = self._cache, self._tiers
 

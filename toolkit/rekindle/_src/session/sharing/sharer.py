@@ -24,8 +24,8 @@ from rekindle._src.kvcache.tiers.restoring import likeliest
 from rekindle._src.processes import handshake
 from rekindle._src.processes.bulk import BulkChannel
 from rekindle._src.processes.kinds import Kind
-from rekindle._src.session.cache_writer import SLICE, CacheWriter, WantedPage
-from rekindle._src.session.sharing.source import SILENCE, WANTED, PageAddress, introduced, introduction
+from rekindle._src.session.cache_writer import SLICE, CacheWriter, PageRecord
+from rekindle._src.session.sharing.source import SILENCE, WANTED, PageAddress, introduction, read_introduction
 from rekindle.errors import ConfigError, RekindleError
 
 log = logging.getLogger("rekindle.cache")
@@ -36,9 +36,9 @@ MOST_LISTED = 1 << 16
 _LOOK_SECONDS = 0.2
 
 
-class _Asked(NamedTuple):
+class _PageRequest(NamedTuple):
     place: int  # index in the request
-    wanted: WantedPage
+    record: PageRecord
 
 
 class SharedPages:
@@ -141,7 +141,7 @@ class SharedPages:
         if kind is not Kind.IDENTITY:
             channel.send(Kind.FAILED, b"it did not introduce itself")
             return
-        peer = introduced(identity, content)
+        peer = read_introduction(identity, content)
         channel.sealed = channel.sealed or peer.sealed
         if peer.refused is not None:
             channel.send(Kind.FAILED, peer.refused.encode())
@@ -156,23 +156,23 @@ class SharedPages:
             if kind is Kind.MAPPED:
                 channel.pass_memory()
             elif kind is Kind.LIST:
-                pages = self._listed(identity, min(MOST_LISTED, int.from_bytes(content, "little")))
+                pages = self._list_pages(identity, min(MOST_LISTED, int.from_bytes(content, "little")))
                 records = records_of(pages, identity.page_size)
                 channel.send(Kind.LISTED, encode(identity.fields() | {"leaves": identity.leaves}, records))
             elif kind is Kind.WANT and len(content) % WANTED.itemsize == 0:
-                self._send(channel, self._found(np.frombuffer(content, WANTED)))
+                self._send(channel, self._lookup(np.frombuffer(content, WANTED)))
             else:
                 channel.send(Kind.FAILED, b"it does not understand what came")
                 return
 
-    def _listed(self, identity: Identity, most: int) -> list[Page]:
+    def _list_pages(self, identity: Identity, most: int) -> list[Page]:
         """Return the pages likeliest to be needed again, parents before children."""
         cache, writer = self._cache, self._writer
         nodes = self._host.ask(lambda: list(cache))
         pages: list[Page] = []
 
         def look(part: Sequence[Node]) -> list[Page]:
-            return [writer.want(node).page for node in part if cache.has(node)]
+            return [writer.page_record(node).page for node in part if cache.has(node)]
 
         for start in range(0, len(nodes), SLICE):
             pages += self._host.ask(partial(look, nodes[start : start + SLICE]))
@@ -180,27 +180,27 @@ class SharedPages:
         chosen = set(likeliest(pages, most)[:most])
         return [page for page in pages if page.digest in chosen]
 
-    def _found(self, wanted: np.ndarray) -> list[_Asked]:
+    def _lookup(self, entries: np.ndarray) -> list[_PageRequest]:
         """Return the requested pages that the tree holds."""
         cache, writer = self._cache, self._writer
         requests = [
             (index, int(key), digest.tobytes())
-            for index, (digest, key) in enumerate(zip(wanted["digest"], wanted["key"], strict=True))
+            for index, (digest, key) in enumerate(zip(entries["digest"], entries["key"], strict=True))
         ]
 
-        def look(part: Sequence[tuple[int, int, bytes]]) -> list[_Asked]:
+        def look(part: Sequence[tuple[int, int, bytes]]) -> list[_PageRequest]:
             nodes = ((index, cache.named(key, digest)) for index, key, digest in part)
-            return [_Asked(index, writer.want(node)) for index, node in nodes if node is not None]
+            return [_PageRequest(index, writer.page_record(node)) for index, node in nodes if node is not None]
 
-        matches: list[_Asked] = []
+        matches: list[_PageRequest] = []
         for start in range(0, len(requests), SLICE):
             matches += self._host.ask(partial(look, requests[start : start + SLICE]))
         return matches
 
-    def _send(self, channel: BulkChannel, found: Sequence[_Asked]) -> None:
+    def _send(self, channel: BulkChannel, requests: Sequence[_PageRequest]) -> None:
         """Send the contents of pages. The next piece is read while one is being sent."""
-        indexes = {entry.wanted.page.digest: entry.place for entry in found}
-        for pairs in self._read(found):
+        indexes = {entry.record.page.digest: entry.place for entry in requests}
+        for pairs in self._read(requests):
             content = np.array([indexes[page.digest] for page, _ in pairs], "<i4").tobytes()
             pieces = [_bytes_of(leaf) for _, payload in pairs for leaf in payload]
             channel.send_followed(Kind.PAGES, content, pieces)
@@ -208,11 +208,13 @@ class SharedPages:
             self.sent_bytes += sum(len(piece) for piece in pieces)
         channel.send(Kind.SENT)
 
-    def _read(self, found: Sequence[_Asked]) -> Iterator[list[tuple[Page, Payload]]]:
+    def _read(self, requests: Sequence[_PageRequest]) -> Iterator[list[tuple[Page, Payload]]]:
         identity = self._tiers.identity
         assert identity is not None, "checked when sharing began"
         count = max(1, PIECE_BYTES // max(1, sum(leaf.nbytes for leaf in identity.leaves)))
-        parts = [[entry.wanted for entry in found[start : start + count]] for start in range(0, len(found), count)]
+        parts = [
+            [entry.record for entry in requests[start : start + count]] for start in range(0, len(requests), count)
+        ]
         with ThreadPoolExecutor(1, thread_name_prefix="rekindle sharing") as reader:
             ahead = reader.submit(self._writer.payloads, parts[0], count) if parts else None
             for following in [*parts[1:], None]:

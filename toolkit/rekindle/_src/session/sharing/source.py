@@ -36,7 +36,7 @@ class PageAddress(NamedTuple):
         return f"{self.host}:{self.port}"
 
 
-class Introduced(NamedTuple):
+class Introduction(NamedTuple):
     """The other side's first message."""
 
     refused: str | None  # the reason why its pages don't fit
@@ -53,7 +53,7 @@ def introduction(identity: Identity, *, sealed: bool, memory: Any = None, lookup
     return json.dumps(fields).encode()
 
 
-def introduced(identity: Identity, content: bytes) -> Introduced:
+def read_introduction(identity: Identity, content: bytes) -> Introduction:
     """Read the other side's introduction and compare it with `identity`. Raise StoreError if it is malformed."""
     try:
         header = json.loads(content)
@@ -68,7 +68,7 @@ def introduced(identity: Identity, content: bytes) -> Introduced:
         lookup = bytes.fromhex(header.get("lookup", ""))
     except (TypeError, ValueError) as error:
         raise StoreError(f"what came is no introduction: {error}") from error
-    return Introduced(reason, bool(header.get("sealed", True)), header.get("memory"), lookup)
+    return Introduction(reason, bool(header.get("sealed", True)), header.get("memory"), lookup)
 
 
 class Source:
@@ -86,7 +86,7 @@ class Source:
             keys = handshake.call(connection, address.secret)
             self._channel = BulkChannel(connection, keys, silence=SILENCE)
             self._channel.send(Kind.IDENTITY, introduction(identity, sealed=self._channel.sealed))
-            peer = introduced(identity, self._next(Kind.IDENTITY))
+            peer = read_introduction(identity, self._next(Kind.IDENTITY))
             if peer.refused is not None:
                 raise SnapshotRefused(f"pages of {address!r} can't be used: {peer.refused}. Open both sessions alike")
             self.lookup: bytes = peer.lookup  # for `page_keys`: the other session looks its pages up by these keys
@@ -97,7 +97,7 @@ class Source:
             connection.close()
             raise
 
-    def listed(self, most: int) -> list[Page]:
+    def list_pages(self, most: int) -> list[Page]:
         """Return up to `most` verified pages that the other session likely needs again, parents before children."""
         self._channel.send(Kind.LIST, most.to_bytes(8, "little"))
         header, records = decode(self._next(Kind.LISTED))
@@ -144,10 +144,10 @@ class Source:
             for index, buffer in zip(indexes.tolist(), buffers, strict=True):
                 yield index, from_bytes(buffer, self._identity.leaves)
 
-    def _next(self, wanted: Kind) -> bytes:
+    def _next(self, expected: Kind) -> bytes:
         kind, content = self._receive()
-        if kind is not wanted:
-            raise ProcessLost(f"a {kind.name} message came in place of {wanted.name}")
+        if kind is not expected:
+            raise ProcessLost(f"a {kind.name} message came in place of {expected.name}")
         return content
 
     def _receive(self) -> tuple[Kind, bytes]:

@@ -19,13 +19,13 @@ ToolChoice = str | Mapping[str, Any] | Callable[..., Any]
 class Choice(NamedTuple):
     """The meaning of a `tool_choice` for a chat's tools."""
 
-    given: ToolChoice | None
+    value: ToolChoice | None
     shown: tuple[Tool, ...]  # to the model
-    must: tuple[Tool, ...] = ()  # one of these has to be called
-    several: bool = False  # more than one may be called
+    required: tuple[Tool, ...] = ()  # one of these has to be called
+    parallel: bool = False  # more than one may be called
 
 
-def chosen(choice: ToolChoice | None, tools: Sequence[Tool], *, parallel: bool = True) -> Choice:
+def resolve_choice(choice: ToolChoice | None, tools: Sequence[Tool], *, parallel: bool = True) -> Choice:
     """Return the choice among tools; several may be called if `parallel`. Raise `InvalidRequest` for no tool."""
     tools = tuple(tools)
     if choice is None or choice == "auto":
@@ -35,7 +35,7 @@ def chosen(choice: ToolChoice | None, tools: Sequence[Tool], *, parallel: bool =
     if not tools:
         raise InvalidRequest("tool_choice", choice, "needs tools", "Pass tools=[…]")
     if choice == "required":
-        return Choice(choice, tools, tools, several=parallel)
+        return Choice(choice, tools, tools, parallel=parallel)
     matches = tuple(tool for tool in tools if _names(choice, tool))
     if not matches:
         known = ", ".join(tool.name for tool in tools)
@@ -56,12 +56,12 @@ def forcing(choice: Choice, sampling: Sampling, format: ReplyFormat, tokenizer: 
     """Return the options of a request whose reply has to be a call, by a grammar of the family's syntax."""
     if sampling.structured:
         raise InvalidRequest(
-            "tool_choice", choice.given, "can't be combined with a schema or grammar of the text", "Leave one out"
+            "tool_choice", choice.value, "can't be combined with a schema or grammar of the text", "Leave one out"
         )
     if format.calls is None or not isinstance(tokenizer, Tokenizer):
         raise InvalidRequest(
-            "tool_choice", choice.given, "needs a model with a tokenizer and a chat template", "Use 'auto'"
+            "tool_choice", choice.value, "needs a model with a tokenizer and a chat template", "Use 'auto'"
         )
-    schemas = [tool.schema for tool in choice.must]
-    grammar = call_grammar(format.calls, schemas, tokenizer.added_id, several=choice.several)
+    schemas = [tool.schema for tool in choice.required]
+    grammar = call_grammar(format.calls, schemas, tokenizer.added_id, several=choice.parallel)
     return dataclasses.replace(sampling, grammar=grammar)

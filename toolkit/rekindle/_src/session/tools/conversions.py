@@ -14,21 +14,21 @@ from typing import Any
 from rekindle._src.session.tools.schemas import fields_of
 
 
-def converted(kind: Any, value: Any) -> Any:
+def convert(kind: Any, value: Any) -> Any:
     """Convert `value` to `kind`: dataclasses, enums, sets, dates and numbers that the model wrote as text.
 
     A value of any other kind stays as it is. A value that contradicts the annotation raises ValueError or TypeError.
     """
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is typing.Annotated:
-        return converted(arguments[0], value)
+        return convert(arguments[0], value)
     if origin in (typing.Union, types.UnionType):
         return _member(arguments, value)
     base = origin or kind
     if base in (list, tuple, set, frozenset, collections.abc.Sequence, collections.abc.Set) and isinstance(value, list):
         return _items(base, arguments, value)
     if base in (dict, collections.abc.Mapping) and isinstance(value, dict):
-        return {key: converted(arguments[1], item) for key, item in value.items()} if arguments else value
+        return {key: convert(arguments[1], item) for key, item in value.items()} if arguments else value
     return _single(base, value) if isinstance(base, type) else value
 
 
@@ -39,7 +39,7 @@ def _items(base: Any, arguments: tuple[Any, ...], value: list[Any]) -> Any:
             raise ValueError(f"{len(value)} items where {len(kinds)} are expected")
     else:
         kinds = [arguments[0] if arguments else Any] * len(value)
-    items = [converted(kind, item) for kind, item in zip(kinds, value, strict=True)]
+    items = [convert(kind, item) for kind, item in zip(kinds, value, strict=True)]
     collection = {tuple: tuple, set: set, frozenset: frozenset, collections.abc.Set: set}.get(base, list)
     return collection(items)
 
@@ -50,7 +50,7 @@ def _member(kinds: tuple[Any, ...], value: Any) -> Any:
         return value
     for kind in kinds:
         try:
-            return converted(kind, value)
+            return convert(kind, value)
         except (TypeError, ValueError):
             continue
     raise ValueError(f"{value!r} is none of {', '.join(map(str, kinds))}")
@@ -77,6 +77,6 @@ def _single(kind: type, value: Any) -> Any:
     if kind is type(None) and value is not None:
         raise ValueError(f"{value!r} is not None")
     if isinstance(value, dict) and kind is not dict and (fields := fields_of(kind)) is not None:
-        values = {name: converted(fields[name][0], item) if name in fields else item for name, item in value.items()}
+        values = {name: convert(fields[name][0], item) if name in fields else item for name, item in value.items()}
         return values if typing.is_typeddict(kind) else kind(**values)
     return value

@@ -43,43 +43,43 @@ def _indent(line: str) -> int:
     return len(line) - len(line.lstrip())
 
 
-def _read_more(lines: list[str], at: int, found: dict[str, str], name: str, text: str, least: int) -> int:
+def _read_more(lines: list[str], index: int, entries: dict[str, str], name: str, text: str, least: int) -> int:
     """Add an entry with the lines that are indented below it. Return the index of the next entry."""
     parts = [text]
-    while at < len(lines) and lines[at].strip() and _indent(lines[at]) >= least:
-        parts.append(lines[at].strip())
-        at += 1
-    found[name] = " ".join(" ".join(parts).split())
-    return at
+    while index < len(lines) and lines[index].strip() and _indent(lines[index]) >= least:
+        parts.append(lines[index].strip())
+        index += 1
+    entries[name] = " ".join(" ".join(parts).split())
+    return index
 
 
-def _read_entries(lines: list[str], at: int, found: dict[str, str]) -> int:
+def _read_entries(lines: list[str], index: int, entries: dict[str, str]) -> int:
     base = None
-    while at < len(lines) and (not lines[at].strip() or _indent(lines[at]) > 0):
-        if not lines[at].strip():
-            at += 1
+    while index < len(lines) and (not lines[index].strip() or _indent(lines[index]) > 0):
+        if not lines[index].strip():
+            index += 1
             continue
-        base = _indent(lines[at]) if base is None else base
-        entry = _ENTRY.fullmatch(lines[at].strip())
-        if entry is None or _indent(lines[at]) != base:
-            at += 1
+        base = _indent(lines[index]) if base is None else base
+        entry = _ENTRY.fullmatch(lines[index].strip())
+        if entry is None or _indent(lines[index]) != base:
+            index += 1
             continue
-        at = _read_more(lines, at + 1, found, entry[1], entry[2], base + 1)
-    return at
+        index = _read_more(lines, index + 1, entries, entry[1], entry[2], base + 1)
+    return index
 
 
-def _read_numpy(lines: list[str], at: int, found: dict[str, str]) -> int:
-    while at < len(lines):
-        if not lines[at].strip():
-            at += 1
+def _read_numpy(lines: list[str], index: int, entries: dict[str, str]) -> int:
+    while index < len(lines):
+        if not lines[index].strip():
+            index += 1
             continue
-        if at + 1 < len(lines) and re.fullmatch(r"-{3,}\s*", lines[at + 1]):
-            return at  # the next section
-        entry = _NUMPY.fullmatch(lines[at])
+        if index + 1 < len(lines) and re.fullmatch(r"-{3,}\s*", lines[index + 1]):
+            return index  # the next section
+        entry = _NUMPY.fullmatch(lines[index])
         if entry is None:
-            return at
+            return index
         names: dict[str, str] = {}
-        at = _read_more(lines, at + 1, names, entry[1], "", 1)
+        index = _read_more(lines, index + 1, names, entry[1], "", 1)
         for name in entry[1].split(","):
-            found[name.strip()] = names[entry[1]]
-    return at
+            entries[name.strip()] = names[entry[1]]
+    return index

@@ -104,7 +104,7 @@ class ToolLoop(Call[ToolRun]):
         self._ask: Callable[..., Handle[Completion]] = ask
         self._tools: dict[str, Tool] = {tool.name: tool for tool in tools}
         self._messages: list[Message] = [copy.deepcopy(dict(message)) for message in messages]
-        self._given = len(self._messages)
+        self._initial = len(self._messages)
         self._max_rounds = max_rounds
         self._rounds: list[Completion] = []
         self._run: ToolRun | None = None
@@ -140,7 +140,7 @@ class ToolLoop(Call[ToolRun]):
     @property
     def answered(self) -> tuple[Message, ...]:
         """The messages so far that the chat has added: complete replies with the results of their calls."""
-        added = self._messages[self._given :]
+        added = self._messages[self._initial :]
         if self._run is None and added and added[-1].get("tool_calls"):
             added = added[:-1]  # its calls are being run
         return tuple(copy.deepcopy(added))
@@ -160,7 +160,7 @@ class ToolLoop(Call[ToolRun]):
 
     async def _result(self) -> ToolRun:
         while self._run is None:
-            await self._following(await self._current())
+            await self._add_reply(await self._current())
         return self._run
 
     def _current(self) -> Handle[Completion]:
@@ -172,16 +172,16 @@ class ToolLoop(Call[ToolRun]):
             self._ran = False
         return self._handle
 
-    async def _following(self, done: Completion) -> None:
+    async def _add_reply(self, reply: Completion) -> None:
         """Add a reply, and the results of its calls."""
         try:
-            self._rounds.append(done)
-            self._messages.append(done.message)
+            self._rounds.append(reply)
+            self._messages.append(reply.message)
             self._ran = True
-            if not done.tool_calls or len(self._rounds) > self._max_rounds:
-                self._run = ToolRun(done, tuple(self._messages), tuple(self._rounds))
+            if not reply.tool_calls or len(self._rounds) > self._max_rounds:
+                self._run = ToolRun(reply, tuple(self._messages), tuple(self._rounds))
                 return
-            self._messages += await run_calls(done.tool_calls, self._tools)
+            self._messages += await run_calls(reply.tool_calls, self._tools)
             self._handle = None
         except BaseException:
             self._error = RequestAborted("the tools of this chat were cancelled. What was said is in its rounds")
@@ -221,7 +221,7 @@ class ToolStream(AsyncIterator[TextDelta]):
                 return await anext(self._deltas)
             except StopAsyncIteration:
                 self._deltas = None
-                await loop._following(loop._current().completion())
+                await loop._add_reply(loop._current().completion())
 
     async def aclose(self) -> None:
         """Stop reading. The current reply is aborted."""

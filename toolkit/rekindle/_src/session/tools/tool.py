@@ -10,7 +10,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rekindle._src.session.tools.conversions import converted
+from rekindle._src.session.tools.conversions import convert
 from rekindle._src.session.tools.docstrings import read_docstring
 from rekindle._src.session.tools.schemas import NoSchema, default_of, schema_of
 from rekindle.errors import InvalidRequest
@@ -30,20 +30,20 @@ class Tool:
     function: Callable[..., Any] | None = None
     hints: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # types of the function's parameters
 
-    def arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Convert the arguments of a call to the types of the function's annotations."""
-        return {name: converted(self.hints.get(name, Any), value) for name, value in given.items()}
+        return {name: convert(self.hints.get(name, Any), value) for name, value in arguments.items()}
 
 
-def tools_of(given: Sequence[ToolLike] | None) -> tuple[Tool, ...]:
+def tools_of(items: Sequence[ToolLike] | None) -> tuple[Tool, ...]:
     """Return the tools of a chat. Raise `InvalidRequest` for anything that is no tool."""
-    if given is None:
+    if items is None:
         return ()
-    if isinstance(given, str | bytes | Mapping) or not isinstance(given, Sequence):
-        raise InvalidRequest("tools", given, "is not a list of tools", "Pass [function, …], or JSON schemas as dicts")
-    if len(given) > MAX_TOOLS:
-        raise InvalidRequest("tools", f"{len(given)} tools", f"are over {MAX_TOOLS}", "Pass fewer")
-    tools = tuple(_schema_tool(item) if isinstance(item, Mapping) else function_tool(item) for item in given)
+    if isinstance(items, str | bytes | Mapping) or not isinstance(items, Sequence):
+        raise InvalidRequest("tools", items, "is not a list of tools", "Pass [function, …], or JSON schemas as dicts")
+    if len(items) > MAX_TOOLS:
+        raise InvalidRequest("tools", f"{len(items)} tools", f"are over {MAX_TOOLS}", "Pass fewer")
+    tools = tuple(_schema_tool(item) if isinstance(item, Mapping) else function_tool(item) for item in items)
     names: set[str] = set()
     for tool in tools:
         if tool.name in names:
@@ -52,16 +52,16 @@ def tools_of(given: Sequence[ToolLike] | None) -> tuple[Tool, ...]:
     return tools
 
 
-def _schema_tool(given: Mapping[str, Any]) -> Tool:
-    nested = given.get("function")
-    function = nested if isinstance(nested, Mapping) else given
+def _schema_tool(schema: Mapping[str, Any]) -> Tool:
+    nested = schema.get("function")
+    function = nested if isinstance(nested, Mapping) else schema
     name = function.get("name")
     fix = 'Pass {"type": "function", "function": {"name": …, "description": …, "parameters": JSON schema}}'
     if not isinstance(name, str) or not name:
-        raise InvalidRequest("tools", given, "has no name", fix)
+        raise InvalidRequest("tools", schema, "has no name", fix)
     if not isinstance(function.get("parameters", {}), Mapping):
-        raise InvalidRequest("tools", given, "has parameters that are no JSON schema", fix)
-    return Tool(name, given if function is nested else {"type": "function", "function": given})
+        raise InvalidRequest("tools", schema, "has parameters that are no JSON schema", fix)
+    return Tool(name, schema if function is nested else {"type": "function", "function": schema})
 
 
 def function_tool(function: Any) -> Tool:
