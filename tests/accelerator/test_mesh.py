@@ -16,7 +16,7 @@ from helpers.compilers import Row
 from rekindle._src.bench.shapes import hf_config
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.models.base import abstract_model
-from rekindle._src.models.placement import placed
+from rekindle._src.models.placement import placement_of
 from rekindle._src.models.registry import config_from_hf
 from rekindle._src.programs.buckets import Bucket
 from rekindle._src.programs.device_graphs import compiler_options
@@ -69,7 +69,7 @@ def programs(devices: list[jax.Device], case: Case) -> Programs:
     config = config_from_hf({**SHAPES[case.shape], "num_hidden_layers": LAYERS})
     graph, leaves = abstract_model(config, "bfloat16", None)
     mesh = jax.sharding.Mesh(np.array(devices).reshape(*case.axes.values()), tuple(case.axes))
-    placement = placed(mesh, graph)
+    placement = placement_of(mesh, graph)
     assert placement is not None
     page = 2 * config.num_kv_heads * 16 * config.head_dim * 2 // case.group
     engine = EngineConfig(

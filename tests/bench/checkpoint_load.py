@@ -108,7 +108,7 @@ def open_one(folder: str, cache: str, dtype: str, mesh: int, quantize: str | Non
 
     from rekindle._src.core.mesh_shape import checked_mesh
     from rekindle._src.models.loading import checkpoint, prepared
-    from rekindle._src.models.placement import placed
+    from rekindle._src.models.placement import placement_of
 
     jax.devices()
     before = peak()
@@ -117,7 +117,7 @@ def open_one(folder: str, cache: str, dtype: str, mesh: int, quantize: str | Non
     named = time.perf_counter() - start
     start, used = time.perf_counter(), time.process_time()
     described = checkpoint.describe(folder, dtype=dtype, quantize=quantize, cache_dir=cache)
-    model = checkpoint.read(described, placement=placed(checked_mesh(mesh), described.graph))
+    model = checkpoint.read(described, placement=placement_of(checked_mesh(mesh), described.graph))
     jax.block_until_ready(model.leaves)
     seconds, used = time.perf_counter() - start, time.process_time() - used
     loaded = peak()

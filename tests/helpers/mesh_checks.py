@@ -26,7 +26,7 @@ from helpers.mesh_models import OPTIONS, PROMPT, case, difference, generated  # 
 from rekindle._src.core.config import EngineConfig  # noqa: E402
 from rekindle._src.core.mesh_shape import checked_mesh  # noqa: E402
 from rekindle._src.models.loading import checkpoint, prepared  # noqa: E402
-from rekindle._src.models.placement import placed  # noqa: E402
+from rekindle._src.models.placement import placement_of  # noqa: E402
 from rekindle._src.programs.programs import Programs  # noqa: E402
 from rekindle._src.session.resolve import resolve  # noqa: E402
 from rekindle.models import random_model  # noqa: E402
@@ -52,7 +52,7 @@ def sums_of_a_step(folder: Path) -> None:
         ("llama", BOTH, 0),
     ):
         model = case(name)
-        placement = placed(checked_mesh(mesh), model.graph)
+        placement = placement_of(checked_mesh(mesh), model.graph)
         assert placement is not None
         config = resolve(EngineConfig(**OPTIONS), model.config, placement=placement)
         programs = Programs(model.config, model.graph, placement.shapes(model.leaves), config, placement=placement)
@@ -237,7 +237,7 @@ def loaded_in_parts(folder: Path) -> None:
         path = checkpoints.write(folder / f"{name}-{mesh}-{quantize}".replace(" ", ""), raw)
         options: dict[str, Any] = {"dtype": "bfloat16", "quantize": quantize}
         described = checkpoint.describe(path, **options)
-        placement = placed(checked_mesh(mesh), described.graph)
+        placement = placement_of(checked_mesh(mesh), described.graph)
         assert placement is not None
         found = checkpoint.read(described, placement=placement)
         expected = placement.model(rekindle.models.load(path, **options))

@@ -8,7 +8,7 @@ from helpers import checkpoints, mesh_models
 from rekindle._src.core.mesh_shape import checked_mesh
 from rekindle._src.models.base import abstract_model, leaf_shapes
 from rekindle._src.models.partition import Partition, roles_of
-from rekindle._src.models.placement import placed
+from rekindle._src.models.placement import placement_of
 from rekindle._src.models.registry import FAMILIES, config_from_hf
 from rekindle._src.models.roles import REPLICATED, local_shape
 from rekindle.errors import ConfigError
@@ -86,14 +86,14 @@ def test_expert_groups_need_experts_that_they_can_share() -> None:
 def test_more_devices_than_there_are_is_refused_with_what_there_is() -> None:
     graph, _ = abstract_model(config_from_hf(mesh_models.raw("llama")))
     with pytest.raises(ConfigError, match="asks for 64 devices, and there") as caught:
-        placed(checked_mesh(64), graph)
+        placement_of(checked_mesh(64), graph)
     assert "xla_force_host_platform_device_count=64" in caught.value.fix
 
 
 def test_one_device_is_no_mesh() -> None:
     graph, _ = abstract_model(config_from_hf(mesh_models.raw("llama")))
-    assert placed(checked_mesh(1), graph) is None
-    assert placed(None, graph) is None
+    assert placement_of(checked_mesh(1), graph) is None
+    assert placement_of(None, graph) is None
 
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 32, "moe_intermediate_size": 256}

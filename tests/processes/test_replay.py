@@ -19,7 +19,7 @@ from helpers.guides import RuleGuide
 from rekindle._src.core.records import PageMove, StepPlan
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.execution.runner import Runner
-from rekindle._src.models.placement import placed
+from rekindle._src.models.placement import placement_of
 from rekindle._src.processes.channel import Channel, Keys
 from rekindle._src.processes.kinds import Kind
 from rekindle._src.processes.replay import Loaded, Replay
@@ -33,7 +33,7 @@ OUT, BACK = b"o" * 32, b"b" * 32
 
 @pytest.fixture(scope="module")
 def programs() -> Programs:
-    placement = placed(jax.make_mesh((1,), ("model",)), MODEL.graph)
+    placement = placement_of(jax.make_mesh((1,), ("model",)), MODEL.graph)
     assert placement is not None
     shapes = placement.shapes(MODEL.leaves)
     return Programs(MODEL.config, MODEL.graph, shapes, tiny_config(host_memory=1 << 20), placement=placement)

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from helpers.driving import tiny_config, tiny_model
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.mesh_shape import checked_mesh
-from rekindle._src.models.placement import Placement, placed
+from rekindle._src.models.placement import Placement, placement_of
 from rekindle._src.programs.helpers import ADMIT, GATHER, MEMORY, SCATTER
 from rekindle._src.programs.partitioning import PAGES, WHOLE, Partitioning, Recipe
 from rekindle._src.programs.program_key import config_fields
@@ -21,7 +21,7 @@ ALONE = Programs(MODEL.config, MODEL.graph, MODEL.leaves, tiny_config())
 
 
 def mesh_of_one() -> Placement:
-    found = placed(checked_mesh(jax.make_mesh((1,), ("model",))), MODEL.graph)
+    found = placement_of(checked_mesh(jax.make_mesh((1,), ("model",))), MODEL.graph)
     assert found is not None
     return found
 

@@ -19,7 +19,7 @@ from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.mesh_shape import checked_mesh
 from rekindle._src.models.loading.checkpoint import describe
 from rekindle._src.models.loading.hub import readable_name
-from rekindle._src.models.placement import placed
+from rekindle._src.models.placement import placement_of
 from rekindle._src.programs.warming import Warmed, warm
 from rekindle._src.session.parts import stored_programs
 from rekindle._src.session.resolve import resolve
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
         divided=options.mesh is not None,
         device_memory=options.device_memory,
     )
-    placement = placed(checked_mesh(options.mesh), model.graph)
+    placement = placement_of(checked_mesh(options.mesh), model.graph)
     shapes = model.shapes if placement is None else placement.shapes(model.shapes)
     weight_bytes = model.nbytes if placement is None else placement.bytes_per_device(model.shapes)
     config = resolve(options, model.found.config, weight_bytes=weight_bytes, placement=placement)

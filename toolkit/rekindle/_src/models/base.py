@@ -195,7 +195,7 @@ def random_model(
     The weights depend on the platform: a GPU or TPU draws them itself, which a host would do for minutes at 8B.
     """
     graph, shapes = abstract_model(config, dtype, quantize, quantize_embeddings=quantize_embeddings)
-    return LoadedModel(config, graph, tuple(drawn(graph, shapes, seed)), random_name(config, seed, dtype, quantize))
+    return LoadedModel(config, graph, tuple(draw(graph, shapes, seed)), random_name(config, seed, dtype, quantize))
 
 
 def random_name(config: ModelConfig, seed: int, dtype: DTypeLike, quantize: object) -> str:
@@ -205,7 +205,7 @@ def random_name(config: ModelConfig, seed: int, dtype: DTypeLike, quantize: obje
     return f"random-{prefix}{seed}-{config.digest()}-{dtype_name(dtype)}-{quantize}"
 
 
-def drawn(graph: Graph, shapes: Sequence[jax.ShapeDtypeStruct], seed: int) -> Iterator[jax.Array]:
+def draw(graph: Graph, shapes: Sequence[jax.ShapeDtypeStruct], seed: int) -> Iterator[jax.Array]:
     """Yield random leaves of a graph, one after the other: a GPU or TPU draws them itself, for a CPU the host does."""
     if current_platform() != "cpu":
         yield from drawn_on_device(graph, shapes, seed)

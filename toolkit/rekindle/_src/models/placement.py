@@ -1,6 +1,6 @@
 """A model on a mesh of devices: the places of each leaf's parts, and the transfers there and back.
 
-Nothing outside depends on the mesh: leaves come in checkpoints' form, `held` returns them in that form, and pages
+Nothing outside depends on the mesh: leaves come in checkpoints' form, `hold_all` returns them in that form, and pages
 leave the mesh as they leave a single device. So stored weights, pages and snapshots of one mesh serve any other.
 """
 
@@ -118,7 +118,7 @@ class Placement:
         }
         return Held(parts, self.roles[path], shape, np.dtype(leaf.dtype), self.partition)
 
-    def held(self, leaves: Sequence[jax.Array], shapes: Sequence[Any]) -> list[Held]:
+    def hold_all(self, leaves: Sequence[jax.Array], shapes: Sequence[Any]) -> list[Held]:
         """Call `hold` for all leaves, in the graph's order. `shapes` are those of the whole model."""
         entries = zip(self.graph.paths, leaves, shapes, strict=True)
         return [self.hold(path, leaf, tuple(shape.shape)) for path, leaf, shape in entries]
@@ -226,7 +226,7 @@ class Held:
         return array if dtype is None else array.astype(dtype)
 
 
-def placed(mesh: MeshShape | DeviceMesh | None, graph: Graph, *, processes: int = 1) -> Placement | None:
+def placement_of(mesh: MeshShape | DeviceMesh | None, graph: Graph, *, processes: int = 1) -> Placement | None:
     """Return the placement for the option `mesh`; None where the model stays on one device.
 
     With several processes each provides equally many devices. Raise ConfigError where there are too few, or for a

@@ -11,9 +11,9 @@ from jax.typing import DTypeLike
 from rekindle._src.core.dtypes import checked_dtype
 from rekindle._src.core.mesh_shape import checked_mesh
 from rekindle._src.core.options import Mesh
-from rekindle._src.models.base import LoadedModel, abstract_model, drawn, random_name
+from rekindle._src.models.base import LoadedModel, abstract_model, draw, random_name
 from rekindle._src.models.config import ModelConfig
-from rekindle._src.models.placement import placed
+from rekindle._src.models.placement import placement_of
 
 
 def random_model(
@@ -34,7 +34,7 @@ def random_model(
     """
     dtype = checked_dtype("dtype", dtype)
     graph, shapes = abstract_model(config, dtype, quantize, quantize_embeddings=quantize_embeddings)
-    placement, leaves = placed(checked_mesh(mesh), graph), drawn(graph, shapes, seed)
+    placement, leaves = placement_of(checked_mesh(mesh), graph), draw(graph, shapes, seed)
     name = random_name(config, seed, dtype, quantize)
     if placement is None:
         return LoadedModel(config, graph, tuple(leaves), name)

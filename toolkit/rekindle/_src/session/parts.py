@@ -26,7 +26,7 @@ from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.loading.checkpoint import Described, describe, read
 from rekindle._src.models.loading.hub import readable_name
 from rekindle._src.models.loading.load_progress import LoadProgress, Report
-from rekindle._src.models.placement import Placement, placed
+from rekindle._src.models.placement import Placement, placement_of
 from rekindle._src.programs import program_key
 from rekindle._src.programs.determinism import deterministic
 from rekindle._src.programs.late_store import LateStore
@@ -125,7 +125,7 @@ def _placement(
     config: EngineConfig, described: LoadedModel | Described, graph: Graph
 ) -> tuple[EngineConfig, Placement | None]:
     """The devices that share the model, and the config with their mesh. A model that was made on a mesh keeps it."""
-    asked = placed(checked_mesh(config.mesh), graph, processes=config.processes)
+    asked = placement_of(checked_mesh(config.mesh), graph, processes=config.processes)
     own = described.placement if isinstance(described, LoadedModel) else None
     if own is None:
         return config, asked

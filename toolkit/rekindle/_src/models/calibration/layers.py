@@ -57,7 +57,7 @@ def calibrate(
     leaves: dict[str, Any] = {}
     for path, leaf in floats.items():
         if path in packings:
-            parts = rounds.found.get(path) or _nearest(model, path, leaf, packings[path])
+            parts = rounds.rounded.get(path) or _nearest(model, path, leaf, packings[path])
             leaves |= _named(path, parts)
         elif targets[path].dtype == jnp.int8:
             weight, scale = quantize.quantize(_floats(model, leaf))
@@ -72,8 +72,8 @@ def calibrate(
 class _Rounds:
     """The matrices rounded so far, and the rounding of a layer's matrices."""
 
-    def __init__(self, wanted: set[str], packings: Mapping[str, Packing], report: Report | None) -> None:
-        self.wanted, self.packings, self.found = wanted, packings, dict[str, Parts]()
+    def __init__(self, targets: set[str], packings: Mapping[str, Packing], report: Report | None) -> None:
+        self.targets, self.packings, self.rounded = targets, packings, dict[str, Parts]()
         self._report = report
 
     def layer(self, number: int, layer: Any, *arguments: Any) -> Any:
@@ -93,7 +93,7 @@ class _Rounds:
 
         for path, matrix in matrices(layer).items():
             full_path = f"layers.{number}.{path}.weight"
-            if full_path in self.wanted and isinstance(matrix, Linear):
+            if full_path in self.targets and isinstance(matrix, Linear):
                 *owners, name = path.split(".")
                 owner = layer
                 for attribute in owners:
@@ -109,13 +109,13 @@ class _Rounds:
 
     def _round(self, path: str, matrix: Any, gram: NDArray[Any]) -> None:
         parts = calibrated(np.asarray(matrix.weight[...], np.float32), gram, self.packings[path])
-        self.found[path] = parts
+        self.rounded[path] = parts
         weight, scale, minimum = (None if part is None else jnp.asarray(part) for part in parts)
         assert weight is not None, "a matrix has weights"
         assert scale is not None, "integers have scales"
         matrix.weight[...] = int4.dequantized(weight, scale, minimum, matrix.weight[...].dtype)
         if self._report is not None:
-            self._report(CalibrationProgress(len(self.found), len(self.wanted), path))
+            self._report(CalibrationProgress(len(self.rounded), len(self.targets), path))
 
 
 def _run(model: LoadedModel, sequences: Sequence[Sequence[int]], rounds: _Rounds) -> None:

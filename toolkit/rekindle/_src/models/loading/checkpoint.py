@@ -254,7 +254,7 @@ def read(
     arrays = tuple(done[path] for path in graph.paths)
     alone = placement is None or placement.processes == 1  # else other processes have other parts
     if kept is not None and alone and _worth_keeping(leaves, entries, maps=placement is None and prepared.maps(place)):
-        whole = arrays if placement is None else placement.held(arrays, shapes)
+        whole = arrays if placement is None else placement.hold_all(arrays, shapes)
         prepared.save(kept, graph, dtype, whole, name=readable_name(found.folder))
     freed_memory.give_back()
     return LoadedModel(found.config, graph, arrays, fingerprint, found.folder, placement)

@@ -32,7 +32,7 @@ class Stack(Matrix):
         super().store(path, kind)
         self.values = None
 
-    def one(self, x: jax.Array, expert: jax.Array) -> jax.Array:
+    def of_expert(self, x: jax.Array, expert: jax.Array) -> jax.Array:
         """Compute x [rows, in] · one expert's matrix → [rows, out]."""
         weight, scale, minimum = (
             None if array is None else jax.lax.dynamic_index_in_dim(array, expert, keepdims=False)
@@ -84,7 +84,7 @@ class Experts(nnx.Module):
         flat = x.reshape(-1, x.shape[-1])
         with jax.named_scope("route"):
             weights, chosen = self.route(flat)
-            count, chosen = self._here(chosen)
+            count, chosen = self._local_experts(chosen)
             order = jnp.argsort(chosen.reshape(-1))
             sizes = jnp.sum(chosen.reshape(-1, 1) == jnp.arange(count), axis=0, dtype=jnp.int32)
             rows = flat[order // self.spec.top_k]
@@ -104,7 +104,7 @@ class Experts(nnx.Module):
         y = y if self.shards is None else self.shards.sum(y)
         return y if residual is None else residual + y
 
-    def _here(self, chosen: jax.Array) -> tuple[int, jax.Array]:
+    def _local_experts(self, chosen: jax.Array) -> tuple[int, jax.Array]:
         """Return the number of this device's experts, and the chosen ones counted from its first: others' are last."""
         count = self.spec.num_experts
         if self.shards is None or self.shards.expert == 1:
@@ -137,7 +137,7 @@ class Experts(nnx.Module):
             expert = owner[block]
             offset = start[expert] + (block - first[expert]) * size
             x = jax.lax.dynamic_slice_in_dim(padded, offset, size)
-            y = self.down.one(gated(self.gate_up.one(x, expert), self.activation), expert)
+            y = self.down.of_expert(gated(self.gate_up.of_expert(x, expert), self.activation), expert)
             # Rows beyond the expert's own are overwritten by the blocks that follow, or lie in the padding.
             return jax.lax.dynamic_update_slice_in_dim(out, y, offset, 0)
 
