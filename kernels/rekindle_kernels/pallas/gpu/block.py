@@ -83,7 +83,7 @@ def column_mask(head_dim: int) -> jax.Array | None:
     return None if columns == head_dim else jnp.arange(columns)[None, :] < head_dim
 
 
-def both(left: jax.Array | None, right: jax.Array | None) -> jax.Array | None:
+def and_masks(left: jax.Array | None, right: jax.Array | None) -> jax.Array | None:
     if left is None or right is None:
         return left if right is None else right
     return left & right
@@ -99,7 +99,7 @@ def load_rows(ref: jax.Ref, rows: tuple[Any, ...], mask: jax.Array | None) -> ja
     columns = jnp.arange(padded(head_dim))[None, :]
     length = next(row.shape[0] for row in rows if row.ndim)
     index = (row[:, None] if row.ndim else row for row in rows)
-    where = both(None if mask is None else mask[:, None], column_mask(head_dim))
+    where = and_masks(None if mask is None else mask[:, None], column_mask(head_dim))
     if where is None:
         return plgpu.load(ref.at[(*index, columns)])
     where = jnp.broadcast_to(where, (length, padded(head_dim)))

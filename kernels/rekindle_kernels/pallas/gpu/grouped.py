@@ -19,7 +19,7 @@ from rekindle_kernels import int4
 from rekindle_kernels.ops.grouped import GroupedCall
 from rekindle_kernels.ops.registry import Implementation
 from rekindle_kernels.pallas.gpu import int4_grouped
-from rekindle_kernels.pallas.gpu.block import both, product
+from rekindle_kernels.pallas.gpu.block import and_masks, product
 from rekindle_kernels.pallas.gpu.expert_tiles import END, FIRST, OWNER, tile_table
 
 TYPES = ("bfloat16", "float16", "float32", "int8")
@@ -80,7 +80,7 @@ def _kernel(
     summed = jnp.int32 if x_ref.dtype == jnp.int8 else jnp.float32
 
     def load(ref: jax.Ref, at: tuple[jax.Array, ...], left: jax.Array | None, right: jax.Array | None) -> jax.Array:
-        mask = both(None if left is None else left[:, None], None if right is None else right[None, :])
+        mask = and_masks(None if left is None else left[:, None], None if right is None else right[None, :])
         if mask is None:
             return plgpu.load(ref.at[at])
         mask = jnp.broadcast_to(mask, (at[-2].shape[0], tile.inputs))

@@ -22,7 +22,7 @@ from jax.experimental.pallas import triton as plgpu
 from rekindle_kernels import int4, tuning
 from rekindle_kernels.ops.linear import LinearCall, LinearOptions
 from rekindle_kernels.ops.registry import Implementation
-from rekindle_kernels.pallas.gpu.block import both, product
+from rekindle_kernels.pallas.gpu.block import and_masks, product
 
 TYPES = ("bfloat16", "float16", "float32")
 WORDS = {"uint8": 8, "int32": 4}  # inputs in a word, by the dtype of weights: those of four bits, and of eight
@@ -99,14 +99,14 @@ def summed(
     emulated: bool,
 ) -> jax.Array:
     """Return the products of a tile of rows and outputs, float32, summed over these turns; inside a kernel."""
-    each, words = x_ref.shape[0], x_ref.shape[2]
+    per_word, words = x_ref.shape[0], x_ref.shape[2]
     block = lax.div(columns, jnp.int32(int4.OUTPUTS))
     lane = columns - block * int4.OUTPUTS
 
     def column(ref: jax.Ref, at: jax.Array, inside: jax.Array | None) -> jax.Array:
         """Load the entries `at` [W] of each output, [W, N]."""
         index = first + block[None, :], at[:, None] * int4.OUTPUTS + lane[None, :]
-        mask = both(None if inside is None else inside[:, None], None if exists is None else exists[None, :])
+        mask = and_masks(None if inside is None else inside[:, None], None if exists is None else exists[None, :])
         if mask is None:
             return plgpu.load(ref.at[index])
         mask = jnp.broadcast_to(mask, (tile.words, tile.outputs))
@@ -119,11 +119,11 @@ def summed(
         groups = lax.div(at, jnp.int32(words_of_group))
         scale = column(scale_ref, groups, inside).astype(jnp.float32)
         minimum = None if minimum_ref is None else column(minimum_ref, groups, inside).astype(jnp.float32)
-        mask = both(None if real is None else real[:, None], None if inside is None else inside[None, :])
-        for number in range(each):
-            q = _input(stored, number, each)
+        mask = and_masks(None if real is None else real[:, None], None if inside is None else inside[None, :])
+        for number in range(per_word):
+            q = _input(stored, number, per_word)
             if minimum is None:
-                values = (q - (0 if each == 4 else int4.OFFSET)).astype(jnp.float32) * scale
+                values = (q - (0 if per_word == 4 else int4.OFFSET)).astype(jnp.float32) * scale
             else:
                 values = q.astype(jnp.float32) * scale + minimum
             index = number, rows[:, None], at[None, :]
@@ -164,9 +164,9 @@ def _kernel(
     plgpu.store(out_ref.at[part, rows[:, None], columns[None, :]], total.astype(out_ref.dtype), mask=mask)
 
 
-def _input(stored: jax.Array, number: int, each: int) -> jax.Array:
+def _input(stored: jax.Array, number: int, per_word: int) -> jax.Array:
     """Return input `number` of each word, int32: 0 to 15 of four bits, -128 to 127 of eight."""
-    if each == 4:
+    if per_word == 4:
         return lax.shift_right_arithmetic(lax.shift_left(stored, jnp.int32(24 - 8 * number)), jnp.int32(24))
     bits = 8 * (number % 4) + 4 * (number // 4)
     return lax.shift_right_logical(stored, jnp.int32(bits)) & 15
@@ -183,9 +183,9 @@ def as_words(weight: jax.Array) -> jax.Array:
     return rows if rows.dtype == jnp.int32 else lax.bitcast_convert_type(rows.reshape(len(rows), -1, 4), jnp.int32)
 
 
-def laid_out(x: jax.Array, each: int) -> jax.Array:
+def lay_out(x: jax.Array, per_word: int) -> jax.Array:
     """Return rows [M, K] as [J, M, W]."""
-    return jnp.moveaxis(x.reshape(x.shape[0], -1, each), -1, 0)
+    return jnp.moveaxis(x.reshape(x.shape[0], -1, per_word), -1, 0)
 
 
 def multiply(
@@ -199,9 +199,9 @@ def multiply(
 ) -> jax.Array:
     """Compute x · a matrix of `rekindle_kernels.int4` → [M, N] in `dtype`, or in float32 where it is in parts."""
     (count, inputs), outputs = x.shape, weight.shape[0] * int4.OUTPUTS
-    each = inputs_in_word(weight)
-    words_of_group = int4.group_of(weight, scale) // each
-    tile = tile_for(jax.ShapeDtypeStruct(x.shape, x.dtype), outputs, inputs // each)
+    per_word = inputs_in_word(weight)
+    words_of_group = int4.group_of(weight, scale) // per_word
+    tile = tile_for(jax.ShapeDtypeStruct(x.shape, x.dtype), outputs, inputs // per_word)
     scale, minimum = int4.numbers(scale, inputs), None if minimum is None else int4.numbers(minimum, inputs)
     result = jax.ShapeDtypeStruct((tile.parts, count, outputs), dtype if tile.parts == 1 else jnp.float32)
     parts: jax.Array = pl.pallas_call(
@@ -211,7 +211,7 @@ def multiply(
         compiler_params=plgpu.CompilerParams(num_warps=tile.num_warps, num_stages=tile.num_stages),
         interpret=interpret,
         name="int4_linear",
-    )(laid_out(x, each), as_words(weight), scale, minimum)
+    )(lay_out(x, per_word), as_words(weight), scale, minimum)
     return parts[0] if tile.parts == 1 else jnp.sum(parts, axis=0)
 
 

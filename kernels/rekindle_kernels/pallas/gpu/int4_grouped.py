@@ -19,7 +19,7 @@ from rekindle_kernels import int4
 from rekindle_kernels.pallas.gpu.expert_tiles import END, FIRST, OWNER, tile_table
 from rekindle_kernels.pallas.gpu.int4 import TYPES as TYPES
 from rekindle_kernels.pallas.gpu.int4 import WORDS as WORDS
-from rekindle_kernels.pallas.gpu.int4 import Tile, as_words, inputs_in_word, laid_out, summed
+from rekindle_kernels.pallas.gpu.int4 import Tile, as_words, inputs_in_word, lay_out, summed
 
 
 def tile_for(x: jax.ShapeDtypeStruct, experts: int) -> Tile:
@@ -73,9 +73,9 @@ def multiply(
 ) -> jax.Array:
     """Compute the first sizes[0] rows times the first matrix, and so on → [M, N] in `dtype`."""
     (count, inputs), (experts, outputs, _) = x.shape, int4.matrix_shape(weight)
-    each = inputs_in_word(weight)
+    per_word = inputs_in_word(weight)
     tile = tile_for(jax.ShapeDtypeStruct(x.shape, x.dtype), experts)
-    words_of_group = int4.group_of(weight, scale) // each
+    words_of_group = int4.group_of(weight, scale) // per_word
     table = tile_table(sizes, count, tile.rows)
     numbers = [
         None if part is None else int4.numbers(part.reshape(-1, part.shape[-1]), inputs) for part in (scale, minimum)
@@ -87,5 +87,5 @@ def multiply(
         compiler_params=plgpu.CompilerParams(num_warps=tile.num_warps, num_stages=tile.num_stages),
         interpret=interpret,
         name="int4_grouped",
-    )(laid_out(x, each), as_words(weight), *numbers, table)
+    )(lay_out(x, per_word), as_words(weight), *numbers, table)
     return result

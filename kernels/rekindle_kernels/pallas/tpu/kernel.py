@@ -69,23 +69,23 @@ class PageFetch:
         self.pages, self.table, self.buffers, self.semaphores = pages, table, buffers, semaphores
         self.shape = shape
 
-    def _each(self, at: Span, block: jax.Array, slot: jax.Array, act: str) -> None:
+    def _for_pages(self, span: Span, block: jax.Array, slot: jax.Array, act: str) -> None:
         first = block * self.shape.block_pages
-        count = lax.div(at.context + (self.shape.page_size - 1), jnp.int32(self.shape.page_size)) - first
+        count = lax.div(span.context + (self.shape.page_size - 1), jnp.int32(self.shape.page_size)) - first
 
         def one(index: jax.Array, _: None) -> None:
-            page = self.table[at.sequence, first + index] if act == "start" else 0
+            page = self.table[span.sequence, first + index] if act == "start" else 0
             copy = pltpu.make_async_copy(self.pages.at[page], self.buffers.at[slot, index], self.semaphores.at[slot])
             getattr(copy, act)()
 
         lax.fori_loop(0, jnp.minimum(count, self.shape.block_pages), one, None)
 
-    def start(self, at: Span, block: jax.Array, slot: jax.Array) -> None:
-        self._each(at, block, slot, "start")
+    def start(self, span: Span, block: jax.Array, slot: jax.Array) -> None:
+        self._for_pages(span, block, slot, "start")
 
-    def wait(self, at: Span, block: jax.Array, slot: jax.Array) -> None:
+    def wait(self, span: Span, block: jax.Array, slot: jax.Array) -> None:
         # Waiting counts bytes, so any page of the same size describes the copy.
-        self._each(at, block, slot, "wait")
+        self._for_pages(span, block, slot, "wait")
 
 
 def _attend_block(
@@ -94,7 +94,7 @@ def _attend_block(
     top_ref: jax.Ref,  # float32 [K, M, 128]: running maximum, the same in every lane
     total_ref: jax.Ref,  # float32 [K, M, 128]
     values_ref: jax.Ref,  # float32 [K, M, D]
-    at: Span,
+    span: Span,
     block: jax.Array,
     shape: TileShape,
 ) -> None:
@@ -104,21 +104,21 @@ def _attend_block(
     start = block * keys
     lowest = jnp.int32(0)
     if shape.sliding_window is not None:
-        lowest = jnp.maximum(at.nearest - shape.sliding_window + 1, 0)
+        lowest = jnp.maximum(span.nearest - shape.sliding_window + 1, 0)
 
     # Weights of invisible keys are zero, but zero times a number from unwritten memory may be nan.
-    @pl.when((start + keys > at.context) | (start < lowest))
+    @pl.when((start + keys > span.context) | (start < lowest))
     def _clear() -> None:
         values_at = (slice(None), 1)
         stored = page_ref[values_at]
         page = lax.broadcasted_iota(jnp.int32, stored.shape, 0)
         key = start + page * shape.page_size + lax.broadcasted_iota(jnp.int32, stored.shape, 2)
-        page_ref[values_at] = jnp.where((key < at.context) & (key >= lowest), stored, jnp.zeros_like(stored))
+        page_ref[values_at] = jnp.where((key < span.context) & (key >= lowest), stored, jnp.zeros_like(stored))
 
     key = start + lax.broadcasted_iota(jnp.int32, (shape.rows, keys), 1)
     row = lax.broadcasted_iota(jnp.int32, (shape.rows, keys), 0)
-    position = at.nearest + lax.div(row, jnp.int32(shape.group))
-    visible = key <= jnp.minimum(position, at.context - 1)
+    position = span.nearest + lax.div(row, jnp.int32(shape.group))
+    visible = key <= jnp.minimum(position, span.context - 1)
     if shape.sliding_window is not None:
         visible &= key > position - shape.sliding_window
     for head in range(kv_heads):
