@@ -6,14 +6,14 @@ import jax
 import pytest
 
 from helpers.small import MODEL
-from rekindle._src.models.placement import placed
+from rekindle._src.models.placement import placement_of
 from rekindle._src.programs.collectives import CollectiveTimes, Line, collective_times
 
 TIMES = CollectiveTimes(sum=Line(10.0, 1.0), gather=Line(100.0, 10.0), sums=5, small_sums=2, max_requests=4)
 
 
 def test_a_step_has_its_sums_and_one_gathering() -> None:
-    assert Line(10.0, 1.0).at(1) == 10.0 and Line(10.0, 1.0).at(4) == 13.0
+    assert Line(10.0, 1.0).seconds(1) == 10.0 and Line(10.0, 1.0).seconds(4) == 13.0
     assert TIMES.step("r4t0") == 5 * 13.0 + 2 * 10.0 + 130.0
     assert TIMES.step("r2t32p") == 5 * 43.0 + 2 * 10.0 + (100.0 + 10.0 * (2 + 4 - 1)), "prompts have logits, too"
     assert TIMES.steps({"r4t0": 3, "r2t32p": 1}) == 3 * TIMES.step("r4t0") + TIMES.step("r2t32p")
@@ -21,7 +21,7 @@ def test_a_step_has_its_sums_and_one_gathering() -> None:
 
 
 def test_one_device_has_none() -> None:
-    placement = placed(jax.make_mesh((1,), ("model",)), MODEL.graph)
+    placement = placement_of(jax.make_mesh((1,), ("model",)), MODEL.graph)
     assert placement is not None
     assert collective_times(placement, 4, 64) is None
 

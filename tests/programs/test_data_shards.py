@@ -104,7 +104,7 @@ def test_each_shard_gets_the_buffers_that_it_would_have_alone(again: bool) -> No
         alone.pack(own, here)
         expected = sections(LAYOUT, alone.ints)
         found = sections(LAYOUT, SHARDS.part(shard, upload.ints))
-        assert int(found.wanted[0]) & ~wanted == 0 and found.wanted[0] == sections(LAYOUT, upload.ints).wanted[0]
+        assert int(found.features[0]) & ~wanted == 0 and found.features[0] == sections(LAYOUT, upload.ints).features[0]
         used = [len(part.decode), len(part.prefill)]
         for name in ("varying", "offsets", "tokens", "targets"):
             assert (getattr(found, name) == getattr(expected, name)).all(), (shard, name)

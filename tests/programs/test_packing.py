@@ -56,7 +56,7 @@ def test_a_mixed_step_is_read_back_and_padding_goes_to_scratch() -> None:
     assert step.targets.tolist() == [-1] * 32
     assert step.choice.position.tolist() == [18, 10, 0, 0, 9, 1, 0, 0]
     assert step.flag(Flag.SAMPLES).tolist() == [True, True, False, False, True, True, False, False]
-    assert int(step.wanted) == Flag.SAMPLES | Flag.CHOOSES
+    assert int(step.features) == Flag.SAMPLES | Flag.CHOOSES
 
 
 def test_options_and_seeds_arrive_and_empty_rows_are_neutral() -> None:
@@ -72,8 +72,8 @@ def test_options_and_seeds_arrive_and_empty_rows_are_neutral() -> None:
     assert int(choice.top_k[0]) == 7
     assert [bool(x[0]) for x in (shaping.biased, shaping.barred, step.flag(Flag.LOGPROBS))] == [True] * 3
     assert int(step.flags[0]) >> FIRST_PROCESSOR == 2
-    assert int(step.wanted) == int(step.flags[0])
-    assert Flag(int(step.wanted) & 0xFFF) == Flag(0x3FF) ^ Flag.CHOOSES ^ Flag.LARGE_K ^ Flag.PROMPT_LOGPROBS
+    assert int(step.features) == int(step.flags[0])
+    assert Flag(int(step.features) & 0xFFF) == Flag(0x3FF) ^ Flag.CHOOSES ^ Flag.LARGE_K ^ Flag.PROMPT_LOGPROBS
     assert choice.temperature.tolist()[1:] == [0.0] * 7
     assert choice.top_p.tolist()[1:] == [1.0] * 7
     assert step.flags.tolist()[1:] == [0] * 7

@@ -16,7 +16,7 @@ from helpers.driving import tiny_model
 from rekindle import Session
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.models.config import ModelConfig, MoeSpec
-from rekindle._src.programs.determinism import why_not
+from rekindle._src.programs.determinism import reason_against
 from rekindle.errors import ConfigError
 from rekindle_kernels import unavailable_reason
 
@@ -139,8 +139,8 @@ MODEL = replace(tiny_model().config, head_dim=16, hidden_size=64)
     ],
 )
 def test_why_not(model: ModelConfig, options: dict[str, Any], words: str) -> None:
-    assert why_not(MODEL, EngineConfig()) is None
-    assert words in (why_not(model, EngineConfig(**options)) or "")
+    assert reason_against(MODEL, EngineConfig()) is None
+    assert words in (reason_against(model, EngineConfig(**options)) or "")
 
 
 @pytest.mark.anyio

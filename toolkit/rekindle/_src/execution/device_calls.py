@@ -174,7 +174,7 @@ class DeviceCalls:
 
     def collect(self, ids: np.ndarray, digests: Sequence[bytes] = ()) -> paged.Payload:
         """Begin to read pages out as `gather` does; every process gets the whole pages."""
-        program = self.program(self._mover(COLLECT if self.programs.parts.several else GATHER, ids))
+        program = self.program(self._mover(COLLECT if self.programs.parts.multi_process else GATHER, ids))
         self._recorder.collect(ids, digests)
         return self._reading(program, ids)
 

@@ -81,7 +81,7 @@ class PageTransfers:
         for batch, payload in leaving:
             assert self._host_tier is not None, "a page was offloaded without a host tier"
             self._calls.arrive(payload)
-            arrays = self._parts.arrived(payload)
+            arrays = self._parts.to_host(payload)
             for move, place in zip(batch.moves, batch.places, strict=True):
                 self._host_tier.put(move.digest, tuple(array[place : place + 1] for array in arrays))
 
@@ -114,10 +114,10 @@ class PageTransfers:
     def _fill(self, batch: Batch, pages: Mapping[int, paged.Payload]) -> None:
         """Fill the pages of a batch, each with the payload for its place among them."""
         if self._calls.programs.pinned:
-            doubled = {place: self._parts.leaving(page) for place, page in pages.items()}
+            doubled = {place: self._parts.to_scatter(page) for place, page in pages.items()}
             self._calls.scatter_pinned(batch.ids, pinned_pages.join(doubled, len(batch.ids)))
         else:
-            leaving = [self._parts.leaving(page) for page in self._by_shard(pages, len(batch.ids))]
+            leaving = [self._parts.to_scatter(page) for page in self._by_shard(pages, len(batch.ids))]
             self._calls.scatter(batch.ids, leaving, [move.digest for move in batch.moves])
 
     def _by_shard(self, pages: Mapping[int, paged.Payload], places: int) -> list[paged.Payload]:

@@ -47,7 +47,7 @@ def _made_up(calls: DeviceCalls, constants: Constants, key: Bucket) -> Upload:
     layout = calls.programs.layout(key)
     upload = Upload(layout, sent=calls.tables)
     upload.pack(_NOTHING, constants)
-    upload.wanted = _WANTED
+    upload.features = _WANTED
     tokens = min(TOKENS, key.tokens, calls.programs.kv[0].page_size)
     parts = sections(layout, upload.ints)
     row = layout.rows if tokens else 0

@@ -56,7 +56,7 @@ class KeptPages:
             self._expected.update(dict.fromkeys(digests, gather))
 
         def store() -> None:
-            arrays = self._parts.arrived(payload)
+            arrays = self._parts.to_host(payload)
             with self._changed:
                 for at, digest in enumerate(digests):
                     if self._expected.get(digest) is gather:  # it was not dropped meanwhile
@@ -111,7 +111,7 @@ class KeptPages:
             return
 
         def remember() -> None:
-            arrays = self._parts.collected(payload)
+            arrays = self._parts.collect(payload)
             for at, digest in enumerate(digests):
                 self._collected[digest] = tuple(array[at : at + 1].copy() for array in arrays)
             while sum(map(size, self._collected.values())) > COLLECTED_BYTES:

@@ -143,7 +143,7 @@ class Replay:
                 self._pages.expect(digests, self._made.gather(ids, digests))
             case Kind.SCATTER:
                 ids, digests = codec.read_moved(content)
-                pages = [codec.parts.leaving(self._pages.get(digest)) for digest in digests]
+                pages = [codec.parts.to_scatter(self._pages.get(digest)) for digest in digests]
                 self._made.scatter(ids, pages, digests)
             case Kind.KEEP:
                 digest, part = codec.read_part(content)

@@ -121,7 +121,7 @@ class StepCodec:
         ints = np.zeros(layout.ints, np.int32)
         parts = sections(layout, ints)
         used = np.r_[:decode, layout.rows : layout.rows + prefills]
-        parts.wanted[0] = np.bitwise_or.reduce(flags, initial=0)
+        parts.features[0] = np.bitwise_or.reduce(flags, initial=0)
         parts.varying[:, 0] = layout.slots
         first_tokens = prompt[np.cumsum(chunks) - chunks] if prefills else prompt[:0]
         parts.varying[used] = np.stack([slots, lengths, np.concatenate([tokens, first_tokens]), flags], axis=1)

@@ -30,10 +30,10 @@ class Line(NamedTuple):
     """Seconds that grow with a size."""
 
     first: float  # with a size of 1
-    each: float  # for each further unit
+    slope: float  # for each further unit
 
-    def at(self, size: int) -> float:
-        return self.first + self.each * (size - 1)
+    def seconds(self, size: int) -> float:
+        return self.first + self.slope * (size - 1)
 
 
 class CollectiveTimes(NamedTuple):
@@ -52,7 +52,9 @@ class CollectiveTimes(NamedTuple):
             return 0.0
         rows, tokens = map(int, match.groups())
         logits = rows + prefill_rows(tokens, self.max_requests)
-        return self.sums * self.sum.at(rows + tokens) + self.small_sums * self.sum.first + self.gather.at(logits)
+        return (
+            self.sums * self.sum.seconds(rows + tokens) + self.small_sums * self.sum.first + self.gather.seconds(logits)
+        )
 
     def steps(self, programs: Mapping[str, int]) -> float:
         """Return the seconds of the collectives of these numbers of steps by program."""

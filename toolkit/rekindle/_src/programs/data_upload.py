@@ -28,12 +28,12 @@ class DataUpload:
 
     def pack(self, plan: StepPlan, constants: Constants) -> None:
         """Write a plan into the buffers."""
-        wanted = 0
+        features = 0
         for part, rows in zip(self._parts, self._shards.split(plan), strict=True):
             part.pack(rows, constants)
-            wanted |= part.wanted
+            features |= part.features
         for part in self._parts:
-            part.wanted = wanted  # the same in all shards, so that all take the same branches
+            part.features = features  # the same in all shards, so that all take the same branches
 
 
 AnyUpload = Upload | DataUpload

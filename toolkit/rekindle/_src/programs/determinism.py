@@ -17,13 +17,13 @@ HEAD_DIM, WIDTH = 16, 32  # native attention and native norms take multiples of 
 
 def deterministic(graph: Graph, config: EngineConfig) -> Graph:
     """Return the graph whose operations run in deterministic kernels. Raise ConfigError where there are none."""
-    reason = why_not(graph.config, config)
+    reason = reason_against(graph.config, config)
     if reason is not None:
         raise ConfigError("deterministic", True, f"can't be kept: {reason}", "Leave it out")
     return dataclasses.replace(graph, precision=dataclasses.replace(graph.precision, deterministic=True))
 
 
-def why_not(model: ModelConfig, config: EngineConfig) -> str | None:
+def reason_against(model: ModelConfig, config: EngineConfig) -> str | None:
     """Return why this model has no deterministic steps here; None if it has."""
     if jax.default_backend() != "cpu":
         return f"it is for CPUs, and this session runs on {jax.default_backend()}"

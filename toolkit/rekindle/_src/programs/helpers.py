@@ -42,7 +42,7 @@ def moved_pages(parts: Partitioning, kv: paged.KV) -> tuple[int, ...]:
     On CPU that is a copy within memory. A GPU or TPU starts a transfer of 64 pages as quickly as one of a single page.
     Followers of a session repeat transfers of FEW pages.
     """
-    if current_platform() == "cpu" or parts.several:
+    if current_platform() == "cpu" or parts.multi_process:
         return (FEW,)
     page = sum(leaf.size // leaf.shape[0] * leaf.dtype.itemsize for leaf in jax.tree.leaves(kv))
     return (*[pages for pages in MANY if pages * page <= TRANSFER][:1], FEW)

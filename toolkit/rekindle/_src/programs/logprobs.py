@@ -34,17 +34,19 @@ def logprobs_of(logits: Array, tokens: Array) -> Array:
     return jnp.concatenate([bits[:, :1], ids, bits[:, 1:]], axis=1)
 
 
-def row_logprobs(wanted: Array | Flag, logits: Array, tokens: Array) -> Array:
+def row_logprobs(features: Array | Flag, logits: Array, tokens: Array) -> Array:
     """Return `logprobs_of`, or zeros if no row of the step needs log-probabilities."""
     with jax.named_scope("logprobs"):
         return branch(
-            wanted & Flag.LOGPROBS != 0,
+            features & Flag.LOGPROBS != 0,
             lambda: logprobs_of(logits, tokens),
             lambda: jnp.zeros((logits.shape[0], WIDTH), jnp.int32),
         )
 
 
-def prompt_logprobs(wanted: Array | Flag, hidden: Array, targets: Array, to_logits: Callable[[Array], Array]) -> Array:
+def prompt_logprobs(
+    features: Array | Flag, hidden: Array, targets: Array, to_logits: Callable[[Array], Array]
+) -> Array:
     """Return packed [T, WIDTH]: the log-probability of each target after its position; targets below 0 are skipped.
 
     `hidden` holds the states of all rows, the T prefill tokens last: slicing them out beforehand would copy them in
@@ -70,4 +72,4 @@ def prompt_logprobs(wanted: Array | Flag, hidden: Array, targets: Array, to_logi
 
     with jax.named_scope("prompt_logprobs"):
         empty = jnp.zeros((T, WIDTH), jnp.int32)
-        return branch(wanted & Flag.PROMPT_LOGPROBS != 0, lambda: lax.fori_loop(0, chunks, one, empty), lambda: empty)
+        return branch(features & Flag.PROMPT_LOGPROBS != 0, lambda: lax.fori_loop(0, chunks, one, empty), lambda: empty)

@@ -61,7 +61,7 @@ class Layout:
 
     @property
     def sections(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes in the integer buffer: wanted, varying, constant, page table, prefill offsets, tokens, targets.
+        """Shapes in the integer buffer: features, varying, constant, page table, prefill offsets, tokens, targets.
 
         Of page tables that stay on the device there are the changes only: their slots, places and pages.
         """
@@ -88,7 +88,7 @@ class Layout:
 class Sections(NamedTuple):
     """The parts of an integer buffer, of numpy or of JAX; numpy's are views."""
 
-    wanted: Any  # [1]
+    features: Any  # [1]
     varying: Any  # [N, 4]: slot, length, token, flags
     constant: Any  # [N, 4]: prompt length, top_k, both halves of the seed
     table: Any  # [N, W], or [3, C] changes
@@ -153,7 +153,7 @@ class Upload:
         self.layout, self._first_slot, self._first_page, self._sent = layout, first_slot, first_page, sent
         self.ints, self.floats = buffers or (np.zeros(layout.ints, np.int32), np.zeros(layout.floats, np.float32))
         views = sections(layout, self.ints)
-        self._wanted, self._varying, self._constant, self._table, self._offsets, self._tokens, self._targets = views
+        self._features, self._varying, self._constant, self._table, self._offsets, self._tokens, self._targets = views
         self._floats = self.floats.reshape(layout.sequences, _FLOATS)
 
     def pack(self, plan: StepPlan, constants: Constants) -> None:
@@ -165,7 +165,7 @@ class Upload:
         varying = decode + [empty] * (layout.rows - len(decode))
         varying += prefill + [empty] * (layout.prefills - len(prefill))
         self._varying[:] = varying
-        self._wanted[0] = functools.reduce(operator.or_, (columns[3] for columns in varying))
+        self._features[0] = functools.reduce(operator.or_, (columns[3] for columns in varying))
         slots = self._varying[:, 0]
         constants.ints.take(slots, axis=0, out=self._constant, mode="clip")
         constants.floats.take(slots, axis=0, out=self._floats, mode="clip")
@@ -196,13 +196,13 @@ class Upload:
         self._tokens[offset:] = 0
 
     @property
-    def wanted(self) -> int:
+    def features(self) -> int:
         """The union of the rows' flags."""
-        return int(self._wanted[0])
+        return int(self._features[0])
 
-    @wanted.setter
-    def wanted(self, flags: int) -> None:
-        self._wanted[0] = flags
+    @features.setter
+    def features(self, flags: int) -> None:
+        self._features[0] = flags
 
     def _columns(self, row: Row, constants: Constants) -> tuple[int, int, int, int]:
         flags = constants.flags[row.slot]
@@ -253,7 +253,7 @@ class StepInputs(NamedTuple):
     last: Array  # [N]: index of each sequence's last token
     targets: Array  # [T]: the prompt's next token where prompt_logprobs wants it, else -1
     flags: Array  # [N]: flags.Flag of each row
-    wanted: Any  # []: the union of `flags`, or a Flag where it is known while the program is traced
+    features: Any  # []: the union of `flags`, or a Flag where it is known while the program is traced
     choice: Choice
     shaping: Shaping
 
@@ -278,7 +278,7 @@ def unpack(
     `tables` are the resident page tables, with the step's changes.
     """
     R, S, T = layout.rows, layout.prefills, layout.tokens
-    wanted, varying, constant, table, cu, tokens, targets = sections(layout, ints)
+    features, varying, constant, table, cu, tokens, targets = sections(layout, ints)
     slots, lengths, row_tokens, flags = (varying[:, column] for column in range(_VARYING))
     if tables is not None:
         table = tables[slots]
@@ -319,7 +319,7 @@ def unpack(
         last=last,
         targets=targets,
         flags=flags,
-        wanted=wanted[0],
+        features=features[0],
         choice=Choice(
             temperature, top_k, top_p, min_p, lax.bitcast_convert_type(constant[:, 2:4], jnp.uint32), lengths
         ),

@@ -26,48 +26,48 @@ class PageParts:
         self._parts, self._kv = parts, kv
         self.whole = parts.payload_layout(kv)
         self.layout = self.whole  # of this process's part
-        if parts.several:
+        if parts.multi_process:
             self._places = parts.heads_of(jax.process_index(), kv)  # along the heads of all devices
-            self._own = np.unique(self._places // parts.copies)
-            self.layout = layout_of(self.whole, len(self._own))
+            self._heads = np.unique(self._places // parts.copies)
+            self.layout = layout_of(self.whole, len(self._heads))
 
     @property
     def own_heads(self) -> list[int]:
         """The kv heads of a whole page that are in this process's part."""
-        if self._parts.several:
-            return [int(head) for head in self._own]
+        if self._parts.multi_process:
+            return [int(head) for head in self._heads]
         return list(range(self.whole[0][0][PAYLOAD_HEADS]))
 
     def heads(self, process: int) -> np.ndarray:
         """Return the kv heads of a whole page that the devices of a process have."""
         return np.unique(self._parts.heads_of(process, self._kv) // self._parts.copies)
 
-    def arrived(self, payload: paged.Payload) -> list[np.ndarray]:
+    def to_host(self, payload: paged.Payload) -> list[np.ndarray]:
         """Wait for pages of `gather`, and return this process's part of them in host memory."""
-        if not self._parts.several:
+        if not self._parts.multi_process:
             return self._parts.to_host(payload)
         arrays = []
         for leaf in payload:
             shape = list(leaf.shape)
-            shape[PAYLOAD_HEADS] = len(self._own)
+            shape[PAYLOAD_HEADS] = len(self._heads)
             array = np.empty(shape, leaf.dtype)
             for shard in leaf.addressable_shards:
                 first = shard.index[PAYLOAD_HEADS].start or 0
                 heads = (first + np.arange(shard.data.shape[PAYLOAD_HEADS])) // self._parts.copies
-                array[:, :, :, np.searchsorted(self._own, heads)] = np.asarray(shard.data)
+                array[:, :, :, np.searchsorted(self._heads, heads)] = np.asarray(shard.data)
             arrays.append(array)
         return arrays
 
-    def collected(self, payload: paged.Payload) -> list[np.ndarray]:
+    def collect(self, payload: paged.Payload) -> list[np.ndarray]:
         """Wait for whole pages of `collect`, and return this process's part of them."""
         whole = tuple(self._parts.to_host(payload))
         return list(self.cut(whole))
 
-    def leaving(self, part: paged.Payload) -> paged.Payload:
+    def to_scatter(self, part: paged.Payload) -> paged.Payload:
         """Return a page in the form that `scatter` takes, with this process's part filled in."""
-        if not self._parts.several:
+        if not self._parts.multi_process:
             return self._parts.to_device(part)
-        indices = np.searchsorted(self._own, self._places // self._parts.copies)
+        indices = np.searchsorted(self._heads, self._places // self._parts.copies)
         pages = []
         for leaf, (shape, dtype) in zip(part, paged.payload_layout(self._kv), strict=True):
             page = np.empty(shape, dtype)
@@ -78,22 +78,22 @@ class PageParts:
     def cut(self, whole: paged.Payload, heads: np.ndarray | None = None) -> paged.Payload:
         """Return the part of a whole page that has these heads, by default this process's."""
         if heads is None:
-            if not self._parts.several:
+            if not self._parts.multi_process:
                 return whole
-            heads = self._own
+            heads = self._heads
         return tuple(np.ascontiguousarray(np.take(leaf, heads, axis=PAYLOAD_HEADS)) for leaf in whole)
 
-    def join(self, own: paged.Payload, others: Sequence[tuple[np.ndarray, paged.Payload]]) -> paged.Payload:
+    def join(self, local: paged.Payload, remote: Sequence[tuple[np.ndarray, paged.Payload]]) -> paged.Payload:
         """Return a whole page from this process's part and those of others, each with its heads."""
         pages = []
         for index, (shape, dtype) in enumerate(self.whole):
             page = np.empty(shape, dtype)
-            for heads, part in others:
+            for heads, part in remote:
                 page[:, :, :, heads] = part[index]
-            if self._parts.several:
-                page[:, :, :, self._own] = own[index]
+            if self._parts.multi_process:
+                page[:, :, :, self._heads] = local[index]
             else:
-                page[:] = own[index]
+                page[:] = local[index]
             pages.append(page)
         return tuple(pages)
 

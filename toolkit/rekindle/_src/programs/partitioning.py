@@ -36,7 +36,7 @@ from rekindle._src.models.roles import ALL
 from rekindle._src.programs import kv_layout as paged
 
 
-class Lies(enum.Enum):
+class DeviceLayout(enum.Enum):
     """The layout of an operand or a result on the devices of a mesh."""
 
     WEIGHTS = enum.auto()
@@ -47,8 +47,8 @@ class Lies(enum.Enum):
     WHOLE = enum.auto()
 
 
-WEIGHTS, PAGES, PAYLOAD = Lies.WEIGHTS, Lies.PAGES, Lies.PAYLOAD
-ROWS, POOLED, WHOLE = Lies.ROWS, Lies.POOLED, Lies.WHOLE
+WEIGHTS, PAGES, PAYLOAD = DeviceLayout.WEIGHTS, DeviceLayout.PAGES, DeviceLayout.PAYLOAD
+ROWS, POOLED, WHOLE = DeviceLayout.ROWS, DeviceLayout.POOLED, DeviceLayout.WHOLE
 _KV_HEADS = 2  # the axis of a layer's pages, and of their scales
 PAYLOAD_HEADS = 3
 
@@ -59,8 +59,8 @@ class Recipe(NamedTuple):
     function: Callable[..., Any]
     arguments: tuple[Any, ...]  # the shapes of whole arrays that the caller of one data shard passes
     donated: tuple[int, ...]
-    operands: tuple[Lies, ...]
-    results: Any  # Lies, or a tree of them
+    operands: tuple[DeviceLayout, ...]
+    results: Any  # DeviceLayout, or a tree of them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Partitioning:
         return 1 if self.placement is None else self.placement.data
 
     @property
-    def several(self) -> bool:
+    def multi_process(self) -> bool:
         """True if several processes share the devices."""
         return self.placement is not None and self.placement.processes > 1
 
@@ -159,7 +159,7 @@ class Partitioning:
             return payload
         return tuple(np.repeat(leaf, self.copies, axis=PAYLOAD_HEADS) for leaf in payload)
 
-    def spec(self, kind: Lies, argument: Any = None) -> Any:
+    def spec(self, kind: DeviceLayout, argument: Any = None) -> Any:
         """Return the partition of this layout. For WEIGHTS, `argument` are the leaves."""
         assert self.placement is not None, "one device"
         if kind is WEIGHTS:
@@ -173,7 +173,7 @@ class Partitioning:
             return PartitionSpec()
         return PartitionSpec(None, over) if kind is POOLED else PartitionSpec(over)
 
-    def _placed(self, kind: Lies, argument: Any) -> Any:
+    def _placed(self, kind: DeviceLayout, argument: Any) -> Any:
         assert self.placement is not None, "one device"
         placement, spec = self.placement, self.spec(kind, argument)
         if kind is WEIGHTS:

@@ -27,7 +27,7 @@ KIND = "pinned_host"
 
 def used(parts: Partitioning) -> bool:
     """True if pages are transferred through such memory: it exists, and it is no CPU's."""
-    if current_platform() == "cpu" or parts.several:
+    if current_platform() == "cpu" or parts.multi_process:
         return False
     return any(memory.kind == KIND for memory in _device(parts).addressable_memories())
 

@@ -93,10 +93,10 @@ def check_results(processors: Sequence[LogitsProcessor], vocab_size: int) -> Non
         _check_shape(processor, getattr(result, "shape", None), logits.shape)
 
 
-def _check_shape(processor: LogitsProcessor, shape: tuple[int, ...] | None, wanted: tuple[int, ...]) -> None:
-    if shape != wanted:
+def _check_shape(processor: LogitsProcessor, shape: tuple[int, ...] | None, expected: tuple[int, ...]) -> None:
+    if shape != expected:
         returned = "no array" if shape is None else f"shape {shape}"
-        problem = f"returned {returned} for logits of shape {wanted}"
+        problem = f"returned {returned} for logits of shape {expected}"
         raise ConfigError("processors", processor.name, problem, "Return one number for each token: the same shape")
 
 

@@ -118,7 +118,7 @@ class Programs:
     @property
     def _unguided_keys(self) -> tuple[Key, ...]:
         sizes = self.moved_pages[::-1] if self.config.host_memory or self.config.disk_memory else ()
-        kinds = ("gather", "collect") if self.parts.several else ("gather",)
+        kinds = ("gather", "collect") if self.parts.multi_process else ("gather",)
         moves = [Helper(kind, pages) for kind in kinds for pages in sizes]
         tables = (TABLES,) if self.resident else ()
         return (*self._lattice, MEMORY, ADMIT, *tables, *moves, *(self.fills if sizes else ()))

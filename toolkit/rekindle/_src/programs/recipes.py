@@ -21,7 +21,16 @@ from rekindle._src.programs.buckets import FORWARD, GATED, Bucket
 from rekindle._src.programs.helpers import ADMIT, COLLECT, GATHER, MEMORY, TABLES
 from rekindle._src.programs.keys import Key
 from rekindle._src.programs.packing import Layout
-from rekindle._src.programs.partitioning import PAGES, PAYLOAD, POOLED, ROWS, WEIGHTS, Lies, Partitioning, Recipe
+from rekindle._src.programs.partitioning import (
+    PAGES,
+    PAYLOAD,
+    POOLED,
+    ROWS,
+    WEIGHTS,
+    DeviceLayout,
+    Partitioning,
+    Recipe,
+)
 from rekindle._src.programs.processors import LogitsProcessor
 from rekindle._src.programs.step import Scores, StepOutput, make_choice, make_forward, make_gated, make_step
 from rekindle_kernels import kernels_for, zeros
@@ -140,7 +149,7 @@ class Recipes:
             pools=key.pools,
         )
         arguments: tuple[Any, ...] = (self.leaves, self.kv, self.state, *self.upload(layout))
-        operands: tuple[Lies, ...] = (WEIGHTS, PAGES, ROWS, ROWS, ROWS)
+        operands: tuple[DeviceLayout, ...] = (WEIGHTS, PAGES, ROWS, ROWS, ROWS)
         if key.part == GATED:
             assert self.parts.placement is None, "no program on a mesh waits for its masks"
             arguments, operands = (*arguments, _ints(2)), (*operands, ROWS)

@@ -10,16 +10,16 @@ from rekindle_kernels import Choice, Wanted
 
 
 def choose(
-    logits: Array, choice: Choice, wanted: Array, masks: Array | None = None, *, implementation: str | None = None
+    logits: Array, choice: Choice, features: Array, masks: Array | None = None, *, implementation: str | None = None
 ) -> Array:
     """Return tokens [N] for logits [N, V], among those that `masks` allow; rows with temperature 0 are greedy.
 
-    `wanted` is the union of the rows' flags.
+    `features` is the union of the rows' flags.
     """
-    features = Wanted(
-        draws=wanted & Flag.DRAWS != 0,
-        top_k=wanted & Flag.TOP_K != 0,
-        large_k=wanted & Flag.LARGE_K != 0,
-        top_p=wanted & Flag.TOP_P != 0,
+    options = Wanted(
+        draws=features & Flag.DRAWS != 0,
+        top_k=features & Flag.TOP_K != 0,
+        large_k=features & Flag.LARGE_K != 0,
+        top_p=features & Flag.TOP_P != 0,
     )
-    return rekindle_kernels.draw(logits, choice, features, masks, implementation=implementation)
+    return rekindle_kernels.draw(logits, choice, options, masks, implementation=implementation)

@@ -112,7 +112,7 @@ def make_choice(
         state: RequestState, scores: Scores, ints: Array, floats: Array, masks: Array
     ) -> tuple[RequestState, Array]:
         inputs = unpack(layout, page_size, ints, floats, state.last_token, state.tables)
-        return _chosen(layout, inputs, state, scores, masks, processors, implementation)
+        return _choose(layout, inputs, state, scores, masks, processors, implementation)
 
     return choice
 
@@ -139,7 +139,7 @@ def make_gated(
         model, new_kv, hidden = _compute(graph, leaves, kv, layout, inputs, implementation)
         scores, prompt, pooled = finish_forward(layout, model, hidden, inputs, pools=pools)
         masks = gated_masks(gate, scores.logits)
-        new_state, rows = _chosen(layout, inputs, state, scores, masks, processors, graph.precision.implementation)
+        new_state, rows = _choose(layout, inputs, state, scores, masks, processors, graph.precision.implementation)
         return new_kv, new_state, StepOutput(rows, prompt, pooled)
 
     return gated
@@ -171,8 +171,8 @@ def finish(
     with jax.named_scope("sample"):
         tokens = _sample(scores.logits, inputs, state, processors, implementation=graph.precision.implementation)
     marked_tokens = marked(tokens, scores.last, scores.logits)
-    new_state, rows = _recorded(layout, inputs, state, scores, tokens, marked_tokens)
-    prompt = prompt_logprobs(inputs.wanted, hidden, inputs.targets, model.logits)
+    new_state, rows = _record(layout, inputs, state, scores, tokens, marked_tokens)
+    prompt = prompt_logprobs(inputs.features, hidden, inputs.targets, model.logits)
     pooled = pooled_states(hidden[layout.rows :], inputs.cu_lengths) if pools else None
     return new_state, StepOutput(rows, prompt, pooled)
 
@@ -183,7 +183,7 @@ def finish_forward(
     """Compute the results of a guided step's first half from the hidden states."""
     scores = _scores(layout, model, hidden, inputs)
     pooled = pooled_states(hidden[layout.rows :], inputs.cu_lengths) if pools else None
-    return scores, prompt_logprobs(inputs.wanted, hidden, inputs.targets, model.logits), pooled
+    return scores, prompt_logprobs(inputs.features, hidden, inputs.targets, model.logits), pooled
 
 
 def _scores(layout: Layout, model: Model, hidden: Array, inputs: StepInputs) -> Scores:
@@ -194,7 +194,7 @@ def _scores(layout: Layout, model: Model, hidden: Array, inputs: StepInputs) -> 
     return Scores(logits, last)
 
 
-def _chosen(
+def _choose(
     layout: Layout,
     inputs: StepInputs,
     state: RequestState,
@@ -207,16 +207,16 @@ def _chosen(
     with jax.named_scope("sample"):
         tokens, values = _sample(scores.logits, inputs, state, processors, among(masks), implementation=implementation)
     marked_tokens = with_dead_ends(marked(tokens, scores.last, scores.logits), masks, values)
-    return _recorded(layout, inputs, state, scores, tokens, marked_tokens)
+    return _record(layout, inputs, state, scores, tokens, marked_tokens)
 
 
-def _recorded(
-    layout: Layout, inputs: StepInputs, state: RequestState, scores: Scores, tokens: Array, told: Array
+def _record(
+    layout: Layout, inputs: StepInputs, state: RequestState, scores: Scores, tokens: Array, marked_tokens: Array
 ) -> tuple[RequestState, Array]:
     """Return the state with the rows' tokens recorded, and the rows' results for the host."""
-    logprobs = row_logprobs(inputs.wanted, scores.logits, tokens)
+    logprobs = row_logprobs(inputs.features, scores.logits, tokens)
     slots = jnp.where(inputs.flag(Flag.SAMPLES), inputs.slots, layout.slots)
-    return record(state, slots, tokens), jnp.concatenate([told[:, None], logprobs], axis=1)
+    return record(state, slots, tokens), jnp.concatenate([marked_tokens[:, None], logprobs], axis=1)
 
 
 def _sample(
@@ -229,7 +229,7 @@ def _sample(
     implementation: str | None,
 ) -> Any:
     """Return tokens [N], or the result of `take` for shaped logits and the function that chooses among them."""
-    changes, processed = inputs.wanted & (SHAPES | PROCESSORS) != 0, inputs.wanted & PROCESSORS != 0
+    changes, processed = inputs.features & (SHAPES | PROCESSORS) != 0, inputs.features & PROCESSORS != 0
 
     def change() -> Array:
         changed = logits
@@ -238,15 +238,15 @@ def _sample(
             changed = branch(processed, lambda: process(processors, logits, inputs.flags, context), lambda: logits)
         return shape(changed, inputs.shaping, state, inputs.slots)
 
-    def drawn(found: Array, masks: Array | None) -> Array:
-        return choose(found, inputs.choice, inputs.wanted, masks, implementation=implementation)
+    def drawn(shaped: Array, masks: Array | None) -> Array:
+        return choose(shaped, inputs.choice, inputs.features, masks, implementation=implementation)
 
     def options() -> Any:
         return take(branch(changes, change, lambda: logits), drawn)
 
     if take is not plainly and draws_in_one_call(logits, implementation=implementation):
         return branch(changes, lambda: take(change(), drawn), lambda: take(logits, drawn))  # copies no logits
-    plain = inputs.wanted & (SHAPES | PROCESSORS | Flag.DRAWS) == 0
+    plain = inputs.features & (SHAPES | PROCESSORS | Flag.DRAWS) == 0
     largest = functools.partial(greedy, implementation=implementation)
     return branch(plain, lambda: take(logits, largest), options)
 

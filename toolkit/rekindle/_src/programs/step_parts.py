@@ -73,10 +73,10 @@ class Cut:
         ]
         return cls(graph, leaves, tuple(outer), tuple(map(tuple, owned)), tuple(kinds))
 
-    def model(self, indices: Sequence[int], own: Leaves) -> Model:
+    def model(self, indices: Sequence[int], arrays: Leaves) -> Model:
         """Return the model with arrays where a part has them, and shapes elsewhere."""
         leaves = list(self.leaves)
-        for index, leaf in zip(indices, own, strict=True):
+        for index, leaf in zip(indices, arrays, strict=True):
             leaves[index] = leaf
         return merge(self.graph, leaves)
 
@@ -96,10 +96,10 @@ def make_opening(cut: Cut, layout: Layout, page_size: int) -> Opening:
 def make_layer(cut: Cut, layer: int, layout: Layout, *, implementation: str | None = None) -> Layer:
     """Return the part of one layer, and of all that are like it. The caller donates its pages."""
 
-    def run(own: Leaves, kv: LayerKV, x: Array, tables: Tables, paging: Paging) -> tuple[LayerKV, Array]:
+    def run(leaves: Leaves, kv: LayerKV, x: Array, tables: Tables, paging: Paging) -> tuple[LayerKV, Array]:
         from rekindle._src.models.nn.layers import RopeTables  # it imports flax, which only tracing needs
 
-        model = cut.model(cut.layers[layer], own)
+        model = cut.model(cut.layers[layer], leaves)
         pages = [kv] * (layer + 1)  # the layer reads the entry of its number
         fixed = cut.graph.precision.deterministic
         attend = paged.PagedAttention(model.config, pages, paging, layout.rows, implementation, deterministic=fixed)
@@ -118,7 +118,7 @@ def make_closing(
 
     def closing(outer: Leaves, state: RequestState, x: Array, inputs: StepInputs) -> tuple[RequestState, StepOutput]:
         model = cut.model(cut.outer, outer)
-        reduced = inputs._replace(wanted=GREEDY) if greedy else inputs
+        reduced = inputs._replace(features=GREEDY) if greedy else inputs
         return finish(cut.graph, layout, model, model.end(x), reduced, state, processors=processors, pools=pools)
 
     return closing

@@ -72,7 +72,7 @@ class ExecutableStore:
     ) -> None:
         self.folder, self.capacity, self.max_bytes, self.max_age = folder, capacity, max_bytes, max_age
         self._lock = threading.Lock()
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
         self._writable = True
         self._fallen_back = False
         self.distrusted = private_files.distrust_reason(folder)  # the reason why nothing is loaded or stored here
@@ -100,11 +100,13 @@ class ExecutableStore:
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
             if is_passing(error):
-                self._say(
+                self._warn_once(
                     key, f"stored program {key} can't be read now ({reason}); it stays, and is compiled meanwhile"
                 )
             else:
-                self._say(key, f"stored program {key} can't be used ({reason}); it is set aside and compiled again")
+                self._warn_once(
+                    key, f"stored program {key} can't be used ({reason}); it is set aside and compiled again"
+                )
                 set_aside(path)
             raise StoreError(reason) from error
         with contextlib.suppress(OSError):
@@ -131,7 +133,7 @@ class ExecutableStore:
         if self.distrusted is not None:
             return False
         if self._fallen_back:  # programs from JAX's cache lose their functions when they are serialised again
-            self._say("serialise", f"{_UNSERIALISABLE}, in {self._compilations}")
+            self._warn_once("serialise", f"{_UNSERIALISABLE}, in {self._compilations}")
             return False
         try:
             executable, in_tree, out_tree = serialize_executable.serialize(compiled)
@@ -139,7 +141,9 @@ class ExecutableStore:
             if _ONE_OF_THEM in str(error):
                 log.info("program %s is not stored: %s", name, error)
                 return False
-            self._say("serialise", f"{_UNSERIALISABLE}, in {self._compilations} ({type(error).__name__}: {error})")
+            self._warn_once(
+                "serialise", f"{_UNSERIALISABLE}, in {self._compilations} ({type(error).__name__}: {error})"
+            )
             with contextlib.suppress(OSError):
                 private_files.make_folder(self._compilations)
                 self._fall_back()
@@ -162,7 +166,7 @@ class ExecutableStore:
             if path.is_dir():
                 return True  # another process was faster; both compiled the same
             self._writable = not isinstance(error, OSError)
-            self._say("save", f"programs can't be stored in {self.folder}: {type(error).__name__}: {error}")
+            self._warn_once("save", f"programs can't be stored in {self.folder}: {type(error).__name__}: {error}")
             return False
         read_through.keep(path)
         self.prune()
@@ -217,9 +221,9 @@ class ExecutableStore:
     def _path(self, key: str) -> Path:
         return self.folder / private_files.stored_name(key)
 
-    def _say(self, what: str, text: str) -> None:
-        if what not in self._said:
-            self._said.add(what)
+    def _warn_once(self, key: str, text: str) -> None:
+        if key not in self._warned:
+            self._warned.add(key)
             log.warning(text)
 
 

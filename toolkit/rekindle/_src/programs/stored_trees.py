@@ -25,9 +25,9 @@ def encode(tree: Any) -> Any:
     return description
 
 
-def decode(found: Any) -> Any:
+def decode(description: Any) -> Any:
     """Return the PyTreeDef. Raise ValueError for anything that `encode` did not make."""
-    return jax.tree.structure(_build(found))
+    return jax.tree.structure(_build(description))
 
 
 class _Leaf:
@@ -52,14 +52,14 @@ def _describe(value: Any) -> Any:
     raise TypeError(f"a {kind.__name__} among the arguments or results of a program")
 
 
-def _build(found: Any) -> Any:
-    if found == "*":
+def _build(description: Any) -> Any:
+    if description == "*":
         return _LEAF
-    if found is None:
+    if description is None:
         return None
-    if not isinstance(found, list) or not found or not isinstance(found[0], str):
-        raise ValueError(f"{found!r} describes no tree")
-    name, *parts = found
+    if not isinstance(description, list) or not description or not isinstance(description[0], str):
+        raise ValueError(f"{description!r} describes no tree")
+    name, *parts = description
     if name == "dict":
         return {key: _build(item) for key, item in parts[0].items()}
     children = [_build(item) for item in parts]

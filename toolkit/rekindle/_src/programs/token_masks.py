@@ -36,11 +36,11 @@ def among(masks: Array) -> Take:
     return take
 
 
-def with_dead_ends(told: Array, masks: Array, values: Array) -> Array:
-    """Return `told` [N] with NO_TOKEN in guided rows whose token was chosen with a logit that means "never".
+def with_dead_ends(tokens: Array, masks: Array, values: Array) -> Array:
+    """Return `tokens` [N] with NO_TOKEN in guided rows whose token was chosen with a logit that means "never".
 
     Where all logits are minus infinity a token is chosen nevertheless, and an infinite bias is a finite number.
     """
     never = values < -BIAS_LIMIT / 2
     dead = lax.cond(jnp.any(never), lambda: never & jnp.any(masks != -1, axis=1), lambda: never)
-    return jnp.where(dead, NO_TOKEN, told)
+    return jnp.where(dead, NO_TOKEN, tokens)

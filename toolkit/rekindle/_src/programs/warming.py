@@ -181,7 +181,7 @@ class Warming:
         self._error: BaseException | None = None
         self._kernels = build_kernels(programs.kernels())
         self.in_peace = False  # parts serve; nothing is compiled that nobody asked for
-        if precompile != "all" and not programs.config.deterministic and not programs.parts.several:
+        if precompile != "all" and not programs.config.deterministic and not programs.parts.multi_process:
             self.in_peace = programs.starts_anew(first_needed(programs, restoring=False)[:2])
         in_parts = self.in_peace
         if in_parts:
