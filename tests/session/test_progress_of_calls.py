@@ -131,13 +131,17 @@ def test_an_opening_names_weights_programs_and_what_is_compiled() -> None:
     progress = OpeningProgress(Path("/models/small"))
     assert progress.look() == State("opening small: importing JAX", None)
     progress.weights(LoadProgress(20_000_000, 80_000_000, 1.0))
-    progress.compiling = lambda: "compiling r1t16 (kernel gemm)"
+    progress.compiling = lambda: "compiling program r1t16, kernel gemm"
     state = progress.look()
     assert state is not None
-    assert state.line == "opening small: weights 20 of 80 MB, compiling r1t16 (kernel gemm)"
+    assert state.line == "opening small: weights 20 of 80 MB, compiling program r1t16, kernel gemm"
     assert state.fraction == 0.25
     progress.compiling = str
     assert progress.look() == State("opening small: weights 20 of 80 MB at 20 MB/s, 3.0 s left", 0.25)
+    progress.compiling = lambda: "compiling program r1t16"
+    progress.weights(LoadProgress(80_000_000, 80_000_000, 2.0))
+    progress.stage = "vocabulary"
+    assert progress.look() == State("opening small: vocabulary, compiling program r1t16", None)
     progress.hidden = True
     assert progress.look() is None
 

@@ -378,6 +378,7 @@ class Programs:
     def describe_compiling(self) -> str:
         """What is being compiled now, in words; empty if nothing is."""
         with self._lock:
-            names = " and ".join(key.name for key in self._compiling)
+            names = [key.name for key in self._compiling]
         kernel = kernel_being_compiled()
-        return f"compiling {names}" + (f" (kernel {kernel})" if kernel else "") if names else ""
+        programs = f"compiling program{'s' if len(names) > 1 else ''} {' and '.join(names)}"
+        return programs + (f", kernel {kernel}" if kernel else "") if names else ""

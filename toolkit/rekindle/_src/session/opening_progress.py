@@ -41,7 +41,8 @@ class OpeningProgress:
         # What is compiled takes a core from the reading threads, and its words take the place of a rate.
         read = "" if not reading or weights is None else f"weights {weights.share if compiling else weights}"
         programs = "" if warmed is None else f"programs {warmed.done} of {warmed.total}"
-        parts = [read, programs, compiling]
-        shown = [part for part in parts if part] or [self.stage]
+        # Programs are compiled beside what the opening waits for, which comes first.
+        shown = [part for part in (read, programs) if part] or [self.stage]
+        shown += [compiling] if compiling else []
         shares = [report.done / report.total for report in (weights if reading else None, warmed) if report]
         return State(f"opening {self._name}: {', '.join(shown)}", min(shares, default=None))
