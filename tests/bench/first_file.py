@@ -6,7 +6,8 @@
 Each round has an empty cache folder and three processes: without anything, with programs (and no weights), and with
 everything; `--peer` adds one of llama.cpp's, of an environment with llama-cpp-python. Each opens a session and streams
 texts. `speed` is tokens per second of each second after the first text over that of the last seconds, `least` the
-lowest of them. Memory is what is resident at the end: all of it, and what belongs to no file.
+lowest of them. `cpu` are the seconds of all cores until the first text, which other work on the machine changes least.
+Memory is what is resident at the end: all of it, and what belongs to no file.
 """
 
 from __future__ import annotations
@@ -30,21 +31,21 @@ from pathlib import Path
 model, seconds = sys.argv[1], float(sys.argv[3])
 with rekindle.open_sync(model) as session:
     opened = time.time() - began
-    times, texts, end = [], [], None
+    times, texts, end, spent = [], [], None, None
     while end is None or time.time() < end:
         text = []
         prompt = "The history of the city begins" + " again" * len(texts)
         for delta in session.stream_sync(prompt, max_tokens=200, ignore_eos=True, temperature=0):
             times += [time.time() - began] * max(1, len(delta.token_ids))
             text += delta.token_ids
-            end = end or time.time() + seconds
+            end, spent = end or time.time() + seconds, spent or time.process_time()
             if time.time() > end:
                 break
         texts.append(text)
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     megabytes = {name: int(status[name].split()[0]) // 1000 for name in ("VmRSS", "RssAnon", "VmHWM")}
-    found = {"opened": opened, "times": times, "first": texts[0], "weights": session._engine.weights, **megabytes}
-    print(json.dumps(found))
+    found = {"opened": opened, "times": times, "spent": spent, "first": texts[0], "weights": session._engine.weights}
+    print(json.dumps(found | megabytes))
 """
 PEER = """
 import json, sys, time
@@ -52,20 +53,20 @@ began = float(sys.argv[2])
 from llama_cpp import Llama
 from pathlib import Path
 model = Llama(sys.argv[1], n_ctx=2048, verbose=False)
-opened, times, texts, end = time.time() - began, [], [], None
+opened, times, texts, end, spent = time.time() - began, [], [], None, None
 while end is None or time.time() < end:
     text = []
     prompt = "The history of the city begins" + " again" * len(texts)
     for token in model.generate(model.tokenize(prompt.encode()), temp=0.0):
         times.append(time.time() - began)
         text.append(token)
-        end = end or time.time() + float(sys.argv[3])
+        end, spent = end or time.time() + float(sys.argv[3]), spent or time.process_time()
         if len(text) == 200 or time.time() > end:
             break
     texts.append(text)
 status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
 megabytes = {name: int(status[name].split()[0]) // 1000 for name in ("VmRSS", "RssAnon", "VmHWM")}
-print(json.dumps({"opened": opened, "times": times, "first": texts[0], "weights": "", **megabytes}))
+print(json.dumps({"opened": opened, "times": times, "spent": spent, "first": texts[0], "weights": "", **megabytes}))
 """
 KINDS = ("nothing", "programs", "everything")
 
@@ -103,6 +104,7 @@ def summary(found: dict[str, object]) -> dict[str, float]:
     return {
         "open": opened,
         "text": first,
+        "cpu": found["spent"],  # type: ignore[dict-item]
         "tok/s": final,
         "least": min(each) / final,
         "from 5 s": min(later, default=0) / final,

@@ -374,7 +374,9 @@ def test_a_first_text_is_made_of_parts_where_kernels_are_there_too(mode: str, mo
 
     def begun(store: DictStore) -> tuple[Programs, Warming]:
         programs = Programs(MODEL.config, MODEL.graph, MODEL.leaves, tiny_config(), store=store)
-        return programs, Warming(programs, mode)
+        warmed = Warming(programs, mode)
+        warmed.opened()
+        return programs, warmed
 
     store = DictStore()
     programs, going = begun(store)
@@ -422,6 +424,22 @@ def test_a_short_process_that_finds_parts_compiles_nothing(monkeypatch: pytest.M
         assert not going._thread.is_alive() and not {key.name for key in first} & {*store.kept}
         seen.append((programs.traces, programs.compilations, len(store.kept)))
     assert seen[0][1] > 0 and seen[1:] == [(0, 0, seen[0][2])] * 2
+
+
+def test_whole_programs_wait_for_the_opening(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A session that is still reading its weights has better uses for the cores."""
+    many_layers(monkeypatch, 0.0)
+    replaced = threading.Event()
+    monkeypatch.setattr(Programs, "end_parts", lambda self, stopped: replaced.set())
+    programs = Programs(MODEL.config, MODEL.graph, MODEL.leaves, tiny_config())
+    going = Warming(programs, "lazy")
+    try:
+        assert all(isinstance(programs.get(key), LayeredStep) for key in first_needed(programs, restoring=False)[:2])
+        assert not replaced.wait(0.3)
+        going.opened()
+        assert replaced.wait(60)
+    finally:
+        going.stop(60)
 
 
 def test_few_layers_are_compiled_whole_where_kernels_are_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,9 +22,10 @@ from rekindle_kernels import build_kernels
 
 _at_work: weakref.WeakSet[Warming] = weakref.WeakSet()
 _registered = False
-# Seconds after the programs of a first text, before whole ones are compiled in place of parts: it may be all that is
-# asked, and then neither this process nor the next one compiles more than it used. With "lazy" that is likelier, and
-# those of a model that is not DEEP compile within two seconds; either way they are there by the tenth.
+# Seconds from when a session is open and has the programs of a first text, before whole ones are compiled in place of
+# parts: it may be all that is asked, and then neither this process nor the next one compiles more than it used. With
+# "lazy" that is likelier, and those of a model that is not DEEP compile within two seconds; either way they are there
+# by the tenth.
 PEACE, LONGER_PEACE, DEEP = 0.7, 6.0, 12
 SETTLING = 0.5  # seconds from the opening of a session that restores, in which others are not loaded beside its request
 WORKERS = 2  # threads; XLA compiles a program on one core, and more workers than cores slow serving down
@@ -302,6 +303,7 @@ class Warming:
         process that ends within it compiles nothing that it did not need."""
         with contexts():
             soon = programs.model.num_layers >= DEEP or self._precompile == "background"
+            self._opened.wait()  # until then weights and the vocabulary want the cores
             self._stopped.wait(PEACE if soon else LONGER_PEACE)
             self.in_peace = False
             programs.end_parts(self._is_stopped)
