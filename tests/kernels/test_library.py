@@ -74,24 +74,46 @@ def test_an_installation_measures_how_to_prefetch_and_keeps_the_choice(
     )
     assert done.returncode == 0, done.stderr
     said = json.loads((tmp_path / library.MANIFEST).read_text())["prefetch"]
-    assert said["chosen"] in [one["prefetch"] for one in said["gb_per_s"]] and len(said["gb_per_s"]) >= 4
-    assert all(one[bits] > 0 for one in said["gb_per_s"] for bits in ("16", "8", "4"))
+    candidates = [one["prefetch"] for one in said["gb_per_s"]]
+    assert said["chosen"].keys() == {*cpu.Prefetching._fields} and len(candidates) >= 4
+    assert all(choice in candidates for choice in said["chosen"].values())
+    assert all(one[kind] > 0 for one in said["gb_per_s"] for kind in said["chosen"])
     monkeypatch.setenv(library.FOLDER, str(tmp_path))
     found = library.find()
-    assert found is not None and found.prefetch == cpu.Prefetch(*said["chosen"])
+    assert found is not None and found.prefetch == cpu.Prefetching.read(said["chosen"])
     assert found.processor == cpu.model_name() != ""
-    assert f"{found.prefetch.ahead >> 10} KiB ahead into cache level {found.prefetch.cache}" in kernels_origin()
+    cache, ahead = found.prefetch.several
+    assert (f"{ahead >> 10} KiB ahead into cache level {cache}" if cache else "none") in kernels_origin()
+
+
+def test_each_number_of_bits_has_a_choice_of_its_own_and_it_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = {"wide": [0, 0], "int8": [2, 8192], "grouped": [1, 2048], "several": [2, 8192]}
+    manifest(tmp_path, prefetch={"chosen": chosen, "processor": "A processor"})
+    monkeypatch.setenv(library.FOLDER, str(tmp_path))
+    found = library.find()
+    assert found is not None and found.prefetch is not None
+    assert found.prefetch.wide == cpu.Prefetch(0, 0) and found.prefetch.grouped == cpu.Prefetch(1, 2048)
+    words = kernels_origin()
+    assert "measured on A processor" in words and "(16 bits: none; " in words
+    assert "8 bits, several rows: 8 KiB ahead into cache level 2" in words
+    assert "4 bits: 2 KiB ahead into cache level 1" in words
+    library._find.cache_clear()
+    manifest(tmp_path, prefetch={"chosen": {"wide": [0, 0]}})
+    assert library.find() is None, "one kind is missing"
 
 
 def test_another_prefetching_has_to_be_faster_in_most_turns() -> None:
     tuning = pytest.importorskip("rekindle_kernels.native.tuning")
     steady = [[10.0, 12.0, 11.0]] * 8
-    assert tuning.fastest([steady, steady], 0) == 1
-    assert tuning.fastest([steady, steady], 1) == 1
-    assert tuning.fastest([[[10.0, 10.2, 9.0]] * 8], 0) == 0, "a gain of 2 % is none"
+    assert tuning.fastest(steady, 0) == 1
+    assert tuning.fastest(steady, 1) == 1
+    assert tuning.fastest([[10.0, 10.2, 9.0]] * 8, 0) == 0, "a gain of 2 % is none"
     noisy = [[10.0, 30.0]] * 3 + [[10.0, 9.0]] * 5
-    assert tuning.fastest([noisy], 0) == 0, "three lucky turns of eight"
-    assert tuning.fastest([steady, [[10.0, 5.0, 10.0]] * 8], 0) == 2, "faster in 16 bits, and slower in 4"
+    assert tuning.fastest(noisy, 0) == 0, "three lucky turns of eight"
+    barely = [[10.0, 11.0]] * 9 + [[10.0, 9.0]] * 6
+    assert tuning.fastest(barely, 0) == 0, "faster in nine turns of fifteen"
 
 
 def test_the_code_of_a_kernel_differs_in_its_prefetching_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,8 +128,8 @@ def test_the_code_of_a_kernel_differs_in_its_prefetching_alone(monkeypatch: pyte
     monkeypatch.setattr(cpu, "building_for", LEVELS[0])
     codes = []
     for choice in (cpu.Prefetch(1, 8 << 10), cpu.Prefetch(2, 8 << 10)):
-        monkeypatch.setattr(cpu, "prefetching", choice)
-        code = function_code(lambda: _probe(8), "entry", machine)
+        monkeypatch.setattr(cpu, "prefetching", cpu.Prefetching(*[choice] * 4))
+        code = function_code(lambda: _probe("int8"), "entry", machine)
         executable = 4
         codes += [
             code[section.offset :][: section.size]

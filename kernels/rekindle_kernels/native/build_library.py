@@ -132,7 +132,7 @@ def tuned(level: cpu.Level) -> dict[str, Any] | None:
     forks should have had no threads, and sets no other kernels' choice."""
     try:
         code = f"from rekindle_kernels.native import cpu, tuning; tuning.main(cpu.level_called({level.name!r}))"
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
         found: dict[str, Any] | None = json.loads(done.stdout)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         print(f"prefetching is not measured: {error}".splitlines()[0], file=sys.stderr)
@@ -271,7 +271,7 @@ def main() -> None:
     measures = arguments.here and library.platform_tag() == UNLINKED and any(map(reads_weights, kernels))
     chosen = tuned(levels[0]) if measures else None
     if chosen is not None:
-        cpu.prefetching = cpu.Prefetch(*chosen["chosen"])
+        cpu.prefetching = cpu.Prefetching.read(chosen["chosen"])
     try:
         build(
             arguments.out, levels, kernels, linker=arguments.linker, limit=arguments.limit, origin=origin,

@@ -10,6 +10,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -33,11 +34,26 @@ DOT_PRODUCTS = {
 class Prefetch(NamedTuple):
     """How kernels ask for memory before they read it."""
 
-    cache: int  # the level of cache that it is brought into, 1 or 2
+    cache: int  # the level of cache that it is brought into, 1 or 2; 0 leaves it to the processor's own prefetcher
     ahead: int  # bytes by which weights are asked for before they are read
 
 
-USUAL = Prefetch(1, 8 << 10)
+class Prefetching(NamedTuple):
+    """How products ask for weights: those of one row by the kind of weights."""
+
+    wide: Prefetch  # 16 bits and more
+    int8: Prefetch
+    grouped: Prefetch  # 4, 6 and 8 bits in groups, for several rows, too
+    several: Prefetch  # for several rows at once, and what is no weight
+
+    @classmethod
+    def read(cls, written: Mapping[str, Sequence[int]]) -> Prefetching:
+        """Returns what a manifest says by kind."""
+        return cls(**{kind: Prefetch(*how) for kind, how in written.items()})
+
+
+USUAL = Prefetching(*[Prefetch(1, 8 << 10)] * 4)
+SECOND = Prefetching(*[Prefetch(2, 8 << 10)] * 4)._replace(grouped=USUAL.grouped)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +65,7 @@ class Level:
     cpu: str  # LLVM's name for those that have the least of it
     extra: tuple[str, ...]  # features beyond that
     features: frozenset[str]  # all that kernels and their choice look at
-    prefetch: Prefetch = USUAL  # where nothing else was measured to be faster
+    prefetch: Prefetching = USUAL  # where nothing else was measured to be faster
 
     @property
     def flags(self) -> str:
@@ -62,7 +78,7 @@ class Level:
         return self.name.replace("-", "_").replace(".", "_")
 
 
-def _x86(name: str, base: str, features: frozenset[str], *extra: str, prefetch: Prefetch = USUAL) -> Level:
+def _x86(name: str, base: str, features: frozenset[str], *extra: str, prefetch: Prefetching = USUAL) -> Level:
     return Level(name, "x86_64", base, extra, features | {*extra}, prefetch)
 
 
@@ -71,7 +87,7 @@ def _arm(name: str, *features: str) -> Level:
 
 
 LEVELS = (  # of one machine the best first
-    _x86("x86-64-v4-bf16", "x86-64-v4", V4, "avx512vnni", "avx512bf16", prefetch=Prefetch(2, 8 << 10)),  # Zen 4's
+    _x86("x86-64-v4-bf16", "x86-64-v4", V4, "avx512vnni", "avx512bf16", prefetch=SECOND),  # as a Zen 4 likes it
     _x86("x86-64-v4-vnni", "x86-64-v4", V4, "avx512vnni"),
     _x86("x86-64-v4", "x86-64-v4", V4),
     _x86("x86-64-v3-vnni", "x86-64-v3", V3, "avxvnni"),
@@ -85,7 +101,7 @@ IDENTIFYING = {
     "cpu variant", "cpu part", "cpu revision",
 }  # fmt: skip
 building_for: Level | None = None  # set in processes that compile for others
-prefetching: Prefetch | None = None  # set in processes that compile with another one than the level's
+prefetching: Prefetching | None = None  # set in processes that compile with another one than the level's
 
 
 def level_called(name: str) -> Level:
@@ -121,7 +137,7 @@ def identity() -> str:
     return f"{llvm.get_host_cpu_name()} {llvm.get_host_cpu_features().flatten()}"
 
 
-def prefetch() -> Prefetch:
+def prefetch() -> Prefetching:
     """How the kernels that are being compiled ask for memory."""
     level = building_for or next(iter(levels()), None)
     return prefetching or (USUAL if level is None else level.prefetch)

@@ -34,7 +34,7 @@ class Library(NamedTuple):
     levels: dict[str, frozenset[str]]  # the kernels of each level that may run here, the best first
     objects: dict[str, tuple[int, int]]  # offset and size of object files, by symbol; of a shared library none
     origin: str  # how it was made, in words
-    prefetch: cpu.Prefetch | None = None  # chosen by a measurement of `processor`; None if it is the levels' own
+    prefetch: cpu.Prefetching | None = None  # chosen by a measurement of `processor`; None if it is the levels' own
     processor: str = ""
 
 
@@ -86,10 +86,10 @@ def _find(place: Path, levels: tuple[cpu.Level, ...]) -> Library | None:
             return None
         objects = {symbol: (first, size) for symbol, (first, size) in manifest.get("objects", {}).items()}
         measured = manifest.get("prefetch") or {}
-        prefetch = cpu.Prefetch(*measured["chosen"]) if measured else None
+        chosen = cpu.Prefetching.read(measured["chosen"]) if measured else None
         return Library(
             place / manifest["library"], manifest["digest"], usable, objects, manifest.get("origin", ""),
-            prefetch, measured.get("processor", ""),
+            chosen, measured.get("processor", ""),
         )  # fmt: skip
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         log.debug("no library of native kernels in %s: %r", place, error)

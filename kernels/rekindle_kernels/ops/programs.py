@@ -55,10 +55,20 @@ def kernels_origin() -> str:
     if built is None:
         return f"numba compiles them for this processor when a model needs them, and keeps them in {build.folder()}"
     level = next(iter(built.levels))
-    cache, ahead = built.prefetch or cpu.level_called(level).prefetch
     measured = f"as measured on {built.processor or 'this processor'}" if built.prefetch else "as for all of its level"
-    prefetch = f"prefetching {ahead >> 10} KiB ahead into cache level {cache}, {measured}"
-    return f"{built.origin or 'in the package, for'} {level}, {prefetch}: {built.path}"
+    prefetch = _in_words(built.prefetch or cpu.level_called(level).prefetch)
+    return f"{built.origin or 'in the package, for'} {level}, prefetching {measured} ({prefetch}): {built.path}"
+
+
+def _in_words(prefetching: cpu.Prefetching) -> str:
+    """Describe how each kind of weights is prefetched; kinds that are alike come together."""
+    kinds: dict[cpu.Prefetch, list[str]] = {}
+    for kind, choice in zip(("16 bits", "8 bits", "4 bits", "several rows"), prefetching, strict=True):
+        kinds.setdefault(choice, []).append(kind)
+    return "; ".join(
+        f"{', '.join(names)}: {f'{ahead >> 10} KiB ahead into cache level {cache}' if cache else 'none'}"
+        for (cache, ahead), names in kinds.items()
+    )
 
 
 def environment() -> dict[str, Any]:

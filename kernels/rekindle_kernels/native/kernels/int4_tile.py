@@ -80,7 +80,7 @@ def multiply_tile(
     in_registers = rows * vectors <= 8
     count, tile_bytes, step, tile_inputs = rows * vectors, TILE_BYTES[bits], STEP[bits], INPUTS_OF[bits]
     apart = UNPACKED * tile_inputs // 8 if unpacked else tile_bytes
-    ahead = cpu.prefetch().ahead
+    cache, ahead = cpu.prefetch().grouped
 
     @intrinsic
     def tile(
@@ -135,7 +135,7 @@ def multiply_tile(
                         number_of_tile = builder.add(first, WORD(each))
                         address = builder.add(weights, times(number_of_tile, apart))
                         for line in range(0, tile_bytes if prefetches else 0, TILE):
-                            prefetch_at(builder, builder.add(address, WORD(ahead + line)))
+                            prefetch_at(builder, builder.add(address, WORD(ahead + line)), cache)
                         if unpacked:
                             fours: Iterable[Any] = (loaded(address, four) for four in range(tile_inputs // 4))
                         else:
