@@ -19,7 +19,7 @@ import anyio
 import rekindle
 from rekindle._src.bench.shapes import random_shape
 from rekindle._src.bench.simulation.fleet import HEAD, Outcome, Watch, simulate
-from rekindle._src.bench.simulation.loads import Ask, chats, percentile
+from rekindle._src.bench.simulation.loads import SimulatedRequest, chats, percentile
 from rekindle._src.bench.simulation.measuring import measure, replay
 from rekindle._src.bench.simulation.step_cost import StepCost, StepTimes
 
@@ -30,7 +30,7 @@ OPTIONS: dict[str, Any] = {
 SMALL = {"systems": 6, "system_tokens": 160, "turns": 3, "question": 24, "output": 24, "pause": 1.0}
 
 
-def small_chats(requests: int, rate: float, seed: int = 1) -> list[Ask]:
+def small_chats(requests: int, rate: float, seed: int = 1) -> list[SimulatedRequest]:
     """Conversations that fit into the embedded model's context."""
     found = chats(random.Random(seed), requests, rate, **SMALL)
     return [ask for ask in found if ask.length + ask.output < 900]
@@ -88,7 +88,7 @@ async def prediction(arguments: argparse.Namespace) -> None:
                 print(f"{'':24}{HEAD}")
             print(f"{'real':24}{real}\n{'simulated':24}{told}")
             busy = [(work, taken) for work, taken in times.steps if taken > 0]
-            again = StepCost.fitted(busy)
+            again = StepCost.fit(busy)
             spent = sum(taken for _, taken in busy)
             told_spent = sum(cost.seconds(work) for work, _ in busy) * statistics.fmean(spread)
             usual = statistics.median(taken / cost.seconds(work) for work, taken in busy)

@@ -26,7 +26,7 @@ sys.path[:0] = [str(ROOT / name) for name in ("toolkit", "kernels", "tests/bench
 import rekindle  # noqa: E402
 from rekindle._src.bench.shapes import random_shape  # noqa: E402
 from rekindle._src.bench.simulation.fleet import HEAD, Watch, simulate  # noqa: E402
-from rekindle._src.bench.simulation.loads import Ask  # noqa: E402
+from rekindle._src.bench.simulation.loads import SimulatedRequest  # noqa: E402
 from rekindle._src.bench.simulation.measuring import measure, replay  # noqa: E402
 from rekindle._src.processes.bulk import BulkChannel  # noqa: E402
 from rekindle._src.session.sharing.pulling import Puller  # noqa: E402
@@ -108,18 +108,18 @@ def wire(arguments: argparse.Namespace) -> None:
     other.communicate("")
 
 
-def load(arguments: argparse.Namespace) -> list[Ask]:
+def load(arguments: argparse.Namespace) -> list[SimulatedRequest]:
     """Streams that go on all the time, and among them prompts that are new to every cache."""
     draw = random.Random(1)
     found = [
-        Ask(0.0, ((number + 1, 70),), arguments.output, b"s%d" % number, b"s%d" % number)
+        SimulatedRequest(0.0, ((number + 1, 70),), arguments.output, b"s%d" % number, b"s%d" % number)
         for number in range(arguments.streams)
     ]
     at, number = 0.5, 0
     while at < arguments.seconds:
         number += 1
         size = draw.randint(600, 900)
-        found.append(Ask(at, ((1000 + number, size),), 4, b"f%d" % number, b"f%d" % number))
+        found.append(SimulatedRequest(at, ((1000 + number, size),), 4, b"f%d" % number, b"f%d" % number))
         at += draw.expovariate(arguments.rate)
     return sorted(found)
 
@@ -127,14 +127,14 @@ def load(arguments: argparse.Namespace) -> list[Ask]:
 class Streams(Watch):
     """Counts the pauses of the streams, but for that before the second token, when they change their replica."""
 
-    def __init__(self, asks: list[Ask]) -> None:
+    def __init__(self, asks: list[SimulatedRequest]) -> None:
         super().__init__()
         self._streams = {str(number) for number, ask in enumerate(asks) if ask.opening.startswith(b"s")}
         self._tokens: dict[str, int] = {}
 
-    def came(self, name: str, tokens: int, at: float, *, ended: bool) -> None:
+    def received(self, name: str, tokens: int, at: float, *, ended: bool) -> None:
         before = len(self.between)
-        super().came(name, tokens, at, ended=ended)
+        super().received(name, tokens, at, ended=ended)
         seen = self._tokens[name] = self._tokens.get(name, 0) + tokens
         if name not in self._streams or seen - tokens < 2:
             del self.between[before:]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from helpers import checkpoints, gguf_files
-from rekindle._src.bench.plan import DEVICES, PLANNED, DeviceSpec, planned, shape_config
+from rekindle._src.bench.plan import DEVICES, PLANNED, DeviceSpec, make_plan, shape_config
 from rekindle._src.cli.main import main
 from rekindle._src.models.partition import Partition
 from rekindle._src.session.resolve import PAGE_SIZES
@@ -18,7 +18,7 @@ CONFIG = shape_config("70b")[0]
 
 
 def test_a_70b_model_does_not_fit_one_h100_and_fits_eight() -> None:
-    one, eight = (planned(CONFIG, Partition(count), DEVICES["H100"]) for count in (1, 8))
+    one, eight = (make_plan(CONFIG, Partition(count), DEVICES["H100"]) for count in (1, 8))
     assert one.weight_bytes == pytest.approx(70.55e9 * 2, rel=0.001)  # the published number of parameters
     assert not one.fits and one.free_bytes < 0 and one.kv_tokens == 0
     assert eight.weight_bytes == pytest.approx(one.weight_bytes / 8, rel=0.001)
@@ -28,39 +28,39 @@ def test_a_70b_model_does_not_fit_one_h100_and_fits_eight() -> None:
 
 
 def test_a_step_of_one_row_reads_the_weights_once() -> None:
-    found = planned(CONFIG, Partition(8), DeviceSpec(80, 1000, 1e6, 1e6, 1e6, latency=0), context=1)
+    found = make_plan(CONFIG, Partition(8), DeviceSpec(80, 1000, 1e6, 1e6, 1e6, latency=0), context=1)
     embedding = 128256 * 8192 * 2 / 8
     assert found.alone_seconds == pytest.approx((found.weight_bytes - embedding) / 1e12, rel=0.001)
 
 
 def test_sums_over_devices_cost_their_latency_in_each_layer() -> None:
-    slow = planned(CONFIG, Partition(8), DeviceSpec(80, 1000, 1e6, 1e6, 1e9, latency=100))
+    slow = make_plan(CONFIG, Partition(8), DeviceSpec(80, 1000, 1e6, 1e6, 1e9, latency=100))
     assert slow.sum_seconds == pytest.approx((2 * 80 + 2) * 100e-6, rel=0.001)
-    assert planned(CONFIG, Partition(1), DEVICES["H100"]).sum_seconds == 0
+    assert make_plan(CONFIG, Partition(1), DEVICES["H100"]).sum_seconds == 0
 
 
 def test_kv_heads_beyond_those_there_are_take_memory_on_every_device() -> None:
-    assert planned(CONFIG, Partition(8), DEVICES["H100"]).token_bytes == (
-        planned(CONFIG, Partition(16), DEVICES["H100"]).token_bytes
+    assert make_plan(CONFIG, Partition(8), DEVICES["H100"]).token_bytes == (
+        make_plan(CONFIG, Partition(16), DEVICES["H100"]).token_bytes
     )
 
 
 def test_experts_are_read_as_far_as_they_are_chosen() -> None:
     config = shape_config("30b-a3b")[0]
-    found = planned(config, Partition(2, 4), DEVICES["H100"])
+    found = make_plan(config, Partition(2, 4), DEVICES["H100"])
     assert found.weight_bytes == pytest.approx(30.5e9 * 2 / 8, rel=0.02)
     assert found.read_bytes == pytest.approx(3.3e9 * 2 / 8, rel=0.05)  # the published number of active parameters
 
 
 def test_int8_halves_the_weights() -> None:
-    full, half = (planned(CONFIG, Partition(4), DEVICES["H100"], quantize=q) for q in (None, "int8"))
+    full, half = (make_plan(CONFIG, Partition(4), DEVICES["H100"], quantize=q) for q in (None, "int8"))
     assert half.weight_bytes == pytest.approx(full.weight_bytes / 2, rel=0.01)
 
 
 @pytest.mark.parametrize("shape", sorted(PLANNED))
 def test_every_shape_has_a_plan(shape: str) -> None:
     config, dtype = shape_config(shape)
-    found = planned(config, Partition(1), DEVICES["H200"], dtype=dtype)
+    found = make_plan(config, Partition(1), DEVICES["H200"], dtype=dtype)
     assert found.weight_bytes > 0 and found.many_seconds >= found.alone_seconds > 0
 
 
@@ -101,14 +101,14 @@ def test_a_gguf_file_is_planned_by_its_metadata(tmp_path: Path) -> None:
 
 
 def test_data_shards_have_the_whole_model_and_rows_of_their_own() -> None:
-    one, two = (planned(CONFIG, Partition(4), DEVICES["H100"], context=4096, shards=shards) for shards in (1, 2))
+    one, two = (make_plan(CONFIG, Partition(4), DEVICES["H100"], context=4096, shards=shards) for shards in (1, 2))
     assert (one.devices, two.devices) == (4, 8)
     assert (two.weight_bytes, two.token_bytes, two.pages) == (one.weight_bytes, one.token_bytes, one.pages)
     # two kv heads of 128 on each device, 80 layers, two bytes, 64 tokens
     assert one.pages == one.free_bytes // (2 * 80 * 2 * 128 * 2 * 64)
     assert two.kv_tokens == one.kv_tokens and two.contexts == 2 * one.contexts
     assert two.alone_seconds == one.alone_seconds and two.many_seconds < one.many_seconds
-    half = planned(CONFIG, Partition(4), DeviceSpec(80, 1000, 1e9, 1e9, 1e9, latency=0), context=1, shards=64)
+    half = make_plan(CONFIG, Partition(4), DeviceSpec(80, 1000, 1e9, 1e9, 1e9, latency=0), context=1, shards=64)
     assert half.many_seconds == pytest.approx(half.alone_seconds), "64 rows are one for each of 64 shards"
 
 
@@ -120,7 +120,7 @@ def test_pages_have_the_sizes_that_sessions_choose_there() -> None:
 def test_the_doctor_tells_what_each_data_shard_has(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--plan", "70b", "--mesh", "data=2,model=4", "--device", "H100"]) == 0
     told = capsys.readouterr().out
-    found = planned(CONFIG, Partition(4), DEVICES["H100"], context=8192, shards=2)
+    found = make_plan(CONFIG, Partition(4), DEVICES["H100"], context=8192, shards=2)
     assert "70b on 8 × H100 in 2 data shards of 4: weights take 35.3 GB on each device, of 72.0 GB" in told
     assert f"{found.kv_tokens:,} tokens fit beside them (81,920 bytes of each on a device)" in told
     assert f"in {found.pages:,} pages of 64 of each data shard, {2 * found.kv_tokens:,} in all" in told

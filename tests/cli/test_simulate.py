@@ -11,7 +11,7 @@ import pytest
 
 from rekindle import ConfigError
 from rekindle._src.bench.simulation.fleet import simulate
-from rekindle._src.bench.simulation.loads import LOADS, Ask, chats, recorded
+from rekindle._src.bench.simulation.loads import LOADS, SimulatedRequest, chats, read_trace
 from rekindle._src.bench.simulation.step_cost import StepCost, StepWork
 from rekindle._src.cli.main import main
 from rekindle._src.core.config import EngineConfig
@@ -45,8 +45,8 @@ def test_affinity_finds_more_in_the_cache() -> None:
 
 
 def test_shortest_first_serves_chats_amid_a_flood() -> None:
-    long = [Ask(0.0, ((number, 3000),), 8, b"", b"") for number in range(6)]
-    short = [Ask(0.01 * number, ((100 + number, 40),), 8, b"", b"") for number in range(20)]
+    long = [SimulatedRequest(0.0, ((number, 3000),), 8, b"", b"") for number in range(6)]
+    short = [SimulatedRequest(0.01 * number, ((100 + number, 40),), 8, b"", b"") for number in range(20)]
     config = dataclasses.replace(CONFIG, max_requests=32)
     by_policy = [
         simulate(sorted([*long, *short]), dataclasses.replace(config, policy=name), COST) for name in ("fcfs", "sjf")
@@ -67,13 +67,13 @@ def test_a_cost_is_found_again() -> None:
     works = [
         StepWork(draw.randint(0, 16), size, draw.randint(0, 4000), draw.randint(1, 4) if size else 0) for size in sizes
     ]
-    found = StepCost.fitted([(work, COST.seconds(work)) for work in works])
+    found = StepCost.fit([(work, COST.seconds(work)) for work in works])
     for name, value in dataclasses.asdict(COST).items():
         assert getattr(found, name) == pytest.approx(value, rel=0.02), name
     noisy = [(work, COST.seconds(work) * draw.uniform(0.95, 1.05)) for work in works]
-    assert min(dataclasses.asdict(StepCost.fitted([*noisy, (works[0], 3.0)])).values()) >= 0.0
+    assert min(dataclasses.asdict(StepCost.fit([*noisy, (works[0], 3.0)])).values()) >= 0.0
     with pytest.raises(ValueError, match="no steps"):
-        StepCost.fitted([])
+        StepCost.fit([])
 
 
 TRACE = [
@@ -88,7 +88,7 @@ def test_noise_on_one_side_does_not_draw_the_cost_along() -> None:
     works = [StepWork(draw.randint(1, 8), draw.choice([0, 0, 0, 100]), draw.randint(0, 2000)) for _ in range(600)]
     cost = StepCost(step=2e-3, row=2e-4, prefill=2e-5, context=1e-7)
     steps = [(work, cost.seconds(work) * (draw.uniform(2, 4) if draw.random() < 0.3 else 1.0)) for work in works]
-    found = StepCost.fitted(steps)
+    found = StepCost.fit(steps)
     for work in works:
         assert found.seconds(work) == pytest.approx(cost.seconds(work), rel=0.05)
     spread = found.spread(steps)
@@ -97,7 +97,7 @@ def test_noise_on_one_side_does_not_draw_the_cost_along() -> None:
 
 
 def test_what_a_request_takes_beside_its_steps_and_how_its_steps_vary() -> None:
-    ask = Ask(0.0, ((1, 100),), 400, b"", b"")
+    ask = SimulatedRequest(0.0, ((1, 100),), 400, b"", b"")
     plain = simulate([ask], CONFIG, COST)
     later = simulate([ask], CONFIG, dataclasses.replace(COST, request=0.5))
     assert later.first_token[0] == pytest.approx(plain.first_token[0] + 0.5)
@@ -111,16 +111,16 @@ def test_what_a_request_takes_beside_its_steps_and_how_its_steps_vary() -> None:
 def test_a_recorded_trace(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text("\n".join(json.dumps(entry) for entry in TRACE))
-    asks = recorded(path)
+    asks = read_trace(path)
     assert [ask.at for ask in asks] == [0.0, 0.5, 0.9]
     assert asks[1].length == 600 and (asks[1].tokens() == asks[2].tokens()).all()
     assert simulate(asks, CONFIG, COST).hit_rate > 0.3
     path.write_text('{"timestamp": 1, "input_length": 5}')
     with pytest.raises(ConfigError, match="line 1 is no request"):
-        recorded(path)
+        read_trace(path)
     path.write_text("")
     with pytest.raises(ConfigError, match="has no requests"):
-        recorded(path)
+        read_trace(path)
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,8 +137,11 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_apart_streams_do_not_wait_for_long_prompts() -> None:
-    long = [Ask(0.05 * number, ((1000 + number, 3000),), 8, b"%d" % number, b"%d" % number) for number in range(40)]
-    short = [Ask(0.0, ((number, 80),), 100, b"s%d" % number, b"s%d" % number) for number in range(8)]
+    long = [
+        SimulatedRequest(0.05 * number, ((1000 + number, 3000),), 8, b"%d" % number, b"%d" % number)
+        for number in range(40)
+    ]
+    short = [SimulatedRequest(0.0, ((number, 80),), 100, b"s%d" % number, b"s%d" % number) for number in range(8)]
     asks = sorted([*long, *short])
     config, cost = dataclasses.replace(CONFIG, max_requests=32), StepCost(1e-3, 30e-6, 100e-6, 5e-8)
     together = simulate(asks, config, cost, replicas=2)

@@ -65,14 +65,14 @@ class Step(NamedTuple):
 
 
 def traced_times(
-    steps: Sequence[Step], trace: Path, parts: Mapping[str, str], chosen: Callable[[Step], bool]
+    steps: Sequence[Step], trace: Path, parts: Mapping[str, str], is_selected: Callable[[Step], bool]
 ) -> list[dict[str, float]]:
-    """Return the milliseconds by part of each chosen step, without the first of `steps`."""
+    """Return the milliseconds by part of each selected step, without the first of `steps`."""
     runs = executions(trace)
     assert len(runs) == len(steps), f"{len(steps)} steps ran, and the profiler saw {len(runs)} programs"
     results = []
     for (_, previous), (step, run) in itertools.pairwise(zip(steps, runs, strict=True)):
-        if chosen(step):
+        if is_selected(step):
             times = own_times(run, parts)
             times["idle"] = max(0.0, run[0].start - max(interval.end for interval in previous))
             results.append({part: time / 1e6 for part, time in times.items()})
@@ -147,18 +147,18 @@ async def measure(
             await whole_programs(session)
             prompts, one_round = workloads.Prompts(vocab_size), round_ or ROUNDS[name]
 
-            async def ran() -> list[Step]:
+            async def run_round() -> list[Step]:
                 runner.steps = []
                 await one_round(session, prompts)
                 async with session.paused():  # no step is in flight now
                     return runner.steps
 
-            counts = Counter(step.program for step in await ran() if measures(name, step))  # compiles as well
+            counts = Counter(step.program for step in await run_round() if measures(name, step))  # compiles as well
             if not counts:
                 return None
             program = max(counts, key=counts.__getitem__)
 
-            def chosen(step: Step) -> bool:
+            def is_selected(step: Step) -> bool:
                 return step.program == program and measures(name, step)
 
             (key,) = (bucket for bucket in runner.programs.lattice if bucket.name == program)
@@ -167,13 +167,13 @@ async def measure(
             for turn in range(TURNS):  # alternating, so that other load on the machine affects both
                 plain += [
                     {"": 1e3 * (step.ended - last.ended)}
-                    for last, step in itertools.pairwise(await ran())
-                    if chosen(step)
+                    for last, step in itertools.pairwise(await run_round())
+                    if is_selected(step)
                 ]
-                with recorded(trace := Path(folder, str(turn))):
-                    steps = await ran()
-                traced += traced_times(steps, trace, parts, chosen)
-                matches += [step for step in steps if chosen(step)]
+                with record_trace(trace := Path(folder, str(turn))):
+                    steps = await run_round()
+                traced += traced_times(steps, trace, parts, is_selected)
+                matches += [step for step in steps if is_selected(step)]
     if not plain or not traced:
         return None
     rows, tokens = (statistics.fmean(getattr(step, field) for step in matches) for field in ("rows", "tokens"))
@@ -200,7 +200,7 @@ def separate_calls() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def recorded(folder: Path) -> Iterator[None]:
+def record_trace(folder: Path) -> Iterator[None]:
     """Record the profiler's trace of the block, without Python calls, which would slow the host down."""
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0

@@ -85,7 +85,7 @@ async def step_ms(session: Session, prompts: Sequence[list[int]], new: int = NEW
     """Return the median time between tokens, in milliseconds, while all prompts decode together."""
     times: list[list[float]] = [[] for _ in prompts]
 
-    async def one(index: int) -> None:
+    async def stream_one(index: int) -> None:
         async for delta in session.stream(prompts[index], max_tokens=new, ignore_eos=True):
             times[index] += [time.perf_counter()] * len(delta.token_ids)
 
@@ -95,7 +95,7 @@ async def step_ms(session: Session, prompts: Sequence[list[int]], new: int = NEW
             entry.clear()
         async with anyio.create_task_group() as group:
             for index in range(len(prompts)):
-                group.start_soon(one, index)
+                group.start_soon(stream_one, index)
     start, stop = max(entry[0] for entry in times), min(entry[-1] for entry in times)
     return rate_ms([at for at in times[-1] if start <= at <= stop])
 
@@ -108,17 +108,17 @@ def rate_ms(times: Sequence[float]) -> float:
 
 
 @asynccontextmanager
-async def _micro(own: dict[str, Any], **options: Any) -> AsyncIterator[Session]:
+async def _micro(common: dict[str, Any], **options: Any) -> AsyncIterator[Session]:
     model = random_shape("micro", dtype="float32")
     fixed = {"page_size": PAGE_SIZE, "max_model_len": 4096, "max_tokens_per_step": 2048}
-    async with opening.open(model, **{**own, **fixed, **options}) as session:
+    async with opening.open(model, **{**common, **fixed, **options}) as session:
         yield session
 
 
-async def _beside_pages(pages: int, own: dict[str, Any]) -> float:
+async def _beside_pages(pages: int, common: dict[str, Any]) -> float:
     """Return the step time of a request that decodes while the tree holds `pages` pages."""
     length = min(4000, pages * PAGE_SIZE)
-    async with _micro(own, device_pages=pages + 4096, max_requests=4) as session:
+    async with _micro(common, device_pages=pages + 4096, max_requests=4) as session:
         prompts = Prompts(500)
         filled = 0
         while filled < pages:
@@ -127,9 +127,9 @@ async def _beside_pages(pages: int, own: dict[str, Any]) -> float:
         return await _decoding(session, [prompts(64)])
 
 
-async def _beside_queue(queued: int, own: dict[str, Any]) -> float:
+async def _beside_queue(queued: int, common: dict[str, Any]) -> float:
     """Return the step time of requests that decode in every slot while `queued` other requests wait."""
-    async with _micro(own, device_pages=8192, max_requests=4, max_queue=queued + 16) as session:
+    async with _micro(common, device_pages=8192, max_requests=4, max_queue=queued + 16) as session:
         prompts = Prompts(500)
         await _decoding(session, [prompts(64) for _ in range(4)])
         running = [prompts(64) for _ in range(4)]

@@ -149,7 +149,7 @@ def device_spec(name: str) -> DeviceSpec:
     return device
 
 
-def planned(
+def make_plan(
     config: ModelConfig,
     partition: Partition,
     device: DeviceSpec,

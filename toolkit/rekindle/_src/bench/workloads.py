@@ -103,9 +103,9 @@ async def shared_prefix(session: Session, prompts: Prompts) -> Figures:
     }
 
 
-def _beside(session: Session, others: int, wanted: int) -> int:
-    """Return how many of the `wanted` tokens fit into the context beside others; the tiny model's is that short."""
-    return min(wanted, (session.config.max_model_len or wanted + others) - others)
+def _beside(session: Session, others: int, tokens: int) -> int:
+    """Return how many of these `tokens` fit into the context beside others; the tiny model's is that short."""
+    return min(tokens, (session.config.max_model_len or tokens + others) - others)
 
 
 async def long_context(session: Session, prompts: Prompts) -> Figures:
@@ -142,7 +142,7 @@ async def together(
     tokens = 0
     capacity = session.config.max_model_len or SHARED
 
-    async def one(prompt: Prompt, length: int) -> None:
+    async def stream_one(prompt: Prompt, length: int) -> None:
         nonlocal tokens
         start = last = time.perf_counter()
         received = 0
@@ -159,9 +159,9 @@ async def together(
         for index, (prompt, length) in enumerate(zip(inputs, outputs, strict=True)):
             if waits is not None:
                 await anyio.sleep(waits[index])
-            group.start_soon(one, prompt, length)
+            group.start_soon(stream_one, prompt, length)
             if flood is not None and index == len(inputs) // 2:
-                group.start_soon(one, flood[: capacity - 1], 1)
+                group.start_soon(stream_one, flood[: capacity - 1], 1)
     wall = time.perf_counter() - start
     return {
         "wall_s": wall,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rekindle._src.bench.plan import MANY, Plan, device_spec, planned, shape_config
+from rekindle._src.bench.plan import MANY, Plan, device_spec, make_plan, shape_config
 from rekindle._src.cli.checks import Check
 from rekindle._src.core.mesh_shape import DATA, MeshShape
 from rekindle._src.models.partition import Partition
@@ -61,7 +61,7 @@ def plan(
     sizes = mesh or MeshShape({"model": 1})
     config, dtype = shape_config(shape)
     shards = sizes.get(DATA, 1)  # each shard has the whole model and its own requests
-    result = planned(
+    result = make_plan(
         config,
         Partition(sizes.get("model", 1), sizes.get("expert", 1)),
         device_spec(device),

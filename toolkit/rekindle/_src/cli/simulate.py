@@ -9,7 +9,7 @@ import random
 from typing import Any, get_args
 
 from rekindle._src.bench.simulation.fleet import HEAD, simulate
-from rekindle._src.bench.simulation.loads import LOADS, recorded
+from rekindle._src.bench.simulation.loads import LOADS, read_trace
 from rekindle._src.bench.simulation.step_cost import StepCost
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.replicas.routing import RouterName
@@ -17,14 +17,14 @@ from rekindle._src.replicas.routing import RouterName
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.trace is not None:
-        requests = recorded(arguments.trace)
+        requests = read_trace(arguments.trace)
     else:
         requests = LOADS[arguments.load](random.Random(arguments.seed), arguments.requests, arguments.rate)
     spread: tuple[float, ...] = ()
     if arguments.measure is not None:
-        from rekindle._src.bench.simulation.measuring import measured
+        from rekindle._src.bench.simulation.measuring import measure_model
 
-        cost, spread = measured(arguments.measure)
+        cost, spread = measure_model(arguments.measure)
     else:
         cost = StepCost(
             arguments.step_ms / 1e3,

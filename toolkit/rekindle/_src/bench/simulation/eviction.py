@@ -45,7 +45,7 @@ Key = tuple[float, ...]  # the page with the smallest key is evicted
 
 
 class Policy:
-    """Ranks pages for eviction; `used` is called for every page of a request, in order."""
+    """Ranks pages for eviction; `visit` is called for every page of a request, in order."""
 
     def __init__(self, trace: Trace) -> None:
         self.visits = [0] * len(trace.parents)
@@ -54,11 +54,11 @@ class Policy:
         for page, parent in enumerate(trace.parents):
             self.depth[page] = 1 if parent < 0 else self.depth[parent] + 1
 
-    def used(self, page: int, now: int) -> None:
+    def visit(self, page: int, now: int) -> None:
         self.visits[page] += 1
         self.last[page] = now
 
-    def left(self, key: Key) -> None:
+    def on_evict(self, key: Key) -> None:
         """Handle the eviction of a page with this key."""
 
     def key(self, page: int) -> Key:
@@ -80,14 +80,14 @@ class LfuAgeing(Policy):
         self.floor = 0.0
         self.score = [0.0] * len(trace.parents)
 
-    def used(self, page: int, now: int) -> None:
-        super().used(page, now)
+    def visit(self, page: int, now: int) -> None:
+        super().visit(page, now)
         self.score[page] = self.floor + self.worth(page)
 
     def worth(self, page: int) -> float:
         return float(self.visits[page])
 
-    def left(self, key: Key) -> None:
+    def on_evict(self, key: Key) -> None:
         self.floor = key[0]
 
     def key(self, page: int) -> Key:
@@ -118,8 +118,8 @@ class Hindsight(Policy):
             for page in request:
                 self.uses[page].append(now)
 
-    def used(self, page: int, now: int) -> None:
-        super().used(page, now)
+    def visit(self, page: int, now: int) -> None:
+        super().visit(page, now)
         while self.uses[page] and self.uses[page][0] <= now:
             self.uses[page].popleft()
 
@@ -145,7 +145,7 @@ def replay(trace: Trace, policy: Policy, capacity: int) -> float:
     computed = total = 0
     for now, request in enumerate(trace.requests):
         for page in request:
-            policy.used(page, now)
+            policy.visit(page, now)
         hits = 0
         while hits < len(request) and request[hits] in cached:
             hits += 1
@@ -169,7 +169,7 @@ def replay(trace: Trace, policy: Policy, capacity: int) -> float:
                 postponed.append((key, page))
                 continue
             cached.remove(page)
-            policy.left(key)
+            policy.on_evict(key)
             parent = trace.parents[page]
             if parent >= 0:
                 below[parent] -= 1

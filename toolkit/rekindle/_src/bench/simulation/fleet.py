@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from rekindle._src.bench.simulation.loads import Ask, percentile
+from rekindle._src.bench.simulation.loads import SimulatedRequest, percentile
 from rekindle._src.bench.simulation.step_cost import StepCost, StepWork
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.records import Request, Resumed, RowResult, StepPlan, StepResult
@@ -115,7 +115,7 @@ class Replica:
         self.busy += seconds
         return seconds
 
-    def ended(self) -> tuple[list[tuple[str, int, bool]], float | None]:
+    def end_step(self) -> tuple[list[tuple[str, int, bool]], float | None]:
         """End the step; return its requests' tokens and whether they ended, and the seconds of the next step."""
         plan = self._running
         assert plan is not None, "no step was running"
@@ -160,26 +160,26 @@ class Watch:
         self.between: list[float] = []
         self.tokens = 0
         self._last: dict[str, float] = {}
-        self._asked: dict[str, float] = {}
+        self._submit_times: dict[str, float] = {}
 
-    def asked(self, name: str, at: float) -> None:
-        self._asked[name] = at
+    def submitted(self, name: str, at: float) -> None:
+        self._submit_times[name] = at
 
-    def came(self, name: str, tokens: int, at: float, *, ended: bool) -> None:
+    def received(self, name: str, tokens: int, at: float, *, ended: bool) -> None:
         if tokens:
             if name not in self._last:
-                self.first.append(at - self._asked[name])
+                self.first.append(at - self._submit_times[name])
             else:
                 self.between += [(at - self._last[name]) / tokens] * tokens
             self._last[name] = at
             self.tokens += tokens
         if ended:
             self._last.pop(name, None)
-            del self._asked[name]
+            del self._submit_times[name]
 
 
 def simulate(
-    asks: Sequence[Ask],
+    asks: Sequence[SimulatedRequest],
     config: EngineConfig,
     cost: StepCost,
     *,
@@ -199,9 +199,11 @@ def simulate(
         f"r{number}": Replica(f"r{number}", config, cost, role, spread) for number, role in enumerate(replica_roles)
     }
     prefill, decode = ([member for member in fleet.values() if member.role != role] for role in ("decode", "prefill"))
-    handoffs: dict[str, tuple[Ask, Request]] = {}  # requests whose prompt is computed for another replica
+    handoffs: dict[str, tuple[SimulatedRequest, Request]] = {}  # requests whose prompt is computed for another replica
     order = itertools.count()
-    queue: list[tuple[float, int, Ask | Replica | str]] = [(ask.at + cost.request, next(order), ask) for ask in asks]
+    queue: list[tuple[float, int, SimulatedRequest | Replica | str]] = [
+        (ask.at + cost.request, next(order), ask) for ask in asks
+    ]
     heapq.heapify(queue)
     watch, refused, now = watch or Watch(), 0, 0.0
     longest = config.max_model_len or 1 << 30
@@ -210,7 +212,7 @@ def simulate(
         if seconds is not None:
             heapq.heappush(queue, (now + seconds, next(order), replica))
 
-    def routed(ask: Ask, among: Sequence[Replica]) -> Replica | None:
+    def assign(ask: SimulatedRequest, among: Sequence[Replica]) -> Replica | None:
         loads = [Load(member.name, member.inside, member.places) for member in among]
         route = active_router.choose(Keys(ask.opening, ask.conversation), loads)
         if route is None:
@@ -223,10 +225,10 @@ def simulate(
     while queue:
         now, number, event = heapq.heappop(queue)
         if isinstance(event, Replica):
-            deltas, seconds = event.ended()
+            deltas, seconds = event.end_step()
             for name, tokens, ended in deltas:
                 goes_on = ended and event.role == "prefill" and name in handoffs
-                watch.came(name, tokens, now, ended=ended and not goes_on)
+                watch.received(name, tokens, now, ended=ended and not goes_on)
                 if goes_on:
                     later = now + move * handoffs[name][1].prompt_length
                     heapq.heappush(queue, (later, next(order), name))
@@ -234,7 +236,7 @@ def simulate(
             continue
         if isinstance(event, str):
             ask, request = handoffs.pop(event)
-            replica = routed(ask, decode) or min(decode, key=lambda one: one.inside)
+            replica = assign(ask, decode) or min(decode, key=lambda one: one.inside)
             replica.take(dataclasses.replace(request, resumed=Resumed(np.array([_TOKEN], np.int32))))
             begin(replica, replica.wake())
             continue
@@ -242,11 +244,11 @@ def simulate(
         sampling = Sampling(max_tokens=event.output, ignore_eos=True, seed=0)
         request = Request(name, event.tokens(), sampling)
         split = roles is not None and goes_two_ways(request, longest)
-        target = routed(event, prefill if split else decode) if event.length + event.output <= longest else None
+        target = assign(event, prefill if split else decode) if event.length + event.output <= longest else None
         if target is None:
             refused += 1
             continue
-        watch.asked(name, event.at)
+        watch.submitted(name, event.at)
         if split:
             handoffs[name] = event, request
         target.scheduler.submit(prompt_only(request) if split else request)

@@ -17,7 +17,7 @@ VOCABULARY = 50_000
 Text = tuple[tuple[int, int], ...]  # a prompt in blocks: a name for the block's content, and its tokens
 
 
-class Ask(NamedTuple):
+class SimulatedRequest(NamedTuple):
     """One request."""
 
     at: float  # seconds
@@ -50,12 +50,12 @@ def chats(
     question: int = 60,
     output: int = 80,
     pause: float = 4.0,
-) -> list[Ask]:
+) -> list[SimulatedRequest]:
     """Return conversations under shared system prompts: each turn repeats the text before it, after a reading pause.
 
     Few system prompts are much more popular than the others. Sizes are means.
     """
-    asks: list[Ask] = []
+    asks: list[SimulatedRequest] = []
     names = iter(range(1, 1 << 62))
     openings = [((next(names), _about(draw, system_tokens)),) for _ in range(systems)]
     at, number = 0.0, 0
@@ -67,7 +67,7 @@ def chats(
         for _ in range(max(1, round(draw.gauss(turns, 1)))):
             text = (*text, (next(names), _about(draw, question)))
             answer = _about(draw, output)
-            asks.append(Ask(now, text, answer, b"s%d" % index, b"c%d" % number))
+            asks.append(SimulatedRequest(now, text, answer, b"s%d" % index, b"c%d" % number))
             text = (*text, (next(names), answer))
             now += draw.expovariate(1 / pause) + 0.02 * answer
     return sorted(asks[:requests])
@@ -75,23 +75,25 @@ def chats(
 
 def questions(
     draw: random.Random, requests: int, rate: float, *, systems: int = 24, system_tokens: int = 768
-) -> list[Ask]:
+) -> list[SimulatedRequest]:
     """Return requests with shared system prompts, each followed by one question."""
     return chats(draw, requests, rate, systems=systems, system_tokens=system_tokens, turns=1)
 
 
-def floods(draw: random.Random, requests: int, rate: float) -> list[Ask]:
+def floods(draw: random.Random, requests: int, rate: float) -> list[SimulatedRequest]:
     """Return chats, and among them long prompts that are new to every cache."""
     short = chats(draw, requests - requests // 10, rate)
     last = short[-1].at
     long = [
-        Ask(draw.uniform(0, last), ((-1 - number, _about(draw, 3000)),), 32, b"f%d" % number, b"f%d" % number)
+        SimulatedRequest(
+            draw.uniform(0, last), ((-1 - number, _about(draw, 3000)),), 32, b"f%d" % number, b"f%d" % number
+        )
         for number in range(requests // 10)
     ]
     return sorted([*short, *(ask._replace(prompt=((1 << 62 | -ask.prompt[0][0], ask.prompt[0][1]),)) for ask in long)])
 
 
-LOADS: dict[str, Callable[[random.Random, int, float], list[Ask]]] = {
+LOADS: dict[str, Callable[[random.Random, int, float], list[SimulatedRequest]]] = {
     "chats": chats, "questions": questions, "floods": floods,
 }  # fmt: skip
 
@@ -100,7 +102,7 @@ def _about(draw: random.Random, mean: int) -> int:
     return max(4, min(4 * mean, round(draw.lognormvariate(0.0, 0.4) * mean)))
 
 
-def recorded(path: Path) -> list[Ask]:
+def read_trace(path: Path) -> list[SimulatedRequest]:
     """Return a trace in the format of Mooncake: an object on each line, with `timestamp` in milliseconds and tokens in
     `input_length` and `output_length`. `hash_ids` name the prompt's blocks, all of one size except the last."""
     asks = []
@@ -118,7 +120,7 @@ def recorded(path: Path) -> list[Ask]:
             opening = b"%d" % names[0]
             conversation = b"%d" % names[min(1, len(names) - 1)]
             prompt = tuple(zip(names, sizes, strict=True))
-            asks.append(Ask(float(entry["timestamp"]) / 1e3, prompt, output, opening, conversation))
+            asks.append(SimulatedRequest(float(entry["timestamp"]) / 1e3, prompt, output, opening, conversation))
         except (ValueError, KeyError, TypeError) as error:
             problem = f"line {number} is no request: {error!r}"
             raise ConfigError("trace", str(path), problem, "See `rekindle simulate --help` for the format") from None

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import anyio
 
 from rekindle._src.bench.simulation.fleet import Watch, simulate
-from rekindle._src.bench.simulation.loads import Ask, chats, percentile
+from rekindle._src.bench.simulation.loads import SimulatedRequest, chats, percentile
 from rekindle._src.bench.simulation.step_cost import StepCost, StepTimes, StepWork
 from rekindle._src.session.opening import open_sync
 from rekindle._src.session.session import Session
@@ -28,7 +28,7 @@ class Measured(NamedTuple):
     spread: tuple[float, ...]  # see `StepCost.spread`
 
 
-def measured(model: str, **options: Any) -> Measured:
+def measure_model(model: str, **options: Any) -> Measured:
     """Open a model and return its pace."""
     with open_sync(model, **{"quiet": True, "disk_memory": 0, **options}) as session:
         return measure(session)
@@ -50,7 +50,7 @@ def measure(session: Session, *, seed: int = 0) -> Measured:
             anyio.run(_stream, session, prompts)
         session.cache.clear().result_sync()
     session._host.unobserve(batches)
-    asks = _chats(draw, session, StepCost.fitted(_usable(batches)))
+    asks = _chats(draw, session, StepCost.fit(_usable(batches)))
     for watched in (False, True):
         if watched:
             session._host.observe(times)
@@ -58,31 +58,31 @@ def measure(session: Session, *, seed: int = 0) -> Measured:
         session.cache.clear().result_sync()
     session._host.unobserve(times)
     steps = _usable(times)
-    cost = StepCost.fitted([*steps, *_usable(batches)])
+    cost = StepCost.fit([*steps, *_usable(batches)])
     simulated = simulate(asks, session.config, cost, spread=cost.spread(steps))
     overhead = max(0.0, percentile(watch.first, 0.5) - simulated.first_token[0])
     return Measured(dataclasses.replace(cost, request=overhead), cost.spread(steps))
 
 
-async def replay(target: Any, asks: Sequence[Ask], watch: Watch | None = None) -> tuple[Watch, float]:
+async def replay(target: Any, asks: Sequence[SimulatedRequest], watch: Watch | None = None) -> tuple[Watch, float]:
     """Send requests when they are due and read every delta as it arrives, as clients do.
 
     Returns the arrival times of tokens, and the seconds of the whole run.
     """
     watch, vocabulary, began = watch or Watch(), target._engine.vocab_size, time.perf_counter()
 
-    async def one(number: int, ask: Ask) -> None:
+    async def stream_one(number: int, ask: SimulatedRequest) -> None:
         prompt = (ask.tokens() % vocabulary).tolist()
         await anyio.sleep(max(0.0, began + ask.at - asks[0].at - time.perf_counter()))
         name = str(number)
-        watch.asked(name, time.perf_counter())
+        watch.submitted(name, time.perf_counter())
         async for delta in target.stream(prompt, max_tokens=ask.output, ignore_eos=True):
             if delta.token_ids:
-                watch.came(name, len(delta.token_ids), time.perf_counter(), ended=False)
+                watch.received(name, len(delta.token_ids), time.perf_counter(), ended=False)
 
     async with anyio.create_task_group() as group:
         for number, ask in enumerate(asks):
-            group.start_soon(one, number, ask)
+            group.start_soon(stream_one, number, ask)
     return watch, time.perf_counter() - began
 
 
@@ -90,7 +90,7 @@ def _usable(times: StepTimes) -> list[tuple[StepWork, float]]:
     return [(work, seconds) for work, seconds in times.steps if seconds > 0]
 
 
-def _chats(draw: random.Random, session: Session, cost: StepCost) -> list[Ask]:
+def _chats(draw: random.Random, session: Session, cost: StepCost) -> list[SimulatedRequest]:
     """Return chats that fit into the session's context, at a rate that keeps the device busy now and then."""
     longest = _longest(session)
     question = max(2, longest // 40)

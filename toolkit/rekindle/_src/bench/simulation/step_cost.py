@@ -48,7 +48,7 @@ class StepCost:
         return self.step + self.row * work.rows + of_prompts + self.context * work.context
 
     @classmethod
-    def fitted(cls, steps: Sequence[tuple[StepWork, float]]) -> StepCost:
+    def fit(cls, steps: Sequence[tuple[StepWork, float]]) -> StepCost:
         """Return the cost that half of the measured steps of any size stay below; no part is negative."""
         if not steps:
             raise ValueError("no steps were measured")

@@ -14,14 +14,14 @@ class Trace:
     def __init__(self) -> None:
         self.requests: list[Request] = []
         self.parents: list[int] = []  # the parent of each page, -1 at the root
-        self._known: dict[tuple[int, object], int] = {}
+        self._page_ids: dict[tuple[int, object], int] = {}
 
     def extend(self, pages: Request, *labels: object) -> Request:
         """Return the prompt continued with one page per label; equal labels after equal prefixes are the same page."""
         longer = list(pages)
         for label in labels:
             parent = longer[-1] if longer else -1
-            page = self._known.setdefault((parent, label), len(self.parents))
+            page = self._page_ids.setdefault((parent, label), len(self.parents))
             if page == len(self.parents):
                 self.parents.append(parent)
             longer.append(page)
