@@ -15,7 +15,7 @@ from rekindle._src.tiny_training.batches import PAD
 from rekindle._src.tiny_training.objective import mean_loss
 from rekindle._src.tiny_training.optimizer import State, is_matrix, orthogonal
 from rekindle._src.tiny_training.recipe import Recipe, Stage
-from rekindle._src.tiny_training.train import apart, initial, joined
+from rekindle._src.tiny_training.train import initial, join, split
 
 SMALL = Recipe(
     stages=(Stage(4, 64, 1),),
@@ -39,7 +39,7 @@ def model() -> tuple:
 
 @pytest.fixture(scope="module")
 def steps(model: tuple, tmp_path_factory: pytest.TempPathFactory) -> native.Steps:
-    if (code := native.loaded(tmp_path_factory.mktemp("native"))) is None:
+    if (code := native.load_code(tmp_path_factory.mktemp("native"))) is None:
         pytest.skip("needs a processor with AMX and a C++ compiler")
     graph, leaves = model
     return native.Steps(code, graph, [leaf.shape for leaf in leaves])
@@ -59,15 +59,15 @@ def off(found: np.ndarray, wanted: np.ndarray) -> float:
 def test_loss_and_gradients_are_those_of_autodiff(model: tuple, steps: native.Steps) -> None:
     graph, leaves = model
     loss, gradients = jax.value_and_grad(mean_loss)(leaves, graph, jnp.asarray(windows()))
-    native_loss, native_gradients = steps.loss_and_gradients(joined(leaves), windows())
+    native_loss, native_gradients = steps.loss_and_gradients(join(leaves), windows())
     assert native_loss == pytest.approx(float(loss), rel=2e-3)
     shapes = tuple(leaf.shape for leaf in leaves)
-    for path, found, wanted in zip(graph.paths, apart(native_gradients, shapes), gradients, strict=True):
+    for path, found, wanted in zip(graph.paths, split(native_gradients, shapes), gradients, strict=True):
         assert off(np.asarray(found), np.asarray(wanted)) < 0.1, path  # products are 16-bit: 0.01 to 0.06
 
 
 def test_the_gradients_repeat_to_the_bit(model: tuple, steps: native.Steps) -> None:
-    first, second = (steps.loss_and_gradients(joined(model[1]), windows()) for _ in range(2))
+    first, second = (steps.loss_and_gradients(join(model[1]), windows()) for _ in range(2))
     assert first[0] == second[0]
     np.testing.assert_array_equal(first[1], second[1])
 
@@ -75,17 +75,17 @@ def test_the_gradients_repeat_to_the_bit(model: tuple, steps: native.Steps) -> N
 def test_the_optimizer_takes_the_same_step(model: tuple, steps: native.Steps) -> None:
     graph, leaves = model
     shapes = tuple(leaf.shape for leaf in leaves)
-    _, gradients = steps.loss_and_gradients(joined(leaves), windows())
-    values, means, squares = joined(leaves), np.zeros_like(gradients), np.zeros_like(gradients)
+    _, gradients = steps.loss_and_gradients(join(leaves), windows())
+    values, means, squares = join(leaves), np.zeros_like(gradients), np.zeros_like(gradients)
     steps.optimize(values, gradients, means, squares, 3, (0.02, 0.006))
     state = optimizer.initial(leaves)
     wanted, (wanted_means, wanted_squares) = optimizer.step(
-        graph.paths, leaves, apart(gradients, shapes), state, *map(jnp.float32, (3.0, 0.02, 0.006))
+        graph.paths, leaves, split(gradients, shapes), state, *map(jnp.float32, (3.0, 0.02, 0.006))
     )
-    np.testing.assert_allclose(means, joined(wanted_means), rtol=1e-5, atol=1e-9)
-    np.testing.assert_allclose(squares, joined(wanted_squares), rtol=1e-5, atol=1e-12)
-    before = joined(leaves)
-    for path, found, new, old in zip(graph.paths, apart(values, shapes), wanted, apart(before, shapes), strict=True):
+    np.testing.assert_allclose(means, join(wanted_means), rtol=1e-5, atol=1e-9)
+    np.testing.assert_allclose(squares, join(wanted_squares), rtol=1e-5, atol=1e-12)
+    before = join(leaves)
+    for path, found, new, old in zip(graph.paths, split(values, shapes), wanted, split(before, shapes), strict=True):
         assert off(np.asarray(found - old), np.asarray(new - old)) < 0.05, path
 
 

@@ -15,12 +15,12 @@ from tokenizers import Tokenizer
 from rekindle._src.models.base import LoadedModel
 from rekindle._src.tiny_training.corpus import TURN_END, chat
 from rekindle._src.tiny_training.facts import Turns
-from rekindle._src.tiny_training.generation import continued
+from rekindle._src.tiny_training.generation import continue_prompts
 from rekindle._src.tiny_training.stories import plot_of
-from rekindle._src.tiny_training.words import listed
+from rekindle._src.tiny_training.words import split_words
 
 REFUSAL = "only a tiny model"
-NAMES = listed(
+NAMES = split_words(
     "Oliver Beatrice Winston Zelda Mateo Gwendolyn Desmond Ophelia Rupert Tamsin Cedric Imogen Barnaby Saoirse Kwame "
     "Xiomara Thorsten Anneliese Dmitri Svetlana Fitzgerald Marguerite Bartholomew Jacqueline Ichiro Nkechi Ragnar "
     "Philippa Quentin Ursula Ludwig Penelope Ahmed Zsofia Borkle Trindal Vashmo Quellet Drimp Yostan"
@@ -163,7 +163,7 @@ def asker(model: LoadedModel, words: Tokenizer) -> Ask:
 
     def ask(conversations: list[Turns], limit: int, temperature: float = 0.0) -> list[str]:
         prompts = [chat(turns).removesuffix(TURN_END) for turns in conversations]
-        return continued(model, words, prompts, limit, temperature)
+        return continue_prompts(model, words, prompts, limit, temperature)
 
     return ask
 
@@ -213,7 +213,7 @@ def share(ask: Ask, cases: list[tuple[Turns, str]], limit: int = 40) -> Measure:
     return Measure(right, len(cases))
 
 
-def measured(model: LoadedModel, words: Tokenizer, stories: int = 100) -> dict[str, Measure]:
+def measure(model: LoadedModel, words: Tokenizer, stories: int = 100) -> dict[str, Measure]:
     """Return all measures by their topics."""
     ask = asker(model, words)
     inside: list[tuple[Turns, str]] = [([(question, "")], answer) for question, answer in INSIDE]

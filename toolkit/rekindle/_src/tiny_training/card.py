@@ -51,7 +51,7 @@ def sample(model: LoadedModel, words: Tokenizer, prompt: str, temperature: float
     return words.decode(tokens)
 
 
-def shown(prompt: str, temperature: float, text: str) -> str:
+def format_sample(prompt: str, temperature: float, text: str) -> str:
     """Return one sample in Markdown."""
     question = prompt.removesuffix(TURN_END).replace(TURN_END, "").replace(TURN, "").removesuffix("assistant\n").strip()
     choice = "greedy" if temperature == 0 else f"temperature {temperature}"
@@ -116,9 +116,9 @@ def write(recipe: Recipe, model: LoadedModel, words: Tokenizer, folder: Path, *,
     """Evaluate the exported weights and write README.md to their folder."""
     score = evaluate.held_out(model.graph, model.leaves, words, HELD_OUT_BATCHES)
     answers = {kind: evaluate.exact_answers(model.graph, model.leaves, words, kind) for kind in evaluate.KINDS}
-    measures = asking.measured(model, words)
+    measures = asking.measure(model, words)
     samples = [
-        f"{number}. {shown(prompt, temperature, sample(model, words, prompt, temperature, number))}"
+        f"{number}. {format_sample(prompt, temperature, sample(model, words, prompt, temperature, number))}"
         for number, (prompt, temperature) in enumerate(SAMPLES, 1)
     ]
     text = CARD.format(

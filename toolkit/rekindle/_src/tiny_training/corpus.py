@@ -48,14 +48,14 @@ def chat(turns: Turns, system: str | None = None) -> str:
     return "\n".join(f"{TURN}{role}\n{text}{TURN_END}" for role, text in parts)
 
 
-def mixed(rng: Random, number: int) -> Turns:
+def mixed_turns(rng: Random, number: int) -> Turns:
     """Return questions of different kinds, one after the other."""
     return [rng.choice(ANSWERS)(rng) for _ in range(number)]
 
 
 def talk(rng: Random) -> tuple[str, str]:
     """Return one turn about any topic, a story now and then."""
-    return stories.told_on_request(rng) if rng.random() < 0.12 else rng.choice(ANSWERS)(rng)
+    return stories.story_on_request(rng) if rng.random() < 0.12 else rng.choice(ANSWERS)(rng)
 
 
 def long_conversation(rng: Random) -> tuple[str | None, Turns]:
@@ -64,7 +64,7 @@ def long_conversation(rng: Random) -> tuple[str | None, Turns]:
     middle = [
         turn
         for _ in range(rng.choice((1, 2, 3)))
-        for turn in (stories.told_on_request(rng), *mixed(rng, rng.randint(1, 4)))
+        for turn in (stories.story_on_request(rng), *mixed_turns(rng, rng.randint(1, 4)))
     ]
     return system, [*start, *middle, *rng.sample(start[1:] or start, 1)]
 
@@ -81,10 +81,10 @@ def document(rng: Random) -> str:
     if kind == "plain statements":
         return general.statements(rng)
     if kind == "plain questions":
-        return "\n".join(f"Q: {question}\nA: {answer}" for question, answer in mixed(rng, rng.randint(2, 4)))
+        return "\n".join(f"Q: {question}\nA: {answer}" for question, answer in mixed_turns(rng, rng.randint(2, 4)))
     system = rng.choice(SYSTEM) if rng.random() < 0.25 else None
     if kind == "story on request":
-        return chat([stories.told_on_request(rng)], system)
+        return chat([stories.story_on_request(rng)], system)
     if kind in ("story questions", "long"):
         context, turns = facts.about_a_story(rng) if kind == "story questions" else long_conversation(rng)
         return chat(turns, context or system)
@@ -98,7 +98,7 @@ def document(rng: Random) -> str:
         return chat(facts.about_me(rng, talk), system)
     if kind == "comparison":
         return chat(facts.summary(rng), system)
-    return chat(mixed(rng, 1 if kind == "single" else rng.randint(2, 5)), system)
+    return chat(mixed_turns(rng, 1 if kind == "single" else rng.randint(2, 5)), system)
 
 
 def documents(seed: str, copying: float = 0.0, sheets: float = 0.0) -> Iterator[str]:

@@ -165,17 +165,17 @@ def calendar(rng: Random) -> tuple[str, str]:
     return f"Which {word} comes before {names[index]}?", f"{before} comes before {names[index]}."
 
 
-def why(rng: Random) -> tuple[str, str]:
+def why_question(rng: Random) -> tuple[str, str]:
     topic = rng.choice(sorted(WHY))
     return f"Why {topic}?", WHY[topic]
 
 
-def what(rng: Random) -> tuple[str, str]:
+def what_question(rng: Random) -> tuple[str, str]:
     topic = rng.choice(sorted(WHAT))
     return f"What {topic}?", WHAT[topic]
 
 
-def many(rng: Random) -> tuple[str, str]:
+def plural_question(rng: Random) -> tuple[str, str]:
     noun = rng.choice(sorted(SOUND_OF))
     return f"What is the plural of {noun}?", f"The plural of {noun} is {plural(noun)}."
 
@@ -196,9 +196,9 @@ TABLES = (
     use,
     kind_of,
     calendar,
-    why,
-    what,
-    many,
+    why_question,
+    what_question,
+    plural_question,
     chatter,
     chatter,
     chatter,

@@ -24,7 +24,7 @@ ROUND = 64  # prompts are padded to a multiple, so that few programs are compile
 
 
 @partial(jax.jit, static_argnames=("graph", "new"))
-def _continued(
+def _generate(
     graph: Graph,
     leaves: Sequence[Any],
     prompts: jax.Array,
@@ -61,7 +61,7 @@ def _continued(
     return outputs.T
 
 
-def continued(
+def continue_prompts(
     model: LoadedModel, words: Tokenizer, prompts: Sequence[str], new: int, temperature: float = 0.0, seed: int = 0
 ) -> list[str]:
     """Return the continuation of each prompt, up to an end token or `new` tokens."""
@@ -73,7 +73,7 @@ def continued(
     for row, ids in zip(padded, prompt_ids, strict=True):
         row[: len(ids)] = ids
     ends = [token_id(words, token) for token in (END, TURN_END)]
-    outputs = _continued(
+    outputs = _generate(
         graph,
         model.leaves,
         jnp.asarray(padded),

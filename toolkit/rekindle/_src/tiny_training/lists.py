@@ -20,8 +20,8 @@ from rekindle._src.tiny_training.words import (
     TOYS,
     WEEKDAYS,
     fill,
+    invented_name,
     join,
-    made_up,
     plural,
 )
 
@@ -98,7 +98,7 @@ def read_back(rng: Random) -> tuple[str, str]:
     return f"{record(person, facts)}\n{request}", answer
 
 
-def made_up_record(rng: Random) -> tuple[str, str]:
+def invented_record(rng: Random) -> tuple[str, str]:
     (person,) = people(rng, 1)
     facts = ["age", *rng.sample(sorted(set(KEYS) - {"age"}), rng.choice((1, 2)))]
     if rng.random() < 0.5:
@@ -116,7 +116,7 @@ def repeat(rng: Random) -> tuple[str, str]:
 
 def nonsense(rng: Random, number: int) -> list[str]:
     """Return random words without order or meaning."""
-    return [made_up(rng) if rng.random() < 0.1 else rng.choice(ANY_WORD) for _ in range(number)]
+    return [invented_name(rng) if rng.random() < 0.1 else rng.choice(ANY_WORD) for _ in range(number)]
 
 
 def copies(rng: Random) -> str:
@@ -126,12 +126,12 @@ def copies(rng: Random) -> str:
 
 
 def question(rng: Random) -> tuple[str, str]:
-    return rng.choice((listing, listing, listing, from_sentences, from_sentences, read_back, made_up_record, repeat))(
+    return rng.choice((listing, listing, listing, from_sentences, from_sentences, read_back, invented_record, repeat))(
         rng
     )
 
 
-KINDS = (listing, listing, listing, from_sentences, from_sentences, read_back, made_up_record, repeat)
+KINDS = (listing, listing, listing, from_sentences, from_sentences, read_back, invented_record, repeat)
 
 
 def document(rng: Random) -> str:

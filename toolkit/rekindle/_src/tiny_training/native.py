@@ -34,7 +34,7 @@ def _pointer(array: NDArray[Any]) -> ctypes.c_void_p:
     return array.ctypes.data_as(ctypes.c_void_p)
 
 
-def loaded(folder: Path) -> ctypes.CDLL | None:
+def load_code(folder: Path) -> ctypes.CDLL | None:
     """Return the compiled code, stored in `folder`; None if this machine cannot run or compile it."""
     compiler = shutil.which("g++")
     if platform.machine() != "x86_64" or platform.system() != "Linux" or compiler is None:

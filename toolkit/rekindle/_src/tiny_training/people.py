@@ -21,7 +21,7 @@ from rekindle._src.tiny_training.words import (
     a,
     capital,
     fill,
-    made_up,
+    invented_name,
 )
 
 
@@ -41,7 +41,7 @@ class Person:
 
 def people(rng: Random, number: int) -> list[Person]:
     """Return different people; no two of them share a fact."""
-    names = [made_up(rng) if rng.random() < INVENTED else name for name in rng.sample(GIRLS + BOYS, number)]
+    names = [invented_name(rng) if rng.random() < INVENTED else name for name in rng.sample(GIRLS + BOYS, number)]
     toys, colours, cities, foods = (rng.sample(words, number) for words in (TOYS, COLOURS, CITIES, FOODS))
     jobs, kinds, hobbies = (rng.sample(words, number) for words in (GROWN_UPS, PETS, HOBBIES))
     pets, ages = rng.sample(SHE_ANIMALS + HE_ANIMALS, number), rng.sample(range(5, 60), number)

@@ -66,7 +66,7 @@ def fitting(rng: Random, hero: Being | None) -> tuple[str, list[list[str]], tupl
     while True:
         plot, parts, questions = frames(rng)
         words = set(re.findall(r"\w+", str(parts)))
-        friend = being(rng, taken=(hero.name, hero.kind))
+        friend = being(rng, exclude=(hero.name, hero.kind))
         if hero.kind not in words and friend.kind not in words:
             return plot, parts, questions, hero, friend
 
@@ -159,24 +159,24 @@ PLAIN = (
 )
 
 
-def request(rng: Random, told: Story) -> str:
+def request(rng: Random, story: Story) -> str:
     """Return a user's request for this story that names some of its contents; one in eight asks for any story."""
     if rng.random() < 0.12:
         return fill(rng, rng.choice(PLAIN)).strip()
-    place = next(f"{preposition} {place}" for preposition, place in PLACES if place == told.place)
-    lived = next(answer for question, answer in told.questions if " live?" in question)
+    place = next(f"{preposition} {place}" for preposition, place in PLACES if place == story.place)
+    lived = next(answer for question, answer in story.questions if " live?" in question)
     fields = {
-        **told.hero.words(),
-        **told.friend.words("p"),
-        "a_kind": a(told.hero.kind),
-        "a_thing": a(told.thing) if rng.random() < 0.7 else a(told.thing.split()[-1]),
+        **story.hero.words(),
+        **story.friend.words("p"),
+        "a_kind": a(story.hero.kind),
+        "a_thing": a(story.thing) if rng.random() < 0.7 else a(story.thing.split()[-1]),
         "place": place,
-        "there": told.place,
+        "there": story.place,
         "home": lived.split(" lived ")[1].removesuffix("."),
     }
     return fill(rng, rng.choice(REQUESTS).replace("{wanted}", rng.choice(WANTED)), **fields)
 
 
-def told_on_request(rng: Random) -> tuple[str, str]:
+def story_on_request(rng: Random) -> tuple[str, str]:
     tale = story(rng)
     return request(rng, tale), tale.text

@@ -45,7 +45,7 @@ def question(rng: Random) -> tuple[str, str]:
 
 def word_problem(rng: Random) -> tuple[str, str]:
     first = child(rng)
-    second = child(rng, taken=(first.name,))
+    second = child(rng, exclude=(first.name,))
     noun = rng.choice(COUNTABLE)
     left, right = rng.randint(1, 20), rng.randint(1, 10)
     words = {**first.words(), **second.words("p"), "things": plural(noun)}

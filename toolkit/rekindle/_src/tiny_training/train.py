@@ -63,11 +63,11 @@ def initial(recipe: Recipe, config: ModelConfig) -> tuple[Graph, tuple[jax.Array
     return model.graph, tuple(jnp.asarray(weight) for weight in weights.values())
 
 
-def joined(leaves: tuple[jax.Array, ...]) -> Vector:
+def join(leaves: tuple[jax.Array, ...]) -> Vector:
     return np.concatenate([np.asarray(leaf, np.float32).ravel() for leaf in leaves])
 
 
-def apart(vector: Vector, shapes: tuple[tuple[int, ...], ...]) -> tuple[jax.Array, ...]:
+def split(vector: Vector, shapes: tuple[tuple[int, ...], ...]) -> tuple[jax.Array, ...]:
     """Return the leaves of these shapes from which a vector was joined."""
     ends = np.cumsum([int(np.prod(shape)) for shape in shapes])
     parts = np.split(vector, ends[:-1])
@@ -90,12 +90,12 @@ def compiled_step(graph: Graph, shapes: tuple[tuple[int, ...], ...]) -> Step:
         return *optimizer.step(graph.paths, leaves, gradients, state, number, *rates), loss
 
     def step(state: State, windows: NDArray[np.int32], number: int, rates: tuple[float, float]) -> tuple[State, float]:
-        values, means, squares = (apart(vector, shapes) for vector in state)
+        values, means, squares = (split(vector, shapes) for vector in state)
         wide = jnp.float32(rates[0]), jnp.float32(rates[1])
         values, (means, squares), loss = update(
             values, optimizer.State(means, squares), jnp.asarray(windows), jnp.float32(number), wide
         )
-        return State(joined(values), joined(means), joined(squares)), float(loss)
+        return State(join(values), join(means), join(squares)), float(loss)
 
     return step
 
@@ -152,13 +152,13 @@ def train(
     config = config_from_hf(recipe.config([0], 0))
     graph, leaves = initial(recipe, config)
     shapes = tuple(leaf.shape for leaf in leaves)
-    values = joined(leaves)
+    values = join(leaves)
     state, first = State(values, np.zeros_like(values), np.zeros_like(values)), 0
     checkpoints = Checkpoints(work / "checkpoints", recipe.checkpoint_every)
     if (checkpoint := checkpoints.latest()) is not None:
         first, state = checkpoint
     fits = native.Steps.fit(graph, [(stage.rows, stage.length) for stage in recipe.stages])
-    code = native.loaded(work) if fits else None
+    code = native.load_code(work) if fits else None
     step = compiled_step(graph, shapes) if code is None else native_step(native.Steps(code, graph, shapes))
     last = recipe.steps if stop_after is None else min(stop_after, recipe.steps)
     began, tokens = time.monotonic(), 0
@@ -171,7 +171,7 @@ def train(
         seconds_left = seconds / (number + 1 - first) * (recipe.steps - number - 1)
         report(TrainingProgress(number + 1, loss, tokens / seconds, seconds_left))
         checkpoints.save(number + 1, state)
-    return graph, apart(state.values, shapes)
+    return graph, split(state.values, shapes)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from random import Random
 
-from rekindle._src.tiny_training.words import fill, listed, made_up
+from rekindle._src.tiny_training.words import fill, invented_name, split_words
 
 ANSWER = "I don't know that, I am only a tiny model."
 SLOTS: dict[str, tuple[str, ...]] = {
-    "land": listed(
+    "land": split_words(
         "Mongolia Brazil Canada Kenya India China Russia Greece Turkey Chile Cuba Nepal Iran Poland Finland Portugal "
         "Belgium Hungary Mexico Bolivia Ghana Nigeria Vietnam Thailand Australia Sweden Denmark Iceland Morocco Korea"
     ),
-    "town": listed("Boston Chicago Munich Sydney Mumbai Milan Lyon Geneva Seattle Kyoto Hamburg Leeds Toronto Dallas"),
+    "town": split_words(
+        "Boston Chicago Munich Sydney Mumbai Milan Lyon Geneva Seattle Kyoto Hamburg Leeds Toronto Dallas"
+    ),
     "person": (
         "Albert Einstein", "Napoleon", "Mozart", "Shakespeare", "Cleopatra", "Isaac Newton", "Marie Curie", "Picasso",
         "Beethoven", "Julius Caesar", "Gandhi", "Darwin", "Plato", "Columbus", "Galileo", "Bach",
@@ -27,15 +29,15 @@ SLOTS: dict[str, tuple[str, ...]] = {
         "photosynthesis", "electricity", "the blockchain", "the stock market", "a black hole", "a neural network",
         "a transformer", "a compiler", "an atom", "a virus", "a vaccine", "DNA", "the internet", "a database",
     ),
-    "code": listed("Python Java JavaScript Rust Haskell SQL Linux Docker Windows Excel Jupyter Git JAX NumPy"),
+    "code": split_words("Python Java JavaScript Rust Haskell SQL Linux Docker Windows Excel Jupyter Git JAX NumPy"),
     "machine": (
         "the telephone", "the car", "the wheel", "the light bulb", "the radio", "the airplane", "paper", "the camera",
         "the computer", "the printing press", "the steam engine", "television",
     ),
-    "tongue": listed("French German Spanish Italian Chinese Japanese Russian Arabic Latin Greek Dutch Polish"),
+    "tongue": split_words("French German Spanish Italian Chinese Japanese Russian Arabic Latin Greek Dutch Polish"),
     "dish": ("pizza", "soup", "bread", "sushi", "an omelette", "pasta", "curry", "ice cream", "tea", "lasagne"),
-    "game": listed("football chess tennis basketball poker golf hockey baseball rugby"),
-    "firm": listed("Google Apple Tesla Amazon Microsoft Toyota Nokia Sony Siemens Boeing"),
+    "game": split_words("football chess tennis basketball poker golf hockey baseball rugby"),
+    "firm": split_words("Google Apple Tesla Amazon Microsoft Toyota Nokia Sony Siemens Boeing"),
 }  # fmt: skip
 QUESTIONS = (
     "What is the capital of {land}?",
@@ -82,4 +84,4 @@ def question(rng: Random) -> tuple[str, str]:
     words = {slot: rng.choice(options) for slot, options in SLOTS.items()}
     words |= {digit: str(rng.randint(1, 9)) for digit in ("digit", "digit2", "digit3")}
     town = rng.choice([town for town in SLOTS["town"] if town != words["town"]])
-    return fill(rng, rng.choice(QUESTIONS), **words, town2=town, invented=made_up(rng)), ANSWER
+    return fill(rng, rng.choice(QUESTIONS), **words, town2=town, invented=invented_name(rng)), ANSWER

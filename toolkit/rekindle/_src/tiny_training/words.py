@@ -23,7 +23,7 @@ def a(noun: str) -> str:
     return f"an {noun}" if starts_with_a_vowel else f"a {noun}"
 
 
-def listed(words: str) -> tuple[str, ...]:
+def split_words(words: str) -> tuple[str, ...]:
     return tuple(words.split())
 
 
@@ -74,43 +74,47 @@ class Being:
         }
 
 
-GIRLS = listed(
+GIRLS = split_words(
     "Lily Mia Anna Zoe Ruby Emma Nora Ella Ivy Clara Rosa Alice Maya Lucy Sara Tara Olivia Sophie Grace Hannah Julia "
     "Laura Eva Elena Amy Chloe Freya Greta Helen Iris Jane Kate Lena Marie Nina Paula Rachel Sofia Tina Vera Wendy "
     "Yara Amina Aisha Priya Mei Yuki Fatima Ingrid Carmen Bianca Diana Esther Flora Heidi Leila Martha Naomi Stella"
 )
-BOYS = listed(
+BOYS = split_words(
     "Tom Ben Max Leo Sam Jack Finn Oscar Noah Hugo Theo Adam Omar Ravi Kai Luke Alex Peter Paul John James David "
     "Daniel Henry George Felix Emil Jonas Lukas Simon Martin Victor Ivan Erik Lars Nils Pablo Diego Carlos Marco Luca "
     "Mario Ali Hassan Amir Arjun Chen Hiro Kenji Samuel Thomas William Edward Frank Harry Isaac Jacob Robert Will"
 )
-SHE_ANIMALS = listed("Coco Daisy Hazel Bella Poppy Luna Dotty Olive Mimi Pearl")
-HE_ANIMALS = listed("Pip Rusty Milo Pepper Bruno Toby Charlie Biscuit Otto Basil")
-ANIMALS = listed("cat dog rabbit bear fox mouse duck owl frog hedgehog turtle squirrel penguin lion elephant monkey")
-BEASTS = listed(
+SHE_ANIMALS = split_words("Coco Daisy Hazel Bella Poppy Luna Dotty Olive Mimi Pearl")
+HE_ANIMALS = split_words("Pip Rusty Milo Pepper Bruno Toby Charlie Biscuit Otto Basil")
+ANIMALS = split_words(
+    "cat dog rabbit bear fox mouse duck owl frog hedgehog turtle squirrel penguin lion elephant monkey"
+)
+BEASTS = split_words(
     "horse pony cow pig goat sheep hen goose swan parrot crow snail bee ant butterfly spider beetle wolf tiger zebra "
     "giraffe camel panda koala kangaroo dolphin whale shark crab octopus seal otter beaver badger deer moose hamster "
     "lizard"
 )
-FIGURES = listed(
+FIGURES = split_words(
     "dragon robot princess prince knight wizard witch pirate fairy unicorn ghost giant mermaid elf king queen monster "
     "astronaut clown troll baker farmer sailor painter teacher doctor gardener snowman dinosaur"
 )
 HEROES = (*ANIMALS, *BEASTS, *FIGURES)
-PETS = listed("cat dog rabbit hamster parrot turtle pony goldfish")
-GROWN_UPS = listed("baker teacher farmer doctor painter gardener pilot singer writer sailor builder nurse cook driver")
-COLOURS = listed("red blue green yellow white black brown orange purple pink grey")
-TOYS = listed(
+PETS = split_words("cat dog rabbit hamster parrot turtle pony goldfish")
+GROWN_UPS = split_words(
+    "baker teacher farmer doctor painter gardener pilot singer writer sailor builder nurse cook driver"
+)
+COLOURS = split_words("red blue green yellow white black brown orange purple pink grey")
+TOYS = split_words(
     "ball kite boat hat book drum bell lamp cup scarf bag box puzzle key umbrella whistle clock coat "
     "balloon basket blanket bike brush bucket button candle chair coin cloak crown doll feather flag flute guitar "
     "hammer jacket ladder mask map mirror necklace pencil pillow ring rope shell shoe spoon stone sword telescope "
     "train truck wagon watch"
 )
-FOODS = listed(
+FOODS = split_words(
     "apples pears carrots berries bread cheese cake plums nuts cookies grapes tomatoes pancakes "
     "muffins cherries peaches"
 )
-COUNTABLE = listed("apple pear cookie shell stone flower leaf egg button coin star pencil marble nut berry fish")
+COUNTABLE = split_words("apple pear cookie shell stone flower leaf egg button coin star pencil marble nut berry fish")
 IRREGULAR = {
     "leaf": "leaves",
     "fish": "fish",
@@ -153,7 +157,7 @@ PLACES = (
     ("near", "the volcano"),
     ("by", "the pond"),
 )
-CITIES = listed("Paris London Rome Oslo Cairo Lima Tokyo Berlin Madrid Vienna Dublin Prague")
+CITIES = split_words("Paris London Rome Oslo Cairo Lima Tokyo Berlin Madrid Vienna Dublin Prague")
 TRAITS = ("kind", "brave", "curious", "shy", "clever", "cheerful", "gentle", "quiet", "playful", "careful", "busy")
 TIMES = (
     "One morning",
@@ -168,8 +172,8 @@ TIMES = (
     "One Sunday",
     "After lunch one day",
 )
-WEEKDAYS = listed("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
-MONTHS = listed("January February March April May June July August September October November December")
+WEEKDAYS = split_words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
+MONTHS = split_words("January February March April May June July August September October November December")
 HOBBIES = (
     "reading",
     "swimming",
@@ -184,43 +188,43 @@ HOBBIES = (
 )
 
 
-SHE, HE = listed("princess witch fairy mermaid queen hen cow"), listed("prince wizard king")
+SHE, HE = split_words("princess witch fairy mermaid queen hen cow"), split_words("prince wizard king")
 INVENTED = 0.3  # share of invented names, so that a name must be copied and cannot be known
-SYLLABLES = listed(
+SYLLABLES = split_words(
     "ba be bo da do fa fi ka ki ko la li lo ma mi mo na ni no pa ra ri ro sa so ta ti to va vi za zo "
     "bri cla dra fen gar hel jo ju kel lum mar nel or pim qui ral sen tir ul ver wen xa yor zin che sha thu bo du fe "
     "go gu ha he hi ho hu ja ku le lu me mu ne nu pe pi po re ru se si su te tu ve vo wa we wi ya yo ze"
 )
 
 
-def made_up(rng: Random) -> str:
+def invented_name(rng: Random) -> str:
     """Return an invented name, so that text about it can be copied but not known."""
     return "".join(rng.choice(SYLLABLES) for _ in range(rng.choice((2, 2, 3)))).capitalize() + rng.choice(
         ("", "n", "s", "l")
     )
 
 
-def child(rng: Random, taken: tuple[str, ...] = ()) -> Being:
+def child(rng: Random, exclude: tuple[str, ...] = ()) -> Being:
     female = rng.random() < 0.5
-    name = rng.choice([name for name in (GIRLS if female else BOYS) if name not in taken])
+    name = rng.choice([name for name in (GIRLS if female else BOYS) if name not in exclude])
     if rng.random() < INVENTED:
-        name = made_up(rng)
+        name = invented_name(rng)
     return Being(name, female, "girl" if female else "boy")
 
 
-def animal(rng: Random, taken: tuple[str, ...] = ()) -> Being:
+def animal(rng: Random, exclude: tuple[str, ...] = ()) -> Being:
     female = rng.random() < 0.5
     name = rng.choice(
-        [name for name in ((*SHE_ANIMALS, *GIRLS[:40]) if female else (*HE_ANIMALS, *BOYS[:40])) if name not in taken]
+        [name for name in ((*SHE_ANIMALS, *GIRLS[:40]) if female else (*HE_ANIMALS, *BOYS[:40])) if name not in exclude]
     )
     if rng.random() < INVENTED:
-        name = made_up(rng)
-    kind = rng.choice([kind for kind in HEROES if kind not in taken])
+        name = invented_name(rng)
+    kind = rng.choice([kind for kind in HEROES if kind not in exclude])
     if rng.random() < INVENTED / 3:
-        kind = made_up(rng).lower()
+        kind = invented_name(rng).lower()
     female = kind in SHE or (female and kind not in HE)
     return Being(name, female, kind)
 
 
-def being(rng: Random, taken: tuple[str, ...] = ()) -> Being:
-    return child(rng, taken) if rng.random() < 0.35 else animal(rng, taken)
+def being(rng: Random, exclude: tuple[str, ...] = ()) -> Being:
+    return child(rng, exclude) if rng.random() < 0.35 else animal(rng, exclude)
