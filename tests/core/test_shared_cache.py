@@ -120,12 +120,12 @@ def test_one_machine_keeps_and_another_fetches(tmp_path: Path, place: Place) -> 
     one, two = behind(tmp_path / "one", place), behind(tmp_path / "two", place)
     assert not two.fetch("programs", "abc") and two.missed == 1
     one.keep("programs", "abc")
-    assert one.wait(20) and one.kept == 1
+    assert one.wait(20) and one.stored == 1
     assert two.fetch("programs", "abc") and contents(tmp_path / "two" / "programs" / "abc") == FILES
     assert two.names("programs") == ["abc"] and two.names("weights") == []
     one.keep("programs", "abc")
     behind(tmp_path / "one", place).keep("programs", "abc")
-    assert one.kept == 1 and (one.failed, two.failed) == (0, 0)
+    assert one.stored == 1 and (one.failed, two.failed) == (0, 0)
     status = (tmp_path / "two" / "programs" / "abc" / "rekindle" / "program").stat()
     assert status.st_mode & 0o077 == 0
     assert [path.name for path in (tmp_path / "two" / "programs").iterdir()] == ["abc"]
@@ -156,12 +156,12 @@ def test_old_blobs_go_and_those_in_use_stay(tmp_path: Path) -> None:
     for age, name in enumerate(("d", "c", "b", "a")):
         os.utime(place.root / "programs" / name, (now - 3600 * age,) * 2)
     assert one.prune() == 0
-    size = place.listed("programs")[0].size
+    size = place.list_blobs("programs")[0].size
     one.max_bytes = 3 * size
     assert one.prune() == size and sorted(one.names("programs")) == ["b", "c", "d"]
     one.max_age = 5400
     assert one.prune() == size and sorted(one.names("programs")) == ["c", "d"]
-    one._known.clear()
+    one._handled.clear()
     one.keep("programs", "c")  # over half of the age: written again
     assert one.wait(20) and one.names("programs") == ["d", "c"]
 
@@ -185,7 +185,7 @@ def test_only_known_kinds_and_trusted_folders(tmp_path: Path) -> None:
     entry(tmp_path / "one")
     one, two = behind(tmp_path / "one", place), behind(tmp_path / "two", place)
     one.keep("programs", "abc"), one.keep("chats", "x")
-    assert one.wait(20) and one.kept == 1
+    assert one.wait(20) and one.stored == 1
     assert not two.fetch("chats", "x")
     (tmp_path / "two" / "programs").mkdir(parents=True)
     (tmp_path / "two").chmod(0o777)
@@ -239,8 +239,8 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_times_of_stores_are_read() -> None:
     for value in (5.0, "1970-01-01T00:00:05+00:00", __import__("datetime").datetime.fromtimestamp(5.0)):
-        assert places._written({"LastModified": value}) == 5.0
-    assert abs(places._written({}) - time.time()) < 5
+        assert places._write_time({"LastModified": value}) == 5.0
+    assert abs(places._write_time({}) - time.time()) < 5
 
 
 def test_large_files_come_back_as_they_were(tmp_path: Path) -> None:

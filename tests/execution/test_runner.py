@@ -300,7 +300,7 @@ def test_a_request_that_can_not_be_prepared_is_left_out_and_its_neighbours_are_e
     assert failed.request_id == offender.request.id
     assert isinstance(failed.error, InvalidRequest) and "40 end tokens" in str(failed.error)
     assert [row.error for row in result.rows if row is not failed] == [None, None]
-    assert result.right == (True, False, True)
+    assert result.valid == (True, False, True)
     again = driver.runner.fetch(driver.runner.dispatch(driver.plan([(offender, None)])))  # planned before it was known
     assert isinstance(again.rows[0].error, InvalidRequest)
     driver.remove(offender)

@@ -29,7 +29,7 @@ def run(request: Request, **options: Any) -> list[TokenEvent]:
 def joined(events: list[TokenEvent]) -> TokenEvent:
     whole = events[0]
     for event in events[1:]:
-        whole = whole.then(event)
+        whole = whole.merged_with(event)
     return whole
 
 

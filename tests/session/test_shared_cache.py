@@ -23,7 +23,7 @@ def behind(folder: Path) -> SharedCache:
 def kept(folder: Path) -> int:
     """How many entries are kept once nothing is left to do."""
     assert behind(folder).wait(60) and not behind(folder).failed
-    return behind(folder).kept
+    return behind(folder).stored
 
 
 @pytest.fixture(params=["private", "signed"])
@@ -133,7 +133,7 @@ def test_kept_weights_are_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert texts[0] == texts[1]
     assert len(list((tmp_path / "shared" / "weights").iterdir())) == 1
     assert len(list((tmp_path / "two" / "weights").iterdir())) == 1
-    assert (behind(tmp_path / "two").kept, behind(tmp_path / "two").fetched > 1) == (0, True)
+    assert (behind(tmp_path / "two").stored, behind(tmp_path / "two").fetched > 1) == (0, True)
 
 
 def test_a_model_is_known_before_its_weights_are_there(

@@ -14,7 +14,7 @@ import pytest
 import rekindle
 from rekindle import Sampling, tiny
 from rekindle._src.core.sampling import ANSWER_TOKENS
-from rekindle._src.text.generation_config import checkpoint_sampling, told
+from rekindle._src.text.generation_config import checkpoint_sampling, describe
 
 
 def written(folder: Path, record: Any) -> Path:
@@ -86,4 +86,4 @@ def test_a_session_uses_it_says_it_once_and_turns_it_off(tmp_path: Path, caplog:
 
 
 def test_words() -> None:
-    assert told(Sampling(temperature=0.6, top_p=0.9)) == "temperature 0.6, top_p 0.9"
+    assert describe(Sampling(temperature=0.6, top_p=0.9)) == "temperature 0.6, top_p 0.9"

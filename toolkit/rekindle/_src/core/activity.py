@@ -115,15 +115,15 @@ class Activity:
         return True
 
 
-def _screen(asked: Backend, stream: TextIO | None) -> Screen | None:
+def _screen(backend: Backend, stream: TextIO | None) -> Screen | None:
     out = sys.stderr if stream is None else stream
-    if asked == "auto" and in_marimo():
+    if backend == "auto" and in_marimo():
         return _Marimo()
-    if asked == "auto":
-        asked = "notebook" if in_notebook() else "terminal" if out is not None and out.isatty() else "log"
-    if asked == "notebook":
+    if backend == "auto":
+        backend = "notebook" if in_notebook() else "terminal" if out is not None and out.isatty() else "log"
+    if backend == "notebook":
         return _Notebook()
-    if asked == "terminal":
+    if backend == "terminal":
         return _Terminal(out)
     return _Log() if log.isEnabledFor(logging.INFO) else None
 

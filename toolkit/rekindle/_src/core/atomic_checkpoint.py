@@ -129,8 +129,8 @@ def is_passing(error: BaseException | None) -> bool:
     return False
 
 
-def _remove_all(own: Path) -> None:
-    for leftover in own.parent.glob(f"{own.name}*"):  # Orbax writes under other names, which start like this one
+def _remove_all(path: Path) -> None:
+    for leftover in path.parent.glob(f"{path.name}*"):  # Orbax writes under other names, which start like this one
         shutil.rmtree(leftover, ignore_errors=True)
 
 
@@ -173,7 +173,7 @@ class _Handler:
         return None
 
 
-def _close_forgotten(error: BaseException) -> None:
+def _close_unstarted_coroutines(error: BaseException) -> None:
     """Close the coroutines that Orbax created and had not begun when it failed; Python would warn of each."""
     chain: BaseException | None = error
     while chain is not None:
@@ -205,7 +205,7 @@ class _Orbax:
             try:
                 self._v1.save_checkpointables(path, {ITEM: _Files(write)})
             except BaseException as error:
-                _close_forgotten(error)
+                _close_unstarted_coroutines(error)
                 raise
 
     def load(self, path: Path) -> Path:

@@ -23,15 +23,15 @@ MAX_WORD = 256  # characters
 MAX_SALT = 1_024  # characters
 
 
-def bounded(field: str, value: Any, most: int) -> Any:
-    """Return `value` if it has at most `most` entries. An iterator is read into a tuple, up to one entry beyond."""
+def bounded(field: str, value: Any, limit: int) -> Any:
+    """Return `value` if it has at most `limit` entries. An iterator is read into a tuple, up to one entry beyond."""
     try:
-        value = value if isinstance(value, Sized) else tuple(itertools.islice(value, most + 1))
+        value = value if isinstance(value, Sized) else tuple(itertools.islice(value, limit + 1))
         size = len(value)
     except Exception:  # any object may arrive here, and its methods may raise anything
         raise InvalidRequest(field, value, "can't be read as a list", "Pass a list") from None
-    if size > most:
-        raise InvalidRequest(field, f"{size:,} entries", f"is over the {most:,} that are possible", "Pass fewer")
+    if size > limit:
+        raise InvalidRequest(field, f"{size:,} entries", f"is over the {limit:,} that are possible", "Pass fewer")
     return value
 
 

@@ -55,9 +55,9 @@ PAGES = (
 SLOTS = "Each request that runs has a slot of the batch; others wait"
 
 
-def explained(shown: str, meaning: str) -> Markup:
+def with_hint(text: str, meaning: str) -> Markup:
     """Return text that shows its meaning on hover."""
-    return Markup(f'<span title="{escape(meaning)}">{escape(shown)}</span>')
+    return Markup(f'<span title="{escape(meaning)}">{escape(text)}</span>')
 
 
 def block(*parts: str, title: str = "") -> Markup:
@@ -66,7 +66,7 @@ def block(*parts: str, title: str = "") -> Markup:
     return Markup(f'<div style="margin:4px 0">{head}{"".join(parts)}</div>')
 
 
-def folded(summary: str, *parts: str, key: str = "") -> Markup:
+def details(summary: str, *parts: str, key: str = "") -> Markup:
     """Return parts that a click on their summary unfolds; it needs no script.
 
     A view that is redrawn under the same `key` stays unfolded.
@@ -116,7 +116,7 @@ def pairs(values: Mapping[str, object], titles: Mapping[str, str] | None = None)
     return Markup(f"{_TABLE}<tbody>{rows}</tbody></table>")
 
 
-def shortened(value: str, width: int = 40) -> str:
+def shorten(value: str, width: int = 40) -> str:
     """Return a text, cut to `width` characters if it is longer."""
     return value if len(value) <= width else value[: width - 1] + "…"
 
@@ -177,7 +177,7 @@ class Record:
     def __repr__(self) -> str:
         parts: list[str] = []
         length = len(type(self).__name__) + 2
-        for name, value in changed(self).items():
+        for name, value in non_defaults(self).items():
             long = isinstance(value, float) and len(repr(value)) > 8 and abs(value) < 1e4
             text = f"{value:.4g}" if long else repr(value)
             parts.append(f"{name}={text}".replace("\n", " "))
@@ -211,7 +211,7 @@ def figures(record: Any) -> dict[str, Any]:
     return {name: getattr(record, name) for name in names}
 
 
-def changed(record: Any) -> dict[str, Any]:
+def non_defaults(record: Any) -> dict[str, Any]:
     """Return the fields of a record that differ from their default; without a default, those not zero or empty."""
     fields: dict[str, Any] = {}
     for field in dataclasses.fields(record):
@@ -233,9 +233,11 @@ def text(value: str) -> Markup:
     return Markup(f'<div style="white-space:pre-wrap;max-width:80ch;margin:4px 0">{escape(value)}</div>')
 
 
-def tokens(shown: Iterable[Token]) -> Markup:
+def tokens(entries: Iterable[Token]) -> Markup:
     """Return text whose background shows how likely each token was. Hovering tells more; forced ones are underlined."""
-    return Markup(f'<div style="white-space:pre-wrap;max-width:80ch;margin:4px 0">{"".join(map(_token, shown))}</div>')
+    return Markup(
+        f'<div style="white-space:pre-wrap;max-width:80ch;margin:4px 0">{"".join(map(_token, entries))}</div>'
+    )
 
 
 def _token(token: Token) -> str:

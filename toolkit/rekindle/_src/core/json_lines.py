@@ -17,8 +17,8 @@ Entry = dict[str, Any]
 class JsonLines:
     """Opened with `with`, which reads the existing lines; a last line that a kill cut off is removed.
 
-    Every line begins with `start`, and `found` is called with each entry and the place of its line. It returns True if
-    `writer` wrote such an entry: a file with any other content is refused and stays as it is.
+    Every line begins with `start`, and `on_entry` is called with each entry and the place of its line. It returns True
+    if `writer` wrote such an entry: a file with any other content is refused and stays as it is.
     """
 
     def __init__(
@@ -27,11 +27,11 @@ class JsonLines:
         *,
         start: str,
         writer: str,
-        found: Callable[[Entry, int], bool],
+        on_entry: Callable[[Entry, int], bool],
         field: str = "out",
     ) -> None:
         self.path = Path(path)
-        self._start, self._writer, self._found, self._field = start.encode(), writer, found, field
+        self._start, self._writer, self._on_entry, self._field = start.encode(), writer, on_entry, field
         self._file: BinaryIO | None = None
 
     def __enter__(self) -> Self:
@@ -97,4 +97,4 @@ class JsonLines:
             entry = json.loads(line)
         except ValueError:
             return False
-        return self._found(entry, at)
+        return self._on_entry(entry, at)

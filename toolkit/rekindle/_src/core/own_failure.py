@@ -19,7 +19,7 @@ def own_failure(error: BaseException, what: str) -> RekindleError:
         return error
     if not isinstance(error, Exception) and not is_panic(error):
         raise error
-    failure = RequestFailed(f"{what}: {shown(error)}")
+    failure = RequestFailed(f"{what}: {one_line(error)}")
     failure.__cause__ = error
     return failure
 
@@ -32,7 +32,7 @@ def is_panic(error: BaseException) -> bool:
     return any(kind.__name__ == "PanicException" for kind in type(error).__mro__)
 
 
-def shown(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     """Return an exception in one line of at most 500 characters, even if its repr raises."""
     try:
         text = repr(error)

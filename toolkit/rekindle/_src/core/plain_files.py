@@ -24,10 +24,10 @@ def open_plain(path: Path) -> BinaryIO:
         raise
 
 
-def read_plain(path: Path, most: int) -> bytes:
-    """Return the content of a regular file. Raises `OSError`, before reading, if it has more than `most` bytes."""
+def read_plain(path: Path, limit: int) -> bytes:
+    """Return the content of a regular file. Raises `OSError`, before reading, if it has more than `limit` bytes."""
     with open_plain(path) as file:
         size = os.fstat(file.fileno()).st_size
-        if size > most:
-            raise OSError(errno.EFBIG, f"{size:,} bytes, and at most {most:,} are read", str(path))
+        if size > limit:
+            raise OSError(errno.EFBIG, f"{size:,} bytes, and at most {limit:,} are read", str(path))
         return file.read(size) if size else b""

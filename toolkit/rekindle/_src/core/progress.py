@@ -37,15 +37,15 @@ class Progress:
         self._began = time.monotonic()
         self._last = self._began + PATIENCE - self._every
         self._lock = threading.Lock()  # programs are compiled by several threads
-        self._shown = False
+        self._visible = False
 
     def __call__(self, report: Any) -> None:
         with self._lock:
             self.done, self.total = report.done, report.total
             now = time.monotonic()
             complete = self.done >= self.total
-            if (complete and self._shown) or (not complete and now - self._last >= self._every):
-                self._last, self._shown = now, True
+            if (complete and self._visible) or (not complete and now - self._last >= self._every):
+                self._last, self._visible = now, True
                 self._show(self.line(report), self.fraction, complete)
 
     @property
@@ -62,13 +62,13 @@ class Progress:
         return f"{self.label}: {report.done} of {report.total} programs, {program.name}{eta}"
 
 
-def _backend(asked: Backend, stream: TextIO | None) -> Callable[[str, float, bool], None]:
+def _backend(backend: Backend, stream: TextIO | None) -> Callable[[str, float, bool], None]:
     out = sys.stderr if stream is None else stream
-    if asked == "auto":
-        asked = "notebook" if in_notebook() else "terminal" if out.isatty() else "log"
-    if asked == "notebook":
+    if backend == "auto":
+        backend = "notebook" if in_notebook() else "terminal" if out.isatty() else "log"
+    if backend == "notebook":
         return _Output()
-    return _Terminal(out) if asked == "terminal" else _logged
+    return _Terminal(out) if backend == "terminal" else _logged
 
 
 def terminal_columns(terminal: TextIO) -> int:
@@ -79,10 +79,10 @@ def terminal_columns(terminal: TextIO) -> int:
     return shutil.get_terminal_size().columns
 
 
-def _silent(line: str, fraction: float, ended: bool) -> None: ...
+def _silent(line: str, fraction: float, complete: bool) -> None: ...
 
 
-def _logged(line: str, fraction: float, ended: bool) -> None:
+def _logged(line: str, fraction: float, complete: bool) -> None:
     log.info(line)
 
 
@@ -90,10 +90,12 @@ class _Terminal:
     def __init__(self, out: TextIO) -> None:
         self._out = out
 
-    def __call__(self, line: str, fraction: float, ended: bool) -> None:
+    def __call__(self, line: str, fraction: float, complete: bool) -> None:
         filled = round(20 * fraction)
         columns = terminal_columns(self._out) - 1  # a wrapped line could not be overwritten
-        self._out.write(f"\r[{'█' * filled}{'·' * (20 - filled)}] {line:<70}"[: columns + 1] + ("\n" if ended else ""))
+        self._out.write(
+            f"\r[{'█' * filled}{'·' * (20 - filled)}] {line:<70}"[: columns + 1] + ("\n" if complete else "")
+        )
         self._out.flush()
 
 
@@ -101,17 +103,17 @@ class _Output:
     """A cell's output that each call replaces; the last one stays. It is not a widget, so every viewer shows it."""
 
     def __init__(self) -> None:
-        self._shown: Any = None
+        self._output: Any = None
 
-    def __call__(self, line: str, fraction: float, ended: bool) -> None:
+    def __call__(self, line: str, fraction: float, complete: bool) -> None:
         from IPython.display import display
 
-        bar = "" if ended else html.bar({"done": fraction, "to do": 1.0 - fraction}, rest="to do", legend=False)
+        bar = "" if complete else html.bar({"done": fraction, "to do": 1.0 - fraction}, rest="to do", legend=False)
         data = {"text/html": str(html.block(bar, html.line(line))), "text/plain": line}
-        if self._shown is None:
-            self._shown = display(data, raw=True, display_id=True)
+        if self._output is None:
+            self._output = display(data, raw=True, display_id=True)
         else:
-            self._shown.update(data, raw=True)
+            self._output.update(data, raw=True)
 
 
 def in_marimo() -> bool:

@@ -42,7 +42,7 @@ class FinishReason(enum.StrEnum):
         return self in (FinishReason.LENGTH, FinishReason.CONTEXT)
 
 
-def ended(reason: FinishReason) -> str:
+def describe_end(reason: FinishReason) -> str:
     """Return how a text ended, in words; they say if it was cut."""
     bound = {FinishReason.LENGTH: "max_tokens", FinishReason.CONTEXT: "the end of the context"}.get(reason)
     return f"ended by {reason}" if bound is None else f"cut at {bound}"
@@ -210,7 +210,7 @@ class StepResult:
     seconds: float = 0.0
 
     @property
-    def right(self) -> tuple[bool, ...]:
+    def valid(self) -> tuple[bool, ...]:
         """A flag for each row: False if it failed, or if it is a draft behind a rejected one."""
         valid: list[bool] = []
         for index, row in enumerate(self.plan.rows):
@@ -224,7 +224,7 @@ class StepResult:
     @property
     def sampled(self) -> int:
         """The number of tokens that it added to its requests."""
-        return sum(row.samples and right for row, right in zip(self.plan.rows, self.right, strict=True))
+        return sum(row.samples and valid for row, valid in zip(self.plan.rows, self.valid, strict=True))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -241,7 +241,7 @@ class TokenEvent:
     pooled: Vector | None = None  # of the whole prompt; at the end of a request with `pooling`
     guided: tuple[Guided, ...] = ()  # the guide's report on each token
 
-    def then(self, later: TokenEvent) -> TokenEvent:
+    def merged_with(self, later: TokenEvent) -> TokenEvent:
         """Return this event and a later one of the same request, merged into one."""
         return dataclasses.replace(
             later,
@@ -407,8 +407,8 @@ class Completion:
     def __repr__(self) -> str:
         problem = ", its structure was closed in time" if self.closed else ""
         if self.parse_error is not None:
-            problem = f", no object: {html.shortened(str(self.parse_error), 100)}"
-        return f"<Completion {self.id}: {html.shortened(self.text)!r}, {self._summary()}{problem}>"
+            problem = f", no object: {html.shorten(str(self.parse_error), 100)}"
+        return f"<Completion {self.id}: {html.shorten(self.text)!r}, {self._summary()}{problem}>"
 
     def _repr_html_(self) -> str:
         parts: list[str] = [html.line(self._summary(), *self._speed())]
@@ -438,7 +438,7 @@ class Completion:
 
     def _summary(self) -> str:
         calls = f"{html.count(len(self.tool_calls), 'tool call')}, " if self.tool_calls else ""
-        return f"{calls}{html.count(len(self.token_ids), 'token')}, {ended(self.finish_reason)}"
+        return f"{calls}{html.count(len(self.token_ids), 'token')}, {describe_end(self.finish_reason)}"
 
     def _speed(self) -> tuple[str, ...]:
         rate, usage, compiling = self.timings.decode_rate(len(self.token_ids)), self.usage, self.timings.compiling
@@ -449,7 +449,7 @@ class Completion:
             f"prompt of {html.count(usage.prompt_tokens, 'token')}, {usage.cached_tokens:,} of them cached",
             "" if self.sampling.greedy or self.sampling.seed is None else f"seed {self.seed}",
             f"{html.count(sum(self.forced), 'token')} forced by the grammar" if any(self.forced) else "",
-            "" if self.parse_error is None else f"no object: {html.shortened(str(self.parse_error), 100)}",
+            "" if self.parse_error is None else f"no object: {html.shorten(str(self.parse_error), 100)}",
             "its structure was closed in time" if self.closed else "",
         )
 

@@ -92,7 +92,7 @@ class Reply(html.Record):
 
     def _repr_html_(self) -> str:
         """Return the answer with its calls in Python's notation; the reasoning is folded."""
-        parts = [html.folded("reasoning", html.text(self.reasoning))] if self.reasoning else []
+        parts = [html.details("reasoning", html.text(self.reasoning))] if self.reasoning else []
         if self.content or not self.tool_calls:
             parts.append(html.text(self.content))
         return str(html.block(*parts, *(html.code(str(call)) for call in self.tool_calls)))

@@ -205,7 +205,7 @@ class Sampling(html.Record):
 
     # Any object may arrive here, so that conversions may raise anything.
 
-    def _several(self, name: str, wanted: str) -> tuple[Any, ...]:
+    def _several(self, name: str, entries: str) -> tuple[Any, ...]:
         value = getattr(self, name)
         if type(value) is tuple:
             return value
@@ -214,7 +214,7 @@ class Sampling(html.Record):
         if not isinstance(value, (str, bytes, Mapping)):
             with contextlib.suppress(Exception):
                 return tuple(value)
-        raise InvalidRequest(name, value, f"is not a list of {wanted}", f"Pass a list of {wanted}, or leave it out")
+        raise InvalidRequest(name, value, f"is not a list of {entries}", f"Pass a list of {entries}, or leave it out")
 
     def _biases(self) -> dict[int, float]:
         try:

@@ -35,32 +35,34 @@ class Structure(Protocol):
     def whitespace_flexible(self) -> bool: ...
 
 
-def check_structure(asked: Structure) -> None:
+def check_structure(structure: Structure) -> None:
     """Raise InvalidRequest for values of a wrong type and for options that exclude each other."""
-    if asked.schema is not None and not (isinstance(asked.schema, Mapping) or is_type(asked.schema)):
+    if structure.schema is not None and not (isinstance(structure.schema, Mapping) or is_type(structure.schema)):
         raise InvalidRequest(
             "schema",
-            asked.schema,
+            structure.schema,
             "is neither a JSON schema nor a type",
             "Pass a dict, a dataclass or a pydantic model",
         )
     for name in ("regex", "grammar"):
-        text = getattr(asked, name)
+        text = getattr(structure, name)
         if text is not None and (not isinstance(text, str) or not text):
             raise InvalidRequest(name, text, "is not text, or is empty", "Pass a str, or leave it out")
         check_size(name, len(text or ""))
-    for text in asked.choice or ():
+    for text in structure.choice or ():
         if not isinstance(text, str) or not text:
-            raise InvalidRequest("choice", asked.choice, "holds something other than non-empty strings", "Remove it")
-    check_size("choice", sum(map(len, asked.choice or ())))
-    kinds = [name for name in KINDS if getattr(asked, name) not in (None, False)]
+            raise InvalidRequest(
+                "choice", structure.choice, "holds something other than non-empty strings", "Remove it"
+            )
+    check_size("choice", sum(map(len, structure.choice or ())))
+    kinds = [name for name in KINDS if getattr(structure, name) not in (None, False)]
     if len(kinds) > 1:
         raise InvalidRequest(
-            kinds[1], getattr(asked, kinds[1]), f"can't be combined with {kinds[0]}", "Pass one of them"
+            kinds[1], getattr(structure, kinds[1]), f"can't be combined with {kinds[0]}", "Pass one of them"
         )
-    if asked.lenient and kinds != ["schema"]:
+    if structure.lenient and kinds != ["schema"]:
         raise InvalidRequest("lenient", True, "means nothing without a schema", "Leave it out")
-    if asked.whitespace_flexible and kinds not in (["schema"], ["json"]):
+    if structure.whitespace_flexible and kinds not in (["schema"], ["json"]):
         raise InvalidRequest("whitespace_flexible", True, "means nothing without schema or json", "Leave it out")
 
 

@@ -52,12 +52,12 @@ def answer(
     else:
         hint = html.line("Click a token to write something else there, and go on from it") if done and text else ""
         return html.block(bubble("assistant", tokens), hint)
-    return html.block(bubble("assistant", body), html.folded("tokens: click one to fork there", tokens, key="tokens"))
+    return html.block(bubble("assistant", body), html.details("tokens: click one to fork there", tokens, key="tokens"))
 
 
 def _parts(reply: Reply, key: str) -> str:
     """Return a reply's parts: the reasoning, folded, then the content, then the tool calls."""
-    reasoning = html.folded("reasoning", html.text(reply.reasoning), key=key) if reply.reasoning else ""
+    reasoning = html.details("reasoning", html.text(reply.reasoning), key=key) if reply.reasoning else ""
     content = _rendered(reply.content) if reply.content.strip() else ""
     return f"{reasoning}{content}{''.join(html.code(str(call)) for call in reply.tool_calls)}"
 

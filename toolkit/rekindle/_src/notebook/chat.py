@@ -390,7 +390,7 @@ class ChatView(Live):
             return html.line("Nothing was said yet")
         if self._keeps:
             hint = f'After a restart session.view.chat(restore="{self.name}") goes on with it'
-            rows.append(html.explained(html.line(f'kept as "{self.name}"'), hint))
+            rows.append(html.with_hint(html.line(f'kept as "{self.name}"'), hint))
         return html.block(*rows)
 
 

@@ -8,7 +8,7 @@ from itertools import takewhile
 from typing import Any
 
 from rekindle._src.core import html
-from rekindle._src.core.mesh_report import told_share
+from rekindle._src.core.mesh_report import describe_share
 from rekindle._src.dispatch.host import Host
 from rekindle._src.notebook.live import Live
 from rekindle._src.notebook.panel import button
@@ -65,7 +65,7 @@ class Dashboard(Live):
                 f"{cached_tokens / prompt_tokens:.0%} of prompt tokens cached" if prompt_tokens else "",
                 html.count(figures.get("compilations", 0), "compilation"),
                 html.count(figures["mesh"].size, "device") if "mesh" in figures else "",
-                told_share(figures),
+                describe_share(figures),
             ),
             *([_shards(figures["shards"])] if "shards" in figures else []),
             self._timeline.draw(),
@@ -73,7 +73,7 @@ class Dashboard(Live):
         if figures.get("pages_total"):
             pages = {name: figures[f"pages_{name}"] for name in ("held", "cached", "free")}
             parts.append(
-                html.explained(html.line("pages on the device"), html.PAGES) + html.bar(pages, rest="free", width=WIDTH)
+                html.with_hint(html.line("pages on the device"), html.PAGES) + html.bar(pages, rest="free", width=WIDTH)
             )
         parts += self._tiers()
         self._last = html.block(*parts, title=f"Session over {figures['model']}")

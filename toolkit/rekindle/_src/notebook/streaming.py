@@ -40,7 +40,7 @@ class StreamView(Live):
         handle = self.handle
         if handle.done:
             return handle._repr_html_()
-        prompt = html.text(html.shortened(handle.prompt, 400)) if handle.prompt else ""
+        prompt = html.text(html.shorten(handle.prompt, 400)) if handle.prompt else ""
         return html.block(
             html.line(handle.id, f"{html.count(len(handle.token_ids), 'token')} so far"), prompt, html.text(handle.text)
         )

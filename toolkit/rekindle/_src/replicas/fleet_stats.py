@@ -197,7 +197,7 @@ class FleetStats(html.Record):
                 replica.figures.get("generated_tokens", 0),
                 f"{replica.hit_rate:.0%}",
                 replica.replaced,
-                html.shortened(replica.why, 60),
+                html.shorten(replica.why, 60),
             )
             for replica in self.replicas
         ]

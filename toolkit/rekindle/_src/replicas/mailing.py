@@ -9,7 +9,7 @@ import time
 
 import anyio
 
-from rekindle._src.core.own_failure import shown
+from rekindle._src.core.own_failure import one_line
 from rekindle._src.core.records import FinishReason, TokenEvent
 from rekindle._src.dispatch.mailbox import Mailbox, until, wake
 from rekindle._src.dispatch.wakeups import Wakeup
@@ -39,7 +39,7 @@ class Box:
             first, earlier = not self._pending, self._pending.get(request_id)
             if earlier is not None:
                 waited = news.waited if earlier.waited is None else earlier.waited
-                news = News(earlier.event.then(news.event), waited)
+                news = News(earlier.event.merged_with(news.event), waited)
             self._pending[request_id] = news
             self._urgent = self._urgent or news.waited is not None or news.event.finish_reason is not None
             rouse = first or self._urgent
@@ -68,11 +68,11 @@ def sendable(event: TokenEvent) -> TokenEvent:
     if error is None:
         return event
     if _lost_process(error):
-        return dataclasses.replace(event, error=SessionClosed(f"a process of the replica is gone: {shown(error)}"))
+        return dataclasses.replace(event, error=SessionClosed(f"a process of the replica is gone: {one_line(error)}"))
     try:
         return dataclasses.replace(event, error=_readable(error))
     except Exception:  # users' exception classes may raise anything
-        return dataclasses.replace(event, error=RequestFailed(shown(error)))
+        return dataclasses.replace(event, error=RequestFailed(one_line(error)))
 
 
 def _readable(error: BaseException) -> BaseException:
@@ -83,7 +83,7 @@ def _readable(error: BaseException) -> BaseException:
         error = RequestFailed(str(error))
     if cause is not None:
         plain = type(error).__init__ is Exception.__init__
-        error = type(error)(f"{error} The cause: {shown(cause)}"[:2000]) if plain else error
+        error = type(error)(f"{error} The cause: {one_line(cause)}"[:2000]) if plain else error
     return error
 
 

@@ -182,7 +182,7 @@ class Scheduler:
             if self.cache.host_tier is not None:
                 self.cache.host_tier.observe(result)
         events = self._fail_lost(result)
-        right = result.right
+        right = result.valid
         for sequence, row, output, counts in zip(flight.sequences, flight.plan.rows, result.rows, right, strict=True):
             sequence.in_flight -= 1
             if output.error is not None and not sequence.ended:
@@ -195,7 +195,7 @@ class Scheduler:
                         sequence, own_failure(error, f"a token of {sequence.id} could not be taken over")
                     )
                 if event is not None and row.draft:
-                    events[-1] = events[-1].then(event)  # the row before is the same request's, and sampled
+                    events[-1] = events[-1].merged_with(event)  # the row before is the same request's, and sampled
                 elif event is not None:
                     events.append(event)
             self._running_set.drain(sequence)

@@ -61,7 +61,7 @@ class BatchRun:
         self._source = Path(source)
         self._service = Service(Models(session, name), Life(max_queued_tokens=1 << 62), strict=strict)
         self._name = next(iter(self._service.models.by_name))
-        self._lines = JsonLines(out, start=_START, writer="rekindle run-batch", found=self._found, field="output")
+        self._lines = JsonLines(out, start=_START, writer="rekindle run-batch", on_entry=self._found, field="output")
         self._known: set[str] = set()
         self._custom_ids: set[str] = set()
         self._active = 0

@@ -37,7 +37,7 @@ from rekindle._src.session.weights import Weights, page_identity
 from rekindle._src.structured.grammar import Grammars
 from rekindle._src.text.chat import ChatTemplate
 from rekindle._src.text.detokenizer import real_detokenizer
-from rekindle._src.text.generation_config import checkpoint_sampling, told
+from rekindle._src.text.generation_config import checkpoint_sampling, describe
 from rekindle._src.text.tokenizer import Tokenizer
 from rekindle.errors import OutOfMemory, RekindleError
 from rekindle_kernels import configure, unavailable_reason
@@ -229,7 +229,7 @@ def _sampling(folder: Path | None, config: EngineConfig, model: object) -> Sampl
     found = checkpoint_sampling(folder)
     if found is not None:
         log.info(
-            'requests to %s are sampled as it asks: %s. generation_config="greedy" turns it off', model, told(found)
+            'requests to %s are sampled as it asks: %s. generation_config="greedy" turns it off', model, describe(found)
         )
     return found
 

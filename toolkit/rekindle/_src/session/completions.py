@@ -30,11 +30,11 @@ class Completions(list[T]):
         tokens = 0
         for number, completion in _each(self):
             tokens += len(completion.token_ids)
-            prompt = html.shortened(completion.prompt or "", 60)
+            prompt = html.shorten(completion.prompt or "", 60)
             cached = f"{completion.usage.cached_tokens:,} of {completion.usage.prompt_tokens:,}"
             rate = completion.timings.decode_rate(len(completion.token_ids))
             speed = f"{rate:,.0f}" if rate else ""
-            text = html.shortened(completion.text, 200)
+            text = html.shorten(completion.text, 200)
             rows.append((number, prompt, text, len(completion.token_ids), str(completion.finish_reason), cached, speed))
         heads = ["", "prompt", "text", "tokens", "ended by", "cached", "tokens/s"]
         size = html.line(html.count(len(rows), "completion"), html.count(tokens, "token"))

@@ -397,4 +397,4 @@ class Turn(Call[Completion]):
         return str(html.block(html.text(self.said), "" if self._handle is None else self._handle._repr_html_()))
 
     def __repr__(self) -> str:
-        return f"<Turn {html.shortened(self.said)!r}: {'over' if self.over else 'await it'}>"
+        return f"<Turn {html.shorten(self.said)!r}: {'over' if self.over else 'await it'}>"

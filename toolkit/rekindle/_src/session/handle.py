@@ -293,7 +293,7 @@ class Handle(Produced, Call[T]):
     def _repr_html_(self) -> str:
         if not self._mailbox.ended:
             state = self.status if self._submitted else "not submitted: await it, or iterate over it"
-            prompt = "" if self.prompt is None else html.text(html.shortened(self.prompt, 200))
+            prompt = "" if self.prompt is None else html.text(html.shorten(self.prompt, 200))
             tokens = html.count(self._tokens_so_far, "token")
             return str(html.block(html.line(self.id, state, tokens), prompt, html.text(self._text_so_far)))
         if (error := self._mailbox.error) is not None:
@@ -406,7 +406,7 @@ class Batch(Call[list[T]]):
 
     def _repr_html_(self) -> str:
         rows = [
-            (handle.id, handle.status, handle._tokens_so_far, html.shortened(handle._text_so_far, 100))
+            (handle.id, handle.status, handle._tokens_so_far, html.shorten(handle._text_so_far, 100))
             for handle in self.handles
         ]
         return str(html.table(["request", "status", "tokens", "text"], rows))

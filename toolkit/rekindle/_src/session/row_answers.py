@@ -104,7 +104,7 @@ class RowAnswers(list[RowAnswer]):
         rows = [
             (
                 str(one.row),
-                html.shortened(one.text, 200) if one.error is None else f"{type(one.error).__name__}: {one.error}",
+                html.shorten(one.text, 200) if one.error is None else f"{type(one.error).__name__}: {one.error}",
                 one.completion_tokens,
                 "failed" if one.finish_reason is None else str(one.finish_reason),
             )

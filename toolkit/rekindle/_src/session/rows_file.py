@@ -26,7 +26,7 @@ class RowsFile:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._offsets: dict[int, tuple[str, int]] = {}  # by row: its key, and where its line begins
-        self._lines = JsonLines(path, start='{"row": ', writer="session.map", found=self._index)
+        self._lines = JsonLines(path, start='{"row": ', writer="session.map", on_entry=self._index)
 
     def __enter__(self) -> Self:
         self._offsets.clear()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 from rekindle._src.core import html
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.contracts import DetokenizerLike, RunnerLike, SchedulerLike, TokenizerLike
-from rekindle._src.core.mesh_report import told_share
+from rekindle._src.core.mesh_report import describe_share
 from rekindle._src.core.records import Completion
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.dispatch import Dispatch
@@ -35,7 +35,7 @@ from rekindle._src.session.row_mapping import RowMapping
 from rekindle._src.session.serving import Serving
 from rekindle._src.session.views import Views, dashboard
 from rekindle._src.text.detokenizer import real_detokenizer
-from rekindle._src.text.generation_config import told
+from rekindle._src.text.generation_config import describe
 from rekindle._src.text.tokenizer import Tokenizer
 from rekindle.errors import InvalidRequest, NotPicklable
 
@@ -173,7 +173,7 @@ class Session(RowMapping, Embedding, Conversations, Serving, Profiling):
         mesh = self._engine.mesh
         if mesh is None:
             return explanation
-        share = told_share(self.stats().as_dict())
+        share = describe_share(self.stats().as_dict())
         devices = f"its steps run on {mesh.named}{f', with {share}' if share else ''}"
         return dataclasses.replace(explanation, text=f"{explanation.text}; {devices}")
 
@@ -310,7 +310,7 @@ class Session(RowMapping, Embedding, Conversations, Serving, Profiling):
         raise NotPicklable("a session")
 
     def __repr__(self) -> str:
-        sampling = "" if self._engine.sampling is None else f", samples with {told(self._engine.sampling)}"
+        sampling = "" if self._engine.sampling is None else f", samples with {describe(self._engine.sampling)}"
         devices = "" if self._engine.mesh is None else f" on {html.count(self._engine.mesh.size, 'device')}"
         name = f"{self.model or 'over given parts'}{devices}"
         return f"<rekindle.Session {name}{sampling}{', closed' if self.closed else ''}>"
@@ -322,14 +322,14 @@ class Session(RowMapping, Embedding, Conversations, Serving, Profiling):
                 html.line(
                     "closed" if self.closed else "open",
                     f"weights: {self._engine.weights}" if self._engine.weights else f"{config.dtype} weights",
-                    html.explained(f"up to {config.max_requests} requests at once", html.SLOTS),
+                    html.with_hint(f"up to {config.max_requests} requests at once", html.SLOTS),
                     f"{config.max_tokens_per_step} tokens a step",
                     f"{config.max_model_len} positions",
                     _kernels(),
                     "" if self._engine.mesh is None else str(self._engine.mesh),
                     ""
                     if self._engine.sampling is None
-                    else f"samples with {told(self._engine.sampling)}, by the checkpoint",
+                    else f"samples with {describe(self._engine.sampling)}, by the checkpoint",
                 ),
                 *([] if self.closed else self.stats().shown()),
                 title=f"rekindle session: {self.model or 'over given parts'}",

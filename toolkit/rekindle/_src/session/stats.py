@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rekindle._src.core import html
 from rekindle._src.core.contracts import RunnerLike
-from rekindle._src.core.mesh_report import MeshReport, told_share
+from rekindle._src.core.mesh_report import MeshReport, describe_share
 from rekindle._src.core.records import FinishReason, StepResult, TokenEvent
 from rekindle._src.session.stat_figures import Figures
 from rekindle._src.session.stat_groups import foremost, grouped
@@ -212,13 +212,13 @@ class SessionStats(Figures):
         figures = self.as_dict()
         parts: list[str] = [foremost(figures)]
         mesh = figures.pop("mesh", None)
-        parts += [html.line(str(mesh), told_share(figures))] if mesh is not None else []
+        parts += [html.line(str(mesh), describe_share(figures))] if mesh is not None else []
         parts += [_shards(figures.pop("shards"))] if "shards" in figures else []
         parts += [html.line("paused")] if self.paused else []
         parts += [html.line("stalled", self.stalled)] if self.stalled else []
         if figures.get("pages_total"):
             parts += [
-                html.explained(html.line(f"{html.count(figures['pages_total'], 'page')} on the device"), html.PAGES),
+                html.with_hint(html.line(f"{html.count(figures['pages_total'], 'page')} on the device"), html.PAGES),
                 html.bar({name: figures[f"pages_{name}"] for name in ("held", "cached", "free")}, rest="free"),
             ]
         figures.pop("model")  # it is in the title
@@ -229,7 +229,7 @@ class SessionStats(Figures):
             folded.append(html.line("steps by program", *(f"{name}: {steps:,}" for name, steps in programs.items())))
         if sizes:
             folded.append(html.line("steps by tokens", *(f"up to {size:,}: {sizes[size]:,}" for size in sorted(sizes))))
-        parts.append(html.folded("all figures", *folded))
+        parts.append(html.details("all figures", *folded))
         return parts
 
 

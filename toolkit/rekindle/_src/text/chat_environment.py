@@ -18,10 +18,10 @@ _WIDTH = re.compile(r"%[^A-Za-z]*[0-9]{2}")  # a field width: the C library pads
 
 
 @functools.lru_cache(maxsize=64)
-def compiled(text: str, most: int) -> jinja2.Template:
-    """Return the compiled template of a text of at most `most` characters; may raise any exception."""
-    if len(text) > most:
-        raise TemplateLimit(f"it has {len(text):,} characters, and at most {most:,} are allowed")
+def compiled(text: str, limit: int) -> jinja2.Template:
+    """Return the compiled template of a text of at most `limit` characters; may raise any exception."""
+    if len(text) > limit:
+        raise TemplateLimit(f"it has {len(text):,} characters, and at most {limit:,} are allowed")
     return _environment().from_string(text)
 
 

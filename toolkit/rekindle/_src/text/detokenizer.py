@@ -228,7 +228,7 @@ class _WindowStream:
 def real_detokenizer(tokenizer: Any) -> Callable[..., Detokenizer]:
     """Return the factory of a session's detokenizers: one per request, from its sampling options and `visible`."""
 
-    def made(sampling: Sampling, visible: frozenset[str] = frozenset()) -> Detokenizer:
+    def new(sampling: Sampling, visible: frozenset[str] = frozenset()) -> Detokenizer:
         return Detokenizer(
             tokenizer,
             sampling.stop,
@@ -237,4 +237,4 @@ def real_detokenizer(tokenizer: Any) -> Callable[..., Detokenizer]:
             min_tokens=sampling.min_tokens,
         )
 
-    return made
+    return new

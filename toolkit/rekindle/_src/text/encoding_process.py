@@ -52,7 +52,7 @@ class EncodingProcess:
                 content = text.encode("utf-8", "surrogatepass")
                 process.stdin.write(_TEXT.pack(add_special_tokens, seconds, len(content)) + content)
                 process.stdin.flush()
-                fine, answer = _answer(process.stdout, text)
+                fine, answer = _read_answer(process.stdout, text)
             except (EOFError, OSError):
                 ran_out = not watch.is_alive()
                 self._end()
@@ -75,17 +75,17 @@ class EncodingProcess:
             self._process = subprocess.Popen(
                 program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
             )
-            weakref.finalize(self, _ended, self._process)
+            weakref.finalize(self, _end_process, self._process)
             content = self._backend.to_str().encode()
             self._process.stdin.write(struct.pack("<Q", len(content)) + content)
         return self._process
 
     def _end(self) -> None:
         process, self._process = self._process, None
-        _ended(process)
+        _end_process(process)
 
 
-def _answer(stream: IO[bytes], text: str) -> tuple[bool, bytes]:
+def _read_answer(stream: IO[bytes], text: str) -> tuple[bool, bytes]:
     fine, size = _ANSWER.unpack(_exactly(stream, _ANSWER.size))
     each, extra = TOKENS
     if size > 4 * (each * len(text) + extra):
@@ -100,7 +100,7 @@ def _exactly(stream: IO[bytes], size: int) -> bytes:
     return content
 
 
-def _ended(process: Any) -> None:
+def _end_process(process: Any) -> None:
     process.kill()
     process.wait()
     for stream in (process.stdin, process.stdout):

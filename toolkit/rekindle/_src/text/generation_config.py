@@ -41,7 +41,7 @@ def checkpoint_sampling(folder: str | Path) -> Sampling | None:
         return None
 
 
-def told(sampling: Sampling) -> str:
+def describe(sampling: Sampling) -> str:
     """Return the options that differ from `Sampling()`, in words."""
     plain = Sampling()
     changed = {name: getattr(sampling, name) for name in NAMES if getattr(sampling, name) != getattr(plain, name)}

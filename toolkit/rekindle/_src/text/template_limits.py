@@ -42,11 +42,11 @@ class TemplateLimit(Exception):
 class _Meter:
     """The usage of one rendering so far."""
 
-    __slots__ = ("deadline", "made", "steps")
+    __slots__ = ("deadline", "steps", "total")
 
     def __init__(self, seconds: float) -> None:
         self.deadline = time.monotonic() + seconds
-        self.steps = self.made = 0
+        self.steps = self.total = 0
 
     def step(self) -> None:
         self.steps += 1
@@ -77,8 +77,8 @@ class _Meter:
             if items + len(stack) > ITEMS:
                 raise TemplateLimit(f"it made a value of more than {ITEMS:,} items")
             self.expect(size)
-        self.made += size + items
-        if self.made > WORK:
+        self.total += size + items
+        if self.total > WORK:
             raise TemplateLimit(f"the values that it made are {WORK:,} characters and more in all")
         return value
 
@@ -245,19 +245,19 @@ def _expect_number(bits: int) -> None:
         raise TemplateLimit(f"it made a number of {bits:,} bits")
 
 
-def _largest(given: Sequence[Any]) -> int:
-    return max((abs(value) for value in given if isinstance(value, int)), default=0)
+def _largest(values: Sequence[Any]) -> int:
+    return max((abs(value) for value in values if isinstance(value, int)), default=0)
 
 
-def _longest(given: Sequence[Any]) -> int:
-    return max((len(value) for value in given if isinstance(value, str | bytes)), default=0)
+def _longest(values: Sequence[Any]) -> int:
+    return max((len(value) for value in values if isinstance(value, str | bytes)), default=0)
 
 
-def _padded(form: Any, widths: tuple[re.Pattern[str], re.Pattern[str]], given: Sequence[Any]) -> int:
+def _padded(form: Any, widths: tuple[re.Pattern[str], re.Pattern[str]], values: Sequence[Any]) -> int:
     """Return the size that a format string may ask for, by its own widths or by those among the values."""
     text = form.decode("latin-1") if isinstance(form, bytes) else str(form)
     wide, from_values = widths
-    if wide.search(text) or (from_values.search(text) and _largest(given) >= 100_000):
+    if wide.search(text) or (from_values.search(text) and _largest(values) >= 100_000):
         return CHARACTERS + 1
     return 0
 
@@ -266,43 +266,43 @@ def _total(items: Any) -> int:
     return sum(len(str(item)) if isinstance(item, str | int | float) else 16 for item in items)
 
 
-def _size_of_method(owner: Any, name: str, given: list[Any]) -> int:
+def _size_of_method(owner: Any, name: str, arguments: list[Any]) -> int:
     """Return an upper bound, or nearly one, of the size of a string's or number's method's result."""
     if isinstance(owner, int):
-        return _largest(given)
+        return _largest(arguments)
     size = len(owner)
     if name in ("center", "ljust", "rjust", "zfill"):
-        return size + _largest(given)
+        return size + _largest(arguments)
     if name == "expandtabs":
-        return size + size * _largest(given)
-    if name == "replace" and len(given) >= 2 and isinstance(given[0], type(owner)):
-        return size + (owner.count(given[0]) * _longest(given[1:2]))
-    if name == "join" and given:
-        return _total(given[0]) + size * len(given[0])
+        return size + size * _largest(arguments)
+    if name == "replace" and len(arguments) >= 2 and isinstance(arguments[0], type(owner)):
+        return size + (owner.count(arguments[0]) * _longest(arguments[1:2]))
+    if name == "join" and arguments:
+        return _total(arguments[0]) + size * len(arguments[0])
     if name == "translate":
-        values = given[0].values() if given and isinstance(given[0], Mapping) else ()
+        values = arguments[0].values() if arguments and isinstance(arguments[0], Mapping) else ()
         return size * max(1, _longest(list(values)))
     if name in ("format", "format_map"):
-        inner = list(given[0].values()) if given and isinstance(given[0], Mapping) else given
+        inner = list(arguments[0].values()) if arguments and isinstance(arguments[0], Mapping) else arguments
         return _padded(owner, _BRACES, inner)
     return 0
 
 
-def _size_of_filter(name: str, value: Any, given: list[Any]) -> int:
+def _size_of_filter(name: str, value: Any, arguments: list[Any]) -> int:
     """Return the same for a filter. Filters not named here return about as much as their arguments hold."""
     size = len(value) if isinstance(value, str | list | tuple | Mapping) else 0
     if name in ("center", "batch", "slice", "round"):
-        return size + _largest(given) * (8 if name == "round" else 1)
+        return size + _largest(arguments) * (8 if name == "round" else 1)
     if name == "indent" and isinstance(value, str):
-        return size + (value.count("\n") + 1) * max(_largest(given), _longest(given))
+        return size + (value.count("\n") + 1) * max(_largest(arguments), _longest(arguments))
     if name == "wordwrap":
-        return size * (1 + _longest(given))
-    if name == "replace" and isinstance(value, str) and len(given) >= 2:
-        return size + value.count(str(given[0])) * len(str(given[1]))
+        return size * (1 + _longest(arguments))
+    if name == "replace" and isinstance(value, str) and len(arguments) >= 2:
+        return size + value.count(str(arguments[0])) * len(str(arguments[1]))
     if name == "join":
-        return _total(value) + size * _longest([str(argument) for argument in given[:1]])
-    if name == "sum" and any(isinstance(argument, list | tuple) for argument in (*given, *value)):
+        return _total(value) + size * _longest([str(argument) for argument in arguments[:1]])
+    if name == "sum" and any(isinstance(argument, list | tuple) for argument in (*arguments, *value)):
         return size * size
     if name == "format":
-        return _padded(value, _PERCENT, given)
+        return _padded(value, _PERCENT, arguments)
     return 0

@@ -77,8 +77,8 @@ class Backend(Protocol):
 class WholeTokenizer:
     """A backend that is the library's own tokenizer."""
 
-    def __init__(self, made: tokenizers.Tokenizer) -> None:
-        self.pipeline = made
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        self.pipeline = tokenizer
 
     def encode(self, text: str, add_special_tokens: bool, *, long: bool) -> list[int]:
         if not long:
@@ -134,7 +134,7 @@ class Tokenizer:
             WholeTokenizer(backend) if isinstance(backend, tokenizers.Tokenizer) else backend
         )
         self._folder = folder
-        self._apart = None if self._backend is None else _apart(self._backend, folder)
+        self._encoding_process = None if self._backend is None else _process(self._backend, folder)
         self.special: dict[str, str] = dict(special or {})
         named_bos, named_eos = self._id_of("bos_token"), self._id_of("eos_token")
         self.bos_id: int | None = bos_id if named_bos is None else named_bos
@@ -178,7 +178,7 @@ class Tokenizer:
     @property
     def encodes_apart(self) -> bool:
         """True if a separate process encodes, so that even a short text may take seconds."""
-        return self._apart is not None
+        return self._encoding_process is not None
 
     @property
     def backend(self) -> tokenizers.Tokenizer:
@@ -217,9 +217,9 @@ class Tokenizer:
         if a tokenizer whose time or memory is not bounded by a text's length takes too much of them.
         """
         backend = self._text
-        if self._apart is not None:
+        if self._encoding_process is not None:
             try:
-                return self._apart.encode(text, add_special_tokens)
+                return self._encoding_process.encode(text, add_special_tokens)
             except EncodingFailed as error:
                 raise RequestFailed(
                     f"A text of {len(text):,} characters could not be encoded: {error}. This model's tokenizer is not "
@@ -296,7 +296,7 @@ class Tokenizer:
         return self._backend.id_of(self.special[name])
 
 
-def _apart(backend: Backend, path: Path | None) -> EncodingProcess | None:
+def _process(backend: Backend, path: Path | None) -> EncodingProcess | None:
     """Return the process that encodes for a tokenizer that could take hours in this one; None for usual ones."""
     tokenizer_limits.check_decoder(backend.pipeline, path or "this model")
     reason = tokenizer_limits.unbounded_part(backend.pipeline)

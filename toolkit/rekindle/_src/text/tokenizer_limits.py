@@ -84,11 +84,11 @@ def check_file(content: bytes, path: Path | str) -> None:
         check_unigram(int(lengths[lengths <= limit].sum()), len(lengths), path)
 
 
-def check_text(length: int, most: int, path: Path | str) -> None:
+def check_text(length: int, limit: int, path: Path | str) -> None:
     """Raise `CheckpointError` for a string of a tokenizer that has more bytes than its kind may have."""
-    if length > most:
+    if length > limit:
         raise CheckpointError(
-            f"{path} has a tokenizer with a string of {length:,} bytes, and at most {most:,} are read: "
+            f"{path} has a tokenizer with a string of {length:,} bytes, and at most {limit:,} are read: "
             "a longer one can cost gigabytes. Use another tokenizer"
         )
 
@@ -139,7 +139,7 @@ def _backslashes(content: bytes, end: int) -> int:
     return len(before) - len(before.rstrip(b"\\"))
 
 
-def _reason(part: Any, inner: str, known: Mapping[str, Growth]) -> str | None:
+def _reason(part: Any, inner: str, allowed: Mapping[str, Growth]) -> str | None:
     """Return the reason why a part is not known to be bounded; None for a bounded part."""
     if part is None:
         return None
@@ -152,9 +152,9 @@ def _reason(part: Any, inner: str, known: Mapping[str, Growth]) -> str | None:
     growth = 1.0
     for step in steps:
         kind = str(step.get("type"))
-        if kind not in known:
+        if kind not in allowed:
             return f"a step of an unknown kind ({kind[:80]!r})"
-        factor = known[kind](step)
+        factor = allowed[kind](step)
         if factor == float("inf"):
             return f"a {kind} that is not known to be bounded ({json.dumps(step)[:120]})"
         growth *= factor

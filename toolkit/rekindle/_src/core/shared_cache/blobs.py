@@ -47,7 +47,7 @@ def pack(entry: Path, name: str, key: bytes | None, out: IO[bytes]) -> int:
     return total + out.write(mark.digest())
 
 
-def unpack(blob: IO[bytes], name: str, key: bytes | None, target: Path, most: int) -> int:
+def unpack(blob: IO[bytes], name: str, key: bytes | None, target: Path, limit: int) -> int:
     """Write a blob's files to `target`, which must not exist yet; return their size in bytes. Raises StoreError for a
     blob that is damaged, too large or not `name`'s; the caller removes the files written so far."""
     mark = _Mark(key)
@@ -57,10 +57,10 @@ def unpack(blob: IO[bytes], name: str, key: bytes | None, target: Path, most: in
     length = int.from_bytes(begin[len(MAGIC) :], "little")
     if length > _MOST_HEADER:
         raise StoreError(f"its header is of {length:,} bytes")
-    files = _described(mark.added(_exactly(blob, length)), name)
+    files = _parse_header(mark.added(_exactly(blob, length)), name)
     total = sum(size for _, size in files)
-    if total > most:
-        raise StoreError(f"it has {total:,} bytes, and there is room for {most:,}")
+    if total > limit:
+        raise StoreError(f"it has {total:,} bytes, and there is room for {limit:,}")
     for path, size in files:
         file = target / path if path else target
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -150,7 +150,7 @@ def _files(entry: Path) -> list[tuple[str, Path]]:
     return [(file.relative_to(entry).as_posix(), file) for file in plain]
 
 
-def _described(header: bytes, name: str) -> list[tuple[str, int]]:
+def _parse_header(header: bytes, name: str) -> list[tuple[str, int]]:
     """Return the files that a header lists. Raises StoreError unless they are within the entry `name`."""
     try:
         fields: Any = json.loads(header)

@@ -47,7 +47,7 @@ class Place(Protocol):
     def remove(self, kind: str, name: str) -> None:
         """Remove a blob, if it exists."""
 
-    def listed(self, kind: str) -> list[Blob]:
+    def list_blobs(self, kind: str) -> list[Blob]:
         """Return the blobs of a kind."""
         ...
 
@@ -100,7 +100,7 @@ class FolderPlace:
     def remove(self, kind: str, name: str) -> None:
         (self.root / kind / name).unlink(missing_ok=True)
 
-    def listed(self, kind: str) -> list[Blob]:
+    def list_blobs(self, kind: str) -> list[Blob]:
         blobs = []
         with contextlib.suppress(FileNotFoundError), os.scandir(self.root / kind) as entries:
             for entry in entries:
@@ -127,7 +127,7 @@ class RemotePlace:
     def age(self, kind: str, name: str) -> float | None:
         self._files.invalidate_cache()
         try:
-            return max(0.0, time.time() - _written(self._files.info(self._path(kind, name))))
+            return max(0.0, time.time() - _write_time(self._files.info(self._path(kind, name))))
         except FileNotFoundError:
             return None
 
@@ -150,14 +150,14 @@ class RemotePlace:
         with contextlib.suppress(FileNotFoundError):
             self._files.rm_file(self._path(kind, name))
 
-    def listed(self, kind: str) -> list[Blob]:
+    def list_blobs(self, kind: str) -> list[Blob]:
         self._files.invalidate_cache()
         try:
             entries = self._files.ls(f"{self._root}/{kind}", detail=True)
         except FileNotFoundError:
             return []
         return [
-            Blob(kind, str(entry["name"]).rpartition("/")[2], int(entry.get("size") or 0), _written(entry))
+            Blob(kind, str(entry["name"]).rpartition("/")[2], int(entry.get("size") or 0), _write_time(entry))
             for entry in entries
             if entry.get("type") == "file" and not str(entry["name"]).rpartition("/")[2].startswith(".")
         ]
@@ -166,7 +166,7 @@ class RemotePlace:
         return f"{self._root}/{kind}/{name}"
 
 
-def _written(entry: Mapping[str, Any]) -> float:
+def _write_time(entry: Mapping[str, Any]) -> float:
     """Return the time at which an object was written, in any form in which its store gives it."""
     for name in _TIMES:
         value = entry.get(name)

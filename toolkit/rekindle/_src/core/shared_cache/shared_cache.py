@@ -42,16 +42,16 @@ class SharedCache:
     def __init__(self, folder: Path, where: str, place: Place, key: bytes | None) -> None:
         self.folder, self.where = folder, where
         self.max_bytes, self.max_age = MAX_BYTES, MAX_AGE
-        self.fetched = self.missed = self.refused = self.failed = self.kept = 0
+        self.fetched = self.missed = self.refused = self.failed = self.stored = 0
         self._place, self._key = place, key
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
-        self._known: set[tuple[str, str]] = set()  # fetched, stored or queued: nothing is left to do
+        self._handled: set[tuple[str, str]] = set()  # fetched, stored or queued: nothing is left to do
         self._todo: deque[tuple[str, str]] = deque()
         self._working = False
         self._failures = 0
         self._pruned = 0.0
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
         _all.add(self)
 
     def fetch(self, kind: str, name: str) -> bool:
@@ -84,16 +84,16 @@ class SharedCache:
             _remove(temporary)
         self._failures = 0
         self.fetched += 1
-        self._known.add((kind, name))
+        self._handled.add((kind, name))
         log.debug("%s/%s (%d bytes) was fetched from %s", kind, name, size, self.where)
         return True
 
     def keep(self, kind: str, name: str) -> None:
         """Store the entry in the place, by a thread, unless it is there."""
         with self._lock:
-            if kind not in KINDS or (kind, name) in self._known or self._failures >= FAILURES:
+            if kind not in KINDS or (kind, name) in self._handled or self._failures >= FAILURES:
                 return
-            self._known.add((kind, name))
+            self._handled.add((kind, name))
             self._todo.append((kind, name))
             if self._working:
                 return
@@ -103,7 +103,7 @@ class SharedCache:
     def names(self, kind: str) -> list[str]:
         """Return the names of a kind's entries, the newest last."""
         try:
-            return [blob.name for blob in sorted(self._place.listed(kind), key=lambda blob: blob.written)]
+            return [blob.name for blob in sorted(self._place.list_blobs(kind), key=lambda blob: blob.written)]
         except Exception as error:
             self._failure(error)
             return []
@@ -115,7 +115,7 @@ class SharedCache:
 
     def prune(self) -> int:
         """Remove entries that are too old, then the oldest beyond the capacity; return the bytes removed."""
-        blobs = sorted((blob for kind in KINDS for blob in self._place.listed(kind)), key=lambda blob: blob.written)
+        blobs = sorted((blob for kind in KINDS for blob in self._place.list_blobs(kind)), key=lambda blob: blob.written)
         total, removed, oldest = sum(blob.size for blob in blobs), 0, time.time() - self.max_age
         for blob in blobs:
             if blob.written >= oldest and total - removed <= self.max_bytes:
@@ -125,7 +125,7 @@ class SharedCache:
         return removed
 
     def __repr__(self) -> str:
-        return f"<SharedCache {self.where}: {self.fetched} fetched, {self.kept} kept>"
+        return f"<SharedCache {self.where}: {self.fetched} fetched, {self.stored} kept>"
 
     def _work(self) -> None:
         while True:
@@ -156,7 +156,7 @@ class SharedCache:
             self._place.put(kind, name, temporary)
         finally:
             temporary.unlink(missing_ok=True)
-        self.kept += 1
+        self.stored += 1
         if time.monotonic() - self._pruned > _PRUNE_SECONDS or not self._pruned:
             self._pruned = time.monotonic()
             self.prune()
@@ -167,8 +167,8 @@ class SharedCache:
         self._say("place", f"the shared cache {self.where} can't be used now: {type(error).__name__}: {error}")
 
     def _say(self, what: str, text: str) -> None:
-        if what not in self._said:
-            self._said.add(what)
+        if what not in self._warned:
+            self._warned.add(what)
             log.warning(text)
 
 

@@ -65,7 +65,7 @@ class ToolRun:
     def __repr__(self) -> str:
         calls = sum(len(reply.tool_calls) for reply in self.rounds[:-1])
         rounds = html.count(len(self.rounds), "round")
-        return f"<ToolRun: {html.shortened(self.content)!r}, {rounds}, {html.count(calls, 'call')} run>"
+        return f"<ToolRun: {html.shorten(self.content)!r}, {rounds}, {html.count(calls, 'call')} run>"
 
     def _repr_html_(self) -> str:
         rows = [(message.get("role"), described(message)) for message in self.messages]

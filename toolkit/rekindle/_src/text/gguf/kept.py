@@ -29,7 +29,7 @@ def key_of(header: GgufHeader) -> bytes | None:
     return None if header.nbytes < SMALL else header.digest
 
 
-def kept(key: bytes | None, make: Callable[[], tokenizers.Tokenizer | None]) -> tokenizers.Tokenizer | None:
+def load_or_make(key: bytes | None, make: Callable[[], tokenizers.Tokenizer | None]) -> tokenizers.Tokenizer | None:
     """Return the tokenizer stored under this key, or else the result of `make`, which is then stored."""
     if key is None:
         return make()

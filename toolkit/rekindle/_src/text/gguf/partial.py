@@ -75,11 +75,11 @@ class PartialTokenizer:
         self._ranks = dict[int, list[int]]()
         self._pairs = dict[int, Pair]()  # by their ranks
         self._lock = threading.Lock()  # guards the fields below
-        self._known = set[str]()  # words with all their tokens in the part
-        self._part = self._made(self._always)
+        self._part_words = set[str]()  # words with all their tokens in the part
+        self._part = self._build(self._always)
         self._waiting = set[int]()  # tokens that texts needed since it was built
         self._new = set[str]()  # their words
-        self._spent = 0  # tokens of parts for single texts since then
+        self._spent_tokens = 0  # tokens of parts for single texts since then
         self._whole: tokenizers.Tokenizer | None = None
 
     def encode(self, text: str, add_special_tokens: bool, *, long: bool) -> list[int]:
@@ -172,7 +172,7 @@ class PartialTokenizer:
         with self._lock:
             if self._whole is not None:
                 return self._whole
-            new = words - self._known
+            new = words - self._part_words
             if not new:
                 return self._part.backend
             ids = self._inside(new)
@@ -180,28 +180,28 @@ class PartialTokenizer:
                 return self._part_with(ids, words, new).backend
         return self.whole()
 
-    def _part_with(self, found: frozenset[int], words: set[str], new: set[str]) -> Part:
-        """Return a part with the tokens `found` in new words of a text, and those of its other words.
+    def _part_with(self, ids: frozenset[int], words: set[str], new: set[str]) -> Part:
+        """Return a part with `ids`, the tokens in new words of a text, and the tokens of its other words.
 
         The part that stays is rebuilt once parts for single texts have cost a few times as much as rebuilding will.
         """
-        if not found <= self._part.ids:
-            self._waiting |= found - self._part.ids
+        if not ids <= self._part.ids:
+            self._waiting |= ids - self._part.ids
             self._new |= new
             grown = len(self._part.ids) + len(self._waiting)
-            if self._spent < _SPENT * grown:
-                part = self._made(self._always | (self._inside(words) or found))
-                self._spent += len(part.ids)
+            if self._spent_tokens < _SPENT * grown:
+                part = self._build(self._always | (self._inside(words) or ids))
+                self._spent_tokens += len(part.ids)
                 return part
             if grown > MOST:
-                self._part, self._new = self._made(self._always | (self._inside(words) or found)), words
-                self._known.clear()
+                self._part, self._new = self._build(self._always | (self._inside(words) or ids)), words
+                self._part_words.clear()
             else:
-                self._part = self._made(self._part.ids | self._waiting)
-            new, self._waiting, self._new, self._spent = self._new, set(), set(), 0
-        if len(self._known) + len(new) > 2 * MOST:
-            self._known.clear()
-        self._known |= {word for word in new if len(word) <= _LONG}
+                self._part = self._build(self._part.ids | self._waiting)
+            new, self._waiting, self._new, self._spent_tokens = self._new, set(), set(), 0
+        if len(self._part_words) + len(new) > 2 * MOST:
+            self._part_words.clear()
+        self._part_words |= {word for word in new if len(word) <= _LONG}
         return self._part
 
     def _inside(self, words: set[str]) -> frozenset[int] | None:
@@ -226,7 +226,7 @@ class PartialTokenizer:
             return text.replace(" ", _SPACE)
         return "".join(piece for piece, _ in _BYTES.pre_tokenize_str(text))
 
-    def _made(self, ids: frozenset[int]) -> Part:
+    def _build(self, ids: frozenset[int]) -> Part:
         """Return the part with these tokens. They contain no other tokens."""
         if len(self._texts) > 2 * MOST:
             self._texts.clear()

@@ -12,7 +12,7 @@ import tokenizers
 from rekindle._src.models.loading.gguf.header import GgufHeader, read_header
 from rekindle._src.models.loading.gguf.metadata import Metadata
 from rekindle._src.models.loading.gguf.stop_tokens import stop_tokens
-from rekindle._src.text.gguf.kept import kept, key_of
+from rekindle._src.text.gguf.kept import key_of, load_or_make
 from rekindle._src.text.gguf.partial import PartialTokenizer
 from rekindle._src.text.gguf.vocabulary import Vocabulary, read_backend, recipe
 
@@ -50,10 +50,10 @@ def _backend(header: GgufHeader) -> tokenizers.Tokenizer | PartialTokenizer | No
     """Return the tokenizer that encodes: parts of a vocabulary where these can stand for it."""
     metadata, key = header.metadata, key_of(header)
     if (bpe := recipe(metadata)) is None:
-        return kept(key, lambda: read_backend(metadata))
+        return load_or_make(key, lambda: read_backend(metadata))
 
     def whole() -> tokenizers.Tokenizer:  # keeps no reference to the header, which has megabytes
-        tokenizer = kept(key, bpe.whole)
+        tokenizer = load_or_make(key, bpe.whole)
         assert tokenizer is not None, "a recipe makes one"
         return tokenizer
 

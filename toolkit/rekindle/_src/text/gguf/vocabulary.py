@@ -120,7 +120,7 @@ class Recipe(NamedTuple):
         if self.pre_tokenizer is not None:
             tokenizer.pre_tokenizer = self.pre_tokenizer
         tokenizer.decoder = self.decoder
-        return _finished(self.words, tokenizer, added, add_bos=self.add_bos)
+        return _finish(self.words, tokenizer, added, add_bos=self.add_bos)
 
     def whole(self) -> tokenizers.Tokenizer:
         """Return the tokenizer of all tokens. Raises `CheckpointError` for a vocabulary that has none."""
@@ -204,13 +204,13 @@ class MergeList:
 
     def __init__(self, path: Path, texts: Texts) -> None:
         self._path, self._texts = path, texts
-        self._order = self._made = np.empty(0, np.int32)  # the merges by the ids that they produce; those ids
+        self._order = self._products = np.empty(0, np.int32)  # the merges by the ids that they produce; those ids
 
     def whole(self, ids: Mapping[str, int]) -> list[Pair]:
         return [self._pair(merge) for merge in self._texts]
 
     def making(self, token: str, ids: Mapping[str, int]) -> dict[int, Pair]:
-        first, last = np.searchsorted(self._made, (ids[token], ids[token] + 1)).tolist()
+        first, last = np.searchsorted(self._products, (ids[token], ids[token] + 1)).tolist()
         pairs = {place: self._pair(self._texts[place]) for place in self._order[first:last].tolist()}
         return {place: pair for place, pair in pairs.items() if pair[0] in ids and pair[1] in ids}
 
@@ -233,7 +233,7 @@ class MergeList:
             products.append(ids[2])
         targets = np.concatenate(products)
         self._order = np.argsort(targets).astype(np.int32)
-        self._made = targets[self._order]
+        self._products = targets[self._order]
 
     def _pair(self, merge: str) -> Pair:
         left, space, right = merge.partition(" ")
@@ -325,7 +325,7 @@ def _unigrams(words: Vocabulary) -> tokenizers.Tokenizer:
     scheme = "always" if words.flag("add_space_prefix", True) else "never"
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement=_SPACE, prepend_scheme=scheme)
     tokenizer.decoder = decoders.Metaspace(replacement=_SPACE, prepend_scheme=scheme)
-    return _finished(words, tokenizer, words.added().tolist(), add_bos=False)
+    return _finish(words, tokenizer, words.added().tolist(), add_bos=False)
 
 
 def _squeezed(words: Vocabulary) -> list[Any]:
@@ -342,13 +342,13 @@ def _unknown(words: Vocabulary) -> str | None:
     return words.tokens[index] if index is not None and 0 <= index < len(words.tokens) else None
 
 
-def _finished(
-    words: Vocabulary, made: tokenizers.Tokenizer, added: Collection[int], *, add_bos: bool
+def _finish(
+    words: Vocabulary, tokenizer: tokenizers.Tokenizer, added: Collection[int], *, add_bos: bool
 ) -> tokenizers.Tokenizer:
     """Add the tokens that text may spell out, and those that `encode` puts around a text; return the tokenizer."""
     tokens = [added_token(words, index) for index in added]
-    made.add_special_tokens([token for token in tokens if token.special])
-    made.add_tokens([token for token in tokens if not token.special])
+    tokenizer.add_special_tokens([token for token in tokens if token.special])
+    tokenizer.add_tokens([token for token in tokens if not token.special])
     special = words.special()
     first = special.get("bos_token") if words.flag("add_bos_token", add_bos) else None
     last = special.get("eos_token") if words.flag("add_eos_token", False) else None
@@ -357,12 +357,12 @@ def _finished(
         single = [*([first] if first else []), "$A", *([last] if last else [])]
         pair = [*([f"{first}:0"] if first else []), "$A:0", *([f"{first}:1"] if first else []), "$B:1",
                 *([f"{last}:1"] if last else [])]  # fmt: skip
-        made.post_processor = processors.TemplateProcessing(
+        tokenizer.post_processor = processors.TemplateProcessing(
             single=single,
             pair=pair,
-            special_tokens=[(token, made.token_to_id(token)) for token in dict.fromkeys(around)],
+            special_tokens=[(token, tokenizer.token_to_id(token)) for token in dict.fromkeys(around)],
         )
-    return made
+    return tokenizer
 
 
 def added_token(words: Vocabulary, index: int) -> AddedToken:

@@ -117,11 +117,11 @@ def _split(normalizer: Any, pre_tokenizer: Any, text: str) -> list[str]:
     return [text] if pre_tokenizer is None else [word for word, _ in pre_tokenizer.pre_tokenize_str(text)]
 
 
-def _kind(described: Mapping[str, Any]) -> str:
+def _kind(serialized: Mapping[str, Any]) -> str:
     """Return llama.cpp's name of the kind of tokenizer; "none" for kinds that it does not have."""
-    kind = described["model"]["type"]
+    kind = serialized["model"]["type"]
     if kind == "BPE":
-        return "gpt2" if "ByteLevel" in str(described.get("decoder")) else "llama"
+        return "gpt2" if "ByteLevel" in str(serialized.get("decoder")) else "llama"
     return "t5" if kind == "Unigram" else "none"
 
 

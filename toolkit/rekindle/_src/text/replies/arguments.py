@@ -14,24 +14,24 @@ class Arguments:
 
     def __init__(self, tell: Callable[[str], None] | None) -> None:
         self._tell = tell
-        self._given: dict[str, Any] = {}
+        self._values: dict[str, Any] = {}
         if tell is not None:
             tell("{")
 
     def __len__(self) -> int:
-        return len(self._given)
+        return len(self._values)
 
     def add(self, name: str, value: Any) -> None:
         """Add an argument; raises `Malformed` for a name that is there already."""
-        if name in self._given:
+        if name in self._values:
             raise Malformed
         if self._tell is not None:
-            self._tell(f"{', ' if self._given else ''}{as_json(name)}: {as_json(value)}")
-        self._given[name] = value
+            self._tell(f"{', ' if self._values else ''}{as_json(name)}: {as_json(value)}")
+        self._values[name] = value
 
     def call(self, name: str) -> Call:
         """Return the call of `name`, once all arguments are there."""
-        call = Call.of(name, self._given)
+        call = Call.of(name, self._values)
         if self._tell is not None:
             self._tell("}")
         return call

@@ -7,7 +7,7 @@ import re
 
 from rekindle._src.text.replies.call import ARGUMENTS, Call, json_call
 from rekindle._src.text.replies.json_reader import read_json, read_string
-from rekindle._src.text.replies.source import Malformed, Reading, captured, peek, told
+from rekindle._src.text.replies.source import Malformed, Reading, capture, forward, peek
 from rekindle._src.text.replies.syntax import Calls
 
 _STOPS = re.compile(r'\\.?|["\x00-\x1f]', re.DOTALL)
@@ -24,7 +24,7 @@ def read_arguments(calls: Calls, name: str, *, depth: int = 0) -> Reading[str]:
     if tell is None:
         return (yield from read_json(calls.source, depth=depth))
     escaped = _Escaped()
-    return (yield from told(calls.source, read_json(calls.source, depth=depth), lambda piece: tell(escaped(piece))))
+    return (yield from forward(calls.source, read_json(calls.source, depth=depth), lambda piece: tell(escaped(piece))))
 
 
 class _Values:
@@ -33,24 +33,24 @@ class _Values:
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
         self._name: str | None = None
-        self._seen = False  # arguments were read
-        self._told = False  # and sent already
+        self._has_arguments = False  # arguments were read
+        self._sent = False  # and sent already
 
     def __call__(self, key_text: str) -> Reading[bool]:
         key = json.loads(key_text, strict=False)
         if key != "name" and key not in ARGUMENTS:
             return False
-        if self._told:  # it would change arguments that are sent
+        if self._sent:  # it would change arguments that are sent
             raise Malformed
-        first, self._seen = not self._seen, self._seen or key != "name"
+        first, self._has_arguments = not self._has_arguments, self._has_arguments or key != "name"
         source = self._calls.source
         char = yield from peek(source)
         if key == "name" and char == '"':
-            self._name = json.loads((yield from captured(source, read_string(source))), strict=False)
+            self._name = json.loads((yield from capture(source, read_string(source))), strict=False)
             return True
         if key == "name" or char != "{" or self._name is None or not first:
             return False
-        self._told = self._calls.streams(self._name)
+        self._sent = self._calls.streams(self._name)
         yield from read_arguments(self._calls, self._name, depth=1)
         return True
 
@@ -67,8 +67,8 @@ class _Escaped:
         self._escape = self._escape and not piece
         return piece[:start] + _STOPS.sub(self._stop, piece[start:])
 
-    def _stop(self, found: re.Match[str]) -> str:
-        text = found.group()
+    def _stop(self, match: re.Match[str]) -> str:
+        text = match.group()
         if text == '"':
             self._inside = not self._inside
         elif text == "\\":

@@ -22,10 +22,10 @@ def _objects(calls: Calls) -> Reading[None]:
     """Read one JSON object, or an array of them whose end may be missing; each is a call as soon as it is whole."""
     source = calls.source
     if not (yield from take(source, "[")):
-        calls.found((yield from read_json_call(calls)))
+        calls.emit((yield from read_json_call(calls)))
         return
     while True:
-        calls.found((yield from read_json_call(calls)))
+        calls.emit((yield from read_json_call(calls)))
         more = yield from take(source, ",")
         if (yield from take(source, "]")) or not more:
             return
@@ -34,7 +34,7 @@ def _objects(calls: Calls) -> Reading[None]:
 def _tagged(calls: Calls) -> Reading[None]:
     """Read `<tool_call>{"name": …, "arguments": {…}}</tool_call>` or an array of objects; its end may be missing."""
     if (yield from take(calls.source, "<function=")):
-        calls.found((yield from read_function(calls, only_known=False)))
+        calls.emit((yield from read_function(calls, only_known=False)))
     else:
         yield from _objects(calls)
     yield from close(calls.source, "</tool_call>")
@@ -42,7 +42,7 @@ def _tagged(calls: Calls) -> Reading[None]:
 
 def _untagged(calls: Calls) -> Reading[None]:
     """Read `<function=…>` whose `<tool_call>` the model forgot: only a tool's name counts."""
-    calls.found((yield from read_function(calls, only_known=True)))
+    calls.emit((yield from read_function(calls, only_known=True)))
     yield from close(calls.source, "</tool_call>")
 
 
@@ -55,7 +55,7 @@ def _bare_json(calls: Calls) -> Reading[None]:
         call = yield from read_json_call(calls, complete=True)
         if call.name not in calls.known:
             raise Malformed
-        calls.found(call)
+        calls.emit(call)
         if not (yield from _another(calls)):
             return
 
@@ -63,7 +63,7 @@ def _bare_json(calls: Calls) -> Reading[None]:
 def _marked_json(calls: Calls) -> Reading[None]:
     """Read JSON objects behind `<|python_tag|>`, where any name counts."""
     while True:
-        calls.found((yield from read_json_call(calls)))
+        calls.emit((yield from read_json_call(calls)))
         if not (yield from _another(calls)):
             return
 
@@ -90,7 +90,7 @@ def _mistral(calls: Calls) -> Reading[None]:
     if (yield from take(source, "[CALL_ID]")):
         yield from _mistral_name(calls)
     yield from take(source, "[ARGS]")
-    calls.found(named_call(name, (yield from read_arguments(calls, name))))
+    calls.emit(named_call(name, (yield from read_arguments(calls, name))))
 
 
 def _mistral_name(calls: Calls) -> Reading[str]:
@@ -118,7 +118,7 @@ def _bare_list(calls: Calls) -> Reading[None]:
 
 def _python_list(calls: Calls, *, only_known: bool) -> Reading[None]:
     while True:
-        calls.found((yield from read_call(calls, only_known=only_known)))
+        calls.emit((yield from read_call(calls, only_known=only_known)))
         only_known = False
         more = yield from take(calls.source, ",")
         if (yield from take(calls.source, "]")) or not more:
@@ -132,14 +132,14 @@ def _python_block(calls: Calls) -> Reading[None]:
     elif (yield from ahead(calls.source, "{")):
         yield from _marked_json(calls)
     else:
-        calls.found((yield from read_call(calls, only_known=False)))
+        calls.emit((yield from read_call(calls, only_known=False)))
     yield from close(calls.source, "<|python_end|>")
 
 
 def _function_calls(calls: Calls) -> Reading[None]:
     """Read `<function_calls>` with one call in Python's notation on each line, and `</function_calls>`."""
     while True:
-        calls.found((yield from read_call(calls, only_known=False)))
+        calls.emit((yield from read_call(calls, only_known=False)))
         yield from take(calls.source, ",")
         if (yield from close(calls.source, "</function_calls>")):
             return

@@ -22,11 +22,11 @@ def with_calls_as_text(messages: Sequence[Message], syntax: CallSyntax) -> list[
             continue
         text = f"{content}\n" if content else ""
         rest = {key: value for key, value in message.items() if key != "tool_calls"}
-        result.append({**rest, "content": text + written(calls, syntax)})
+        result.append({**rest, "content": text + format_calls(calls, syntax)})
     return result
 
 
-def written(calls: Sequence[tuple[str, Mapping[str, Any]]], syntax: CallSyntax) -> str:
+def format_calls(calls: Sequence[tuple[str, Mapping[str, Any]]], syntax: CallSyntax) -> str:
     """Return calls in the syntax of a family."""
     if syntax.name in ("olmo", "pythonic"):
         lines = [

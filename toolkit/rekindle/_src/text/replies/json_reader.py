@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from rekindle._src.text.replies.source import SPACE, Malformed, Reading, Source, captured, peek
+from rekindle._src.text.replies.source import SPACE, Malformed, Reading, Source, capture, peek
 
 ReadValue = Callable[[str], Reading[bool]]  # reads the value behind a key, or returns False and leaves it unread
 
@@ -42,7 +42,7 @@ def read_json(source: Source, value_of: ReadValue | None = None, *, depth: int =
             source.at += 1
         elif expected in ("key", "first key") and char == '"':
             if value_of is not None and len(closers) == 1:
-                key = yield from captured(source, read_string(source))
+                key = yield from capture(source, read_string(source))
             else:
                 yield from read_string(source)
             expected = "colon"

@@ -49,10 +49,10 @@ class ReplyScanner:
         self._calls = 0
         self._pieces = pieces
         self._writing = False  # a call has started and is not complete
-        self._held: list[Call] | None = None  # calls inside of reasoning, until it is clear if they are meant
+        self._pending_calls: list[Call] | None = None  # calls inside of reasoning, until it is clear if they are meant
         self._gap: list[str] = []  # whitespace that counts only if more text of the same kind follows
-        self._said = False  # content was emitted
-        self._beside = False  # the last thing read is a tag or a call
+        self._has_content = False  # content was emitted
+        self._after_marker = False  # the last thing read is a tag or a call
         self._blank = True  # nothing but whitespace stands in this line so far
         self._reading: Generator[None, None, None] | None = self._read()
 
@@ -70,7 +70,7 @@ class ReplyScanner:
 
     def streams(self, name: str) -> bool:
         """True if a call of `name` is emitted while it arrives."""
-        return self._pieces and self._held is None and name in self.known
+        return self._pieces and self._pending_calls is None and name in self.known
 
     def begin(self, name: str) -> Callable[[str], None] | None:
         """Start a call if it is emitted while it arrives; return the function that takes its arguments in pieces."""
@@ -84,10 +84,10 @@ class ReplyScanner:
         if text:
             self._events.append(ToolCallArguments(self._calls, text))
 
-    def found(self, *calls: Call) -> None:
+    def emit(self, *calls: Call) -> None:
         """Emit complete calls, or the end of the one that has started."""
-        if self._held is not None:
-            self._held += calls
+        if self._pending_calls is not None:
+            self._pending_calls += calls
             return
         for call in calls:
             if not self._writing:
@@ -95,7 +95,7 @@ class ReplyScanner:
                 self._write(call.text)
             self._writing = False
             self._calls += 1
-        self._beside = True
+        self._after_marker = True
         self.source.mark()
 
     def _go_on(self) -> list[ReplyEvent]:
@@ -129,7 +129,7 @@ class ReplyScanner:
                     self._calls += 1
                 else:
                     self._emit(ContentDelta, text)
-        if not self._beside:
+        if not self._after_marker:
             self._emit(ContentDelta, "".join(self._gap))
 
     def _read_reasoning(self, opening: str, closing: str) -> Reading[None]:
@@ -139,8 +139,8 @@ class ReplyScanner:
             source.at += 1
             source.mark()
         repeated = yield from take(source, opening)  # it may stand in the prompt and again in the reply
-        self._beside = self._open or repeated or (yield from take(source, closing))
-        if self._beside:
+        self._after_marker = self._open or repeated or (yield from take(source, closing))
+        if self._after_marker:
             self._gap.clear()
         if not (repeated or self._open):
             return
@@ -176,7 +176,7 @@ class ReplyScanner:
         A model may think about a call, and may also forget to close its reasoning before one.
         """
         held: list[Call] = []
-        self._held = held
+        self._pending_calls = held
         try:
             yield from opener.read(self)
             while (yield from take(self.source, opener.text)):
@@ -185,10 +185,10 @@ class ReplyScanner:
             complete = (yield from peek(self.source)) == ""
         except Malformed:
             complete = False
-        self._held = None
+        self._pending_calls = None
         if complete:
             self._gap.clear()
-            self.found(*held)
+            self.emit(*held)
         return complete
 
     def _think(self, text: str) -> None:
@@ -253,9 +253,9 @@ class ReplyScanner:
         content = self._without_gap(text)
         if not content:
             return ""
-        if self._beside and not self._said:
+        if self._after_marker and not self._has_content:
             content = content.lstrip(SPACE)
-        self._said, self._beside = True, False
+        self._has_content, self._after_marker = True, False
         return content
 
     def _without_gap(self, text: str) -> str:

@@ -25,23 +25,23 @@ class Source:
         self.text: str = ""
         self.at: int = 0
         self.ended: bool = False
-        self._marked = 0  # the mark's place in `text`; text read since then and no longer in `text` is in `_before`
-        self._before: list[str] = []
+        self._marked = 0  # the mark's place in `text`; text read since then and no longer in `text` is in `_consumed`
+        self._consumed: list[str] = []
 
     def push(self, text: str) -> None:
         """Add text, and forget text that was read before the mark."""
-        self._before.append(self.text[self._marked : self.at])
+        self._consumed.append(self.text[self._marked : self.at])
         self.text = self.text[self.at :] + text
         self.at = self._marked = 0
 
     def mark(self) -> None:
         """Begin to remember the text that is read."""
-        self._before.clear()
+        self._consumed.clear()
         self._marked = self.at
 
     def since_mark(self) -> str:
         """Return the text read since the mark."""
-        return "".join(self._before) + self.text[self._marked : self.at]
+        return "".join(self._consumed) + self.text[self._marked : self.at]
 
 
 def peek(source: Source) -> Reading[str]:
@@ -95,7 +95,7 @@ def close(source: Source, literal: str) -> Reading[bool]:
     return cut
 
 
-def told(source: Source, reading: Reading[T], tell: Callable[[str], object]) -> Reading[T]:
+def forward(source: Source, reading: Reading[T], tell: Callable[[str], object]) -> Reading[T]:
     """Run a reading, and pass on each piece of text that it has read as soon as it needs more."""
     start = source.at
     while True:
@@ -110,8 +110,8 @@ def told(source: Source, reading: Reading[T], tell: Callable[[str], object]) -> 
         start = source.at  # text read before is forgotten by now, so that this is 0; or the text has ended
 
 
-def captured(source: Source, reading: Reading[None]) -> Reading[str]:
+def capture(source: Source, reading: Reading[None]) -> Reading[str]:
     """Run a reading and return the text that it has read."""
     parts: list[str] = []
-    yield from told(source, reading, parts.append)
+    yield from forward(source, reading, parts.append)
     return "".join(parts)

@@ -24,11 +24,11 @@ class Calls(Protocol):
     def begin(self, name: str) -> Callable[[str], None] | None:
         """Start a call of `name`, and return a function that takes its arguments' JSON text in pieces.
 
-        None if the call is emitted once it is complete. `found` ends it either way.
+        None if the call is emitted once it is complete. `emit` ends it either way.
         """
         ...
 
-    def found(self, *calls: Call) -> None:
+    def emit(self, *calls: Call) -> None:
         """Emit complete calls. Text read until now belongs to them; the text that follows may still be malformed."""
 
 
