@@ -47,11 +47,11 @@ class Codec:
     def __init__(self) -> None:
         self.parts = self
 
-    def arrived(self, device: Device) -> list[np.ndarray]:
+    def to_host(self, device: Device) -> list[np.ndarray]:
         assert device.there.wait(10)
         return list(device.arrays)
 
-    collected = arrived
+    collect = to_host
 
     def part(self, digest: bytes, found: Any) -> tuple[bytes, Any]:
         return digest, found
