@@ -103,7 +103,7 @@ async def test_many_readers_on_many_loops_see_the_whole_log() -> None:
     async def read() -> None:
         texts: list[str] = []
         while len(texts) < len(mailbox.deltas) or not mailbox.ended:
-            await mailbox.more(len(texts))
+            await mailbox.wait_beyond(len(texts))
             texts += [delta.text for delta in mailbox.deltas[len(texts) :]]
         seen.append(texts)
 

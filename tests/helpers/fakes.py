@@ -158,10 +158,10 @@ class DictTier:
     def get(self, digest: bytes) -> tuple[Any, ...]:
         return self.payloads[digest]
 
-    def knows(self, digest: bytes) -> bool:
+    def has(self, digest: bytes) -> bool:
         return digest in self.payloads
 
-    def wants(self, digest: bytes) -> bool:
+    def should_offload(self, digest: bytes) -> bool:
         return digest not in self.payloads
 
     def worth(self, pages: int) -> bool:
@@ -177,7 +177,7 @@ class DictTier:
 
     def touch(self, digest: bytes) -> None: ...
 
-    def copied(self, pages: int, seconds: float) -> None: ...
+    def record_copy(self, pages: int, seconds: float) -> None: ...
 
     def hold(self, digest: bytes) -> None: ...
 
@@ -192,7 +192,7 @@ class FakeInFlight:
     rows: tuple[RowResult, ...] | None  # None: a guide waits for tokens of the step before
     leaving: tuple[tuple[bytes, KV], ...]
     lost: tuple[LostPage, ...] = ()
-    stuck: dict[str, Exception] = dataclasses.field(default_factory=dict)
+    guide_errors: dict[str, Exception] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,7 +255,7 @@ class FakeRunner:
                 continue
             self.memory[move.page] = self.host_tier.get(move.digest)[0][0]
         in_flight = FakeInFlight(plan, None, leaving, tuple(lost))
-        if guiding.waits(plan):
+        if guiding.needs_unread_token(plan):
             assert self.waiting is None, "two steps wait for tokens"
             self.waiting = in_flight
         else:
@@ -266,7 +266,7 @@ class FakeRunner:
         plan, rows = in_flight.plan, []
         layout = Layout(len(plan.decode), len(plan.prefill), 0, 0, 0)
         masks = guiding.new_masks(layout, mask_words(EOS + 1))
-        in_flight.stuck = guiding.fill_masks(plan, layout, masks)
+        in_flight.guide_errors = guiding.fill_masks(plan, layout, masks)
         for index, row in enumerate(plan.rows):
             refused = self.refuse(row)
             mask = masks[index] if row.request.guide is not None else None
@@ -288,7 +288,7 @@ class FakeRunner:
             self.waiting = None
             self.run_rows(in_flight)
         assert in_flight.rows is not None
-        rows = guiding.consumed(in_flight.plan, in_flight.rows, in_flight.stuck)
+        rows = guiding.advance_guides(in_flight.plan, in_flight.rows, in_flight.guide_errors)
         if self.waiting is not None:
             waiting, self.waiting = self.waiting, None
             self.run_rows(waiting)

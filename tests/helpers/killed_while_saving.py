@@ -41,7 +41,7 @@ def look(folder: Path, saved: int) -> None:
     disk.scan()
     assert disk.damaged == 0, "a broken segment"
     try:
-        pages = snapshot.listed(folder, IDENTITY, "mine")
+        pages = snapshot.pages_of_snapshot(folder, IDENTITY, "mine")
     except Exception:
         assert not saved, "the snapshot is gone"
         return

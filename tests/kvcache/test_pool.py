@@ -40,16 +40,16 @@ def test_a_kept_page_is_cached_once_nobody_holds_it() -> None:
     pool = PagePool(3)
     (page,) = pool.take(1)
     pool.keep([page])
-    assert (pool.held, pool.cached, pool.kept) == (1, 0, 1)
+    assert (pool.held, pool.cached, pool.cache_refs) == (1, 0, 1)
     pool.release([page])
-    assert (pool.held, pool.cached, pool.kept) == (0, 1, 1)
+    assert (pool.held, pool.cached, pool.cache_refs) == (0, 1, 1)
     pool.share([page])
     assert (pool.held, pool.cached) == (1, 0)
     pool.release([page])
     with pytest.raises(AssertionError, match="released too often"):
         pool.release([page])  # the reference that is left is the cache's
     pool.drop(page)
-    assert (pool.free, pool.kept) == (2, 0)
+    assert (pool.free, pool.cache_refs) == (2, 0)
 
 
 def test_free_pages_can_not_be_shared_or_kept() -> None:

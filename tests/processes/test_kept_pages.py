@@ -56,7 +56,7 @@ class Codec:
     def part(self, digest: bytes, found: Any) -> tuple[bytes, Any]:
         return digest, found
 
-    def named_pages(self, digests: Sequence[bytes]) -> list[bytes]:
+    def encode_digests(self, digests: Sequence[bytes]) -> list[bytes]:
         return list(digests)
 
 
@@ -150,7 +150,7 @@ def test_parts_of_other_heads_and_whole_pages_are_not_taken_for_these(tmp_path: 
     disk.write([(one, part(1.0))])
     for other in (part_identity(IDENTITY, [0], IDENTITY.leaves), Identity("weights", "float32", 4, "layout")):
         elsewhere = DiskTier(tmp_path, 1 << 20, other)
-        assert elsewhere.scan() == 0 and elsewhere.others()
+        assert elsewhere.scan() == 0 and elsewhere.other_models()
 
 
 def test_a_disk_that_is_full_loses_nothing(tmp_path: Path) -> None:

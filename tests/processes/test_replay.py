@@ -22,7 +22,7 @@ from rekindle._src.execution.runner import Runner
 from rekindle._src.models.placement import placement_of
 from rekindle._src.processes.channel import Channel, Keys
 from rekindle._src.processes.kinds import Kind
-from rekindle._src.processes.replay import Loaded, Replay
+from rekindle._src.processes.replay import LoadedWeights, Replay
 from rekindle._src.processes.team import Team
 from rekindle._src.programs.programs import Programs
 from rekindle.errors import ProcessLost
@@ -74,8 +74,8 @@ def both(programs: Programs) -> Iterator[Both]:
     placement = programs.parts.placement
     assert placement is not None
 
-    def weights(model: Any) -> Loaded:
-        return Loaded(placement.model(model).leaves, model.fingerprint, lambda: None)
+    def weights(model: Any) -> LoadedWeights:
+        return LoadedWeights(placement.model(model).leaves, model.fingerprint, lambda: None)
 
     channel = Channel(far, Keys(BACK, OUT), silence=30)
     replay = Replay(channel, programs, weights(MODEL), lambda name: weights({"other": OTHER}[name]))
@@ -178,7 +178,7 @@ def test_new_memory_and_other_weights(both: Both, programs: Programs) -> None:
 
 def test_calls_in_a_wrong_order_end_the_follower(both: Both) -> None:
     both.settle()
-    both.team._tell(Kind.TAKE_WEIGHTS)
+    both.team._broadcast(Kind.TAKE_WEIGHTS)
     both.thread.join(10)
     assert isinstance(both.raised[0], ProcessLost) and "weights are to be used that were not loaded" in str(
         both.raised[0]
@@ -187,6 +187,6 @@ def test_calls_in_a_wrong_order_end_the_follower(both: Both) -> None:
 
 def test_a_message_that_followers_do_not_take_ends_them(both: Both) -> None:
     both.settle()
-    both.team._tell(Kind.READY, b"{}")
+    both.team._broadcast(Kind.READY, b"{}")
     both.thread.join(10)
     assert "READY message, which followers don't take" in str(both.raised[0])

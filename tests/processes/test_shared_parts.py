@@ -14,7 +14,7 @@ from rekindle._src.processes import shared_parts
 from rekindle._src.processes.bulk import BulkChannel
 from rekindle._src.processes.channel import Keys
 from rekindle._src.processes.kinds import Kind
-from rekindle._src.processes.shared_parts import PART, PARTS, GivenParts, TakenParts
+from rekindle._src.processes.shared_parts import PART, PARTS, ReceiveMemory, SendMemory
 from rekindle.errors import ProcessLost
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no files without a name")
@@ -86,7 +86,7 @@ def test_a_connection_that_ends_amid_it_is_lost_on_both_sides() -> None:
 
 
 def test_nothing_that_is_not_what_was_offered_is_read() -> None:
-    given = GivenParts()
+    given = SendMemory()
     offer = given.offer()
     other = os.memfd_create("other", os.MFD_ALLOW_SEALING)
     os.ftruncate(other, shared_parts._SIZE)
@@ -99,19 +99,19 @@ def test_nothing_that_is_not_what_was_offered_is_read() -> None:
     ]  # fmt: skip
     for told, why in cases:
         with pytest.raises(OSError, match=why):
-            TakenParts(told)
+            ReceiveMemory(told)
     os.close(other), os.close(small)
-    TakenParts(offer)
+    ReceiveMemory(offer)
     given.close()
     with pytest.raises(OSError):
-        TakenParts(offer)
+        ReceiveMemory(offer)
 
 
 def test_the_memory_can_not_shrink_or_be_written_by_the_other_side() -> None:
-    given = GivenParts()
+    given = SendMemory()
     with pytest.raises(OSError):
         os.ftruncate(given._file, 0)
-    taken = TakenParts(given.offer())
+    taken = ReceiveMemory(given.offer())
     assert not taken._memory.flags.writeable
     given.close()
     assert shared_parts._FIRST % mmap.PAGESIZE == 0

@@ -31,13 +31,13 @@ def session() -> Iterator[Session]:
 @pytest.fixture
 def slowly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every grammar takes half a second more."""
-    text_of = Compilers._tried
+    text_of = Compilers._text_after_trial
 
     def tried(self: Compilers[Any], *arguments: Any) -> str:
         time.sleep(0.5)
         return text_of(self, *arguments)
 
-    monkeypatch.setattr(Compilers, "_tried", tried)
+    monkeypatch.setattr(Compilers, "_text_after_trial", tried)
 
 
 @anyio_test

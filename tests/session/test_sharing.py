@@ -25,7 +25,7 @@ from rekindle._src.kvcache.persist import segment
 from rekindle._src.processes import handshake
 from rekindle._src.processes.bulk import BulkChannel
 from rekindle._src.processes.kinds import Kind
-from rekindle._src.processes.shared_parts import GivenParts, TakenParts
+from rekindle._src.processes.shared_parts import ReceiveMemory, SendMemory
 from rekindle._src.session.sharing.pulling import Puller
 from rekindle._src.session.sharing.sharer import parts
 from rekindle._src.session.sharing.source import SILENCE, PageAddress, Source, introduction
@@ -174,18 +174,18 @@ def test_on_one_machine_pages_pass_through_shared_memory(
 ) -> None:
     one, two, shared = both
     passed: list[int] = []
-    send = GivenParts.send
+    send = SendMemory.send
 
-    def counted(parts: GivenParts, connection: Any, pieces: Any) -> None:
+    def counted(parts: SendMemory, connection: Any, pieces: Any) -> None:
         passed.append(sum(len(piece) for piece in pieces))
         send(parts, connection, pieces)
 
-    def refused(parts: TakenParts, offer: Any) -> None:
+    def refused(parts: ReceiveMemory, offer: Any) -> None:
         raise OSError("the other process is in another container")
 
-    monkeypatch.setattr(GivenParts, "send", counted)
+    monkeypatch.setattr(SendMemory, "send", counted)
     if not readable:
-        monkeypatch.setattr(TakenParts, "__init__", refused)
+        monkeypatch.setattr(ReceiveMemory, "__init__", refused)
     ask(one, 0), ask(one, 1)
     assert pull(two, shared, list(prompt(0))) == PAGES * 8
     assert pull(two, shared) > 0

@@ -133,7 +133,7 @@ def test_simple_grammars_never_wait_for_others_and_places_are_shared_between_cal
     monkeypatch.setattr(compilers, "MOST_WAITING", 6)
     try:
         many = [made.begin(Spec("regex", f"a{{{index}}}"), "greedy") for index in range(1, 3)]
-        eventually(lambda: all(job.begun for job in many), 30)
+        eventually(lambda: all(job.started for job in many), 30)
         many += [made.begin(Spec("regex", f"a{{{index}}}"), "greedy") for index in range(3, 9)]
         with pytest.raises(Busy, match="6 wait already"):
             made.begin(Spec("regex", "a{99}"), "greedy")
@@ -148,7 +148,7 @@ def test_simple_grammars_never_wait_for_others_and_places_are_shared_between_cal
         goes.set()
         for job in (*many[:-2], other):
             assert job.future.result(30)
-        assert not dropped.begun
+        assert not dropped.started
         assert order.index("b") < order.index("a{4}"), order
         assert made.find(Spec("regex", "b")) is not None
     finally:

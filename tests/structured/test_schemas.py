@@ -18,7 +18,7 @@ from rekindle import Sampling, tiny
 from rekindle._src.core.guides import Guided
 from rekindle._src.structured import plain_types, schemas
 from rekindle._src.structured.grammar import Grammars
-from rekindle._src.structured.schemas import closed, described
+from rekindle._src.structured.schemas import closed, type_schema
 from rekindle._src.structured.spec import Spec, structure_of
 from rekindle._src.text.tokenizer import Tokenizer
 from rekindle.errors import InvalidRequest, MissingExtra
@@ -68,19 +68,19 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     else:
         find = importlib.util.find_spec
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pydantic" else find(name))
-    schemas._of_type.cache_clear()
+    schemas._cached_type_schema.cache_clear()
     return str(request.param)
 
 
 def test_a_dataclass_comes_back_as_an_object(way: str) -> None:
-    schema, parse, _ = described(Person)
+    schema, parse, _ = type_schema(Person)
     assert schema["required"] == ["name", "ages", "colour", "address"]
     assert schema["additionalProperties"] is False
     assert parse(TEXT) == PERSON
 
 
 def test_a_typed_dict_and_annotations(way: str) -> None:
-    schema, parse, _ = described(Movie)
+    schema, parse, _ = type_schema(Movie)
     assert set(schema["properties"]) == {"title", "year"} and not schema.get("required")
     assert parse('{"title": "x"}') == {"title": "x"}
     for kind, text, value in [
@@ -94,7 +94,7 @@ def test_a_typed_dict_and_annotations(way: str) -> None:
         (Mapping[str, int], '{"a": 1}', {"a": 1}),
         (Colour, '"red"', Colour.RED),
     ]:
-        schema, parse, _ = described(kind)
+        schema, parse, _ = type_schema(kind)
         assert parse(text) == value, (kind, schema)
 
 
@@ -155,13 +155,13 @@ def fits(spec: Spec, text: str) -> bool:
 @pytest.mark.parametrize("kind", [memoryview, type("Odd", (), {"__init__": lambda self, x: None})])
 def test_types_without_a_schema_are_refused(way: str, kind: Any) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        described(kind)
+        type_schema(kind)
     assert caught.value.field == "schema"
 
 
 def test_what_does_not_validate_is_an_error(way: str) -> None:
     with pytest.raises(ValueError):  # pydantic's and our own
-        described(Person).parse('{"name": 3}')
+        type_schema(Person).parse('{"name": 3}')
 
 
 def test_a_pydantic_model_with_constraints_and_a_discriminator() -> None:
@@ -174,14 +174,14 @@ def test_a_pydantic_model_with_constraints_and_a_discriminator() -> None:
     class Dog(pydantic.BaseModel):  # type: ignore[misc,name-defined]
         kind: Literal["dog"]
 
-    schema, parse, _ = described(Annotated[Cat | Dog, pydantic.Field(discriminator="kind")])
+    schema, parse, _ = type_schema(Annotated[Cat | Dog, pydantic.Field(discriminator="kind")])
     assert "oneOf" not in schema and len(schema["anyOf"]) == 2
     assert parse('{"kind": "cat", "lives": 3}') == Cat(kind="cat", lives=3)
 
 
 def test_dicts_are_schemas_as_they_are() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
-    assert described(schema) == (schema, json.loads, False)
+    assert type_schema(schema) == (schema, json.loads, False)
 
 
 def test_closing_leaves_values_alone() -> None:

@@ -60,16 +60,16 @@ def test_the_likeliest_pages_come_first_and_none_before_its_parent() -> None:
     known = [*late, *trunk, *often]
     named = {page.digest: name for pages, name in ((trunk, "t"), (often, "o"), (late, "l")) for page in pages}
     assert "".join(named[digest] for digest in likeliest(known)) == "tttooll"
-    assert "".join(named[digest] for digest in likeliest(known, most=1)) == "tttoo", "with all that it follows"
+    assert "".join(named[digest] for digest in likeliest(known, limit=1)) == "tttoo", "with all that it follows"
 
 
 def test_saving_again_replaces_it_and_shares_its_pages(tmp_path: Path) -> None:
     for length in (3, 5, 4):
         save(tmp_path, "mine", length)
     assert len(list((tmp_path / "snapshots").iterdir())) == 1
-    assert len(snapshot.listed(tmp_path, IDENTITY, "mine")) == 4
+    assert len(snapshot.pages_of_snapshot(tmp_path, IDENTITY, "mine")) == 4
     assert len(DiskTier(tmp_path, 1 << 20, IDENTITY).pages()) == 0
-    assert [info.pages for info in snapshot.infos(tmp_path, IDENTITY)] == [4]
+    assert [info.pages for info in snapshot.describe_all(tmp_path, IDENTITY)] == [4]
 
 
 @pytest.mark.parametrize(
@@ -87,8 +87,8 @@ def test_a_snapshot_for_something_else_is_refused_with_the_reason(
     save(tmp_path, "mine", 2)
     other = dataclasses.replace(IDENTITY, **{field: value})  # type: ignore[arg-type]
     with pytest.raises(SnapshotRefused, match=reason):
-        snapshot.listed(tmp_path, other, "mine")
-    assert snapshot.infos(tmp_path, other)[0].refused is not None
+        snapshot.pages_of_snapshot(tmp_path, other, "mine")
+    assert snapshot.describe_all(tmp_path, other)[0].refused is not None
 
 
 def test_a_name_has_a_snapshot_for_each_model_and_configuration(tmp_path: Path) -> None:
@@ -98,22 +98,22 @@ def test_a_name_has_a_snapshot_for_each_model_and_configuration(tmp_path: Path) 
         snapshot.save(tmp_path, "mine", other, [])
         snapshot.save(tmp_path, "mine", other, [])
     assert len(list((tmp_path / "snapshots").iterdir())) == 3, "each replaces its own"
-    assert len(snapshot.listed(tmp_path, IDENTITY, "mine")) == 2
-    assert [snapshot.listed(tmp_path, other, "mine") for other in others] == [[], []]
+    assert len(snapshot.pages_of_snapshot(tmp_path, IDENTITY, "mine")) == 2
+    assert [snapshot.pages_of_snapshot(tmp_path, other, "mine") for other in others] == [[], []]
     save(tmp_path, "mine", 3)
-    assert len(snapshot.listed(tmp_path, IDENTITY, "mine")) == 3
-    assert [info.refused is None for info in snapshot.infos(tmp_path, others[0])] == [True, False, False]
+    assert len(snapshot.pages_of_snapshot(tmp_path, IDENTITY, "mine")) == 3
+    assert [info.refused is None for info in snapshot.describe_all(tmp_path, others[0])] == [True, False, False]
     names = [path.name for path in (tmp_path / "snapshots").iterdir()]
     (own,) = [name for name in names if str(snapshot._tag(others[1])) in name]
     assert snapshot.tagged(names, "mine", others[1]) == own
     assert snapshot.delete(tmp_path, "mine")
-    assert snapshot.infos(tmp_path, IDENTITY) == []
+    assert snapshot.describe_all(tmp_path, IDENTITY) == []
 
 
 def test_names_are_checked_and_missing_ones_are_listed(tmp_path: Path) -> None:
     save(tmp_path, "mine", 1)
     with pytest.raises(StoreError, match="There are: 'mine'"):
-        snapshot.listed(tmp_path, IDENTITY, "yours")
+        snapshot.pages_of_snapshot(tmp_path, IDENTITY, "yours")
     for name in ("", "auto", "../mine", "a@b", "a" * 101):
         with pytest.raises(ConfigError):
             snapshot.save(tmp_path, name, IDENTITY, [])
@@ -126,7 +126,7 @@ def test_a_damaged_list_falls_back_to_the_version_before(tmp_path: Path, monkeyp
         save(tmp_path, "mine", 3)
     (newest,) = (tmp_path / "snapshots").glob("mine@00000002*/rekindle/index")
     newest.write_bytes(newest.read_bytes()[:-1])
-    assert len(snapshot.listed(tmp_path, IDENTITY, "mine")) == 2
+    assert len(snapshot.pages_of_snapshot(tmp_path, IDENTITY, "mine")) == 2
 
 
 def test_pages_of_snapshots_are_collected_last(tmp_path: Path) -> None:

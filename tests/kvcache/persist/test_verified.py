@@ -121,7 +121,7 @@ def test_a_segment_under_the_name_of_another_model_is_set_aside(tmp_path: Path) 
 def test_a_forged_snapshot_is_refused(tmp_path: Path, forge: Any) -> None:
     snapshot.save(tmp_path, "mine", IDENTITY, [page for page, _ in forge(chain(0, 3))])
     with pytest.raises(StoreError, match="can't be restored"):
-        snapshot.listed(tmp_path, STRICT, "mine")
+        snapshot.pages_of_snapshot(tmp_path, STRICT, "mine")
 
 
 def test_a_page_that_was_not_verified_is_found_under_no_payload() -> None:
@@ -167,4 +167,4 @@ def test_a_full_disk_is_a_typed_error_and_leaves_nothing(tmp_path: Path) -> None
                 action()
     assert {path for path in tmp_path.rglob("*") if path.is_dir()} == before
     assert not list(tmp_path.glob("*prefix*"))
-    assert len(snapshot.listed(tmp_path, IDENTITY, "mine")) == 1
+    assert len(snapshot.pages_of_snapshot(tmp_path, IDENTITY, "mine")) == 1

@@ -68,7 +68,7 @@ def test_pages_of_another_model_are_not_seen(tmp_path: Path) -> None:
     tier(tmp_path).write(chain(0, 3))
     other = DiskTier(tmp_path, 1 << 20, dataclasses.replace(IDENTITY, fingerprint="others"))
     assert other.scan() == 0
-    assert other.others() == {IDENTITY.root.hex()}
+    assert other.other_models() == {IDENTITY.root.hex()}
 
 
 def test_a_page_that_another_process_removed_is_forgotten(tmp_path: Path) -> None:

@@ -85,9 +85,9 @@ def test_pages_of_a_snapshot_stay_while_its_list_can_not_be_read(tmp_path: Path,
     with unreadable("snapshots", number):
         disk.collect()
         with pytest.raises(StoreError, match="can't be read now"):
-            snapshot.listed(tmp_path, IDENTITY, "mine")
+            snapshot.pages_of_snapshot(tmp_path, IDENTITY, "mine")
     assert known(tmp_path) == 4
-    assert len(snapshot.listed(tmp_path, IDENTITY, "mine")) == 4
+    assert len(snapshot.pages_of_snapshot(tmp_path, IDENTITY, "mine")) == 4
 
 
 def test_in_a_folder_that_others_can_write_nothing_is_read_or_written(

@@ -29,14 +29,14 @@ class Other:
         """A page leaves the devices; returns this process's part."""
         self.expected.add(digest)
         self.kept[digest] = tuple(leaf[:, :, :, 1:] for leaf in whole)
-        return self.own(whole)
+        return self.own_part(whole)
 
-    def arrived(self, digest: bytes) -> bool:
+    def note_arrival(self, digest: bytes) -> bool:
         found = digest in self.expected
         self.expected.discard(digest)
         return found
 
-    def own(self, whole: Payload) -> Payload:
+    def own_part(self, whole: Payload) -> Payload:
         return tuple(leaf[:, :, :, :1] for leaf in whole)
 
     def keep(self, digest: bytes, whole: Payload) -> None:
@@ -50,9 +50,11 @@ class Other:
     def forget_read(self) -> None: ...
     def read(self, digests: Sequence[bytes]) -> None: ...
 
-    def whole(self, digest: bytes, own: Payload) -> Payload | None:
+    def whole(self, digest: bytes, own_part: Payload) -> Payload | None:
         part = self.kept.get(digest)
-        return None if part is None else tuple(np.concatenate(pair, axis=3) for pair in zip(own, part, strict=True))
+        if part is None:
+            return None
+        return tuple(np.concatenate(pair, axis=3) for pair in zip(own_part, part, strict=True))
 
 
 def test_a_part_from_the_devices_and_a_whole_page_are_kept_alike() -> None:

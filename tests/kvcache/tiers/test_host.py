@@ -79,8 +79,8 @@ def test_threads_lose_nothing() -> None:
 
 
 def test_a_budget_of_nothing_wants_nothing() -> None:
-    assert not Tiers(HostTier(0), CostModel(4)).wants(b"a")
-    assert Tiers(HostTier(1), CostModel(4)).wants(b"a")
+    assert not Tiers(HostTier(0), CostModel(4)).should_offload(b"a")
+    assert Tiers(HostTier(1), CostModel(4)).should_offload(b"a")
 
 
 def step(tokens: int, seconds: float, restored: int = 0) -> StepResult:
@@ -94,12 +94,12 @@ def test_copying_is_refused_when_it_costs_more_than_computing() -> None:
     assert costs.worth(5), "what was not measured counts as free"
     costs.observe(step(100, 0.1))  # 1 ms a token, 10 ms a page
     costs.observe(step(100, 9.0, restored=4))  # says nothing about tokens
-    costs.copied(4, 0.02)  # 5 ms a page
+    costs.record_copy(4, 0.02)  # 5 ms a page
     assert costs.rates.copy_page == pytest.approx(0.005)
     assert costs.compute_seconds(2) == pytest.approx(0.02)
     assert costs.worth(2)
-    costs.loaded(1, 0.008)
+    costs.record_load(1, 0.008)
     assert costs.worth(2, from_disk=1)
     assert not costs.worth(2, from_disk=2)
-    costs.copied(10, 1.0)
+    costs.record_copy(10, 1.0)
     assert sum(costs.worth(2) for _ in range(32)) == 2, "now and then it is tried all the same"

@@ -41,7 +41,7 @@ def test_fetched_pages_are_as_they_were_written(tiers: Tiers) -> None:
     pairs = chain(0, 6)
     fetch = tiers.fetch([page.digest for page, _ in pairs], 0)
     assert fetch is not None
-    until(lambda: fetch.done)
+    until(lambda: fetch.finished)
     assert all(same(tiers.get(page.digest), payload) for page, payload in pairs)
     assert tiers.disk_hits == 6
     assert tiers.costs.rates.load_page is not None
@@ -63,7 +63,7 @@ def test_what_is_missing_or_damaged_leaves_the_others_alone(tiers: Tiers, tmp_pa
     file.write_bytes(data[: 5 * 76 + 10])
     fetch = tiers.fetch([b"nowhere", *(page.digest for page, _ in pairs)], 0)
     assert fetch is not None
-    until(lambda: fetch.done)
+    until(lambda: fetch.finished)
     there = [page.digest in tiers for page, _ in pairs]
     assert there == [True, True, False, True, True, False]
     assert tiers.disk is not None and tiers.disk.damaged == 2
@@ -83,10 +83,10 @@ def test_requests_that_wait_at_the_same_time_are_ready_together(tiers: Tiers, mo
     first = tiers.fetch([page.digest for page, _ in chain(0, 6)], 0)
     second = tiers.fetch([page.digest for page, _ in [*chain(0, 4), *branch()]], 0)
     assert first is not None and second is not None
-    assert not first.done
+    assert not first.finished
     second_is_queued.set()
-    until(lambda: first.done)
-    assert second.done
+    until(lambda: first.finished)
+    assert second.finished
     assert tiers.disk.read == 9, "what both need is read once"
 
 
@@ -104,10 +104,10 @@ def test_a_slow_disk_lets_nobody_wait_for_the_others(tiers: Tiers, monkeypatch: 
     second = tiers.fetch([page.digest for page, _ in branch()], 0)
     assert first is not None and second is not None
     gate.release()
-    until(lambda: first.done)
-    assert not second.done
+    until(lambda: first.finished)
+    assert not second.finished
     gate.release()
-    until(lambda: second.done)
+    until(lambda: second.finished)
 
 
 def test_closing_ends_the_threads_whatever_waits(tiers: Tiers) -> None:
@@ -125,7 +125,7 @@ def ahead(tiers: Tiers, pairs: list[Pair]) -> list[bool]:
     until(lambda: not tiers._ahead)
     fetch = tiers.fetch([b"nowhere"], 0)  # comes after what is being read
     assert fetch is not None
-    until(lambda: fetch.done)
+    until(lambda: fetch.finished)
     return [page.digest in tiers for page, _ in pairs]
 
 
@@ -173,7 +173,7 @@ def test_nothing_is_read_ahead_while_requests_run(tiers: Tiers, monkeypatch: pyt
     wanted = branch()[0][0].digest
     fetch = tiers.fetch([wanted], 0)
     assert fetch is not None
-    until(lambda: fetch.done)  # requests are served meanwhile
+    until(lambda: fetch.finished)  # requests are served meanwhile
     asked.clear()
     assert asked.wait(60)
     assert len(tiers.host) == 1 and wanted in tiers

@@ -324,7 +324,7 @@ def test_grammars_read_the_tokens_without_a_tokenizer_of_all(kind: str, tmp_path
         assert kind == "SentencePiece", "whose first word begins with a space"
         return
     assert isinstance(found._backend, PartialTokenizer) and found._backend._whole is None
-    described = compile_worker.described(*spelled)
+    described = compile_worker.tokens_message(*spelled)
     own = compile_worker.new_tokenizer(described, size, [1], lambda text: found.encode(text, add_special_tokens=False))
     whole = compile_worker.new_tokenizer(found.backend.to_str(), size, [1])
     assert [own.decode_bytes([one]) for one in range(size)] == [whole.decode_bytes([one]) for one in range(size)]

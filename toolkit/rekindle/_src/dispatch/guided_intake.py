@@ -41,23 +41,23 @@ async def grammar_of(submission: Submission, engine: Engine) -> Grammar | None:
         raise InvalidRequest(spec.kind, spec.text, "needs a model with a tokenizer", "Open one with tokenizer.json")
     mailbox = submission.mailbox
     caller = submission.caller or submission.sampling.salt or ""
-    return await compiled_grammar(engine.grammars, spec, caller=caller, wanted=lambda: not mailbox.abandoned)
+    return await compiled_grammar(engine.grammars, spec, caller=caller, is_live=lambda: not mailbox.abandoned)
 
 
 async def compiled_grammar(
-    grammars: Grammars, spec: Spec, *, caller: str = "", wanted: Callable[[], bool] = lambda: True
+    grammars: Grammars, spec: Spec, *, caller: str = "", is_live: Callable[[], bool] = lambda: True
 ) -> Grammar:
     """Return a compiled grammar, without a thread that waits for it.
 
     Raises `InvalidRequest` for one that can't be followed, `Busy` if others take all places, and `RequestAborted` once
-    it is not `wanted` any more.
+    `is_live` returns False.
     """
     match = grammars.find(spec)
     if match is not None:
         return match
     reply: OneShot[Grammar] = OneShot()
 
-    def over(future: Future[Grammar]) -> None:
+    def on_done(future: Future[Grammar]) -> None:
         error = CancelledError() if future.cancelled() else future.exception()
         if error is None:
             reply.put(future.result())
@@ -66,17 +66,17 @@ async def compiled_grammar(
 
     job = grammars.begin(spec, caller)
     try:
-        job.future.add_done_callback(over)
+        job.future.add_done_callback(on_done)
         patience = anyio.current_time() + PATIENCE
         while True:
             with anyio.move_on_after(_LOOK_SECONDS):
                 return await reply.get()
-            if not wanted():
+            if not is_live():
                 raise RequestAborted("the request was cancelled before it was queued")
-            if not job.begun and anyio.current_time() > patience:
-                from rekindle._src.structured.grammar import too_long
+            if not job.started and anyio.current_time() > patience:
+                from rekindle._src.structured.grammar import wait_error
 
-                raise too_long(PATIENCE)
+                raise wait_error(PATIENCE)
     finally:
         grammars.leave(job)
 

@@ -93,12 +93,12 @@ class Host:
         if self.closing:
             raise self.refusal()
 
-    def check_waiting(self, what: str) -> None:
-        """Raise if the caller has paused the session: waiting for `what` would keep it from requesting steps."""
+    def check_waiting(self, activity: str) -> None:
+        """Raise if the caller has paused the session: waiting for `activity` would keep it from requesting steps."""
         if self.paused_by and caller() in self.paused_by:
             raise RekindleError(
-                f"{what} is awaited by the task that paused the session, so no step would ever run. Call submit() and "
-                "then step(), or await it after the paused() block"
+                f"{activity} is awaited by the task that paused the session, so no step would ever run. Call submit() "
+                "and then step(), or await it after the paused() block"
             )
 
     @property
@@ -120,12 +120,13 @@ class Host:
     def submit(self, submission: Submission) -> None:
         """Hand over an admitted submission."""
         self._post(
-            _own(lambda dispatch: dispatch.submit(submission), submission.mailbox), submission.mailbox.complete_all
+            _for_request(lambda dispatch: dispatch.submit(submission), submission.mailbox),
+            submission.mailbox.complete_all,
         )
 
     def relay(self, request: Request, mailbox: Mailbox, take: Take) -> None:
         """Run a request that another process has taken in, and that has been admitted; see `Dispatch.relay`."""
-        self._post(_own(lambda dispatch: dispatch.relay(request, mailbox, take), mailbox), mailbox.complete_all)
+        self._post(_for_request(lambda dispatch: dispatch.relay(request, mailbox, take), mailbox), mailbox.complete_all)
 
     def abort(self, mailbox: Mailbox) -> None:
         """Abort a submission. Safe in finalisers, forked children and after the end: takes no lock and never raises."""
@@ -236,7 +237,7 @@ class Host:
                 self._drain_seconds = 0.0
         self._wake_closer()
 
-    def _lost(self, error: BaseException) -> None:
+    def _on_device_lost(self, error: BaseException) -> None:
         """End the session with `error`, even if the device never answers. Safe in every thread."""
         self._jobs.append(_Job(lambda: self._crashed(error), lambda refusal: None))
         self._wake_loop()
@@ -275,7 +276,7 @@ class Host:
             self.limiter.close(self.refusal())
         self._run_jobs()
         if engine.watch is not None:
-            engine.watch(self._lost)
+            engine.watch(self._on_device_lost)
         self.opened.put(engine)
         try:
             await self._serve(self._dispatch)
@@ -341,7 +342,7 @@ def _dispatched(engine: Engine, device: DeviceThread) -> Dispatch:
     return Dispatch(engine, device, engine.config.max_queue + engine.config.max_requests)
 
 
-def _own(do: Callable[[Dispatch], object], mailbox: Mailbox) -> Callable[[Dispatch], object]:
+def _for_request(do: Callable[[Dispatch], object], mailbox: Mailbox) -> Callable[[Dispatch], object]:
     """Return a job for one request, which ends that request if it raises."""
 
     def run(dispatch: Dispatch) -> None:

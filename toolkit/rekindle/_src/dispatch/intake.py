@@ -48,7 +48,7 @@ async def run(
                 # Everything that waits is handed on before schedule runs again, so that it can run in one step.
                 while message is not None:
                     if not isinstance(message, Submission):
-                        await apart.done()  # a control never overtakes a submission
+                        await apart.wait_all()  # a control never overtakes a submission
                         outbox.send_nowait(message)
                     elif _at_once(message, engine):
                         await _hand_on(message, outbox, engine, outputs, seeds, turns)
@@ -88,7 +88,7 @@ class Apart:
             self._none.set()
             self._none = anyio.Event()
 
-    async def done(self) -> None:
+    async def wait_all(self) -> None:
         """Wait until there are none."""
         while self._count:
             await self._none.wait()
@@ -121,7 +121,7 @@ async def _hand_on(
     mailbox = submission.mailbox
     try:
         async with turns.turn(submission.caller) if _is_long(submission) else contextlib.nullcontext():
-            submission = await _rendered(submission)
+            submission = await _render(submission)
             token_ids = await tokenize(submission, engine)
         mailbox.prompt_ids = token_ids
         grammar = await grammar_of(submission, engine)
@@ -141,7 +141,7 @@ async def _hand_on(
         outbox.send_nowait(output.request)
 
 
-async def _rendered(submission: Submission) -> Submission:
+async def _render(submission: Submission) -> Submission:
     """Return the submission with its prompt's text. Raises `RequestAborted` if it was cancelled."""
     _check_waited_for(submission)
     if submission.render is None:

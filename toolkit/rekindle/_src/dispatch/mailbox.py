@@ -131,7 +131,7 @@ class Mailbox:
     def error(self) -> BaseException | None:
         return next((result for result in self.results if isinstance(result, BaseException)), None)
 
-    async def done(self) -> None:
+    async def wait_all(self) -> None:
         """Wait until every sequence ended, or `failure` was filled."""
         failure = self.failure
         if failure is None:
@@ -140,10 +140,10 @@ class Mailbox:
             await until(lambda: self.ended or failure.filled, self._wakeups, failure.wakeups)
 
     @staticmethod
-    async def one_ended(mailboxes: Sequence[Mailbox]) -> None:
+    async def wait_any(mailboxes: Sequence[Mailbox]) -> None:
         """Wait until one of several is complete."""
         await until(lambda: any(mailbox.ended for mailbox in mailboxes), *(mailbox._wakeups for mailbox in mailboxes))
 
-    async def more(self, seen: int) -> None:
-        """Wait until the log is longer than `seen`, or complete."""
-        await until(lambda: len(self.deltas) > seen or self.ended, self._stream_wakeups)
+    async def wait_beyond(self, length: int) -> None:
+        """Wait until the log is longer than `length`, or complete."""
+        await until(lambda: len(self.deltas) > length or self.ended, self._stream_wakeups)

@@ -114,13 +114,13 @@ class ScheduleState:
     def take(self, message: ScheduleMessage) -> None:
         match message:
             case Request():
-                self._of_one(message.id, partial(self._scheduler.submit, message))
+                self._for_request(message.id, partial(self._scheduler.submit, message))
             case Outcome():
                 self._take_outcome(message)
             case Abort(request_id):
-                self._of_one(request_id, partial(self._scheduler.abort, request_id))
+                self._for_request(request_id, partial(self._scheduler.abort, request_id))
             case Finish(request_id, reason):
-                self._of_one(request_id, partial(self._scheduler.finish, request_id, reason))
+                self._for_request(request_id, partial(self._scheduler.finish, request_id, reason))
             case Pause(quiet):
                 self._pauses += 1
                 self._quiet.append(quiet)
@@ -241,7 +241,7 @@ class ScheduleState:
                 RekindleError("step() was called while the session runs freely. Use it within session.paused()")
             )
 
-    def _of_one(self, request_id: str, change: Callable[[], TokenEvent | None]) -> None:
+    def _for_request(self, request_id: str, change: Callable[[], TokenEvent | None]) -> None:
         """Make a change that concerns one request, which fails if the change does."""
         try:
             event = change()

@@ -27,9 +27,9 @@ class StepFigures(NamedTuple):
     idle_share: float  # of the time in which requests were there
 
 
-class _Doing(NamedTuple):
+class _Activity(NamedTuple):
     plan: StepPlan
-    what: str
+    state: str
     since: float
 
 
@@ -44,7 +44,7 @@ class StepWatchdog:
         self._scheduler, self._runner, self._config = scheduler, runner, config
         self._steps = self._sequences = self._tokens = self._cached = 0
         self._began = time.perf_counter()
-        self._doing: _Doing | None = None
+        self._activity: _Activity | None = None
         self._reported: StepPlan | None = None  # the latest step that was reported as slow
         self._asleep: anyio.Event | None = None
         self._slow = 0
@@ -53,13 +53,13 @@ class StepWatchdog:
 
     # -- the running step
 
-    def enter(self, plan: StepPlan, what: str) -> None:
+    def enter(self, plan: StepPlan, state: str) -> None:
         """Record the step that the device thread waits for from now on."""
-        self._doing = _Doing(plan, what, time.perf_counter())
+        self._activity = _Activity(plan, state, time.perf_counter())
 
     def leave(self) -> None:
         """Record that the device thread waits for nothing."""
-        self._doing = None
+        self._activity = None
 
     def wake(self) -> None:
         """Wake up before a step runs. Called on the loop."""
@@ -70,28 +70,28 @@ class StepWatchdog:
         """Report steps while they hang, until cancelled."""
         limit = self._config.step_timeout
         while True:
-            doing = self._doing
-            if doing is None:
+            activity = self._activity
+            if activity is None:
                 self._asleep = anyio.Event()
                 await self._asleep.wait()
                 self._asleep = None
                 # A step that begins now cannot be over its limit before this has passed.
                 await anyio.sleep(max(limit, SHORTEST_SLEEP))
                 continue
-            left = doing.since + limit - time.perf_counter()
-            if left <= 0 and doing.plan is not self._reported:
-                self._count_slow(doing.plan)
-                log.warning("%s", self._stalled(doing))
+            left = activity.since + limit - time.perf_counter()
+            if left <= 0 and activity.plan is not self._reported:
+                self._count_slow(activity.plan)
+                log.warning("%s", self._stalled(activity))
             await anyio.sleep(max(left if left > 0 else limit, SHORTEST_SLEEP))
 
-    def _stalled(self, doing: _Doing) -> str:
-        seconds, limit = time.perf_counter() - doing.since, self._config.step_timeout
+    def _stalled(self, activity: _Activity) -> str:
+        seconds, limit = time.perf_counter() - activity.since, self._config.step_timeout
         return (
-            f"step {doing.plan.step} has been {doing.what} for {seconds:.1f} s (limit {limit:.1f}), "
-            f"{self._described(doing.plan)}"
+            f"step {activity.plan.step} has been {activity.state} for {seconds:.1f} s (limit {limit:.1f}), "
+            f"{self._describe(activity.plan)}"
         )
 
-    def _described(self, plan: StepPlan, program: str = "") -> str:
+    def _describe(self, plan: StepPlan, program: str = "") -> str:
         if not program:
             program = self._runner.program(plan)
         rows = [f"{row.request.id} [{row.start}, {row.start + row.length})" for row in plan.rows[:SHOWN]]
@@ -119,7 +119,7 @@ class StepWatchdog:
                 self._count_slow(result.plan)
             log.warning(
                 "step %d took %.1f s (limit %.1f), %s",
-                result.plan.step, seconds, self._config.step_timeout, self._described(result.plan, result.program),
+                result.plan.step, seconds, self._config.step_timeout, self._describe(result.plan, result.program),
             )  # fmt: skip
         self._busy += result.device_seconds
         if not self._rested:
@@ -135,12 +135,12 @@ class StepWatchdog:
 
     def figures(self) -> StepFigures:
         """Return the figures now, including a step that hangs. Call it on the loop."""
-        doing = self._doing
+        activity = self._activity
         share = _share(self._idle, self._busy)
-        if doing is None or time.perf_counter() - doing.since <= self._config.step_timeout:
+        if activity is None or time.perf_counter() - activity.since <= self._config.step_timeout:
             return StepFigures(self._slow, "", self._idle, share)
-        uncounted = doing.plan is not self._reported  # `run` has not seen it yet
-        return StepFigures(self._slow + uncounted, self._stalled(doing), self._idle, share)
+        uncounted = activity.plan is not self._reported  # `run` has not seen it yet
+        return StepFigures(self._slow + uncounted, self._stalled(activity), self._idle, share)
 
     def _line(self) -> None:
         now, statistics = time.perf_counter(), self._scheduler.statistics()

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from rekindle._src.core.guides import Mask, mask_words
 from rekindle._src.core.records import RowResult, StepPlan
 from rekindle._src.execution.device_calls import DeviceCalls
-from rekindle._src.execution.guiding import consumed, fill_masks, new_masks, waits
+from rekindle._src.execution.guiding import advance_guides, fill_masks, needs_unread_token, new_masks
 from rekindle._src.execution.in_flight import Choice, InFlight
 from rekindle._src.programs.buckets import GATED, Bucket
 from rekindle._src.programs.data_upload import AnyUpload
@@ -29,7 +29,7 @@ class Started(NamedTuple):
     output: StepOutput | None
     choice: Choice | MaskGate | None = None
     masks: Mask | MaskGate | None = None
-    stuck: dict[str, Exception] = {}  # noqa: RUF012  never written
+    guide_errors: dict[str, Exception] = {}  # noqa: RUF012  never written
 
 
 class GuidedSteps:
@@ -61,7 +61,7 @@ class GuidedSteps:
             free = self._masks[bucket]
             masks = free.pop() if free else new_masks(self._programs.layout(bucket), self._words, self._shards)
             return Started(None, Choice(bucket.programs[1], programs[1], forwarded, masks))
-        if waits(plan) and latest is not None and latest.output is not None and _has_ended(latest.output):
+        if needs_unread_token(plan) and latest is not None and latest.output is not None and _has_ended(latest.output):
             try:
                 read(latest)
             except Exception as error:  # it is the latest step's
@@ -70,13 +70,13 @@ class GuidedSteps:
         gate = gates.pop() if gates else MaskGate(self._programs.layout(bucket).sequences, self._words)
         gate.close()
         try:
-            deferred = latest is not None and latest.results is None and waits(plan)
-            stuck = {} if deferred else self._open(gate, plan, upload)
+            deferred = latest is not None and latest.results is None and needs_unread_token(plan)
+            guide_errors = {} if deferred else self._open(gate, plan, upload)
             output = self._calls.step(bucket, programs[0], upload, gate)
         except BaseException:
             gate.open()
             raise
-        return Started(output, gate if deferred else None, gate, stuck)
+        return Started(output, gate if deferred else None, gate, guide_errors)
 
     def choose(self, in_flight: InFlight) -> None:
         """Fill the masks of a step, if it has none yet."""
@@ -86,26 +86,26 @@ class GuidedSteps:
             return
         try:
             if isinstance(choice, MaskGate):
-                in_flight.stuck = self._open(choice, in_flight.ran, upload)
+                in_flight.guide_errors = self._open(choice, in_flight.ran_plan, upload)
                 return
-            in_flight.stuck = self._fill(in_flight.ran, upload, choice.masks)
+            in_flight.guide_errors = self._fill(in_flight.ran_plan, upload, choice.masks)
             scores, prompt, pooled = choice.forwarded
             rows = self._calls.choose(choice.key, choice.program, scores, upload, choice.masks)
             in_flight.output, in_flight.masks = StepOutput(rows, prompt, pooled), choice.masks
         except Exception as error:
             in_flight.error = error
 
-    def let_go(self, in_flight: InFlight | None) -> None:
+    def release_gate(self, in_flight: InFlight | None) -> None:
         """Let a step end whose tokens will not be read. Call it before waiting for everything on the device."""
         if in_flight is not None and isinstance(in_flight.choice, MaskGate):
             in_flight.choice.open()
             in_flight.choice = None
 
-    def consumed(self, in_flight: InFlight, results: tuple[RowResult, ...]) -> tuple[RowResult, ...]:
+    def advance_guides(self, in_flight: InFlight, results: tuple[RowResult, ...]) -> tuple[RowResult, ...]:
         """Return the results of a step with each guide's report on its token."""
         start = time.perf_counter()
         try:
-            return consumed(in_flight.ran, results, in_flight.stuck)
+            return advance_guides(in_flight.ran_plan, results, in_flight.guide_errors)
         finally:
             self.seconds += time.perf_counter() - start
 

@@ -17,7 +17,7 @@ from rekindle.errors import NoTokenLeft, RekindleError
 SLOWEST_TOKEN = 0.2  # seconds of a processor that a guide may take for a token; ordinary ones take a thousandth
 
 
-def waits(plan: StepPlan) -> bool:
+def needs_unread_token(plan: StepPlan) -> bool:
     """True if a mask of the plan needs a token that has not been read yet."""
     return any(guide.consumed < row.generated for _, row, guide in _guided(plan, 0) if not row.draft)
 
@@ -54,13 +54,15 @@ def _fill(plan: StepPlan, layout: Layout, masks: Mask, errors: dict[str, Excepti
         guide.spent += now - before
         before = now
         if problem and not row.draft:
-            errors[row.request.id] = _stuck(row, problem)
+            errors[row.request.id] = _guide_error(row, problem)
         if problem:
             masks[index].fill(-1)
             ahead = None
 
 
-def consumed(plan: StepPlan, results: tuple[RowResult, ...], errors: dict[str, Exception]) -> tuple[RowResult, ...]:
+def advance_guides(
+    plan: StepPlan, results: tuple[RowResult, ...], errors: dict[str, Exception]
+) -> tuple[RowResult, ...]:
     """Return the results of a step with each guide's report on its token. `errors` are those of `fill_masks`."""
     if not plan.guided:
         return results
@@ -82,21 +84,21 @@ def consumed(plan: StepPlan, results: tuple[RowResult, ...], errors: dict[str, E
         if follows and result.token_id is not None and not guide.ended:
             report = guide.consume(result.token_id)
             now = time.thread_time()
-            report = _timed(report, guide.spent + now - before)
+            report = _with_time(report, guide.spent + now - before)
             guide.spent, before = 0.0, now
-            result = result.following(report, _stuck(row, report.problem) if report.problem else result.error)
+            result = result.following(report, _guide_error(row, report.problem) if report.problem else result.error)
         else:
             follows = False
         updated.append(result)
     return tuple(updated)
 
 
-def _timed(told: Guided, seconds: float) -> Guided:
+def _with_time(report: Guided, seconds: float) -> Guided:
     """Add the time to a guide's report; a guide that is too slow gets a problem, so that it can't continue."""
-    if seconds > SLOWEST_TOKEN and not told.problem and not told.ended:
+    if seconds > SLOWEST_TOKEN and not report.problem and not report.ended:
         problem = f"following one token took {seconds:.2f} s, and {SLOWEST_TOKEN:g} s are possible: it is ambiguous"
-        told = told._replace(problem=problem)
-    return Guided._make((*told[:-1], seconds))  # a third of the time of `_replace`
+        report = report._replace(problem=problem)
+    return Guided._make((*report[:-1], seconds))  # a third of the time of `_replace`
 
 
 def dead_end(row: Row) -> RekindleError:
@@ -127,7 +129,7 @@ def new_masks(layout: Layout, words: int, shards: DataShards = ALONE) -> Mask:
     return np.full((shards.count * layout.sequences, words), -1, np.int32)
 
 
-def _stuck(row: Row, problem: str) -> RekindleError:
+def _guide_error(row: Row, problem: str) -> RekindleError:
     return NoTokenLeft(
         f"The {_limits(row)} of request {row.request.id} can't go on after {row.generated} tokens: {problem}. "
         + ("Change one of them." if row.request.sampling.restricted else "Simplify it.")

@@ -37,10 +37,10 @@ class InFlight:
     leaving: Leaving
     dispatched: float
     host_seconds: float
-    ran: StepPlan  # `plan` without the rows that could not be prepared
+    ran_plan: StepPlan  # `plan` without the rows that could not be prepared
     refused: dict[str, Exception]  # by request, why its rows could not be prepared
     choice: Choice | MaskGate | None = None  # of a step with guided rows, until it has its masks
-    stuck: dict[str, Exception] = dataclasses.field(default_factory=dict)  # by request, why its guide can't go on
+    guide_errors: dict[str, Exception] = dataclasses.field(default_factory=dict)  # by request: its guide can't go on
     error: Exception | None = None  # raised while the choice was dispatched
     masks: Mask | MaskGate | None = None  # the step reads them until it has ended
     results: tuple[RowResult, ...] | None = None  # once they have been read

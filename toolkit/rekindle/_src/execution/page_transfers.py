@@ -34,7 +34,7 @@ class PayloadStore(Protocol):
         """Return a payload. Raises KeyError when it is gone."""
         ...
 
-    def copied(self, pages: int, seconds: float) -> None:
+    def record_copy(self, pages: int, seconds: float) -> None:
         """Report that copying `pages` pages to the device took `seconds`."""
 
 
@@ -108,7 +108,7 @@ class PageTransfers:
         if measured and payloads:
             self._calls.wait(self._calls.kv)
             assert self._host_tier is not None, "a page is restored without a host tier"
-            self._host_tier.copied(len(payloads), time.perf_counter() - start)
+            self._host_tier.record_copy(len(payloads), time.perf_counter() - start)
         return tuple(lost)
 
     def _fill(self, batch: Batch, pages: Mapping[int, paged.Payload]) -> None:
@@ -143,11 +143,11 @@ class PageTransfers:
         layout = [(leaf.shape, leaf.dtype) for leaf in payload]
         if layout != self._layout:
             raise StoreError(
-                f"page {move.digest.hex()} has arrays {_described(layout)} where this session's pages have "
-                f"{_described(self._layout)}. Submit the request again; the page is computed then"
+                f"page {move.digest.hex()} has arrays {_describe(layout)} where this session's pages have "
+                f"{_describe(self._layout)}. Submit the request again; the page is computed then"
             )
         return payload
 
 
-def _described(layout: list[tuple[tuple[int, ...], Any]]) -> str:
+def _describe(layout: list[tuple[tuple[int, ...], Any]]) -> str:
     return ", ".join(f"{dtype}{list(shape)}" for shape, dtype in layout)

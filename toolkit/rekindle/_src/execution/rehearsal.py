@@ -20,7 +20,7 @@ from rekindle._src.programs.packing import Constants, Upload, sections
 
 TOKENS = 16  # of the made-up prompt: with none of its own a step skips most of its work
 _NOTHING = StepPlan(0, (), ())
-_WANTED = int(GREEDY & ~Flag.KEPT)
+_FLAGS = int(GREEDY & ~Flag.KEPT)
 
 
 def rehearse(calls: DeviceCalls, constants: Constants, keys: Iterable[Key]) -> bool:
@@ -34,7 +34,7 @@ def rehearse(calls: DeviceCalls, constants: Constants, keys: Iterable[Key]) -> b
         return False
     for key in keys:
         if isinstance(key, Bucket):
-            calls.rows(calls.step(key, programs.get(key), _made_up(calls, constants, key)))
+            calls.rows(calls.step(key, programs.get(key), _dummy_upload(calls, constants, key)))
         elif key.kind == SCATTER.kind:
             page = tuple(np.zeros(shape, dtype) for shape, dtype in programs.parts.payload_layout(programs.kv))
             calls.scatter(np.zeros(key.pages, np.int32), [page])
@@ -42,16 +42,16 @@ def rehearse(calls: DeviceCalls, constants: Constants, keys: Iterable[Key]) -> b
     return True
 
 
-def _made_up(calls: DeviceCalls, constants: Constants, key: Bucket) -> Upload:
+def _dummy_upload(calls: DeviceCalls, constants: Constants, key: Bucket) -> Upload:
     """Pack a step in the slot and page of padding: a short prompt, or one token in a program without prompts."""
     layout = calls.programs.layout(key)
     upload = Upload(layout, sent=calls.tables)
     upload.pack(_NOTHING, constants)
-    upload.features = _WANTED
+    upload.features = _FLAGS
     tokens = min(TOKENS, key.tokens, calls.programs.kv[0].page_size)
     parts = sections(layout, upload.ints)
     row = layout.rows if tokens else 0
-    parts.varying[row] = constants.scratch, tokens or 1, 0, _WANTED
+    parts.varying[row] = constants.scratch, tokens or 1, 0, _FLAGS
     if tokens:
         parts.offsets[1:] = tokens
     return upload

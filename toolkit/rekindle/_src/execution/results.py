@@ -82,7 +82,7 @@ def row_results(
     return shards.join(plan, results)
 
 
-def without(plan: StepPlan, refused: Mapping[str, Exception]) -> StepPlan:
+def drop_rows(plan: StepPlan, refused: Mapping[str, Exception]) -> StepPlan:
     """Return the plan without the rows of the requests in `refused`."""
     if not refused:
         return plan
@@ -106,7 +106,7 @@ def pack_rows(upload: AnyUpload, plan: StepPlan, constants: Constants, refused: 
                 refused[(*decode, *prefill)[0].request.id] = error
         if len(refused) == before:
             raise
-        plan = without(plan, refused)
+        plan = drop_rows(plan, refused)
         if plan.rows:
             upload.pack(plan, constants)
     return plan
@@ -115,7 +115,7 @@ def pack_rows(upload: AnyUpload, plan: StepPlan, constants: Constants, refused: 
 def with_refused(
     plan: StepPlan, rows: tuple[RowResult, ...], refused: Mapping[str, Exception]
 ) -> tuple[RowResult, ...]:
-    """Return the results of `without(plan, refused)` in the order of `plan.rows`; refused rows get their errors."""
+    """Return the results of `drop_rows(plan, refused)` in the order of `plan.rows`; refused rows get their errors."""
     if not refused:
         return rows
     computed = iter(rows)

@@ -20,12 +20,12 @@ from rekindle._src.core.program_wait import ProgramWait
 from rekindle._src.core.records import LostPage, PageMove, Request, Row, RowResult, StepPlan, StepResult
 from rekindle._src.execution.device_calls import DeviceCalls, Recorder
 from rekindle._src.execution.guided_steps import GuidedSteps, Started
-from rekindle._src.execution.guiding import waits
+from rekindle._src.execution.guiding import needs_unread_token
 from rekindle._src.execution.in_flight import Choice, InFlight, RunnerStatistics
 from rekindle._src.execution.page_transfers import PageTransfers, PayloadStore
 from rekindle._src.execution.prefault import prefault
 from rekindle._src.execution.rehearsal import rehearse
-from rekindle._src.execution.results import needs_pooled, needs_prompt, pack_rows, row_results, with_refused, without
+from rekindle._src.execution.results import drop_rows, needs_pooled, needs_prompt, pack_rows, row_results, with_refused
 from rekindle._src.models.base import LoadedModel
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.buckets import Bucket, bucket_for
@@ -96,19 +96,19 @@ class Runner:
         self._poll(start)
         leaving = self._transfers.read_out(plan.offload)
         lost = self._transfers.restore(plan.restore)
-        ran, admissions, refused = self._prepare(plan)
-        if ran.rows:
-            bucket = self._bucket(ran)
+        ran_plan, admissions, refused = self._prepare(plan)
+        if ran_plan.rows:
+            bucket = self._bucket(ran_plan)
             programs = [*map(self._program, bucket.programs)]
             upload = self._take_upload(bucket)
-            ran = pack_rows(upload, ran, self._constants, refused)
-        if not ran.rows:
+            ran_plan = pack_rows(upload, ran_plan, self._constants, refused)
+        if not ran_plan.rows:
             seconds = time.perf_counter() - start
-            return InFlight(plan, None, None, None, leaving, start, seconds, ran, refused, lost=lost, began=start)
+            return InFlight(plan, None, None, None, leaving, start, seconds, ran_plan, refused, lost=lost, began=start)
         self._admit(admissions, refused)
         dispatched = time.perf_counter()
         if bucket.part:
-            started = self._guided.start(bucket, programs, upload, ran, self._latest, self._read)
+            started = self._guided.start(bucket, programs, upload, ran_plan, self._latest, self._read)
         else:
             started = Started(self._calls.step(bucket, programs[0], upload))
         now = time.perf_counter()
@@ -122,17 +122,17 @@ class Runner:
             leaving,
             begun,
             now - start,
-            ran,
+            ran_plan,
             refused,
             lost=lost,
             began=start,
             idle_seconds=idle,
             choice=started.choice,
-            stuck=started.stuck,
+            guide_errors=started.guide_errors,
             masks=started.masks,
         )
         self._seen_running = now
-        if isinstance(started.choice, Choice) and not waits(ran):
+        if isinstance(started.choice, Choice) and not needs_unread_token(ran_plan):
             self._guided.choose(self._latest)
         return self._latest
 
@@ -178,7 +178,7 @@ class Runner:
 
     def _read(self, in_flight: InFlight) -> tuple[RowResult, ...]:
         """Return the results of a step's rows; its guides are advanced once."""
-        plan, bucket, output = in_flight.ran, in_flight.bucket, in_flight.output
+        plan, bucket, output = in_flight.ran_plan, in_flight.bucket, in_flight.output
         if in_flight.results is None and bucket is not None and output is not None:
             packed = self._calls.rows(output)
             if isinstance(in_flight.masks, MaskGate) and in_flight.masks.missed:
@@ -186,7 +186,7 @@ class Runner:
             prompt = np.asarray(output.prompt) if needs_prompt(plan) else None
             pooled = None if output.pooled is None else np.asarray(output.pooled)
             results = row_results(plan, packed, prompt, bucket.rows, pooled, self._shards)
-            in_flight.results = self._guided.consumed(in_flight, results)
+            in_flight.results = self._guided.advance_guides(in_flight, results)
         return in_flight.results or ()
 
     def warm(self) -> None:
@@ -227,7 +227,7 @@ class Runner:
 
     def reset(self) -> None:
         """Replace pages and state after a step failed on the device; the content of the pages is lost."""
-        self._guided.let_go(self._latest)
+        self._guided.release_gate(self._latest)
         self._latest = None
         self._calls.renew()
         self._owners = [None] * len(self._owners)
@@ -237,7 +237,7 @@ class Runner:
 
         An error on the host leaves them as they were. An error on the device loses them: they were donated to the step.
         """
-        self._guided.let_go(self._latest)
+        self._guided.release_gate(self._latest)
         memory = self._calls.memory
         try:
             if not any(leaf.is_deleted() for leaf in memory):
@@ -268,7 +268,7 @@ class Runner:
         if self._closed:
             return
         self._closed = True
-        self._guided.let_go(self._latest)
+        self._guided.release_gate(self._latest)
         self._latest = None
         self._calls.free()
         self._uploads.clear()
@@ -335,7 +335,7 @@ class Runner:
             except Exception as error:
                 self._owners[row.slot] = None
                 refused[request.id] = error
-        return without(plan, refused), admissions, refused
+        return drop_rows(plan, refused), admissions, refused
 
     def _admit(self, admissions: list[_Admission], refused: Mapping[str, Exception]) -> None:
         """Hand slots over to the requests that are new in them and were not refused."""
@@ -362,7 +362,7 @@ class Runner:
             return Upload(layout, sent=self._calls.tables) if shards.count == 1 else DataUpload(layout, shards)
 
     def _count(self, in_flight: InFlight, seconds: float) -> None:
-        plan, bucket = in_flight.ran, in_flight.bucket
+        plan, bucket = in_flight.ran_plan, in_flight.bucket
         self._counts["steps"] += 1
         self._counts["pages_out"] += len(plan.offload)
         self._counts["pages_in"] += len(plan.restore) - len(in_flight.lost)

@@ -104,7 +104,7 @@ def distinct(cache: AnyCache) -> Iterator[Node]:
     for tree in cache.shards:
         tier = tree.host_tier
         for node in tree:
-            if node.key not in seen and (node.page or (tier is not None and tier.knows(tree.digest_of(node)))):
+            if node.key not in seen and (node.page or (tier is not None and tier.has(tree.digest_of(node)))):
                 seen.add(node.key)
                 yield node
 

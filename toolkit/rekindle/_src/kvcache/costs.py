@@ -21,7 +21,7 @@ class _Rate:
     def __init__(self) -> None:
         self._latest: deque[float] = deque(maxlen=_MEMORY)
 
-    def measured(self, units: float, seconds: float) -> None:
+    def record(self, units: float, seconds: float) -> None:
         self._latest.append(seconds / units)
 
     @property
@@ -74,13 +74,13 @@ class CostModel:
             and plan.prefill_tokens >= self.page_size
             and len(plan.decode) <= _MOST_DECODE * plan.tokens
         ):
-            self._compute.measured(plan.tokens, result.device_seconds)
+            self._compute.record(plan.tokens, result.device_seconds)
 
-    def copied(self, pages: int, seconds: float) -> None:
-        self._copy.measured(pages, seconds)
+    def record_copy(self, pages: int, seconds: float) -> None:
+        self._copy.record(pages, seconds)
 
-    def loaded(self, pages: int, seconds: float) -> None:
-        self._load.measured(pages, seconds)
+    def record_load(self, pages: int, seconds: float) -> None:
+        self._load.record(pages, seconds)
 
     def fetch_seconds(self, pages: int, *, from_disk: int = 0) -> float:
         """Return the seconds to bring `pages` to the device, `from_disk` of which are not in host memory yet."""

@@ -33,7 +33,7 @@ class EvictionQueue:
     def __len__(self) -> int:
         return len(self._heap)
 
-    def used(self, node: Node, now: float) -> None:
+    def record_use(self, node: Node, now: float) -> None:
         """Record that `node` is used now: set its time and its score."""
         node.last_use = now
         node.score = self._floor + math.sqrt(1 + node.visits)

@@ -19,10 +19,10 @@ class TierLike(Protocol):
     def __contains__(self, digest: bytes, /) -> bool:
         """True if the payload can be restored now."""
 
-    def knows(self, digest: bytes, /) -> bool:
+    def has(self, digest: bytes, /) -> bool:
         """True if the payload can be restored now or after it was fetched."""
 
-    def wants(self, digest: bytes, /) -> bool:
+    def should_offload(self, digest: bytes, /) -> bool:
         """True if a page that is about to leave the device should be read out. It counts as used now."""
 
     def touch(self, digest: bytes, /) -> None:
@@ -76,7 +76,7 @@ class OffloadedNodes:
         if self._tier is None:
             return None
         digest = self._table.digest_of(node)
-        if not self._tier.wants(digest):
+        if not self._tier.should_offload(digest):
             return None
         self._departing.add(digest)
         return PageMove(node.page, digest)
@@ -87,7 +87,7 @@ class OffloadedNodes:
 
     def on_disk(self, node: Node) -> bool:
         """True if its payload can be fetched from disk."""
-        return self._tier is not None and self._tier.knows(self._table.digest_of(node))
+        return self._tier is not None and self._tier.has(self._table.digest_of(node))
 
     def restorable(self, node: Node) -> bool:
         """True if its payload is in host memory, so that a step can restore it."""
@@ -95,7 +95,7 @@ class OffloadedNodes:
 
     def forget(self, node: Node) -> None:
         """Remove `node` if it is a leaf whose payload is in no tier, then its parent likewise, and so on upwards."""
-        while node in self._table and not (node.page or node.children or node.pins or self._kept(node)):
+        while node in self._table and not (node.page or node.children or node.pins or self._has_payload(node)):
             assert node.parent is not None, "the root is not in the table"
             self._table.remove(node)
             self._nodes.pop(node, None)
@@ -111,8 +111,8 @@ class OffloadedNodes:
                 if node in self._table:
                     self._nodes[node] = None
 
-    def _kept(self, node: Node) -> bool:
+    def _has_payload(self, node: Node) -> bool:
         if self._tier is None:
             return False
         digest = self._table.digest_of(node)
-        return digest in self._departing or self._tier.knows(digest)
+        return digest in self._departing or self._tier.has(digest)

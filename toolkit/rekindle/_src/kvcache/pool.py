@@ -35,7 +35,7 @@ class PagePool:
         self._kept: NDArray[np.bool_] = np.zeros(self.num_pages, np.bool_)
         self._free = list(range(self.num_pages - 1, first, -1))  # a stack, lowest page on top
         self._cached = 0
-        self.kept = 0  # pages that the prefix cache references, held or not
+        self.cache_refs = 0  # pages that the prefix cache references, held or not
 
     @property
     def total(self) -> int:
@@ -112,14 +112,14 @@ class PagePool:
         assert self._refs[index].min() > 0, "a free page is kept"
         self._kept[index] = True
         self._refs[index] += 1
-        self.kept += len(index)
+        self.cache_refs += len(index)
 
     def drop(self, page: int) -> None:
         """Remove the prefix cache's reference to `page`."""
         assert self._kept[page], f"page {page} is not in the cache"
         self._kept[page] = False
         self._refs[page] -= 1
-        self.kept -= 1
+        self.cache_refs -= 1
         if self._refs[page] == 0:
             self._cached -= 1
             self._free.append(page)
@@ -136,7 +136,7 @@ class PagePool:
         assert ((self._refs[usable] == 0) == free[usable]).all(), "a page is both free and referenced, or neither"
         assert not (self._kept & free).any(), "a cached page is free"
         assert self._cached == int(np.count_nonzero(self._kept & (self._refs == 1))), "the cached count drifted"
-        assert self.kept == int(np.count_nonzero(self._kept)), "the kept count drifted"
+        assert self.cache_refs == int(np.count_nonzero(self._kept)), "the kept count drifted"
         if expected is not None:
             wrong = np.flatnonzero(self._refs != expected)
             assert not len(wrong), (

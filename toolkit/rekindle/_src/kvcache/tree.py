@@ -118,7 +118,7 @@ class PrefixCache:
         """Return the known nodes of a prompt, in any tier. Statistics and scores do not change."""
         return self._table.find(self.root_of(salt), self.keys(tokens, salt), tokens)
 
-    def named(self, key: int, digest: bytes) -> Node | None:
+    def by_digest(self, key: int, digest: bytes) -> Node | None:
         """Return the known node with this digest, its name in every process; `key` is its lookup key here."""
         node = self._table.get(key)
         return node if node and self.digest_of(node) == digest else None
@@ -175,7 +175,7 @@ class PrefixCache:
         for node in match.nodes:
             node.visits += 1
             node.requested = True
-            self._leaves.used(node, now)
+            self._leaves.record_use(node, now)
         self._counts["matches"] += 1
         self._counts["hits"] += bool(match.nodes)
         self._counts["device_hit_pages"] += match.on_device
@@ -213,11 +213,11 @@ class PrefixCache:
             return None
         for node in added:
             node.requested = True
-            self._leaves.used(node, now)
+            self._leaves.record_use(node, now)
         used, shared, duplicates = list(pages), [], []
         for index, node in enumerate(known):
             node.requested = True
-            self._leaves.used(node, now)
+            self._leaves.record_use(node, now)
             if not node.page:
                 self._attach(node, pages[index])
                 keep.append(pages[index])
@@ -266,7 +266,7 @@ class PrefixCache:
     def unreference(self, node: Node) -> None:
         """Note that a sequence has released its pages, the deepest of which is that of `node`."""
         # It was in use until now. Its ancestors may keep an older time, since they leave after it in any case.
-        self._leaves.used(node, self.clock())
+        self._leaves.record_use(node, self.clock())
         self._leaves.offer(node)
 
     def evict(self, count: int, *, read_out: bool = True) -> list[PageMove]:
@@ -361,7 +361,7 @@ class PrefixCache:
     # -- statistics
 
     def statistics(self) -> CacheStatistics:
-        kept, cached, forgotten = self.pool.kept, self.pool.cached, self._forgotten + self._offloaded.forgotten
+        kept, cached, forgotten = self.pool.cache_refs, self.pool.cached, self._forgotten + self._offloaded.forgotten
         return CacheStatistics(len(self), kept, cached, self.pinned_pages, forgotten, **self._counts)
 
     def references(self) -> NDArray[np.int32]:
@@ -375,7 +375,9 @@ class PrefixCache:
         """Raise AssertionError unless the tree is sound and agrees with the pool; walks all of it."""
         self._table.check_integrity()
         pages = [node.page for node in self if node.page]
-        assert len(set(pages)) == len(pages) == self.pool.kept, "a page is in the tree twice, or kept without a node"
+        assert len(set(pages)) == len(pages) == self.pool.cache_refs, (
+            "a page is in the tree twice, or kept without a node"
+        )
         assert all(self.pool.is_kept(page) for page in pages), "a node's page is not kept"
         assert self.pinned_pages == sum(bool(node.pins) for node in self), "the count of pinned pages drifted"
 

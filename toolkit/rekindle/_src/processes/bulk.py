@@ -15,7 +15,7 @@ from typing import Any
 
 from rekindle._src.processes.channel import Channel, Keys, exactly
 from rekindle._src.processes.kinds import Kind
-from rekindle._src.processes.shared_parts import GivenParts, TakenParts
+from rekindle._src.processes.shared_parts import ReceiveMemory, SendMemory
 from rekindle.errors import ProcessLost
 
 _AT_ONCE = 512  # pieces of one call; systems allow 1,024
@@ -28,33 +28,33 @@ class BulkChannel(Channel):
     def __init__(self, connection: socket.socket, keys: Keys, *, silence: float) -> None:
         super().__init__(connection, keys, silence=silence)
         self.sealed = not on_loopback(connection)
-        self._given: GivenParts | None = None  # memory that is offered
-        self._passed: GivenParts | None = None  # the same, once the other side reads it
-        self._taken: TakenParts | None = None
+        self._offered: SendMemory | None = None  # memory that is offered
+        self._outgoing: SendMemory | None = None  # the same, once the other side reads it
+        self._incoming: ReceiveMemory | None = None
 
     def offer_memory(self) -> dict[str, Any] | None:
         """Return an offer of memory for the bulk data that this side sends; None if there is none."""
         if self.sealed:
             return None
         try:
-            self._given = GivenParts()
+            self._offered = SendMemory()
         except OSError:
             return None
-        return self._given.offer()
+        return self._offered.offer()
 
     def pass_memory(self) -> None:
         """Use the offered memory, which the other side reads from now on. Raises ProcessLost if none was offered."""
-        if self._given is None:
+        if self._offered is None:
             raise ProcessLost("the other process reads memory that was not offered")
-        self._given.close()
-        self._passed = self._given
+        self._offered.close()
+        self._outgoing = self._offered
 
     def take_memory(self, offer: Any) -> bool:
         """True if this process can read the memory that the other side offers, which must then be notified."""
         if self.sealed or offer is None:
             return False
         try:
-            self._taken = TakenParts(offer)
+            self._incoming = ReceiveMemory(offer)
         except OSError:
             return False
         return True
@@ -64,8 +64,8 @@ class BulkChannel(Channel):
         with self._sending:
             self._send(kind, content)
             try:
-                if self._passed is not None:
-                    self._passed.send(self._connection, pieces)
+                if self._outgoing is not None:
+                    self._outgoing.send(self._connection, pieces)
                 else:
                     _send_all(self._connection, pieces)
                 if self.sealed:
@@ -77,8 +77,8 @@ class BulkChannel(Channel):
     def receive_into(self, pieces: Sequence[memoryview]) -> None:
         """Fill the pieces with the bytes behind the latest received message. Raises ProcessLost if they don't come."""
         try:
-            if self._taken is not None:
-                self._taken.receive(self._connection, pieces)
+            if self._incoming is not None:
+                self._incoming.receive(self._connection, pieces)
             else:
                 _receive_all(self._connection, pieces)
         except TimeoutError:
@@ -92,9 +92,9 @@ class BulkChannel(Channel):
 
     def receive(self) -> tuple[Kind, bytes]:
         """Receive the next message, once the other side has read the bytes behind this side's messages."""
-        if self._passed is not None:
+        if self._outgoing is not None:
             try:
-                self._passed.finish(self._connection)
+                self._outgoing.finish(self._connection)
             except TimeoutError:
                 raise ProcessLost(f"nothing came for {self._connection.gettimeout():g} s") from None
             except OSError as error:
@@ -103,8 +103,8 @@ class BulkChannel(Channel):
 
     def close(self) -> None:
         """Close the connection, and offer no memory any more."""
-        if self._given is not None:
-            self._given.close()
+        if self._offered is not None:
+            self._offered.close()
         super().close()
 
 
@@ -131,7 +131,7 @@ def _send_all(connection: socket.socket, pieces: Sequence[memoryview]) -> None:
     at = 0
     while at < len(pending):
         count = connection.sendmsg(pending[at : at + _AT_ONCE])
-        at = _passed(pending, at, count)
+        at = _advance(pending, at, count)
 
 
 def _receive_all(connection: socket.socket, pieces: Sequence[memoryview]) -> None:
@@ -141,14 +141,14 @@ def _receive_all(connection: socket.socket, pieces: Sequence[memoryview]) -> Non
         count = connection.recvmsg_into(pending[at : at + _AT_ONCE])[0]
         if not count:
             raise ProcessLost("the connection was closed in the middle of what follows a message")
-        at = _passed(pending, at, count)
+        at = _advance(pending, at, count)
 
 
-def _passed(todo: list[memoryview], at: int, done: int) -> int:
-    """Advance past `done` more bytes; returns the index of the first unfinished piece."""
-    while at < len(todo) and done >= len(todo[at]):
-        done -= len(todo[at])
+def _advance(pending: list[memoryview], at: int, count: int) -> int:
+    """Advance past `count` more bytes; returns the index of the first unfinished piece."""
+    while at < len(pending) and count >= len(pending[at]):
+        count -= len(pending[at])
         at += 1
-    if done:
-        todo[at] = todo[at][done:]
+    if count:
+        pending[at] = pending[at][count:]
     return at

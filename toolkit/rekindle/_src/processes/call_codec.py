@@ -46,7 +46,7 @@ class CallCodec:
         self.parts = PageParts(programs.parts, programs.kv)
 
     def step(self, key: Bucket, ints: np.ndarray, floats: np.ndarray) -> bytes:
-        return _named(key) + self._steps.encode(self._programs.layout(key), ints, floats)
+        return _encode_name(key) + self._steps.encode(self._programs.layout(key), ints, floats)
 
     def sampling(self, key: Bucket, ints: np.ndarray) -> np.ndarray:
         """Return the rows of a step that choose a token of their own."""
@@ -61,7 +61,7 @@ class CallCodec:
     def choose(self, key: Bucket, masks: Mask) -> bytes:
         """Encode the masks of a step; rows that allow every token are left out."""
         rows = np.flatnonzero((masks != -1).any(axis=1))
-        return _named(key) + packed(rows) + zipped(masks[rows].astype("<i4", copy=False))
+        return _encode_name(key) + packed(rows) + zipped(masks[rows].astype("<i4", copy=False))
 
     def read_choose(self, content: bytes) -> tuple[Bucket, Mask]:
         key, rest = self._key(content)
@@ -90,31 +90,31 @@ class CallCodec:
         reader.end()
         return ints, floats
 
-    def moved(self, ids: np.ndarray, digests: Sequence[bytes]) -> bytes:
+    def encode_move(self, ids: np.ndarray, digests: Sequence[bytes]) -> bytes:
         """Encode a gather, collect or scatter: device pages, and the digests of those that are not padding."""
-        return packed(ids) + self.named_pages(digests)
+        return packed(ids) + self.encode_digests(digests)
 
-    def read_moved(self, content: bytes) -> tuple[np.ndarray, list[bytes]]:
+    def read_move(self, content: bytes) -> tuple[np.ndarray, list[bytes]]:
         reader = Reader(content)
         ids = self._ids(reader)
-        digests = self.read_named_pages(content[reader.at :])
+        digests = self.read_digests(content[reader.at :])
         if len(digests) > FEW:
             raise ProcessLost(f"{len(digests)} pages are named, {FEW} are the most")
         return ids, digests
 
-    def named_pages(self, digests: Sequence[bytes]) -> bytes:
+    def encode_digests(self, digests: Sequence[bytes]) -> bytes:
         return b"".join(digests)
 
-    def read_named_pages(self, content: bytes) -> list[bytes]:
+    def read_digests(self, content: bytes) -> list[bytes]:
         if len(content) % DIGEST_SIZE:
             raise ProcessLost(f"{len(content)} bytes name no pages, whose names have {DIGEST_SIZE}")
         return [content[at : at + DIGEST_SIZE] for at in range(0, len(content), DIGEST_SIZE)]
 
-    def stored(self, pages: Sequence[Page]) -> bytes:
+    def encode_records(self, pages: Sequence[Page]) -> bytes:
         """Encode the records of pages that are written to disk."""
         return encode({}, records_of(pages, self._programs.kv[0].page_size))
 
-    def read_stored(self, content: bytes) -> list[Page]:
+    def read_records(self, content: bytes) -> list[Page]:
         try:
             return pages_of(decode(content)[1])
         except StoreError as error:
@@ -146,12 +146,12 @@ class CallCodec:
     def _key(self, content: bytes) -> tuple[Bucket, bytes]:
         reader = Reader(content)
         (length,) = reader.unpack(_NAME)
-        key = self.named(reader.take(length))
+        key = self.program(reader.take(length))
         if not isinstance(key, Bucket):
             raise ProcessLost(f"{key.name} is no step")
         return key, content[1 + length :]
 
-    def named(self, name: bytes) -> Key:
+    def program(self, name: bytes) -> Key:
         """Return the program of this name."""
         try:
             return self._names[name]
@@ -159,6 +159,6 @@ class CallCodec:
             raise ProcessLost(f"there is no program {name!r} here") from None
 
 
-def _named(key: Bucket) -> bytes:
+def _encode_name(key: Bucket) -> bytes:
     name = key.name.encode()
     return _NAME.pack(len(name)) + name

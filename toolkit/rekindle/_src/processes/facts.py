@@ -39,13 +39,13 @@ def facts(config: EngineConfig, *, model: str, fingerprint: str) -> Facts:
     return Facts(json.loads(json.dumps(same, default=str)), config.device_pages)
 
 
-def compare(mine: Facts, theirs: Facts, process: int) -> None:
+def compare(leader: Facts, follower: Facts, process: int) -> None:
     """Raise ProcessRefused with the facts that differ in a follower."""
-    names = dict.fromkeys((*mine.same, *theirs.same))
+    names = dict.fromkeys((*leader.same, *follower.same))
     reasons = [
-        f"{name} is {_shown(theirs.same.get(name))} there and {_shown(mine.same.get(name))} here"
+        f"{name} is {_shorten(follower.same.get(name))} there and {_shorten(leader.same.get(name))} here"
         for name in names
-        if mine.same.get(name) != theirs.same.get(name)
+        if leader.same.get(name) != follower.same.get(name)
     ]
     if reasons:
         raise ProcessRefused(
@@ -54,8 +54,8 @@ def compare(mine: Facts, theirs: Facts, process: int) -> None:
         )
 
 
-def encoded(told: Facts) -> bytes:
-    return as_json(told._asdict())
+def encoded(report: Facts) -> bytes:
+    return as_json(report._asdict())
 
 
 def decoded(content: bytes) -> Facts:
@@ -81,6 +81,6 @@ def from_json(content: bytes) -> dict[str, Any]:
     return fields
 
 
-def _shown(value: Any) -> str:
+def _shorten(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"

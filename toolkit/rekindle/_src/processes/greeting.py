@@ -70,24 +70,24 @@ def secret() -> bytes:
     return text.encode()
 
 
-def checked_secret(given: str | None) -> bytes:
+def checked_secret(text: str | None) -> bytes:
     """Return a caller's secret as bytes, or that of the environment. Raises ConfigError for a short one."""
-    if given is None:
+    if text is None:
         return secret()
-    if not isinstance(given, str) or len(given) < SHORTEST_SECRET:
+    if not isinstance(text, str) or len(text) < SHORTEST_SECRET:
         raise ConfigError(
             "secret", "a secret", f"is no text of at least {SHORTEST_SECRET} characters", "Use secrets.token_hex(32)"
         )
-    return given.encode()
+    return text.encode()
 
 
 def lead(
-    connection: socket.socket, key: bytes, place: Place, taken: frozenset[int], *, silence: float
+    connection: socket.socket, key: bytes, place: Place, joined: frozenset[int], *, silence: float
 ) -> tuple[int, Channel]:
     """Greet a follower; returns its number and the channel to it. Raises ProcessRefused for one that may not join."""
     connection.settimeout(GREETING_SECONDS)
     leader_random = secrets.token_bytes(_RANDOM)
-    _give(connection, MAGIC + leader_random)
+    _send(connection, MAGIC + leader_random)
     message = bytes(exactly(connection, len(MAGIC) + _RANDOM + _PLACE.size + _PROOF))
     greeting, proof = message[:-_PROOF], message[-_PROOF:]
     follower_random, claimed = (
@@ -99,12 +99,12 @@ def lead(
         answer = Answer.SECRET
     elif claimed.processes != place.processes or not 0 < claimed.process < place.processes:
         answer = Answer.COUNT
-    elif claimed.process in taken:
+    elif claimed.process in joined:
         answer = Answer.TAKEN
     if answer is not Answer.WELCOME:
-        _give(connection, bytes([answer]))
+        _send(connection, bytes([answer]))
         raise ProcessRefused(f"a process was refused: {_REFUSALS[answer]}")
-    _give(connection, bytes([answer]) + mark(key, b"leader", leader_random, greeting))
+    _send(connection, bytes([answer]) + mark(key, b"leader", leader_random, greeting))
     return claimed.process, Channel(connection, _keys(key, leader_random, follower_random, leads=True), silence=silence)
 
 
@@ -125,7 +125,7 @@ def follow(connection: socket.socket, key: bytes, place: Place, *, silence: floa
         )
     leader_random, follower_random = message[len(MAGIC) :], secrets.token_bytes(_RANDOM)
     greeting = MAGIC + follower_random + _PLACE.pack(*place)
-    _give(connection, greeting + mark(key, b"follower", leader_random, greeting))
+    _send(connection, greeting + mark(key, b"follower", leader_random, greeting))
     answer = exactly(connection, 1)[0]
     if answer != Answer.WELCOME:
         known = answer in list(Answer)
@@ -135,7 +135,7 @@ def follow(connection: socket.socket, key: bytes, place: Place, *, silence: floa
     return Channel(connection, _keys(key, leader_random, follower_random, leads=False), silence=silence)
 
 
-def _give(connection: socket.socket, content: bytes) -> None:
+def _send(connection: socket.socket, content: bytes) -> None:
     try:
         connection.sendall(content)
     except OSError as error:

@@ -25,16 +25,16 @@ def listen(connection: socket.socket, secret: bytes) -> Keys:
     """Greet a process that has connected. Return the keys of this side. Raises ProcessRefused without the secret."""
     connection.settimeout(GREETING_SECONDS)
     listener_random = secrets.token_bytes(_RANDOM)
-    _give(connection, MAGIC + listener_random)
+    _send(connection, MAGIC + listener_random)
     message = bytes(exactly(connection, len(MAGIC) + _RANDOM + _PROOF))
     caller_random, proof = message[len(MAGIC) : -_PROOF], message[-_PROOF:]
     if not (
         message.startswith(MAGIC)
         and hmac.compare_digest(proof, mark(secret, b"caller", listener_random, caller_random))
     ):
-        _give(connection, bytes([0]) + bytes(_PROOF))
+        _send(connection, bytes([0]) + bytes(_PROOF))
         raise ProcessRefused("a process was refused that does not know the secret")
-    _give(connection, bytes([1]) + mark(secret, b"listener", listener_random, caller_random))
+    _send(connection, bytes([1]) + mark(secret, b"listener", listener_random, caller_random))
     return Keys(
         mark(secret, b"to the caller", listener_random, caller_random),
         mark(secret, b"to the listener", listener_random, caller_random),
@@ -51,7 +51,7 @@ def call(connection: socket.socket, secret: bytes) -> Keys:
             "version"
         )
     listener_random, caller_random = message[len(MAGIC) :], secrets.token_bytes(_RANDOM)
-    _give(connection, MAGIC + caller_random + mark(secret, b"caller", listener_random, caller_random))
+    _send(connection, MAGIC + caller_random + mark(secret, b"caller", listener_random, caller_random))
     answer = bytes(exactly(connection, 1 + _PROOF))
     if answer[0] != 1:
         raise ProcessRefused("it has another secret. Give both sessions the same one")
@@ -63,7 +63,7 @@ def call(connection: socket.socket, secret: bytes) -> Keys:
     )
 
 
-def _give(connection: socket.socket, content: bytes) -> None:
+def _send(connection: socket.socket, content: bytes) -> None:
     try:
         connection.sendall(content)
     except OSError as error:

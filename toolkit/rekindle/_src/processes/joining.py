@@ -113,13 +113,13 @@ class _Gathering:
                     threading.Thread(
                         target=self._greet, args=(connection,), name="rekindle greeting", daemon=True
                     ).start()
-            connected = self._still_there()
+            connected = self._connected()
             if connected != joined:
                 joined = connected
                 self._waiting(len(joined))
         return self._channels
 
-    def _still_there(self) -> set[int]:
+    def _connected(self) -> set[int]:
         """Return the followers that are connected. Pings them now and then, and forgets those that have left."""
         with self._lock:
             if time.monotonic() - self._pinged > PING_SECONDS:
@@ -134,8 +134,8 @@ class _Gathering:
     def _greet(self, connection: socket.socket) -> None:
         try:
             with self._lock:
-                taken = frozenset(self._channels)
-            process, channel = greeting.lead(connection, self._key, self._place, taken, silence=FOLLOWER_SILENCE)
+                joined = frozenset(self._channels)
+            process, channel = greeting.lead(connection, self._key, self._place, joined, silence=FOLLOWER_SILENCE)
             with self._lock:
                 duplicate = process in self._channels
                 if not duplicate:

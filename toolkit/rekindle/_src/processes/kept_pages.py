@@ -72,7 +72,7 @@ class KeptPages:
             self._host.put(digest, part)
             return
         try:
-            self._host.put(digest, self._read.pop(digest), own=True)
+            self._host.put(digest, self._read.pop(digest), owned=True)
         except KeyError:
             raise ProcessLost(f"page {digest.hex()} is to be kept, which was not read here") from None
 
@@ -150,11 +150,13 @@ class KeptPages:
         total = sum(size(part) for _, part in pairs)
         try:
             if disk.room(total) < total:
-                disk.say("full", f"disk_memory of {disk.budget >> 20} MiB is full; newer parts of pages are not saved")
+                disk.log_once(
+                    "full", f"disk_memory of {disk.budget >> 20} MiB is full; newer parts of pages are not saved"
+                )
             else:
                 disk.write(pairs)
         except (OSError, StoreError) as error:
-            disk.say("write", f"parts of pages are not saved, and will come from the leader: {error}")
+            disk.log_once("write", f"parts of pages are not saved, and will come from the leader: {error}")
 
     def _clear(self) -> None:
         if self._disk is not None:
@@ -167,7 +169,7 @@ class KeptPages:
             for run in self._disk.runs(digests):
                 parts.update(self._disk.load_run(run, self._host.memory))
         self._read = parts
-        self._send(Kind.HAVE, self._codec.named_pages(list(parts)))
+        self._send(Kind.HAVE, self._codec.encode_digests(list(parts)))
 
     def _work(self) -> None:
         try:

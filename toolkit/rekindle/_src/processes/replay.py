@@ -26,7 +26,7 @@ LONGEST_ERROR = 4096  # characters
 WAITING_RESULTS = 4  # steps that the device may have before it; beyond, this process waits
 
 
-class Loaded(NamedTuple):
+class LoadedWeights(NamedTuple):
     """Weights on this process's devices."""
 
     leaves: Sequence[Any]
@@ -48,8 +48,8 @@ class Replay:
         self,
         channel: Channel,
         programs: Programs,
-        weights: Loaded,
-        load: Callable[[str], Loaded],
+        weights: LoadedWeights,
+        load: Callable[[str], LoadedWeights],
         *,
         disk: DiskTier | None = None,
         lost: Callable[[BaseException], object] = lambda error: None,
@@ -61,7 +61,7 @@ class Replay:
         self._codec = codec = CallCodec(programs)
         self._pages = KeptPages(codec, channel.send, disk)
         self._weights = weights
-        self._loaded: Loaded | None = None  # weights that may replace them
+        self._loaded: LoadedWeights | None = None  # weights that may replace them
         self._calls: DeviceCalls | None = None
         self._guided: tuple[Any, _Buffers, np.ndarray] | None = None  # a step whose tokens have not been chosen
         self._steps = 0
@@ -131,31 +131,31 @@ class Replay:
                 if self._guided is None:
                     raise ProcessLost("tokens are to be chosen of no step")
                 (scores, upload, chosen), self._guided = self._guided, None
-                calls = self._made
-                self._told(calls.choose(key, calls.program(key), scores, upload, masks), chosen)
+                calls = self._device_calls
+                self._report_rows(calls.choose(key, calls.program(key), scores, upload, masks), chosen)
             case Kind.ADMIT:
-                self._made.admit(self._made.program(ADMIT), *codec.read_admit(content))
+                self._device_calls.admit(self._device_calls.program(ADMIT), *codec.read_admit(content))
             case Kind.COLLECT:
-                ids, digests = codec.read_moved(content)
-                self._pages.collected(digests, self._made.collect(ids, digests))
+                ids, digests = codec.read_move(content)
+                self._pages.collected(digests, self._device_calls.collect(ids, digests))
             case Kind.GATHER:
-                ids, digests = codec.read_moved(content)
-                self._pages.expect(digests, self._made.gather(ids, digests))
+                ids, digests = codec.read_move(content)
+                self._pages.expect(digests, self._device_calls.gather(ids, digests))
             case Kind.SCATTER:
-                ids, digests = codec.read_moved(content)
+                ids, digests = codec.read_move(content)
                 pages = [codec.parts.to_scatter(self._pages.get(digest)) for digest in digests]
-                self._made.scatter(ids, pages, digests)
+                self._device_calls.scatter(ids, pages, digests)
             case Kind.KEEP:
                 digest, part = codec.read_part(content)
                 self._pages.keep(digest, part)
             case Kind.DROP:
-                self._pages.drop(codec.read_named_pages(content))
+                self._pages.drop(codec.read_digests(content))
             case Kind.FETCH:
                 self._pages.fetch(content)
             case Kind.READ:
-                self._pages.read(codec.read_named_pages(content))
+                self._pages.read(codec.read_digests(content))
             case Kind.STORE:
-                self._pages.store(codec.read_stored(content))
+                self._pages.store(codec.read_records(content))
             case Kind.FORGET:
                 self._pages.forget()
             case Kind.LOAD_WEIGHTS:
@@ -163,7 +163,7 @@ class Replay:
             case Kind.TAKE_WEIGHTS:
                 if self._loaded is None:
                     raise ProcessLost("weights are to be used that were not loaded")
-                self._made.replace_weights(self._loaded.leaves)
+                self._device_calls.replace_weights(self._loaded.leaves)
                 self._weights.delete()
                 self._weights, self._loaded = self._loaded, None
                 self._pages.belong_to(self._weights.fingerprint)
@@ -177,26 +177,26 @@ class Replay:
                 raise ProcessLost(f"the leader sent a {kind.name} message, which followers don't take")
 
     @property
-    def _made(self) -> DeviceCalls:
+    def _device_calls(self) -> DeviceCalls:
         if self._calls is None:
             raise ProcessLost("a call came before there were pages")
         return self._calls
 
     def _step(self, call: StepCall) -> None:
-        calls, upload = self._made, _Buffers(call.ints, call.floats)
+        calls, upload = self._device_calls, _Buffers(call.ints, call.floats)
         chosen = self._codec.sampling(call.key, call.ints)
         if call.key.part:
             forwarded = calls.forward(call.key, calls.program(call.key), upload)
             self._guided = forwarded.scores, upload, chosen
         else:
-            self._told(calls.step(call.key, calls.program(call.key), upload).rows, chosen)
+            self._report_rows(calls.step(call.key, calls.program(call.key), upload).rows, chosen)
 
-    def _told(self, rows: Any, chosen: np.ndarray) -> None:
+    def _report_rows(self, rows: Any, chosen: np.ndarray) -> None:
         self._results.put((self._steps, rows, chosen))
         self._steps += 1
 
     def _prepare(self, content: bytes) -> None:
-        key = self._codec.named(content)
+        key = self._codec.program(content)
         fields = {"program": key.name}
         try:
             self._programs.get(key)

@@ -37,7 +37,7 @@ class Connections(Protocol):
 
 
 class SharedPages:
-    """Implements `Others` of `kvcache.tiers.divided_host` and `OtherDisks` of `kvcache.tiers.divided_disk`."""
+    """Implements `OtherHosts` of `kvcache.tiers.divided_host` and `OtherDisks` of `kvcache.tiers.divided_disk`."""
 
     def __init__(self, followers: Connections, codec: CallCodec, heads: Mapping[int, np.ndarray]) -> None:
         """Set up; `heads` are the kv heads of a page that each follower's devices have."""
@@ -45,48 +45,48 @@ class SharedPages:
         self._lock = threading.Lock()  # expected digests change together with the message that names them
         self._asking = threading.Lock()
         self._expected: set[bytes] = set()  # on their way from the devices
-        self._there: dict[int, set[bytes]] = {}  # digests that each follower has read from its disk, and not kept yet
+        self._on_disk: dict[int, set[bytes]] = {}  # digests that each follower has read from its disk, and not kept yet
 
-    def gathered(self, digests: Sequence[bytes], send: Callable[[], None]) -> None:
+    def gather(self, digests: Sequence[bytes], send: Callable[[], None]) -> None:
         """Send the message of a gather with `send`, and expect its pages from the devices."""
         with self._lock:
             self._expected.update(digests)
             send()
 
-    def arrived(self, digest: bytes) -> bool:
+    def note_arrival(self, digest: bytes) -> bool:
         """Note that this process's part has left the devices. True if it is still to be kept."""
         with self._lock:
             expected = digest in self._expected
             self._expected.discard(digest)
             return expected
 
-    def own(self, whole: paged.Payload) -> paged.Payload:
+    def own_part(self, whole: paged.Payload) -> paged.Payload:
         """Return this process's part of a whole page."""
         return self._codec.parts.cut(whole)
 
     def keep(self, digest: bytes, whole: paged.Payload) -> None:
         """Give each follower its part of a page, unless it has read it. Raises ProcessLost if one is gone."""
         for process, heads in self._heads.items():
-            stored = digest in self._there.get(process, ())
+            stored = digest in self._on_disk.get(process, ())
             if stored:
-                self._there[process].discard(digest)
+                self._on_disk[process].discard(digest)
             content = self._codec.part(digest, None if stored else self._codec.parts.cut(whole, heads))
             self._followers.send_to(process, Kind.KEEP, content)
 
     def forget_read(self) -> None:
         """Forget read parts: followers are about to read other pages, and drop those that they need not keep."""
-        self._there = {}
+        self._on_disk = {}
 
     def read(self, digests: Sequence[bytes]) -> None:
         """Have the followers read their parts from disk; one caller at a time. Raises ProcessLost if one is gone."""
-        answers = self._followers.ask_each(Kind.READ, self._codec.named_pages(digests), Kind.HAVE)
-        self._there = {process: set(self._codec.read_named_pages(content)) for process, content in answers.items()}
+        answers = self._followers.ask_each(Kind.READ, self._codec.encode_digests(digests), Kind.HAVE)
+        self._on_disk = {process: set(self._codec.read_digests(content)) for process, content in answers.items()}
 
     def store(self, pages: Sequence[Page]) -> None:
         """Have all followers write the parts of pages that they still have."""
         with contextlib.suppress(RekindleError):
             for at in range(0, len(pages), MOST_STORED):
-                content = self._codec.stored(pages[at : at + MOST_STORED])
+                content = self._codec.encode_records(pages[at : at + MOST_STORED])
                 for process in self._heads:
                     self._followers.send_to(process, Kind.STORE, content)
 
@@ -102,11 +102,11 @@ class SharedPages:
             self._expected.difference_update(digests)
             with contextlib.suppress(RekindleError):
                 for at in range(0, len(digests), MOST_NAMES):
-                    content = self._codec.named_pages(digests[at : at + MOST_NAMES])
+                    content = self._codec.encode_digests(digests[at : at + MOST_NAMES])
                     for process in self._heads:
                         self._followers.send_to(process, Kind.DROP, content)
 
-    def whole(self, digest: bytes, own: paged.Payload) -> paged.Payload | None:
+    def whole(self, digest: bytes, own_part: paged.Payload) -> paged.Payload | None:
         """Join this process's part of a page with those of all followers; None if one of them has none."""
         parts = []
         try:
@@ -122,4 +122,4 @@ class SharedPages:
             if part is None:
                 return None
             parts.append((heads, part))
-        return self._codec.parts.join(own, parts)
+        return self._codec.parts.join(own_part, parts)

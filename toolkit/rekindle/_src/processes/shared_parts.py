@@ -1,6 +1,6 @@
 """Memory that two processes of one machine share, through which bulk data passes a part at a time.
 
-The giving side fills a part, and reports it by a byte on the connection; the taking side copies it out, and reports
+The sending side fills a part, and reports it by a byte on the connection; the receiving side copies it out, and reports
 that by a byte back. So each byte is copied twice, at the speed of memory, and neither side waits for the kernel.
 
 The memory is a file without a name (Linux), which the other process opens by the number of the process and of the file.
@@ -31,11 +31,11 @@ except ImportError:  # Windows
 PART, PARTS = 512 << 10, 8  # few enough to stay in the processor's caches
 _RANDOM, _FIRST = 32, mmap.PAGESIZE  # the parts begin behind the number
 _SIZE = _FIRST + PART * PARTS
-_SAID = b"\0"
+_REPORT = b"\0"
 
 
-class GivenParts:
-    """The memory of the side that gives. Raises OSError on systems without it."""
+class SendMemory:
+    """The memory of the sending side. Raises OSError on systems without it."""
 
     def __init__(self) -> None:
         if fcntl is None or not hasattr(os, "memfd_create"):
@@ -67,28 +67,28 @@ class GivenParts:
         """Send the bytes of all pieces. Raises OSError if the connection is gone."""
         for views in _cut(pieces):
             if self._filled - self._emptied == PARTS:
-                self._hear(connection, PARTS)
+                self._await_reports(connection, PARTS)
             _copy(self._memory, self._filled % PARTS * PART, views, out=False)
             self._filled += 1
-            connection.sendall(_SAID)
+            connection.sendall(_REPORT)
 
     def finish(self, connection: socket.socket) -> None:
         """Wait until the other side has copied all parts; its next message comes behind that."""
         while self._filled != self._emptied:
-            self._hear(connection, self._filled - self._emptied)
+            self._await_reports(connection, self._filled - self._emptied)
 
-    def _hear(self, connection: socket.socket, most: int) -> None:
-        self._emptied += _heard(connection, most)
+    def _await_reports(self, connection: socket.socket, limit: int) -> None:
+        self._emptied += _receive_reports(connection, limit)
 
 
-class TakenParts:
-    """The memory of the other side, read-only."""
+class ReceiveMemory:
+    """The memory of the sending side in the receiving process, read-only."""
 
     def __init__(self, offer: Any) -> None:
         """Map the offered memory. Raises OSError if this process can't open it, or if it might shrink."""
         if fcntl is None:
             raise OSError("this system has no files without a name")
-        process, file, number = _understood(offer)
+        process, file, number = _parse_offer(offer)
         descriptor = os.open(f"/proc/{process}/fd/{file}", os.O_RDONLY | os.O_CLOEXEC)
         try:
             if os.fstat(descriptor).st_size != _SIZE:
@@ -108,14 +108,14 @@ class TakenParts:
         left, ready = -(-sum(len(piece) for piece in pieces) // PART), 0
         for views in _cut(pieces):
             if not ready:
-                ready = _heard(connection, min(left, PARTS))
+                ready = _receive_reports(connection, min(left, PARTS))
             _copy(self._memory, self._copied % PARTS * PART, views, out=True)
             self._copied += 1
             left, ready = left - 1, ready - 1
-            connection.sendall(_SAID)
+            connection.sendall(_REPORT)
 
 
-def _understood(offer: Any) -> tuple[int, int, bytes]:
+def _parse_offer(offer: Any) -> tuple[int, int, bytes]:
     """Parse an offer: process, file and number. Raises OSError if it makes no sense."""
     if isinstance(offer, Mapping):
         process, file, number = offer.get("process"), offer.get("file"), offer.get("number")
@@ -153,9 +153,9 @@ def _copy(memory: NDArray[np.uint8], at: int, views: Sequence[memoryview], *, ou
         at += len(local)
 
 
-def _heard(connection: socket.socket, most: int) -> int:
+def _receive_reports(connection: socket.socket, limit: int) -> int:
     """Return how many parts the other side reports, at least one."""
-    reports = connection.recv(most)
+    reports = connection.recv(limit)
     if not reports:
         raise ProcessLost("the connection was closed in the middle of what follows a message")
     return len(reports)

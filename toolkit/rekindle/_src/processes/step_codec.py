@@ -98,7 +98,7 @@ class StepCodec:
             raise ProcessLost(f"a step has {decode} rows and {prefills} prefills, more than its program")
         count, scratch, width = decode + prefills, len(self._tables) - 1, self._tables.shape[1]
         slots = reader.ints(count, scratch)
-        _same(len(slots), count)
+        _check_count(len(slots), count)
         lengths = _with_exceptions(reader, self._expected(slots))
         if count and not (lengths.min() > 0 and lengths.max() <= width * self._page_size):
             raise ProcessLost(f"a step has lengths from {lengths.min()} to {lengths.max()}")
@@ -109,12 +109,12 @@ class StepCodec:
         options = np.frombuffer(reader.take(24 * len(renewed)), "<f4").reshape(-1, 6)
         rows = reader.ints(count * width, count)
         columns, pages = reader.ints(count * width, width), reader.ints(count * width, 2**31 - 1)
-        _same(len(rows), len(columns))
-        _same(len(rows), len(pages))
+        _check_count(len(rows), len(columns))
+        _check_count(len(rows), len(pages))
         chunks = reader.ints(prefills)
-        _same(len(chunks), prefills)
+        _check_count(len(chunks), prefills)
         prompt = reader.ints(layout.tokens)
-        _same(len(prompt), int(chunks.sum()))
+        _check_count(len(prompt), int(chunks.sum()))
         targets = reader.zipped(np.dtype("<i4"), (layout.tokens,)) if aims else None
         reader.end()
         self._apply(_Change(slots, lengths, flags, renewed, constants, options, rows, columns, pages))
@@ -153,12 +153,12 @@ def _exceptions(values: Ints, expected: Ints) -> tuple[bytes, bytes]:
 def _with_exceptions(reader: Reader, expected: Ints) -> Ints:
     at = reader.ints(len(expected), max(1, len(expected)))
     values = reader.ints(len(expected))
-    _same(len(at), len(values))
+    _check_count(len(at), len(values))
     result = expected.copy()
     result[at] = values
     return result
 
 
-def _same(found: int, wanted: int) -> None:
-    if found != wanted:
-        raise ProcessLost(f"a message has {found} values where {wanted} belong")
+def _check_count(count: int, expected: int) -> None:
+    if count != expected:
+        raise ProcessLost(f"a message has {count} values where {expected} belong")

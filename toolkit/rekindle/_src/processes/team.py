@@ -80,20 +80,20 @@ class Team(Recorder):
 
     def welcome(self, session: bytes) -> None:
         """Send the followers the description of the session."""
-        self._tell(Kind.WELCOME, session)
+        self._broadcast(Kind.WELCOME, session)
 
-    def agree(self, mine: Facts) -> int:
+    def agree(self, own_facts: Facts) -> int:
         """Compare the facts of all followers with this process's. Return the pages that all have room for."""
-        pages = mine.pages
+        pages = own_facts.pages
         for follower, content in self._answers(Kind.FACTS):
             facts = decoded(content)
             try:
-                compare(mine, facts, follower.process)
+                compare(own_facts, facts, follower.process)
             except RekindleError as error:
-                self._lose(error, farewell=as_json({"error": str(error)}))
+                self._fail_session(error, farewell=as_json({"error": str(error)}))
                 raise
             pages = min(pages, facts.pages)
-        self._tell(Kind.AGREED, as_json({"device_pages": pages}))
+        self._broadcast(Kind.AGREED, as_json({"device_pages": pages}))
         return pages
 
     def begin(self, programs: Programs) -> None:
@@ -122,7 +122,7 @@ class Team(Recorder):
 
     def prepare(self, key: Key) -> None:
         if key not in self._everywhere:
-            self._tell(Kind.PREPARE, key.name.encode())
+            self._broadcast(Kind.PREPARE, key.name.encode())
 
     def prepared(self, key: Key) -> None:
         if key in self._everywhere:
@@ -142,7 +142,7 @@ class Team(Recorder):
         content, self._chosen = codec.step(key, ints, floats), codec.sampling(key, ints)
         if not key.part:
             self._expected.append(self._chosen)
-        self._tell(Kind.STEP, content)
+        self._broadcast(Kind.STEP, content)
 
     def forwarded(self, scores: Any) -> None:
         self._scores = scores
@@ -152,36 +152,36 @@ class Team(Recorder):
         self._scores = None
         content = self._encoder().choose(key, masks)
         self._expected.append(self._chosen)
-        self._tell(Kind.CHOOSE, content)
+        self._broadcast(Kind.CHOOSE, content)
 
     def admit(self, ints: np.ndarray, floats: np.ndarray) -> None:
-        self._tell(Kind.ADMIT, self._encoder().admit(ints, floats))
+        self._broadcast(Kind.ADMIT, self._encoder().admit(ints, floats))
 
     def collect(self, ids: np.ndarray, digests: Sequence[bytes]) -> None:
-        self._tell(Kind.COLLECT, self._encoder().moved(ids, digests))
+        self._broadcast(Kind.COLLECT, self._encoder().encode_move(ids, digests))
 
     def gather(self, ids: np.ndarray, digests: Sequence[bytes]) -> None:
-        content = self._encoder().moved(ids, digests)
-        self.pages.gathered(digests, lambda: self._tell(Kind.GATHER, content))
+        content = self._encoder().encode_move(ids, digests)
+        self.pages.gather(digests, lambda: self._broadcast(Kind.GATHER, content))
 
     def scatter(self, ids: np.ndarray, digests: Sequence[bytes]) -> None:
-        self._tell(Kind.SCATTER, self._encoder().moved(ids, digests))
+        self._broadcast(Kind.SCATTER, self._encoder().encode_move(ids, digests))
 
     def scatter_pinned(self) -> None:
         raise AssertionError("processes exchange pages one by one")
 
     def renew(self) -> None:
-        self._tell(Kind.RENEW)
+        self._broadcast(Kind.RENEW)
 
     def replace_weights(self) -> None:
-        self._tell(Kind.TAKE_WEIGHTS)
+        self._broadcast(Kind.TAKE_WEIGHTS)
 
     def load_weights(self, weights: str, load: Callable[[], str]) -> None:
         """Have all followers read other weights while `load` does so here, which returns their fingerprint.
 
         They are used after `replace_weights`. Raises the error of `load`, or CheckpointError with a follower's error.
         """
-        self._tell(Kind.LOAD_WEIGHTS, as_json({"weights": weights}))
+        self._broadcast(Kind.LOAD_WEIGHTS, as_json({"weights": weights}))
         try:
             fingerprint, problem = load(), None
         except Exception as error:
@@ -198,7 +198,7 @@ class Team(Recorder):
                 f"{weights} can't be used: {'; '.join(problems)}. Give all processes the same files"
             )
         if problem is not None:
-            self._tell(Kind.DROP_WEIGHTS)
+            self._broadcast(Kind.DROP_WEIGHTS)
             raise problem
 
     def arrive(self, arrays: Any) -> None:
@@ -223,7 +223,7 @@ class Team(Recorder):
         if self.lost is None:
             lost = ProcessLost(f"a step failed in the leader, and the session can't go on: {error}. Open another one")
             lost.__cause__ = error if isinstance(error, Exception) else None
-            self._lose(lost)
+            self._fail_session(lost)
 
     def check(self) -> None:
         if self.lost is not None:
@@ -242,7 +242,7 @@ class Team(Recorder):
             self._closing = True
             self._changed.notify_all()
         if self.lost is None:
-            self._part(Kind.CLOSE)
+            self._farewell(Kind.CLOSE)
         for follower in self.followers:
             follower.channel.close()
 
@@ -279,19 +279,19 @@ class Team(Recorder):
                     "in a new process"
                 )
                 lost.__cause__ = error
-                self._lose(lost)
+                self._fail_session(lost)
 
-    def _compare(self, process: int, step: int, found: int) -> None:
+    def _compare(self, process: int, step: int, value: int) -> None:
         """Record the checksum of a process for a step, and compare once all are known. No process waits for another."""
         with self._changed:
             sums = self._sums[step]
-            sums[process] = found
+            sums[process] = value
             if len(sums) <= len(self.followers):
                 return
             del self._sums[step]
         wrong = [name for name, total in sums.items() if total != sums[0]]
         if wrong:
-            self._lose(
+            self._fail_session(
                 ProcessLost(
                     f"process {wrong[0]} chose other tokens than the leader in step {step}, so their numbers differ. "
                     "Check that all processes have devices of one kind, and open another session"
@@ -313,7 +313,7 @@ class Team(Recorder):
         assert self._codec is not None, "followers are not ready"
         return self._codec
 
-    def _tell(self, kind: Kind, content: bytes = b"") -> None:
+    def _broadcast(self, kind: Kind, content: bytes = b"") -> None:
         for follower in self.followers:
             self._send(follower, kind, content)
 
@@ -327,7 +327,9 @@ class Team(Recorder):
                     lambda: self.lost is not None, 1.0
                 )  # a message from the follower may give the reason
             if self.lost is None:
-                self._lose(ProcessLost(f"process {follower.process} can't be reached: {error}. Open another session"))
+                self._fail_session(
+                    ProcessLost(f"process {follower.process} can't be reached: {error}. Open another session")
+                )
             assert self.lost is not None
             raise self.lost from error
 
@@ -342,7 +344,7 @@ class Team(Recorder):
                 raise ProcessLost("the session was closed")
             return follower.answers[kind].popleft()
 
-    def _lose(self, error: RekindleError, farewell: bytes = b"") -> None:
+    def _fail_session(self, error: RekindleError, farewell: bytes = b"") -> None:
         """Keep the first error and disconnect all followers. `farewell` sends them the reason, so that they hang up."""
         with self._changed:
             if self.lost is not None:
@@ -351,13 +353,13 @@ class Team(Recorder):
             watchers = tuple(self._watchers)
             self._changed.notify_all()
         if farewell:
-            self._part(Kind.FAILED, farewell)
+            self._farewell(Kind.FAILED, farewell)
         for follower in self.followers:
             follower.channel.close()
         for watcher in watchers:
             watcher(error)
 
-    def _part(self, kind: Kind, content: bytes = b"") -> None:
+    def _farewell(self, kind: Kind, content: bytes = b"") -> None:
         for follower in self.followers:
             with contextlib.suppress(RekindleError):
                 follower.channel.send(kind, content)

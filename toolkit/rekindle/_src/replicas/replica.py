@@ -181,7 +181,7 @@ class Replica:
         if grammars is None:
             raise InvalidRequest(spec.kind, spec.text, "needs a model with a tokenizer", "Open one with tokenizer.json")
         caller = request.caller or request.sampling.salt or ""
-        return await compiled_grammar(grammars, spec, caller=caller, wanted=lambda: request.id in box.beginning)
+        return await compiled_grammar(grammars, spec, caller=caller, is_live=lambda: request.id in box.beginning)
 
     async def swap_weights(self, weights: str) -> None:
         """Swap the weights. Running requests keep their tokens."""

@@ -193,12 +193,12 @@ class DataScheduler:
         """Move requests that other shards have no room for to a shard with room. True if any moved."""
         moved: list[Sequence] = []
         for donor in sorted(self.shards, key=lambda other: -other.waiting):
-            while donor is not shard and (sequence := donor.stuck) is not None and shard.has_room(sequence, moved):
-                donor.give(sequence)
-                shard.take(sequence)
-                moved.append(sequence)
+            while donor is not shard and (head := donor.blocked_head) is not None and shard.has_room(head, moved):
+                donor.give(head)
+                shard.take(head)
+                moved.append(head)
         self.moved += len(moved)
         return bool(moved)
 
-    def _first(self, ask: Callable[[ShardScheduler], T | None]) -> T | None:
-        return next((answer for answer in map(ask, self.shards) if answer is not None), None)
+    def _first(self, query: Callable[[ShardScheduler], T | None]) -> T | None:
+        return next((answer for answer in map(query, self.shards) if answer is not None), None)

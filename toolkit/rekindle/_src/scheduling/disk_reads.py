@@ -36,7 +36,7 @@ class DiskReads:
 
     def ready(self) -> list[Sequence]:
         """Take out the sequences whose pages have been read."""
-        loaded = [sequence for sequence, (fetch, _) in self._waiting.items() if fetch.done]
+        loaded = [sequence for sequence, (fetch, _) in self._waiting.items() if fetch.finished]
         for sequence in loaded:
             self._loaded[sequence], sequence.status = self._waiting.pop(sequence)
         return loaded

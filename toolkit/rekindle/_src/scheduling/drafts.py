@@ -42,7 +42,7 @@ class Drafts:
 
     def extend(self, sequences: list[Sequence], rows: list[Row], budget: int, *, mixed: bool) -> None:
         """Insert draft rows behind some of a step's decode rows, within `budget` tokens and the pages that are free."""
-        drafting = [sequence for sequence in sequences if self._drafts(sequence)]
+        drafting = [sequence for sequence in sequences if self._can_draft(sequence)]
         counts = self._counts(drafting, len(rows), budget, mixed=mixed) if drafting else {}
         for sequence in drafting:
             if count := self._within_pages(sequence, counts.get(sequence, 0)):
@@ -63,7 +63,7 @@ class Drafts:
             sequence.drafts_checked()
             self.drafted += count
 
-    def _drafts(self, sequence: Sequence) -> bool:
+    def _can_draft(self, sequence: Sequence) -> bool:
         """True if a sequence has drafts to propose; sets the drafter that proposes them."""
         if sequence.forced is None and not self._limits.prompt_lookup:
             return False
@@ -84,7 +84,7 @@ class Drafts:
         """Return the drafts of each sequence: one more than will likely be accepted, then up to the program's size."""
         max_rows = self._limits.max_requests
         room = min(budget, max(padded_rows(rows, max_rows, mixed=mixed), min(FEW_ROWS, max_rows)) - rows)
-        bounds = {s: min(self._most(s), s.remaining) for s in drafting}
+        bounds = {s: min(self._max_drafts(s), s.remaining) for s in drafting}
         expected = {s: _expected(s) for s in drafting}
         counts = _shared({s: min(bound, 1 + int(expected[s])) for s, bound in bounds.items()}, room)
         if sum(min(count, expected[s]) for s, count in counts.items()) < WAIT_COST * rows:
@@ -92,9 +92,9 @@ class Drafts:
         first = sum(counts.values())
         return _shared(bounds, min(room, padded_rows(rows + first, max_rows, mixed=mixed) - rows))
 
-    def _most(self, sequence: Sequence) -> int:
+    def _max_drafts(self, sequence: Sequence) -> int:
         drafter = _drafter(sequence)
-        return drafter.most(_skip(sequence)) if isinstance(drafter, ForcedTokens) else self._limits.prompt_lookup
+        return drafter.max_drafts(_skip(sequence)) if isinstance(drafter, ForcedTokens) else self._limits.prompt_lookup
 
     def _within_pages(self, sequence: Sequence, count: int) -> int:
         """Return how many of `count` drafts have pages. Takes one only while each other slot could take one too."""

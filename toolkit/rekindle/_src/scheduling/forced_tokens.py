@@ -7,7 +7,7 @@ import numpy as np
 from rekindle._src.core.guides import Guided
 from rekindle._src.core.records import IntArray
 
-MOST = 7  # drafts of one step
+MAX_DRAFTS = 7  # drafts of one step
 _PAUSE_BELOW = 0.5  # share of accepted drafts below which a model is assumed to spell otherwise
 _TRIED = 16  # drafts after which that share is judged
 _LATEST = 0.25  # weight of the latest token's time
@@ -28,27 +28,27 @@ class ForcedTokens:
         self.cost = 0.0  # seconds that it is likely to take for the next one
         self.turn = 0  # when it last ran although it is slow
 
-    def take(self, told: Guided) -> None:
+    def take(self, report: Guided) -> None:
         """Add the guide's report on the request's next token."""
-        self._ahead = told.ahead
-        self.count += told.forced
+        self._ahead = report.ahead
+        self.count += report.forced
         # Single tokens of any text in JSON take a millisecond; an ambiguous grammar takes longer with every token.
-        seconds = told.seconds - told.searched
+        seconds = report.seconds - report.searched
         latest = seconds if seconds > _SPIKE else min(seconds, self._before)
         self._before = seconds
         self._usual += _LATEST * (latest - self._usual)
-        self.cost = self._usual + told.due
+        self.cost = self._usual + report.due
 
     def ready(self, skip: int) -> bool:
         """True if there are tokens to propose from `skip` positions past the known ones on."""
         return len(self._ahead) > skip and not (self.drafted >= _TRIED and self._rate < _PAUSE_BELOW)
 
-    def most(self, skip: int) -> int:
-        return min(MOST, len(self._ahead) - skip)
+    def max_drafts(self, skip: int) -> int:
+        return min(MAX_DRAFTS, len(self._ahead) - skip)
 
     def expected(self, skip: int) -> float:
         """Return how many drafts are likely to be accepted."""
-        return self.most(skip) * self._rate
+        return self.max_drafts(skip) * self._rate
 
     def propose(self, skip: int, count: int) -> IntArray:
         return np.array(self._ahead[skip : skip + count], np.int32)

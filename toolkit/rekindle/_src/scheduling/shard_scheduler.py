@@ -64,14 +64,14 @@ class ShardScheduler(Scheduler):
         return self._admission.remembered(keys)
 
     @property
-    def stuck(self) -> Sequence | None:
+    def blocked_head(self) -> Sequence | None:
         """The next request to be admitted, if it has to wait until another one gives up its slot or pages."""
         sequence = self._admission.foremost
         return None if sequence is None or self._admission.has_room(sequence) else sequence
 
-    def has_room(self, sequence: Sequence, taken: Items[Sequence]) -> bool:
-        """True if a request of another shard would be admitted at once, beside those that were just `taken`."""
-        return self.waiting == len(taken) and self._admission.has_room(sequence, taken)
+    def has_room(self, sequence: Sequence, moved_in: Items[Sequence]) -> bool:
+        """True if a request of another shard would be admitted at once, beside those that were just `moved_in`."""
+        return self.waiting == len(moved_in) and self._admission.has_room(sequence, moved_in)
 
     def give(self, sequence: Sequence) -> None:
         """Let a waiting request go to another shard."""

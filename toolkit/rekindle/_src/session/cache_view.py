@@ -116,7 +116,7 @@ class CacheView:
         _, tiers = self._parts()
         if tiers is None or tiers.disk is None:
             return Snapshots()
-        return Snapshots(snapshot.infos(tiers.disk.folder, tiers.disk.identity))
+        return Snapshots(snapshot.describe_all(tiers.disk.folder, tiers.disk.identity))
 
     # -- shaping
 
@@ -244,7 +244,7 @@ def _tier(cache: AnyCache, tiers: Tiers | None, node: Node) -> str:
     if tiers is None:
         return "gone"
     digest = cache.digest_of(node)
-    return "host" if digest in tiers else "disk" if tiers.knows(digest) else "gone"
+    return "host" if digest in tiers else "disk" if tiers.has(digest) else "gone"
 
 
 def _runs(

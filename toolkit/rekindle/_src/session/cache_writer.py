@@ -222,7 +222,7 @@ class CacheWriter:
             pairs = self.payloads(batch)
             total = sum(size(payload) for _, payload in pairs)
             if disk.room(total) < total:
-                disk.say("full", f"disk_memory of {disk.budget >> 20} MiB is full; newer pages are not saved")
+                disk.log_once("full", f"disk_memory of {disk.budget >> 20} MiB is full; newer pages are not saved")
                 self._complete_at = version  # try again when the tree has changed
                 break
             disk.write(pairs)

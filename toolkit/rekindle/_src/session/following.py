@@ -19,7 +19,7 @@ from rekindle._src.processes.channel import Channel
 from rekindle._src.processes.facts import Facts, as_json, encoded, from_json
 from rekindle._src.processes.greeting import Place
 from rekindle._src.processes.kinds import Kind
-from rekindle._src.processes.replay import LONGEST_ERROR, Loaded, Replay
+from rekindle._src.processes.replay import LONGEST_ERROR, LoadedWeights, Replay
 from rekindle._src.processes.team import PING_SECONDS
 from rekindle._src.programs.page_parts import PageParts
 from rekindle._src.session.parts import OpenRequest, Parts, make_parts
@@ -103,12 +103,12 @@ def _disk(parts: Parts) -> DiskTier | None:
     return disk
 
 
-def _loaded(model: LoadedModel) -> Loaded:
-    return Loaded(model.leaves, model.fingerprint, lambda: delete(model))
+def _loaded(model: LoadedModel) -> LoadedWeights:
+    return LoadedWeights(model.leaves, model.fingerprint, lambda: delete(model))
 
 
-def _loader(parts: Parts) -> Callable[[str], Loaded]:
-    def load(weights: str) -> Loaded:
+def _loader(parts: Parts) -> Callable[[str], LoadedWeights]:
+    def load(weights: str) -> LoadedWeights:
         return _loaded(replacement(parts.model, weights, parts.config, parts.programs.parts.placement))
 
     return load

@@ -223,9 +223,9 @@ class Handle(Produced, Call[T]):
             with contextlib.nullcontext() if self._mailbox.deltas else self._host.program_wait.shown_by_caller():
                 await self.admit()
                 if count is None:
-                    await self._mailbox.done()
+                    await self._mailbox.wait_all()
                 else:
-                    await self._mailbox.more(count)
+                    await self._mailbox.wait_beyond(count)
         except BaseException as error:
             self.cancel()
             error.__traceback__ = None  # frames below are the client's own; an interrupted cell need not show them
@@ -260,7 +260,7 @@ class Handle(Produced, Call[T]):
 
     def wait_for_more(self, seen: int) -> int:
         """Block this thread until there are more than `seen` deltas or the request ends. Return their number."""
-        run_sync(self._mailbox.more(seen))
+        run_sync(self._mailbox.wait_beyond(seen))
         return len(self._mailbox.deltas)
 
     def __aiter__(self) -> Stream:
@@ -337,7 +337,7 @@ async def one_ended(handles: Sequence[Handle[Any]]) -> None:
     for handle in handles:
         if not handle.done:
             handle._host.check_waiting(f"request {handle.id}")
-    await Mailbox.one_ended([handle._mailbox for handle in handles])
+    await Mailbox.wait_any([handle._mailbox for handle in handles])
 
 
 class Batch(Call[list[T]]):
@@ -368,7 +368,7 @@ class Batch(Call[list[T]]):
                 handle._mailbox.failure = None if self._keep_errors else failure
                 await handle.admit()
             for handle in self.handles:
-                await handle._mailbox.done()
+                await handle._mailbox.wait_all()
                 if failure.filled:
                     error = await failure.get()
                     matches = [error in peer._mailbox.results for peer in self.handles]

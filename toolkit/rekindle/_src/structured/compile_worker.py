@@ -50,7 +50,7 @@ class Tokens:
         return self.encode(text)
 
 
-def described(tokens: list[bytes], special: Sequence[int]) -> dict[str, Any]:
+def tokens_message(tokens: list[bytes], special: Sequence[int]) -> dict[str, Any]:
     """Return tokens in the form of a message, for `new_tokenizer`."""
     content = base64.b64encode(b"".join(tokens)).decode()
     return {"content": content, "lengths": [*map(len, tokens)], "special": list(special)}
@@ -62,7 +62,7 @@ def new_tokenizer(
     ends: Sequence[int],
     encode: Callable[[str], list[int]] | None = None,
 ) -> Any:
-    """Return a tokenizer for `new_matcher`, from its JSON or from the result of `described`.
+    """Return a tokenizer for `new_matcher`, from its JSON or from the result of `tokens_message`.
 
     Described tokens need `encode` for a text's usual spelling; without it the longest tokens are taken. Raises
     `ValueError` for a tokenizer that llguidance can't read.

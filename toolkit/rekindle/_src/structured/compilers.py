@@ -52,7 +52,7 @@ class Job(Generic[T]):
         self.waiting: int = 1  # requests
 
     @property
-    def begun(self) -> bool:
+    def started(self) -> bool:
         return self.future.running() or self.future.done()
 
 
@@ -83,15 +83,15 @@ class Compilers(Generic[T]):
             if len(lane.jobs) >= MOST_WAITING:
                 evicted = lane.one_too_many(caller)
                 if evicted is None:
-                    raise busy(f"{len(lane.jobs)} wait already")
+                    raise busy_error(f"{len(lane.jobs)} wait already")
                 lane.jobs.remove(evicted)
             lane.jobs.append(job)
-            if lane.idle < len(lane.jobs) and lane.threads < lane.most and not self._closed:
+            if lane.idle < len(lane.jobs) and lane.threads < lane.max_threads and not self._closed:
                 lane.threads += 1
                 _start(lambda: self._run(lane))
             self._changed.notify_all()
         if evicted is not None and evicted.future.set_running_or_notify_cancel():
-            evicted.future.set_exception(busy(f"{MOST_WAITING} wait already"))
+            evicted.future.set_exception(busy_error(f"{MOST_WAITING} wait already"))
         return job
 
     def drop(self, job: Job[T]) -> None:
@@ -117,14 +117,14 @@ class Compilers(Generic[T]):
 
     def _run(self, lane: _Lane) -> None:
         """Take one job after the other, in a thread."""
-        state = Own()
+        state = ThreadState()
         if lane is self._others:
             _yield_to_others()
         try:
             while (job := self._next(lane)) is not None:
                 start = time.monotonic()
                 try:
-                    text = self._text(job.spec) if lane is self._simple else self._tried(job.spec, state)
+                    text = self._text(job.spec) if lane is self._simple else self._text_after_trial(job.spec, state)
                     job.future.set_result(self._compile(job.spec, text))
                 except BaseException as error:
                     job.future.set_exception(error)
@@ -139,26 +139,26 @@ class Compilers(Generic[T]):
         try:
             return compile_worker.grammar_text(**_fields(spec))
         except ValueError as error:
-            raise refused(spec, str(error)) from None
+            raise refusal_error(spec, str(error)) from None
 
-    def _tried(self, spec: Spec, own: Own) -> str:
+    def _text_after_trial(self, spec: Spec, state: ThreadState) -> str:
         """Return a grammar's text for llguidance, once a process has compiled it."""
         check_levels(spec)
-        if own.trial is None or own.trial.over:
-            self._end(own)
-            own.trial = Trial(self._needs(spec))
+        if state.trial is None or state.trial.ended:
+            self._end(state)
+            state.trial = Trial(self._needs(spec))
             with self._changed:
-                self._trials.add(own.trial)
+                self._trials.add(state.trial)
                 if self._closed:
-                    own.trial.kill()
+                    state.trial.kill()
         self._prepare(spec)  # while the process starts
-        return own.trial.text(spec)
+        return state.trial.text(spec)
 
-    def _end(self, own: Own) -> None:
-        if own.trial is not None:
-            own.trial.end()
+    def _end(self, state: ThreadState) -> None:
+        if state.trial is not None:
+            state.trial.end()
             with self._changed:
-                self._trials.discard(own.trial)
+                self._trials.discard(state.trial)
 
     def _next(self, lane: _Lane) -> Job[T] | None:
         """Wait for the next job; None after `IDLE_SECONDS` without one, when the thread is to end."""
@@ -191,8 +191,8 @@ class Compilers(Generic[T]):
 class _Lane:
     """Jobs that wait for the same threads."""
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    def __init__(self, max_threads: int) -> None:
+        self.max_threads = max_threads
         self.jobs: list[Any] = []
         self.threads = self.idle = 0
 
@@ -205,7 +205,7 @@ class _Lane:
         return next(job for job in reversed(self.jobs) if job.caller == name)
 
 
-class Own:
+class ThreadState:
     """The state of one thread."""
 
     trial: Trial | None = None
@@ -215,7 +215,7 @@ class Trial:
     """A process that tries grammars."""
 
     def __init__(self, needs: dict[str, Any]) -> None:
-        self.over = self._late = False
+        self.ended = self._late = False
         module = importlib.util.find_spec("llguidance")
         folders = [] if module is None or module.origin is None else [str(Path(module.origin).parent.parent)]
         path = [*dict.fromkeys([*sys.path, *folders])]
@@ -255,7 +255,7 @@ class Trial:
         if answer is None:
             raise self._death(spec, self._ended())
         if "refused" in answer:
-            raise refused(spec, answer["refused"])
+            raise refusal_error(spec, answer["refused"])
         return str(answer["text"])
 
     @property
@@ -270,7 +270,7 @@ class Trial:
 
     def kill(self) -> None:
         """End the process, from any thread."""
-        self.over = True
+        self.ended = True
         with contextlib.suppress(OSError):
             self._process.kill()
 
@@ -296,7 +296,7 @@ class Trial:
     def _death(self, spec: Spec, status: int) -> Exception:
         """Return the error of a grammar without an answer."""
         if self._late and os.name != "nt":
-            return busy(f"this one did not get {COMPILE_SECONDS:g} s of a processor within {LONGEST:g} s")
+            return busy_error(f"this one did not get {COMPILE_SECONDS:g} s of a processor within {LONGEST:g} s")
         if self._late or status == -getattr(signal, "SIGPROF", 0):
             return InvalidRequest(
                 spec.kind, spec.text, f"took over {COMPILE_SECONDS:g} s to compile, and was ended", "Use a smaller one"
@@ -309,10 +309,10 @@ class Trial:
             return InvalidRequest(
                 spec.kind, spec.text, f"takes over {MEMORY >> 20:,} MiB to compile, and was ended", "Use a smaller one"
             )
-        return busy(f"the process that tried this one ended with status {status}")
+        return busy_error(f"the process that tried this one ended with status {status}")
 
 
-def busy(why: str) -> Busy:
+def busy_error(why: str) -> Busy:
     """Return the error of a request whose grammar could not be compiled because of other requests."""
     return Busy(f"grammars of other requests are being compiled, and {why}. Send the request again", retry_after=5.0)
 
@@ -326,7 +326,7 @@ _FIXES = {
 }
 
 
-def refused(spec: Spec, message: str) -> InvalidRequest:
+def refusal_error(spec: Spec, message: str) -> InvalidRequest:
     """Return the error of a grammar that llguidance refuses with this message."""
     return InvalidRequest(spec.kind, spec.text, f"can't be followed: {first_line(message)}", _FIXES[spec.kind])
 

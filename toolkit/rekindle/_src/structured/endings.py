@@ -92,7 +92,7 @@ class Bounds:
 
     def __init__(self, spelling: Spelling, kind: str, text: str) -> None:
         self.spelling: Spelling = spelling
-        self.reach: int = _SPARE + (min(_FARTHEST, _Costs(json.loads(text)).most) if kind == "schema" else 0)
+        self.reach: int = _SPARE + (min(_FARTHEST, _Costs(json.loads(text)).highest) if kind == "schema" else 0)
         self.digits: bool = kind == "json" or not _LONG_NUMBER.search(text)
 
 
@@ -113,7 +113,7 @@ class Ending:
         self._path: tuple[int, ...] | None = None  # the shortest end, if it is known
         self._number = ""  # the number at the end of the text
         self._tried = 0
-        self._seconds = 0.0  # processor time of searches since the last `taken`
+        self._seconds = 0.0  # processor time of searches since the last `take_seconds`
         self._usual = _SECONDS * max(bounds.reach, _UNKNOWN)  # likely seconds of the next search
         self.steered: bool = False  # True if a token was removed because it would not have left enough tokens
 
@@ -148,13 +148,13 @@ class Ending:
         """
         if self._number and self._bounds.digits:
             self._limit_digits(mask)
-        if self._budget is not None and self._closes and (left := self._budget - used) <= self._look_at:
+        if self._budget is not None and self._closes and (room := self._budget - used) <= self._look_at:
             start = time.thread_time()
-            self._limit_structure(mask, matcher, left, forced)
+            self._limit_structure(mask, matcher, room, forced)
             self._usual = time.thread_time() - start
             self._seconds += self._usual
 
-    def taken(self) -> float:
+    def take_seconds(self) -> float:
         """Return the seconds spent searching for an end since the last call."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
@@ -175,19 +175,19 @@ class Ending:
         if room > 0 or any(_has(mask, token) for token in (*spelling.closers, *spelling.ends)):
             mask &= ~long
 
-    def _limit_structure(self, mask: Mask, matcher: Any, left: int, forced: bool) -> None:
+    def _limit_structure(self, mask: Mask, matcher: Any, room: int, forced: bool) -> None:
         spelling, reach = self._bounds.spelling, self._bounds.reach
         path = self._path
         if not path or not _has(mask, path[0]):  # such as a quote amid the bytes of a character
-            path = self._shortest(matcher, left)
+            path = self._shortest(matcher, room)
         if not path or not _has(mask, path[0]):
-            self._look_at, self._path = left // 2, None
+            self._look_at, self._path = room // 2, None
             return
-        spare = left - len(path)
+        spare = room - len(path)
         if spare > reach:  # tokens until the next search, and structure that they may begin, leave enough
-            self._look_at, self._path = left - max(1, (spare - reach) // 2), None
+            self._look_at, self._path = room - max(1, (spare - reach) // 2), None
             return
-        self._look_at, self._path, first = left, path, path[0]
+        self._look_at, self._path, first = room, path, path[0]
         if spare < _SPARE:
             self.steered |= not (forced or _is_only(mask, first))
             mask.fill(0)
@@ -197,28 +197,28 @@ class Ending:
             few = _few(mask)  # such as the names of properties
             limit = min(_MOST_TRIED, self._tried + _MOST_AT_ONCE)
             for token in spelling.structure if few is None else few:
-                if token != first and _has(mask, token) and not self._fits(matcher, token, left - 1 - _SPARE, limit):
+                if token != first and _has(mask, token) and not self._fits(matcher, token, room - 1 - _SPARE, limit):
                     mask[token >> 5] &= ~_bit(token)
                     self.steered = True
             if few is None:
                 mask &= ~spelling.joined
         mask[first >> 5] |= _bit(first)
 
-    def _fits(self, matcher: Any, token: int, left: int, most: int) -> bool:
-        """True if the text can end within `left` tokens behind this one. False once `most` tokens were tried."""
-        if self._tried > most:
+    def _fits(self, matcher: Any, token: int, room: int, limit: int) -> bool:
+        """True if the text can end within `room` tokens behind this one. False once `limit` tokens were tried."""
+        if self._tried > limit:
             return False
         ahead = matcher.deep_copy()
         if not ahead.consume_token(token):
             return False
-        path = self._shortest(ahead, left)
-        self._tried += left if path is None else len(path)
+        path = self._shortest(ahead, room)
+        self._tried += room if path is None else len(path)
         return path is not None
 
-    def _shortest(self, matcher: Any, left: int) -> tuple[int, ...] | None:
-        """Return the tokens of a short end; None if none of at most `left` tokens was found."""
+    def _shortest(self, matcher: Any, room: int) -> tuple[int, ...] | None:
+        """Return the tokens of a short end; None if none of at most `room` tokens was found."""
         spelling = self._bounds.spelling
-        ahead, path, limit = matcher.deep_copy(), list[int](), min(left, _LONGEST)
+        ahead, path, limit = matcher.deep_copy(), list[int](), min(room, _LONGEST)
         mask = np.zeros_like(spelling.joined)
         while len(path) <= limit:
             if ahead.is_stopped():
@@ -263,18 +263,18 @@ class _Costs:
     def __init__(self, schema: Any) -> None:
         self._root = schema
         self._known: dict[int, int] = {}
-        self.most: int = 0
+        self.highest: int = 0
         try:
             self._needs(schema)
             for definitions in ("$defs", "definitions"):
                 for part in _values(schema, definitions):
                     self._begins(part)
         except RecursionError:  # a schema may nest deeper than Python
-            self.most = _FARTHEST
+            self.highest = _FARTHEST
 
     def _begins(self, schema: Any, name: str = "") -> None:
         """Count the cost of an optional part."""
-        self.most = max(self.most, 6 + len(name) // 3 + self._needs(schema))
+        self.highest = max(self.highest, 6 + len(name) // 3 + self._needs(schema))
 
     def _needs(self, schema: Any) -> int:
         """Return the least tokens that a part requires."""

@@ -18,7 +18,7 @@ import numpy as np
 
 from rekindle._src.core.guides import mask_words
 from rekindle._src.structured import compile_worker
-from rekindle._src.structured.compilers import Compilers, Job, busy, first_line, refused
+from rekindle._src.structured.compilers import Compilers, Job, busy_error, first_line, refusal_error
 from rekindle._src.structured.endings import Bounds, Ending, Spelling
 from rekindle._src.structured.guide import First, Guide, Reasoning, forced_run
 from rekindle._src.text.tokenizer import Tokenizer
@@ -56,8 +56,8 @@ class Grammars:
         self._reading = threading.Lock()  # held while the tokenizer is made, which may take a second
         self._llguidance: Any = None  # the tokenizer as llguidance knows it, made when first needed
         self._spelling: Spelling | None = None
-        self._kept: collections.OrderedDict[Spec, Grammar] = collections.OrderedDict()
-        self._refused: collections.OrderedDict[bytes, tuple[str, str]] = collections.OrderedDict()
+        self._grammars: collections.OrderedDict[Spec, Grammar] = collections.OrderedDict()
+        self._refusals: collections.OrderedDict[bytes, tuple[str, str]] = collections.OrderedDict()
         self._jobs: dict[Spec, Job[Grammar]] = {}
         self._compilers = Compilers(self._compile, self._needs, self._ready)
         self.compiled: int = 0
@@ -65,9 +65,9 @@ class Grammars:
     def find(self, spec: Spec) -> Grammar | None:
         """Return a grammar that was compiled before, or None."""
         with self._lock:
-            match = self._kept.get(spec)
+            match = self._grammars.get(spec)
             if match is not None:
-                self._kept.move_to_end(spec)
+                self._grammars.move_to_end(spec)
             return match
 
     def begin(self, spec: Spec, caller: str = "") -> Job[Grammar]:
@@ -76,23 +76,23 @@ class Grammars:
         Its future raises `InvalidRequest` for a spec that can't be followed. Raises `Busy` if too many wait already.
         """
         with self._lock:
-            refusal = self._refused.get(_digest(spec))
+            refusal = self._refusals.get(_digest(spec))
             if refusal is not None:
-                self._refused.move_to_end(_digest(spec))
+                self._refusals.move_to_end(_digest(spec))
                 raise InvalidRequest(spec.kind, spec.text, *refusal)
             job = self._jobs.get(spec)
             if job is not None and not job.future.done():
                 job.waiting += 1
                 return job
             job = self._jobs[spec] = self._compilers.submit(spec, caller)
-        job.future.add_done_callback(lambda future: self._over(spec, future))
+        job.future.add_done_callback(lambda future: self._on_done(spec, future))
         return job
 
     def leave(self, job: Job[Grammar]) -> None:
         """Stop waiting; a job that has not begun is dropped when nothing waits for it."""
         with self._lock:
             job.waiting -= 1
-            if not job.waiting and not job.begun and self._jobs.get(job.spec) is job:
+            if not job.waiting and not job.started and self._jobs.get(job.spec) is job:
                 del self._jobs[job.spec]
                 self._compilers.drop(job)
 
@@ -109,9 +109,9 @@ class Grammars:
             try:
                 return job.future.result(patience)
             except concurrent.futures.TimeoutError:
-                if job.begun or patience is None:
+                if job.started or patience is None:
                     return job.future.result()
-                raise too_long(patience) from None
+                raise wait_error(patience) from None
         finally:
             self.leave(job)
 
@@ -119,15 +119,15 @@ class Grammars:
         """End the processes that compile."""
         self._compilers.close()
 
-    def _over(self, spec: Spec, future: concurrent.futures.Future[Grammar]) -> None:
+    def _on_done(self, spec: Spec, future: concurrent.futures.Future[Grammar]) -> None:
         error = None if future.cancelled() else future.exception()
         with self._lock:
             if (job := self._jobs.get(spec)) is not None and job.future is future:
                 del self._jobs[spec]
             if isinstance(error, InvalidRequest):
-                self._refused[_digest(spec)] = error.problem, error.fix
-                while len(self._refused) > KEPT:
-                    self._refused.popitem(last=False)
+                self._refusals[_digest(spec)] = error.problem, error.fix
+                while len(self._refusals) > KEPT:
+                    self._refusals.popitem(last=False)
 
     def _compile(self, spec: Spec, text: str) -> Grammar:
         tokenizer = self._ready(spec)
@@ -136,7 +136,7 @@ class Grammars:
             matcher = compile_worker.new_matcher(tokenizer, text)
             compile_worker.first_mask(matcher.deep_copy(), mask.ctypes.data, mask.nbytes)
         except ValueError as error:
-            raise refused(spec, str(error)) from None
+            raise refusal_error(spec, str(error)) from None
         ends = frozenset(tokenizer.eos_tokens)
         first = First(mask, forced_run(matcher.deep_copy()))
         grammar = Grammar(spec, matcher, ends, matcher.get_grammar_warnings(), first)
@@ -144,28 +144,28 @@ class Grammars:
             grammar.bounds = Bounds(self._spelled(tokenizer), spec.kind, spec.text)
         with self._lock:
             self.compiled += 1
-            self._kept[spec] = grammar
-            while len(self._kept) > KEPT:
-                self._kept.popitem(last=False)
+            self._grammars[spec] = grammar
+            while len(self._grammars) > KEPT:
+                self._grammars.popitem(last=False)
         return grammar
 
     def _needs(self, spec: Spec) -> dict[str, Any]:
-        return {"tokenizer": self._described(), "vocab_size": self._vocab_size, "ends": self._ends(spec)}
+        return {"tokenizer": self._tokenizer_message(), "vocab_size": self._vocab_size, "ends": self._ends(spec)}
 
     def _ready(self, spec: Spec) -> Any:
         with self._reading:
             if self._llguidance is None:
-                described, ends = self._described(), self._ends(spec)
+                message, ends = self._tokenizer_message(), self._ends(spec)
                 try:
-                    self._llguidance = compile_worker.new_tokenizer(described, self._vocab_size, ends, self._encode)
+                    self._llguidance = compile_worker.new_tokenizer(message, self._vocab_size, ends, self._encode)
                 except ValueError as error:
                     problem = f"can't be followed with this model's tokenizer: {first_line(str(error))}"
                     raise InvalidRequest(spec.kind, spec.text, problem, "Use another model") from None
             return self._llguidance
 
-    def _described(self) -> str | dict[str, Any]:
+    def _tokenizer_message(self) -> str | dict[str, Any]:
         spelled = self._tokenizer.spelled()
-        return self._tokenizer.backend.to_str() if spelled is None else compile_worker.described(*spelled)
+        return self._tokenizer.backend.to_str() if spelled is None else compile_worker.tokens_message(*spelled)
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)
@@ -187,9 +187,9 @@ class Grammars:
         return ends
 
 
-def too_long(seconds: float) -> Exception:
+def wait_error(seconds: float) -> Exception:
     """Return the error of a request whose grammar has not begun to compile after so many seconds."""
-    return busy(f"this one has waited for {seconds:g} s")
+    return busy_error(f"this one has waited for {seconds:g} s")
 
 
 def _digest(spec: Spec) -> bytes:

@@ -146,7 +146,7 @@ class Guide:
         if ending is None:
             return Guided(forced, self.ended, by_eos, self.accepting, self.ahead)
         ending.consume(token)
-        steered, searched, due = ending.steered, ending.taken(), ending.due(self.consumed)
+        steered, searched, due = ending.steered, ending.take_seconds(), ending.due(self.consumed)
         return Guided(forced, self.ended, by_eos, self.accepting, self.ahead, "", steered, searched, due)
 
     def _move_on(self, forced: bool) -> None:

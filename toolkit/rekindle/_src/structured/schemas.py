@@ -17,7 +17,7 @@ from rekindle._src.structured import plain_types
 from rekindle.errors import InvalidRequest
 
 
-class Described(NamedTuple):
+class TypeSchema(NamedTuple):
     """A JSON schema, and the function from a text that follows it to an object."""
 
     schema: Mapping[str, Any]
@@ -25,24 +25,24 @@ class Described(NamedTuple):
     checks: bool = False  # True if `parse` refuses texts that break the schema
 
 
-def described(schema: Any) -> Described:
+def type_schema(schema: Any) -> TypeSchema:
     """Return the JSON schema of a type. A dict is a schema already; its texts are parsed with `json.loads`."""
     if isinstance(schema, Mapping):
-        return Described(schema, json.loads)
+        return TypeSchema(schema, json.loads)
     try:
-        return _of_type(schema)
+        return _cached_type_schema(schema)
     except TypeError as error:
         if "unhashable" not in str(error):
             raise
-        return _described(schema)  # such as Annotated[int, […]]
+        return _type_schema(schema)  # such as Annotated[int, […]]
 
 
 @functools.lru_cache(maxsize=256)
-def _of_type(kind: Any) -> Described:
-    return _described(kind)
+def _cached_type_schema(kind: Any) -> TypeSchema:
+    return _type_schema(kind)
 
 
-def _described(kind: Any) -> Described:
+def _type_schema(kind: Any) -> TypeSchema:
     problem = "with pydantic installed more types are possible"
     if importlib.util.find_spec("pydantic") is not None:
         import pydantic
@@ -51,7 +51,7 @@ def _described(kind: Any) -> Described:
             adapter = pydantic.TypeAdapter(kind)
             # The model writes the input of a validator: aliases, and no computed fields.
             schema = adapter.json_schema(mode="validation", schema_generator=_generator())
-            return Described(closed(schema), adapter.validate_json, checks=True)
+            return TypeSchema(closed(schema), adapter.validate_json, checks=True)
         except Exception as error:  # classes of users take part in it, and may raise anything
             problem = str(error).strip().partition("\n")[0] or type(error).__name__
     try:
@@ -59,7 +59,7 @@ def _described(kind: Any) -> Described:
     except Exception as error:
         fix = "Pass its JSON schema as a dict, or a type whose values JSON can express"
         raise InvalidRequest("schema", kind, f"has no JSON schema: {error} ({problem})", fix) from None
-    return Described(schema, lambda text: plain_types.build(kind, json.loads(text)), checks=True)
+    return TypeSchema(schema, lambda text: plain_types.build(kind, json.loads(text)), checks=True)
 
 
 @functools.cache

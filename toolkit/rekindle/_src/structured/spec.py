@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.core.structure_checks import check_size
-from rekindle._src.structured.schemas import described
+from rekindle._src.structured.schemas import type_schema
 from rekindle.errors import InvalidRequest, MissingExtra
 
 Kind = Literal["schema", "regex", "choice", "grammar", "json"]
@@ -47,7 +47,7 @@ def structure_of(sampling: Sampling) -> Structure | None:
     require()
     options = {"lenient": sampling.lenient, "whitespace_flexible": sampling.whitespace_flexible}
     if sampling.schema is not None:
-        schema, parse, checks = described(sampling.schema)
+        schema, parse, checks = type_schema(sampling.schema)
         options["lenient"] |= checks
         try:
             text = json.dumps(schema, allow_nan=False)

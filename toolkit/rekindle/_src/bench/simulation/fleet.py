@@ -41,10 +41,10 @@ class Arrived:
     def __contains__(self, digest: bytes) -> bool:
         return digest in self.digests
 
-    def knows(self, digest: bytes) -> bool:
+    def has(self, digest: bytes) -> bool:
         return digest in self.digests
 
-    def wants(self, digest: bytes) -> bool:
+    def should_offload(self, digest: bytes) -> bool:
         return False
 
     def touch(self, digest: bytes) -> None: ...

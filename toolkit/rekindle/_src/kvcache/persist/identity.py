@@ -48,7 +48,7 @@ class Identity:
             raise StoreError(f"an index says that it belongs to {fields!r}, which is no model")
         return cls(**{name: fields[name] for name in STORED})
 
-    def refuses(self, other: Identity) -> str | None:
+    def mismatch(self, other: Identity) -> str | None:
         """Return why pages of `other` can't be used here; None if they can."""
         for name, words in _REASONS:
             expected, actual = getattr(self, name), getattr(other, name)

@@ -57,7 +57,7 @@ def read(path: Path, identity: Identity) -> list[tuple[Page, Payload]]:
     end = start + int.from_bytes(data[len(_MAGIC) : start], "little")
     try:
         header, records = decode(data[start:end])
-        reason = identity.refuses(Identity.stored_in(header))
+        reason = identity.mismatch(Identity.stored_in(header))
         if reason is not None:
             raise SnapshotRefused(f"{path} can't be imported: {reason}. Export it from a session like this one")
         leaves = leaves_in(header)

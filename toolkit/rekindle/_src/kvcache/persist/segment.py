@@ -41,7 +41,7 @@ class Page(NamedTuple):
     parent: bytes  # digest of the page before it, or of the root
     tokens: IntArray
     visits: int
-    used: float  # seconds since the epoch
+    last_use: float  # seconds since the epoch
 
 
 class LeafSpec(NamedTuple):
@@ -74,7 +74,7 @@ def records_of(pages: Sequence[Page], page_size: int) -> NDArray[Any]:
         record["digest"] = np.frombuffer(page.digest, np.uint8)
         record["parent"] = np.frombuffer(page.parent, np.uint8)
         record["tokens"] = page.tokens
-        record["visits"], record["used"] = page.visits, page.used
+        record["visits"], record["used"] = page.visits, page.last_use
     return records
 
 

@@ -11,8 +11,8 @@ from rekindle._src.kvcache.tiers.disk_usage import size_of
 from rekindle_kernels import read_through
 
 
-def bring(folder: Path, name: str, identity: Identity, most: int) -> None:
-    """Fetch snapshot `name` from behind the cache folder before a restore, and up to `most` bytes of the model's pages.
+def fetch(folder: Path, name: str, identity: Identity, limit: int) -> None:
+    """Fetch snapshot `name` from behind the cache folder before a restore, and up to `limit` bytes of its pages.
 
     Both are verified as those of this machine are.
     """
@@ -22,11 +22,11 @@ def bring(folder: Path, name: str, identity: Identity, most: int) -> None:
     if name != "auto":
         version = tagged(behind.names("snapshots"), name, identity)
         if version is not None:
-            _bring(folder / "snapshots" / version)
+            _fetch(folder / "snapshots" / version)
     root, total = identity.root.hex(), 0
     for segment in reversed(behind.names("pages")):
-        if segment.startswith(root) and total < most:
-            _bring(folder / "pages" / segment)
+        if segment.startswith(root) and total < limit:
+            _fetch(folder / "pages" / segment)
             total += size_of(folder / "pages" / segment)[0]
 
 
@@ -37,6 +37,6 @@ def keep(snapshot: Path, segments: Iterable[Path]) -> None:
     read_through.keep(snapshot)
 
 
-def _bring(path: Path) -> None:
+def _fetch(path: Path) -> None:
     if not path.exists():
         read_through.fetch(path)

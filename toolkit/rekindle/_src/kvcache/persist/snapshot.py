@@ -137,7 +137,7 @@ def find(folder: Path, name: str, identity: Identity | None = None) -> Segment:
         for path in reversed(versions):
             try:
                 index = Segment.open(path)
-                if identity is None or identity.refuses(Identity.stored_in(index.header)) is None:
+                if identity is None or identity.mismatch(Identity.stored_in(index.header)) is None:
                     return index
                 fallback = fallback or index
             except FileNotFoundError:
@@ -155,11 +155,11 @@ def find(folder: Path, name: str, identity: Identity | None = None) -> Segment:
     raise StoreError(f"there is no snapshot {name!r} in {folder / 'snapshots'}{damaged}. {hint}")
 
 
-def listed(folder: Path, identity: Identity, name: str) -> list[Page]:
+def pages_of_snapshot(folder: Path, identity: Identity, name: str) -> list[Page]:
     """Return the pages of a snapshot. Raises SnapshotRefused if `identity` can't use them, StoreError if they fail
     verification."""
     index = find(folder, check_name(name), identity)
-    reason = identity.refuses(Identity.stored_in(index.header))
+    reason = identity.mismatch(Identity.stored_in(index.header))
     if reason is not None:
         raise SnapshotRefused(
             f'snapshot {name!r} can\'t be restored: {reason}. restore="auto" has every page that is kept for this '
@@ -172,14 +172,14 @@ def listed(folder: Path, identity: Identity, name: str) -> list[Page]:
     return pages_of(index.records)
 
 
-def infos(folder: Path, identity: Identity) -> list[SnapshotInfo]:
+def describe_all(folder: Path, identity: Identity) -> list[SnapshotInfo]:
     """Describe each readable snapshot, sorted by name; this identity's come first within a name."""
     infos_by_key: dict[tuple[str, bytes], SnapshotInfo] = {}
     for path in sorted(_all(folder), key=_number, reverse=True):
         with contextlib.suppress(StoreError, OSError):
             index = Segment.open(path)
             saved_for, name, count = Identity.stored_in(index.header), _name(path), len(index.records)
-            saved, refused = float(index.header.get("saved", 0.0)), identity.refuses(saved_for)
+            saved, refused = float(index.header.get("saved", 0.0)), identity.mismatch(saved_for)
             info = SnapshotInfo(name, count, count * saved_for.page_size, saved_for.model, saved, refused)
             infos_by_key.setdefault((name, saved_for.root), info)
     return sorted(infos_by_key.values(), key=lambda info: (info.name, info.refused is not None, -info.saved))
@@ -229,7 +229,7 @@ def graft(cache: PrefixCache, pages: Sequence[Page]) -> int:
                 continue
             for page, grafted in zip(run, nodes, strict=True):
                 if not grafted.last_use:
-                    grafted.visits, grafted.last_use = page.visits, page.used + now
+                    grafted.visits, grafted.last_use = page.visits, page.last_use + now
             count += sum(cache.digest_of(grafted) == page.digest for page, grafted in zip(run, nodes, strict=True))
             if run[-1].digest not in seen:
                 seen.add(run[-1].digest)

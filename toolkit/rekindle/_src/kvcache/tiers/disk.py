@@ -79,7 +79,7 @@ class DiskTier:
         self._segments: dict[str, Segment] = {}
         self._touched: dict[str, float] = {}
         self._failures: Counter[str] = Counter()
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
         self.distrusted = private_files.distrust_reason(self.pages_folder)  # why nothing is read or written here
         if self.distrusted is not None:
             private_files.tell_once(self.distrusted)
@@ -114,10 +114,12 @@ class DiskTier:
                 continue  # removed meanwhile, or its folder has no index
             except StoreError as error:
                 self.damaged += 1
-                self.say(path.name, f"pages in {path} can't be used ({error}); they are set aside and computed again")
+                self.log_once(
+                    path.name, f"pages in {path} can't be used ({error}); they are set aside and computed again"
+                )
                 set_aside(path)
             except (OSError, MemoryError) as error:
-                self.say(path.name, f"pages in {path} can't be read now ({error}); they stay")
+                self.log_once(path.name, f"pages in {path} can't be read now ({error}); they stay")
         return len(self)
 
     def pages(self) -> list[Page]:
@@ -184,7 +186,7 @@ class DiskTier:
             self._failures[segment.path.name] += 1
             if self._failures[segment.path.name] >= _MOST_FAILURES:
                 self._drop(segment, known=True)
-            self.say(segment.path.name, f"pages in {segment.path} can't be read now ({error}); they stay")
+            self.log_once(segment.path.name, f"pages in {segment.path} can't be read now ({error}); they stay")
             return [StoreError(f"{segment.path} can't be read now: {error}")] * len(run.digests)
         damaged = {
             digest: payload
@@ -192,7 +194,7 @@ class DiskTier:
             if isinstance(payload, StoreError)
         }
         for damage in damaged.values():
-            self.say(segment.path.name, f"{damage}; damaged pages are computed again")
+            self.log_once(segment.path.name, f"{damage}; damaged pages are computed again")
         with self._lock:
             for digest in damaged:
                 self._index.pop(digest, None)
@@ -251,7 +253,7 @@ class DiskTier:
                 try:
                     listed_digests = protected(self.folder)
                 except OSError as error:
-                    self.say("snapshots", f"no pages are removed while a snapshot can't be read: {error}")
+                    self.log_once("snapshots", f"no pages are removed while a snapshot can't be read: {error}")
                     return total
                 order = sorted((self._protects(path, listed_digests), used, path) for path, (_, used) in sizes.items())
                 fresh = time.time() - self.fresh_seconds
@@ -276,14 +278,14 @@ class DiskTier:
         total = sum(size_of(path)[0] for path in self._paths())
         return DiskStatistics(len(self), total, self.budget, len(self._segments), self.written, self.read, self.damaged)
 
-    def others(self) -> set[str]:
+    def other_models(self) -> set[str]:
         """Return the root keys, in hex, of the other models whose pages are kept here."""
         return {path.name.split("-")[0] for path in self._paths()} - {self.identity.root.hex()}
 
-    def say(self, what: str, text: str) -> None:
-        """Log `text`, once for each `what`."""
-        if what not in self._said:
-            self._said.add(what)
+    def log_once(self, topic: str, text: str) -> None:
+        """Log `text`, once for each `topic`."""
+        if topic not in self._logged:
+            self._logged.add(topic)
             log.warning(text)
 
     def close(self) -> None:
@@ -311,7 +313,7 @@ class DiskTier:
     def _verified(self, path: Path) -> Segment:
         """Open a segment. Raises StoreError if its pages do not belong to this identity."""
         segment = Segment.open(path)
-        reason = self.identity.refuses(Identity.stored_in(segment.header))
+        reason = self.identity.mismatch(Identity.stored_in(segment.header))
         if reason is not None:
             raise StoreError(reason)
         verify(self.identity, segment.records, segment.leaves)
@@ -332,8 +334,8 @@ class DiskTier:
             self._drop(segment)
         remove(path)
 
-    def _protects(self, path: Path, kept: dict[str, set[bytes]]) -> bool:
-        digests = kept.get(path.name.split("-")[0])
+    def _protects(self, path: Path, listed_digests: dict[str, set[bytes]]) -> bool:
+        digests = listed_digests.get(path.name.split("-")[0])
         segment = self._segments.get(path.name)
         return digests is not None and (segment is None or not digests.isdisjoint(segment.digests()))
 
@@ -357,7 +359,7 @@ class DiskTier:
                 write_segment(path, self.identity.fields(), pages)
                 self._add(Segment.open(path))
             except OSError as error:
-                self.say("merge", f"small segments of pages stay as they are: {error}")
+                self.log_once("merge", f"small segments of pages stay as they are: {error}")
                 return
         for segment in merged:
             self._remove(segment.path)

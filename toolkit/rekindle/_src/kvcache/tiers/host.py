@@ -40,7 +40,7 @@ class HostTier:
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.slots = Slots()
-        self.memory: Callable[[int], NDArray[np.uint8]] = self.slots.take  # for payloads that are put as their `own`
+        self.memory: Callable[[int], NDArray[np.uint8]] = self.slots.take  # for payloads that are put as `owned`
         self._lock = threading.Lock()
         self._payloads: OrderedDict[bytes, Payload] = OrderedDict()
         self._holds: Counter[bytes] = Counter()
@@ -58,11 +58,11 @@ class HostTier:
     def nbytes(self) -> int:
         return self._bytes
 
-    def put(self, digest: bytes, payload: Payload, *, own: bool = False, cold: bool = False) -> None:
-        """Keep a payload, copied unless it has memory of its `own`. A `cold` one counts as least recently used."""
+    def put(self, digest: bytes, payload: Payload, *, owned: bool = False, cold: bool = False) -> None:
+        """Keep a payload, copied unless its memory is `owned` by it. A `cold` one counts as least recently used."""
         if self.touch(digest):
             return
-        payload = payload if own else self._copy(payload)
+        payload = payload if owned else self._copy(payload)
         with self._lock:
             if digest in self._payloads:
                 return
@@ -76,7 +76,7 @@ class HostTier:
         """Keep a copy of a payload that left this process's devices."""
         self.put(digest, part)
 
-    def coming(self, digests: Sequence[bytes]) -> None:
+    def announce(self, digests: Sequence[bytes]) -> None:
         """Announce payloads that are being read from disk and will be put."""
 
     def get(self, digest: bytes) -> Payload:
@@ -118,7 +118,7 @@ class HostTier:
                 self._bytes -= size(payload)
                 self._dropped += 1
         if payload is not None:
-            self._dropped_now([digest])
+            self._on_drop([digest])
 
     def trim(self, to: int | None = None) -> int:
         """Drop the least recently used payloads without a hold until `to` bytes are left; returns how many."""
@@ -138,7 +138,7 @@ class HostTier:
                 del self._payloads[digest]
             self._bytes = left
             self._dropped += len(dropped)
-        self._dropped_now(dropped)
+        self._on_drop(dropped)
         if to is not None:
             self.slots.reclaim()
         return len(dropped)
@@ -151,7 +151,7 @@ class HostTier:
             self._holds.clear()
             self._bytes = 0
             self.generation += 1
-        self._dropped_now(dropped)
+        self._on_drop(dropped)
         self.slots.reclaim()
 
     def statistics(self) -> HostStatistics:
@@ -161,7 +161,7 @@ class HostTier:
                 len(self._payloads), self._bytes, self.budget, held, self._stored, self._read, self._dropped
             )
 
-    def _dropped_now(self, digests: Sequence[bytes]) -> None:
+    def _on_drop(self, digests: Sequence[bytes]) -> None:
         """Handle payloads that were just dropped; for subclasses."""
 
     def _copy(self, payload: Payload) -> Payload:

@@ -24,15 +24,15 @@ def restore(cache: AnyCache | None, tiers: Tiers | None, name: str) -> Restored:
     if cache is None or tiers is None or tiers.disk is None:
         raise ConfigError("restore", name, "needs prefix_cache=True and disk_memory above 0", "Set both, or leave it")
     disk = tiers.disk
-    shared_snapshots.bring(disk.folder, name, disk.identity, disk.budget)
+    shared_snapshots.fetch(disk.folder, name, disk.identity, disk.budget)
     if name != "auto":
-        pages = snapshot.listed(disk.folder, disk.identity, name)
+        pages = snapshot.pages_of_snapshot(disk.folder, disk.identity, name)
         disk.scan()
         stored = [page for page in pages if page.digest in disk]
     else:
         disk.scan()
         pages = stored = disk.pages()
-        other_models = disk.others()
+        other_models = disk.other_models()
         if not stored and other_models:
             log.info(
                 "restore='auto': nothing is kept for this model; pages of %d others (weights, kv_dtype, page_size or "
@@ -46,11 +46,11 @@ def restore(cache: AnyCache | None, tiers: Tiers | None, name: str) -> Restored:
     return Restored(name, grafted, len(pages) - grafted)
 
 
-def likeliest(pages: Sequence[Page], most: int = 4096) -> list[bytes]:
+def likeliest(pages: Sequence[Page], limit: int = 4096) -> list[bytes]:
     """Return the digests of the likeliest pages: most visits first, then latest use; none before its parent."""
     known = {page.digest: page for page in pages}
     order: dict[bytes, None] = {}
-    for page in heapq.nsmallest(most, pages, key=lambda page: (-page.visits, -page.used)):
+    for page in heapq.nsmallest(limit, pages, key=lambda page: (-page.visits, -page.last_use)):
         path = []
         step: Page | None = page
         while step is not None and step.digest not in order:

@@ -35,7 +35,7 @@ PAUSE_SECONDS = 0.02
 class DiskFetch(Held):
     """Pages on their way from disk to host memory, where they stay until `release`."""
 
-    done = False
+    finished = False
 
 
 class Tiers:
@@ -50,7 +50,7 @@ class Tiers:
         self._fetched = self._expected = 0  # pages that requests took from disk: on demand, and read ahead
         self._ahead: deque[bytes] = deque()
         self._unusable: set[bytes] = set()  # payloads on disk that did not fit the session's pages
-        self._unasked: set[bytes] = set()  # read ahead, and no request came for it yet
+        self._speculative: set[bytes] = set()  # read ahead, and no request came for it yet
         self._queue: queue.SimpleQueue[DiskFetch | None] = queue.SimpleQueue()
         self._reader: threading.Thread | None = None
 
@@ -70,13 +70,13 @@ class Tiers:
     def __contains__(self, digest: bytes) -> bool:
         return digest in self.host
 
-    def knows(self, digest: bytes) -> bool:
+    def has(self, digest: bytes) -> bool:
         """True if a page can be restored now or after a fetch."""
         if digest in self.host:
             return True
         return self.disk is not None and digest not in self._unusable and digest in self.disk
 
-    def wants(self, digest: bytes) -> bool:
+    def should_offload(self, digest: bytes) -> bool:
         """True if a page that is about to leave the device should be read out. It counts as used now."""
         return not self.host.touch(digest) and self.host.budget > 0
 
@@ -113,13 +113,13 @@ class Tiers:
         self.host.put_part(digest, payload)
 
     def get(self, digest: bytes) -> Payload:
-        if digest in self._unasked:
-            self._unasked.discard(digest)
+        if digest in self._speculative:
+            self._speculative.discard(digest)
             self._expected += 1
         return self.host.get(digest)
 
-    def copied(self, pages: int, seconds: float) -> None:
-        self.costs.copied(pages, seconds)
+    def record_copy(self, pages: int, seconds: float) -> None:
+        self.costs.record_copy(pages, seconds)
 
     # -- from disk
 
@@ -191,10 +191,10 @@ class Tiers:
             pages += len(self._bring(following.digests, readers))
             fetches.append(following)
         if pages:
-            self.costs.loaded(pages, time.perf_counter() - start)
+            self.costs.record_load(pages, time.perf_counter() - start)
             self._fetched += pages
-        for finished in reversed(fetches):  # so that all are done when the first one is
-            finished.done = True
+        for served in reversed(fetches):  # so that all are finished when the first one is
+            served.finished = True
 
     def _waiting_fetch(self) -> DiskFetch | None:
         """Return the next fetch that is already in the queue, or None."""
@@ -224,9 +224,11 @@ class Tiers:
         count = max(0, room) // max(1, self.disk.page_bytes)
         if count < len(digests):
             self._ahead.clear()
-        self._bring(digests[:count], readers, unasked=True)
+        self._bring(digests[:count], readers, speculative=True)
 
-    def _bring(self, digests: Iterable[bytes], readers: ThreadPoolExecutor, *, unasked: bool = False) -> list[bytes]:
+    def _bring(
+        self, digests: Iterable[bytes], readers: ThreadPoolExecutor, *, speculative: bool = False
+    ) -> list[bytes]:
         """Read pages into host memory and return those that were read. The others are computed; the disk tier has
         reported the reason."""
         assert self.disk is not None
@@ -235,12 +237,12 @@ class Tiers:
         try:
             runs = disk.runs(digest for digest in digests if digest not in host)
             loaded = readers.map(lambda run: disk.load_run(run, host.memory), runs)
-            host.coming([digest for run in runs for digest in run.digests])
+            host.announce([digest for run in runs for digest in run.digests])
             for pairs in loaded:
                 for digest, payload in pairs:
-                    if unasked:
-                        self._unasked.add(digest)  # before a request can take it
-                    host.put(digest, payload, own=True, cold=unasked)
+                    if speculative:
+                        self._speculative.add(digest)  # before a request can take it
+                    host.put(digest, payload, owned=True, cold=speculative)
                     brought.append(digest)
         except Exception:
             log.exception("pages could not be read from disk; they are computed")

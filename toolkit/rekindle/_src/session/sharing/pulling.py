@@ -83,7 +83,7 @@ class Puller:
                     keys = page_keys(tokens, self._cache.page_size, previous=salt_key(salt), secret=source.lookup)
                     source_keys = keys[missing.present : missing.present + len(missing.digests)]
                     for index, payload in source.fetch(missing.digests, source_keys, host.memory):
-                        host.put(missing.digests[index], payload, own=True)
+                        host.put(missing.digests[index], payload, owned=True)
                         arrived.add(index)
         except ProcessLost:
             if not arrived:  # pages that came before the connection broke are of use
@@ -115,7 +115,7 @@ class Puller:
                 by_digest = {page.digest: page for page in listed}
                 digests = [digest for digest in likeliest(listed) if digest not in existing]
                 for index, payload in source.fetch(digests, [source_keys[digest] for digest in digests], host.memory):
-                    host.put(digests[index], payload, own=True, cold=True)
+                    host.put(digests[index], payload, owned=True, cold=True)
                     arrived.append(by_digest[digests[index]])
                 stored = existing | {page.digest for page in arrived}
                 order = [page for page in listed if page.digest in stored]
@@ -135,7 +135,7 @@ class Puller:
             """Return the tree's root, the number of leading pages that are here, and the digest of the last of them."""
             last, count = cache.root_of(salt), 0
             for node in cache.find(tokens, salt):
-                if not (node.page or tiers.knows(cache.digest_of(node))):
+                if not (node.page or tiers.has(cache.digest_of(node))):
                     break
                 last, count = node, count + 1
             return cache.root_key, count, cache.digest_of(last)
@@ -166,8 +166,8 @@ class Puller:
         cache, tiers = self._cache, self._tiers
 
         def look(part: Sequence[tuple[int, bytes]]) -> list[bytes]:
-            nodes = ((digest, cache.named(key, digest)) for key, digest in part)
-            return [digest for digest, node in nodes if (node is not None and node.page) or tiers.knows(digest)]
+            nodes = ((digest, cache.by_digest(key, digest)) for key, digest in part)
+            return [digest for digest, node in nodes if (node is not None and node.page) or tiers.has(digest)]
 
         present: set[bytes] = set()
         for start in range(0, len(named), SLICE):

@@ -189,7 +189,7 @@ class SharedPages:
         ]
 
         def look(part: Sequence[tuple[int, int, bytes]]) -> list[_PageRequest]:
-            nodes = ((index, cache.named(key, digest)) for index, key, digest in part)
+            nodes = ((index, cache.by_digest(key, digest)) for index, key, digest in part)
             return [_PageRequest(index, writer.page_record(node)) for index, node in nodes if node is not None]
 
         matches: list[_PageRequest] = []

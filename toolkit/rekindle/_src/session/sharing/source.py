@@ -61,7 +61,7 @@ def read_introduction(identity: Identity, content: bytes) -> Introduction:
         raise StoreError(f"what came is no introduction: {error}") from error
     if not isinstance(header, dict):
         raise StoreError("what came is no introduction")
-    leaves, reason = leaves_in(header), identity.refuses(Identity.stored_in(header))
+    leaves, reason = leaves_in(header), identity.mismatch(Identity.stored_in(header))
     if reason is None and leaves != identity.leaves:
         reason = f"its pages are laid out as {shown(leaves)}, this session's as {shown(identity.leaves)}"
     try:
@@ -101,7 +101,7 @@ class Source:
         """Return up to `most` verified pages that the other session likely needs again, parents before children."""
         self._channel.send(Kind.LIST, most.to_bytes(8, "little"))
         header, records = decode(self._next(Kind.LISTED))
-        reason = self._identity.refuses(Identity.stored_in(header))
+        reason = self._identity.mismatch(Identity.stored_in(header))
         if reason is not None:
             raise SnapshotRefused(f"pages can't be used: {reason}. Open both sessions alike")
         verify(self._identity, records, leaves_in(header))
