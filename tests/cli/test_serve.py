@@ -172,14 +172,14 @@ def test_what_could_not_work_is_refused_before_a_model_is_loaded(
 
 def test_names_of_models(tmp_path: Path) -> None:
     (tmp_path / "my-model").mkdir()
-    assert serve.named(["tiny", str(tmp_path / "my-model"), "org/name"], []) == {
+    assert serve.models_by_name(["tiny", str(tmp_path / "my-model"), "org/name"], []) == {
         "tiny": "tiny", "my-model": str(tmp_path / "my-model"), "org/name": "org/name",
     }  # fmt: skip
-    assert serve.named(["tiny", "tiny"], ["a", "b"]) == {"a": "tiny", "b": "tiny"}
+    assert serve.models_by_name(["tiny", "tiny"], ["a", "b"]) == {"a": "tiny", "b": "tiny"}
     with pytest.raises(ConfigError, match="two models"):
-        serve.named(["tiny", "tiny"], [])
+        serve.models_by_name(["tiny", "tiny"], [])
     with pytest.raises(ConfigError, match="more names"):
-        serve.named(["tiny"], ["a", "b"])
+        serve.models_by_name(["tiny"], ["a", "b"])
 
 
 def test_keys_come_from_options_a_file_and_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,10 +15,10 @@ from helpers.sessions import CONFIG, eventually, fake_session
 from rekindle._src.dispatch.wakeups import run_sync
 from rekindle._src.replicas.autoscaling import Range
 from rekindle._src.replicas.fleet import Fleet, FleetOpening, Parts
-from rekindle._src.replicas.replica import Replica, _described
+from rekindle._src.replicas.replica import Replica, _info_of
 from rekindle._src.replicas.request_codec import Sent
 from rekindle._src.replicas.roles import Role, roles_of
-from rekindle._src.replicas.wire import Described, Mail, ReplicaGone
+from rekindle._src.replicas.wire import Mail, ReplicaGone, ReplicaInfo
 from rekindle._src.session.session import Session
 
 _names = itertools.count()
@@ -54,7 +54,7 @@ class LocalReplica:
         found: int = await self._alive(lambda: self._now.warm(addresses))
         return found
 
-    async def open(self) -> Described:
+    async def open(self) -> ReplicaInfo:
         if self.closed:
             raise ReplicaGone("is closed")
         if self.broken is not None:
@@ -163,14 +163,14 @@ def local_fleet(
     def parts() -> Parts:
         given = [another() for _ in range(replicas)]
         session = make()
-        described = _described(session)
+        info = _info_of(session)
         session.close()
 
         def close() -> None:
             for connection in connections:
                 connection.close()
 
-        return Parts(given, described, another, close, f"test-{next(_names)}")
+        return Parts(given, info, another, close, f"test-{next(_names)}")
 
     fleet = run_sync(FleetOpening(parts, "fake", router, hang, size)._result())
     try:

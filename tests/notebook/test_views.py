@@ -15,7 +15,7 @@ from rekindle import Sampling, Session
 from rekindle._src.core.records import Status
 from rekindle._src.notebook import ChatView, Dashboard, StreamView, bubbles
 from rekindle._src.notebook.live import Live
-from rekindle._src.notebook.recorder import Seen
+from rekindle._src.notebook.recorder import StepRecord
 from rekindle._src.notebook.timeline import Timeline
 from rekindle.errors import InvalidRequest, QueueFull, RequestAborted
 
@@ -89,7 +89,7 @@ def test_a_dashboard_sees_every_step_and_lets_go(session: Session) -> None:
     eventually(lambda: "<rect" in view.picture)
     rows = [row for seen in view._recorder.steps for row in seen.rows]
     assert {kind for _, _, kind in rows} == {"prefill", "decode"}
-    assert sum(seen.made for seen in view._recorder.steps) >= 24
+    assert sum(seen.sampled for seen in view._recorder.steps) >= 24
     view.stop()
     view.join(10)
     before = len(view._recorder.steps)
@@ -107,8 +107,8 @@ def test_a_dashboard_ends_with_its_session() -> None:
     assert view.picture
 
 
-def seen(step: int, *rows: tuple[int, str, str], moved: int = 0) -> Seen:
-    return Seen(float(step), step, rows, 1, 1, moved, 0.0)
+def seen(step: int, *rows: tuple[int, str, str], moved: int = 0) -> StepRecord:
+    return StepRecord(float(step), step, rows, 1, 1, moved, 0.0)
 
 
 def test_the_timeline_joins_steps_of_one_request() -> None:
@@ -246,7 +246,7 @@ class TestChat:
         view.stop()
         view.join(10)
         waited: list[float] = []
-        monkeypatch.setattr(view._stirred, "wait", waited.append)
+        monkeypatch.setattr(view._changed, "wait", waited.append)
         for answer in (lambda: view.send("hello"), view.again):
             answer()
             view._handle.result_sync()
@@ -394,13 +394,13 @@ class TestChat:
 
     def test_an_answer_with_markdown_folds_its_tokens(self) -> None:
         pieces = [("**a", 1), ("** b", 2)]
-        running = bubbles.answer(pieces, marked=None, done=False)
+        running = bubbles.answer(pieces, marked=None, complete=False)
         assert "<b>" not in running
         assert 'data-token="1"' in running
-        done = bubbles.answer(pieces, marked=None, done=True)
+        done = bubbles.answer(pieces, marked=None, complete=True)
         assert "<b>a</b> b" in done
         assert done.index("<details") < done.index('data-token="0"')
-        assert "<details" not in bubbles.answer([("plain", 1)], marked=None, done=True)
+        assert "<details" not in bubbles.answer([("plain", 1)], marked=None, complete=True)
 
     def test_reasoning_is_folded_and_calls_are_shown_as_calls(self) -> None:
         said = (

@@ -22,7 +22,7 @@ from rekindle._src.dispatch import intake
 from rekindle._src.dispatch.detokenize import OutputState
 from rekindle._src.replicas import fleet_dispatch, replica, routes
 from rekindle._src.replicas.remote_grammars import RemoteGuide
-from rekindle._src.replicas.request_codec import packed, unpacked
+from rekindle._src.replicas.request_codec import decode, encode
 from rekindle._src.replicas.routes import Routes
 from rekindle._src.scheduling.scheduler import Scheduler
 from rekindle._src.structured.guide import Reasoning
@@ -175,9 +175,9 @@ def test_what_travels_is_json() -> None:
     from helpers.fakes import make_request
 
     request = make_request("abc", id="r", temperature=0.5, seed=7, stop=["x"], schema=Locked, logit_bias={7: 1.5})
-    sent = packed(dataclasses.replace(request, caller="a key"))
+    sent = encode(dataclasses.replace(request, caller="a key"))
     assert "Locked" not in sent.fields and json.loads(sent.fields)["sampling"]["stop"] == ["x"]
-    received = unpacked(sent, EOS + 1)
+    received = decode(sent, EOS + 1)
     assert (received.request.token_ids.tolist(), received.request.caller) == (list(b"abc"), "a key")
     assert received.request.sampling == dataclasses.replace(request.sampling, schema=None)
 
@@ -188,7 +188,7 @@ def test_all_that_a_guide_is_made_from_travels(budget: int | None) -> None:
 
     guide = RemoteGuide(Spec("schema", '{"type":"object"}', lenient=True), (3, 2), Reasoning(5, 6), budget)
     guide.consume(7)
-    received = unpacked(packed(make_request("abc", id="r", guide=guide)), EOS + 1).guide
+    received = decode(encode(make_request("abc", id="r", guide=guide)), EOS + 1).guide
     assert received is not None
     assert received.budget == budget
     assert (received.spec, received.reasoning, received.covered) == (guide.spec, guide.reasoning, [7])
@@ -211,9 +211,9 @@ def concerns(victim: str, values: tuple[Any, ...]) -> bool:
 PLACES: list[tuple[Any, str]] = [
     (fleet_dispatch, "keys_of_messages"),
     (fleet_dispatch, "keys_of_tokens"),
-    (routes, "packed"),
+    (routes, "encode"),
     (Routes, "_take"),
-    (replica, "unpacked"),
+    (replica, "decode"),
     (replica, "sendable"),
 ]
 OWN: list[tuple[Any, str]] = [

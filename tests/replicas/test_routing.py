@@ -54,7 +54,7 @@ def test_affinity_keeps_to_the_bound_and_to_the_places(keys: Keys, loads: tuple[
     assert route is not None
     chosen = next(load for load in loads if load.name == route.name)
     assert not chosen.full
-    within = [load for load in loads if load.inside < most(loads) and not load.full]
+    within = [load for load in loads if load.running < most(loads) and not load.full]
     assert chosen in within or not within
 
 
@@ -101,7 +101,7 @@ def test_the_shortest_queue(loads: tuple[Load, ...]) -> None:
         assert route is None
         return
     assert route is not None
-    assert min(load.inside for load in free) == next(load.inside for load in free if load.name == route.name)
+    assert min(load.running for load in free) == next(load.running for load in free if load.name == route.name)
 
 
 def test_turns() -> None:

@@ -18,7 +18,7 @@ from helpers.fakes import EOS, make_request
 from helpers.fleets import local_fleet
 from helpers.sessions import CONFIG, byte_tokenizer, parts
 from rekindle import Fleet, InvalidRequest, RekindleError, Sampling, Session
-from rekindle._src.replicas.request_codec import STRUCTURE, packed, unpacked
+from rekindle._src.replicas.request_codec import STRUCTURE, decode, encode
 from rekindle._src.text.chat import ChatTemplate
 
 FIELDS = sorted(field.name for field in dataclasses.fields(Sampling))
@@ -83,10 +83,10 @@ def options_travel(options: dict[str, Any]) -> None:
     numbers = [value for name in FIELDS if isinstance(value := getattr(sampling, name), int)]
     if any(abs(value) > 10**4000 for value in numbers):
         with pytest.raises(ValueError, match="digits"):  # such a number has no text
-            packed(request)
+            encode(request)
         return
-    sent = packed(request)
-    received = unpacked(pickle.loads(pickle.dumps(sent)), EOS + 1).request
+    sent = encode(request)
+    received = decode(pickle.loads(pickle.dumps(sent)), EOS + 1).request
     without = {field.name: field.default for field in dataclasses.fields(Sampling) if field.name in STRUCTURE}
     assert received.sampling == dataclasses.replace(request.sampling, **without)
 
@@ -124,10 +124,10 @@ def test_whatever_a_request_holds_ends_at_most_that_request(
 @settings(max_examples=100, derandomize=True, **SETTINGS)
 @given(fields=TEXTS | st.dictionaries(TEXTS, st.none() | TEXTS, max_size=2).map(str), tokens=st.binary(max_size=9))
 def test_what_no_fleet_sends_is_a_typed_error(fields: str, tokens: bytes) -> None:
-    sent = packed(make_request("abc", id="r"))
+    sent = encode(make_request("abc", id="r"))
     for wrong in (sent._replace(fields=fields), sent._replace(fields="{}"), sent._replace(tokens=tokens)):
         with pytest.raises(InvalidRequest):
-            unpacked(wrong, EOS + 1)
+            decode(wrong, EOS + 1)
 
 
 @pytest.mark.soak

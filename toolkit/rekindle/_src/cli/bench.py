@@ -187,12 +187,12 @@ def show(report: dict[str, Any]) -> None:
         show_breakdown(report["breakdown"])
 
 
-def show_breakdown(found: dict[str, dict[str, Any] | None]) -> None:
+def show_breakdown(breakdowns: dict[str, dict[str, Any] | None]) -> None:
     """Print a column for each workload and a line for each part: milliseconds and the share of the step."""
     from rekindle._src.bench.operations import PARTS
 
-    columns = {name: figures for name, figures in found.items() if figures is not None}
-    for name, figures in found.items():
+    columns = {name: figures for name, figures in breakdowns.items() if figures is not None}
+    for name, figures in breakdowns.items():
         if figures is None:
             print(f"{name}: no such step runs with these options")
     if not columns:

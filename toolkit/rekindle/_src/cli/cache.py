@@ -85,9 +85,9 @@ def owner(path: Path, kind: str) -> str:
             case "programs":
                 return str(json.loads((path / ITEM / "meta.json").read_text())["model"])
             case "weights":
-                return str(_described(path / ITEM / "model.json")["name"])
+                return str(_description(path / ITEM / "model.json")["name"])
             case "models":
-                return str(_described(path)["name"])
+                return str(_description(path)["name"])
             case "chats":
                 return readable_name(json.loads(path.read_text())["model"])
             case "pages" | "snapshots":
@@ -95,26 +95,26 @@ def owner(path: Path, kind: str) -> str:
     return ""
 
 
-def _described(path: Path) -> dict[str, Any]:
+def _description(path: Path) -> dict[str, Any]:
     """Return the description of a model, without the checksum before it."""
     content = path.read_bytes()
     description: dict[str, Any] = json.loads(content[content.index(b"{") :])
     return description
 
 
-def beyond(found: Sequence[CacheItem], keep: int) -> list[CacheItem]:
+def beyond(items: Sequence[CacheItem], keep: int) -> list[CacheItem]:
     """Return the least recently used entries to remove, so that at most `keep` bytes are left."""
     total, surplus = 0, []
-    for entry in found:
+    for entry in items:
         total += entry.size
         if total > keep:
             surplus.append(entry)
     return surplus
 
 
-def prune(found: Sequence[CacheItem], keep: int) -> list[CacheItem]:
+def prune(items: Sequence[CacheItem], keep: int) -> list[CacheItem]:
     """Remove the least recently used entries until at most `keep` bytes are left. Return the removed ones."""
-    surplus = beyond(found, keep)
+    surplus = beyond(items, keep)
     for entry in surplus:
         if entry.path.is_symlink():
             continue
@@ -133,22 +133,22 @@ def _inside(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if not path.is_symlink())
 
 
-def _remove(folder: Path, gone: Sequence[CacheItem], confirmed: bool) -> int:
+def _remove(folder: Path, items: Sequence[CacheItem], confirmed: bool) -> int:
     """Show the entries to remove, ask, and remove them. Return the exit status."""
-    if not gone:
+    if not items:
         print(f"{folder}: nothing to remove")
         return 0
     _check_marked(folder)
-    _print(folder, gone, "to be removed")
-    if not confirmed and not _ask(f"Remove {len(gone)} entries? [y/N] "):
+    _print(folder, items, "to be removed")
+    if not confirmed and not _ask(f"Remove {len(items)} entries? [y/N] "):
         print("nothing was removed; --yes removes without asking")
         return 1
-    removed = prune(gone, 0)
+    removed = prune(items, 0)
     print(f"dropped {len(removed)} entries, {sum(entry.size for entry in removed) / 2**20:.1f} MiB")
-    for entry in gone:
+    for entry in items:
         if entry not in removed:
             print(f"could not be removed: {entry.path}", file=sys.stderr)
-    return 0 if len(removed) == len(gone) else 1
+    return 0 if len(removed) == len(items) else 1
 
 
 def _check_marked(folder: Path) -> None:
@@ -172,12 +172,12 @@ def _ask(question: str) -> bool:
         return False
 
 
-def _print_models(folder: Path, found: Sequence[CacheItem]) -> None:
+def _print_models(folder: Path, items: Sequence[CacheItem]) -> None:
     """Print a line for each model, most recently used first: its size, its age, and the kinds of its entries."""
-    size = sum(entry.size for entry in found)
-    print(f"{folder}: {_size(size)}, {len(found)} entries")
+    size = sum(entry.size for entry in items)
+    print(f"{folder}: {_size(size)}, {len(items)} entries")
     groups: dict[str, list[CacheItem]] = {}
-    for entry in found:
+    for entry in items:
         groups.setdefault(entry.model or SHARED, []).append(entry)
     width = max(map(len, groups), default=0)
     for name, entries in sorted(groups.items(), key=lambda group: group[0] == SHARED):
@@ -185,7 +185,7 @@ def _print_models(folder: Path, found: Sequence[CacheItem]) -> None:
         parts = [f"{kind} {_size(sum(entry.size for entry in entries if entry.kind == kind))}" for kind in kinds]
         age = _age(time.time() - max(entry.used for entry in entries))
         print(f"  {name:{width}}  {_size(sum(entry.size for entry in entries)):>9}  {age:>10}  {', '.join(parts)}")
-    if found:
+    if items:
         print("(--all lists every entry; `rekindle cache prune --to 1GiB` removes what was used longest ago)")
 
 
@@ -203,9 +203,9 @@ def _age(seconds: float) -> str:
     return "just now"
 
 
-def _print(folder: Path, found: Sequence[CacheItem], what: str = "") -> None:
-    size = sum(entry.size for entry in found) / 2**20
-    print(f"{folder}: {size:.1f} MiB in {len(found)} entries{what and ' ' + what}")
-    for entry in found:
+def _print(folder: Path, items: Sequence[CacheItem], note: str = "") -> None:
+    size = sum(entry.size for entry in items) / 2**20
+    print(f"{folder}: {size:.1f} MiB in {len(items)} entries{note and ' ' + note}")
+    for entry in items:
         used = time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.used))
         print(f"  {entry.kind:10} {entry.size / 2**20:9.1f} MiB  {used}  {entry.path.name}")

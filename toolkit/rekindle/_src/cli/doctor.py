@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print every check as it ends. Return the exit status: 1 if any failed."""
     failed = False
     checks = []
-    selected = _wanted(arguments)
+    selected = _selected_checks(arguments)
     for check in selected:
         failed |= check.status == "fail"
         checks.append(check)
@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     return int(failed)
 
 
-def _wanted(arguments: argparse.Namespace) -> Iterator[Check]:
+def _selected_checks(arguments: argparse.Namespace) -> Iterator[Check]:
     if arguments.plan:
         return doctor_mesh.plan(
             arguments.plan, arguments.mesh, arguments.device, quantize=arguments.quantize, context=arguments.context

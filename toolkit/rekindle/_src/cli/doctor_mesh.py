@@ -71,30 +71,30 @@ def plan(
         shards=shards,
     )
     per_shard = f" in {shards} data shards of {result.devices // shards}" if shards > 1 else ""
-    yield from told(result, f"{shape} on {result.devices} × {device}{per_shard}")
+    yield from plan_checks(result, f"{shape} on {result.devices} × {device}{per_shard}")
 
 
-def told(found: Plan, title: str) -> Iterator[Check]:
+def plan_checks(plan: Plan, title: str) -> Iterator[Check]:
     """Yield a plan in words."""
-    weights, memory = found.weight_bytes / 1e9, found.memory_bytes / 1e9
-    if found.free_bytes <= 0:
+    weights, memory = plan.weight_bytes / 1e9, plan.memory_bytes / 1e9
+    if plan.free_bytes <= 0:
         detail = f"weights take {weights:.1f} GB on each device, of {memory:.1f} GB that can be used"
         yield Check("fail", title, detail, "Use more devices, larger ones, or --quantize int4")
         return
     yield Check("pass", title, f"weights take {weights:.1f} GB on each device, of {memory:.1f} GB that can be used")
     tokens = (
-        f"{found.kv_tokens:,} tokens fit beside them ({found.token_bytes:,} bytes of each on a device), in "
-        f"{found.pages:,} pages of {found.page_size}"
-        + (f" of each data shard, {found.shards * found.kv_tokens:,} in all" if found.shards > 1 else "")
-        + f": {found.contexts:,} requests of {found.context:,} tokens"
+        f"{plan.kv_tokens:,} tokens fit beside them ({plan.token_bytes:,} bytes of each on a device), in "
+        f"{plan.pages:,} pages of {plan.page_size}"
+        + (f" of each data shard, {plan.shards * plan.kv_tokens:,} in all" if plan.shards > 1 else "")
+        + f": {plan.contexts:,} requests of {plan.context:,} tokens"
     )
-    if found.fits:
+    if plan.fits:
         yield Check("pass", "keys and values", tokens)
     else:
         yield Check("fail", "keys and values", tokens, "Use more devices, or a shorter --context")
     yield Check(
         "pass", "a step takes at least",
-        f"{found.alone_seconds * 1e3:.2f} ms with one request ({1 / found.alone_seconds:,.0f} tokens/s), of which sums "
-        f"over devices {found.sum_seconds * 1e3:.2f} ms; {found.many_seconds * 1e3:.2f} ms with {MANY} requests "
-        f"({MANY / found.many_seconds:,.0f} tokens/s): a bound on paper, not a measurement",
+        f"{plan.alone_seconds * 1e3:.2f} ms with one request ({1 / plan.alone_seconds:,.0f} tokens/s), of which sums "
+        f"over devices {plan.sum_seconds * 1e3:.2f} ms; {plan.many_seconds * 1e3:.2f} ms with {MANY} requests "
+        f"({MANY / plan.many_seconds:,.0f} tokens/s): a bound on paper, not a measurement",
     )  # fmt: skip

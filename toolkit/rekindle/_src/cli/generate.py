@@ -51,22 +51,22 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def as_json(done: Completion) -> dict[str, object]:
+def as_json(completion: Completion) -> dict[str, object]:
     return {
-        "prompt": done.prompt,
-        "text": done.text,
-        "token_ids": list(done.token_ids),
-        "finish_reason": str(done.finish_reason),
-        "seed": done.seed,
+        "prompt": completion.prompt,
+        "text": completion.text,
+        "token_ids": list(completion.token_ids),
+        "finish_reason": str(completion.finish_reason),
+        "seed": completion.seed,
         "usage": {
-            "prompt_tokens": done.usage.prompt_tokens,
-            "cached_tokens": done.usage.cached_tokens,
-            "completion_tokens": done.usage.completion_tokens,
+            "prompt_tokens": completion.usage.prompt_tokens,
+            "cached_tokens": completion.usage.cached_tokens,
+            "completion_tokens": completion.usage.completion_tokens,
         },
         "timings": {
-            "queued": done.timings.queued,
-            "first_token": done.timings.first_token,
-            "total": done.timings.total,
-            "compiling": done.timings.compiling,
+            "queued": completion.timings.queued,
+            "first_token": completion.timings.first_token,
+            "total": completion.timings.total,
+            "compiling": completion.timings.compiling,
         },
     }

@@ -7,7 +7,7 @@ import json
 import sys
 from typing import Any
 
-from rekindle._src.cli.usage import api_keys, engine_options, named
+from rekindle._src.cli.usage import api_keys, engine_options, models_by_name
 from rekindle._src.replicas.opening_fleet import fleet
 from rekindle._src.serve.app import app
 from rekindle._src.serve.grafana import dashboard
@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
     warn_if_open(arguments.host, keys)
     listening_socket = bind(arguments.host, arguments.port)  # before loading: a bad address would waste it
     options = engine_options(arguments)
-    models = named(arguments.model, arguments.name)
+    models = models_by_name(arguments.model, arguments.name)
     roles = {"prefill": arguments.prefill, "decode": arguments.decode}
     if arguments.replicas is None and not any(roles.values()):
         openings: dict[str, Any] = {name: open(model, **options) for name, model in models.items()}

@@ -39,7 +39,7 @@ class Parser(argparse.ArgumentParser):
             for check in parser.checks:
                 check(arguments)
         except RekindleError as error:
-            parser.error(parser._described(error))
+            parser.error(parser._message(error))
         return arguments
 
     def error(self, message: str) -> NoReturn:
@@ -52,7 +52,7 @@ class Parser(argparse.ArgumentParser):
             return f"unexpected {' '.join(unknown)!r}. Put text with spaces in quotes"
         return f"there is no option {option}{_nearest(option, self._option_string_actions)}"
 
-    def _described(self, error: RekindleError) -> str:
+    def _message(self, error: RekindleError) -> str:
         """Return an error as a line of text, with the option's name of the command line."""
         if not isinstance(error, ConfigError | InvalidRequest):
             return str(error)
@@ -221,11 +221,11 @@ def check_serve(arguments: argparse.Namespace) -> None:
     check_connections(arguments.max_connections)
     seconds_to_drain("--drain", arguments.drain)
     Hosts(arguments.allowed_host)
-    named(arguments.model, arguments.name)
+    models_by_name(arguments.model, arguments.name)
     api_keys(arguments)
 
 
-def named(models: Sequence[str], names: Sequence[str]) -> dict[str, str]:
+def models_by_name(models: Sequence[str], names: Sequence[str]) -> dict[str, str]:
     """Return the models by their served names."""
     if len(names) > len(models):
         raise ConfigError("--name", names, f"gives more names than the {len(models)} models", "Give one for each")

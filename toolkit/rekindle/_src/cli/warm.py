@@ -60,14 +60,14 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def check_kind(asked: str) -> None:
-    """Raise ConfigError unless this machine's device is of the kind `asked`: programs can't be cross-compiled."""
-    kind = jax.local_devices()[0].device_kind
-    if asked.casefold() != kind.casefold():
+def check_kind(kind: str) -> None:
+    """Raise ConfigError unless this machine's device is of this kind: programs can't be cross-compiled."""
+    device_kind = jax.local_devices()[0].device_kind
+    if kind.casefold() != device_kind.casefold():
         raise ConfigError(
             "--device-kind",
-            asked,
-            f"needs a device of that kind, and this machine has {kind!r}",
+            kind,
+            f"needs a device of that kind, and this machine has {device_kind!r}",
             "Run this on such a machine and copy its cache directory's `programs` folder",
         )
 

@@ -16,11 +16,11 @@ _LOOKS = {
 _OTHER = "margin:2px 0;border:1px dashed rgba(128,128,128,.5)"  # system prompts and results of tools
 
 
-def bubble(role: str, said: str) -> html.Markup:
+def bubble(role: str, content: str) -> html.Markup:
     """Return one message with a text in HTML. A page with scripts adds a copy button behind `data-said`."""
     side = "right" if role == "user" else "left"
     name = f'<div style="font-size:80%;opacity:.65;text-align:{side}">{html.escape(role)}</div>'
-    inner = f'<div data-said="{html.escape(role)}" style="{_BUBBLE}{_LOOKS.get(role, _OTHER)}">{said}</div>'
+    inner = f'<div data-said="{html.escape(role)}" style="{_BUBBLE}{_LOOKS.get(role, _OTHER)}">{content}</div>'
     return html.Markup(f'<div style="margin:6px 0">{name}{inner}</div>')
 
 
@@ -35,7 +35,7 @@ def message(role: str, content: str, reply: Reply | None = None, *, key: str = "
 
 
 def answer(
-    pieces: Iterable[tuple[str, int]], *, marked: int | None, done: bool, reply: Reply | None = None, key: str = ""
+    pieces: Iterable[tuple[str, int]], *, marked: int | None, complete: bool, reply: Reply | None = None, key: str = ""
 ) -> html.Markup:
     """Return the last answer with clickable tokens, from its texts and the number of tokens of each.
 
@@ -44,13 +44,13 @@ def answer(
     """
     pieces = list(pieces)
     text = "".join(piece for piece, _ in pieces)
-    tokens = "".join(_clickable(pieces, marked, done))
+    tokens = "".join(_clickable(pieces, marked, complete))
     if reply is not None:
-        body = _parts(reply, key) + ("" if done else " ▌")
-    elif done and has_markup(text):
+        body = _parts(reply, key) + ("" if complete else " ▌")
+    elif complete and has_markup(text):
         body = render(text)
     else:
-        hint = html.line("Click a token to write something else there, and go on from it") if done and text else ""
+        hint = html.line("Click a token to write something else there, and go on from it") if complete and text else ""
         return html.block(bubble("assistant", tokens), hint)
     return html.block(bubble("assistant", body), html.details("tokens: click one to fork there", tokens, key="tokens"))
 
@@ -66,12 +66,12 @@ def _rendered(content: str) -> str:
     return render(content) if has_markup(content) else html.text(content)
 
 
-def _clickable(pieces: list[tuple[str, int]], at: int | None, done: bool) -> Iterator[str]:
+def _clickable(pieces: list[tuple[str, int]], marked: int | None, complete: bool) -> Iterator[str]:
     yield '<div style="white-space:pre-wrap;max-width:80ch;margin:4px 0">'
     index = 0
     for text, tokens in pieces:
-        marked = at is not None and 0 <= at - index < tokens
-        style = ' style="background:rgba(128,128,128,.45);border-radius:2px"' if marked else ""
+        highlighted = marked is not None and 0 <= marked - index < tokens
+        style = ' style="background:rgba(128,128,128,.45);border-radius:2px"' if highlighted else ""
         yield f'<span data-token="{index}"{style}>{html.escape(text)}</span>'
         index += tokens
-    yield "</div>" if done else " ▌</div>"
+    yield "</div>" if complete else " ▌</div>"

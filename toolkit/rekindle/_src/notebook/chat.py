@@ -95,13 +95,13 @@ class ChatView(Live):
         self.widget.values = {**self.widget.values, **self._settings}
         self._handle: RequestLike | None = None  # the request of the last answer, which is not in `messages` yet
         self._origin: RequestLike | None = None  # the request that the answer was forked from, or `_handle`
-        self._kept: tuple[Piece, ...] = ()  # the pieces of the answer that a fork kept
+        self._kept_pieces: tuple[Piece, ...] = ()  # the pieces of the answer that a fork kept
         self._replies: dict[str, Reply] = {}  # earlier answers with reasoning or calls, by their texts
         # Of the drawing thread only: the shown request, the number of its shown deltas, and True once its end is shown.
         self._watched: RequestLike | None = None
-        self._seen, self._over = 0, True
+        self._shown_deltas, self._over = 0, True
         self._marked: int | None = None  # token to fork at
-        self._stirred = threading.Event()  # set after a message, a stop or a mark
+        self._changed = threading.Event()  # set after a message, a stop or a mark
         self.start()
 
     @property
@@ -178,7 +178,7 @@ class ChatView(Live):
         defaults = {"max_tokens": self._options.get("max_tokens") or ANSWER_TOKENS, **self._tuned()}
         pieces = tuple(self._pieces())
         self._handle = self._session.fork(handle, at=len(handle.token_ids), **{**defaults, **options})
-        self._kept = pieces
+        self._kept_pieces = pieces
         self._mark(None)
 
     def send(self, text: str) -> None:
@@ -231,7 +231,7 @@ class ChatView(Live):
         budget = max(1, max(origin.sampling.max_tokens, length) - len(beginning))
         forked = self._session.fork(origin, at=0, edit=beginning, **{"seed": None, "max_tokens": budget, **options})
         handle.cancel()
-        self._handle, self._kept = forked, tuple(pieces)
+        self._handle, self._kept_pieces = forked, tuple(pieces)
         self._mark(None)
 
     # Called from the page.
@@ -264,7 +264,7 @@ class ChatView(Live):
         self.widget.fill("instead", "")
         self.widget.controls, self.widget.note = self._controls(), ""
         self.refresh()
-        self._stirred.set()
+        self._changed.set()
 
     def _controls(self) -> list[Control]:
         settings = _settings() if self._tuning else ()
@@ -278,7 +278,7 @@ class ChatView(Live):
         call = self._session.chat(self.messages, **{**self._options, **self._tuned(), **options})
         call.submit()
         self._handle = self._origin = call
-        self._kept = ()
+        self._kept_pieces = ()
         self._mark(None)
 
     def _tuned(self) -> dict[str, float]:
@@ -295,7 +295,7 @@ class ChatView(Live):
 
     def _pieces(self) -> list[Piece]:
         deltas = self._handle.deltas if self._handle is not None else ()
-        return [*self._kept, *(Piece.of(delta) for delta in deltas if delta.index == 0)]
+        return [*self._kept_pieces, *(Piece.of(delta) for delta in deltas if delta.index == 0)]
 
     def _reply(self) -> Reply | None:
         """Return the parts of the last answer if it has reasoning or calls. Those of a fork are unknown."""
@@ -318,7 +318,7 @@ class ChatView(Live):
         if self._handle is not None:
             self._handle.cancel()
         self._handle = self._origin = None
-        self._kept = ()
+        self._kept_pieces = ()
         self._mark(None)
 
     def _take_back(self) -> None:
@@ -354,18 +354,18 @@ class ChatView(Live):
         """Block until there is more of the answer. After its end, return twice a second."""
         handle = self._handle
         if handle is not self._watched:
-            self._watched, self._seen, self._over = handle, 0, handle is None
+            self._watched, self._shown_deltas, self._over = handle, 0, handle is None
         if handle is None or self._over:
-            self._stirred.wait(0.5)
-            self._stirred.clear()
+            self._changed.wait(0.5)
+            self._changed.clear()
             return
         # If an answer ends between two pictures, the next picture is due at once, not half a second later.
-        self._seen = handle.wait_for_more(self._seen)
+        self._shown_deltas = handle.wait_for_more(self._shown_deltas)
         self._over = handle.done
 
     def stop(self) -> None:
         super().stop()
-        self._stirred.set()
+        self._changed.set()
 
     def draw(self) -> str:
         rows = [
@@ -377,7 +377,7 @@ class ChatView(Live):
         if (handle := self._handle) is not None:
             pieces = [(piece.text, len(piece.token_ids)) for piece in self._pieces()]
             key = f"reasoning {len(self.messages)}"
-            rows.append(bubbles.answer(pieces, marked=self._marked, done=handle.done, reply=self._reply(), key=key))
+            rows.append(bubbles.answer(pieces, marked=self._marked, complete=handle.done, reply=self._reply(), key=key))
             error = handle.error
             if error is not None and not isinstance(error, RequestAborted):
                 rows.append(html.line(f"{type(error).__name__}: {error}"))
@@ -396,15 +396,15 @@ class ChatView(Live):
 
 def _settings() -> tuple[Control, ...]:
     ranges = [
-        slider(name, name.replace("_", " "), least=least, most=most, step=step, title=title)
-        for name, (least, most, step, title) in _SLIDERS.items()
+        slider(name, name.replace("_", " "), low=low, high=high, step=step, title=title)
+        for name, (low, high, step, title) in _SLIDERS.items()
     ]
     return field("system", "System prompt", width="44em", rows=2), *ranges
 
 
-def _until(pieces: list[Piece], at: int, decode: Any) -> Iterator[Piece]:
-    """Yield the pieces of the first `at` tokens. A piece cut in two loses text that was not final at the cut."""
-    remaining = at
+def _until(pieces: list[Piece], count: int, decode: Any) -> Iterator[Piece]:
+    """Yield the pieces of the first `count` tokens. A piece cut in two loses text that was not final at the cut."""
+    remaining = count
     for piece in pieces:
         if remaining <= 0:
             return

@@ -12,7 +12,7 @@ from rekindle._src.core.mesh_report import describe_share
 from rekindle._src.dispatch.host import Host
 from rekindle._src.notebook.live import Live
 from rekindle._src.notebook.panel import button
-from rekindle._src.notebook.recorder import Recorder, Seen
+from rekindle._src.notebook.recorder import Recorder, StepRecord
 from rekindle._src.notebook.shown import SessionLike
 from rekindle._src.notebook.timeline import WIDTH, Timeline
 from rekindle.errors import RekindleError
@@ -28,7 +28,7 @@ class Dashboard(Live):
         self._session, self._host = session, host
         self._recorder = Recorder(steps)
         self._timeline = Timeline(session.config.max_requests, steps)
-        self._newest: Seen | None = None  # the latest step in the timeline
+        self._newest: StepRecord | None = None  # the latest step in the timeline
         self._last = ""
         self._seen: Any = None
         host.observe(self._recorder)

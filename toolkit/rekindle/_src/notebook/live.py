@@ -33,7 +33,7 @@ class Live:
     interval: float = INTERVAL
 
     def __init__(self, *controls: Control) -> None:
-        self.widget: Any = Panel(list(controls), self._heard)  # Any: anywidget has no types
+        self.widget: Any = Panel(list(controls), self._handle_event)  # Any: anywidget has no types
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self._shown: list[tuple[Any, Any]] = []  # display handles, of a widget and of its static copy
@@ -116,7 +116,7 @@ class Live:
         markup = f'<div class="{self.widget.kept}">{self.picture}{self.epitaph()}</div>'
         return {"text/html": markup, "text/plain": repr(self)}
 
-    def _heard(self, event: str, name: str, value: Any) -> None:
+    def _handle_event(self, event: str, name: str, value: Any) -> None:
         try:
             if event == "press":
                 self.press(name)

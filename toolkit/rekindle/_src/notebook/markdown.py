@@ -80,19 +80,19 @@ def _goes_on(line: str) -> bool:
     return bool(line.strip()) and not any(mark.fullmatch(line) for mark in _MARKS)
 
 
-def _while(lines: list[str], at: int, holds: Callable[[str], bool]) -> int:
-    """Return the index of the first line from `at` on for which `holds` is False."""
-    return next((index for index in range(at, len(lines)) if not holds(lines[index])), len(lines))
+def _while(lines: list[str], start: int, holds: Callable[[str], bool]) -> int:
+    """Return the index of the first line from `start` on for which `holds` is False."""
+    return next((index for index in range(start, len(lines)) if not holds(lines[index])), len(lines))
 
 
-def _end_of_fence(lines: list[str], at: int, fence: str) -> int:
+def _end_of_fence(lines: list[str], start: int, fence: str) -> int:
     """Return the index of the line that closes a fence, or of the text's end in an unfinished answer."""
 
     def open_(line: str) -> bool:
         closing = line.strip()
         return not (closing.startswith(fence) and set(closing) == {fence[0]})
 
-    return _while(lines, at, open_)
+    return _while(lines, start, open_)
 
 
 def _code(lines: list[str]) -> str:

@@ -30,10 +30,10 @@ def field(name: str, label: str, *, width: str = "20em", rows: int = 1) -> Contr
     return {"kind": "text", "name": name, "label": label, "width": width, "rows": rows}
 
 
-def slider(name: str, label: str, *, least: float, most: float, step: float, title: str = "") -> Control:
-    """Return a slider for a number from `least` to `most`. Its value is text, like that of every control."""
+def slider(name: str, label: str, *, low: float, high: float, step: float, title: str = "") -> Control:
+    """Return a slider for a number from `low` to `high`. Its value is text, like that of every control."""
     return {
-        "kind": "slider", "name": name, "label": label, "title": title, "least": least, "most": most, "step": step,
+        "kind": "slider", "name": name, "label": label, "title": title, "least": low, "most": high, "step": step,
     }  # fmt: skip
 
 

@@ -10,13 +10,13 @@ from typing import NamedTuple
 from rekindle._src.core.records import StepResult
 
 
-class Seen(NamedTuple):
+class StepRecord(NamedTuple):
     """One step."""
 
     at: float  # time.perf_counter() when it was committed
     step: int
     rows: tuple[tuple[int, str, str], ...]  # slot, request, "prefill" or "decode"
-    made: int  # tokens sampled
+    sampled: int  # tokens sampled
     computed: int
     moved: int  # pages offloaded and restored
     seconds: float  # on the device
@@ -28,7 +28,7 @@ class Recorder:
 
     def __init__(self, steps: int = 240, *, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
-        self.steps: deque[Seen] = deque(maxlen=steps)
+        self.steps: deque[StepRecord] = deque(maxlen=steps)
         self._gaps: deque[float] = deque(maxlen=steps)
         self._last: tuple[float, set[str]] = (0.0, set())
 
@@ -43,11 +43,11 @@ class Recorder:
             self._gaps.append(busy)
         self._last = now, requests
         self.steps.append(
-            Seen(
+            StepRecord(
                 at=now,
                 step=plan.step,
                 rows=tuple(rows),
-                made=result.sampled,
+                sampled=result.sampled,
                 computed=plan.tokens,
                 moved=len(plan.offload) + len(plan.restore),
                 seconds=result.device_seconds,
@@ -64,7 +64,7 @@ class Recorder:
         since = self._clock() - window
         recent = [step for step in tuple(self.steps) if step.at > since]
         busy = sum(step.busy for step in recent)
-        return sum(step.made for step in recent) / busy if busy else 0.0
+        return sum(step.sampled for step in recent) / busy if busy else 0.0
 
     def slowest(self) -> float:
         """Return the 99th percentile of the seconds between two tokens of a request, over the recorded steps."""

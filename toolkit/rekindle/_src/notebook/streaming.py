@@ -16,7 +16,7 @@ class StreamView(Live):
     def __init__(self, session: SessionLike, prompt: Any, **options: Any) -> None:
         super().__init__(button("stop", "Stop", title="Cancel the request; its text stays"))
         self.handle: RequestLike = session.submit(prompt, **options)
-        self._seen = 0
+        self._shown_deltas = 0
         self.start()
 
     @property
@@ -29,7 +29,7 @@ class StreamView(Live):
 
     def wait(self) -> None:
         """Block until there is another delta, so an idle view costs nothing."""
-        self._seen = self.handle.wait_for_more(self._seen)
+        self._shown_deltas = self.handle.wait_for_more(self._shown_deltas)
 
     def stop(self) -> None:
         """Cancel the request. Its text so far stays."""

@@ -6,7 +6,7 @@ from collections import deque
 from typing import NamedTuple
 
 from rekindle._src.core import html
-from rekindle._src.notebook.recorder import Seen
+from rekindle._src.notebook.recorder import StepRecord
 
 WIDTH, ROW = 720, 9  # pixels
 COLOURS = {"prefill": "#d9822b", "decode": "#3d8bcd"}
@@ -35,23 +35,23 @@ class Timeline:
         self._open: dict[int, _Run] = {}  # by slot
         self._over: deque[tuple[int, str]] = deque()  # last step, markup
 
-    def add(self, seen: Seen) -> None:
-        requests = {slot: (request, kind) for slot, request, kind in seen.rows}
+    def add(self, step: StepRecord) -> None:
+        requests = {slot: (request, kind) for slot, request, kind in step.rows}
         for slot, run in list(self._open.items()):
             if requests.get(slot) != run[:2]:
-                self._over.append((self._count, self._drawn(slot, run)))
+                self._over.append((self._count, self._rect(slot, run)))
                 del self._open[slot]
         for slot, (request, kind) in requests.items():
             if slot not in self._open:
                 self._open[slot] = _Run(request, kind, self._count)
-        if seen.moved:
-            self._over.append((self._count + 1, _mark(self._count, seen.moved)))
+        if step.moved:
+            self._over.append((self._count + 1, _mark(self._count, step.moved)))
         self._count += 1
-        self._numbers.append(seen.step)
+        self._numbers.append(step.step)
         while self._over and self._over[0][0] <= self._count - self._window:
             self._over.popleft()
 
-    def _drawn(self, slot: int, run: _Run) -> str:
+    def _rect(self, slot: int, run: _Run) -> str:
         length = self._count - run.first
         place = f'x="{run.first}" y="{8 + slot * ROW}" width="{length}" height="{ROW - 2}"'
         title = f"{html.escape(run.request)} {run.kind}, {html.count(length, 'step')}"
@@ -63,7 +63,7 @@ class Timeline:
             return html.line("Nothing has run yet. Requests appear here as bars, in a line for each slot")
         height, width = self._slots * ROW + 8, max(60, len(self._numbers))
         first = self._count - len(self._numbers)
-        runs = [markup for _, markup in self._over] + [self._drawn(slot, run) for slot, run in self._open.items()]
+        runs = [markup for _, markup in self._over] + [self._rect(slot, run) for slot, run in self._open.items()]
         legend = " ".join(f'<span style="color:{colour}">■</span> {kind}' for kind, colour in COLOURS.items())
         steps = f"steps {self._numbers[0]}–{self._numbers[-1]}, a line per slot"
         return html.Markup(

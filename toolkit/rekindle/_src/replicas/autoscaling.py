@@ -52,7 +52,7 @@ class Room(NamedTuple):
     tokens: int
 
 
-def wanted(demand: Demand, room: Room) -> int:
+def replicas_for(demand: Demand, room: Room) -> int:
     """Return the number of replicas with room for a demand, at least 1."""
     rows = demand.sequences / (BUSY * room.sequences)
     tokens = demand.tokens / (AHEAD * room.tokens)
@@ -65,13 +65,13 @@ class Autoscaler:
     def __init__(self, size: Range, more: float = MORE_SECONDS, fewer: float = FEWER_SECONDS) -> None:
         self.size = size
         self._more, self._fewer = more, fewer
-        self._seen: deque[tuple[float, int]] = deque()  # pairs of time and demanded replicas
+        self._demands: deque[tuple[float, int]] = deque()  # pairs of time and demanded replicas
 
-    def look(self, now: float, asked: int, replicas: int) -> int:
-        """Return the number of replicas to have. The load demands `asked` now, and there are `replicas`."""
-        self._seen.append((now, asked))
-        while len(self._seen) > 1 and self._seen[1][0] <= now - self._fewer:
-            self._seen.popleft()
+    def look(self, now: float, demand: int, replicas: int) -> int:
+        """Return the number of replicas to have. The load demands `demand` replicas now, and there are `replicas`."""
+        self._demands.append((now, demand))
+        while len(self._demands) > 1 and self._demands[1][0] <= now - self._fewer:
+            self._demands.popleft()
         more, fewer = self._during(now, self._more), self._during(now, self._fewer)
         if more and min(more) > replicas:
             return self.size.nearest(min(more))
@@ -81,7 +81,7 @@ class Autoscaler:
 
     def _during(self, now: float, seconds: float) -> list[int]:
         """Return the demands of the last `seconds`, or none if the record is shorter."""
-        if self._seen[0][0] > now - seconds:
+        if self._demands[0][0] > now - seconds:
             return []
-        earlier = [demand for at, demand in self._seen if at <= now - seconds]
-        return [earlier[-1], *(demand for at, demand in self._seen if at > now - seconds)]
+        earlier = [demand for at, demand in self._demands if at <= now - seconds]
+        return [earlier[-1], *(demand for at, demand in self._demands if at > now - seconds)]

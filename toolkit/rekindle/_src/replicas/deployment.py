@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.replicas.autoscaling import Range
-from rekindle._src.replicas.opening_fleet import checked, shared_fleet, sized
+from rekindle._src.replicas.opening_fleet import check_options, roles_and_range, shared_fleet
 from rekindle._src.replicas.roles import Role
 from rekindle._src.replicas.routing import RouterName
 from rekindle._src.replicas.routing import router as router_named
@@ -48,15 +48,15 @@ def deployment(
         raise MissingExtra("ray", "ray") from error
     if isinstance(ingresses, bool) or not isinstance(ingresses, int) or ingresses < 1:
         raise ConfigError("ingresses", ingresses, "is not a whole number above 0", "Leave it out for the default")
-    parts_of, size = sized(roles, replicas)
+    parts_of, size = roles_and_range(roles, replicas)
     if size is not None and ingresses > 1:
         problem = "can't follow a load that several ingresses divide"
         raise ConfigError("replicas", replicas, problem, "Use a number, or one ingress")
     router_named(router)
-    checked(options)
+    check_options(options)
     client_name = name or Path(str(model)).name
 
-    def built() -> Any:  # Ray Serve accepts only a plain function
+    def build_app() -> Any:  # Ray Serve accepts only a plain function
         return _app(str(model), client_name, parts_of, router, resources, api_key, options, size)
 
     @serve.deployment(
@@ -65,7 +65,7 @@ def deployment(
         max_ongoing_requests=_AT_ONCE,
         ray_actor_options={"num_cpus": 0},
     )
-    @serve.ingress(built)
+    @serve.ingress(build_app)
     class Ingress:
         """Takes requests in and returns their text."""
 
@@ -75,7 +75,7 @@ def deployment(
 
 def _app(
     model: str,
-    called: str,
+    name: str,
     roles: Sequence[Role],
     router: RouterName,
     resources: Mapping[str, Any] | None,
@@ -86,5 +86,5 @@ def _app(
     """Return the ASGI app of one ingress. It opens its fleet at startup, and answers 503 until the fleet is open."""
     from rekindle._src.serve.app import app
 
-    opening = shared_fleet(model, called, roles=roles, router=router, resources=resources, options=options, size=size)
-    return app({called: opening}, api_key=api_key)
+    opening = shared_fleet(model, name, roles=roles, router=router, resources=resources, options=options, size=size)
+    return app({name: opening}, api_key=api_key)

@@ -27,7 +27,7 @@ from rekindle._src.replicas.link import HANG
 from rekindle._src.replicas.remote_grammars import RemoteGrammars
 from rekindle._src.replicas.routes import Placed, Routes
 from rekindle._src.replicas.routing import router as router_named
-from rekindle._src.replicas.wire import Connection, Described
+from rekindle._src.replicas.wire import Connection, ReplicaInfo
 from rekindle._src.session.call import Call, Once
 from rekindle._src.session.conversations import Conversations
 from rekindle._src.session.embedding import Embedding
@@ -42,7 +42,7 @@ class Parts(NamedTuple):
     """The replicas under a fleet, and functions to add and end them."""
 
     connections: Sequence[Connection]
-    described: Described  # the model, from the first open replica
+    info: ReplicaInfo  # the model, from the first open replica
     another: Callable[[], Connection]  # starts one more replica
     close: Callable[[], object]  # ends the replicas and releases their resources
     sender: str  # names this fleet to its replicas; unique
@@ -63,12 +63,12 @@ class Fleet(RowMapping, Embedding, Conversations, Serving):
     _router: str
 
     @classmethod
-    def attached(cls, host: Host, engine: Engine, described: Any, router: str, prefill: int = 0) -> Self:
+    def attached(cls, host: Host, engine: Engine, info: Any, router: str, prefill: int = 0) -> Self:
         """Return a fleet over an open host."""
         fleet = cls.__new__(cls)
         fleet._prefill = prefill
         fleet._host, fleet._engine, fleet._router = host, engine, router
-        fleet._config = described.config
+        fleet._config = info.config
         fleet._servers = []
         weakref.finalize(fleet, host.close).atexit = False
         return fleet
@@ -172,9 +172,9 @@ class Fleet(RowMapping, Embedding, Conversations, Serving):
         return Once(self._scale, size, _seconds("drain", drain), name="scale")
 
     async def _scale(self, size: Range, drain: float) -> None:
-        def change(dispatch: FleetDispatch, done: OneShot[None]) -> None:
+        def change(dispatch: FleetDispatch, result: OneShot[None]) -> None:
             dispatch.follow_load(size if size.least < size.most else None)
-            dispatch.scale(size.nearest(len(dispatch.staying)), drain, done)
+            dispatch.scale(size.nearest(len(dispatch.staying)), drain, result)
 
         await self._changed(change)
 
@@ -194,10 +194,10 @@ class Fleet(RowMapping, Embedding, Conversations, Serving):
                 "is in this process, and the replicas are others",
                 "Pass a folder or hub id that all of them can read",
             )
-        return Once(self._swap, located(weights), _seconds("drain", drain), name="swap_weights")
+        return Once(self._swap, absolute(weights), _seconds("drain", drain), name="swap_weights")
 
     async def _swap(self, weights: str, drain: float) -> None:
-        await self._changed(lambda dispatch, done: dispatch.swap_weights(weights, drain, done))
+        await self._changed(lambda dispatch, result: dispatch.swap_weights(weights, drain, result))
 
     async def _changed(self, change: Callable[[FleetDispatch, OneShot[None]], object]) -> None:
         """Begin a change on the fleet's loop, and wait for its end."""
@@ -286,7 +286,7 @@ class FleetOpening(Call[Fleet]):
 
             def dispatched(engine: Engine, device: DeviceThread) -> FleetDispatch:
                 parts, routes = fleet_parts[0], cast(Routes, engine.scheduler)
-                places = len(parts.connections) * parts.described.places
+                places = len(parts.connections) * parts.info.places
                 return FleetDispatch(
                     engine,
                     device,
@@ -304,7 +304,7 @@ class FleetOpening(Call[Fleet]):
             try:
                 engine, parts = await host.opened.get(), fleet_parts[0]
                 prefill = sum(connection.role == "prefill" for connection in parts.connections)
-                self._fleet = Fleet.attached(host, engine, parts.described, self._router, prefill)
+                self._fleet = Fleet.attached(host, engine, parts.info, self._router, prefill)
             except BaseException as error:
                 host.close()
                 interrupted(error, "stopped while it opened")
@@ -324,7 +324,7 @@ class FleetOpening(Call[Fleet]):
             await self._fleet.aclose()
 
 
-def located(model: str | Path) -> str:
+def absolute(model: str | Path) -> str:
     """Return a folder as an absolute path for other processes, or a name unchanged."""
     path = Path(model).expanduser()
     return str(path.resolve()) if path.exists() else str(model)
@@ -338,10 +338,10 @@ def _seconds(name: str, value: float) -> float:
 
 def fleet_engine(parts: Parts, model: str, router: str) -> Engine:
     """Return the engine of a fleet: it takes requests in and returns their text, but runs no model."""
-    described, tokenizer = parts.described, parts.described.tokenizer
+    info, tokenizer = parts.info, parts.info.tokenizer
     routes = Routes(router_named(router), parts.sender)
     # `map` sends as many rows of a table as can run at once.
-    config = dataclasses.replace(described.config, max_requests=len(parts.connections) * described.config.max_requests)
+    config = dataclasses.replace(info.config, max_requests=len(parts.connections) * info.config.max_requests)
 
     return Engine(
         scheduler=cast(Any, routes),
@@ -349,14 +349,14 @@ def fleet_engine(parts: Parts, model: str, router: str) -> Engine:
         tokenizer=tokenizer,
         detokenizer=real_detokenizer(tokenizer),
         config=config,
-        vocab_size=described.vocab_size,
-        chat=described.chat,
+        vocab_size=info.vocab_size,
+        chat=info.chat,
         model=model,
-        processors=described.processors,
+        processors=info.processors,
         characters_per_token=(lambda: tokenizer.characters_per_token) if tokenizer.has_text else None,
-        longest=described.longest,
-        hidden_size=described.hidden_size,
-        sampling=described.sampling,
+        longest=info.longest,
+        hidden_size=info.hidden_size,
+        sampling=info.sampling,
         grammars=cast(Any, RemoteGrammars()) if tokenizer.has_text else None,
-        think_ids=described.think_ids,
+        think_ids=info.think_ids,
     )

@@ -17,7 +17,7 @@ from rekindle._src.dispatch.device import DeviceThread
 from rekindle._src.dispatch.dispatch import Dispatch, Task
 from rekindle._src.dispatch.mailbox import Mailbox, OneShot
 from rekindle._src.dispatch.messages import Abort, Drain, Engine, Events, Finish, ScheduleMessage, Submission
-from rekindle._src.replicas.autoscaling import Autoscaler, Range, Room, wanted
+from rekindle._src.replicas.autoscaling import Autoscaler, Range, Room, replicas_for
 from rekindle._src.replicas.keys import keys_of_messages, keys_of_tokens
 from rekindle._src.replicas.link import HANG, Link, ReplicaState
 from rekindle._src.replicas.rolling_swap import RollingSwap
@@ -68,14 +68,14 @@ class FleetDispatch(Dispatch):
     def add(self, connection: Connection) -> Link:
         """Add a replica. It is opened soon."""
         link = Link(connection, self.routes, hang=self._hang)
-        link.wanted = self.swapping.weights
+        link.target_weights = self.swapping.weights
         self.links[link.name] = self.routes.links[link.name] = link
         self.routes.broken = None
         self._start(link.run)
         return link
 
-    def scale(self, replicas: int, drain: float, done: OneShot[None]) -> None:
-        """Add replicas, or end the newest ones. `done` is filled when those have ended."""
+    def scale(self, replicas: int, drain: float, result: OneShot[None]) -> None:
+        """Add replicas, or end the newest ones. `result` is filled when those have ended."""
         staying = self.staying
         for _ in range(replicas - len(staying)):
             self.add(self._another())
@@ -89,11 +89,11 @@ class FleetDispatch(Dispatch):
                 del self.links[link.name], self.routes.links[link.name]
 
         self._resize(replicas * self._places_of_one)
-        self._start(partial(_answered, end, done))
+        self._start(partial(_run_for_caller, end, result))
 
-    def swap_weights(self, name: str, drain: float, done: OneShot[None]) -> None:
-        """Swap the weights of all replicas, one after another. `done` is filled when all have them."""
-        self._start(partial(_answered, partial(self.swapping.run, name, drain), done))
+    def swap_weights(self, name: str, drain: float, result: OneShot[None]) -> None:
+        """Swap the weights of all replicas, one after another. `result` is filled when all have them."""
+        self._start(partial(_run_for_caller, partial(self.swapping.run, name, drain), result))
 
     @property
     def staying(self) -> list[Link]:
@@ -119,7 +119,7 @@ class FleetDispatch(Dispatch):
             if room is None or self._draining or scaler is not self._autoscaler:
                 continue
             count = len(self.staying)
-            target = scaler.look(time.monotonic(), wanted(self.routes.demand, room), count)
+            target = scaler.look(time.monotonic(), replicas_for(self.routes.demand, room), count)
             if target != count:
                 log.info("the load asks for %d replicas, and there are %d", target, count)
                 try:
@@ -164,11 +164,11 @@ class FleetDispatch(Dispatch):
     def _take(self, message: ScheduleMessage) -> None:
         match message:
             case Request():
-                self._of_one(message.id, partial(self._submit, message))
+                self._change_one(message.id, partial(self._submit, message))
             case Abort(request_id):
-                self._of_one(request_id, partial(self.routes.end, request_id, FinishReason.ABORTED))
+                self._change_one(request_id, partial(self.routes.end, request_id, FinishReason.ABORTED))
             case Finish(request_id, reason):
-                self._of_one(request_id, partial(self.routes.end, request_id, reason))
+                self._change_one(request_id, partial(self.routes.end, request_id, reason))
             case Drain():
                 self._draining = True
                 self._wake()
@@ -179,7 +179,7 @@ class FleetDispatch(Dispatch):
         keys = self._keys.get(request.group)
         self.routes.submit(request, keys or keys_of_tokens(request.token_ids, request.sampling.salt))
 
-    def _of_one(self, request_id: str, change: Callable[[], object]) -> None:
+    def _change_one(self, request_id: str, change: Callable[[], object]) -> None:
         """Make a change for one request. If it raises, the request fails."""
         try:
             change()
@@ -200,19 +200,19 @@ class FleetDispatch(Dispatch):
 
 
 def _room(link: Link) -> Room:
-    assert link.described is not None, "it takes requests"
-    config = link.described.config
+    assert link.info is not None, "it takes requests"
+    config = link.info.config
     return Room(config.max_requests, config.max_tokens_per_step)
 
 
-async def _answered(job: Callable[[], Awaitable[None]], done: OneShot[None]) -> None:
+async def _run_for_caller(job: Callable[[], Awaitable[None]], result: OneShot[None]) -> None:
     """Run a job, and pass its end or error to the caller that waits for it."""
     try:
         await job()
     except Exception as error:
-        done.fail(error)
+        result.fail(error)
     except BaseException:
-        done.fail(SessionClosed("the fleet was closed meanwhile. Open another one"))
+        result.fail(SessionClosed("the fleet was closed meanwhile. Open another one"))
         raise
     else:
-        done.put(None)
+        result.put(None)

@@ -210,13 +210,13 @@ _SUMS = tuple(name for name, entry in vars(FleetStats).items() if isinstance(ent
 
 def replica_stats(link: Link, routes: Routes) -> ReplicaStats:
     """Return the current figures of one replica. Call it on the fleet's loop."""
-    described = link.described
+    info = link.info
     return ReplicaStats(
         name=link.name,
         role=link.role,
         state=str(link.state),
-        host="" if described is None else described.host,
-        pid=0 if described is None else described.pid,
+        host="" if info is None else info.host,
+        pid=0 if info is None else info.pid,
         inside=routes.inside(link.name),
         routed=routes.counts.routed.get(link.name, 0),
         replaced=link.replaced,

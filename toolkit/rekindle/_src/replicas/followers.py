@@ -28,16 +28,16 @@ class Group(NamedTuple):
 
     processes: int  # processes that share the model, the leader included
     placement: Any  # their placement group, a bundle for each, the leader's first; None: placed one by one
-    wanted: Mapping[str, Any]  # options of Ray for each of them
+    resources: Mapping[str, Any]  # options of Ray for each of them
     cores: Sequence[Sequence[int]]  # for each of them; empty: the system decides
 
 
-def bundles(processes: int, wanted: Mapping[str, Any]) -> Any:
+def bundles(processes: int, resources: Mapping[str, Any]) -> Any:
     """Return a placement group for `processes` processes: on one machine if it has room, else on machines nearby."""
-    needs = {"CPU": wanted.get("num_cpus") or LEAST_CPU}
-    if wanted.get("num_gpus"):
-        needs["GPU"] = wanted["num_gpus"]
-    return placement_group([{**needs, **wanted.get("resources", {})}] * processes, strategy="PACK")
+    needs = {"CPU": resources.get("num_cpus") or LEAST_CPU}
+    if resources.get("num_gpus"):
+        needs["GPU"] = resources["num_gpus"]
+    return placement_group([{**needs, **resources.get("resources", {})}] * processes, strategy="PACK")
 
 
 def in_bundle(placement: Any, index: int) -> dict[str, Any]:
@@ -59,14 +59,14 @@ class Follower:
         follow(coordinator, Place(process, processes), cache_dir=cache_dir, lost=lambda error: os._exit(1))
 
 
-def gathered(group: Group, host: str, cache_dir: str | None) -> tuple[str, list[Any]]:
+def start_followers(group: Group, host: str, cache_dir: str | None) -> tuple[str, list[Any]]:
     """Start this process's followers. Return their coordinator address and the references that keep them alive."""
     secret = os.environ[SECRET] = secrets.token_hex(32)
     with socket.create_server((host, 0)) as server:
         coordinator = f"{host}:{server.getsockname()[1]}"
     references: list[Any] = []
     for process in range(1, group.processes):
-        options = {**group.wanted, **in_bundle(group.placement, process), "max_restarts": 0}
+        options = {**group.resources, **in_bundle(group.placement, process), "max_restarts": 0}
         follower: Any = ray.remote(Follower).options(**options).remote(secret, group.cores[process])
         references += [follower, follower.run.remote(coordinator, process, group.processes, cache_dir)]
     return coordinator, references

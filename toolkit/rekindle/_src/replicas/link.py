@@ -18,7 +18,7 @@ from rekindle._src.dispatch.step_watchdog import ON_DEVICE
 from rekindle._src.replicas.request_codec import Sent
 from rekindle._src.replicas.roles import Role
 from rekindle._src.replicas.routes import Routes
-from rekindle._src.replicas.wire import Connection, Described, ReplicaGone, Weights
+from rekindle._src.replicas.wire import Connection, ReplicaGone, ReplicaInfo, Weights
 from rekindle._src.session.sharing.source import PageAddress
 from rekindle.errors import ReplicaLost
 
@@ -54,12 +54,12 @@ class Link:
     def __init__(self, connection: Connection, routes: Routes, *, hang: float = HANG) -> None:
         self._connection, self._routes, self._hang = connection, routes, hang
         self.state: ReplicaState = ReplicaState.OPENING
-        self.described: Described | None = None
+        self.info: ReplicaInfo | None = None
         self.replaced = 0  # times that a new process took over
         self.reopened_after: list[float] = []  # seconds from the loss of a process until the next one was ready
         self.why = ""  # reason why it was lost, or failed
         self.weights: Weights = Weights(0, "")  # of its process
-        self.wanted: Weights = Weights(0, "")  # that a new process gets before it takes requests
+        self.target_weights: Weights = Weights(0, "")  # that a new process gets before it takes requests
         self._figures: Mapping[str, Any] = {}
         self._before: Counter[str] = Counter()  # counts of earlier processes
         self._sizes_before: Counter[int] = Counter()  # step sizes of earlier processes
@@ -80,11 +80,11 @@ class Link:
 
     @property
     def places(self) -> int:
-        return 0 if self.described is None else self.described.places
+        return 0 if self.info is None else self.info.places
 
     @property
     def rows(self) -> int:
-        return 0 if self.described is None else self.described.config.max_requests
+        return 0 if self.info is None else self.info.config.max_requests
 
     @property
     def role(self) -> Role:
@@ -93,12 +93,12 @@ class Link:
     @property
     def pages(self) -> PageAddress | None:
         """The address where others take its pages."""
-        return None if self.described is None else self.described.pages
+        return None if self.info is None else self.info.pages
 
     @property
     def longest(self) -> int:
         """The most tokens of a prompt and its answer together."""
-        return 0 if self.described is None else self.described.config.max_model_len or 0
+        return 0 if self.info is None else self.info.config.max_model_len or 0
 
     def post(self, sent: Sent) -> None:
         self._posted.append(sent)
@@ -145,13 +145,13 @@ class Link:
 
     async def _live(self) -> None:
         """Run one process from its start to its end, which raises."""
-        described = await self._connection.open()
+        info = await self._connection.open()
         self.weights = Weights(0, "")
-        while self.weights != self.wanted:
-            weights = self.wanted
+        while self.weights != self.target_weights:
+            weights = self.target_weights
             await self._connection.swap_weights(weights.name)
             self.weights = weights
-        self.described = described
+        self.info = info
         self._lives += 1
         self._posted, self._dropped = [], []
         if self._lost_at is not None:
@@ -178,11 +178,11 @@ class Link:
                 await self._wake.wait()
             requests, self._posted = self._posted, []
             dropped, self._dropped = tuple(self._dropped), []
-            together = tuple(sent for sent in requests if not sent.alone)
+            together = tuple(sent for sent in requests if not sent.own_call)
             if together or dropped:
                 await self._call(sender, together, dropped)
             for sent in requests:
-                if sent.alone:
+                if sent.own_call:
                     group.start_soon(self._call, sender, (sent,))
 
     async def _call(self, sender: str, requests: tuple[Sent, ...], dropped: tuple[str, ...] = ()) -> None:
@@ -213,13 +213,13 @@ class Link:
                 raise ReplicaGone(f"hangs: {mail.figures['stalled']}")
             self._routes.arrived(self, mail.news)
             while len(self._routes.events) > FULL:
-                await self._routes.told.wait()
+                await self._routes.delivered.wait()
 
     def _lost(self, why: str) -> bool:
         """Record that its process is gone or useless. Return True if it was open before."""
         if self.state is ReplicaState.CLOSED:
             return False
-        was_open = self.described is not None
+        was_open = self.info is not None
         self.why = why
         if self._lost_at is None:
             self._lost_at = time.monotonic()
@@ -231,7 +231,7 @@ class Link:
             self._sizes_before += Counter(self._figures.get("step_sizes", {}))
             self._figures = {}
             self._connection.kill()  # an unreachable process must not go on
-        self.described = None
+        self.info = None
         if self.state in (ReplicaState.READY, ReplicaState.SWAPPING):
             self.state = ReplicaState.OPENING
         if was_open:
@@ -258,7 +258,7 @@ class Link:
         try:
             with anyio.move_on_after(drain if self._others_take else 0.0):
                 while self._routes.inside(self.name) and self.state is ReplicaState.SWAPPING:
-                    await self._routes.told.wait()
+                    await self._routes.delivered.wait()
             if self.state is ReplicaState.OPENING or self._lives != life:
                 raise ReplicaGone("was lost before it took other weights")
             if self._others_take:
@@ -293,7 +293,7 @@ class Link:
         self.state = ReplicaState.DRAINING
         with anyio.move_on_after(seconds):
             while self._routes.inside(self.name):
-                await self._routes.told.wait()
+                await self._routes.delivered.wait()
         self._routes.evict(self, f"{self.name} was closed", tell=True)
         self.close()
 

@@ -14,12 +14,12 @@ from typing import Any
 
 from rekindle._src.replicas.cores import pin, shares
 from rekindle._src.replicas.fleet import Parts
-from rekindle._src.replicas.followers import Group, bundles, gathered, in_bundle
+from rekindle._src.replicas.followers import Group, bundles, in_bundle, start_followers
 from rekindle._src.replicas.ray_runtime import start
 from rekindle._src.replicas.replica import Replica
 from rekindle._src.replicas.request_codec import Sent
 from rekindle._src.replicas.roles import Role
-from rekindle._src.replicas.wire import Described, Mail, ReplicaGone
+from rekindle._src.replicas.wire import Mail, ReplicaGone, ReplicaInfo
 from rekindle._src.session.opening import open_sync
 from rekindle._src.session.session import Session
 from rekindle._src.session.sharing.source import PageAddress
@@ -58,7 +58,7 @@ class Actor:
         self._replica = Replica(self._session, role=role, listen=self._host)
         self._looking: asyncio.Task[None] | None = None
 
-    async def open(self) -> Described:
+    async def open(self) -> ReplicaInfo:
         """Open the session, unless it is open already."""
         if self._looking is None:
             self._looking = asyncio.create_task(self._look())
@@ -72,7 +72,7 @@ class Actor:
     def _session(self) -> Session:
         if self._group.processes == 1:
             return open_sync(self._model, **self._options)
-        coordinator, self._followers = gathered(self._group, self._host, self._options.get("cache_dir"))
+        coordinator, self._followers = start_followers(self._group, self._host, self._options.get("cache_dir"))
         return open_sync(self._model, **self._options, coordinator=coordinator)
 
     async def _look(self) -> None:
@@ -102,7 +102,7 @@ class RayConnection:
 
     def __init__(self, name: str, actor: Any, role: Role, *, shared: bool = False, placement: Any = None) -> None:
         self._name, self._actor, self._role, self._shared, self._placement = name, actor, role, shared, placement
-        self._described: Described | None = None
+        self._info: ReplicaInfo | None = None
 
     @property
     def name(self) -> str:
@@ -112,9 +112,9 @@ class RayConnection:
     def role(self) -> Role:
         return self._role
 
-    async def open(self) -> Described:
-        self._described = described = await self._call("open")
-        return described
+    async def open(self) -> ReplicaInfo:
+        self._info = info = await self._call("open")
+        return info
 
     def opening(self) -> Any:
         """Return a reference to the result of `open`."""
@@ -147,14 +147,14 @@ class RayConnection:
 
         A process that has ended is left to Ray, which starts another one. That one must not be ended.
         """
-        described, self._described = self._described, None
-        if described is None:
+        info, self._info = self._info, None
+        if info is None:
             return
         with contextlib.suppress(Exception):
-            if described.host != socket.gethostname() or not os.path.isdir("/proc"):
+            if info.host != socket.gethostname() or not os.path.isdir("/proc"):
                 ray.kill(self._actor, no_restart=False)
-            elif _is_ours(described.pid):
-                os.kill(described.pid, signal.SIGKILL)
+            elif _is_ours(info.pid):
+                os.kill(info.pid, signal.SIGKILL)
 
     def close(self) -> None:
         if self._shared:
@@ -248,7 +248,7 @@ def parts(
         another = actors(model, options, roles, resources, shared, most)
         connections += [another() for _ in roles]
         ready, _ = ray.wait([connection.opening() for connection in connections], num_returns=1)
-        described: Described = ray.get(ready[0])
+        info: ReplicaInfo = ray.get(ready[0])
     except ray.exceptions.RayTaskError as error:
         close()
         raise cause_of(error) from None
@@ -267,4 +267,4 @@ def parts(
         connections.append(connection)
         return connection
 
-    return Parts(connections, described, one_more, close, uuid.uuid4().hex[:12])
+    return Parts(connections, info, one_more, close, uuid.uuid4().hex[:12])

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.dispatch import forked
 from rekindle._src.replicas.autoscaling import Range
-from rekindle._src.replicas.fleet import FleetOpening, Parts, located
+from rekindle._src.replicas.fleet import FleetOpening, Parts, absolute
 from rekindle._src.replicas.roles import Role, roles_of
 from rekindle._src.replicas.routing import RouterName
 from rekindle._src.session.signatures import takes_options
@@ -50,12 +50,12 @@ def fleet(
     other; they end together and are replaced together. Needs the extra `ray`.
     """
     forked.opening()
-    parts_of, size = sized(roles, replicas)
+    parts_of, size = roles_and_range(roles, replicas)
     if not isinstance(model, str | Path):
         raise ConfigError("model", model, "can't be sent to other processes", "Pass a folder or a hub id")
-    checked(options)
+    check_options(options)
     most = None if size is None else size.most
-    start_parts = functools.partial(_parts, located(model), _sent(options), parts_of, resources, most=most)
+    start_parts = functools.partial(_parts, absolute(model), _sent(options), parts_of, resources, most=most)
     return FleetOpening(start_parts, str(model), router, size=size)
 
 
@@ -71,11 +71,11 @@ def shared_fleet(
 ) -> FleetOpening:
     """Return a fleet over replicas shared by all fleets of this name in the cluster. They end when unused."""
     most = None if size is None else size.most
-    start_parts = functools.partial(_parts, located(model), _sent(options), roles, resources, shared=name, most=most)
+    start_parts = functools.partial(_parts, absolute(model), _sent(options), roles, resources, shared=name, most=most)
     return FleetOpening(start_parts, model, router, size=size)
 
 
-def sized(
+def roles_and_range(
     roles: Mapping[Literal["prefill", "decode"], int] | None, replicas: int | tuple[int, int] | None
 ) -> tuple[tuple[Role, ...], Range | None]:
     """Return the roles of the first replicas, and the range in which their number follows the load, or None."""
@@ -88,7 +88,7 @@ def sized(
     return roles_of(None, size.least), size if size.least < size.most else None
 
 
-def checked(options: Mapping[str, Any]) -> None:
+def check_options(options: Mapping[str, Any]) -> None:
     """Refuse invalid options before a process is started."""
     if options.get("processes", 1) == 1:
         EngineConfig.of(options)

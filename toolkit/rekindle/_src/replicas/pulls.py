@@ -41,7 +41,7 @@ class Pulls:
         """Return the figures for the fleet's statistics."""
         return {"pulled_pages": self.pages, "pulled_bytes": self.bytes, "failed_pulls": self.failed}
 
-    def before(self, request: Request, address: PageAddress, then: Then) -> None:
+    def pull_first(self, request: Request, address: PageAddress, then: Then) -> None:
         """Take the pages of a request's prompt in another thread, and call `then` there, after a failure too."""
         with self._room:
             self._waiting.append(lambda: self._pull(request, address, then))

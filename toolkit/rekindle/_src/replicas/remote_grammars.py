@@ -33,7 +33,7 @@ class RemoteGuide:
     def copy(self) -> RemoteGuide:
         raise AssertionError("a guide was asked in a process that runs no steps")
 
-    def made(self, grammar: Grammar) -> Guide:
+    def build(self, grammar: Grammar) -> Guide:
         """Return the guide itself, behind the covered tokens. Raise `InvalidRequest` if they don't match."""
         guide = grammar.guide(self.eos_ids, self.reasoning, self.budget)
         for token in self.covered:

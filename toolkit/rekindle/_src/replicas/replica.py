@@ -22,9 +22,9 @@ from rekindle._src.dispatch.mailbox import Mailbox
 from rekindle._src.replicas.mailing import Box, failed, sendable
 from rekindle._src.replicas.pulls import Pulls
 from rekindle._src.replicas.remote_grammars import RemoteGuide
-from rekindle._src.replicas.request_codec import Sent, unpacked
+from rekindle._src.replicas.request_codec import Sent, decode
 from rekindle._src.replicas.roles import Role
-from rekindle._src.replicas.wire import Described, Mail, News
+from rekindle._src.replicas.wire import Mail, News, ReplicaInfo
 from rekindle._src.session.session import Session
 from rekindle._src.session.sharing.sharer import parts
 from rekindle._src.session.sharing.source import PageAddress
@@ -47,22 +47,22 @@ class Replica:
         self._opening, self._role, self._listen = opening, role, listen
         self._pulls: Pulls | None = None
         self._opened: Session | None = None
-        self._described: Described | None = None
+        self._info: ReplicaInfo | None = None
         self._lock = anyio.Lock()
         self._boxes: dict[str, Box] = {}
         self._figures: Mapping[str, Any] = {}
         self._beat = time.monotonic()
 
-    async def open(self) -> Described:
+    async def open(self) -> ReplicaInfo:
         """Open the session, unless it is open already."""
         async with self._lock:
-            if self._described is None:
+            if self._info is None:
                 self._opened = await anyio.to_thread.run_sync(self._opening)
                 self._pulls = await self._sharing(self._opened)
                 await self._look()
                 pages = None if self._pulls is None else self._pulls.address
-                self._described = _described(self._opened)._replace(pages=pages)
-            return self._described
+                self._info = _info_of(self._opened)._replace(pages=pages)
+            return self._info
 
     async def _sharing(self, session: Session) -> Pulls | None:
         """Begin to share the session's pages. Return None if it keeps none off its device."""
@@ -85,7 +85,7 @@ class Replica:
             if self._opened is not None and not self._opened.closed:
                 await self._look()
             now = time.monotonic()
-            used = now if self._boxes or self._described is None else used
+            used = now if self._boxes or self._info is None else used
             for sender in [name for name, box in self._boxes.items() if now - box.called > FORGOTTEN]:
                 for mailbox in tuple(self._boxes.pop(sender).running.values()):
                     self._session._host.abort(mailbox)
@@ -138,10 +138,10 @@ class Replica:
 
     async def _run(self, box: Box, sent: Sent) -> None:
         session, pages = self._session, sent.pages
-        request, guide = unpacked(sent, session._engine.vocab_size)
+        request, guide = decode(sent, session._engine.vocab_size)
         if guide is not None or request.sampling.restricted:
             grammar = None if guide is None else await self._grammar(box, request, guide)
-            request = await anyio.to_thread.run_sync(_guided, session, request, guide, grammar)
+            request = await anyio.to_thread.run_sync(_with_guide, session, request, guide, grammar)
         if sent.id not in box.beginning:  # the request was aborted meanwhile
             return
         if not session._host.limiter.try_enter(1):
@@ -174,7 +174,7 @@ class Replica:
         if pages is None or self._pulls is None:
             session._host.relay(request, mailbox, take)
         else:
-            self._pulls.before(request, pages, relay)
+            self._pulls.pull_first(request, pages, relay)
 
     async def _grammar(self, box: Box, request: Request, remote: RemoteGuide) -> Grammar:
         grammars, spec = self._session._engine.grammars, remote.spec
@@ -200,10 +200,10 @@ class Replica:
             await self._opened.aclose(drain=drain)
 
 
-def _guided(session: Session, request: Request, remote: RemoteGuide | None, grammar: Grammar | None) -> Request:
+def _with_guide(session: Session, request: Request, remote: RemoteGuide | None, grammar: Grammar | None) -> Request:
     """Return the request with its guide, which has consumed the request's tokens."""
     engine = session._engine
-    guide = None if remote is None or grammar is None else remote.made(grammar)
+    guide = None if remote is None or grammar is None else remote.build(grammar)
     rules = rules_of(request.sampling, engine.tokenizer, engine.vocab_size)
     whole_guide: GuideLike | None = guide if rules is None else RestrictedGuide(rules, guide)
     if whole_guide is not None and request.resumed is not None:
@@ -212,9 +212,9 @@ def _guided(session: Session, request: Request, remote: RemoteGuide | None, gram
     return dataclasses.replace(request, guide=whole_guide)
 
 
-def _described(session: Session) -> Described:
+def _info_of(session: Session) -> ReplicaInfo:
     engine = session._engine
-    return Described(
+    return ReplicaInfo(
         config=engine.config,
         tokenizer=engine.tokenizer,
         chat=engine.chat,

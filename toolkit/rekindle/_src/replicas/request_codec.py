@@ -34,7 +34,7 @@ class Sent(NamedTuple):
     fields: str  # JSON
     tokens: bytes  # of the prompt, then the generated ones
     pages: PageAddress | None = None  # of the replica that has computed its prompt
-    alone: bool = False  # in its own call: intake may take long, or end the process
+    own_call: bool = False  # in its own call: intake may take long, or end the process
 
 
 class Received(NamedTuple):
@@ -44,7 +44,7 @@ class Received(NamedTuple):
     guide: RemoteGuide | None
 
 
-def packed(request: Request, pages: PageAddress | None = None, *, alone: bool = False) -> Sent:
+def encode(request: Request, pages: PageAddress | None = None, *, own_call: bool = False) -> Sent:
     """Encode a request. Raise if one of its values can't be sent."""
     sampling, resumed, guide = request.sampling, request.resumed, _remote(request)
     options = {name: getattr(sampling, name) for name in _TRAVELS}
@@ -67,10 +67,10 @@ def packed(request: Request, pages: PageAddress | None = None, *, alone: bool = 
         }
     generated = b"" if resumed is None else np.asarray(resumed.token_ids, _TOKEN).tobytes()
     tokens = np.asarray(request.token_ids, _TOKEN).tobytes() + generated
-    return Sent(request.id, json.dumps(fields), tokens, pages, alone or guide is not None)
+    return Sent(request.id, json.dumps(fields), tokens, pages, own_call or guide is not None)
 
 
-def unpacked(sent: Sent, vocab_size: int) -> Received:
+def decode(sent: Sent, vocab_size: int) -> Received:
     """Decode a request. Raise `InvalidRequest` if it is malformed."""
     try:
         fields = json.loads(sent.fields)

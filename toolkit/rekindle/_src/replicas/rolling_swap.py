@@ -64,4 +64,4 @@ class RollingSwap:
             log.info("the fleet goes on with the weights %r", weights.name)
             self.weights = weights
         for link in self._links.values():
-            link.wanted = weights
+            link.target_weights = weights

@@ -17,7 +17,7 @@ from rekindle._src.core import html
 from rekindle._src.core.own_failure import own_failure
 from rekindle._src.core.records import FinishReason, Request, Resumed, Status, TokenEvent
 from rekindle._src.replicas.autoscaling import Demand
-from rekindle._src.replicas.request_codec import Sent, packed
+from rekindle._src.replicas.request_codec import Sent, encode
 from rekindle._src.replicas.roles import Role, goes_two_ways, prompt_only
 from rekindle._src.replicas.routing import Keys, Load, Router
 from rekindle._src.replicas.wire import News
@@ -73,8 +73,8 @@ class Live:
     """One sequence that has not ended."""
 
     __slots__ = (
-        "blamed", "cached", "first", "keys", "link", "made", "moves", "pages", "proven", "request", "scored", "sent",
-        "vain", "why", "wire",
+        "blamed", "cached", "deaths", "first", "generated", "keys", "link", "moves", "pages", "proven", "reason",
+        "request", "scored", "sent", "wire",
     )  # fmt: skip
 
     def __init__(self, request: Request, keys: Keys) -> None:
@@ -82,30 +82,30 @@ class Live:
         self.link: LinkLike | None = None
         self.wire = ""  # its id for the replica: a new one each time that it is sent
         self.moves = 0  # from replica to replica
-        self.vain: list[int] = []  # numbers of consecutive deaths before it gave a new token there
+        self.deaths: list[int] = []  # numbers of consecutive deaths before it gave a new token there
         self.blamed = 0  # deaths that only this request can have caused
         self.proven = False  # it has given a token on its current replica
-        self.made: list[int] = []
+        self.generated: list[int] = []
         self.scored = 0  # prompt positions whose log-probabilities have arrived
         self.cached: int | None = None  # prompt tokens in the cache of its first replica
         self.sent = 0.0
-        self.why = "waits for a replica that takes it"
+        self.reason = "waits for a replica that takes it"
         self.first = False  # it is on a replica that only computes its prompt
         self.pages: PageAddress | None = None  # of the replica that has computed the prompt
 
     @property
     def suspect(self) -> bool:
         """True if it was on so many dead replicas that it must prove that it is not the cause."""
-        return len(self.vain) >= DEATHS
+        return len(self.deaths) >= DEATHS
 
     def resumed(self, wire: str) -> Request:
         """Return the request to send, which continues behind the tokens that have arrived."""
         request = dataclasses.replace(self.request, id=wire, group=wire)
         if self.first:
             request = prompt_only(request)
-        if not self.made and not self.scored:
+        if not self.generated and not self.scored:
             return request
-        return dataclasses.replace(request, resumed=Resumed(np.asarray(self.made, np.int32), self.scored))
+        return dataclasses.replace(request, resumed=Resumed(np.asarray(self.generated, np.int32), self.scored))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
@@ -143,7 +143,7 @@ class Routes:
         self.events: list[TokenEvent] = []
         self.wake: Callable[[], object] = lambda: None
         self.began: Callable[[str, float], object] = lambda *_: None  # called with the time when a sequence first ran
-        self.told = anyio.Event()  # set and replaced when events are handed on
+        self.delivered = anyio.Event()  # set and replaced when events are handed on
         self.broken: RekindleError | None = None  # the reason why no replica is left
         self.counts: Counts = Counts()
         self._by_id: dict[str, Live] = {}
@@ -170,7 +170,7 @@ class Routes:
     def demand(self) -> Demand:
         """The demand that the number of replicas follows."""
         prompt_lengths = (
-            live.request.prompt_length for live in self._by_id.values() if not live.made and not live.scored
+            live.request.prompt_length for live in self._by_id.values() if not live.generated and not live.scored
         )
         return Demand(len(self._by_id), sum(prompt_lengths))
 
@@ -226,10 +226,10 @@ class Routes:
             return
         if isinstance(event.error, SessionClosed):  # the link soon reports its replica's loss, which moves its requests
             return
-        live.made += event.token_ids
+        live.generated += event.token_ids
         live.scored += len(event.prompt_logprobs)
         if event.token_ids or event.prompt_logprobs:
-            live.proven, live.vain, live.blamed = True, [], 0
+            live.proven, live.deaths, live.blamed = True, [], 0
             self._stop_trying(live)
         if live.cached is None:
             live.cached = event.cached_tokens
@@ -265,27 +265,27 @@ class Routes:
         culprit = _culprit(unproven)
         self._unexplained[self.counts.lost] = Death(now, culprit)
         for live in unproven:
-            live.vain.append(self.counts.lost)
+            live.deaths.append(self.counts.lost)
             live.blamed += live.request.group == culprit
-            limit = 2 * DEATHS if live.made else DEATHS  # a replica has survived a request that has tokens
-            if live.blamed >= limit + self._elsewhere(live):
-                for number in live.vain:
+            limit = 2 * DEATHS if live.generated else DEATHS  # a replica has survived a request that has tokens
+            if live.blamed >= limit + self._other_causes(live):
+                for number in live.deaths:
                     self._unexplained.pop(number, None)
                 error = RequestQuarantined(
-                    f"request {live.request.id} was on {len(live.vain)} replicas that died one after another, each "
-                    f"before its token {len(live.made) + 1}, and for {live.blamed} of them no other request can be the "
-                    "reason. It is sent to no other replica. Look into their logs before you send it again"
+                    f"request {live.request.id} was on {len(live.deaths)} replicas that died one after another, each "
+                    f"before its token {len(live.generated) + 1}, and for {live.blamed} of them no other request can "
+                    "be the reason. It is sent to no other replica. Look into their logs before you send it again"
                 )
                 self._fail(live, error)
         self.evict(link, f"{link.name} {why}")
 
-    def _elsewhere(self, live: Live) -> int:
+    def _other_causes(self, live: Live) -> int:
         """Return the number of other causes of recent deaths."""
         submission = live.request.group
         return len({
             number if death.culprit is None else death.culprit
             for number, death in self._unexplained.items()
-            if death.culprit != submission and (death.culprit is not None or number not in live.vain)
+            if death.culprit != submission and (death.culprit is not None or number not in live.deaths)
         })  # fmt: skip
 
     def evict(self, link: LinkLike, why: str, *, tell: bool = False) -> None:
@@ -295,11 +295,11 @@ class Routes:
             self._leave(live, tell=tell)
             live.moves += 1
             self.counts.moved += 1
-            live.why = f"moved, because {why}"
-            if len(live.vain) > MOVES:
+            live.reason = f"moved, because {why}"
+            if len(live.deaths) > MOVES:
                 error = ReplicaLost(
-                    f"request {live.request.id} was on {len(live.vain)} replicas that died one after another, each "
-                    f"before its token {len(live.made) + 1}. Look into their logs before you send it again"
+                    f"request {live.request.id} was on {len(live.deaths)} replicas that died one after another, each "
+                    f"before its token {len(live.generated) + 1}. Look into their logs before you send it again"
                 )
                 self._fail(live, error)
             else:
@@ -310,7 +310,7 @@ class Routes:
     def take_events(self) -> tuple[TokenEvent, ...]:
         """Return the events since the last call."""
         events, self.events = tuple(self.events), []
-        previous, self.told = self.told, anyio.Event()
+        previous, self.delivered = self.delivered, anyio.Event()
         previous.set()
         return events
 
@@ -346,7 +346,9 @@ class Routes:
             excess = self.inside(link.name) - max(share, link.rows)
             if link is to or excess <= 0:
                 continue
-            queued = [live for live in self._by_wire.values() if live.link is link and not (live.made or live.scored)]
+            queued = [
+                live for live in self._by_wire.values() if live.link is link and not (live.generated or live.scored)
+            ]
             surplus += queued[-excess:]  # the latest ones
         for live in surplus:
             self._leave(live, tell=True)
@@ -356,7 +358,7 @@ class Routes:
     # Inside.
 
     def _place(self, live: Live) -> bool:
-        role, candidates = self._suited(live)
+        role, candidates = self._candidates(live)
         if live.suspect:
             candidates = [link for link in candidates if link.name not in self._tried]
         loads = [Load(link.name, self.inside(link.name), link.places) for link in candidates]
@@ -367,20 +369,20 @@ class Routes:
         live.first = role == "prefill"
         live.wire = f"{self.sender}/{live.request.id}/{self._number}"
         link = self.links[route.name]
-        message = packed(
-            live.resumed(live.wire), None if live.pages == link.pages else live.pages, alone=bool(live.vain)
+        message = encode(
+            live.resumed(live.wire), None if live.pages == link.pages else live.pages, own_call=bool(live.deaths)
         )
         live.link, live.sent, live.proven = link, time.perf_counter(), False
         if live.suspect:
             self._tried[link.name] = live
-        live.why = route.why if not live.moves else f"{live.why}; here: {route.why}"
+        live.reason = route.why if not live.moves else f"{live.reason}; here: {route.why}"
         self._by_wire[live.wire] = live
         self.counts.routed[route.name] = self.counts.routed.get(route.name, 0) + 1
         self._inside[route.name] = self.inside(route.name) + 1
         link.post(message)
         return True
 
-    def _suited(self, live: Live) -> tuple[Role, list[LinkLike]]:
+    def _candidates(self, live: Live) -> tuple[Role, list[LinkLike]]:
         """Return the role for the rest of a request, and the replicas with this role.
 
         If there is none now, return all that take requests: each can compute the whole request.
@@ -388,7 +390,7 @@ class Routes:
         taking = [link for link in self.links.values() if link.takes]
         if all(link.role == "both" for link in taking):
             return "both", taking
-        started = live.made or live.scored
+        started = live.generated or live.scored
         for link in taking if not started else ():
             if link.role == "prefill" and goes_two_ways(live.request, link.longest):
                 return "prefill", [link for link in taking if link.role == "prefill"]
@@ -404,7 +406,7 @@ class Routes:
         self._stop_trying(live)
         del self._by_wire[live.wire]
         self._inside[live.link.name] -= 1
-        self._placed[live.request.id] = Placed(live.link.name, live.why, live.moves)
+        self._placed[live.request.id] = Placed(live.link.name, live.reason, live.moves)
         live.link = None
 
     def _stop_trying(self, live: Live) -> None:
@@ -430,13 +432,13 @@ class Routes:
             return None
         if live.link is None:
             return Status.QUEUED
-        return Status.DECODE if live.made else Status.PREFILL
+        return Status.DECODE if live.generated else Status.PREFILL
 
     def explain(self, request_id: str) -> Placed | None:
         live = self._by_id.get(request_id)
         if live is None:
             return self._placed.get(request_id)
-        return Placed("" if live.link is None else live.link.name, live.why, live.moves)
+        return Placed("" if live.link is None else live.link.name, live.reason, live.moves)
 
     def statistics(self) -> Any:
         raise AssertionError("a fleet's figures come from its replicas")

@@ -33,12 +33,12 @@ class Load(NamedTuple):
     """The load of a replica."""
 
     name: str
-    inside: int  # sequences that were sent to it and have not ended
+    running: int  # sequences that were sent to it and have not ended
     places: int  # sequences that it has room for
 
     @property
     def full(self) -> bool:
-        return self.inside >= self.places
+        return self.running >= self.places
 
 
 class Route(NamedTuple):
@@ -69,7 +69,7 @@ def rendezvous(key: bytes, names: Iterable[str]) -> list[str]:
 
 def most(loads: Sequence[Load], bound: float = BOUND, least: int = LEAST) -> int:
     """Return affinity's limit on a replica's requests, including the next one."""
-    total = 1 + sum(load.inside for load in loads)
+    total = 1 + sum(load.running for load in loads)
     return max(least, math.ceil(bound * total / len(loads)))
 
 
@@ -89,11 +89,11 @@ def affinity(
     limit = most(loads, bound, least)
     for place, name in enumerate(order):
         load = by_name[name]
-        if load.inside < limit and not load.full:
+        if load.running < limit and not load.full:
             if place == 0:
                 return Route(name, "the conversation's own replica")
             description = "another replica" if place < len(candidates) else "a replica beyond those"
-            preferred = by_name[order[0]].inside
+            preferred = by_name[order[0]].running
             return Route(
                 name, f"{description} of its system prompt: {order[0]} has {preferred} requests and {limit} may be"
             )
@@ -106,8 +106,8 @@ def shortest(loads: Sequence[Load]) -> Route | None:
     free = [load for load in loads if not load.full]
     if not free:
         return None
-    best = min(free, key=lambda load: (load.inside, load.name))
-    return Route(best.name, f"it has the fewest requests, {best.inside}")
+    best = min(free, key=lambda load: (load.running, load.name))
+    return Route(best.name, f"it has the fewest requests, {best.running}")
 
 
 def round_robin(last: str, loads: Sequence[Load]) -> Route | None:

@@ -13,7 +13,7 @@ from rekindle._src.replicas.roles import Role
 from rekindle._src.session.sharing.source import PageAddress
 
 
-class Described(NamedTuple):
+class ReplicaInfo(NamedTuple):
     """A replica's model, as far as the fleet needs it for the intake of requests."""
 
     config: EngineConfig  # resolved
@@ -60,7 +60,7 @@ class Connection(Protocol):
     def name(self) -> str: ...
     @property
     def role(self) -> Role: ...
-    async def open(self) -> Described:
+    async def open(self) -> ReplicaInfo:
         """Wait until its session is open. Raise the error of opening it."""
         ...
 

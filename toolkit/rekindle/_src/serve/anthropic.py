@@ -14,11 +14,11 @@ from rekindle._src.core.reply import (
     ToolCallStarted,
 )
 from rekindle._src.serve.anthropic_in import arguments, messages_of, tools_of
-from rekindle._src.serve.chat import asked, calls_options
+from rekindle._src.serve.chat import call_chat, calls_options
 from rekindle._src.serve.chat_events import events_of
 from rekindle._src.serve.errors import Refused, missing
 from rekindle._src.serve.exchange import Exchange, dumps
-from rekindle._src.serve.generation import encoded, finished, follow, model_of, submit
+from rekindle._src.serve.generation import encode_text, follow, model_of, submit, wait_all
 from rekindle._src.serve.life import CHARACTERS_PER_TOKEN
 from rekindle._src.serve.sampling import sampling_options
 from rekindle._src.serve.structure import format_options
@@ -50,26 +50,26 @@ def event(name: str, data: Mapping[str, Any]) -> str:
     return f"event: {name}\ndata: {dumps({'type': name, **data})}\n\n"
 
 
-async def messages(exchange: Exchange, given: dict[str, Any]) -> None:
+async def messages(exchange: Exchange, fields: dict[str, Any]) -> None:
     """Answer a request for a message."""
-    served, session = model_of(exchange, given)
-    options: dict[str, Any] = sampling_options(given, session)
-    options["max_tokens"] = given["max_tokens"]
-    if given.get("stop_sequences"):
-        options["stop"] = given["stop_sequences"]
-    output = given.get("output_config") or {}
-    format = output.get("format") or given.get("output_format") or {"type": "text"}
+    served, session = model_of(exchange, fields)
+    options: dict[str, Any] = sampling_options(fields, session)
+    options["max_tokens"] = fields["max_tokens"]
+    if fields.get("stop_sequences"):
+        options["stop"] = fields["stop_sequences"]
+    output = fields.get("output_config") or {}
+    format = output.get("format") or fields.get("output_format") or {"type": "text"}
     structure, names = format_options(format, "output_config.format" if "format" in output else "output_format")
     exchange.names = {**exchange.names, **names, "prompt": "messages"}
-    template = template_options(given)
-    parallel = not (given.get("tool_choice") or {}).get("disable_parallel_tool_use", False)
-    options |= structure | calls_options(given, parallel=parallel)
+    template = template_options(fields)
+    parallel = not (fields.get("tool_choice") or {}).get("disable_parallel_tool_use", False)
+    options |= structure | calls_options(fields, parallel=parallel)
     tokens = exchange.size // CHARACTERS_PER_TOKEN + 1
     with exchange.takes_on(tokens) as active:
-        handle = await exchange.run(lambda: asked(session.chat, messages_of(given), {**options, **template}))
+        handle = await exchange.run(lambda: call_chat(session.chat, messages_of(fields), {**options, **template}))
         submit(exchange, active, [handle])
-        if not given.get("stream"):
-            ((completion,),) = await finished(exchange, active, [handle])
+        if not fields.get("stream"):
+            ((completion,),) = await wait_all(exchange, active, [handle])
             await exchange.reply(_message(exchange, served.name, completion, parallel=parallel))
             return
         stream = _Stream(exchange, served.name, parallel=parallel)
@@ -84,25 +84,25 @@ async def messages(exchange: Exchange, given: dict[str, Any]) -> None:
         await stream.flush()
 
 
-async def count_tokens(exchange: Exchange, given: dict[str, Any]) -> None:
+async def count_tokens(exchange: Exchange, fields: dict[str, Any]) -> None:
     """Answer with the number of tokens of a conversation."""
-    _, session = model_of(exchange, given)
-    template = template_options(given)
+    _, session = model_of(exchange, fields)
+    template = template_options(fields)
     template.pop("tool_choice", None)
 
-    def counted() -> int:
-        text = asked(session.render, messages_of(given), template)
-        return len(encoded(session, text, add_special_tokens=False, param="messages"))
+    def count() -> int:
+        text = call_chat(session.render, messages_of(fields), template)
+        return len(encode_text(session, text, add_special_tokens=False, param="messages"))
 
-    await exchange.reply({"input_tokens": await exchange.run_in_turn(counted)})
+    await exchange.reply({"input_tokens": await exchange.run_in_turn(count)})
 
 
-def template_options(given: Mapping[str, Any]) -> dict[str, Any]:
+def template_options(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of `session.chat` that follow from the request."""
     options: dict[str, Any] = {}
-    if tools := tools_of(given):
+    if tools := tools_of(fields):
         options["tools"] = tools
-    choice = given.get("tool_choice") or {}
+    choice = fields.get("tool_choice") or {}
     match choice.get("type"):
         case "any":
             options["tool_choice"] = "required"
@@ -112,31 +112,31 @@ def template_options(given: Mapping[str, Any]) -> dict[str, Any]:
             options["tool_choice"] = {"type": "function", "function": {"name": choice["name"]}}
         case "auto" | "none" as word:
             options["tool_choice"] = word
-    thinking = (given.get("thinking") or {}).get("type")
+    thinking = (fields.get("thinking") or {}).get("type")
     if thinking in ("enabled", "disabled"):
         options["template_options"] = {"enable_thinking": thinking == "enabled"}
-    if (effort := (given.get("output_config") or {}).get("effort")) is not None:
+    if (effort := (fields.get("output_config") or {}).get("effort")) is not None:
         options["reasoning_effort"] = effort
-    if given["messages"][-1]["role"] == "assistant":
+    if fields["messages"][-1]["role"] == "assistant":
         options["continue_final_message"] = True
     return options
 
 
-def _ended(done: Completion) -> dict[str, Any]:
-    if done.tool_calls and done.finish_reason not in _ENDS:
+def _stop_fields(completion: Completion) -> dict[str, Any]:
+    if completion.tool_calls and completion.finish_reason not in _ENDS:
         return {"stop_reason": "tool_use", "stop_sequence": None}
-    if isinstance(done.stop_reason, str):
-        return {"stop_reason": "stop_sequence", "stop_sequence": done.stop_reason}
-    return {"stop_reason": _ENDS.get(done.finish_reason, "end_turn"), "stop_sequence": None}
+    if isinstance(completion.stop_reason, str):
+        return {"stop_reason": "stop_sequence", "stop_sequence": completion.stop_reason}
+    return {"stop_reason": _ENDS.get(completion.finish_reason, "end_turn"), "stop_sequence": None}
 
 
-def _usage(done: Completion) -> dict[str, Any]:
-    cached = done.usage.cached_tokens
+def _usage(completion: Completion) -> dict[str, Any]:
+    cached = completion.usage.cached_tokens
     return {
-        "input_tokens": done.usage.prompt_tokens - cached,  # this API counts cached tokens separately
+        "input_tokens": completion.usage.prompt_tokens - cached,  # this API counts cached tokens separately
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": cached,
-        "output_tokens": done.usage.completion_tokens,
+        "output_tokens": completion.usage.completion_tokens,
     }
 
 
@@ -144,16 +144,16 @@ def _envelope(exchange: Exchange, model: str) -> dict[str, Any]:
     return {"id": f"msg_{exchange.request_id}", "type": "message", "role": "assistant", "model": model}
 
 
-def _message(exchange: Exchange, model: str, done: Completion, *, parallel: bool) -> dict[str, Any]:
+def _message(exchange: Exchange, model: str, completion: Completion, *, parallel: bool) -> dict[str, Any]:
     content: list[dict[str, Any]] = []
-    if done.reasoning:
-        content.append({"type": "thinking", "thinking": done.reasoning, "signature": ""})
-    if done.content or not done.tool_calls:
-        content.append({"type": "text", "text": done.content})
-    for call in done.tool_calls if parallel else done.tool_calls[:1]:
+    if completion.reasoning:
+        content.append({"type": "thinking", "thinking": completion.reasoning, "signature": ""})
+    if completion.content or not completion.tool_calls:
+        content.append({"type": "text", "text": completion.content})
+    for call in completion.tool_calls if parallel else completion.tool_calls[:1]:
         input = arguments(call.arguments_text)
         content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": input})
-    return {**_envelope(exchange, model), "content": content, **_ended(done), "usage": _usage(done)}
+    return {**_envelope(exchange, model), "content": content, **_stop_fields(completion), "usage": _usage(completion)}
 
 
 class _Stream:
@@ -206,12 +206,12 @@ class _Stream:
             self._out.append(event("content_block_stop", {"index": self._index}))
             self._open = ""
 
-    def end(self, done: Completion) -> None:
+    def end(self, completion: Completion) -> None:
         """Write the end of the message."""
         if self._index < 0:
             self._block("text", {"type": "text", "text": ""})
         self._close()
-        self._out.append(event("message_delta", {"delta": _ended(done), "usage": _usage(done)}))
+        self._out.append(event("message_delta", {"delta": _stop_fields(completion), "usage": _usage(completion)}))
         self._out.append(event("message_stop", {}))
 
     async def flush(self) -> None:

@@ -10,7 +10,8 @@ BLOCKS = Items(Shape((("type", Text()),), ("type",)))
 CONTENT = Either("a string or a list of blocks", ((str, Text()), (list, BLOCKS)))
 MESSAGE = Shape((("role", Choice(("user", "assistant", "system"))), ("content", CONTENT)), ("role", "content"))
 TOOL = Shape(
-    (("name", Text(most=256, least=1)), ("description", Text()), ("input_schema", OBJECT), ("type", Text())), ("name",)
+    (("name", Text(maximum=256, minimum=1)), ("description", Text()), ("input_schema", OBJECT), ("type", Text())),
+    ("name",),
 )
 TOOL_CHOICE = Shape(
     (("type", Choice(("auto", "any", "tool", "none"))), ("name", Text()), ("disable_parallel_tool_use", Flag())),
@@ -21,13 +22,13 @@ THINKING = Shape(
     ("type",),
 )
 
-OUTPUT = Shape((("format", OBJECT), ("effort", Text(most=64))))
+OUTPUT = Shape((("format", OBJECT), ("effort", Text(maximum=64))))
 
-_ASKED = (
-    Field("model", Text(most=512), "The name of a served model; may be left out."),
-    Field("messages", Items(MESSAGE, least=1, most=MOST_MESSAGES), "The conversation so far.", needed=True),
+_SHARED_FIELDS = (
+    Field("model", Text(maximum=512), "The name of a served model; may be left out."),
+    Field("messages", Items(MESSAGE, minimum=1, maximum=MOST_MESSAGES), "The conversation so far.", required=True),
     Field("system", CONTENT, "What the model is told before the conversation."),
-    Field("tools", Items(TOOL, most=512), "Functions that the model may call."),
+    Field("tools", Items(TOOL, maximum=512), "Functions that the model may call."),
     Field("tool_choice", TOOL_CHOICE, "auto, none, any, or one tool."),
     Field("thinking", THINKING, "Whether the model thinks before it answers, where its template knows that."),
     Field("output_config", OUTPUT, "format: a json_schema that the text has to follow; effort, where it is known."),
@@ -46,9 +47,9 @@ MESSAGES = Endpoint(
     "/v1/messages",
     "Answer a conversation, as Anthropic's API does",
     (
-        *_ASKED,
-        Field("max_tokens", whole(1, MOST), "New tokens at most.", needed=True),
-        Field("stop_sequences", Items(Text(least=1), most=64), "Strings that end the text.", option="stop"),
+        *_SHARED_FIELDS,
+        Field("max_tokens", whole(1, MOST), "New tokens at most.", required=True),
+        Field("stop_sequences", Items(Text(minimum=1), maximum=64), "Strings that end the text.", option="stop"),
         Field("stream", Flag(), "Send the answer as server-sent events, while it is made."),
         Field("temperature", Number(0, 100), "0 is greedy. Absent: what the checkpoint asks for, else 1."),
         Field("top_k", whole(-1, MOST), "Draw from the k most likely tokens."),
@@ -58,4 +59,4 @@ MESSAGES = Endpoint(
         ignored("inference_geo", "It runs here."),
     ),
 )
-COUNT_TOKENS = Endpoint("/v1/messages/count_tokens", "How many tokens a conversation has", _ASKED)
+COUNT_TOKENS = Endpoint("/v1/messages/count_tokens", "How many tokens a conversation has", _SHARED_FIELDS)

@@ -9,12 +9,12 @@ from typing import Any
 from rekindle._src.serve.errors import wrong
 
 
-def messages_of(given: Mapping[str, Any]) -> list[dict[str, Any]]:
+def messages_of(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the conversation. Refuse blocks other than text, thinking and tools by name."""
     messages: list[dict[str, Any]] = []
-    if given.get("system"):
-        messages.append({"role": "system", "content": _text(given["system"], "system")})
-    for index, message in enumerate(given["messages"]):
+    if fields.get("system"):
+        messages.append({"role": "system", "content": _text(fields["system"], "system")})
+    for index, message in enumerate(fields["messages"]):
         path = f"messages[{index}].content"
         if isinstance(message["content"], str):
             messages.append({"role": message["role"], "content": message["content"]})
@@ -25,10 +25,10 @@ def messages_of(given: Mapping[str, Any]) -> list[dict[str, Any]]:
     return messages
 
 
-def tools_of(given: Mapping[str, Any]) -> list[dict[str, Any]]:
+def tools_of(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the tools in the form of OpenAI's API."""
     tools = []
-    for index, tool in enumerate(given.get("tools") or ()):
+    for index, tool in enumerate(fields.get("tools") or ()):
         if tool.get("type") not in (None, "custom"):
             fix = "Pass tools with an input_schema"
             raise wrong(f"tools[{index}].type", tool["type"], "is a tool of Anthropic's own", fix)

@@ -159,12 +159,12 @@ def app(
         for endpoint, handler, dialect in POSTS
     ]
     keys = Keys(api_key)
-    described = document(
+    description = document(
         [endpoint for endpoint, _, _ in POSTS], [(path, summary) for path, _, summary in GETS], keys=bool(keys)
     )
 
-    async def openapi(exchange: Exchange, given: dict[str, Any]) -> None:
-        await exchange.reply(described)
+    async def openapi(exchange: Exchange, fields: dict[str, Any]) -> None:
+        await exchange.reply(description)
 
     routes += [
         # A model's name may have slashes.

@@ -61,7 +61,7 @@ class BatchRun:
         self._source = Path(source)
         self._service = Service(Models(session, name), Life(max_queued_tokens=1 << 62), strict=strict)
         self._name = next(iter(self._service.models.by_name))
-        self._lines = JsonLines(out, start=_START, writer="rekindle run-batch", on_entry=self._found, field="output")
+        self._lines = JsonLines(out, start=_START, writer="rekindle run-batch", on_entry=self._resume, field="output")
         self._known: set[str] = set()
         self._custom_ids: set[str] = set()
         self._active = 0
@@ -87,7 +87,7 @@ class BatchRun:
             try:
                 async with anyio.create_task_group() as group:
                     for number, line in enumerate(file, start=1):
-                        task = self._taken(number, line) if line.strip() else None
+                        task = self._task_of(number, line) if line.strip() else None
                         if task is not None:
                             await places.acquire()
                             group.start_soon(self._answer, task, places)
@@ -104,7 +104,7 @@ class BatchRun:
         line += f", {self.failed:,} with errors" if self.failed else ""
         return State(line, count / self.total if self.total else None)
 
-    def _taken(self, number: int, line: bytes) -> _Task | None:
+    def _task_of(self, number: int, line: bytes) -> _Task | None:
         """Return the request of a line. None: it has an answer, or is invalid and gets an error at once."""
         text = json.dumps([self._name, number]).encode() + line.rstrip(b"\r\n")
         name = f"batch_req_{hashlib.blake2b(text, digest_size=16).hexdigest()}"
@@ -112,7 +112,7 @@ class BatchRun:
         try:
             fields = parse(line)
             custom_id = fields.get("custom_id") if isinstance(fields, dict) else None
-            url, body = self._checked(fields)
+            url, body = self._checked_task(fields)
         except Refused as refused:
             if name not in self._known:
                 error = {"code": refused.code or "invalid_line", "message": refused.message}
@@ -147,7 +147,7 @@ class BatchRun:
             self.tokens += usage.get("completion_tokens", usage.get("output_tokens", 0))
         self._lines.add(entry)
 
-    def _checked(self, task: Any) -> tuple[str, Any]:
+    def _checked_task(self, task: Any) -> tuple[str, Any]:
         if not isinstance(task, dict):
             raise Refused(400, "the line is not a JSON object with custom_id, method, url and body")
         custom_id, url, body = task.get("custom_id"), task.get("url"), task.get("body")
@@ -187,7 +187,7 @@ class BatchRun:
             self._active -= 1
         return status, exchange.request_id, json.loads(b"".join(parts))
 
-    def _found(self, entry: Entry, at: int) -> bool:
+    def _resume(self, entry: Entry, offset: int) -> bool:
         name, response = entry.get("id"), entry.get("response")
         if (
             not isinstance(name, str)

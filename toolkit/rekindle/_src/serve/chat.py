@@ -21,13 +21,13 @@ from rekindle._src.serve.errors import wrong
 from rekindle._src.serve.exchange import Exchange, dumps
 from rekindle._src.serve.generation import (
     Chunks,
-    counted,
-    finished,
     follow,
     model_of,
     stream_options,
     submit,
     usage,
+    usage_object,
+    wait_all,
 )
 from rekindle._src.serve.life import CHARACTERS_PER_TOKEN, Active
 from rekindle._src.serve.logprobs import Shapes
@@ -48,81 +48,81 @@ NAMES = {"prompt": "messages", "template": "chat_template", "template_options": 
 _OF_CHAT = ("reasoning_effort", "documents", "tools", "tool_choice")  # options of `session.chat` by the same names
 
 
-async def chat(exchange: Exchange, given: dict[str, Any]) -> None:
+async def chat(exchange: Exchange, fields: dict[str, Any]) -> None:
     """Answer a request for chat completions."""
-    served, session = model_of(exchange, given)
-    exchange.names = {**exchange.names, **NAMES, "max_tokens": _limit_field(given), "logprobs": "top_logprobs"}
-    structure, names = structure_options(given)
+    served, session = model_of(exchange, fields)
+    exchange.names = {**exchange.names, **NAMES, "max_tokens": _limit_field(fields), "logprobs": "top_logprobs"}
+    structure, names = structure_options(fields)
     exchange.names |= names
-    options = {**chat_options(given, session), **template_options(exchange, given), **structure}
-    streaming = stream_options(given)
-    options |= calls_options(given, parallel=given.get("parallel_tool_calls", True))
+    options = {**chat_options(fields, session), **template_options(exchange, fields), **structure}
+    streaming = stream_options(fields)
+    options |= calls_options(fields, parallel=fields.get("parallel_tool_calls", True))
     tokens = exchange.size // CHARACTERS_PER_TOKEN + 1
     with exchange.takes_on(tokens) as active:
-        handle = await exchange.run(lambda: asked(session.chat, plain_messages(given["messages"]), options))
+        handle = await exchange.run(lambda: call_chat(session.chat, plain_messages(fields["messages"]), options))
         submit(exchange, active, [handle])
-        writer = _Writer(exchange, given, served.name, session, handle)
-        if given.get("stream"):
+        writer = _Writer(exchange, fields, served.name, session, handle)
+        if fields.get("stream"):
             await writer.stream(active, streaming)
             return
-        completions = await finished(exchange, active, [handle])
+        completions = await wait_all(exchange, active, [handle])
         await exchange.reply(await writer.whole(completions))
 
 
-def asked(ask: Callable[..., T], messages: Sequence[Mapping[str, Any]], options: dict[str, Any]) -> T:
+def call_chat(method: Callable[..., T], messages: Sequence[Mapping[str, Any]], options: dict[str, Any]) -> T:
     """Call `session.chat` or `session.render`; leave out the reasoning effort if the template has none."""
     try:
-        return ask(messages, **options)
+        return method(messages, **options)
     except InvalidRequest as error:
         if error.field != "reasoning_effort":
             raise
-    return ask(messages, **{name: value for name, value in options.items() if name != "reasoning_effort"})
+    return method(messages, **{name: value for name, value in options.items() if name != "reasoning_effort"})
 
 
-def calls_options(given: Mapping[str, Any], *, parallel: bool) -> dict[str, bool]:
+def calls_options(fields: Mapping[str, Any], *, parallel: bool) -> dict[str, bool]:
     """Return the options of `session.chat` for streamed tool calls and for at most one call."""
-    options = {"stream_tool_calls": True} if given.get("stream") and given.get("tools") else {}
+    options = {"stream_tool_calls": True} if fields.get("stream") and fields.get("tools") else {}
     return options if parallel else {**options, "parallel_tool_calls": False}
 
 
-def _limit_field(given: Mapping[str, Any]) -> str:
-    return "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
+def _limit_field(fields: Mapping[str, Any]) -> str:
+    return "max_completion_tokens" if "max_completion_tokens" in fields else "max_tokens"
 
 
-def chat_options(given: Mapping[str, Any], session: SessionLike) -> dict[str, Any]:
+def chat_options(fields: Mapping[str, Any], session: SessionLike) -> dict[str, Any]:
     """Return the sampling options of a chat."""
-    options = sampling_options(given, session)
-    options["max_tokens"] = given.get(_limit_field(given), rest_of_context(session))
-    if given.get("top_logprobs") and not given.get("logprobs"):
-        raise wrong("top_logprobs", given["top_logprobs"], "is given without logprobs", "Add logprobs: true")
-    if given.get("logprobs"):
-        options["logprobs"] = given.get("top_logprobs", 0)
+    options = sampling_options(fields, session)
+    options["max_tokens"] = fields.get(_limit_field(fields), rest_of_context(session))
+    if fields.get("top_logprobs") and not fields.get("logprobs"):
+        raise wrong("top_logprobs", fields["top_logprobs"], "is given without logprobs", "Add logprobs: true")
+    if fields.get("logprobs"):
+        options["logprobs"] = fields.get("top_logprobs", 0)
     return options
 
 
-def template_options(exchange: Exchange, given: Mapping[str, Any]) -> dict[str, Any]:
+def template_options(exchange: Exchange, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of `session.chat` that the template reads."""
     options: dict[str, Any] = {}
-    variables: dict[str, Any] = dict(given.get("chat_template_kwargs") or {})
+    variables: dict[str, Any] = dict(fields.get("chat_template_kwargs") or {})
     for name in _OWN_FIELDS & variables.keys():
         raise wrong(f"chat_template_kwargs.{name}", variables[name], "is a field of its own", f"Pass {name} beside it")
     options |= {
-        name: given[name] for name in ("reasoning_effort", "documents", "tools", "tool_choice") if name in given
+        name: fields[name] for name in ("reasoning_effort", "documents", "tools", "tool_choice") if name in fields
     }
     options |= tool_options(options)
-    if given.get("continue_final_message"):
-        if given.get("add_generation_prompt"):
+    if fields.get("continue_final_message"):
+        if fields.get("add_generation_prompt"):
             fix = "Set one of the two"
             raise wrong("add_generation_prompt", True, "contradicts continue_final_message", fix)
         options["continue_final_message"] = True
-    elif "add_generation_prompt" in given:
-        variables["add_generation_prompt"] = given["add_generation_prompt"]
-    if "chat_template" in given:
+    elif "add_generation_prompt" in fields:
+        variables["add_generation_prompt"] = fields["add_generation_prompt"]
+    if "chat_template" in fields:
         if not exchange.service.trust_templates:
             fix = "Remove it, or start the server with --trust-request-chat-template"
-            raise wrong("chat_template", given["chat_template"], "is not accepted by this server", fix)
-        options["template"] = given["chat_template"]
-    if given.get("add_special_tokens"):
+            raise wrong("chat_template", fields["chat_template"], "is not accepted by this server", fix)
+        options["template"] = fields["chat_template"]
+    if fields.get("add_special_tokens"):
         raise wrong("add_special_tokens", True, "is not possible: the template writes them", "Remove it")
     if variables:
         options["template_options"] = variables
@@ -133,57 +133,57 @@ class _Writer:
     """Writes the answer of one request."""
 
     def __init__(
-        self, exchange: Exchange, given: Mapping[str, Any], model: str, session: SessionLike, handle: HandleLike
+        self, exchange: Exchange, fields: Mapping[str, Any], model: str, session: SessionLike, handle: HandleLike
     ) -> None:
-        self._exchange, self._given, self._handle, self._session = exchange, given, handle, session
+        self._exchange, self._fields, self._handle, self._session = exchange, fields, handle, session
         names = exchange.service.token_names(model, session)
-        self._shapes = Shapes(names, as_ids=given.get("return_tokens_as_token_ids", False))
+        self._shapes = Shapes(names, as_ids=fields.get("return_tokens_as_token_ids", False))
         self._common: dict[str, Any] = {
             "id": f"chatcmpl-{exchange.request_id}",
             "object": "chat.completion",
             "created": int(time.time()),
             "model": model,
         }
-        self._ids = bool(given.get("return_token_ids"))
-        self._before = _echoed(given)
-        self._parallel = given.get("parallel_tool_calls", True)
-        self._reasons = given.get("include_reasoning", True)
+        self._ids = bool(fields.get("return_token_ids"))
+        self._before = _echoed(fields)
+        self._parallel = fields.get("parallel_tool_calls", True)
+        self._reasons = fields.get("include_reasoning", True)
 
-    async def whole(self, found: Sequence[Sequence[Completion]]) -> dict[str, Any]:
+    async def whole(self, completions: Sequence[Sequence[Completion]]) -> dict[str, Any]:
         """Return the answer that is not streamed."""
-        (completions,) = found
+        (choices,) = completions
 
-        def choice_of(done: Completion) -> dict[str, Any]:
+        def choice_of(completion: Completion) -> dict[str, Any]:
             choice: dict[str, Any] = {
-                "index": done.index,
-                "message": self._message(done),
-                "logprobs": self._shapes.chat(done.logprobs or ()) if self._given.get("logprobs") else None,
-                "finish_reason": _finish(done.finish_reason, called=bool(done.tool_calls)),
-                "stop_reason": done.stop_reason,
+                "index": completion.index,
+                "message": self._message(completion),
+                "logprobs": self._shapes.chat(completion.logprobs or ()) if self._fields.get("logprobs") else None,
+                "finish_reason": _finish(completion.finish_reason, called=bool(completion.tool_calls)),
+                "stop_reason": completion.stop_reason,
             }
             if self._ids:
-                choice["token_ids"] = done.token_ids
+                choice["token_ids"] = completion.token_ids
             return choice
 
         answer = {
             **self._common,
-            "choices": Entries(completions, choice_of),
-            "usage": await usage(self._exchange, found, self._session),
+            "choices": Entries(choices, choice_of),
+            "usage": await usage(self._exchange, completions, self._session),
             "system_fingerprint": FINGERPRINT,
         }
-        if "prompt_logprobs" in self._given:
-            answer["prompt_logprobs"] = self._shapes.prompt(completions[0].prompt_logprobs or ())
+        if "prompt_logprobs" in self._fields:
+            answer["prompt_logprobs"] = self._shapes.prompt(choices[0].prompt_logprobs or ())
         if self._ids:
-            answer["prompt_token_ids"] = completions[0].prompt_token_ids
+            answer["prompt_token_ids"] = choices[0].prompt_token_ids
         return answer
 
-    def _message(self, done: Completion) -> dict[str, Any]:
+    def _message(self, completion: Completion) -> dict[str, Any]:
         """Return the assistant's message. Clients read the reasoning under either of two names."""
-        message: dict[str, Any] = {"role": "assistant", "content": self._before + done.content, "refusal": None}
-        if done.reasoning and self._reasons:
-            message |= {"reasoning": done.reasoning, "reasoning_content": done.reasoning}
-        if done.tool_calls:
-            calls = done.tool_calls if self._parallel else done.tool_calls[:1]
+        message: dict[str, Any] = {"role": "assistant", "content": self._before + completion.content, "refusal": None}
+        if completion.reasoning and self._reasons:
+            message |= {"reasoning": completion.reasoning, "reasoning_content": completion.reasoning}
+        if completion.tool_calls:
+            calls = completion.tool_calls if self._parallel else completion.tool_calls[:1]
             message["content"] = message["content"] or None
             message["tool_calls"] = [_call(call) for call in calls]
         return message
@@ -198,7 +198,7 @@ class _Writer:
         async def write(number: int, delta: TextDelta) -> None:
             nonlocal generated
             generated += len(delta.token_ids)
-            usage_so_far = counted(len(self._handle.prompt_token_ids), generated) if chunks.continuous else None
+            usage_so_far = usage_object(len(self._handle.prompt_token_ids), generated) if chunks.continuous else None
             parts: list[str] = []
             if delta.index not in begun:
                 content = f'"role":"assistant","content":{dumps(self._before)}'
@@ -206,7 +206,7 @@ class _Writer:
                 parts.append(chunks.chunk(_choice(delta.index, content), usage_so_far, extra))
                 begun.add(delta.index)
             logprobs = "null"
-            if self._given.get("logprobs"):  # a delta holds many tokens if the client is slow
+            if self._fields.get("logprobs"):  # a delta holds many tokens if the client is slow
                 logprobs = await text_of(self._shapes.chat(delta.logprobs))
             ids = f',"token_ids":{dumps(delta.token_ids)}' if self._ids else ""
             contents = self._contents(delta)
@@ -252,7 +252,7 @@ class _Writer:
     async def _extra(self, delta: TextDelta) -> str:
         """Return the members of the first chunk beside its choices, as JSON text."""
         extra = ""
-        if "prompt_logprobs" in self._given:
+        if "prompt_logprobs" in self._fields:
             extra += f',"prompt_logprobs":{await text_of(self._shapes.prompt(delta.prompt_logprobs))}'
         if self._ids:
             extra += f',"prompt_token_ids":{dumps(self._handle.prompt_token_ids)}'
@@ -274,9 +274,9 @@ def _call(call: ToolCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments_text}}
 
 
-def _echoed(given: Mapping[str, Any]) -> str:
+def _echoed(fields: Mapping[str, Any]) -> str:
     """Return the text of the last message if the answer continues it and echoes it, else an empty string."""
-    if not given.get("echo") or not given.get("continue_final_message"):
+    if not fields.get("echo") or not fields.get("continue_final_message"):
         return ""
-    message = plain_messages(given["messages"][-1:])[0]
+    message = plain_messages(fields["messages"][-1:])[0]
     return str(message.get("content", ""))

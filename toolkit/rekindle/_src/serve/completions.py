@@ -13,13 +13,13 @@ from rekindle._src.serve.errors import wrong
 from rekindle._src.serve.exchange import Exchange, dumps
 from rekindle._src.serve.generation import (
     Chunks,
-    counted,
-    finished,
     follow,
     model_of,
     stream_options,
     submit,
     usage,
+    usage_object,
+    wait_all,
 )
 from rekindle._src.serve.life import Active, estimate
 from rekindle._src.serve.logprobs import Offset, Shapes
@@ -31,45 +31,45 @@ from rekindle._src.serve.structure import structure_options
 MAX_TOKENS = 16  # OpenAI's default
 
 
-async def completions(exchange: Exchange, given: dict[str, Any]) -> None:
+async def completions(exchange: Exchange, fields: dict[str, Any]) -> None:
     """Answer a request for completions."""
-    served, session = model_of(exchange, given)
-    n, echo = given.get("n", 1), given.get("echo", False)
-    if given.get("best_of", n) != n:
-        raise wrong("best_of", given["best_of"], f"is not n, which is {n}", "Remove it: every completion is returned")
-    structure, names = structure_options(given)
+    served, session = model_of(exchange, fields)
+    n, echo = fields.get("n", 1), fields.get("echo", False)
+    if fields.get("best_of", n) != n:
+        raise wrong("best_of", fields["best_of"], f"is not n, which is {n}", "Remove it: every completion is returned")
+    structure, names = structure_options(fields)
     exchange.names = {**exchange.names, **names}
-    options = {**sampling_options(given, session), **structure}
-    options["max_tokens"] = given.get("max_tokens", MAX_TOKENS)
-    if "logprobs" in given:
-        options["logprobs"] = given["logprobs"]
+    options = {**sampling_options(fields, session), **structure}
+    options["max_tokens"] = fields.get("max_tokens", MAX_TOKENS)
+    if "logprobs" in fields:
+        options["logprobs"] = fields["logprobs"]
         if echo:
-            options["prompt_logprobs"] = max(given["logprobs"], given.get("prompt_logprobs", 0))
-    prompts = await _tokens(exchange, given, session)
+            options["prompt_logprobs"] = max(fields["logprobs"], fields.get("prompt_logprobs", 0))
+    prompts = await _tokens(exchange, fields, session)
     _fits(len(prompts) * n, session)
-    streaming = stream_options(given)
+    streaming = stream_options(fields)
     with exchange.takes_on(estimate(prompts)) as active:
         handles = await exchange.run(lambda: [session.generate(prompt, **options) for prompt in prompts])
         submit(exchange, active, handles)  # if the queue has no room for one, all of them are refused
-        writer = _Writer(exchange, given, served.name, session, active.handles)
-        if given.get("stream"):
+        writer = _Writer(exchange, fields, served.name, session, active.handles)
+        if fields.get("stream"):
             await writer.stream(active, streaming)
             return
-        results = await finished(exchange, active, active.handles)
+        results = await wait_all(exchange, active, active.handles)
         await exchange.reply(await writer.whole(results))
 
 
-async def _tokens(exchange: Exchange, given: Mapping[str, Any], session: SessionLike) -> Sequence[Any]:
+async def _tokens(exchange: Exchange, fields: Mapping[str, Any], session: SessionLike) -> Sequence[Any]:
     """Return the prompts, encoded here if they must get no special tokens."""
-    prompts: Sequence[Any] = given["prompt"]
-    if given.get("add_special_tokens", True):
+    prompts: Sequence[Any] = fields["prompt"]
+    if fields.get("add_special_tokens", True):
         return prompts
 
-    def encoded() -> Sequence[Any]:
+    def encode_all() -> Sequence[Any]:
         encode = session.tokenizer.encode
         return [encode(text, add_special_tokens=False) if isinstance(text, str) else text for text in prompts]
 
-    tokens: Sequence[Any] = await exchange.run(encoded)
+    tokens: Sequence[Any] = await exchange.run(encode_all)
     if not all(len(prompt) for prompt in tokens):
         raise wrong("prompt", "", "has no tokens", "Send at least one character")
     return tokens
@@ -85,23 +85,23 @@ class _Writer:
     """Writes the answer of one request."""
 
     def __init__(
-        self, exchange: Exchange, given: Mapping[str, Any], model: str, session: SessionLike,
+        self, exchange: Exchange, fields: Mapping[str, Any], model: str, session: SessionLike,
         handles: Sequence[HandleLike],
     ) -> None:  # fmt: skip
-        self._exchange, self._given, self._handles = exchange, given, handles
-        self._n, self._echo = given.get("n", 1), bool(given.get("echo"))
+        self._exchange, self._fields, self._handles = exchange, fields, handles
+        self._n, self._echo = fields.get("n", 1), bool(fields.get("echo"))
         self._session = session
         names = exchange.service.token_names(model, session)
-        self._shapes = Shapes(names, as_ids=given.get("return_tokens_as_token_ids", False))
+        self._shapes = Shapes(names, as_ids=fields.get("return_tokens_as_token_ids", False))
         self._common = {
             "id": f"cmpl-{exchange.request_id}",
             "object": "text_completion",
             "created": int(time.time()),
             "model": model,
         }
-        self._ids = bool(given.get("return_token_ids"))
+        self._ids = bool(fields.get("return_token_ids"))
 
-    async def whole(self, found: Sequence[Sequence[Completion]]) -> dict[str, Any]:
+    async def whole(self, completions: Sequence[Sequence[Completion]]) -> dict[str, Any]:
         """Return the answer that is not streamed."""
 
         def choice_of(numbered: tuple[int, Completion]) -> dict[str, Any]:
@@ -114,43 +114,43 @@ class _Writer:
                 "finish_reason": finish_of(completion.finish_reason),
                 "stop_reason": completion.stop_reason,
             }
-            if "prompt_logprobs" in self._given:
+            if "prompt_logprobs" in self._fields:
                 choice["prompt_logprobs"] = self._shapes.prompt(completion.prompt_logprobs or ())
             if self._ids:
                 choice |= {"token_ids": completion.token_ids, "prompt_token_ids": completion.prompt_token_ids}
             return choice
 
-        choices = [(number, completion) for number, group in enumerate(found) for completion in group]
+        choices = [(number, completion) for number, group in enumerate(completions) for completion in group]
         return {
             **self._common,
             "choices": Entries(choices, choice_of),
-            "usage": await usage(self._exchange, found, self._session),
+            "usage": await usage(self._exchange, completions, self._session),
             "system_fingerprint": FINGERPRINT,
         }
 
     def _prompt(self, number: int) -> str:
         """Return the text of a prompt; token ids are decoded."""
-        prompt = self._given["prompt"][number]
+        prompt = self._fields["prompt"][number]
         if isinstance(prompt, str):
             return prompt
         return str(self._session.tokenizer.decode(prompt)) if self._session.tokenizer.has_text else ""
 
-    def _logprobs(self, done: Completion) -> dict[str, Any] | None:
-        if "logprobs" not in self._given:
+    def _logprobs(self, completion: Completion) -> dict[str, Any] | None:
+        if "logprobs" not in self._fields:
             return None
-        entries: list[TokenLogprobs | int] = [*(done.logprobs or ())]
+        entries: list[TokenLogprobs | int] = [*(completion.logprobs or ())]
         if self._echo:
-            entries = [done.prompt_token_ids[0], *(done.prompt_logprobs or ()), *entries]
+            entries = [completion.prompt_token_ids[0], *(completion.prompt_logprobs or ()), *entries]
         return self._shapes.completion(entries, Offset())
 
     async def stream(self, active: Active, options: Mapping[str, Any]) -> None:
         """Write chunks as deltas arrive."""
         exchange, n = self._exchange, self._n
         chunks = Chunks(self._common, options=options)
-        logprobs, ids = "logprobs" in self._given, self._ids
-        scores = "prompt_logprobs" in self._given
+        logprobs, ids = "logprobs" in self._fields, self._ids
+        scores = "prompt_logprobs" in self._fields
         offsets: dict[int, Offset] = {}  # by index, of choices that have begun
-        made = [0] * len(self._handles)
+        generated = [0] * len(self._handles)
 
         async def write(number: int, delta: TextDelta) -> None:
             index = number * n + delta.index
@@ -176,10 +176,12 @@ class _Writer:
             if ids:
                 prompt = self._handles[number].prompt_token_ids if fresh else None
                 choice += f',"token_ids":{dumps(delta.token_ids)},"prompt_token_ids":{dumps(prompt)}'
-            made[number] += len(delta.token_ids)
+            generated[number] += len(delta.token_ids)
             usage_so_far = None
             if chunks.continuous:
-                usage_so_far = counted(sum(len(handle.prompt_token_ids) for handle in self._handles), sum(made))
+                usage_so_far = usage_object(
+                    sum(len(handle.prompt_token_ids) for handle in self._handles), sum(generated)
+                )
             await exchange.emit(chunks.chunk(choice + "}", usage_so_far).encode())
 
         results = await follow(exchange, active, self._handles, write)

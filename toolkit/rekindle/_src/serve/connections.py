@@ -87,7 +87,7 @@ class Connections:
         idle = [peer for peer in among if peer.waiting_since is not None]
         if not idle:
             return False
-        oldest = min(idle, key=lambda one: one.waiting_since or 0.0)
+        oldest = min(idle, key=lambda peer: peer.waiting_since or 0.0)
         self.leave(oldest)
         oldest.refuse(503)
         if oldest.transport.get_write_buffer_size():  # its client does not read, so closing would never finish
@@ -254,10 +254,10 @@ if HttpToolsProtocol is not None:
 def protocol(connections: Connections) -> Callable[..., asyncio.Protocol]:
     """Return a factory of a connection's protocol, as uvicorn's option `http` takes it."""
     kind: Any = _H11 if HttpToolsProtocol is None else _HttpTools
-    return functools.partial(_made, kind, connections)
+    return functools.partial(_make, kind, connections)
 
 
-def _made(kind: Any, connections: Connections, **options: Any) -> asyncio.Protocol:
+def _make(kind: Any, connections: Connections, **options: Any) -> asyncio.Protocol:
     connection: _Bounded = kind(**options)
     connection.connections_of_server = connections
     return connection

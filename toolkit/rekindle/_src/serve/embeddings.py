@@ -24,9 +24,9 @@ EMBEDDINGS = Endpoint(
             PROMPTS,
             "A string, token ids, or a list of strings or of lists of token ids.",
             option="prompt",
-            needed=True,
+            required=True,
         ),
-        Field("model", Text(most=512), "The name of a served model; may be left out."),
+        Field("model", Text(maximum=512), "The name of a served model; may be left out."),
         Field("encoding_format", Choice(("float", "base64")), "float by default; base64 is of little-endian float32."),
         Field("dimensions", whole(1), "Keep only so many numbers, for models trained for that."),
         Field("pooling", Choice(("mean", "last")), "Of the last layer's hidden states: their mean, or the last one."),
@@ -39,13 +39,13 @@ EMBEDDINGS = Endpoint(
 )
 
 
-async def embeddings(exchange: Exchange, given: dict[str, Any]) -> None:
+async def embeddings(exchange: Exchange, fields: dict[str, Any]) -> None:
     """Answer a request for embeddings."""
-    served, session = model_of(exchange, given)
-    options: dict[str, Any] = {name: given[name] for name in ("dimensions", "pooling", "normalize") if name in given}
-    if given.get("priority"):
-        options["priority"] = -given["priority"]
-    inputs = given["input"]
+    served, session = model_of(exchange, fields)
+    options: dict[str, Any] = {name: fields[name] for name in ("dimensions", "pooling", "normalize") if name in fields}
+    if fields.get("priority"):
+        options["priority"] = -fields["priority"]
+    inputs = fields["input"]
     vectors: list[Any] = []
     tokens = 0
     with exchange.takes_on(estimate(inputs)) as active:
@@ -58,14 +58,14 @@ async def embeddings(exchange: Exchange, given: dict[str, Any]) -> None:
                 active.started()
 
     def entry(numbered: tuple[int, Any]) -> dict[str, Any]:
-        return {"object": "embedding", "index": numbered[0], "embedding": _shape(numbered[1], given)}
+        return {"object": "embedding", "index": numbered[0], "embedding": _shape(numbered[1], fields)}
 
     data = Entries([*enumerate(vectors)], entry)
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
     await exchange.reply({"object": "list", "data": data, "model": served.name, "usage": usage})
 
 
-def _shape(vector: Any, given: dict[str, Any]) -> Any:
-    if given.get("encoding_format") == "base64":
+def _shape(vector: Any, fields: dict[str, Any]) -> Any:
+    if fields.get("encoding_format") == "base64":
         return base64.b64encode(vector.astype("<f4").tobytes()).decode()
     return vector.tolist()

@@ -82,7 +82,7 @@ class Refused(Exception):
 
 def wrong(param: str, value: object, problem: str, fix: str, *, code: str | None = None) -> Refused:
     """Return the error for a field with a wrong value."""
-    return Refused(400, f"{param}={shown(value)}: {problem}. {fix}", param=param, code=code)
+    return Refused(400, f"{param}={abbreviated(value)}: {problem}. {fix}", param=param, code=code)
 
 
 def missing(param: str, fix: str = "Add it") -> Refused:
@@ -95,7 +95,7 @@ def unavailable(message: str, *, retry_after: float | None = 5) -> Refused:
     return Refused(503, message, type="server_error", code="unavailable", retry_after=retry_after)
 
 
-def shown(value: object) -> str:
+def abbreviated(value: object) -> str:
     """Return at most 80 characters of a value, for an error message."""
     if isinstance(value, tuple):  # was a JSON array
         value = list(value)

@@ -13,7 +13,7 @@ from rekindle._src.serve.kinds import Anything, Kind, nullable
 
 log = logging.getLogger("rekindle.server")
 
-Does = Literal["applied", "refused", "ignored"]
+FieldStatus = Literal["applied", "refused", "ignored"]
 _MOST_LOGGED = 1_000  # names of unknown fields remembered as logged, at most
 
 
@@ -24,9 +24,9 @@ class Field:
     name: str
     kind: Kind
     doc: str
-    does: Does = "applied"
+    status: FieldStatus = "applied"
     option: str | None = None  # the option that it sets, if the names differ
-    needed: bool = False
+    required: bool = False
     harmless: tuple[Any, ...] = ()  # values of a refused field that change nothing
 
 
@@ -56,15 +56,15 @@ class Endpoint:
                     fix = "Remove it; this server runs with --strict"
                     raise wrong(name[:80], value, f"is not a field of {self.path}", fix)
                 unknown(self.path, name)
-            elif value is None or field.does == "ignored":
+            elif value is None or field.status == "ignored":
                 continue
-            elif field.does == "refused":
+            elif field.status == "refused":
                 if value not in field.harmless:
                     raise wrong(name, value, f"is not supported: {field.doc}", "Remove it", code="unsupported")
             else:
                 values[name] = field.kind.check(value, name)
         for field in self.fields:
-            if field.needed and field.name not in values:
+            if field.required and field.name not in values:
                 raise missing(field.name)
         return values
 
@@ -77,12 +77,15 @@ class Endpoint:
         """Return the JSON schema of a request's body."""
         properties: dict[str, Any] = {}
         for field in self.fields:
-            if field.does == "refused":
+            if field.status == "refused":
                 properties[field.name] = {"enum": [None, *field.harmless], "description": f"Refused: {field.doc}"}
                 continue
-            schema = field.kind.schema() if field.needed else nullable(field.kind.schema())
-            properties[field.name] = {**schema, "description": f"{'Ignored: ' * (field.does == 'ignored')}{field.doc}"}
-        required = [field.name for field in self.fields if field.needed]
+            schema = field.kind.schema() if field.required else nullable(field.kind.schema())
+            properties[field.name] = {
+                **schema,
+                "description": f"{'Ignored: ' * (field.status == 'ignored')}{field.doc}",
+            }
+        required = [field.name for field in self.fields if field.required]
         return {"type": "object", "properties": properties, **({"required": required} if required else {})}
 
 
@@ -100,10 +103,10 @@ class UnknownFields:
     """Logs each unknown field once. Names are cut, since one may be as long as a body."""
 
     def __init__(self) -> None:
-        self._seen: set[tuple[str, str]] = set()
+        self._logged: set[tuple[str, str]] = set()
 
     def __call__(self, path: str, name: str) -> None:
         name = name[:80]
-        if (path, name) not in self._seen and len(self._seen) < _MOST_LOGGED:
-            self._seen.add((path, name))
+        if (path, name) not in self._logged and len(self._logged) < _MOST_LOGGED:
+            self._logged.add((path, name))
             log.warning("%s: the unknown field %r is ignored, from now on silently", path, name)

@@ -16,11 +16,11 @@ from rekindle._src.serve.models import Served
 from rekindle._src.serve.service import FINGERPRINT
 
 
-def model_of(exchange: Exchange, given: Mapping[str, Any]) -> tuple[Served, SessionLike]:
+def model_of(exchange: Exchange, fields: Mapping[str, Any]) -> tuple[Served, SessionLike]:
     """Return the model that a request names, and its session. Rename the exchange if the body has a request_id."""
-    if "request_id" in given:
-        exchange.rename(given["request_id"])
-    served = exchange.service.models.get(given.get("model"))
+    if "request_id" in fields:
+        exchange.rename(fields["request_id"])
+    served = exchange.service.models.get(fields.get("model"))
     exchange.model = served.name
     return served, served.open()
 
@@ -29,7 +29,7 @@ _LONG_THOUGHTS = 20_000  # characters of reasoning from which encoding runs in a
 MOST_CHARACTERS = 1 << 20  # of a text to encode at most, unless the context has room for more
 
 
-def encoded(session: SessionLike, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
+def encode_text(session: SessionLike, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
     """Return the token ids of a text, which may exceed the context. Raise `Refused` if it is too long to encode."""
     limit = max(MOST_CHARACTERS, 8 * (session.config.max_model_len or 0))
     if len(text) > limit:
@@ -45,7 +45,7 @@ def submit(exchange: Exchange, active: Active, handles: Sequence[HandleLike]) ->
         handle.submit()
 
 
-async def finished(exchange: Exchange, active: Active, handles: Sequence[HandleLike]) -> list[list[Completion]]:
+async def wait_all(exchange: Exchange, active: Active, handles: Sequence[HandleLike]) -> list[list[Completion]]:
     """Wait for all handles, and return the completions of each prompt."""
     completions = []
     for handle in handles:
@@ -67,7 +67,7 @@ async def follow(
     """Call `write` with each delta and the number of its prompt. Return the completions of each prompt at the end."""
     metrics = exchange.service.metrics
 
-    async def one(number: int, handle: HandleLike) -> None:
+    async def read(number: int, handle: HandleLike) -> None:
         clock = metrics.clock(exchange.model)
         async for delta in handle:
             active.started()
@@ -75,20 +75,20 @@ async def follow(
             await write(number, delta)
 
     if len(handles) == 1:
-        await one(0, handles[0])
+        await read(0, handles[0])
     else:
         errors: list[Exception] = []
 
-        async def kept(number: int, handle: HandleLike, scope: anyio.CancelScope) -> None:
+        async def guarded(number: int, handle: HandleLike, scope: anyio.CancelScope) -> None:
             try:
-                await one(number, handle)
+                await read(number, handle)
             except Exception as error:
                 errors.append(error)
                 scope.cancel()
 
         async with anyio.create_task_group() as group:
             for number, handle in enumerate(handles):
-                group.start_soon(kept, number, handle, group.cancel_scope)
+                group.start_soon(guarded, number, handle, group.cancel_scope)
         if errors:
             raise errors[0]
     completions = []
@@ -99,40 +99,42 @@ async def follow(
     return completions
 
 
-def _record(exchange: Exchange, found: Sequence[Sequence[Completion]], *, streamed: bool) -> None:
-    for group in found:
-        exchange.service.metrics.ended(exchange.model, group, streamed=streamed)
-    exchange.service.tracing.ended(exchange.scope, exchange.model, exchange.request_id, found)
+def _record(exchange: Exchange, completions: Sequence[Sequence[Completion]], *, streamed: bool) -> None:
+    for group in completions:
+        exchange.service.metrics.record(exchange.model, group, streamed=streamed)
+    exchange.service.tracing.record(exchange.scope, exchange.model, exchange.request_id, completions)
 
 
-async def usage(exchange: Exchange, found: Sequence[Sequence[Completion]], session: SessionLike) -> dict[str, Any]:
+async def usage(
+    exchange: Exchange, completions: Sequence[Sequence[Completion]], session: SessionLike
+) -> dict[str, Any]:
     """Return OpenAI's usage object. A prompt counts once, however many choices it has."""
-    prompt = sum(group[0].usage.prompt_tokens for group in found)
-    generated = sum(completion.usage.completion_tokens for group in found for completion in group)
-    total = counted(
-        prompt, generated, sum(max(completion.usage.cached_tokens for completion in group) for group in found)
+    prompt = sum(group[0].usage.prompt_tokens for group in completions)
+    generated = sum(completion.usage.completion_tokens for group in completions for completion in group)
+    total = usage_object(
+        prompt, generated, sum(max(completion.usage.cached_tokens for completion in group) for group in completions)
     )
-    replies = [completion for group in found for completion in group if completion.reply is not None]
+    replies = [completion for group in completions for completion in group if completion.reply is not None]
     if replies:
 
-        def thought() -> int:
+        def count_reasoning() -> int:
             return sum(reasoning_tokens(completion, session) for completion in replies)
 
         short = sum(len(completion.reasoning or "") for completion in replies) < _LONG_THOUGHTS
-        number = thought() if short else await exchange.run_in_turn(thought)
+        number = count_reasoning() if short else await exchange.run_in_turn(count_reasoning)
         total["completion_tokens_details"] = {"reasoning_tokens": number}
     return total
 
 
-def reasoning_tokens(done: Completion, session: SessionLike) -> int:
+def reasoning_tokens(completion: Completion, session: SessionLike) -> int:
     """Return the number of tokens of the model's reasoning, without the tags around it."""
-    return len(session.tokenizer.encode(done.reasoning, add_special_tokens=False)) if done.reasoning else 0
+    return len(session.tokenizer.encode(completion.reasoning, add_special_tokens=False)) if completion.reasoning else 0
 
 
-def counted(prompt: int, made: int, cached: int | None = None) -> dict[str, Any]:
+def usage_object(prompt: int, generated: int, cached: int | None = None) -> dict[str, Any]:
     """Return OpenAI's usage object for these numbers."""
     details = {} if cached is None else {"prompt_tokens_details": {"cached_tokens": cached}}
-    return {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made, **details}
+    return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated, **details}
 
 
 class Chunks:
@@ -156,9 +158,9 @@ class Chunks:
         return closing + "data: [DONE]\n\n"
 
 
-def stream_options(given: Mapping[str, Any]) -> Mapping[str, Any]:
+def stream_options(fields: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the stream options of a request. Raise `Refused` if it has any and does not stream."""
-    options: Mapping[str, Any] = given.get("stream_options") or {}
-    if options and not given.get("stream"):
+    options: Mapping[str, Any] = fields.get("stream_options") or {}
+    if options and not fields.get("stream"):
         raise wrong("stream_options", options, "is given without stream", "Add stream: true, or remove it")
     return options

@@ -9,17 +9,17 @@ import anyio.to_thread
 
 from rekindle._src.core.version import VERSION
 from rekindle._src.serve.bodies import Receive, header
-from rekindle._src.serve.chat import asked, template_options
+from rekindle._src.serve.chat import call_chat, template_options
 from rekindle._src.serve.errors import Refused, missing, unavailable, wrong
 from rekindle._src.serve.exchange import Exchange, Handler, OpenAI, Scope, Send, refusing
 from rekindle._src.serve.fields import Endpoint, Field, ignored
-from rekindle._src.serve.generation import encoded, model_of
+from rekindle._src.serve.generation import encode_text, model_of
 from rekindle._src.serve.kinds import Flag, Items, Text, TokenIds
 from rekindle._src.serve.messages_in import plain_messages
 from rekindle._src.serve.openai_fields import CHAT, MESSAGE, MOST_MESSAGES
 from rekindle._src.serve.service import Service
 
-_MODEL = Field("model", Text(most=512), "The name of a served model; may be left out.")
+_MODEL = Field("model", Text(maximum=512), "The name of a served model; may be left out.")
 _OF_TEMPLATES = ("chat_template_kwargs", "documents", "add_generation_prompt", "continue_final_message",
                  "chat_template", "reasoning_effort", "tools")  # fmt: skip
 
@@ -29,7 +29,7 @@ TOKENIZE = Endpoint(
     (
         _MODEL,
         Field("prompt", Text(), "Text; or messages."),
-        Field("messages", Items(MESSAGE, least=1, most=MOST_MESSAGES), "A conversation; or a prompt."),
+        Field("messages", Items(MESSAGE, minimum=1, maximum=MOST_MESSAGES), "A conversation; or a prompt."),
         Field("add_special_tokens", Flag(), "Let the tokenizer add special tokens to a prompt; true by default."),
         Field("return_token_strs", Flag(), "Add the spelling of each token, as token_strs."),
         *(CHAT.by_name[name] for name in _OF_TEMPLATES),
@@ -37,54 +37,54 @@ TOKENIZE = Endpoint(
     ),
 )
 DETOKENIZE = Endpoint(
-    "/detokenize", "The text of token ids", (_MODEL, Field("tokens", TokenIds(), "Token ids.", needed=True))
+    "/detokenize", "The text of token ids", (_MODEL, Field("tokens", TokenIds(), "Token ids.", required=True))
 )
 ABORT = Endpoint(
     "/abort",
     "Abort requests by the ids they were sent with",
     (
-        Field("request_id", Text(most=256, least=1), "The id of a request, with or without its prefix."),
-        Field("request_ids", Items(Text(most=256, least=1), least=1, most=10_000), "Several of them."),
+        Field("request_id", Text(maximum=256, minimum=1), "The id of a request, with or without its prefix."),
+        Field("request_ids", Items(Text(maximum=256, minimum=1), minimum=1, maximum=10_000), "Several of them."),
     ),
 )
 
 
-async def tokenize(exchange: Exchange, given: dict[str, Any]) -> None:
+async def tokenize(exchange: Exchange, fields: dict[str, Any]) -> None:
     """Answer with the token ids of text or messages."""
-    _, session = model_of(exchange, given)
-    if ("prompt" in given) == ("messages" in given):
-        raise wrong("prompt", given.get("prompt"), "and messages: exactly one of them is needed", "Send one")
+    _, session = model_of(exchange, fields)
+    if ("prompt" in fields) == ("messages" in fields):
+        raise wrong("prompt", fields.get("prompt"), "and messages: exactly one of them is needed", "Send one")
     tokenizer = session.tokenizer
 
-    options = {} if "prompt" in given else template_options(exchange, {**given, "add_special_tokens": False})
+    options = {} if "prompt" in fields else template_options(exchange, {**fields, "add_special_tokens": False})
 
     def answer() -> dict[str, Any]:
-        if "prompt" in given:
-            text, special, param = given["prompt"], given.get("add_special_tokens", True), "prompt"
+        if "prompt" in fields:
+            text, special, param = fields["prompt"], fields.get("add_special_tokens", True), "prompt"
         else:
-            text = asked(session.render, plain_messages(given["messages"]), options)
-            special, param = given.get("add_special_tokens", False), "messages"
-        ids = encoded(session, text, add_special_tokens=special, param=param)
-        strings = [tokenizer.token(id_) for id_ in ids] if given.get("return_token_strs") else None
+            text = call_chat(session.render, plain_messages(fields["messages"]), options)
+            special, param = fields.get("add_special_tokens", False), "messages"
+        ids = encode_text(session, text, add_special_tokens=special, param=param)
+        strings = [tokenizer.token(id_) for id_ in ids] if fields.get("return_token_strs") else None
         limit = session.config.max_model_len
         return {"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": strings}
 
     await exchange.reply(await exchange.run_in_turn(answer))
 
 
-async def detokenize(exchange: Exchange, given: dict[str, Any]) -> None:
+async def detokenize(exchange: Exchange, fields: dict[str, Any]) -> None:
     """Answer with the text of token ids, special tokens included."""
-    _, session = model_of(exchange, given)
-    if (unknown := max(given["tokens"])) >= session.tokenizer.vocab_size:
+    _, session = model_of(exchange, fields)
+    if (unknown := max(fields["tokens"])) >= session.tokenizer.vocab_size:
         fix = f"Use ids from 0 to {session.tokenizer.vocab_size - 1}"
         raise wrong("tokens", unknown, "is not a token id of this model", fix)
-    decode = partial(session.tokenizer.decode, given["tokens"], skip_special_tokens=False)
+    decode = partial(session.tokenizer.decode, fields["tokens"], skip_special_tokens=False)
     await exchange.reply({"prompt": await exchange.run(decode)})
 
 
-async def abort(exchange: Exchange, given: dict[str, Any]) -> None:
+async def abort(exchange: Exchange, fields: dict[str, Any]) -> None:
     """Abort requests. An id without a request in progress of this sender is no error."""
-    ids = [*given.get("request_ids", ()), *([given["request_id"]] if "request_id" in given else ())]
+    ids = [*fields.get("request_ids", ()), *([fields["request_id"]] if "request_id" in fields else ())]
     if not ids:
         raise missing("request_id", "Send request_id or request_ids")
     life = exchange.service.life
@@ -111,7 +111,7 @@ class Get:
         self._service.metrics.http(self._path, status)
 
 
-async def health(exchange: Exchange, given: dict[str, Any]) -> None:
+async def health(exchange: Exchange, fields: dict[str, Any]) -> None:
     """Answer 200 if every model is open, and 503 while one loads or is closed, or the server drains."""
     service = exchange.service
     if service.life.draining:
@@ -121,18 +121,18 @@ async def health(exchange: Exchange, given: dict[str, Any]) -> None:
     await exchange.reply({"status": "ok"})
 
 
-async def list_models(exchange: Exchange, given: dict[str, Any]) -> None:
+async def list_models(exchange: Exchange, fields: dict[str, Any]) -> None:
     """Answer with OpenAI's list of models."""
     models = exchange.service.models.by_name.values()
-    await exchange.reply({"object": "list", "data": [served.described() for served in models]})
+    await exchange.reply({"object": "list", "data": [served.as_dict() for served in models]})
 
 
-async def one_model(exchange: Exchange, given: dict[str, Any]) -> None:
+async def one_model(exchange: Exchange, fields: dict[str, Any]) -> None:
     """Answer with one model, or 404 for an unknown name."""
-    await exchange.reply(exchange.service.models.get(given["name"]).described())
+    await exchange.reply(exchange.service.models.get(fields["name"]).as_dict())
 
 
-async def tokenizer_info(exchange: Exchange, given: dict[str, Any]) -> None:
+async def tokenizer_info(exchange: Exchange, fields: dict[str, Any]) -> None:
     """Answer with special tokens, template and context length, under transformers' names."""
     session = exchange.service.models.get(None).open()
     tokenizer = session.tokenizer
@@ -143,11 +143,11 @@ async def tokenizer_info(exchange: Exchange, given: dict[str, Any]) -> None:
     await exchange.reply({"eos_token": None, **special, "chat_template": template, "model_max_length": limit})
 
 
-async def version(exchange: Exchange, given: dict[str, Any]) -> None:
+async def version(exchange: Exchange, fields: dict[str, Any]) -> None:
     await exchange.reply({"version": VERSION})
 
 
-async def metrics(exchange: Exchange, given: dict[str, Any]) -> None:
+async def metrics(exchange: Exchange, fields: dict[str, Any]) -> None:
     """Answer with Prometheus' exposition. A thread reads the figures, since it waits for the sessions' loops."""
     accept = header(exchange.scope, b"accept") or ""
     data, kind = await anyio.to_thread.run_sync(exchange.service.metrics.text, accept)

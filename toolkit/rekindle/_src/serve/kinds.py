@@ -87,25 +87,25 @@ class Flag:
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """A string of `least` to `most` characters."""
+    """A string of `minimum` to `maximum` characters."""
 
-    most: int | None = None
-    least: int = 0
+    maximum: int | None = None
+    minimum: int = 0
 
     def check(self, value: Any, path: str) -> str:
         if not isinstance(value, str):
             raise wrong(path, value, "is not a string", "Pass one")
-        if len(value) < self.least or (self.most is not None and len(value) > self.most):
-            bounds = f"{self.least} to {self.most}" if self.most is not None else f"at least {self.least}"
+        if len(value) < self.minimum or (self.maximum is not None and len(value) > self.maximum):
+            bounds = f"{self.minimum} to {self.maximum}" if self.maximum is not None else f"at least {self.minimum}"
             raise wrong(path, value, f"has {len(value):,} characters, not {bounds}", "Change it, or leave it out")
         return value
 
     def schema(self) -> dict[str, Any]:
         rules: dict[str, Any] = {"type": "string"}
-        if self.least:
-            rules["minLength"] = self.least
-        if self.most is not None:
-            rules["maxLength"] = self.most
+        if self.minimum:
+            rules["minLength"] = self.minimum
+        if self.maximum is not None:
+            rules["maxLength"] = self.maximum
         return rules
 
 
@@ -129,26 +129,26 @@ class Items:
     """A list with entries of one kind."""
 
     kind: Kind
-    least: int = 0
-    most: int | None = None
+    minimum: int = 0
+    maximum: int | None = None
 
     def check(self, value: Any, path: str) -> list[Any]:
         if not isinstance(value, list):
             raise wrong(path, value, "is not a list", "Pass a JSON array")
-        if len(value) < self.least:
-            reason = "is empty" if not value else f"has fewer than {self.least} entries"
+        if len(value) < self.minimum:
+            reason = "is empty" if not value else f"has fewer than {self.minimum} entries"
             raise wrong(path, value, reason, "Add one")
-        if self.most is not None and len(value) > self.most:
-            raise wrong(path, f"{len(value):,} entries", f"has more than {self.most:,}", "Pass fewer")
+        if self.maximum is not None and len(value) > self.maximum:
+            raise wrong(path, f"{len(value):,} entries", f"has more than {self.maximum:,}", "Pass fewer")
         check = self.kind.check
         return [check(entry, f"{path}[{index}]") for index, entry in enumerate(value)]
 
     def schema(self) -> dict[str, Any]:
         rules: dict[str, Any] = {"type": "array", "items": self.kind.schema()}
-        if self.least:
-            rules["minItems"] = self.least
-        if self.most is not None:
-            rules["maxItems"] = self.most
+        if self.minimum:
+            rules["minItems"] = self.minimum
+        if self.maximum is not None:
+            rules["maxItems"] = self.maximum
         return rules
 
 
@@ -169,16 +169,16 @@ class TokenIds:
 
 @dataclasses.dataclass(frozen=True)
 class Either:
-    """A value of the first kind whose JSON type matches; `what` describes the expected value."""
+    """A value of the first kind whose JSON type matches; `expected` describes it for the error."""
 
-    what: str
+    expected: str
     kinds: tuple[tuple[type | tuple[type, ...], Kind], ...]
 
     def check(self, value: Any, path: str) -> Any:
         for types, kind in self.kinds:
             if isinstance(value, types):
                 return kind.check(value, path)
-        raise wrong(path, value, f"is not {self.what}", f"Pass {self.what}")
+        raise wrong(path, value, f"is not {self.expected}", f"Pass {self.expected}")
 
     def schema(self) -> dict[str, Any]:
         return {"anyOf": [kind.schema() for _, kind in self.kinds]}
@@ -189,13 +189,13 @@ class Table:
     """An object with any keys and with values of one kind."""
 
     kind: Kind
-    most: int = 10_000
+    maximum: int = 10_000
 
     def check(self, value: Any, path: str) -> dict[str, Any]:
         if not isinstance(value, Mapping):
             raise wrong(path, value, "is not an object", "Pass a JSON object")
-        if len(value) > self.most:
-            raise wrong(path, f"{len(value):,} entries", f"has more than {self.most:,}", "Pass fewer")
+        if len(value) > self.maximum:
+            raise wrong(path, f"{len(value):,} entries", f"has more than {self.maximum:,}", "Pass fewer")
         return {key: self.kind.check(entry, f"{path}.{key}") for key, entry in value.items()}
 
     def schema(self) -> dict[str, Any]:
@@ -204,15 +204,15 @@ class Table:
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """An object with known members. Those in `needed` must be present; unknown members are not checked."""
+    """An object with known members. Those in `required` must be present; unknown members are not checked."""
 
     members: tuple[tuple[str, Kind], ...]
-    needed: tuple[str, ...] = ()
+    required: tuple[str, ...] = ()
 
     def check(self, value: Any, path: str) -> dict[str, Any]:
         if not isinstance(value, Mapping):
             raise wrong(path, value, "is not an object", "Pass a JSON object")
-        for name in self.needed:
+        for name in self.required:
             if value.get(name) is None:
                 raise missing(f"{path}.{name}")
         checked = dict(value)
@@ -223,9 +223,9 @@ class Shape:
 
     def schema(self) -> dict[str, Any]:
         members = {
-            name: kind.schema() if name in self.needed else nullable(kind.schema()) for name, kind in self.members
+            name: kind.schema() if name in self.required else nullable(kind.schema()) for name, kind in self.members
         }
-        return {"type": "object", "properties": members, **({"required": list(self.needed)} if self.needed else {})}
+        return {"type": "object", "properties": members, **({"required": list(self.required)} if self.required else {})}
 
 
 def nullable(schema: dict[str, Any]) -> dict[str, Any]:

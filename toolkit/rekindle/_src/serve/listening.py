@@ -29,7 +29,7 @@ class Listener(uvicorn.Server):
         self,
         app: Any,
         life: Life,
-        bound: socket.socket,
+        sock: socket.socket,
         *,
         started: Callable[[], object],
         access_log: bool = False,
@@ -58,14 +58,14 @@ class Listener(uvicorn.Server):
             handler = logging.StreamHandler()
             handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
             lines.handlers = [handler]
-        self.life, self.bound = life, bound
+        self.life, self.sock = life, sock
         self.drain_seconds = 0.0
         self._on_started = started
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def serve_forever(self) -> None:
         """Serve in this thread until `stop`."""
-        self.run(sockets=[self.bound])
+        self.run(sockets=[self.sock])
 
     def stop(self, drain: float) -> None:
         """Refuse requests, and let answers go on for `drain` seconds. A second call cuts them. Thread-safe."""

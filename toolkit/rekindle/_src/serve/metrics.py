@@ -28,7 +28,7 @@ _SIZES = tuple(1 << power for power in range(15))
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000)
 
 
-class _Told(NamedTuple):
+class _HistogramSpec(NamedTuple):
     """A histogram's help text and its buckets."""
 
     help: str
@@ -36,15 +36,15 @@ class _Told(NamedTuple):
 
 
 HISTOGRAMS = {
-    "time_to_first_token_seconds": _Told("From the arrival of a request to its first token.", _SHORT),
-    "inter_token_latency_seconds": _Told("From one token to the next.", _BETWEEN),
-    "e2e_request_latency_seconds": _Told("From the arrival of a request to its end.", _LONG),
-    "request_queue_time_seconds": _Told("In which a request waited.", _LONG),
-    "request_prefill_time_seconds": _Told("From a request's admission to its first token.", _LONG),
-    "request_decode_time_seconds": _Told("From a request's first token to its last.", _LONG),
-    "request_inference_time_seconds": _Told("From a request's admission to its end.", _LONG),
-    "request_prompt_tokens": _Told("Tokens of a prompt.", _TOKENS),
-    "request_generation_tokens": _Told("Tokens that a sequence generated.", _TOKENS),
+    "time_to_first_token_seconds": _HistogramSpec("From the arrival of a request to its first token.", _SHORT),
+    "inter_token_latency_seconds": _HistogramSpec("From one token to the next.", _BETWEEN),
+    "e2e_request_latency_seconds": _HistogramSpec("From the arrival of a request to its end.", _LONG),
+    "request_queue_time_seconds": _HistogramSpec("In which a request waited.", _LONG),
+    "request_prefill_time_seconds": _HistogramSpec("From a request's admission to its first token.", _LONG),
+    "request_decode_time_seconds": _HistogramSpec("From a request's first token to its last.", _LONG),
+    "request_inference_time_seconds": _HistogramSpec("From a request's admission to its end.", _LONG),
+    "request_prompt_tokens": _HistogramSpec("Tokens of a prompt.", _TOKENS),
+    "request_generation_tokens": _HistogramSpec("Tokens that a sequence generated.", _TOKENS),
 }
 GAUGES = {  # from session.stats()
     "num_requests_running": ("Sequences that steps compute now.", lambda s: s.running),
@@ -155,7 +155,7 @@ class Metrics:
 
         return take
 
-    def ended(self, model: str, completions: Sequence[Completion], *, streamed: bool) -> None:
+    def record(self, model: str, completions: Sequence[Completion], *, streamed: bool) -> None:
         """Record the completions of one prompt."""
         histograms = self._histograms[model]
         for completion in completions:

@@ -15,11 +15,11 @@ from rekindle.errors import ConfigError
 class Served:
     """One model under its name."""
 
-    def __init__(self, name: str, given: Any) -> None:
+    def __init__(self, name: str, session: Any) -> None:
         self.name = name
         self.created = int(time.time())
-        self.session: SessionLike | None = given if hasattr(given, "submit") else None
-        self.opening: Any = None if self.session is not None else given
+        self.session: SessionLike | None = session if hasattr(session, "submit") else None
+        self.opening: Any = None if self.session is not None else session
         self.failure: BaseException | None = None
 
     def open(self) -> SessionLike:
@@ -40,7 +40,7 @@ class Served:
             self.failure = error
             raise
 
-    def described(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """Return OpenAI's model object."""
         fields = {"id": self.name, "object": "model", "created": self.created, "owned_by": "rekindle"}
         if self.session is not None:
@@ -51,16 +51,18 @@ class Served:
 class Models:
     """All models of a server. A request without `model` gets the first."""
 
-    def __init__(self, given: Any, name: str | None = None) -> None:
-        if isinstance(given, Mapping):
+    def __init__(self, sessions: Any, name: str | None = None) -> None:
+        if isinstance(sessions, Mapping):
             if name is not None:
                 raise ConfigError("name", name, "is given beside a mapping of names to sessions", "Leave it out")
-            if not given or not all(isinstance(key, str) and key for key in given):
-                raise ConfigError("sessions", list(given), "does not map names to sessions", 'Pass {"name": session}')
-            self.by_name = {key: Served(key, session) for key, session in given.items()}
+            if not sessions or not all(isinstance(key, str) and key for key in sessions):
+                raise ConfigError(
+                    "sessions", list(sessions), "does not map names to sessions", 'Pass {"name": session}'
+                )
+            self.by_name = {key: Served(key, session) for key, session in sessions.items()}
         else:
-            name = name or Path(str(getattr(given, "model", "") or "model")).name
-            self.by_name = {name: Served(name, given)}
+            name = name or Path(str(getattr(sessions, "model", "") or "model")).name
+            self.by_name = {name: Served(name, sessions)}
 
     def get(self, name: str | None) -> Served:
         """Return a model by its name. Raise `Refused` (404) for an unknown one."""

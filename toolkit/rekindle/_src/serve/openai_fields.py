@@ -28,7 +28,7 @@ MOST_PROMPTS = 2_048  # of one request
 MOST_MESSAGES = 10_000
 MOST_N = 1_024
 MOST = 2**31 - 1
-REQUEST_ID = Text(most=128, least=1)
+REQUEST_ID = Text(maximum=128, minimum=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,13 +56,13 @@ class Prompts:
 
 TEXT = Text().schema()
 PROMPTS = Prompts()
-STOP = Either("a string or a list of strings", ((str, Text()), (list, Items(Text(), most=64))))
+STOP = Either("a string or a list of strings", ((str, Text()), (list, Items(Text(), maximum=64))))
 OBJECT = Table(Anything())
 
 CONTENT = Either("a string or a list of parts", ((str, Text()), (list, Items(Shape((("type", Text()),), ("type",))))))
 MESSAGE = Shape(
     (
-        ("role", Text(most=64, least=1)),
+        ("role", Text(maximum=64, minimum=1)),
         ("content", CONTENT),
         ("name", Text()),
         ("reasoning", Text()),
@@ -81,7 +81,7 @@ TOOL = Shape(
         ("type", Choice(("function",))),
         (
             "function",
-            Shape((("name", Text(most=256, least=1)), ("description", Text()), ("parameters", OBJECT)), ("name",)),
+            Shape((("name", Text(maximum=256, minimum=1)), ("description", Text()), ("parameters", OBJECT)), ("name",)),
         ),
     ),
     ("function",),
@@ -97,22 +97,22 @@ SAMPLING = (
     Field("repetition_penalty", Number(0), "Divides the logits of tokens in prompt and output; 1 is off."),
     Field("presence_penalty", Number(-2, 2), "Taken off the logits of tokens in the output."),
     Field("frequency_penalty", Number(-2, 2), "The same, for each time that the token occurred."),
-    Field("logit_bias", Table(Number(-100, 100), most=300), "Added to the logits of these token ids."),
-    Field("allowed_token_ids", Items(whole(0, MOST), most=MAX_ALLOWED_TOKENS), "Only these tokens may come."),
-    Field("bad_words", Items(Text(most=MAX_WORD, least=1), most=MAX_BAD_WORDS), "Words that may not come."),
+    Field("logit_bias", Table(Number(-100, 100), maximum=300), "Added to the logits of these token ids."),
+    Field("allowed_token_ids", Items(whole(0, MOST), maximum=MAX_ALLOWED_TOKENS), "Only these tokens may come."),
+    Field("bad_words", Items(Text(maximum=MAX_WORD, minimum=1), maximum=MAX_BAD_WORDS), "Words that may not come."),
     Field("seed", INT64, "Makes the draws repeatable; taken modulo 2^63."),
     Field("n", whole(1, MOST_N), "Choices for each prompt."),
     Field("stop", STOP, "Strings that end the text."),
-    Field("stop_token_ids", Items(whole(0, 2**31 - 1), most=16), "Token ids that end the text."),
+    Field("stop_token_ids", Items(whole(0, 2**31 - 1), maximum=16), "Token ids that end the text."),
     Field("include_stop_str_in_output", Flag(), "Leave the stop string in the text.", option="include_stop"),
     Field("min_tokens", whole(0, MOST), "New tokens before the end of sequence may come."),
     Field("ignore_eos", Flag(), "Go on after the model's own end of sequence."),
     Field("priority", INT64, "Smaller is served first, in a session with policy='priority'."),
-    Field("cache_salt", Text(most=1_024, least=1), "Cached pages are shared with this salt only.", option="salt"),
+    Field("cache_salt", Text(maximum=1_024, minimum=1), "Cached pages are shared with this salt only.", option="salt"),
 )
 
 SERVING = (
-    Field("model", Text(most=512), "The name of a served model; may be left out."),
+    Field("model", Text(maximum=512), "The name of a served model; may be left out."),
     Field("stream", Flag(), "Send the answer as server-sent events, while it is made."),
     Field("stream_options", STREAM_OPTIONS, "include_usage, continuous_usage_stats; only with stream."),
     Field("request_id", REQUEST_ID, "Names the request in its id, for /abort and in the log; or X-Request-Id."),
@@ -163,7 +163,7 @@ COMPLETIONS = Endpoint(
     "/v1/completions",
     "Continue prompts",
     (
-        Field("prompt", PROMPTS, "A string, token ids, or a list of strings or of lists of token ids.", needed=True),
+        Field("prompt", PROMPTS, "A string, token ids, or a list of strings or of lists of token ids.", required=True),
         *SERVING,
         Field("max_tokens", whole(0, MOST), "New tokens at most. Absent: 16. 0 scores a prompt, with echo."),
         Field("echo", Flag(), "Begin the text with the prompt; with logprobs, its tokens' ones too."),
@@ -181,7 +181,7 @@ CHAT = Endpoint(
     "/v1/chat/completions",
     "Answer a conversation",
     (
-        Field("messages", Items(MESSAGE, least=1, most=MOST_MESSAGES), "The conversation so far.", needed=True),
+        Field("messages", Items(MESSAGE, minimum=1, maximum=MOST_MESSAGES), "The conversation so far.", required=True),
         *SERVING,
         Field("max_completion_tokens", whole(1, MOST), "New tokens at most. Absent: what the context has room for."),
         Field("max_tokens", whole(1, MOST), "The older name of max_completion_tokens."),
@@ -190,17 +190,17 @@ CHAT = Endpoint(
         *SAMPLING,
         Field(
             "reasoning_effort",
-            Text(most=64),
+            Text(maximum=64),
             "A variable of the chat template, where it has one; 'none' sets enable_thinking=false.",
         ),
         Field("chat_template_kwargs", OBJECT, "Variables of the chat template."),
-        Field("documents", Items(OBJECT, most=MOST_MESSAGES), "Documents, for templates that read them."),
+        Field("documents", Items(OBJECT, maximum=MOST_MESSAGES), "Documents, for templates that read them."),
         Field("add_generation_prompt", Flag(), "Begin the assistant's turn; true by default."),
         Field("continue_final_message", Flag(), "Go on with the last message instead of a new one."),
         Field("chat_template", Text(), "A template for this request, if the server allows it."),
         Field("echo", Flag(), "Begin the text with the last message, if that is continued."),
         *STRUCTURED,
-        Field("tools", Items(TOOL, most=512), "Functions that the model may call."),
+        Field("tools", Items(TOOL, maximum=512), "Functions that the model may call."),
         Field("tool_choice", TOOL_CHOICE, "none, auto, required, one function, or allowed_tools."),
         Field("parallel_tool_calls", Flag(), "false: at most one call in an answer."),
         Field("include_reasoning", Flag(), "false: leave out what the model thought before its answer."),

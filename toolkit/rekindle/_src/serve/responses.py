@@ -15,12 +15,12 @@ from rekindle._src.core.reply import (
     ToolCallDropped,
     ToolCallStarted,
 )
-from rekindle._src.serve.chat import asked, calls_options
+from rekindle._src.serve.chat import call_chat, calls_options
 from rekindle._src.serve.chat_events import events_of
 from rekindle._src.serve.contract import SessionLike
 from rekindle._src.serve.errors import Refused, wrong
 from rekindle._src.serve.exchange import Exchange, dumps
-from rekindle._src.serve.generation import finished, follow, model_of, reasoning_tokens, submit
+from rekindle._src.serve.generation import follow, model_of, reasoning_tokens, submit, wait_all
 from rekindle._src.serve.life import CHARACTERS_PER_TOKEN
 from rekindle._src.serve.logprobs import Shapes
 from rekindle._src.serve.messages_in import tool_options
@@ -44,22 +44,22 @@ class Responses:
         return f"event: error\ndata: {dumps({'type': 'error', **fields})}\n\n".encode()
 
 
-async def responses(exchange: Exchange, given: dict[str, Any]) -> None:
+async def responses(exchange: Exchange, fields: dict[str, Any]) -> None:
     """Answer a request for a response."""
-    served, session = model_of(exchange, given)
-    options = sampling_options(given, session)
-    options["max_tokens"] = given.get("max_output_tokens", rest_of_context(session))
-    with_logprobs = _LOGPROBS in given.get("include", ())
-    if given.get("top_logprobs") and not with_logprobs:
-        raise wrong("top_logprobs", given["top_logprobs"], f"is given without include {_LOGPROBS}", "Add that")
+    served, session = model_of(exchange, fields)
+    options = sampling_options(fields, session)
+    options["max_tokens"] = fields.get("max_output_tokens", rest_of_context(session))
+    with_logprobs = _LOGPROBS in fields.get("include", ())
+    if fields.get("top_logprobs") and not with_logprobs:
+        raise wrong("top_logprobs", fields["top_logprobs"], f"is given without include {_LOGPROBS}", "Add that")
     if with_logprobs:
-        options["logprobs"] = given.get("top_logprobs", 0)
-    options |= _chat_options(given)
-    store = given.get("store", True)
-    structure, names = format_options((given.get("text") or {}).get("format") or {"type": "text"}, "text.format")
-    options |= structure | calls_options(given, parallel=given.get("parallel_tool_calls", True))
+        options["logprobs"] = fields.get("top_logprobs", 0)
+    options |= _chat_options(fields)
+    store = fields.get("store", True)
+    structure, names = format_options((fields.get("text") or {}).get("format") or {"type": "text"}, "text.format")
+    options |= structure | calls_options(fields, parallel=fields.get("parallel_tool_calls", True))
     exchange.names = {**exchange.names, **names, "prompt": "input", "messages": "input"}
-    item_store = exchange.service.kept
+    item_store = exchange.service.item_store
 
     def find(name: str, path: str) -> Mapping[str, Any]:
         return item_store.get(exchange.key, name, path)
@@ -67,11 +67,11 @@ async def responses(exchange: Exchange, given: dict[str, Any]) -> None:
     shapes = Shapes(exchange.service.token_names(served.name, session))
     tokens = exchange.size // CHARACTERS_PER_TOKEN + 1
     with exchange.takes_on(tokens) as active:
-        handle = await exchange.run(lambda: asked(session.chat, messages_of(given, find), options))
+        handle = await exchange.run(lambda: call_chat(session.chat, messages_of(fields, find), options))
         submit(exchange, active, [handle])
-        answer = _Answer(exchange, given, served.name, session, shapes if with_logprobs else None)
-        if not given.get("stream"):
-            ((completion,),) = await finished(exchange, active, [handle])
+        answer = _Answer(exchange, fields, served.name, session, shapes if with_logprobs else None)
+        if not fields.get("stream"):
+            ((completion,),) = await wait_all(exchange, active, [handle])
             answer.whole(completion)
             if store:
                 item_store.keep(exchange.key, answer.items)
@@ -90,14 +90,14 @@ async def responses(exchange: Exchange, given: dict[str, Any]) -> None:
         await answer.flush()
 
 
-def _chat_options(given: Mapping[str, Any]) -> dict[str, Any]:
+def _chat_options(fields: Mapping[str, Any]) -> dict[str, Any]:
     options: dict[str, Any] = {}
-    if tools := tools_of(given):
+    if tools := tools_of(fields):
         options["tools"] = tools
-    choice = choice_of(given)
+    choice = choice_of(fields)
     if choice is not None:
         options["tool_choice"] = choice
-    effort = (given.get("reasoning") or {}).get("effort")
+    effort = (fields.get("reasoning") or {}).get("effort")
     if effort is not None:
         options["reasoning_effort"] = effort
     return options | tool_options(options)
@@ -107,12 +107,12 @@ class _Answer:
     """The items of an answer, and the events of a stream that report them."""
 
     def __init__(
-        self, exchange: Exchange, given: Mapping[str, Any], model: str, session: SessionLike, shapes: Shapes | None
+        self, exchange: Exchange, fields: Mapping[str, Any], model: str, session: SessionLike, shapes: Shapes | None
     ) -> None:
-        self._exchange, self._given, self._model, self._session = exchange, given, model, session
+        self._exchange, self._fields, self._model, self._session = exchange, fields, model, session
         self._shapes = shapes
         self._created = int(time.time())
-        self._parallel = given.get("parallel_tool_calls", True)
+        self._parallel = fields.get("parallel_tool_calls", True)
         self._items: list[dict[str, Any]] = []
         self._open = ""  # the kind of the last item, if more may be added to it
         self._logprobs: list[TokenLogprobs] = []  # of tokens since the last text
@@ -129,10 +129,10 @@ class _Answer:
 
     # The answer as a whole.
 
-    def response(self, done: Completion | None) -> dict[str, Any]:
+    def response(self, completion: Completion | None) -> dict[str, Any]:
         """Return the response object. Without a completion, return it as it is at the start."""
-        fields, cut = self._given, done is not None and done.finish_reason in _CUT
-        status = "in_progress" if done is None else "incomplete" if cut else "completed"
+        fields, cut = self._fields, completion is not None and completion.finish_reason in _CUT
+        status = "in_progress" if completion is None else "incomplete" if cut else "completed"
         return {
             "id": f"resp_{self._exchange.request_id}",
             "object": "response",
@@ -144,7 +144,7 @@ class _Answer:
             "max_output_tokens": fields.get("max_output_tokens"),
             "metadata": fields.get("metadata") or {},
             "model": self._model,
-            "output": [] if done is None else Entries(self._items, self._scored),
+            "output": [] if completion is None else Entries(self._items, self._scored),
             "parallel_tool_calls": self._parallel,
             "previous_response_id": None,
             "reasoning": {"effort": (fields.get("reasoning") or {}).get("effort"), "summary": None},
@@ -155,24 +155,24 @@ class _Answer:
             "tools": fields.get("tools") or [],
             "top_p": fields.get("top_p"),
             "truncation": "disabled",
-            "usage": None if done is None else _usage(done, self._session),
+            "usage": None if completion is None else _usage(completion, self._session),
         }
 
-    def whole(self, done: Completion) -> None:
+    def whole(self, completion: Completion) -> None:
         """Add the items of an answer that is not streamed."""
         calls = [
             event
-            for index, call in enumerate(done.tool_calls if self._parallel else done.tool_calls[:1])
+            for index, call in enumerate(completion.tool_calls if self._parallel else completion.tool_calls[:1])
             for event in (ToolCallStarted(index, call.id, call.name), ToolCallArguments(index, call.arguments_text))
         ]
-        content = (ContentDelta(done.content),) if done.content or not calls else ()
-        reasoning = (ReasoningDelta(done.reasoning),) if done.reasoning else ()
+        content = (ContentDelta(completion.content),) if completion.content or not calls else ()
+        reasoning = (ReasoningDelta(completion.reasoning),) if completion.reasoning else ()
         self._silent = True
-        self.take(TextDelta(done.id, "", events=(*reasoning, *content, *calls)))
-        self._close(done)
+        self.take(TextDelta(completion.id, "", events=(*reasoning, *content, *calls)))
+        self._close(completion)
         if self._shapes is not None and content:
             (item,) = (item for item in self._items if item["type"] == "message")
-            self._scores[item["id"]] = list(done.logprobs or ())
+            self._scores[item["id"]] = list(completion.logprobs or ())
 
     def _scored(self, item: dict[str, Any]) -> dict[str, Any]:
         """Return an item with its log-probabilities, which are built when they are written."""
@@ -197,12 +197,12 @@ class _Answer:
             self._tell("response.created", response=self.response(None))
             self._tell("response.in_progress", response=self.response(None))
 
-    def end(self, done: Completion) -> None:
+    def end(self, completion: Completion) -> None:
         """Add the last events."""
         if not self._items:
             self._item("message")
-        self._close(done)
-        response = self.response(done)
+        self._close(completion)
+        response = self.response(completion)
         self._tell(f"response.{response['status']}", response=response)
 
     async def flush(self) -> None:
@@ -259,13 +259,13 @@ class _Answer:
             item["content"] = [_part(kind)]
             self._part("response.content_part.added", part=_part(kind))
 
-    def _close(self, done: Completion | None, *, broken: bool = False) -> None:
+    def _close(self, completion: Completion | None, *, broken: bool = False) -> None:
         """End the open item."""
         if not self._open:
             return
         kind, self._open = self._open, ""
         item = self._items[-1]
-        cut = broken or (done is not None and done.finish_reason in _CUT)
+        cut = broken or (completion is not None and completion.finish_reason in _CUT)
         item["status"] = "incomplete" if cut else "completed"
         if kind == "function_call":
             self._tell("response.function_call_arguments.done", arguments=item["arguments"], name=item["name"],
@@ -301,12 +301,12 @@ def _part(kind: str) -> dict[str, Any]:
     return {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
 
 
-def _usage(done: Completion, session: SessionLike) -> dict[str, Any]:
-    prompt, generated = done.usage.prompt_tokens, done.usage.completion_tokens
+def _usage(completion: Completion, session: SessionLike) -> dict[str, Any]:
+    prompt, generated = completion.usage.prompt_tokens, completion.usage.completion_tokens
     return {
         "input_tokens": prompt,
-        "input_tokens_details": {"cached_tokens": done.usage.cached_tokens},
+        "input_tokens_details": {"cached_tokens": completion.usage.cached_tokens},
         "output_tokens": generated,
-        "output_tokens_details": {"reasoning_tokens": reasoning_tokens(done, session)},
+        "output_tokens_details": {"reasoning_tokens": reasoning_tokens(completion, session)},
         "total_tokens": prompt + generated,
     }

@@ -6,24 +6,24 @@ from rekindle._src.serve.fields import Endpoint, Field, ignored, refused
 from rekindle._src.serve.kinds import Anything, Choice, Either, Flag, Items, Number, Shape, Text, whole
 from rekindle._src.serve.openai_fields import MOST, MOST_MESSAGES, OBJECT
 
-TOOL = Shape((("type", Text()), ("name", Text(most=256, least=1)), ("parameters", OBJECT)), ("type",))
-INPUT = Either("a string or a list of items", ((str, Text()), (list, Items(OBJECT, least=1, most=MOST_MESSAGES))))
-REASONING = Shape((("effort", Text(most=64)), ("summary", Text(most=64))))
+TOOL = Shape((("type", Text()), ("name", Text(maximum=256, minimum=1)), ("parameters", OBJECT)), ("type",))
+INPUT = Either("a string or a list of items", ((str, Text()), (list, Items(OBJECT, minimum=1, maximum=MOST_MESSAGES))))
+REASONING = Shape((("effort", Text(maximum=64)), ("summary", Text(maximum=64))))
 FORMAT = Shape((("format", Shape((("type", Choice(("text", "json_object", "json_schema"))),), ("type",))),))
 
 RESPONSES = Endpoint(
     "/v1/responses",
     "Answer a conversation; of the answer, items are kept for a while",
     (
-        Field("model", Text(most=512), "The name of a served model; may be left out."),
-        Field("input", INPUT, "Text, or the items of the conversation so far.", needed=True),
+        Field("model", Text(maximum=512), "The name of a served model; may be left out."),
+        Field("input", INPUT, "Text, or the items of the conversation so far.", required=True),
         Field("instructions", Text(), "What the model is told before the conversation."),
         Field("max_output_tokens", whole(1, MOST), "New tokens at most.", option="max_tokens"),
         Field("temperature", Number(0, 100), "0 is greedy. Absent: what the checkpoint asks for, else 1."),
         Field("top_p", Number(0, 1), "Draw from the most likely tokens that have this probability together."),
         Field("top_logprobs", whole(0, 20), "Log-probabilities of this many tokens at each position."),
         Field("stream", Flag(), "Send the answer as server-sent events, while it is made."),
-        Field("tools", Items(TOOL, most=512), "Functions that the model may call."),
+        Field("tools", Items(TOOL, maximum=512), "Functions that the model may call."),
         Field(
             "tool_choice",
             Either("a word or a tool", ((str, Text()), (dict, OBJECT))),

@@ -14,12 +14,12 @@ _ROLES = ("user", "assistant", "system", "developer")
 Find = Callable[[str, str], Mapping[str, Any]]  # an item by its id; the path is of the field with the id
 
 
-def messages_of(given: Mapping[str, Any], find: Find | None = None) -> list[dict[str, Any]]:
+def messages_of(fields: Mapping[str, Any], find: Find | None = None) -> list[dict[str, Any]]:
     """Return the conversation. Consecutive reasoning, text and calls become one message of the assistant."""
     messages: list[dict[str, Any]] = []
-    if given.get("instructions"):
-        messages.append({"role": "system", "content": given["instructions"]})
-    items = given["input"]
+    if fields.get("instructions"):
+        messages.append({"role": "system", "content": fields["instructions"]})
+    items = fields["input"]
     if isinstance(items, str):
         return [*messages, {"role": "user", "content": items}]
     for index, item in enumerate(items):
@@ -45,7 +45,7 @@ def messages_of(given: Mapping[str, Any], find: Find | None = None) -> list[dict
     return messages
 
 
-def _message(found: list[dict[str, Any]], item: Mapping[str, Any], path: str) -> None:
+def _message(messages: list[dict[str, Any]], item: Mapping[str, Any], path: str) -> None:
     role, content = item.get("role"), item.get("content")
     if role not in _ROLES:
         raise wrong(f"{path}.role", role, "is not known", f"Use one of {', '.join(_ROLES)}")
@@ -54,17 +54,17 @@ def _message(found: list[dict[str, Any]], item: Mapping[str, Any], path: str) ->
     if not isinstance(content, str):
         raise wrong(f"{path}.content", content, "is neither a string nor a list of parts", "Pass one of them")
     if role != "assistant":
-        found.append({"role": role, "content": content})
+        messages.append({"role": role, "content": content})
         return
-    message = _assistant(found)
+    message = _assistant(messages)
     message["content"] = f"{message['content']}\n{content}" if message["content"] else content
 
 
-def _assistant(found: list[dict[str, Any]]) -> dict[str, Any]:
+def _assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the assistant's message at the end, to which items are added. Append one if there is none."""
-    if not found or found[-1]["role"] != "assistant":
-        found.append({"role": "assistant", "content": ""})
-    return found[-1]
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    return messages[-1]
 
 
 def _thoughts(item: Mapping[str, Any], path: str) -> str:
@@ -87,10 +87,10 @@ def _text(item: Mapping[str, Any], name: str, path: str) -> str:
     return str(item[name])
 
 
-def tools_of(given: Mapping[str, Any]) -> list[dict[str, Any]]:
+def tools_of(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the functions in the form of chat completions. Refuse tools that run at OpenAI by name."""
     tools = []
-    for index, tool in enumerate(given.get("tools") or ()):
+    for index, tool in enumerate(fields.get("tools") or ()):
         if tool["type"] != "function":
             raise wrong(f"tools[{index}].type", tool["type"], "does not run here", "Pass functions")
         if not tool.get("name"):
@@ -100,9 +100,9 @@ def tools_of(given: Mapping[str, Any]) -> list[dict[str, Any]]:
     return tools
 
 
-def choice_of(given: Mapping[str, Any]) -> Any:
+def choice_of(fields: Mapping[str, Any]) -> Any:
     """Return `tool_choice` in the form of chat completions."""
-    choice = given.get("tool_choice")
+    choice = fields.get("tool_choice")
     if isinstance(choice, Mapping):
         if choice.get("type") == "allowed_tools":
             return choice

@@ -91,7 +91,7 @@ class Server:
             log.exception("the server at %s failed", self.url)
             self._opened.fail(error if isinstance(error, Exception) else SessionClosed("the server did not start"))
         finally:
-            self._listener.bound.close()
+            self._listener.sock.close()
             self._opened.fail(SessionClosed("the server was closed while it started"))
             self._ended.put(None)
 

@@ -39,7 +39,7 @@ class Service:
         self.metrics: Metrics = Metrics(models, life, metrics_names)
         self.heartbeat = heartbeat  # seconds of silence after which a stream gets a comment
         self.tracing: Tracing = Tracing()
-        self.kept: KeptItems = KeptItems()
+        self.item_store: KeptItems = KeptItems()
         self.turns: Turns = Turns(2)  # at parsing large bodies and building requests from them
         self.unknown: UnknownFields = UnknownFields()
         self._names: dict[str, tuple[SessionLike, TokenNames]] = {}

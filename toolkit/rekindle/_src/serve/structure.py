@@ -12,10 +12,10 @@ _KINDS = {"json": "schema", "regex": "regex", "choice": "choice", "grammar": "gr
 _WITHOUT_MEANING = ("disable_fallback", "disable_any_whitespace", "disable_additional_properties")
 
 
-def structure_options(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+def structure_options(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the options for `response_format` and `structured_outputs`, and their names in the request."""
-    format = given.get("response_format")
-    members = {name: value for name, value in (given.get("structured_outputs") or {}).items() if value is not None}
+    format = fields.get("response_format")
+    members = {name: value for name, value in (fields.get("structured_outputs") or {}).items() if value is not None}
     if format is not None and format.get("type") != "text":
         if members:
             raise wrong("structured_outputs", members, "is given beside response_format", "Send one of the two")

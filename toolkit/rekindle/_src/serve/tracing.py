@@ -22,8 +22,8 @@ class Tracing:
 
             self._tracer = trace.get_tracer("rekindle")
 
-    def ended(
-        self, scope: Mapping[str, Any], model: str, request_id: str, found: Sequence[Sequence[Completion]]
+    def record(
+        self, scope: Mapping[str, Any], model: str, request_id: str, groups: Sequence[Sequence[Completion]]
     ) -> None:
         """Record the completions of one HTTP request. The span joins the trace in the request's headers."""
         if self._tracer is None:
@@ -32,7 +32,7 @@ class Tracing:
 
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope.get("headers", ())}
         carrier = {name: headers[name] for name in _HEADERS if name in headers}
-        completions = [completion for group in found for completion in group]
+        completions = [completion for group in groups for completion in group]
         first, total = (
             max(getattr(completion.timings, name) for completion in completions) for name in ("first_token", "total")
         )
@@ -53,7 +53,7 @@ class Tracing:
                 "gen_ai.request.max_tokens": sampling.max_tokens,
                 "gen_ai.request.temperature": sampling.temperature,
                 "gen_ai.request.top_p": sampling.top_p,
-                "gen_ai.usage.prompt_tokens": sum(group[0].usage.prompt_tokens for group in found),
+                "gen_ai.usage.prompt_tokens": sum(group[0].usage.prompt_tokens for group in groups),
                 "gen_ai.usage.completion_tokens": sum(completion.usage.completion_tokens for completion in completions),
                 "gen_ai.latency.time_in_queue": max(completion.timings.queued for completion in completions),
                 "gen_ai.latency.time_to_first_token": first,
