@@ -97,7 +97,7 @@ def test_each_number_of_bits_has_a_choice_of_its_own_and_it_is_said(
     assert found.prefetch.wide == cpu.Prefetch(0, 0) and found.prefetch.grouped == cpu.Prefetch(1, 2048)
     words = kernels_origin()
     assert "measured on A processor" in words and "(16 bits: none; " in words
-    assert "8 bits, several rows: 8 KiB ahead into cache level 2" in words
+    assert "8 bits, several or long rows: 8 KiB ahead into cache level 2" in words
     assert "4 bits: 2 KiB ahead into cache level 1" in words
     library._find.cache_clear()
     manifest(tmp_path, prefetch={"chosen": {"wide": [0, 0]}})

@@ -39,7 +39,7 @@ class Prefetch(NamedTuple):
 
 
 class Prefetching(NamedTuple):
-    """How products ask for weights: those of one row by the kind of weights."""
+    """How products ask for weights: those of one row by the kind of weights, unless an output has many."""
 
     wide: Prefetch  # 16 bits and more
     int8: Prefetch

@@ -63,7 +63,7 @@ def kernels_origin() -> str:
 def _in_words(prefetching: cpu.Prefetching) -> str:
     """Describe how each kind of weights is prefetched; kinds that are alike come together."""
     kinds: dict[cpu.Prefetch, list[str]] = {}
-    for kind, choice in zip(("16 bits", "8 bits", "4 bits", "several rows"), prefetching, strict=True):
+    for kind, choice in zip(("16 bits", "8 bits", "4 bits", "several or long rows"), prefetching, strict=True):
         kinds.setdefault(choice, []).append(kind)
     return "; ".join(
         f"{', '.join(names)}: {f'{ahead >> 10} KiB ahead into cache level {cache}' if cache else 'none'}"
