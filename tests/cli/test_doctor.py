@@ -51,7 +51,9 @@ def test_the_whole_report(tmp_path: Path, capsys: pytest.CaptureFixture[str], mo
     assert {"jax", "devices", "compile", "generate", "cache directory", "shared by sessions"} <= {*details}
     assert re.fullmatch(r"\d+ GB/s; .* \d+% of it in 16 bits, \d+% .* in 8 bits, \d+% .* in 4 bits", details["reading"])
     if unavailable_reason("cpu") is None and library.find() is not None:
-        assert re.search(r"prefetching \d+ KiB ahead into cache level [12], as ", details["native kernels"])
+        assert re.search(
+            r"prefetching .*\(16 bits.*: (none|\d+ KiB ahead into cache level [12])[;)]", details["native kernels"]
+        )
 
 
 def test_the_whole_report_with_a_broken_cache_directory(
