@@ -1,7 +1,7 @@
 """The metadata of a GGUF file as the config.json that the same model has as a Hugging Face folder.
 
-llama.cpp knows some numbers by the architecture alone; they stand here with a comment. What a file asks for and no
-family implements raises `UnsupportedModel`, which names the key.
+llama.cpp knows some numbers by the architecture alone; they stand here with a comment. A value that no family
+implements raises `UnsupportedModel`, which names the key.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ class Described(NamedTuple):
 
     @property
     def head_dim(self) -> int:
-        found = self.integer("attention.key_length", None)
-        size = found or self.integer("embedding_length") // max(1, self.integer("attention.head_count"))
+        length = self.integer("attention.key_length", None)
+        size = length or self.integer("embedding_length") // max(1, self.integer("attention.head_count"))
         if (value := self.integer("attention.value_length", size)) != size:
             raise self.unsupported("attention.value_length", value, f"where heads of q and k have {size}")
         return int(size)
 
     def unsupported(self, key: str, value: object, why: str = "") -> UnsupportedModel:
-        """The error for a key whose value no family implements."""
+        """Return the error for a key whose value no family implements."""
         shown = repr(value)[:80]
         return UnsupportedModel(
             f"{self.header.path}: {self.prefix}.{key}={shown} is not implemented{' ' + why if why else ''}. "
@@ -52,14 +52,14 @@ class Described(NamedTuple):
         )
 
     def only(self, key: str, *accepted: Any) -> None:
-        """Raises `UnsupportedModel` if a key is there with a value that is not implemented."""
+        """Raise `UnsupportedModel` if a key is there with a value that is not implemented."""
         value = self.metadata.get(f"{self.prefix}.{key}")
-        if value is not None and not any(value is one or value == one for one in accepted):
+        if value is not None and not any(value is choice or value == choice for choice in accepted):
             raise self.unsupported(key, value)
 
 
 def config(header: GgufHeader, tensors: dict[str, GgufTensor]) -> dict[str, Any]:
-    """What config.json would say. Raises `UnsupportedModel` for an architecture that no family implements."""
+    """Return the equivalent of config.json. Raise `UnsupportedModel` for an architecture that no family implements."""
     name = header.metadata.text("general.architecture")
     if name not in READERS:
         raise UnsupportedModel(
@@ -69,22 +69,22 @@ def config(header: GgufHeader, tensors: dict[str, GgufTensor]) -> dict[str, Any]
     if header.metadata.text("general.type", "model") != "model":
         kind = header.metadata.text("general.type")
         raise UnsupportedModel(f"{header.path}: general.type={kind[:80]!r} is not a model. Pass the model's own file.")
-    described = Described(header, name, tensors)
-    raw = READERS[name](described)
+    model = Described(header, name, tensors)
+    raw = READERS[name](model)
     embedding = tensors.get("token_embd.weight")
-    vocabulary = described.integer("vocab_size", None) if embedding is None else embedding.shape[0]
+    vocabulary = model.integer("vocab_size", None) if embedding is None else embedding.shape[0]
     return {**raw, "vocab_size": vocabulary, "dtype": _dtype(embedding, tensors), **stop_tokens(header.metadata)}
 
 
 def _dtype(embedding: GgufTensor | None, tensors: dict[str, GgufTensor]) -> str:
-    """The dtype of matrices that are plain numbers; quantised ones stand for numbers that no 16 bits hold."""
+    """Return the dtype of matrices that are plain numbers; quantised ones stand for numbers that 16 bits can't hold."""
     kinds = {tensor.kind.name for tensor in tensors.values() if len(tensor.shape) > 1}
     (only,) = kinds if len(kinds) == 1 else ("",)
     return _FLOATS.get(only, "bfloat16")
 
 
 def _decoder(model_type: str, architecture: str, m: Described) -> dict[str, Any]:
-    """The keys that all families but GPT-2 share."""
+    """Return the keys that all families but GPT-2 share."""
     layers = m.integer("block_count")
     raw: dict[str, Any] = {
         "model_type": model_type,
@@ -105,7 +105,7 @@ def _decoder(model_type: str, architecture: str, m: Described) -> dict[str, Any]
 
 
 def _same(m: Described, key: str, layers: Any, *default: Any) -> Any:
-    """A number that files may give for each layer, where all of them are the same."""
+    """Return a number that files may have for each layer. Raise `UnsupportedModel` if layers differ."""
     values = m.metadata.get(f"{m.prefix}.{key}")
     if values is None or isinstance(values, int):
         return m.integer(key, *default)
@@ -186,10 +186,13 @@ def _gemma3(m: Described) -> dict[str, Any]:
 
 
 def _gemma_fields(m: Described, raw: dict[str, Any], *, large: int) -> dict[str, Any]:
-    """What Gemma 2 and 3 share. llama.cpp scales scores by the head's size, but for the 27B model (`large` layers)."""
+    """Return the fields that Gemma 2 and 3 share.
+
+    llama.cpp scales scores by the head's size, but for the 27B model, which has `large` layers.
+    """
     scale = raw["hidden_size"] // raw["num_attention_heads"] if raw["num_hidden_layers"] == large else raw["head_dim"]
-    if (given := m.number("attention.scale", None)) is not None:
-        scale = round(given**-2, 3)
+    if (stored := m.number("attention.scale", None)) is not None:
+        scale = round(stored**-2, 3)
     return {"query_pre_attn_scalar": scale, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True}
 
 

@@ -22,7 +22,7 @@ class BlockType(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """Whether a block is one number that numpy can use as it is."""
+        """True if a block is one number that numpy can use as it is."""
         return self.layout.names is None
 
 

@@ -1,4 +1,4 @@
-"""Reads the numbers and strings of a GGUF header in order, and believes none of its counts.
+"""A reader of the numbers and strings of a GGUF header, in order, which trusts none of its counts.
 
 The file is read piece by piece as far as the header goes. Every count is compared with the bytes that are left in the
 file before anything is allocated for it, and an error names the key or tensor that was being read.
@@ -22,11 +22,11 @@ MAX_HEADER = 256 << 20  # bytes; a vocabulary of 256,000 tokens with its merges 
 MAX_TEXTS = 1 << 22  # strings of one array
 _STEP = 4 << 20
 _LENGTH = struct.Struct("<Q")
-_WINDOW = 1 << 20  # bytes that strings are looked for in at once
+_WINDOW = 1 << 20  # bytes that are searched for strings at once
 
 
 class Texts(Sequence[str]):
-    """An array of strings, decoded when they are asked for."""
+    """An array of strings, decoded when they are read."""
 
     def __init__(self, content: bytes, starts: NDArray[np.int32], ends: NDArray[np.int32]) -> None:
         self.content = content  # of the array: a length of 8 bytes before each string
@@ -50,18 +50,18 @@ class Texts(Sequence[str]):
             yield content[start:end].decode()
 
     def equal_to(self, strings: Iterable[str], among: NDArray[np.int64]) -> list[int]:
-        """Which of these indices have one of some strings, in ascending order, without decoding any."""
-        octets, lengths, found = np.frombuffer(self.content, np.uint8), self.ends - self.starts, list[int]()
-        for wanted in {string.encode() for string in strings}:
-            left = among[lengths[among] == len(wanted)]
-            for at, octet in enumerate(wanted):
+        """Return the indices of `among` whose string is one of `strings`, ascending, without decoding any."""
+        octets, lengths, matches = np.frombuffer(self.content, np.uint8), self.ends - self.starts, list[int]()
+        for encoded in {string.encode() for string in strings}:
+            left = among[lengths[among] == len(encoded)]
+            for at, octet in enumerate(encoded):
                 left = left[octets[self.starts[left] + at] == octet]
-            found += left.tolist()
-        return sorted(found)
+            matches += left.tolist()
+        return sorted(matches)
 
 
 class Cursor:
-    """A position in the header of a file. `reading` says in errors what is being read there."""
+    """A position in the header of a file. `reading` names in errors what is being read there."""
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self.path, self.position, self.reading = path, 0, "its header"
@@ -84,7 +84,7 @@ class Cursor:
         )
 
     def skip(self, count: int) -> int:
-        """Passes over bytes, which are in the buffer then; returns where they begin."""
+        """Pass over bytes, which are in the buffer then; return where they begin."""
         start = self.position
         if count > self.left:
             raise self.broken(f"needs {_amount(count)} bytes, and {self.left:,} are left in the file")
@@ -93,19 +93,19 @@ class Cursor:
         return start
 
     def number(self, form: str) -> Any:
-        """A number of one of `struct`'s forms, such as "Q"."""
+        """Return a number of one of `struct`'s forms, such as "Q"."""
         start = self.skip(struct.calcsize(f"<{form}"))
         return struct.unpack_from(f"<{form}", self._buffer, start)[0]
 
     def count(self, least: int, what: str, most: int = 1 << 62) -> int:
-        """How many of something follow, each of which takes at least so many bytes."""
-        found = int(self.number("Q"))
-        if found > min(most, self.left // least):
-            raise self.broken(f"{_amount(found)} {what} don't fit into the {self.left:,} bytes that are left")
-        return found
+        """Read a count of items, each of at least `least` bytes. Raise `CheckpointError` if they can't fit."""
+        items = int(self.number("Q"))
+        if items > min(most, self.left // least):
+            raise self.broken(f"{_amount(items)} {what} don't fit into the {self.left:,} bytes that are left")
+        return items
 
     def text(self, most: int = MAX_HEADER) -> str:
-        """A string. Raises `CheckpointError` if it is longer than `most` bytes, or not UTF-8."""
+        """Return a string. Raise `CheckpointError` if it is longer than `most` bytes, or not UTF-8."""
         length = self.count(1, "bytes of a string", most)
         start = self.skip(length)
         try:
@@ -114,22 +114,22 @@ class Cursor:
             raise self.broken(f"is not UTF-8 ({error.reason})") from None
 
     def texts(self) -> Texts:
-        """An array of strings, after its count."""
+        """Read a count and an array of strings."""
         count = self.count(8, "strings", MAX_TEXTS)
-        first, found, left, some = self.position, [np.empty(0, np.int64)], count, 256
+        first, pieces, left, batch = self.position, [np.empty(0, np.int64)], count, 256
         while left:
-            found.append(self._seen(left))
-            left -= len(found[-1])
-            if left and self.left >= 8 and len(found[-1]) < 1024:  # it was stopped by what only the lengths tell
-                found.append(self._followed(min(left, some), count - left))
-                left, some = left - len(found[-1]), some * 2
-            elif not len(found[-1]):
+            pieces.append(self._seen(left))
+            left -= len(pieces[-1])
+            if left and self.left >= 8 and len(pieces[-1]) < 1024:  # the search stopped where only lengths lead on
+                pieces.append(self._followed(min(left, batch), count - left))
+                left, batch = left - len(pieces[-1]), batch * 2
+            elif not len(pieces[-1]):
                 raise self.broken(f"string {count - left:,} needs 8 bytes, and {self.left:,} are left in the file")
-        starts = (np.concatenate(found) - first).astype(np.int32)
+        starts = (np.concatenate(pieces) - first).astype(np.int32)
         content = bytes(self._buffer[first : self.position])
         ends = np.append(starts[1:] - 8, np.int32(len(content)))[: len(starts)]
         try:
-            if not content.isascii():  # lengths are read as ASCII: no character goes on behind one
+            if not content.isascii():  # lengths count as ASCII: no character spans one
                 bare, lengths = bytearray(content), ends - starts
                 for start in starts[lengths >= 128].tolist():
                     bare[start - 8 : start] = bytes(8)
@@ -139,10 +139,10 @@ class Cursor:
         return Texts(content, starts, ends)
 
     def _seen(self, most: int) -> NDArray[np.int64]:
-        """Passes over strings, at most so many, that are found at once; returns where they begin.
+        """Pass over strings, at most `most`, that one search finds; return where they begin.
 
         Each begins behind the zeros of its length, and the lengths have to lead from one to the next: an empty string,
-        or one with zeros in it, ends what is found.
+        or one with zeros in it, ends the search.
         """
         first = self.position
         window = np.frombuffer(self._buffer, np.uint8, min(_WINDOW, self._fill_some(_WINDOW)), first)
@@ -159,7 +159,7 @@ class Cursor:
         count = len(starts) if leads.all() else int(np.argmin(leads)) + 1
         last = first + int(starts[count - 1])
         if int(lengths[count - 1]) > self.size - last:
-            count -= 1  # the other way tells what is wrong
+            count -= 1  # `_followed`, which takes it next, raises its error
             if not count:
                 return np.empty(0, np.int64)
             last = first + int(starts[count - 1])
@@ -168,9 +168,9 @@ class Cursor:
         return first + starts[:count]
 
     def _followed(self, count: int, number: int) -> NDArray[np.int64]:
-        """Passes over so many strings, from this one on, by the length of each; returns where they begin."""
+        """Pass over `count` strings, from this one on, by the length of each; return where they begin."""
         position, filled, starts = self.position, len(self._buffer), list[int]()
-        for _ in range(count):  # no calls but for what is needed
+        for _ in range(count):  # only calls that are needed
             if position + 8 > filled:
                 filled = self._fill(position + 8)
             length = _LENGTH.unpack_from(self._buffer, position)[0]
@@ -184,24 +184,24 @@ class Cursor:
         return np.array(starts, np.int64)
 
     def numbers(self, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-        """An array of numbers, after its count."""
+        """Read a count and an array of numbers."""
         count = self.count(dtype.itemsize, "numbers")
         start = self.skip(count * dtype.itemsize)
         return np.frombuffer(bytes(self._buffer[start : self.position]), dtype)
 
     def _fill_some(self, most: int) -> int:
-        """Reads so many bytes from the position on, or what is left of the file; returns how many are there."""
+        """Read `most` bytes from the position on, or the rest of the file; return how many are there."""
         return self._fill(min(self.position + most, self.size)) - self.position
 
     def _fill(self, wanted: int) -> int:
-        """Reads until so many bytes are in the buffer; returns how many are."""
+        """Read until `wanted` bytes are in the buffer; return how many are there."""
         while len(self._buffer) < wanted:
             if wanted > MAX_HEADER:
                 raise self.broken(f"the header is longer than the {MAX_HEADER >> 20} MiB that are read")
-            found = self._file.read(max(_STEP, wanted - len(self._buffer)))
-            if not found:
+            data = self._file.read(max(_STEP, wanted - len(self._buffer)))
+            if not data:
                 raise self.broken(f"the file ends after {len(self._buffer):,} bytes")
-            self._buffer += found
+            self._buffer += data
         return len(self._buffer)
 
 

@@ -1,4 +1,4 @@
-"""Blocks of GGUF tensors to the float32 numbers that they stand for, exactly as llama.cpp's own formulas give them.
+"""Conversion of GGUF blocks to the float32 numbers that they stand for, exactly by llama.cpp's own formulas.
 
 Each function takes N blocks as records of its `BlockType` and returns float32 [N, values]. The order of the
 multiplications is part of a type's definition: with another one the last bit can differ.
@@ -22,7 +22,7 @@ E2M1_TWICE = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12],
 
 
 def dequantize(kind: BlockType, blocks: NDArray[Any]) -> Values:
-    """The values [N, values] of N blocks of a type."""
+    """Return the values [N, values] of N blocks of a type."""
     if kind.plain:
         return blocks.astype(np.float32)[:, None]
     with np.errstate(all="ignore"):  # scales may be infinite or NaN; the numbers then are, too
@@ -30,7 +30,7 @@ def dequantize(kind: BlockType, blocks: NDArray[Any]) -> Values:
 
 
 def _parts(packed: NDArray[np.uint8], bits: int, width: int) -> NDArray[Any]:
-    """Unpacks bytes [N, B] to [N, B / width, 8 / bits, width]: the low bits of `width` bytes come first."""
+    """Unpack bytes [N, B] to [N, B / width, 8 / bits, width]: the low bits of `width` bytes come first."""
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     return (packed.reshape(len(packed), -1, 1, width) >> shifts) & np.uint8((1 << bits) - 1)
 
@@ -40,7 +40,7 @@ def _single(field: NDArray[Any]) -> Values:
 
 
 def q4(blocks: Blocks) -> NDArray[np.uint8]:
-    """The four bits of blocks that hold 32 of them in 16 bytes, or several times that [·, 32]."""
+    """Return the integers [·, 32] of blocks that hold 32 of four bits in 16 bytes, or several times that."""
     return _parts(blocks["low"], 4, 16).reshape(-1, 32)
 
 
@@ -79,7 +79,7 @@ def _mxfp4(blocks: Blocks) -> Values:
 
 
 def half_powers(exponents: NDArray[np.uint8]) -> Values:
-    """Half of 2 ** (exponent - 127): the levels are stored twice as large. The two smallest are subnormal."""
+    """Return half of 2 ** (exponent - 127): the levels are stored twice as large. The two smallest are subnormal."""
     wide = exponents.astype(np.uint32)
     bits = np.where(wide < 2, np.uint32(0x200000) << wide, (wide - np.uint32(1)) << np.uint32(23))
     return bits.view(np.float32)
@@ -104,7 +104,7 @@ def _q3_k(blocks: Blocks) -> Values:
 
 
 def six_bit_scales(packed: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """The eight scales and eight minima [N, 8] of 6 bits that Q4_K and Q5_K pack into 12 bytes [N, 12]."""
+    """Return the eight scales and eight minima [N, 8] of 6 bits that Q4_K and Q5_K pack into 12 bytes [N, 12]."""
     first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     four, six = np.uint8(15), np.uint8(63)
     scales = [first & six, (third & four) | ((first >> np.uint8(6)) << np.uint8(4))]
@@ -118,13 +118,13 @@ def _k_scales(blocks: Blocks) -> tuple[Values, Values]:
 
 
 def q4_k(blocks: Blocks) -> NDArray[np.uint8]:
-    """The integers [N, 8, 32] of Q4_K."""
-    found: NDArray[np.uint8] = _parts(blocks["low"], 4, 32).reshape(-1, 8, 32)
-    return found
+    """Return the integers [N, 8, 32] of Q4_K."""
+    integers: NDArray[np.uint8] = _parts(blocks["low"], 4, 32).reshape(-1, 8, 32)
+    return integers
 
 
 def q5_k(blocks: Blocks) -> NDArray[np.uint8]:
-    """The integers [N, 8, 32] of Q5_K."""
+    """Return the integers [N, 8, 32] of Q5_K."""
     fifth = _parts(blocks["high"], 1, 32).reshape(-1, 8, 32)
     return q4_k(blocks) | (fifth << np.uint8(4))
 
@@ -140,11 +140,11 @@ def _q5_k(blocks: Blocks) -> Values:
 
 
 def q6_k(blocks: Blocks) -> NDArray[np.int8]:
-    """The integers [N, 16, 16] of Q6_K."""
+    """Return the integers [N, 16, 16] of Q6_K."""
     low = _parts(blocks["low"], 4, 64).reshape(-1, 16, 16)
     high = _parts(blocks["high"], 2, 32).reshape(-1, 16, 16)
-    found: NDArray[np.int8] = (low | (high << np.uint8(4))).view(np.int8) - np.int8(32)
-    return found
+    integers: NDArray[np.int8] = (low | (high << np.uint8(4))).view(np.int8) - np.int8(32)
+    return integers
 
 
 def _q6_k(blocks: Blocks) -> Values:
@@ -152,11 +152,11 @@ def _q6_k(blocks: Blocks) -> Values:
 
 
 def iq4_xs_levels(blocks: Blocks) -> NDArray[np.int8]:
-    """The scales [N, 8] of IQ4_XS as multiples of that of the block."""
+    """Return the scales [N, 8] of IQ4_XS as multiples of that of the block."""
     low = _parts(blocks["scales"], 4, 1).reshape(-1, 8)
     high = (blocks["high"][:, None] >> np.arange(0, 16, 2, dtype=np.uint16)).astype(np.uint8) & np.uint8(3)
-    found: NDArray[np.int8] = (low | (high << np.uint8(4))).view(np.int8) - np.int8(32)
-    return found
+    levels: NDArray[np.int8] = (low | (high << np.uint8(4))).view(np.int8) - np.int8(32)
+    return levels
 
 
 def _iq4_xs(blocks: Blocks) -> Values:

@@ -1,7 +1,7 @@
 """A model's config as the metadata of a GGUF file, and as the tensors that say how it rotates.
 
-What llama.cpp has no key for, or knows by the architecture alone, is refused where the model differs from it: the file
-would open as another model.
+A model is refused where it needs a key that llama.cpp lacks, or differs from what llama.cpp knows by the architecture
+alone: the file would open as another model.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ Tensors = dict[str, NDArray[np.float32]]
 
 
 def describe(config: ModelConfig) -> tuple[dict[str, Any], Tensors]:
-    """The metadata of the architecture, and extra tensors. `UnsupportedModel` for what llama.cpp can't express."""
+    """Return the metadata of the architecture, and extra tensors.
+
+    Raise `UnsupportedModel` for a model that llama.cpp can't express.
+    """
     arch = ARCHITECTURES[config.model_type]
     norm = "layer_norm_epsilon" if arch == "gpt2" else "layer_norm_rms_epsilon"
     fields: dict[str, Any] = {
@@ -47,8 +50,8 @@ def describe(config: ModelConfig) -> tuple[dict[str, Any], Tensors]:
         if cap is not None:
             fields[name] = float(cap)
     _check(config)
-    named = {"general.architecture": arch, "general.type": "model"}
-    return named | {f"{arch}.{name}": value for name, value in fields.items()}, tensors
+    general = {"general.architecture": arch, "general.type": "model"}
+    return general | {f"{arch}.{name}": value for name, value in fields.items()}, tensors
 
 
 def _refuse(config: ModelConfig, what: str) -> UnsupportedModel:
@@ -79,13 +82,13 @@ def _attention_cap(config: ModelConfig) -> list[tuple[str, float | None]]:
 
 def _windows(config: ModelConfig) -> dict[str, Any]:
     sizes = [spec.sliding_window for spec in config.attention]
-    found = {size for size in sizes if size is not None}
-    if not found:
+    windows = {size for size in sizes if size is not None}
+    if not windows:
         return {}
-    if len(found) > 1:
+    if len(windows) > 1:
         raise _refuse(config, "its layers have sliding windows of different sizes")
-    (size,) = found
-    slides = [one is not None for one in sizes]
+    (size,) = windows
+    slides = [window is not None for window in sizes]
     fields: dict[str, Any] = {"attention.sliding_window": size}
     if config.model_type == "gemma3_text":
         pattern = next((n for n in range(2, 65) if slides == [(i + 1) % n != 0 for i in range(len(slides))]), None)
@@ -104,13 +107,13 @@ def _rope(config: ModelConfig) -> tuple[dict[str, Any], Tensors]:
         return {}, {}
     spec = _main_rope(config)
     fields: dict[str, Any] = {"rope.freq_base": spec.theta, "rope.dimension_count": spec.dim}
-    local = {one.rope for one in config.attention if one.sliding_window} - {spec, None}
+    local = {layer.rope for layer in config.attention if layer.sliding_window} - {spec, None}
     if local and config.model_type == "gemma3_text":
-        (other,) = local
-        assert other is not None, "None was taken away"
-        if other.kind != "default":
+        (local_rope,) = local
+        assert local_rope is not None, "None was taken away"
+        if local_rope.kind != "default":
             raise _refuse(config, "the rope of its local layers is scaled")
-        fields["rope.freq_base_swa"] = other.theta
+        fields["rope.freq_base_swa"] = local_rope.theta
     tensors: Tensors = {}
     if spec.kind in ("llama3", "factors"):
         plain = RopeSpec(theta=spec.theta, dim=spec.dim)
@@ -144,18 +147,18 @@ def _yarn(config: ModelConfig, spec: RopeSpec) -> dict[str, Any]:
 
 
 def _main_rope(config: ModelConfig) -> RopeSpec:
-    """The rope of the layers that see everything, or of all layers."""
-    wide = [one for one in config.attention if one.sliding_window is None and one.rope is not None]
-    found = {one.rope for one in wide or config.attention} - {None}
-    if len(found) != 1:
+    """Return the rope of the layers that see everything, or of all layers."""
+    wide = [layer for layer in config.attention if layer.sliding_window is None and layer.rope is not None]
+    ropes = {layer.rope for layer in wide or config.attention} - {None}
+    if len(ropes) != 1:
         raise _refuse(config, "its layers have different ropes")
-    (spec,) = found
+    (spec,) = ropes
     assert spec is not None, "None was taken away"
     return spec
 
 
 def _check(config: ModelConfig) -> None:
-    """Refuses what llama.cpp knows by the architecture alone, where the model differs from it."""
+    """Raise `UnsupportedModel` if the model differs from what llama.cpp knows by the architecture alone."""
     scales = {spec.scale for spec in config.attention}
     usual = _usual_scale(config)
     if len(scales) > 1 or not np.isclose(max(scales), usual, rtol=1e-6):

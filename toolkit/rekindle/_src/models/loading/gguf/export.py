@@ -1,4 +1,4 @@
-"""A checkpoint of any format as a GGUF file: which tensors it has, in which types, and their blocks piece by piece."""
+"""A checkpoint of any format as a GGUF file: its tensors, their types, and their blocks piece by piece."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class _Member(NamedTuple):
 
 
 class GgufExport(NamedTuple):
-    """What `write_gguf` takes."""
+    """The arguments of `write_gguf`."""
 
     metadata: dict[str, Any]
     tensors: tuple[Outgoing, ...]
@@ -47,10 +47,11 @@ class GgufExport(NamedTuple):
 
 
 def export(stored: Stored, config: ModelConfig, kind: str, done: Done) -> GgufExport:
-    """The file's weights and the metadata that describes them; `done` is called with the bytes that were read.
+    """Return the file's weights and the metadata that describes them; `done` is called with the bytes that were read.
 
     `kind` is a type for the matrices, or "auto": each keeps its own. Blocks that already are of the type stay as they
-    are. Rows that no blocks fill are stored in 16 bits, and four-bit files have an embedding and a head of eight.
+    are. Rows that no blocks fill are stored in 16 bits, and four-bit files have an embedding and a head of eight
+    bits.
     """
     if kind not in TYPES:
         raise ConfigError("type", kind, "is not a type of GGUF that is written", f"Use one of {', '.join(TYPES)}")
@@ -79,10 +80,10 @@ def export(stored: Stored, config: ModelConfig, kind: str, done: Done) -> GgufEx
 
 
 def _kept_metadata(stored: Stored) -> dict[str, Any]:
-    """The metadata of a GGUF file, but for what says how it was stored."""
-    found = read_header(stored.headers[0].file).metadata
+    """Return the metadata of a GGUF file, except for how it was stored."""
+    metadata = read_header(stored.headers[0].file).metadata
     dropped = ("split.", "general.alignment", "quantize.")
-    return {key: _plain(value) for key, value in found.items() if not key.startswith(dropped)}
+    return {key: _plain(value) for key, value in metadata.items() if not key.startswith(dropped)}
 
 
 def _plain(value: Any) -> Any:
@@ -92,23 +93,23 @@ def _plain(value: Any) -> Any:
 
 
 def _rope_tensors(stored: Stored) -> dict[str, tuple[Outgoing, NDArray[np.float32]]]:
-    found = {}
+    tensors = {}
     for entry in (entry for header in stored.headers for entry in header.entries):
         if entry.name.startswith(("rope_freqs.", "rope_factors_")) and entry.dtype == "F32":
             rows = GgufRows(entry.file, entry.name, F32, entry.shape, entry.offset)
-            found[entry.name] = (Outgoing(entry.name, F32, entry.shape), rows(0, entry.shape[0]))
-    return found
+            tensors[entry.name] = (Outgoing(entry.name, F32, entry.shape), rows(0, entry.shape[0]))
+    return tensors
 
 
 def _members(config: ModelConfig, declared: Manifest, entries: Mapping[str, TensorEntry]) -> dict[str, list[_Member]]:
-    """What each tensor of the file consists of, in the order of the experts."""
-    found: dict[str, list[_Member]] = {}
+    """Return the members of each tensor of the file, in the order of the experts."""
+    members: dict[str, list[_Member]] = {}
     for source in declared.sources.values():
         for name in source.names:
             where = place(name, config.model_type)
             head = config.head_dim if where.paired else 0
-            found.setdefault(where.name, []).append(_Member(entries[name], source, head))
-    return found
+            members.setdefault(where.name, []).append(_Member(entries[name], source, head))
+    return members
 
 
 def _shape(parts: list[_Member]) -> tuple[int, ...]:
@@ -130,12 +131,12 @@ def _type_of(name: str, parts: list[_Member], kind: str, config: ModelConfig) ->
         return BY_NAME[{"float16": "F16", "float32": "F32"}.get(config.dtype or "", "BF16")]
     if name in _OUTER and kind == "q4_0":
         kind = "q8_0"
-    wanted = BY_NAME[kind.upper()]
-    return F16 if shape[-1] % wanted.values else wanted
+    block_type = BY_NAME[kind.upper()]
+    return F16 if shape[-1] % block_type.values else block_type
 
 
 def _blocks(member: _Member, kind: BlockType) -> Iterator[NDArray[Any]]:
-    """The blocks of a tensor in the order of the file."""
+    """Yield the blocks of a tensor in the order of the file."""
     entry, source, head = member
     if isinstance(entry.rows, GgufRows) and entry.rows.kind.name == kind.name and not kind.plain:
         step = max(1, (1 << 22) // max(1, entry.rows.row_bytes * max(1, head))) * max(1, head)

@@ -1,4 +1,4 @@
-"""Which GGUF file a path means: a file, one of the parts of a large one, or the only one of a folder."""
+"""The GGUF file that a path means: a file, one of the parts of a large one, or the only one of a folder."""
 
 from __future__ import annotations
 
@@ -16,41 +16,41 @@ _OTHERS = ("mmproj", "imatrix", "adapter", "lora")  # files that lie beside a mo
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a path is that of a GGUF file, by its name."""
+    """True if a path is that of a GGUF file, by its name."""
     return path.suffix.lower() == SUFFIX
 
 
 def is_file(path: str | Path) -> bool:
-    """Whether a path is that of a GGUF file that exists."""
+    """True if a path is that of a GGUF file that exists."""
     return is_gguf(Path(path)) and Path(path).is_file()
 
 
 def models(names: Sequence[str]) -> list[str]:
-    """The models among the names of files, sorted; of one in several parts, the first part."""
-    found = [name for name in names if name.lower().endswith(SUFFIX)]
-    found = [name for name in found if not name.rpartition("/")[2].lower().startswith(_OTHERS)]
-    parts = [(name, _PART.fullmatch(name)) for name in found]
+    """Return the models among the names of files, sorted; of one in several parts, the first part."""
+    files = [name for name in names if name.lower().endswith(SUFFIX)]
+    files = [name for name in files if not name.rpartition("/")[2].lower().startswith(_OTHERS)]
+    parts = [(name, _PART.fullmatch(name)) for name in files]
     return sorted(name for name, part in parts if part is None or int(part[2]) == 1)
 
 
 def only(names: Sequence[str], where: str, form: str) -> str | None:
-    """The only model among the names; None if there is none. `form` says how one of several is passed."""
-    found = models(names)
-    if len(found) > 1:
+    """Return the only model among the names; None if there is none. `form` says how one of several is passed."""
+    files = models(names)
+    if len(files) > 1:
         raise CheckpointError(
-            f"{where} has {len(found)} models in GGUF: {listed(found, ', ')}. Pass one of them: {form.format(found[0])}"
+            f"{where} has {len(files)} models in GGUF: {listed(files, ', ')}. Pass one of them: {form.format(files[0])}"
         )
-    return found[0] if found else None
+    return files[0] if files else None
 
 
 def in_folder(folder: Path) -> Path | None:
-    """The only GGUF model of a folder, None if there is none. Raises `CheckpointError` if there are several."""
+    """Return the only GGUF model of a folder, None if there is none. Raise `CheckpointError` if there are several."""
     name = only([path.name for path in folder.iterdir()], str(folder), f"{folder}/{{}}")
     return None if name is None else folder / name
 
 
 def parts(path: Path) -> list[Path]:
-    """The files of a model, of which `path` is one; most models are one file."""
+    """Return all files of the model of which `path` is one; most models are one file."""
     names = siblings(path.name)
     missing = [name for name in names if not (path.parent / name).exists()]
     if missing:
@@ -62,7 +62,7 @@ def parts(path: Path) -> list[Path]:
 
 
 def siblings(name: str) -> list[str]:
-    """The names of all parts of a model, given that of one of them; just that one if it is whole."""
+    """Return the names of all parts of a model, from that of one of them; just that one if it is whole."""
     part = _PART.fullmatch(name)
     if part is None:
         return [name]

@@ -1,7 +1,7 @@
-"""Types of GGUF tensors that are integers in groups of 32 or 16: how they are kept in four, six or eight bits, exactly.
+"""GGUF types of integers in groups of 32 or 16, and how they are kept exactly in four, six or eight bits.
 
-What they stand for is what `dequantize` makes of them: levels of a table are integers, and scales that a type computes
-in float32 as a product are kept as its factors.
+They stand for the numbers that `dequantize` returns: levels of a table are integers, and scales that a type computes in
+float32 as a product are kept as its factors.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ PACKINGS = {
 
 
 def integers(kind: str, blocks: NDArray[Any]) -> Integers:
-    """What rows of blocks [rows, blocks of a row] hold, for a type that PACKINGS has."""
+    """Return the integers of rows of blocks [rows, blocks of a row], for a type that PACKINGS has."""
     with np.errstate(all="ignore"):  # scales may be infinite or NaN; the numbers then are, too
-        found, scales, minimums = _FUNCTIONS[kind](blocks.reshape(-1))
+        levels, scales, minimums = _FUNCTIONS[kind](blocks.reshape(-1))
     rows, dtype = len(blocks), np.uint8 if PACKINGS[kind].bits == 4 else np.int8
     shape = (rows, -1, *scales.shape[2:])
     return Integers(
-        found.reshape(rows, -1).view(dtype),
+        levels.reshape(rows, -1).view(dtype),
         scales.reshape(shape),
         None if minimums is None else minimums.reshape(shape),
     )
@@ -49,12 +49,12 @@ Found = tuple[NDArray[Any], NDArray[Any], NDArray[Any] | None]  # integers of 8 
 
 
 def _one_group(levels: Callable[[Any], NDArray[Any]], *, minimums: bool = False) -> Callable[[Any], Found]:
-    """The integers and scales of blocks that are a group each, with a scale of 16 bits."""
+    """Return a function for blocks of one group each, with a scale of 16 bits, that returns integers and scales."""
     return lambda blocks: (levels(blocks), blocks["scale"], blocks["least"] if minimums else None)
 
 
 def _with_k_scales(levels: Callable[[Any], NDArray[Any]]) -> Callable[[Any], Found]:
-    """The integers and scales of blocks of eight groups, with scales and minimums of six bits."""
+    """Return such a function for blocks of eight groups, with scales and minimums of six bits."""
 
     def found(blocks: Any) -> Found:
         scales, minimums = dequantize.six_bit_scales(blocks["scales"])
@@ -64,13 +64,13 @@ def _with_k_scales(levels: Callable[[Any], NDArray[Any]]) -> Callable[[Any], Fou
 
 
 def _stepped(scales: NDArray[Any], steps: NDArray[Any]) -> NDArray[np.int8]:
-    """Small integers [N, groups] of N blocks times their steps [N], which a block has one of: [N, 1, groups + 2]."""
+    """Return small integers [N, groups] of N blocks with their steps [N], one for each block: [N, 1, groups + 2]."""
     return int4.stepped(scales.view(np.int8), steps[:, None])
 
 
 def _of_table(table: NDArray[Any], blocks: Any) -> NDArray[Any]:
-    found: NDArray[Any] = table.astype(np.int8)[dequantize.q4(blocks)]
-    return found
+    levels: NDArray[Any] = table.astype(np.int8)[dequantize.q4(blocks)]
+    return levels
 
 
 _FUNCTIONS: dict[str, Callable[[Any], Found]] = {

@@ -40,31 +40,31 @@ class GgufTensor(NamedTuple):
 
 
 class GgufHeader(NamedTuple):
-    """What a file says about itself."""
+    """The header of a file."""
 
     path: Path
     metadata: Metadata
     tensors: tuple[GgufTensor, ...]
     nbytes: int  # of the header itself
-    digest: bytes  # of them, which a fingerprint takes: a vocabulary has megabytes
+    digest: bytes  # of those bytes, for fingerprints: a vocabulary has megabytes
     size: int  # of the file
 
 
 def read_header(path: Path) -> GgufHeader:
-    """The header of a file. Raises `CheckpointError` if it is truncated, inconsistent or of another format.
+    """Return the header of a file. Raise `CheckpointError` if it is truncated, inconsistent or of another format.
 
-    The last two are remembered until `forget_headers`, while their files stay as they are: config, tokenizer and
+    The last two headers are cached until `forget_headers`, while their files stay as they are: config, tokenizer and
     template come from one.
     """
     try:
-        found = os.stat(path)
-        return _read(path, (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns))
+        status = os.stat(path)
+        return _read(path, (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns))
     except OSError as error:
         raise CheckpointError(f"{path} can't be read ({error}). Check the file.") from error
 
 
 def forget_headers() -> None:
-    """Drop headers that are remembered: one with a vocabulary of 151,000 tokens has 25 MB."""
+    """Drop the cached headers: one with a vocabulary of 151,000 tokens has 25 MB."""
     if _read.cache_info().currsize:
         _read.cache_clear()
         freed_memory.give_back()
@@ -79,16 +79,16 @@ def _read(path: Path, version: tuple[int, ...]) -> GgufHeader:
         alignment = metadata.integer("general.alignment", ALIGNMENT)
         if not 8 <= alignment <= 1 << 20 or alignment & (alignment - 1):
             raise CheckpointError(f"{path}: general.alignment={alignment} is not a power of two. Download it again.")
-        described = [_tensor(cursor, number) for number in range(tensors)]
+        table = [_tensor(cursor, number) for number in range(tensors)]
         nbytes, digest = cursor.position, cursor.digest()
         start = -(-cursor.position // alignment) * alignment
-        placed = tuple(tensor._replace(offset=start + tensor.offset) for tensor in described)
+        placed = tuple(tensor._replace(offset=start + tensor.offset) for tensor in table)
         _check(cursor, placed, start, alignment)
         return GgufHeader(path, metadata, placed, nbytes, digest, cursor.size)
 
 
 def _begin(cursor: Cursor) -> tuple[int, int]:
-    """Checks the first bytes; returns the numbers of tensors and of keys."""
+    """Check the first bytes; return the numbers of tensors and of keys."""
     if cursor.size < 24:
         raise cursor.broken(f"needs 24 bytes, and the file has {cursor.size:,}")
     magic = bytes(cursor.number("B") for _ in range(4))
@@ -103,15 +103,15 @@ def _begin(cursor: Cursor) -> tuple[int, int]:
     version = cursor.number("I")
     if version not in VERSIONS:
         big = version in {number << 24 for number in VERSIONS}
-        told = "is big-endian, which is not read" if big else f"has version {version} of GGUF; 2 and 3 are read"
-        raise CheckpointError(f"{cursor.path} {told}. Convert it with llama.cpp's scripts.")
+        problem = "is big-endian, which is not read" if big else f"has version {version} of GGUF; 2 and 3 are read"
+        raise CheckpointError(f"{cursor.path} {problem}. Convert it with llama.cpp's scripts.")
     tensors = cursor.count(24, "tensors")
     keys = cursor.count(13, "keys")
     return tensors, keys
 
 
 def _tensor(cursor: Cursor, number: int) -> GgufTensor:
-    """One entry of the table; its offset is still counted from the beginning of the tensors."""
+    """Read one entry of the table; its offset is still counted from the beginning of the tensors."""
     cursor.reading = f"the name of tensor {number + 1:,}"
     name = cursor.text(MAX_NAME)
     cursor.reading = name
@@ -134,7 +134,7 @@ def _tensor(cursor: Cursor, number: int) -> GgufTensor:
 
 
 def _check(cursor: Cursor, tensors: tuple[GgufTensor, ...], start: int, alignment: int) -> None:
-    """Raises if tensors lie outside of the file, or on each other, or share a name."""
+    """Raise `CheckpointError` if tensors lie outside of the file, or on each other, or share a name."""
     names = set[str]()
     for tensor in tensors:
         cursor.reading = tensor.name

@@ -39,28 +39,28 @@ class Metadata(Mapping[str, Value]):
         return len(self._values)
 
     def integer(self, key: str, default: Any = _MISSING) -> Any:
-        """A whole number; `default` where the key is absent, and without one `CheckpointError`."""
+        """Return a whole number, or `default` if the key is absent. Raise `CheckpointError` if there is no default."""
         return self._of(key, "a whole number", default, lambda value: type(value) is int)
 
     def number(self, key: str, default: Any = _MISSING) -> Any:
-        """A number, as a float."""
-        found = self._of(key, "a number", default, lambda value: type(value) in (int, float))
-        return float(found) if isinstance(found, int) else found
+        """Return a number, as a float."""
+        value = self._of(key, "a number", default, lambda value: type(value) in (int, float))
+        return float(value) if isinstance(value, int) else value
 
     def flag(self, key: str, default: Any = _MISSING) -> Any:
-        """True or false."""
+        """Return True or False."""
         return self._of(key, "true or false", default, lambda value: type(value) is bool)
 
     def text(self, key: str, default: Any = _MISSING) -> Any:
-        """A string."""
+        """Return a string."""
         return self._of(key, "a string", default, lambda value: isinstance(value, str))
 
     def texts(self, key: str, default: Any = _MISSING) -> Any:
-        """An array of strings."""
+        """Return an array of strings."""
         return self._of(key, "an array of strings", default, lambda value: isinstance(value, Texts))
 
     def numbers(self, key: str, default: Any = _MISSING) -> Any:
-        """An array of numbers."""
+        """Return an array of numbers."""
         return self._of(key, "an array of numbers", default, lambda value: isinstance(value, np.ndarray))
 
     def _of(self, key: str, kind: str, default: Any, fits: Any) -> Any:
@@ -78,7 +78,7 @@ class Metadata(Mapping[str, Value]):
 
 
 def read_metadata(cursor: Cursor, count: int) -> Metadata:
-    """So many keys and values."""
+    """Read `count` keys and values."""
     values = dict[str, Value]()
     for number in range(count):
         cursor.reading = f"key {number + 1:,} of its metadata"
@@ -92,8 +92,8 @@ def read_metadata(cursor: Cursor, count: int) -> Metadata:
 
 def _value(cursor: Cursor, kind: int) -> Value:
     if kind in _NUMBERS:
-        found = cursor.number(_NUMBERS[kind][0])
-        return float(str(np.float32(found))) if kind == 6 else found
+        number = cursor.number(_NUMBERS[kind][0])
+        return float(str(np.float32(number))) if kind == 6 else number
     if kind == _BOOL:
         return bool(cursor.number("B"))
     if kind == _STRING:

@@ -1,4 +1,4 @@
-"""Where llama.cpp keeps the tensors that Hugging Face's names stand for, and in which order their rows lie.
+"""llama.cpp's places of the tensors that Hugging Face's names stand for, and the order of their rows.
 
 llama.cpp's converter changes three things on the way: the rows of q and k of some architectures are reordered, so that
 the two halves of a rotated pair lie side by side; Gemma's norms have one added; GPT-2's matrices are transposed.
@@ -46,7 +46,7 @@ _EXPERTS = {
     "gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down",
     "w1": "ffn_gate", "w3": "ffn_up", "w2": "ffn_down",
 }  # fmt: skip
-# Families that norm what attention returns: the same name in Hugging Face's checkpoints means another norm.
+# Families that norm the output of attention: the same name in Hugging Face's checkpoints means another norm.
 POST_NORMED = frozenset(("gemma2", "gemma3_text", "olmo2"))
 # Families whose pairs lie side by side in llama.cpp (LLAMA_ROPE_TYPE_NORM).
 PAIRED = frozenset(("llama", "mistral", "mixtral", "smollm3"))
@@ -55,27 +55,27 @@ _EXPERT = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)")
 
 
 class Place(NamedTuple):
-    """The tensor of a GGUF file that one of Hugging Face's is, or is a part of."""
+    """The tensor of a GGUF file that is one of Hugging Face's, or has it as a part."""
 
     name: str
     expert: int | None = None  # which matrix of a stack it is
     alone: str | None = None  # the name of the expert's own tensor, which old files have in place of the stack
-    paired: bool = False  # whether its rows are those of heads with rotated pairs side by side
+    paired: bool = False  # True if its rows are those of heads with rotated pairs side by side
 
 
 def place(name: str, model_type: str) -> Place:
-    """Where a tensor lies. `name` is one of the family's manifest."""
+    """Return where a tensor lies. `name` is one of the family's manifest."""
     module, _, end = name.rpartition(".")
     if module in _OUTER:
         return Place(f"{_OUTER[module]}.{end}")
-    found = _LAYER.fullmatch(name)
-    assert found is not None, name
-    layer, inner, end = found.groups()
+    match = _LAYER.fullmatch(name)
+    assert match is not None, name
+    layer, inner, end = match.groups()
     expert = _EXPERT.fullmatch(inner)
     if expert is not None:
         kind = _EXPERTS[expert[2]]
         return Place(f"blk.{layer}.{kind}_exps.{end}", int(expert[1]), f"blk.{layer}.{kind}.{expert[1]}.{end}")
-    ours = _INNER[inner]
+    gguf_name = _INNER[inner]
     if inner == "post_attention_layernorm" and model_type in POST_NORMED:
-        ours = "post_attention_norm"
-    return Place(f"blk.{layer}.{ours}.{end}", paired=ours in ("attn_q", "attn_k") and model_type in PAIRED)
+        gguf_name = "post_attention_norm"
+    return Place(f"blk.{layer}.{gguf_name}.{end}", paired=gguf_name in ("attn_q", "attn_k") and model_type in PAIRED)

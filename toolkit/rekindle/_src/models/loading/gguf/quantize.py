@@ -1,4 +1,4 @@
-"""Numbers to blocks of GGUF tensors, with llama.cpp's rounding: the bytes are those that its own tools write."""
+"""Conversion of numbers to GGUF blocks, with llama.cpp's rounding: the bytes are those that its own tools write."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ WRITTEN = ("F32", "F16", "BF16", "Q8_0", "Q4_0")
 
 
 def quantize(kind: BlockType, rows: NDArray[Any]) -> NDArray[Any]:
-    """The blocks [..., blocks of a row] of rows [..., columns]; columns are a multiple of the type's values."""
+    """Return the blocks [..., blocks of a row] of rows [..., columns]; columns are a multiple of the type's values."""
     if kind.plain:
-        with np.errstate(over="ignore"):  # what is too large for 16 bits becomes infinite
+        with np.errstate(over="ignore"):  # values too large for 16 bits become infinite
             return np.ascontiguousarray(rows.astype(kind.layout))
     values = rows.astype(np.float32, copy=False).reshape(-1, kind.values)
     blocks = np.empty(len(values), kind.layout)

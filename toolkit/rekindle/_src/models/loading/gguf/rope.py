@@ -16,7 +16,7 @@ _MOST = 1 << 14  # frequencies
 def rope_fields(
     header: GgufHeader, prefix: str, tensors: dict[str, GgufTensor], head_dim: int, *, theta: float = 10_000.0
 ) -> dict[str, Any]:
-    """`rope_theta`, `partial_rotary_factor` and `rope_scaling`, as far as the file has them."""
+    """Return `rope_theta`, `partial_rotary_factor` and `rope_scaling`, as far as the file has them."""
     m = header.metadata
     base = m.number(f"{prefix}.rope.freq_base", theta)
     fields: dict[str, Any] = {"rope_theta": base}
@@ -45,7 +45,7 @@ def rope_fields(
 
 
 def _scaling(header: GgufHeader, prefix: str) -> dict[str, Any] | None:
-    """The scaling that the metadata asks for."""
+    """Return the scaling that the metadata asks for."""
     m = header.metadata
     kind = m.text(f"{prefix}.rope.scaling.type", None)
     old = m.number(f"{prefix}.rope.scale_linear", 0.0)  # of old files
@@ -62,26 +62,26 @@ def _scaling(header: GgufHeader, prefix: str) -> dict[str, Any] | None:
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor}
     key = f"{prefix}.rope.scaling"
-    given = m.number(f"{key}.yarn_attn_factor", None) or m.number(f"{key}.attn_factor", 1.0)
+    attention_factor = m.number(f"{key}.yarn_attn_factor", None) or m.number(f"{key}.attn_factor", 1.0)
     scaling = {
         "rope_type": "yarn",
         "factor": factor,
         "beta_fast": m.number(f"{key}.yarn_beta_fast", 32.0),
         "beta_slow": m.number(f"{key}.yarn_beta_slow", 1.0),
     }
-    if given != 1.0:
-        scaling["attention_factor"] = given * (0.1 * float(np.log(factor)) + 1.0)
+    if attention_factor != 1.0:
+        scaling["attention_factor"] = attention_factor * (0.1 * float(np.log(factor)) + 1.0)
     return scaling
 
 
 def _stretched(header: GgufHeader, tensors: dict[str, GgufTensor], rotated: int, theta: float) -> dict[str, Any] | None:
-    """The scaling of a file that stretches each frequency by its own factor, as those of Llama 3 do.
+    """Return the scaling of a file that stretches each frequency by its own factor, as those of Llama 3 do.
 
-    Llama 3's four numbers are not in the file. Where its usual ones give these factors, they are meant.
+    Llama 3's four numbers are not in the file. Where its usual ones give these factors, they are taken.
     """
     if "rope_freqs.weight" not in tensors:
         return None
-    from rekindle._src.models.nn.rope import RopeSpec  # it imports JAX, which most files are looked at without
+    from rekindle._src.models.nn.rope import RopeSpec  # it imports JAX, which most files don't need
 
     factors = _factors(header, tensors, "rope_freqs.weight", rotated)
     usual: dict[str, Any] = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "factor": max(factors)}
@@ -95,9 +95,9 @@ def _stretched(header: GgufHeader, tensors: dict[str, GgufTensor], rotated: int,
 def _factors(header: GgufHeader, tensors: dict[str, GgufTensor], name: str, rotated: int) -> list[float]:
     tensor = tensors.get(name)
     if tensor is None or tensor.shape != (rotated // 2,) or tensor.kind.name != "F32" or rotated > _MOST:
-        told = "is missing" if tensor is None else f"is {tensor.kind.name} {[*tensor.shape]}"
+        problem = "is missing" if tensor is None else f"is {tensor.kind.name} {[*tensor.shape]}"
         raise CheckpointError(
-            f"{header.path}: {name} {told}, where F32 [{rotated // 2}] is expected. Download it again."
+            f"{header.path}: {name} {problem}, where F32 [{rotated // 2}] is expected. Download it again."
         )
     from rekindle._src.models.loading.gguf.rows import GgufRows  # as above
 

@@ -16,15 +16,15 @@ from rekindle._src.models.loading.gguf.dequantize import dequantize
 from rekindle._src.models.loading.read_bytes import read_exactly
 from rekindle._src.models.nn.packing import Packing
 
-VALUES = 1 << 18  # that are unpacked at a time: they and what is made on the way stay in the cache
+VALUES = 1 << 18  # values that are unpacked at a time: they and intermediate results stay in the cache
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GgufRows:
     """Part of a tensor as a matrix of rows [count, columns]; called with a range of rows, it returns their values.
 
-    With `paired`, the file's rows are those of heads of so many rows each, rotated pairs side by side; the rows that
-    are counted here are Hugging Face's, where the halves of a pair lie half a head apart.
+    With `paired`, the file has heads of so many rows each, rotated pairs side by side; row numbers here are those of
+    Hugging Face, where the halves of a pair lie half a head apart.
     """
 
     file: Path
@@ -43,7 +43,7 @@ class GgufRows:
         return int(np.prod(self.shape[1:], dtype=np.int64))
 
     def __call__(self, start: int, stop: int) -> NDArray[np.float32]:
-        """The values of the rows [start, stop)."""
+        """Return the values of the rows [start, stop)."""
         blocks = self.blocks(start, stop)
         flat = blocks.reshape(-1)
         step = max(1, VALUES // self.kind.values)
@@ -56,15 +56,15 @@ class GgufRows:
 
     @property
     def packing(self) -> Packing | None:
-        """How the matrix can be kept in groups; None if its type is another one."""
+        """The packing that keeps the matrix in groups; None for other types."""
         return grouped.PACKINGS.get(self.kind.name) if len(self.shape) == 2 else None
 
     def integers(self, start: int, stop: int) -> Integers:
-        """The integers, scales and minimums of the rows [start, stop) of a matrix in groups."""
+        """Return the integers, scales and minimums of the rows [start, stop) of a matrix in groups."""
         return grouped.integers(self.kind.name, self.blocks(start, stop))
 
     def blocks(self, start: int, stop: int) -> NDArray[Any]:
-        """The blocks [rows, blocks of a row] of the rows [start, stop), as they are stored."""
+        """Return the blocks [rows, blocks of a row] of the rows [start, stop), as they are stored."""
         if not self.paired:
             return self._stored(start, stop)
         rows = stored_rows(np.arange(start, stop), self.paired)
@@ -78,13 +78,13 @@ class GgufRows:
 
 
 def stored_rows(rows: NDArray[np.int64], head: int) -> NDArray[np.int64]:
-    """Where rows of Hugging Face's q or k lie in a file that has pairs side by side; heads have `head` rows."""
+    """Return where rows of Hugging Face's q or k lie in a file that has pairs side by side; heads have `head` rows."""
     start, within = rows - rows % head, rows % head
     half = head // 2
     return start + within % half * 2 + within // half
 
 
 def paired_rows(rows: NDArray[np.int64], head: int) -> NDArray[np.int64]:
-    """The inverse of `stored_rows`: which of Hugging Face's rows lies at each place of the file."""
+    """Return which of Hugging Face's rows lies at each place of the file: the inverse of `stored_rows`."""
     start, within = rows - rows % head, rows % head
     return start + within % 2 * (head // 2) + within // 2

@@ -24,17 +24,17 @@ _NOT_WEIGHTS = (r"rope_freqs\.weight", r"rope_factors_(long|short)\.weight", r"b
 
 
 def look(path: Path) -> tuple[dict[str, Any], tuple[Header, ...]]:
-    """What config.json would say of the model, and the headers of its files, with llama.cpp's names of tensors."""
-    read = [read_header(file) for file in parts(path)]
+    """Return the equivalent of config.json, and the headers of the files, with llama.cpp's names of tensors."""
+    headers = [read_header(file) for file in parts(path)]
     tensors: dict[str, GgufTensor] = {}
-    for header in read:
+    for header in headers:
         for tensor in header.tensors:
             if tensor.name in tensors:
                 raise CheckpointError(f"{header.path}: {tensor.name} is in another part, too. Download them again.")
             tensors[tensor.name] = tensor
     # The metadata is in the first part, and the ropes' tensors may be in any.
-    raw = architecture.config(_together(read), tensors)
-    return raw, tuple(_header(header) for header in read)
+    raw = architecture.config(_together(headers), tensors)
+    return raw, tuple(_header(header) for header in headers)
 
 
 def _together(read: Sequence[GgufHeader]) -> GgufHeader:
@@ -57,35 +57,35 @@ def _header(header: GgufHeader) -> Header:
 def tensors(
     headers: Sequence[Header], config: ModelConfig, declared: Manifest
 ) -> tuple[Manifest, dict[str, TensorEntry]]:
-    """The manifest as it is for this file, and its tensors under the manifest's names.
+    """Return the manifest as it is for this file, and its tensors under the manifest's names.
 
-    Tensors that are no part of the model keep llama.cpp's names. Those that are missing are absent.
+    Tensors that are no part of the model keep llama.cpp's names. Missing tensors are absent.
     """
     stored = {entry.name: entry for header in headers for entry in header.entries}
-    # llama.cpp's converter has transposed, and added, what the manifest would have the loader do.
+    # llama.cpp's converter has already transposed and added, as the manifest tells the loader to.
     sources = {path: dataclasses.replace(source, transpose=False, add=0.0) for path, source in declared.sources.items()}
-    found, used = dict[str, TensorEntry](), set[str]()
+    named, used = dict[str, TensorEntry](), set[str]()
     for name in dict.fromkeys(name for source in sources.values() for name in source.names):
         where = place(name, config.model_type)
         entry = _entry(name, where, stored, config.head_dim)
         if entry is not None:
-            found[name] = entry
+            named[name] = entry
             used.add(where.name if where.name in stored else str(where.alone))
-    found |= {name: entry for name, entry in stored.items() if name not in used}
+    named |= {name: entry for name, entry in stored.items() if name not in used}
     ignored = (*declared.ignored, *_NOT_WEIGHTS)
     if config.tie_embeddings:
         ignored = (*ignored, r"output\.weight")
-    return dataclasses.replace(declared, sources=sources, ignored=ignored, prefix=""), found
+    return dataclasses.replace(declared, sources=sources, ignored=ignored, prefix=""), named
 
 
 def llama_cpp_name(name: str, config: ModelConfig) -> str:
-    """What llama.cpp calls a tensor of the manifest, with the number of the expert where it is one of a stack."""
+    """Return llama.cpp's name of a tensor of the manifest, with the number of the expert where it is one of a stack."""
     where = place(name, config.model_type)
     return where.name if where.expert is None else f"{where.name}[{where.expert}]"
 
 
 def _entry(name: str, where: Place, stored: Mapping[str, TensorEntry], head_dim: int) -> TensorEntry | None:
-    """The tensor, or the expert's part of a stack, as an entry of its own."""
+    """Return the tensor, or the expert's part of a stack, as an entry of its own."""
     whole = stored.get(where.name)
     if whole is None:
         alone = None if where.alone is None else stored.get(where.alone)
@@ -100,11 +100,11 @@ def _entry(name: str, where: Place, stored: Mapping[str, TensorEntry], head_dim:
 
 
 def _readable(entry: TensorEntry, name: str, paired: int) -> TensorEntry:
-    """The entry with a function that reads it, unless it is stored as plain floats in Hugging Face's order."""
+    """Return the entry with a function that reads it, unless it is stored as plain floats in Hugging Face's order."""
     if entry.has_numbers and not paired:
         return entry
     kind = BY_NAME[entry.dtype]
-    if paired and (entry.shape[0] % paired or paired % 2):  # a shape that is wrong is told by its name later
+    if paired and (entry.shape[0] % paired or paired % 2):  # a wrong shape is reported later, by its name
         paired = 0
     if kind.plain and not entry.has_numbers:
         return entry  # integers: no weights of any family

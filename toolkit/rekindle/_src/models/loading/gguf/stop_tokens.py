@@ -18,7 +18,7 @@ ENDS = frozenset(
 
 
 def stop_tokens(metadata: Metadata) -> dict[str, Any]:
-    """`bos_token_id` and `eos_token_id`, as config.json has them."""
+    """Return `bos_token_id` and `eos_token_id`, as config.json has them."""
     bos = metadata.integer("tokenizer.ggml.bos_token_id", None)
     named = [metadata.integer(f"tokenizer.ggml.{name}_token_id", None) for name in ("eos", "eot", "eom")]
     ends = [index for index in named if index is not None]

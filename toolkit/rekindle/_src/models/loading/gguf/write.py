@@ -1,4 +1,4 @@
-"""Writes a GGUF file: metadata, the table of tensors, and the tensors, one piece at a time."""
+"""A writer of GGUF files: metadata, the table of tensors, and the tensors, one piece at a time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Outgoing(NamedTuple):
 def write_gguf(
     path: Path, metadata: Mapping[str, Any], tensors: Sequence[Outgoing], pieces: Iterable[NDArray[Any]]
 ) -> None:
-    """Writes a file. `pieces` are the tensors' blocks in the order of `tensors`, in any number of pieces for each.
+    """Write a file. `pieces` are the tensors' blocks in the order of `tensors`, in any number of pieces for each.
 
     Values of the metadata are bool, int (32 bits, unsigned unless negative), float (32 bits), str, lists of one of
     these (integers signed), or numpy arrays of numbers.
@@ -53,12 +53,12 @@ def write_gguf(
 
 def _write_tensors(file: BinaryIO, tensors: Sequence[Outgoing], pieces: Any) -> None:
     for tensor in tensors:
-        left = tensor.nbytes
-        while left > 0:
+        remaining = tensor.nbytes
+        while remaining > 0:
             piece = next(pieces)
             file.write(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data)
-            left -= piece.nbytes
-        assert left == 0, f"{tensor.name}: pieces are {-left} bytes too long"
+            remaining -= piece.nbytes
+        assert remaining == 0, f"{tensor.name}: pieces are {-remaining} bytes too long"
         file.write(bytes(_padded(tensor.nbytes) - tensor.nbytes))
 
 
@@ -77,17 +77,17 @@ def _value(value: Any) -> bytes:
             f"{value.dtype.kind}{value.dtype.itemsize}"
         ]
         return struct.pack("<IIQ", 9, number, value.size) + value.astype(value.dtype.newbyteorder("<")).tobytes()
-    if isinstance(value, (list, tuple)) and value and all(type(one) is int for one in value):
+    if isinstance(value, (list, tuple)) and value and all(type(item) is int for item in value):
         return _value(np.asarray(value, np.int32))  # llama.cpp takes the kinds of tokens in no other type
     if isinstance(value, (list, tuple)):
         kind, _ = _single(value[0] if value else "")
-        return struct.pack("<IIQ", 9, kind, len(value)) + b"".join(_single(one)[1] for one in value)
+        return struct.pack("<IIQ", 9, kind, len(value)) + b"".join(_single(item)[1] for item in value)
     kind, data = _single(value)
     return struct.pack("<I", kind) + data
 
 
 def _single(value: Any) -> tuple[int, bytes]:
-    """The number of a value's type, and its bytes."""
+    """Return the number of a value's type, and its bytes."""
     if isinstance(value, bool):
         return 7, struct.pack("<B", value)
     if isinstance(value, int):
