@@ -19,7 +19,7 @@ Matrix = Callable[[str, Entries], TensorEntry | None]
 
 
 def compressed(options: Options) -> Matrix:
-    """What makes the entry of a matrix. With several groups it is the one whose sizes fit the tensors.
+    """Return a function that makes the entry of a matrix. Of several groups it takes the one whose sizes fit.
 
     The names of layers that a group lists are not compared: they may be expressions of any kind.
     """
@@ -30,22 +30,22 @@ def compressed(options: Options) -> Matrix:
         raise UnsupportedModel(
             "quantization_config.transform_config (rotated weights) is not implemented. Open another checkpoint."
         )
-    listed = options.inner("config_groups")
-    if not 1 <= len(listed.raw) <= _MOST:
-        raise UnsupportedModel(f"{listed.where} has {len(listed.raw)} groups; 1 to {_MOST} are read.")
+    layer_groups = options.inner("config_groups")
+    if not 1 <= len(layer_groups.raw) <= _MOST:
+        raise UnsupportedModel(f"{layer_groups.where} has {len(layer_groups.raw)} groups; 1 to {_MOST} are read.")
     top = options.get("format")
-    groups = [_group(listed.inner(str(name)), top) for name in listed.raw]
+    groups = [_group(layer_groups.inner(str(name)), top) for name in layer_groups.raw]
 
     def matrix(base: str, entries: Entries) -> TensorEntry | None:
         first: CheckpointError | None = None
         for group in groups:
             try:
-                found = group(base, entries)
+                entry = group(base, entries)
             except CheckpointError as error:
                 first = first or error
                 continue
-            if found is not None:
-                return found
+            if entry is not None:
+                return entry
         if first is not None:
             raise first
         return None

@@ -32,13 +32,13 @@ class Grouped(NamedTuple):
     zeros: NDArray[np.int16]
 
     def values(self, groups: NDArray[np.int64]) -> NDArray[np.float32]:
-        """The values [outputs, inputs]; `groups` says which group each input belongs to."""
+        """Return the values [outputs, inputs]; `groups` has the group of each input."""
         zeros, scales = self.zeros[:, groups], self.scales.astype(np.float32)[:, groups]
-        found: NDArray[np.float32] = (self.integers - zeros).astype(np.float32) * scales
-        return found
+        values: NDArray[np.float32] = (self.integers - zeros).astype(np.float32) * scales
+        return values
 
     def kept(self, group: int, packing: Packing | None) -> Integers:
-        """The same as matrices of four bits keep it, whose groups may be parts of these of `group` inputs."""
+        """Return the integers as matrices of four bits keep them: groups may be parts of these of `group` inputs."""
         assert packing is not None, "integers are asked for where they can be kept"
         scales = np.repeat(self.scales.astype(packing.scales), group // packing.group, axis=1)
         if not packing.minimum:
@@ -48,15 +48,15 @@ class Grouped(NamedTuple):
 
 
 def unpacked(words: NDArray[Any], bits: int, order: tuple[int, ...] | None = None) -> NDArray[np.uint8]:
-    """The integers [..., n * 32 / bits] of words [..., n], the lowest bits first, or in the given order."""
+    """Return the integers [..., n * 32 / bits] of words [..., n], the lowest bits first, or in `order`."""
     places = np.arange(32 // bits) if order is None else np.asarray(order)
     shifts = (places * bits).astype(np.uint32)
-    found = (words.view(np.uint32)[..., None] >> shifts) & np.uint32((1 << bits) - 1)
-    return found.astype(np.uint8).reshape(*words.shape[:-1], -1)
+    integers = (words.view(np.uint32)[..., None] >> shifts) & np.uint32((1 << bits) - 1)
+    return integers.astype(np.uint8).reshape(*words.shape[:-1], -1)
 
 
 class Held:
-    """Whole tensors that pieces of a matrix are cut from: read when the first piece is asked for, and let go after all.
+    """Whole tensors that pieces of a matrix are cut from: read for the first piece, and released after the last.
 
     AWQ and GPTQ store a matrix with its inputs first, so that some of its outputs lie all over the tensor.
     """
@@ -68,7 +68,7 @@ class Held:
         self._served = 0
 
     def take(self, count: int) -> tuple[NDArray[Any], ...]:
-        """The tensors, for a piece of so many outputs."""
+        """Return the tensors, for a piece of `count` outputs."""
         with self._lock:
             if self._arrays is None:
                 self._arrays = tuple(rows_of(entry, 0, entry.shape[0]) for entry in self._entries)
@@ -89,27 +89,27 @@ class AwqRows:
         self._held = Held(self.outputs, weight, scales, *([zeros] if zeros is not None else []))
 
     def grouped(self, start: int, stop: int) -> Grouped:
-        """The integers, scales and zeros of the outputs [start, stop)."""
+        """Return the integers, scales and zeros of the outputs [start, stop)."""
         weight, scales, *zeros = self._held.take(stop - start)
-        each = 32 // self._bits
-        words = slice(start // each, -(-stop // each))
-        cut = slice(start - words.start * each, stop - words.start * each)
+        per_word = 32 // self._bits
+        words = slice(start // per_word, -(-stop // per_word))
+        cut = slice(start - words.start * per_word, stop - words.start * per_word)
         order = AWQ_ORDER if self._bits == 4 else None
         integers = unpacked(weight[:, words], self._bits, order)[:, cut].T
-        chosen = scales[:, start:stop].T
+        piece_scales = scales[:, start:stop].T
         if not zeros:
-            return Grouped(integers, chosen, np.full(chosen.shape, 1 << (self._bits - 1), np.int16))
-        found = unpacked(zeros[0][:, words], self._bits, order)[:, cut].T.astype(np.int16)
-        return Grouped(integers, chosen, found)
+            return Grouped(integers, piece_scales, np.full(piece_scales.shape, 1 << (self._bits - 1), np.int16))
+        piece_zeros = unpacked(zeros[0][:, words], self._bits, order)[:, cut].T.astype(np.int16)
+        return Grouped(integers, piece_scales, piece_zeros)
 
     @property
     def packing(self) -> Packing | None:
-        """How the matrix can be kept in four bits."""
+        """The packing that keeps the matrix in four bits; None if there is none."""
         dtype = np.float32 if self._has_zeros else self._scales
         return packing_for(self.group, minimum=self._has_zeros, dtype=dtype) if self._bits == 4 else None
 
     def integers(self, start: int, stop: int) -> Integers:
-        """What is stored of the outputs [start, stop)."""
+        """Return the stored integers of the outputs [start, stop)."""
         return self.grouped(start, stop).kept(self.group, self.packing)
 
     def __call__(self, start: int, stop: int) -> NDArray[np.float32]:
@@ -119,7 +119,7 @@ class AwqRows:
 class GptqRows:
     """GPTQ: words [inputs * bits / 32, outputs], zeros [groups, outputs * bits / 32], scales [groups, outputs].
 
-    `g_idx` [inputs] says which group each input belongs to. Zeros are stored less one, unless `offset` is 0.
+    `g_idx` [inputs] has the group of each input. Zeros are stored less one, unless `offset` is 0.
     """
 
     def __init__(
@@ -139,35 +139,35 @@ class GptqRows:
         self._held = Held(self.outputs, weight, scales, *(e for e in (zeros, g_idx) if e is not None))
 
     def _read(self, start: int, stop: int) -> tuple[Grouped, NDArray[np.int64]]:
-        weight, scales, *others = self._held.take(stop - start)
-        each, highest = 32 // self._bits, (1 << self._bits) - 1
+        weight, scales, *rest = self._held.take(stop - start)
+        per_word, highest = 32 // self._bits, (1 << self._bits) - 1
         integers = unpacked(np.ascontiguousarray(weight[:, start:stop].T), self._bits)
-        chosen = scales[:, start:stop].T
+        piece_scales = scales[:, start:stop].T
         if self._has_zeros:
-            words = slice(start // each, -(-stop // each))
-            cut = slice(start - words.start * each, stop - words.start * each)
-            stored = unpacked(np.ascontiguousarray(others[0][:, words]), self._bits)[:, cut].T
+            words = slice(start // per_word, -(-stop // per_word))
+            cut = slice(start - words.start * per_word, stop - words.start * per_word)
+            stored = unpacked(np.ascontiguousarray(rest[0][:, words]), self._bits)[:, cut].T
             zeros = (stored.astype(np.int16) + self._offset) & highest
         else:
-            zeros = np.full(chosen.shape, 1 << (self._bits - 1), np.int16)
-        usual = np.arange(self.inputs) // self.group
-        groups = usual if self._groups is None else others[-1].astype(np.int64) % len(scales)
-        return Grouped(integers, chosen, zeros), groups
+            zeros = np.full(piece_scales.shape, 1 << (self._bits - 1), np.int16)
+        consecutive = np.arange(self.inputs) // self.group
+        groups = consecutive if self._groups is None else rest[-1].astype(np.int64) % len(scales)
+        return Grouped(integers, piece_scales, zeros), groups
 
     @functools.cached_property
     def packing(self) -> Packing | None:
-        """How the matrix can be kept in four bits; None where groups are not consecutive inputs."""
+        """The packing that keeps the matrix in four bits; None where groups are not consecutive inputs."""
         if self._bits != 4 or not self._in_order():
             return None
         minimum = self._zeros is not None and not self._symmetric(self._zeros)
         return packing_for(self.group, minimum=minimum, dtype=np.float32 if minimum else self._scales)
 
     def integers(self, start: int, stop: int) -> Integers:
-        """What is stored of the outputs [start, stop)."""
+        """Return the stored integers of the outputs [start, stop)."""
         return self._read(start, stop)[0].kept(self.group, self.packing)
 
     def _symmetric(self, zeros: TensorEntry) -> bool:
-        """Whether all zeros are half of the integers' range."""
+        """True if all zeros are half of the integers' range."""
         return bool((rows_of(zeros, 0, zeros.shape[0]).view(np.uint32) == 0x11111111 * (8 - self._offset)).all())
 
     def _in_order(self) -> bool:
@@ -177,14 +177,14 @@ class GptqRows:
         return bool((stored == np.arange(self.inputs) // self.group).all())
 
     def __call__(self, start: int, stop: int) -> NDArray[np.float32]:
-        found, groups = self._read(start, stop)
-        return found.values(groups)
+        piece, groups = self._read(start, stop)
+        return piece.values(groups)
 
 
 class PackedRows:
     """compressed-tensors' "pack-quantized": words [outputs, inputs * bits / 32] of integers plus half their range.
 
-    Scales are [outputs, groups]; zeros, where there are some, are packed along the outputs.
+    Scales are [outputs, groups]; zeros, if there are any, are packed along the outputs.
     """
 
     def __init__(
@@ -202,28 +202,30 @@ class PackedRows:
         self._weight, self._scales, self._zeros, self._g_idx, self._bits = weight, scales, zeros, g_idx, bits
 
     def grouped(self, start: int, stop: int) -> Grouped:
-        """The integers, scales and zeros of the outputs [start, stop)."""
+        """Return the integers, scales and zeros of the outputs [start, stop)."""
         integers = unpacked(rows_of(self._weight, start, stop), self._bits)[:, : self.inputs]
         scales = rows_of(self._scales, start, stop).reshape(stop - start, -1)
         half = 1 << (self._bits - 1)
         if self._zeros is None:
             return Grouped(integers, scales, np.full(scales.shape, half, np.int16))
-        each = 32 // self._bits
-        first = start // each
-        words = rows_of(self._zeros, first, -(-stop // each))
-        zeros = unpacked(np.ascontiguousarray(words.T), self._bits).T[start - first * each : stop - first * each]
+        per_word = 32 // self._bits
+        first = start // per_word
+        words = rows_of(self._zeros, first, -(-stop // per_word))
+        zeros = unpacked(np.ascontiguousarray(words.T), self._bits).T[
+            start - first * per_word : stop - first * per_word
+        ]
         return Grouped(integers, scales, zeros.astype(np.int16))
 
     @property
     def packing(self) -> Packing | None:
-        """How the matrix can be kept in four bits; None where inputs are in the order of their activations."""
+        """The packing that keeps the matrix in four bits; None where inputs are in the order of their activations."""
         if self._bits != 4 or self._g_idx is not None or self.inputs % self.group:
             return None
         minimum = self._zeros is not None
         return packing_for(self.group, minimum=minimum, dtype=np.float32 if minimum else self._scales.numpy_dtype)
 
     def integers(self, start: int, stop: int) -> Integers:
-        """What is stored of the outputs [start, stop)."""
+        """Return the stored integers of the outputs [start, stop)."""
         return self.grouped(start, stop).kept(self.group, self.packing)
 
     def __call__(self, start: int, stop: int) -> NDArray[np.float32]:

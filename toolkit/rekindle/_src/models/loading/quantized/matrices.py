@@ -1,4 +1,4 @@
-"""The entries of quantised matrices: which tensors make up each, checked against the sizes that the config gives."""
+"""The entries of quantised matrices: the tensors of each, checked against the sizes in the config."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _SCALES = ("F16", "BF16", "F32")
 def _entry(
     base: str, shape: tuple[int, ...], kind: str, rows: ReadRows, parts: list[TensorEntry | None]
 ) -> TensorEntry:
-    """The entry of a matrix that is made of several tensors."""
+    """Return the entry of a matrix that is made of several tensors."""
     first = next(part for part in parts if part is not None)
     size = sum(part.nbytes for part in parts if part is not None)
     return TensorEntry(f"{base}.weight", first.file, kind, shape, first.offset, size, rows)
 
 
 def _expect(entry: TensorEntry, shape: tuple[int, ...], *dtypes: str) -> None:
-    """Raises `CheckpointError` unless a tensor has this shape and one of these dtypes."""
+    """Raise `CheckpointError` unless a tensor has this shape and one of these dtypes."""
     if entry.shape != shape or entry.dtype not in dtypes:
         raise CheckpointError(
             f"{entry.file}: {entry.name} is {entry.dtype} {[*entry.shape]}, expected {' or '.join(dtypes)} {[*shape]} "
@@ -34,37 +34,37 @@ def _expect(entry: TensorEntry, shape: tuple[int, ...], *dtypes: str) -> None:
 
 
 def awq(base: str, entries: Entries, *, bits: int, group: int, has_zeros: bool) -> TensorEntry | None:
-    """A matrix of AWQ; `group` is -1 for one scale of each output."""
+    """Return the entry of a matrix of AWQ; `group` is -1 for one scale of each output."""
     weight, scales = entries.get(f"{base}.qweight"), entries.get(f"{base}.scales")
     if weight is None or scales is None or len(weight.shape) != 2:
         return None
-    each = 32 // bits
-    inputs, outputs = weight.shape[0], weight.shape[1] * each
+    per_word = 32 // bits
+    inputs, outputs = weight.shape[0], weight.shape[1] * per_word
     groups = 1 if group == -1 else -(-inputs // group)
     zeros = entries.get(f"{base}.qzeros") if has_zeros else None
-    _expect(weight, (inputs, outputs // each), "I32")
+    _expect(weight, (inputs, outputs // per_word), "I32")
     _expect(scales, (groups, outputs), *_SCALES)
     if has_zeros:
         if zeros is None:
             raise CheckpointError(f"{weight.file}: {base}.qzeros is missing, and zero_point is true.")
-        _expect(zeros, (groups, outputs // each), "I32")
+        _expect(zeros, (groups, outputs // per_word), "I32")
     rows = AwqRows(weight, zeros, scales, bits)
     return _entry(base, (outputs, inputs), f"AWQ, {bits} bits", rows, [weight, zeros, scales])
 
 
 def gptq(base: str, entries: Entries, *, bits: int, group: int, offset: int) -> TensorEntry | None:
-    """A matrix of GPTQ, whose zeros are stored less `offset`."""
+    """Return the entry of a matrix of GPTQ, whose zeros are stored less `offset`."""
     weight, scales = entries.get(f"{base}.qweight"), entries.get(f"{base}.scales")
     if weight is None or scales is None or len(weight.shape) != 2:
         return None
-    each = 32 // bits
-    inputs, outputs = weight.shape[0] * each, weight.shape[1]
+    per_word = 32 // bits
+    inputs, outputs = weight.shape[0] * per_word, weight.shape[1]
     groups = 1 if group == -1 else -(-inputs // group)
     zeros, order = entries.get(f"{base}.qzeros"), entries.get(f"{base}.g_idx")
-    _expect(weight, (inputs // each, outputs), "I32")
+    _expect(weight, (inputs // per_word, outputs), "I32")
     _expect(scales, (groups, outputs), *_SCALES)
     if zeros is not None:
-        _expect(zeros, (groups, outputs // each), "I32")
+        _expect(zeros, (groups, outputs // per_word), "I32")
     if order is not None:
         _expect(order, (inputs,), "I32", "I64")
     rows = GptqRows(weight, zeros, scales, order, bits=bits, offset=offset)
@@ -74,7 +74,7 @@ def gptq(base: str, entries: Entries, *, bits: int, group: int, offset: int) -> 
 def scaled(
     base: str, entries: Entries, block: tuple[int, int] | None, dtypes: tuple[str, ...] = FP8
 ) -> TensorEntry | None:
-    """A matrix of fp8 or int8, with a scale of the whole tensor, of each output, or of each block."""
+    """Return the entry of a matrix of fp8 or int8, with a scale of the tensor, of each output, or of each block."""
     weight = entries.get(f"{base}.weight")
     scale = entries.get(f"{base}.weight_scale_inv", entries.get(f"{base}.weight_scale"))
     if weight is None or len(weight.shape) != 2:
@@ -92,22 +92,22 @@ def scaled(
 
 
 def packed(base: str, entries: Entries, bits: int, group: int | None) -> TensorEntry | None:
-    """A matrix of compressed-tensors' packed integers; `group` is None for one scale of each output."""
+    """Return the entry of compressed-tensors' packed integers; `group` is None for one scale of each output."""
     weight, scale = entries.get(f"{base}.weight_packed"), entries.get(f"{base}.weight_scale")
     if weight is None or scale is None or len(weight.shape) != 2 or len(scale.shape) != 2:
         return None
-    each, outputs = 32 // bits, weight.shape[0]
-    inputs = weight.shape[1] * each
+    per_word, outputs = 32 // bits, weight.shape[0]
+    inputs = weight.shape[1] * per_word
     stored = entries.get(f"{base}.weight_shape")
     if stored is not None:  # the last word of a row may be used in part
         _expect(stored, (2,), "I64", "I32")
         inputs = int(rows_of(stored, 0, 2)[1])
     groups = 1 if group is None else -(-inputs // group)
     zeros, order = entries.get(f"{base}.weight_zero_point"), entries.get(f"{base}.weight_g_idx")
-    _expect(weight, (outputs, -(-inputs // each)), "I32")
+    _expect(weight, (outputs, -(-inputs // per_word)), "I32")
     _expect(scale, (outputs, groups), *_SCALES)
     if zeros is not None:
-        _expect(zeros, (-(-outputs // each), groups), "I32")
+        _expect(zeros, (-(-outputs // per_word), groups), "I32")
     if order is not None:
         _expect(order, (inputs,), "I32", "I64")
     rows = PackedRows(weight, scale, zeros, order, bits=bits, inputs=inputs)
@@ -115,7 +115,7 @@ def packed(base: str, entries: Entries, bits: int, group: int | None) -> TensorE
 
 
 def four_bit_floats(base: str, entries: Entries, group: int, *, nvidia: bool) -> TensorEntry | None:
-    """A matrix of MXFP4 or NVFP4."""
+    """Return the entry of a matrix of MXFP4 or NVFP4."""
     weight, scale = entries.get(f"{base}.weight_packed"), entries.get(f"{base}.weight_scale")
     if weight is None or scale is None or len(weight.shape) != 2:
         return None
@@ -132,7 +132,7 @@ def four_bit_floats(base: str, entries: Entries, group: int, *, nvidia: bool) ->
 
 
 def modelopt_floats(base: str, entries: Entries, *, group: int) -> TensorEntry | None:
-    """A matrix of ModelOpt's NVFP4, whose scales are multiplied by one number for the whole tensor."""
+    """Return the entry of a matrix of ModelOpt's NVFP4, whose scales are multiplied by one number for the tensor."""
     weight, scale = entries.get(f"{base}.weight"), entries.get(f"{base}.weight_scale")
     if weight is None or len(weight.shape) != 2:
         return None

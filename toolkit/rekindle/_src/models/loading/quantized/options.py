@@ -9,7 +9,7 @@ from rekindle.errors import UnsupportedModel
 
 
 class Options:
-    """A `quantization_config`, or an object within it; `where` says which in errors."""
+    """A `quantization_config`, or an object within it; `where` names it in errors."""
 
     def __init__(self, raw: Any, where: str = "quantization_config") -> None:
         if not isinstance(raw, Mapping):
@@ -17,12 +17,12 @@ class Options:
         self.raw, self.where = dict(raw), where
 
     def get(self, name: str, default: Any = None) -> Any:
-        """A field's value, or `default` where it is absent or null."""
+        """Return a field's value, or `default` where it is absent or null."""
         value = self.raw.get(name)
         return default if value is None else value
 
     def choice(self, name: str, accepted: tuple[Any, ...], default: Any = None) -> Any:
-        """A field with one of the accepted values. `UnsupportedModel` names the field otherwise."""
+        """Return a field that has one of the accepted values. Otherwise `UnsupportedModel` names the field."""
         value = self.get(name, default)
         if isinstance(value, (dict, list)) or value not in accepted:
             raise UnsupportedModel(
@@ -32,14 +32,14 @@ class Options:
         return value
 
     def group(self, name: str = "group_size", default: int | None = None) -> int:
-        """How many inputs share a scale; -1 for all of them."""
+        """Return the number of inputs that share a scale; -1 for all of them."""
         value = self.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or not (value == -1 or 1 <= value <= 1 << 20):
             raise UnsupportedModel(f"{self.where}.{name}={_shown(value)} is not a number of inputs. Check config.json.")
         return value
 
     def block(self, name: str) -> tuple[int, int] | None:
-        """The sizes of blocks that share a scale, [outputs, inputs]; None where the field is absent."""
+        """Return the sizes of blocks that share a scale, [outputs, inputs]; None where the field is absent."""
         value = self.get(name)
         if value is None:
             return None
@@ -48,7 +48,7 @@ class Options:
         return value[0], value[1]
 
     def inner(self, name: str) -> Options:
-        """An object within this one."""
+        """Return an object within this one."""
         return Options(self.raw.get(name), f"{self.where}.{name}")
 
 

@@ -56,13 +56,13 @@ class FourBitFloatRows:
 
     @property
     def packing(self) -> Packing | None:
-        """How the matrix can be kept in eight bits: twice the values are small integers."""
+        """The packing that keeps the matrix in eight bits: twice the values are small integers."""
         inputs, groups = 2 * self._weight.shape[1], self._scale.shape[1]
         group = inputs // groups if groups and inputs % groups == 0 else 0
         return Packing(group, scales="float32", bits=8) if group in int4.GROUPS_OF[8] else None
 
     def integers(self, start: int, stop: int) -> Integers:
-        """What is stored of the outputs [start, stop), with half of the scales."""
+        """Return the stored integers of the outputs [start, stop), with half of the scales."""
         return Integers(_TWICE[self._levels(start, stop)], self._scales(start, stop) * np.float32(0.5))
 
     def _levels(self, start: int, stop: int) -> NDArray[np.uint8]:
@@ -71,7 +71,7 @@ class FourBitFloatRows:
         return levels
 
     def _scales(self, start: int, stop: int) -> NDArray[np.float32]:
-        """[outputs, groups]"""
+        """Return the scales [outputs, groups]."""
         stored = rows_of(self._scale, start, stop)
         if self._whole is None:
             return stored.view(ml_dtypes.float8_e8m0fnu).astype(np.float32)

@@ -1,4 +1,4 @@
-"""What each `quantization_config` says of the checkpoint's tensors: which of them make up a matrix, and how.
+"""The schemes of a `quantization_config`: which of the checkpoint's tensors make up a matrix, and how.
 
 Layers that a config leaves out have plain weights, so a matrix is read by the tensors that are there. Scales of
 activations and of the KV cache are not used: both are computed in the session's own precision.
@@ -17,7 +17,7 @@ from rekindle._src.models.loading.quantized.options import Options
 from rekindle._src.models.loading.tensor_files import TensorEntry
 from rekindle.errors import UnsupportedModel
 
-# Makes the entry of a matrix, given its name without ".weight"; None if the checkpoint has it in another way.
+# Makes the entry of a matrix from its name without ".weight"; None if the checkpoint stores it in another way.
 Scheme = Callable[[str, Entries], TensorEntry | None]
 # Tensors that belong to quantised layers and that reading the weights does not need.
 NOT_WEIGHTS = (
@@ -31,11 +31,11 @@ _ENDINGS = (
 
 
 def scheme(raw: Mapping[str, Any]) -> Scheme | None:
-    """The scheme of a config.json, None for one that is not quantised. `UnsupportedModel` names the field at fault."""
-    given = raw.get("quantization_config", raw.get("compression_config"))
-    if not given:
+    """Return the scheme of a config.json, None for plain weights. `UnsupportedModel` names the field at fault."""
+    fields = raw.get("quantization_config", raw.get("compression_config"))
+    if not fields:
         return None
-    options = Options(given)
+    options = Options(fields)
     method = options.get("quant_method")
     if not isinstance(method, str) or method not in _METHODS:
         raise UnsupportedModel(
@@ -46,18 +46,18 @@ def scheme(raw: Mapping[str, Any]) -> Scheme | None:
 
 
 def with_matrices(entries: dict[str, TensorEntry], names: Iterable[str], found: Scheme) -> dict[str, TensorEntry]:
-    """The entries with one for each quantised matrix, in the place of the tensors that it is stored as."""
+    """Return the entries, with one for each quantised matrix in the place of the tensors that store it."""
     result = dict(entries)
     for name in names:
         plain = entries.get(name)
         if not name.endswith(".weight") or (plain is not None and plain.has_numbers):
             continue
         base = name.removesuffix(".weight")
-        made = found(base, entries)
-        if made is not None:
+        matrix = found(base, entries)
+        if matrix is not None:
             for ending in _ENDINGS:
                 result.pop(f"{base}.{ending}", None)
-            result[name] = made
+            result[name] = matrix
     return result
 
 
