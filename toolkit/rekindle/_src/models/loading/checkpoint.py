@@ -67,9 +67,9 @@ class Checkpoint(NamedTuple):
 
 
 def inspect(model: str | Path) -> Checkpoint:
-    """Reads config, headers and fingerprint of a folder, GGUF file or hub id. It takes milliseconds, whatever size."""
-    seen = look(model)
-    return Checkpoint(seen, config_from_hf(seen.raw))
+    """Read config, headers and fingerprint of a folder, GGUF file or hub id: milliseconds, whatever the size."""
+    stored = look(model)
+    return Checkpoint(stored, config_from_hf(stored.raw))
 
 
 class Described(NamedTuple):
@@ -102,13 +102,13 @@ def describe(
     unpack: bool | None = None,
     device_memory: int | None = None,
 ) -> Described:
-    """Checks a folder or hub id and describes the model that `load` would return for it.
+    """Check a folder or hub id, and describe the model that `load` would return for it.
 
     With dtype "auto" and no `quantize`, matrices that are stored in groups of four bits stay as they are, and on a CPU
     those of six and eight too. A model that will be `divided` over devices can be divided after every group. Quantised
     matrices that this machine's products would unpack each time are described as floats (`unpacking`), by default if
-    there is room for them beside pages of `device_memory`. `seen` is what `look` has found there, if it was asked
-    before.
+    there is room for them beside pages of `device_memory`. `seen` is the result of `look`, if there is
+    one already.
     """
     weights, quantize = checked_dtype("dtype", dtype), checked_quantize(quantize)
     seen = look(model) if seen is None else seen
@@ -117,18 +117,18 @@ def describe(
         unpack = False
     elif unpack is None:
         unpack = kept_place.has_room(seen, resolve_dtype(weights, None), device_memory)
-    kept = known = reads = described = None
+    slot = known = reads = description = None
     if cache_dir is not None and sum(header.size for header in seen.headers) >= prepared.MIN_BYTES:
         resolved = resolve_dtype(weights, None)
-        asked = kept_place.options(
+        options = kept_place.options(
             seen, weights, quantize, quantize_embeddings, divided, resolved=resolved, unpacked=unpack
         )
-        kept = prepared.slot(cache_dir, seen.fingerprint, *asked)
+        slot = prepared.slot(cache_dir, seen.fingerprint, *options)
         with _damage_warns():
-            known = prepared.known(kept)
+            known = prepared.known(slot)
     elif cache_dir is not None and quantize is None and not seen.may_be_quantized and not divided:
-        described = descriptions.place(cache_dir, seen, weights)
-        known, reads = descriptions.find(described, seen) or (None, None)
+        description = descriptions.place(cache_dir, seen, weights)
+        known, reads = descriptions.find(description, seen) or (None, None)
     if known is None:
         config = config_from_hf(seen.raw)
         _check_counts(seen, config)
@@ -146,10 +146,10 @@ def describe(
         # Every difference is an error now, before programs and pages are made.
         reads = plan(Checkpoint(seen, config), graph, shapes)
         known = Known(graph, shapes, name)
-        if described is not None:
-            descriptions.keep(described, seen, known, reads)
-    found = Checkpoint(seen, known.graph.config)
-    return Described(found, known.graph, known.shapes, known.dtype, quantize, quantize_embeddings, kept, reads)
+        if description is not None:
+            descriptions.keep(description, seen, known, reads)
+    checkpoint = Checkpoint(seen, known.graph.config)
+    return Described(checkpoint, known.graph, known.shapes, known.dtype, quantize, quantize_embeddings, slot, reads)
 
 
 def _on_cpu() -> bool:
@@ -157,21 +157,21 @@ def _on_cpu() -> bool:
 
 
 def _check_counts(seen: Stored, config: ModelConfig) -> None:
-    """Raise if the config describes more layers or experts than there are tensors, before the model is built."""
+    """Raise `CheckpointError`, before the model is built, for more layers or experts than there are tensors."""
     # In GGUF the experts of a layer are stacked to one tensor.
     tensors = sum(entry.shape[0] if len(entry.shape) == 3 else 1 for header in seen.headers for entry in header.entries)
     experts = sum(spec.num_experts for spec in config.moe if spec is not None)
     if config.num_layers + experts > tensors:
-        told = f"{config.num_layers:,} layers" + (f" with {experts:,} experts in all" if experts else "")
+        sizes = f"{config.num_layers:,} layers" + (f" with {experts:,} experts in all" if experts else "")
         raise CheckpointError(
-            f"{seen.path} does not hold the {config.model_type} model that {seen.described_by} describes: {told}, and "
+            f"{seen.path} does not hold the {config.model_type} model that {seen.described_by} describes: {sizes}, and "
             f"the weights are {tensors:,} tensors. Check that both belong together."
         )
 
 
 @contextlib.contextmanager
 def _damage_warns() -> Iterator[None]:
-    """Turns damage of cached weights into a warning: the checkpoint is still there and is read again."""
+    """Turn damage of cached weights into a warning: the checkpoint is still there and is read again."""
     try:
         yield
     except StoreError as error:
@@ -179,7 +179,7 @@ def _damage_warns() -> Iterator[None]:
 
 
 def resolve_dtype(dtype: str, config: ModelConfig | None, platform: str | None = None) -> str:
-    """The dtype that "auto" stands for: bfloat16 on CPU, where it reads twice as fast, else the checkpoint's.
+    """Return the dtype that "auto" stands for: bfloat16 on CPU, where it reads twice as fast, else the checkpoint's.
 
     Without a config the result can be "auto" again.
     """
@@ -202,10 +202,10 @@ def load(
     cache_dir: str | Path | None = None,
     place: reading.Place = reading.place_on_default_device,
 ) -> LoadedModel:
-    """Loads a folder (or hub id) tensor by tensor into its final layout, in parallel.
+    """Load a folder (or hub id) tensor by tensor into its final layout, in parallel.
 
     With `cache_dir`, weights that had to be converted or quantised are kept there in their final form, on CPU others
-    too up to 4 GiB, and the next start uses those. `progress` is called from this thread. `place(path, array)` puts a
+    up to 4 GiB too, and the next start uses those. `progress` is called from this thread. `place(path, array)` puts a
     leaf on its device or devices.
     """
     described = describe(
@@ -222,65 +222,65 @@ def read(
     placement: Placement | None = None,
     brought: Callable[[Path], Brought | None] = lambda kept: None,
 ) -> LoadedModel:
-    """Loads the weights of a described checkpoint, from the cache if they are there; onto a mesh with `placement`.
+    """Load the weights of a described checkpoint, from the cache if they are there; onto a mesh with `placement`.
 
-    `brought` gives kept weights that were brought into memory before.
+    `brought` returns kept weights that were brought into memory before.
 
-    A host has at most `reading.WINDOW` bytes of leaves at a time that are not on their devices yet. Of a mesh it reads
-    and holds what its own devices need: nothing of the other rows, and of matrices whose columns are divided all of it,
-    piece by piece.
+    A host has at most `reading.WINDOW` bytes of leaves at a time that are not on their devices yet. On a mesh it reads
+    and holds only the rows that its own devices need. Matrices whose columns are divided are read as a whole, piece by
+    piece.
     """
-    found, graph, shapes, dtype, quantize, quantize_embeddings, kept, reads = described
+    checkpoint, graph, shapes, dtype, quantize, quantize_embeddings, slot, reads = described
     kinds = graph.precision.kinds  # of matrices that stay as they are stored
     name = "as stored" if kinds else quantize
     if quantize is not None and graph.precision.unpacked:
         name = f"{quantize}, unpacked"
-    fingerprint = fingerprints.with_precision(found.fingerprint, dtype, name, quantize_embeddings)
-    if kept is not None:
+    fingerprint = fingerprints.with_precision(checkpoint.fingerprint, dtype, name, quantize_embeddings)
+    if slot is not None:
         with _damage_warns():
             arrays = prepared.load(
-                kept, graph, shapes, place=place, placement=placement, report=progress, brought=brought
+                slot, graph, shapes, place=place, placement=placement, report=progress, brought=brought
             )
             if arrays is not None:
-                return LoadedModel(found.config, graph, arrays, fingerprint, found.folder, placement)
-    leaves, entries = reads or plan(found, graph, shapes)
+                return LoadedModel(checkpoint.config, graph, arrays, fingerprint, checkpoint.folder, placement)
+    leaves, entries = reads or plan(checkpoint, graph, shapes)
     if placement is None:
         total = sum(entry.nbytes for entry in entries.values())
     else:
         total = reading.bytes_to_read(leaves, entries, placement)
     meter = Meter(total, progress)
-    done = reading.read_leaves(leaves, entries, place=place, meter=meter, placement=placement)
+    by_path = reading.read_leaves(leaves, entries, place=place, meter=meter, placement=placement)
     meter.tell(final=True)
-    arrays = tuple(done[path] for path in graph.paths)
+    arrays = tuple(by_path[path] for path in graph.paths)
     alone = placement is None or placement.processes == 1  # else other processes have other parts
-    if kept is not None and alone and _worth_keeping(leaves, entries, maps=placement is None and prepared.maps(place)):
+    if slot is not None and alone and _worth_keeping(leaves, entries, maps=placement is None and prepared.maps(place)):
         whole = arrays if placement is None else placement.hold_all(arrays, shapes)
-        prepared.save(kept, graph, dtype, whole, name=readable_name(found.folder))
+        prepared.save(slot, graph, dtype, whole, name=readable_name(checkpoint.folder))
     freed_memory.give_back()
-    return LoadedModel(found.config, graph, arrays, fingerprint, found.folder, placement)
+    return LoadedModel(checkpoint.config, graph, arrays, fingerprint, checkpoint.folder, placement)
 
 
 def plan(found: Checkpoint, graph: Graph, shapes: Iterable[jax.ShapeDtypeStruct]) -> Reads:
-    """What to read for each leaf. One error lists what is missing, unexpected or wrongly shaped."""
+    """Return what to read for each leaf. One `CheckpointError` lists all that is missing, unexpected or misshapen."""
     # A start that finds everything kept does not read: it needs none of the formats.
     from rekindle._src.models.loading.named_tensors import named_tensors, shown_name
 
-    declared, entries = named_tensors(found.stored, found.config)
-    wanted = dict(zip(graph.paths, shapes, strict=True))
-    leaves, used, problems = [], set[str](), list[str]()
+    manifest, entries = named_tensors(found.stored, found.config)
+    shapes_by_path = dict(zip(graph.paths, shapes, strict=True))
+    leaves, read_names, problems = [], set[str](), list[str]()
     rounded = {} if graph.precision.quantize is None else dict(graph.precision.unpacked)
-    for path, source in declared.sources.items():
-        leaf = wanted[path]
+    for path, source in manifest.sources.items():
+        leaf = shapes_by_path[path]
         shape, dtype = matrix_shape(leaf), graph.precision.value_dtype(leaf.dtype)
         stored = None if dtype == leaf.dtype else np.dtype(leaf.dtype)
-        beside = {name: path.removesuffix("weight") + name for name in ("scale", "minimum")}
-        scale, minimum = (other if other in wanted and other != path else None for other in beside.values())
-        packed = packing_of(leaf, *(wanted[other] for other in (scale, minimum) if other))
+        extras = {name: path.removesuffix("weight") + name for name in ("scale", "minimum")}
+        scale, minimum = (extra if extra in shapes_by_path and extra != path else None for extra in extras.values())
+        packed = packing_of(leaf, *(shapes_by_path[extra] for extra in (scale, minimum) if extra))
         kind = rounded.get(path.removesuffix(".weight"))
         rounding = None if kind is None else Rounding(packing(kind, path, shape))
         leaves.append(reading.LeafPlan(path, source, shape, dtype, scale, stored, packed, minimum, rounding))
         for part in source.parts(shape):
-            used.add(part.name)
+            read_names.add(part.name)
             entry = entries.get(part.name)
             if entry is None:
                 problems.append(f"missing: {shown_name(found.stored, found.config, part.name)} {list(part.shape)}")
@@ -289,19 +289,21 @@ def plan(found: Checkpoint, graph: Graph, shapes: Iterable[jax.ShapeDtypeStruct]
                 problems.append(f"{shown}: shape {list(entry.shape)}, expected {list(part.shape)}")
             elif not entry.has_numbers:
                 problems.append(f"{part.name}: stored as {entry.dtype}, expected one of {', '.join(sorted(FLOATS))}")
-    pattern = re.compile("|".join(f"(?:{expression})" for expression in (*declared.ignored, *HARMLESS)))
-    problems += [f"unexpected: {name}" for name in sorted(entries) if name not in used and not pattern.fullmatch(name)]
+    pattern = re.compile("|".join(f"(?:{expression})" for expression in (*manifest.ignored, *HARMLESS)))
+    problems += [
+        f"unexpected: {name}" for name in sorted(entries) if name not in read_names and not pattern.fullmatch(name)
+    ]
     if problems:
         raise CheckpointError(
             f"{found.folder} does not hold the {found.config.model_type} model that {found.stored.described_by} "
             f"describes ({len(problems):,} differences): {listed(list(dict.fromkeys(problems)))}. "
             "Check that both belong together."
         )
-    return Reads(leaves, {name: entries[name] for name in used})
+    return Reads(leaves, {name: entries[name] for name in read_names})
 
 
 def _worth_keeping(leaves: Iterable[reading.LeafPlan], entries: Mapping[str, TensorEntry], *, maps: bool) -> bool:
-    """Whether weights are cached: if they were converted, or if they can be memory-mapped and are not too large."""
+    """True if weights are worth caching: they were converted, or can be memory-mapped and are not too large."""
     converted = sum(
         entries[name].nbytes
         for leaf in leaves

@@ -14,17 +14,17 @@ from numpy.typing import NDArray
 
 from rekindle._src.models.loading.tensor_files import TensorEntry
 
-PIECE = 8 << 20  # bytes that are summed at a time where they are read for it: whole blocks
+PIECE = 8 << 20  # bytes that are read and summed at a time: whole blocks
 _BLOCK = 1 << 15  # words
 
 
 def of_array(array: NDArray[Any]) -> str:
-    """The checksum of an array that lies in one piece."""
+    """Return the checksum of an array that lies in one piece."""
     return of_pieces(array.nbytes, [array.reshape(-1).view(np.uint8)])
 
 
 def of_pieces(size: int, pieces: Iterable[NDArray[np.uint8]]) -> str:
-    """The checksum of so many bytes in pieces; all of them but the last one are whole numbers of blocks."""
+    """Return the checksum of `size` bytes in pieces; all of them but the last one are whole numbers of blocks."""
     total, index, tail = np.uint64(size), 0, 0
     with np.errstate(over="ignore"):
         for flat in pieces:
@@ -38,32 +38,32 @@ def of_pieces(size: int, pieces: Iterable[NDArray[np.uint8]]) -> str:
 
 
 def of_file(entries: Sequence[TensorEntry], content: NDArray[np.uint8]) -> dict[str, str]:
-    """The checksums of all tensors in a file's `content`, by name.
+    """Return the checksums of all tensors in a file's `content`, by name.
 
     One call of numpy's adds up all that lies on whole words, and leaves the GIL meanwhile. A call for each block would
     wait for the GIL a thousand times while another thread imports JAX.
     """
-    found = dict[str, str]()
+    result = dict[str, str]()
     joined = _joined(entries)
     if joined:
         blocks = [range(entry.offset // 8, (entry.offset + entry.nbytes) // 8, _BLOCK) for entry in joined]
         firsts = np.cumsum([0, *map(len, blocks)])[:-1]
-        weights = np.concatenate([np.arange(1, 2 * len(one), 2) for one in blocks]).astype(np.uint64)
+        weights = np.concatenate([np.arange(1, 2 * len(starts), 2) for starts in blocks]).astype(np.uint64)
         words = content[: joined[-1].offset + joined[-1].nbytes].view(np.uint64)
         sums = np.add.reduceat(words, np.concatenate(blocks)) * weights
         totals = np.add.reduceat(sums, firsts) + np.array([entry.nbytes for entry in joined], np.uint64)
-        found = {entry.name: f"{int(total):016x}0" for entry, total in zip(joined, totals, strict=True)}
-    others = (entry for entry in entries if entry.name not in found)
-    return found | {one.name: of_array(content[one.offset : one.offset + one.nbytes]) for one in others}
+        result = {entry.name: f"{int(total):016x}0" for entry, total in zip(joined, totals, strict=True)}
+    others = (entry for entry in entries if entry.name not in result)
+    return result | {entry.name: of_array(content[entry.offset : entry.offset + entry.nbytes]) for entry in others}
 
 
 def _joined(entries: Sequence[TensorEntry]) -> list[TensorEntry]:
-    """The tensors that lie side by side from the first one on and are made of the file's words."""
-    found = list[TensorEntry]()
+    """Return the tensors that lie side by side from the first one on, in whole words of the file."""
+    adjacent = list[TensorEntry]()
     for entry in sorted(entries, key=lambda entry: entry.offset):
         if entry.offset % 8 or entry.nbytes % 8 or not entry.nbytes:
             continue
-        if found and entry.offset != found[-1].offset + found[-1].nbytes:
+        if adjacent and entry.offset != adjacent[-1].offset + adjacent[-1].nbytes:
             break
-        found.append(entry)
-    return found
+        adjacent.append(entry)
+    return adjacent

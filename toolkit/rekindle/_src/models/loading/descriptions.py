@@ -1,4 +1,4 @@
-"""Descriptions of small checkpoints, kept in the cache folder: what their models are, and where each leaf is read.
+"""Descriptions of small checkpoints, kept in the cache folder: their models, and where each leaf is read.
 
 Larger ones are kept whole (`prepared`), with a description beside the weights. Either way a start that compiles nothing
 needs neither flax nor the model's module, which take a quarter of a second to import.
@@ -32,26 +32,26 @@ _log = logging.getLogger(__name__)
 
 
 class Reads(NamedTuple):
-    """What to read from a checkpoint, checked against its headers."""
+    """The leaves and tensors to read from a checkpoint, checked against its headers."""
 
     leaves: list[LeafPlan]
     entries: dict[str, TensorEntry]  # by the tensor's name
 
 
 def place(cache_dir: str | Path, seen: Stored, *asked: object) -> Path:
-    """Where the description of a checkpoint is kept for the given options, on this platform, by these sources."""
+    """Return where the description of a checkpoint is kept for these options, on this platform, by these sources."""
     return prepared.slot(cache_dir, seen.fingerprint, *asked, folder=known_models.FOLDER)
 
 
 def find(kept: Path, seen: Stored) -> tuple[Known, Reads] | None:
-    """What is kept there; None if nothing is, or nothing that can be used."""
+    """Return the description that is kept there; None if there is none, or none that can be used."""
     if private_files.distrust_reason(kept.parent) is not None:
         return None
     try:
-        found = known_models.checked(private_files.read(kept, inside=kept.parent))
-        shapes = tuple(jax.ShapeDtypeStruct(tuple(shape), np.dtype(kind)) for shape, kind in found["shapes"])
-        known = Known(graph_json.decode(found["graph"]), shapes, str(found["dtype"]))
-        return known, _reads(found, seen)
+        fields = known_models.checked(private_files.read(kept, inside=kept.parent))
+        shapes = tuple(jax.ShapeDtypeStruct(tuple(shape), np.dtype(kind)) for shape, kind in fields["shapes"])
+        known = Known(graph_json.decode(fields["graph"]), shapes, str(fields["dtype"]))
+        return known, _reads(fields, seen)
     except FileNotFoundError:
         return None
     except (CheckpointError, OSError, ValueError, KeyError, TypeError, IndexError) as error:
@@ -67,7 +67,7 @@ def keep(kept: Path, seen: Stored, known: Known, reads: Reads) -> None:
     plain = all(not (leaf.scale or leaf.stored or leaf.packing or leaf.minimum) for leaf in reads.leaves)
     if not plain or private_files.distrust_reason(kept.parent) is not None:
         return
-    described = {
+    fields = {
         "graph": graph_json.encode(known.graph),
         "shapes": [(leaf.shape, leaf.dtype.name) for leaf in known.shapes],
         "dtype": known.dtype,
@@ -86,16 +86,16 @@ def keep(kept: Path, seen: Stored, known: Known, reads: Reads) -> None:
     with contextlib.suppress(OSError):
         private_files.make_folder(kept.parent)
         known_models.make_room(kept.parent)
-        private_files.write(kept, [known_models.with_sum(described)])
+        private_files.write(kept, [known_models.with_sum(fields)])
 
 
 def _reads(found: Mapping[str, Any], seen: Stored) -> Reads:
-    there = {entry.name: entry for header in seen.headers for entry in header.entries}
+    entries = {entry.name: entry for header in seen.headers for entry in header.entries}
     leaves = [
         LeafPlan(leaf["path"], _source(leaf["source"]), tuple(leaf["shape"]), np.dtype(leaf["dtype"]))
         for leaf in found["leaves"]
     ]
-    return Reads(leaves, {name: there[stored] for name, stored in found["entries"].items()})
+    return Reads(leaves, {name: entries[stored] for name, stored in found["entries"].items()})
 
 
 def _source(said: Mapping[str, Any]) -> Source:

@@ -1,4 +1,4 @@
-"""How errors list what differs between a checkpoint and the model it should be: briefly, whatever the number."""
+"""Short lists, for errors, of the differences between a checkpoint and its model, however many there are."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _WIDTH = 200  # characters of one of them; the names in a file can have any leng
 
 
 def listed(found: Sequence[str], separator: str = "; ") -> str:
-    """The first differences, each cut to a line's length, and how many more there are."""
+    """Return the first differences, each cut to a line's length, and the number of the others."""
     shown = [text if len(text) <= _WIDTH else f"{text[: _WIDTH - 3]}..." for text in found[:MOST]]
     more = len(found) - len(shown)
     return separator.join([*shown, f"and {more:,} more"] if more else shown)

@@ -1,4 +1,4 @@
-"""A parameter on its way to the devices that share a model: of the whole, only their parts are in memory.
+"""A parameter on its way to the devices that share a model: only their parts of it are in memory.
 
 It is filled box by box, each with some rows of a tensor. A part that has whole rows of it can be filled straight from
 the file. Columns that are divided, and what is quantised or converted, come through a worker's scratch memory.
@@ -21,12 +21,12 @@ from rekindle._src.models.loading.leaf_arrays import LeafArrays, LeafPlan
 from rekindle._src.models.loading.quantize import quantize_into
 from rekindle._src.models.roles import Role, Sizes, local_shape, ranges
 
-Box = tuple[tuple[int, int], ...]  # from where to where, on each axis of a parameter
+Box = tuple[tuple[int, int], ...]  # [start, stop) on each axis of a parameter
 Index = tuple[int | slice, ...]
 
 
 class Places(Protocol):
-    """What this needs of a `Placement`."""
+    """The members of a `Placement` that this module needs."""
 
     @property
     def roles(self) -> Mapping[str, Role]: ...
@@ -37,7 +37,7 @@ class Places(Protocol):
 
 
 class _Part:
-    """What some devices of this process have: its arrays, and the boxes of the parameter that they hold."""
+    """The part of a parameter that some devices of this process have: its arrays, and the boxes that they hold."""
 
     def __init__(self, role: Role, leaf: LeafPlan, sizes: Sizes, place: Sizes, devices: Sequence[Any]) -> None:
         self.devices = devices
@@ -66,7 +66,7 @@ class _Part:
 
 
 class Share(NamedTuple):
-    """Rows of a parameter that a part has, and where."""
+    """Rows of a parameter that a part has, and their place in it."""
 
     part: _Part
     rows: tuple[int, int]  # of the parameter
@@ -75,9 +75,9 @@ class Share(NamedTuple):
     axis: int  # of the rows
 
     def target(self, start: int, stop: int) -> NDArray[Any]:
-        """The part's memory for the rows [start, stop) of these."""
+        """Return the part's memory for the rows [start, stop) of this share."""
         first = self.box[self.axis][0]
-        stack = (slice(*one) for one in self.box[: self.axis])
+        stack = (slice(*bounds) for bounds in self.box[: self.axis])
         return self.part.made.values[(*stack, slice(first + start, first + stop))]
 
 
@@ -88,8 +88,8 @@ class DividedArrays:
         self._leaf, self._places = leaf, places
         # A matrix of four bits is divided before it is packed.
         role = places.roles[leaf.path] if leaf.packing is None else leaf.source.role
-        found = places.different(role, len(leaf.shape))
-        self._parts = [_Part(role, leaf, places.sizes, place, devices) for place, devices in found]
+        groups = places.different(role, len(leaf.shape))
+        self._parts = [_Part(role, leaf, places.sizes, place, devices) for place, devices in groups]
 
     @property
     def nbytes(self) -> int:
@@ -102,7 +102,7 @@ class DividedArrays:
         return self
 
     def shares(self, index: Index) -> Iterator[Share]:
-        """What the parts have of the rows that `index` says."""
+        """Yield each part's share of the rows at `index`."""
         box = self._wanted(index)
         row = len(index) - 1
         for part in self._parts:
@@ -117,7 +117,7 @@ class DividedArrays:
         self._fill("values", values, self._wanted(index), Fraction(1))
 
     def quantize(self, values: NDArray[Any], index: Index) -> None:
-        """Quantise rows [out, in], of which the whole row has to be known, and fill them in."""
+        """Quantise whole rows [out, in], and fill them in."""
         packing, arrays = self._leaf.packing, self._parts[0].made
         integers = np.empty(values.shape, arrays.values.dtype)
         if packing is None:
@@ -136,13 +136,13 @@ class DividedArrays:
         self._fill_integers(found, index)
 
     def leaves(self) -> dict[str, jax.Array]:
-        """The finished leaves by path, on their devices."""
-        found: dict[str, list[tuple[NDArray[Any], Sequence[Any]]]] = {}
+        """Return the finished leaves by path, on their devices."""
+        arrays: dict[str, list[tuple[NDArray[Any], Sequence[Any]]]] = {}
         for part in self._parts:
             for path, array in part.made.leaves(self._leaf).items():
-                found.setdefault(path, []).append((array, part.devices))
+                arrays.setdefault(path, []).append((array, part.devices))
             part.arrays = None
-        return {path: self._places.joined(path, parts) for path, parts in found.items()}
+        return {path: self._places.joined(path, parts) for path, parts in arrays.items()}
 
     def _fill_integers(self, found: Integers, index: Index) -> None:
         box, packing = self._wanted(index), self._leaf.packing
@@ -153,9 +153,9 @@ class DividedArrays:
             self._fill("minimum", found.minimums, box, columns)
 
     def _fill(self, name: str, values: NDArray[Any], box: Box, columns: Fraction) -> None:
-        """Copy what `box` holds into every part that has some of it.
+        """Copy the values of `box` into every part that overlaps it.
 
-        `columns` is how many the array has for each of the parameter; without any it has one axis less.
+        `columns` is the number of the array's columns for each of the parameter's; with 0 it has one axis less.
         """
         values = np.broadcast_to(values, tuple(stop - start for start, stop in _scaled(box, columns)))
         for part in self._parts:
@@ -164,29 +164,29 @@ class DividedArrays:
                 inside = _common(source, box)
                 if inside is None:
                     continue
-                mine = _slices(_scaled(_moved(inside, source, target), columns))
-                given = _slices(_scaled(_moved(inside, box, ((0, 0),) * len(box)), columns))
-                array[mine] = values[given]
+                target_index = _slices(_scaled(_moved(inside, source, target), columns))
+                source_index = _slices(_scaled(_moved(inside, box, ((0, 0),) * len(box)), columns))
+                array[target_index] = values[source_index]
 
     def _wanted(self, index: Index) -> Box:
         shape = self._leaf.shape
         rest = (slice(0, size) for size in shape[len(index) :])
-        return _box(tuple(slice(one, one + 1) if isinstance(one, int) else one for one in (*index, *rest)), shape)
+        return _box(tuple(slice(item, item + 1) if isinstance(item, int) else item for item in (*index, *rest)), shape)
 
 
 def _box(slices: Sequence[slice], shape: tuple[int, ...]) -> Box:
-    found = (one.indices(size) for one, size in zip(slices, shape, strict=True))
-    return tuple((start, max(start, stop)) for start, stop, _ in found)
+    bounds = (span.indices(size) for span, size in zip(slices, shape, strict=True))
+    return tuple((start, max(start, stop)) for start, stop, _ in bounds)
 
 
 def _common(one: Box, other: Box) -> Box | None:
-    """The box that both contain; None if it is empty."""
-    found = tuple((max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(one, other, strict=True))
-    return found if all(start < stop for start, stop in found) else None
+    """Return the box that both contain; None if it is empty."""
+    overlap = tuple((max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(one, other, strict=True))
+    return overlap if all(start < stop for start, stop in overlap) else None
 
 
 def _moved(inside: Box, origin: Box, to: Box) -> Box:
-    """A box within `origin`, as seen where `origin` lies at `to`."""
+    """Return `inside`, a box within `origin`, moved as far as from `origin` to `to`."""
     return tuple(
         (start - a[0] + b[0], stop - a[0] + b[0]) for (start, stop), a, b in zip(inside, origin, to, strict=True)
     )
@@ -199,4 +199,4 @@ def _scaled(box: Box, columns: Fraction) -> Box:
 
 
 def _slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(*one) for one in box)
+    return tuple(slice(*bounds) for bounds in box)

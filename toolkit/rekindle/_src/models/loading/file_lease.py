@@ -23,13 +23,13 @@ _TAKEN = (errno.EAGAIN, errno.EACCES)  # open for writing somewhere, or another 
 
 
 class FileLease:
-    """Held until `release`, or until Linux has lost its patience with a holder that was told."""
+    """A lease held until `release`, or until Linux takes it from a holder that is too slow to release it."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor: int | None = descriptor
 
     def is_breaking(self) -> bool:
-        """Whether another process waits to write to the file, or no longer has to."""
+        """True if another process waits to write to the file, or no longer has to."""
         if self._descriptor is None:
             return True
         return fcntl.fcntl(self._descriptor, fcntl.F_GETLEASE) != fcntl.F_RDLCK
@@ -44,7 +44,10 @@ class FileLease:
 
 
 def take(path: Path) -> FileLease | None:
-    """A lease, or None where the system or the file system has none. OSError if the file is not this user's alone."""
+    """Return a lease, or None where the system or the file system has none.
+
+    Raise OSError if the file is not this user's alone.
+    """
     if sys.platform != "linux":
         return None
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)

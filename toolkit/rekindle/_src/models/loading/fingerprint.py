@@ -1,4 +1,4 @@
-"""The name of a checkpoint's weights wherever something is kept: page digests, programs, laid-out weights, snapshots.
+"""The name of a checkpoint's weights in every cache: page digests, programs, laid-out weights, snapshots.
 
 Small folders (up to 16 MiB of weights) are hashed in full. A larger one would take seconds, so it is named by
 its config, its safetensors headers (names, dtypes, shapes), and per file the size and
@@ -34,7 +34,7 @@ _VOLATILE = ("_name_or_path", "transformers_version")  # keys of config.json tha
 
 
 def folder_fingerprint(config: Mapping[str, Any], headers: Sequence[Header]) -> str:
-    """The name of the model that a parsed config.json and the headers of its weight files describe."""
+    """Return the name of the model that a parsed config.json and the headers of its weight files describe."""
     digest = hashlib.blake2b(digest_size=16)
     meaning = {key: value for key, value in config.items() if key not in _VOLATILE}
     _add(digest, "config", json.dumps(meaning, sort_keys=True))
@@ -47,14 +47,14 @@ def folder_fingerprint(config: Mapping[str, Any], headers: Sequence[Header]) -> 
 
 
 def with_precision(fingerprint: str, dtype: str, quantize: str | None, quantize_embeddings: bool) -> str:
-    """The same checkpoint in another precision computes other keys and values, so it needs another name."""
+    """Return the checkpoint's name in this precision: each precision computes other keys and values."""
     digest = hashlib.blake2b(digest_size=16)
     _add(digest, fingerprint, dtype, quantize, quantize_embeddings if quantize else None)
     return digest.hexdigest()
 
 
 def files_digest(paths: Iterable[Path]) -> str:
-    """A digest of the names and the content of source files."""
+    """Return a digest of the names and the content of source files."""
     hasher = hashlib.blake2b(digest_size=16)
     for path in paths:
         with open(path, "rb", buffering=0) as file:  # 300 of them, at each start
@@ -80,7 +80,7 @@ def _content(header: Header, small: bool, samples: int) -> Iterable[bytes | int 
 
 
 def hub_cache() -> Path:
-    """Where huggingface_hub keeps what it downloads, by the variables that it reads."""
+    """Return the folder of huggingface_hub's downloads, by the variables that it reads."""
     home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     home = os.environ.get("HF_HOME") or os.path.join(home, "huggingface")
     folder = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or os.path.join(home, "hub")
@@ -88,23 +88,23 @@ def hub_cache() -> Path:
 
 
 def content_sha256(file: Path) -> str:
-    """The SHA-256 of a file's content. It is remembered in the cache folder until the file changes."""
-    found = file.stat()
-    key = repr((str(file), found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns))
-    kept = cache_folder() / "fingerprints" / hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
-    usable = private_files.distrust_reason(kept.parent) is None
+    """Return the SHA-256 of a file's content. It is remembered in the cache folder until the file changes."""
+    status = file.stat()
+    key = repr((str(file), status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
+    entry = cache_folder() / "fingerprints" / hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
+    usable = private_files.distrust_reason(entry.parent) is None
     if usable:
         with contextlib.suppress(OSError, ValueError):
-            text = private_files.read(kept, inside=kept.parent).decode()
+            text = private_files.read(entry, inside=entry.parent).decode()
             if re.fullmatch(r"[0-9a-f]{64}", text):
                 return text
-    _log.info("hashing %s, %d MB; this is remembered", file, found.st_size >> 20)
-    with file.open("rb") as opened:
-        text = hashlib.file_digest(opened, "sha256").hexdigest()
+    _log.info("hashing %s, %d MB; this is remembered", file, status.st_size >> 20)
+    with file.open("rb") as stream:
+        text = hashlib.file_digest(stream, "sha256").hexdigest()
     if usable:
         with contextlib.suppress(OSError):
-            private_files.make_folder(kept.parent)
-            private_files.write(kept, [text.encode()])
+            private_files.make_folder(entry.parent)
+            private_files.write(entry, [text.encode()])
     return text
 
 

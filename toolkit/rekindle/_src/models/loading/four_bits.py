@@ -1,4 +1,4 @@
-"""Matrices that a checkpoint stores in groups of four, six or eight bits, kept as they are: which can be, and how.
+"""Matrices that a checkpoint stores in groups of four, six or eight bits, and how they can be kept as they are.
 
 A reader of rows that has `packing` and `integers` can fill a matrix of `rekindle_kernels.int4` exactly. A parameter of
 the model may be made of several tensors, q, k and v for example; their packings are joined to one that holds them all.
@@ -21,7 +21,7 @@ from rekindle_kernels import int4
 class Integers(NamedTuple):
     """Integers [outputs, inputs], scales and minimums [outputs, groups], as `rekindle_kernels.int4` defines them.
 
-    Scales and minimums that are integers with steps are what `int4.stepped` makes.
+    Scales and minimums that are integers with steps come from `int4.stepped`.
     """
 
     integers: NDArray[Any]  # uint8 from 0 to 15, or int8
@@ -30,25 +30,25 @@ class Integers(NamedTuple):
 
 
 class GroupedRows(Protocol):
-    """Reads rows of a matrix in groups."""
+    """A reader of rows of a matrix in groups."""
 
     @property
     def packing(self) -> Packing | None:
-        """How the matrix can be kept; None if it can't."""
+        """The packing that keeps the matrix; None if there is none."""
         ...
 
     def integers(self, start: int, stop: int) -> Integers:
-        """What is stored of the rows [start, stop); groups are those of `packing`."""
+        """Return the stored integers of the rows [start, stop), in the groups of `packing`."""
         ...
 
 
 def are_grouped(rows: object) -> TypeGuard[GroupedRows]:
-    """True for rows of a type that has groups. A protocol's own check looks at each member, 0.1 s for a small model."""
+    """True if the type of `rows` has groups. A protocol's own check looks at each member: 0.1 s for a small model."""
     return hasattr(type(rows), "integers")
 
 
 def packing_for(group: int, *, minimum: bool, dtype: Any) -> Packing | None:
-    """The packing for groups of so many inputs, which larger groups are cut into; None if there is none."""
+    """Return the packing for groups of `group` inputs, which may be cut into smaller ones; None if none fits."""
     fitting = [size for size in int4.GROUPS if group % size == 0]
     scales = "float16" if np.dtype(dtype) == np.float16 else "float32"
     return Packing(max(fitting), minimum, scales) if fitting else None
@@ -57,9 +57,12 @@ def packing_for(group: int, *, minimum: bool, dtype: Any) -> Packing | None:
 def stored_kinds(
     declared: Manifest, entries: Mapping[str, TensorEntry], *, eight: bool = True, steps: bool = True
 ) -> tuple[tuple[str, str], ...]:
-    """The kinds, as `Precision.kinds` has them, of the matrices that a checkpoint stores in groups of four bits, and of
-    more up to `eight`. Without `steps`, scales are numbers, so that a matrix can be divided after every group."""
-    found = []
+    """Return the kinds, as `Precision.kinds` has them, of the matrices that a checkpoint stores in groups.
+
+    Groups have four bits, with `eight` also six or eight. Without `steps`, scales are numbers, so that a matrix can be
+    divided after every group.
+    """
+    kinds = []
     for path, source in declared.sources.items():
         parts = [entries[name] for name in source.names if name in entries]
         packing = _joined(_packing(entry) for entry in parts) if len(parts) == len(source.names) else None
@@ -71,12 +74,12 @@ def stored_kinds(
             packing = packing._replace(scales="float32")
         outputs, inputs = sum(source.rows), parts[0].shape[-1]
         if int4.reason_against(outputs, inputs, packing.group, packing.bits) is None:
-            found.append((path.removesuffix(".weight"), packing.kind))
-    return tuple(found)
+            kinds.append((path.removesuffix(".weight"), packing.kind))
+    return tuple(kinds)
 
 
 def fills(packing: Packing | None, entry: TensorEntry, source: Source) -> bool:
-    """Whether a matrix of this packing can take what an entry stores as it is."""
+    """True if a matrix of this packing can take the stored values of an entry as they are."""
     stored = _packing(entry)
     if packing is None or stored is None or source.transpose or source.add or source.tiled:
         return False
@@ -84,7 +87,7 @@ def fills(packing: Packing | None, entry: TensorEntry, source: Source) -> bool:
 
 
 def fitted(found: Integers, stored: Packing, packing: Packing) -> Integers:
-    """The same numbers for a packing that holds more: smaller groups, minimums, wider scales, more bits."""
+    """Return the same numbers for a packing that holds more: smaller groups, minimums, wider scales, more bits."""
     scales = _spread(found.scales, stored, packing)
     integers, offset = found.integers, 0 if stored.minimum or stored.bits > 4 else int4.OFFSET
     if packing.bits > stored.bits:
@@ -99,7 +102,7 @@ def fitted(found: Integers, stored: Packing, packing: Packing) -> Integers:
 
 
 def _spread(numbers: NDArray[Any], stored: Packing, packing: Packing) -> NDArray[Any]:
-    """Scales or minimums for smaller groups."""
+    """Return scales or minimums for smaller groups."""
     ratio = stored.group // packing.group
     if packing.scales == int4.STEPPED:
         integers, steps = numbers[..., : -int4.STEP_BYTES], numbers[..., -int4.STEP_BYTES :]
@@ -113,7 +116,7 @@ def _packing(entry: TensorEntry) -> Packing | None:
 
 
 def _joined(packings: Iterable[Packing | None]) -> Packing | None:
-    """The packing that holds all of these; None if one of them is None, or if there is none."""
+    """Return the packing that holds all of these; None if one of them is None, or if there are none."""
     listed = list(packings)
     known = [packing for packing in listed if packing is not None]
     if not known or len(known) < len(listed):

@@ -12,7 +12,7 @@ from rekindle._src.models.precision import Precision
 
 
 def encode(graph: Graph) -> dict[str, Any]:
-    """Values that JSON keeps as they are; layers of one kind are described once."""
+    """Return the graph as values that JSON keeps as they are; layers of one kind are described once."""
     config = {field.name: getattr(graph.config, field.name) for field in dataclasses.fields(ModelConfig)}
     attention = list(dict.fromkeys(graph.config.attention))
     experts = list(dict.fromkeys(graph.config.moe))
@@ -28,7 +28,7 @@ def encode(graph: Graph) -> dict[str, Any]:
 
 
 def decode(found: dict[str, Any]) -> Graph:
-    """What was encoded. Anything else is a TypeError, KeyError, ValueError or IndexError."""
+    """Return the graph that was encoded. Raise TypeError, KeyError, ValueError or IndexError for anything else."""
     attention = [AttentionSpec(**spec | {"rope": _rope(spec["rope"])}) for spec in found["attention"]]
     experts = [None if spec is None else MoeSpec(**spec) for spec in found["experts"]]
     config = found["config"] | {

@@ -18,7 +18,7 @@ _UNWANTED = ["consolidated*", "original/*", "adapter*", "onnx/*", "*training_arg
 
 
 class HubId(NamedTuple):
-    """What a hub id asks for."""
+    """The parts of a hub id."""
 
     name: str  # owner/name
     file: str | None  # a GGUF file of it
@@ -26,7 +26,7 @@ class HubId(NamedTuple):
 
 
 def readable_name(model: str | Path) -> str:
-    """What people call a model: "tiny", the hub id of a download, or the name of its folder or file."""
+    """Return a readable name of a model: "tiny", the hub id of a download, or the name of its folder or file."""
     path = Path(model).expanduser()
     for part in path.parts:
         if part.startswith("models--"):  # in the hub's cache
@@ -37,19 +37,19 @@ def readable_name(model: str | Path) -> str:
 
 
 def locate(model: str | Path) -> Path:
-    """The folder or GGUF file of `model`: a path, or one on the hub if no such path exists.
+    """Return the folder or GGUF file of `model`: a path, or a download if no such path exists.
 
     Hub ids are `owner/name` and `owner/name/file.gguf`, each with `@revision` behind it or without.
     """
-    asked = hub_id(model)
-    if asked is None:
+    request = hub_id(model)
+    if request is None:
         return Path(model).expanduser()
     try:
         hub: Any = importlib.import_module("huggingface_hub")
     except ImportError as error:
         raise MissingExtra("huggingface_hub", "hub") from error
     try:
-        return _download(hub, asked)
+        return _download(hub, request)
     except CheckpointError:
         raise
     except Exception as error:  # network, authentication, unknown repository: all of them end here
@@ -57,30 +57,30 @@ def locate(model: str | Path) -> Path:
             f"There is no folder {Path(model).expanduser()}, and the hub's {model!r} could not be downloaded "
             f"({type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}). "
             "Check the name, the network and your access."
-        ) from None  # what was wrong is in the message; the chain is some 300 lines of HTTP
+        ) from None  # the message says what was wrong; the chain is some 300 lines of HTTP
 
 
 def hub_id(model: str | Path) -> HubId | None:
-    """What a hub id asks for, None for a path that exists. Raises `CheckpointError` for what is neither."""
+    """Return the parts of a hub id, None for a path that exists. Raise `CheckpointError` for anything else."""
     folder = Path(model).expanduser()
     if folder.exists():
         return None
-    asked = None if isinstance(model, Path) else _HUB_ID.fullmatch(model)
-    if asked is None or asked[1].lower().endswith(gguf_files.SUFFIX):  # a repository is not called so, a file is
+    match = None if isinstance(model, Path) else _HUB_ID.fullmatch(model)
+    if match is None or match[1].lower().endswith(gguf_files.SUFFIX):  # the name of a file, not of a repository
         raise CheckpointError(
             f"{folder} does not exist. {_nearest(folder)}Pass a checkpoint's folder or GGUF file, a hub id such as "
             "'owner/name', or 'tiny' for the embedded model."
         )
-    name, file, revision = asked.groups()
+    name, file, revision = match.groups()
     return HubId(name, file and file[1:], revision)
 
 
 def _nearest(folder: Path) -> str:
-    """A question whether a neighbour whose name is nearly the same was meant; "" if there is none."""
+    """Return a question that offers a neighbour of nearly the same name; "" if there is none."""
     with contextlib.suppress(OSError):
-        beside = [path.name for path in folder.parent.iterdir() if path.is_dir() or gguf_files.is_gguf(path)]
+        neighbours = [path.name for path in folder.parent.iterdir() if path.is_dir() or gguf_files.is_gguf(path)]
         alone = folder.parent == Path()
-        close = difflib.get_close_matches(folder.name, [*(["tiny"] if alone else []), *beside], n=1, cutoff=0.75)
+        close = difflib.get_close_matches(folder.name, [*(["tiny"] if alone else []), *neighbours], n=1, cutoff=0.75)
         if close:
             return f"Did you mean {str(folder.parent / close[0])!r}? "
     return ""
@@ -100,8 +100,8 @@ def _download(hub: Any, asked: HubId) -> Path:
 
 
 def _download_gguf(hub: Any, asked: HubId, file: str) -> Path:
-    """Downloads all parts of a GGUF file; returns the path of the first."""
+    """Download all parts of a GGUF file; return the path of the first."""
     head, slash, tail = file.rpartition("/")
     names = [head + slash + name for name in gguf_files.siblings(tail)]
-    found = [Path(hub.hf_hub_download(asked.name, name, revision=asked.revision)) for name in names]
-    return found[names.index(file)]
+    paths = [Path(hub.hf_hub_download(asked.name, name, revision=asked.revision)) for name in names]
+    return paths[names.index(file)]

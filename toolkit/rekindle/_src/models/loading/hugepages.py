@@ -23,22 +23,22 @@ _slab: NDArray[np.uint8] = np.empty(0, np.uint8)  # the unused rest of the lates
 
 
 def aligned(shape: Sequence[int], dtype: Any) -> NDArray[Any]:
-    """Memory that begins on a cache line. XLA:CPU uses such memory without copying it."""
+    """Return memory that begins on a cache line. XLA:CPU uses such memory without copying it."""
     global _slab
     count = math.prod(shape) * np.dtype(dtype).itemsize
-    taken = -(-count // LINE) * LINE
+    padded = -(-count // LINE) * LINE
     with _lock:
-        if taken > SLAB // 4:
-            memory = huge_pages(taken)
+        if padded > SLAB // 4:
+            memory = huge_pages(padded)
         else:
-            if taken > _slab.size:
+            if padded > _slab.size:
                 _slab = huge_pages(SLAB)
-            memory, _slab = _slab[:taken], _slab[taken:]
+            memory, _slab = _slab[:padded], _slab[padded:]
     return memory[:count].view(dtype).reshape(tuple(shape))
 
 
 def huge_pages(size: int) -> NDArray[np.uint8]:
-    """A new mapping of zeroed memory that begins on a huge page. Pages that are never touched take no memory."""
+    """Return a new mapping of zeroed memory that begins on a huge page. Pages that are never touched take no memory."""
     if not hasattr(mmap, "MAP_PRIVATE"):  # Windows
         raw = np.empty(size + LINE, np.uint8)
         return raw[-raw.ctypes.data % LINE :][:size]

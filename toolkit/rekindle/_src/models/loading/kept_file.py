@@ -39,14 +39,14 @@ class Mapped:
 
 
 class Brought(NamedTuple):
-    """A file all of which is in memory, and the checksums of what lies there, by the tensors' names."""
+    """A file that is wholly in memory, and the checksums of its tensors, by name."""
 
     mapped: Mapped
     sums: dict[str, str]
 
 
 def map_it(header: Header) -> Mapped | None:
-    """A file where it is mapped; None where it can't be, or where others could change it meanwhile."""
+    """Map a file; return None where that fails, or where others could change it meanwhile."""
     try:
         lease = file_lease.take(header.file)
     except OSError:
@@ -62,9 +62,9 @@ def map_it(header: Header) -> Mapped | None:
 
 
 def find(kept: Path, most: int) -> Mapped | None:
-    """The weights that are kept there, mapped; None where they have to be read or are more than `most` bytes.
+    """Return the kept weights, mapped; None where they have to be read or are more than `most` bytes.
 
-    Raises what reading them raises.
+    Errors of reading them are passed on.
     """
     if private_files.distrust_reason(kept.parent) is not None or not kept.is_dir():
         return None
@@ -75,6 +75,6 @@ def find(kept: Path, most: int) -> Mapped | None:
 
 
 def bring(mapped: Mapped) -> Brought:
-    """All of a mapped file, in two calls that leave the GIL. Raises what reading it raises."""
+    """Bring all of a mapped file into memory, in two calls that leave the GIL; errors of reading are passed on."""
     mmap_weights.bring(mapped.content)
     return Brought(mapped, checksums.of_file(mapped.header.entries, mapped.content))

@@ -1,4 +1,4 @@
-"""Where the laid-out weights of a checkpoint are kept. It needs no JAX, so it can be known before JAX is imported."""
+"""The place where laid-out weights are kept. It needs no JAX, so it is known before JAX is imported."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _VERSION = "3"
 
 
 def keeps_groups(seen: Stored, dtype: str, quantize: str | None) -> bool:
-    """Whether matrices that are stored in groups stay as they are."""
+    """True if matrices that are stored in groups stay as they are."""
     return quantize is None and dtype == "auto" and seen.may_be_quantized
 
 
 def has_room(seen: Stored, dtype: str, device_memory: int | None = None) -> bool:
-    """Whether a checkpoint's weights fit into memory as floats, where they need not be; beside pages of so much."""
-    each = 4 if dtype == "float32" else 2
-    return memory.fits(each * sum(map(_numbers, _entries(seen))), beside=device_memory or 0)
+    """True if a checkpoint's weights would fit into memory as floats, beside pages of `device_memory` bytes."""
+    itemsize = 4 if dtype == "float32" else 2
+    return memory.fits(itemsize * sum(map(_numbers, _entries(seen))), beside=device_memory or 0)
 
 
 def _entries(seen: Stored) -> Iterator[tuple[TensorEntry, bool]]:
@@ -36,7 +36,7 @@ def _entries(seen: Stored) -> Iterator[tuple[TensorEntry, bool]]:
 
 
 def _numbers(stored: tuple[TensorEntry, bool]) -> int:
-    """How many numbers a tensor holds; integers of other formats than GGUF may have two of them in a byte."""
+    """Return how many numbers a tensor holds; integers of other formats than GGUF may have two of them in a byte."""
     entry, is_gguf = stored
     packed = not is_gguf and entry.dtype.startswith(("I", "U"))
     return 2 * entry.nbytes if packed else math.prod(entry.shape)
@@ -52,9 +52,10 @@ def options(
     resolved: str,
     unpacked: bool,
 ) -> tuple[object, ...]:
-    """What of a session's options kept weights depend on. `dtype` may be "auto"; `resolved` is what that stands for.
+    """Return the options of a session that kept weights depend on.
 
-    `unpacked` are quantised weights where there are no kernels for them.
+    `dtype` may be "auto"; `resolved` is the dtype that it stands for. With `unpacked`, quantised weights are held as
+    floats, because there are no kernels for them.
     """
     keeps = keeps_groups(seen, dtype, quantize)
     as_stored = ("as stored", *["divided"] * divided) if keeps else ()
@@ -71,9 +72,9 @@ def place(
     digest: str,
     folder: str = FOLDER,
 ) -> Path:
-    """The folder for a checkpoint that is `asked` for in one way, on a platform, with native kernels or without.
+    """Return the folder for a checkpoint with the options `asked`, on a platform, with native kernels or without.
 
-    `digest` is that of the sources. In another `folder` it is something else that depends on the same.
+    `digest` is that of the sources. With another `folder` it is the place of something else that depends on the same.
     """
     parts = (_VERSION, fingerprint, asked, (platform, native, _flax()), digest)
     key = hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
@@ -82,7 +83,7 @@ def place(
 
 @functools.cache
 def sources() -> str:
-    """A digest of the sources that lay weights out."""
+    """Return a digest of the sources that lay weights out."""
     return fingerprints.files_digest(sorted(Path(__file__).parents[1].rglob("*.py")))
 
 

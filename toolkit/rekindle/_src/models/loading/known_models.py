@@ -1,7 +1,7 @@
-"""What a start has to know of a model whose laid-out weights are kept: a description of a few KB.
+"""Descriptions of models whose laid-out weights are kept: a few KB, all that a start has to know of a model.
 
-It lies beside the weights. In a shared cache it is an entry of its own, too, so that a fresh machine has it at once and
-loads its programs while the weights are on their way.
+A description lies beside the weights. In a shared cache it is also an entry of its own, so that a fresh machine has it
+at once and loads its programs while the weights are on their way.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rekindle.errors import CheckpointError
 from rekindle_kernels import private_files, read_through
 
 FOLDER = "models"  # in a cache folder
-MOST = 64  # of them in one cache folder; the oldest leaves first
+MOST = 64  # descriptions in one cache folder; the oldest is removed first
 _SUM = 32  # bytes of the checksum that a description begins with
 _log = logging.getLogger(__name__)
 
@@ -37,30 +37,30 @@ class Known(NamedTuple):
 
 
 def encode(graph: Graph, leaves: Sequence[tuple[tuple[int, ...], str]], dtype: str, name: str) -> bytes:
-    """A description, with its checksum; `leaves` are shapes and dtypes, and `name` is for people to read."""
+    """Return a description, with its checksum; `leaves` are shapes and dtypes, and `name` is for people to read."""
     return with_sum({"graph": graph_json.encode(graph), "leaves": leaves, "dtype": dtype, "name": name})
 
 
 def decode(content: bytes) -> Known:
-    """What was encoded. Raises CheckpointError, or what reading it raises, if it is damaged."""
-    found = checked(content)
-    shapes = tuple(jax.ShapeDtypeStruct(tuple(shape), np.dtype(kind)) for shape, kind in found["leaves"])
-    return Known(graph_json.decode(found["graph"]), shapes, str(found["dtype"]))
+    """Return the model that was encoded. Raise CheckpointError, or an error of decoding, if it is damaged."""
+    fields = checked(content)
+    shapes = tuple(jax.ShapeDtypeStruct(tuple(shape), np.dtype(kind)) for shape, kind in fields["leaves"])
+    return Known(graph_json.decode(fields["graph"]), shapes, str(fields["dtype"]))
 
 
 def with_sum(described: Mapping[str, Any]) -> bytes:
-    """A checksum and JSON."""
+    """Return the JSON of a description behind its checksum."""
     text = json.dumps(described).encode()
     return _sum(text) + text
 
 
 def checked(content: bytes) -> dict[str, Any]:
-    """What `with_sum` was given. Raises CheckpointError if it is damaged."""
+    """Return the description that `with_sum` encoded. Raise CheckpointError if it is damaged."""
     text = content[_SUM:]
     if _sum(text) != content[:_SUM]:
         raise CheckpointError("the checksum of the model's description does not match")
-    found: dict[str, Any] = json.loads(text)
-    return found
+    fields: dict[str, Any] = json.loads(text)
+    return fields
 
 
 def make_room(folder: Path) -> None:
@@ -79,7 +79,7 @@ def _entry(kept: Path) -> Path:
 
 
 def fetched(kept: Path) -> Known | None:
-    """The model whose weights a shared cache has, as far as it describes it; None without a shared cache."""
+    """Return a shared cache's description of a model; None if it has none, or without a shared cache."""
     entry = _entry(kept)
     if read_through.behind(kept.parent.parent) is None or private_files.distrust_reason(entry.parent) is not None:
         return None

@@ -1,4 +1,4 @@
-"""A parameter of a checkpoint on its way into the model: what it is read as, and the leaves that it becomes."""
+"""A parameter of a checkpoint on its way into the model: how it is read, and the leaves that it becomes."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from rekindle_kernels import int4
 
 
 class Rounding(NamedTuple):
-    """How a matrix that is held as floats is quantised before."""
+    """The quantisation of a matrix whose quantised numbers are held as floats."""
 
     packing: Packing | None  # None: eight bits, with a scale for each output
 
     def of(self, values: NDArray[Any]) -> NDArray[np.float32]:
-        """The numbers that rows [..., in] stand for once they are quantised."""
+        """Return the numbers that rows [..., in] stand for once they are quantised."""
         rows = values.reshape(-1, values.shape[-1])
         if self.packing is None:
             eight, scale = quantize(rows)
@@ -42,7 +42,7 @@ class LeafPlan(NamedTuple):
 
     path: str
     source: Source
-    shape: tuple[int, ...]  # of what the checkpoint's tensors make up, which a matrix of four bits is not stored in
+    shape: tuple[int, ...]  # that the checkpoint's tensors make up; a leaf of four bits has another
     dtype: np.dtype[Any]
     scale: str | None = None
     stored: np.dtype[Any] | None = None  # the leaf's dtype, if the leaf holds the bits of values of another dtype
@@ -52,10 +52,10 @@ class LeafPlan(NamedTuple):
 
 
 class LeafArrays(NamedTuple):
-    """What workers fill for one parameter.
+    """The arrays that workers fill for one parameter.
 
-    Of a matrix in groups, rows that make whole blocks of the packed form go straight there, and others are packed once
-    all of them are there. Memory that nothing is written to takes no room.
+    In a matrix in groups, rows that make whole blocks of the packed form are packed at once, and others when all of
+    them are there. Memory that is never written takes no room.
     """
 
     values: NDArray[Any]
@@ -85,7 +85,7 @@ class LeafArrays(NamedTuple):
         return int(self.values.nbytes)
 
     def quantize(self, values: NDArray[Any], index: Any) -> None:
-        """Quantise rows [out, in] into the place that `index` says."""
+        """Quantise rows [out, in] into the place at `index`."""
         assert self.scale is not None, "what is quantised has scales"
         assert self.scale.dtype != int4.STEPPED, "only files have scales with steps"
         if self.scale.ndim < self.values.ndim:  # one for each output
@@ -95,7 +95,7 @@ class LeafArrays(NamedTuple):
         quantize_int4.quantize_into(values, self.values[index], self.scale[index], minimum)
 
     def fill(self, found: Integers, index: tuple[int | slice, ...]) -> None:
-        """Put rows that are stored in groups into the place that `index` says."""
+        """Put rows that are stored in groups into the place at `index`."""
         assert self.scale is not None, "integers have scales"
         self.scale[index] = found.scales
         if self.minimum is not None:
@@ -111,10 +111,10 @@ class LeafArrays(NamedTuple):
         self.ready[blocks] = True
 
     def leaves(self, leaf: LeafPlan) -> dict[str, NDArray[Any]]:
-        """The finished leaves by path."""
+        """Return the finished leaves by path."""
         if leaf.packing is None:
-            found = {leaf.path: self.values if leaf.stored is None else self.values.view(leaf.stored)}
-            return found if leaf.scale is None or self.scale is None else found | {leaf.scale: self.scale}
+            arrays = {leaf.path: self.values if leaf.stored is None else self.values.view(leaf.stored)}
+            return arrays if leaf.scale is None or self.scale is None else arrays | {leaf.scale: self.scale}
         assert leaf.scale is not None, "integers have scales"
         assert self.scale is not None, "integers have scales"
         assert self.packed is not None, "they are packed"
@@ -123,14 +123,14 @@ class LeafArrays(NamedTuple):
         if rest.any():
             rows = self.values.reshape(*rest.shape, int4.OUTPUTS, -1)[rest]
             self.packed[rest] = int4.pack(rows.reshape(-1, rows.shape[-1]), leaf.packing.bits)
-        found = {leaf.path: self.packed, leaf.scale: _adopted(int4.pack_scales(self.scale))}
+        arrays = {leaf.path: self.packed, leaf.scale: _adopted(int4.pack_scales(self.scale))}
         if leaf.minimum is not None and self.minimum is not None:
-            found[leaf.minimum] = _adopted(int4.pack_scales(self.minimum))
-        return found
+            arrays[leaf.minimum] = _adopted(int4.pack_scales(self.minimum))
+        return arrays
 
 
 def _adopted(array: NDArray[Any]) -> NDArray[Any]:
-    """A copy in memory that the device uses as it is."""
+    """Return a copy in memory that the device uses as it is."""
     memory = aligned(array.shape, array.dtype)
     memory[...] = array
     return memory

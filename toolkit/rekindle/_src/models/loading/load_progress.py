@@ -27,7 +27,7 @@ class LoadProgress(NamedTuple):
 
     @property
     def share(self) -> str:
-        """How much was read, in words."""
+        """The bytes read and their total, in words."""
         return f"{self.done / 1e6:,.0f} of {self.total / 1e6:,.0f} MB"
 
     def __str__(self) -> str:
@@ -39,7 +39,7 @@ Report = Callable[[LoadProgress], None]
 
 
 class Meter:
-    """Counts bytes from any thread, and reports at most every 50 ms and once at the end."""
+    """A counter of bytes from any thread, which reports at most every 50 ms and once at the end."""
 
     def __init__(self, total: int, report: Report | None) -> None:
         self._total, self._report = total, report
@@ -52,7 +52,7 @@ class Meter:
             self._done += count
 
     def tell(self, *, final: bool = False) -> None:
-        """Calls `report` in this thread. Workers only `add`, so that the callback can update widgets."""
+        """Call `report` in this thread. Workers only `add`, so that the callback can update widgets."""
         now = time.perf_counter()
         if self._report is None or (not final and now - self._last < 0.05):
             return

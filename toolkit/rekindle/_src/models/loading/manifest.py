@@ -1,4 +1,4 @@
-"""Where a model's parameters come from in a checkpoint. Each family declares it once, and nothing here does I/O."""
+"""The origin of a model's parameters in a checkpoint. Each family declares it once, and nothing here does I/O."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Part(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """How one parameter is assembled from checkpoint tensors.
+    """The assembly of one parameter from checkpoint tensors.
 
     The tensors are joined along the parameter's first axis: tensor i fills the next `rows[i]` rows. With `stack`
     each `len(rows)` consecutive names make one matrix of a stack (an expert). With `tiled`, tensor i is repeated to
@@ -38,16 +38,16 @@ class Source:
     role: Role = REPLICATED  # which part of it a device has that shares the model with others
 
     def parts(self, shape: tuple[int, ...]) -> Iterator[Part]:
-        """The tensors in the order of the parameter's rows; `shape` is that of the parameter."""
+        """Yield the tensors in the order of the parameter's rows; `shape` is that of the parameter."""
         count = len(self.rows)
         assert len(self.names) == (count * shape[0] if self.stack else count), self.names
         rest = shape[2:] if self.stack else shape[1:]
         assert sum(self.rows) == shape[1 if self.stack else 0], (self.names, shape)
         for number, name in enumerate(self.names):
-            which = number % count
-            start = sum(self.rows[:which])
-            stop = start + self.rows[which]
-            stored = rest if self.tiled else (self.rows[which], *rest)
+            position = number % count
+            start = sum(self.rows[:position])
+            stop = start + self.rows[position]
+            stored = rest if self.tiled else (self.rows[position], *rest)
             place: tuple[int | slice, ...] = (slice(start, stop),)
             if self.stack:
                 place = (number // count, *place)
@@ -55,7 +55,7 @@ class Source:
 
 
 def one(name: str, rows: int, **options: Any) -> Source:
-    """The source of a parameter that is a single checkpoint tensor."""
+    """Return the source of a parameter that is a single checkpoint tensor."""
     return Source(names=(name,), rows=(rows,), **options)
 
 
@@ -74,7 +74,7 @@ class Manifest:
 
 
 def assemble(source: Source, shape: tuple[int, ...], dtype: Any, read: Callable[[str], NDArray[Any]]) -> NDArray[Any]:
-    """Builds a whole parameter in memory. The loader does the same in pieces."""
+    """Build a whole parameter in memory. The loader does the same in pieces."""
     result = np.empty(shape, dtype)
     for part in source.parts(shape):
         tensor = np.asarray(read(part.name))

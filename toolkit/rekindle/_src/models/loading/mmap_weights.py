@@ -9,8 +9,8 @@ these in the place of the file's, in one go: readers notice nothing.
 
 The same thread watches the file's lease. When another process wants to write to the file, everything is copied at once,
 whether there are huge pages or not, and then the lease is released: the file may be cut off, and no read can fault.
-What remains: a file system without leases, a Linux before 5.7, or a limit on memory that forbids the copy. There a file
-that its own user cuts off while it is mapped still ends the process; other users can't write to it.
+Three cases remain: a file system without leases, a Linux before 5.7, and a limit on memory that forbids the copy. There
+a file that its own user cuts off while it is mapped still ends the process; other users can't write to it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Bytes = NDArray[np.uint8]
 
 
 def view(path: Path) -> Bytes:
-    """The bytes of a file that is not changed any more. `OSError` where the file has to be read instead."""
+    """Return the bytes of a file that is not changed any more. Raise `OSError` where it has to be read instead."""
     if sys.platform == "win32":  # a mapped file can't be deleted there
         raise OSError("mapped files can't be deleted")
     with path.open("rb") as file:
@@ -71,7 +71,7 @@ def view(path: Path) -> Bytes:
 
 
 def bring(part: NDArray[Any]) -> None:
-    """Read a part of a view from disk now. `OSError` where that fails; touching the part would end the process."""
+    """Read a part of a view from disk now. Raise `OSError` if that fails; touching the part would end the process."""
     if sys.platform == "linux":
         first = part.ctypes.data // mmap.PAGESIZE * mmap.PAGESIZE
         if _libc().madvise(first, part.ctypes.data + part.nbytes - first, _POPULATE_READ):
@@ -81,9 +81,10 @@ def bring(part: NDArray[Any]) -> None:
 
 
 def move_later(memory: Bytes, lease: FileLease | None = None) -> threading.Thread | None:
-    """Begin to move a `view` to huge pages in a while, or as soon as its `lease` breaks, if it is still used then.
+    """Start a thread that moves a `view` to huge pages in a while, or as soon as its `lease` breaks.
 
-    None where there is nothing to do. The lease is released in the end.
+    It does nothing if the view is no longer used then, and releases the lease in the end. Return None where there is
+    nothing to do.
     """
     if lease is None and not _worthwhile(memory.nbytes):
         return None
@@ -106,14 +107,14 @@ def _move_pieces(owner: weakref.ref[Bytes], place: int, size: int, lease: FileLe
     staging: Bytes | None = None
     while start < size:
         breaking = _wait(pause, owner, lease)
-        used = owner()  # a reference, so that it stays mapped for this piece
-        if used is None or (breaking and not _movable()):
+        array = owner()  # a reference, so that it stays mapped for this piece
+        if array is None or (breaking and not _movable()):
             return
         if not breaking and not _worthwhile(size - start):
             if lease is None:
                 return
             pause = WATCH
-            del used
+            del array
             continue
         began = time.perf_counter()
         count = min(PIECE, size - start)
@@ -124,11 +125,11 @@ def _move_pieces(owner: weakref.ref[Bytes], place: int, size: int, lease: FileLe
             return  # before Linux 5.7, which has not touched the place
         pause = (time.perf_counter() - began) * (1 / SHARE - 1)
         start += count
-        del used
+        del array
 
 
 def _wait(seconds: float, owner: weakref.ref[Bytes], lease: FileLease | None) -> bool:
-    """Sleep for some seconds, or until the lease breaks or the memory is no longer used. True if the lease breaks."""
+    """Sleep for `seconds`, or until the lease breaks or the memory is unused. Return True if the lease breaks."""
     if lease is None:
         time.sleep(seconds)
         return False
@@ -142,7 +143,7 @@ def _wait(seconds: float, owner: weakref.ref[Bytes], lease: FileLease | None) ->
 
 
 def _file_system(path: Path) -> str:
-    """The type of the file system that `path` is on, "" if it is not known."""
+    """Return the type of the file system that `path` is on, "" if it is unknown."""
     mounts = dict[Path, str]()
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/mountinfo").read_text().splitlines():
@@ -153,26 +154,26 @@ def _file_system(path: Path) -> str:
 
 
 def _owner(memory: Bytes) -> Bytes:
-    """The array that every view of this memory keeps alive."""
+    """Return the array that every view of this memory keeps alive."""
     while isinstance(memory.base, np.ndarray):
         memory = memory.base
     return memory
 
 
 def _worthwhile(size: int) -> bool:
-    """Whether there are huge pages, and room for them."""
+    """True if there are huge pages, and room for them."""
     if not _movable():
         return False
     try:
-        none = "[never]" in KINDS.read_text()
+        disabled = "[never]" in KINDS.read_text()
     except OSError:
         return False
     room = available()
-    return not none and room is not None and room > size + size // 4
+    return not disabled and room is not None and room > size + size // 4
 
 
 def _movable() -> bool:
-    """Whether memory can be put in the place of a file's. A limit that the system finds half-way would leave a hole."""
+    """True if memory can be put in the place of a file's. A limit that the system hits half-way would leave a hole."""
     if sys.platform != "linux":
         return False
     import resource

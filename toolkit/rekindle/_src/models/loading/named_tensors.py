@@ -14,30 +14,30 @@ from rekindle._src.models.registry import manifest
 
 
 def named_tensors(stored: Stored, config: ModelConfig) -> tuple[Manifest, dict[str, TensorEntry]]:
-    """The family's manifest as it is for this checkpoint, and the tensors by the manifest's names.
+    """Return the family's manifest as it is for this checkpoint, and the tensors by the manifest's names.
 
-    Tensors that the manifest does not name are there, too, under their own names.
+    Tensors that the manifest does not name are included, under their own names.
     """
     declared = manifest(config)
     if stored.is_gguf:
         return gguf.tensors(stored.headers, config, declared)
     entries = {entry.name: entry for header in stored.headers for entry in header.entries}
     entries = _with_prefix(entries, declared)
-    found = scheme(stored.raw)
-    if found is None:
+    quantization = scheme(stored.raw)
+    if quantization is None:
         return declared, entries
     names = dict.fromkeys(name for source in declared.sources.values() for name in source.names)
     declared = dataclasses.replace(declared, ignored=(*declared.ignored, *NOT_WEIGHTS))
-    return declared, with_matrices(entries, names, found)
+    return declared, with_matrices(entries, names, quantization)
 
 
 def shown_name(stored: Stored, config: ModelConfig, name: str) -> str:
-    """What the checkpoint's own format calls a tensor of the manifest."""
+    """Return the name of a tensor of the manifest in the checkpoint's own format."""
     return gguf.llama_cpp_name(name, config) if stored.is_gguf else name
 
 
 def _with_prefix(entries: dict[str, TensorEntry], declared: Manifest) -> dict[str, TensorEntry]:
-    """The entries with the prefix that checkpoints of the bare model, without its head, lack in all names."""
+    """Return the entries with the prefix that checkpoints of the bare model, without its head, lack in all names."""
     if not declared.prefix or any(name.startswith(declared.prefix) for name in entries):
         return entries
     prefixed = {name for source in declared.sources.values() for name in source.names}

@@ -64,7 +64,7 @@ from rekindle.errors import CheckpointError, StoreError
 from rekindle_kernels import private_files, read_through, unavailable_reason
 
 MIN_BYTES = kept_place.MIN_BYTES
-MAX_ENTRIES = 4  # sets of weights kept per cache folder, the least recently used leaves first
+MAX_ENTRIES = 4  # sets of weights kept per cache folder; the least recently used is removed first
 MAX_COPY = 4 << 30  # bytes; larger checkpoints are only kept if they were converted, not just to be mapped
 DELAY = 3.0  # seconds before weights are written: a user waits for the first answer, which needs the processor
 AT_EXIT = 4.0  # seconds that a process stays to finish writing; a notebook's kernel is killed after 5
@@ -80,9 +80,9 @@ _log = logging.getLogger(__name__)
 
 
 def slot(cache_dir: str | Path, fingerprint: str, *asked: object, folder: str = kept_place.FOLDER) -> Path:
-    """Where the weights of a checkpoint are kept for the given options, on this platform, by these sources.
+    """Return where the weights of a checkpoint are kept for these options, on this platform, by these sources.
 
-    In another `folder` it is something else that depends on the same.
+    With another `folder` it is the place of something else that depends on the same.
     """
     native = unavailable_reason("cpu") is None
     return kept_place.place(
@@ -92,13 +92,16 @@ def slot(cache_dir: str | Path, fingerprint: str, *asked: object, folder: str = 
 
 
 def known(kept: Path) -> Known | None:
-    """The model that is kept there, or None. `StoreError` if it is damaged, and then set aside, or can't be read."""
+    """Return the model that is kept there, or None.
+
+    Raise `StoreError` if it can't be read now, or if it is damaged; then it is set aside.
+    """
     if _distrusted(kept) is not None:
         return None
     if not kept.is_dir():
-        found = known_models.fetched(kept)
-        if found is not None:
-            return found  # `load` fetches the weights, while programs are loaded
+        model = known_models.fetched(kept)
+        if model is not None:
+            return model  # `load` fetches the weights, while programs are loaded
         read_through.fetch(kept)
     try:
         return known_models.decode(private_files.read(kept / ITEM / _MODEL, inside=kept.parent))
@@ -109,7 +112,7 @@ def known(kept: Path) -> Known | None:
 
 
 def _unusable(kept: Path, error: Exception) -> StoreError:
-    """Says why kept weights can't be used. What is damaged is set aside; an error that passes leaves it in place."""
+    """Return the error for kept weights that can't be used. Damaged ones are set aside; a passing error leaves them."""
     if is_passing(error):
         return StoreError(f"the laid-out weights in {kept} can't be read now, and stay ({error})")
     set_aside(kept, keep=1)  # they are large
@@ -117,7 +120,7 @@ def _unusable(kept: Path, error: Exception) -> StoreError:
 
 
 def _distrusted(kept: Path) -> str | None:
-    """Why nothing is read from this cache or kept in it; logged the first time."""
+    """Return the reason why this cache is neither read nor written, None if it is trusted; log it the first time."""
     reason = private_files.distrust_reason(kept.parent)
     if reason is not None:
         private_files.tell_once(reason)
@@ -134,18 +137,19 @@ def load(
     report: Report | None = None,
     brought: Callable[[Path], Brought | None] = lambda kept: None,
 ) -> tuple[jax.Array, ...] | None:
-    """The leaves, or None if nothing is kept. `StoreError` if it is damaged, and then set aside, or can't be read.
+    """Return the leaves, or None if nothing is kept.
 
-    `brought` gives a file that was brought into memory before.
+    Raise `StoreError` if they can't be read now, or if they are damaged; then they are set aside. `brought` returns
+    the file if it was brought into memory before.
     """
     if _distrusted(kept) is not None or not (kept.is_dir() or read_through.fetch(kept)):
         return None
-    wanted = dict(zip(graph.paths, shapes, strict=True))
+    expected = dict(zip(graph.paths, shapes, strict=True))
     ahead: Brought | None = None
     try:
         private_files.check(kept / ITEM / kept_place.FILE, inside=kept.parent)
         ahead = brought(kept) if placement is None and maps(place) else None
-        leaves = _read(kept / ITEM / kept_place.FILE, wanted, place, placement, report, ahead)
+        leaves = _read(kept / ITEM / kept_place.FILE, expected, place, placement, report, ahead)
     except (CheckpointError, OSError, ValueError, KeyError) as error:  # the checkpoint itself is still there
         raise _unusable(kept, error) from error
     finally:
@@ -162,7 +166,7 @@ def load(
 def save(kept: Path, graph: Graph, dtype: str, leaves: Sequence[jax.Array] | Sequence[Held], *, name: str = "") -> None:
     """Keep the model. A thread writes it after a while, so that the model can be used at once; `wait` waits for that.
 
-    Failing to keep it costs the next start some time and nothing else, so it is only logged.
+    A failure costs the next start some time and nothing else, so it is only logged.
     """
     global _registered
     if _distrusted(kept) is not None:
@@ -170,13 +174,13 @@ def save(kept: Path, graph: Graph, dtype: str, leaves: Sequence[jax.Array] | Seq
     if not _registered:
         # Orbax writes in thread pools, which take no more work once threading's own exit functions have run. Those
         # run before the functions of `atexit` and before threads are joined, so no public way is in time. A Python
-        # without the private one saves what it can: what fails is logged and costs the next start its time.
+        # without the private one saves what it can: a failure is logged and costs the next start its time.
         getattr(threading, "_register_atexit", atexit.register)(_finish)
         _registered = True
     # On CPU a view holds the memory: the session may delete its leaves while they are being written, or before.
     on_host = all(_on_host(leaf) for leaf in leaves)
-    held = [np.asarray(leaf) if on_host and isinstance(leaf, jax.Array) else leaf for leaf in leaves]
-    arguments = kept, graph, dtype, held, name, DELAY if on_host else 0.0
+    arrays = [np.asarray(leaf) if on_host and isinstance(leaf, jax.Array) else leaf for leaf in leaves]
+    arguments = kept, graph, dtype, arrays, name, DELAY if on_host else 0.0
     thread = threading.Thread(target=_save, args=arguments, name="rekindle-keep", daemon=True)
     _saving.add(thread)
     thread.start()
@@ -199,7 +203,7 @@ def wait(timeout: float | None = None) -> bool:
 
 
 def _finish() -> None:
-    """Before the process ends, wait a moment for what is being written, and remove what is still unfinished then."""
+    """Wait a moment for unfinished writes before the process ends, and remove what is still unfinished then."""
     if not wait(AT_EXIT):
         abandon()
 
@@ -225,8 +229,8 @@ def _write_once(kept: Path, graph: Graph, dtype: str, leaves: Sequence[Leaf], na
     if free < 2 * size:
         _log.warning("laid-out weights not kept: they need %d MB, %d MB are free", size >> 20, free >> 20)
         return
-    described = [(leaf.shape, leaf.dtype.name) for leaf in leaves]
-    model = known_models.encode(graph, described, dtype, name)
+    specs = [(leaf.shape, leaf.dtype.name) for leaf in leaves]
+    model = known_models.encode(graph, specs, dtype, name)
     try:
         write_checkpoint(kept, functools.partial(_write, model, dict(zip(graph.paths, leaves, strict=True))))
     except Exception:
@@ -240,14 +244,14 @@ def _prune(folder: Path) -> None:
     """Leave room for one more entry, and remove what writers that died left behind."""
     entries = sorted((path for path in folder.iterdir() if path.is_dir()), key=lambda path: path.stat().st_mtime)
     finished = [path for path in entries if is_finished(path.name)]
-    left = [path for path in entries if path.name.startswith(PARTIAL) and is_stale(path)]
-    for path in (*finished[: max(0, len(finished) - MAX_ENTRIES + 1)], *left):
+    leftovers = [path for path in entries if path.name.startswith(PARTIAL) and is_stale(path)]
+    for path in (*finished[: max(0, len(finished) - MAX_ENTRIES + 1)], *leftovers):
         remove(path)
 
 
 def _write(model: bytes, leaves: Mapping[str, Leaf], folder: Path) -> None:
     sums = dict[str, str]()
-    # Arrays are adopted where they begin on a cache line: those that would shift what follows come last.
+    # Arrays are adopted where they begin on a cache line: those that would shift their successors come last.
     ordered = dict(sorted(leaves.items(), key=lambda leaf: leaf[1].nbytes % tensor_files.ALIGNMENT != 0))
 
     def arrays() -> Iterator[np.ndarray[Any, Any]]:  # one at a time: they may come from an accelerator
@@ -269,12 +273,12 @@ def _read(
     report: Report | None,
     ahead: Brought | None,
 ) -> tuple[jax.Array, ...]:
-    """The leaves of a kept file, each compared with its checksum."""
+    """Return the leaves of a kept file, each compared with its checksum."""
     header = tensor_files.read_header(path) if ahead is None else ahead.mapped.header
     sums = json.loads((path.parent / _SUMS).read_text())
     entries = {entry.name: entry for entry in header.entries}
-    found = {name: (entry.shape, entry.numpy_dtype) for name, entry in entries.items()}
-    if found != {name: (tuple(leaf.shape), np.dtype(leaf.dtype)) for name, leaf in wanted.items()}:
+    stored = {name: (entry.shape, entry.numpy_dtype) for name, entry in entries.items()}
+    if stored != {name: (tuple(leaf.shape), np.dtype(leaf.dtype)) for name, leaf in wanted.items()}:
         raise CheckpointError(f"{path} holds other leaves than the model has.")
 
     def compare(name: str, found: str) -> None:
@@ -311,7 +315,7 @@ def _read(
 
 
 def _checksum_of(entry: tensor_files.TensorEntry) -> str:
-    """The checksum of a tensor in its file, of which a piece at a time is in memory."""
+    """Return the checksum of a tensor in its file, with one piece at a time in memory."""
     memory = np.empty(min(entry.nbytes, checksums.PIECE), np.uint8)
 
     def pieces() -> Iterator[np.ndarray[Any, Any]]:
@@ -324,7 +328,7 @@ def _checksum_of(entry: tensor_files.TensorEntry) -> str:
 
 
 def _brought(mapped: Mapped, place: reading.Place, checked: Checked, meter: Meter) -> dict[str, jax.Array]:
-    """The leaves where their file is mapped, which is read meanwhile."""
+    """Return the leaves in the mapping of their file, which is read meanwhile."""
 
     def brought(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         mmap_weights.bring(array)
@@ -332,9 +336,9 @@ def _brought(mapped: Mapped, place: reading.Place, checked: Checked, meter: Mete
 
     arrays = dict[str, jax.Array]()
     try:
-        lying = tensor_files.views(mapped.header, mapped.content)
+        tensors = tensor_files.views(mapped.header, mapped.content)
         with ThreadPoolExecutor(reading.workers(), thread_name_prefix="rekindle-load") as pool:
-            for name, array in zip(lying, pool.map(brought, lying, lying.values()), strict=True):
+            for name, array in zip(tensors, pool.map(brought, tensors, tensors.values()), strict=True):
                 arrays[name] = place(name, array)
                 meter.add(array.nbytes)
                 meter.tell()
@@ -347,7 +351,7 @@ def _brought(mapped: Mapped, place: reading.Place, checked: Checked, meter: Mete
 def _adopted(
     ahead: Brought, place: reading.Place, compare: Callable[[str, str], None], meter: Meter
 ) -> dict[str, jax.Array]:
-    """The leaves where their file is mapped, which was read before."""
+    """Return the leaves in the mapping of their file, which was read before."""
     arrays = dict[str, jax.Array]()
     for name, array in tensor_files.views(ahead.mapped.header, ahead.mapped.content).items():
         compare(name, ahead.sums[name])
@@ -358,5 +362,5 @@ def _adopted(
 
 
 def maps(place: reading.Place) -> bool:
-    """Whether kept weights are used where their file is mapped."""
+    """True if kept weights are used in the mapping of their file."""
     return place is reading.place_on_default_device and jax.default_backend() == "cpu"

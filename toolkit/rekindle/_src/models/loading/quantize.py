@@ -1,6 +1,6 @@
-"""Quantises float matrices to int8 with one scale per output channel, on the host, in cache-sized pieces.
+"""Quantisation of float matrices to int8 with one scale per output channel, on the host, in cache-sized pieces.
 
-What each choice costs (`tests/bench/families.py`): perplexity of the embedded model on its held-out documents, and how
+The cost of each choice (`tests/bench/families.py`): perplexity of the embedded model on its held-out documents, and how
 often the likeliest token is that of float32 on random checkpoints of 30 million parameters, all dense families. Random
 weights are the hardest case, since their logits are nearly flat. With random experts the share is lower, 73 % for
 bfloat16 and 35 to 59 % in 8 bits, because a token that is routed to other experts ends up as another token.
@@ -25,7 +25,7 @@ _BLOCK_BYTES = 1 << 18  # of float32: stays in L2; 64 rows of 2048 ran 1.3 times
 
 
 def quantize_into(rows: NDArray[np.generic], weight: NDArray[np.int8], scale: NDArray[np.float32]) -> None:
-    """Quantises rows [out, in] of any float dtype into weight int8 [out, in] and scale float32 [out].
+    """Quantise rows [out, in] of any float dtype into weight int8 [out, in] and scale float32 [out].
 
     `weight * scale[:, None]` is within half a scale of `rows`; a row of zeros gets a tiny scale and stays zero.
     """
@@ -42,7 +42,7 @@ def quantize_into(rows: NDArray[np.generic], weight: NDArray[np.int8], scale: ND
 
 
 def quantize(rows: NDArray[np.generic]) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
-    """Quantises a matrix [out, in] or a stack [experts, out, in]; returns it with scales [out] or [experts, out]."""
+    """Quantise a matrix [out, in] or a stack [experts, out, in]; return it with scales [out] or [experts, out]."""
     weight = np.empty(rows.shape, np.int8)
     scale = np.empty(rows.shape[:-1], np.float32)
     width = rows.shape[-1]

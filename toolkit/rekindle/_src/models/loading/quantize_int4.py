@@ -1,4 +1,4 @@
-"""Quantises float matrices to four bits, round to nearest, on the host, in cache-sized pieces.
+"""Quantisation of float matrices to four bits, round to nearest, on the host, in cache-sized pieces.
 
 Without minimums the largest weight of a group, by magnitude, becomes the integer 0, which stands for -8: 16 levels
 reach as far as it does on its side and to 7 eighths on the other, which costs less than 15 levels on both. With
@@ -22,7 +22,7 @@ _LARGEST = {"float16": np.float32(65504), "float32": np.float32(3e38)}
 def quantize_into(
     rows: NDArray[Any], integers: NDArray[np.uint8], scale: NDArray[Any], minimum: NDArray[Any] | None = None
 ) -> None:
-    """Quantises rows [out, in] of any float dtype into integers [out, in], scale and minimum [out, groups].
+    """Quantise rows [out, in] of any float dtype into integers [out, in], scale and minimum [out, groups].
 
     `scale * (integers - 8)`, or `scale * integers + minimum`, is within half a scale of `rows`, but for the far end of
     a group without minimums, which is within one.
@@ -41,7 +41,7 @@ def quantize_into(
 
 
 def scales_for(block: NDArray[np.float32], dtype: Any, minimums: bool) -> tuple[NDArray[Any], NDArray[Any] | None]:
-    """Scales and minimums [..., groups], in `dtype`, for weights [..., groups, inputs]."""
+    """Return scales and minimums [..., groups], in `dtype`, for weights [..., groups, inputs]."""
     high, low = block.max(axis=-1), block.min(axis=-1)
     most = _LARGEST[np.dtype(dtype).name]
     # A group with an infinite weight is broken: clipped to what a scale can hold, it would look like a number.
@@ -54,7 +54,7 @@ def scales_for(block: NDArray[np.float32], dtype: Any, minimums: bool) -> tuple[
 
 
 def rounded(block: NDArray[np.float32], scales: NDArray[Any], lowest: NDArray[Any] | None) -> NDArray[np.float32]:
-    """The nearest integers for weights [..., groups, inputs]; `block` is overwritten by them."""
+    """Return the nearest integers for weights [..., groups, inputs]; `block` is overwritten by them."""
     wide = scales.astype(np.float32)[..., None]
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         factor = np.where(np.abs(wide) > np.float32(1e-38), 1 / wide, np.float32(0))
@@ -70,7 +70,7 @@ def rounded(block: NDArray[np.float32], scales: NDArray[Any], lowest: NDArray[An
 def quantize(
     matrix: NDArray[Any], group: int, *, minimums: bool = False, scales: str = "float16"
 ) -> tuple[NDArray[np.uint8], NDArray[Any], NDArray[Any] | None]:
-    """Weight, scale and minimum, as `rekindle_kernels.int4` stores them, of a matrix or a stack [experts, out, in]."""
+    """Return weight, scale and minimum of a matrix or a stack [experts, out, in], as `rekindle_kernels.int4` has it."""
     *lead, width = matrix.shape
     integers, scale = np.empty(matrix.shape, np.uint8), np.empty((*lead, width // group), scales)
     minimum = np.empty_like(scale) if minimums else None

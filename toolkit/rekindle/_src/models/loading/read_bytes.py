@@ -12,9 +12,9 @@ from rekindle.errors import CheckpointError
 
 
 def read_exactly(path: Path, name: str, offset: int, out: NDArray[Any]) -> None:
-    """Fills the contiguous `out` with a file's bytes from `offset` on; the GIL is free while it reads.
+    """Fill the contiguous `out` with a file's bytes from `offset` on; the GIL is free while it reads.
 
-    Raises `CheckpointError`, with the name of what is read, if the file can't be read or ends before.
+    Raise `CheckpointError`, with `name` in its message, if the file can't be read or ends before.
     """
     rest = out.reshape(-1).view(np.uint8).data
     try:
@@ -30,5 +30,5 @@ def read_exactly(path: Path, name: str, offset: int, out: NDArray[Any]) -> None:
 
 
 def broken(path: Path, problem: str) -> CheckpointError:
-    """The error of a file that doesn't hold what it should."""
+    """Return the error for a file that doesn't hold what it should."""
     return CheckpointError(f"{path} is truncated or corrupt: {problem}. Download or copy it again.")

@@ -30,23 +30,23 @@ Place = Callable[[str, NDArray[Any]], jax.Array]
 
 
 def workers() -> int:
-    """How many threads read: at most 8, beyond which neither the page cache nor a disk was faster."""
+    """Return the number of reading threads: at most 8, beyond which neither the page cache nor a disk was faster."""
     return max(2, min(8, os.cpu_count() or 2))
 
 
 def place_on_default_device(path: str, array: NDArray[Any]) -> jax.Array:
-    """Puts an array on the default device; on CPU without a copy, so `array` must not be written any more."""
+    """Put an array on the default device; on CPU without a copy, so `array` must not be written any more."""
     return jax.device_put(array, may_alias=True)
 
 
 class _Piece(NamedTuple):
-    """Rows [start, stop) of one part: what one worker reads at a time."""
+    """Rows [start, stop) of one part, which one worker reads at a time."""
 
     part: Part
     entry: TensorEntry
     start: int
     stop: int
-    straight: tuple[Share, int] | None = None  # the only place that they belong to: so many rows behind its first
+    straight: tuple[Share, int] | None = None  # the only share they belong to, and their offset in its rows
 
 
 def read_leaves(
@@ -58,12 +58,12 @@ def read_leaves(
     placement: Places | None = None,
     check: Callable[[LeafPlan], object] | None = None,
 ) -> dict[str, jax.Array]:
-    """The leaves by path, on their devices. `checkpoint.plan` has checked every part in `entries`.
+    """Read the leaves; return them by path, on their devices. `checkpoint.plan` has checked every part in `entries`.
 
-    With `placement`, which takes the place of `place`, parts alone are read and allocated. `check` is called for each
-    leaf in one of the reading threads; what it raises is raised here before the leaf is placed.
+    With `placement`, which replaces `place`, only the parts of this process are read and allocated. `check` is called
+    for each leaf in one of the reading threads; its exceptions are raised here before the leaf is placed.
     """
-    done: dict[str, jax.Array] = {}
+    by_path: dict[str, jax.Array] = {}
     pending: collections.deque[tuple[LeafPlan, LeafArrays | DividedArrays, list[Future[Any]]]] = collections.deque()
     in_flight = 0
     scratch = threading.local()
@@ -74,9 +74,9 @@ def read_leaves(
             future.result()
             meter.tell()
         if isinstance(arrays, DividedArrays):
-            done.update(arrays.leaves())
+            by_path.update(arrays.leaves())
         else:
-            done.update({path: place(path, array) for path, array in arrays.leaves(leaf).items()})
+            by_path.update({path: place(path, array) for path, array in arrays.leaves(leaf).items()})
         return arrays.nbytes
 
     pool = ThreadPoolExecutor(workers(), thread_name_prefix="rekindle-load")
@@ -98,11 +98,11 @@ def read_leaves(
             finish()
     finally:
         pool.shutdown(cancel_futures=True)
-    return done
+    return by_path
 
 
 def bytes_to_read(leaves: Sequence[LeafPlan], entries: Mapping[str, TensorEntry], placement: Places) -> int:
-    """Bytes of the checkpoint that `read_leaves` reads for the parts of this process's devices."""
+    """Return the bytes of the checkpoint that `read_leaves` reads for the parts of this process's devices."""
     pieces = (piece for leaf in leaves for piece in _pieces_of_parts(leaf, DividedArrays(leaf, placement), entries))
     return sum(_row_bytes(piece) * (piece.stop - piece.start) for piece in pieces)
 
@@ -119,7 +119,7 @@ def _pieces(leaf: LeafPlan, entries: Mapping[str, TensorEntry]) -> Iterator[_Pie
 
 
 def _cut(leaf: LeafPlan, part: Part, entry: TensorEntry, first: int, last: int) -> Iterator[_Piece]:
-    """Rows [first, last) of a tensor in pieces; all of it in one where rows alone can't be read."""
+    """Yield rows [first, last) of a tensor in pieces; the whole tensor in one where single rows can't be read."""
     rows = part.shape[0] if part.shape else 1
     if _at_once(leaf, part):
         yield _Piece(part, entry, 0, rows)
@@ -133,7 +133,7 @@ def _cut(leaf: LeafPlan, part: Part, entry: TensorEntry, first: int, last: int) 
 
 
 def _pieces_of_parts(leaf: LeafPlan, arrays: DividedArrays, entries: Mapping[str, TensorEntry]) -> Iterator[_Piece]:
-    """What devices of this process need: rows of one part go straight to it, others are read once for all parts."""
+    """Yield pieces for this process's devices: rows of one part go straight to it, others are read once for all."""
     source = leaf.source
     plain = leaf.scale is None and leaf.rounding is None and not (source.transpose or source.tiled or source.add)
     for part in source.parts(leaf.shape):
@@ -156,12 +156,12 @@ def _pieces_of_parts(leaf: LeafPlan, arrays: DividedArrays, entries: Mapping[str
 
 
 def _at_once(leaf: LeafPlan, part: Part) -> bool:
-    """Whether a tensor has to be read as a whole."""
+    """True if a tensor has to be read as a whole."""
     return leaf.source.transpose or leaf.source.tiled or len(part.shape) < 2
 
 
 def _merged(spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """The same rows, each once."""
+    """Yield the rows of all spans, each row once."""
     reached = 0
     for first, last in sorted(spans):
         if last > reached:
@@ -184,8 +184,8 @@ def _read(
     part, entry, source = piece.part, piece.entry, leaf.source
     row_bytes, count = _row_bytes(piece), piece.stop - piece.start
     if piece.straight is not None:
-        share, behind = piece.straight
-        read_into(entry, piece.start * row_bytes, share.target(behind, behind + count))
+        share, offset = piece.straight
+        read_into(entry, piece.start * row_bytes, share.target(offset, offset + count))
         meter.add(row_bytes * count)
         return
     if fills(leaf.packing, entry, source):
@@ -230,32 +230,32 @@ def _read(
 
 
 def _keep(piece: _Piece, leaf: LeafPlan, arrays: LeafArrays | DividedArrays, meter: Meter) -> None:
-    """Puts rows that are stored in groups into a matrix in groups as they are."""
+    """Put rows that are stored in groups into a matrix in groups as they are."""
     entry = piece.entry
     assert are_grouped(entry.rows), entry.name
     assert entry.rows.packing is not None, entry.name
     assert leaf.packing is not None, leaf.path
-    found = entry.rows.integers(piece.start, piece.stop)
-    arrays.fill(fitted(found, entry.rows.packing, leaf.packing), _rows(piece))
+    integers = entry.rows.integers(piece.start, piece.stop)
+    arrays.fill(fitted(integers, entry.rows.packing, leaf.packing), _rows(piece))
     meter.add(entry.nbytes // entry.shape[0] * (piece.stop - piece.start))
 
 
 def _rows(piece: _Piece) -> tuple[int | slice, ...]:
-    """The rows of the parameter that a piece is."""
+    """Return the rows of the parameter that a piece covers."""
     *stack, rows = piece.part.place
     assert isinstance(rows, slice), "tensors fill rows"
     return (*stack, slice(rows.start + piece.start, rows.start + piece.stop))
 
 
 def _first_row(part: Part) -> int:
-    """Where in the parameter a tensor begins."""
+    """Return the row of the parameter at which a tensor begins."""
     rows = part.place[-1]
     assert isinstance(rows, slice), "tensors fill rows"
     return int(rows.start)
 
 
 def _copy(values: NDArray[Any], target: NDArray[Any]) -> None:
-    """Copies values, a transposed matrix in squares that fit L1: 2.4 GB/s of float32, where numpy's copy ran at 0.9."""
+    """Copy values, a transposed matrix in squares that fit L1: 2.4 GB/s of float32, where numpy's copy ran at 0.9."""
     if values.ndim != 2 or values.flags.c_contiguous:
         target[...] = values
         return
@@ -266,7 +266,7 @@ def _copy(values: NDArray[Any], target: NDArray[Any]) -> None:
 
 
 def _borrow(scratch: threading.local, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Scratch memory of this worker, reused for the next piece: new memory would cost page faults every time."""
+    """Return scratch memory of this worker, reused for the next piece: new memory would cost page faults every time."""
     count = math.prod(shape) * dtype.itemsize
     memory: NDArray[np.uint8] | None = getattr(scratch, "memory", None)
     if memory is None or memory.nbytes < count:

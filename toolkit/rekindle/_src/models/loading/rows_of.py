@@ -1,4 +1,4 @@
-"""Rows of a checkpoint's tensor as an array, in pieces, for whatever is made of checkpoints besides a loaded model."""
+"""Rows of a checkpoint's tensor as an array, in pieces, for everything made of checkpoints besides a loaded model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PIECE = 16 << 20  # bytes of float32 that are in memory at a time
 
 
 def rows_of(entry: TensorEntry, start: int, stop: int) -> NDArray[Any]:
-    """The rows [start, stop) of a tensor, as stored or, where that is no plain number, in float32."""
+    """Return the rows [start, stop) of a tensor, as stored or, where they are no plain numbers, in float32."""
     if entry.rows is not None:
         return entry.rows(start, stop)
     values = np.empty((stop - start, *entry.shape[1:]), entry.numpy_dtype)
@@ -25,7 +25,7 @@ def rows_of(entry: TensorEntry, start: int, stop: int) -> NDArray[Any]:
 
 
 def pieces_of(entry: TensorEntry, source: Source, multiple: int = 1) -> Iterator[tuple[int, int, NDArray[Any]]]:
-    """A tensor's rows in the final form that `source` describes, piece by piece: where each begins and ends, and it.
+    """Yield a tensor's rows in the final form that `source` describes, in pieces: start, stop and values of each.
 
     Pieces begin at multiples of `multiple` rows. A tensor that has to be transposed comes in one piece.
     """

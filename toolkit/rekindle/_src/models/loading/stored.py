@@ -1,4 +1,4 @@
-"""A checkpoint as it lies on disk, in any format that is read: found, its headers read, and not yet understood."""
+"""A checkpoint as it lies on disk, in any supported format: its headers are read, its config is not yet understood."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ class Stored(NamedTuple):
     """A checkpoint whose config was parsed and whose headers were read."""
 
     path: Path  # the folder, or the GGUF file
-    raw: dict[str, Any]  # config.json, or what it would say
+    raw: dict[str, Any]  # config.json, or its equivalent
     headers: tuple[Header, ...]
     fingerprint: str  # of config and weights as stored, whatever precision they are loaded in
     is_gguf: bool = False
 
     @property
     def may_be_quantized(self) -> bool:
-        """Whether some of its tensors may not be stored as plain numbers."""
+        """True if some of its tensors may not be stored as plain numbers."""
         return self.is_gguf or bool(self.raw.get("quantization_config") or self.raw.get("compression_config"))
 
     @property
     def described_by(self) -> str:
-        """Where the model's description lies, in words."""
+        """The place of the model's description, in words."""
         return "its metadata" if self.is_gguf else "its config.json"
 
 
 def look(model: str | Path) -> Stored:
-    """Reads config, headers and fingerprint of a folder, a GGUF file or a hub id: milliseconds, whatever the size."""
+    """Read config, headers and fingerprint of a folder, a GGUF file or a hub id: milliseconds, whatever the size."""
     path = checkpoint_path(locate(model))
     if path.is_file() and gguf_files.is_gguf(path):
         from rekindle._src.models.loading.gguf import source as gguf  # other formats don't need it
@@ -52,14 +52,14 @@ def look(model: str | Path) -> Stored:
 
 
 def checkpoint_path(path: Path) -> Path:
-    """The GGUF file of a folder that has one and no safetensors; everything else as it is."""
+    """Return the GGUF file of a folder that has one and no safetensors; any other path as it is."""
     if not path.is_dir() or any(path.glob("*.safetensors*")):
         return path
     return gguf_files.in_folder(path) or path
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The parsed config.json of a folder. Raises `CheckpointError` if it is missing, unreadable or not an object."""
+    """Return the parsed config.json of a folder. Raise `CheckpointError` if it is missing, unreadable or no object."""
     path = folder / "config.json"
     try:
         raw = json.loads(read_plain(path, MAX_CONFIG))

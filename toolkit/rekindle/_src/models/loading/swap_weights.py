@@ -25,36 +25,36 @@ if TYPE_CHECKING:
 def replace_weights(
     model: LoadedModel, weights: Weights, *, fingerprint: str | None = None, placement: Placement | None = None
 ) -> LoadedModel:
-    """`model` with other weights. One error lists the differences in names, shapes and dtypes.
+    """Return `model` with other weights. One `CheckpointError` lists the differences in names, shapes and dtypes.
 
     `weights` is another loaded model, a module of the same family, its nnx state, or arrays by path such as
     `layers.0.mlp.down.weight`. The result takes `fingerprint`, else the loaded model's own, else a new random
     one, so that nothing cached for other weights can match. If the running model lies on a mesh, `placement` puts the
-    new weights there; they are given as for one device.
+    new weights there; `weights` are whole, as for one device.
     """
     leaves = _by_path(weights)
     shapes: Any = model.leaves if placement is None else placement.whole_shapes()
-    wanted = dict(zip(model.graph.paths, shapes, strict=True))
+    running = dict(zip(model.graph.paths, shapes, strict=True))
     leaves |= {
         path: jax.lax.bitcast_convert_type(leaf, jnp.uint16)
         for path, leaf in leaves.items()
-        if path in wanted and wanted[path].dtype == jnp.uint16 and leaf.dtype == model.graph.precision.weights
+        if path in running and running[path].dtype == jnp.uint16 and leaf.dtype == model.graph.precision.weights
     }
     config = weights.config if isinstance(weights, LoadedModel) else None
-    check_fits(wanted, leaves, same_config=config in (None, model.config))
+    check_fits(running, leaves, same_config=config in (None, model.config))
     if fingerprint is None:
         fingerprint = weights.fingerprint if isinstance(weights, LoadedModel) else f"state-{uuid.uuid4().hex}"
     # To jax.jit, an array that is committed to its device where the old one was not means another program.
     placed = tuple(
         _put(leaves[path], old) if placement is None else placement.place(path, np.array(leaves[path]))
-        for path, old in wanted.items()
+        for path, old in running.items()
     )
     folder = weights.folder if isinstance(weights, LoadedModel) else model.folder
     return dataclasses.replace(model, leaves=placed, fingerprint=fingerprint, folder=folder or model.folder)
 
 
 def check_fits(wanted: Mapping[str, Any], found: Mapping[str, Any], *, same_config: bool) -> None:
-    """Raise CheckpointError with what differs between the leaves of the running model and others, by path."""
+    """Raise CheckpointError with the differences between the leaves of the running model and others, by path."""
     problems = [f"missing: {path}" for path in wanted if path not in found]
     problems += [f"unexpected: {path}" for path in found if path not in wanted]
     for path, old in wanted.items():

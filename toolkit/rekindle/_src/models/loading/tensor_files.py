@@ -57,12 +57,12 @@ class TensorEntry(NamedTuple):
 
     @property
     def numpy_dtype(self) -> np.dtype[Any]:
-        """The dtype that its values have when they are read."""
+        """The dtype of its values when they are read."""
         return np.dtype(np.float32 if self.rows is not None else DTYPES[self.dtype])
 
     @property
     def has_numbers(self) -> bool:
-        """Whether it can be read as floating-point numbers."""
+        """True if it can be read as floating-point numbers."""
         return self.rows is not None or self.dtype in FLOATS
 
 
@@ -77,19 +77,19 @@ class Header(NamedTuple):
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model, sorted by name. Raises `CheckpointError` if there are none, or not all."""
+    """Return the safetensors files of a model, sorted by name. Raise `CheckpointError` if any is missing."""
     if not folder.is_dir():
-        what = "is a file; pass the folder it lies in" if folder.exists() else "does not exist; check the path"
-        raise CheckpointError(f"{folder} {what}.")
+        problem = "is a file; pass the folder it lies in" if folder.exists() else "does not exist; check the path"
+        raise CheckpointError(f"{folder} {problem}.")
     index = folder / "model.safetensors.index.json"
     if index.exists():
         return _indexed(folder, index)
     single = folder / "model.safetensors"
     if single.exists():
         return [single]
-    found = sorted(p for p in folder.glob("*.safetensors") if not p.name.startswith(("consolidated", "adapter")))
-    if found:
-        return found
+    files = sorted(p for p in folder.glob("*.safetensors") if not p.name.startswith(("consolidated", "adapter")))
+    if files:
+        return files
     pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
     if pickles:
         raise CheckpointError(
@@ -120,7 +120,7 @@ def _indexed(folder: Path, index: Path) -> list[Path]:
 
 
 def read_header(path: Path) -> Header:
-    """The header of one file. Raises `CheckpointError` if it is truncated, inconsistent or of another format."""
+    """Return the header of one file. Raise `CheckpointError` if it is truncated, inconsistent or of another format."""
     try:
         with open_plain(path) as file:
             size = os.fstat(file.fileno()).st_size
@@ -134,9 +134,9 @@ def read_header(path: Path) -> Header:
     if not raw:
         raise broken(path, f"its header needs {length + 8:,} bytes and the file has {size:,}")
     try:
-        described = json.loads(raw)
-        metadata = described.pop("__metadata__", None) or {}
-        entries = tuple(_entry(path, name, value, 8 + length) for name, value in described.items())
+        fields = json.loads(raw)
+        metadata = fields.pop("__metadata__", None) or {}
+        entries = tuple(_entry(path, name, value, 8 + length) for name, value in fields.items())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise broken(path, f"its header makes no sense ({error!r})") from error
     needed = max((entry.offset + entry.nbytes for entry in entries), default=0)
@@ -156,12 +156,12 @@ def _entry(path: Path, name: str, value: dict[str, Any], base: int) -> TensorEnt
 
 
 def read_into(entry: TensorEntry, start: int, out: NDArray[Any]) -> None:
-    """Fills the contiguous `out` with the tensor's bytes from byte `start` on; the GIL is free while it reads."""
+    """Fill the contiguous `out` with the tensor's bytes from byte `start` on; the GIL is free while it reads."""
     read_exactly(entry.file, entry.name, entry.offset + start, out)
 
 
 def views(header: Header, content: NDArray[np.uint8]) -> dict[str, NDArray[Any]]:
-    """The tensors of a file as views of its `content`."""
+    """Return the tensors of a file as views of its `content`."""
     return {
         entry.name: content[entry.offset : entry.offset + entry.nbytes].view(entry.numpy_dtype).reshape(entry.shape)
         for entry in header.entries
@@ -175,7 +175,7 @@ def write(
     *,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Writes a safetensors file. `described` has each tensor's dtype, shape and nbytes.
+    """Write a safetensors file. `described` has each tensor's dtype, shape and nbytes.
 
     `arrays` yields them in order, each whole or as several pieces. The first tensor begins at a multiple of
     `ALIGNMENT`. The format allows no gaps between tensors.
