@@ -42,7 +42,7 @@ def available() -> int | None:
 
 
 def fits(size: int, *, beside: int = 0) -> bool:
-    """Whether so many bytes fit into what is available, beside others; True where the system doesn't say it."""
+    """True if `size` bytes fit into available memory `beside` others, or if the system doesn't report what is free."""
     free = available()
     return free is None or size <= SHARE * (free - beside)
 

@@ -3,7 +3,7 @@
 Without native kernels XLA:CPU multiplies groups of four, six and eight bits at a tenth of bfloat16's speed. So they
 are unpacked once, piece by piece, to the numbers that they stand for, rounded to the dtype of the weights: those of a
 checkpoint when they are read (`Rounding`), those of a model in memory here. Where there is no room for the floats,
-matrices stay packed. `Precision.unpacked` keeps what they were.
+matrices stay packed. `Precision.unpacked` keeps their former kinds.
 """
 
 from __future__ import annotations
@@ -28,18 +28,22 @@ _PARTS = "weight", "scale", "minimum"
 
 
 def unpacked_graph(graph: Graph) -> tuple[Graph, tuple[jax.ShapeDtypeStruct, ...]] | None:
-    """The graph of the model whose matrices are floats where this machine would unpack them in each product, and the
-    shapes of its leaves; None if there are no such matrices."""
-    found = unpacked_in_products(graph)
-    if not found:
+    """Return the graph with floats for matrices that this machine would unpack in each product, and its leaves' shapes.
+
+    None if there are no such matrices.
+    """
+    matrices = unpacked_in_products(graph)
+    if not matrices:
         return None
-    here = graph.precision
-    kinds = tuple(pair for pair in here.kinds if pair not in found)
-    return graph_of(graph.config, dataclasses.replace(here, kinds=kinds, unpacked=(*here.unpacked, *found)))
+    precision = graph.precision
+    kinds = tuple(pair for pair in precision.kinds if pair not in matrices)
+    return graph_of(
+        graph.config, dataclasses.replace(precision, kinds=kinds, unpacked=(*precision.unpacked, *matrices))
+    )
 
 
 def unpacked_in_products(graph: Graph) -> tuple[tuple[str, str], ...]:
-    """The matrices that this machine would unpack in each product, by their paths, and their kinds."""
+    """Return the paths and kinds of the matrices that this machine would unpack in each product."""
     unpacks = traits(graph.precision.implementation).unpacks if graph.precision.quantizes else frozenset[str]()
     if not unpacks:
         return ()
@@ -47,27 +51,27 @@ def unpacked_in_products(graph: Graph) -> tuple[tuple[str, str], ...]:
 
 
 def _stored_as(kind: str) -> str:
-    """How `LinearOptions.quantize` calls a kind."""
+    """Return the name of a kind in `LinearOptions.quantize`."""
     return kind if kind in ("int8", "int8-weight") else "int4"
 
 
 def unpacked_model(model: LoadedModel) -> LoadedModel:
-    """The model with floats for matrices that this machine would unpack in each product, if there is room for them.
+    """Return the model with floats for matrices that this machine would unpack in each product, if there is room.
 
     All other leaves are the model's own.
     """
-    found = unpacked_graph(model.graph) if model.placement is None else None
-    if found is None:
+    plan = unpacked_graph(model.graph) if model.placement is None else None
+    if plan is None:
         return model
-    graph, shapes = found
-    stored, before = dict(zip(model.graph.paths, model.leaves, strict=True)), dict(model.graph.precision.unpacked)
-    unpacked = {path for path, _ in graph.precision.unpacked if path not in before}
-    made = {path: shape for path, shape in zip(graph.paths, shapes, strict=True) if _owner(path) in unpacked}
-    if not memory.fits(sum(shape.size * shape.dtype.itemsize for shape in made.values())):
+    graph, shapes = plan
+    stored, former = dict(zip(model.graph.paths, model.leaves, strict=True)), dict(model.graph.precision.unpacked)
+    unpacked = {path for path, _ in graph.precision.unpacked if path not in former}
+    new_shapes = {path: shape for path, shape in zip(graph.paths, shapes, strict=True) if _owner(path) in unpacked}
+    if not memory.fits(sum(shape.size * shape.dtype.itemsize for shape in new_shapes.values())):
         return model
     leaves = tuple(
-        _unpacked(stored, path, made[path], graph.precision.value_dtype(made[path].dtype))
-        if path in made and path.endswith(".weight")
+        _unpacked(stored, path, new_shapes[path], graph.precision.value_dtype(new_shapes[path].dtype))
+        if path in new_shapes and path.endswith(".weight")
         else stored[path]
         for path in graph.paths
     )
@@ -79,20 +83,22 @@ def _owner(path: str) -> str:
 
 
 def _unpacked(stored: dict[str, jax.Array], path: str, shape: jax.ShapeDtypeStruct, dtype: np.dtype[Any]) -> jax.Array:
-    """A matrix or a stack of them as floats, in pieces."""
-    packed, beside = is_packed(stored[path]), (stored.get(f"{_owner(path)}.{name}") for name in _PARTS)
-    each = int4.OUTPUTS if packed else 1  # rows that lie together
-    blocks = math.prod(shape.shape[:-1]) // each
-    weight, scale, minimum = (None if leaf is None else np.asarray(leaf).reshape(blocks, -1) for leaf in beside)
+    """Return a matrix or a stack of them as floats, unpacked in pieces."""
+    packed, leaves = is_packed(stored[path]), (stored.get(f"{_owner(path)}.{name}") for name in _PARTS)
+    block_rows = int4.OUTPUTS if packed else 1  # rows that lie together
+    blocks = math.prod(shape.shape[:-1]) // block_rows
+    weight, scale, minimum = (None if leaf is None else np.asarray(leaf).reshape(blocks, -1) for leaf in leaves)
     assert weight is not None, "a matrix has a weight"
     assert scale is not None, "integers have scales"
     values: NDArray[Any] = aligned(shape.shape, dtype)
     rows = values.reshape(-1, shape.shape[-1])
-    step = max(1, PIECE // (4 * each * rows.shape[1]))
+    step = max(1, PIECE // (4 * block_rows * rows.shape[1]))
     for start in range(0, blocks, step):
         part = slice(start, start + step)
         arrays = weight[part], scale[part], None if minimum is None else minimum[part]
-        rows[each * start : each * (start + step)] = _dequantized(*arrays, dtype) if packed else arrays[0] * arrays[1]
+        rows[block_rows * start : block_rows * (start + step)] = (
+            _dequantized(*arrays, dtype) if packed else arrays[0] * arrays[1]
+        )
     return jax.device_put(values.view(shape.dtype), may_alias=True)
 
 
@@ -102,7 +108,7 @@ def _dequantized(weight: Any, scale: Any, minimum: Any, dtype: Any) -> jax.Array
 
 
 def words(graph: Graph) -> str:
-    """Why matrices are not held, or not multiplied, as they were quantised, in words; empty if they are."""
+    """Explain why matrices are not held, or not multiplied, as they were quantised; empty if they are."""
     held = graph.precision.unpacked
     if held:
         return f"unpacked from {_bits(held)}: no native kernels here"
@@ -113,6 +119,6 @@ def words(graph: Graph) -> str:
 
 
 def _bits(found: tuple[tuple[str, str], ...]) -> str:
-    """The bits of kinds: "4 and 8 bits"."""
-    each = sorted({int(re.sub(r"int(\d).*", r"\1", kind)) for _, kind in found})
-    return f"{' and '.join(map(str, each)) if len(each) < 3 else '4, 6 and 8'} bits"
+    """Return the bits of kinds in words: "4 and 8 bits"."""
+    bits = sorted({int(re.sub(r"int(\d).*", r"\1", kind)) for _, kind in found})
+    return f"{' and '.join(map(str, bits)) if len(bits) < 3 else '4, 6 and 8'} bits"

@@ -1,8 +1,8 @@
 """Step programs made of a few parts, for the first minute on a machine: they compile in a fraction of the time.
 
 XLA compiles each layer of a step anew. Here a layer is a part of its own, called for all layers that are like it
-(`step_parts.py`), and the parts of a program compile in parallel. Programs of one size share them: only what comes
-after the layers differs between a step, its guided half and the variant that pools.
+(`step_parts.py`), and the parts of a program compile in parallel. Programs of one size share them: only the closing,
+behind the layers, differs between a step, its guided half and the variant that pools.
 """
 
 from __future__ import annotations
@@ -32,44 +32,44 @@ from rekindle._src.programs.step_parts import (
 )
 from rekindle.errors import CompileError, StoreError
 
-# With them XLA:CPU compiles in six tenths of the time, and steps take as long (jax 0.10, 135M: 32 ms for a token). At
-# level 0 it would be a third, and steps take 1.3 to 2.3 times as long.
-# Parts compile beside each other, so that one module for each is enough: it takes two thirds of the work of many. None
-# of these changes a result.
+# With these options XLA:CPU compiles in 0.6 of the time, and steps take as long (jax 0.10, 135M: 32 ms for a token).
+# Level 0 would compile in a third of the time, but steps take 1.3 to 2.3 times as long.
+# Parts compile in parallel, so one module for each is enough: it takes two thirds of the work of many. No option
+# changes a result.
 QUICK: dict[str, str | bool] = {
     "xla_cpu_use_fusion_emitters": False,
     "xla_backend_optimization_level": "1",
     "xla_cpu_parallel_codegen_split_count": "1",
 }
-# With 5 layers a first text waits half a second for its parts, and 1.7 for whole programs. A part that is a layer
-# compiles about as long as 1.4 layers of a whole program.
+# With 5 layers a first text waits 0.5 s for parts and 1.7 s for whole programs. A layer as a part takes about as long
+# to compile as 1.4 layers of a whole program.
 MANY_LAYERS, ALIKE = 5, 3
 Counted = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 class Part(NamedTuple):
-    """One part of a program: its name in the store, and what is to be traced."""
+    """One part of a program: its name in the store, and the function to trace with its arguments."""
 
     name: str
     function: Callable[..., Any]
     arguments: Callable[[], tuple[Any, ...]]
     donated: tuple[int, ...] = ()
-    opens: tuple[int, int] | None = None  # of an opening: its size
+    opens: tuple[int, int] | None = None  # the size (rows, tokens) of an opening; None for other parts
 
 
 class Layered:
-    """Makes such programs, and keeps their parts. All of it may be called from several threads."""
+    """A maker of programs in parts, which keeps the parts. All methods are thread-safe."""
 
     def __init__(self, recipes: Recipes, *, counted: Counted, compiled: Callable[[], None], store: Any = None) -> None:
-        """`counted` wraps what is traced, `compiled` is told of each compilation; `store` is a `programs.Store`."""
+        """Begin without parts. `counted` wraps traced functions, and `compiled` is called after each compilation."""
         self._recipes, self._counted, self._compiled, self._store = recipes, counted, compiled, store
         self._lock = threading.Lock()
         self._parts: dict[str, Future[Compiled]] = {}  # ready, or being made
-        self._opened: dict[tuple[int, int], Opened] = {}  # the shapes that openings hand on, by size
+        self._opened: dict[tuple[int, int], Opened] = {}  # the shapes of openings' results, by size
         self._unsaved: list[tuple[str, Compiled, float]] = []
 
     def starts_anew(self, keys: Iterable[Key]) -> bool:
-        """Whether parts of these programs are there much sooner than the programs, of which not all are stored."""
+        """True if not all of these programs are stored, and their parts are ready much sooner than whole programs."""
         kinds, keys = self._cut.kinds, [*keys]
         return (
             len(kinds) >= max(MANY_LAYERS, ALIKE * len({*kinds}))
@@ -78,33 +78,33 @@ class Layered:
         )
 
     def holds(self, key: Bucket) -> bool:
-        """Whether a program, or the part of it that chooses tokens, is stored."""
+        """True if the program, or the part of it that chooses tokens, is stored."""
         return self._holds(key.name) or self._holds(self._closing_name(key, greedy=False))
 
     def _holds(self, name: str) -> bool:
         return self._store is not None and self._store.holds(name)
 
     def takes(self, key: Key) -> TypeGuard[Bucket]:
-        """Whether a program is made of parts: a step or its first half, on one device."""
+        """True if the program can be made of parts: a step or its first half, on one device."""
         if not isinstance(key, Bucket) or key.part not in ("", FORWARD):
             return False
         return self._recipes.parts.placement is None
 
     def load(self, key: Bucket) -> LayeredProgram:
-        """A program whose parts are stored, without compiling. Raises `StoreError` if one is not."""
-        found = {}
+        """Return a program of stored parts, without compiling. Raise `StoreError` if one is not stored."""
+        parts = {}
         for part in self._first(key):
-            future, mine = self._claim(part.name)
-            if mine:
+            future, is_new = self._claim(part.name)
+            if is_new:
                 try:
                     future.set_result(self._load(part.name))
                 except BaseException as error:
                     self._give_up(part.name, future, error)
-            found[part.name] = future.result()
-        return self._assembled(key, found)
+            parts[part.name] = future.result()
+        return self._assembled(key, parts)
 
     def make(self, key: Bucket) -> LayeredProgram:
-        """A program whose parts are loaded or compiled now. Raises what tracing or compiling raises."""
+        """Return a program whose parts are loaded or compiled now. Raise any error of tracing or compiling."""
         return self._assembled(key, self._made(self._first(key)))
 
     def save(self) -> None:
@@ -132,35 +132,35 @@ class Layered:
         return kind(self._cut, found[self._opening_name(key)], layers, greedy, functools.partial(self._closed, key))
 
     def _closed(self, key: Bucket) -> Compiled:
-        """The closing that serves all steps, loaded or compiled if need be."""
+        """Return the closing that serves all steps; load or compile it if needed."""
         name = self._closing_name(key, greedy=False)
         future = self._parts.get(name)
         if future is not None and future.done():
             return future.result()
         try:
-            found = self._made([self._closing(key, greedy=False)])
+            parts = self._made([self._closing(key, greedy=False)])
         except Exception as error:
             raise CompileError(f"{name} did not compile: {type(error).__name__}: {error}") from error
         self.save()
-        return found[name]
+        return parts[name]
 
     def _made(self, parts: Iterable[Part]) -> dict[str, Compiled]:
-        """Trace one part after the other, since the GIL allows no more, and compile each in a thread meanwhile."""
-        waiting: dict[str, Future[Compiled]] = {}
+        """Trace one part after the other, as the GIL allows no more, and compile each in its own thread meanwhile."""
+        futures: dict[str, Future[Compiled]] = {}
         threads: list[threading.Thread] = []
         try:
             with gc_paused():
                 for part in parts:
-                    waiting[part.name], mine = self._claim(part.name)
-                    if mine:
-                        threads += self._begin(part, waiting[part.name])
-                return {name: future.result() for name, future in waiting.items()}
+                    futures[part.name], is_new = self._claim(part.name)
+                    if is_new:
+                        threads += self._begin(part, futures[part.name])
+                return {name: future.result() for name, future in futures.items()}
         finally:
             for thread in threads:
                 thread.join()
 
     def _begin(self, part: Part, future: Future[Compiled]) -> list[threading.Thread]:
-        """Load a part, or begin to compile it: the thread that does."""
+        """Load a part, or start a thread that compiles it. Return the threads started, one or none."""
         start = time.perf_counter()
         try:
             try:
@@ -192,13 +192,13 @@ class Layered:
         return [thread]
 
     def _claim(self, name: str) -> tuple[Future[Compiled], bool]:
-        """The part, and whether it is the caller's to make."""
+        """Return the future of a part, and True if the caller has to make the part."""
         with self._lock:
-            mine = name not in self._parts
-            return self._parts.setdefault(name, Future()), mine
+            is_new = name not in self._parts
+            return self._parts.setdefault(name, Future()), is_new
 
     def _give_up(self, name: str, future: Future[Compiled], error: BaseException) -> None:
-        """Whoever waits for the part gets the error; it can be tried again."""
+        """Pass the error to the threads that wait for the part, and forget the part, so that it can be tried again."""
         with self._lock:
             self._parts.pop(name, None)
         future.set_exception(error)
@@ -215,7 +215,7 @@ class Layered:
         return traced
 
     def _first(self, key: Bucket) -> Iterator[Part]:
-        """The parts without which a program can't begin; layers first, since they take longest to compile."""
+        """Yield the parts that a program needs to begin, its layers early, since they take longest to compile."""
         yield self._opening(key)
         for layer in dict.fromkeys(self._cut.kinds):
             yield self._layer(key, layer)
@@ -235,9 +235,9 @@ class Layered:
         function = make_layer(cut, layer, recipes.layout(key), implementation=recipes.config.kernels)
 
         def arguments() -> tuple[Any, ...]:
-            opened = self._shapes(key)
-            own = tuple(cut.leaves[index] for index in cut.layers[layer])
-            return own, recipes.kv[layer], opened.x, opened.tables, opened.inputs.paging
+            shapes = self._shapes(key)
+            leaves = tuple(cut.leaves[index] for index in cut.layers[layer])
+            return leaves, recipes.kv[layer], shapes.x, shapes.tables, shapes.inputs.paging
 
         return Part(self._layer_name(key, layer), function, arguments, (1,))
 
@@ -247,21 +247,21 @@ class Layered:
         if key.part == FORWARD:
 
             def forwarded() -> tuple[Any, ...]:
-                opened = self._shapes(key)
-                return self._outer, opened.x, opened.inputs
+                shapes = self._shapes(key)
+                return self._outer, shapes.x, shapes.inputs
 
             return Part(name, make_forward_closing(cut, layout, pools=key.pools), forwarded)
         processors = recipes.processors_of(key)
         function = make_closing(cut, layout, processors=processors, pools=key.pools, greedy=greedy)
 
         def arguments() -> tuple[Any, ...]:
-            opened = self._shapes(key)
-            return self._outer, recipes.state, opened.x, opened.inputs
+            shapes = self._shapes(key)
+            return self._outer, recipes.state, shapes.x, shapes.inputs
 
         return Part(name, function, arguments, (1,))
 
     def _size(self, key: Bucket) -> str:
-        """What parts that all programs of one size share are called."""
+        """Return the first words of the names of parts that all programs of one size share."""
         return f"r{key.rows}t{key.tokens} parts"
 
     def _opening_name(self, key: Bucket) -> str:
@@ -278,7 +278,7 @@ class Layered:
         return tuple(self._cut.leaves[index] for index in self._cut.outer)
 
     def _shapes(self, key: Bucket) -> Opened:
-        """The shapes of what the opening hands on; it is traced for them where it was loaded."""
+        """Return the shapes of the opening's results; trace the opening for them if it was loaded."""
         size = (key.rows, key.tokens)
         if size not in self._opened:
             self._traced(self._opening(key))
@@ -295,10 +295,10 @@ def _compiled_quickly(lowered: Any) -> Compiled:
             return lowered.compile(compiler_options=options)
         except jax.errors.JaxRuntimeError as error:
             # "No such compile option: 'name'", or "While setting option name, …": versions of XLA differ in both.
-            refused = {name for name in options if "option" in str(error) and name in str(error)}
-            if not refused:
+            unsupported = {name for name in options if "option" in str(error) and name in str(error)}
+            if not unsupported:
                 raise
-            _unknown.update(refused)
+            _unknown.update(unsupported)
 
 
 def _shapes_of(found: Opened) -> Opened:

@@ -1,6 +1,7 @@
-"""Step programs as they are called: one part after the other (`step_parts.py`).
+"""Step programs that call their parts one after the other (`step_parts.py`).
 
-To its callers such a program is like a compiled one: it takes and gives the same, and donates the same arguments.
+To its callers such a program is like a compiled one: it has the same arguments and results, and donates the same
+arguments.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ Compiled = Any  # as in programs.py
 
 
 class LayeredProgram:
-    """A program as its parts, which runs them one after the other."""
+    """A program that runs its parts one after the other."""
 
     def __init__(
         self,
@@ -28,33 +29,34 @@ class LayeredProgram:
         greedy: Compiled | None,
         rest: Callable[[], Compiled],
     ) -> None:
-        """`greedy` is the closing of steps that ask for nothing else, and `rest` makes that of all others."""
+        """Put parts together. `greedy` is the closing of greedy steps without other options; `rest` returns that of all
+        other steps."""
         self._cut, self._opening, self._layers, self._greedy, self._rest = cut, opening, layers, greedy, rest
 
     def complete(self) -> None:
-        """Have the closing ready that serves all steps."""
+        """Make the closing that serves all steps, unless it is ready."""
         self._rest()
 
     def as_text(self) -> str:
-        """The text of the opening and the layers, as XLA compiled them."""
+        """Return the text of the opening and the layers, as XLA compiled them."""
         return "\n".join(part.as_text() for part in (self._opening, *dict.fromkeys(self._layers)))
 
     def _run(
         self, leaves: Sequence[Any], kv: paged.KV, last_token: Any, ints: Any, floats: Any
     ) -> tuple[tuple[Any, ...], paged.KV, Opened]:
-        """The outer leaves, the pages, and what goes into the closing."""
+        """Run the opening and the layers. Return the outer leaves, the pages, and the inputs of the closing."""
         cut = self._cut
         outer = tuple(leaves[index] for index in cut.outer)
         opened: Opened = self._opening(outer, last_token, ints, floats)
         x, tables, paging, new_kv = opened.x, opened.tables, opened.inputs.paging, []
-        for layer, own, pages in zip(self._layers, cut.layers, kv, strict=True):
-            pages, x = layer(tuple(leaves[index] for index in own), pages, x, tables, paging)
+        for layer, indices, pages in zip(self._layers, cut.layers, kv, strict=True):
+            pages, x = layer(tuple(leaves[index] for index in indices), pages, x, tables, paging)
             new_kv.append(pages)
         return outer, tuple(new_kv), opened._replace(x=x)
 
 
 class LayeredStep(LayeredProgram):
-    """A step as its parts."""
+    """A step made of parts."""
 
     def __call__(
         self, leaves: Sequence[Any], kv: paged.KV, state: RequestState, ints: Any, floats: Any
@@ -67,7 +69,7 @@ class LayeredStep(LayeredProgram):
 
 
 class LayeredForward(LayeredProgram):
-    """The first half of a guided step as its parts."""
+    """The first half of a guided step, made of parts."""
 
     def __call__(
         self, leaves: Sequence[Any], kv: paged.KV, last_token: Any, ints: Any, floats: Any

@@ -1,8 +1,8 @@
 """The compiled programs of a session: built ahead of time from shapes alone, counted, and looked up by bucket.
 
 `build` traces and lowers a program, `compile` makes the executable, and `get` does so only when neither memory nor the
-store has it. All of it may be called from several threads: two threads that want the same program share one
-compilation, and different programs compile in parallel.
+store has it. All methods are thread-safe: threads that want the same program share one compilation, and different
+programs compile in parallel.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Programs:
         store: Store | None = None,
         placement: Placement | None = None,
     ) -> None:
-        """`leaves` are those of the whole model, as they lie on `placement`; `config` is that of one data shard."""
+        """Make no program yet. `leaves` are the whole model's, as they lie on `placement`; `config` is one shard's."""
         assert config.device_pages is not None, "the config is not resolved"
         self.model, self.graph, self.config = model, graph, config
         self.processors = check_processors(processors)
@@ -82,8 +82,8 @@ class Programs:
         self.fills = fills(self.moved_pages, at_once=single and placement is None)
         self.traces = 0
         self.compilations = 0
-        self._in_parts = False  # programs are made of parts, which take a fraction of the time
-        self._provisional: dict[Key, Compiled] = {}  # such programs; they stay until the end, see `close`
+        self._in_parts = False  # programs are made of parts, in a fraction of the time
+        self._provisional: dict[Key, Compiled] = {}  # programs of parts; they stay until the end, see `close`
         self._soon: set[Key] = set()  # programs that are made next
         self._store = store
         self._lock = threading.Lock()
@@ -92,7 +92,7 @@ class Programs:
         self._ready: dict[Key, Compiled] = {}
         self._records: dict[Key, ProgramRecord] = {}
         self._compiling: dict[Key, None] = {}  # in the order in which they began
-        self._why: dict[str, str] = {}  # why the store could not give it, by its name there
+        self._why: dict[str, str] = {}  # why the store could not load a program, by its name there
         self._replaced: list[Compiled] = []  # no step calls them any more
 
     @property
@@ -102,12 +102,12 @@ class Programs:
 
     @property
     def _for_now(self) -> bool:
-        """Whether programs are made, or run, that others will replace."""
+        """True if programs are made or run that whole ones will replace."""
         return self._in_parts or bool(self._provisional)
 
     @property
     def keeps(self) -> bool:
-        """Whether programs outlive the process."""
+        """True if programs outlive the process."""
         return self._store is not None
 
     @property
@@ -130,7 +130,7 @@ class Programs:
 
     @functools.cached_property
     def gated(self) -> bool:
-        """Whether a step with guided rows is one program, which waits for its masks."""
+        """True if a step with guided rows is one program, which waits for its masks."""
         return self.parts.placement is None and has_mask_gates(self.graph.precision.implementation)
 
     @property
@@ -140,43 +140,43 @@ class Programs:
 
     @property
     def traced_processors(self) -> bool:
-        """Whether the store holds a program with the session's processors: then they were traced, without an error."""
+        """True if the store holds a program with the session's processors, which were then traced without an error."""
         return any(self._layered.holds(key) for key in self._lattice if key.processed)
 
     def lattice_for(self, *, guided: bool, pools: bool) -> tuple[Bucket, ...]:
-        """The buckets among which a step finds its own."""
+        """Return the buckets from which a step takes its own."""
         if guided:
             waits = self.gated and not self._for_now
-            found = buckets.guided_lattice(self.lattice, buckets.GATED if waits else buckets.BOTH)
-            return buckets.pooling_lattice(found) if pools else found
+            lattice = buckets.guided_lattice(self.lattice, buckets.GATED if waits else buckets.BOTH)
+            return buckets.pooling_lattice(lattice) if pools else lattice
         return self.pooling if pools else self.lattice
 
     def kernels(self) -> list[str]:
-        """The native kernels that steps call, as far as shapes tell; none for other implementations and platforms."""
+        """Return the native kernels that steps call, as far as shapes tell; none for other implementations."""
         return self._recipes.kernels()
 
     def layout(self, bucket: Bucket) -> Layout:
         return self._recipes.layout(bucket)
 
     def ready(self, key: Key) -> bool:
-        """Whether `get` returns at once."""
+        """True if `get` returns at once."""
         return key in self._ready
 
     def manifest(self) -> tuple[ProgramRecord, ...]:
-        """Every program that is ready, in the order of `keys`."""
+        """Return the records of all programs that are ready, in the order of `known`."""
         return tuple(self._records[key] for key in self.known if key in self._records)
 
     def record(self, key: Key) -> ProgramRecord:
-        """The record of a program that is ready."""
+        """Return the record of a program that is ready."""
         return self._records[key]
 
     def soon(self, key: Key) -> bool:
-        """Whether a program is made next, so that another one that can do the same is better than to wait for it."""
+        """True if a program is made next. Until it is ready, a step rather takes another one that can do the same."""
         return key in self._soon
 
     @contextlib.contextmanager
     def made_next(self, key: Key) -> Iterator[None]:
-        """Inside, `key` is ready or made next."""
+        """Mark `key` as made next, or ready, inside the `with` block."""
         self._soon.add(key)
         try:
             yield
@@ -184,43 +184,43 @@ class Programs:
             self._soon.discard(key)
 
     def get(self, key: Key) -> Compiled:
-        """The executable, compiled now if need be. Raises `CompileError`, and KeyError for a program not in `keys`."""
-        found = self._ready.get(key)
-        if found is not None:
-            return found
+        """Return the executable, compiled now if needed. Raise `CompileError`, and KeyError if it is not in `known`."""
+        program = self._ready.get(key)
+        if program is not None:
+            return program
         with self._alone(key):
             if key in self._ready or self._load(key):
                 return self._ready[key]
             compiled, keep = self._make(key)  # not from `_ready`: the session may have been closed meanwhile
-        keep()  # who waits for the program need not wait for that
+        keep()  # without the lock: threads that wait for the program don't wait for the store
         return compiled
 
     def begin_parts(self) -> None:
-        """Make step programs of parts from now on: whole ones take long, and replace them."""
+        """Make step programs of parts from now on. Whole programs take longer and replace them later."""
         self._in_parts = True
         self._save_late(True)
 
     def starts_anew(self, keys: Sequence[Key]) -> bool:
-        """Whether a first text would wait for whole programs, where parts are there much sooner."""
+        """True if a first text would wait for whole programs, and parts are ready much sooner."""
         return bool(self.kernels()) and self._layered.starts_anew(keys)
 
     def end_parts(self, stopped: Callable[[], bool] = lambda: False) -> None:
         """Replace programs of parts by whole ones. Each goes on serving until its successor is ready.
 
-        A step looks its program up when it is dispatched, and all programs keep pages and state in one layout, so the
-        next step may run in another program than the last one.
+        A step looks its program up when it is dispatched, and all programs keep pages and state in one layout, so
+        consecutive steps may run in different programs.
         """
         self._in_parts = False
         self._save_late(False)
         for key in sorted((key for key in self.known if isinstance(key, Bucket)), key=lambda key: key.tokens):
-            if stopped():  # those that decode come first: most tokens are made in them
+            if stopped():  # programs that decode come first: they make most tokens
                 return
-            with self._alone(key):  # waits for one that is just being made of parts
+            with self._alone(key):  # waits for a program that is being made of parts
                 if key not in self._provisional:
                     continue
             try:
                 gated = bool(key.part) and self.gated
-                if gated:  # what steps with guided rows run in place of two programs
+                if gated:  # steps with guided rows run it in place of two programs
                     self.get(buckets.gated(key, self._lattice))
                 with self._alone(key):
                     if not gated and not self._load(key):
@@ -230,12 +230,12 @@ class Programs:
                 log.warning("%s goes on in parts: %s", key.name, error)
 
     def load(self, key: Key) -> bool:
-        """Load a program from the store, without compiling; whether it is ready now."""
+        """Load a program from the store, without compiling. Return True if it is ready now."""
         with self._alone(key):
             return key in self._ready or self._load(key)
 
     def memory(self) -> Any:
-        """New pages and state. Where XLA rejects the kernel that makes zeros without writing them, it is not used."""
+        """Return new pages and state, without the kernel that makes zeros without writing them where XLA rejects it."""
         try:
             return jax.block_until_ready(self.get(MEMORY)())
         except jax.errors.JaxRuntimeError as error:
@@ -249,7 +249,7 @@ class Programs:
         """Trace and lower one program."""
         recipe = self._recipes.recipe(key)
         counted = self._counted(recipe.function)
-        # Others call no kernels that could be joined, and asking for the one that joins may compile it.
+        # Only steps call kernels that can be joined, and `fuse` may compile the kernel that joins them.
         implementation = self.graph.precision.implementation
         joined = fuse(counted, implementation=implementation) if isinstance(key, Bucket) else counted
         with deprecated.known(), self.parts.tracing():
@@ -264,13 +264,13 @@ class Programs:
         return compiled
 
     def complete(self, key: Key) -> None:
-        """Make the part of a provisional program that the first steps may do without; others do nothing."""
+        """Make the part of a provisional program that the first steps do without; do nothing for other programs."""
         program = self._ready.get(key)
         if isinstance(program, LayeredProgram):
             program.complete()
 
     def flush(self) -> None:
-        """Returns when all programs that were compiled are in the store, as far as it takes them."""
+        """Wait until all compiled programs are in the store, as far as it takes them."""
         if isinstance(self._store, LateStore):
             self._store.flush()
 
@@ -309,7 +309,7 @@ class Programs:
             ) from error
 
     def _load(self, key: Key) -> bool:
-        """Load a program from the store, which is asked once for each; rather a whole one than its parts."""
+        """Load a whole program from the store, or else its parts. The store is asked once for each."""
         return self._load_as(key, parts=False) or (self._of_parts(key) and self._load_as(key, parts=True))
 
     def _load_as(self, key: Key, *, parts: bool) -> bool:
@@ -326,7 +326,7 @@ class Programs:
         return True
 
     def _make(self, key: Key) -> tuple[Compiled, Callable[[], None]]:
-        """Compile a program; returns it and what stores it."""
+        """Compile a program. Return it, and a function that stores it."""
         start = time.perf_counter()
         with self._lock:
             self._compiling[key] = None
@@ -343,17 +343,17 @@ class Programs:
             with self._lock:
                 del self._compiling[key]
         seconds = time.perf_counter() - start
-        why = self._why.get(key.name, "no store")
-        if cached and why == NOT_STORED:
-            why = KEPT_THERE
-        self._put(key, compiled, ProgramRecord(key.name, "compiled", seconds, why), parts=parts)
+        reason = self._why.get(key.name, "no store")
+        if cached and reason == NOT_STORED:
+            reason = KEPT_THERE
+        self._put(key, compiled, ProgramRecord(key.name, "compiled", seconds, reason), parts=parts)
 
         def keep() -> None:
             if isinstance(compiled, LayeredProgram):
                 self._layered.save()
             elif self._store is not None and not cached:
                 self._store.save(key.name, compiled, seconds)
-            freed_memory.give_back()  # the compiler's
+            freed_memory.give_back()  # memory of the compiler
 
         return compiled, keep
 
@@ -376,7 +376,7 @@ class Programs:
         self._ready[key] = program
 
     def describe_compiling(self) -> str:
-        """What is being compiled now, in words; empty if nothing is."""
+        """Return the names of the programs and the kernel being compiled, in words; empty if there are none."""
         with self._lock:
             names = [key.name for key in self._compiling]
         kernel = kernel_being_compiled()

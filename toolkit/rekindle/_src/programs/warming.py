@@ -1,4 +1,4 @@
-"""Warming: programs are compiled or loaded before their first step, the likeliest first, in parallel."""
+"""Warming: compiling or loading programs before their first step, the likeliest first, in parallel."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from rekindle_kernels import build_kernels
 
 _at_work: weakref.WeakSet[Warming] = weakref.WeakSet()
 _registered = False
-# Seconds from when a session is open and has the programs of a first text, before whole ones are compiled in place of
-# parts: it may be all that is asked, and then neither this process nor the next one compiles more than it used. With
-# "lazy" that is likelier, and those of a model that is not DEEP compile within two seconds; either way they are there
-# by the tenth.
+# Seconds between the moment when a session is open and has the programs of a first text, and the compilation of whole
+# programs in place of parts. The first text may be the only one; then neither this process nor the next one compiles
+# more than it used. With "lazy" that is likelier, and the programs of a model of less than DEEP layers compile within
+# two seconds. Either way they are ready by the tenth second.
 PEACE, LONGER_PEACE, DEEP = 0.7, 6.0, 12
-SETTLING = 0.5  # seconds from the opening of a session that restores, in which others are not loaded beside its request
+SETTLING = 0.5  # seconds after the opening of a session that restores; no other programs are loaded beside its request
 WORKERS = 2  # threads; XLA compiles a program on one core, and more workers than cores slow serving down
 
 
@@ -44,7 +44,7 @@ Progress = Callable[[Warmed], None]
 
 
 def likely_first(keys: Iterable[Key]) -> list[Key]:
-    """The keys with few rows first: a notebook's first request needs the smallest prefill and decode programs."""
+    """Sort the keys, few rows first: a notebook's first request needs the smallest prefill and decode programs."""
 
     def rank(key: Key) -> tuple[int, int, int]:
         if not isinstance(key, Bucket):
@@ -55,7 +55,7 @@ def likely_first(keys: Iterable[Key]) -> list[Key]:
 
 
 def first_needed(programs: Programs, *, restoring: bool) -> list[Key]:
-    """The programs that a new session needs first: for restored pages, then for a short prompt, then for decoding."""
+    """Return the programs that a new session needs first, in order: for restored pages, a short prompt, decoding."""
     plain = sorted(bucket for bucket in programs.lattice if not bucket.processed)
     decode = next(bucket for bucket in plain if not bucket.tokens)
     mixed = [bucket for bucket in plain if bucket.tokens]
@@ -64,10 +64,10 @@ def first_needed(programs: Programs, *, restoring: bool) -> list[Key]:
 
 
 def needed_after_restart(programs: Programs) -> list[Key]:
-    """The programs that a process needs first which restores the pages of this one, as far as it has a store.
+    """Return the programs that a later process needs first if it restores this one's pages; none without a store.
 
-    It copies the pages to the device, then computes what no full page holds, at most a page of tokens; then it decodes.
-    This process may have needed none of them: its prompts were longer, and pages never came back.
+    It copies the pages to the device, computes the tokens beyond the last full page, at most a page of them, and then
+    decodes. This process may have needed none of these programs: its prompts were longer, and pages never came back.
     """
     if not programs.keeps or SCATTER not in programs.keys:
         return []
@@ -87,12 +87,12 @@ def warm(
     contexts: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     workers: int = WORKERS,
 ) -> None:
-    """Make all programs ready, or those of `keys` in this order. Raises the first `CompileError`."""
+    """Make all programs ready, or those of `keys` in this order. Raise the first `CompileError`."""
     ordered = likely_first(programs.keys) if keys is None else [*keys]
     workers = min(workers, len(ordered))
-    waiting: queue.SimpleQueue[Key] = queue.SimpleQueue()
+    upcoming: queue.SimpleQueue[Key] = queue.SimpleQueue()
     for key in ordered:
-        waiting.put(key)
+        upcoming.put(key)
     done: list[Key] = []
     errors: list[BaseException] = []
     lock = threading.Lock()
@@ -102,7 +102,7 @@ def warm(
         with contexts():
             while not stopped.is_set() and not errors and threading.main_thread().is_alive():
                 try:
-                    key = waiting.get_nowait()
+                    key = upcoming.get_nowait()
                 except queue.Empty:
                     return
                 try:
@@ -115,8 +115,8 @@ def warm(
                     if progress is not None:
                         progress(Warmed(programs.record(key), len(done), len(ordered)))
 
-    # Not daemons: a thread that is ended inside XLA aborts the process. So the interpreter's exit waits for the program
-    # that is being compiled, and for no further one.
+    # Not daemons: a thread that is ended inside XLA aborts the process. So the interpreter's exit waits for programs
+    # that are being compiled, and no further ones start.
     threads = [threading.Thread(target=work, name="rekindle compile", daemon=False) for _ in range(workers)]
     for thread in threads:
         thread.start()
@@ -129,8 +129,8 @@ def warm(
 def _finish_at_exit(warming: Warming) -> None:
     """Let it finish and store its program at the interpreter's exit, which waits for its thread in any case.
 
-    Orbax stores in thread pools, which take no more work once threading's own exit functions have run, last registered
-    first; see `models.loading.prepared`.
+    Orbax stores in thread pools, which accept no more work once threading's own exit functions have run, the last
+    registered first; see `models.loading.prepared`.
     """
     global _registered
     _at_work.add(warming)
@@ -155,14 +155,14 @@ class Warming:
     lazy        the first request's programs are loaded from the store until the session opens; those of a model of many
                 layers are compiled if they are not stored, and nothing else is
 
-    A session that restores pages opens when it has loaded what their first request needs, of what is stored.
+    A session that restores pages opens when it has loaded the stored programs that their first request needs.
 
-    Where the installation brought no native kernels and numba can compile them, other processes do that first, and all
-    programs wait for them: a session's arithmetic is the same from its first token to its last.
+    Where the installation has no native kernels and numba can compile them, other processes compile them first. All
+    programs wait for the kernels, so that a session's arithmetic is the same from its first token to its last.
 
-    A model of many layers begins with programs made of parts, which are there much sooner; whole ones replace them.
-    With "lazy", what greedy steps don't need of them is left until it is asked for: a command that prints one text
-    would not end before it is compiled.
+    A model of many layers begins with programs made of parts, which are ready much sooner; whole programs replace them.
+    With "lazy", the part that greedy steps don't need is compiled at its first use: a command that prints one text
+    would otherwise not end before that is compiled.
     """
 
     def __init__(
@@ -176,12 +176,12 @@ class Warming:
     ) -> None:
         self._stopped = threading.Event()
         self._opened = threading.Event()
-        self._opening = threading.Event()  # whoever opens the session waits for no other program than those awaited
+        self._opening = threading.Event()  # set once the opening waits for the awaited programs only
         self._precompile = precompile
         self.flush = programs.flush
         self._error: BaseException | None = None
         self._kernels = build_kernels(programs.kernels())
-        self.in_peace = False  # parts serve; nothing is compiled that nobody asked for
+        self.in_peace = False  # parts serve, and only programs in demand are compiled
         if precompile != "all" and not programs.config.deterministic and not programs.parts.multi_process:
             self.in_peace = programs.starts_anew(first_needed(programs, restoring=False)[:2])
         in_parts = self.in_peace
@@ -191,7 +191,7 @@ class Warming:
         prefill_and_decode = first[: 2 + len(programs.fills) * restoring]
         self._awaited: list[Key] = prefill_and_decode if restoring and not in_parts else []
         self._programs = programs
-        # Programs of many layers are compiled while weights are read, since a first text would wait for seconds.
+        # A deep model's programs are compiled while weights are read: a first text would wait for them for seconds.
         self._is_deep = programs.model.num_layers >= DEEP and bool(programs.kernels())
 
         def work() -> None:
@@ -199,7 +199,7 @@ class Warming:
                 return
             if precompile == "lazy":
                 if in_parts:
-                    with contextlib.suppress(CompileError):  # whoever needs the program tries again, and gets the error
+                    with contextlib.suppress(CompileError):  # a step that needs it tries again, and gets the error
                         self._make_first(programs, prefill_and_decode, contexts)
                     self._replace(programs, contexts)
                 stored = self._load(programs, prefill_and_decode, contexts)
@@ -209,7 +209,7 @@ class Warming:
                 if not self._opening.is_set():
                     self._load(programs, first, contexts)
                 return
-            # In the background one worker, because the other core serves; but not until the first programs are there.
+            # In the background one worker, because the other core serves; more only until the first programs are ready.
             workers = WORKERS if precompile == "all" else 1
             try:
                 if precompile == "background":
@@ -222,10 +222,10 @@ class Warming:
                     if restoring:  # a request is likely to come at once, and needs no other program
                         self._opened.wait()
                         self._stopped.wait(SETTLING)
-                now = first_needed(programs, restoring=restoring)
-                keys = [*now, *(key for key in likely_first(programs.keys) if key not in now)]
+                urgent = first_needed(programs, restoring=restoring)
+                keys = [*urgent, *(key for key in likely_first(programs.keys) if key not in urgent)]
                 warm(programs, keys, progress=progress, stopped=self._stopped, contexts=contexts, workers=workers)
-                # Earlier sessions had guided requests; those programs are there, and this one may need them as well.
+                # Guided programs are stored where earlier sessions had guided requests; this one may need them as well.
                 self._load(programs, programs.guided_keys, contexts, all_of_them=True)
             except BaseException as error:
                 self._error = error
@@ -236,23 +236,23 @@ class Warming:
 
     @property
     def waits_for_kernels(self) -> bool:
-        """Whether native kernels are still being compiled."""
+        """True while native kernels are being compiled."""
         return self._kernels is not None and self._kernels.running
 
     def wait_for_kernels(self) -> bool:
-        """Wait until all native kernels are there that can be; False where this is stopped before."""
+        """Wait until all native kernels that can be compiled are ready. Return False if stopped before."""
         return self._kernels is None or self._kernels.wait(self._is_stopped)
 
     def restorable(self) -> list[Key]:
-        """The programs that the first request for restored pages needs, loaded by now as far as they are stored.
+        """Load and return the stored programs that the first request for restored pages needs.
 
-        About half of them are loaded here, since another thread comes from the other end.
+        About half of them are loaded in this thread, from the last on; the warming thread begins with the first.
         """
         self._opening.set()
         return [key for key in self._awaited[::-1] if self._programs.load(key)][::-1]
 
     def opened(self) -> None:
-        """Called when the weights are loaded. Raises the `CompileError` of a program that has to be ready by now."""
+        """Go on when the weights are loaded. Raise the `CompileError` of a program that has to be ready by now."""
         self._opened.set()
         if self._precompile == "lazy":
             return
@@ -262,36 +262,36 @@ class Warming:
                 raise self._error
 
     def stop(self, timeout: float | None = 0.5) -> None:
-        """Start no further program. A compilation can't be interrupted and is left to end by itself."""
+        """Start no further program; wait up to `timeout` seconds. A compilation can't be interrupted and goes on."""
         self._stopped.set()
-        self._opened.set()  # nor wait for that any longer
+        self._opened.set()  # ends the wait for the opening, too
         self._thread.join(timeout)
 
     def _load(
         self, programs: Programs, keys: Iterable[Key], contexts: Callable[[], Any], *, all_of_them: bool = False
     ) -> bool:
-        """Load programs one by one as long as they are stored, or `all_of_them` that are; whether all were."""
-        found = True
+        """Load programs up to the first that is not stored, or `all_of_them` that are. True if all are loaded."""
+        stored = True
         with contexts():
             for key in keys:
                 if self._is_stopped() or (self._precompile == "lazy" and self._opened.is_set()):
                     return False
-                found &= programs.load(key)
-                if not (found or all_of_them):
+                stored &= programs.load(key)
+                if not (stored or all_of_them):
                     return False
-        return found
+        return stored
 
     def _make_first(self, programs: Programs, keys: Sequence[Key], contexts: Callable[[], Any]) -> None:
         """Make the last of `keys`, the program that decodes, after the others, which have all cores until then.
 
-        The first text comes with the program of its prompt, and so do further tokens until that which decodes is there.
+        The first text needs the program of its prompt alone, which also makes further tokens until decoding is ready.
         """
         with programs.made_next(keys[-1]):
-            for some in (keys[:-1], keys[-1:]):
-                warm(programs, some, stopped=self._stopped, contexts=contexts)
+            for group in (keys[:-1], keys[-1:]):
+                warm(programs, group, stopped=self._stopped, contexts=contexts)
 
     def _complete(self, programs: Programs, keys: Iterable[Key], contexts: Callable[[], Any]) -> None:
-        """Make what programs without kernels leave out, since greedy steps do without it."""
+        """Make the closings that programs of parts lack so far, since greedy steps do without them."""
         with contexts():
             for key in keys:
                 if self._is_stopped():
@@ -299,8 +299,9 @@ class Warming:
                 programs.complete(key)
 
     def _replace(self, programs: Programs, contexts: Callable[[], Any]) -> None:
-        """Put whole programs in place of parts, which serve for a moment in peace, those of an earlier process too: a
-        process that ends within it compiles nothing that it did not need."""
+        """Put whole programs in place of parts, an earlier process's too, after a moment without compilations.
+
+        A process that ends within that moment compiles nothing that it did not need."""
         with contexts():
             soon = programs.model.num_layers >= DEEP or self._precompile == "background"
             self._opened.wait()  # until then weights and the vocabulary want the cores
@@ -309,5 +310,5 @@ class Warming:
             programs.end_parts(self._is_stopped)
 
     def _is_stopped(self) -> bool:
-        """Also at the interpreter's exit, which waits for this thread before it closes sessions."""
+        """True after `stop`, and at the interpreter's exit, which waits for this thread before it closes sessions."""
         return self._stopped.is_set() or not threading.main_thread().is_alive()

@@ -1,4 +1,4 @@
-"""Builds the parts of a session from a model and options; runs on the device thread while the session opens."""
+"""Building a session's engine from a model and options, on the device thread while the session opens."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ log = logging.getLogger("rekindle.engine")
 
 
 def build(request: OpenRequest) -> Engine:
-    """Everything a session needs, ready to run. Raises typed errors; what was loaded until then is freed."""
+    """Return a session's engine, ready to run. Raise typed errors, after freeing all that was loaded until then."""
     try:
         return _build(request)
     except (RekindleError, TypeError):
@@ -61,7 +61,7 @@ def build(request: OpenRequest) -> Engine:
 
 
 def _build(request: OpenRequest) -> Engine:
-    configure(cache_folder=cache_folder())  # of kernels: the user's folder, since kernels are shared by all sessions
+    configure(cache_folder=cache_folder())  # kernels lie in the user's folder, since all sessions share them
     if isinstance(request.model, LoadedModel):
         request = dataclasses.replace(request, model=unpacked_model(request.model))
     team = None if request.config.processes == 1 else _gathered(request)
@@ -84,14 +84,14 @@ def _say_without_kernels(reason: str) -> None:
 
 
 def _tokenizer(model: LoadedModel) -> Tokenizer:
-    """Reading it keeps the GIL, 20 ms for a vocabulary of 49,000 tokens: it is best done while programs are loaded."""
+    """Load the tokenizer. It keeps the GIL, 20 ms for a vocabulary of 49,000 tokens: best while programs are loaded."""
     if model.folder is not None:
         return Tokenizer.load(model.folder)
     return Tokenizer(None, eos_ids=model.config.eos_token_ids)
 
 
 def _gathered(request: OpenRequest) -> Team:
-    """The followers of this session; JAX's service is joined with them."""
+    """Gather the followers of this session, and join JAX's service with them."""
     from rekindle._src.session.leading import gather
 
     return gather(request)
@@ -103,7 +103,7 @@ def _engine(request: OpenRequest, parts: Parts, team: Team | None) -> Engine:
     name = model.model_type if isinstance(request.model, LoadedModel) else str(request.model)
     if team is not None:
         request.shown.stage = "the other processes"
-        team.begin(programs)  # when all have their weights
+        team.begin(programs)  # when all processes have their weights
     if warming.waits_for_kernels:
         request.shown.stage = "compiling native kernels for this processor, once"
     warming.wait_for_kernels()
@@ -114,8 +114,8 @@ def _engine(request: OpenRequest, parts: Parts, team: Team | None) -> Engine:
         level = logging.INFO if loaded.graph.precision.unpacked else logging.WARNING
         log.log(level, "weights of %s are held as %s", name, _weights_held(loaded, config))
     tiers = _tiers(loaded, config, name, team)
-    own = programs.config
-    runner = Runner(loaded, own, host_tier=tiers, programs=programs, prefer_ready=prefer_ready, recorder=team)
+    shard_config = programs.config
+    runner = Runner(loaded, shard_config, host_tier=tiers, programs=programs, prefer_ready=prefer_ready, recorder=team)
     scheduler, cache = make_scheduling(config, loaded, programs, tiers)
     try:
         if tiers is not None and config.restore is not None:
@@ -125,7 +125,7 @@ def _engine(request: OpenRequest, parts: Parts, team: Team | None) -> Engine:
             _expect(runner, cache, tiers, warming.restorable())
         request.shown.stage = "vocabulary"
         tokenizer = _tokenizer(loaded)
-        freed_memory.give_back()  # what a large vocabulary was read with
+        freed_memory.give_back()  # memory that reading a large vocabulary took
         request.shown.stage = "programs"
         warming.opened()
     except BaseException:
@@ -205,37 +205,42 @@ def _mesh(programs: Programs, config: EngineConfig) -> MeshReport | None:
 
 
 def _collectives(programs: Programs) -> Callable[[Mapping[str, int]], float] | None:
-    """Seconds that the collectives of so many steps by program take alone; measured before there are any."""
-    placement, own = programs.parts.placement, programs.config
-    times = None if placement is None else collective_times(placement, own.max_requests, own.max_tokens_per_step)
+    """Return a function from the steps of each program to the seconds that their collectives take alone.
+
+    The collectives are measured here, before there are any steps.
+    """
+    placement, config = programs.parts.placement, programs.config
+    times = None if placement is None else collective_times(placement, config.max_requests, config.max_tokens_per_step)
     return None if times is None else times.steps
 
 
 def _weights_held(loaded: LoadedModel, config: EngineConfig) -> str:
-    """What the weights are held as, how much memory each kind takes, and why it is not the dtype alone."""
-    why = [words(loaded.graph)]
+    """Describe the formats of the weights, the memory of each, and why it is not the dtype alone."""
+    reasons = [words(loaded.graph)]
     if config.quantize is not None:
-        why.insert(0, f"by quantize={config.quantize!r}")
+        reasons.insert(0, f"by quantize={config.quantize!r}")
     elif " bits " in loaded.held:
-        why.insert(0, "in the groups of the checkpoint: quantize is None")
-    listed = "; ".join(filter(None, why))
-    return f"{loaded.held} ({listed})" if listed else loaded.held
+        reasons.insert(0, "in the groups of the checkpoint: quantize is None")
+    text = "; ".join(filter(None, reasons))
+    return f"{loaded.held} ({text})" if text else loaded.held
 
 
 def _sampling(folder: Path | None, config: EngineConfig, model: object) -> Sampling | None:
-    """What the checkpoint asks requests to be sampled with, which is said once."""
+    """Return the checkpoint's sampling defaults, and log them; None if it has none or they are turned off."""
     if folder is None or config.generation_config == "greedy":
         return None
-    found = checkpoint_sampling(folder)
-    if found is not None:
+    sampling = checkpoint_sampling(folder)
+    if sampling is not None:
         log.info(
-            'requests to %s are sampled as it asks: %s. generation_config="greedy" turns it off', model, describe(found)
+            'requests to %s are sampled as it asks: %s. generation_config="greedy" turns it off',
+            model,
+            describe(sampling),
         )
-    return found
+    return sampling
 
 
 def _tiers(model: LoadedModel, config: EngineConfig, name: str, team: Team | None) -> Tiers | None:
-    """The tiers below the device; None without a prefix cache."""
+    """Return the tiers below the device; None without a prefix cache."""
     if not config.prefix_cache:
         return None
     assert config.page_size is not None, "resolved"
@@ -255,6 +260,6 @@ def _shortage(request: OpenRequest, error: BaseException) -> str:
     statistics = jax.local_devices()[0].memory_stats() or {}
     free = statistics.get("bytes_limit", 0) - statistics.get("bytes_in_use", 0)
     room = f"{free / 2**30:.1f} GiB are free on the device" if statistics else "the host's memory is used up"
-    asked = f"device_memory={config.device_memory}, device_pages={config.device_pages}, dtype={config.dtype!r}"
-    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return f"opening {request.model!r} ({asked}) ran out of memory: {first}. {room}. Lower device_memory or quantize"
+    options = f"device_memory={config.device_memory}, device_pages={config.device_pages}, dtype={config.dtype!r}"
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return f"opening {request.model!r} ({options}) ran out of memory: {reason}. {room}. Lower device_memory or quantize"

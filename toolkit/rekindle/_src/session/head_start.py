@@ -1,7 +1,7 @@
-"""What a process does for the model that it opens first while JAX is being imported, in a thread that leaves the GIL.
+"""Work on the model that a process opens first while JAX is being imported, in a thread that releases the GIL.
 
-The thread reads and checks the weights that an earlier process has laid out. Where these lie follows from the
-checkpoint, the options and the platform; that this will be the CPU is a guess.
+The thread reads and checks the weights that an earlier process has laid out. Their place follows from the checkpoint,
+the options and the platform, which is guessed to be the CPU.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from rekindle._src.models.loading import kept_file, kept_place, stored
 from rekindle._src.models.loading.kept_file import Brought, Mapped
 from rekindle._src.models.loading.stored import Stored
 
-MOST = 1 << 30  # bytes of weights; more are read by several threads, and a bar tells how far they are
+MOST = 1 << 30  # bytes of weights; larger files are read by several threads later, with a progress bar
 
 
 class HeadStart:
-    """Begins at once. What goes wrong is left to whoever opens the model afterwards, and meets it again."""
+    """A thread that begins at once. Its errors are ignored: opening the model afterwards meets them again."""
 
     def __init__(self, model: str | Path, config: EngineConfig) -> None:
-        self.seen: Stored | None = None  # the checkpoint as it lies on disk, if it was looked at
+        self.seen: Stored | None = None  # the checkpoint as it lies on disk; None if not examined
         self._kept: Path | None = None
-        self._mapped: Mapped | None = None  # what is kept there
+        self._mapped: Mapped | None = None  # the weights that are kept there
         self._brought: Brought | None = None
         self._lock = threading.Lock()  # of the two below
         self._read = self._over = False
         self._thread: threading.Thread | None = None
-        # In this thread: in the other one, each look at a file would wait for the GIL while JAX is imported.
+        # In this thread: in the other one, each file access would wait for the GIL while JAX is imported.
         with contextlib.suppress(Exception):
             self._look(Path(tiny.folder() if model == "tiny" else model).expanduser(), config)
             if self._mapped is not None:
@@ -41,7 +41,7 @@ class HeadStart:
                 self._thread = thread
 
     def weights(self, kept: Path) -> Brought | None:
-        """The weights that are kept there, if they were brought; they are the caller's to release."""
+        """Return the weights kept at `kept`, if they were read; None otherwise. The caller releases them."""
         if self._thread is not None:
             self._thread.join()
         if kept != self._kept or self._brought is None:
@@ -50,7 +50,7 @@ class HeadStart:
         return brought
 
     def close(self) -> None:
-        """Release what was not taken, now or when the thread has read it."""
+        """Release weights that were not taken, now or when the thread has read them."""
         with self._lock:
             self._over = True
             release = self._read or self._thread is None
@@ -67,15 +67,15 @@ class HeadStart:
             return
         if not (os.environ.get("JAX_PLATFORMS") or "cpu").startswith("cpu"):
             return
-        seen = self.seen = stored.look(folder)
-        resolved = "bfloat16" if config.dtype == "auto" else config.dtype
+        checkpoint = self.seen = stored.look(folder)
+        dtype = "bfloat16" if config.dtype == "auto" else config.dtype
         for native in (True, False):
-            unpacked = not native and kept_place.has_room(seen, resolved, config.device_memory)
-            asked = kept_place.options(
-                seen, config.dtype, config.quantize, True, False, resolved=resolved, unpacked=unpacked
+            unpacked = not native and kept_place.has_room(checkpoint, dtype, config.device_memory)
+            options = kept_place.options(
+                checkpoint, config.dtype, config.quantize, True, False, resolved=dtype, unpacked=unpacked
             )
             self._kept = kept_place.place(
-                cache_folder(config.cache_dir), seen.fingerprint, *asked,
+                cache_folder(config.cache_dir), checkpoint.fingerprint, *options,
                 platform="cpu", native=native, digest=kept_place.sources(),
             )  # fmt: skip
             self._mapped = kept_file.find(self._kept, MOST)

@@ -61,15 +61,15 @@ class Opening(Call["Session"]):
                 raise
         return self._session
 
-    if not TYPE_CHECKING:  # for a type checker these don't exist, so that it marks their use
+    if not TYPE_CHECKING:  # hidden from type checkers, so that they report its use
 
         def __getattr__(self, name: str) -> Any:
-            where = f"rekindle.open(…) has no {name!r}"
+            message = f"rekindle.open(…) has no {name!r}"
             if hasattr(_session(), name):
-                where += (
+                message += (
                     ": it is not open yet. Write session = await rekindle.open(…), or session = rekindle.open_sync(…)"
                 )
-            raise AttributeError(where)
+            raise AttributeError(message)
 
         def __enter__(self) -> NoReturn:
             raise TypeError(
@@ -102,7 +102,7 @@ def open(
 
     `model` is a local Hugging Face folder, a GGUF file, a hub id, a model that `rekindle.models` loaded, or "tiny" for
     the embedded one. `processors` are `LogitsProcessor`s that requests may name. `progress` is called in another thread
-    with how much of the weights was read.
+    with the share of the weights that was read.
     """
     forked.opening()  # before an event loop is asked for anything
     config, shown, given_up = EngineConfig.of(options), OpeningProgress(model), threading.Event()
@@ -119,7 +119,7 @@ def open_sync(
     progress: Callable[[LoadProgress], None] | None = None,
     **options: Unpack[OpenOptions],
 ) -> Session:
-    """`open` for code without an event loop: `with rekindle.open_sync(model) as session`."""
+    """Open a model in code without an event loop: `with rekindle.open_sync(model) as session`. See `open`."""
     return open(model, processors=processors, progress=progress, **options).result_sync()
 
 
@@ -134,7 +134,7 @@ def _listed(processors: Any) -> tuple[Any, ...]:
 
 
 def _session() -> type[Session]:
-    """Its modules take a while to import, which a thread of the opening session's does before they are needed here."""
+    """Return the class. Its modules import slowly, so a thread of the opening session imports them beforehand."""
     from rekindle._src.session.session import Session
 
     return Session
@@ -159,15 +159,15 @@ def _build(
             from rekindle._src.session.builder import build
             from rekindle._src.session.parts import OpenRequest
 
-        found = check_processors(processors)
-        return build(OpenRequest(model, config, found, progress, capture_contexts(), given_up.is_set, shown, ahead))
+        checked = check_processors(processors)
+        return build(OpenRequest(model, config, checked, progress, capture_contexts(), given_up.is_set, shown, ahead))
     finally:
         if ahead is not None:
             ahead.close()
 
 
 def _head_start(model: Any, config: EngineConfig) -> HeadStart | None:
-    """What can be done for a checkpoint without JAX; nothing where several devices share a model."""
+    """Begin the work on a checkpoint that needs no JAX. Return None where several devices share a model."""
     if config.processes > 1 or config.mesh is not None or not isinstance(model, str | Path):
         return None
     from rekindle._src.session.head_start import HeadStart

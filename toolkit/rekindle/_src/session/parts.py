@@ -1,7 +1,7 @@
 """The parts that every process of a session has: the resolved config, the weights on their devices, and the programs.
 
-A session of one process makes them and puts a scheduler on top. Of several processes all make them, the followers with
-nothing on top.
+A session of one process makes them and puts a scheduler on top. In a session of several processes each one makes them,
+and followers put nothing on top.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from rekindle._src.processes.facts import Facts
     from rekindle._src.session.head_start import HeadStart
 
-Agree = Callable[["Facts"], int]  # with the other processes; returns the KV pages that all of them have room for
+Agree = Callable[["Facts"], int]  # with the other processes, on the KV pages that all have room for
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,13 +54,13 @@ class OpenRequest:
     processors: Sequence[LogitsProcessor] = ()
     progress: Report | None = None
     contexts: Contexts = contextlib.nullcontext
-    given_up: Callable[[], bool] = lambda: False  # whether nobody waits for the session any more
+    given_up: Callable[[], bool] = lambda: False  # True when the caller no longer waits for the session
     shown: OpeningProgress = dataclasses.field(default_factory=lambda: OpeningProgress("model"))
     ahead: HeadStart | None = None
 
 
 class Parts(NamedTuple):
-    """What a process has of a session."""
+    """The parts of a session in one process."""
 
     config: EngineConfig  # resolved
     model: LoadedModel
@@ -75,11 +75,11 @@ def make_parts(request: OpenRequest, agree: Agree | None = None) -> Parts:
     _check_snapshot(request.config)
     described = request.model if isinstance(request.model, LoadedModel) else _describe(request)
     model, graph, shapes, weight_bytes = _shapes(described)
-    asked, placement = _placement(request.config, described, graph)
+    mesh_config, placement = _placement(request.config, described, graph)
     if placement is not None and not _is_placed(described):
         weight_bytes = placement.bytes_per_device(shapes)
         shapes = placement.shapes(shapes)
-    config = resolve(asked, model, weight_bytes=weight_bytes, placement=placement)
+    config = resolve(mesh_config, model, weight_bytes=weight_bytes, placement=placement)
     if agree is not None:
         config = _agreed(config, described, agree)
     if config.deterministic:
@@ -96,8 +96,8 @@ def make_parts(request: OpenRequest, agree: Agree | None = None) -> Parts:
         programs,
         precompile,
         restoring=config.restore is not None,
-        progress=request.shown.warmed if precompile == "all" else None,  # otherwise nothing waits for them
-        contexts=freed_memory.given_back(request.contexts),  # what reading stored programs took
+        progress=request.shown.warmed if precompile == "all" else None,  # otherwise opening does not wait for them
+        contexts=freed_memory.given_back(request.contexts),  # memory that reading stored programs took
     )
     try:
         request.shown.stage = "weights"
@@ -109,7 +109,7 @@ def make_parts(request: OpenRequest, agree: Agree | None = None) -> Parts:
 
 
 def _check_snapshot(config: EngineConfig) -> None:
-    """Raise StoreError for a snapshot that is not there, before anything is loaded; a shared cache is asked later."""
+    """Raise StoreError for a missing snapshot before anything is loaded, unless a shared cache may have it."""
     shared = config.shared_cache or os.environ.get(shared_cache.VARIABLE)
     name = None if config.restore == "auto" or shared else config.restore
     if name is not None and config.prefix_cache and config.disk_memory:
@@ -117,21 +117,21 @@ def _check_snapshot(config: EngineConfig) -> None:
 
 
 def _is_placed(described: LoadedModel | Described) -> bool:
-    """Whether a model lies on the devices of a mesh already."""
+    """True if a model already lies on the devices of a mesh."""
     return isinstance(described, LoadedModel) and described.placement is not None
 
 
 def _placement(
     config: EngineConfig, described: LoadedModel | Described, graph: Graph
 ) -> tuple[EngineConfig, Placement | None]:
-    """The devices that share the model, and the config with their mesh. A model that was made on a mesh keeps it."""
-    asked = placement_of(checked_mesh(config.mesh), graph, processes=config.processes)
-    own = described.placement if isinstance(described, LoadedModel) else None
-    if own is None:
-        return config, asked
-    if config.mesh is not None and (asked is None or asked.key() != own.key()):
-        raise ConfigError("mesh", config.mesh, f"is not that of the model, which lies on {own!r}", "Leave it out")
-    return dataclasses.replace(config, mesh=own.mesh), own
+    """Return the config with its mesh, and the devices that share the model. A model made on a mesh keeps that mesh."""
+    placement = placement_of(checked_mesh(config.mesh), graph, processes=config.processes)
+    current = described.placement if isinstance(described, LoadedModel) else None
+    if current is None:
+        return config, placement
+    if config.mesh is not None and (placement is None or placement.key() != current.key()):
+        raise ConfigError("mesh", config.mesh, f"is not that of the model, which lies on {current!r}", "Leave it out")
+    return dataclasses.replace(config, mesh=current.mesh), current
 
 
 def _agreed(config: EngineConfig, described: LoadedModel | Described, agree: Agree) -> EngineConfig:
@@ -140,14 +140,14 @@ def _agreed(config: EngineConfig, described: LoadedModel | Described, agree: Agr
     assert isinstance(described, Described), "other processes read a checkpoint, too"
     assert config.device_pages is not None, "resolved"
     assert config.device_memory is not None, "resolved"
-    mine = facts(config, model=described.found.config.digest(), fingerprint=described.found.fingerprint)
-    pages = agree(mine)
+    local_facts = facts(config, model=described.found.config.digest(), fingerprint=described.found.fingerprint)
+    pages = agree(local_facts)
     page = config.device_memory // config.device_pages
     return dataclasses.replace(config, device_pages=pages, device_memory=pages * page)
 
 
 def _loaded(request: OpenRequest, described: LoadedModel | Described, placement: Placement | None) -> LoadedModel:
-    """The weights on their devices."""
+    """Return the model with its weights on their devices."""
     if isinstance(described, LoadedModel):
         return described if placement is None or _is_placed(described) else placement.model(described)
     if request.ahead is None:
@@ -185,7 +185,7 @@ def _reports(request: OpenRequest) -> Report:
 
 
 def _shapes(model: LoadedModel | Described) -> tuple[ModelConfig, Graph, Sequence[Any], int]:
-    """Config, graph, leaves or their shapes, and how many bytes are still to be loaded."""
+    """Return config, graph, leaves or their shapes, and the number of bytes still to be loaded."""
     if isinstance(model, LoadedModel):
         return model.config, model.graph, model.leaves, 0
     return model.found.config, model.graph, model.shapes, model.nbytes
@@ -207,10 +207,10 @@ def stored_programs(
     late: bool = False,
     name: str = "",
 ) -> Programs:
-    """The programs of a resolved config, including those of earlier sessions. Only the shapes of leaves are read.
+    """Return the programs of a resolved config, those of earlier sessions too. Only the shapes of leaves are read.
 
-    `name` is what `rekindle cache ls` calls the model. With `late`, those that are compiled for a first text are stored
-    when it is there, and `flush` waits for that.
+    `name` is the model's name in `rekindle cache ls`. With `late`, programs that are compiled for a first text are
+    stored after it, and `flush` waits for that.
     """
     config = of_one_shard(config, 1 if placement is None else placement.data)
     fields = {
@@ -224,13 +224,13 @@ def stored_programs(
         fields["mesh"] = placement.key()
     folder = cache_folder(config.cache_dir) / "programs"
     devices = None if placement is None else tuple(placement.devices)
-    kept = ProgramStore(ExecutableStore(folder), name or model.model_type, program_key.digest(fields), devices)
-    store = LateStore(kept) if late else kept
+    program_store = ProgramStore(ExecutableStore(folder), name or model.model_type, program_key.digest(fields), devices)
+    store = LateStore(program_store) if late else program_store
     return Programs(model, graph, leaves, config, processors=processors, store=store, placement=placement)
 
 
 def precompiles(asked: str) -> str:
-    """What the option `precompile` means in this process."""
+    """Resolve the option `precompile` for this process: "auto" is "background" in notebooks and "lazy" elsewhere."""
     if asked != "auto":
         return asked
     return "background" if in_notebook() else "lazy"
