@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from rekindle_kernels.pages import LayerKV, gather_pages, scatter_pages, storage_dtype
     from rekindle_kernels.xla.linear import exact_precision, narrow_dtype, quantize_rows
 
-_HOMES = {  # modules and the names that they give; loaded at first use, since they import JAX
+_HOMES = {  # modules and their public names; loaded at first use, since they import JAX
     "activations": ("activate", "gated"),
     "ops.implementations": ("OPERATIONS",),
     "ops.attention": (

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 
 def activate(x: jax.Array, name: str) -> jax.Array:
-    """The activation called `name` ("silu", "relu", "gelu" or "gelu_tanh") of every element."""
+    """Apply the activation called `name` ("silu", "relu", "gelu" or "gelu_tanh") to every element."""
     if name == "silu":
         return jax.nn.silu(x)
     if name == "relu":
@@ -16,6 +16,6 @@ def activate(x: jax.Array, name: str) -> jax.Array:
 
 
 def gated(gate_up: jax.Array, activation: str) -> jax.Array:
-    """[..., 2·I] → act(gate) · up [..., I], where the gate is the first half."""
+    """Return act(gate) · up [..., I] of `gate_up` [..., 2·I], where the gate is the first half."""
     gate, up = jnp.split(gate_up, 2, axis=-1)
     return activate(gate, activation) * up

@@ -1,4 +1,4 @@
-"""The deprecated parts of JAX that these kernels still use, and how their warnings are silenced."""
+"""The deprecated parts of JAX that these kernels still use, and a filter for their warnings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-# JAX from 0.11 on says the first at every lowering of a GPU kernel, and the second at an import.
+# JAX 0.11 and later give the first warning at every lowering of a GPU kernel, and the second at an import.
 KNOWN = (
     r"The Pallas Triton backend is deprecated"
     r"|jax\.experimental\.pallas\.ops\.gpu\.paged_attention is deprecated"
@@ -23,7 +23,7 @@ def known() -> Iterator[None]:
     """Silence the warnings that match KNOWN while GPU kernels may be lowered, and leave all others as they are.
 
     `warnings.catch_warnings` would put back a list that another thread has changed meanwhile, and programs are lowered
-    in several threads at once. Here the last of them takes the one filter away.
+    in several threads at once. Here the last of them removes the one filter.
     """
     global _inside
     with _lock:
@@ -36,14 +36,14 @@ def known() -> Iterator[None]:
         with _lock:
             _inside -= 1
             if not _inside:
-                for each in [*warnings.filters]:
-                    if getattr(each[1], "pattern", None) == KNOWN:
-                        warnings.filters.remove(each)  # type: ignore[attr-defined]
+                for entry in [*warnings.filters]:
+                    if getattr(entry[1], "pattern", None) == KNOWN:
+                        warnings.filters.remove(entry)  # type: ignore[attr-defined]
 
 
 @functools.cache
 def jax_paged_attention() -> Callable[..., Any]:
-    """JAX's own paged attention for GPUs, for comparison in benchmarks."""
+    """Return JAX's own paged attention for GPUs, for comparison in benchmarks."""
     with known():
         from jax.experimental.pallas.ops.gpu import paged_attention
     return paged_attention.paged_attention

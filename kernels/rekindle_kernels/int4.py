@@ -1,4 +1,4 @@
-"""Matrices of four, six and eight bits in groups: packing them, and their values. `int4_format` says what they are."""
+"""Matrices of four, six and eight bits in groups: packing them, and their values. `int4_format` has the definition."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from numpy.typing import NDArray
 
-from rekindle_kernels.int4_format import (  # noqa: F401  others know the format by this module
+from rekindle_kernels.int4_format import (  # noqa: F401  other modules import the format from here
     BITS,
     COLUMNS,
     DTYPES,
@@ -33,11 +33,11 @@ from rekindle_kernels.int4_format import (  # noqa: F401  others know the format
 )
 
 _NIBBLES, _PAIRS = 0x0F0F0F0F, 0x03030303  # four and two bits of each byte
-_AT_ONCE = 1 << 16  # words that are packed at a time, so that what is made on the way stays in the cache
+_AT_ONCE = 1 << 16  # words packed at a time, so that intermediate arrays stay in the cache
 
 
 def reason_against(outputs: int, inputs: int, group: int, bits: int = 4) -> str | None:
-    """Why a matrix can't be stored with this group; None if it can."""
+    """Return why a matrix can't be stored with this group; None if it can."""
     if group not in GROUPS_OF[bits]:
         return f"groups of {group} inputs are not known, only those of {', '.join(map(str, GROUPS_OF[bits]))}"
     if outputs % OUTPUTS:
@@ -48,30 +48,30 @@ def reason_against(outputs: int, inputs: int, group: int, bits: int = 4) -> str 
 
 
 def weight_shape(shape: tuple[int, ...], bits: int = 4) -> tuple[int, ...]:
-    """The shape of `weight` for a matrix [N, K] or a stack [G, N, K]."""
+    """Return the shape of `weight` for a matrix [N, K] or a stack [G, N, K]."""
     *stack, outputs, inputs = shape
     return (*stack, outputs // OUTPUTS, inputs * COLUMNS[DTYPES[bits]])
 
 
 def scale_shape(shape: tuple[int, ...], group: int, dtype: str = "float16") -> tuple[int, ...]:
-    """The shape of `scale` and of `minimum` for a matrix or a stack."""
+    """Return the shape of `scale` and of `minimum` for a matrix or a stack."""
     *stack, outputs, inputs = shape
     return (*stack, outputs // OUTPUTS, int(inputs * scale_columns(group, dtype)))
 
 
 def scale_columns(group: int, dtype: str) -> Fraction:
-    """How many columns `scale` has for each input."""
+    """Return the number of columns of `scale` for each input."""
     return Fraction(OUTPUTS * (SPAN // group + STEP_BYTES), SPAN) if dtype == STEPPED else Fraction(OUTPUTS, group)
 
 
 def matrix_shape(weight: Any) -> tuple[int, ...]:
-    """The shape [N, K] or [G, N, K] of what `weight` holds."""
+    """Return the shape [N, K] or [G, N, K] of the matrices that `weight` holds."""
     *stack, blocks, width = weight.shape
     return (*stack, blocks * OUTPUTS, width // COLUMNS[weight.dtype.name])
 
 
 def group_of(weight: Any, scale: Any) -> int:
-    """How many inputs share a scale."""
+    """Return the number of inputs that share a scale."""
     inputs: int = weight.shape[-1] // COLUMNS[weight.dtype.name]
     if scale.dtype.name == STEPPED:
         return SPAN // (scale.shape[-1] // (inputs // SPAN) // OUTPUTS - STEP_BYTES)
@@ -80,37 +80,37 @@ def group_of(weight: Any, scale: Any) -> int:
 
 
 def pack(integers: NDArray[Any], bits: int | None = None, *, out: NDArray[Any] | None = None) -> NDArray[Any]:
-    """`weight` of integers 0 to 15, [N, K] or [G, N, K]; of eight bits, or as many as are said, if they are int8.
+    """Return `weight` for integers [N, K] or [G, N, K]: four bits for 0 to 15; for int8 eight bits, or `bits`.
 
-    It is written to `out`, if that is given.
+    It is written to `out`, if there is one.
     """
     inputs = integers.shape[-1]
     bits = bits or (8 if integers.dtype == np.int8 else 4)
     if out is None:
         out = np.empty(weight_shape(integers.shape, bits), DTYPES[bits])
-    of_bytes = np.ascontiguousarray(integers, np.int8 if integers.dtype == np.int8 else np.uint8)
-    words = of_bytes.view(np.uint32).reshape(-1, OUTPUTS, inputs // 4)
-    into = out.view(np.uint32).reshape(len(words), -1, OUTPUTS)
+    octets = np.ascontiguousarray(integers, np.int8 if integers.dtype == np.int8 else np.uint8)
+    words = octets.view(np.uint32).reshape(-1, OUTPUTS, inputs // 4)
+    packed = out.view(np.uint32).reshape(len(words), -1, OUTPUTS)
     if bits == 8:
-        into[...] = np.swapaxes(words, 1, 2)
+        packed[...] = np.swapaxes(words, 1, 2)
         return out
-    # In words of four bytes: one byte by one it took four times as long.
+    # In words of four bytes: byte by byte it takes four times as long.
     step = max(1, _AT_ONCE // (OUTPUTS * words.shape[2]))
     for first in range(0, len(words), step):
-        few = slice(first, first + step)
+        chunk = slice(first, first + step)
         if bits == 6:
-            _pack_six(words[few], into[few])
+            _pack_six(words[chunk], packed[chunk])
         else:
-            halves = words[few].reshape(-1, OUTPUTS, inputs // INPUTS, 2)
-            into[few] = np.swapaxes(halves[..., 0] | (halves[..., 1] << np.uint32(4)), 1, 2)
+            halves = words[chunk].reshape(-1, OUTPUTS, inputs // INPUTS, 2)
+            packed[chunk] = np.swapaxes(halves[..., 0] | (halves[..., 1] << np.uint32(4)), 1, 2)
     return out
 
 
 def _pack_six(quads: NDArray[np.uint32], packed: NDArray[np.uint32]) -> None:
     """Fill tiles [blocks, K / 16 * 3, 16] of six bits that hold words [blocks, 16, K / 4] of four integers of int8."""
     lines = packed.reshape(len(quads), -1, 3, OUTPUTS)
-    # Adding 32 to six bits of two's complement turns the highest one around. Bytes are shifted as words: what comes
-    # from the byte beside is masked.
+    # Adding 32 to six bits of two's complement turns the highest one around. Bytes are shifted as words: bits from
+    # the byte beside are masked.
     stored = (quads ^ np.uint32(0x20202020)).reshape(len(quads), OUTPUTS, -1, 4)
     fours = [np.swapaxes(stored[..., four], 1, 2) for four in range(4)]
     low = [four & np.uint32(_NIBBLES) for four in fours]
@@ -121,18 +121,20 @@ def _pack_six(quads: NDArray[np.uint32], packed: NDArray[np.uint32]) -> None:
 
 
 def _words_of_six(tiles: Any) -> tuple[Any, ...]:
-    """Four arrays of words [..., 16], one for each four inputs of tiles [..., 3, 16] in six bits: their integers are in
-    its bytes, larger by SIX_OFFSET. For arrays of NumPy and of JAX."""
+    """Return four arrays of words [..., 16], one for each four inputs of tiles [..., 3, 16] in six bits.
+
+    The bytes of a word are the integers, larger by SIX_OFFSET. For arrays of NumPy and of JAX.
+    """
     lines = [tiles[..., line, :] for line in range(3)]
-    found = []
+    words = []
     for quad in range(4):
         low = (lines[quad // 2] >> np.uint32(4 * (quad % 2))) & np.uint32(_NIBBLES)
-        found.append(low | (((lines[2] >> np.uint32(2 * quad)) & np.uint32(_PAIRS)) << np.uint32(4)))
-    return tuple(found)
+        words.append(low | (((lines[2] >> np.uint32(2 * quad)) & np.uint32(_PAIRS)) << np.uint32(4)))
+    return tuple(words)
 
 
 def unpack(weight: NDArray[Any]) -> NDArray[Any]:
-    """The integers [N, K] or [G, N, K] that `weight` holds; the inverse of `pack`."""
+    """Return the integers [N, K] or [G, N, K] that `weight` holds; the inverse of `pack`."""
     *stack, blocks, width = weight.shape
     if weight.dtype == np.uint32:
         tiles = weight.reshape(*stack, blocks, width // (3 * OUTPUTS), 3, OUTPUTS)
@@ -147,7 +149,7 @@ def unpack(weight: NDArray[Any]) -> NDArray[Any]:
 
 
 def pack_scales(scales: NDArray[Any]) -> NDArray[Any]:
-    """`scale` or `minimum` of numbers [N, K / group] or [G, N, K / group], or of what `stepped` makes."""
+    """Return `scale` or `minimum` for numbers [N, K / group] or [G, N, K / group], or for a result of `stepped`."""
     if scales.dtype == np.int8:
         *stack, outputs, spans, columns = scales.shape
         rows = scales.reshape(*stack, outputs // OUTPUTS, OUTPUTS, spans, columns)
@@ -160,21 +162,21 @@ def pack_scales(scales: NDArray[Any]) -> NDArray[Any]:
 
 
 def stepped(integers: NDArray[np.int8], steps: NDArray[np.float16]) -> NDArray[np.int8]:
-    """Scales [..., N, K / 256, 256 / group + 2] of integers [..., N, K / group] and steps [..., N, K / 256]."""
+    """Return scales [..., N, K / 256, 256 / group + 2] of integers [..., N, K / group] and steps [..., N, K / 256]."""
     grouped = integers.reshape(*steps.shape, -1)
     bits = np.ascontiguousarray(steps, np.float16)[..., None].view(np.int8)
     return np.concatenate([grouped, bits], axis=-1)
 
 
 def stepped_numbers(scales: NDArray[np.int8]) -> NDArray[np.float32]:
-    """The numbers [..., N, K / group] that scales made by `stepped` stand for."""
+    """Return the numbers [..., N, K / group] that scales made by `stepped` stand for."""
     steps = np.ascontiguousarray(scales[..., -STEP_BYTES:]).view(np.float16)
     numbers = scales[..., :-STEP_BYTES].astype(np.float32) * steps.astype(np.float32)
     return numbers.reshape(*scales.shape[:-2], -1)
 
 
 def unpack_scales(packed: NDArray[Any]) -> NDArray[Any]:
-    """The numbers [N, K / group] or [G, N, K / group] of `scale` or `minimum`; the inverse of `pack_scales`."""
+    """Return the numbers [N, K / group] or [G, N, K / group] of `scale` or `minimum`; the inverse of `pack_scales`."""
     *stack, blocks, width = packed.shape
     numbers = np.moveaxis(packed.reshape(*stack, blocks, width // OUTPUTS, OUTPUTS), -1, -2)
     return numbers.reshape(*stack, blocks * OUTPUTS, width // OUTPUTS)
@@ -183,7 +185,7 @@ def unpack_scales(packed: NDArray[Any]) -> NDArray[Any]:
 def dequantized(
     weight: jax.Array, scale: jax.Array, minimum: jax.Array | None, dtype: DTypeLike = jnp.float32
 ) -> jax.Array:
-    """The values [N, K] or [G, N, K], computed in float32 and rounded to `dtype`."""
+    """Return the values [N, K] or [G, N, K], computed in float32 and rounded to `dtype`."""
     *stack, blocks, width = weight.shape
     inputs = width // COLUMNS[weight.dtype.name]
     scale, minimum = numbers(scale, inputs), None if minimum is None else numbers(minimum, inputs)
@@ -196,7 +198,7 @@ def dequantized(
 
 
 def numbers(scale: jax.Array, inputs: int) -> jax.Array:
-    """`scale` or `minimum` [..., K / group * 16] as numbers, if they are integers with steps."""
+    """Return `scale` or `minimum` as numbers [..., K / group * 16], also if they are integers with steps."""
     if scale.dtype != jnp.int8:
         return scale
     parts = scale.reshape(*scale.shape[:-1], inputs // SPAN, -1, OUTPUTS)
@@ -207,13 +209,15 @@ def numbers(scale: jax.Array, inputs: int) -> jax.Array:
 
 
 def _wide(weight: jax.Array) -> int:
-    """Columns of `weight` that a tile takes."""
+    """Return the number of columns of `weight` in a tile."""
     return INPUTS_OF[BITS[weight.dtype.name]] * COLUMNS[weight.dtype.name]
 
 
 def _integers(tiles: jax.Array) -> jax.Array:
-    """The integers, of four bits counted from 0, of tiles [..., columns] as float32 [..., 16, 2, 4], of six bits
-    [..., 16, 4, 4]: outputs, fours of inputs, inputs."""
+    """Return the integers of tiles [..., columns] as float32 [..., 16, 2, 4], of six bits [..., 16, 4, 4].
+
+    The axes are outputs, fours of inputs, inputs. Integers of four bits are counted from 0.
+    """
     if tiles.dtype == jnp.uint32:
         words = jnp.stack(_words_of_six(tiles.reshape(*tiles.shape[:-1], 3, OUTPUTS)), axis=-1)
         return _bytes_of_six(words)
@@ -225,14 +229,14 @@ def _integers(tiles: jax.Array) -> jax.Array:
 
 
 def _bytes_of_six(words: jax.Array) -> jax.Array:
-    """The integers of words [...] of what `_words_of_six` makes, as float32 [..., 4]."""
+    """Return the integers of words [...] made by `_words_of_six`, as float32 [..., 4]."""
     return (jax.lax.bitcast_convert_type(words, jnp.int8) - jnp.int8(SIX_OFFSET)).astype(jnp.float32)
 
 
 def rows(
     weight: jax.Array, scale: jax.Array, minimum: jax.Array | None, at: jax.Array, dtype: DTypeLike = jnp.float32
 ) -> jax.Array:
-    """The rows `at` [...] of a matrix, as values [..., K]."""
+    """Return the rows `at` [...] of a matrix, as values [..., K]."""
     block, lane = at // OUTPUTS, at % OUTPUTS
 
     def one(array: jax.Array, lanes: tuple[int, ...]) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Matrices of four bits, and of six or eight, in groups: how they are stored, and what they mean.
+"""The format of matrices of four bits, and of six or eight, in groups: their arrays, and their values.
 
 A matrix [N, K] (N outputs, K inputs) consists of integers q from 0 to 15. Each `group` of consecutive inputs of an
 output has a scale, and a minimum or none:
@@ -7,8 +7,8 @@ output has a scale, and a minimum or none:
     value = scale * q + minimum        with them
 
 Matrices of eight bits have integers from -128 to 127, those of six from -32 to 31, and no number is subtracted from
-them. The group is 32, 64 or 128 inputs, of more than four bits 16 too. It divides K, and 16 divides N. There are three
-arrays, of which the last may be missing (None); a stack of matrices has one more axis in front of each of them:
+them. The group is 32, 64 or 128 inputs; with more than four bits also 16. It divides K, and 16 divides N. There are
+three arrays, of which the last may be missing (None); a stack of matrices has one more axis in front of each of them:
 
     weight   uint8                [N / 16, K * 8]             two integers in each byte
              or int32             [N / 16, K * 4]             one in each byte: a matrix of eight bits
@@ -23,17 +23,17 @@ line; tile t holds the inputs 8 t to 8 t + 7. Its byte 4 o + i (output o of the 
 16 numbers for each group, one per output. A vector of 16 lanes of 32 bits so has one output in each lane, and four of
 its inputs in the four bytes of the lane, which is what instructions that multiply bytes take; sums stay in their lanes.
 
-Of eight bits, a tile is two cache lines: first the inputs 8 t to 8 t + 3, four bytes for each output, then the others.
+With eight bits a tile is two cache lines: first the inputs 8 t to 8 t + 3, four bytes for each output, then the others.
 
-Of six bits, a tile holds the inputs 16 t to 16 t + 15 in three cache lines. 32 is added to each integer. The first two
-lines have the low four bits of what is then there, as two tiles of four bits; byte 4 o + i of the third has the two
-high bits of the inputs 16 t + i, 16 t + 4 + i, 16 t + 8 + i and 16 t + 12 + i, the first of them in its lowest bits.
+With six bits a tile holds the inputs 16 t to 16 t + 15 in three cache lines. 32 is added to each integer. The first two
+lines have the low four bits of these sums, as two tiles of four bits; byte 4 o + i of the third has the two high bits
+of the inputs 16 t + i, 16 t + 4 + i, 16 t + 8 + i and 16 t + 12 + i, the first of them in its lowest bits.
 
 Scales of int8 are integers, and 256 inputs of an output share a float16 step: a scale is integer * step. For each 256
 inputs, a row has 16 integers for each of their groups, one per output, and then the 16 steps in 32 bytes. Such products
 are exact in float32.
 
-What other formats become, all of them exactly (`pack` and `pack_scales` do it):
+Other formats are converted exactly (by `pack` and `pack_scales`):
 
     Q4_0          group 32, scale float16; its integers are stored with the same offset of 8
     Q4_1          group 32, scale and minimum float16
@@ -45,10 +45,10 @@ What other formats become, all of them exactly (`pack` and `pack_scales` do it):
 Scales and minimums are then those of the format to the last bit, their products with integers are exact in float32,
 and a value is rounded once, where the minimum is added: as the format's own arithmetic in float32 rounds it.
 
-In six bits, with groups of 32: Q5_0 with float16 scales, Q5_1 with float16 minimums too, Q5_K with int8 scales and
+Six bits with groups of 32 hold Q5_0 with float16 scales, Q5_1 with float16 minimums too, Q5_K with int8 scales and
 minimums. Q6_K has groups of 16 and int8 scales: 6.6 bits per weight, as the file has.
 
-In eight bits, with groups of 32: Q8_0 and IQ4_NL, whose table has integers, with float16 scales; IQ4_XS with int8
+Eight bits with groups of 32 hold Q8_0 and IQ4_NL, whose table has integers, with float16 scales; IQ4_XS with int8
 scales. 4-bit floats (MXFP4, NVFP4) are halves of integers and have float32 scales.
 """
 

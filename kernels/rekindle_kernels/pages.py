@@ -1,4 +1,4 @@
-"""Pages of keys and values: how they are stored, written by one scatter, quantised where they are narrow, and moved.
+"""Pages of keys and values: storing them, writing by one scatter, quantising narrow ones, and moving them.
 
 Axis legend, for the whole package: T tokens of the step, N sequences, R decode rows, H query heads, K kv heads,
 G = H/K, D head size, P pages, S page size (tokens per page), W page-table width.
@@ -55,14 +55,14 @@ class LayerKV(NamedTuple):
 
 
 def storage_dtype(dtype: DTypeLike, platform: str) -> jnp.dtype:
-    """The type of the array that stores pages of `dtype` on `platform`."""
+    """Return the type of the array that stores pages of `dtype` on `platform`."""
     name = jnp.dtype(dtype).name
-    holding = (bits for bits, held in _HELD.items() if held == name and platform == "cpu")
-    return jnp.dtype(next(holding, name))
+    names = (bits for bits, held in _HELD.items() if held == name and platform == "cpu")
+    return jnp.dtype(next(names, name))
 
 
 def stored_head_dim(head_dim: int, platform: str) -> int:
-    """How many numbers a vector takes in the pages: on TPUs whole rows of 128 lanes, filled with zeros.
+    """Return the width of a vector in the pages: on TPUs whole rows of 128 lanes, filled with zeros.
 
     The tiles of memory are as wide anyway. With fewer columns XLA stores pages in another order than kernels read, and
     copies the whole cache in every layer (2 GiB of pages a layer, D = 64: 12 GiB of temporary memory).
@@ -71,12 +71,12 @@ def stored_head_dim(head_dim: int, platform: str) -> int:
 
 
 def needs_scales(dtype: DTypeLike) -> bool:
-    """Whether pages of this dtype carry a scale per token and head: those of one byte per number do."""
+    """True if pages of this dtype carry a scale per token and head: those of one byte per number do."""
     return jnp.dtype(dtype).itemsize == 1
 
 
 def largest_magnitude(values: jax.Array, least: float = 0.0) -> jax.Array:
-    """The largest |x| of the last axis [..., 1] in float32, at least `least`; NaN where there is one.
+    """Return the largest |x| of the last axis [..., 1] in float32, at least `least`; NaN if an x is NaN.
 
     Magnitudes sort like their bits, NaN above all others. XLA:CPU's maximum of floats loses a NaN among other numbers,
     and integers, which the numbers become, would hide it.
@@ -87,7 +87,7 @@ def largest_magnitude(values: jax.Array, least: float = 0.0) -> jax.Array:
 
 
 def quantize(values: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-    """Values [..., D] as `dtype` and one float32 scale per vector; its largest magnitude becomes the type's largest."""
+    """Return values [..., D] as `dtype`, and a float32 scale per vector that maps its largest |x| to the type's."""
     if jnp.issubdtype(dtype, jnp.integer):
         largest = float(jnp.iinfo(dtype).max)
         scales = jnp.max(jnp.abs(values.astype(jnp.float32)), axis=-1) / largest
@@ -99,24 +99,24 @@ def quantize(values: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]
 
 
 def as_stored(values: jax.Array, kv: LayerKV) -> jax.Array:
-    """Values in the type of the array that stores `kv`'s pages."""
+    """Return values in the type of the array that stores `kv`'s pages."""
     values = values.astype(kv.dtype)
     return values if kv.pages.dtype == kv.dtype else lax.bitcast_convert_type(values, kv.pages.dtype)
 
 
 def as_values(stored: jax.Array, kv: LayerKV) -> jax.Array:
-    """Numbers that were read from `kv`'s pages, in the dtype of its values; scales are not applied."""
+    """Return numbers read from `kv`'s pages in the dtype of its values, without applying scales."""
     return stored if stored.dtype == kv.dtype else lax.bitcast_convert_type(stored, kv.dtype)
 
 
 def widened(vectors: jax.Array, kv: LayerKV) -> jax.Array:
-    """Vectors [..., D] with zeros up to the width that `kv` stores."""
+    """Return vectors [..., D] padded with zeros to the width that `kv` stores."""
     missing = kv.head_dim - vectors.shape[-1]
     return jnp.pad(vectors, [(0, 0)] * (vectors.ndim - 1) + [(0, missing)]) if missing else vectors
 
 
 def write_kv(kv: LayerKV, k: jax.Array, v: jax.Array, page_ids: jax.Array, offsets: jax.Array) -> LayerKV:
-    """`ops.write_kv.write_kv` as one XLA scatter (and one for the scales)."""
+    """Implement `ops.write_kv.write_kv` as one XLA scatter (and one for the scales)."""
     values = jnp.stack([k, v], axis=1)  # [T, 2, K, D]
     scales = kv.scales
     if scales is not None:
@@ -128,7 +128,7 @@ def write_kv(kv: LayerKV, k: jax.Array, v: jax.Array, page_ids: jax.Array, offse
 
 
 def write_kv_rows(kv: LayerKV, k: jax.Array, v: jax.Array, page_ids: jax.Array, offsets: jax.Array) -> LayerKV:
-    """`write_kv` as a scatter of rows [D] into pages seen as one matrix, which on TPUs is the same memory.
+    """Write as `write_kv`, by a scatter of rows [D] into pages seen as one matrix, which on TPUs is the same memory.
 
     XLA:TPU takes an order of dimensions that suits the scatter, and copies all pages to and from it where a layer has a
     single kv head. A matrix has one order only.
@@ -147,15 +147,16 @@ def write_kv_rows(kv: LayerKV, k: jax.Array, v: jax.Array, page_ids: jax.Array, 
 
 
 def gather_pages(kv: LayerKV, ids: jax.Array) -> LayerKV:
-    """The pages `ids` ([n] int32) as a LayerKV of n pages: what offload and snapshots store."""
+    """Return the pages `ids` ([n] int32) as a LayerKV of n pages, the form that offload and snapshots store."""
     return jax.tree.map(lambda leaf: leaf.at[ids].get(mode="promise_in_bounds"), kv)
 
 
 def scatter_pages(kv: LayerKV, ids: jax.Array, pages: Sequence[LayerKV]) -> LayerKV:
     """Put `pages`, each a LayerKV of one page, at `ids` ([n] int32); ids that pad the batch are 0, the scratch page.
 
-    Each by itself, since they lie apart: joining them first cost more than putting them in their places (48 pages in 32
-    layers, 63 MB, on two cores: 6 ms so, 11 ms joined in the program, 30 ms and more joined by the host).
+    Each is put by itself, since they lie apart: joining them first costs more than putting them in their places (48
+    pages in 32 layers, 63 MB, on two cores: 6 ms as here, 11 ms joined in the program, 30 ms and more joined by the
+    host).
     """
     for index, page in enumerate(pages):
         kv = jax.tree.map(lambda leaf, one, at=ids[index]: lax.dynamic_update_slice_in_dim(leaf, one, at, 0), kv, page)

@@ -1,14 +1,14 @@
-"""Files that only this user can have written: where compiled code is kept, and what may be loaded as code again.
+"""Files that only this user can have written: the rules for compiled code, which is kept and loaded again.
 
 A compiled program runs with this user's rights, so a cache folder is as trusted as the code that is installed. It is
-used only where nobody else could have put anything into it:
+used only where no other user could have written to it:
 
 - the cache folder and what lies in it belong to this user, can't be written by group or others, and are no links;
-- every folder above belongs to this user or the system, and nobody else can exchange what is in it: it is not writable
+- every folder above belongs to this user or the system, and no other user can exchange its entries: it is not writable
   by everybody unless sticky, as /tmp is, nor by a group other than this user's own.
 
 A cache that several users share on purpose has a key instead: REKINDLE_SIGNING_KEY names a file that they all can read.
-What is code, in `SIGNED` folders, is then signed, and nothing is loaded whose signature does not fit. Weights and pages
+Code, in `SIGNED` folders, is then signed, and nothing with a wrong signature is loaded. Weights and pages
 are not signed: they stay subject to the rules above.
 """
 
@@ -44,14 +44,14 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 class NotPrivate(PermissionError):
-    """A file or folder that somebody else could have written."""
+    """A file or folder that another user could have written."""
 
     def __init__(self, path: Path, reason: str) -> None:
         super().__init__(errno.EPERM, reason, str(path))
 
 
 def distrust_reason(folder: Path) -> str | None:
-    """Why `folder`, which is one of a cache's `KINDS`, can't be trusted, with the fix. None if it can.
+    """Return why `folder`, one of a cache's `KINDS`, can't be trusted, with the fix; None if it can.
 
     A folder that does not exist yet is judged by those above it. With a key, signatures are trusted, not folders.
     """
@@ -89,8 +89,8 @@ def make_folder(folder: Path) -> None:
             with contextlib.suppress(FileExistsError):
                 path.mkdir(mode=0o777 if is_shared(folder) else 0o700)
     if not (cache_folder / TAG).exists() and folder.name in KINDS:
-        there = {path.name for path in cache_folder.iterdir() if not path.name.startswith(".")}
-        if there <= {*KINDS, TAG}:  # else it is also used for something that is not ours
+        entries = {path.name for path in cache_folder.iterdir() if not path.name.startswith(".")}
+        if entries <= {*KINDS, TAG}:  # else other programs use the folder, too
             write(cache_folder / TAG, [TAG_TEXT.encode()])
     if hasattr(os, "getuid") and not is_shared(folder) and folder.name in KINDS:
         mode = folder.stat().st_mode
@@ -99,7 +99,7 @@ def make_folder(folder: Path) -> None:
 
 
 def read(path: Path, *, inside: Path | None = None) -> bytes:
-    """The content of a file, if it and the folders between it and `inside` are this user's. Raises `NotPrivate`."""
+    """Return the content of a file. Raise `NotPrivate` unless it and the folders up to `inside` are this user's."""
     if inside is not None:
         check(path.parent, inside=inside)
     shared = inside is not None and is_shared(inside)
@@ -117,11 +117,11 @@ def read(path: Path, *, inside: Path | None = None) -> bytes:
             raise NotPrivate(path, "is a symbolic link") from error
         raise
     with open(descriptor, "rb", buffering=0) as file:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
             raise NotPrivate(path, "is not a regular file")
         if not shared:
-            _check_own(path, found)
+            _check_own(path, status)
         content = file.read()
     if entry:
         read_through.keep(path)
@@ -139,16 +139,16 @@ def check(path: Path, *, inside: Path) -> None:
 
 
 def write(path: Path, parts: Iterable[bytes], *, mode: int = 0o600) -> None:
-    """The file holds all of `parts` when this returns. Where it fails, it is as before and nothing is left behind."""
-    own = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    """Write `parts` to a file, all or nothing: after an error it is as before, and no other file is left behind."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
     try:
-        with open(os.open(own, flags, 0o666 if is_shared(path.parent) else mode), "wb") as file:
+        with open(os.open(temporary, flags, 0o666 if is_shared(path.parent) else mode), "wb") as file:
             file.writelines(parts)
-        os.replace(own, path)
+        os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
-            own.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
         raise
     if path.parent.name in SIGNED:
         read_through.keep(path)
@@ -165,7 +165,7 @@ def make_private(folder: Path) -> None:
 
 
 def checksum(name: str, *parts: bytes) -> str:
-    """The checksum of what is stored under `name`; with a key it is a signature that needs the key."""
+    """Return the checksum of `parts`, stored under `name`; with a key it is a signature that needs the key."""
     hasher = hashlib.blake2b(digest_size=16, key=signing_key() or b"")
     for part in (name.encode(), *parts):
         hasher.update(len(part).to_bytes(8, "little"))
@@ -174,17 +174,17 @@ def checksum(name: str, *parts: bytes) -> str:
 
 
 def stored_name(name: str) -> str:
-    """`name`, or with a key another one, so that signed entries lie beside those without."""
+    """Return `name`, or with a key another name, so that signed entries lie beside unsigned ones."""
     return name if signing_key() is None else checksum(name)
 
 
 def is_shared(folder: Path) -> bool:
-    """Whether what is in `folder` is signed, so that it does not matter who can write it."""
+    """True if the files in `folder` are signed, so that it does not matter who can write them."""
     return folder.name in SIGNED and signing_key() is not None
 
 
 def signing_key() -> bytes | None:
-    """The key of a shared cache. A key file that can't be read, is short or is open to everybody is an OSError."""
+    """Return a shared cache's key or None. Raise OSError if its file can't be read, is short or open to everybody."""
     path = os.environ.get(KEY_VARIABLE)
     return _key(os.path.expanduser(path)) if path else None
 
@@ -212,35 +212,35 @@ def _check_own(path: Path, found: os.stat_result) -> None:
 
 
 def _check_above(folder: Path) -> None:
-    """The folders from the root down to `folder`; links are followed if they are this user's or the system's."""
-    todo, here = [*reversed(folder.parts[1:])], Path(folder.anchor)
+    """Raise `NotPrivate` unless all folders from the root to `folder` are safe. Trusted users' links are followed."""
+    remaining, here = [*reversed(folder.parts[1:])], Path(folder.anchor)
     links = 0
     trusted = _system_users() | {os.getuid()}
     while True:
-        found = here.lstat()
-        if found.st_uid not in trusted:
-            raise NotPrivate(here, f"belongs to user {found.st_uid}, who can exchange what is in it")
-        if stat.S_ISLNK(found.st_mode):
+        status = here.lstat()
+        if status.st_uid not in trusted:
+            raise NotPrivate(here, f"belongs to user {status.st_uid}, who can exchange what is in it")
+        if stat.S_ISLNK(status.st_mode):
             links += 1
             if links > 40:
                 raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(here))
             target = Path(os.readlink(here))
             here = Path(target.anchor) if target.is_absolute() else here.parent
-            todo += reversed(target.parts[1:] if target.is_absolute() else target.parts)
+            remaining += reversed(target.parts[1:] if target.is_absolute() else target.parts)
             continue
-        sticky = found.st_mode & stat.S_ISVTX
-        by_group = found.st_mode & stat.S_IWGRP and found.st_gid not in (0, os.getgid())
-        if not sticky and (found.st_mode & stat.S_IWOTH or by_group):
-            raise NotPrivate(here, f"can be written by others (mode {stat.S_IMODE(found.st_mode):04o})")
-        if not todo:
+        sticky = status.st_mode & stat.S_ISVTX
+        by_group = status.st_mode & stat.S_IWGRP and status.st_gid not in (0, os.getgid())
+        if not sticky and (status.st_mode & stat.S_IWOTH or by_group):
+            raise NotPrivate(here, f"can be written by others (mode {stat.S_IMODE(status.st_mode):04o})")
+        if not remaining:
             return
-        part = todo.pop()
+        part = remaining.pop()
         here = here.parent if part == ".." else here / part
 
 
 @cache
 def _system_users() -> frozenset[int]:
-    """Root, and in a container that does not know root the user that stands for all it does not know."""
+    """Return root, and in a container without root the user that stands for all users unknown to it."""
     users = {0}
     with contextlib.suppress(OSError, ValueError, IndexError):
         ranges = [[int(word) for word in line.split()] for line in Path("/proc/self/uid_map").read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""Attention as every kernel is tested against: plain jnp, one sequence at a time, in float32, for any shape."""
+"""The attention that every kernel is tested against: plain jnp, one sequence at a time, in float32, for any shape."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from rekindle_kernels.pages import LayerKV, as_values
 
 
 def sequence_keys_values(kv: LayerKV, pages: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Keys and values of the sequence that owns `pages` ([W]), each float32 [W·S, K, D]."""
-    read = as_values(kv.pages[pages], kv).astype(jnp.float32)  # [W, 2, K, S, D]
+    """Return keys and values of the sequence that owns `pages` ([W]), each float32 [W·S, K, D]."""
+    numbers = as_values(kv.pages[pages], kv).astype(jnp.float32)  # [W, 2, K, S, D]
     if kv.scales is not None:
-        read = read * kv.scales[pages][..., None]
-    flat = read.transpose(1, 0, 3, 2, 4).reshape(2, -1, kv.kv_heads, kv.head_dim)
+        numbers = numbers * kv.scales[pages][..., None]
+    flat = numbers.transpose(1, 0, 3, 2, 4).reshape(2, -1, kv.kv_heads, kv.head_dim)
     return flat[0], flat[1]
 
 
@@ -29,7 +29,7 @@ def attend(
     sinks: jax.Array | None,
     options: AttentionOptions,
 ) -> jax.Array:
-    """Attention of q [T, H, D] at `positions` over the first kv_len of keys, values [L, K, D]; float32."""
+    """Return attention of q [T, H, D] at `positions` over the first kv_len of keys, values [L, K, D]; float32."""
     group = q.shape[1] // keys.shape[1]
     at = jnp.arange(keys.shape[0])
     stored = (at < kv_len)[:, None, None]
@@ -38,10 +38,10 @@ def attend(
     logits = jnp.einsum("thd,lhd->htl", q.astype(jnp.float32), keys, precision="highest") * options.scale
     if options.soft_cap is not None:
         logits = options.soft_cap * jnp.tanh(logits / options.soft_cap)
-    seen = (at[None, :] <= positions[:, None]) & (at[None, :] < kv_len)
+    visible = (at[None, :] <= positions[:, None]) & (at[None, :] < kv_len)
     if options.sliding_window is not None:
-        seen &= at[None, :] > positions[:, None] - options.sliding_window
-    logits = jnp.where(seen[None], logits, -jnp.inf)
+        visible &= at[None, :] > positions[:, None] - options.sliding_window
+    logits = jnp.where(visible[None], logits, -jnp.inf)
     if sinks is not None:
         sink = jnp.broadcast_to(sinks.astype(jnp.float32)[:, None, None], (*logits.shape[:2], 1))
         logits = jnp.concatenate([logits, sink], axis=-1)
@@ -53,7 +53,7 @@ def attend(
 
 
 def attention(inputs: AttentionInputs, options: AttentionOptions) -> jax.Array:
-    """`ops.attention.paged_attention`, one sequence after the other."""
+    """Implement `ops.attention.paged_attention`, one sequence after the other."""
     q, decode_rows, kv_lens, cu_q_lens = inputs.q, options.decode_rows, inputs.kv_lens, inputs.cu_q_lens
     token = jnp.arange(q.shape[0])
     # A decode row is a sequence with one query; prefill sequences beyond num_prefills have none.
@@ -66,9 +66,9 @@ def attention(inputs: AttentionInputs, options: AttentionOptions) -> jax.Array:
         kv_len, first, count = kv_lens[sequence], firsts[sequence], counts[sequence]
         keys, values = sequence_keys_values(inputs.kv, inputs.page_table[sequence])
         positions = kv_len - count + (token - first)
-        here = attend(q, keys, values, positions, kv_len, inputs.sinks, options)
-        mine = (token >= first) & (token < first + count) & (kv_len > 0)
-        return jnp.where(mine[:, None, None], here, out)
+        result = attend(q, keys, values, positions, kv_len, inputs.sinks, options)
+        inside = (token >= first) & (token < first + count) & (kv_len > 0)
+        return jnp.where(inside[:, None, None], result, out)
 
     out = lax.fori_loop(0, kv_lens.shape[0], add_sequence, jnp.zeros(q.shape, jnp.float32))
     return out.astype(q.dtype)

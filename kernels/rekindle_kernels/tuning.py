@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 @dataclass(frozen=True, slots=True)
 class GpuDecode:
-    """How one program of the GPU decode kernel goes through the keys of a row."""
+    """The loop of a program of the GPU decode kernel over the keys of a row."""
 
     block_k: int  # keys per turn of the loop
     num_warps: int
@@ -37,10 +37,10 @@ class GpuPrefill:
 
 @dataclass(frozen=True, slots=True)
 class GpuMosaicPrefill:
-    """How a program of the Mosaic GPU prefill kernel goes through the keys; its 128 rows are fixed."""
+    """The loop of a program of the Mosaic GPU prefill kernel over the keys; its 128 rows are fixed."""
 
     block_k: int  # a multiple of 64
-    stages: int  # blocks of keys, and of values, that are in shared memory
+    stages: int  # blocks of keys, and of values, in shared memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Tpu:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """What a configuration depends on."""
+    """The properties that a configuration depends on."""
 
     device: str  # a prefix of jax.Device.device_kind
     kv_dtype: str
@@ -74,7 +74,7 @@ Config = TypeVar("Config")
 def lookup(
     table: Mapping[Key, Config], device: str, kv_dtype: DTypeLike, head_dim: int, page_size: int
 ) -> Config | None:
-    """The entry measured for this kind of device, or None."""
+    """Return the entry measured for this kind of device, or None."""
     name = jnp.dtype(kv_dtype).name
     for key, config in table.items():
         if device.startswith(key.device) and (key.kv_dtype, key.head_dim, key.page_size) == (name, head_dim, page_size):
@@ -83,7 +83,7 @@ def lookup(
 
 
 def device_kind(platform: str) -> str:
-    """The kind of the first device of this platform; empty without one, as when lowering for a device elsewhere."""
+    """Return the kind of the platform's first device; empty without one, as when lowering for a device elsewhere."""
     try:
         return str(jax.local_devices(backend=platform)[0].device_kind)
     except RuntimeError:
@@ -91,7 +91,7 @@ def device_kind(platform: str) -> str:
 
 
 def multiprocessors() -> int:
-    """Number of multiprocessors of the GPU at hand; without a GPU 132, as an H100 has."""
+    """Return the number of multiprocessors of the GPU at hand; without a GPU 132, as an H100 has."""
     try:
         return int(getattr(jax.local_devices(backend="gpu")[0], "core_count", None) or 132)
     except RuntimeError:
@@ -99,7 +99,7 @@ def multiprocessors() -> int:
 
 
 def compute_capability() -> float | None:
-    """The compute capability of the GPU at hand, such as 9.0; None where there is no GPU."""
+    """Return the compute capability of the GPU at hand, such as 9.0; None without a GPU."""
     try:
         return float(getattr(jax.local_devices(backend="gpu")[0], "compute_capability", "nan"))
     except (RuntimeError, ValueError):
@@ -107,18 +107,18 @@ def compute_capability() -> float | None:
 
 
 def _power_of_two(limit: int, least: int, most: int) -> int:
-    """The largest power of two <= limit, kept within [least, most]."""
+    """Return the largest power of two <= limit, clipped to [least, most]."""
     return max(least, min(most, 1 << (max(limit, 1).bit_length() - 1)))
 
 
 def gpu_decode_rule(kv_dtype: DTypeLike, head_dim: int) -> GpuDecode:
-    """32 KiB of keys and values per stage: three stages fit the 99 KiB that any GPU since Ampere gives to a program."""
+    """Take 32 KiB of keys and values per stage: three fit the 99 KiB that any GPU since Ampere gives to a program."""
     row = 2 * _power_of_two(2 * head_dim - 1, 16, 1024) * jnp.dtype(kv_dtype).itemsize
     return GpuDecode(block_k=_power_of_two(32768 // row, 16, 128), num_warps=4, num_stages=3)
 
 
 def gpu_prefill_rule(q_dtype: DTypeLike, head_dim: int, rows: int) -> GpuPrefill:
-    """128 rows keep the tensor cores busy; larger heads, float32 and short chunks take smaller tiles.
+    """Take 128 rows, which keep the tensor cores busy; larger heads, float32 and short chunks get smaller tiles.
 
     Checked by compiling for 8.0 and 9.0: these are the largest tiles that spill no registers to speak of (< 100 bytes).
     """
@@ -137,43 +137,43 @@ def gpu_prefill_rule(q_dtype: DTypeLike, head_dim: int, rows: int) -> GpuPrefill
 
 
 def gpu_decode(kv_dtype: DTypeLike, head_dim: int, page_size: int) -> GpuDecode:
-    found = lookup(GPU_DECODE, device_kind("gpu"), kv_dtype, head_dim, page_size)
-    return found or gpu_decode_rule(kv_dtype, head_dim)
+    entry = lookup(GPU_DECODE, device_kind("gpu"), kv_dtype, head_dim, page_size)
+    return entry or gpu_decode_rule(kv_dtype, head_dim)
 
 
 def gpu_prefill(q_dtype: DTypeLike, kv_dtype: DTypeLike, head_dim: int, page_size: int, rows: int) -> GpuPrefill:
-    """The tile for a call of `rows` rows, tokens × group: measured for this device, or by the rule."""
-    found = lookup(GPU_PREFILL, device_kind("gpu"), kv_dtype, head_dim, page_size)
-    return found or gpu_prefill_rule(q_dtype, head_dim, rows)
+    """Return the tile for a call of `rows` rows, tokens × group: measured for this device, or by the rule."""
+    entry = lookup(GPU_PREFILL, device_kind("gpu"), kv_dtype, head_dim, page_size)
+    return entry or gpu_prefill_rule(q_dtype, head_dim, rows)
 
 
 def gpu_mosaic_prefill_rule(head_dim: int) -> GpuMosaicPrefill:
-    """The largest blocks that spill no registers (by compiling), four of them: 194 of an H100's 227 KiB, or 162."""
+    """Take the largest blocks that spill no registers (by compiling), four: 194 of an H100's 227 KiB, or 162."""
     return GpuMosaicPrefill(block_k=128 if head_dim <= 64 else 64, stages=4)
 
 
 def gpu_mosaic_prefill(kv_dtype: DTypeLike, head_dim: int, page_size: int) -> GpuMosaicPrefill:
-    found = lookup(GPU_MOSAIC_PREFILL, device_kind("gpu"), kv_dtype, head_dim, page_size)
-    return found or gpu_mosaic_prefill_rule(head_dim)
+    entry = lookup(GPU_MOSAIC_PREFILL, device_kind("gpu"), kv_dtype, head_dim, page_size)
+    return entry or gpu_mosaic_prefill_rule(head_dim)
 
 
 def tpu_rule(kv_dtype: DTypeLike, head_dim: int, page_size: int, heads: int, kv_heads: int) -> Tpu:
-    """Buffers of about 1 MiB, tiles of 512 rows per kv head and 2048 in all: within 16 MiB of VMEM (by compiling)."""
+    """Take buffers of about 1 MiB, tiles of 512 rows per kv head, 2048 in all: within 16 MiB of VMEM (by compiling)."""
     row = 2 * kv_heads * max(128, head_dim) * jnp.dtype(kv_dtype).itemsize
     tokens = min(64, 512 * kv_heads // heads, 2048 // heads)
     return Tpu(tokens=max(1, tokens), keys=max(page_size, _power_of_two(2**20 // row, 128, 512)))
 
 
 def tpu(kv_dtype: DTypeLike, head_dim: int, page_size: int, heads: int, kv_heads: int) -> Tpu:
-    found = lookup(TPU, device_kind("tpu"), kv_dtype, head_dim, page_size)
-    return found or tpu_rule(kv_dtype, head_dim, page_size, heads, kv_heads)
+    entry = lookup(TPU, device_kind("tpu"), kv_dtype, head_dim, page_size)
+    return entry or tpu_rule(kv_dtype, head_dim, page_size, heads, kv_heads)
 
 
 def gpu_extra_items(config: GpuDecode, rows: int, kv_heads: int, longest: int) -> int:
-    """Items of decode work beyond one for each row, for rows of at most `longest` keys; 0 where splitting never pays.
+    """Return the items of decode work beyond one per row of at most `longest` keys; 0 where splitting never pays.
 
-    As many as fill the GPU by themselves, whatever the rows: all but one of them may be short.
+    They fill the GPU by themselves, whatever the rows: all rows but one may be short.
     """
     pieces = longest // (config.block_k * config.least_blocks)  # of a row, at most
-    wanted = -(-config.waves * multiprocessors() // kv_heads)
-    return max(0, min(wanted, rows * (pieces - 1)))
+    items = -(-config.waves * multiprocessors() // kv_heads)
+    return max(0, min(items, rows * (pieces - 1)))

@@ -1,1 +1,1 @@
-"""Every operation in plain JAX, in the forms that XLA runs fast: the implementation that any platform has."""
+"""Every operation in plain JAX, in the forms that XLA runs fast: the implementation for any platform."""

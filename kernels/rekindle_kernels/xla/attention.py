@@ -54,14 +54,13 @@ from rekindle_kernels.ops.attention import AttentionInputs, AttentionOptions
 from rekindle_kernels.ops.registry import Implementation, anything
 from rekindle_kernels.pages import LayerKV, as_values, largest_magnitude
 
-MASKED = (
-    -1e30
-)  # finite: a block that is masked throughout gives weights of 1 that the next real block wipes out, not NaN
+# Finite: a block that is masked throughout gives weights of 1, which the next real block wipes out, and not NaN.
+MASKED = -1e30
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """How many rows, queries and keys one iteration takes."""
+    """Rows, queries and keys of one iteration."""
 
     decode_rows: int = 8
     decode_keys: int = 256
@@ -73,7 +72,7 @@ BLOCKS = Blocks()
 
 
 class Running(NamedTuple):
-    """Online softmax so far, for M queries of C rows: the largest logit, the sum and the weighted values."""
+    """The state of an online softmax for M queries of C rows: the largest logit, the sum and the weighted values."""
 
     largest: jax.Array  # float32 [C, K, M, 1]
     total: jax.Array  # float32 [C, K, M, 1]
@@ -81,7 +80,7 @@ class Running(NamedTuple):
 
 
 class KeyBlock(NamedTuple):
-    """A block of keys and values of C rows, L keys each; scales are there for narrow pages."""
+    """A block of keys and values of C rows, L keys each, with scales for narrow pages."""
 
     keys: jax.Array  # [C, K, L, D]
     values: jax.Array  # [C, K, L, D], zero where nothing was written
@@ -90,7 +89,7 @@ class KeyBlock(NamedTuple):
 
 
 def read_block(kv: LayerKV, pages: jax.Array, left: jax.Array, integer_dots: bool) -> KeyBlock:
-    """Keys and values on `pages` [C, L/S], of which row c owns the first left[c] (≤ 0: none; ≥ L: all)."""
+    """Return keys and values on `pages` [C, L/S], of which row c owns the first left[c] (≤ 0: none; ≥ L: all)."""
     C, count = pages.shape
     K, S, D = kv.kv_heads, kv.page_size, kv.head_dim
     # Two dimensions, K and V apart: XLA:CPU vectorises only the innermost dimension of a gather, here S·D elements.
@@ -103,8 +102,8 @@ def read_block(kv: LayerKV, pages: jax.Array, left: jax.Array, integer_dots: boo
         values = widen(flat.at[key_rows + K].get(mode="promise_in_bounds"), kv, integer_dots)
         return keys, jnp.where(jnp.arange(S * D) < written * D, values, 0) if masked else values
 
-    # What was never written may be NaN, and 0 · NaN is NaN; integers are masked by their scales. Two branches save the
-    # mask where all is written, and are a fence: without one XLA:CPU fuses the reshape below into the gather and loses
+    # Memory never written may be NaN, and 0 · NaN is NaN; integers are masked by their scales. Two branches save the
+    # mask where all is written, and are a fence: without it XLA:CPU fuses the reshape below into the gather and loses
     # the fast form (K and V of 32 rows x 256 in bfloat16: 910 µs of CPU time instead of 590; int8 570 instead of 190).
     maskable = not (kv.scales is not None and integer_dots)
     keys, values = lax.cond(jnp.min(left) >= count * S, lambda: gather(False), lambda: gather(maskable))
@@ -120,7 +119,7 @@ def read_block(kv: LayerKV, pages: jax.Array, left: jax.Array, integer_dots: boo
 
 
 def widen(stored: jax.Array, kv: LayerKV, integer_dots: bool) -> jax.Array:
-    """Stored numbers in a type that a dot runs fast on: float32, bfloat16, or int8 where both sides are integers."""
+    """Widen stored numbers to a type with fast dots: float32, bfloat16, or int8 where both sides are integers."""
     values = as_values(stored, kv)
     if values.dtype in (jnp.float32, jnp.bfloat16) or (values.dtype == jnp.int8 and integer_dots):
         return values
@@ -129,7 +128,7 @@ def widen(stored: jax.Array, kv: LayerKV, integer_dots: bool) -> jax.Array:
 
 
 def two_int8(x: jax.Array, bound: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Float32 [..., M, n] of magnitude ≤ bound as int8 [..., 2·M, n] and its scale: (high + low/254)·scale ≈ x.
+    """Return float32 x [..., M, n], |x| ≤ bound, as int8 [..., 2·M, n] and its scale: (high + low/254)·scale ≈ x.
 
     High parts come first, then low parts: fifteen bits, because softmax weights far below the largest would vanish in
     eight. Twice the rows of a dot that is bound by reading its other side cost nothing.
@@ -150,7 +149,7 @@ def dot(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def logits_of(q: jax.Array, block: KeyBlock, options: AttentionOptions) -> jax.Array:
-    """Logits [C, K, M, L] of scaled queries q [C, K, M, D]."""
+    """Return logits [C, K, M, L] of scaled queries q [C, K, M, D]."""
     if block.keys.dtype == jnp.int8:
         parts, scale = two_int8(q, largest_magnitude(q))
         M = q.shape[2]
@@ -165,7 +164,7 @@ def logits_of(q: jax.Array, block: KeyBlock, options: AttentionOptions) -> jax.A
 
 
 def weighted_values(weights: jax.Array, block: KeyBlock) -> jax.Array:
-    """Weights [C, K, M, L] times values: [C, K, M, D]."""
+    """Return weights [C, K, M, L] times values: [C, K, M, D]."""
     if block.value_scales is not None:
         weights = weights * block.value_scales
     if block.value_scales is None or block.values.dtype != jnp.int8:
@@ -180,7 +179,7 @@ def weighted_values(weights: jax.Array, block: KeyBlock) -> jax.Array:
 def absorb(
     running: Running, q: jax.Array, block: KeyBlock, seen: jax.Array | None, options: AttentionOptions
 ) -> Running:
-    """Online softmax over one more block; `seen` is a mask that broadcasts to [C, K, M, L], None if there is none."""
+    """Continue an online softmax with a block; `seen` is a mask that broadcasts to [C, K, M, L], None without one."""
     logits = logits_of(q, block, options)
     if seen is not None:
         logits = jnp.where(seen, logits, MASKED)
@@ -195,7 +194,7 @@ def absorb(
 
 
 def start(shape: tuple[int, ...], sinks: jax.Array | None) -> Running:
-    """The softmax before the first block, for q of `shape` [C, K, M, D]; a sink ([K, M]) is a logit seen before."""
+    """Begin the softmax for q of `shape` [C, K, M, D]; a sink ([K, M]) is a logit in front of all blocks."""
     if sinks is None:
         return Running(jnp.full((*shape[:-1], 1), MASKED), jnp.zeros((*shape[:-1], 1)), jnp.zeros(shape))
     largest = jnp.broadcast_to(sinks.astype(jnp.float32)[None, :, :, None], (*shape[:-1], 1))
@@ -207,7 +206,7 @@ def finish(running: Running) -> jax.Array:
 
 
 def padded_table(page_table: jax.Array, per_block: int) -> jax.Array:
-    """The table widened to whole blocks, with the scratch page."""
+    """Widen the table to whole blocks with the scratch page."""
     return jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % per_block)))
 
 
@@ -216,9 +215,9 @@ def pages_per_block(keys: int, page_size: int, table_width: int) -> int:
 
 
 def longest_first(lens: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The rows in the order of their lengths, longest first, and the place of each row in it.
+    """Return the rows in the order of their lengths, longest first, and the place of each row in it.
 
-    By counting, in place of two sorts.
+    It counts, in place of two sorts.
     """
     rows = jnp.arange(lens.size)
     longer, as_long = lens > lens[:, None], lens == lens[:, None]
@@ -234,7 +233,7 @@ def decode(
     sinks: jax.Array | None,
     options: AttentionOptions,
 ) -> jax.Array:
-    """One query per row: q [R, H, D], page_table [R, W], kv_lens [R] -> float32 [R, H, D]."""
+    """Attend with one query per row: q [R, H, D], page_table [R, W], kv_lens [R] -> float32 [R, H, D]."""
     R, H, D = q.shape
     K = kv.kv_heads
     chunk = min(R, BLOCKS.decode_rows)
@@ -260,12 +259,12 @@ def decode(
         c = jnp.sum(ends <= item) if chunks > 1 else 0
         index = last[c] - ends[c] + item
         rows = lambda x: lax.dynamic_slice_in_dim(x, c * chunk, chunk) if chunks > 1 else x  # noqa: E731
-        here = rows(lens)
-        left = here - index * keys
+        row_lens = rows(lens)
+        left = row_lens - index * keys
         pages = lax.dynamic_slice(table, (c * chunk, index * per_block), (chunk, per_block))
         block = read_block(kv, pages, left, integer_dots=kv.pages.dtype == jnp.int8)
         at = index * keys + jnp.arange(keys)
-        seen = (at < here[:, None]) & (at >= rows(first_key)[:, None])
+        seen = (at < row_lens[:, None]) & (at >= rows(first_key)[:, None])
         new = absorb(Running(*map(rows, running)), rows(q_sorted), block, seen[:, None, None, :], options)
         if chunks == 1:
             return new
@@ -288,7 +287,10 @@ def prefill(
     sinks: jax.Array | None,
     options: AttentionOptions,
 ) -> jax.Array:
-    """Chunks of prompts: q [T, H, D] packed by cu_q_lens [N+1], page_table [N, W], kv_lens [N] -> float32 [T, H, D]."""
+    """Attend with chunks of prompts.
+
+    q [T, H, D] packed by cu_q_lens [N+1], page_table [N, W], kv_lens [N] -> float32 [T, H, D].
+    """
     T, H, D = q.shape
     K, N = kv.kv_heads, page_table.shape[0]
     G = H // K
@@ -306,8 +308,8 @@ def prefill(
         begin = (item - (ends[s] - -(-q_lens[s] // queries))) * queries  # within the sequence
         kv_len = kv_lens[s]
         token = cu_q_lens[s] + begin
-        mine = lax.dynamic_slice_in_dim(q, token, queries).astype(jnp.float32) * options.scale
-        mine = mine.reshape(queries, K, G, D).transpose(1, 2, 0, 3).reshape(1, K, G * queries, D)
+        local_q = lax.dynamic_slice_in_dim(q, token, queries).astype(jnp.float32) * options.scale
+        local_q = local_q.reshape(queries, K, G, D).transpose(1, 2, 0, 3).reshape(1, K, G * queries, D)
         position = kv_len - q_lens[s] + begin + jnp.arange(queries)
         last_key = jnp.minimum(position[-1] + 1, kv_len)
         first_key = 0 if options.sliding_window is None else jnp.maximum(position[0] - options.sliding_window + 1, 0)
@@ -316,31 +318,31 @@ def prefill(
             pages = lax.dynamic_slice(table, (s, index * per_block), (1, per_block))
             block = read_block(kv, pages, (kv_len - index * keys)[None], integer_dots=False)
             if all_seen:
-                return absorb(running, mine, block, None, options)
+                return absorb(running, local_q, block, None, options)
             at = index * keys + jnp.arange(keys)
             seen = (at <= position[:, None]) & (at < kv_len)
             if options.sliding_window is not None:
                 seen &= at > position[:, None] - options.sliding_window
             seen = jnp.broadcast_to(seen[None], (G, queries, keys)).reshape(1, 1, G * queries, keys)
-            return absorb(running, mine, block, seen, options)
+            return absorb(running, local_q, block, seen, options)
 
-        running = start(mine.shape, by_head)
+        running = start(local_q.shape, by_head)
         bordering = first_key // keys
         if options.sliding_window is None:
             bordering = jnp.minimum(position[0] + 1, kv_len) // keys
             running = lax.fori_loop(0, bordering, partial(absorb_keys, all_seen=True), running)
-        done = finish(lax.fori_loop(bordering, -(-last_key // keys), absorb_keys, running))
-        done = done.reshape(K, G, queries, D).transpose(2, 0, 1, 3).reshape(queries, H, D)
-        real = (begin + jnp.arange(queries) < q_lens[s])[:, None, None]
-        before = lax.dynamic_slice_in_dim(out, token, queries)
-        return lax.dynamic_update_slice_in_dim(out, jnp.where(real, done, before), token, 0)
+        block_out = finish(lax.fori_loop(bordering, -(-last_key // keys), absorb_keys, running))
+        block_out = block_out.reshape(K, G, queries, D).transpose(2, 0, 1, 3).reshape(queries, H, D)
+        valid = (begin + jnp.arange(queries) < q_lens[s])[:, None, None]
+        old = lax.dynamic_slice_in_dim(out, token, queries)
+        return lax.dynamic_update_slice_in_dim(out, jnp.where(valid, block_out, old), token, 0)
 
     # Float32 whatever q is: XLA:CPU would widen and narrow all of a bfloat16 array at every update.
     return lax.fori_loop(0, ends[-1], step, jnp.zeros(q.shape, jnp.float32))[:T]
 
 
 def paged_attention(inputs: AttentionInputs, options: AttentionOptions) -> jax.Array:
-    """`ops.attention.paged_attention`: decode rows and prefill tokens apart."""
+    """Implement `ops.attention.paged_attention`, with decode rows and prefill tokens apart."""
     q, kv, table, lens, R = inputs.q, inputs.kv, inputs.page_table, inputs.kv_lens, options.decode_rows
     parts = []
     if R:
@@ -349,8 +351,8 @@ def paged_attention(inputs: AttentionInputs, options: AttentionOptions) -> jax.A
         if table.shape[0] == R:
             parts.append(jnp.zeros_like(q[R:]))
         else:
-            ends, real = inputs.cu_q_lens, inputs.num_prefills
-            parts.append(prefill(q[R:], kv, table[R:], lens[R:], ends, real, inputs.sinks, options))
+            ends, count = inputs.cu_q_lens, inputs.num_prefills
+            parts.append(prefill(q[R:], kv, table[R:], lens[R:], ends, count, inputs.sinks, options))
     parts = [part.astype(q.dtype) for part in parts]
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 

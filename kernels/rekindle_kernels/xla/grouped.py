@@ -21,7 +21,7 @@ def run(
     minimum: jax.Array | None,
     dtype: jnp.dtype,
 ) -> jax.Array:
-    """`ops.grouped.grouped_linear`; rows beyond the sum of `sizes` are zero."""
+    """Implement `ops.grouped.grouped_linear`; rows beyond the sum of `sizes` are zero."""
     numbers = jax.lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
     )

@@ -1,4 +1,4 @@
-"""Rows times a matrix as one dot, whose 4-bit weights are widened before, and rounding rows to int8."""
+"""Rows times a matrix as one dot, with 4-bit weights widened before, and rounding rows to int8."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rekindle_kernels.pages import largest_magnitude
 def multiply(
     x: jax.Array, weight: jax.Array, scale: Any, quantize: str | None, out: DTypeLike, minimum: jax.Array | None = None
 ) -> jax.Array:
-    """x [..., I] · weight [O, I], with its scale [O] if it is quantised → [..., O] in `out`."""
+    """Return x [..., I] · weight [O, I], with its scale [O] if it is quantised, as [..., O] in `out`."""
     if quantize == "int4":
         values = int4.dequantized(weight, scale, minimum, x.dtype)
         return _dot(x, values, jnp.float32).astype(out)
@@ -32,21 +32,21 @@ def multiply(
 
 
 def narrow_dtype(x: jax.Array) -> DTypeLike:
-    """The dtype that int8 weights are widened to before they meet x; it holds them exactly."""
+    """Return the dtype that int8 weights are widened to for a product with x; it holds them exactly."""
     return jnp.bfloat16 if x.dtype == jnp.float32 else x.dtype
 
 
 def quantize_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """x [..., I] as int8 and the float32 scale of each row [..., 1]."""
+    """Return x [..., I] as int8, and the float32 scale of each row [..., 1]."""
     x = x.astype(jnp.float32)
     scale = largest_magnitude(x, 1e-30) / 127.0
     return jnp.round(x / scale).astype(jnp.int8), scale
 
 
 def exact_precision(x: jax.Array, weight: jax.Array) -> jax.lax.Precision | None:
-    """The precision of a product of float32: by default a GPU rounds its operands to 11 bits and a TPU to 8.
+    """Return the precision of a product of float32: by default a GPU rounds its operands to 11 bits and a TPU to 8.
 
-    A CPU has no other than the exact one, and programs for it stay as they are.
+    A CPU has the exact one only, and programs for it stay as they are.
     """
     exact = x.dtype == weight.dtype == jnp.float32 and current_platform() != "cpu"
     return jax.lax.Precision.HIGHEST if exact else None
@@ -69,7 +69,7 @@ def run(
     options: LinearOptions,
     dtype: jnp.dtype,
 ) -> jax.Array:
-    """`ops.linear.linear`; every row is computed, whatever `count` says."""
+    """Implement `ops.linear.linear`; every row is computed, whatever `count` says."""
     assert norm is None, "the operation norms before"
     assert options.gate is None, "the operation gates behind"
     y = multiply(x, weight, scale, options.quantize, dtype, minimum)
@@ -77,7 +77,7 @@ def run(
 
 
 def supports(call: LinearCall) -> str | None:
-    """None for every product. Norms and gates are operations of their own, which XLA fuses by itself."""
+    """Return None for every plain product. Norms and gates are separate operations, which XLA fuses by itself."""
     if call.norm:
         return "it takes rows that are normed"
     if call.gate is not None:

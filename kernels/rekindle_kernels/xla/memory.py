@@ -1,4 +1,4 @@
-"""Pages written by one scatter or put into their places one by one, and zeros as XLA makes them."""
+"""Writing pages by one scatter or putting them into their places one by one, and zeros as XLA makes them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from rekindle_kernels.ops.registry import Implementation, anything
 
 
 def zeros(leaves: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
-    """Arrays of zeros, written one by one."""
+    """Return arrays of zeros, written one by one."""
     return [jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
 
 
 def fill(
     leaves: Sequence[jax.Array], ids: jax.Array, pages: Sequence[Sequence[jax.Array]], layers: int
 ) -> list[jax.Array]:
-    """Each layer's arrays with each page put into its place."""
+    """Return each layer's arrays with each page put into its place."""
     arrays = len(leaves) // layers
     filled = []
     for index, leaf in enumerate(leaves):
@@ -34,7 +34,7 @@ def fill(
 def fill_joined(
     leaves: Sequence[jax.Array], ids: jax.Array, pages: Sequence[Sequence[jax.Array]], layers: int
 ) -> list[jax.Array]:
-    """Each layer's arrays with all pages put into their places at once: an operation for each of them, however many."""
+    """Return each layer's arrays with all pages put into their places by one operation per array, however many."""
     joined = [jnp.concatenate(parts) for parts in zip(*pages, strict=True)]
     placed = []
     for index, leaf in enumerate(leaves):

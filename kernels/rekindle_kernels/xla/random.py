@@ -12,7 +12,7 @@ _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
 
 def threefry(key: tuple[Array, Array], counter: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Threefry-2x32 with 20 rounds (Salmon et al., 2011), elementwise over uint32 arrays."""
+    """Hash by Threefry-2x32 with 20 rounds (Salmon et al., 2011), elementwise over uint32 arrays."""
     first, second = key
     schedule = (first, second, first ^ second ^ jnp.uint32(0x1BD11BDA))
     x, y = counter[0] + first, counter[1] + second
@@ -26,7 +26,7 @@ def threefry(key: tuple[Array, Array], counter: tuple[Array, Array]) -> tuple[Ar
 
 
 def uniforms(seed: Array, position: Array, round_: Array) -> tuple[Array, Array]:
-    """Two float32 [N] in [0, 1) for seeds [N, 2] (high and low word), positions [N] and a round of rejection."""
+    """Return two float32 [N] in [0, 1) for seeds [N, 2] (high and low word), positions [N] and a round of rejection."""
     zero = jnp.zeros_like(seed[:, 0])
     key = threefry((seed[:, 0], seed[:, 1]), (zero, position.astype(jnp.uint32)))
     words = threefry(key, (zero, zero + round_.astype(jnp.uint32)))

@@ -13,7 +13,7 @@ from rekindle_kernels.xla.norm import rms_norm
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """x [..., heads, D] with its first 2·F dimensions rotated, the first half of them against the second."""
+    """Return x [..., heads, D] with its first 2·F dimensions rotated, the first half of them against the second."""
     half = cos.shape[-1]
     cos, sin = cos[..., None, :], sin[..., None, :]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
@@ -33,7 +33,7 @@ def rope(
     heads: int,
     eps: float = 0.0,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`ops.rope.rope`."""
+    """Implement `ops.rope.rope`."""
     both = (qkv.shape[-2] + heads) // 2
     qk = qk if norm is None else rms_norm(qk[..., :both, :], norm, eps)
     q, k = qk[..., :heads, :], qk[..., heads:both, :]

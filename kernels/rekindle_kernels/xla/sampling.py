@@ -4,7 +4,7 @@ Axes: N rows, V vocabulary, B blocks of the vocabulary.
 
 Nothing here sorts the vocabulary (XLA:CPU sorts [16, 49152] in 232 ms). A draw is an inverse-CDF look-up in two
 levels, block then token, which needs two uniforms per row where Gumbel noise needs V. Each operation is compiled into
-every step program (16 ms each on CPU): hence few reductions, and branches by what the caller says is wanted.
+every step program (16 ms each on CPU): hence few reductions, and branches by the caller's `Wanted`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MOST_ROUNDS = 64  # each round of rejection halves the candidates at least, on a
 
 
 def masked(logits: Array, masks: Array | None) -> Array:
-    """The logits [N, V], minus infinity where a token's bit in the masks [N, words] is 0."""
+    """Return the logits [N, V], minus infinity where a token's bit in the masks [N, words] is 0."""
     if masks is None:
         return logits
     bits = (masks[:, :, None] >> lax.iota(jnp.int32, 32)) & 1
@@ -30,7 +30,7 @@ def masked(logits: Array, masks: Array | None) -> Array:
 
 
 def greedy(logits: Array, masks: Array | None = None) -> Array:
-    """`ops.sampling.greedy`. `jnp.argmax` reduces pairs and is 8 times slower on CPU."""
+    """Implement `ops.sampling.greedy`. `jnp.argmax` reduces pairs and is 8 times slower on CPU."""
     logits = masked(logits, masks)
     return _first_equal(logits, logits.max(axis=-1, keepdims=True))
 
@@ -41,14 +41,17 @@ def _first_equal(logits: Array, best: Array) -> Array:
 
 
 def _smallest(hit: Array, otherwise: int) -> Array:
-    """The first index [N] where [N, n] is true. Indices are floats (exact below 2**24): XLA:CPU reduces integers in
-    three more passes, each a kernel to compile and a copy to write."""
+    """Return the first index [N] where [N, n] is true, or `otherwise`.
+
+    Indices are floats (exact below 2**24): XLA:CPU reduces integers in three more passes, each a kernel to compile and
+    a copy to write.
+    """
     index = lax.broadcasted_iota(jnp.float32, hit.shape, 1)
     return jnp.where(hit, index, float(otherwise)).min(axis=-1).astype(jnp.int32)
 
 
 def draw(logits: Array, choice: Choice, wanted: Wanted, masks: Array | None = None) -> Array:
-    """`ops.sampling.draw`."""
+    """Implement `ops.sampling.draw`."""
     logits = masked(logits, masks)
     largest = logits.max(axis=-1, keepdims=True)
     best = _first_equal(logits, largest)
@@ -79,21 +82,21 @@ def _draw(logits: Array, largest: Array, best: Array, choice: Choice, wanted: Wa
     nucleus = choice.top_p * mass_above(off)
 
     def attempt(carry: tuple[Array, Array, Array, Array]) -> tuple[Array, Array, Array, Array]:
-        round_, token, level, done = carry
+        round_, token, level, finished = carry
         # min_p is relative to the likeliest token, whose weight is 1. It comes after top-p, which counts all weights.
         allowed = (shifted > level[:, None, None]) & (weights >= choice.min_p[:, None, None])
-        drawn = _inverse_cdf(jnp.where(allowed, weights, 0.0), *uniforms(choice.seed, choice.position, round_))
-        value = jnp.take_along_axis(shifted.reshape(rows, -1), jnp.maximum(drawn, 0)[:, None], axis=1)[:, 0]
-        inside = (drawn >= 0) & (open_ended | (mass_above(value) < nucleus))
-        token = jnp.where(inside & ~done, drawn, token)
-        return round_ + 1, token, jnp.where(drawn >= 0, value, level), done | inside
+        candidate = _inverse_cdf(jnp.where(allowed, weights, 0.0), *uniforms(choice.seed, choice.position, round_))
+        value = jnp.take_along_axis(shifted.reshape(rows, -1), jnp.maximum(candidate, 0)[:, None], axis=1)[:, 0]
+        inside = (candidate >= 0) & (open_ended | (mass_above(value) < nucleus))
+        token = jnp.where(inside & ~finished, candidate, token)
+        return round_ + 1, token, jnp.where(candidate >= 0, value, level), finished | inside
 
     start = (jnp.int32(0), best, off, ~drawing)
     return lax.while_loop(lambda carry: ~jnp.all(carry[3]) & (carry[0] < MOST_ROUNDS), attempt, start)[1]
 
 
 def _inverse_cdf(weights: Array, first: Array, second: Array) -> Array:
-    """Index [N] into the flattened [N, B, size] weights, drawn with the two uniforms of each row; -1 for none."""
+    """Draw the index [N] into the flattened [N, B, size] weights with the two uniforms of each row; -1 for none."""
     _, blocks, size = weights.shape
     block = _first_above(weights.sum(axis=-1), first)
     inner = jnp.take_along_axis(weights, jnp.minimum(block, blocks - 1)[:, None, None], axis=1)[:, 0]
@@ -102,7 +105,7 @@ def _inverse_cdf(weights: Array, first: Array, second: Array) -> Array:
 
 
 def _first_above(weights: Array, uniform: Array) -> Array:
-    """The first index with weight whose cumulated weight exceeds that share of the total; the width if none does."""
+    """Return the first index with weight whose cumulated share of the total exceeds `uniform`; else the width."""
     width = weights.shape[-1]
     # A product with a triangle: jnp.cumsum is an associative scan on CPU, which takes longer to compile than to run.
     triangle = lax.broadcasted_iota(jnp.int32, (width, width), 0) <= lax.broadcasted_iota(jnp.int32, (width, width), 1)
@@ -112,17 +115,17 @@ def _first_above(weights: Array, uniform: Array) -> Array:
 
 
 def _kth_largest(values: Array, k: Array, wanted: Wanted) -> Array:
-    """The k-th largest of each row of values <= 0, or -inf where k is 0 or beyond the row."""
+    """Return the k-th largest of each row of values <= 0, or -inf where k is 0 or beyond the row."""
     small = min(SMALL_TOP_K, values.shape[-1])
     top, _ = top_k(values, small)
-    found = jnp.take_along_axis(top, jnp.clip(k - 1, 0, small - 1)[:, None], axis=1)[:, 0]
-    bisected = lax.cond(wanted.large_k, lambda: _bisect(values, k), lambda: found)
-    found = jnp.where(k > small, bisected, found)
-    return jnp.where((k > 0) & (k < values.shape[-1]), found, -jnp.inf)
+    kth = jnp.take_along_axis(top, jnp.clip(k - 1, 0, small - 1)[:, None], axis=1)[:, 0]
+    bisected = lax.cond(wanted.large_k, lambda: _bisect(values, k), lambda: kth)
+    kth = jnp.where(k > small, bisected, kth)
+    return jnp.where((k > 0) & (k < values.shape[-1]), kth, -jnp.inf)
 
 
 def _bisect(values: Array, k: Array) -> Array:
-    """The k-th largest of values <= 0, by bisection over the bits of their magnitudes, which sort like integers."""
+    """Find the k-th largest of values <= 0 by bisection over the bits of their magnitudes, which sort like integers."""
     magnitudes = lax.bitcast_convert_type(jnp.abs(values), jnp.int32)
     low, high = jnp.full(k.shape, -1, jnp.int32), jnp.full(k.shape, 0x7F800000, jnp.int32)  # the bits of +inf
 

@@ -4,8 +4,8 @@ Axes: N rows, V values, B blocks of a row.
 
 An element that is among the k best of its row lies in one of the k blocks with the best maxima: each better block holds
 an element that is better. So a row is folded to its block maxima until they are few, and each level hands k blocks
-down to the one below. One pass reads [N, V]; what is sorted has 64 · 32 values at most, which is one kernel on a GPU,
-where sorting a row of 152k values is 30 of them and each reads and writes [N, V].
+down to the one below. One pass reads [N, V]; at most 64 · 32 values are sorted, by one kernel on a GPU, where sorting a
+row of 152k values takes 30 kernels, each of which reads and writes [N, V].
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ BLOCK = 32
 
 
 def top_k(values: Array, k: int) -> tuple[Array, Array]:
-    """`ops.sampling.top_k` as XLA does it: a partial sort on CPU, an instruction on TPU, a whole sort on GPU."""
+    """Implement `ops.sampling.top_k` by XLA: a partial sort on CPU, an instruction on TPU, a whole sort on GPU."""
     largest, indices = lax.top_k(values, k)
     return largest, indices
 
 
 def top_k_of_blocks(values: Array, k: int) -> tuple[Array, Array]:
-    """`ops.sampling.top_k` by blocks: the same numbers at the same places.
+    """Implement `ops.sampling.top_k` by blocks: the same numbers at the same places.
 
     Zeros of both signs are equal to a maximum and not to a sort: where a row has both, other zeros may be named.
     """
     width = values.shape[-1]
     if width <= 2 * k * BLOCK:
         return top_k(values, k)
-    short = -width % BLOCK
-    padded = jnp.pad(values, ((0, 0), (0, short)), constant_values=-jnp.inf)
+    missing = -width % BLOCK
+    padded = jnp.pad(values, ((0, 0), (0, missing)), constant_values=-jnp.inf)
     maxima = padded.reshape(values.shape[0], -1, BLOCK).max(axis=-1)
     _, blocks = top_k_of_blocks(maxima, k)
     # In ascending order, so that of equal values the first in the row comes first.

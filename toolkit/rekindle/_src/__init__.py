@@ -1,1 +1,1 @@
-"""What lies behind the public modules. Private: any release may change it."""
+"""The implementation of the public modules. Private: any release may change it."""
