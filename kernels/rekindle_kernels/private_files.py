@@ -213,29 +213,29 @@ def _check_own(path: Path, found: os.stat_result) -> None:
 
 def _check_above(folder: Path) -> None:
     """Raise `NotPrivate` unless all folders from the root to `folder` are safe. Trusted users' links are followed."""
-    remaining, here = [*reversed(folder.parts[1:])], Path(folder.anchor)
+    remaining, current = [*reversed(folder.parts[1:])], Path(folder.anchor)
     links = 0
     trusted = _system_users() | {os.getuid()}
     while True:
-        status = here.lstat()
+        status = current.lstat()
         if status.st_uid not in trusted:
-            raise NotPrivate(here, f"belongs to user {status.st_uid}, who can exchange what is in it")
+            raise NotPrivate(current, f"belongs to user {status.st_uid}, who can exchange what is in it")
         if stat.S_ISLNK(status.st_mode):
             links += 1
             if links > 40:
-                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(here))
-            target = Path(os.readlink(here))
-            here = Path(target.anchor) if target.is_absolute() else here.parent
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(current))
+            target = Path(os.readlink(current))
+            current = Path(target.anchor) if target.is_absolute() else current.parent
             remaining += reversed(target.parts[1:] if target.is_absolute() else target.parts)
             continue
         sticky = status.st_mode & stat.S_ISVTX
         by_group = status.st_mode & stat.S_IWGRP and status.st_gid not in (0, os.getgid())
         if not sticky and (status.st_mode & stat.S_IWOTH or by_group):
-            raise NotPrivate(here, f"can be written by others (mode {stat.S_IMODE(status.st_mode):04o})")
+            raise NotPrivate(current, f"can be written by others (mode {stat.S_IMODE(status.st_mode):04o})")
         if not remaining:
             return
         part = remaining.pop()
-        here = here.parent if part == ".." else here / part
+        current = current.parent if part == ".." else current / part
 
 
 @cache

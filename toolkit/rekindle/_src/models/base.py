@@ -135,7 +135,7 @@ def abstract_model(
 
 
 def graph_of(config: ModelConfig, precision: Precision) -> tuple[Graph, tuple[jax.ShapeDtypeStruct, ...]]:
-    """`abstract_model` for a precision that is known."""
+    """Return the same as `abstract_model`, for a precision that is known."""
     _, state = _split(config, precision)
     keyed, _ = jax.tree_util.tree_flatten_with_path(state)
     paths = tuple(".".join(str(key.key) for key in path[:-1]) for path, _ in keyed)
