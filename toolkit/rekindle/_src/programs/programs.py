@@ -235,7 +235,7 @@ class Programs:
             return key in self._ready or self._load(key)
 
     def memory(self) -> Any:
-        """Return new pages and state, without the kernel that makes zeros without writing them where XLA rejects it."""
+        """Return new pages and state. If XLA rejects the kernel that makes zeros without writing them, go without."""
         try:
             return jax.block_until_ready(self.get(MEMORY)())
         except jax.errors.JaxRuntimeError as error:
