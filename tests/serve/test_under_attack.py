@@ -1,4 +1,4 @@
-"""What one stranger sends to a busy server, or fleet, ends at most itself: streams beside it end with their texts."""
+"""A hostile request to a busy server or fleet ends at most itself: other streams finish with their own texts."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ async def test_a_full_context_says_how_to_make_room_and_then_goes_on(session: Se
     with pytest.raises(PromptTooLong):
         await chat.continue_answer()
     assert chat.forget() == 1
-    assert "chat.forget()" not in repr(chat), "there is no older turn any more"
+    assert "chat.forget()" not in repr(chat), "no older turn is left to forget"
     assert (await chat.continue_answer(max_tokens=4)).text
 
 

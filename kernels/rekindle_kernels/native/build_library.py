@@ -128,8 +128,10 @@ def build(
 
 
 def tuned(level: cpu.Level) -> dict[str, Any] | None:
-    """What `tuning` chose for this processor, and why; None where it can't. A process of its own measures, as one that
-    forks should have had no threads, and sets no other kernels' choice."""
+    """Return the choice of `tuning` for this processor and its measurements; None if it could not measure.
+
+    A separate process measures, because this one will fork, before which it should have no threads.
+    """
     try:
         code = f"from rekindle_kernels.native import cpu, tuning; tuning.main(cpu.level_called({level.name!r}))"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)

@@ -130,7 +130,7 @@ def _probe(kind: str) -> Any:
 
 
 class _Part:
-    """What one processor multiplies."""
+    """The weights that one core multiplies in a measurement, and its buffers."""
 
     def __init__(self, bits: int, nbytes: int) -> None:
         outputs = nbytes * 8 // bits // WIDTH // LANES * LANES

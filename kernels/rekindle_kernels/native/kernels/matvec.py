@@ -94,7 +94,7 @@ def set_rows(frame: Any, job: Any) -> None:
 
 
 class RowFunctions(NamedTuple):
-    """What products of any number of rows are made of."""
+    """The functions that products of one row and of several rows share."""
 
     ask_for: Any  # (address, weights)
     remainder: Any  # (weight, x, K, start) -> sum

@@ -176,7 +176,7 @@ def address_of(name: str) -> Any:
 
 
 def prefetch_at(builder: Any, address: Any, cache: int | None = None) -> None:
-    """The instructions of `prefetch`, into that level of cache, by default the one for memory that is no weight.
+    """Emit the instructions of `prefetch` into a level of cache; None is the level for memory other than weights.
 
     In the first level, lines wait for one of its few places for misses, and so do the reads behind them, unless as much
     is computed between them as for 4 bits. One core of a busy Zen 4, GB/s, medians of turns, without prefetching, 8 KiB

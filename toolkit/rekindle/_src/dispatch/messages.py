@@ -55,9 +55,8 @@ class Engine(NamedTuple):
     prepare_restart: Callable[[bool], bool] | None = None
     # Has its argument called, from any thread, when a process that shares the model is gone, which ends the session.
     watch: Callable[[Callable[[BaseException], object]], None] | None = None
-    release: Callable[[], None] | None = (
-        None  # on the device thread, last of all: frees resources that the runner does not own
-    )
+    # On the device thread, last of all: frees resources that the runner does not own.
+    release: Callable[[], None] | None = None
 
 
 class Submission(NamedTuple):
