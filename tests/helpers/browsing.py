@@ -11,7 +11,7 @@ import sys
 import time
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,29 +34,38 @@ def served(folder: Path, cells: Sequence[str], *, application: str = "jupyterlab
     settings = folder / "settings" / "@jupyterlab" / "apputils-extension"
     settings.mkdir(parents=True)
     (settings / "themes.jupyterlab-settings").write_text(json.dumps({"theme": theme} if theme else {}))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     environment = os.environ | {
         "PYTHONPATH": os.environ.get("PYTHONPATH") or f"{ROOT / 'toolkit'}{os.pathsep}{ROOT / 'kernels'}",
         "JUPYTER_CONFIG_DIR": str(folder / "config"),
         "JUPYTERLAB_SETTINGS_DIR": str(folder / "settings"),
         "JUPYTERLAB_WORKSPACES_DIR": str(folder / "workspaces"),
     }
-    command = [sys.executable, "-m", application, "--no-browser", "--allow-root", f"--port={port}", "--ip=127.0.0.1"]
+    command = [sys.executable, "-m", application, "--no-browser", "--allow-root", "--ip=127.0.0.1"]
     command += ["--IdentityProvider.token=", "--ServerApp.password=", f"--ServerApp.root_dir={folder}"]
+    with running(command, folder, environment, health="/api") as address:
+        yield f"{address}/{APPLICATIONS[application]}/{NAME}?reset"
+
+
+@contextmanager
+def running(command: Sequence[str], folder: Path, environment: Mapping[str, str], *, health: str) -> Iterator[str]:
+    """Run a server's command in `folder`, on a free port; gives its address once it answers at the path `health`."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
     with (folder / "server.log").open("w") as log:
-        server = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        server = subprocess.Popen(
+            [*command, f"--port={port}"], cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT
+        )
     address = f"http://127.0.0.1:{port}"
     try:
         for _ in range(240):
             try:
-                urllib.request.urlopen(f"{address}/api", timeout=2).close()
+                urllib.request.urlopen(f"{address}{health}", timeout=2).close()
                 break
             except OSError:
                 assert server.poll() is None, (folder / "server.log").read_text()
                 time.sleep(0.5)
-        yield f"{address}/{APPLICATIONS[application]}/{NAME}?reset"
+        yield address
     finally:
         server.terminate()
         try:

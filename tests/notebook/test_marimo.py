@@ -5,11 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
-import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from helpers.browsing import blank_page
+from helpers.browsing import blank_page, running
 
 pytest.importorskip("marimo")
 
@@ -136,34 +133,11 @@ def _(os, pathlib, session):
 def edited(folder: Path) -> Iterator[str]:
     """The address of a marimo that edits the notebook."""
     (folder / "views.py").write_text(EDITED)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     path = os.pathsep.join(str(ROOT / name) for name in ("toolkit", "kernels"))
     environment = os.environ | {"PYTHONPATH": path, "REKINDLE_CACHE": str(folder / "cache"), "HOME": str(folder)}
-    command = ["edit", "views.py", "--headless", "--no-token", "--skip-update-check", "--host=127.0.0.1"]
-    with (folder / "marimo.log").open("w") as log:
-        server = subprocess.Popen(
-            [sys.executable, "-m", "marimo", *command, f"--port={port}"],
-            cwd=folder, env=environment, stdout=log, stderr=log,
-        )  # fmt: skip
-    address = f"http://127.0.0.1:{port}"
-    try:
-        for _ in range(240):
-            try:
-                urllib.request.urlopen(f"{address}/health", timeout=2).close()
-                break
-            except OSError:
-                assert server.poll() is None, (folder / "marimo.log").read_text()
-                time.sleep(0.5)
+    command = [sys.executable, "-m", "marimo", "edit", "views.py", "--headless", "--no-token", "--skip-update-check"]
+    with running([*command, "--host=127.0.0.1"], folder, environment, health="/health") as address:
         yield address
-    finally:
-        server.terminate()
-        try:
-            server.wait(60)
-        except subprocess.TimeoutExpired:
-            server.kill()
-            server.wait()
 
 
 def run_everything(page: Any) -> Any:
