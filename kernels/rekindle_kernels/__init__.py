@@ -6,8 +6,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rekindle_kernels.activations import activate, gated
     from rekindle_kernels.native.mask_gate import MaskGate
+    from rekindle_kernels.ops.adapters import AdaptedTokens, AdapterCall, add_adapters
     from rekindle_kernels.ops.attention import (
         AttentionCall,
         AttentionInputs,
@@ -15,12 +15,21 @@ if TYPE_CHECKING:
         implementation_names,
         paged_attention,
     )
-    from rekindle_kernels.ops.gated_masks import gated_masks, has_mask_gates
-    from rekindle_kernels.ops.grouped import GroupedCall, grouped_linear
     from rekindle_kernels.ops.implementations import OPERATIONS
-    from rekindle_kernels.ops.linear import LinearCall, LinearOptions, linear
+    from rekindle_kernels.ops.linear import (
+        GateCall,
+        GroupedCall,
+        LinearCall,
+        LinearOptions,
+        NormCall,
+        activate,
+        gate_rows,
+        gated,
+        grouped_linear,
+        linear,
+        rms_norm,
+    )
     from rekindle_kernels.ops.memory import abstract_pages, fill_pages, give_up_zeros, init_pages, zeros
-    from rekindle_kernels.ops.norm import NormCall, rms_norm
     from rekindle_kernels.ops.programs import (
         BackgroundBuild,
         Traits,
@@ -36,6 +45,7 @@ if TYPE_CHECKING:
         traits,
         unavailable_reason,
     )
+    from rekindle_kernels.ops.recurrence import EDGE, RaggedBatch, causal_convolution, gated_delta, selective_scan
     from rekindle_kernels.ops.registry import Implementation, Registry, current_platform
     from rekindle_kernels.ops.rope import RopeCall, rope
     from rekindle_kernels.ops.sampling import (
@@ -45,7 +55,9 @@ if TYPE_CHECKING:
         Wanted,
         draw,
         draws_in_one_call,
+        gated_masks,
         greedy,
+        has_mask_gates,
         top_k,
     )
     from rekindle_kernels.ops.write_kv import WriteCall, write_kv
@@ -53,8 +65,8 @@ if TYPE_CHECKING:
     from rekindle_kernels.xla.linear import exact_precision, narrow_dtype, quantize_rows
 
 _HOMES = {  # modules and their public names; loaded at first use, since they import JAX
-    "activations": ("activate", "gated"),
     "ops.implementations": ("OPERATIONS",),
+    "ops.adapters": ("AdaptedTokens", "AdapterCall", "add_adapters"),
     "ops.attention": (
         "AttentionCall",
         "AttentionInputs",
@@ -63,11 +75,20 @@ _HOMES = {  # modules and their public names; loaded at first use, since they im
         "paged_attention",
     ),
     "native.mask_gate": ("MaskGate",),
-    "ops.gated_masks": ("gated_masks", "has_mask_gates"),
-    "ops.grouped": ("GroupedCall", "grouped_linear"),
-    "ops.linear": ("LinearCall", "LinearOptions", "linear"),
+    "ops.linear": (
+        "GateCall",
+        "GroupedCall",
+        "LinearCall",
+        "LinearOptions",
+        "NormCall",
+        "activate",
+        "gate_rows",
+        "gated",
+        "grouped_linear",
+        "linear",
+        "rms_norm",
+    ),
     "ops.memory": ("abstract_pages", "fill_pages", "give_up_zeros", "init_pages", "zeros"),
-    "ops.norm": ("NormCall", "rms_norm"),
     "ops.programs": (
         "BackgroundBuild",
         "Traits",
@@ -83,9 +104,21 @@ _HOMES = {  # modules and their public names; loaded at first use, since they im
         "traits",
         "unavailable_reason",
     ),
+    "ops.recurrence": ("EDGE", "RaggedBatch", "causal_convolution", "gated_delta", "selective_scan"),
     "ops.registry": ("Implementation", "Registry", "current_platform"),
     "ops.rope": ("RopeCall", "rope"),
-    "ops.sampling": ("SMALL_TOP_K", "Choice", "SamplingCall", "Wanted", "draw", "draws_in_one_call", "greedy", "top_k"),
+    "ops.sampling": (
+        "SMALL_TOP_K",
+        "Choice",
+        "SamplingCall",
+        "Wanted",
+        "draw",
+        "draws_in_one_call",
+        "gated_masks",
+        "greedy",
+        "has_mask_gates",
+        "top_k",
+    ),
     "ops.write_kv": ("WriteCall", "write_kv"),
     "pages": ("LayerKV", "gather_pages", "scatter_pages", "storage_dtype"),
     "xla.linear": ("exact_precision", "narrow_dtype", "quantize_rows"),
@@ -93,11 +126,15 @@ _HOMES = {  # modules and their public names; loaded at first use, since they im
 _MODULES = {name: f"rekindle_kernels.{module}" for module, names in _HOMES.items() for name in names}
 
 __all__ = [  # noqa: RUF022  in the order of `sorted`, as every package's
+    "AdaptedTokens",
+    "AdapterCall",
     "AttentionCall",
     "AttentionInputs",
     "AttentionOptions",
     "BackgroundBuild",
     "Choice",
+    "EDGE",
+    "GateCall",
     "GroupedCall",
     "Implementation",
     "LayerKV",
@@ -106,6 +143,7 @@ __all__ = [  # noqa: RUF022  in the order of `sorted`, as every package's
     "MaskGate",
     "NormCall",
     "OPERATIONS",
+    "RaggedBatch",
     "Registry",
     "RopeCall",
     "SMALL_TOP_K",
@@ -115,7 +153,9 @@ __all__ = [  # noqa: RUF022  in the order of `sorted`, as every package's
     "WriteCall",
     "abstract_pages",
     "activate",
+    "add_adapters",
     "build_kernels",
+    "causal_convolution",
     "configure",
     "current_platform",
     "draw",
@@ -125,7 +165,9 @@ __all__ = [  # noqa: RUF022  in the order of `sorted`, as every package's
     "exact_precision",
     "fill_pages",
     "fuse",
+    "gate_rows",
     "gated",
+    "gated_delta",
     "gated_masks",
     "gather_pages",
     "give_up_zeros",
@@ -145,6 +187,7 @@ __all__ = [  # noqa: RUF022  in the order of `sorted`, as every package's
     "rms_norm",
     "rope",
     "scatter_pages",
+    "selective_scan",
     "storage_dtype",
     "top_k",
     "traits",

@@ -46,10 +46,11 @@ Scales and minimums are then those of the format to the last bit, their products
 and a value is rounded once, where the minimum is added: as the format's own arithmetic in float32 rounds it.
 
 Six bits with groups of 32 hold Q5_0 with float16 scales, Q5_1 with float16 minimums too, Q5_K with int8 scales and
-minimums. Q6_K has groups of 16 and int8 scales: 6.6 bits per weight, as the file has.
+minimums. Q6_K has groups of 16 and int8 scales: 6.6 bits per weight, as the file has. 4-bit floats (MXFP4, NVFP4) are
+halves of integers from -12 to 12, and have float32 scales.
 
 Eight bits with groups of 32 hold Q8_0 and IQ4_NL, whose table has integers, with float16 scales; IQ4_XS with int8
-scales. 4-bit floats (MXFP4, NVFP4) are halves of integers and have float32 scales.
+scales.
 """
 
 from __future__ import annotations

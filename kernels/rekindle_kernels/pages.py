@@ -22,14 +22,15 @@ _HELD = {"uint16": "bfloat16", "uint8": "float8_e4m3fn"}  # the dtypes whose bit
 class LayerKV(NamedTuple):
     """One layer's keys and values; a pytree whose leaves the step donates.
 
-    `pages[p, 0]` holds keys and `pages[p, 1]` values, head-major. They share an array because then one scatter writes
-    both (2 rows, 30 layers, XLA:CPU: 0.31 ms instead of 0.43) and a step donates half as many leaves. A uint16 leaf
-    holds the bits of bfloat16, a uint8 leaf those of float8_e4m3fn: XLA:CPU has no scatter or dynamic update of them
-    and would widen the WHOLE array to float32 and back for every write (6 MB of pages: 3.8 ms a layer instead of 0.02).
+    `pages[p, 0]` holds keys and `pages[p, 1]` values, head-major; latent pages hold keys alone. They share an array
+    because then one scatter writes both (2 rows, 30 layers, XLA:CPU: 0.31 ms instead of 0.43) and a step donates half
+    as many leaves. A uint16 leaf holds the bits of bfloat16, a uint8 leaf those of float8_e4m3fn: XLA:CPU has no
+    scatter or dynamic update of them and would widen the WHOLE array to float32 and back for every write (6 MB of
+    pages: 3.8 ms a layer instead of 0.02).
     """
 
-    pages: jax.Array  # [P, 2, K, S, D]
-    scales: jax.Array | None = None  # float32 [P, 2, K, S]: one factor per token and head of int8 or fp8 pages
+    pages: jax.Array  # [P, 2, K, S, D], or [P, 1, K, S, D]
+    scales: jax.Array | None = None  # float32 [P, 2 or 1, K, S]: one factor per token and head of int8 or fp8 pages
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -39,6 +40,11 @@ class LayerKV(NamedTuple):
     @property
     def num_pages(self) -> int:
         return self.pages.shape[0]
+
+    @property
+    def latent(self) -> bool:
+        """True if values are a part of the keys."""
+        return self.pages.shape[1] == 1
 
     @property
     def kv_heads(self) -> int:
@@ -115,9 +121,14 @@ def widened(vectors: jax.Array, kv: LayerKV) -> jax.Array:
     return jnp.pad(vectors, [(0, 0)] * (vectors.ndim - 1) + [(0, missing)]) if missing else vectors
 
 
-def write_kv(kv: LayerKV, k: jax.Array, v: jax.Array, page_ids: jax.Array, offsets: jax.Array) -> LayerKV:
+def _stacked(k: jax.Array, v: jax.Array | None) -> jax.Array:
+    """Return keys, and values where they are stored, as [T, 2 or 1, K, D]."""
+    return k[:, None] if v is None else jnp.stack([k, v], axis=1)
+
+
+def write_kv(kv: LayerKV, k: jax.Array, v: jax.Array | None, page_ids: jax.Array, offsets: jax.Array) -> LayerKV:
     """Implement `ops.write_kv.write_kv` as one XLA scatter (and one for the scales)."""
-    values = jnp.stack([k, v], axis=1)  # [T, 2, K, D]
+    values = _stacked(k, v)
     scales = kv.scales
     if scales is not None:
         values, factors = quantize(values, kv.dtype)
@@ -127,21 +138,21 @@ def write_kv(kv: LayerKV, k: jax.Array, v: jax.Array, page_ids: jax.Array, offse
     return LayerKV(pages, scales)
 
 
-def write_kv_rows(kv: LayerKV, k: jax.Array, v: jax.Array, page_ids: jax.Array, offsets: jax.Array) -> LayerKV:
+def write_kv_rows(kv: LayerKV, k: jax.Array, v: jax.Array | None, page_ids: jax.Array, offsets: jax.Array) -> LayerKV:
     """Write as `write_kv`, by a scatter of rows [D] into pages seen as one matrix, which on TPUs is the same memory.
 
     XLA:TPU takes an order of dimensions that suits the scatter, and copies all pages to and from it where a layer has a
     single kv head. A matrix has one order only.
     """
-    tokens, kv_heads, size, head_dim = k.shape[0], kv.kv_heads, kv.page_size, kv.head_dim
-    values = jnp.stack([k, v], axis=1)
+    tokens, vectors, size, head_dim = k.shape[0], kv.pages.shape[1] * kv.kv_heads, kv.page_size, kv.head_dim
+    values = _stacked(k, v)
     scales = kv.scales
     if scales is not None:
         values, factors = quantize(values, kv.dtype)
         scales = scales.at[page_ids, :, :, offsets].set(factors, mode="promise_in_bounds")
-    first = page_ids[:, None] * (2 * kv_heads) + jnp.arange(2 * kv_heads, dtype=jnp.int32)
+    first = page_ids[:, None] * vectors + jnp.arange(vectors, dtype=jnp.int32)
     rows = (first * size + offsets[:, None]).reshape(-1)
-    stored = as_stored(values, kv).reshape(tokens * 2 * kv_heads, head_dim)
+    stored = as_stored(values, kv).reshape(tokens * vectors, head_dim)
     flat = kv.pages.reshape(-1, head_dim).at[rows].set(stored, mode="promise_in_bounds")
     return LayerKV(flat.reshape(kv.pages.shape), scales)
 

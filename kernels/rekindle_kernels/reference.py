@@ -12,12 +12,15 @@ from rekindle_kernels.pages import LayerKV, as_values
 
 
 def sequence_keys_values(kv: LayerKV, pages: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return keys and values of the sequence that owns `pages` ([W]), each float32 [W·S, K, D]."""
-    numbers = as_values(kv.pages[pages], kv).astype(jnp.float32)  # [W, 2, K, S, D]
+    """Return keys and values of the sequence that owns `pages` ([W]), each float32 [W·S, K, D].
+
+    Latent pages are both.
+    """
+    numbers = as_values(kv.pages[pages], kv).astype(jnp.float32)  # [W, 2 or 1, K, S, D]
     if kv.scales is not None:
         numbers = numbers * kv.scales[pages][..., None]
-    flat = numbers.transpose(1, 0, 3, 2, 4).reshape(2, -1, kv.kv_heads, kv.head_dim)
-    return flat[0], flat[1]
+    flat = numbers.transpose(1, 0, 3, 2, 4).reshape(numbers.shape[1], -1, kv.kv_heads, kv.head_dim)
+    return flat[0], flat[-1]
 
 
 def attend(
@@ -38,9 +41,12 @@ def attend(
     logits = jnp.einsum("thd,lhd->htl", q.astype(jnp.float32), keys, precision="highest") * options.scale
     if options.soft_cap is not None:
         logits = options.soft_cap * jnp.tanh(logits / options.soft_cap)
-    visible = (at[None, :] <= positions[:, None]) & (at[None, :] < kv_len)
+    visible = jnp.broadcast_to(at[None, :] < kv_len, (len(positions), len(at)))
+    if options.causal:
+        visible &= at[None, :] <= positions[:, None]
     if options.sliding_window is not None:
         visible &= at[None, :] > positions[:, None] - options.sliding_window
+        visible &= at[None, :] < positions[:, None] + options.sliding_window
     logits = jnp.where(visible[None], logits, -jnp.inf)
     if sinks is not None:
         sink = jnp.broadcast_to(sinks.astype(jnp.float32)[:, None, None], (*logits.shape[:2], 1))

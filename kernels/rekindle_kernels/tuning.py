@@ -1,6 +1,6 @@
 """Block sizes: frozen configurations, a table of measured ones per device, and the rule that serves everything else.
 
-`python -m rekindle_kernels.bench.tune` measures on the device at hand and prints lines for the tables below.
+`python -m kernel_workshop.tune` measures on the device at hand and prints lines for the tables below.
 """
 
 from __future__ import annotations

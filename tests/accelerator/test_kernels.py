@@ -35,6 +35,15 @@ ATTENTION = {
 SHARED = 113 << 10  # two programs fit a multiprocessor of an H100, which has 227 KiB for them
 
 
+def need(platform: str) -> None:
+    if compilers.folder(platform) is None:
+        pytest.skip(f"there is no compiler for {platform}: {compilers.FETCH}")
+
+
+def words(kernel: Kernel) -> str:
+    return f"{kernel.registers} registers {kernel.spilled} spilled {kernel.shared >> 10} KiB"
+
+
 @dataclass(frozen=True)
 class Case:
     """Four decode rows of long contexts and two prefill chunks."""
@@ -96,8 +105,7 @@ def test_attention_compiles(case: Case, platform: str, row: Row) -> None:
         inputs = case.inputs()
         made, pages = compilers.compiled(run.lower(inputs), platform), inputs.kv.pages
     found = [made.kernels[name] for name in ("paged_decode", "paged_decode_merge", "paged_prefill") if made.kernels]
-    said = (f"{one.registers} registers {one.spilled} spilled {one.shared >> 10} KiB" for one in found)
-    row(platform, case.name, *said)
+    row(platform, case.name, *map(words, found))
     assert not made.moves(pages.size), "pages are copied"
     for kernel in found:
         assert kernel.spilled <= (SPILLS if case.q == "float32" else 0)
@@ -128,8 +136,7 @@ def test_writes_are_in_place(kv: str, kv_heads: int, head_dim: int, platform: st
 @pytest.mark.parametrize(("rows", "prefills", "width"), [(256, 0, 2048), (256, 64, 8192), (1000, 0, 100)])
 def test_large_page_tables_fit_the_scalar_memory_of_a_tpu(rows: int, prefills: int, width: int) -> None:
     """The contexts are 32k and 128k tokens."""
-    if compilers.folder("tpu") is None:
-        pytest.skip(f"there is no compiler for tpu: {compilers.FETCH}")
+    need("tpu")
     of = jax.ShapeDtypeStruct
     tokens = rows + 512 * bool(prefills)
     run = jax.jit(partial(ATTENTION["tpu"], options=AttentionOptions(decode_rows=rows, scale=0.1)))
@@ -147,8 +154,7 @@ PRODUCTS = ("bfloat16", "bfloat16"), ("bfloat16", "int8"), ("int8", "int8"), ("f
 @pytest.mark.parametrize(("x", "weight"), PRODUCTS)
 @pytest.mark.parametrize("rows", [512, 16384])  # of 128 experts, 8 to a token
 def test_products_of_experts_compile(x: str, weight: str, rows: int, row: Row) -> None:
-    if compilers.folder("gpu") is None:
-        pytest.skip(f"there is no compiler for gpu: {compilers.FETCH}")
+    need("gpu")
     of, experts, inputs, outputs = jax.ShapeDtypeStruct, 128, 2048, 1536
     run = jax.jit(partial(grouped_linear, dtype=jnp.int32 if x == "int8" else jnp.float32))
     with compilers.target("gpu"), deprecated.known():
@@ -156,7 +162,7 @@ def test_products_of_experts_compile(x: str, weight: str, rows: int, row: Row) -
         made = compilers.compiled(run.lower(*(of(shape, jnp.dtype(name)) for shape, name in shapes)), "gpu")
     kernel = made.kernels["grouped_linear"]
     temp = made.memory.temp_size_in_bytes
-    said = f"{kernel.registers} registers {kernel.spilled} spilled {kernel.shared >> 10} KiB"
+    said = words(kernel)
     row("gpu", f"grouped_linear-{x}-{weight}-{rows}", said, f"temp {temp >> 10} KiB")
     assert kernel.spilled == 0
     assert kernel.shared <= SHARED
@@ -181,8 +187,7 @@ def test_products_in_groups_compile(
     rows: int, bits: int, group: int, kind: str, minimums: bool, dtype: str, row: Row
 ) -> None:
     """A matrix of 28,672 x 4,096, of which XLA makes a copy of 224 MiB in 16 bits."""
-    if compilers.folder("gpu") is None:
-        pytest.skip(f"there is no compiler for gpu: {compilers.FETCH}")
+    need("gpu")
     of, shape = jax.ShapeDtypeStruct, (28672, 4096)
     weight = of(int4.weight_shape(shape, bits), jnp.dtype(int4.DTYPES[bits]))
     scale = of(int4.scale_shape(shape, group, kind), jnp.dtype(kind))
@@ -194,11 +199,7 @@ def test_products_in_groups_compile(
     temp = made.memory.temp_size_in_bytes
     assert "int4_linear" in {thunk.name for thunk in made.thunks}
     kernel = made.kernels.get("int4_linear", Kernel("int4_linear", 0, 0, 0, wgmma=True))  # jax 0.12 writes no PTX
-    said = (
-        "no PTX"
-        if not made.kernels
-        else f"{kernel.registers} registers {kernel.spilled} spilled {kernel.shared >> 10} KiB"
-    )
+    said = words(kernel) if made.kernels else "no PTX"
     row("gpu", f"int4_linear-{bits}-{group}-{kind}-{dtype}-{rows}", said, f"temp {temp >> 10} KiB")
     assert kernel.spilled == 0
     assert kernel.shared <= SHARED
@@ -210,8 +211,7 @@ def test_products_in_groups_compile(
 
 @pytest.mark.parametrize("rows", [512, 16384])  # of 128 experts, 8 to a token
 def test_products_of_experts_in_groups_compile(rows: int, row: Row) -> None:
-    if compilers.folder("gpu") is None:
-        pytest.skip(f"there is no compiler for gpu: {compilers.FETCH}")
+    need("gpu")
     of, shape = jax.ShapeDtypeStruct, (128, 1536, 2048)
     weight, scale = of(int4.weight_shape(shape), jnp.uint8), of(int4.scale_shape(shape, 32), jnp.float16)
     with compilers.target("gpu"), deprecated.known():
@@ -220,11 +220,7 @@ def test_products_of_experts_in_groups_compile(rows: int, row: Row) -> None:
     temp = made.memory.temp_size_in_bytes
     assert "int4_grouped" in {thunk.name for thunk in made.thunks}
     kernel = made.kernels.get("int4_grouped", Kernel("int4_grouped", 0, 0, 0, wgmma=True))  # jax 0.12 writes no PTX
-    said = (
-        "no PTX"
-        if not made.kernels
-        else f"{kernel.registers} registers {kernel.spilled} spilled {kernel.shared >> 10} KiB"
-    )
+    said = words(kernel) if made.kernels else "no PTX"
     row("gpu", f"int4_grouped-{rows}", said, f"temp {temp >> 10} KiB")
     assert kernel.spilled == 0
     assert kernel.shared <= SHARED

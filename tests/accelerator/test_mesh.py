@@ -19,8 +19,7 @@ from rekindle._src.models.base import abstract_model
 from rekindle._src.models.placement import placement_of
 from rekindle._src.models.registry import config_from_hf
 from rekindle._src.programs.buckets import Bucket
-from rekindle._src.programs.device_graphs import compiler_options
-from rekindle._src.programs.programs import Programs
+from rekindle._src.programs.programs import Programs, compiler_options
 from rekindle_kernels import deprecated
 
 pytestmark = pytest.mark.accelerator
@@ -70,7 +69,6 @@ def programs(devices: list[jax.Device], case: Case) -> Programs:
     graph, leaves = abstract_model(config, "bfloat16", None)
     mesh = jax.sharding.Mesh(np.array(devices).reshape(*case.axes.values()), tuple(case.axes))
     placement = placement_of(mesh, graph)
-    assert placement is not None
     page = 2 * config.num_kv_heads * 16 * config.head_dim * 2 // case.group
     engine = EngineConfig(
         max_requests=64, max_model_len=8192, page_size=16, device_pages=2**30 // page, kv_dtype="bfloat16",

@@ -21,9 +21,8 @@ from rekindle._src.models.base import abstract_model
 from rekindle._src.models.registry import config_from_hf
 from rekindle._src.programs import pinned_pages
 from rekindle._src.programs.buckets import Bucket
-from rekindle._src.programs.device_graphs import compiler_options
 from rekindle._src.programs.helpers import Helper
-from rekindle._src.programs.programs import Programs
+from rekindle._src.programs.programs import Programs, compiler_options
 from rekindle_kernels import deprecated
 
 pytestmark = pytest.mark.accelerator
@@ -108,7 +107,7 @@ def test_pages_and_tables_move_in_few_kernels(
         key = Helper(name, pages)
         made = compilers.compiled(own.build(key), platform, compiler_options())
     kv = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(own.kv))
-    moving, memory = kv // own.kv[0].num_pages * pages, made.memory
+    moving, memory = kv // own.kv[0].pages.num_pages * pages, made.memory
     kernels = sum(thunk.kind not in ("kCommandBuffer", "kConditional", "kWhile") for thunk in made.thunks)
     row(
         platform, f"8b {key.name}", f"temp {memory.temp_size_in_bytes / MIB:.1f} MiB",

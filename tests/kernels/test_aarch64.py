@@ -30,10 +30,9 @@ LEVELS = [level for level in cpu.LEVELS if level.machine == "aarch64"]
 ALL = [name for name in build_library.all_kernels([64]) if name != GATE.variant().name]
 ALL += [name for name in build_library.all_kernels([16, 80, 128]) if "_float32_" in name]
 ALL += ["prefill_float32_32"]
-NOT_OF_LIBRARIES = " and ".join(
-    f"not {name}" for name in ("pallas", "xla", "object_code", "cannot_be_written", "not_installed", "head_dim_256")
-)
-ALL_TESTS = ["native", "int4", "ops", "deterministic", "chain", "masked_draws"]
+_ABSENT = ["pallas", "xla", "object_code", "cannot_be_written", "not_installed", "head_dim_256", "heads_of_512"]
+NOT_OF_LIBRARIES = " and ".join(f"not {name}" for name in _ABSENT)
+ALL_TESTS = ["native", "int4", "ops", "deterministic", "chain", "masked_draws", "adapters"]
 ALL_CASES = ["paged_attention"]  # whose slow ones need kernels that no others do
 FEW = ["norm", "argmax", "matvec_bfloat16", "matvec_int8", "int4_float16", "gemm_int8"]
 FEW_TESTS = (

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from rekindle_kernels.bench import paged_attention as bench
+from kernel_workshop import paged_attention as bench
 
 SIZES = {"rows": 2, "context": 64, "chunk": 16, "heads": 4, "kv-heads": 2, "head-dim": 64, "page-size": 16, "layers": 2}
 TOY = [*(f"--{name}={size}" for name, size in SIZES.items()), "--repeats=1"]

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import pytest
 
+from helpers.python import run_python
 from rekindle_kernels import AttentionInputs, AttentionOptions, init_pages, native
 from rekindle_kernels.native import attention, products
 from rekindle_kernels.native.kernel_table import MATVEC
@@ -92,6 +89,17 @@ for rows in (3, 40, 300):
         for far in FAR:
             product(floats(rows, 256), weight, scale, count=jnp.int32(far)).block_until_ready()
 """,
+    "adapters": """
+from rekindle_kernels.native.adapters import add_adapters
+call = jax.jit(partial(add_adapters, place=1, outputs=(32, 16)))
+y, x, down, up = floats(7, 48), floats(7, 64), floats(64, 64), floats(32, 48)
+for far in FAR:
+    for owners, order, slots in (
+        ([[far, 1]] * 2, [0, 1, 2, 3, 4, 5, 6], [far, 0, 1, 1, 1, 1, 1]),
+        ([[1, far]] * 2, [far, 1, 2, far, 4, 5, 6], [1] * 7),
+    ):
+        call(y, x, down, up, ints(owners), ints(order), ints(slots)).block_until_ready()
+""",
     "masks": """
 draw = jax.jit(native.draw, static_argnums=7)
 for width in (1, 33, 300, 5000):
@@ -124,11 +132,7 @@ if native.multiplies(40, weight):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", list(CASES))
 def test_nothing_outside_is_read_or_written(case: str) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "MALLOC_PERTURB_": "165"}
-    done = subprocess.run(
-        [sys.executable, "-c", COMMON + CASES[case]], env=environment, capture_output=True, text=True, timeout=500
-    )
-    assert done.returncode == 0, f"it ended with {done.returncode}: {done.stderr[-2000:]}"
+    run_python("-c", COMMON + CASES[case], MALLOC_PERTURB_="165")
 
 
 def attend(rows: int, heads: int) -> jax.Array:

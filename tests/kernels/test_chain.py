@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers.python import run_python
 from rekindle_kernels import AttentionInputs, AttentionOptions, init_pages, native
 from rekindle_kernels.native import attention, chain_plan, products, rope_kv
 from rekindle_kernels.native.chain_plan import Buffer
@@ -210,9 +209,8 @@ def test_it_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system can't bind processes to a core")
 def test_one_thread_is_enough() -> None:
     bound = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})"
-    code = f"{bound}; import test_chain; test_chain.test_a_run_becomes_one_call()"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path])}
-    subprocess.run([sys.executable, "-c", code], check=True, env=environment, timeout=120)
+    here = f"import sys; sys.path.insert(0, {os.path.dirname(__file__)!r})"
+    run_python("-c", f"{bound}; {here}; import test_chain; test_chain.test_a_run_becomes_one_call()")
 
 
 @needs_numba

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rekindle_kernels.pallas.gpu import work
+from rekindle_kernels.pallas.gpu import decode
 from rekindle_kernels.tuning import GpuDecode
 
 CONFIG = GpuDecode(block_k=16, num_warps=4, num_stages=3, least_blocks=2)
@@ -14,21 +17,22 @@ CONFIG = GpuDecode(block_k=16, num_warps=4, num_stages=3, least_blocks=2)
 
 def check(lengths: list[int], extra: int, window: int | None = None) -> np.ndarray:
     """The sizes of the items in blocks, after looking at all of them."""
-    table = work.work_table(jnp.array(lengths, jnp.int32), sliding_window=window, config=CONFIG, extra=extra)
+    work_table = jax.jit(partial(decode.work_table, sliding_window=window, config=CONFIG, extra=extra))
+    table = work_table(jnp.array(lengths, jnp.int32))
     items, starts = np.asarray(table.items), np.asarray(table.starts)
     assert items.shape == (4, len(lengths) + extra) and starts.shape == (len(lengths) + 1,)
     assert starts[0] == 0 and starts[-1] <= len(lengths) + extra, "more items than there are programs"
     for row, length in enumerate(lengths):
         mine = items[:, starts[row] : starts[row + 1]]
-        assert mine.shape[1] >= 1 and (mine[work.ROW] == row).all()
-        assert mine[work.LEADS].tolist() == [1] + [0] * (mine.shape[1] - 1)
+        assert mine.shape[1] >= 1 and (mine[decode.ROW] == row).all()
+        assert mine[decode.LEADS].tolist() == [1] + [0] * (mine.shape[1] - 1)
         first = 0 if window is None else max(length - window, 0) // CONFIG.block_k
-        blocks = [at for begin, end in mine[[work.BEGIN, work.END]].T for at in range(begin, end)]
+        blocks = [at for begin, end in mine[[decode.BEGIN, decode.END]].T for at in range(begin, end)]
         assert blocks == list(range(first, -(-length // CONFIG.block_k)))
     left = items[:, starts[-1] :]
-    assert (left[work.BEGIN] >= left[work.END]).all() and not left[work.LEADS].any(), "left over, but not idle"
-    assert (items[work.ROW] < len(lengths)).all()
-    return np.maximum(items[work.END] - items[work.BEGIN], 0)
+    assert (left[decode.BEGIN] >= left[decode.END]).all() and not left[decode.LEADS].any(), "left over, but not idle"
+    assert (items[decode.ROW] < len(lengths)).all()
+    return np.maximum(items[decode.END] - items[decode.BEGIN], 0)
 
 
 @pytest.mark.parametrize("window", [None, 100])

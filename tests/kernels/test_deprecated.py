@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 import warnings
 from pathlib import Path
 
 import pytest
 
+from helpers.python import run_python
 from rekindle_kernels import deprecated
 
 ROOT = Path(__file__).parent.parent.parent
@@ -68,12 +66,7 @@ for package in (rekindle, rekindle_kernels):
                 except rekindle.MissingExtra:
                     continue
 """
-    paths = os.pathsep.join([str(ROOT / "toolkit"), str(ROOT / "kernels")])
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300,
-        env={**os.environ, "PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    run_python("-c", code)
 
 
 def test_jax_own_kernel_is_found_where_it_is_measured() -> None:

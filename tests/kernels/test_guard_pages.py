@@ -17,7 +17,18 @@ import pytest
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-KERNEL_TESTS = ("native", "bounds", "int4", "int4_widened", "chain", "deterministic", "fill_pages", "levels", "top_k")
+KERNEL_TESTS = (
+    "adapters",
+    "native",
+    "bounds",
+    "int4",
+    "int4_widened",
+    "chain",
+    "deterministic",
+    "fill_pages",
+    "levels",
+    "top_k",
+)
 ONE_TOO_FAR = """
 import ctypes, jax.numpy as jnp
 array = jnp.arange(1024, dtype=jnp.int32).block_until_ready()

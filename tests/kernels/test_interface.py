@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import subprocess
 import sys
 from collections.abc import Callable
 
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 
 import rekindle_kernels
+from helpers.python import run_python
 from rekindle_kernels.native import build, python_handlers, xla_abi, zeros
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="there are no native kernels")
@@ -118,10 +118,7 @@ def test_zeros_need_no_kernel_where_xla_refuses_it(
 
 def test_a_refusal_leaves_the_backend_usable() -> None:
     """Registered before the backend starts, a kernel that is refused would keep it from starting."""
-    code = f"""
-import subprocess
-import sys
-sys.path[:0] = {[path for path in sys.path if path]!r}
+    code = """
 import ctypes, jax, rekindle_kernels
 from rekindle_kernels.native import python_handlers, zeros
 from rekindle_kernels.native.xla_abi import CALL_FRAME, EXTENSION, METADATA
@@ -135,5 +132,4 @@ def too_new(frame):
 zeros.address = lambda: ctypes.cast(too_new, ctypes.c_void_p).value
 print(jax.jit(lambda: rekindle_kernels.zeros(jax.ShapeDtypeStruct((2,), "float32"), platform="cpu"))())
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and done.stdout.split() == ["[0.", "0.]"], done.stderr
+    assert run_python("-c", code).split() == ["[0.", "0.]"]

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from helpers.python import run_python
 from helpers.small import MODEL, OPTIONS
 from rekindle import EngineConfig
-from rekindle._src.session.parts import stored_programs
+from rekindle._src.session.builder import stored_programs
 from rekindle._src.session.resolve import resolve
 from rekindle_kernels import kernels_origin
 from rekindle_kernels.native import build, build_library, cpu, library, object_loader
@@ -34,11 +32,9 @@ def fresh() -> Iterator[None]:
 def build_in_process(folder: Path, levels: tuple[cpu.Level, ...], kernels: list[str]) -> None:
     """A process that forks should have no threads, which this one has."""
     names = ["--levels", *(level.name for level in levels), "--kernels", *kernels, "--out", str(folder)]
-    command = [sys.executable, "-m", "rekindle_kernels.native.build_library", *names]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=550)
-    assert done.returncode == 0, done.stderr
-    assert "can't be compiled" not in done.stderr, done.stderr
+    run_python("-m", "rekindle_kernels.native.build_library", *names)
+    made = json.loads((folder / library.MANIFEST).read_text())["levels"]
+    assert made == {level.name: [name for name in kernels if build_library.fits(name, level)] for level in levels}
 
 
 def kernels_of_model() -> list[str]:
@@ -51,11 +47,9 @@ def kernels_of_model() -> list[str]:
 @pytest.mark.parametrize("level", LEVELS, ids=lambda level: level.name)
 def test_a_process_without_numba_gives_the_same_tokens(level: cpu.Level, tmp_path: Path) -> None:
     build_in_process(tmp_path / "library", (level,), kernels_of_model())
-    command = [sys.executable, str(SCRIPT), "lazy", str(tmp_path / "cache"), "--without-compiler"]
-    environment = {**os.environ, library.FOLDER: str(tmp_path / "library"), cpu.MASK: level.name}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    options = {library.FOLDER: str(tmp_path / "library"), cpu.MASK: level.name}
+    printed = run_python(str(SCRIPT), "lazy", str(tmp_path / "cache"), "--without-compiler", **options)
+    found = json.loads(printed.splitlines()[-1])
     assert found["at_first"] and all(found["at_first"].values()), "nothing had to be compiled first"
     assert (found["wrong"], found["refused"]) == (0, [])
     assert not (tmp_path / "cache" / "native").exists()
@@ -67,12 +61,8 @@ def test_an_installation_measures_how_to_prefetch_and_keeps_the_choice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same tokens as before, and what was chosen is in the library's manifest and words."""
-    command = [sys.executable, "-m", "rekindle_kernels.native.build_library", "--here", "--out", str(tmp_path)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [*command, "--kernels", "matvec_int8"], env=environment, capture_output=True, text=True, timeout=550
-    )
-    assert done.returncode == 0, done.stderr
+    command = "-m", "rekindle_kernels.native.build_library", "--here", "--out", str(tmp_path)
+    run_python(*command, "--kernels", "matvec_int8")
     said = json.loads((tmp_path / library.MANIFEST).read_text())["prefetch"]
     candidates = [one["prefetch"] for one in said["gb_per_s"]]
     assert said["chosen"].keys() == {*cpu.Prefetching._fields} and len(candidates) >= 4
@@ -215,7 +205,5 @@ def test_the_digest_covers_all_that_compiling_imports_and_no_jax_is_among_it() -
         "import sys; sys.modules['jax'] = None; import rekindle_kernels.native.compiling, json; "
         "print(json.dumps([m.__file__ for n, m in sys.modules.items() if n.startswith('rekindle_kernels.')]))"
     )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    imported = {Path(file) for file in json.loads(done.stdout)}
+    imported = {Path(file) for file in json.loads(run_python("-c", code))}
     assert imported - {Path(build.__file__).parent / "__init__.py"} == {*library.sources()}

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -15,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from helpers.python import run_python
 from rekindle_kernels import MaskGate, gated_masks, unavailable_reason
 from rekindle_kernels.native import mask_gate
 
@@ -72,11 +70,8 @@ print(jax.jit(gated_masks)(gate.address, jnp.zeros((2, 100))).any(), gate.missed
 gate.close()
 assert not gate.missed
 """
-    environment = {**os.environ, "JAX_CPU_ENABLE_ASYNC_DISPATCH": "0", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=300, check=True
-    )
-    assert done.stdout.split() == ["False", "True"], "no token may come"
+    printed = run_python("-c", program, JAX_CPU_ENABLE_ASYNC_DISPATCH="0")
+    assert printed.split() == ["False", "True"], "no token may come"
 
 
 def test_a_gate_that_is_forgotten_stays_while_a_program_may_wait_there() -> None:

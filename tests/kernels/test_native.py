@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 import threading
 from functools import partial
 from pathlib import Path
@@ -16,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from helpers.python import run_python
 from rekindle_kernels import init_pages, native, pages
 from rekindle_kernels.native import build, cpu, library, products, rope_kv
 from rekindle_kernels.native.kernel_table import GEMM
@@ -282,17 +280,8 @@ print("numba" in sys.modules or (without_llvm and "llvmlite" in sys.modules))
 
 def in_a_process(folder: Path) -> bool:
     """Whether a process that multiplies had to import a compiler."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), library.FOLDER: str(folder / "none")}
-    done = subprocess.run(
-        [sys.executable, "-c", PRODUCT, str(folder)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()[-1] == "True"
+    printed = run_python("-c", PRODUCT, str(folder), **{library.FOLDER: str(folder / "none")})
+    return printed.split()[-1] == "True"
 
 
 @pytest.mark.slow

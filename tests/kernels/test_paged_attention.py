@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers.kernel_cases import CASES, Case, Problem, build, in_wide_queries, tolerance
-from rekindle_kernels import native, paged_attention
+from helpers.kernel_cases import BIDIRECTIONAL, CASES, LATENT, MIXED, Case, Problem, build, in_wide_queries, tolerance
+from rekindle_kernels import LayerKV, native, paged_attention
 from rekindle_kernels.native.attention import LANES
 from rekindle_kernels.native.products import DTYPES
+from rekindle_kernels.reference import sequence_keys_values
 
 # One line per implementation that runs on any machine. Kernels that need the interpreter pass their own function with
 # `paged_attention`'s signature.
@@ -71,3 +72,51 @@ def test_implementation_matches_the_reference(name: str, case: Case) -> None:
     assert np.all(np.isfinite(got)), "NaN leaked from a page or position that no query may read"
     np.testing.assert_allclose(got, want, rtol=0, atol=tolerance(case))
     assert not got[~problem.used].any(), "padding must give zeros"
+
+
+@pytest.mark.parametrize("case", BIDIRECTIONAL, ids=lambda case: case.name)
+def test_queries_may_see_the_keys_behind_them(case: Case) -> None:
+    """The oracle is a plain softmax over all keys of a sequence that are within the window."""
+    problem, want = expected(case)
+    inputs, group = problem.inputs, case.heads // case.kv_heads
+    ends = np.asarray(inputs.cu_q_lens)
+    for row in range(len(case.prefill)):
+        q = np.asarray(inputs.q, np.float64)[ends[row] : ends[row + 1]] * problem.options.scale
+        keys, values = map(np.asarray, sequence_keys_values(inputs.kv, inputs.page_table[row]))
+        keys, values = (np.repeat(x[: len(q)].astype(np.float64), group, axis=1) for x in (keys, values))
+        scores = np.einsum("thd,lhd->htl", q, keys)
+        scores = scores if case.soft_cap is None else case.soft_cap * np.tanh(scores / case.soft_cap)
+        distance = abs(np.arange(len(q))[:, None] - np.arange(len(q)))
+        weights = np.exp(np.where(distance < (case.sliding_window or len(q)), scores, -np.inf))
+        plain = np.einsum("htl,lhd->thd", weights / weights.sum(axis=-1, keepdims=True), values)
+        np.testing.assert_allclose(want[ends[row] : ends[row + 1]], plain, rtol=0, atol=tolerance(case))
+    for name in (None, "xla"):
+        got = jax.jit(partial(paged_attention, options=problem.options, implementation=name))(inputs)
+        np.testing.assert_allclose(got, want, rtol=0, atol=tolerance(case))
+        assert not np.asarray(got)[~problem.used].any(), "padding must give zeros"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(native.unavailable_reason() is not None, reason="no native kernels")
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])
+def test_native_kernels_take_heads_of_512(kv_dtype: str) -> None:
+    case = Case("mixed_head_dim_512", **MIXED, heads=8, kv_heads=1, head_dim=512, kv_dtype=kv_dtype)
+    problem, want = expected(case)
+    got = jax.jit(partial(paged_attention, options=problem.options, implementation="native"))(problem.inputs)
+    np.testing.assert_allclose(got, want, rtol=0, atol=tolerance(case))
+
+
+@pytest.mark.parametrize("case", LATENT, ids=lambda case: case.name)
+def test_values_may_be_a_part_of_the_keys(case: Case) -> None:
+    """The oracle is the one for keys and values, with the first numbers of the keys stored again as values."""
+    problem = build(case)
+    pages, scales = problem.inputs.kv
+    twice = LayerKV(jnp.concatenate([pages, pages], axis=1), None if scales is None else jnp.tile(scales, (1, 2, 1, 1)))
+    options = replace(problem.options, value_size=None)
+    oracle = jax.jit(partial(paged_attention, options=options, implementation="reference"))
+    want = np.asarray(oracle(in_wide_queries(replace(problem.inputs, kv=twice))))[..., : case.value_size]
+    for name in (None, "xla", "reference"):
+        got = jax.jit(partial(paged_attention, options=problem.options, implementation=name))(problem.inputs)
+        assert got.shape == want.shape and np.all(np.isfinite(got))
+        np.testing.assert_allclose(got, want, rtol=0, atol=tolerance(case))
+        assert not np.asarray(got)[~problem.used].any(), "padding must give zeros"

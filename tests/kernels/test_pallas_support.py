@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kernel_workshop import gpu as bench_gpu
+from kernel_workshop import tune
 from rekindle_kernels import AttentionCall, AttentionInputs, AttentionOptions, init_pages, tuning, write_kv
-from rekindle_kernels.bench import gpu as bench_gpu
-from rekindle_kernels.bench import tune
 from rekindle_kernels.ops.attention import ATTENTION
 from rekindle_kernels.pallas import tiles
 from rekindle_kernels.pallas.gpu import attention as pallas_gpu
@@ -31,6 +32,7 @@ CALL = AttentionCall(
 def test_gpu_kernels_refuse_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pallas_gpu.supports(CALL) is None
     assert "512" in str(pallas_gpu.supports(replace(CALL, head_dim=512)))
+    assert "behind" in str(pallas_gpu.supports(replace(CALL, causal=False)))
     assert "int4" in str(pallas_gpu.supports(replace(CALL, kv_dtype=jnp.dtype("int4"))))
     assert "float64" in str(pallas_gpu.supports(replace(CALL, q_dtype=jnp.dtype("float64"))))
     monkeypatch.setattr(tuning, "compute_capability", lambda: 7.5)
@@ -69,6 +71,7 @@ def test_tpu_kernel_refuses_with_a_reason() -> None:
     assert pallas_tpu.supports(CALL) is None
     assert "int8" in str(pallas_tpu.supports(replace(CALL, kv_dtype=jnp.dtype("int8"))))
     assert "float16" in str(pallas_tpu.supports(replace(CALL, q_dtype=jnp.dtype("float16"))))
+    assert "behind" in str(pallas_tpu.supports(replace(CALL, causal=False)))
     assert "page size 4" in str(pallas_tpu.supports(replace(CALL, page_size=4)))
     assert pallas_tpu.supports(replace(CALL, sequences=256, table_width=8192)) is None, "it is read in parts"
     assert "40000 pages" in str(pallas_tpu.supports(replace(CALL, table_width=40000)))
@@ -81,6 +84,11 @@ def test_one_byte_pages_that_overflow_the_index_are_refused() -> None:
     inputs = AttentionInputs(of((1, 8, 96), jnp.bfloat16), kv, *integers)
     with pytest.raises(ValueError, match=r"3\.0 GiB"):
         jax.eval_shape(partial(pallas_gpu.attention, options=AttentionOptions(decode_rows=1, scale=1.0)), inputs)
+
+
+@cache
+def tile_table(group: int, block: int) -> Callable[[AttentionInputs], jax.Array]:
+    return jax.jit(partial(tiles.tile_table, decode_rows=2, rows_per_token=group, block=block))
 
 
 @settings(max_examples=60, deadline=None)
@@ -101,8 +109,7 @@ def test_every_row_is_in_exactly_one_tile(queries: list[int], real: int, tile: t
         cu_q_lens=jnp.asarray(np.cumsum([0, *queries])),
         num_prefills=jnp.asarray(real),
     )
-    build = jax.jit(partial(tiles.tile_table, decode_rows=2, rows_per_token=group, block=block))
-    table = np.asarray(build(inputs))
+    table = np.asarray(tile_table(group, block)(inputs))
     seen = np.zeros((tokens + 2) * group, int)
     for sequence, query, count, context, first in table.T:
         rows = np.arange(first, min(first + block, count * group))

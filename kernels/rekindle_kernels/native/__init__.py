@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rekindle_kernels.native.build import builds, called_by, ensure, give_up, unavailable_reason
     from rekindle_kernels.native.chain import chained, chains
-    from rekindle_kernels.native.gradients import differentiable
+    from rekindle_kernels.native.implementations import differentiable
     from rekindle_kernels.native.products import (
         GATED_UNIT,
         gates,
@@ -35,7 +35,7 @@ _HOMES = {  # modules and the names that they give; loaded at first use: kernels
         "chained",
         "chains",
     ),
-    "gradients": ("differentiable",),
+    "implementations": ("differentiable",),
     "products": (
         "GATED_UNIT",
         "gates",

@@ -64,7 +64,7 @@ def paged_attention(inputs: AttentionInputs, options: AttentionOptions) -> jax.A
 
 
 def has_amx() -> bool:
-    """Whether prompts over pages of bfloat16 may use AMX; Linux gives it to a process that asks."""
+    """True if prompts over pages of bfloat16 may use AMX; Linux gives it to a process that asks."""
     return has_feature("amx-bf16") and sys.platform == "linux"
 
 
@@ -73,6 +73,10 @@ def supports(wanted: AttentionCall) -> str | None:
         return f"it runs on a CPU, not on {wanted.platform}"
     if wanted.kv_dtype.name not in DTYPES:
         return f"pages of {wanted.kv_dtype.name} are none of {', '.join(DTYPES)}"
+    if not wanted.causal:
+        return "queries see the keys behind them"
+    if wanted.value_size is not None:
+        return "values are a part of the keys"
     if wanted.head_dim % LANES:
         return f"the head size {wanted.head_dim} is not a multiple of {LANES}"
     reason = unavailable_reason()
@@ -82,7 +86,7 @@ def supports(wanted: AttentionCall) -> str | None:
 
 
 def _parts(wanted: AttentionCall) -> list[Variant]:
-    """The kernels that a call needs."""
+    """Return the kernels that a call needs."""
     if wanted.deterministic:
         return [PREFILL.variant(wanted.kv_dtype.name, wanted.head_dim)]
     specs = [DECODE] * (wanted.decode_rows > 0) + [PREFILL] * (wanted.tokens > wanted.decode_rows)

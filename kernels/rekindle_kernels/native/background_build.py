@@ -34,7 +34,7 @@ _COSTLY = ("gemm", "prefill", "matvec", "decode", "sample", "rope", "chain")
 
 
 def missing(names: Iterable[str]) -> list[str]:
-    """Those kernels that would have to be compiled, the costliest first.
+    """Return those kernels that would have to be compiled, the costliest first.
 
     None if object files can't be kept here, or REKINDLE_BACKGROUND_BUILD=0 asks for a single process: kernels are then
     compiled when a program that calls them is traced.
@@ -84,7 +84,7 @@ class BackgroundBuild:
 
     @property
     def running(self) -> bool:
-        """Whether a process is still at work."""
+        """True if a process is still at work."""
         if self._elsewhere:
             self._begin()
         return self._elsewhere or any(process.poll() is None for process, _ in self._processes)
@@ -150,7 +150,8 @@ def _claimed() -> Iterator[Sequence[int] | None]:
 
 
 def _started(names: Sequence[str], claim: Sequence[int]) -> tuple[subprocess.Popen[str], Sequence[str]]:
-    """A process that compiles these kernels, one after the other, and has the descriptors of `claim` until then."""
+    """Return a process that compiles these kernels, one after the other, and has the descriptors of `claim` until
+    then."""
     folder = [] if build.cache_folder is None else [f"--cache={build.cache_folder}"]
     command = [sys.executable, "-c", _CODE.format(path=sys.path), *folder, *names]
     process = subprocess.Popen(

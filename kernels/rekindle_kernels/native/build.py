@@ -57,13 +57,13 @@ def unavailable_reason() -> str | None:
 
 
 def folder() -> Path:
-    """Where object files are kept."""
+    """Return where object files are kept."""
     user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return (cache_folder or user / "rekindle_kernels") / "native"
 
 
 def identity() -> dict[str, str]:
-    """Which machine code kernels have here, as far as the sources and the processor don't say it."""
+    """Return the facts that decide about machine code here, beside the sources and the processor."""
     found, masked = library.find(), cpu.mask()
     levels = "" if found is None else next(iter(found.levels))
     return {"mask": masked.name if masked else "", "level": levels, "library": found.digest if found else ""}
@@ -84,7 +84,7 @@ def ensure(name: str) -> str:
 
 
 def called_by(executable: bytes) -> list[str]:
-    """The kernels of this process that a serialised executable calls, by the names of their targets in it."""
+    """Return the kernels of this process that a serialised executable calls, by the names of their targets in it."""
     found = {name.decode() for name in re.findall(PREFIX.encode() + b"([a-z][a-z0-9_]*)", executable)}
     with _lock:
         exact = found & _ready
@@ -93,7 +93,7 @@ def called_by(executable: bytes) -> list[str]:
 
 
 def builds(name: str) -> bool:
-    """Whether kernel `name` is or can be registered. A failure is said once; XLA then does the work."""
+    """True if kernel `name` is or can be registered. A failure is said once; XLA then does the work."""
     if name in _failed:
         return False
     try:
@@ -105,13 +105,13 @@ def builds(name: str) -> bool:
 
 
 def is_there(name: str) -> bool:
-    """Whether nothing has to be compiled for kernel `name`: it is ready, stored, in a library, or refused."""
+    """True if nothing has to be compiled for kernel `name`: it is ready, stored, in a library, or refused."""
     known = name in PYTHON or name in _ready or name in _failed
     return known or library.address(name) is not None or _stored(name) is not None
 
 
 def can_compile() -> bool:
-    """Whether kernels can be compiled here, and are there for other processes then."""
+    """True if kernels can be compiled here, and are there for other processes then."""
     return importlib.util.find_spec("numba") is not None and _trusted()
 
 
@@ -146,12 +146,12 @@ def _say(name: str, error: Exception) -> None:
 
 
 def entry(name: str) -> str:
-    """The symbol of kernel `name` in its object code."""
+    """Return the symbol of kernel `name` in its object code."""
     return f"{PREFIX}{name}_entry"
 
 
 def _made(name: str) -> int:
-    """The address of the kernel's code."""
+    """Return the address of the kernel's code."""
     address = library.address(name)
     if address is not None:
         return address
@@ -165,7 +165,7 @@ def _made(name: str) -> int:
 
 
 def _compile(name: str) -> bytes:
-    """Object code of one kernel; the only function that needs numba."""
+    """Return object code of one kernel; the only function that needs numba."""
     global compiling
     compiling = name
     try:
@@ -195,7 +195,8 @@ def _load_by_llvm(name: str, code: bytes) -> int:
 
 @cache
 def _engine() -> Any:
-    """The engine that owns the code which XLA calls. One for each kernel would take five times as long to load."""
+    """Return the engine that owns the code which XLA calls. One for each kernel would take five times as long to
+    load."""
     import llvmlite.binding as llvm
 
     return llvm.create_mcjit_compiler(llvm.parse_assembly(""), _machine(llvm))
@@ -233,13 +234,13 @@ def _target(llvm: Any) -> tuple[str, str]:
 
 
 def digest(name: str) -> str:
-    """A digest of everything that the code of kernel `name` depends on."""
+    """Return a digest of everything that the code of kernel `name` depends on."""
     return hashlib.blake2b(_common() + name.encode(), digest_size=12).hexdigest()
 
 
 @cache
 def _common() -> bytes:
-    """A digest of what all kernels depend on: the sources, the versions, the CPU."""
+    """Return a digest of what all kernels depend on: the sources, the versions, the CPU."""
     versions = [_version(package) for package in ("numba", "llvmlite")]
     hasher = hashlib.blake2b()
     masked = cpu.mask()
@@ -250,7 +251,7 @@ def _common() -> bytes:
 
 
 def _version(package: str) -> str:
-    """The installed version; empty if there is none, as beside a library."""
+    """Return the installed version; empty if there is none, as beside a library."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -258,7 +259,7 @@ def _version(package: str) -> str:
 
 
 def _stored(name: str) -> bytes | None:
-    """Object code that was kept, if only this user can have written it."""
+    """Return object code that was kept, if only this user can have written it."""
     try:
         if not _trusted():
             return None
@@ -283,7 +284,7 @@ def _file(name: str) -> Path:
 
 
 def _trusted() -> bool:
-    """Whether the folder is this user's own; if it is not, this is said once and kernels are compiled at each start."""
+    """True if the folder is this user's own; if it is not, this is said once and kernels are compiled at each start."""
     reason = private_files.distrust_reason(folder())
     if reason is not None:
         private_files.tell_once(reason)

@@ -34,12 +34,14 @@ _JOB = struct.Struct("=i")
 
 
 def all_kernels(head_dims: Iterable[int] = HEAD_DIMS) -> list[str]:
-    """The names of all kernels that models of these head sizes use, the likeliest first."""
+    """Return the names of all kernels that models of these head sizes use, the likeliest first."""
     names, attention = [CHAIN], list[tuple[int, int, str]]()
     for spec in kernel_table.KERNELS.values():
         dtypes: tuple[str, ...] = WRITTEN if spec is kernel_table.WRITE_KV else DTYPES
         if spec in kernel_table.GROUPED.values():
             dtypes = int4_format.STORED
+        if spec is kernel_table.ADAPTER:
+            dtypes = DTYPES[:3]
         if spec is kernel_table.GEMM:
             dtypes = tuple(cpu.DOT_PRODUCTS)
         if spec.parameters == kernel_table.DTYPE_AND_HEAD_DIM:
@@ -53,13 +55,17 @@ def all_kernels(head_dims: Iterable[int] = HEAD_DIMS) -> list[str]:
 
 
 def likely_kernels() -> list[str]:
-    """Those that an installation waits for: pages of float32 and int8 for the commonest heads, none of float16."""
+    """Return those that an installation waits for: pages of float32 and int8 for the commonest heads, none of
+    float16. Those of adapters are compiled where a session has some."""
     common = {f"_{dtype}_{size}" for dtype in ("float32", "int8") for size in HEAD_DIMS[:3]}
     specs = kernel_table.KERNELS.values()
     attention = {spec.kind for spec in specs if spec.parameters == kernel_table.DTYPE_AND_HEAD_DIM}
+    adapters = {kernel_table.ADAPTER.kind, kernel_table.SILU_GATE.kind}
 
     def likely(name: str) -> bool:
         kind, _, pages = name.partition("_")
+        if kind in adapters:
+            return False
         return kind not in attention or pages.startswith("bfloat16") or f"_{pages}" in common
 
     return [name for name in all_kernels() if likely(name)]
@@ -148,7 +154,7 @@ def reads_weights(name: str) -> bool:
 
 
 def fits(name: str, level: cpu.Level) -> bool:
-    """Whether the kernel is one for that level: products of many rows without the instructions for it are XLA's."""
+    """True if the kernel is one for that level: products of many rows without the instructions for it are XLA's."""
     kind, _, dtype = name.partition("_")
     return kind != kernel_table.GEMM.kind or cpu.multiplies_many(dtype, level)
 
@@ -156,7 +162,7 @@ def fits(name: str, level: cpu.Level) -> bool:
 def _compiled(
     names: Sequence[str], level: cpu.Level, folder: Path, linked: bool, deadline: float | None
 ) -> list[Path | None]:
-    """The object file of each kernel, None where it failed; as many at once as there are processors."""
+    """Return the object file of each kernel, None where it failed; as many at once as there are processors."""
     import rekindle_kernels.native.compiling  # noqa: F401  imported once, before the processes part
 
     jobs, ready = os.pipe()  # a process takes the next number from it
@@ -187,7 +193,7 @@ def _compiled(
 
 
 def _forked(work: Callable[[], None]) -> int:
-    """A process that does the work and ends."""
+    """Return a process that does the work and ends."""
     process = os.fork()
     if process == 0:
         status = 1
@@ -221,7 +227,7 @@ def _compile(name: str, level: cpu.Level, path: Path, linked: bool) -> None:
 
 
 def _entries_object(folder: Path, level: cpu.Level) -> Path:
-    """The table of entries, which every kernel of chains finds by its symbol."""
+    """Return the table of entries, which every kernel of chains finds by its symbol."""
     import llvmlite.binding as llvm
 
     from rekindle_kernels.native.compiling import machine_of
@@ -235,7 +241,7 @@ def _entries_object(folder: Path, level: cpu.Level) -> Path:
 
 
 def _linker() -> str:
-    """The system's compiler driver. Raises RuntimeError where there is none."""
+    """Return the system's compiler driver. Raises RuntimeError where there is none."""
     for name in ("cc", "gcc", "clang"):
         if shutil.which(name):
             return name

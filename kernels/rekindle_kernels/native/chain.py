@@ -40,7 +40,7 @@ def chains() -> bool:
 
 
 def chained(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, to be compiled, with its runs of native calls as one call each."""
+    """Return `function`, to be compiled, with its runs of native calls as one call each."""
     if not chains() or not builds(CHAIN):
         return function
 
@@ -63,7 +63,7 @@ def chained(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(eq=False)
 class Value:
-    """What an operation takes or gives."""
+    """The shape and dtype of an operand or result."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -108,16 +108,16 @@ class Operation:
         return {result: operand for operand, result in self.equation.params["input_output_aliases"]}
 
     def has(self, operand: str) -> bool:
-        """Whether it is a native call whose table has that operand."""
+        """True if it is a native call whose table has that operand."""
         return self.kernel is not None and self.kernel.spec.has(operand)
 
     def operand(self, name: str) -> Value:
-        """An operand of a native call."""
+        """Return an operand of a native call."""
         assert self.kernel is not None, "an operation of XLA's"
         return self.inputs[self.kernel.spec.index(name)]
 
     def setting(self, name: str) -> int | None:
-        """A setting of a native call; None if the program computes its settings."""
+        """Return a setting of a native call; None if the program computes its settings."""
         assert self.kernel is not None, "an operation of XLA's"
         packed = self.operand("settings").constant
         if packed is None or isinstance(packed, jax.core.Tracer):
@@ -182,12 +182,12 @@ def _described(kind: Any, constant: Any = None) -> Value:
 
 
 def _small(operand: Value, result: Value) -> bool:
-    """Whether a broadcast of it may as well be a constant."""
+    """True if a broadcast of it may as well be a constant."""
     return operand.constant is not None and operand.shape == () and prod(result.shape) <= 16
 
 
 def _grouped(operations: Sequence[Operation], outputs: Sequence[Value]) -> list[Operation | Chain]:
-    """What to do in which order: a run goes on past operations that need nothing of it, which come before it."""
+    """Return the calls in their order: a run goes on past operations that need nothing of it, which come before it."""
     last = {value: index for index, operation in enumerate(operations) for value in operation.inputs}
     last.update(dict.fromkeys(outputs, len(operations)))
     free = _last_of_memory(operations, last)
@@ -230,7 +230,7 @@ def _last_of_memory(operations: Sequence[Operation], last: dict[Value, int]) -> 
 
 
 def _made_one(run: Sequence[Operation], leaving: set[Value]) -> list[Operation | Chain]:
-    """A run's calls as one, then the reshapes of what leaves it."""
+    """Return a run's calls as one, then the reshapes of what leaves it."""
     if sum(operation.kernel is not None for operation in run) < 2:
         return list(run)
     attention = _attention(run)
@@ -257,7 +257,7 @@ def _made_one(run: Sequence[Operation], leaving: set[Value]) -> list[Operation |
 
 
 def _is_product_of(operation: Operation, tokens: int | None) -> bool:
-    """Whether it multiplies a row for each of the step's tokens, and does not say yet which of them."""
+    """True if it multiplies a row for each of the step's tokens, and does not say yet which of them."""
     if not operation.has("rows") or operation.operand("x").shape[0] != tokens:
         return False
     assert operation.kernel is not None, "an operation of XLA's"
@@ -266,7 +266,7 @@ def _is_product_of(operation: Operation, tokens: int | None) -> bool:
 
 
 def _stepping_over(gap: Value, product: Operation) -> Operation:
-    """A product that is told of the gap by the chain."""
+    """Return a product that is told of the gap by the chain."""
     assert product.kernel is not None, "an operation of XLA's"
     spec, inputs = product.kernel.spec, list(product.inputs)
     settings = np.array(product.operand("settings").constant)
@@ -277,7 +277,7 @@ def _stepping_over(gap: Value, product: Operation) -> Operation:
 
 
 def _buffers(run: Sequence[Operation], gap: Value) -> tuple[dict[Value, Buffer], list[Value]]:
-    """The memory of every value of a run, and the values that go into it: equal constants are one."""
+    """Return the memory of every value of a run, and the values that go into it: equal constants are one."""
     buffers: dict[Value, Buffer] = {gap: Buffer(0, 0, 0, chain_plan.GAP)}
     inputs: dict[Any, Value] = {}
     for number, operation in enumerate(run):
@@ -314,7 +314,7 @@ def _step(operation: Operation, buffers: dict[Value, Buffer], tokens: int | None
 
 
 def _attention(run: Sequence[Operation]) -> Operation | None:
-    """The run's first attention, of prompts if there are any, if all of them are over the same sequences."""
+    """Return the run's first attention, of prompts if there are any, if all of them are over the same sequences."""
     found = [operation for operation in run if operation.has("lens")]
     if any(operation.setting("decode_rows") is None for operation in found):
         return None
@@ -325,7 +325,7 @@ def _attention(run: Sequence[Operation]) -> Operation | None:
 
 
 def _rows(attention: Operation, buffers: dict[Value, Buffer]) -> chain_plan.Rows:
-    """Where the chain finds how many rows there are."""
+    """Return where the chain finds how many rows there are."""
     names = ("lens", "ends", "prompts") if attention.has("ends") else ("lens",)
     places = {name: buffers[attention.operand(name)].number for name in names}
     tokens = attention.operand("q").shape[0]
@@ -334,7 +334,7 @@ def _rows(attention: Operation, buffers: dict[Value, Buffer]) -> chain_plan.Rows
 
 
 def _identity(value: Value) -> Any:
-    """What tells values apart: for constants their contents."""
+    """Return the key that tells values apart: for constants their contents."""
     if value.constant is None or isinstance(value.constant, jax.core.Tracer):
         return value
     array = np.asarray(value.constant, value.dtype)

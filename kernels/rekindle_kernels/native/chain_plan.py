@@ -50,7 +50,7 @@ CALL = consecutive("ChainCall", dict.fromkeys(("entry", "operands", "results"), 
 
 
 def slot(name: str) -> int:
-    """A kernel's place in the table of entries."""
+    """Return a kernel's place in the table of entries."""
     return zlib.crc32(name.encode()) % SLOTS
 
 
@@ -104,7 +104,7 @@ class Rows:
 
 
 def encode(steps: Sequence[Step], scratch: int, rows: Rows | None) -> np.ndarray:
-    """The array; `scratch` is the place of the scratch memory among the results."""
+    """Return the array; `scratch` is the place of the scratch memory among the results."""
     sizes: list[int] = []
     shapes: dict[tuple[int, ...], int] = {}
     buffers: dict[tuple[Buffer, tuple[int, ...]], int] = {}

@@ -26,7 +26,7 @@ SYSTEMS = {"linux": "unknown-linux-gnu", "darwin": "apple-macosx11.0.0"}
 
 
 def object_code(name: str, entry: str, machine: Any) -> bytes:
-    """The object code of kernel `name` for a target machine of LLVM's; XLA calls the function `entry`."""
+    """Return the object code of kernel `name` for a target machine of LLVM's; XLA calls the function `entry`."""
     with _gathering():
         kernel = make(name)
         task, make_handler = kernel.functions()
@@ -36,14 +36,14 @@ def object_code(name: str, entry: str, machine: Any) -> bytes:
 
 
 def function_code(make_function: Callable[[], Any], entry: str, machine: Any) -> bytes:
-    """The object code of a single C function, which is made while what it calls is gathered."""
+    """Return the object code of a single C function, which is made while what it calls is gathered."""
     with _gathering():
         function = make_function()
     return _code([function], entry, machine)
 
 
 def _code(functions: Sequence[Any], entry: str, machine: Any) -> bytes:
-    """The object code of the first function, which gets the name `entry`, and of others that it names."""
+    """Return the object code of the first function, which gets the name `entry`, and of others that it names."""
     _expose(functions[0], entry)
     module = _linked(llvm.parse_assembly(""), [function._library for function in functions])
     for value in (*module.functions, *module.global_variables):
@@ -103,8 +103,8 @@ def _expose(function: Any, symbol: str) -> None:
 
 
 def _linked(module: Any, libraries: Sequence[Any]) -> Any:
-    """The module with the code of these libraries, and of all that they call. Callers come first: LLVM leaves out
-    functions that none has named yet."""
+    """Return the module with the code of these libraries, and of all that they call. Callers come first: LLVM leaves
+    out functions that none has named yet."""
     seen, todo = set(), [*libraries][::-1]
     while todo:
         library = todo.pop()
@@ -152,7 +152,7 @@ def _codegen() -> _Codegen:
 
 @contextmanager
 def _gathering() -> Iterator[None]:
-    """What is compiled meanwhile becomes a `_Library`. Other threads wait: numba has one lock for all compilations."""
+    """Compile functions meanwhile into a `_Library`. Other threads wait: numba has one lock for all compilations."""
     with global_compiler_lock:
         target, typing = cpu_target.target_context, cpu_target.typing_context
         target.refresh()  # numba's runtime is compiled when this is called first, for everyone

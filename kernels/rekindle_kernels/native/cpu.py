@@ -74,7 +74,7 @@ class Level:
 
     @property
     def suffix(self) -> str:
-        """What its symbols end in."""
+        """The ending of its symbols."""
         return self.name.replace("-", "_").replace(".", "_")
 
 
@@ -105,7 +105,7 @@ prefetching: Prefetching | None = None  # set in processes that compile with ano
 
 
 def level_called(name: str) -> Level:
-    """The level of that name. Raises ValueError for an unknown one."""
+    """Return the level of that name. Raises ValueError for an unknown one."""
     for level in LEVELS:
         if level.name == name:
             return level
@@ -113,14 +113,14 @@ def level_called(name: str) -> Level:
 
 
 def machine() -> str:
-    """The kind of this processor, by Linux's name."""
+    """Return the kind of this processor, by Linux's name."""
     name = platform.machine()
     return {"AMD64": "x86_64", "arm64": "aarch64"}.get(name, name)
 
 
 @cache
 def identity() -> str:
-    """What tells this processor from others, as far as LLVM looks at it."""
+    """Return the text that tells this processor from others, as far as LLVM looks at it."""
     try:
         first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
         named = (line.partition(":") for line in first.splitlines())
@@ -144,7 +144,7 @@ def prefetch() -> Prefetching:
 
 
 def model_name() -> str:
-    """The processor's name, as its maker writes it; empty where the system does not say it."""
+    """Return the processor's name, as its maker writes it; empty where the system does not say it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -153,28 +153,28 @@ def model_name() -> str:
 
 
 def has_feature(name: str) -> bool:
-    """Whether native kernels may use the instructions that LLVM calls `name`."""
+    """True if native kernels may use the instructions that LLVM calls `name`."""
     return name in _used()
 
 
 def on_arm() -> bool:
-    """Whether native kernels are AArch64 code."""
+    """True if native kernels are AArch64 code."""
     return has_feature("neon")
 
 
 def has_dot_product(dtype: str) -> bool:
-    """Whether native kernels have instructions that multiply all numbers of this dtype in a lane of four bytes."""
+    """True if native kernels have instructions that multiply all numbers of this dtype in a lane of four bytes."""
     return any(has_feature(name) for name in DOT_PRODUCTS.get(dtype, ()))
 
 
 def multiplies_many(dtype: str, level: Level | None = None) -> bool:
-    """Whether a native kernel multiplies many rows by a matrix of this dtype, at this level or at the one in use."""
+    """True if a native kernel multiplies many rows by a matrix of this dtype, at this level or at the one in use."""
     found = _used() if level is None else level.features
     return dtype in DOT_PRODUCTS and (not found.isdisjoint(DOT_PRODUCTS[dtype]) or _widens(found))
 
 
 def multiplies_widened() -> bool:
-    """Whether native kernels multiply many rows by numbers that are widened to 16 or 32 bits, for want of anything
+    """True if native kernels multiply many rows by numbers that are widened to 16 or 32 bits, for want of anything
     better."""
     return _widens(_used())
 
@@ -188,26 +188,27 @@ def _used() -> frozenset[str]:
 
 
 def features() -> frozenset[str]:
-    """The features that native kernels may use here."""
+    """Return the features that native kernels may use here."""
     masked = mask()
     return _own_features() if masked is None else _own_features() & masked.features
 
 
 def mask() -> Level | None:
-    """The level that REKINDLE_NATIVE_LEVEL names. Raises ValueError for an unknown one."""
+    """Return the level that REKINDLE_NATIVE_LEVEL names. Raises ValueError for an unknown one."""
     name = os.environ.get(MASK)
     return level_called(name) if name else None
 
 
 def levels() -> tuple[Level, ...]:
-    """The levels whose code may run here, the best first."""
+    """Return the levels whose code may run here, the best first."""
     own, kind = features(), machine()
     return tuple(level for level in LEVELS if level.machine == kind and level.features <= own)
 
 
 @cache
 def _own_features() -> frozenset[str]:
-    """What the processor has and the system allows; LLVM is asked only where the system does not say it."""
+    """Return the features that the processor has and the system allows; LLVM is asked only where the system is
+    silent."""
     try:
         return features_of_linux(Path("/proc/cpuinfo").read_text())
     except (OSError, StopIteration):
@@ -221,20 +222,20 @@ def _own_features() -> frozenset[str]:
 
 
 def features_of_linux(cpuinfo: str) -> frozenset[str]:
-    """What /proc/cpuinfo says. Raises StopIteration where it says nothing."""
+    """Return the features in the text of /proc/cpuinfo. Raises StopIteration where it has none."""
     flags = next(line for line in cpuinfo.splitlines() if line.startswith(("flags", "Features")))
     return frozenset(LINUX.get(name, name) for name in flags.split(":", 1)[1].split())
 
 
 def features_of_macos(told: str) -> frozenset[str]:
-    """What `sysctl hw.optional` says of an Arm processor."""
+    """Return the features in what `sysctl hw.optional` prints on an Arm processor."""
     lines = (line.partition(":") for line in told.splitlines())
     there = {name.strip().rpartition(".")[2] for name, _, value in lines if value.strip() == "1"}
     return frozenset(MACOS[name] for name in there & MACOS.keys())
 
 
 def _sysctl(*names: str) -> str:
-    """What macOS says of itself; empty where it can't be asked."""
+    """Return what `sysctl` prints on macOS; empty where it can't be called."""
     try:
         return subprocess.run(["/usr/sbin/sysctl", *names], capture_output=True, text=True, timeout=10).stdout
     except (OSError, subprocess.SubprocessError):

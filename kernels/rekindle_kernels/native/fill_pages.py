@@ -28,19 +28,20 @@ _copy = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, cty
 
 
 def supported() -> bool:
-    """Whether XLA can be given this kernel."""
+    """True if XLA can be given this kernel."""
     return os.environ.get("REKINDLE_NATIVE", "1") != "0" and sys.platform != "win32"
 
 
 def plan(pages: int, layers: int, sizes: Sequence[int]) -> np.ndarray:
-    """The operand that says what there is; `sizes` are the bytes of a page of each of a layer's arrays."""
+    """Return the operand that says what there is; `sizes` are the bytes of a page of each of a layer's arrays."""
     record = PLAN.pack({"pages": pages, "layers": layers, "arrays": len(sizes)})
     return np.concatenate([record, np.array(sizes, np.int32)])
 
 
 @HANDLER
 def _handle(frame: int) -> int:
-    """`(plan, ids int32 [n], arrays of each layer …, arrays of each page …) -> arrays of each layer …`, in place.
+    """Handle `(plan, ids int32 [n], arrays of each layer …, arrays of each page …) -> arrays of each layer …`, in
+    place.
 
     Array a of a page holds its part of every layer, one after the other.
     """
@@ -63,5 +64,5 @@ def _handle(frame: int) -> int:
 
 
 def address() -> int:
-    """The address of the function that XLA calls."""
+    """Return the address of the function that XLA calls."""
     return address_of(_handle)

@@ -8,27 +8,26 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
-from typing import cast
+from typing import TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from rekindle_kernels import native
-from rekindle_kernels.activations import gated
-from rekindle_kernels.native import attention, fill_pages, rope_kv, zeros
-from rekindle_kernels.ops.linear import LinearCall, LinearOptions
+from rekindle_kernels.native import adapters, attention, fill_pages, rope_kv, zeros
+from rekindle_kernels.ops.adapters import AdaptedTokens, AdapterCall
+from rekindle_kernels.ops.linear import GateCall, LinearCall, LinearOptions, NormCall, gated
 from rekindle_kernels.ops.memory import FillCall, ZerosCall
-from rekindle_kernels.ops.norm import NormCall
 from rekindle_kernels.ops.registry import Facts, Implementation
 from rekindle_kernels.ops.rope import RopeCall
 from rekindle_kernels.ops.sampling import Choice, SamplingCall, Wanted, block_size
 from rekindle_kernels.ops.write_kv import WriteCall
+from rekindle_kernels.xla import adapters as plain_adapters
 from rekindle_kernels.xla import linear as plain_linear
-from rekindle_kernels.xla import norm as plain_norm
 from rekindle_kernels.xla import rope as plain_rope
 
 NOT_BUILT = "its kernel can't be built here: the log says why"
@@ -43,12 +42,13 @@ def unavailable(call: Facts) -> str | None:
 
 @functools.cache
 def _missing(setting: str) -> str | None:
-    """`native.unavailable_reason`, cached: it looks for packages on disk, and every product of every layer asks."""
+    """Return `native.unavailable_reason()`, cached: it looks for packages on disk, and every product of every layer
+    asks."""
     return native.unavailable_reason()
 
 
 def _like(shape: jax.ShapeDtypeStruct) -> jax.Array:
-    """The shape as an array, for functions that read nothing but shape and dtype."""
+    """Return the shape as an array, for functions that read nothing but shape and dtype."""
     return cast(jax.Array, shape)
 
 
@@ -56,6 +56,8 @@ def writes(call: WriteCall) -> str | None:
     """Why pages can't be written natively: it takes float32 and bfloat16, and heads of whole vectors."""
     if call.kv_dtype.name not in ("float32", "bfloat16") or call.scaled:
         return f"pages are {call.kv_dtype.name}, not float32 or bfloat16"
+    if call.latent:
+        return "keys alone are written"
     if call.head_dim % rope_kv.LANES:
         return f"the head size {call.head_dim} is not a multiple of {rope_kv.LANES}"
     reason = unavailable(call)
@@ -73,7 +75,7 @@ def linear(
     options: LinearOptions,
     dtype: jnp.dtype,
 ) -> jax.Array:
-    """`ops.linear.linear`, all of it in one call."""
+    """Implement `ops.linear.linear`, all of it in one call."""
     rows, gate, eps = x.size // x.shape[-1], options.gate, 0.0 if norm is None else options.eps
 
     def plain(
@@ -85,7 +87,7 @@ def linear(
         count: jax.Array | None,
         norm: jax.Array | None,
     ) -> jax.Array:
-        x = x if norm is None else plain_norm.rms_norm(x, norm, eps)
+        x = x if norm is None else plain_linear.rms_norm(x, norm, eps)
         y = plain_linear.multiply(x, weight, scale, options.quantize, jnp.float32, minimum)
         y = y if gate is None else gated(y, gate)
         return y if residual is None else residual + y
@@ -117,7 +119,7 @@ def linear(
         )
 
     flat = None if residual is None else residual.reshape(rows, -1).astype(jnp.float32)
-    y = native.differentiable(product, plain)(x.reshape(rows, -1), weight, scale, minimum, flat, count, norm)
+    y = differentiable(product, plain)(x.reshape(rows, -1), weight, scale, minimum, flat, count, norm)
     return y.reshape(*x.shape[:-1], -1).astype(dtype)
 
 
@@ -145,8 +147,8 @@ def _refused(call: LinearCall) -> str | None:
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """`ops.norm.rms_norm`."""
-    call = native.differentiable(partial(native.rms_norm, eps=eps), partial(plain_norm.rms_norm, eps=eps))
+    """Implement `ops.linear.rms_norm`."""
+    call = differentiable(partial(native.rms_norm, eps=eps), partial(plain_linear.rms_norm, eps=eps))
     return call(x, weight)
 
 
@@ -156,6 +158,55 @@ def norms(call: NormCall) -> str | None:
     if reason is not None or native.norms(_like(call.x)):
         return reason
     return f"{call.x.dtype.name} {list(call.x.shape)} is not float32 [T, multiple of 32], or {NOT_BUILT}"
+
+
+def gate(gate_up: jax.Array, activation: str) -> jax.Array:
+    """Implement `ops.linear.gate_rows`."""
+    return differentiable(adapters.gate_rows, partial(gated, activation=activation))(gate_up)
+
+
+def gates(call: GateCall) -> str | None:
+    """Why a gate by itself can't be native: it is silu of rows of float32."""
+    reason = unavailable(call)
+    if reason is not None or (call.activation == "silu" and adapters.gates_rows(_like(call.x))):
+        return reason
+    return f"{call.activation} of {call.x.dtype.name} {list(call.x.shape)} is not silu of float32 rows, or {NOT_BUILT}"
+
+
+def add_adapters(
+    y: jax.Array,
+    x: jax.Array,
+    down: jax.Array,
+    up: jax.Array,
+    owners: jax.Array,
+    tokens: AdaptedTokens,
+    place: int,
+    outputs: tuple[int, ...],
+) -> jax.Array:
+    """Implement `ops.adapters.add_adapters`."""
+
+    def plain(
+        y: jax.Array, x: jax.Array, down: jax.Array, up: jax.Array, owners: jax.Array, *of: jax.Array
+    ) -> jax.Array:
+        return plain_adapters.add_adapters(y, x, down, up, owners, AdaptedTokens(*of), place, outputs)
+
+    def fast(
+        y: jax.Array, x: jax.Array, down: jax.Array, up: jax.Array, owners: jax.Array, *of: jax.Array
+    ) -> jax.Array:
+        each = AdaptedTokens(*of)
+        return adapters.add_adapters(
+            y, x, down, up, owners, each.order, each.sorted_slots, place=place, outputs=outputs
+        )
+
+    return differentiable(fast, plain)(y, x, down, up, owners, *tokens)
+
+
+def adds(call: AdapterCall) -> str | None:
+    """Why adapters can't be native: they add whole vectors of float32."""
+    reason, y, x = unavailable(call), _like(call.y), _like(call.x)
+    if reason is not None or adapters.adds(y, x, _like(call.down), _like(call.up), call.units, call.outputs):
+        return reason
+    return f"{call.x.dtype.name} {list(call.x.shape)} and {list(call.outputs)} are not whole vectors, or {NOT_BUILT}"
 
 
 def rope(
@@ -168,16 +219,18 @@ def rope(
     heads: int,
     eps: float = 0.0,
 ) -> tuple[jax.Array, ...]:
-    """`ops.rope.rope`."""
+    """Implement `ops.rope.rope`."""
     plain, fast = (partial(form, heads=heads, eps=eps) for form in (plain_rope.rope, native.split))
     weights = () if norm is None else (norm,)
-    return native.differentiable(fast, plain)(qk, qkv, cos, sin, *weights)
+    return differentiable(fast, plain)(qk, qkv, cos, sin, *weights)
 
 
 def splits(call: RopeCall) -> str | None:
     """Why a rope can't be native: it rotates float32 heads of whole vectors."""
     if call.cos is None:
         return "it always rotates"
+    if not call.kv_heads:
+        return "there are no keys"
     reason = unavailable(call)
     if reason is not None or native.splits(_like(call.qk), _like(call.cos)):
         return reason
@@ -185,7 +238,7 @@ def splits(call: RopeCall) -> str | None:
 
 
 def greedy(logits: jax.Array, masks: jax.Array | None = None) -> jax.Array:
-    """`ops.sampling.greedy`; a masked row is chosen by the kernel that draws."""
+    """Implement `ops.sampling.greedy`; a masked row is chosen by the kernel that draws."""
     if masks is None:
         return native.largest_index(logits)
     rows = logits.shape[0]
@@ -195,7 +248,7 @@ def greedy(logits: jax.Array, masks: jax.Array | None = None) -> jax.Array:
 
 
 def draw(logits: jax.Array, choice: Choice, wanted: Wanted, masks: jax.Array | None = None) -> jax.Array:
-    """`ops.sampling.draw`; each row looks at its own options, whatever is `wanted`."""
+    """Implement `ops.sampling.draw`; each row looks at its own options, whatever is `wanted`."""
     return native.draw(logits, *choice, block_size(logits.shape[-1]), masks)
 
 
@@ -208,7 +261,7 @@ def chooses(call: SamplingCall) -> str | None:
 
 
 def untouched(leaves: Sequence[jax.ShapeDtypeStruct]) -> Sequence[jax.Array]:
-    """`ops.memory.zeros`, whose pages the system makes zero at first touch."""
+    """Implement `ops.memory.zeros`, whose pages the system makes zero at first touch."""
     sizes = np.array([leaf.dtype.itemsize for leaf in leaves], np.int32)
     made: Sequence[jax.Array] = jax.ffi.ffi_call(native.ensure(zeros.NAME), leaves)(sizes)
     return made
@@ -224,7 +277,7 @@ def has_untouched(call: ZerosCall) -> str | None:
 def fill(
     leaves: Sequence[jax.Array], ids: jax.Array, pages: Sequence[Sequence[jax.Array]], layers: int
 ) -> Sequence[jax.Array]:
-    """`ops.memory.fill_pages`, by one call for all layers."""
+    """Implement `ops.memory.fill_pages`, by one call for all layers."""
     arrays = len(leaves) // layers
     sizes = [prod(leaf.shape[1:]) * leaf.dtype.itemsize for leaf in leaves[:arrays]]
     plan = fill_pages.plan(len(pages), layers, sizes)
@@ -247,8 +300,20 @@ ATTENTION = Implementation("native", attention.paged_attention, attention.suppor
 WRITE_KV = Implementation("native", rope_kv.write, writes)
 LINEAR = Implementation("native", linear, multiplies, deterministic=True)
 RMS_NORM = Implementation("native", rms_norm, norms)
+GATE = Implementation("native", gate, gates)
+ADAPTERS = Implementation("native", add_adapters, adds)
 ROPE = Implementation("native", rope, splits)
 GREEDY = Implementation("native", greedy, chooses, one_call=True)
 DRAW = Implementation("native", draw, chooses, one_call=True)
 ZEROS = Implementation("native", untouched, has_untouched, give_up=partial(native.give_up, zeros.NAME))
 FILL_PAGES = Implementation("native", fill, fills)
+
+
+Out = TypeVar("Out")
+
+
+def differentiable(call: Callable[..., Out], plain: Callable[..., Out]) -> Callable[..., Out]:
+    """Return `call`, or `plain` where it is differentiated; both take the same arrays."""
+    either = jax.custom_jvp(call)
+    either.defjvp(lambda primals, tangents: jax.jvp(plain, primals, tangents))
+    return either

@@ -34,7 +34,7 @@ class Operand:
 
     @property
     def is_per_token(self) -> bool:
-        """Whether it has one row per token of the step."""
+        """True if it has one row per token of the step."""
         return self.axes.split()[:1] == [TOKENS]
 
     @cached_property
@@ -54,7 +54,7 @@ class Result:
 
     @property
     def is_per_token(self) -> bool:
-        """Whether it has one row per token of the step."""
+        """True if it has one row per token of the step."""
         return self.axes.split()[:1] == [TOKENS]
 
 
@@ -88,25 +88,25 @@ class KernelSpec:
         return len(self.operands) + (self.settings_layout is not None)
 
     def has(self, operand: str) -> bool:
-        """Whether there is an operand of that name."""
+        """True if there is an operand of that name."""
         return any(each.name == operand for each in self.operands)
 
     def index(self, operand: str) -> int:
-        """An operand's place in a call; "settings" stands behind all others."""
+        """Return an operand's place in a call; "settings" stands behind all others."""
         names = [each.name for each in self.operands]
         return len(names) if operand == "settings" else names.index(operand)
 
     def present_bit(self, operand: str) -> int:
-        """What an optional operand adds to `present`."""
+        """Return the bit of an optional operand in `present`."""
         return 1 << self.optional.index(operand)
 
     def pack_settings(self, present: int, values: Mapping[str, float]) -> np.ndarray:
-        """The last operand."""
+        """Return the last operand."""
         assert self.settings_layout is not None, f"{self.kind} has no settings"
         return self.settings_layout.pack({"present": present, **values})
 
     def setting_index(self, name: str) -> int:
-        """Where a setting stands in `pack_settings`."""
+        """Return where a setting stands in `pack_settings`."""
         assert self.settings_layout is not None, f"{self.kind} has no settings"
         return self.settings_layout.index(name)
 
@@ -125,9 +125,9 @@ class Variant(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What XLA and the folder of object code know it by; `kernel_table.identify` reads it."""
+        """Its name for XLA and for the folder of object code; `kernel_table.identify` reads it."""
         return "_".join([self.spec.kind, *(str(getattr(self, parameter)) for parameter in self.spec.parameters)])
 
     def dtype_of(self, array: Operand | Result) -> str:
-        """The dtype of an operand or result."""
+        """Return the dtype of an operand or result."""
         return array.dtype or self.dtype

@@ -2,7 +2,7 @@
 
 Axes: T tokens of the step, R rows, E width, N outputs of a matrix, M results of a row, V vocabulary, F frequencies,
 H query heads, K kv heads or the width of a matrix, D head size, P pages, S page size, W page-table width or words of a
-mask.
+mask, U units, L modules of an adapter's site.
 """
 
 from __future__ import annotations
@@ -65,6 +65,30 @@ GROUPED = {4: INT4, 6: INT6_GROUPS, 8: INT8_GROUPS}  # by bits
 # x / rms(x) · weight.
 RMS_NORM = KernelSpec(
     "norm", (Operand("x", "T E"), Operand("weight", "E")), (Result("out", "T E"),), settings={"eps": "float32"}
+)
+
+# silu of the first half of each row times the other.
+SILU_GATE = KernelSpec("silugate", (Operand("x", "T N"),), (Result("out", "T M"),))
+
+# What adapters add to the rows of y, the product of x. Of the L modules whose outputs lie in a row one behind the
+# other, each up to its end in `spans`, `down` has the B rows of rank of the first, then those of the next; `up` has
+# these rows' weights of all outputs. U units share the B rows alike: row `place` of `owners` says whose each is.
+# `order` holds the tokens sorted by their adapters, and `slots` the adapters in that order; 0 is none.
+ADAPTER = KernelSpec(
+    "adapter",
+    operands=(
+        Operand("y", "T N"),
+        Operand("x", "T K"),
+        Operand("down", "A K", dtype=None),
+        Operand("up", "B N", dtype=None),
+        Operand("owners", "C U", "int32"),
+        Operand("order", "J", "int32"),
+        Operand("slots", "J", "int32"),
+        Operand("spans", "L", "int32"),
+    ),
+    results=(Result("out", "T N", into="y"),),
+    settings={"place": "int32"},
+    parameters=DTYPE,
 )
 
 # Queries and keys, normed if there is a norm, rotated; values as they are. qk may be qkv itself.
@@ -163,13 +187,13 @@ KERNELS = {
     spec.kind: spec
     for spec in (
         *(MATVEC, GEMM, *GROUPED.values(), RMS_NORM, ROPE, WRITE_KV, DECODE, PREFILL),
-        *(ARGMAX, SAMPLE, GATE),
+        *(ARGMAX, SAMPLE, GATE, SILU_GATE, ADAPTER),
     )
 }  # by kind; those of chains and of zeros have no table, since they take any number of operands
 
 
 def identify(name: str) -> Variant | None:
-    """The kernel of that name; None if it has no table."""
+    """Return the kernel of that name; None if it has no table."""
     kind, *parameters = name.split("_")
     spec = KERNELS.get(kind)
     if spec is None:

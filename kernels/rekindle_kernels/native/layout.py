@@ -28,16 +28,16 @@ class Layout:
     size: int  # bytes
 
     def offset(self, name: str) -> int:
-        """Bytes from the begin of the record to a field."""
+        """Return bytes from the begin of the record to a field."""
         return self.fields[name].offset
 
     def index(self, name: str) -> int:
-        """A field's place among fields of its own size."""
+        """Return a field's place among fields of its own size."""
         field = self.fields[name]
         return field.offset // SIZES[field.kind]
 
     def pack(self, values: Mapping[str, float]) -> np.ndarray:
-        """The record as an int32 array; float32 fields are stored as their bits. Each field needs a value."""
+        """Return the record as an int32 array; float32 fields are stored as their bits. Each field needs a value."""
         assert set(values) == set(self.fields), f"{self.name} has {', '.join(self.fields)}, not {', '.join(values)}"
         record = np.zeros(self.size // 4, np.int32)
         for name, value in values.items():

@@ -39,22 +39,22 @@ class Library(NamedTuple):
 
 
 def folder() -> Path:
-    """Where the library is looked for."""
+    """Return where the library is looked for."""
     return Path(os.environ.get(FOLDER) or Path(__file__).parent / "prebuilt")
 
 
 def symbol(name: str, level: cpu.Level) -> str:
-    """The symbol of a kernel's entry at a level."""
+    """Return the symbol of a kernel's entry at a level."""
     return f"rekindle_{name}_entry_{level.suffix}"
 
 
 def platform_tag(machine: str = "") -> str:
-    """The system and machine that a library is for; by default this one."""
+    """Return the system and machine that a library is for; by default this one."""
     return f"{sys.platform}-{machine or cpu.machine()}"
 
 
 def sources() -> list[Path]:
-    """The files that machine code depends on: those that `compiling` imports."""
+    """Return the files that machine code depends on: those that `compiling` imports."""
     folder = Path(__file__).parent
     found = [*folder.glob("kernels/*.py"), *folder.glob("language/*.py"), folder.parent / "int4_format.py"]
     return sorted([*found, *(folder / f"{name}.py" for name in _SOURCES)])
@@ -62,7 +62,7 @@ def sources() -> list[Path]:
 
 @cache
 def source_digest() -> str:
-    """A digest of the sources of all native kernels."""
+    """Return a digest of the sources of all native kernels."""
     hasher = hashlib.blake2b(digest_size=16)
     for path in sources():
         content = path.read_bytes()
@@ -71,7 +71,8 @@ def source_digest() -> str:
 
 
 def find() -> Library | None:
-    """The library, if there is one for this system, processor and these sources; why not is said in the debug log."""
+    """Return the library, if there is one for this system, processor and these sources; why not is said in the debug
+    log."""
     return _find(folder(), cpu.levels())
 
 
@@ -97,7 +98,8 @@ def _find(place: Path, levels: tuple[cpu.Level, ...]) -> Library | None:
 
 
 def address(name: str) -> int | None:
-    """The address of a kernel's code for the best level that may run here; None if the library does not have it."""
+    """Return the address of a kernel's code for the best level that may run here; None if the library does not have
+    it."""
     library = find()
     if library is None:
         return None
@@ -112,8 +114,8 @@ def address(name: str) -> int | None:
 
 @cache
 def entries() -> Any:
-    """The addresses of all kernels' code, which the kernel of chains calls; in a shared library's memory if there is
-    one."""
+    """Return the addresses of all kernels' code, which the kernel of chains calls; in a shared library's memory if
+    there is one."""
     library = find()
     shared = None if library is None or library.objects else _loaded(library.path)
     return _own_entries() if shared is None else (ctypes.c_int64 * SLOTS).in_dll(shared, ENTRIES)
@@ -143,7 +145,7 @@ def _loaded_object(library: Library, entry: str) -> int:
 
 
 def object_file(library: Library, entry: str) -> bytes:
-    """The object file in a library with this symbol."""
+    """Return the object file in a library with this symbol."""
     first, size = library.objects[entry]
     with library.path.open("rb") as file:
         file.seek(first)

@@ -42,7 +42,7 @@ class MaskGate:
 
     @property
     def missed(self) -> bool:
-        """Whether a program went on without the masks; what it gives has to be thrown away."""
+        """True if a program went on without the masks; what it gives has to be thrown away."""
         return bool(self._words[GATE.index("missed")])
 
     def close(self) -> None:

@@ -57,7 +57,7 @@ class _Symbol(NamedTuple):
 
 
 def load(code: bytes, symbol: str, known: Mapping[str, int]) -> int | None:
-    """The address of a symbol of object code, which stays in memory; None where LLVM has to load it.
+    """Return the address of a symbol of object code, which stays in memory; None where LLVM has to load it.
 
     `known` are addresses of symbols that are neither in the code nor in the C library.
     """
@@ -113,7 +113,7 @@ def _sections(code: bytes) -> list[_Section]:
 
 
 def _places(sections: list[_Section]) -> tuple[dict[int, int], int]:
-    """Where in memory each section goes that has to be there, by its number, and how much memory that takes."""
+    """Return where in memory each section goes that has to be there, by its number, and how much memory that takes."""
     places, end = dict[int, int](), 0
     for index, section in enumerate(sections):
         if not section.flags & _IN_MEMORY or section.size == 0:

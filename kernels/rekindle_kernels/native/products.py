@@ -9,12 +9,14 @@ import jax
 import jax.numpy as jnp
 
 from rekindle_kernels import int4
+from rekindle_kernels.native.adapters import STORED
 from rekindle_kernels.native.build import builds
 from rekindle_kernels.native.calling import call
 from rekindle_kernels.native.chain_plan import CHAIN
 from rekindle_kernels.native.cpu import has_feature, multiplies_many, multiplies_widened
 from rekindle_kernels.native.kernel_spec import Variant
 from rekindle_kernels.native.kernel_table import (
+    ADAPTER,
     ARGMAX,
     DECODE,
     GATE,
@@ -25,6 +27,7 @@ from rekindle_kernels.native.kernel_table import (
     RMS_NORM,
     ROPE,
     SAMPLE,
+    SILU_GATE,
     WRITE_KV,
 )
 
@@ -36,14 +39,14 @@ _GROUPED = {int4.DTYPES[bits]: spec for bits, spec in GROUPED.items()}  # by the
 
 
 def multiplies(rows: int, weight: jax.Array, *, quantize_rows: bool = False, deterministic: bool = False) -> bool:
-    """Whether `multiply` takes so many rows and this weight, and beats XLA unless it has to be deterministic."""
+    """True if `multiply` takes so many rows and this weight, and beats XLA unless it has to be deterministic."""
     kernel = _kernel(rows, weight, quantize_rows, deterministic)
     return kernel is not None and builds(kernel.name)
 
 
 def _kernel(rows: int, weight: jax.Array, quantize_rows: bool, deterministic: bool = False) -> Variant | None:
-    """The kernel that multiplies; None where XLA is better. Where results have to be deterministic, the number of rows
-    has no say in it."""
+    """Return the kernel that multiplies; None where XLA is better. Where results have to be deterministic, the
+    number of rows has no say in it."""
     if weight.ndim != 2 or weight.dtype.name not in DTYPES:
         return None
     # Sixteen-bit weights have to be widened and turned first, which eight rows are too few for.
@@ -61,10 +64,15 @@ def _has_gemm(weight: jax.Array) -> bool:
 
 
 def kernels_for(
-    matrices: Iterable[str], pages: str, head_dim: int, scaled: Iterable[tuple[str, str]] = ()
+    matrices: Iterable[str],
+    pages: str,
+    head_dim: int | Iterable[int],
+    scaled: Iterable[tuple[str, str]] = (),
+    adapters: str | None = None,
 ) -> list[str]:
-    """The kernels that a step calls, by their names, for matrices and pages of these dtypes; `scaled` are those of
-    matrices with scales, and of their scales."""
+    """Return the kernels that a step calls, by their names, for matrices and pages of these dtypes, with
+    heads of one or of several sizes; `scaled` are those of matrices with scales, and of their scales, and `adapters` is
+    that of adapters, if there may be any."""
     matrices, scaled = set(matrices), set(scaled)
     kinds = [dtype for dtype in DTYPES if dtype in matrices]
     products = [MATVEC.variant(dtype) for dtype in kinds]
@@ -73,20 +81,22 @@ def kernels_for(
         scales = sorted(scale for dtype, scale in scaled if dtype == stored) or ["float16"]
         products += [spec.variant(scale) for scale in scales] if stored in matrices else []
     own = [spec.variant() for spec in (RMS_NORM, ROPE, ARGMAX, SAMPLE, GATE)]
-    if pages in DTYPES and head_dim % 16 == 0:
-        own += [spec.variant(pages, head_dim) for spec in (DECODE, PREFILL)]
+    own += [SILU_GATE.variant(), ADAPTER.variant(adapters)] if adapters in STORED else []
+    sizes = [size for size in ([head_dim] if isinstance(head_dim, int) else head_dim) if size % 16 == 0]
+    if pages in DTYPES and sizes:
+        own += [spec.variant(pages, size) for size in sizes for spec in (DECODE, PREFILL)]
         own += [WRITE_KV.variant(pages)] if pages in ("float32", "bfloat16") else []
     return [CHAIN, *(kernel.name for kernel in (*products, *own))]
 
 
 def multiplies_int4(weight: jax.Array, scale: str) -> bool:
-    """Whether `multiply_int4` takes this weight with scales of that dtype, for any number of rows."""
+    """True if `multiply_int4` takes this weight with scales of that dtype, for any number of rows."""
     spec = _GROUPED.get(weight.dtype.name)
     return spec is not None and weight.ndim == 2 and scale in int4.STORED and builds(spec.variant(scale).name)
 
 
 def has_amx() -> bool:
-    """Whether products of many rows may use AMX; Linux gives it to a process that asks."""
+    """True if products of many rows may use AMX; Linux gives it to a process that asks."""
     return has_feature("amx-int8") and has_feature("amx-bf16") and sys.platform == "linux"
 
 
@@ -135,7 +145,7 @@ def multiply_int4(
 
 
 def gates(weight: jax.Array) -> bool:
-    """Whether `multiply` by this weight can end in a gate."""
+    """True if `multiply` by this weight can end in a gate."""
     return weight.shape[0] % GATED_UNIT == 0
 
 
@@ -183,7 +193,7 @@ def multiply(
 
 
 def norms(x: jax.Array) -> bool:
-    """Whether `rms_norm`, and `multiply` with a norm, take these rows."""
+    """True if `rms_norm`, and `multiply` with a norm, take these rows."""
     return x.ndim == 2 and x.dtype == jnp.float32 and x.shape[1] % 32 == 0 and builds(RMS_NORM.variant().name)
 
 

@@ -15,14 +15,14 @@ HANDLER = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)
 
 
 def read(layout: Layout, address: int, name: str) -> int:
-    """A field of the record at `address`."""
+    """Return a field of the record at `address`."""
     offset, kind = layout.fields[name]
     number = ctypes.c_int32 if kind == "int32" else ctypes.c_int64
     return number.from_address(address + offset).value
 
 
 def asks_version(frame: int) -> bool:
-    """Whether XLA only asks for the version of its interface that this was written for; then it is answered."""
+    """True if XLA only asks for the version of its interface that this was written for; then it is answered."""
     extension = read(CALL_FRAME, frame, "extension")
     while extension:
         if read(EXTENSION, extension, "kind") == METADATA_KIND:
@@ -34,17 +34,17 @@ def asks_version(frame: int) -> bool:
 
 
 def buffer(frame: int, side: str, index: int) -> int:
-    """The address of the record of an operand or result; `side` is "operands" or "results"."""
+    """Return the address of the record of an operand or result; `side` is "operands" or "results"."""
     return ctypes.c_int64.from_address(read(CALL_FRAME, frame, side) + WORD * index).value
 
 
 def data(frame: int, side: str, index: int) -> int:
-    """The address of the data of an operand or result."""
+    """Return the address of the data of an operand or result."""
     return read(BUFFER, buffer(frame, side, index), "data")
 
 
 def address_of(handler: Any) -> int:
-    """The address of a handler."""
+    """Return the address of a handler."""
     pointer = ctypes.cast(handler, ctypes.c_void_p).value
     assert pointer is not None, "a callback without an address"
     return pointer

@@ -16,7 +16,7 @@ WRITABLE = ("float32", "bfloat16")  # what pages may store: others need scales
 
 
 def write(kv: LayerKV, k: jax.Array, v: jax.Array, page_ids: jax.Array, offsets: jax.Array) -> LayerKV:
-    """`write_kv`; XLA's own scatter where pages are quantised."""
+    """Return `write_kv`; XLA's own scatter where pages are quantised."""
     known = kv.dtype.name in WRITABLE and kv.head_dim % LANES == 0 and kv.scales is None
     kernel = WRITE_KV.variant(kv.dtype.name)
     if not known or unavailable_reason() is not None or not builds(kernel.name):
@@ -35,7 +35,7 @@ def write(kv: LayerKV, k: jax.Array, v: jax.Array, page_ids: jax.Array, offsets:
 
 
 def splits(qk: jax.Array, cos: jax.Array) -> bool:
-    """Whether `split` takes these."""
+    """True if `split` takes these."""
     D, F = qk.shape[-1], cos.shape[-1]
     usable = qk.ndim == 3 and qk.dtype == jnp.float32 and D % LANES == 0 and F % LANES == 0
     return usable and builds(ROPE.variant().name)

@@ -11,23 +11,24 @@ from rekindle_kernels.native.kernel_table import ARGMAX, GATE, SAMPLE
 
 
 def chooses(logits: jax.Array) -> bool:
-    """Whether `largest_index` and `draw` take these logits."""
+    """True if `largest_index` and `draw` take these logits."""
     return logits.dtype == jnp.float32 and builds(ARGMAX.variant().name) and builds(SAMPLE.variant().name)
 
 
 def has_gates() -> bool:
-    """Whether `gated_masks` can be called."""
+    """True if `gated_masks` can be called."""
     return builds(GATE.variant().name)
 
 
 def gated_masks(gate: jax.Array, logits: jax.Array) -> jax.Array:
-    """The masks int32 [R, W] of a `MaskGate` at the address int32 [2], when logits [R, V] are there and it is open."""
+    """Return the masks int32 [R, W] of a `MaskGate` at the address int32 [2], when logits [R, V] are there and it is
+    open."""
     (masks,) = call(GATE.variant(), {"gate": gate, "logits": logits}, sizes={"W": -(-logits.shape[1] // 32)})
     return masks
 
 
 def largest_index(logits: jax.Array) -> jax.Array:
-    """The first index [R] of the largest of each row of logits [R, V]."""
+    """Return the first index [R] of the largest of each row of logits [R, V]."""
     (indices,) = call(ARGMAX.variant(), {"x": logits})
     return indices
 
@@ -43,9 +44,9 @@ def draw(
     block: int,
     masks: jax.Array | None = None,
 ) -> jax.Array:
-    """Tokens [R] drawn from logits [R, V], those of rows with temperature 0 by `largest_index`; seed is uint32 [R, 2],
-    `block` how many tokens the first of a draw's two uniforms does not tell apart. `masks` int32 [R, ceil(V / 32)] have
-    a bit for each token, the lowest first: where it is 0, the logit counts as minus infinity."""
+    """Return tokens [R] drawn from logits [R, V], those of rows with temperature 0 by `largest_index`; seed is
+    uint32 [R, 2], `block` how many tokens the first of a draw's two uniforms does not tell apart. `masks` int32 [R,
+    ceil(V / 32)] have a bit for each token, the lowest first: where it is 0, the logit counts as minus infinity."""
     if masks is not None:
         assert block % 32 == 0, f"a block of {block} tokens is not made of whole words of a mask"
         words = -(-logits.shape[1] // 32)

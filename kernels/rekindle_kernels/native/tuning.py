@@ -32,8 +32,7 @@ from rekindle_kernels.native.kernels import matvec
 from rekindle_kernels.native.kernels.int4_tile import NUMBERS, best_instruction, multiply_tile
 from rekindle_kernels.native.language.handler import HANDLER_JIT
 from rekindle_kernels.native.language.memory import word
-from rekindle_kernels.native.language.storage import STORAGE
-from rekindle_kernels.native.language.vector import LANES
+from rekindle_kernels.native.language.vector import LANES, STORAGE
 
 CANDIDATES = (
     Prefetch(0, 0),
@@ -49,7 +48,8 @@ _OPTIONS: dict[str, Any] = {**HANDLER_JIT}
 
 
 def chosen(level: cpu.Level) -> tuple[Prefetching, dict[str, list[float]]] | None:
-    """The fastest candidates on this processor, and GB/s by kind and candidate; None where they can't be timed."""
+    """Return the fastest candidates on this processor, and GB/s by kind and candidate; None where they can't be
+    timed."""
     addresses = _probes(level)
     if addresses is None:
         return None
@@ -63,8 +63,8 @@ def chosen(level: cpu.Level) -> tuple[Prefetching, dict[str, list[float]]] | Non
 
 
 def fastest(turns: Sequence[Sequence[float]], own: int) -> int:
-    """The number of the best candidate: `own`, unless another one is clearly faster in most turns. `turns` has the
-    rates by turn and candidate."""
+    """Return the number of the best candidate: `own`, unless another one is clearly faster in most turns. `turns`
+    has the rates by turn and candidate."""
     gains = {own: GAIN}
     for number in range(len(turns[0])):
         ratios = [turn[number] / turn[own] for turn in turns]
@@ -75,7 +75,7 @@ def fastest(turns: Sequence[Sequence[float]], own: int) -> int:
 
 
 def _probes(level: cpu.Level) -> dict[tuple[str, Prefetch], int] | None:
-    """The addresses of a function for each kind and candidate."""
+    """Return the addresses of a function for each kind and candidate."""
     found = {}
     machine, before = machine_of(level, linked=False), (cpu.building_for, cpu.prefetching)
     cpu.building_for = level
@@ -94,7 +94,8 @@ def _probes(level: cpu.Level) -> dict[tuple[str, Prefetch], int] | None:
 
 
 def _probe(kind: str) -> Any:
-    """A row times a matrix: a function of the addresses of weights, scales, the row and results, and their number."""
+    """Return a row times a matrix: a function of the addresses of weights, scales, the row and results, and their
+    number."""
     if kind == "grouped":
         tile = multiply_tile(1, 1, best_instruction(), scale="float16", prefetches=True)
 
@@ -109,7 +110,7 @@ def _probe(kind: str) -> Any:
         return four_bits
     storage = STORAGE["int8" if kind == "int8" else "bfloat16"]
     one_row, size = matvec.row_functions(storage).one_row, storage.size
-    two_by_two = matvec.row_products(storage).two_by_two
+    two_by_two = matvec.two_rows(storage, matvec.row_functions(storage, cpu.prefetch().several))
 
     @cfunc(types.void(types.int64), **_OPTIONS)
     def two_rows(arguments: int) -> None:
@@ -153,7 +154,7 @@ class _Part:
 
 
 def _huge_pages(nbytes: int) -> np.ndarray:
-    """Memory as weights have it, all of it touched."""
+    """Return memory as weights have it, all of it touched."""
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError, AttributeError):
         memory.madvise(mmap.MADV_HUGEPAGE)

@@ -22,14 +22,14 @@ SMALL = 1 << 20  # bytes that stay on small pages: a huge one of each layer was 
 
 
 def supported() -> bool:
-    """Whether the system replaces pages that are given back by zeros: MADV_DONTNEED promises it on Linux alone."""
+    """True if the system replaces pages that are given back by zeros: MADV_DONTNEED promises it on Linux alone."""
     wanted = os.environ.get("REKINDLE_NATIVE", "1") != "0"
     return wanted and sys.platform == "linux" and hasattr(mmap, "MADV_DONTNEED")
 
 
 @HANDLER
 def _handle(frame: int) -> int:
-    """`(bytes per element int32 [n]) -> n buffers of zeros`."""
+    """Handle `(bytes per element int32 [n]) -> n buffers of zeros`."""
     if asks_version(frame):
         return 0
     count = read(CALL_FRAME, frame, "result_count")
@@ -56,5 +56,5 @@ def clear(address: int, size: int) -> None:
 
 
 def address() -> int:
-    """The address of the function that XLA calls."""
+    """Return the address of the function that XLA calls."""
     return address_of(_handle)

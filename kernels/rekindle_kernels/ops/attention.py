@@ -49,6 +49,8 @@ class AttentionOptions:
     sliding_window: int | None = None  # w: a query at position p sees keys p-w+1..p
     soft_cap: float | None = None  # c: logits become c·tanh(logits / c)
     deterministic: bool = False  # a query's result is the same to the last bit in any batch
+    value_size: int | None = None  # of latent pages: so many first numbers of the keys are the values
+    causal: bool = True  # False: a query also sees the keys behind it, with a window the w - 1 next ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,8 @@ class AttentionCall:
     soft_cap: float | None = None
     sinks: bool = False
     deterministic: bool = False
+    value_size: int | None = None
+    causal: bool = True
 
     @classmethod
     def of(cls, inputs: AttentionInputs, options: AttentionOptions, platform: str | None = None) -> AttentionCall:
@@ -93,6 +97,8 @@ class AttentionCall:
             soft_cap=options.soft_cap,
             sinks=inputs.sinks is not None,
             deterministic=options.deterministic,
+            value_size=options.value_size,
+            causal=options.causal,
         )
 
 
@@ -103,19 +109,24 @@ def paged_attention(
     implementation: str | None = None,
     platform: str | None = None,
 ) -> jax.Array:
-    """Compute causal attention of a ragged batch over paged keys and values: [T, H, D] in q's dtype."""
+    """Compute attention of a ragged batch over paged keys and values: [T, H, D] in q's dtype.
+
+    Over latent pages the result is [T, H, value_size].
+    """
     heads, kv_heads = inputs.q.shape[1], inputs.kv.kv_heads
     table, lens, ends, rows = inputs.page_table, inputs.kv_lens, inputs.cu_q_lens, options.decode_rows
     assert heads % kv_heads == 0, f"{heads} query heads are not a multiple of {kv_heads} kv heads"
     assert table.shape[0] == lens.shape[0] == rows + ends.shape[0] - 1, (
         f"page_table {table.shape}, kv_lens {lens.shape} and cu_q_lens {ends.shape} disagree with {rows} decode rows"
     )
+    assert inputs.kv.latent == (options.value_size is not None), "latent pages, and only they, have a value_size"
     width = inputs.q.shape[-1]
     if width < inputs.kv.head_dim:  # zeros change no product, and those of the values are cut off below
         inputs = replace(inputs, q=widened(inputs.q, inputs.kv))
     chosen = ATTENTION.choose(AttentionCall.of(inputs, options, platform), implementation)
     with jax.named_scope(f"paged_attention_{chosen.name}"):
         out: jax.Array = chosen.run(inputs, options)
+    width = options.value_size or width
     return out if out.shape[-1] == width else out[..., :width]
 
 

@@ -3,7 +3,8 @@
 Axes: I inputs, O outputs.
 
 An implementation is selected by the product alone. It then reports which of norm and gate it can fuse into the call;
-the others are separate operations, before or after.
+the others are separate operations, before or after. RMS norms, the functions between the
+matrices of an MLP, and rows of several experts, each times its expert's matrix (`grouped_linear`), are here, too.
 """
 
 from __future__ import annotations
@@ -15,11 +16,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from rekindle_kernels import int4
-from rekindle_kernels.activations import gated
-from rekindle_kernels.ops.norm import rms_norm
 from rekindle_kernels.ops.registry import Registry, current_platform
 
 LINEAR = Registry("linear")  # run(x, weight, scale, minimum, residual, count, norm, options, dtype) -> [..., O]
+CLAMP, CLAMP_SLOPE = 7.0, 1.702  # of "clamped_silu", in `gated`
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,3 +103,110 @@ def linear(
     y = chosen.run(x, weight, scale, minimum, None, count, norm, replace(options, gate=None), dtype)
     y = gated(y, separate_gate)
     return y if residual is None else residual + y
+
+
+def activate(x: jax.Array, name: str) -> jax.Array:
+    """Apply the activation called `name` ("silu", "relu", "relu2", "gelu" or "gelu_tanh") to every element."""
+    if name == "silu":
+        return jax.nn.silu(x)
+    if name == "relu":
+        return jax.nn.relu(x)
+    if name == "relu2":
+        return jnp.square(jax.nn.relu(x))
+    return jax.nn.gelu(x, approximate=name == "gelu_tanh")
+
+
+def gated(gate_up: jax.Array, activation: str) -> jax.Array:
+    """Return act(gate) · up [..., I] of `gate_up` [..., 2·I], where the gate is the first half.
+
+    "clamped_silu" limits gates to 7 and ups to ±7, and returns gate · sigmoid(1.702 · gate) · (up + 1).
+    """
+    gate, up = jnp.split(gate_up, 2, axis=-1)
+    if activation == "clamped_silu":
+        gate, up = jnp.minimum(gate, CLAMP), jnp.clip(up, -CLAMP, CLAMP)
+        return gate * jax.nn.sigmoid(CLAMP_SLOPE * gate) * (up + 1)
+    return activate(gate, activation) * up
+
+
+GATE = Registry("gate")  # run(gate_up, activation) -> [..., I]
+
+
+@dataclass(frozen=True, slots=True)
+class GateCall:
+    """The static facts that select an implementation."""
+
+    platform: str
+    x: jax.ShapeDtypeStruct
+    activation: str
+
+
+def gate_rows(
+    gate_up: jax.Array, activation: str, *, implementation: str | None = None, platform: str | None = None
+) -> jax.Array:
+    """Compute `gated(gate_up, activation)` [..., 2·I] → [..., I] where no product ends in it."""
+    shape = jax.ShapeDtypeStruct(gate_up.shape, gate_up.dtype)
+    call = GateCall(platform or current_platform(), shape, activation)
+    result: jax.Array = GATE.choose(call, implementation).run(gate_up, activation)
+    return result
+
+
+RMS_NORM = Registry("rms_norm")  # run(x, weight, eps) -> like x
+
+
+@dataclass(frozen=True, slots=True)
+class NormCall:
+    """The static facts that select an implementation."""
+
+    platform: str
+    x: jax.ShapeDtypeStruct
+
+
+def rms_norm(
+    x: jax.Array,
+    weight: jax.Array,
+    eps: float,
+    *,
+    implementation: str | None = None,
+    platform: str | None = None,
+) -> jax.Array:
+    """Compute x / sqrt(mean(x²) + eps) · weight in x's dtype; the mean is over the last axis, in float32."""
+    call = NormCall(platform or current_platform(), jax.ShapeDtypeStruct(x.shape, x.dtype))
+    normed: jax.Array = RMS_NORM.choose(call, implementation).run(x, weight, eps)
+    return normed
+
+
+GROUPED_LINEAR = Registry("grouped_linear")  # run(x, weight, sizes, scale, minimum, dtype) -> [M, O]
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedCall:
+    """The static facts that select an implementation."""
+
+    platform: str
+    x: jax.ShapeDtypeStruct
+    weight: jax.ShapeDtypeStruct
+    scale: str | None = None  # the dtype of its scales, if it is stored in the form of `rekindle_kernels.int4`
+
+
+def grouped_linear(
+    x: jax.Array,
+    weight: jax.Array,
+    sizes: jax.Array,
+    *,
+    scale: jax.Array | None = None,
+    minimum: jax.Array | None = None,
+    dtype: DTypeLike = jnp.float32,
+    implementation: str | None = None,
+    platform: str | None = None,
+) -> jax.Array:
+    """Compute x [M, I] → [M, O] in `dtype`: `sizes[0]` rows times `weight[0]`, then `sizes[1]` times `weight[1]`, …
+
+    Rows beyond the sum of `sizes` are undefined. Weights of int8 are widened to x's type, exactly; with
+    rows of int8 as well, sums are integers and `dtype` is int32. With a `scale`, and perhaps a `minimum`, these are the
+    arrays of `rekindle_kernels.int4`, for a stack of matrices.
+    """
+    x_shape, shape = (jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (x, weight))
+    call = GroupedCall(platform or current_platform(), x_shape, shape, None if scale is None else scale.dtype.name)
+    run = GROUPED_LINEAR.choose(call, implementation).run
+    result: jax.Array = run(x, weight, sizes, scale, minimum, jnp.dtype(dtype))
+    return result

@@ -68,19 +68,36 @@ def give_up_zeros(error: Exception, *, platform: str | None = None) -> bool:
 
 
 def abstract_pages(
-    num_pages: int, kv_heads: int, page_size: int, head_dim: int, dtype: DTypeLike, *, platform: str | None = None
+    num_pages: int,
+    kv_heads: int,
+    page_size: int,
+    head_dim: int,
+    dtype: DTypeLike,
+    *,
+    latent: bool = False,
+    platform: str | None = None,
 ) -> LayerKV:
     """Return the shapes of `init_pages`, without memory and without tracing."""
     platform = platform or current_platform()
     stored = storage_dtype(dtype, platform)
-    shape = (num_pages, 2, kv_heads, page_size, stored_head_dim(head_dim, platform))
+    shape = (num_pages, 1 if latent else 2, kv_heads, page_size, stored_head_dim(head_dim, platform))
     scales = jax.ShapeDtypeStruct(shape[:-1], jnp.float32) if needs_scales(dtype) else None
     return LayerKV(jax.ShapeDtypeStruct(shape, stored), scales)  # type: ignore[arg-type]
 
 
 def init_pages(
-    num_pages: int, kv_heads: int, page_size: int, head_dim: int, dtype: DTypeLike, *, platform: str | None = None
+    num_pages: int,
+    kv_heads: int,
+    page_size: int,
+    head_dim: int,
+    dtype: DTypeLike,
+    *,
+    latent: bool = False,
+    platform: str | None = None,
 ) -> LayerKV:
-    """Return zeroed pages of one layer, page 0 included; int8 and fp8 pages come with scales."""
-    shapes = abstract_pages(num_pages, kv_heads, page_size, head_dim, dtype, platform=platform)
+    """Return zeroed pages of one layer, page 0 included; int8 and fp8 pages come with scales.
+
+    `latent` pages hold keys alone, of which attention takes the first numbers as values.
+    """
+    shapes = abstract_pages(num_pages, kv_heads, page_size, head_dim, dtype, latent=latent, platform=platform)
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)

@@ -22,6 +22,7 @@ class RopeCall:
     qk: jax.ShapeDtypeStruct
     cos: jax.ShapeDtypeStruct | None  # None: heads are only split, not rotated
     norm: bool
+    kv_heads: int = 1
 
 
 def rope(
@@ -38,14 +39,15 @@ def rope(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return q [T, H, D] and k [T, K, D] of qk [T, ≥ H + K, D], rotated by cos and sin [T, F], and v [T, K, D] of qkv.
 
-    `heads` is H, and qkv [T, H + 2·K, D] has queries, keys and values in this order. With `norm` [H + K, D] queries and
-    keys are first RMS-normed, head by head. Without cos and sin they are not rotated.
+    `heads` is H, and qkv [T, H + 2·K, D] has queries, keys and values in this order; K may be 0. With `norm`
+    [H + K, D] queries and keys are first RMS-normed, head by head. Without cos and sin they are not rotated.
     """
     call = RopeCall(
         platform or current_platform(),
         jax.ShapeDtypeStruct(qk.shape, qk.dtype),
         None if cos is None else jax.ShapeDtypeStruct(cos.shape, cos.dtype),
         norm is not None,
+        (qkv.shape[-2] - heads) // 2,
     )
     q, k, v = ROPE.choose(call, implementation).run(qk, qkv, cos, sin, norm, heads=heads, eps=eps)
     return q, k, v

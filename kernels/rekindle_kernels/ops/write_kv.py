@@ -27,12 +27,13 @@ class WriteCall:
     page_size: int
     kv_dtype: jnp.dtype  # LayerKV.dtype
     scaled: bool  # the pages carry scales
+    latent: bool = False  # keys alone are written
 
 
 def write_kv(
     kv: LayerKV,
     k: jax.Array,
-    v: jax.Array,
+    v: jax.Array | None,
     page_ids: jax.Array,
     offsets: jax.Array,
     *,
@@ -41,11 +42,12 @@ def write_kv(
 ) -> LayerKV:
     """Write token t's k[t], v[t] ([T, K, D]) to page page_ids[t] at offsets[t]; in place when the caller donates `kv`.
 
-    Where the pages' vectors are wider than D, as on TPUs, zeros fill them.
+    Latent pages have keys alone, and v is None. Where the pages' vectors are wider than D, as on TPUs, zeros fill them.
     Values are rounded, or quantised with a scale per token and head, to the dtype of `kv`. Padding tokens write to
     page 0; which of two tokens with one destination wins is undefined.
     """
-    k, v = widened(k, kv), widened(v, kv)
+    assert kv.latent == (v is None), "latent pages, and only they, have no values"
+    k, v = widened(k, kv), None if v is None else widened(v, kv)
     call = WriteCall(
         platform=platform or current_platform(),
         tokens=k.shape[0],
@@ -54,6 +56,7 @@ def write_kv(
         page_size=kv.page_size,
         kv_dtype=kv.dtype,
         scaled=kv.scales is not None,
+        latent=kv.latent,
     )
     with jax.named_scope("write_kv"):
         written: LayerKV = WRITE_KV.choose(call, implementation).run(kv, k, v, page_ids, offsets)

@@ -76,7 +76,7 @@ class Running(NamedTuple):
 
     largest: jax.Array  # float32 [C, K, M, 1]
     total: jax.Array  # float32 [C, K, M, 1]
-    values: jax.Array  # float32 [C, K, M, D]
+    values: jax.Array  # float32 [C, K, M, D], or [C, K, M, value_size]
 
 
 class KeyBlock(NamedTuple):
@@ -88,18 +88,23 @@ class KeyBlock(NamedTuple):
     value_scales: jax.Array | None
 
 
-def read_block(kv: LayerKV, pages: jax.Array, left: jax.Array, integer_dots: bool) -> KeyBlock:
+def read_block(
+    kv: LayerKV, pages: jax.Array, left: jax.Array, integer_dots: bool, value_size: int | None = None
+) -> KeyBlock:
     """Return keys and values on `pages` [C, L/S], of which row c owns the first left[c] (≤ 0: none; ≥ L: all)."""
     C, count = pages.shape
     K, S, D = kv.kv_heads, kv.page_size, kv.head_dim
+    parts = kv.pages.shape[1]  # keys and values, or keys that are also values
     # Two dimensions, K and V apart: XLA:CPU vectorises only the innermost dimension of a gather, here S·D elements.
     flat = kv.pages.reshape(-1, S * D)
-    key_rows = (pages[:, None, :] * (2 * K) + jnp.arange(K)[None, :, None]).reshape(-1)
+    key_rows = (pages[:, None, :] * (parts * K) + jnp.arange(K)[None, :, None]).reshape(-1)
     written = jnp.broadcast_to(left[:, None, None] - jnp.arange(count) * S, (C, K, count)).reshape(-1, 1)
 
     def gather(masked: bool) -> tuple[jax.Array, jax.Array]:
         keys = widen(flat.at[key_rows].get(mode="promise_in_bounds"), kv, integer_dots)
-        values = widen(flat.at[key_rows + K].get(mode="promise_in_bounds"), kv, integer_dots)
+        values = keys
+        if not kv.latent:
+            values = widen(flat.at[key_rows + K].get(mode="promise_in_bounds"), kv, integer_dots)
         return keys, jnp.where(jnp.arange(S * D) < written * D, values, 0) if masked else values
 
     # Memory never written may be NaN, and 0 · NaN is NaN; integers are masked by their scales. Two branches save the
@@ -108,11 +113,13 @@ def read_block(kv: LayerKV, pages: jax.Array, left: jax.Array, integer_dots: boo
     maskable = not (kv.scales is not None and integer_dots)
     keys, values = lax.cond(jnp.min(left) >= count * S, lambda: gather(False), lambda: gather(maskable))
     keys, values = (x.reshape(C, K, count * S, D) for x in (keys, values))
+    values = values if value_size is None else values[..., :value_size]
     if kv.scales is None:
         return KeyBlock(keys, values, None, None)
     scales = kv.scales.reshape(-1, S)
     key_scales, value_scales = (
-        scales.at[rows].get(mode="promise_in_bounds").reshape(C, K, 1, count * S) for rows in (key_rows, key_rows + K)
+        scales.at[rows].get(mode="promise_in_bounds").reshape(C, K, 1, count * S)
+        for rows in (key_rows, key_rows + (parts - 1) * K)
     )
     seen = jnp.arange(count * S) < left[:, None, None, None]
     return KeyBlock(keys, values, jnp.where(seen, key_scales, 0), jnp.where(seen, value_scales, 0))
@@ -194,7 +201,7 @@ def absorb(
 
 
 def start(shape: tuple[int, ...], sinks: jax.Array | None) -> Running:
-    """Begin the softmax for q of `shape` [C, K, M, D]; a sink ([K, M]) is a logit in front of all blocks."""
+    """Begin the softmax for values of `shape` [C, K, M, D]; a sink ([K, M]) is a logit in front of all blocks."""
     if sinks is None:
         return Running(jnp.full((*shape[:-1], 1), MASKED), jnp.zeros((*shape[:-1], 1)), jnp.zeros(shape))
     largest = jnp.broadcast_to(sinks.astype(jnp.float32)[None, :, :, None], (*shape[:-1], 1))
@@ -233,9 +240,12 @@ def decode(
     sinks: jax.Array | None,
     options: AttentionOptions,
 ) -> jax.Array:
-    """Attend with one query per row: q [R, H, D], page_table [R, W], kv_lens [R] -> float32 [R, H, D]."""
+    """Attend with one query per row: q [R, H, D], page_table [R, W], kv_lens [R] -> float32 [R, H, V].
+
+    V is the size of values, D but for latent pages.
+    """
     R, H, D = q.shape
-    K = kv.kv_heads
+    K, V = kv.kv_heads, options.value_size or D
     chunk = min(R, BLOCKS.decode_rows)
     chunks = -(-R // chunk)
     per_block = pages_per_block(BLOCKS.decode_keys, kv.page_size, page_table.shape[1])
@@ -262,7 +272,7 @@ def decode(
         row_lens = rows(lens)
         left = row_lens - index * keys
         pages = lax.dynamic_slice(table, (c * chunk, index * per_block), (chunk, per_block))
-        block = read_block(kv, pages, left, integer_dots=kv.pages.dtype == jnp.int8)
+        block = read_block(kv, pages, left, kv.pages.dtype == jnp.int8, options.value_size)
         at = index * keys + jnp.arange(keys)
         seen = (at < row_lens[:, None]) & (at >= rows(first_key)[:, None])
         new = absorb(Running(*map(rows, running)), rows(q_sorted), block, seen[:, None, None, :], options)
@@ -272,8 +282,8 @@ def decode(
         return Running(*map(put, running, new))
 
     by_head = None if sinks is None else sinks.reshape(K, H // K)
-    out = finish(lax.fori_loop(0, ends[-1], step, start(q_sorted.shape, by_head)))
-    out = jnp.where((lens > 0)[:, None, None, None], out, 0).reshape(chunks * chunk, H, D)[:R]
+    out = finish(lax.fori_loop(0, ends[-1], step, start((*q_sorted.shape[:-1], V), by_head)))
+    out = jnp.where((lens > 0)[:, None, None, None], out, 0).reshape(chunks * chunk, H, V)[:R]
     return out if chunks == 1 else out[places]
 
 
@@ -289,9 +299,10 @@ def prefill(
 ) -> jax.Array:
     """Attend with chunks of prompts.
 
-    q [T, H, D] packed by cu_q_lens [N+1], page_table [N, W], kv_lens [N] -> float32 [T, H, D].
+    q [T, H, D] packed by cu_q_lens [N+1], page_table [N, W], kv_lens [N] -> float32 [T, H, V].
     """
     T, H, D = q.shape
+    V = options.value_size or D
     K, N = kv.kv_heads, page_table.shape[0]
     G = H // K
     queries = min(T, BLOCKS.prefill_queries if N > 1 else 2 * BLOCKS.prefill_queries)  # short sequences fill less
@@ -302,6 +313,8 @@ def prefill(
     ends = jnp.cumsum(-(-q_lens // queries))  # work list: blocks of queries, numbered through the sequences
     q = jnp.pad(q, ((0, queries), (0, 0), (0, 0)))  # so that the last block's slice does not slide back
     by_head = None if sinks is None else jnp.repeat(sinks.reshape(K, G), queries, axis=1)
+    # A query at position p sees keys before p + ahead.
+    ahead = 1 if options.causal else options.sliding_window or page_table.shape[1] * kv.page_size
 
     def step(item: jax.Array, out: jax.Array) -> jax.Array:
         s = jnp.sum(ends <= item)
@@ -311,34 +324,34 @@ def prefill(
         local_q = lax.dynamic_slice_in_dim(q, token, queries).astype(jnp.float32) * options.scale
         local_q = local_q.reshape(queries, K, G, D).transpose(1, 2, 0, 3).reshape(1, K, G * queries, D)
         position = kv_len - q_lens[s] + begin + jnp.arange(queries)
-        last_key = jnp.minimum(position[-1] + 1, kv_len)
+        last_key = jnp.minimum(position[-1] + ahead, kv_len)
         first_key = 0 if options.sliding_window is None else jnp.maximum(position[0] - options.sliding_window + 1, 0)
 
         def absorb_keys(index: jax.Array, running: Running, all_seen: bool = False) -> Running:
             pages = lax.dynamic_slice(table, (s, index * per_block), (1, per_block))
-            block = read_block(kv, pages, (kv_len - index * keys)[None], integer_dots=False)
+            block = read_block(kv, pages, (kv_len - index * keys)[None], False, options.value_size)
             if all_seen:
                 return absorb(running, local_q, block, None, options)
             at = index * keys + jnp.arange(keys)
-            seen = (at <= position[:, None]) & (at < kv_len)
+            seen = (at < position[:, None] + ahead) & (at < kv_len)
             if options.sliding_window is not None:
                 seen &= at > position[:, None] - options.sliding_window
             seen = jnp.broadcast_to(seen[None], (G, queries, keys)).reshape(1, 1, G * queries, keys)
             return absorb(running, local_q, block, seen, options)
 
-        running = start(local_q.shape, by_head)
+        running = start((*local_q.shape[:-1], V), by_head)
         bordering = first_key // keys
         if options.sliding_window is None:
-            bordering = jnp.minimum(position[0] + 1, kv_len) // keys
+            bordering = jnp.minimum(position[0] + ahead, kv_len) // keys
             running = lax.fori_loop(0, bordering, partial(absorb_keys, all_seen=True), running)
         block_out = finish(lax.fori_loop(bordering, -(-last_key // keys), absorb_keys, running))
-        block_out = block_out.reshape(K, G, queries, D).transpose(2, 0, 1, 3).reshape(queries, H, D)
+        block_out = block_out.reshape(K, G, queries, V).transpose(2, 0, 1, 3).reshape(queries, H, V)
         valid = (begin + jnp.arange(queries) < q_lens[s])[:, None, None]
         old = lax.dynamic_slice_in_dim(out, token, queries)
         return lax.dynamic_update_slice_in_dim(out, jnp.where(valid, block_out, old), token, 0)
 
     # Float32 whatever q is: XLA:CPU would widen and narrow all of a bfloat16 array at every update.
-    return lax.fori_loop(0, ends[-1], step, jnp.zeros(q.shape, jnp.float32))[:T]
+    return lax.fori_loop(0, ends[-1], step, jnp.zeros((*q.shape[:-1], V), jnp.float32))[:T]
 
 
 def paged_attention(inputs: AttentionInputs, options: AttentionOptions) -> jax.Array:
@@ -349,7 +362,7 @@ def paged_attention(inputs: AttentionInputs, options: AttentionOptions) -> jax.A
         parts.append(decode(q[:R], kv, table[:R], lens[:R], inputs.sinks, options))
     if q.shape[0] > R:
         if table.shape[0] == R:
-            parts.append(jnp.zeros_like(q[R:]))
+            parts.append(jnp.zeros((*q[R:].shape[:-1], options.value_size or q.shape[-1]), q.dtype))
         else:
             ends, count = inputs.cu_q_lens, inputs.num_prefills
             parts.append(prefill(q[R:], kv, table[R:], lens[R:], ends, count, inputs.sinks, options))

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from rekindle_kernels.ops.registry import Implementation, anything
-from rekindle_kernels.xla.norm import rms_norm
+from rekindle_kernels.xla.linear import rms_norm
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

@@ -14,8 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from rekindle_kernels.ops.registry import Implementation, anything
-from rekindle_kernels.ops.sampling import SMALL_TOP_K, Choice, Wanted, block_size, top_k
-from rekindle_kernels.xla.random import uniforms
+from rekindle_kernels.ops.sampling import SMALL_TOP_K, Choice, Wanted, block_size
 
 MOST_ROUNDS = 64  # each round of rejection halves the candidates at least, on average; a row of NaN never ends
 
@@ -141,3 +140,70 @@ def _bisect(values: Array, k: Array) -> Array:
 
 GREEDY = Implementation("xla", greedy, anything)
 DRAW = Implementation("xla", draw, anything)
+
+
+_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+
+
+# The random numbers of a draw: jax.random's `fold_in(fold_in(key(seed), position), round)`, written out. Through
+# jax.random the two hashes are 15 kernels to compile and run on CPU; written out they are one.
+def threefry(key: tuple[Array, Array], counter: tuple[Array, Array]) -> tuple[Array, Array]:
+    """Hash by Threefry-2x32 with 20 rounds (Salmon et al., 2011), elementwise over uint32 arrays."""
+    first, second = key
+    schedule = (first, second, first ^ second ^ jnp.uint32(0x1BD11BDA))
+    x, y = counter[0] + first, counter[1] + second
+    for block in range(5):
+        for rotation in _ROTATIONS[block % 2]:
+            x = x + y
+            y = x ^ ((y << rotation) | (y >> (32 - rotation)))
+        x = x + schedule[(block + 1) % 3]
+        y = y + schedule[(block + 2) % 3] + jnp.uint32(block + 1)
+    return x, y
+
+
+def uniforms(seed: Array, position: Array, round_: Array) -> tuple[Array, Array]:
+    """Return two float32 [N] in [0, 1) for seeds [N, 2] (high and low word), positions [N] and a round of rejection."""
+    zero = jnp.zeros_like(seed[:, 0])
+    key = threefry((seed[:, 0], seed[:, 1]), (zero, position.astype(jnp.uint32)))
+    words = threefry(key, (zero, zero + round_.astype(jnp.uint32)))
+    first, second = ((word >> 8).astype(jnp.float32) * jnp.float32(2.0**-24) for word in words)
+    return first, second
+
+
+# The largest values of each row, without sorting the row. An element that is among the k best of its row lies in one
+# of the k blocks with the best maxima: each better block holds an element that is better. So a row is folded to its
+# block maxima until they are few, and each level hands k blocks down to the one below. One pass reads [N, V]; at most
+# 64 · 32 values are sorted, by one kernel on a GPU, where sorting a row of 152k values takes 30 kernels, each of
+# which reads and writes [N, V].
+BLOCK = 32
+
+
+def top_k(values: Array, k: int) -> tuple[Array, Array]:
+    """Implement `ops.sampling.top_k` by XLA: a partial sort on CPU, an instruction on TPU, a whole sort on GPU."""
+    largest, indices = lax.top_k(values, k)
+    return largest, indices
+
+
+def top_k_of_blocks(values: Array, k: int) -> tuple[Array, Array]:
+    """Implement `ops.sampling.top_k` by blocks: the same numbers at the same places.
+
+    Zeros of both signs are equal to a maximum and not to a sort: where a row has both, other zeros may be named.
+    """
+    width = values.shape[-1]
+    if width <= 2 * k * BLOCK:
+        return top_k(values, k)
+    missing = -width % BLOCK
+    padded = jnp.pad(values, ((0, 0), (0, missing)), constant_values=-jnp.inf)
+    maxima = padded.reshape(values.shape[0], -1, BLOCK).max(axis=-1)
+    _, blocks = top_k_of_blocks(maxima, k)
+    # In ascending order, so that of equal values the first in the row comes first.
+    blocks = lax.sort(blocks, dimension=1)
+    indices = (blocks[:, :, None] * BLOCK + lax.iota(jnp.int32, BLOCK)).reshape(values.shape[0], -1)
+    candidates = jnp.take_along_axis(values, jnp.minimum(indices, width - 1), axis=1)
+    candidates = jnp.where(indices < width, candidates, -jnp.inf)
+    largest, places = top_k(candidates, k)
+    return largest, jnp.take_along_axis(indices, places, axis=1)
+
+
+TOP_K = Implementation("xla", top_k, anything)
+BLOCKS = Implementation("blocks", top_k_of_blocks, anything)

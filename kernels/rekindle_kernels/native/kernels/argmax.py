@@ -21,7 +21,7 @@ JOB = job_layout("argmax", {"x": "[rows, width]", "out": "int32 [rows]", "width"
 
 @inline
 def first_largest(x: int, width: int) -> int:
-    """The first index of the largest of [width]; the last index where all are NaN."""
+    """Return the first index of the largest of [width]; the last index where all are NaN."""
     top, start = LOWEST, 0
     for begin in range(0, width // STRETCH * STRETCH, STRETCH):
         a = b = splat(LOWEST)
@@ -40,7 +40,7 @@ def first_largest(x: int, width: int) -> int:
 
 
 def kernel() -> Kernel:
-    """The first index of the largest of every row of x."""
+    """Return the first index of the largest of every row of x."""
 
     @jit
     def prepare(frame: Any, job: Any, threads: int) -> int:

@@ -9,7 +9,7 @@ import numpy as np
 from rekindle_kernels.native.language.jit import inline
 from rekindle_kernels.native.language.memory import f32, i32
 from rekindle_kernels.native.language.records import dim
-from rekindle_kernels.native.language.storage import Storage
+from rekindle_kernels.native.language.vector import Storage
 
 MASKED = np.float32(-1e30)  # the logit of a key that is not seen
 
@@ -31,8 +31,8 @@ FIELDS = {
 NUMBERS = {"scale": "of logits", "soft_cap": "0 for none"}
 
 
-class Stored(NamedTuple):
-    """What a kernel is compiled for."""
+class StoredHeads(NamedTuple):
+    """How the keys and values are stored that a kernel is compiled for."""
 
     storage: Storage
     head_dim: int
@@ -41,7 +41,7 @@ class Stored(NamedTuple):
 
 @inline
 def describe(frame: Any, job: Any) -> None:
-    """What the operands say of all rows."""
+    """Note in the job what the operands say of all rows."""
     job.q = frame.q.data
     job.pages = frame.pages.data
     job.scales = frame.scales.data
@@ -61,18 +61,18 @@ def describe(frame: Any, job: Any) -> None:
 
 @inline
 def page_of(job: Any, row: int, index: int) -> int:
-    """A page of a row; the scratch page 0 where the page table names one that does not exist."""
+    """Return a page of a row; the scratch page 0 where the page table names one that does not exist."""
     page = i32(job.page_table, row * job.width + index)
     return page if page >= 0 and page < job.page_count else 0
 
 
 @inline
 def length_of(job: Any, row: int) -> int:
-    """Keys of a row, not more than its pages hold."""
+    """Return keys of a row, not more than its pages hold."""
     return min(i32(job.lens, row), job.width * job.page_size)
 
 
 @inline
 def sink_of(job: Any, h: int) -> float:
-    """The logit of a head's sink; MASKED where there is none."""
+    """Return the logit of a head's sink; MASKED where there is none."""
     return f32(job.sinks, h) if job.sinks != 0 else MASKED

@@ -57,31 +57,31 @@ _frame, _buffer, _team, _job = (record_at(layout) for layout in (xla_abi.CALL_FR
 
 @inline
 def operand(frame: int, index: int) -> int:
-    """The address of an operand's data; a chain has any number of them."""
+    """Return the address of an operand's data; a chain has any number of them."""
     return _buffer(word(_frame(frame).operands, index)).data
 
 
 @inline
 def result(frame: int, index: int) -> int:
-    """The address of a result's data."""
+    """Return the address of a result's data."""
     return _buffer(word(_frame(frame).results, index)).data
 
 
 @inline
 def sizes_of(plan: int) -> int:
-    """The address of the plan's sizes."""
+    """Return the address of the plan's sizes."""
     return plan + HEADER_BYTES
 
 
 @inline
 def buffers_of(plan: int) -> int:
-    """The address of the plan's buffers."""
+    """Return the address of the plan's buffers."""
     return sizes_of(plan) + 4 * _header(plan).sizes
 
 
 @inline
 def calls_of(plan: int) -> int:
-    """The address of the plan's calls."""
+    """Return the address of the plan's calls."""
     return buffers_of(plan) + PLAN_BUFFER_BYTES * _header(plan).buffers
 
 
@@ -147,7 +147,7 @@ class ChainRunner:
     symbol = f"rekindle_{CHAIN}_task"
 
     def functions(self) -> tuple[Any, Callable[[], Any]]:
-        """The task of a member of the team, and the maker of XLA's handler."""
+        """Return the task of a member of the team, and the maker of XLA's handler."""
         return _task(), _handler
 
 

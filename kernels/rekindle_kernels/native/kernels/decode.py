@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from rekindle_kernels.native import kernel_table
-from rekindle_kernels.native.kernels.attention_job import FIELDS, NUMBERS, Stored, describe, length_of, sink_of
+from rekindle_kernels.native.kernels.attention_job import FIELDS, NUMBERS, StoredHeads, describe, length_of, sink_of
 from rekindle_kernels.native.kernels.decode_products import logits_function, scale_values, value_sums, weights_of
 from rekindle_kernels.native.language.handler import Kernel, job_layout
 from rekindle_kernels.native.language.jit import inline, jit
@@ -39,7 +39,7 @@ JOB = job_layout(
 
 @inline
 def first_key(job: Any, length: int) -> int:
-    """The first key that the window of a row's query shows."""
+    """Return the first key that the window of a row's query shows."""
     return max(0, length - job.window) if job.window > 0 else 0
 
 
@@ -58,7 +58,7 @@ def list_pieces(job: Any, rows: int) -> None:
 
 
 def preparer(D: int) -> Any:
-    """`prepare(frame, job, threads)` for heads of that size."""
+    """Return `prepare(frame, job, threads)` for heads of that size."""
 
     @jit
     def prepare(frame: Any, job: Any, threads: int) -> int:
@@ -81,7 +81,8 @@ def preparer(D: int) -> Any:
 
 
 def scaler(D: int) -> Any:
-    """`divide_by_weights(out, top, weights, sink)`: a sum of values becomes their mean, the sink's weight included."""
+    """Return `divide_by_weights(out, top, weights, sink)`: a sum of values becomes their mean, the sink's weight
+    included."""
 
     @inline
     def divide_by_weights(out: int, top: float, weights: float, sink: float) -> None:
@@ -97,7 +98,8 @@ def scaler(D: int) -> Any:
 
 
 def merger(D: int) -> Any:
-    """`merge(job, r, h, piece, after)`: one head of row r from the partial results of the pieces [piece, after)."""
+    """Return `merge(job, r, h, piece, after)`: one head of row r from the partial results of the pieces [piece,
+    after)."""
 
     @inline
     def merge(job: Any, r: int, h: int, piece: int, after: int) -> None:
@@ -121,7 +123,7 @@ def merger(D: int) -> Any:
     return merge
 
 
-def kernel(stored: Stored) -> Kernel:
+def kernel(stored: StoredHeads) -> Kernel:
     """Attention of one query per row over the row's pages. Rows from the setting `decode_rows` on are left alone."""
     D, scaled = stored.head_dim, stored.scaled
     logits_of, weigh_heads = logits_function(stored), value_sums(stored)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from rekindle_kernels.native.kernels.attention_job import MASKED, Stored, page_of
+from rekindle_kernels.native.kernels.attention_job import MASKED, StoredHeads, page_of
 from rekindle_kernels.native.language.jit import inline
 from rekindle_kernels.native.language.memory import f32, prefetch, set_f32
 from rekindle_kernels.native.language.vector import (
@@ -38,7 +38,7 @@ ZERO, ONE = np.float32(0), np.float32(1)
 
 @inline
 def vector_of(job: Any, r: int, key: int, part: int, k: int) -> int:
-    """The number of the vector of `key`, counted through all pages: keys are part 0, values part 1."""
+    """Return the number of the vector of `key`, counted through all pages: keys are part 0, values part 1."""
     S, K = job.page_size, job.kv_heads
     page = page_of(job, r, key // S)
     return ((page * 2 + part) * K + k) * S + key % S
@@ -84,8 +84,8 @@ def scale_values(job: Any, r: int, k: int, begin: int, end: int, weights: int) -
         key = until
 
 
-def fetcher(stored: Stored) -> Any:
-    """`fetch(vector)`: have one vector of a page brought into the cache."""
+def fetcher(stored: StoredHeads) -> Any:
+    """Return `fetch(vector)`: have one vector of a page brought into the cache."""
     length = stored.head_dim * stored.storage.size
 
     @inline
@@ -96,8 +96,9 @@ def fetcher(stored: Stored) -> Any:
     return fetch
 
 
-def logits_function(stored: Stored) -> Any:
-    """`logits_of(job, r, k, begin, end, logits)`: products of the queries of kv head k with the keys [begin, end)."""
+def logits_function(stored: StoredHeads) -> Any:
+    """Return `logits_of(job, r, k, begin, end, logits)`: products of the queries of kv head k with the keys [begin,
+    end)."""
     (_, load, size), D, scaled = stored
     VECTORS, fetch = D // LANES, fetcher(stored)
 
@@ -146,9 +147,9 @@ def logits_function(stored: Stored) -> Any:
     return logits_of
 
 
-def value_sums(stored: Stored) -> Any:
-    """`weigh_heads(job, r, k, begin, end, weights, out, step)`: sums of the values [begin, end) for each query head of
-    kv head k, by weights [G, keys], into rows `step` numbers apart."""
+def value_sums(stored: StoredHeads) -> Any:
+    """Return `weigh_heads(job, r, k, begin, end, weights, out, step)`: sums of the values [begin, end) for each
+    query head of kv head k, by weights [G, keys], into rows `step` numbers apart."""
     (_, load, size), D, _ = stored
     fetch, has_four_vectors = fetcher(stored), D % (4 * LANES) == 0
 

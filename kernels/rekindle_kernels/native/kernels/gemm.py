@@ -85,7 +85,7 @@ def kernel(size: int, add: Any) -> Kernel:
 
 
 def _of_one_form(prepare_rows: Any, pack: Any, multiply: Any) -> Kernel:
-    """The kernel that multiplies any number of rows in the same way."""
+    """Return the kernel that multiplies any number of rows in the same way."""
 
     @jit
     def prepare(frame: Any, job: Any, threads: int) -> int:

@@ -48,8 +48,8 @@ def units_of(job: Any) -> int:
 
 
 def tile(blocks: int, vectors: int, size: int) -> Any:
-    """`multiply(w, further, x, words, sums)`: 16 outputs, and 16 more `further` bytes behind if there are two blocks,
-    times one or two vectors of a panel of rows. A block's sums are [16, PANEL], the next one's SUMS behind."""
+    """Return `multiply(w, further, x, words, sums)`: 16 outputs, and 16 more `further` bytes behind if there are two
+    blocks, times one or two vectors of a panel of rows. A block's sums are [16, PANEL], the next one's SUMS behind."""
     add = add_products if size == 1 else add_products_of_pairs
     sums_at = [(2 * block + v, block, v) for block in range(blocks) for v in range(vectors)]
 
@@ -102,7 +102,7 @@ def tile(blocks: int, vectors: int, size: int) -> Any:
 
 
 def functions(size: int) -> Any:
-    """`prepare(job, threads) -> blocks`, `pack(job, index)` and `multiply(job, index)`, for `gemm.kernel`."""
+    """Return `prepare(job, threads) -> blocks`, `pack(job, index)` and `multiply(job, index)`, for `gemm.kernel`."""
     finish_vector = finisher(size, corrected=False)
     two_by_two, two_by_one, one_by_two, one_by_one = (tile(b, v, size) for b, v in ((2, 2), (2, 1), (1, 2), (1, 1)))
 

@@ -29,8 +29,8 @@ SUMS = OUTPUTS * VECTORS  # registers
 
 
 def multiply_tile(panel: int, size: int) -> Any:
-    """`tile(w, x, words, sums)`: 8 outputs whose words begin at w, times the first 8 rows of a panel of so many at x:
-    sums [8, panel]. `words` is a multiple of four; numbers have `size` bytes."""
+    """Return `tile(w, x, words, sums)`: 8 outputs whose words begin at w, times the first 8 rows of a panel of so
+    many at x: sums [8, panel]. `words` is a multiple of four; numbers have `size` bytes."""
     by_matrices = size == 1 and has_feature("i8mm")
     add = _add_matrices if by_matrices else _adder(arm.dot if size == 1 else arm.dot_bf16)
 
@@ -40,7 +40,7 @@ def multiply_tile(panel: int, size: int) -> Any:
             w, x, words, sums = args
 
             def register(start: Any, number: Any) -> Any:
-                """The register whose first word is the one of that number."""
+                """Return the register whose first word is the one of that number."""
                 address = builder.add(start, builder.mul(number, WORD(4)))
                 return builder.inttoptr(address, arm.INTS.as_pointer())
 
@@ -75,7 +75,7 @@ def multiply_tile(panel: int, size: int) -> Any:
 
 
 def _adder(dot: Any) -> Any:
-    """What adds the products of four words by `dot`; sums are [outputs, vectors]."""
+    """Return a function that adds the products of four words by `dot`; sums are [outputs, vectors]."""
 
     def add(builder: Any, columns: list[Any], rows: Callable[[int], list[Any]], sums: list[Any]) -> list[Any]:
         for i in range(arm.REGISTER):
@@ -92,7 +92,7 @@ def _adder(dot: Any) -> Any:
 
 
 def _add_matrices(builder: Any, columns: list[Any], rows: Callable[[int], list[Any]], sums: list[Any]) -> list[Any]:
-    """The same by `multiply_matrices`; sums are [pairs of outputs, pairs of rows]."""
+    """Return the same by `multiply_matrices`; sums are [pairs of outputs, pairs of rows]."""
     for i in range(0, arm.REGISTER, 2):
         even, odd = rows(i), rows(i + 1)
         pairs = [
@@ -108,7 +108,7 @@ def _add_matrices(builder: Any, columns: list[Any], rows: Callable[[int], list[A
 
 
 def _in_rows(builder: Any, sums: list[Any]) -> list[Any]:
-    """Sums [pairs of outputs, pairs of rows], two by two in each register, as [outputs, vectors]."""
+    """Return sums [pairs of outputs, pairs of rows], two by two in each register, as [outputs, vectors]."""
     return [
         arm.pick(
             builder, sums[o // 2 * 4 + 2 * v], sums[o // 2 * 4 + 2 * v + 1], [o % 2 + lane for lane in (0, 2, 4, 6)]
@@ -119,7 +119,7 @@ def _in_rows(builder: Any, sums: list[Any]) -> list[Any]:
 
 
 def tiles(panel: int, vector: int, size: int) -> Any:
-    """What `gemm_panels.tiles` gives, for panels of so many rows and vectors of so many."""
+    """Return what `gemm_panels.tiles` returns, for panels of so many rows and vectors of so many."""
     tile = multiply_tile(panel, size)
 
     @jit

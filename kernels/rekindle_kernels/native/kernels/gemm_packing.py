@@ -73,7 +73,7 @@ JOB = job_layout(
 
 @inline
 def describe(frame: Any, job: Any) -> None:
-    """What the operands say."""
+    """Note in the job what the operands say."""
     rows = dim(frame.x, 0)
     before, gap = rows, 0
     if frame.has_rows:
@@ -96,26 +96,26 @@ def describe(frame: Any, job: Any) -> None:
 
 @inline
 def row_of(job: Any, r: int) -> int:
-    """Where the r-th row that is multiplied is among all rows."""
+    """Return where the r-th row that is multiplied is among all rows."""
     return r if r < job.before else r + job.gap
 
 
 @inline
 def left_over(job: Any) -> int:
-    """How many rows follow after the last vector."""
+    """Return how many rows follow after the last vector."""
     behind = job.rows % LANES
     return behind if behind <= LEFT_OVER and job.tiled == 0 else 0
 
 
 @inline
 def panels_of(job: Any) -> int:
-    """How many panels the rows fill, those that are left over apart."""
+    """Return how many panels the rows fill, those that are left over apart."""
     return (job.rows - left_over(job) + PANEL - 1) // PANEL
 
 
 @inline
 def count_packs(job: Any) -> int:
-    """How many blocks of work it is to pack all rows."""
+    """Return how many blocks of work it is to pack all rows."""
     per_pack = max(1, PACKED_BYTES // (LANES * job.width * 4))
     vectors = (job.rows + LANES - 1) // LANES
     job.per_pack = per_pack
@@ -124,7 +124,7 @@ def count_packs(job: Any) -> int:
 
 
 def narrower(size: int, *, signed: bool = False) -> Any:
-    """`narrow(job, r, out, scratch)`: row r as it will be multiplied, in numbers of `size` bytes.
+    """Return `narrow(job, r, out, scratch)`: row r as it will be multiplied, in numbers of `size` bytes.
 
     8-bit rows are stored as unsigned integers, 128 larger than the numbers they stand for, where that is what the
     instruction multiplies, unless they are to be `signed`.
@@ -154,7 +154,7 @@ def narrower(size: int, *, signed: bool = False) -> Any:
 
 
 def finisher(size: int, *, corrected: bool | None = None) -> Any:
-    """`finish(job, sums, weight_sums, behind, r, n)`: the results of row r for 16 outputs from n on.
+    """Return `finish(job, sums, weight_sums, behind, r, n)`: the results of row r for 16 outputs from n on.
 
     `sums` is the address of the sums of their products. Where rows are unsigned integers, 128 was added to each of
     them, so the sum of an output's products is too large by 128 times the sum of its weights: `weight_sums` is where
@@ -185,7 +185,7 @@ def finisher(size: int, *, corrected: bool | None = None) -> Any:
 
 
 def packer(size: int, *, signed: bool = False) -> Any:
-    """`pack(job, index)`: a block of rows into panels, in numbers of `size` bytes."""
+    """Return `pack(job, index)`: a block of rows into panels, in numbers of `size` bytes."""
     narrow = narrower(size, signed=signed)
 
     @inline

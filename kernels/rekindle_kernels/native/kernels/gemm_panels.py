@@ -36,7 +36,8 @@ TURNED_AT, WEIGHT_SUMS_AT = OUTPUTS * PANEL * 4, SUMS - OUTPUTS * 4
 
 
 def functions(size: int, add: Any) -> Any:
-    """`prepare(job, threads) -> blocks`, `pack(job, index)` and `multiply(job, index)` of panels, for `gemm.kernel`."""
+    """Return `prepare(job, threads) -> blocks`, `pack(job, index)` and `multiply(job, index)` of panels, for
+    `gemm.kernel`."""
 
     @inline
     def prepare(job: Any, threads: int) -> int:
@@ -53,8 +54,8 @@ def functions(size: int, add: Any) -> Any:
 
 
 def tiles(size: int, add: Any) -> Any:
-    """`first_of_group`, `one_of_group` and `one_vector`, each `(w, x, words, sums)`: rows of a panel at x times outputs
-    whose weights begin at w."""
+    """Return `first_of_group`, `one_of_group` and `one_vector`, each `(w, x, words, sums)`: rows of a panel at x
+    times outputs whose weights begin at w."""
 
     @inline
     def two_vectors(w: int, x: int, words: int, sums: int, ahead: bool) -> None:
@@ -142,7 +143,8 @@ def tiles(size: int, add: Any) -> Any:
 
 
 def floats_left_over(add: Any) -> Any:
-    """`few(x, w, words, count, sums, tile, alone)`: the rows that are left over times 16 outputs, sums [count, 16].
+    """Return `few(x, w, words, count, sums, tile, alone)`: the rows that are left over times 16 outputs, sums
+    [count, 16].
 
     Products are added word by word, as in a panel and in a strip, so that a row's results are the same to the last bit
     however many rows there are. For that, 16 words of the 16 outputs are turned at a time.
@@ -188,7 +190,7 @@ def floats_left_over(add: Any) -> Any:
 
 
 def integers_left_over(add: Any) -> Any:
-    """The same of 8-bit rows, whose sums are exact in any order: along the columns, without turning anything."""
+    """Return the same of 8-bit rows, whose sums are exact in any order: along the columns, without turning anything."""
 
     @jit
     def few(x: int, w: int, words: int, count: int, sums: int, tile: int, alone: bool) -> None:
@@ -223,7 +225,7 @@ def sum_weights(w: int, words: int, weight_sums: int) -> None:
 
 
 def multiplier(size: int, add: Any) -> Any:
-    """`multiply(job, index)`: a group of rows times a part of the outputs."""
+    """Return `multiply(job, index)`: a group of rows times a part of the outputs."""
     corrected = size == 1 and unsigned()
     first_of_group, one_of_group, one_vector = gemm_arm.tiles(PANEL, LANES, size) if on_arm() else tiles(size, add)
     few = floats_left_over(add) if size == 2 else integers_left_over(add)
@@ -240,7 +242,7 @@ def multiplier(size: int, add: Any) -> Any:
 
     @inline
     def weights_of(job: Any, n: int, half: int) -> int:
-        """The address of the weights of output n, or, in the other half, of its up."""
+        """Return the address of the weights of output n, or, in the other half, of its up."""
         return job.weight + (n + half * job.results) * (job.width * size // 4) * 4
 
     @jit

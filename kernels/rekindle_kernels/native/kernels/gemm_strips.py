@@ -15,12 +15,15 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
 
 from rekindle_kernels.native.kernels.gemm_packing import finisher, narrower
-from rekindle_kernels.native.kernels.gemm_tile import multiply_tile
 from rekindle_kernels.native.language.dot_products import add_ints, transpose
 from rekindle_kernels.native.language.jit import inline, jit
-from rekindle_kernels.native.language.memory import free, malloc, prefetch
+from rekindle_kernels.native.language.memory import WORD, free, malloc, prefetch
 from rekindle_kernels.native.language.vector import LANES, load_f32, splat, store
 
 FEWEST = 96  # of a group: many threads share a strip, and each turns it for itself
@@ -32,7 +35,7 @@ ZERO = np.float32(0)
 
 @inline
 def results_of_strip(job: Any) -> int:
-    """A strip of gated results holds 16 gates and their ups."""
+    """Return a strip of gated results holds 16 gates and their ups."""
     return LANES if job.ups > 0 else OUTPUTS
 
 
@@ -42,7 +45,8 @@ def count_strips(job: Any) -> int:
 
 
 def functions(size: int) -> Any:
-    """`prepare(job, threads) -> blocks`, `pack(job, index)` and `multiply(job, index)` of strips, for `gemm.kernel`."""
+    """Return `prepare(job, threads) -> blocks`, `pack(job, index)` and `multiply(job, index)` of strips, for
+    `gemm.kernel`."""
     narrow, finish_vector = narrower(size), finisher(size)
     tile = multiply_tile(ROWS, VECTORS, size)
 
@@ -111,3 +115,67 @@ def functions(size: int) -> Any:
         free(strip)
 
     return prepare, pack, multiply_strip
+
+
+_INTS = ir.VectorType(ir.IntType(32), LANES)
+_INSTRUCTION = {1: "vpdpbusd", 2: "vdpbf16ps"}  # total += products of what is in the words of both, by their size
+
+
+def multiply_tile(rows: int, vectors: int, size: int) -> Any:
+    """Return `tile(columns, x, words, sums)`: rows of words that follow each other at x, times columns of words.
+
+    Columns [words, vectors · 16] lie at a multiple of 64 bytes, sums [rows, vectors · 16] anywhere. Numbers have `size`
+    bytes; x holds unsigned ones if it is 1.
+    """
+    assert rows % 3 == 0, "an address reaches three rows"
+
+    @intrinsic
+    def tile(typing_context: Any, columns: Any, x: Any, words: Any, sums: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            columns, x, words, sums = args
+
+            def vector(start: Any, number: Any) -> Any:
+                return builder.gep(builder.inttoptr(start, _INTS.as_pointer()), [number])
+
+            totals = [cgutils.alloca_once(builder, _INTS) for _ in range(rows * vectors)]
+            for total in totals:
+                builder.store(ir.Constant(_INTS, [0] * LANES), total)
+            row_size = builder.mul(words, WORD(4))
+            thirds = [builder.add(x, builder.mul(row_size, WORD(row))) for row in range(0, rows, 3)]
+            with cgutils.for_range(builder, words) as loop:
+                first = builder.mul(loop.index, WORD(vectors))
+                loaded = [builder.load(vector(columns, builder.add(first, WORD(v))), align=64) for v in range(vectors)]
+                for row in range(rows):
+                    here = totals[row * vectors : (row + 1) * vectors]
+                    word = builder.add(thirds[row // 3], builder.mul(loop.index, WORD(4)))
+                    before = [builder.load(total) for total in here]
+                    for total, value in zip(
+                        here, _add_row(builder, size, word, row_size, row % 3, loaded, before), strict=True
+                    ):
+                        builder.store(value, total)
+            for number, total in enumerate(totals):
+                builder.store(builder.load(total), vector(sums, WORD(number)), align=4)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64, types.int64, types.int64), codegen
+
+    return tile
+
+
+def _add_row(
+    builder: Any, size: int, word: Any, row_size: Any, row: int, columns: list[Any], sums: list[Any]
+) -> list[Any]:
+    """Return `sums` and the word `row` rows behind `word` times each of the columns.
+
+    As assembly: the compiler would ask for the words of all rows first, and have no registers left for the sums.
+    """
+    count = len(sums)
+    behind = ("", f",${2 * count + 2}", f",${2 * count + 2},2")[row]
+    lines = [f"vpbroadcastd (${2 * count + 1}{behind}), ${count}"]
+    lines += [f"{_INSTRUCTION[size]} ${count + 1 + i}, ${count}, ${i}" for i in range(count)]
+    registers = ["=v"] * count + ["=&v"] + ["v"] * count + ["r", "r"] + [str(i) for i in range(count)]
+    results = ir.LiteralStructType([_INTS] * (count + 1))
+    kind = ir.FunctionType(results, [_INTS] * count + [WORD, WORD] + [_INTS] * count)
+    operands = [*columns, word, row_size, *sums]
+    added = builder.asm(kind, "\n".join(lines), ",".join(registers), operands, side_effect=False)
+    return [builder.extract_value(added, i) for i in range(count)]

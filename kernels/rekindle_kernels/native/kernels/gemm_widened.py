@@ -40,7 +40,7 @@ PACKED_BYTES = 64 << 10  # of rows that one thread packs: to wake another takes 
 assert OUTPUTS == LANES, "results are finished a vector at a time"
 
 
-class Form(NamedTuple):
+class WidenedForm(NamedTuple):
     """How numbers of a size are multiplied."""
 
     size: int  # bytes of a number of the matrix
@@ -49,16 +49,16 @@ class Form(NamedTuple):
     unsigned: bool  # rows are larger by 128 than what they stand for
 
 
-def form_of(size: int) -> Form:
+def form_of(size: int) -> WidenedForm:
     if size == 2:
-        return Form(2, 2, avx2.FLOATS_ADD, False)
+        return WidenedForm(2, 2, avx2.FLOATS_ADD, False)
     if has_feature("avxvnni"):
-        return Form(1, 1, avx2.QUADS_ADD, True)
-    return Form(1, 2, avx2.PAIRS_ADD, False)
+        return WidenedForm(1, 1, avx2.QUADS_ADD, True)
+    return WidenedForm(1, 2, avx2.PAIRS_ADD, False)
 
 
 def functions(size: int) -> Any:
-    """`prepare(job, threads) -> blocks`, `pack(job, index)` and `multiply(job, index)`, for `gemm.kernel`."""
+    """Return `prepare(job, threads) -> blocks`, `pack(job, index)` and `multiply(job, index)`, for `gemm.kernel`."""
     form = form_of(size)
     put_row, turn = row_packer(form), turner(form)
     large, small = multiply_tile(form, ROWS), multiply_tile(form, FEWER_ROWS)
@@ -136,8 +136,8 @@ def functions(size: int) -> Any:
     return prepare, pack, multiply
 
 
-def row_packer(form: Form) -> Any:
-    """`put(job, r, out, scratch)`: row r in words of the form; scratch has five bytes for each column."""
+def row_packer(form: WidenedForm) -> Any:
+    """Return `put(job, r, out, scratch)`: row r in words of the form; scratch has five bytes for each column."""
     if form.size == 2:
         return put_floats
     narrow = narrower(1, signed=not form.unsigned)
@@ -163,13 +163,13 @@ def put_floats(job: Any, r: int, out: int, scratch: int) -> None:
 
 
 def _register(builder: Any, start: Any, number: Any) -> Any:
-    """Where the register is whose first word is the one of that number."""
+    """Return where the register is whose first word is the one of that number."""
     return builder.inttoptr(builder.add(start, builder.mul(number, WORD(4))), avx2.INTS.as_pointer())
 
 
 @intrinsic
 def spread_pairs(typing_context: Any, source: Any, words: Any, target: Any) -> Any:
-    """A row of int8 as pairs of 16 bits, in the order of `turner`."""
+    """Return a row of int8 as pairs of 16 bits, in the order of `turner`."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         source, words, target = args
@@ -184,9 +184,9 @@ def spread_pairs(typing_context: Any, source: Any, words: Any, target: Any) -> A
     return types.void(types.int64, types.int64, types.int64), codegen
 
 
-def turner(form: Form) -> Any:
-    """`turn(w, words, strip, weight_sums)`: eight outputs of so many words each become eight lanes of a strip. Where
-    rows are unsigned, the sums of the outputs' weights are noted, by which results are corrected."""
+def turner(form: WidenedForm) -> Any:
+    """Return `turn(w, words, strip, weight_sums)`: eight outputs of so many words each become eight lanes of a
+    strip. Where rows are unsigned, the sums of the outputs' weights are noted, by which results are corrected."""
 
     @intrinsic
     def turn(typing_context: Any, w: Any, words: Any, strip: Any, weight_sums: Any) -> Any:
@@ -213,7 +213,7 @@ def turner(form: Form) -> Any:
         return types.void(types.int64, types.int64, types.int64, types.int64), codegen
 
     def placed(builder: Any, columns: list[Any]) -> list[Any]:
-        """The words that eight of the matrix become, in the order of a row's."""
+        """Return the words that eight of the matrix become, in the order of a row's."""
         if form.size == 2:
             return [half for column in columns for half in avx2.bf16_in_two(builder, column)]
         if form.unsigned:
@@ -224,9 +224,9 @@ def turner(form: Form) -> Any:
     return turn
 
 
-def multiply_tile(form: Form, rows: int) -> Any:
-    """`tile(strip, x, words, sums, ahead, step)`: rows of so many words that follow each other at x, times a strip
-    [words, 16]; sums [rows, 16]. With each word the cache is asked for memory that is `step` bytes further."""
+def multiply_tile(form: WidenedForm, rows: int) -> Any:
+    """Return `tile(strip, x, words, sums, ahead, step)`: rows of so many words that follow each other at x, times a
+    strip [words, 16]; sums [rows, 16]. With each word the cache is asked for memory that is `step` bytes further."""
 
     @intrinsic
     def tile(typing_context: Any, strip: Any, x: Any, words: Any, sums: Any, ahead: Any, step: Any) -> Any:

@@ -25,7 +25,7 @@ tokens/s: one stream 2.0 (groups of 32: 2.1), eight streams 1.6 (1.5), a prompt 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -115,7 +115,7 @@ JOB = job_layout(
 
 @inline
 def row_of(job: Any, r: int) -> int:
-    """Where the r-th row that is multiplied is among all rows."""
+    """Return where the r-th row that is multiplied is among all rows."""
     return r if r < job.before else r + job.gap
 
 
@@ -170,79 +170,69 @@ def finish_vector(job: Any, sums: int, ups: int, r: int, block: int) -> None:
     store(job.out + at, 0, y)
 
 
-def kernel(dtype: str, bits: int = 4) -> Kernel:
-    """Rows times a matrix of so many bits whose scales have this dtype."""
-    instruction = best_instruction()
-    offset = {4: OFFSET, 6: SIX_OFFSET, 8: 0 if instruction in SIGNED else 128}[bits]
-    columns, word, scale_word = COLUMNS[DTYPES[bits]], np.dtype(DTYPES[bits]).itemsize, np.dtype(dtype).itemsize
-    step_inputs = STEP[bits] * INPUTS_OF[bits]
-    stepped = dtype == STEPPED
-    large = instruction == "vnni"
-    unpack = unpacker(bits)
-    tiled = large and (cpu.building_for is not None or has_feature("amx-int8"))  # a caller says whether it runs
-    one, two, four = (
-        multiply_tile(rows, 1, instruction, scale=dtype, bits=bits, prefetches=True) for rows in (1, 2, 4)
-    )
-    many, many_unpacked = (
-        multiply_tile(ROWS, 2, instruction, scale=dtype, bits=bits, unpacked=ahead) if large else None
-        for ahead in (False, True)
-    )
+@jit
+def put(job: Any, block: int, first: int, count: int, sums: int, behind: int) -> None:
+    """Write results of so many rows; the ups' sums lie `behind` bytes behind the gates'."""
+    for i in range(count):
+        here = sums + i * LANES * 4
+        finish_vector(job, here, here + behind, first + i, block)
 
-    @jit
-    def few(job: Any, block: int, first: int, end: int, sums: int) -> None:
-        """The rows [first, end) times one block of outputs; sums are [rows, 16]."""
-        weight, scale = job.weight + block * job.block_bytes, job.scale + block * job.scale_bytes
-        minimum = job.minimum + block * job.scale_bytes if job.minimum > 0 else 0
-        stride, groups, steps, r = job.stride, job.groups, job.steps, first
-        while r < end:
-            x, here = job.packed + r * stride, sums + (r - first) * LANES * 4
-            if r + 4 <= end:
-                four(weight, scale, minimum, 0, 0, x, stride, groups, steps, here)
-                r += 4
-            elif r + 2 <= end:
-                two(weight, scale, minimum, 0, 0, x, stride, groups, steps, here)
-                r += 2
-            else:
-                one(weight, scale, minimum, 0, 0, x, stride, groups, steps, here)
-                r += 1
 
-    @jit
-    def twelve(job: Any, block: int, behind: int, r: int, sums: int, strip: int) -> None:
-        """ROWS rows times the block of outputs and the one so many blocks behind it, both of them unpacked in `strip`
-        or as they are if it is 0; sums are [2, ROWS, 16]."""
-        weight, scale = job.weight + block * job.block_bytes, job.scale + block * job.scale_bytes
-        minimum = job.minimum + block * job.scale_bytes if job.minimum > 0 else 0
-        further, further_scales = behind * job.block_bytes, behind * job.scale_bytes
-        x, stride = job.packed + r * job.stride, job.stride
-        if strip > 0:
-            many_unpacked(strip, scale, minimum, 0, further_scales, x, stride, job.groups, job.steps, sums)
-        else:
-            many(weight, scale, minimum, further, further_scales, x, stride, job.groups, job.steps, sums)
+class Int4Form(NamedTuple):
+    """The choices that are made before a kernel is compiled, of which every function below has its own code."""
 
-    @jit
-    def put(job: Any, block: int, first: int, count: int, sums: int, behind: int) -> None:
-        """Results of so many rows; the ups' sums lie `behind` bytes behind the gates'."""
-        for i in range(count):
-            here = sums + i * LANES * 4
-            finish_vector(job, here, here + behind, first + i, block)
+    dtype: str  # of the scales
+    bits: int
+    instruction: str  # that multiplies 8-bit integers
+    offset: int  # what is stored is more than the integers, where there are no minimums or it has more than four bits
+    large: bool  # has tiles of ROWS rows and two blocks of outputs
+    tiled: bool  # has code for AMX; a caller says whether it runs
+
+    @classmethod
+    def of(cls, dtype: str, bits: int) -> Int4Form:
+        """Return the form for the processor that is compiled for."""
+        instruction = best_instruction()
+        offset = {4: OFFSET, 6: SIX_OFFSET, 8: 0 if instruction in SIGNED else 128}[bits]
+        large = instruction == "vnni"
+        tiled = large and (cpu.building_for is not None or has_feature("amx-int8"))
+        return cls(dtype, bits, instruction, offset, large, tiled)
+
+
+class Units(NamedTuple):
+    """How the outputs are shared out among blocks of work."""
+
+    size: Any  # (job) -> blocks of results that are multiplied together
+    count: Any  # (job) -> how many such units there are
+
+
+def units_of(form: Int4Form) -> Units:
+    """Return the functions that share out the outputs."""
+    large = form.large
 
     @inline
     def paired(job: Any) -> bool:
-        """Whether blocks of outputs are multiplied two by two."""
+        """True if blocks of outputs are multiplied two by two."""
         return large and (job.tiles > 0 or job.ups > 0 or job.rows >= ROWS)
 
     @inline
-    def unit(job: Any) -> int:
-        """Blocks of results that are multiplied together."""
+    def size(job: Any) -> int:
         return 2 if paired(job) and job.ups == 0 else 1
 
     @inline
-    def units(job: Any) -> int:
-        return (job.results // LANES + unit(job) - 1) // unit(job)
+    def count(job: Any) -> int:
+        return (job.results // LANES + size(job) - 1) // size(job)
+
+    return Units(size, count)
+
+
+def job_reader(form: Int4Form) -> Any:
+    """Return `read(frame, job)`, which notes in the job what the operands say."""
+    bits, offset, stepped = form.bits, form.offset, form.dtype == STEPPED
+    columns, word, scale_word = COLUMNS[DTYPES[bits]], np.dtype(DTYPES[bits]).itemsize, np.dtype(form.dtype).itemsize
+    step_inputs = STEP[bits] * INPUTS_OF[bits]
 
     @inline
-    def describe(frame: Any, job: Any) -> None:
-        """What the operands say."""
+    def read(frame: Any, job: Any) -> None:
         rows = dim(frame.x, 0)
         before, gap = rows, 0
         if frame.has_rows:
@@ -269,10 +259,18 @@ def kernel(dtype: str, bits: int = 4) -> Kernel:
         job.results = dim(frame.out, 1)
         job.ups = job.results // LANES if frame.settings.gated > 0 else 0
 
+    return read
+
+
+def planner(form: Int4Form, units: Any) -> Any:
+    """Return `prepare(frame, job, threads)`: blocks that pack rows, then blocks that multiply."""
+    tiled, read = form.tiled, job_reader(form)
+
     @jit
     def prepare(frame: Any, job: Any, threads: int) -> int:
-        describe(frame, job)
+        read(frame, job)
         rows = job.rows
+        # The instruction, and the rows as they are packed for it.
         job.tiles = 0
         if tiled and rows >= TILED and frame.settings.amx > 0:
             job.tiles = allowed()
@@ -290,6 +288,7 @@ def kernel(dtype: str, bits: int = 4) -> Kernel:
             job.packs = 0
         else:
             job.packs = (rows + job.per_pack - 1) // job.per_pack
+        # Parts of the outputs, and groups of rows where many have the same weights.
         nbytes = dim(frame.weight, 0) * job.block_bytes
         rounds = (nbytes + threads * BLOCK_BYTES - 1) // (threads * BLOCK_BYTES)
         if rows >= ROWS:
@@ -304,9 +303,69 @@ def kernel(dtype: str, bits: int = 4) -> Kernel:
             return 0
         return job.packs + parts * ((rows + job.group - 1) // job.group)
 
+    return prepare
+
+
+def few_rows(form: Int4Form) -> Any:
+    """Return `few(job, block, first, end, sums)`: the rows [first, end) times one block of outputs."""
+    one, two, four = (
+        multiply_tile(rows, 1, form.instruction, scale=form.dtype, bits=form.bits, prefetches=True)
+        for rows in (1, 2, 4)
+    )
+
+    @jit
+    def few(job: Any, block: int, first: int, end: int, sums: int) -> None:
+        """Sums are [rows, 16]."""
+        weight, scale = job.weight + block * job.block_bytes, job.scale + block * job.scale_bytes
+        minimum = job.minimum + block * job.scale_bytes if job.minimum > 0 else 0
+        stride, groups, steps, r = job.stride, job.groups, job.steps, first
+        while r < end:
+            x, here = job.packed + r * stride, sums + (r - first) * LANES * 4
+            if r + 4 <= end:
+                four(weight, scale, minimum, 0, 0, x, stride, groups, steps, here)
+                r += 4
+            elif r + 2 <= end:
+                two(weight, scale, minimum, 0, 0, x, stride, groups, steps, here)
+                r += 2
+            else:
+                one(weight, scale, minimum, 0, 0, x, stride, groups, steps, here)
+                r += 1
+
+    return few
+
+
+def twelve_rows(form: Int4Form) -> Any:
+    """Return `twelve(job, block, behind, r, sums, strip)`: ROWS rows times a block of outputs and the one so many
+    blocks behind it, both of them unpacked in `strip` or as they are if it is 0."""
+    many, many_unpacked = (
+        multiply_tile(ROWS, 2, form.instruction, scale=form.dtype, bits=form.bits, unpacked=ahead)
+        if form.large
+        else None
+        for ahead in (False, True)
+    )
+
+    @jit
+    def twelve(job: Any, block: int, behind: int, r: int, sums: int, strip: int) -> None:
+        """Sums are [2, ROWS, 16]."""
+        weight, scale = job.weight + block * job.block_bytes, job.scale + block * job.scale_bytes
+        minimum = job.minimum + block * job.scale_bytes if job.minimum > 0 else 0
+        further, further_scales = behind * job.block_bytes, behind * job.scale_bytes
+        x, stride = job.packed + r * job.stride, job.stride
+        if strip > 0:
+            many_unpacked(strip, scale, minimum, 0, further_scales, x, stride, job.groups, job.steps, sums)
+        else:
+            many(weight, scale, minimum, further, further_scales, x, stride, job.groups, job.steps, sums)
+
+    return twelve
+
+
+def row_multiplier(form: Int4Form) -> Any:
+    """Return `multiply_rows(job, block, behind, first, end, sums, memory)`: the rows [first, end) times one block of
+    results, and the next one if `behind` is 1 and nothing is gated."""
+    large, few, twelve, unpack = form.large, few_rows(form), twelve_rows(form), unpacker(form.bits)
+
     @jit
     def multiply_rows(job: Any, block: int, behind: int, first: int, end: int, sums: int, memory: int) -> None:
-        """The rows [first, end) times one block of results, and the next one if `behind` is 1 and nothing is gated."""
         r, ups = first, job.ups
         half = ROWS * LANES * 4
         if large and behind > 0:
@@ -331,12 +390,19 @@ def kernel(dtype: str, bits: int = 4) -> Kernel:
                 put(job, block + behind, r, count, sums + half, 0)
             r += count
 
-    multiply_by_tiles = int4_amx.multiplier(dtype, bits, offset, put) if tiled else None
-    multiply_widened = int4_widened.multiplier(dtype, bits, offset, put) if tiled else None
+    return multiply_rows
+
+
+def part_by_tiles(form: Int4Form, share: Units, multiply_rows: Any) -> Any:
+    """Return `by_tiles(job, part, first, end)`: a part of the outputs for the rows [first, end), by AMX."""
+    unit, units = share
+    multiply_tiles, multiply_widened = (
+        module.multiplier(form.dtype, form.bits, form.offset, put) if form.tiled else None
+        for module in (int4_amx, int4_widened)
+    )
 
     @jit
     def by_tiles(job: Any, part: int, first: int, end: int) -> None:
-        """A part of the outputs for the rows [first, end)."""
         size, ups, blocks, widened = unit(job), job.ups, job.results // LANES, job.tiles == 2
         memory = malloc(int4_widened.memory_for(end - first) if widened else int4_amx.memory_for(end - first))
         if widened:
@@ -350,7 +416,7 @@ def kernel(dtype: str, bits: int = 4) -> Kernel:
             if widened:
                 multiply_widened(job, at, behind, first, end, memory, following)
             elif behind > 0:
-                multiply_by_tiles(job, at, behind, first, end, memory, following)
+                multiply_tiles(job, at, behind, first, end, memory, following)
             else:
                 multiply_rows(job, at, 0, first, end, memory + int4_amx.INTEGERS, 0)
         if widened:
@@ -358,6 +424,16 @@ def kernel(dtype: str, bits: int = 4) -> Kernel:
         else:
             int4_amx.end(memory)
         free(memory)
+
+    return by_tiles
+
+
+def kernel(dtype: str, bits: int = 4) -> Kernel:
+    """Return the kernel of rows times a matrix of so many bits whose scales have this dtype."""
+    form = Int4Form.of(dtype, bits)
+    large, tiled, share = form.large, form.tiled, units_of(form)
+    (unit, units), multiply_rows = share, row_multiplier(form)
+    by_tiles = part_by_tiles(form, share, multiply_rows)
 
     @jit
     def block(job: Any, index: int) -> None:
@@ -385,4 +461,4 @@ def kernel(dtype: str, bits: int = 4) -> Kernel:
     def finish(job: Any) -> None:
         free(job.packed)
 
-    return Kernel(GROUPED[bits], JOB, prepare, block, finish)
+    return Kernel(GROUPED[bits], JOB, planner(form, units), block, finish)

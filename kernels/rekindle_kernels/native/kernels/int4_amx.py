@@ -12,7 +12,7 @@ them and the system, asked by `language.amx.allowed`, lets this process use them
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
@@ -58,7 +58,24 @@ _WEIGHTS = INTEGERS + 8 * _SUMS
 _TOTALS = _WEIGHTS + (PANEL + 256) * _INPUT
 
 
-class _Groups:
+class Groups(NamedTuple):
+    """Groups of inputs that are multiplied and added to sums: what `single` and `pairs` are called with."""
+
+    x: int  # packed rows, the first of a tile
+    stride: int  # bytes from a row to the next
+    first: int  # the group that comes first
+    groups: int  # of a whole row
+    per: int  # tiles of inputs of a group
+    depth: int  # inputs of a tile
+    weights: int  # the first group's, unpacked
+    scales: int  # of the first block of outputs; minimums alike, or 0
+    minimums: int
+    further: int  # bytes from the scales of one block of outputs to those of the other
+    integers: int  # memory for what leaves the registers
+    totals: int  # sums [tiles, 2, ROWS, 16]
+
+
+class _GroupsCode:
     """Writes the code that adds groups of inputs to the sums of tiles of ROWS rows and two blocks of outputs.
 
     A pair of groups is multiplied into four registers, and these are stored. To scale and add what was stored takes as
@@ -66,11 +83,9 @@ class _Groups:
     it is scaled. The processor would not look so far ahead by itself.
     """
 
-    def __init__(self, builder: Any, scale: str, *operands: Any) -> None:
-        self._builder = builder
-        self._x, self._stride, self._first, self._groups, self._per, self._depth = operands[:6]
-        self._weights, self._scales, self._minimums, self._further, self._integers, self._totals = operands[6:]
-        self._group = builder.mul(self._per, self._depth)  # inputs
+    def __init__(self, builder: Any, scale: str, values: Groups) -> None:
+        self._builder, self._values = builder, values
+        self._group = builder.mul(values.per, values.depth)  # inputs
         self._fma = llvm_call(f"llvm.fma.v{LANES}f32", FLOATS, FLOATS, FLOATS, FLOATS)
         self._scales_at = scale_reader(builder, scale, self._group)
 
@@ -117,7 +132,7 @@ class _Groups:
 
     def _minimums_or_none(self) -> Iterator[bool]:
         """Writes what follows twice: for minimums, and for none."""
-        there = self._builder.icmp_signed("!=", self._minimums, WORD(0))
+        there = self._builder.icmp_signed("!=", self._values.minimums, WORD(0))
         with self._builder.if_else(there) as (with_minimums, without):
             with with_minimums:
                 yield True
@@ -125,7 +140,7 @@ class _Groups:
                 yield False
 
     def _rows_of(self, tile: Any) -> Any:
-        return self._at(self._x, self._builder.mul(tile, self._builder.mul(self._stride, WORD(ROWS))))
+        return self._at(self._values.x, self._builder.mul(tile, self._builder.mul(self._values.stride, WORD(ROWS))))
 
     def _multiply(self, tile: Any, pair: Any, each: int, register: int) -> None:
         """The products of a tile of rows and one group of a pair, into this register and the next."""
@@ -133,29 +148,29 @@ class _Groups:
         for block in range(2):
             zero_tile(builder, register + block)
         begin = builder.mul(self._group, self._at(builder.mul(pair, WORD(2)), each))
-        x = self._at(self._rows_of(tile), builder.mul(self._first, self._group))
-        with cgutils.for_range(builder, self._per) as loop:
-            inside = self._at(begin, builder.mul(loop.index, self._depth))
-            load_tile(builder, _ROWS_AT, self._at(x, inside), self._stride)
-            column = self._at(self._weights, builder.mul(inside, WORD(_INPUT)))
+        x = self._at(self._rows_of(tile), builder.mul(self._values.first, self._group))
+        with cgutils.for_range(builder, self._values.per) as loop:
+            inside = self._at(begin, builder.mul(loop.index, self._values.depth))
+            load_tile(builder, _ROWS_AT, self._at(x, inside), self._values.stride)
+            column = self._at(self._values.weights, builder.mul(inside, WORD(_INPUT)))
             for block in range(2):
                 load_tile(builder, _WEIGHTS_AT, self._at(column, block * LINE), WORD(4 * _INPUT))
                 add_products(builder, register + block, _ROWS_AT, _WEIGHTS_AT)
 
     def _place(self, register: int, half: Any) -> Any:
-        """Where a register is stored, in one half of the memory for integers or the other."""
-        return self._at(self._integers, self._builder.mul(half, WORD(4 * _SUMS)), register * _SUMS)
+        """Return where a register is stored, in one half of the memory for integers or the other."""
+        return self._at(self._values.integers, self._builder.mul(half, WORD(4 * _SUMS)), register * _SUMS)
 
     def _leave(self, register: int, half: Any) -> None:
         store_tile(self._builder, register, self._place(register, half), WORD(LANES * 4))
 
     def _factors(self, pair: Any, count: int, low: bool) -> list[list[Any]]:
         """For each group of a pair and each block of outputs their scales and, if there are any, minimums."""
-        first = self._at(self._first, self._builder.mul(pair, WORD(2)))
+        first = self._at(self._values.first, self._builder.mul(pair, WORD(2)))
         return [
             [
-                self._scales_at(self._at(start, self._further) if block else start, self._at(first, each))
-                for start in (self._scales, self._minimums)[: 1 + low]
+                self._scales_at(self._at(start, self._values.further) if block else start, self._at(first, each))
+                for start in (self._values.scales, self._values.minimums)[: 1 + low]
             ]
             for each in range(count)
             for block in range(2)
@@ -163,13 +178,13 @@ class _Groups:
 
     def _add_rows(self, factors: list[list[Any]], tile: Any, pair: Any, half: Any, rows: range) -> None:
         """Add what was stored of some rows of a tile, scaled, to their sums; the groups one after the other."""
-        builder, groups = self._builder, self._groups
-        first = self._at(self._first, builder.mul(pair, WORD(2)))
+        builder, groups = self._builder, self._values.groups
+        first = self._at(self._values.first, builder.mul(pair, WORD(2)))
         numbers = self._at(self._rows_of(tile), builder.mul(groups, self._group), builder.mul(first, WORD(4)))
-        totals = self._at(self._totals, builder.mul(tile, WORD(2 * _SUMS)))
+        totals = self._at(self._values.totals, builder.mul(tile, WORD(2 * _SUMS)))
         with cgutils.for_range(builder, WORD(len(rows))) as loop:
             row = self._at(loop.index, rows.start)
-            line, numbers = builder.mul(row, WORD(LANES * 4)), self._at(numbers, builder.mul(row, self._stride))
+            line, numbers = builder.mul(row, WORD(LANES * 4)), self._at(numbers, builder.mul(row, self._values.stride))
 
             def number(which: int, each: int) -> Any:
                 address = self._at(numbers, builder.mul(groups, WORD(4 * which)), 4 * each)
@@ -196,72 +211,36 @@ class _Groups:
 
 
 def _single(scale: str) -> Any:
-    """`single(x, stride, first, groups, per, depth, weights, scales, minimums, further, integers, totals)`: adds to
-    totals [2, ROWS, 16] what the group `first` gives.
-
-    `per` tiles of `depth` inputs make a group. Unpacked weights of that group begin at `weights`; other operands are
-    those of `int4_tile.multiply_tile`.
-    """
+    """Return `single(groups)`: add to totals [2, ROWS, 16] what the first group gives for the first tile of rows."""
 
     @intrinsic
-    def single(
-        typing_context: Any,
-        x: Any,
-        stride: Any,
-        first: Any,
-        groups: Any,
-        per: Any,
-        depth: Any,
-        weights: Any,
-        scales: Any,
-        minimums: Any,
-        further: Any,
-        integers: Any,
-        totals: Any,
-    ) -> Any:
+    def single(typing_context: Any, groups: Any) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            _Groups(builder, scale, *args).single()
+            _GroupsCode(builder, scale, Groups(*cgutils.unpack_tuple(builder, args[0]))).single()
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 12), codegen
+        return types.void(groups), codegen
 
     return single
 
 
 def _pairs(scale: str) -> Any:
-    """`pairs(…, count, tiles)`: the same of so many pairs of groups from `first` on, for so many tiles of rows."""
+    """Return `pairs(groups, count, tiles)`: so many pairs of groups from the first on, for so many tiles of rows."""
 
     @intrinsic
-    def pairs(
-        typing_context: Any,
-        x: Any,
-        stride: Any,
-        first: Any,
-        groups: Any,
-        per: Any,
-        depth: Any,
-        weights: Any,
-        scales: Any,
-        minimums: Any,
-        further: Any,
-        integers: Any,
-        totals: Any,
-        count: Any,
-        tiles: Any,
-    ) -> Any:
+    def pairs(typing_context: Any, groups: Any, count: Any, tiles: Any) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            *operands, count, tiles = args
-            _Groups(builder, scale, *operands).pairs(count, tiles)
+            _GroupsCode(builder, scale, Groups(*cgutils.unpack_tuple(builder, args[0]))).pairs(*args[1:])
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 14), codegen
+        return types.void(groups, types.int64, types.int64), codegen
 
     return pairs
 
 
 @inline
 def memory_for(rows: int) -> int:
-    """Bytes that a block of work needs for so many rows."""
+    """Return bytes that a block of work needs for so many rows."""
     return _TOTALS + (rows + ROWS - 1) // ROWS * 2 * _SUMS
 
 
@@ -288,7 +267,7 @@ def end(memory: int) -> None:
 
 @inline
 def first_group(panel: int, panels: int, groups: int) -> int:
-    """The first group of a panel; all panels but the last have pairs of groups."""
+    """Return the first group of a panel; all panels but the last have pairs of groups."""
     return min(groups, first_unit(panel, panels, (groups + 1) // 2) * 2)
 
 
@@ -300,9 +279,10 @@ def ask_for(weight: int, further: int, nbytes: int) -> None:
 
 
 def multiplier(scale: str, bits: int, offset: int, put: Any) -> Any:
-    """`multiply(job, block, behind, first, last, memory, following)`: the rows [first, last) of a job of `int4` times a
-    block of outputs and the one so many blocks behind it. Weights at `following` are needed next; it may be 0. What is
-    stored is `offset` more than the integers, where there are no minimums or it has more than four bits.
+    """Return `multiply(job, block, behind, first, last, memory, following)`: the rows [first, last) of a job of
+    `int4` times a block of outputs and the one so many blocks behind it. Weights at `following` are needed next; it
+    may be 0. What is stored is `offset` more than the integers, where there are no minimums or it has more than four
+    bits.
 
     `put(job, block, first, count, sums, behind)` writes results.
     """
@@ -336,17 +316,18 @@ def multiplier(scale: str, bits: int, offset: int, put: Any) -> Any:
                 ask_for(ahead, further, (stop - start) * nbytes)
             count, x = (stop - start) // 2, job.packed + first * stride
             if count > 0:
-                pairs(
-                    x, stride, start, groups, per, depth, unpacked, scales, minimum, further_scales, integers, totals,
-                    count, blocks,
-                )  # fmt: skip
+                part = Groups(
+                    x, stride, start, groups, per, depth, unpacked, scales, minimum, further_scales, integers, totals
+                )
+                pairs(part, count, blocks)
             if start + 2 * count < stop:
                 at = unpacked + 2 * count * group * _INPUT
                 for tile in range(blocks):
                     here, sums = x + tile * ROWS * stride, totals + tile * 2 * _SUMS
-                    single(
+                    rest = Groups(
                         here, stride, stop - 1, groups, per, depth, at, scales, minimum, further_scales, integers, sums
                     )
+                    single(rest)
         for r in range(first, last, ROWS):
             sums, count = totals + (r - first) * 2 * LANES * 4, min(ROWS, last - r)
             put(job, block, r, count, sums, _SUMS)

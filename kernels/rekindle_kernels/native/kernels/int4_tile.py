@@ -55,7 +55,7 @@ SIGNED = ("dotprod", "neon")  # those that multiply signed bytes with signed one
 
 
 def best_instruction() -> str:
-    """The name of what this processor multiplies with."""
+    """Return the name of what this processor multiplies with."""
     return next((name for feature, name in INSTRUCTIONS.items() if has_feature(feature)), "any")
 
 
@@ -69,7 +69,7 @@ def multiply_tile(
     prefetches: bool = False,
     unpacked: bool = False,
 ) -> Any:
-    """`tile(weights, scales, minimums, further, further_scales, x, stride, groups, steps, sums)`.
+    """Return `tile(weights, scales, minimums, further, further_scales, x, stride, groups, steps, sums)`.
 
     Packed rows lie `stride` bytes apart at x. The second block of outputs has its weights `further` bytes behind those
     of the first, and its scales and minimums `further_scales` bytes. A group has `steps` times STEP[bits] tiles;
@@ -180,8 +180,8 @@ def multiply_tile(
 
 
 def scale_reader(builder: Any, dtype: str, inputs: Any) -> Any:
-    """`numbers(start, group)`: the scales of 16 outputs in a group of so many inputs, as float32; row of `scale` at
-    `start`."""
+    """Return `numbers(start, group)`: the scales of 16 outputs in a group of so many inputs, as float32; row of
+    `scale` at `start`."""
 
     def load(address: Any, kind: ir.Type) -> Any:
         return builder.load(builder.inttoptr(address, ir.VectorType(kind, LANES).as_pointer()), align=1)
@@ -214,7 +214,7 @@ def everywhere(builder: Any, value: Any, kind: ir.Type) -> Any:
 
 
 def _halves(builder: Any, pairs: Any) -> tuple[Any, Any]:
-    """The low and the high four bits of each byte."""
+    """Return the low and the high four bits of each byte."""
     mask = ir.Constant(_INTS, [_LOW_BITS] * LANES)
     shifted = builder.lshr(pairs, ir.Constant(_INTS, [4] * LANES))
     return builder.and_(pairs, mask), builder.and_(shifted, mask)
@@ -241,8 +241,8 @@ def _six(builder: Any, pointer: Any) -> Iterator[Any]:
 
 
 def stored_integers(builder: Any, bits: int, address: Any) -> Iterable[Any]:
-    """The integers of the tile at `address` as unsigned bytes, its first four inputs, then the next ones: of four and
-    six bits what is stored, of eight 128 more."""
+    """Return the integers of the tile at `address` as unsigned bytes, its first four inputs, then the next ones: of
+    four and six bits what is stored, of eight 128 more."""
     pointer = builder.inttoptr(address, _INTS.as_pointer())
     if bits == 4:
         return _halves(builder, builder.load(pointer, align=4))
@@ -254,7 +254,7 @@ def stored_integers(builder: Any, bits: int, address: Any) -> Iterable[Any]:
 
 
 def _signed(builder: Any, bits: int, address: Any) -> Iterable[Any]:
-    """The same as they are: the integers of four bits, and of six as stored, are no larger than signed bytes."""
+    """Return the same as they are: the integers of four bits, and of six as stored, are no larger than signed bytes."""
     pointer = builder.inttoptr(address, _INTS.as_pointer())
     if bits == 6:
         return _six(builder, pointer)
@@ -268,8 +268,8 @@ def _signed(builder: Any, bits: int, address: Any) -> Iterable[Any]:
 
 
 def _add_row(builder: Any, instruction: str, bits: int, word: Any, columns: list[Any], sums: list[Any]) -> list[Any]:
-    """The sums and the products of the four 8-bit inputs at address `word` with four unsigned bytes of each lane, which
-    have so many bits."""
+    """Return the sums and the products of the four 8-bit inputs at address `word` with four unsigned bytes of each
+    lane, which have so many bits."""
     if instruction == "vnni":
         return _with_vnni(builder, word, columns, sums)
     inputs = builder.load(builder.inttoptr(word, INT.as_pointer()))
@@ -302,7 +302,7 @@ def _with_vnni(builder: Any, word: Any, columns: list[Any], sums: list[Any]) -> 
 
 
 def _with_avxvnni(builder: Any, spread: Any, column: Any, total: Any) -> Any:
-    """The instruction of registers of eight lanes, for each half of a vector."""
+    """Return the instruction of registers of eight lanes, for each half of a vector."""
     kind = ir.FunctionType(_HALF_INTS, [_HALF_INTS] * 3)
     function = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.vpdpbusd.256")
     found = []
@@ -350,8 +350,8 @@ def _with_any(builder: Any, inputs: Any, column: Any, total: Any) -> Any:
 
 
 def unpacker(bits: int, offset: int = 0) -> Any:
-    """`unpack(weights, target, inputs)`: the weights of a block of outputs, an unsigned integer less `offset` in each
-    byte: at `target` the first four inputs, and two vectors behind every four the next ones."""
+    """Return `unpack(weights, target, inputs)`: the weights of a block of outputs, an unsigned integer less `offset`
+    in each byte: at `target` the first four inputs, and two vectors behind every four the next ones."""
 
     @intrinsic
     def unpack(typing_context: Any, weights: Any, target: Any, inputs: Any) -> Any:

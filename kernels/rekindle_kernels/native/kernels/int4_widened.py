@@ -61,13 +61,13 @@ _BASE, _BASE_BITS, _UNIT = 256, 0x43800000, 15  # a float to which integers belo
 
 @inline
 def is_faster(rows: int, group: int) -> bool:
-    """Whether so many rows are multiplied faster by a matrix with groups of so many inputs than by `int4_amx`."""
+    """True if so many rows are multiplied faster by a matrix with groups of so many inputs than by `int4_amx`."""
     return rows >= 48 if group <= 32 else group == 64 and rows >= 96
 
 
 @inline
 def memory_for(rows: int) -> int:
-    """Bytes that a block of work needs for so many rows."""
+    """Return bytes that a block of work needs for so many rows."""
     return _TOTALS + (rows + 2 * ROWS - 1) // (2 * ROWS) * 4 * _TILE
 
 
@@ -80,8 +80,8 @@ def store_row(x: int, packed: int, r: int, width: int) -> None:
 
 
 def _widener(scale: str, bits: int, offset: int) -> Any:
-    """`widen(weights, scales, minimums, first, count, steps, target)`: so many groups of a block of outputs, from the
-    group `first` on, as tiles at `target`, the tiles of another block between them.
+    """Return `widen(weights, scales, minimums, first, count, steps, target)`: so many groups of a block of outputs,
+    from the group `first` on, as tiles at `target`, the tiles of another block between them.
 
     A group has `steps` times STEP[bits] tiles of what is stored; `minimums` may be 0.
     """
@@ -106,7 +106,7 @@ def _widener(scale: str, bits: int, offset: int) -> Any:
                 return ir.Constant(_INTS, [number] * LANES)
 
             def value(integers: Any, byte: int, factor: Any, least: Any) -> Any:
-                """The bits of the values of one byte of each lane, rounded to nearest at the sixteenth."""
+                """Return the bits of the values of one byte of each lane, rounded to nearest at the sixteenth."""
                 left = _UNIT - 8 * byte
                 moved = builder.shl(integers, constant(left)) if left > 0 else builder.lshr(integers, constant(-left))
                 placed = builder.or_(builder.and_(moved, constant(0xFF << _UNIT)), constant(_BASE_BITS))
@@ -152,8 +152,9 @@ def _widener(scale: str, bits: int, offset: int) -> Any:
 
 
 def _multiplier_of(strips: int) -> Any:
-    """`multiply(x, strip, weights, count, sums, fresh)`: so many tiles of one or two strips of 16 rows, `strip` bytes
-    apart, times those of two blocks of outputs. The sums [2, strips of 2, 16, 16] are added to, or new if `fresh`."""
+    """Return `multiply(x, strip, weights, count, sums, fresh)`: so many tiles of one or two strips of 16 rows,
+    `strip` bytes apart, times those of two blocks of outputs. The sums [2, strips of 2, 16, 16] are added to, or new
+    if `fresh`."""
     sums_at = [(2 * block + v, block, v) for block in range(2) for v in range(strips)]
 
     @intrinsic
@@ -189,8 +190,8 @@ def _multiplier_of(strips: int) -> Any:
 
 
 def multiplier(scale: str, bits: int, offset: int, put: Any) -> Any:
-    """`multiply(job, block, behind, first, last, memory, following)`: as `int4_amx.multiplier` makes, for rows that
-    `store_row` packed. `behind` may be 0, for a block alone."""
+    """Return `multiply(job, block, behind, first, last, memory, following)`: as `int4_amx.multiplier` makes, for
+    rows that `store_row` packed. `behind` may be 0, for a block alone."""
     widen = _widener(scale, bits, offset)
     one, two = _multiplier_of(1), _multiplier_of(2)
 

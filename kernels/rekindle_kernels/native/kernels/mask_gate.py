@@ -37,7 +37,7 @@ def opens(gate: int) -> bool:
 
 
 def kernel() -> Kernel:
-    """The masks behind the gate; no token may come if it stays closed."""
+    """Return the masks behind the gate; no token may come if it stays closed."""
 
     @jit
     def prepare(frame: Any, job: Any, threads: int) -> int:

@@ -28,8 +28,17 @@ from rekindle_kernels.native.language.handler import Kernel, first_unit, job_lay
 from rekindle_kernels.native.language.jit import inline, jit
 from rekindle_kernels.native.language.memory import LINE, f32, free, malloc, prefetcher, set_f32
 from rekindle_kernels.native.language.records import dim
-from rekindle_kernels.native.language.storage import Storage
-from rekindle_kernels.native.language.vector import LANES, add, load_f32, multiply, multiply_add, splat, store, total
+from rekindle_kernels.native.language.vector import (
+    LANES,
+    Storage,
+    add,
+    load_f32,
+    multiply,
+    multiply_add,
+    splat,
+    store,
+    total,
+)
 from rekindle_kernels.native.language.vector_math import silu
 
 ZERO = np.float32(0)
@@ -59,7 +68,7 @@ JOB = job_layout(
 
 @inline
 def unit(job: Any) -> int:
-    """Results of which a block has a whole number: pairs of them, or vectors."""
+    """Return results of which a block has a whole number: pairs of them, or vectors."""
     return LANES if job.gated > 0 else 2
 
 
@@ -70,7 +79,7 @@ def units(job: Any) -> int:
 
 @inline
 def rows_to_compute(frame: Any) -> int:
-    """A gap amid so few rows is not worth stepping over."""
+    """Return a gap amid so few rows is not worth stepping over."""
     rows = dim(frame.x, 0)
     if frame.has_rows:
         before = max(0, min(frame.rows.before, rows))
@@ -149,29 +158,12 @@ def row_functions(storage: Storage, how: cpu.Prefetch | None = None) -> RowFunct
     return RowFunctions(ask_for, remainder, one_row)
 
 
-class RowProducts(NamedTuple):
-    """Products of any number of rows."""
-
-    for_all_rows: Any  # (job, weight, count, out, N): one output, or two, of every row
-    two_by_two: Any  # (weight, x, K, N, out)
-
-
-def row_products(storage: Storage) -> RowProducts:
-    _, load, size = storage
-    short_row = row_functions(storage).one_row
-    long_row = row_functions(storage, cpu.prefetch().several).one_row
-    ask_for, remainder, _ = row_functions(storage, cpu.prefetch().several)
-
-    @inline
-    def one_row(weight: int, x: int, K: int, out: int) -> None:
-        if K * size < LONG:
-            short_row(weight, x, K, out)
-        else:
-            long_row(weight, x, K, out)
+def two_rows(storage: Storage, parts: RowFunctions) -> Any:
+    """Return `two_by_two(weight, x, K, N, out)`: two outputs for two rows, whose results lie N numbers apart."""
+    (_, load, size), (ask_for, remainder, _) = storage, parts
 
     @inline
     def two_by_two(weight: int, x: int, K: int, N: int, out: int) -> None:
-        """Two outputs for two rows, whose results lie N numbers apart."""
         a = b = c = d = e = f = g = h = splat(ZERO)
         below, end = weight + K * size, K // (2 * LANES) * 2 * LANES
         for k in range(0, end, 2 * LANES):
@@ -188,9 +180,22 @@ def row_products(storage: Storage) -> RowProducts:
         set_f32(out, N, total(add(c, g)) + remainder(weight, x + 4 * K, K, end))
         set_f32(out, N + 1, total(add(d, h)) + remainder(below, x + 4 * K, K, end))
 
+    return two_by_two
+
+
+class InOrder(NamedTuple):
+    """Products whose sums are added in one order, whatever the number of rows."""
+
+    two_by_four: Any  # (weight, x, K, N, out): two outputs for four rows
+    one_by_two: Any  # (weight, x, K, count, out): one output, or two, of one row
+
+
+def in_order(storage: Storage, parts: RowFunctions) -> InOrder:
+    """Return the products of four rows and of one that have the same sums."""
+    (_, load, size), (ask_for, remainder, _) = storage, parts
+
     @inline
     def two_by_four(weight: int, x: int, K: int, N: int, out: int) -> None:
-        """Two outputs for four rows."""
         a = b = c = d = e = f = g = h = splat(ZERO)
         below, end = weight + K * size, K // LANES * LANES
         for k in range(0, end, LANES):
@@ -215,8 +220,7 @@ def row_products(storage: Storage) -> RowProducts:
         set_f32(out, 3 * N + 1, total(h) + remainder(below, x + 12 * K, K, end))
 
     @inline
-    def one_by_two_in_order(weight: int, x: int, K: int, count: int, out: int) -> None:
-        """One output, or two, of one row, with the sums that `two_by_four` has."""
+    def one_by_two(weight: int, x: int, K: int, count: int, out: int) -> None:
         a = b = splat(ZERO)
         below, end = weight + (count - 1) * K * size, K // LANES * LANES
         for k in range(0, end, LANES):
@@ -228,6 +232,23 @@ def row_products(storage: Storage) -> RowProducts:
         if count == 2:
             set_f32(out, 1, total(b) + remainder(below, x, K, end))
 
+    return InOrder(two_by_four, one_by_two)
+
+
+def row_products(storage: Storage) -> Any:
+    """Return `for_all_rows(job, weight, count, out, N)`: one output, or two, of every row, into rows of N numbers."""
+    size, parts = storage.size, row_functions(storage, cpu.prefetch().several)
+    short_row, long_row = (row_functions(storage, how).one_row for how in (None, cpu.prefetch().several))
+    two_by_two, (two_by_four, one_by_two) = two_rows(storage, parts), in_order(storage, parts)
+
+    @inline
+    def one_row(weight: int, x: int, K: int, out: int) -> None:
+        """One output of one row, prefetched as suits the length of its weights."""
+        if K * size < LONG:
+            short_row(weight, x, K, out)
+        else:
+            long_row(weight, x, K, out)
+
     @inline
     def for_all_rows_in_order(job: Any, weight: int, count: int, out: int, N: int) -> None:
         R, K, r = job.rows, job.width, 0
@@ -237,12 +258,11 @@ def row_products(storage: Storage) -> RowProducts:
                 two_by_four(weight, x, K, N, here)
                 r += 4
             else:
-                one_by_two_in_order(weight, x, K, count, here)
+                one_by_two(weight, x, K, count, here)
                 r += 1
 
     @inline
     def for_all_rows(job: Any, weight: int, count: int, out: int, N: int) -> None:
-        """One output, or two, into rows of N numbers."""
         if job.invariant > 0:
             for_all_rows_in_order(job, weight, count, out, N)
             return
@@ -260,11 +280,11 @@ def row_products(storage: Storage) -> RowProducts:
                     one_row(weight + i * K * size, x, K, here + 4 * i)
                 r += 1
 
-    return RowProducts(for_all_rows, two_by_two)
+    return for_all_rows
 
 
 def gated_blocks(size: int, scaled: bool, for_all_rows: Any) -> Any:
-    """`gated_block(job, begin, end)`: silu of gates times ups."""
+    """Return `gated_block(job, begin, end)`: silu of gates times ups."""
 
     @jit
     def gated_block(job: Any, begin: int, end: int) -> None:
@@ -296,7 +316,7 @@ def gated_blocks(size: int, scaled: bool, for_all_rows: Any) -> Any:
 def kernel(storage: Storage, scaled: bool) -> Kernel:
     """Few rows times a matrix; `scaled`: each output is multiplied by a scale."""
     size = storage.size
-    for_all_rows = row_products(storage).for_all_rows
+    for_all_rows = row_products(storage)
     gated_block = gated_blocks(size, scaled, for_all_rows)
 
     @jit

@@ -19,17 +19,30 @@ import numpy as np
 from rekindle_kernels.native import cpu, kernel_table
 from rekindle_kernels.native.cpu import has_feature
 from rekindle_kernels.native.kernels import prefill_amx
-from rekindle_kernels.native.kernels.attention_job import FIELDS, MASKED, NUMBERS, Stored, describe, length_of
-from rekindle_kernels.native.kernels.prefill_softmax import softmax_function, unit_of
+from rekindle_kernels.native.kernels.attention_job import FIELDS, MASKED, NUMBERS, StoredHeads, describe, length_of
 from rekindle_kernels.native.kernels.prefill_tiles import KEYS, loader, products
 from rekindle_kernels.native.language.amx import allowed
-from rekindle_kernels.native.language.dot_products import store_rounded
+from rekindle_kernels.native.language.dot_products import store_rounded, times_power_of_two
 from rekindle_kernels.native.language.handler import Kernel, job_layout
 from rekindle_kernels.native.language.jit import inline, jit
 from rekindle_kernels.native.language.memory import f32, free, i32, malloc, set_f32, set_i32
 from rekindle_kernels.native.language.records import dim
-from rekindle_kernels.native.language.vector import LANES, load_f32, splat, store, total
-from rekindle_kernels.native.language.vector_math import exp_of_one
+from rekindle_kernels.native.language.vector import (
+    LANES,
+    add,
+    between,
+    larger,
+    largest,
+    load_f32,
+    multiply,
+    multiply_add,
+    nearest,
+    splat,
+    store,
+    subtract,
+    total,
+)
+from rekindle_kernels.native.language.vector_math import exp, exp_of_one, tanh
 
 ZERO, ONE = np.float32(0), np.float32(1)
 
@@ -49,7 +62,7 @@ JOB = job_layout(
 )
 
 
-class Tile(NamedTuple):
+class PromptTile(NamedTuple):
     """The queries of one prompt for one kv head. Its rows are G query heads of each query."""
 
     s: int  # prompt; below 0, a row that decodes: its token, length and pages lie so far before the first prompt's
@@ -74,13 +87,13 @@ class Scratch(NamedTuple):
 
 @inline
 def end_of(job: Any, s: int) -> int:
-    """Where the tokens of the prompt before s end, within the tokens that there are."""
+    """Return where the tokens of the prompt before s end, within the tokens that there are."""
     return max(0, min(i32(job.ends, s), job.tokens))
 
 
 @inline
 def tiles_of(job: Any, s: int) -> int:
-    """How many tiles a prompt's queries make."""
+    """Return how many tiles a prompt's queries make."""
     return max(0, (end_of(job, s + 1) - end_of(job, s) + job.queries - 1) // job.queries)
 
 
@@ -109,7 +122,7 @@ def list_tiles(job: Any, prompts: int) -> None:
 
 
 def preparer(D: int, tiled: bool) -> Any:
-    """`prepare(frame, job, threads)` for heads of that size; `tiled` where the code for AMX is there."""
+    """Return `prepare(frame, job, threads)` for heads of that size; `tiled` where the code for AMX is there."""
 
     @jit
     def prepare(frame: Any, job: Any, threads: int) -> int:
@@ -144,23 +157,24 @@ def padded(job: Any, rows: int) -> int:
 
 
 @inline
-def tile_of(job: Any, index: int) -> Tile:
-    """The tile of a block. The last tiles of a prompt see the most keys and go first, so that threads end together."""
+def tile_of(job: Any, index: int) -> PromptTile:
+    """Return the tile of a block. The last tiles of a prompt see the most keys and go first, so that threads end
+    together."""
     K = job.kv_heads
     G = job.heads // K
     number, k = job.tiles - 1 - index // K, index % K
     s, begin = i32(job.work, 2 * number), i32(job.work, 2 * number + 1)
     if s < 0:
-        return Tile(s, k, s, length_of(job, s) - 1, G, padded(job, G))
+        return PromptTile(s, k, s, length_of(job, s) - 1, G, padded(job, G))
     start = end_of(job, s)
     q_len, length = end_of(job, s + 1) - start, length_of(job, s)
     rows = min(job.queries, q_len - begin) * G
-    return Tile(s, k, start + begin, length - q_len + begin, rows, padded(job, rows))
+    return PromptTile(s, k, start + begin, length - q_len + begin, rows, padded(job, rows))
 
 
 @inline
 def scratch_of(M: int, D: int) -> Scratch:
-    """Memory for M padded rows, at `q`."""
+    """Return memory for M padded rows, at `q`."""
     q = malloc((M * (2 * D + KEYS + LANES + 1) + 2 * KEYS * D) * 4)
     out, logits, sums = q + M * D * 4, q + 2 * M * D * 4, q + M * (2 * D + KEYS) * 4
     keys = sums + M * LANES * 4
@@ -169,18 +183,18 @@ def scratch_of(M: int, D: int) -> Scratch:
 
 
 @inline
-def address_of_row(job: Any, array: int, tile: Tile, m: int, D: int) -> int:
-    """Where row m of a tile is in an array [tokens, heads, D]."""
+def address_of_row(job: Any, array: int, tile: PromptTile, m: int, D: int) -> int:
+    """Return where row m of a tile is in an array [tokens, heads, D]."""
     G = job.heads // job.kv_heads
     return array + ((tile.token + m // G) * job.heads + tile.k * G + m % G) * D * 4
 
 
 def starter(D: int, paired: bool) -> Any:
-    """`start(job, tile, scratch)`: the tile's queries, and nothing seen."""
+    """Return `start(job, tile, scratch)`: the tile's queries, and nothing seen."""
     put = store_rounded if paired else store
 
     @jit
-    def start(job: Any, tile: Tile, scratch: Scratch) -> None:
+    def start(job: Any, tile: PromptTile, scratch: Scratch) -> None:
         for m in range(tile.padded):
             source = address_of_row(job, job.q, tile, m, D)
             for d in range(0, D, LANES):
@@ -193,8 +207,8 @@ def starter(D: int, paired: bool) -> Any:
 
 
 def attender(D: int, paired: bool, tiled: bool) -> Any:
-    """`attend(job, tile, scratch, m, key)`: the rows from m on that are multiplied together see the tile of keys that
-    begins at `key`."""
+    """Return `attend(job, tile, scratch, m, key)`: the rows from m on that are multiplied together see the tile of
+    keys that begins at `key`."""
     elements = 2 if paired else 1  # of a word
     words, key_words = D // elements, KEYS // elements  # of a query, of a row of weights
     product, row_vector = products(paired)
@@ -202,7 +216,7 @@ def attender(D: int, paired: bool, tiled: bool) -> Any:
     by_keys, by_values = prefill_amx.products(D) if tiled else (None, None)
 
     @jit
-    def weigh(job: Any, tile: Tile, scratch: Scratch, first: int, end: int, key: int) -> None:
+    def weigh(job: Any, tile: PromptTile, scratch: Scratch, first: int, end: int, key: int) -> None:
         """Turn logits of rows into weights."""
         G, window = job.heads // job.kv_heads, job.window
         for i in range(first, end):
@@ -220,7 +234,7 @@ def attender(D: int, paired: bool, tiled: bool) -> Any:
             )
 
     @jit
-    def attend(job: Any, tile: Tile, scratch: Scratch, m: int, key: int) -> None:
+    def attend(job: Any, tile: PromptTile, scratch: Scratch, m: int, key: int) -> None:
         logits = scratch.logits + m * KEYS * 4
         if tiled and job.unit > 4:
             by_keys(scratch.q + m * D * 2, scratch.keys, logits)
@@ -243,11 +257,11 @@ def attender(D: int, paired: bool, tiled: bool) -> Any:
 
 
 def finisher(D: int, paired: bool) -> Any:
-    """`put_results(job, tile, scratch)`: sums of values, divided by sums of weights, the sink's included."""
+    """Return `put_results(job, tile, scratch)`: sums of values, divided by sums of weights, the sink's included."""
     unit = unit_of(paired)
 
     @jit
-    def put_results(job: Any, tile: Tile, scratch: Scratch) -> None:
+    def put_results(job: Any, tile: PromptTile, scratch: Scratch) -> None:
         G = job.heads // job.kv_heads
         for m in range(tile.rows):
             target = address_of_row(job, job.out, tile, m, D)
@@ -267,7 +281,7 @@ def finisher(D: int, paired: bool) -> Any:
     return put_results
 
 
-def kernel(stored: Stored, paired: bool) -> Kernel:
+def kernel(stored: StoredHeads, paired: bool) -> Kernel:
     """Attention of prompts over their pages. `paired`: pages are bfloat16, and multiplied two by two."""
     D = stored.head_dim
     # Whether the code is there; a caller says whether it runs.
@@ -305,3 +319,70 @@ def kernel(stored: Stored, paired: bool) -> Kernel:
         free(job.work)
 
     return Kernel(kernel_table.PREFILL, JOB, prepare, block, finish)
+
+
+LAST = KEYS - LANES
+EIGHT = np.float32(8)
+LN_2, LOG2_E = np.float32(0.6931471805599453), np.float32(1.4426950408889634)
+# 2^x on ±1/2, highest power first: ln(2)^n / n!
+E4, E3, E2 = np.float32(9.6181291e-3), np.float32(5.5504109e-2), np.float32(2.4022651e-1)
+
+
+@inline
+def power(x: Any) -> Any:
+    """2 to the power of a vector, to one part in 20,000: enough for weights that are rounded to eight bits."""
+    steps = nearest(x)
+    rest = subtract(x, steps)
+    curve = multiply_add(splat(E4), rest, splat(E3))
+    curve = multiply_add(curve, rest, splat(E2))
+    curve = multiply_add(curve, rest, splat(LN_2))
+    return times_power_of_two(multiply_add(curve, rest, splat(ONE)), steps)
+
+
+def unit_of(paired: bool) -> np.float32:
+    """Return the factor of logits: they are kept in the unit of their exponential, 2^x where pages are paired."""
+    return LOG2_E if paired else ONE
+
+
+def softmax_function(D: int, paired: bool) -> Any:
+    """Return `softmax_row(job, logits, low, high, top_at, sums, out)` for heads of that size."""
+    put, exponential, unit = (store_rounded if paired else store), (power if paired else exp), unit_of(paired)
+    # How far logits may rise above what weights are relative to, before what was summed is rescaled: that costs more
+    # than the rest of a row, and a weight of 2^8 has as many bits as one of 1.
+    slack = EIGHT if paired else ZERO
+
+    @inline
+    def softmax_row(job: Any, logits: int, low: int, high: int, top_at: int, sums: int, out: int) -> None:
+        """Turn one row's logits into weights, if it sees the keys [low, high) of the tile; rescale what was summed."""
+        scale, cap, before = job.scale, job.soft_cap, f32(top_at, 0)
+        a, b, c, d = load_f32(logits, 0), load_f32(logits, LANES), load_f32(logits, 2 * LANES), load_f32(logits, LAST)
+        if cap > ZERO:
+            factor, height = splat(scale / cap), splat(cap * unit)
+            a, b = multiply(tanh(multiply(a, factor)), height), multiply(tanh(multiply(b, factor)), height)
+            c, d = multiply(tanh(multiply(c, factor)), height), multiply(tanh(multiply(d, factor)), height)
+        else:
+            factor = splat(scale * unit)
+            a, b, c, d = multiply(a, factor), multiply(b, factor), multiply(c, factor), multiply(d, factor)
+        if low > 0 or high < KEYS:
+            a, b = between(a, low, high, MASKED), between(b, low - LANES, high - LANES, MASKED)
+            c, d = between(c, low - 2 * LANES, high - 2 * LANES, MASKED), between(d, low - LAST, high - LAST, MASKED)
+        highest = largest(larger(larger(a, b), larger(c, d)))
+        top = highest if highest > before + slack else before
+        a, b = exponential(subtract(a, splat(top))), exponential(subtract(b, splat(top)))
+        c, d = exponential(subtract(c, splat(top))), exponential(subtract(d, splat(top)))
+        if low > 0 or high < KEYS:  # exactly 0, so that it makes no difference which other keys are in the tile
+            a, b = between(a, low, high, ZERO), between(b, low - LANES, high - LANES, ZERO)
+            c, d = between(c, low - 2 * LANES, high - 2 * LANES, ZERO), between(d, low - LAST, high - LAST, ZERO)
+        put(logits, 0, a)
+        put(logits, LANES, b)
+        put(logits, 2 * LANES, c)
+        put(logits, LAST, d)
+        keep = ONE
+        if top > before:
+            keep = exp_of_one((before - top) / unit)
+            for column in range(0, D, LANES):
+                store(out, column, multiply(load_f32(out, column), splat(keep)))
+        set_f32(top_at, 0, top)
+        store(sums, 0, multiply_add(load_f32(sums, 0), splat(keep), add(add(a, b), add(c, d))))
+
+    return softmax_row

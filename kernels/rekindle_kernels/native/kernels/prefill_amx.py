@@ -52,7 +52,8 @@ def end(memory: int) -> None:
 
 
 def products(D: int) -> tuple[Any, Any]:
-    """`by_keys(q, keys, logits)` and `by_values(weights, values, out)`, which adds to `out`; heads have that size."""
+    """Return `by_keys(q, keys, logits)` and `by_values(weights, values, out)`, which adds to `out`; heads have that
+    size."""
 
     def multiply(builder: Any, rows: Any, row: int, columns: Any, column: int, depth: int, sums: list[int]) -> None:
         """Adds the products of `depth` words of sixteen rows; `row` and `column` are the bytes of one of each."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from rekindle_kernels.native.cpu import has_feature
-from rekindle_kernels.native.kernels.attention_job import Stored, page_of
+from rekindle_kernels.native.kernels.attention_job import StoredHeads, page_of
 from rekindle_kernels.native.language.dot_products import add_pairs, load_interleaved, store_columns
 from rekindle_kernels.native.language.jit import inline, jit
 from rekindle_kernels.native.language.memory import f32, set_f32
@@ -22,19 +22,19 @@ ZERO, ONE = np.float32(0), np.float32(1)
 
 @inline
 def key_at(job: Any, s: int, k: int, t: int) -> int:
-    """The number of the key of position t, counted through all pages; its value is K · S vectors further."""
+    """Return the number of the key of position t, counted through all pages; its value is K · S vectors further."""
     S, K = job.page_size, job.kv_heads
     return (page_of(job, s, t // S) * 2 * K + k) * S + t % S
 
 
-def loader(stored: Stored, paired: bool) -> Any:
-    """`load(job, s, k, begin, until, keys, values)`: the tile of prompt s whose first key is `begin`. Keys from `until`
-    on are zeros."""
+def loader(stored: StoredHeads, paired: bool) -> Any:
+    """Return `load(job, s, k, begin, until, keys, values)`: the tile of prompt s whose first key is `begin`. Keys
+    from `until` on are zeros."""
     return load_pairs(stored.head_dim) if paired else load_floats(stored)
 
 
-def load_floats(stored: Stored) -> Any:
-    """Keys [D, KEYS] and values [KEYS, D] as float32."""
+def load_floats(stored: StoredHeads) -> Any:
+    """Return keys [D, KEYS] and values [KEYS, D] as float32."""
     (read, _, size), D, scaled = stored
 
     @jit
@@ -59,7 +59,7 @@ def load_floats(stored: Stored) -> Any:
 
 
 def load_pairs(D: int) -> Any:
-    """Keys as words [D / 2, KEYS] of two bfloat16 of a key, values as words [KEYS / 2, D] of two values."""
+    """Return keys as words [D / 2, KEYS] of two bfloat16 of a key, values as words [KEYS / 2, D] of two values."""
 
     @jit
     def load_tile(job: Any, s: int, k: int, begin: int, until: int, keys: int, values: int) -> None:
@@ -95,8 +95,8 @@ def add_product_of_floats(a: Any, b: Any, c: Any) -> Any:
 
 
 def products(paired: bool) -> Any:
-    """`product` of four rows with four vectors and `row_vector` of one row with one vector, in words of two bfloat16 or
-    of one float32."""
+    """Return `product` of four rows with four vectors and `row_vector` of one row with one vector, in words of two
+    bfloat16 or of one float32."""
     add_product = add_pairs if paired else add_product_of_floats
     wide = has_feature("avx512f") or paired  # else sixteen registers of half the size, or on Arm 32 of a quarter
 

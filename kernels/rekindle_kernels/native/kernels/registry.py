@@ -9,6 +9,7 @@ from rekindle_kernels.native.chain_plan import CHAIN
 from rekindle_kernels.native.cpu import has_feature
 from rekindle_kernels.native.kernel_spec import KernelSpec, Variant
 from rekindle_kernels.native.kernels import (
+    adapter,
     argmax,
     decode,
     gemm,
@@ -19,17 +20,18 @@ from rekindle_kernels.native.kernels import (
     rms_norm,
     rope,
     sample,
+    silu_gate,
     write_kv,
 )
-from rekindle_kernels.native.kernels.attention_job import Stored
+from rekindle_kernels.native.kernels.attention_job import StoredHeads
 from rekindle_kernels.native.kernels.chain_runner import ChainRunner
 from rekindle_kernels.native.language import dot_products, vector
 from rekindle_kernels.native.language.handler import Kernel
-from rekindle_kernels.native.language.storage import STORAGE
+from rekindle_kernels.native.language.vector import STORAGE
 
 
 def make(name: str) -> Kernel | ChainRunner:
-    """The kernel of that name, ready to be compiled."""
+    """Return the kernel of that name, ready to be compiled."""
     if name == CHAIN:
         return ChainRunner()
     variant = table.identify(name)
@@ -51,8 +53,8 @@ def _write_kv(kernel: Variant) -> Kernel:
     return write_kv.kernel(put, STORAGE[kernel.dtype].size)
 
 
-def _stored(kernel: Variant) -> Stored:
-    return Stored(STORAGE[kernel.dtype], kernel.head_dim, scaled=kernel.dtype == "int8")
+def _stored(kernel: Variant) -> StoredHeads:
+    return StoredHeads(STORAGE[kernel.dtype], kernel.head_dim, scaled=kernel.dtype == "int8")
 
 
 def _decode(kernel: Variant) -> Kernel:
@@ -78,4 +80,6 @@ MAKERS: dict[KernelSpec, Callable[[Variant], Kernel]] = {
     table.ARGMAX: lambda kernel: argmax.kernel(),
     table.SAMPLE: lambda kernel: sample.kernel(),
     table.GATE: lambda kernel: mask_gate.kernel(),
+    table.SILU_GATE: lambda kernel: silu_gate.kernel(),
+    table.ADAPTER: lambda kernel: adapter.kernel(STORAGE[kernel.dtype]),
 }

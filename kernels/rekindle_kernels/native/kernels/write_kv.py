@@ -34,7 +34,8 @@ JOB = job_layout(
 
 
 def kernel(put: Any, size: int) -> Kernel:
-    """Keys and values into pages of numbers of `size` bytes, in place; `put` stores sixteen float32 as such numbers."""
+    """Return keys and values into pages of numbers of `size` bytes, in place; `put` stores sixteen float32 as such
+    numbers."""
 
     @jit
     def prepare(frame: Any, job: Any, threads: int) -> int:

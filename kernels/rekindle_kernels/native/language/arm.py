@@ -11,8 +11,7 @@ from typing import Any
 from llvmlite import ir
 from numba.core.cgutils import get_or_insert_function
 
-from rekindle_kernels.native.language.bfloat import BFloat
-from rekindle_kernels.native.language.vector import LANES
+from rekindle_kernels.native.language.vector import LANES, BFloat
 
 PARTS = 4  # registers of a vector
 REGISTER = LANES // PARTS  # lanes
@@ -29,7 +28,7 @@ def dot(builder: Any, a: Any, b: Any, c: Any) -> Any:
 
 
 def dot_bf16(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    """The same of two bfloat16 in a word, a being float32: one instruction of `bf16`."""
+    """Return the same of two bfloat16 in a word, a being float32: one instruction of `bf16`."""
     pairs = ir.VectorType(BFloat(), 2 * REGISTER)
     function = _function(builder, "llvm.aarch64.neon.bfdot.v4f32.v8bf16", FLOATS, FLOATS, pairs, pairs)
     result = builder.call(function, [builder.bitcast(a, FLOATS), builder.bitcast(b, pairs), builder.bitcast(c, pairs)])
@@ -57,7 +56,7 @@ def widened_dot(builder: Any, a: Any, b: Any, c: Any) -> Any:
 
 
 def in_parts(builder: Any, add: Callable[[Any, Any, Any, Any], Any], a: Any, b: Any, c: Any) -> Any:
-    """`add` of three vectors, register by register."""
+    """Return `add` of three vectors, register by register."""
     parts = []
     for start in range(0, LANES, REGISTER):
         lanes = ir.Constant(INTS, list(range(start, start + REGISTER)))

@@ -36,7 +36,7 @@ def transposed(builder: Any, rows: Sequence[Any]) -> list[Any]:
 def add_row(
     builder: Any, instructions: Sequence[str], word: Any, row_size: Any, row: int, columns: list[Any], sums: list[Any]
 ) -> list[Any]:
-    """`sums` and the word `row` rows behind `word`, of rows 0 to 2, times each of the columns.
+    """Return `sums` and the word `row` rows behind `word`, of rows 0 to 2, times each of the columns.
 
     As assembly: the compiler would ask for the words of all rows first, and have no registers left for the sums.
     """
@@ -56,12 +56,12 @@ def add_row(
 
 
 def bf16_in_two(builder: Any, words: Any) -> tuple[Any, Any]:
-    """The low and the high bfloat16 of each word, as float32."""
+    """Return the low and the high bfloat16 of each word, as float32."""
     return builder.shl(words, _all(16)), builder.and_(words, _all(0xFFFF0000))
 
 
 def bytes_in_two(builder: Any, words: Any) -> tuple[Any, Any]:
-    """The first and third of four int8 in each word, and the others, as two of 16 bits."""
+    """Return the first and third of four int8 in each word, and the others, as two of 16 bits."""
     shorts, eight = builder.bitcast(words, SHORTS), ir.Constant(SHORTS, [8] * 2 * REGISTER)
     even = builder.ashr(builder.shl(shorts, eight), eight)
     return builder.bitcast(even, INTS), builder.bitcast(builder.ashr(shorts, eight), INTS)

@@ -11,8 +11,7 @@ from numba.extending import intrinsic
 
 from rekindle_kernels.native.cpu import on_arm
 from rekindle_kernels.native.language import arm
-from rekindle_kernels.native.language.bfloat import BFloat
-from rekindle_kernels.native.language.vector import FLOATS, LANES, VECTOR, llvm_call
+from rekindle_kernels.native.language.vector import FLOATS, LANES, VECTOR, BFloat, llvm_call
 
 _PAIRS = ir.VectorType(BFloat(), 2 * LANES)
 _INTS = ir.VectorType(ir.IntType(32), LANES)
@@ -47,7 +46,7 @@ def _in_registers(builder: Any, add: Any, *args: Any) -> Any:
 
 
 def unsigned() -> bool:
-    """Whether the instruction that multiplies four int8 in a lane takes those of one factor as unsigned."""
+    """True if the instruction that multiplies four int8 in a lane takes those of one factor as unsigned."""
     return not on_arm()
 
 
@@ -61,7 +60,7 @@ def _quads(builder: Any, *args: Any) -> Any:
 
 @intrinsic
 def store_rounded(typing_context: Any, address: Any, index: Any, value: Any) -> Any:
-    """`store_bf16` in one instruction, which on x86 flushes denormal numbers to zero, as `add_pairs` does."""
+    """Return `store_bf16` in one instruction, which on x86 flushes denormal numbers to zero, as `add_pairs` does."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         narrow = ir.VectorType(BFloat(), LANES)
@@ -133,7 +132,7 @@ store_u8 = _byte_writer(128)  # of integers, plus 128
 
 @intrinsic
 def store_columns(typing_context: Any, address: Any, stride: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
-    """The lanes of four vectors as sixteen rows of four float32, `stride` floats apart."""
+    """Return the lanes of four vectors as sixteen rows of four float32, `stride` floats apart."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         def pick(x: Any, y: Any, lanes: list[int]) -> Any:
@@ -176,7 +175,7 @@ def add_ints(typing_context: Any, a: Any, b: Any) -> Any:
 
 @intrinsic
 def from_ints(typing_context: Any, a: Any, b: Any) -> Any:
-    """The integers in a minus 128 times those in b, as float32."""
+    """Return the integers in a minus 128 times those in b, as float32."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         offset = builder.mul(builder.bitcast(args[1], _INTS), ir.Constant(_INTS, [128] * LANES))
@@ -187,7 +186,7 @@ def from_ints(typing_context: Any, a: Any, b: Any) -> Any:
 
 @intrinsic
 def to_floats(typing_context: Any, a: Any) -> Any:
-    """The integers in a, as float32."""
+    """Return the integers in a, as float32."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.sitofp(builder.bitcast(args[0], _INTS), FLOATS)

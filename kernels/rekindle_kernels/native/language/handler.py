@@ -48,7 +48,7 @@ _MAJOR, _MINOR, _PATCH = xla_abi.API_VERSION
 
 
 def job_layout(kind: str, fields: Mapping[str, str], numbers: Mapping[str, str] | None = None) -> Layout:
-    """The layout of a kernel's jobs. `fields` are words and `numbers` float32, by name, with what they hold."""
+    """Return the layout of a kernel's jobs. `fields` are words and `numbers` float32, by name, with what they hold."""
     names = [*_HEADER, *fields, *(numbers or {})]
     assert len(names) <= _TASK, f"{kind}: {len(names)} fields, and room for {_TASK}"
     assert len(set(names)) == len(names), f"{kind}: two fields of one name"
@@ -60,7 +60,7 @@ def job_layout(kind: str, fields: Mapping[str, str], numbers: Mapping[str, str] 
 
 @inline
 def first_unit(index: int, blocks: int, units: int) -> int:
-    """Where a block of work begins if `units` are handed out in `blocks`; the larger blocks come first, so that
+    """Return where a block of work begins if `units` are handed out in `blocks`; the larger blocks come first, so that
     threads end together."""
     return index * (units // blocks) + min(index, units % blocks)
 
@@ -74,7 +74,7 @@ def wait_for_blocks(job: Any, count: int) -> None:
 
 @inline
 def threads(frame: int) -> int:
-    """How many threads XLA computes with."""
+    """Return how many threads XLA computes with."""
     memory = malloc(_THREADS_BYTES)
     arguments = _threads_call(memory)
     arguments.size = _THREADS_SIZE
@@ -97,7 +97,7 @@ def leave(job: int) -> None:
 
 @inline
 def asks_version(frame: int) -> bool:
-    """Whether XLA only asks for the version of its interface that this was written for; then it is answered."""
+    """True if XLA only asks for the version of its interface that this was written for; then it is answered."""
     extension = _frame(frame).extension
     while extension != 0:
         if _extension(extension).kind == _METADATA_KIND:
@@ -140,7 +140,8 @@ class Kernel:
         return f"rekindle_{self.spec.kind}_task"
 
     def functions(self) -> tuple[Any, Callable[[], Any]]:
-        """The task that threads are given, and the maker of XLA's handler, which refers to the task by `symbol`."""
+        """Return the task that threads are given, and the maker of XLA's handler, which refers to the task by
+        `symbol`."""
         task_address = memory.address_of(self.symbol)
         return _task(self), lambda: _handler(self, task_address)
 

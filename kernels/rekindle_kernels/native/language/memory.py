@@ -32,7 +32,7 @@ def _reader(numba_type: Any, stored: ir.Type, widen: Any) -> Any:
 
 
 def widen_bf16(builder: Any, bits: Any) -> Any:
-    """The bits of a bfloat16, or of a vector of them, as float32."""
+    """Return the bits of a bfloat16, or of a vector of them, as float32."""
     wide, result = ir.IntType(32), ir.FloatType()
     if isinstance(bits.type, ir.VectorType):
         wide, result = ir.VectorType(wide, bits.type.count), ir.VectorType(result, bits.type.count)
@@ -83,7 +83,7 @@ def fetch_add(typing_context: Any, address: Any, value: Any) -> Any:
 
 @intrinsic
 def acquire(typing_context: Any, address: Any) -> Any:
-    """The word at `address`; whatever was written before it was published can be read then."""
+    """Return the word at `address`; whatever was written before it was published can be read then."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.load_atomic(builder.inttoptr(args[0], WORD.as_pointer()), "acquire", 8)
@@ -104,7 +104,7 @@ def publish(typing_context: Any, address: Any, value: Any) -> Any:
 
 @intrinsic
 def call(typing_context: Any, function: Any, argument: Any) -> Any:
-    """`function(argument)` of two addresses."""
+    """Return `function(argument)` of two addresses."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = builder.inttoptr(args[0], ir.FunctionType(WORD, [WORD]).as_pointer())
@@ -131,7 +131,8 @@ def _external(name: str) -> Any:
 
 @intrinsic
 def malloc(typing_context: Any, size: Any) -> Any:
-    """Memory of the C library's, from the begin of a cache line on: a vector that lies in two lines is read twice."""
+    """Return memory of the C library's, from the begin of a cache line on: a vector that lies in two lines is read
+    twice."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         block = _call(builder, "malloc", builder.add(args[0], WORD(LINE)))
@@ -153,7 +154,7 @@ def free(typing_context: Any, address: Any) -> Any:
 
 
 def _owner(builder: Any, address: Any) -> Any:
-    """Where the C library's own address is kept: right before the cache line that `malloc` gave."""
+    """Return where the C library's own address is kept: right before the cache line that `malloc` gave."""
     return builder.inttoptr(builder.sub(address, WORD(8)), WORD.as_pointer())
 
 
@@ -162,7 +163,7 @@ sleep = _external("usleep")  # microseconds
 
 
 def address_of(name: str) -> Any:
-    """A function `() -> address` of the symbol `name`, known when the code is loaded."""
+    """Return a function `() -> address` of the symbol `name`, known when the code is loaded."""
 
     @intrinsic
     def address(typing_context: Any) -> Any:
@@ -194,7 +195,7 @@ def prefetch_at(builder: Any, address: Any, cache: int | None = None) -> None:
 
 
 def prefetcher(cache: int | None = None) -> Any:
-    """`prefetch(address)` into a level of cache, as in `prefetch_at`."""
+    """Return `prefetch(address)` into a level of cache, as in `prefetch_at`."""
 
     @intrinsic
     def prefetch(typing_context: Any, address: Any) -> Any:

@@ -144,7 +144,7 @@ def _array(context: Any, builder: Any, frame: Frame, address: Any, name: str) ->
 
 
 def typed(numba_type: types.Type) -> Any:
-    """A function from an address to the record or frame that lies there."""
+    """Return a function from an address to the record or frame that lies there."""
 
     @intrinsic
     def at(typing_context: Any, address: Any) -> Any:
@@ -154,24 +154,24 @@ def typed(numba_type: types.Type) -> Any:
 
 
 def record_at(layout: Layout) -> Any:
-    """A function from an address to the record that lies there."""
+    """Return a function from an address to the record that lies there."""
     return typed(_record(layout))
 
 
 def frame_at(spec: KernelSpec) -> Any:
-    """A function from an address to the frame of a call of that kernel."""
+    """Return a function from an address to the frame of a call of that kernel."""
     return typed(Frame(spec))
 
 
 @intrinsic
 def address_of_record(typing_context: Any, record: Any) -> Any:
-    """The address of a record."""
+    """Return the address of a record."""
     return types.int64(record), lambda context, builder, signature, args: args[0]
 
 
 @intrinsic
 def dim(typing_context: Any, buffer: Any, axis: Any) -> Any:
-    """The size of a buffer's axis."""
+    """Return the size of a buffer's axis."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         dims = builder.load(_pointer(builder, args[0], xla_abi.BUFFER.fields["dims"]))

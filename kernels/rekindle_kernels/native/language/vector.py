@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from llvmlite import ir
 from numba import types
@@ -10,7 +10,7 @@ from numba.core.cgutils import get_or_insert_function
 from numba.core.datamodel import models
 from numba.extending import intrinsic, register_model
 
-from rekindle_kernels.native.language.memory import WORD, widen_bf16
+from rekindle_kernels.native.language.memory import WORD, bf16, f16, f32, i8, widen_bf16
 
 LANES = 16
 FLOATS = ir.VectorType(ir.FloatType(), LANES)
@@ -69,8 +69,8 @@ def store_four(typing_context: Any, address: Any, index: Any, a: Any, b: Any, c:
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = builder.gep(builder.inttoptr(args[0], ir.FloatType().as_pointer()), [args[1]])
         first = builder.bitcast(pointer, FLOATS.as_pointer())
-        for number, vector in enumerate(args[2:]):
-            builder.store(vector, builder.gep(first, [ir.Constant(ir.IntType(32), number)]), align=1)
+        for number, value in enumerate(args[2:]):
+            builder.store(value, builder.gep(first, [ir.Constant(ir.IntType(32), number)]), align=1)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, VECTOR, VECTOR, VECTOR, VECTOR), codegen
@@ -78,7 +78,7 @@ def store_four(typing_context: Any, address: Any, index: Any, a: Any, b: Any, c:
 
 @intrinsic
 def splat(typing_context: Any, value: Any) -> Any:
-    """The same number in every lane."""
+    """Return the same number in every lane."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         one = builder.insert_element(ir.Constant(FLOATS, ir.Undefined), args[0], ir.Constant(ir.IntType(32), 0))
@@ -89,7 +89,7 @@ def splat(typing_context: Any, value: Any) -> Any:
 
 
 def _operation(arguments: int, emit: Any) -> Any:
-    """An intrinsic from vectors to a vector."""
+    """Return an intrinsic from vectors to a vector."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return emit(builder, *args)
@@ -103,7 +103,7 @@ def _operation(arguments: int, emit: Any) -> Any:
 
 
 def llvm_call(name: str, result: ir.Type, *operands: ir.Type) -> Any:
-    """A call of LLVM's own function `name`."""
+    """Return a call of LLVM's own function `name`."""
 
     def emit(builder: Any, *args: Any) -> Any:
         kind = ir.FunctionType(result, operands)
@@ -144,7 +144,7 @@ power_of_two = _operation(1, _power_of_two)  # of an integer from -126 to 127
 
 @intrinsic
 def total(typing_context: Any, value: Any) -> Any:
-    """The sum of all lanes."""
+    """Return the sum of all lanes."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         emit = llvm_call(f"llvm.vector.reduce.fadd.v{LANES}f32", ir.FloatType(), ir.FloatType(), FLOATS)
@@ -155,7 +155,7 @@ def total(typing_context: Any, value: Any) -> Any:
 
 @intrinsic
 def largest(typing_context: Any, value: Any) -> Any:
-    """The largest of all lanes."""
+    """Return the largest of all lanes."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return llvm_call(f"llvm.vector.reduce.fmax.v{LANES}f32", ir.FloatType(), FLOATS)(builder, args[0])
@@ -165,7 +165,7 @@ def largest(typing_context: Any, value: Any) -> Any:
 
 @intrinsic
 def largest_magnitude(typing_context: Any, value: Any) -> Any:
-    """The largest of all lanes, none of which is negative; NaN if one of them is."""
+    """Return the largest of all lanes, none of which is negative; NaN if one of them is."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kind = ir.FunctionType(_WORDS.element, [_WORDS])
@@ -179,7 +179,7 @@ def largest_magnitude(typing_context: Any, value: Any) -> Any:
 
 @intrinsic
 def between(typing_context: Any, value: Any, low: Any, high: Any, otherwise: Any) -> Any:
-    """The lanes [low, high) of a vector, and another number in the others."""
+    """Return the lanes [low, high) of a vector, and another number in the others."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         lanes = ir.VectorType(WORD, LANES)
@@ -222,10 +222,43 @@ def store_bf16(typing_context: Any, address: Any, index: Any, value: Any) -> Any
 
 @intrinsic
 def where_bits(typing_context: Any, bits: Any, value: Any, otherwise: Any) -> Any:
-    """The lanes of `value` whose bit is 1, the lowest bit being that of the first lane, and `otherwise` in the rest."""
+    """Return the lanes of `value` whose bit is 1, the lowest bit being that of the first lane, and `otherwise` in
+    the rest."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         lanes = builder.bitcast(builder.trunc(args[0], ir.IntType(LANES)), ir.VectorType(ir.IntType(1), LANES))
         return builder.select(lanes, args[1], args[2])
 
     return VECTOR(types.int64, VECTOR, VECTOR), codegen
+
+
+class BFloat(ir.Type):
+    """LLVM's type of a bfloat16, which llvmlite has no type for."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BFloat)
+
+    def __hash__(self) -> int:
+        return hash(BFloat)
+
+
+class Storage(NamedTuple):
+    """How weights and pages are stored: what reads one element, and what reads sixteen.
+
+    Both functions take an address and an index of elements, and widen to float32.
+    """
+
+    read: Any
+    load: Any
+    size: int  # bytes
+
+
+STORAGE = {
+    "float32": Storage(f32, load_f32, 4),
+    "bfloat16": Storage(bf16, load_bf16, 2),
+    "float16": Storage(f16, load_f16, 2),
+    "int8": Storage(i8, load_i8, 1),
+}

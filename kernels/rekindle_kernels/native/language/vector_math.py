@@ -54,7 +54,7 @@ def exp_of_one(x: float) -> float:
 
 @inline
 def tanh(x: Any) -> Any:
-    """The hyperbolic tangent of each lane."""
+    """Return the hyperbolic tangent of each lane."""
     small = exp(multiply(magnitude(x), splat(-TWO)))
     return with_sign_of(divide(subtract(splat(ONE), small), add(splat(ONE), small)), x)
 

@@ -25,6 +25,10 @@ def supports(call: AttentionCall) -> str | None:
         return f"queries are {call.q_dtype.name}, not one of {', '.join(QUERY_TYPES)}"
     if call.kv_dtype.name not in PAGE_TYPES:
         return f"pages are {call.kv_dtype.name}, not one of {', '.join(PAGE_TYPES)}"
+    if not call.causal:
+        return "queries see the keys behind them"
+    if call.value_size is not None:
+        return "values are a part of the keys"
     if call.head_dim > 256:
         return f"head_dim {call.head_dim} is more than 256, whose tiles overflow the registers"
     capability = tuning.compute_capability()

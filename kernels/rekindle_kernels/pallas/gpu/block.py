@@ -116,7 +116,7 @@ class Paged(NamedTuple):
     table: Any  # int32 [N, W]
 
 
-class Keys(NamedTuple):
+class KeyPlaces(NamedTuple):
     """The places of a block of keys."""
 
     pages: jax.Array  # int32 [B]
@@ -145,7 +145,7 @@ def attend(
     q: jax.Array,  # [M, D]
     state: Softmax,
     scoring: Scoring,
-    keys: Keys,
+    keys: KeyPlaces,
     *,
     head: jax.Array,
     visible: jax.Array | None,  # bool [M, B] or [1, B], None: every row sees every key

@@ -7,6 +7,7 @@ one tile, padded to the 16 rows that a dot needs. The width of the page table an
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from rekindle_kernels.ops.attention import AttentionInputs
-from rekindle_kernels.pallas.gpu import block, work
+from rekindle_kernels.pallas.gpu import block
 from rekindle_kernels.tuning import GpuDecode
 
 MERGED = 8  # parts read at once by the merge
@@ -36,7 +37,7 @@ def _decode_kernel(
     group: int,
 ) -> None:
     item, head = pl.program_id(0), pl.program_id(1)
-    row, begin, end = items_ref[work.ROW, item], items_ref[work.BEGIN, item], items_ref[work.END, item]
+    row, begin, end = items_ref[ROW, item], items_ref[BEGIN, item], items_ref[END, item]
     head_dim = q_ref.shape[-1]
     members = jnp.arange(max(16, int(pl.next_power_of_2(group))))
     real = members < group
@@ -56,7 +57,7 @@ def _decode_kernel(
         state, pages = carried
         following = block.page_ids(paged, row, *block_at(index + 1))
         positions, readable = block_at(index)
-        keys = block.Keys(pages, block.slots_of(paged, positions), readable)
+        keys = block.KeyPlaces(pages, block.slots_of(paged, positions), readable)
         return block.attend(paged, q, state, scoring, keys, head=head, visible=readable[None, :]), following
 
     q = block.load_rows(q_ref, (row, heads), real)
@@ -66,7 +67,7 @@ def _decode_kernel(
         sinks = plgpu.load(sinks_ref.at[heads], mask=real, other=0.0)
     state = block.start(members.shape[0], block.padded(head_dim), sinks)
     if sinks is not None:
-        state = state._replace(total=jnp.where(items_ref[work.LEADS, item] == 1, state.total, 0.0))
+        state = state._replace(total=jnp.where(items_ref[LEADS, item] == 1, state.total, 0.0))
     state, _ = lax.fori_loop(begin, end, step, (state, block.page_ids(paged, row, *block_at(begin))))
     columns = jnp.arange(block.padded(head_dim))[None, :]
     mask = real[:, None] & (columns < head_dim)
@@ -123,7 +124,7 @@ def decode(
     q, kv_lens = inputs.q, inputs.kv_lens
     _, heads, head_dim = q.shape
     kv_heads = paged.pages.shape[2]
-    table = work.work_table(kv_lens[:decode_rows], sliding_window=scoring.sliding_window, config=config, extra=extra)
+    table = work_table(kv_lens[:decode_rows], sliding_window=scoring.sliding_window, config=config, extra=extra)
     parameters = plgpu.CompilerParams(num_warps=config.num_warps, num_stages=config.num_stages)
     out = jax.ShapeDtypeStruct(q.shape, q.dtype)
     items = decode_rows + extra
@@ -149,3 +150,51 @@ def decode(
         interpret=interpret,
         name="paged_decode_merge",
     )(*results, table.starts)
+
+
+# The work table: the keys and the row of each program, built on the device for every step. Rows differ in length:
+# with a fixed number of programs for each of them, one row of 32,768 keys among 63 short ones would run on a few
+# multiprocessors while the others are idle. So every row has one item, and the `extra` ones go to the rows with the
+# most keys: all items have about as much work, at most.
+#
+# Rows of `WorkTable.items`.
+ROW = 0
+BEGIN = 1  # first block of keys
+END = 2  # block after the last one
+LEADS = 3  # 1 for the row's first item
+
+
+class WorkTable(NamedTuple):
+    """The items of all rows, row after row."""
+
+    items: jax.Array  # int32 [4, I]; unused items have no keys
+    starts: jax.Array  # int32 [R + 1]: items starts[r] to starts[r + 1] are those of row r
+
+
+def work_table(
+    lengths: jax.Array,  # int32 [R]
+    *,
+    sliding_window: int | None,
+    config: GpuDecode,
+    extra: int,
+) -> WorkTable:
+    """Divide the blocks of keys of all rows among R + extra items."""
+    rows, size = lengths.shape[0], config.block_k
+    first = jnp.zeros_like(lengths)
+    if sliding_window is not None:
+        first = jnp.maximum(lengths - sliding_window, 0) // size
+    end = (lengths + size - 1) // size
+    blocks = end - first
+    counts = jnp.ones_like(lengths)
+    if extra:
+        # Rounding up gives each row less than one item more than its part of `extra`, so there are always enough.
+        most = jnp.maximum((jnp.sum(blocks) + extra - 1) // extra, config.least_blocks)
+        counts = jnp.maximum((blocks + most - 1) // most, 1)
+    share = (blocks + counts - 1) // counts
+    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
+    item = jnp.arange(rows + extra, dtype=jnp.int32)
+    row = jnp.minimum(jnp.sum(item[:, None] >= starts[None, 1:], axis=1), rows - 1)
+    part = item - starts[row]
+    begin = first[row] + part * share[row]
+    items = [row, begin, jnp.minimum(end[row], begin + share[row]), part == 0]
+    return WorkTable(jnp.stack([column.astype(jnp.int32) for column in items]), starts)

@@ -32,7 +32,7 @@ LEAST_TURNS = 4  # the fewest turns of a program's loop
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
+class Int4Tile:
     """The sizes of a program's results and of its loads."""
 
     rows: int
@@ -43,17 +43,17 @@ class Tile:
     parts: int = 1  # S
 
 
-def tile_for(x: jax.ShapeDtypeStruct, outputs: int, words: int) -> Tile:
+def tile_for(x: jax.ShapeDtypeStruct, outputs: int, words: int) -> Int4Tile:
     """Return the tile for rows x [M, K]: narrow for few rows, with the inputs in parts where there are too few tiles
     to fill a GPU. Checked by compiling for an H100."""
     count = x.shape[0]
     rows = max(16, min(128, 1 << (count - 1).bit_length()))
     if x.dtype.itemsize == 4:
-        tile = Tile(min(rows, 32), 32, 16, num_warps=4, num_stages=2)
+        tile = Int4Tile(min(rows, 32), 32, 16, num_warps=4, num_stages=2)
     elif rows <= FEW_ROWS:
-        tile = Tile(rows, 64, 32, num_warps=4, num_stages={16: 4, 32: 3, 64: 2}[rows])
+        tile = Int4Tile(rows, 64, 32, num_warps=4, num_stages={16: 4, 32: 3, 64: 2}[rows])
     else:
-        tile = Tile(rows, 128, 16, num_warps=8, num_stages=2)
+        tile = Int4Tile(rows, 128, 16, num_warps=8, num_stages=2)
     if count > FEW_ROWS:
         return tile
     programs = -(-outputs // tile.outputs) * -(-count // tile.rows)
@@ -94,7 +94,7 @@ def summed(
     columns: jax.Array,  # outputs
     exists: jax.Array | None,
     first: jax.Array | int,  # row of `words_ref` that has output 0
-    tile: Tile,
+    tile: Int4Tile,
     words_of_group: int,
     emulated: bool,
 ) -> jax.Array:
@@ -144,7 +144,7 @@ def _kernel(
     minimum_ref: jax.Ref | None,
     out_ref: jax.Ref,  # [S, M, N]
     *,
-    tile: Tile,
+    tile: Int4Tile,
     words_of_group: int,
     emulated: bool,
 ) -> None:

@@ -34,7 +34,7 @@ PRODUCER = CONSUMERS  # warpgroups 0 and 1 are the consumers
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 224, 56
 
 
-class Sizes(NamedTuple):
+class KernelSizes(NamedTuple):
     """Static sizes of the kernel."""
 
     block_k: int
@@ -81,7 +81,7 @@ class Shared(NamedTuple):
     weights: Any  # [consumers, 64, B], or None where they stay in registers
 
 
-class Tile(NamedTuple):
+class QueryTile(NamedTuple):
     """The rows of one program, and the keys that they see; scalars."""
 
     sequence: jax.Array
@@ -94,7 +94,7 @@ class Tile(NamedTuple):
     high: jax.Array
 
 
-def _tile(table_ref: Any, index: jax.Array, sizes: Sizes, window: int | None) -> Tile:
+def _tile(table_ref: Any, index: jax.Array, sizes: KernelSizes, window: int | None) -> QueryTile:
     sequence, query, queries, context, first = (
         table_ref[row, index] for row in (tiles.SEQUENCE, tiles.QUERY, tiles.QUERIES, tiles.CONTEXT, tiles.FIRST)
     )
@@ -105,10 +105,12 @@ def _tile(table_ref: Any, index: jax.Array, sizes: Sizes, window: int | None) ->
     high = jnp.where(empty, 0, lax.div(end + size - 1, size))
     oldest = jnp.int32(0) if window is None else jnp.maximum(nearest - (window - 1), 0)
     low = jnp.minimum(lax.div(oldest, size), high)
-    return Tile(sequence, query, queries, context, first, oldest, low, high)
+    return QueryTile(sequence, query, queries, context, first, oldest, low, high)
 
 
-def _produce(pages_ref: Any, ids_ref: Any, tile: Tile, shared: Shared, *, head: jax.Array, sizes: Sizes) -> None:
+def _produce(
+    pages_ref: Any, ids_ref: Any, tile: QueryTile, shared: Shared, *, head: jax.Array, sizes: KernelSizes
+) -> None:
     """Copy the blocks that the consumers read, a page at a time."""
     block_k, stages, copied = sizes.block_k, sizes.stages, sizes.copied
     # The range of copied positions. Others are replaced by the nearest of these, so that all blocks have equally many
@@ -165,13 +167,13 @@ def _consume(
     q_ref: Any,
     sinks_ref: Any,
     o_ref: Any,
-    tile: Tile,
+    tile: QueryTile,
     shared: Shared,
     *,
     head: jax.Array,
     warpgroup: jax.Array,
     scoring: block.Scoring,
-    sizes: Sizes,
+    sizes: KernelSizes,
 ) -> None:
     """Compute the attention of one consumer's 64 rows."""
     block_k, stages, head_dim, window = sizes.block_k, sizes.stages, sizes.head_dim, scoring.sliding_window
@@ -281,7 +283,7 @@ def _consume(
 def _kernel(
     *refs: Any,
     scoring: block.Scoring,
-    sizes: Sizes,
+    sizes: KernelSizes,
     sinks: bool,
 ) -> None:
     q_ref, pages_ref, ids_ref, table_ref, *rest = refs
@@ -316,7 +318,7 @@ def _kernel(
         _produce(pages_ref, ids_ref, tile, shared, head=kv_head, sizes=sizes)
 
 
-def _scratch(sizes: Sizes, dtype: Any, *, emulated: bool) -> list[Any]:
+def _scratch(sizes: KernelSizes, dtype: Any, *, emulated: bool) -> list[Any]:
     """Return shared memory and barriers, in the order of `_kernel`'s arguments."""
     swizzle = plgpu.find_swizzle(sizes.head_dim * jnp.dtype(dtype).itemsize * 8)
     transforms = (
@@ -354,7 +356,7 @@ def prefill(
     q = inputs.q
     _, heads, head_dim = q.shape
     kv_heads, page = inputs.kv.kv_heads, inputs.kv.page_size
-    sizes = Sizes(config.block_k, config.stages, page, kv_heads, heads // kv_heads, head_dim)
+    sizes = KernelSizes(config.block_k, config.stages, page, kv_heads, heads // kv_heads, head_dim)
     table = tiles.tile_table(inputs, decode_rows=decode_rows, rows_per_token=1, block=sizes.tokens)
     if interpret is True:
         interpret = plgpu.InterpretGPUParams()

@@ -69,7 +69,7 @@ def _prefill_kernel(
                 readable &= columns > nearest - scoring.sliding_window
                 visible &= columns[None, :] > positions[:, None] - scoring.sliding_window
         pages = block.page_ids(paged, sequence, columns, readable)
-        keys = block.Keys(pages, block.slots_of(paged, columns), readable)
+        keys = block.KeyPlaces(pages, block.slots_of(paged, columns), readable)
         return block.attend(paged, q, state, scoring, keys, head=head, visible=visible)
 
     q = block.load_rows(q_ref, (query + token, heads), real)

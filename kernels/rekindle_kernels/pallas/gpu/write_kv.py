@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from rekindle_kernels.ops.registry import Implementation, anything
+from rekindle_kernels.ops.registry import Implementation
+from rekindle_kernels.ops.write_kv import WriteCall
 from rekindle_kernels.pages import LayerKV, as_stored, as_values
 from rekindle_kernels.pallas.gpu.block import padded
 
@@ -72,5 +73,10 @@ def write_kv(
     return LayerKV(as_stored(out[0], kv), out[1] if len(out) == 2 else None)
 
 
-WRITE_KV = Implementation("pallas_gpu", write_kv, anything)
-INTERPRETED = Implementation("pallas_gpu_interpret", functools.partial(write_kv, interpret=True), anything)
+def supports(call: WriteCall) -> str | None:
+    """Return the reason why the kernel can't serve the call, or None."""
+    return "keys alone are written" if call.latent else None
+
+
+WRITE_KV = Implementation("pallas_gpu", write_kv, supports)
+INTERPRETED = Implementation("pallas_gpu_interpret", functools.partial(write_kv, interpret=True), supports)

@@ -33,6 +33,10 @@ def supports(call: AttentionCall) -> str | None:
         return f"pages are {call.kv_dtype.name}, not one of {', '.join(TYPES)}"
     if call.page_size % 8:
         return f"page size {call.page_size} is not a multiple of 8, the rows of a tile"
+    if not call.causal:
+        return "queries see the keys behind them"
+    if call.value_size is not None:
+        return "values are a part of the keys"
     if call.head_dim > 256:
         return f"head_dim {call.head_dim} is more than 256"
     if not sequences_at_once(call.table_width):

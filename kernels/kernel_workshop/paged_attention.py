@@ -159,7 +159,7 @@ def prefill_lines(shape: Sizes, dtypes: tuple[str, ...], repeats: int, implement
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m rekindle_kernels.bench", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m kernel_workshop.paged_attention", description=__doc__)
     for field, value in asdict(Sizes()).items():
         parser.add_argument(f"--{field.replace('_', '-')}", type=int, default=value)
     parser.add_argument("--dtypes", default="float32,bfloat16,int8", help="of the pages")

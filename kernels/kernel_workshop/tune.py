@@ -1,4 +1,4 @@
-"""`python -m rekindle_kernels.bench.tune` times block sizes on the device at hand and prints lines for `tuning.py`."""
+"""`python -m kernel_workshop.tune` times block sizes on the device at hand and prints lines for `tuning.py`."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def _cost(times: list[float] | None) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m rekindle_kernels.bench.tune", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m kernel_workshop.tune", description=__doc__)
     parser.add_argument("--dtype", nargs="+", default=["bfloat16"])
     parser.add_argument("--head-dim", nargs="+", type=int, default=[64, 128])
     parser.add_argument("--page-size", nargs="+", type=int, default=[16, 64])

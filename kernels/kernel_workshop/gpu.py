@@ -1,4 +1,4 @@
-"""`python -m rekindle_kernels.bench.gpu [--mosaic]`: the GPU kernels beside cuDNN and JAX's own, after a check."""
+"""`python -m kernel_workshop.gpu [--mosaic]`: the GPU kernels beside cuDNN and JAX's own, after a check."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from kernel_workshop.paged_attention import Sizes, filled, matmul_rate, medians, read_bandwidth, table
 from rekindle_kernels import deprecated, pages, tuning
-from rekindle_kernels.bench.paged_attention import Sizes, filled, matmul_rate, medians, read_bandwidth, table
 from rekindle_kernels.ops.attention import AttentionInputs, AttentionOptions, paged_attention
 from rekindle_kernels.ops.registry import current_platform
 from rekindle_kernels.pallas.gpu import attention as kernels
@@ -99,7 +99,7 @@ def write_runs(shape: Sizes, tokens: int) -> Runs:
     values = jax.random.normal(jax.random.key(1), (tokens, shape.kv_heads, shape.head_dim), jnp.bfloat16)
     positions = jnp.arange(tokens)
     rest = (values, values, 1 + positions // shape.page_size, positions % shape.page_size)
-    kernels = {"scatter": pages.write_kv, "kernel": writing.write_kv}
+    kernels: dict[str, Callable[..., Any]] = {"scatter": pages.write_kv, "kernel": writing.write_kv}
     return {f"write {tokens} tokens, {name}": partial(jax.jit(write), kv, *rest) for name, write in kernels.items()}
 
 
@@ -122,7 +122,7 @@ def main(argv: Sequence[str] = ()) -> int:
     """Measure all; with `--mosaic` prefill alone, by both kernels, so that a hang loses no other figures."""
     with_mosaic = "--mosaic" in argv
     if current_platform() != "gpu":
-        print(f"needs a GPU, this is {current_platform()}; rekindle_kernels.bench measures anywhere")
+        print(f"needs a GPU, this is {current_platform()}; kernel_workshop.paged_attention measures anywhere")
         return 1
     check("pallas_mosaic_gpu" if with_mosaic else None)
     copy, matmul = read_bandwidth(), matmul_rate("bfloat16")

@@ -1,0 +1,316 @@
+"""Recurrent layers in plain JAX: decode rows take one step side by side, prefills go through chunks with products.
+
+A loop passes over (sequence, chunk). Chunks end at multiples of `EDGE` positions, so that a prompt is added up in the
+same order however it is cut. Within a chunk the recurrence becomes products of [EDGE, EDGE] and [EDGE, D]: the factor
+between tokens i ≥ j is exp(G_i - G_j), with G the running sum of the logarithms of decays.
+
+The gated delta rule's corrections depend on each other, u_i = beta_i·(v_i - k_iᵀS_{i-1}): a triangular system, whose
+inverse is built of blocks of 16. XLA:CPU has no call of its own for it, and LAPACK's would not be in a stored program.
+
+On a CPU states are moved in loops, and decode rows take their steps one after the other. XLA:CPU would read an array of
+states inside the fusion that writes it, and copy it as a whole before each layer: with 18 layers of 1 MiB a sequence, a
+step of one row took three times as long. Loops are never fused, and a row's state stays in the processor's cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from rekindle_kernels.ops.recurrence import EDGE, RaggedBatch
+from rekindle_kernels.ops.registry import Implementation, anything
+
+_BLOCK = 16  # rows of a triangle that are inverted one after the other
+
+
+class _Chunks(NamedTuple):
+    """The chunks of a step's prefills, in their order."""
+
+    owner: jax.Array  # int32 [M], the prefill sequence of each
+    first: jax.Array  # int32 [M], its first token among the prefills'
+    size: jax.Array  # int32 [M], 1 to EDGE
+    total: jax.Array  # int32 [], how many are real
+
+
+def _chunks(batch: RaggedBatch, tokens: int) -> _Chunks:
+    lengths = batch.prefill_lengths()
+    starts = batch.starts()[batch.decode_rows :]
+    head = jnp.minimum(lengths, EDGE - starts % EDGE)  # tokens up to the first edge
+    counts = jnp.where(lengths > 0, 1 + (lengths - head + EDGE - 1) // EDGE, 0)
+    most = tokens // EDGE + 2 * batch.prefills
+    owner = jnp.repeat(jnp.arange(batch.prefills), counts, total_repeat_length=most)
+    number = jnp.arange(most) - (jnp.cumsum(counts) - counts)[owner]
+    offset = jnp.where(number == 0, 0, head[owner] + (number - 1) * EDGE)
+    count = jnp.where(number == 0, head[owner], jnp.minimum(EDGE, lengths[owner] - offset))
+    return _Chunks(owner, batch.cu_lengths[owner] + offset, count, jnp.sum(counts))
+
+
+Rows = tuple[jax.Array, ...]  # arrays of tokens
+Results = tuple[jax.Array, jax.Array]  # of the tokens, and the states after them
+Chunk = Callable[[Rows, jax.Array, jax.Array], Results]  # tokens of a sequence, which of them are real, its state
+Step = Callable[[Rows, jax.Array], Results]  # a token of each row, the rows' states
+
+
+class _Moves(NamedTuple):
+    """The ways of a step's states: out of their array, through a step of each decode row, and back."""
+
+    take: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # states, reads [n], count -> [n, ...]
+    put: Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]  # states, writes [n], new, count -> states
+    decode: Callable[[Rows, jax.Array, RaggedBatch, Step], Results]  # the decode rows' results, and all states
+
+
+def _take_in_loop(states: jax.Array, reads: jax.Array, count: jax.Array) -> jax.Array:
+    def body(index: jax.Array, taken: jax.Array) -> jax.Array:
+        one = lax.dynamic_index_in_dim(states, reads[index], keepdims=False)
+        return lax.dynamic_update_index_in_dim(taken, one, index, 0)
+
+    return lax.fori_loop(0, count, body, jnp.zeros((len(reads), *states.shape[1:]), states.dtype))
+
+
+def _put_in_loop(states: jax.Array, writes: jax.Array, new: jax.Array, count: jax.Array) -> jax.Array:
+    def body(index: jax.Array, states: jax.Array) -> jax.Array:
+        one = lax.dynamic_index_in_dim(new, index, keepdims=False)
+        return lax.dynamic_update_index_in_dim(states, one, writes[index], 0)
+
+    return lax.fori_loop(0, count, body, states)
+
+
+def _decode_in_loop(rows: Rows, states: jax.Array, batch: RaggedBatch, step: Step) -> Results:
+    reads, writes = _slots(batch)
+    shape = jax.eval_shape(step, tuple(row[:1] for row in rows), states[:1])[0]
+
+    def body(index: jax.Array, carry: Results) -> Results:
+        out, states = carry
+        used = (batch.lengths[index] > 0).astype(jnp.int32)
+        state = _take_in_loop(states, lax.dynamic_slice_in_dim(reads, index, 1), used)
+        state = jnp.where(batch.lengths[index] <= 1, 0, state)
+        result, state = step(tuple(lax.dynamic_slice_in_dim(row, index, 1) for row in rows), state)
+        states = _put_in_loop(states, lax.dynamic_slice_in_dim(writes, index, 1), state, used)
+        return lax.dynamic_update_slice_in_dim(out, result, index, 0), states
+
+    out = jnp.zeros((batch.decode_rows, *shape.shape[1:]), shape.dtype)
+    return lax.fori_loop(0, _last(batch.lengths[: batch.decode_rows] > 0), body, (out, states))
+
+
+def _decode_together(rows: Rows, states: jax.Array, batch: RaggedBatch, step: Step) -> Results:
+    reads, writes = (slots[: batch.decode_rows] for slots in _slots(batch))
+    before = states[reads]
+    used, begins = (_by_row(mask[: batch.decode_rows], states) for mask in (batch.lengths > 0, batch.begins()))
+    out, after = step(rows, jnp.where(begins, 0, before))
+    return out, states.at[writes].set(jnp.where(used, after, before))
+
+
+IN_LOOPS = _Moves(_take_in_loop, _put_in_loop, _decode_in_loop)
+TOGETHER = _Moves(
+    lambda states, reads, count: states[reads],
+    lambda states, writes, new, count: states.at[writes].set(new),
+    _decode_together,
+)
+
+
+def _slots(batch: RaggedBatch) -> tuple[jax.Array, jax.Array]:
+    """Return where the states of the sequences are read and written."""
+    own = jnp.arange(batch.sequences)
+    return (own, own) if batch.slots is None else batch.slots
+
+
+def _last(mask: jax.Array) -> jax.Array:
+    """Return how many elements there are up to the last that is True."""
+    return jnp.max(jnp.where(mask, jnp.arange(len(mask)) + 1, 0), initial=0)
+
+
+def _by_row(mask: jax.Array, states: jax.Array) -> jax.Array:
+    return mask.reshape(-1, *[1] * (states.ndim - 1))
+
+
+def _scan(moves: _Moves, rows: Rows, states: jax.Array, batch: RaggedBatch, step: Step, chunk: Chunk) -> Results:
+    """Run `step` over the decode rows and `chunk` over the chunks of the prefills."""
+    R, T = batch.decode_rows, rows[0].shape[0]
+    results = []
+    if R:
+        decoded, states = moves.decode(tuple(row[:R] for row in rows), states, batch, step)
+        results.append(decoded)
+    if T > R:
+        reads, writes = (slots[R:] for slots in _slots(batch))
+        padded = tuple(jnp.pad(row[R:], ((0, EDGE), *[(0, 0)] * (row.ndim - 1))) for row in rows)
+        chunks = _chunks(batch, T - R)
+        taken = moves.take(states, reads, batch.num_prefills)
+        before = jnp.where(_by_row(batch.begins()[R:], states), 0, taken)
+
+        def body(index: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            out, kept = carry
+            sequence, first = chunks.owner[index], chunks.first[index]
+            part = tuple(lax.dynamic_slice_in_dim(row, first, EDGE) for row in padded)
+            result, state = chunk(part, jnp.arange(EDGE) < chunks.size[index], kept[sequence])
+            # Results behind the chunk's tokens are overwritten by the next chunk, or lie in the padding.
+            return lax.dynamic_update_slice_in_dim(out, result, first, 0), kept.at[sequence].set(state)
+
+        shape = jax.eval_shape(chunk, tuple(row[:EDGE] for row in padded), jnp.ones(EDGE, bool), before[0])[0]
+        out = jnp.zeros((T - R + EDGE, *shape.shape[1:]), shape.dtype)
+        out, kept = lax.fori_loop(0, chunks.total, body, (out, before))
+        results.append(out[: T - R])
+        after = jnp.where(_by_row(batch.prefill_lengths() > 0, states), kept, taken)
+        states = moves.put(states, writes, after, batch.num_prefills)
+    return jnp.concatenate(results), states
+
+
+def _convolution(
+    moves: _Moves, x: jax.Array, weight: jax.Array, bias: jax.Array | None, tails: jax.Array, batch: RaggedBatch
+) -> Results:
+    reads, writes = _slots(batch)
+    count = _last(batch.lengths > 0)
+    taken = moves.take(tails, reads, count)
+    R, T, before = batch.decode_rows, x.shape[0], jnp.where(_by_row(batch.begins(), tails), 0, taken)
+    back = weight.shape[1] - 1
+    taps = weight.astype(jnp.float32)
+    prefill = jnp.arange(T - R)
+    owner = jnp.searchsorted(batch.cu_lengths[1:], prefill, side="right").clip(0, max(batch.prefills - 1, 0))
+    sequence = jnp.concatenate([jnp.arange(R), R + owner]) if batch.prefills else jnp.arange(R)
+    within = jnp.concatenate([jnp.zeros(R, jnp.int32), prefill - batch.cu_lengths[owner]]) if batch.prefills else None
+    within = jnp.zeros(R, jnp.int32) if within is None else within
+    y = x.astype(jnp.float32) * taps[:, -1]
+    for distance in range(1, back + 1):
+        earlier = jnp.roll(x, distance, axis=0)
+        kept = before[sequence, (back + within - distance).clip(0, back - 1)]
+        y += jnp.where((within >= distance)[:, None], earlier, kept).astype(jnp.float32) * taps[:, back - distance]
+    y = y if bias is None else y + bias.astype(jnp.float32)
+    counts = jnp.concatenate([(batch.lengths[:R] > 0).astype(jnp.int32), batch.prefill_lengths()])
+    first = jnp.concatenate([jnp.arange(R), R + batch.cu_lengths[:-1]]) if batch.prefills else jnp.arange(R)
+    # Input i of the new tail is the sequence's input i - back from the end, of this step or of the old tail.
+    place = counts[:, None] - back + jnp.arange(back)
+    new = x[(first[:, None] + place).clip(0, T - 1)]
+    old = jnp.take_along_axis(before, (place + back).clip(0, back - 1)[..., None], axis=1)
+    after = jnp.where((place >= 0)[..., None], new.astype(tails.dtype), old)
+    return y, moves.put(tails, writes, jnp.where(_by_row(counts > 0, tails), after, taken), count)
+
+
+def _gated_delta(
+    moves: _Moves,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    decay: jax.Array,
+    beta: jax.Array,
+    states: jax.Array,
+    batch: RaggedBatch,
+) -> Results:
+    rows = tuple(row.astype(jnp.float32) for row in (q, k, v, decay, beta))
+    return _scan(moves, rows, states, batch, _delta_step, _delta_chunk)
+
+
+def _delta_step(rows: Rows, states: jax.Array) -> tuple[jax.Array, jax.Array]:
+    q, k, v, decay, beta = rows
+    states = states * jnp.exp(decay)[..., None, None]
+    change = beta[..., None] * (v - jnp.einsum("rhd,rhdv->rhv", k, states))
+    states = states + k[..., None] * change[..., None, :]
+    return jnp.einsum("rhd,rhdv->rhv", q, states), states
+
+
+def _delta_chunk(rows: Rows, real: jax.Array, state: jax.Array) -> tuple[jax.Array, jax.Array]:
+    # By heads: [H, EDGE, ...]. Tokens that are not real change nothing: they have no decay and a beta of zero.
+    q, k, v, decay, beta = (jnp.swapaxes(row, 0, 1) for row in rows)
+    decay, beta = jnp.where(real, decay, 0), jnp.where(real, beta, 0)
+    k, v = jnp.where(real[:, None], k, 0), jnp.where(real[:, None], v, 0)
+    total = jnp.cumsum(decay, axis=-1)
+    factors = _factors(total)
+    scaled = k * beta[..., None]
+    overlap = jnp.einsum("hid,hjd->hij", scaled, k) * factors
+    inverse = _inverse(jnp.tril(overlap, -1))
+    values = jnp.einsum("hij,hjv->hiv", inverse, v * beta[..., None])
+    keys = jnp.einsum("hij,hjd->hid", inverse, scaled * jnp.exp(total)[..., None])
+    change = values - jnp.einsum("hid,hdv->hiv", keys, state)
+    scores = jnp.einsum("hid,hjd->hij", q, k) * factors
+    out = jnp.einsum("hid,hdv->hiv", q * jnp.exp(total)[..., None], state)
+    out = out + jnp.einsum("hij,hjv->hiv", scores, change)
+    last = total[:, -1:]
+    state = state * jnp.exp(last)[..., None]
+    state = state + jnp.einsum("hid,hiv->hdv", k * jnp.exp(last - total)[..., None], change)
+    return jnp.swapaxes(out, 0, 1), state
+
+
+def _factors(total: jax.Array) -> jax.Array:
+    """Return exp(total_i - total_j) for i ≥ j, zero elsewhere [..., EDGE, EDGE]."""
+    difference = total[..., :, None] - total[..., None, :]
+    lower = jnp.tril(jnp.ones(difference.shape[-2:], bool))
+    return jnp.where(lower, jnp.exp(jnp.where(lower, difference, 0)), 0)
+
+
+def _inverse(lower: jax.Array) -> jax.Array:
+    """Return (1 + lower)⁻¹ for a strictly lower triangular matrix [..., EDGE, EDGE]."""
+    size = lower.shape[-1]
+    if size <= _BLOCK:
+
+        def row(i: jax.Array, result: jax.Array) -> jax.Array:
+            found = lax.dynamic_index_in_dim(lower, i, axis=-2)
+            own = lax.dynamic_index_in_dim(result, i, axis=-2)
+            return lax.dynamic_update_slice_in_dim(result, own - found @ result, i, axis=-2)
+
+        unit = jnp.broadcast_to(jnp.eye(size, dtype=lower.dtype), lower.shape)
+        return lax.fori_loop(1, size, row, unit)
+    half = size // 2
+    blocks = jnp.stack([lower[..., :half, :half], lower[..., half:, half:]])
+    top, bottom = _inverse(blocks)
+    corner = -bottom @ lower[..., half:, :half] @ top
+    upper = jnp.concatenate([top, jnp.zeros_like(top)], axis=-1)
+    return jnp.concatenate([upper, jnp.concatenate([corner, bottom], axis=-1)], axis=-2)
+
+
+def _selective_scan(
+    moves: _Moves,
+    x: jax.Array,
+    step: jax.Array,
+    decay: jax.Array,
+    b: jax.Array,
+    c: jax.Array,
+    states: jax.Array,
+    batch: RaggedBatch,
+) -> tuple[jax.Array, jax.Array]:
+    step = step.astype(jnp.float32)
+    scaled = x.astype(jnp.float32) * step[..., None]
+    rows = (scaled, step * decay.astype(jnp.float32), b.astype(jnp.float32), c.astype(jnp.float32))
+    return _scan(moves, rows, states, batch, _scan_step, _scan_chunk)
+
+
+def _grouped(heads: jax.Array, groups: int) -> jax.Array:
+    """Split an axis of heads in front into [G, H/G]."""
+    return heads.reshape(groups, heads.shape[0] // groups, *heads.shape[1:])
+
+
+def _scan_step(rows: Rows, states: jax.Array) -> tuple[jax.Array, jax.Array]:
+    scaled, decay, b, c = rows
+    repeats = scaled.shape[1] // b.shape[1]
+    b, c = (jnp.repeat(row, repeats, axis=1) for row in (b, c))
+    states = states * jnp.exp(decay)[..., None, None] + b[..., None] * scaled[..., None, :]
+    return jnp.einsum("rhd,rhdv->rhv", c, states), states
+
+
+def _scan_chunk(rows: Rows, real: jax.Array, state: jax.Array) -> tuple[jax.Array, jax.Array]:
+    scaled, decay, b, c = (jnp.swapaxes(row, 0, 1) for row in rows)  # [H or G, EDGE, ...]
+    groups = b.shape[0]
+    decay, scaled = jnp.where(real, decay, 0), jnp.where(real[:, None], scaled, 0)
+    total = jnp.cumsum(decay, axis=-1)
+    overlap = jnp.einsum("gid,gjd->gij", c, b)
+    scores = _grouped(_factors(total), groups) * overlap[:, None]
+    values, before, sums = (_grouped(array, groups) for array in (scaled, state, total))
+    out = jnp.einsum("grij,grjv->griv", scores, values)
+    out = out + jnp.einsum("gid,grdv->griv", c, before) * jnp.exp(sums)[..., None]
+    last = sums[..., -1:]
+    after = before * jnp.exp(last)[..., None]
+    after = after + jnp.einsum("gid,griv->grdv", b, values * jnp.exp(last - sums)[..., None])
+    out = out.reshape(-1, *out.shape[2:])
+    return jnp.swapaxes(out, 0, 1), after.reshape(state.shape)
+
+
+def _implementation(run: Any, *, looped: bool = False) -> Implementation:
+    name, moves = ("rows", IN_LOOPS) if looped else ("xla", TOGETHER)
+    return Implementation(name, partial(run, moves), anything, deterministic=True)
+
+
+CONVOLUTION, CONVOLUTION_ROWS = _implementation(_convolution), _implementation(_convolution, looped=True)
+GATED_DELTA, GATED_DELTA_ROWS = _implementation(_gated_delta), _implementation(_gated_delta, looped=True)
+SELECTIVE_SCAN, SELECTIVE_SCAN_ROWS = _implementation(_selective_scan), _implementation(_selective_scan, looped=True)
