@@ -1,8 +1,8 @@
-"""Writes logits.npz beside this file: what transformers computes for every case of tests/checkpoints.py.
+"""Writes a file for each family beside this one: what transformers computes for its cases, of `helpers.families`.
 
-    python tests/golden/make.py
+    python tests/golden/make.py [MODEL_TYPE ...]
 
-needs torch and transformers; the tests that read the file need neither.
+writes those of some families, or of all. It needs torch and transformers; the tests that read the files need neither.
 """
 
 from __future__ import annotations
@@ -52,14 +52,15 @@ def main() -> None:
     sys.path[:0] = [str(HERE.parent), str(HERE.parents[1] / "toolkit"), str(HERE.parents[1] / "kernels")]
     from helpers import checkpoints
 
-    arrays: dict[str, NDArray[Any]] = {}
-    for name, raw in checkpoints.CASES.items():
-        with tempfile.TemporaryDirectory() as folder:
-            golden = run(checkpoints.write(Path(folder), raw))
-        arrays[f"{name}/logits"] = golden.logits[list(KEPT)]
-        arrays[f"{name}/greedy"] = np.asarray(golden.greedy, np.int32)
-        print(f"{name}: {len(set(golden.greedy))} different tokens, deviation {golden.logits.std():.2f}")
-    np.savez_compressed(HERE / "logits.npz", **arrays)
+    for model_type in sys.argv[1:] or checkpoints.GENERATING:
+        arrays: dict[str, NDArray[Any]] = {}
+        for name, raw in checkpoints.FAMILY_CASES[model_type].CASES.items():
+            with tempfile.TemporaryDirectory() as folder:
+                golden = run(checkpoints.write(Path(folder), raw))
+            arrays[f"{name}/logits"] = golden.logits[list(KEPT)]
+            arrays[f"{name}/greedy"] = np.asarray(golden.greedy, np.int32)
+            print(f"{name}: {len(set(golden.greedy))} different tokens, deviation {golden.logits.std():.2f}")
+        np.savez_compressed(HERE / f"{model_type}.npz", **arrays)
 
 
 if __name__ == "__main__":

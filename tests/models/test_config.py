@@ -33,11 +33,11 @@ def test_every_parameter_has_a_source_and_every_source_a_parameter(name: str) ->
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_familys_reader_and_module_stand_together(model_type: str) -> None:
-    case = next(raw for raw in checkpoints.CASES.values() if raw["model_type"] == model_type)
+    case = checkpoints.OF_FAMILY[model_type][0]
     found = family(model_type)
     assert found.architecture == case["architectures"][0]
     assert found.config(Keys(case)).model_type == model_type
-    assert found.module.__module__ == FAMILIES[model_type]
+    assert found.module(found.config(Keys(case)), Precision.of("float32")).config.model_type == model_type
 
 
 def test_configs_are_hashable_and_have_a_stable_digest() -> None:
@@ -102,6 +102,11 @@ def test_gemma3_reads_old_and_new_ropes_alike() -> None:
         ("qwen2", {"layer_types": ["full_attention"]}, "layer_types"),
         ("gemma3", {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("qwen3.5", {"linear_num_value_heads": 3}, "3 heads of values can't share 2 heads of keys"),
+        ("falcon-h1", {"mamba_conv_bias": False}, "mamba_conv_bias=False"),
+        ("falcon-h1", {"time_step_limit": [0.0, 0.1]}, "time_step_limit"),
+        ("nemotron-h", {"hybrid_override_pattern": "M-M-M"}, "no attention"),
+        ("nemotron-h", {"hybrid_override_pattern": "M-X*"}, "layer_types has 'X'"),
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention"),
         (
             "phi3-longrope-short",

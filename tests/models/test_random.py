@@ -10,8 +10,8 @@ import pytest
 import rekindle
 from helpers import checkpoints
 from rekindle._src.models import abstract_model, config_from_hf, random_model
-from rekindle._src.models.base import drawn_on_device
-from rekindle._src.models.random_on_mesh import random_model as on_mesh
+from rekindle._src.models.base import ALONE, drawn_on_device
+from rekindle._src.models.placement import random_model as on_mesh
 
 
 @pytest.mark.parametrize(("name", "dtype", "quantize"), [("llama", "bfloat16", None), ("mixtral", "float32", "int8")])
@@ -37,8 +37,8 @@ def test_a_model_made_on_a_mesh_is_the_model_of_one_device() -> None:
     config = config_from_hf(checkpoints.CASES["llama"])
     mesh = jax.make_mesh((1,), ("model",))
     alone, shared = random_model(config, seed=3), on_mesh(config, seed=3, mesh=mesh)
-    assert shared.placement is not None and shared.placement.devices == list(mesh.devices.flat)
-    assert alone.placement is None and on_mesh(config, seed=3).placement is None
+    assert shared.placement.devices == list(mesh.devices.flat)
+    assert alone.placement is ALONE is on_mesh(config, seed=3).placement
     assert shared.fingerprint == alone.fingerprint == on_mesh(config, seed=3).fingerprint
     for one, other in zip(alone.leaves, shared.leaves, strict=True):
         np.testing.assert_array_equal(one, other)

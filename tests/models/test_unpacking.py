@@ -14,7 +14,6 @@ import pytest
 
 import rekindle
 from helpers import checkpoints, gguf_files
-from rekindle._src.bench import reference
 from rekindle._src.core import memory
 from rekindle._src.models import LoadedModel, unpacking
 from rekindle._src.models.base import kinds_in
@@ -23,6 +22,7 @@ from rekindle._src.models.loading.checkpoint import describe, load, read
 from rekindle._src.models.unpacking import unpacked_model
 from rekindle.errors import CheckpointError
 from rekindle_kernels import int4
+from workshop import reference
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "moe_intermediate_size": 64}
 PLANS: list[tuple[str, Any]] = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rekindle._src.text.template_code import reads, reads_calls, takes_tools
+from rekindle._src.text.replies.format import reads, reads_calls, takes_tools
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ import tokenizers
 
 from helpers import vocabularies
 from rekindle._src.text import Tokenizer
-from rekindle._src.text.panics import is_panic, panics_as
 from rekindle._src.text.tokenizer import LONG_TEXT
+from rekindle._src.text.tokenizer_limits import is_panic, panics_as
 from rekindle.errors import CheckpointError, RequestFailed
 
 

@@ -16,7 +16,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 import rekindle
 from helpers import vocabularies
 from rekindle import tiny
-from rekindle._src.models.loading.gguf.write import write_gguf
+from rekindle._src.models.loading.gguf.export import write_gguf
 from rekindle._src.text import Tokenizer, encoding_process, tokenizer_limits
 from rekindle._src.text.gguf.pre_tokenizers import PRE_TOKENIZERS
 from rekindle.errors import CheckpointError, RequestFailed

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from helpers import checkpoints, vocabularies
-from rekindle._src.bench import reference
 from rekindle._src.models.loading.checkpoint import load
 from rekindle._src.session.exporting import export
+from workshop import reference
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

@@ -9,20 +9,22 @@ import pytest
 
 from golden.make import NEW, PROMPT, run
 from helpers import checkpoints
-from rekindle._src.bench import reference
+from workshop import reference
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 TOLERANCE = 2e-4  # of the logits' standard deviation
 # One case per family: the golden files hold what transformers says about all of them.
-ONE_EACH = {raw["model_type"]: name for name, raw in reversed(checkpoints.CASES.items())}
 
 
 @pytest.mark.filterwarnings("ignore")  # transformers deprecates as it likes
 @pytest.mark.parametrize(
     "name",
-    [name if name in ONE_EACH.values() else pytest.param(name, marks=pytest.mark.slow) for name in checkpoints.CASES],
+    [
+        name if name in checkpoints.ONE_EACH.values() else pytest.param(name, marks=pytest.mark.slow)
+        for name in checkpoints.CASES
+    ],
 )
 def test_matches_live_transformers(name: str, tmp_path: Path) -> None:
     raw = checkpoints.CASES[name]

@@ -10,21 +10,20 @@ import pytest
 
 from golden.make import NEW, PROMPT
 from helpers import checkpoints
-from rekindle._src.bench import reference
 from rekindle._src.models.loading import checkpoint
-from rekindle._src.models.registry import FAMILIES, config_from_hf
+from rekindle._src.models.registry import config_from_hf
+from workshop import reference
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 TOLERANCE = 2e-4  # of the logits' standard deviation
-ONE_EACH = {raw["model_type"]: name for name, raw in reversed(checkpoints.CASES.items())}
 
 
 @pytest.mark.filterwarnings("ignore")  # transformers deprecates as it likes
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", checkpoints.GENERATING)
 def test_a_checkpoint_that_transformers_saved_opens_and_computes_the_same(model_type: str, tmp_path: Path) -> None:
-    raw = checkpoints.CASES[ONE_EACH[model_type]]
+    raw = checkpoints.CASES[checkpoints.ONE_EACH[model_type]]
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         checkpoints.write(tmp_path / "ours", raw), attn_implementation="eager", dtype=torch.float32
     )

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from helpers import checkpoints
-from rekindle._src.models.loading import checkpoint, descriptions, known_models
+from rekindle._src.models.loading import checkpoint, known_models
 from rekindle._src.models.loading.checkpoint import Described, describe, load, read
 from rekindle._src.models.roles import REPLICATED
 
@@ -30,7 +30,7 @@ def without_roles(described: Described) -> Any:
     assert described.reads is not None
     leaves, entries = described.reads
     plain = [leaf._replace(source=dataclasses.replace(leaf.source, role=REPLICATED)) for leaf in leaves]
-    return described._replace(reads=descriptions.Reads(plain, entries))
+    return described._replace(reads=known_models.Reads(plain, entries))
 
 
 def again(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Described:

@@ -14,10 +14,10 @@ import pytest
 from numpy.typing import NDArray
 
 from helpers import checkpoints, gguf_files, mesh_models
-from rekindle._src.models.loading import checkpoint, checksums, leaf_arrays, prepared, reading
+from rekindle._src.models.loading import checkpoint, kept_weights, leaf_arrays, prepared, reading
 from rekindle._src.models.loading.load_progress import Meter
 from rekindle._src.models.partition import Partition
-from rekindle._src.models.placement import Placement
+from rekindle._src.models.placement import MeshPlacement
 from rekindle._src.models.roles import cut
 from rekindle.errors import CheckpointError
 
@@ -26,7 +26,7 @@ WIDE = {"hidden_size": 256, "intermediate_size": 2048, "vocab_size": 16384, "num
 
 
 @dataclasses.dataclass(frozen=True)
-class Somewhere(Placement):
+class Somewhere(MeshPlacement):
     """A mesh whose devices are numbers, of which this process has some."""
 
     mine: tuple[int, ...] = ()
@@ -160,7 +160,7 @@ def test_no_whole_matrix_is_in_memory(
 def test_kept_weights_are_read_in_parts_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepared, "MIN_BYTES", 0)
     monkeypatch.setattr(prepared, "DELAY", 0.0)
-    monkeypatch.setattr(checksums, "PIECE", 1 << 18)
+    monkeypatch.setattr(kept_weights, "SUMMED", 1 << 18)
     folder = checkpoints.write(tmp_path / "folder", mesh_models.raw("llama") | WIDE)
     options = {"dtype": "float32", "quantize": "int8-weight", "cache_dir": tmp_path / "cache"}
     whole = checkpoint.load(folder, **options)
@@ -192,4 +192,4 @@ def test_the_checksum_of_pieces_is_that_of_the_whole() -> None:
     for size in (0, 5, 8, (1 << 18) + 3, (1 << 20) + 9):
         array = rng.integers(0, 256, size, np.uint8)
         pieces = [array[start : start + (1 << 18)] for start in range(0, size, 1 << 18)]
-        assert checksums.of_pieces(size, pieces) == checksums.of_array(array)
+        assert kept_weights.checksum_of_pieces(size, pieces) == kept_weights.checksum_of(array)

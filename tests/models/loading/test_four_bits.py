@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from helpers import checkpoints, gguf_files, quantized_checkpoints
-from rekindle._src.bench import reference
 from rekindle._src.models import LoadedModel
 from rekindle._src.models.loading import checkpoint, prepared, reading
 from rekindle._src.models.loading.checkpoint import describe, load, read
-from rekindle._src.models.loading.gguf import grouped
+from rekindle._src.models.loading.gguf import rows
 from rekindle._src.models.nn.packing import is_packed, matrix_shape, packing_of
 from rekindle._src.session.exporting import export
 from rekindle_kernels import int4, unavailable_reason
+from workshop import reference
 
 RAW = checkpoints.CASES["qwen3"] | {
     "hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "num_attention_heads": 4
@@ -41,12 +41,12 @@ def kinds(model: LoadedModel) -> dict[str, str]:
 KINDS = {
     "Q4_0": "int4-32", "Q4_1": "int4-32-min", "Q4_K": "int4-32-min-k",
     "Q8_0": "int8-32", "Q5_0": "int6-32", "Q5_1": "int6-32-min", "Q5_K": "int6-32-min-k", "Q6_K": "int6-16-k",
-    "IQ4_NL": "int8-32", "IQ4_XS": "int8-32-k", "MXFP4": "int8-32-f32",
+    "IQ4_NL": "int8-32", "IQ4_XS": "int8-32-k", "MXFP4": "int6-32-f32",
 }  # fmt: skip
 # Of each weight in memory, as the documentation says.
 BITS = {
     "Q4_0": 4.5, "Q4_1": 5, "Q4_K": 4.625, "Q8_0": 8.5, "Q5_0": 6.5, "Q5_1": 7, "Q5_K": 6.625, "Q6_K": 6.5625,
-    "IQ4_NL": 8.5, "IQ4_XS": 8.3125, "MXFP4": 9,
+    "IQ4_NL": 8.5, "IQ4_XS": 8.3125, "MXFP4": 7,
 }  # fmt: skip
 native = unavailable_reason("cpu") is None  # groups of six and eight bits have native kernels only
 needs_numba = pytest.mark.skipif(not native, reason="groups of more bits are kept where native kernels are")
@@ -101,10 +101,9 @@ def numbers(scales: np.ndarray) -> np.ndarray:
 
 def test_integers_and_scales_are_those_of_the_file_to_the_last_bit(tmp_path: Path) -> None:
     """For the K types too, where a float32 product is compared with the file's own."""
-    from rekindle._src.models.loading.gguf.dequantize import dequantize
-    from rekindle._src.models.loading.gguf.grouped import PACKINGS
+    from rekindle._src.models.loading.gguf.blocks import dequantize
     from rekindle._src.models.loading.gguf.header import read_header
-    from rekindle._src.models.loading.gguf.rows import GgufRows
+    from rekindle._src.models.loading.gguf.rows import PACKINGS, GgufRows
 
     for kind, packing in PACKINGS.items():
         file = gguf_files.of_types(tmp_path / f"{kind}.gguf", RAW, lambda name, kind=kind: kind)
@@ -223,8 +222,8 @@ def test_what_is_joined_is_held_by_one_kind(tmp_path: Path) -> None:
         ("AWQ", "int4-32-min-f32"), ("AWQ without zeros", "int4-32"), ("GPTQ", "int4-32-min-f32"),
         ("packed", "int4-32-f32"), ("packed with zeros", "int4-32-min-f32"), ("packed by channel", "int4-64-f32"),
         ("GPTQ, ordered by activations", None), ("GPTQ in 8 bits", None), ("fp8 in blocks", None),
-        pytest.param("MXFP4", "int8-32-f32", marks=needs_numba),
-        pytest.param("NVFP4", "int8-16-f32", marks=needs_numba),
+        pytest.param("MXFP4", "int6-32-f32", marks=needs_numba),
+        pytest.param("NVFP4", "int6-16-f32", marks=needs_numba),
     ],
 )  # fmt: skip
 def test_other_formats_are_kept_where_they_can_be(kind: str, expected: str | None, tmp_path: Path) -> None:
@@ -266,9 +265,9 @@ def test_logits_of_six_bits_are_those_of_eight_to_the_last_bit(tmp_path: Path, m
     )
     six = load(file)
     monkeypatch.setattr(
-        grouped,
+        rows,
         "PACKINGS",
-        {kind: one._replace(bits=8 if one.bits == 6 else one.bits) for kind, one in grouped.PACKINGS.items()},
+        {kind: one._replace(bits=8 if one.bits == 6 else one.bits) for kind, one in rows.PACKINGS.items()},
     )
     eight = load(file)
     ours, theirs = (set(kinds(model).values()) for model in (six, eight))

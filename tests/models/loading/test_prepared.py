@@ -17,9 +17,10 @@ import numpy as np
 import pytest
 
 from helpers import checkpoints
+from rekindle._src.core import store
 from rekindle._src.core.atomic_checkpoint import write_checkpoint
 from rekindle._src.models import LoadedModel
-from rekindle._src.models.loading import checkpoint, checksums, kept_place, mmap_weights, prepared, tensor_files
+from rekindle._src.models.loading import checkpoint, kept_weights, mmap_weights, prepared, tensor_files
 
 RAW = checkpoints.CASES["llama"]
 
@@ -173,8 +174,8 @@ def test_a_slot_is_for_one_checkpoint_asked_for_in_one_way_on_one_platform(
     for where, name, value in (
         (prepared, "unavailable_reason", lambda platform: "none here"),
         (prepared.jax, "default_backend", lambda: "tpu"),
-        (kept_place, "sources", lambda: "other"),
-        (kept_place, "_flax", lambda: "0"),
+        (kept_weights, "sources", lambda: "other"),
+        (kept_weights, "_flax", lambda: "0"),
     ):
         with monkeypatch.context() as other:
             other.setattr(where, name, value)
@@ -391,7 +392,7 @@ def test_the_model_may_be_deleted_while_it_is_kept(folder: Path, cache: Path, mo
 
 def test_two_at_once_keep_one_and_both_are_right(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     writes = list[object]()
-    monkeypatch.setattr(prepared, "write_checkpoint", lambda *args: (writes.append(args), write_checkpoint(*args)))
+    monkeypatch.setattr(store, "write_checkpoint", lambda *args: (writes.append(args), write_checkpoint(*args)))
     with ThreadPoolExecutor(2) as pool:
         a, b = pool.map(lambda _: checkpoint.load(folder, quantize="int8", cache_dir=cache), range(2))
     assert prepared.wait(60)
@@ -404,13 +405,14 @@ def test_two_at_once_keep_one_and_both_are_right(folder: Path, cache: Path, monk
 def test_checksums_tell_flipped_zeroed_and_exchanged_content() -> None:
     rng = np.random.default_rng(0)
     data = rng.integers(0, 256, (1 << 20) + 5, np.uint8)
-    good = checksums.of_array(data)
-    assert good == checksums.of_array(data.copy().reshape(1, -1))
+    good = kept_weights.checksum_of(data)
+    assert good == kept_weights.checksum_of(data.copy().reshape(1, -1))
     for at in (0, 300_000, data.size - 1):
         flipped = data.copy()
         flipped[at] ^= 1
-        assert checksums.of_array(flipped) != good
+        assert kept_weights.checksum_of(flipped) != good
     zeroed = data.copy()
     zeroed[4096:8192] = 0
     exchanged = np.concatenate([data[1 << 19 : 1 << 20], data[: 1 << 19], data[1 << 20 :]])
-    assert len({good, checksums.of_array(zeroed), checksums.of_array(exchanged), checksums.of_array(data[:-1])}) == 4
+    others = [kept_weights.checksum_of(changed) for changed in (zeroed, exchanged, data[:-1])]
+    assert len({good, *others}) == 4

@@ -19,7 +19,7 @@ from helpers import checkpoints
 from helpers.faults import NAMES, PASSING, unreadable
 from rekindle._src.core.atomic_checkpoint import DAMAGED
 from rekindle._src.models import LoadedModel
-from rekindle._src.models.loading import checkpoint, file_lease, mmap_weights, prepared
+from rekindle._src.models.loading import checkpoint, mmap_weights, prepared
 from rekindle_kernels.private_files import tell_once
 
 RAW = checkpoints.CASES["llama"]
@@ -109,7 +109,7 @@ TRUNCATED = """if True:
 def leases(folder: Path) -> bool:
     file = folder / "leased"
     file.write_bytes(b"x")
-    lease = file_lease.take(file)
+    lease = mmap_weights.take_lease(file)
     if lease is not None:
         lease.release()
     return lease is not None

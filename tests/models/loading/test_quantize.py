@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from helpers import checkpoints
-from rekindle._src.bench import reference
 from rekindle._src.models import LoadedModel
 from rekindle._src.models.loading import checkpoint, quantize, reading
+from workshop import reference
 
 FLOATS = (np.float32, np.float16, ml_dtypes.bfloat16)
 

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from helpers import checkpoints
-from rekindle._src.bench import reference
 from rekindle._src.models import LoadedModel
 from rekindle._src.models.base import abstract_model, kinds_in, random_model
-from rekindle._src.models.loading import checkpoint, graph_json, prepared, quantize, quantize_int4, reading
-from rekindle._src.models.loading.swap_weights import replace_weights
+from rekindle._src.models.loading import checkpoint, known_models, prepared, quantize, reading
 from rekindle._src.models.registry import config_from_hf
+from rekindle._src.session.weights import replace_weights
 from rekindle.errors import CheckpointError, ConfigError
 from rekindle_kernels import int4
+from workshop import reference
 
 # All sizes are whole groups of 32.
 LLAMA = checkpoints.CASES["llama"] | {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
@@ -38,7 +38,7 @@ def test_every_weight_is_within_a_step(rows: np.ndarray, dtype: type, minimums: 
     rows = rows.astype(dtype)
     integers, scale = np.empty(rows.shape, np.uint8), np.empty((5, 3), scales)
     minimum = np.empty_like(scale) if minimums else None
-    quantize_int4.quantize_into(rows, integers, scale, minimum)
+    quantize.quantize_int4_into(rows, integers, scale, minimum)
     assert integers.max() <= 15
     wide = np.repeat(scale.astype(np.float64), 32, -1)
     low = -8 * wide if minimum is None else np.repeat(minimum.astype(np.float64), 32, -1)
@@ -51,7 +51,7 @@ def test_every_weight_is_within_a_step(rows: np.ndarray, dtype: type, minimums: 
 
 def test_zeros_stay_zeros_and_huge_weights_stay_finite() -> None:
     for rows in (np.zeros((16, 64), np.float32), np.full((16, 64), 3e38, np.float32)):
-        weight, scale, _ = quantize_int4.quantize(rows, 32)
+        weight, scale, _ = quantize.quantize_int4(rows, 32)
         values = np.asarray(int4.dequantized(weight, scale, None))
         assert np.isfinite(values).all()
         assert rows.any() or not values.any()
@@ -62,7 +62,7 @@ def test_weights_that_are_not_finite_stay_so_in_their_group_or_row(value: float)
     rows = np.random.default_rng(0).standard_normal((16, 64)).astype(np.float32)
     rows[3, 40] = value
     for minimums in (False, True):
-        packed = quantize_int4.quantize(rows, 32, minimums=minimums)
+        packed = quantize.quantize_int4(rows, 32, minimums=minimums)
         broken = ~np.isfinite(np.asarray(int4.dequantized(*packed)))
         assert broken[3, 32:].all() and broken.sum() == 32
     _, scale = quantize.quantize(rows)
@@ -89,7 +89,7 @@ def test_loading_quantises_the_assembled_matrices(raw: dict, tmp_path: Path, mon
         scale = loaded[path.removesuffix("weight") + "scale"]
         group = 64 if whole[path].shape[-1] % 64 == 0 else 32
         assert int4.group_of(loaded[path], scale) == group
-        want = quantize_int4.quantize(whole[path], group)
+        want = quantize.quantize_int4(whole[path], group)
         np.testing.assert_array_equal(loaded[path], want[0], err_msg=path)
         np.testing.assert_array_equal(scale, want[1], err_msg=path)
     np.testing.assert_array_equal(loaded["embed.weight"], quantize.quantize(whole["embed.weight"])[0])
@@ -114,7 +114,7 @@ def test_a_plan_says_it_by_part(tmp_path: Path) -> None:
     same = checkpoint.load(folder, quantize="mlp=int4-32,attention=int8-weight")
     assert same.fingerprint == model.fingerprint
     assert same.fingerprint != checkpoint.load(folder, quantize="int4").fingerprint
-    assert graph_json.decode(graph_json.encode(model.graph)) == model.graph
+    assert known_models.decode_graph(known_models.encode_graph(model.graph)) == model.graph
     head = checkpoint.load(folder, quantize={"embedding": "int4", "head": "int8"})
     assert {path for path, leaf in leaves(head).items() if leaf.dtype == np.uint8} == {"embed.weight"}
 

@@ -14,9 +14,9 @@ from flax import nnx
 from helpers import checkpoints
 from rekindle._src.models import MoeSpec, Precision, config_from_hf
 from rekindle._src.models.loading.checkpoint import load
-from rekindle._src.models.loading.swap_weights import replace_weights
 from rekindle._src.models.nn.linear import quantise
 from rekindle._src.models.nn.moe import Experts, block_rows
+from rekindle._src.session.weights import replace_weights
 from rekindle_kernels import int4
 
 E, INNER, G, K = 32, 24, 5, 2

@@ -16,11 +16,11 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from rekindle import tiny
 from rekindle._src.core.guides import mask_words
+from rekindle._src.models.loading.gguf.export import write_gguf
 from rekindle._src.models.loading.gguf.header import read_header
-from rekindle._src.models.loading.gguf.write import write_gguf
 from rekindle._src.structured import compile_worker
 from rekindle._src.text import ChatTemplate, Tokenizer
-from rekindle._src.text.gguf import kept, partial
+from rekindle._src.text.gguf import partial, reading
 from rekindle._src.text.gguf.partial import PartialTokenizer
 from rekindle._src.text.gguf.pre_tokenizers import PRE_TOKENIZERS
 from rekindle._src.text.gguf.vocabulary import HUGGINGFACE, Recipe
@@ -277,7 +277,7 @@ def test_every_name_makes_a_pre_tokenizer() -> None:
 
 
 def test_a_large_vocabulary_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "SMALL", 0)
+    monkeypatch.setattr(reading, "SMALL", 0)
     monkeypatch.setenv("REKINDLE_CACHE", str(tmp_path / "cache"))
     file, original = tmp_path / "model.gguf", byte_level("qwen2")
     first = through_a_file(original, file).backend
@@ -407,3 +407,17 @@ def test_an_old_file_that_names_no_pre_tokenizer_is_told(tmp_path: Path, caplog:
     write_gguf(tmp_path / "old.gguf", {"general.architecture": "llama"} | metadata, [], [])
     assert Tokenizer.load(tmp_path / "old.gguf").encode("a cat") == byte_level("gpt-2").encode("a cat").ids
     assert "does not say how text is split into words" in caplog.text
+
+
+@pytest.mark.parametrize("harmony", [True, False])
+def test_the_end_of_a_message_is_no_end_in_harmony(harmony: bool, tmp_path: Path) -> None:
+    """llama.cpp takes `<|end|>` for the end of a turn, except in vocabularies that also have these two."""
+    original = tokenizers.Tokenizer.from_str(byte_level("gpt-4o").to_str())
+    ends = ["<|return|>", "<|call|>"] if harmony else ["<|return|>"]
+    original.add_special_tokens([*ends, "<|end|>"])
+    found = through_a_file(original, tmp_path / "model.gguf")
+    ids = {text: original.token_to_id(text) for text in (*ends, "<|end|>")}
+    if harmony:
+        assert {ids["<|return|>"], ids["<|call|>"]} <= set(found.eos_ids) and ids["<|end|>"] not in found.eos_ids
+    else:
+        assert ids["<|end|>"] in found.eos_ids and ids["<|return|>"] not in found.eos_ids

@@ -111,9 +111,10 @@ def test_whatever_comes_in_whatever_pieces(family: str, parts: list[str], cuts: 
         assert said(fold(in_pieces)) == said(whole)
     assert whole == fold(events_of(format, [text], opened=opened)) == fold(events_of(format, list(text), opened=opened))
     assert scanner.feed("") == scanner.finish() == []
-    # Nothing but tags, calls and whitespace beside them is missing: content and reasoning follow the text's order.
-    assert is_within("".join(whole.reasoning.split()) + "".join(whole.content.split()), "".join(text.split()))
-    if not whole.tool_calls and not opened and "think>" not in text:
+    # Nothing but tags, calls and whitespace beside them is missing: what is emitted follows the text's order.
+    emitted = "".join(event.text for event in events if isinstance(event, ContentDelta | ReasoningDelta))
+    assert is_within("".join(emitted.split()), "".join(text.split()))
+    if not whole.tool_calls and not opened and "think>" not in text and "<|channel|>" not in text:
         assert whole.content == text
 
 
@@ -164,6 +165,8 @@ def test_text_leaves_as_soon_as_it_is_decided() -> None:
         ("olmo", ["<function_calls>weather(", "city='Rome')"], ["{", '"city": "Rome"', "}"]),
         ("hermes", ["<tool_call><function=weather>", "<parameter=days>3</par", "ameter></function>"],
          ["{", '"days": 3', "}"]),
+        ("harmony", ["<|channel|>commentary to=functions.weather <|con", "strain|>json<|message|>{", '"city": ', "3}"],
+         ["{", '"city": ', "3}"]),
     ],
 )  # fmt: skip
 def test_arguments_leave_while_they_are_written(family: str, pieces: list[str], told: list[str]) -> None:
@@ -238,6 +241,9 @@ def test_ids_are_unique_and_follow_the_seed() -> None:
         ("pythonic", "[[(("),
         ("olmo", "<function_calls>f("),
         ("hermes", "<tool_call><function=a><parameter=b>"),
+        ("harmony", "<|start|>"),
+        ("harmony", "<|start|>assistant<|channel|>analysis"),
+        ("harmony", "<|channel|>commentary to=functions.time<|message|>{"),
     ],
 )
 @pytest.mark.parametrize("pieces", [False, True])

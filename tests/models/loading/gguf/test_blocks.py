@@ -8,9 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from rekindle._src.models.loading.gguf.block_types import BY_NAME, NUMBERS, TYPES, BlockType
-from rekindle._src.models.loading.gguf.dequantize import dequantize
-from rekindle._src.models.loading.gguf.quantize import WRITTEN, quantize
+from rekindle._src.models.loading.gguf.blocks import BY_NAME, NUMBERS, TYPES, WRITTEN, BlockType, dequantize, quantize
 
 gguf = pytest.importorskip("gguf", reason="the oracle: pip install gguf")
 quants = pytest.importorskip("gguf.quants")

@@ -176,8 +176,8 @@ def test_any_changed_byte_or_cut_is_read_or_refused_with_a_typed_error(
 
 def test_it_reads_what_the_gguf_package_writes_and_the_package_reads_what_it_writes(file: Path, tmp_path: Path) -> None:
     gguf = pytest.importorskip("gguf", reason="the oracle: pip install gguf")
-    from rekindle._src.models.loading.gguf.block_types import BY_NAME
-    from rekindle._src.models.loading.gguf.write import Outgoing, write_gguf
+    from rekindle._src.models.loading.gguf.blocks import BY_NAME
+    from rekindle._src.models.loading.gguf.export import Outgoing, write_gguf
 
     rows = np.arange(12, dtype=np.float32).reshape(3, 4)
     writer = gguf.GGUFWriter(file, "llama")

@@ -17,9 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
+from numpy.typing import NDArray
 
 from rekindle._src.core import html
 from rekindle._src.core.dtypes import dtype_name
+from rekindle._src.core.mesh_shape import MeshReport
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.loading.hugepages import aligned
 from rekindle._src.models.nn.packing import is_packed, matrix_shape
@@ -29,7 +31,6 @@ from rekindle_kernels import current_platform
 
 if TYPE_CHECKING:
     from rekindle._src.models.nn.layers import Attend, RopeTables
-    from rekindle._src.models.placement import Placement
 
 
 class Model(Protocol):
@@ -71,6 +72,106 @@ class Graph:
     paths: tuple[str, ...]  # "layers.0.attention.qkv.weight"…, in the order of the leaves
 
 
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """The devices that a model lies on. Here that is one, and nothing is divided; see `MeshPlacement` for several."""
+
+    @property
+    def divided(self) -> bool:
+        """True if programs run on a mesh."""
+        return False
+
+    @property
+    def data(self) -> int:
+        """The number of shards that have pages and requests of their own."""
+        return 1
+
+    @property
+    def size(self) -> int:
+        """The number of devices that share one model."""
+        return 1
+
+    @property
+    def processes(self) -> int:
+        """The number of processes that have some of the devices."""
+        return 1
+
+    @property
+    def devices(self) -> list[Any]:
+        """The devices in the order of the mesh; none without a mesh, where programs run on the default device."""
+        return []
+
+    @property
+    def local_devices(self) -> list[Any]:
+        """This process's devices."""
+        return jax.local_devices()[:1]
+
+    def key(self) -> dict[str, Any]:
+        """Return the fields of program keys that depend on the devices."""
+        return {}
+
+    def local_config(self, config: ModelConfig) -> ModelConfig:
+        """Return the config of one device's part of a model."""
+        return config
+
+    def local_graph(self, graph: Graph) -> Graph:
+        """Return the graph of one device's part of a model."""
+        return graph
+
+    def shapes(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the shapes of a whole model's leaves as they lie on the devices."""
+        return tuple(leaves)
+
+    def whole_shapes(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """Return the shapes of the whole model's leaves, from those that lie on the devices."""
+        return leaves
+
+    def bytes_per_device(self, leaves: Sequence[Any]) -> int:
+        """Return the bytes of weights that each device holds."""
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """The devices that share one model, by mesh axis."""
+        return {"expert": 1, "model": 1}
+
+    def parts(self, of: Callable[[Mapping[str, int]], NDArray[Any]]) -> jax.Array:
+        """Put `of(place)`, an array of one shape, on each of the devices that share the model, by its place.
+
+        On a mesh the result has an axis of these devices in front.
+        """
+        return jax.device_put(of(dict.fromkeys(self.sizes, 0)))
+
+    def part_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of an array that `parts` makes of parts of this shape."""
+        return tuple(shape)
+
+    def model(self, model: LoadedModel) -> LoadedModel:
+        """Return a loaded model on these devices. The original stays unchanged."""
+        return model
+
+    def place(self, path: str, leaf: Any) -> jax.Array:
+        """Put a leaf of a model that lies on one device on these devices."""
+        array: jax.Array = leaf
+        return array
+
+    def replacement(self, path: str, new: Any, old: jax.Array) -> jax.Array:
+        """Put a whole leaf where `old`, which it replaces, lies."""
+        if not isinstance(new, jax.Array):
+            new = np.array(new)  # a copy: on CPU, jax may use the caller's memory, which the caller may write to later
+        # To jax.jit, an array that is committed to its device where the old one was not means another program.
+        return jax.device_put(new, old.sharding if old.committed else None)
+
+    def hold_all(self, leaves: Sequence[jax.Array], shapes: Sequence[Any]) -> Sequence[Any]:
+        """Return the leaves in checkpoints' form; `shapes` are those of the whole model."""
+        return leaves
+
+    def report(self, page_bytes: int) -> MeshReport | None:
+        """Return a session's report about its mesh; None without one."""
+        return None
+
+
+ALONE = Placement()
 _KINDS = {"uint8": "4 bits", "uint32": "6 bits", "int32": "8 bits", "int8": "int8"}  # by the dtypes of stored matrices
 _SHOWN = ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
 
@@ -84,7 +185,7 @@ class LoadedModel:
     leaves: tuple[jax.Array, ...]
     fingerprint: str  # identifies config and weights; everything persistent is keyed by it
     folder: Path | None = None  # the folder or GGUF file that holds the tokenizer and the chat template
-    placement: Placement | None = None  # the devices that share the leaves; None: they are whole
+    placement: Placement = ALONE
 
     @property
     def nbytes(self) -> int:
@@ -245,7 +346,7 @@ def _constant(path: str, leaf: jax.ShapeDtypeStruct, config: ModelConfig) -> flo
         return config.hidden_size**-0.5 / (4.6 if leaf.dtype == jnp.float16 else 73.0)
     if name == "bias":
         return 0.0
-    return 1.0 if "norm" in path else None
+    return 1.0 if "norm" in path or name.endswith("scalar") else None
 
 
 def _spread(path: str, config: ModelConfig) -> float:

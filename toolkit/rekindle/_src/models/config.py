@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from typing import Any
 
 from rekindle._src.models.nn.rope import RopeSpec
 from rekindle.errors import UnsupportedModel
@@ -16,8 +17,16 @@ class AttentionSpec:
 
     scale: float  # multiplies q·k
     sliding_window: int | None = None  # a query sees this many keys, its own included
+    causal: bool = True  # False: it also sees the keys behind it, with a window as many as before it
     soft_cap: float | None = None  # scores become cap · tanh(score / cap)
     rope: RopeSpec | None = None  # None: this layer does not rotate
+    sinks: bool = False  # each head has a logit that the softmax counts and that carries no value
+    keys_as_values: bool = False  # values are what the keys are made of, before it is normed and rotated
+
+    def sees(self, distance: Any) -> Any:
+        """Return an array that is True where a query sees a key: `distance` is its position less the key's."""
+        seen = distance >= 0 if self.causal else distance == distance
+        return seen if self.sliding_window is None else seen & (abs(distance) < self.sliding_window)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +37,90 @@ class MoeSpec:
     top_k: int
     intermediate_size: int
     normalize: bool  # the weights of the chosen experts sum to one
+    epsilon: float = 0.0  # is added to the sum that they are divided by
+    scoring: str = "softmax"  # or "sigmoid": how the router's logits become weights
+    correction: bool = False  # a bias of each expert counts for the choice, not for the weights
+    scale: float = 1.0  # multiplies the weights
+    groups: int = 1  # experts are chosen from the best `top_groups` of so many groups
+    top_groups: int = 1
+    group_best: int = 2  # the sum of so many best experts ranks a group
+    shared_size: int = 0  # the intermediate size of an MLP that all tokens pass beside their experts
+    shared_gate: bool = False  # the sigmoid of a product with the token multiplies that MLP's result
+    bias: bool = False  # the router and the experts have biases
+    gated: bool = True  # experts and that MLP are down(act(gate(x)) · up(x)); else down(act(up(x)))
+    latent_size: int = 0  # of a vector that experts read and write in place of the token; 0: the token itself
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RecurrentSpec:
+    """The state of one layer: a convolution's last inputs, and matrices."""
+
+    channels: int  # of the convolution
+    taps: int
+    key_heads: int = 0  # 0: the layer is a convolution alone
+    heads: int = 0  # of values; consecutive ones share a head of keys
+    key_size: int = 0
+    value_size: int = 0
+    normed: bool = True  # the result is normed
+    norm_first: bool = False  # before it is gated, else behind that
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes of a sequence's state, in float32."""
+        tail = (self.taps - 1, self.channels)
+        return (tail, (self.heads, self.key_size, self.value_size)) if self.heads else (tail,)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pages:
+    """The keys and values that one layer keeps of each token."""
+
+    heads: int
+    key_size: int
+    value_size: int  # less than `key_size`: values are the first numbers of the keys, and are not stored
+
+    @property
+    def latent(self) -> bool:
+        """True if keys alone are stored."""
+        return self.value_size < self.key_size
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SharedWith:
+    """No pages: the layer attends to those of an earlier one."""
+
+    layer: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LatentSpec:
+    """Attention over latent pages: keys and values of all heads are made of one vector for each token."""
+
+    query_rank: int | None  # queries are made of a vector of this size; None: of the layer's input
+    plain_size: int  # of a head's query and key, the part that is not rotated
+    rotated_size: int  # the other part
+    value_size: int
+    rank: int  # size of the vector that keys and values are made of
+    eps: float = 1e-6  # of the norms of both vectors
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cache:
+    """The cache of one layer for each sequence: pages, a state, both, or neither."""
+
+    pages: Pages | SharedWith | None = None
+    state: RecurrentSpec | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Multipliers:
+    """Factors within the layers of a model that was scaled up from a small one."""
+
+    attention: float = 1.0  # of the result of attention
+    state: float = 1.0  # of the result of the layer's recurrence
+    inputs: tuple[float, float, float, float, float] = (1.0,) * 5  # of that one's gate, values, keys, queries, steps
+    gate: float = 1.0  # of the MLP's gate, before its activation
+    mlp: float = 1.0  # of the result of the MLP
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,35 +139,112 @@ class ModelConfig:
     tie_embeddings: bool
     attention: tuple[AttentionSpec, ...]  # one per layer
     moe: tuple[MoeSpec | None, ...] = ()  # one per layer, or empty: no experts at all
+    recurrent: tuple[RecurrentSpec | None, ...] = ()  # one per layer, or empty: none has a state
+    # One per layer, None where it has no pages; or empty: layers without a state have `num_kv_heads` of `head_dim`.
+    pages: tuple[Pages | SharedWith | None, ...] = ()
+    latent: LatentSpec | None = None  # all layers have latent pages
+    mlp_sizes: tuple[int, ...] = ()  # one per layer, 0 where it has no MLP; or empty: all have `intermediate_size`
+    multipliers: Multipliers | None = None
+    layer_embedding: int = 0  # the size of an embedding that tokens have in each layer
     activation: str = "silu"
     norm_eps: float = 1e-6
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     embed_scale: float = 1.0
+    residual_scale: float = 1.0  # multiplies what attention and MLP add to the residual stream
+    logit_scale: float = 1.0
     final_soft_cap: float | None = None
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
+    headless: bool = False  # the checkpoint has no head, so that texts can be embedded and not continued
     dtype: str | None = None  # of the weights, by config.json
 
     def __post_init__(self) -> None:
         assert len(self.attention) == self.num_layers, "one AttentionSpec per layer"
         assert len(self.moe) in (0, self.num_layers), "one entry per layer, or none"
+        assert len(self.recurrent) in (0, self.num_layers), "one entry per layer, or none"
+        assert len(self.pages) in (0, self.num_layers), "one entry per layer, or none"
+        assert len(self.mlp_sizes) in (0, self.num_layers), "one entry per layer, or none"
         for spec in self.moe:
-            if spec is not None and spec.top_k > spec.num_experts:
+            if spec is None:
+                continue
+            if spec.num_experts % spec.groups or not 1 <= spec.top_groups <= spec.groups:
+                raise UnsupportedModel(
+                    f"{spec.top_groups} of {spec.groups} groups of {spec.num_experts} experts can't be chosen. Check "
+                    "n_group and topk_group in config.json."
+                )
+            if spec.top_k > spec.num_experts:
                 raise UnsupportedModel(
                     f"num_experts_per_tok={spec.top_k} is more than the {spec.num_experts} experts. Check config.json."
                 )
-        if self.num_heads % self.num_kv_heads:
-            raise UnsupportedModel(
-                f"num_attention_heads={self.num_heads} is not a multiple of num_key_value_heads={self.num_kv_heads}. "
-                "Check config.json."
-            )
+        for state in dict.fromkeys(self.recurrent):
+            if state is not None and state.heads % max(1, state.key_heads):
+                raise UnsupportedModel(
+                    f"{state.heads} heads of values can't share {state.key_heads} heads of keys evenly. "
+                    "Check the sizes of states in config.json."
+                )
+        for heads in dict.fromkeys([self.num_kv_heads, *(pages.heads for pages in self.kinds_of_pages)]):
+            if self.num_heads % heads:
+                raise UnsupportedModel(
+                    f"num_attention_heads={self.num_heads} is not a multiple of num_key_value_heads={heads}. "
+                    "Check config.json."
+                )
+
+    def computes_as(self, other: ModelConfig) -> bool:
+        """True if both compute the same of equal weights: files of trainers may name another dtype or other ends."""
+
+        def common(config: ModelConfig) -> ModelConfig:
+            return dataclasses.replace(config, dtype=None, eos_token_ids=(), bos_token_id=None)
+
+        return common(self) == common(other)
 
     @property
-    def group_size(self) -> int:
-        """Query heads that share a KV head."""
-        return self.num_heads // self.num_kv_heads
+    def caches(self) -> tuple[Cache, ...]:
+        """The pages and the state that each layer keeps of a sequence."""
+        usual = Pages(self.num_kv_heads, self.head_dim, self.head_dim)
+        pages = self.pages or tuple(None if state else usual for state in self.states)
+        return tuple(map(Cache, pages, self.states))
+
+    @property
+    def kinds_of_pages(self) -> tuple[Pages, ...]:
+        """The distinct pages of layers, in order of first use."""
+        return tuple(dict.fromkeys(cache.pages for cache in self.caches if isinstance(cache.pages, Pages)))
+
+    def source(self, layer: int) -> int:
+        """Return the layer whose pages a layer attends to: itself, or an earlier one."""
+        cache = self.pages[layer] if self.pages else None
+        return cache.layer if isinstance(cache, SharedWith) else layer
+
+    def pages_of(self, layer: int) -> Pages:
+        """Return the pages that a layer attends to."""
+        pages = self.caches[self.source(layer)].pages
+        assert isinstance(pages, Pages), "the layer has no pages"
+        return pages
+
+    def mlp_size(self, layer: int) -> int:
+        """Return the intermediate size of a layer's MLP."""
+        return self.mlp_sizes[layer] if self.mlp_sizes else self.intermediate_size
+
+    @property
+    def states(self) -> tuple[RecurrentSpec | None, ...]:
+        """The state of each layer; None where it has none."""
+        return self.recurrent or (None,) * self.num_layers
+
+    @property
+    def is_recurrent(self) -> bool:
+        """True if a layer has a state that each token changes."""
+        return any(self.recurrent)
+
+    @property
+    def is_bidirectional(self) -> bool:
+        """True if tokens see those behind them: a text is computed whole, and has no next token."""
+        return not all(spec.causal for spec in self.attention)
+
+    @property
+    def only_embeds(self) -> bool:
+        """True if texts can be embedded and not continued."""
+        return self.headless or self.is_bidirectional
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from rekindle._src.models.base import LoadedModel, merge
+from rekindle._src.models.config import AttentionSpec
 from rekindle._src.models.nn.packing import is_packed, matrix_shape
 from rekindle_kernels import int4
 
@@ -45,6 +46,8 @@ def first_broken_stage(model: LoadedModel, token_ids: Sequence[int]) -> str | No
 
     Computes without programs or pages: in one piece, with every token attending to those before it.
     """
+    from rekindle._src.models.nn.layers import AttendOwn, soft_max
+
     tokens = jnp.asarray(token_ids, jnp.int32)
     module: Any = merge(model.graph, model.leaves)
     first: list[str] = []
@@ -60,20 +63,21 @@ def first_broken_stage(model: LoadedModel, token_ids: Sequence[int]) -> str | No
 
         return call
 
-    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        spec, group = model.config.attention[layer], model.config.group_size
+    def attention(q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, sinks: jax.Array | None) -> jax.Array:
+        group = q.shape[1] // k.shape[1]
         keys, values = (jnp.repeat(heads.astype(jnp.float32), group, axis=1) for heads in (k, v))
         scores = jnp.einsum("thd,shd->hts", q.astype(jnp.float32), keys) * spec.scale
         if spec.soft_cap is not None:
             scores = jnp.tanh(scores / spec.soft_cap) * spec.soft_cap
         position = jnp.arange(len(tokens))
         distance = position[:, None] - position
-        visible = (distance >= 0) & (distance < (spec.sliding_window or len(tokens)))
-        return jnp.einsum("hts,shd->thd", jax.nn.softmax(jnp.where(visible, scores, -jnp.inf)), values).astype(q.dtype)
+        visible = spec.sees(distance)
+        weights = soft_max(jnp.where(visible, scores, -jnp.inf), sinks)
+        return jnp.einsum("hts,shd->thd", weights, values).astype(q.dtype)
 
     # The layers of this module object alone are watched; it shares nothing but arrays with the session's.
     vars(module)["layers"] = [watched(number, layer) for number, layer in enumerate(module.layers)]
-    hidden = check("norm", module(tokens, jnp.arange(len(tokens)), attend))
+    hidden = check("norm", module(tokens, jnp.arange(len(tokens)), AttendOwn(model.config, attention)))
     check("head", module.logits(hidden))
     return first[0] if first else None
 

@@ -1,22 +1,96 @@
-"""The parts of a model family: the reader of its config.json, its module, and its weights' places in a checkpoint."""
+"""The parts of a model family, which its module in `families` names: what it reads, computes and exports.
+
+They need neither JAX nor flax, so that the config of a checkpoint is known before these are imported. Only `module`,
+which makes the model, imports them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.hf_config import Keys
 from rekindle._src.models.loading.manifest import Manifest
-from rekindle._src.models.precision import Precision
+
+if TYPE_CHECKING:
+    from rekindle._src.models.loading.gguf.architecture import GgufModel
+    from rekindle._src.models.precision import Precision
+
+Windows = Callable[[Sequence[bool]], Mapping[str, Any]]
+
+
+def no_windows(slides: Sequence[bool]) -> dict[str, Any]:
+    """Refuse sliding windows in any layer."""
+    raise ValueError("llama.cpp knows no sliding windows for it, or none in some layers only")
+
+
+def windows_in_all_layers(slides: Sequence[bool]) -> dict[str, Any]:
+    """Refuse sliding windows in some layers only."""
+    return {} if all(slides) else no_windows(slides)
+
+
+class HeadOrder(NamedTuple):
+    """Heads in `groups`, which a file has in turn, one of each group, where a folder has group behind group."""
+
+    first: int  # rows, or columns, before the first head
+    groups: int
+    heads: int
+    size: int  # rows, or columns, of each
+
+
+class Rewritten(NamedTuple):
+    """The difference of a GGUF file's tensor from Hugging Face's."""
+
+    shape: tuple[int, ...] | None = None  # Hugging Face's: the file has the same numbers with other axes
+    rows: HeadOrder | None = None
+    columns: HeadOrder | None = None
+    logarithm: bool = False  # the file has -exp(x)
+
+    @property
+    def plain(self) -> bool:
+        """True if the numbers are the same, in the same order."""
+        return self.rows is None and self.columns is None and not self.logarithm
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class GgufForm:
+    """A family as a GGUF file: the keys that it reads, and what llama.cpp knows by the architecture alone."""
+
+    architecture: str  # `general.architecture`
+    others: tuple[str, ...] = ()  # other architectures that are the same family
+    read: Callable[[GgufModel], Mapping[str, Any]]  # metadata → the keys of config.json
+    variant: Callable[[GgufModel], str | None] = lambda model: None  # another family that has the same architecture
+    # llama.cpp's names of modules within a layer, where they are not those of `gguf/names.py`.
+    names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    tensors: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of tensors, with the ends of their names
+    fused_experts: bool = False  # gate and up of experts are one tensor
+    # Of a layer and a tensor of Hugging Face's, as in `tensors`: how the file's is another, None if it is not.
+    rewritten: Callable[[ModelConfig, int, str], Rewritten | None] = lambda config, layer, name: None
+    joined: Callable[[ModelConfig], Mapping[str, tuple[str, ...]]] = lambda config: {}  # the file has several for one
+    paired: bool = False  # rows of q and k lie with rotated pairs side by side (LLAMA_ROPE_TYPE_NORM)
+    norm: str = "layer_norm_rms_epsilon"
+    expert_length: bool = True  # experts have a length of their own in the metadata
+    local_rope: bool = False  # layers with a window may have a rope of their own
+    activation: str = "silu"
+    rotates: Callable[[int], bool] = lambda layer: True
+    fields: Callable[[ModelConfig], Mapping[str, Any]] = lambda config: {}  # metadata of this family alone
+    scales: bool = False  # the scale of scores is in the metadata
+    reads_only: str = ""  # why a model is not written as such a file
+    windows: Windows = no_windows  # layers with a window → metadata; raises ValueError where llama.cpp has others
+    scale_dim: Callable[[ModelConfig], int] = lambda config: config.head_dim  # scores are divided by its square root
 
 
 class Family(NamedTuple):
-    """The entry of one model_type; every module in `families` ends with its own as `FAMILY`."""
+    """The entry of one model_type; every module in `families` is named by its model_type and ends with its `FAMILY`."""
 
     architecture: str  # as in config.json's `architectures`
     config: Callable[[Keys], ModelConfig]
     module: Callable[[ModelConfig, Precision], Any]
     manifest: Callable[[ModelConfig], Manifest]
     aliases: Mapping[str, str] = MappingProxyType({})  # transformers' `attribute_map` for this model_type
+    gguf: GgufForm | None = None  # None: llama.cpp does not know it
+    # transformers' defaults of keys that the config of a model of images leaves out for its language model
+    nested: Mapping[str, Any] = MappingProxyType({})

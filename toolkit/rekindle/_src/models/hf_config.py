@@ -12,7 +12,7 @@ from rekindle._src.models.nn.rope import KINDS, RopeSpec, attention_factor
 from rekindle.errors import UnsupportedModel
 
 ACTIVATIONS = {
-    "silu": "silu", "swish": "silu", "relu": "relu", "gelu": "gelu",
+    "silu": "silu", "swish": "silu", "relu": "relu", "relu2": "relu2", "gelu": "gelu",
     "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": "gelu_tanh",
 }  # fmt: skip
 
@@ -86,6 +86,20 @@ class Keys:
         self.only(name, *ACTIVATIONS)
         return ACTIVATIONS[self.get(name, default)]
 
+    def kinds_of_layers(self, default: Sequence[str], *accepted: str) -> tuple[str, ...]:
+        """Return `layer_types`, or `default` where config.json has none. `accepted` are the implemented ones."""
+        names = tuple(self.get("layer_types", default))
+        for name in names:
+            if name not in accepted:
+                raise UnsupportedModel(
+                    f"layer_types has {name!r}, which is not implemented. Implemented: {', '.join(accepted)}."
+                )
+        if len(names) != len(default):
+            raise UnsupportedModel(
+                f"layer_types has {len(names)} entries for {len(default)} layers. Check config.json."
+            )
+        return names
+
     def layer_types(self, default: Sequence[bool]) -> tuple[bool, ...]:
         """Return which layers have a sliding window: from `layer_types`, or `default` where config.json has none."""
         names = self.get("layer_types")
@@ -103,18 +117,28 @@ class Keys:
             )
         return tuple(name == "sliding_attention" for name in names)
 
+    def has_rope_per_layer_type(self) -> bool:
+        """True if `rope_parameters` has an object for each layer type."""
+        return any(isinstance(value, Mapping) for value in (self.get("rope_parameters") or {}).values())
+
     def rope(
-        self, head_dim: int, *, theta: float = 10_000.0, partial: bool = False, layer_type: str | None = None
+        self,
+        head_dim: int,
+        *,
+        theta: float = 10_000.0,
+        partial: bool = False,
+        part: float = 1.0,
+        layer_type: str | None = None,
     ) -> RopeSpec:
         """Return the rope from `rope_parameters`, or from the older `rope_theta` and `rope_scaling`.
 
         `rope_parameters` is read as one object, or with `layer_type` as one object per layer type. `theta` is the
-        family's default. `partial` is True if the family implements `partial_rotary_factor`.
+        family's default, `part` that of `partial_rotary_factor`, which the family implements if `partial`.
         """
         scaling, parameters = self.get("rope_scaling") or {}, self.get("rope_parameters") or {}
         if layer_type is None:
             options = dict(scaling or parameters)
-            if any(isinstance(value, Mapping) for value in options.values()):
+            if self.has_rope_per_layer_type():
                 raise UnsupportedModel(
                     f"rope_parameters per layer type are not implemented for {self.raw.get('model_type')}."
                 )
@@ -125,16 +149,19 @@ class Keys:
         if kind not in KINDS:
             raise UnsupportedModel(f"rope_type={kind!r} is not implemented. Implemented: {', '.join(KINDS)}.")
         key = "rope_local_base_freq" if layer_type == "sliding_attention" else "rope_theta"
-        part = options.get("partial_rotary_factor", self.get("partial_rotary_factor", 1.0))
+        part = options.get("partial_rotary_factor", self.get("partial_rotary_factor", part))
+        proportional = kind == "proportional"  # has zeros among the frequencies of the whole head
         if not 0.0 < part <= 1.0:
             raise UnsupportedModel(f"partial_rotary_factor={part} is not between 0 and 1. Check config.json.")
-        if part != 1.0 and not partial:
+        if part != 1.0 and not (partial or proportional):
             raise UnsupportedModel(
                 f"partial_rotary_factor={part} is not implemented for {self.raw.get('model_type')}. Implemented: 1.0."
             )
         base = float(options.get("rope_theta", self.get(key, theta)))
         if not 0.0 < base < math.inf:
             raise UnsupportedModel(f"rope_theta={base} is not a positive number. Check config.json.")
+        if proportional:
+            return RopeSpec(theta=base, dim=head_dim, kind=kind, factor=float(options.get("factor", 1.0)), part=part)
         return self.rope_spec(kind, options, int(head_dim * part), base)
 
     def rope_spec(self, kind: str, options: dict[str, Any], dim: int, theta: float) -> RopeSpec:
@@ -218,6 +245,8 @@ def decoder(
         overrides["attention"] = tuple(sliding if slides(layer) else spec for layer in range(layers))
     if "activation" not in overrides:
         overrides["activation"] = keys.activation()
+    if "intermediate_size" not in overrides:
+        overrides["intermediate_size"] = keys.size("intermediate_size")
     fields: dict[str, Any] = {
         "model_type": keys.raw["model_type"],
         "vocab_size": keys.size("vocab_size"),
@@ -228,7 +257,6 @@ def decoder(
             "num_key_value_heads", heads if kv_heads_implied or "num_key_value_heads" in keys.raw else None
         ),
         "head_dim": head_dim,
-        "intermediate_size": keys.size("intermediate_size"),
         "max_position_embeddings": keys.size("max_position_embeddings", 2048),
         "tie_embeddings": keys.get("tie_word_embeddings", tie),
         "norm_eps": keys.get("rms_norm_eps", eps),

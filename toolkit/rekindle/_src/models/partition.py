@@ -6,9 +6,9 @@ import dataclasses
 from fractions import Fraction
 
 from rekindle._src.models.base import Graph, kinds_in, leaf_shapes
-from rekindle._src.models.config import ModelConfig
+from rekindle._src.models.config import ModelConfig, MoeSpec, Pages, SharedWith
 from rekindle._src.models.nn.packing import Packing, packing_of
-from rekindle._src.models.nn.shards import Shards
+from rekindle._src.models.precision import Shards
 from rekindle._src.models.registry import manifest
 from rekindle._src.models.roles import Role
 from rekindle.errors import ConfigError
@@ -38,10 +38,11 @@ class Partition:
         sizes = {name: count for name, count in self.sizes.items() if count > 1} or {"model": 1}
         if not divides_heads(config, self.size):
             possible = [str(count) for count in range(1, LISTED + 1) if divides_heads(config, count)]
+            kv_heads = " and ".join(str(heads) for heads in dict.fromkeys(kv_heads_of(config)))
             raise ConfigError(
                 "mesh",
                 sizes,
-                f"{self.size} devices can't share {config.num_heads} attention heads over {config.num_kv_heads} kv "
+                f"{self.size} devices can't share {config.num_heads} attention heads over {kv_heads} kv "
                 f"heads of this {config.model_type} model",
                 f"Use {' or '.join(filter(None, [', '.join(possible[:-1]), possible[-1]]))} devices",
             )
@@ -67,22 +68,32 @@ class Partition:
         return dataclasses.replace(
             config,
             num_heads=config.num_heads // self.size,
-            num_kv_heads=self.kv_heads(config),
+            num_kv_heads=self.kv_heads(config.num_kv_heads),
+            pages=tuple(self._local_pages(cache) for cache in config.pages),
             intermediate_size=-(-config.intermediate_size // self.size),
+            mlp_sizes=tuple(-(-size // self.size) for size in config.mlp_sizes),
             vocab_size=-(-config.vocab_size // self.size),
-            moe=tuple(
-                spec and dataclasses.replace(spec, intermediate_size=-(-spec.intermediate_size // self.model))
-                for spec in config.moe
-            ),
+            moe=tuple(spec and self._local_experts(spec) for spec in config.moe),
         )
 
-    def kv_heads(self, config: ModelConfig) -> int:
-        """Return the number of KV heads of each device."""
-        return max(1, config.num_kv_heads // self.size)
+    def _local_experts(self, spec: MoeSpec) -> MoeSpec:
+        """Divide the experts' sizes over the devices of a group, and that of the MLP beside them over all."""
+        return dataclasses.replace(
+            spec,
+            intermediate_size=-(-spec.intermediate_size // self.model),
+            shared_size=-(-spec.shared_size // self.size),
+        )
 
-    def kv_copies(self, config: ModelConfig) -> int:
-        """Return how many devices have the same KV heads."""
-        return max(1, self.size // config.num_kv_heads)
+    def _local_pages(self, cache: Pages | SharedWith | None) -> Pages | SharedWith | None:
+        return dataclasses.replace(cache, heads=self.kv_heads(cache.heads)) if isinstance(cache, Pages) else cache
+
+    def kv_heads(self, heads: int) -> int:
+        """Return the number of KV heads of each device, of so many in all."""
+        return max(1, heads // self.size)
+
+    def kv_copies(self, heads: int) -> int:
+        """Return how many devices have the same KV heads, of so many in all."""
+        return max(1, self.size // heads)
 
     def check_packed(self, graph: Graph) -> None:
         """Raise ConfigError for a 4-bit matrix whose parts are not whole blocks of outputs and groups of inputs."""
@@ -144,6 +155,19 @@ def packings_of(graph: Graph) -> dict[str, Packing]:
 
 
 def divides_heads(config: ModelConfig, count: int) -> bool:
-    """True if `count` devices can share a model's heads: all get equally many, with the kv heads that they need."""
-    kv = config.num_kv_heads
-    return config.num_heads % count == 0 and (kv % count == 0 or count % kv == 0)
+    """True if `count` devices can share a model's heads: all get equally many, with the kv heads that they need.
+
+    Pages that are alike on the devices have to be alike in the whole model, too.
+    """
+    kinds = Partition(count)
+    local = {(kinds.kv_heads(pages.heads), pages.key_size, pages.latent) for pages in config.kinds_of_pages}
+    return (
+        config.num_heads % count == 0
+        and all(heads % count == 0 or count % heads == 0 for heads in kv_heads_of(config))
+        and len(local) == len(config.kinds_of_pages)
+    )
+
+
+def kv_heads_of(config: ModelConfig) -> list[int]:
+    """Return the number of KV heads of each kind of pages; the config's, where no layer has pages."""
+    return [pages.heads for pages in config.kinds_of_pages] or [config.num_kv_heads]

@@ -8,27 +8,38 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 from numpy.typing import NDArray
 
-from rekindle._src.core.mesh_report import MeshReport
-from rekindle._src.core.mesh_shape import AXES, DATA, KNOWN, DeviceMesh, MeshShape
-from rekindle._src.models.base import Graph, LoadedModel, leaf_shapes
+from rekindle._src.core.dtypes import checked_dtype
+from rekindle._src.core.mesh_shape import AXES, DATA, KNOWN, DeviceMesh, MeshReport, MeshShape, checked_mesh
+from rekindle._src.core.mesh_shape import Mesh as MeshOption
+from rekindle._src.models.base import (
+    ALONE,
+    Graph,
+    LoadedModel,
+    Placement,
+    abstract_model,
+    draw,
+    leaf_shapes,
+    random_name,
+)
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.loading.hugepages import aligned
-from rekindle._src.models.partition import Partition, roles_of
-from rekindle._src.models.roles import REPLICATED, Role, count_of, cut, join, local_shape, ranges
+from rekindle._src.models.partition import Partition, kv_heads_of, roles_of
+from rekindle._src.models.roles import ALL, REPLICATED, Role, count_of, cut, join, local_shape, ranges
 from rekindle.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True)
-class Placement:
+class MeshPlacement(Placement):
     """The devices that share one model. `mesh` has the axes "expert" and "model".
 
     With several data shards it has the axis "data" before them, and each shard has the whole model.
@@ -54,10 +65,29 @@ class Placement:
         """The role of every leaf by its path, scales included."""
         return roles_of(self.graph)
 
+    @property
+    def divided(self) -> bool:
+        return True
+
+    @property
+    def size(self) -> int:
+        return self.partition.size
+
     @functools.cached_property
     def local(self) -> Graph:
         """The graph of one device's part, for use under `jax.shard_map` over the mesh."""
         return self.partition.graph(self.graph)
+
+    def local_graph(self, graph: Graph) -> Graph:
+        return self.local
+
+    def local_config(self, config: ModelConfig) -> ModelConfig:
+        return self.local.config
+
+    @property
+    def means(self) -> int:
+        """The norms over all heads, which take a mean of squares over the devices."""
+        return sum(path.endswith("q_norm.weight") and role != REPLICATED for path, role in self.roles.items())
 
     def spec(self, path: str, ndim: int) -> PartitionSpec:
         """Return the partition of a leaf over the mesh."""
@@ -80,14 +110,28 @@ class Placement:
             shape[division.axis] *= count_of(division.over, self.partition.sizes)
         return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype, sharding=self.sharding(self.spec(path, len(shape))))
 
-    def place(self, path: str, array: NDArray[Any]) -> jax.Array:
+    def place(self, path: str, leaf: Any) -> jax.Array:
         """Put a leaf on the mesh: every device gets its own part, and nothing else is copied to it."""
-        role, array = self.roles[path], np.asarray(array)
+        role, array = self.roles[path], np.asarray(leaf)
         parts = [
             (array if role == REPLICATED else cut(role, array, self.sizes, place, aligned), devices)
             for place, devices in self.different(role, array.ndim)
         ]
         return self.joined(path, parts)
+
+    def parts(self, of: Callable[[Mapping[str, int]], NDArray[Any]]) -> jax.Array:
+        made: dict[tuple[int, ...], NDArray[Any]] = {}  # data shards have the same
+        arrays = []
+        for device, place in self._places():
+            key = tuple(place.values())
+            if key not in made:
+                made[key] = of(place)[None]
+            arrays.append(jax.device_put(made[key], device))
+        shape = self.part_shape(arrays[0].shape[1:])
+        return jax.make_array_from_single_device_arrays(shape, self.sharding(PartitionSpec(ALL)), arrays)
+
+    def part_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        return (self.size, *shape)
 
     def different(self, role: Role, ndim: int) -> list[tuple[Mapping[str, int], list[Any]]]:
         """Return the different parts of a leaf on this process's devices: a place of each part, and all its devices."""
@@ -123,7 +167,7 @@ class Placement:
         entries = zip(self.graph.paths, leaves, shapes, strict=True)
         return [self.hold(path, leaf, tuple(shape.shape)) for path, leaf, shape in entries]
 
-    def whole_shapes(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+    def whole_shapes(self, leaves: Sequence[Any] = ()) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Return the shapes of the whole model's leaves, as on one device."""
         return leaf_shapes(self.graph)
 
@@ -139,16 +183,24 @@ class Placement:
         return total
 
     def model(self, model: LoadedModel) -> LoadedModel:
-        """Copy a model that was loaded for one device to the mesh. The original stays unchanged."""
+        """Return a model that lies on this mesh as it is, and a copy of one that was loaded for one device."""
+        if model.placement == self:
+            return model
         leaves = tuple(
             self.place(path, np.asarray(leaf)) for path, leaf in zip(model.graph.paths, model.leaves, strict=True)
         )
         return dataclasses.replace(model, leaves=leaves, placement=self)
 
+    def replacement(self, path: str, new: Any, old: jax.Array) -> jax.Array:
+        return self.place(path, np.array(new))
+
     @property
     def devices(self) -> list[Any]:
-        """The devices in the order of the mesh."""
         return list(self.mesh.devices.flat)
+
+    @property
+    def local_devices(self) -> list[Any]:
+        return [device for device in self.devices if device.process_index == jax.process_index()]
 
     @functools.cached_property
     def processes(self) -> int:
@@ -160,18 +212,16 @@ class Placement:
         return [index for index, device in enumerate(self.devices) if device.process_index == process]
 
     def key(self) -> dict[str, Any]:
-        """Return the key of programs: axes, devices and partition; with several processes, this one's number, too."""
+        """Return the mesh: axes, devices and partition; with several processes, this one's number, too."""
         fields = {
             "axes": list(self.mesh.axis_names),
             "devices": [device.id for device in self.devices],
             "partition": self.partition.sizes,
         }
-        return fields if self.processes == 1 else fields | {"process": jax.process_index()}
+        return {"mesh": fields if self.processes == 1 else fields | {"process": jax.process_index()}}
 
     def report(self, page_bytes: int) -> MeshReport:
-        """Return a session's report about its devices."""
-        config, local = self.config, self.local.config
-        norms = config.num_layers if config.model_type == "olmo2" else 0  # means of squares, over all heads
+        config, local, norms = self.config, self.local.config, self.means
         width = jnp.dtype(self.graph.precision.stream).itemsize
         sizes = {DATA: self.data, **self.partition.sizes}
         return MeshReport(
@@ -179,7 +229,7 @@ class Placement:
             devices=tuple(str(device) for device in self.devices),
             heads=local.num_heads,
             kv_heads=local.num_kv_heads,
-            kv_copies=self.partition.kv_copies(config),
+            kv_copies=max(map(self.partition.kv_copies, kv_heads_of(config))),
             weight_bytes=self.bytes_per_device(self.whole_shapes()),
             page_bytes=page_bytes,
             processes=self.processes,
@@ -226,14 +276,14 @@ class Held:
         return array if dtype is None else array.astype(dtype)
 
 
-def placement_of(mesh: MeshShape | DeviceMesh | None, graph: Graph, *, processes: int = 1) -> Placement | None:
-    """Return the placement for the option `mesh`; None where the model stays on one device.
+def placement_of(mesh: MeshShape | DeviceMesh | None, graph: Graph, *, processes: int = 1) -> Placement:
+    """Return the placement for the option `mesh`.
 
     With several processes each provides equally many devices. Raise ConfigError where there are too few, or for a
     model that they can't share.
     """
     if mesh is None or (isinstance(mesh, MeshShape) and mesh.size == 1):
-        return None
+        return ALONE
     if isinstance(mesh, MeshShape):
         sizes = {axis: mesh.get(axis, 1) for axis in KNOWN}
         available = _devices() if processes == 1 else _devices_of_all(mesh, processes)
@@ -255,7 +305,7 @@ def placement_of(mesh: MeshShape | DeviceMesh | None, graph: Graph, *, processes
         axes = _axes(data)
         shape = tuple(mesh.get(axis, 1) for axis in axes)
         built = jax.make_mesh(shape, axes, (AxisType.Auto,) * len(axes), devices=available[: mesh.size])
-        return Placement(built, partition, graph, data)
+        return MeshPlacement(built, partition, graph, data)
     grid = np.asarray(mesh.devices)
     if any(device.process_index != jax.process_index() for device in grid.flat):
         raise ConfigError(
@@ -269,7 +319,7 @@ def placement_of(mesh: MeshShape | DeviceMesh | None, graph: Graph, *, processes
     ordered = np.moveaxis(grid, [mesh.axis_names.index(axis) for axis in KNOWN if axis in sizes], range(grid.ndim))
     axes = _axes(data)
     built = Mesh(ordered.reshape([sizes.get(axis, 1) for axis in axes]), axes, axis_types=(AxisType.Auto,) * len(axes))
-    return Placement(built, partition, graph, data)
+    return MeshPlacement(built, partition, graph, data)
 
 
 def _axes(data: int) -> tuple[str, ...]:
@@ -300,3 +350,26 @@ def _devices() -> list[Any]:
     if default is None:
         return jax.local_devices()
     return jax.local_devices(backend=default if isinstance(default, str) else default.platform)
+
+
+def random_model(
+    config: ModelConfig,
+    *,
+    seed: int = 0,
+    dtype: DTypeLike = jnp.float32,
+    quantize: str | Mapping[str, str | None] | None = None,
+    quantize_embeddings: bool = True,
+    mesh: MeshOption | None = None,
+) -> LoadedModel:
+    """Make a model with random weights of a sensible spread, for tests, benchmarks and the start of training.
+
+    The weights depend on the platform: a GPU or TPU draws them itself, which a host would do for minutes at 8B. With
+    `mesh`, as `rekindle.open` takes it, each weight is drawn, divided over those devices and forgotten before the next
+    one, so that the model may be larger than one of them. Sessions over it use that mesh, and give the tokens of the
+    same model on one device.
+    """
+    dtype = checked_dtype("dtype", dtype)
+    graph, shapes = abstract_model(config, dtype, quantize, quantize_embeddings=quantize_embeddings)
+    placement, leaves = placement_of(checked_mesh(mesh), graph), draw(graph, shapes, seed)
+    placed = (placement.place(path, leaf) for path, leaf in zip(graph.paths, leaves, strict=True))
+    return LoadedModel(config, graph, tuple(placed), random_name(config, seed, dtype, quantize), placement=placement)

@@ -1,18 +1,59 @@
-"""The dtypes in which a model stores and computes. They are chosen once, before the model is made."""
+"""The static options of a model's layers: the dtypes in which it stores and computes, and the devices that share it.
+
+They are chosen once, before the model is made. Layers of an undivided model have None for `Shards`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import DTypeLike
 
-from rekindle._src.core.dtypes import dtype_name
-from rekindle._src.core.quantize_plan import checked_quantize, kinds_of
-from rekindle._src.models.nn.shards import Shards
+from rekindle._src.core.dtypes import checked_quantize, dtype_name, kinds_of
 from rekindle_kernels import current_platform
+
+AXES = ("expert", "model")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shards:
+    """The devices that share a model, seen from a layer."""
+
+    model: int
+    expert: int
+    vocab_size: int  # of the whole model
+
+    def sum(self, x: jax.Array) -> jax.Array:
+        """Return the sum over all devices."""
+        return lax.psum(x, AXES)
+
+    def mean(self, x: jax.Array) -> jax.Array:
+        """Return the mean over all devices."""
+        return lax.pmean(x, AXES)
+
+    def index(self) -> jax.Array:
+        """Return the number of this device among all."""
+        return lax.axis_index(AXES)
+
+    def lookup(self, tokens: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
+        """Return the tokens' row indices in this device's part of a table, 0 if absent, and True where present."""
+        local = tokens - self.index() * rows
+        present = (local >= 0) & (local < rows)
+        return jnp.where(present, local, 0), present
+
+    def whole_vocab(self, logits: jax.Array) -> jax.Array:
+        """Return all logits [N, V] from every device's part, without the padding of the last part."""
+        return lax.all_gather(logits, AXES, axis=logits.ndim - 1, tiled=True)[..., : self.vocab_size]
+
+    def experts_here(self, count: int) -> tuple[jax.Array, int]:
+        """Return the first of `count` experts on this device, and how many it has."""
+        share = count // self.expert
+        return lax.axis_index("expert") * share, share
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -20,7 +61,7 @@ class Precision:
     """The dtypes of a model's weights and of its computation. Static in its graph."""
 
     weights: str = "float32"
-    quantize: str | None = None  # in the form of `quantize_plan.checked_quantize`
+    quantize: str | None = None  # in the form of `dtypes.checked_quantize`
     quantize_embeddings: bool = True  # True if the embedding and the head are quantised, too
     stream: str = "float32"  # the residual stream
     loop_experts: bool = False  # one expert at a time rather than `grouped_linear`

@@ -1,48 +1,65 @@
-"""The model families that rekindle implements. To add one, write its module in `families` and a line here.
+"""The model families that rekindle implements: the modules in `families`. To add one, write its module.
 
-A family's module is imported when a config of its type is read or its model is made. It imports flax, which a start
-that finds its programs and weights in the cache does not need.
+A family's module is imported when a config of its type is read or its model is made.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import pkgutil
+import re
 from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from rekindle._src.models import families
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.loading.manifest import Manifest
 from rekindle.errors import UnsupportedModel
 
 if TYPE_CHECKING:
-    from rekindle._src.models.family import Family
+    from rekindle._src.models.family import Family, GgufForm
 
-# model_type in config.json → the module that implements it.
-FAMILIES: dict[str, str] = {
-    "llama": "rekindle._src.models.families.llama",
-    "mistral": "rekindle._src.models.families.mistral",
-    "mixtral": "rekindle._src.models.families.mixtral",
-    "qwen2": "rekindle._src.models.families.qwen2",
-    "qwen3": "rekindle._src.models.families.qwen3",
-    "qwen3_moe": "rekindle._src.models.families.qwen3_moe",
-    "gemma2": "rekindle._src.models.families.gemma2",
-    "gemma3_text": "rekindle._src.models.families.gemma3",
-    "phi3": "rekindle._src.models.families.phi3",
-    "smollm3": "rekindle._src.models.families.smollm3",
-    "gpt2": "rekindle._src.models.families.gpt2",
-    "olmo2": "rekindle._src.models.families.olmo2",
-}
+# The model types of config.json that are implemented: the modules in `families`, which are named by them.
+FAMILIES = tuple(sorted(module.name for module in pkgutil.iter_modules(families.__path__)))
 
 
 def family(model_type: str) -> Family:
     """Return the family of a model_type. Raise `UnsupportedModel`, which lists those that are implemented."""
     if model_type not in FAMILIES:
-        raise UnsupportedModel(
-            f"model_type={model_type!r} is not implemented. Use one of: {', '.join(sorted(FAMILIES))}."
-        )
-    entry: Family = import_module(FAMILIES[model_type]).FAMILY
+        raise UnsupportedModel(f"model_type={model_type!r} is not implemented. Use one of: {', '.join(FAMILIES)}.")
+    entry: Family = import_module(f"{families.__name__}.{model_type}").FAMILY
     return entry
+
+
+def gguf_form(model_type: str) -> GgufForm:
+    """Return a family's form as a GGUF file. Raise `UnsupportedModel` if llama.cpp does not know the family."""
+    form = family(model_type).gguf
+    if form is None:
+        raise UnsupportedModel(
+            f"rekindle reads and writes no GGUF files of {model_type} models. Use a folder of safetensors."
+        )
+    return form
+
+
+def gguf_forms() -> dict[str, GgufForm]:
+    """Return the forms of all families that can be GGUF files, by model_type."""
+    forms = {model_type: family(model_type).gguf for model_type in FAMILIES}
+    return {model_type: form for model_type, form in forms.items() if form is not None}
+
+
+def family_of_gguf(architecture: str) -> str | None:
+    """Return the model_type of a GGUF architecture; None if no family has it. Names that are alike are tried first."""
+    for model_type in sorted(FAMILIES, key=lambda name: _letters(name) != _letters(architecture)):
+        form = family(model_type).gguf
+        if form is not None and architecture in (form.architecture, *form.others):
+            return model_type
+    return None
+
+
+def _letters(name: str) -> str:
+    """Return a name without what llama.cpp leaves out or writes in another way: qwen3_moe is its qwen3moe."""
+    return re.sub("[^a-z0-9]", "", name.removesuffix("_text"))
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
@@ -53,7 +70,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
         architecture = architectures[0] if isinstance(architectures, list) and architectures else "?"
         raise UnsupportedModel(
             f"model_type={model_type!r} (architecture {architecture}) is not implemented. "
-            f"Use one of: {', '.join(sorted(FAMILIES))}."
+            f"Use one of: {', '.join(FAMILIES)}."
         )
     from rekindle._src.models.hf_config import Keys  # a start that finds everything kept needs neither
     from rekindle._src.models.loading.quantized.schemes import scheme
@@ -61,13 +78,17 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     scheme(raw)  # raises for a quantization_config that is not supported
     entry = family(model_type)
     try:
-        return entry.config(Keys(raw, entry.aliases))
+        nested = entry.nested if "nested_in" in raw else {}
+        config = entry.config(Keys({**nested, **raw}, entry.aliases))
     except UnsupportedModel:
         raise
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
         raise UnsupportedModel(
             f"config.json has a value of the wrong kind ({type(error).__name__}: {error}). Download it again."
         ) from error
+    if raw.get("headless") and not config.tie_embeddings:  # the checkpoint of a model that embeds, without its head
+        return dataclasses.replace(config, tie_embeddings=True, headless=True)
+    return config
 
 
 def manifest(config: ModelConfig) -> Manifest:

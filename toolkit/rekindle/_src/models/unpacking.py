@@ -60,7 +60,7 @@ def unpacked_model(model: LoadedModel) -> LoadedModel:
 
     All other leaves are the model's own.
     """
-    plan = unpacked_graph(model.graph) if model.placement is None else None
+    plan = None if model.placement.divided else unpacked_graph(model.graph)
     if plan is None:
         return model
     graph, shapes = plan

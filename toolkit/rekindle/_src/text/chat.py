@@ -22,7 +22,7 @@ from rekindle.errors import CheckpointError, InvalidRequest
 Messages = Sequence[Mapping[str, Any]]
 _ROLES = ("user", "assistant", "system", "tool", "developer", "function")
 _FOREIGN_ROLES = {"human": "user", "ai": "assistant", "bot": "assistant", "model": "assistant", "gpt": "assistant"}
-_REASONING = ("reasoning_content", "thinking", "reasoning")
+REASONING = ("reasoning_content", "thinking", "reasoning")
 _CONTINUE = "\x00continue\x00"
 MAX_TEMPLATE = 1 << 20  # characters of a template; the longest in use have some 20,000
 _SHOWN = 300  # characters of a template's own message that an error repeats
@@ -138,8 +138,7 @@ class ChatTemplate:
         # Jinja takes a fiftieth of a second to import, and only chats need it.
         from jinja2 import TemplateSyntaxError
 
-        from rekindle._src.text.chat_environment import compiled
-        from rekindle._src.text.template_limits import TemplateLimit, joined, metered
+        from rekindle._src.text.template_limits import TemplateLimit, compiled, joined, metered
 
         try:
             with metered():
@@ -206,7 +205,7 @@ def _messages(messages: Messages, template: str) -> list[dict[str, Any]]:
             raise InvalidRequest("messages", message, "is not a message", "Pass {'role': ..., 'content': ...}")
         _check_role(message["role"], template)
         plain = {str(key): _plain(value) for key, value in message.items() if value is not None}
-        reasoning = next((plain[key] for key in _REASONING if key in plain), None)
+        reasoning = next((plain[key] for key in REASONING if key in plain), None)
         if reasoning is not None:
             plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
         if isinstance(plain.get("tool_calls"), list):

@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from rekindle._src.core.options import options_of
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.models.loading.gguf.files import is_file
 from rekindle._src.text.tokenizer import read_json
@@ -13,7 +14,7 @@ from rekindle.errors import InvalidRequest
 
 log = logging.getLogger("rekindle.engine")
 # Options with the same name in both. Lengths are left out: the caller decides how long an answer may be.
-NAMES = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+NAMES = tuple(option.name for option in options_of(Sampling) if "checkpoint" in option.also)
 
 
 def checkpoint_sampling(folder: str | Path) -> Sampling | None:

@@ -1,4 +1,4 @@
-"""Bounds for tokenizers, which come from a download: the cost of opening one and of encoding a text.
+"""Bounds for tokenizers, which come from a download: the cost of opening one and of encoding a text, and panics.
 
 The tokenizers library checks none of this. A regex of megabytes took it a gigabyte for each, a piece of a unigram
 vocabulary with two million characters ended the process, and thirty replacements that double the text make a billion
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import functools
 import json
 import re
@@ -20,8 +21,9 @@ from typing import Any
 import numpy as np
 import tokenizers
 
-from rekindle._src.text.gguf.pre_tokenizers import PRE_TOKENIZERS
-from rekindle.errors import CheckpointError
+from rekindle._src.core.own_failure import is_panic
+from rekindle._src.text.gguf.pre_tokenizers import LINES, PRE_TOKENIZERS
+from rekindle.errors import CheckpointError, RekindleError
 
 LONGEST_TEXT = 4096  # bytes of one string of a tokenizer, such as a regex: those of real ones have hundreds
 LONGEST_PIECE = 1024  # bytes of a piece of a unigram vocabulary; real ones have up to 100
@@ -194,7 +196,7 @@ def _pattern(step: Mapping[str, Any]) -> float:
 
 @functools.cache
 def _known() -> frozenset[str]:
-    return frozenset((*_KNOWN, *(pattern for pre in PRE_TOKENIZERS.values() for pattern in pre.patterns)))
+    return frozenset((*_KNOWN, LINES, *(pattern for pre in PRE_TOKENIZERS.values() for pattern in pre.patterns)))
 
 
 def _replaced(step: Mapping[str, Any]) -> float:
@@ -243,3 +245,23 @@ _DECODERS: dict[str, Growth] = {
         ("BPEDecoder", "ByteFallback", "ByteLevel", "CTC", "Fuse", "Metaspace", "Strip", "WordPiece"), _same),
     "Replace": _replaced,
 }  # fmt: skip
+
+
+@contextlib.contextmanager
+def panics_as(error: Callable[[str], RekindleError], doing: str) -> Iterator[None]:
+    """Raise `error` in place of a panic in the tokenizers library within the block; other exceptions pass as they are.
+
+    pyo3 raises a Rust panic as `PanicException`, which derives from `BaseException`: `except Exception` lets it pass,
+    and one prompt would end the dispatch loop with every other request. The library's state is not shared between
+    calls, so the next call works.
+    """
+    try:
+        yield
+    except BaseException as cause:
+        if not is_panic(cause):
+            raise
+        raise error(f"the tokenizers library panicked while {doing}: {_first_line(cause)}") from cause
+
+
+def _first_line(error: Any) -> str:
+    return (str(error).strip().splitlines() or ["no message"])[0][:200]

@@ -1,1 +1,1 @@
-"""One module per model family: the reader of its config.json, its layers, and its checkpoint manifest."""
+"""One module per model family, named by its model_type: config, weights, and its form as a GGUF file."""

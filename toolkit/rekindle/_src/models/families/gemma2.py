@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
-
-import jax
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from rekindle._src.models.config import AttentionSpec, ModelConfig
-from rekindle._src.models.families.llama import Block, Llama, attention_sources, blocks, mlp_sources, outer_sources
-from rekindle._src.models.family import Family
+from rekindle._src.models.families.llama import attention_sources, blocks, mlp_sources, outer_sources
+from rekindle._src.models.family import Family, GgufForm
 from rekindle._src.models.hf_config import Keys, decoder
 from rekindle._src.models.loading.manifest import Manifest, Source, one
-from rekindle._src.models.nn.layers import Attend, RopeTables
-from rekindle._src.models.nn.linear import RMSNorm
-from rekindle._src.models.precision import Precision
+
+if TYPE_CHECKING:
+    from rekindle._src.models.loading.gguf.architecture import GgufModel
+    from rekindle._src.models.precision import Precision
+
+LARGE = 46  # layers
+POST_NORMED = {"post_attention_layernorm": "post_attention_norm"}
 
 
 def config(keys: Keys) -> ModelConfig:
+    keys.only("use_bidirectional_attention", False)
     head_dim = keys.size("head_dim")
     spec = AttentionSpec(
         scale=keys.get("query_pre_attn_scalar", 256) ** -0.5,
@@ -36,7 +40,6 @@ def config(keys: Keys) -> ModelConfig:
 
 def gemma_fields(keys: Keys, head_dim: int) -> dict[str, Any]:
     """Return the fields that Gemma 2 and Gemma 3 read alike."""
-    keys.only("use_bidirectional_attention", False)
     bias = keys.get("attention_bias", False)
     return {
         "head_dim": head_dim,
@@ -48,23 +51,10 @@ def gemma_fields(keys: Keys, head_dim: int) -> dict[str, Any]:
     }
 
 
-class SandwichBlock(Block):
-    """A block with norms before and after attention, and before and after the MLP."""
+def module(config: ModelConfig, precision: Precision) -> Any:
+    from rekindle._src.models.nn.decoders import Decoder, SandwichBlock
 
-    def __init__(self, config: ModelConfig, layer: int, precision: Precision) -> None:
-        super().__init__(config, layer, precision)
-        self.attention_out_norm = RMSNorm(config.hidden_size, config.norm_eps, precision)
-        self.mlp_out_norm = RMSNorm(config.hidden_size, config.norm_eps, precision)
-
-    def __call__(self, x: jax.Array, tables: RopeTables, attend: Attend) -> jax.Array:
-        with jax.named_scope("attention"):
-            x = x + self.attention_out_norm(self.attention(x, tables, attend, norm=self.attention_norm))
-        with jax.named_scope("mlp"):
-            return x + self.mlp_out_norm(self.mlp(x, norm=self.mlp_norm))
-
-
-class Gemma2(Llama):
-    block = SandwichBlock
+    return Decoder(config, precision, SandwichBlock)
 
 
 def manifest(config: ModelConfig) -> Manifest:
@@ -87,4 +77,42 @@ def sandwich_norm_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
     }
 
 
-FAMILY = Family("Gemma2ForCausalLM", config, Gemma2, manifest)
+def read_gguf(model: GgufModel) -> dict[str, Any]:
+    model.only("attention.sliding_window_pattern", 2)
+    shared = model.decoder()
+    own = {
+        "sliding_window": model.integer("attention.sliding_window", 4096),
+        "attn_logit_softcapping": model.number("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": model.number("final_logit_softcapping", 30.0),
+    }
+    return shared | own | gemma_keys(model, shared, large=LARGE) | model.rope()
+
+
+def gemma_keys(model: GgufModel, shared: dict[str, Any], *, large: int) -> dict[str, Any]:
+    """Return the keys that Gemma 2 and 3 share.
+
+    llama.cpp scales scores by the head's size, but for the 27B model, which has `large` layers.
+    """
+    is_large = shared["num_hidden_layers"] == large
+    scale = shared["hidden_size"] // shared["num_attention_heads"] if is_large else shared["head_dim"]
+    if (stored := model.number("attention.scale", None)) is not None:
+        scale = round(stored**-2, 3)
+    return {"query_pre_attn_scalar": scale, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True}
+
+
+def gemma_scale_dim(large: int) -> Callable[[ModelConfig], int]:
+    """Return the same for a config."""
+    return lambda config: config.hidden_size // config.num_heads if config.num_layers == large else config.head_dim
+
+
+def windows(slides: Sequence[bool]) -> dict[str, Any]:
+    if list(slides) != [layer % 2 == 0 for layer in range(len(slides))]:
+        raise ValueError("llama.cpp gives every other layer of Gemma 2 a sliding window, and here others do")
+    return {}
+
+
+GGUF = GgufForm(
+    architecture="gemma2", read=read_gguf, names=POST_NORMED, activation="gelu_tanh", windows=windows,
+    scale_dim=gemma_scale_dim(LARGE),
+)  # fmt: skip
+FAMILY = Family("Gemma2ForCausalLM", config, module, manifest, gguf=GGUF)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import jax
-from flax import nnx
+from typing import TYPE_CHECKING, Any
 
 from rekindle._src.models.config import AttentionSpec, ModelConfig
-from rekindle._src.models.family import Family
+from rekindle._src.models.family import Family, GgufForm
 from rekindle._src.models.hf_config import ACTIVATIONS, Keys, token_ids
 from rekindle._src.models.loading.manifest import Manifest, Source, one
-from rekindle._src.models.nn.layers import Attend, Attention, LayerNorm, RopeTables
-from rekindle._src.models.nn.linear import Embedding, Linear, head_logits
-from rekindle._src.models.precision import Precision
 from rekindle._src.models.roles import REPLICATED, Span, column, heads, row, vocab
-from rekindle_kernels import activate
+
+if TYPE_CHECKING:
+    from rekindle._src.models.loading.gguf.architecture import GgufModel
+    from rekindle._src.models.precision import Precision
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -45,59 +44,10 @@ def config(keys: Keys) -> ModelConfig:
     )
 
 
-class Gpt2Block(nnx.Module):
-    def __init__(self, config: ModelConfig, layer: int, precision: Precision) -> None:
-        E, inner = config.hidden_size, config.intermediate_size
-        self.attention_norm = LayerNorm(E, config.norm_eps)
-        self.attention = Attention(config, layer, precision)
-        self.mlp_norm = LayerNorm(E, config.norm_eps)
-        self.up = Linear(inner, E, precision, bias=True)
-        self.down = Linear(E, inner, precision, bias=True, partial=True)
-        self.activation = config.activation
+def module(config: ModelConfig, precision: Precision) -> Any:
+    from rekindle._src.models.nn.decoders import Gpt2
 
-    def __call__(self, x: jax.Array, tables: RopeTables, attend: Attend) -> jax.Array:
-        with jax.named_scope("attention"):
-            x = self.attention(self.attention_norm(x), tables, attend, x)
-        with jax.named_scope("mlp"):
-            return self.down(activate(self.up(self.mlp_norm(x)), self.activation), residual=x)
-
-
-class Gpt2(nnx.Module):
-    def __init__(self, config: ModelConfig, precision: Precision) -> None:
-        self.config, self.precision = config, precision
-        self.embed = Embedding(config.vocab_size, config.hidden_size, precision)
-        # Rows are only looked up, so quantising them would save little.
-        plain = Precision(weights=precision.weights, stream=precision.stream)
-        self.position_embed = Embedding(config.max_position_embeddings, config.hidden_size, plain)
-        self.layers = nnx.List([Gpt2Block(config, layer, precision) for layer in range(config.num_layers)])
-        self.norm = LayerNorm(config.hidden_size, config.norm_eps)
-        self.head = (
-            None
-            if config.tie_embeddings
-            else Linear(config.vocab_size, config.hidden_size, precision, quantize=precision.quantize_embeddings)
-        )
-
-    def __call__(
-        self, tokens: jax.Array, positions: jax.Array, attend: Attend, lengths: jax.Array | None = None
-    ) -> jax.Array:
-        x, tables = self.begin(tokens, positions)
-        for layer in self.layers:
-            x = layer(x, tables, attend)
-        return self.end(x)
-
-    def begin(
-        self, tokens: jax.Array, positions: jax.Array, lengths: jax.Array | None = None
-    ) -> tuple[jax.Array, RopeTables]:
-        with jax.named_scope("embed"):
-            x = self.embed(tokens) + self.position_embed(positions)
-        return x, RopeTables(self.config, positions)
-
-    def end(self, x: jax.Array) -> jax.Array:
-        return self.norm(x)
-
-    def logits(self, hidden: jax.Array, count: jax.Array | None = None) -> jax.Array:
-        with jax.named_scope("logits"):
-            return head_logits(hidden, self.embed if self.head is None else self.head, self.precision, count=count)
+    return Gpt2(config, precision)
 
 
 def manifest(config: ModelConfig) -> Manifest:
@@ -128,15 +78,26 @@ def manifest(config: ModelConfig) -> Manifest:
     return Manifest(sources, prefix="transformer.", ignored=(r"h\.\d+\.attn\.(masked_)?bias",))
 
 
-FAMILY = Family(
-    "GPT2LMHeadModel",
-    config,
-    Gpt2,
-    manifest,
-    aliases={
-        "hidden_size": "n_embd",
-        "max_position_embeddings": "n_positions",
-        "num_attention_heads": "n_head",
-        "num_hidden_layers": "n_layer",
-    },
+def read_gguf(model: GgufModel) -> dict[str, Any]:
+    return {
+        "n_embd": model.integer("embedding_length"),
+        "n_layer": model.integer("block_count"),
+        "n_head": model.integer("attention.head_count"),
+        "n_inner": model.integer("feed_forward_length"),
+        "n_positions": model.integer("context_length"),
+        "layer_norm_epsilon": model.number("attention.layer_norm_epsilon"),
+        "activation_function": "gelu_new",
+        "tie_word_embeddings": not model.has("output.weight"),
+    }
+
+
+GGUF = GgufForm(
+    architecture="gpt2", read=read_gguf, norm="layer_norm_epsilon", activation="gelu_tanh", rotates=lambda layer: False
 )
+ALIASES = {
+    "hidden_size": "n_embd",
+    "max_position_embeddings": "n_positions",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+}
+FAMILY = Family("GPT2LMHeadModel", config, module, manifest, ALIASES, GGUF)

@@ -1,20 +1,19 @@
-"""Llama 2, 3 and 3.x and SmolLM2, and the decoder that most other families are variants of."""
+"""Llama 2, 3 and 3.x and SmolLM2, and the sources of weights that most other families share."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-
-import jax
-from flax import nnx
+from typing import TYPE_CHECKING, Any
 
 from rekindle._src.models.config import ModelConfig
-from rekindle._src.models.family import Family
+from rekindle._src.models.family import Family, GgufForm
 from rekindle._src.models.hf_config import Keys, decoder
 from rekindle._src.models.loading.manifest import Manifest, Source, one
-from rekindle._src.models.nn.layers import Attend, Attention, GatedMlp, RopeTables, soft_cap
-from rekindle._src.models.nn.linear import Embedding, Linear, RMSNorm, head_logits
-from rekindle._src.models.precision import Precision
 from rekindle._src.models.roles import Role, Span, column, heads, row, vocab
+
+if TYPE_CHECKING:
+    from rekindle._src.models.loading.gguf.architecture import GgufModel
+    from rekindle._src.models.precision import Precision
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -27,74 +26,10 @@ def config(keys: Keys) -> ModelConfig:
     )
 
 
-class Block(nnx.Module):
-    """One layer: a norm and attention, a norm and the MLP, each added to the residual stream."""
+def module(config: ModelConfig, precision: Precision) -> Any:
+    from rekindle._src.models.nn.decoders import Decoder
 
-    def __init__(self, config: ModelConfig, layer: int, precision: Precision) -> None:
-        self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps, precision)
-        self.attention = self.make_attention(config, layer, precision)
-        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps, precision)
-        self.mlp = self.make_mlp(config, layer, precision)
-
-    def make_attention(self, config: ModelConfig, layer: int, precision: Precision) -> Attention:
-        return Attention(config, layer, precision)
-
-    def make_mlp(self, config: ModelConfig, layer: int, precision: Precision) -> nnx.Module:
-        return GatedMlp(config, precision)
-
-    def __call__(self, x: jax.Array, tables: RopeTables, attend: Attend) -> jax.Array:
-        with jax.named_scope("attention"):
-            x = self.attention(x, tables, attend, x, self.attention_norm)
-        with jax.named_scope("mlp"):
-            return self.mlp(x, x, self.mlp_norm)
-
-
-class Llama(nnx.Module):
-    """The decoder: embedding, blocks, final norm, head. A family that differs within the block sets `block`."""
-
-    block: Callable[[ModelConfig, int, Precision], nnx.Module] = Block
-
-    def __init__(self, config: ModelConfig, precision: Precision) -> None:
-        self.config, self.precision = config, precision
-        self.embed = Embedding(config.vocab_size, config.hidden_size, precision)
-        self.layers = nnx.List([self.block(config, layer, precision) for layer in range(config.num_layers)])
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps, precision)
-        self.head = (
-            None
-            if config.tie_embeddings
-            else Linear(config.vocab_size, config.hidden_size, precision, quantize=precision.quantize_embeddings)
-        )
-
-    def __call__(
-        self, tokens: jax.Array, positions: jax.Array, attend: Attend, lengths: jax.Array | None = None
-    ) -> jax.Array:
-        """Compute tokens, positions [T] → hidden [T, E] after the final norm; `lengths` as in `rope.tables`."""
-        x, tables = self.begin(tokens, positions, lengths)
-        for layer in self.layers:
-            x = layer(x, tables, attend)
-        return self.end(x)
-
-    def begin(
-        self, tokens: jax.Array, positions: jax.Array, lengths: jax.Array | None = None
-    ) -> tuple[jax.Array, RopeTables]:
-        """Compute the input of the first layer, and the rope tables."""
-        with jax.named_scope("embed"):
-            x = self.embed(tokens)
-            if self.config.embed_scale != 1.0:
-                # Rounded, by one bit more than the product would be: XLA:CPU would else join it to the first layer's
-                # addition, where both are in one program, and other bits would come out than where they are in two.
-                x = jax.lax.reduce_precision(x * self.config.embed_scale, 8, 22)
-        return x, RopeTables(self.config, positions, lengths)
-
-    def end(self, x: jax.Array) -> jax.Array:
-        """Compute the hidden states from the last layer's output."""
-        return self.norm(x)
-
-    def logits(self, hidden: jax.Array, count: jax.Array | None = None) -> jax.Array:
-        """Compute hidden [N, E] → float32 [N, V]; rows after the first `count` are undefined."""
-        with jax.named_scope("logits"):
-            head = self.embed if self.head is None else self.head
-            return soft_cap(head_logits(hidden, head, self.precision, count=count), self.config.final_soft_cap)
+    return Decoder(config, precision)
 
 
 def manifest(config: ModelConfig) -> Manifest:
@@ -127,9 +62,10 @@ def blocks(config: ModelConfig, *pieces: Piece) -> dict[str, Source]:
 
 def attention_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
     module, prefix = "attention", f"model.layers.{layer}.self_attn"
-    D = config.head_dim
-    rows = (config.num_heads * D, config.num_kv_heads * D, config.num_kv_heads * D)
-    role = column(*heads(config.num_heads, config.num_kv_heads, D))
+    pages = config.pages_of(layer)
+    K, D = pages.heads, pages.key_size
+    rows = (config.num_heads * D, K * D, K * D)
+    role = column(*heads(config.num_heads, K, D))
     sources = {
         f"{module}.qkv.weight": Source(names=tuple(f"{prefix}.{x}_proj.weight" for x in "qkv"), rows=rows, role=role),
         f"{module}.out.weight": one(f"{prefix}.o_proj.weight", config.hidden_size, role=row(config.num_heads * D)),
@@ -170,7 +106,7 @@ def gate_up_role(inner: int) -> Role:
 
 
 def mlp_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
-    prefix, inner = f"model.layers.{layer}.mlp", config.intermediate_size
+    prefix, inner = f"model.layers.{layer}.mlp", config.mlp_size(layer)
     role = gate_up_role(inner)
     sources = {
         "mlp.gate_up.weight": Source(
@@ -188,4 +124,20 @@ def mlp_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
     return sources
 
 
-FAMILY = Family("LlamaForCausalLM", config, Llama, manifest)
+def gguf_variant(model: GgufModel) -> str | None:
+    """Return the family of a file of llama.cpp's "llama", which has experts or a window for other families."""
+    model.only("attention.scale", model.head_dim**-0.5)
+    model.only("logit_scale", 1.0)
+    model.only("embedding_scale", 1.0)
+    if model.integer("expert_count", 0):
+        return "mixtral"
+    return "mistral" if model.integer("attention.sliding_window", 0) else None
+
+
+def read_gguf(model: GgufModel) -> dict[str, Any]:
+    biases = {"attention_bias": model.has("blk.0.attn_q.bias"), "mlp_bias": model.has("blk.0.ffn_gate.bias")}
+    return model.decoder() | biases | model.rope()
+
+
+GGUF = GgufForm(architecture="llama", read=read_gguf, variant=gguf_variant, paired=True)
+FAMILY = Family("LlamaForCausalLM", config, module, manifest, gguf=GGUF)

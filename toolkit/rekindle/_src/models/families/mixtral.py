@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import functools
-
-from flax import nnx
+from typing import TYPE_CHECKING, Any
 
 from rekindle._src.models import roles
 from rekindle._src.models.config import ModelConfig, MoeSpec
 from rekindle._src.models.families.llama import (
-    Block,
-    Llama,
     attention_sources,
     blocks,
     gate_up_role,
@@ -18,13 +15,14 @@ from rekindle._src.models.families.llama import (
     norm_sources,
     outer_sources,
 )
-from rekindle._src.models.family import Family
+from rekindle._src.models.family import Family, GgufForm, windows_in_all_layers
 from rekindle._src.models.hf_config import Keys, decoder
 from rekindle._src.models.loading.manifest import Manifest, Source, one
-from rekindle._src.models.nn.layers import GatedMlp
-from rekindle._src.models.nn.moe import Experts
-from rekindle._src.models.precision import Precision
 from rekindle._src.models.roles import row
+
+if TYPE_CHECKING:
+    from rekindle._src.models.loading.gguf.architecture import GgufModel
+    from rekindle._src.models.precision import Precision
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -39,16 +37,10 @@ def config(keys: Keys) -> ModelConfig:
     return decoder(keys, theta=1_000_000.0, eps=1e-5, window=window, moe=(moe,) * layers)
 
 
-class SparseBlock(Block):
-    """A block with experts where the config has them, and a gated MLP in the other layers."""
+def module(config: ModelConfig, precision: Precision) -> Any:
+    from rekindle._src.models.nn.decoders import Decoder, SparseBlock
 
-    def make_mlp(self, config: ModelConfig, layer: int, precision: Precision) -> nnx.Module:
-        spec = config.moe[layer] if config.moe else None
-        return GatedMlp(config, precision) if spec is None else Experts(config, spec, precision)
-
-
-class Mixtral(Llama):
-    block = SparseBlock
+    return Decoder(config, precision, SparseBlock)
 
 
 def manifest(config: ModelConfig) -> Manifest:
@@ -62,28 +54,63 @@ def manifest(config: ModelConfig) -> Manifest:
 def expert_sources(
     config: ModelConfig, layer: int, router: str, experts: str, names: tuple[str, str, str]
 ) -> dict[str, Source]:
-    """Return the sources of a layer's router and experts; `names` are gate, up and down's in the checkpoint."""
+    """Return the sources of a layer's router and experts, or of its MLP; `names` are gate, up and down's."""
     spec = config.moe[layer]
     if spec is None:
         return mlp_sources(config, layer)
     gate, up, down = names
+    size, numbers = spec.intermediate_size, range(spec.num_experts)
     experts_of = functools.partial(roles.experts, spec.num_experts)
-    numbers = range(spec.num_experts)
-    return {
+
+    def stack(kind: str, of: tuple[str, ...], rows: tuple[int, ...], **role: Any) -> Source:
+        names = tuple(f"{experts}.{number}.{name}.{kind}" for number in numbers for name in of)
+        return Source(names=names, rows=rows, stack=True, **role)
+
+    gate_up = functools.partial(stack, of=(gate, up), rows=(size, size), role=experts_of(gate_up_role(size)))
+    downs = functools.partial(stack, of=(down,), rows=(config.hidden_size,))
+    sources = {
         "mlp.router.weight": one(f"{router}.weight", spec.num_experts),
-        "mlp.gate_up.weight": Source(
-            names=tuple(f"{experts}.{number}.{name}.weight" for number in numbers for name in (gate, up)),
-            rows=(spec.intermediate_size,) * 2,
-            stack=True,
-            role=experts_of(gate_up_role(spec.intermediate_size)),
-        ),
-        "mlp.down.weight": Source(
-            names=tuple(f"{experts}.{number}.{down}.weight" for number in numbers),
-            rows=(config.hidden_size,),
-            stack=True,
-            role=experts_of(row(spec.intermediate_size)),
-        ),
+        "mlp.gate_up.weight": gate_up("weight"),
+        "mlp.down.weight": downs("weight", role=experts_of(row(size))),
     }
+    if spec.bias:
+        sources |= {
+            "mlp.router.bias": one(f"{router}.bias", spec.num_experts),
+            "mlp.gate_up.bias": gate_up("bias"),
+            "mlp.down_bias": downs("bias"),
+        }
+    return sources
 
 
-FAMILY = Family("MixtralForCausalLM", config, Mixtral, manifest, aliases={"num_experts": "num_local_experts"})
+def usual_expert_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
+    """Return the same by the names that most families have."""
+    prefix = f"model.layers.{layer}.mlp"
+    return expert_sources(config, layer, f"{prefix}.gate", f"{prefix}.experts", ("gate_proj", "up_proj", "down_proj"))
+
+
+def shared_sources(config: ModelConfig, layer: int, shared: str, gate: str | None = None) -> dict[str, Source]:
+    """Return the sources of the MLP beside a layer's experts, and of its `gate`."""
+    spec = config.moe[layer]
+    if spec is None or not spec.shared_size:
+        return {}
+    names = (f"{shared}.gate_proj.weight", f"{shared}.up_proj.weight")
+    size = spec.shared_size
+    sources = {
+        "mlp.shared.gate_up.weight": Source(names=names, rows=(size, size), role=gate_up_role(size)),
+        "mlp.shared.down.weight": one(f"{shared}.down_proj.weight", config.hidden_size, role=row(size)),
+    }
+    return sources if gate is None else sources | {"mlp.shared_gate.weight": one(f"{gate}.weight", 1)}
+
+
+def read_gguf(model: GgufModel) -> dict[str, Any]:
+    experts = {
+        "num_local_experts": model.integer("expert_count"),
+        "num_experts_per_tok": model.integer("expert_used_count"),
+        "sliding_window": model.integer("attention.sliding_window", 0) or None,
+    }
+    return model.decoder() | experts | model.rope()
+
+
+GGUF = GgufForm(architecture="llama", read=read_gguf, paired=True, windows=windows_in_all_layers, expert_length=False)
+ALIASES = {"num_experts": "num_local_experts"}
+FAMILY = Family("MixtralForCausalLM", config, module, manifest, ALIASES, GGUF)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from rekindle._src.models.config import ModelConfig
-from rekindle._src.models.families.llama import Llama, blocks, gate_up_role, norm_sources, outer_sources
-from rekindle._src.models.family import Family
+from rekindle._src.models.families.llama import blocks, gate_up_role, module, norm_sources, outer_sources
+from rekindle._src.models.family import Family, GgufForm, windows_in_all_layers
 from rekindle._src.models.hf_config import Keys, decoder
 from rekindle._src.models.loading.manifest import Manifest, Source, one
 from rekindle._src.models.roles import column, heads, row
+
+if TYPE_CHECKING:
+    from rekindle._src.models.loading.gguf.architecture import GgufModel
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -20,10 +25,6 @@ def config(keys: Keys) -> ModelConfig:
             raw[name] = {**options, "rope_type": "longrope"}
     keys = Keys(raw)
     return decoder(keys, kv_heads_implied=True, eps=1e-5, window=keys.window(), partial_rope=True)
-
-
-class Phi3(Llama):
-    pass
 
 
 def manifest(config: ModelConfig) -> Manifest:
@@ -45,4 +46,10 @@ def manifest(config: ModelConfig) -> Manifest:
     return Manifest(outer_sources(config) | blocks(config, fused, norm_sources))
 
 
-FAMILY = Family("Phi3ForCausalLM", config, Phi3, manifest)
+def read_gguf(model: GgufModel) -> dict[str, Any]:
+    window = model.integer("attention.sliding_window", 0) or None
+    return model.decoder() | {"sliding_window": window, "attention_bias": False} | model.rope()
+
+
+GGUF = GgufForm(architecture="phi3", read=read_gguf, windows=windows_in_all_layers)
+FAMILY = Family("Phi3ForCausalLM", config, module, manifest, gguf=GGUF)

@@ -1,8 +1,8 @@
 """Qwen2 and Qwen2.5: Llama with biases on q, k and v; the upper layers can have sliding windows."""
 
 from rekindle._src.models.config import ModelConfig
-from rekindle._src.models.families.llama import Llama, manifest
-from rekindle._src.models.family import Family
+from rekindle._src.models.families.llama import manifest, module
+from rekindle._src.models.family import Family, GgufForm
 from rekindle._src.models.hf_config import Keys, decoder
 
 
@@ -20,8 +20,5 @@ def config(keys: Keys) -> ModelConfig:
     return decoder(keys, window=window, slides=slides.__getitem__, qkv_bias=True)
 
 
-class Qwen2(Llama):
-    pass
-
-
-FAMILY = Family("Qwen2ForCausalLM", config, Qwen2, manifest)
+GGUF = GgufForm(architecture="qwen2", read=lambda model: model.decoder() | model.rope())
+FAMILY = Family("Qwen2ForCausalLM", config, module, manifest, gguf=GGUF)

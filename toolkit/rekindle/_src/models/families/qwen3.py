@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.families.llama import (
-    Block,
-    Llama,
     attention_sources,
     blocks,
     mlp_sources,
@@ -14,11 +14,13 @@ from rekindle._src.models.families.llama import (
     qk_norm_sources,
 )
 from rekindle._src.models.families.qwen2 import sliding
-from rekindle._src.models.family import Family
+from rekindle._src.models.family import Family, GgufForm
 from rekindle._src.models.hf_config import Keys, decoder
 from rekindle._src.models.loading.manifest import Manifest
-from rekindle._src.models.nn.layers import Attention
-from rekindle._src.models.precision import Precision
+
+if TYPE_CHECKING:
+    from rekindle._src.models.loading.gguf.architecture import GgufModel
+    from rekindle._src.models.precision import Precision
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -28,13 +30,10 @@ def config(keys: Keys) -> ModelConfig:
     return decoder(keys, head_dim=head_dim, window=window, slides=slides.__getitem__, qkv_bias=bias, o_bias=bias)
 
 
-class QkNormBlock(Block):
-    def make_attention(self, config: ModelConfig, layer: int, precision: Precision) -> Attention:
-        return Attention(config, layer, precision, qk_norm=True)
+def module(config: ModelConfig, precision: Precision) -> Any:
+    from rekindle._src.models.nn.decoders import Decoder, QkNormBlock
 
-
-class Qwen3(Llama):
-    block = QkNormBlock
+    return Decoder(config, precision, QkNormBlock)
 
 
 def manifest(config: ModelConfig) -> Manifest:
@@ -42,4 +41,9 @@ def manifest(config: ModelConfig) -> Manifest:
     return Manifest(outer_sources(config) | blocks(config, *pieces))
 
 
-FAMILY = Family("Qwen3ForCausalLM", config, Qwen3, manifest)
+def read_gguf(model: GgufModel) -> dict[str, Any]:
+    return model.decoder() | {"attention_bias": model.has("blk.0.attn_q.bias")} | model.rope()
+
+
+GGUF = GgufForm(architecture="qwen3", read=read_gguf)
+FAMILY = Family("Qwen3ForCausalLM", config, module, manifest, gguf=GGUF)

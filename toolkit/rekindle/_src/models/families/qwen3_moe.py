@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from rekindle._src.models.config import ModelConfig, MoeSpec
 from rekindle._src.models.families.llama import (
-    Llama,
     attention_sources,
     blocks,
     norm_sources,
     outer_sources,
     qk_norm_sources,
 )
-from rekindle._src.models.families.mixtral import SparseBlock, expert_sources
-from rekindle._src.models.families.qwen3 import QkNormBlock
-from rekindle._src.models.family import Family
+from rekindle._src.models.families.mixtral import usual_expert_sources
+from rekindle._src.models.family import Family, GgufForm
 from rekindle._src.models.hf_config import Keys, decoder
-from rekindle._src.models.loading.manifest import Manifest, Source
+from rekindle._src.models.loading.manifest import Manifest
+
+if TYPE_CHECKING:
+    from rekindle._src.models.loading.gguf.architecture import GgufModel
+    from rekindle._src.models.precision import Precision
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -25,36 +29,44 @@ def config(keys: Keys) -> ModelConfig:
         intermediate_size=keys.size("moe_intermediate_size"),
         normalize=keys.get("norm_topk_prob", False),
     )
-    dense, step = keys.get("mlp_only_layers", []), keys.size("decoder_sparse_step", 1)
     bias = keys.get("attention_bias", False)
     return decoder(
         keys,
         window=keys.window(4096) if keys.get("use_sliding_window", False) else None,
         qkv_bias=bias,
         o_bias=bias,
-        moe=tuple(
-            spec if layer not in dense and (layer + 1) % step == 0 else None
-            for layer in range(keys.size("num_hidden_layers"))
-        ),
+        moe=tuple(spec if sparse else None for sparse in sparse_layers(keys)),
     )
 
 
-class QkNormSparseBlock(QkNormBlock, SparseBlock):
-    pass
+def sparse_layers(keys: Keys) -> list[bool]:
+    """Return which layers have experts."""
+    dense, step = keys.get("mlp_only_layers", []), keys.size("decoder_sparse_step", 1)
+    return [layer not in dense and (layer + 1) % step == 0 for layer in range(keys.size("num_hidden_layers"))]
 
 
-class Qwen3Moe(Llama):
-    block = QkNormSparseBlock
+def module(config: ModelConfig, precision: Precision) -> Any:
+    from rekindle._src.models.nn.decoders import Decoder, QkNormSparseBlock
+
+    return Decoder(config, precision, QkNormSparseBlock)
 
 
 def manifest(config: ModelConfig) -> Manifest:
-    def experts(config: ModelConfig, layer: int) -> dict[str, Source]:
-        prefix = f"model.layers.{layer}.mlp"
-        names = ("gate_proj", "up_proj", "down_proj")
-        return expert_sources(config, layer, f"{prefix}.gate", f"{prefix}.experts", names)
-
-    pieces = (attention_sources, qk_norm_sources, norm_sources, experts)
+    pieces = (attention_sources, qk_norm_sources, norm_sources, usual_expert_sources)
     return Manifest(outer_sources(config) | blocks(config, *pieces))
 
 
-FAMILY = Family("Qwen3MoeForCausalLM", config, Qwen3Moe, manifest, aliases={"num_experts": "num_local_experts"})
+def read_gguf(model: GgufModel) -> dict[str, Any]:
+    experts = {
+        "num_experts": model.integer("expert_count"),
+        "num_experts_per_tok": model.integer("expert_used_count"),
+        "moe_intermediate_size": model.integer("expert_feed_forward_length"),
+        "norm_topk_prob": True,  # known by the architecture
+        "attention_bias": model.has("blk.0.attn_q.bias"),
+    }
+    return model.decoder() | experts | model.rope()
+
+
+GGUF = GgufForm(architecture="qwen3moe", read=read_gguf)
+ALIASES = {"num_experts": "num_local_experts"}
+FAMILY = Family("Qwen3MoeForCausalLM", config, module, manifest, ALIASES, GGUF)

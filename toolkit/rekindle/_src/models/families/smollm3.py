@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING, Any
 
 from rekindle._src.models.config import AttentionSpec, ModelConfig
-from rekindle._src.models.families.llama import Llama, manifest
-from rekindle._src.models.family import Family
+from rekindle._src.models.families.llama import manifest, module
+from rekindle._src.models.family import Family, GgufForm
 from rekindle._src.models.hf_config import Keys, decoder
+
+if TYPE_CHECKING:
+    from rekindle._src.models.loading.gguf.architecture import GgufModel
+
+INTERVAL = 4  # every fourth layer does not rotate
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -36,8 +42,10 @@ def config(keys: Keys) -> ModelConfig:
     )
 
 
-class SmolLM3(Llama):
-    pass
+def read_gguf(model: GgufModel) -> dict[str, Any]:
+    known = {"no_rope_layer_interval": INTERVAL, "use_sliding_window": False}  # by the architecture
+    return model.decoder() | known | model.rope()
 
 
-FAMILY = Family("SmolLM3ForCausalLM", config, SmolLM3, manifest)
+GGUF = GgufForm(architecture="smollm3", read=read_gguf, paired=True, rotates=lambda layer: (layer + 1) % INTERVAL != 0)
+FAMILY = Family("SmolLM3ForCausalLM", config, module, manifest, gguf=GGUF)

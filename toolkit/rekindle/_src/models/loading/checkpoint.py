@@ -12,33 +12,29 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from rekindle._src.core import freed_memory
-from rekindle._src.core.dtypes import checked_dtype
-from rekindle._src.core.options import DTypeLike
-from rekindle._src.core.quantize_plan import checked_quantize
-from rekindle._src.models.base import Graph, LoadedModel, abstract_model
+from rekindle._src.core.dtypes import DTypeLike, checked_dtype, checked_quantize
+from rekindle._src.core.memory import give_back
+from rekindle._src.models.base import ALONE, Graph, LoadedModel, Placement, abstract_model
 from rekindle._src.models.config import ModelConfig
-from rekindle._src.models.loading import descriptions, kept_place, prepared, reading
 from rekindle._src.models.loading import fingerprint as fingerprints
-from rekindle._src.models.loading.descriptions import Reads
-from rekindle._src.models.loading.differences import listed
+from rekindle._src.models.loading import kept_weights, known_models, prepared, reading
 from rekindle._src.models.loading.hub import readable_name
-from rekindle._src.models.loading.kept_file import Brought
-from rekindle._src.models.loading.known_models import Known
+from rekindle._src.models.loading.kept_weights import Brought
+from rekindle._src.models.loading.known_models import Known, Reads
 from rekindle._src.models.loading.leaf_arrays import Rounding
 from rekindle._src.models.loading.load_progress import Meter, Report
 from rekindle._src.models.loading.stored import Stored, look, read_config
-from rekindle._src.models.loading.tensor_files import FLOATS, Header, TensorEntry
+from rekindle._src.models.loading.tensor_files import FLOATS, Header, TensorEntry, listed
 from rekindle._src.models.nn.packing import matrix_shape, packing, packing_of
-from rekindle._src.models.placement import Placement
 from rekindle._src.models.registry import config_from_hf
 from rekindle._src.models.unpacking import unpacked_graph
 from rekindle.errors import CheckpointError, StoreError
 from rekindle_kernels import traits
 
 __all__ = ["Checkpoint", "Described", "describe", "inspect", "load", "read", "read_config", "resolve_dtype"]
-# Buffers that older versions of transformers saved with the weights; they follow from the config.
-HARMLESS = (r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)", r"(.*\.)?attn\.(masked_)?bias")
+# Buffers that older versions of transformers saved with the weights, which follow from the config; heads that predict
+# several tokens, which are not used.
+HARMLESS = (r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)", r"(.*\.)?attn\.(masked_)?bias", r"mtp\..*")
 
 
 class Checkpoint(NamedTuple):
@@ -84,11 +80,6 @@ class Described(NamedTuple):
     kept: Path | None  # the cache slot of its leaves, filled or not; None without a cache
     reads: Reads | None  # what to read for each leaf; None where the leaves are kept already
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all leaves together."""
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in self.shapes)
-
 
 def describe(
     model: str | Path,
@@ -112,23 +103,23 @@ def describe(
     """
     weights, quantize = checked_dtype("dtype", dtype), checked_quantize(quantize)
     seen = look(model) if seen is None else seen
-    keeps_in_groups = kept_place.keeps_groups(seen, weights, quantize)
+    keeps_in_groups = kept_weights.keeps_groups(seen, weights, quantize)
     if not (traits().unpacks and (keeps_in_groups or quantize is not None)):
         unpack = False
     elif unpack is None:
-        unpack = kept_place.has_room(seen, resolve_dtype(weights, None), device_memory)
+        unpack = kept_weights.has_room(seen, resolve_dtype(weights, None), device_memory)
     slot = known = reads = description = None
     if cache_dir is not None and sum(header.size for header in seen.headers) >= prepared.MIN_BYTES:
         resolved = resolve_dtype(weights, None)
-        options = kept_place.options(
+        options = kept_weights.options(
             seen, weights, quantize, quantize_embeddings, divided, resolved=resolved, unpacked=unpack
         )
         slot = prepared.slot(cache_dir, seen.fingerprint, *options)
         with _damage_warns():
             known = prepared.known(slot)
     elif cache_dir is not None and quantize is None and not seen.may_be_quantized and not divided:
-        description = descriptions.place(cache_dir, seen, weights)
-        known, reads = descriptions.find(description, seen) or (None, None)
+        description = prepared.slot(cache_dir, seen.fingerprint, weights, folder=known_models.FOLDER)
+        known, reads = known_models.find_reads(description, seen) or (None, None)
     if known is None:
         config = config_from_hf(seen.raw)
         _check_counts(seen, config)
@@ -147,7 +138,7 @@ def describe(
         reads = plan(Checkpoint(seen, config), graph, shapes)
         known = Known(graph, shapes, name)
         if description is not None:
-            descriptions.keep(description, seen, known, reads)
+            known_models.keep_reads(description, seen, known, reads)
     checkpoint = Checkpoint(seen, known.graph.config)
     return Described(checkpoint, known.graph, known.shapes, known.dtype, quantize, quantize_embeddings, slot, reads)
 
@@ -219,7 +210,7 @@ def read(
     *,
     progress: Report | None = None,
     place: reading.Place = reading.place_on_default_device,
-    placement: Placement | None = None,
+    placement: Placement = ALONE,
     brought: Callable[[Path], Brought | None] = lambda kept: None,
 ) -> LoadedModel:
     """Load the weights of a described checkpoint, from the cache if they are there; onto a mesh with `placement`.
@@ -244,19 +235,15 @@ def read(
             if arrays is not None:
                 return LoadedModel(checkpoint.config, graph, arrays, fingerprint, checkpoint.folder, placement)
     leaves, entries = reads or plan(checkpoint, graph, shapes)
-    if placement is None:
-        total = sum(entry.nbytes for entry in entries.values())
-    else:
-        total = reading.bytes_to_read(leaves, entries, placement)
-    meter = Meter(total, progress)
+    meter = Meter(reading.bytes_to_read(leaves, entries, placement), progress)
     by_path = reading.read_leaves(leaves, entries, place=place, meter=meter, placement=placement)
     meter.tell(final=True)
     arrays = tuple(by_path[path] for path in graph.paths)
-    alone = placement is None or placement.processes == 1  # else other processes have other parts
-    if slot is not None and alone and _worth_keeping(leaves, entries, maps=placement is None and prepared.maps(place)):
-        whole = arrays if placement is None else placement.hold_all(arrays, shapes)
-        prepared.save(slot, graph, dtype, whole, name=readable_name(checkpoint.folder))
-    freed_memory.give_back()
+    maps = not placement.divided and prepared.maps(place)
+    # With several processes, others have other parts.
+    if slot is not None and placement.processes == 1 and _worth_keeping(leaves, entries, maps=maps):
+        prepared.save(slot, graph, dtype, placement.hold_all(arrays, shapes), name=readable_name(checkpoint.folder))
+    give_back()
     return LoadedModel(checkpoint.config, graph, arrays, fingerprint, checkpoint.folder, placement)
 
 

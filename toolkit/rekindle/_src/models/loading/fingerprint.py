@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from rekindle._src.core.config import cache_folder
+from rekindle._src.core.store import Store
 from rekindle._src.models.loading.tensor_files import Header
-from rekindle_kernels import private_files
 
 _log = logging.getLogger(__name__)
 SMALL = 16 << 20
@@ -91,20 +91,17 @@ def content_sha256(file: Path) -> str:
     """Return the SHA-256 of a file's content. It is remembered in the cache folder until the file changes."""
     status = file.stat()
     key = repr((str(file), status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
-    entry = cache_folder() / "fingerprints" / hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
-    usable = private_files.distrust_reason(entry.parent) is None
-    if usable:
-        with contextlib.suppress(OSError, ValueError):
-            text = private_files.read(entry, inside=entry.parent).decode()
-            if re.fullmatch(r"[0-9a-f]{64}", text):
-                return text
+    name = hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
+    remembered = Store(cache_folder() / "fingerprints")
+    with contextlib.suppress(OSError, ValueError):
+        text = (remembered.get(name) or b"").decode()
+        if re.fullmatch(r"[0-9a-f]{64}", text):
+            return text
     _log.info("hashing %s, %d MB; this is remembered", file, status.st_size >> 20)
     with file.open("rb") as stream:
         text = hashlib.file_digest(stream, "sha256").hexdigest()
-    if usable:
-        with contextlib.suppress(OSError):
-            private_files.make_folder(entry.parent)
-            private_files.write(entry, [text.encode()])
+    with contextlib.suppress(OSError):
+        remembered.put(name, text.encode())
     return text
 
 

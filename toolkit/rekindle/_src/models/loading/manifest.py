@@ -59,6 +59,16 @@ def one(name: str, rows: int, **options: Any) -> Source:
     return Source(names=(name,), rows=(rows,), **options)
 
 
+class FusedExperts(NamedTuple):
+    """The tensors `gate_up_proj` and `down_proj` of all experts of a layer, which some checkpoints have.
+
+    Manifests name the matrices of single experts; `fused_experts.py` cuts them out.
+    """
+
+    interleaved: bool = False  # rows of gate and up alternate, else those of gate come first
+    transposed: bool = False  # matrices are stored [in, out], unless they are in four bits
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Manifest:
     """A family's checkpoint: parameter path → source.
@@ -69,8 +79,10 @@ class Manifest:
 
     sources: Mapping[str, Source]
     prefix: str = "model."  # checkpoints of the bare model lack it in all names
+    other_prefix: str = ""  # some checkpoints have it in the place of `prefix`
     # Full matches on names without the prefix: tensors that may be there and are not used. Early Llamas stored these.
     ignored: tuple[str, ...] = (r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
+    fused: FusedExperts | None = None
 
 
 def assemble(source: Source, shape: tuple[int, ...], dtype: Any, read: Callable[[str], NDArray[Any]]) -> NDArray[Any]:

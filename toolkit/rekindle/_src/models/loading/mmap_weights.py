@@ -3,14 +3,19 @@
 Mapping a file takes no time, and content in the page cache is used where it is. Copying 700 MB of it into memory of
 our own takes 0.1 s, and was seen to take 1.8 s in a virtual machine that gets its memory page by page.
 
-The page cache has small pages, though: decoding one to eight sequences with weights of 270 MB took 3 to 8 % longer than
-on huge ones. So once the session has begun, a thread copies piece after piece to huge pages and has the system put
-these in the place of the file's, in one go: readers notice nothing.
+The page cache has small pages, though: decoding one to eight sequences with weights of 270 MB took 3 to 8 % longer
+than on huge ones. So once the session has begun, a thread copies piece after piece to huge pages and has the system
+put these in the place of the file's, in one go: readers notice nothing.
 
-The same thread watches the file's lease. When another process wants to write to the file, everything is copied at once,
-whether there are huge pages or not, and then the lease is released: the file may be cut off, and no read can fault.
-Three cases remain: a file system without leases, a Linux before 5.7, and a limit on memory that forbids the copy. There
-a file that its own user cuts off while it is mapped still ends the process; other users can't write to it.
+A lease keeps other processes from writing to the file and from cutting it off: reading mapped memory behind the end of
+a file that was cut off ends the process (SIGBUS). A process that opens the file for writing or truncates it has to
+wait, 45 s unless /proc/sys/fs/lease-break-time says otherwise, and `is_breaking` tells the holder. Removing or
+renaming the file needs no lease: what is mapped stays. No signal handler takes part.
+
+The same thread watches the file's lease. When another process wants to write to the file, everything is copied at
+once, whether there are huge pages or not, and then the lease is released: the file may be cut off, and no read can
+fault. Three cases remain: a file system without leases, a Linux before 5.7, and a limit on memory that forbids the
+copy. There a file that its own user cuts off while it is mapped still ends the process; other users can't write to it.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ import ctypes
 import errno
 import mmap
 import os
+import signal
 import sys
 import threading
 import time
@@ -32,24 +38,65 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rekindle._src.core.memory import available
-from rekindle._src.models.loading.file_lease import FileLease
 from rekindle._src.models.loading.hugepages import huge_pages
 
+if sys.platform != "win32":
+    import fcntl
 PIECE = 32 << 20  # bytes that are moved at a time
 DELAY = 5.0  # seconds in which a new session has the machine to itself
 SHARE = 0.25  # the part of the time after that in which pieces are moved
 WATCH = 1.0  # seconds between two looks at a lease, which Linux waits 45 s for
-
 KINDS = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
 # File systems whose files stay readable while they are open, even after they were deleted.
 LOCAL = frozenset(("bcachefs", "btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "reiserfs", "tmpfs", "xfs", "zfs"))
-
 _FIXED = 0x10  # MAP_FIXED
 _INTO_PLACE = 1 | 2 | 4  # MREMAP_MAYMOVE, _FIXED, _DONTUNMAP: memory that was moved away stays mapped, and is empty
 _POPULATE_READ = 22  # MADV_POPULATE_READ
 _FAILED = ctypes.c_void_p(-1).value
+_F_SETSIG = 10  # which signal tells the holder; SIGURG is ignored unless a program asks for it
+_TAKEN = (errno.EAGAIN, errno.EACCES)  # open for writing somewhere, or another user's
 Bytes = NDArray[np.uint8]
+
+
+class FileLease:
+    """A lease held until `release`, or until Linux takes it from a holder that is too slow to release it."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor: int | None = descriptor
+
+    def is_breaking(self) -> bool:
+        """True if another process waits to write to the file, or no longer has to."""
+        if self._descriptor is None:
+            return True
+        return fcntl.fcntl(self._descriptor, fcntl.F_GETLEASE) != fcntl.F_RDLCK
+
+    def release(self) -> None:
+        """Let others write to it; may be called again."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            with contextlib.suppress(OSError):  # a forked child may have the descriptor too: closing is not enough
+                fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+            os.close(descriptor)
+
+
+def take_lease(path: Path) -> FileLease | None:
+    """Return a lease, or None where the system or the file system has none.
+
+    Raise OSError if the file is not this user's alone.
+    """
+    if sys.platform != "linux":
+        return None
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.fcntl(descriptor, _F_SETSIG, signal.SIGURG)
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+    except OSError as error:
+        os.close(descriptor)
+        if error.errno in _TAKEN:
+            raise
+        return None
+    return FileLease(descriptor)
 
 
 def view(path: Path) -> Bytes:

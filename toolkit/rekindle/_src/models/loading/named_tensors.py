@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from rekindle._src.models.config import ModelConfig
+from rekindle._src.models.loading.fused_experts import with_single_experts
 from rekindle._src.models.loading.gguf import source as gguf
 from rekindle._src.models.loading.manifest import Manifest
 from rekindle._src.models.loading.quantized.schemes import NOT_WEIGHTS, scheme, with_matrices
@@ -23,10 +24,12 @@ def named_tensors(stored: Stored, config: ModelConfig) -> tuple[Manifest, dict[s
         return gguf.tensors(stored.headers, config, declared)
     entries = {entry.name: entry for header in stored.headers for entry in header.entries}
     entries = _with_prefix(entries, declared)
+    names = dict.fromkeys(name for source in declared.sources.values() for name in source.names)
+    if declared.fused is not None:
+        entries = with_single_experts(entries, names, declared.fused)
     quantization = scheme(stored.raw)
     if quantization is None:
         return declared, entries
-    names = dict.fromkeys(name for source in declared.sources.values() for name in source.names)
     declared = dataclasses.replace(declared, ignored=(*declared.ignored, *NOT_WEIGHTS))
     return declared, with_matrices(entries, names, quantization)
 
@@ -37,9 +40,18 @@ def shown_name(stored: Stored, config: ModelConfig, name: str) -> str:
 
 
 def _with_prefix(entries: dict[str, TensorEntry], declared: Manifest) -> dict[str, TensorEntry]:
-    """Return the entries with the prefix that checkpoints of the bare model, without its head, lack in all names."""
+    """Return the entries with the prefix that checkpoints of the bare model, without its head, lack in all names.
+
+    Where a checkpoint has the other prefix in its place, that one is replaced.
+    """
     if not declared.prefix or any(name.startswith(declared.prefix) for name in entries):
         return entries
+    other = declared.other_prefix
+    if other and any(name.startswith(other) for name in entries):
+        return {
+            declared.prefix + name.removeprefix(other) if name.startswith(other) else name: entry
+            for name, entry in entries.items()
+        }
     prefixed = {name for source in declared.sources.values() for name in source.names}
     return {
         declared.prefix + name if declared.prefix + name in prefixed or name not in prefixed else name: entry

@@ -22,7 +22,6 @@ import contextlib
 import functools
 import json
 import logging
-import os
 import shutil
 import threading
 import time
@@ -34,42 +33,32 @@ from typing import Any
 import jax
 import numpy as np
 
-from rekindle._src.core.atomic_checkpoint import (
-    ITEM,
-    PARTIAL,
-    abandon,
-    is_finished,
-    is_passing,
-    is_stale,
-    remove,
-    set_aside,
-    write_checkpoint,
-)
-from rekindle._src.models.base import Graph
+from rekindle._src.core.atomic_checkpoint import ITEM, abandon
+from rekindle._src.core.store import Store, Unusable
+from rekindle._src.models.base import ALONE, Graph, Placement
 from rekindle._src.models.loading import (
-    checksums,
-    kept_file,
-    kept_place,
+    kept_weights,
     known_models,
     mmap_weights,
     reading,
     tensor_files,
 )
-from rekindle._src.models.loading.kept_file import Brought, Mapped
+from rekindle._src.models.loading.kept_weights import Brought, Mapped
 from rekindle._src.models.loading.known_models import Known
 from rekindle._src.models.loading.load_progress import Meter, Report
 from rekindle._src.models.loading.manifest import one
-from rekindle._src.models.placement import Held, Placement
+from rekindle._src.models.placement import Held
 from rekindle.errors import CheckpointError, StoreError
-from rekindle_kernels import private_files, read_through, unavailable_reason
+from rekindle_kernels import private_files, unavailable_reason
 
-MIN_BYTES = kept_place.MIN_BYTES
+MIN_BYTES = kept_weights.MIN_BYTES
 MAX_ENTRIES = 4  # sets of weights kept per cache folder; the least recently used is removed first
 MAX_COPY = 4 << 30  # bytes; larger checkpoints are only kept if they were converted, not just to be mapped
 DELAY = 3.0  # seconds before weights are written: a user waits for the first answer, which needs the processor
 AT_EXIT = 4.0  # seconds that a process stays to finish writing; a notebook's kernel is killed after 5
 _SUMS = "checksums.json"
 _MODEL = "model.json"
+_DESCRIPTION = f"{ITEM}/{_MODEL}"
 _saving: set[threading.Thread] = set()
 _hurry = threading.Event()
 _one_at_a_time = threading.Lock()
@@ -79,15 +68,15 @@ Checked = Callable[[str, np.ndarray[Any, Any]], np.ndarray[Any, Any]]
 _log = logging.getLogger(__name__)
 
 
-def slot(cache_dir: str | Path, fingerprint: str, *asked: object, folder: str = kept_place.FOLDER) -> Path:
+def slot(cache_dir: str | Path, fingerprint: str, *asked: object, folder: str = kept_weights.FOLDER) -> Path:
     """Return where the weights of a checkpoint are kept for these options, on this platform, by these sources.
 
     With another `folder` it is the place of something else that depends on the same.
     """
     native = unavailable_reason("cpu") is None
-    return kept_place.place(
+    return kept_weights.place(
         cache_dir, fingerprint, *asked,
-        platform=jax.default_backend(), native=native, digest=kept_place.sources(), folder=folder,
+        platform=jax.default_backend(), native=native, digest=kept_weights.sources(), folder=folder,
     )  # fmt: skip
 
 
@@ -96,35 +85,31 @@ def known(kept: Path) -> Known | None:
 
     Raise `StoreError` if it can't be read now, or if it is damaged; then it is set aside.
     """
-    if _distrusted(kept) is not None:
+    store = _store(kept)
+    if store.distrusted is not None:
         return None
     if not kept.is_dir():
         model = known_models.fetched(kept)
         if model is not None:
             return model  # `load` fetches the weights, while programs are loaded
-        read_through.fetch(kept)
+    if not store.holds(kept.name):
+        return None
     try:
-        return known_models.decode(private_files.read(kept / ITEM / _MODEL, inside=kept.parent))
+        return known_models.decode(store.content(kept.name, _DESCRIPTION))
     except FileNotFoundError:
         return None
     except Exception as error:
-        raise _unusable(kept, error) from error
+        raise _in_words(kept, store.unusable(kept.name, error)) from error
 
 
-def _unusable(kept: Path, error: Exception) -> StoreError:
-    """Return the error for kept weights that can't be used. Damaged ones are set aside; a passing error leaves them."""
-    if is_passing(error):
-        return StoreError(f"the laid-out weights in {kept} can't be read now, and stay ({error})")
-    set_aside(kept, keep=1)  # they are large
-    return StoreError(f"the laid-out weights in {kept} are damaged and were set aside ({error})")
+def _store(kept: Path) -> Store:
+    """Return the store that `kept` is an entry of."""
+    return Store(kept.parent, most=MAX_ENTRIES, kept_damaged=1)  # they are large
 
 
-def _distrusted(kept: Path) -> str | None:
-    """Return the reason why this cache is neither read nor written, None if it is trusted; log it the first time."""
-    reason = private_files.distrust_reason(kept.parent)
-    if reason is not None:
-        private_files.tell_once(reason)
-    return reason
+def _in_words(kept: Path, unusable: Unusable) -> StoreError:
+    outcome = "can't be read now, and stay" if unusable.passing else "are damaged and were set aside"
+    return StoreError(f"the laid-out weights in {kept} {outcome} ({unusable.error})")
 
 
 def load(
@@ -133,7 +118,7 @@ def load(
     shapes: Sequence[jax.ShapeDtypeStruct],
     *,
     place: reading.Place = reading.place_on_default_device,
-    placement: Placement | None = None,
+    placement: Placement = ALONE,
     report: Report | None = None,
     brought: Callable[[Path], Brought | None] = lambda kept: None,
 ) -> tuple[jax.Array, ...] | None:
@@ -142,24 +127,26 @@ def load(
     Raise `StoreError` if they can't be read now, or if they are damaged; then they are set aside. `brought` returns
     the file if it was brought into memory before.
     """
-    if _distrusted(kept) is not None or not (kept.is_dir() or read_through.fetch(kept)):
+    store = _store(kept)
+    if not store.holds(kept.name):
         return None
     expected = dict(zip(graph.paths, shapes, strict=True))
-    ahead: Brought | None = None
+
+    def arrays(path: Path) -> tuple[jax.Array, ...]:
+        private_files.check(path / ITEM / kept_weights.FILE, inside=kept.parent)
+        ahead = brought(kept) if not placement.divided and maps(place) else None
+        try:
+            return _read(path / ITEM / kept_weights.FILE, expected, place, placement, report, ahead)
+        finally:
+            if ahead is not None:
+                ahead.mapped.release()
+
     try:
-        private_files.check(kept / ITEM / kept_place.FILE, inside=kept.parent)
-        ahead = brought(kept) if placement is None and maps(place) else None
-        leaves = _read(kept / ITEM / kept_place.FILE, expected, place, placement, report, ahead)
-    except (CheckpointError, OSError, ValueError, KeyError) as error:  # the checkpoint itself is still there
-        raise _unusable(kept, error) from error
-    finally:
-        if ahead is not None:
-            ahead.mapped.release()
-    with contextlib.suppress(OSError):  # the order in which they are pruned; in a read-only cache it just stays
-        os.utime(kept)
-    read_through.keep(kept)
+        leaves = store.read(kept.name, arrays, (CheckpointError, OSError, ValueError, KeyError))
+    except Unusable as unusable:  # the checkpoint itself is still there
+        raise _in_words(kept, unusable) from unusable.error
     with contextlib.suppress(OSError):
-        known_models.keep(kept, private_files.read(kept / ITEM / _MODEL, inside=kept.parent))
+        known_models.keep(kept, store.content(kept.name, _DESCRIPTION))
     return leaves
 
 
@@ -169,7 +156,7 @@ def save(kept: Path, graph: Graph, dtype: str, leaves: Sequence[jax.Array] | Seq
     A failure costs the next start some time and nothing else, so it is only logged.
     """
     global _registered
-    if _distrusted(kept) is not None:
+    if _store(kept).distrusted is not None:
         return
     if not _registered:
         # Orbax writes in thread pools, which take no more work once threading's own exit functions have run. Those
@@ -222,31 +209,17 @@ def _save(kept: Path, graph: Graph, dtype: str, leaves: Sequence[Leaf], name: st
 def _write_once(kept: Path, graph: Graph, dtype: str, leaves: Sequence[Leaf], name: str) -> None:
     if kept.is_dir():  # another session was faster
         return
-    size = sum(leaf.nbytes for leaf in leaves)
+    size, store = sum(leaf.nbytes for leaf in leaves), _store(kept)
     private_files.make_folder(kept.parent)
-    _prune(kept.parent)
+    store.prune(room=1)
     free = shutil.disk_usage(kept.parent).free
     if free < 2 * size:
         _log.warning("laid-out weights not kept: they need %d MB, %d MB are free", size >> 20, free >> 20)
         return
     specs = [(leaf.shape, leaf.dtype.name) for leaf in leaves]
     model = known_models.encode(graph, specs, dtype, name)
-    try:
-        write_checkpoint(kept, functools.partial(_write, model, dict(zip(graph.paths, leaves, strict=True))))
-    except Exception:
-        if not kept.is_dir():  # else another process was faster
-            raise
-    read_through.keep(kept)
+    store.write(kept.name, functools.partial(_write, model, dict(zip(graph.paths, leaves, strict=True))))
     known_models.keep(kept, model)
-
-
-def _prune(folder: Path) -> None:
-    """Leave room for one more entry, and remove what writers that died left behind."""
-    entries = sorted((path for path in folder.iterdir() if path.is_dir()), key=lambda path: path.stat().st_mtime)
-    finished = [path for path in entries if is_finished(path.name)]
-    leftovers = [path for path in entries if path.name.startswith(PARTIAL) and is_stale(path)]
-    for path in (*finished[: max(0, len(finished) - MAX_ENTRIES + 1)], *leftovers):
-        remove(path)
 
 
 def _write(model: bytes, leaves: Mapping[str, Leaf], folder: Path) -> None:
@@ -257,10 +230,10 @@ def _write(model: bytes, leaves: Mapping[str, Leaf], folder: Path) -> None:
     def arrays() -> Iterator[np.ndarray[Any, Any]]:  # one at a time: they may come from an accelerator
         for path, leaf in ordered.items():
             array = np.ascontiguousarray(leaf)
-            sums[path] = checksums.of_array(array)
+            sums[path] = kept_weights.checksum_of(array)
             yield array
 
-    tensor_files.write(folder / kept_place.FILE, ordered, arrays())
+    tensor_files.write(folder / kept_weights.FILE, ordered, arrays())
     (folder / _SUMS).write_text(json.dumps(sums))
     (folder / _MODEL).write_bytes(model)
 
@@ -269,7 +242,7 @@ def _read(
     path: Path,
     wanted: Mapping[str, jax.ShapeDtypeStruct],
     place: reading.Place,
-    placement: Placement | None,
+    placement: Placement,
     report: Report | None,
     ahead: Brought | None,
 ) -> tuple[jax.Array, ...]:
@@ -286,14 +259,14 @@ def _read(
             raise CheckpointError(f"{path}: the checksum of {name} does not match.")
 
     def checked(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        compare(name, checksums.of_array(array))
+        compare(name, kept_weights.checksum_of(array))
         return array
 
     leaves = [
         reading.LeafPlan(name, one(name, leaf.shape[0]), tuple(leaf.shape), np.dtype(leaf.dtype))
         for name, leaf in wanted.items()
     ]
-    if placement is not None:
+    if placement.divided:
         meter = Meter(reading.bytes_to_read(leaves, entries, placement), report)
         arrays = reading.read_leaves(
             leaves, entries, place=place, meter=meter, placement=placement,
@@ -301,7 +274,7 @@ def _read(
         )  # fmt: skip
     else:
         meter = Meter(sum(entry.nbytes for entry in header.entries), report)
-        mapped = kept_file.map_it(header) if ahead is None and maps(place) else None
+        mapped = kept_weights.map_it(header) if ahead is None and maps(place) else None
         if ahead is not None:
             arrays = _adopted(ahead, place, compare, meter)
         elif mapped is not None:
@@ -316,15 +289,15 @@ def _read(
 
 def _checksum_of(entry: tensor_files.TensorEntry) -> str:
     """Return the checksum of a tensor in its file, with one piece at a time in memory."""
-    memory = np.empty(min(entry.nbytes, checksums.PIECE), np.uint8)
+    memory = np.empty(min(entry.nbytes, kept_weights.SUMMED), np.uint8)
 
     def pieces() -> Iterator[np.ndarray[Any, Any]]:
-        for start in range(0, entry.nbytes, checksums.PIECE):
-            piece = memory[: min(checksums.PIECE, entry.nbytes - start)]
+        for start in range(0, entry.nbytes, kept_weights.SUMMED):
+            piece = memory[: min(kept_weights.SUMMED, entry.nbytes - start)]
             tensor_files.read_into(entry, start, piece)
             yield piece
 
-    return checksums.of_pieces(entry.nbytes, pieces())
+    return kept_weights.checksum_of_pieces(entry.nbytes, pieces())
 
 
 def _brought(mapped: Mapped, place: reading.Place, checked: Checked, meter: Meter) -> dict[str, jax.Array]:

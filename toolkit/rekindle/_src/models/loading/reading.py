@@ -14,12 +14,13 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from rekindle._src.models.loading.divided import DividedArrays, Places, Share
+from rekindle._src.models.base import ALONE, Placement
 from rekindle._src.models.loading.four_bits import are_grouped, fills, fitted
-from rekindle._src.models.loading.leaf_arrays import LeafArrays, LeafPlan
+from rekindle._src.models.loading.leaf_arrays import DividedArrays, LeafArrays, LeafPlan, Share
 from rekindle._src.models.loading.load_progress import Meter
 from rekindle._src.models.loading.manifest import Part
 from rekindle._src.models.loading.tensor_files import TensorEntry, read_into
+from rekindle._src.models.placement import MeshPlacement
 from rekindle_kernels import int4
 
 CHUNK = 8 << 20  # bytes of the checkpoint that a worker reads at a time: its scratch memory
@@ -55,13 +56,13 @@ def read_leaves(
     *,
     place: Place,
     meter: Meter,
-    placement: Places | None = None,
+    placement: Placement = ALONE,
     check: Callable[[LeafPlan], object] | None = None,
 ) -> dict[str, jax.Array]:
     """Read the leaves; return them by path, on their devices. `checkpoint.plan` has checked every part in `entries`.
 
-    With `placement`, which replaces `place`, only the parts of this process are read and allocated. `check` is called
-    for each leaf in one of the reading threads; its exceptions are raised here before the leaf is placed.
+    On a mesh, whose `placement` replaces `place`, only the parts of this process are read and allocated. `check` is
+    called for each leaf in one of the reading threads; its exceptions are raised here before the leaf is placed.
     """
     by_path: dict[str, jax.Array] = {}
     pending: collections.deque[tuple[LeafPlan, LeafArrays | DividedArrays, list[Future[Any]]]] = collections.deque()
@@ -83,11 +84,11 @@ def read_leaves(
     try:
         for leaf in sorted(leaves, key=lambda leaf: _position(leaf, entries)):
             arrays: LeafArrays | DividedArrays
-            if placement is None:
-                arrays, pieces = LeafArrays.of(leaf), _pieces(leaf, entries)
-            else:
+            if isinstance(placement, MeshPlacement):
                 arrays = DividedArrays(leaf, placement).allocate()
                 pieces = _pieces_of_parts(leaf, arrays, entries)
+            else:
+                arrays, pieces = LeafArrays.of(leaf), _pieces(leaf, entries)
             futures: list[Future[Any]] = [] if check is None else [pool.submit(check, leaf)]
             futures += [pool.submit(_read, piece, leaf, arrays, scratch, meter) for piece in pieces]
             pending.append((leaf, arrays, futures))
@@ -101,8 +102,10 @@ def read_leaves(
     return by_path
 
 
-def bytes_to_read(leaves: Sequence[LeafPlan], entries: Mapping[str, TensorEntry], placement: Places) -> int:
-    """Return the bytes of the checkpoint that `read_leaves` reads for the parts of this process's devices."""
+def bytes_to_read(leaves: Sequence[LeafPlan], entries: Mapping[str, TensorEntry], placement: Placement) -> int:
+    """Return the bytes of the checkpoint that `read_leaves` reads: on a mesh, those for this process's devices."""
+    if not isinstance(placement, MeshPlacement):
+        return sum(entry.nbytes for entry in entries.values())
     pieces = (piece for leaf in leaves for piece in _pieces_of_parts(leaf, DividedArrays(leaf, placement), entries))
     return sum(_row_bytes(piece) * (piece.stop - piece.start) for piece in pieces)
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,9 +14,22 @@ from rekindle._src.models.loading import fingerprint as fingerprints
 from rekindle._src.models.loading import tensor_files
 from rekindle._src.models.loading.gguf import files as gguf_files
 from rekindle._src.models.loading.hub import locate
-from rekindle._src.models.loading.tensor_files import Header
+from rekindle._src.models.loading.tensor_files import Header, TensorEntry
 from rekindle.errors import CheckpointError
 
+_log = logging.getLogger(__name__)
+_mentioned: set[Path] = set()  # checkpoints whose other parts were mentioned
+# Keys of the whole that are true of its language model, where that one's own config leaves them out.
+_SHARED_KEYS = ("dtype", "torch_dtype", "eos_token_id", "bos_token_id", "tie_word_embeddings", "quantization_config")
+# Beginnings of tensors' names, and those of the same tensors in a checkpoint of the language model alone.
+_LANGUAGE_MODEL = (
+    ("model.language_model.", "model."),
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("language_model.", "model."),
+    ("lm_head.", "lm_head."),
+)
+MODULES = "modules.json"  # of sentence-transformers, beside a model that embeds
 MAX_CONFIG = 16 << 20  # bytes; the longest published config.json has some 100 KB
 
 
@@ -48,7 +64,54 @@ def look(model: str | Path) -> Stored:
     files = tensor_files.weight_files(path)
     raw = read_config(path)
     headers = tuple(tensor_files.read_header(file) for file in files)
-    return Stored(path, raw, headers, fingerprints.folder_fingerprint(raw, headers))
+    fingerprint = fingerprints.folder_fingerprint(raw, headers)
+    config, headers = text_config(raw), _language_model(path, raw, headers)
+    names = (entry.name for header in headers for entry in header.entries)
+    if (path / MODULES).is_file() and not any("lm_head." in name for name in names):
+        config |= {"headless": True}
+    return Stored(path, config, headers, fingerprint)
+
+
+def text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config of the language model in a model of images or sounds; that of any other model as it is."""
+    text = raw.get("text_config")
+    if not isinstance(text, Mapping):
+        return dict(raw)
+    shared = {name: raw[name] for name in _SHARED_KEYS if raw.get(name) is not None}
+    own = {name: value for name, value in text.items() if value is not None or name not in shared}
+    tied = {name: shared[name] for name in ("tie_word_embeddings",) if name in shared}  # the whole model decides
+    return {**shared, **own, **tied, "nested_in": raw.get("model_type")}
+
+
+def _language_model(path: Path, raw: Mapping[str, Any], headers: tuple[Header, ...]) -> tuple[Header, ...]:
+    """Return the headers with the tensors of the language model alone, under the names that they have by themselves."""
+    if not isinstance(raw.get("text_config"), Mapping):
+        return headers
+    kept = tuple(header._replace(entries=tuple(_renamed(header.entries))) for header in headers)
+    left = {entry.name for header in headers for entry in header.entries}
+    count = len(left) - sum(len(header.entries) for header in kept)
+    if count and all(len(header.entries) == 0 for header in kept):
+        return headers  # an unknown layout: the differences are listed later
+    if count and path not in _mentioned:
+        _mentioned.add(path)
+        towers = sorted({re.sub(r"^model\.", "", name).partition(".")[0] for name in left if not _own_name(name)})
+        _log.warning("%s: only the language model is used; %d tensors of %s are not", path, count, ", ".join(towers))
+    return kept
+
+
+def _renamed(entries: Iterable[TensorEntry]) -> Iterator[TensorEntry]:
+    for entry in entries:
+        name = _own_name(entry.name)
+        if name is not None:
+            yield entry._replace(name=name)
+
+
+def _own_name(name: str) -> str | None:
+    """Return the name of a language model's tensor in a checkpoint of its own; None for other tensors."""
+    for nested, own in _LANGUAGE_MODEL:
+        if name.startswith(nested):
+            return own + name.removeprefix(nested)
+    return None
 
 
 def checkpoint_path(path: Path) -> Path:

@@ -13,18 +13,19 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
 from rekindle._src.core.plain_files import open_plain, read_plain
-from rekindle._src.models.loading.differences import listed
-from rekindle._src.models.loading.read_bytes import broken, read_exactly
 from rekindle.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from rekindle._src.models.loading.manifest import Source
 
 DTYPES: dict[str, Any] = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16,
@@ -36,6 +37,9 @@ FLOATS = frozenset(("F64", "F32", "F16", "BF16"))
 _NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
 ALIGNMENT = 64
 _MAX_HEADER = 100_000_000  # the format's own limit
+MOST_LISTED = 12  # listed one by one; a broken or hostile checkpoint can have hundreds of thousands
+_WIDTH = 200  # characters of one of them; the names in a file can have any length
+PIECE = 16 << 20  # bytes of float32 that are in memory at a time
 _FILE_NAME = re.compile(r"[^/\\:\0]*\.safetensors")  # in the folder itself: no path, drive or stream
 ReadRows = Callable[[int, int], NDArray[np.float32]]
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -200,3 +204,62 @@ def write(
 def _write(file: io.FileIO, data: memoryview) -> None:
     while data:  # one call writes at most 2 GiB
         data = data[file.write(data) :]
+
+
+def rows_of(entry: TensorEntry, start: int, stop: int) -> NDArray[Any]:
+    """Return the rows [start, stop) of a tensor, as stored or, where they are no plain numbers, in float32."""
+    if entry.rows is not None:
+        return entry.rows(start, stop)
+    values = np.empty((stop - start, *entry.shape[1:]), entry.numpy_dtype)
+    read_into(entry, start * (entry.nbytes // max(1, entry.shape[0])), values)
+    return values
+
+
+def pieces_of(entry: TensorEntry, source: Source, multiple: int = 1) -> Iterator[tuple[int, int, NDArray[Any]]]:
+    """Yield a tensor's rows in the final form that `source` describes, in pieces: start, stop and values of each.
+
+    Pieces begin at multiples of `multiple` rows. A tensor that has to be transposed comes in one piece.
+    """
+    count = entry.shape[0]
+    if source.transpose:
+        yield 0, entry.shape[1], _final(rows_of(entry, 0, count).T, source)
+        return
+    row = 4 * math.prod(entry.shape[1:])
+    step = max(1, PIECE // max(1, row * multiple)) * multiple
+    for start in range(0, count, step):
+        stop = min(count, start + step)
+        yield start, stop, _final(rows_of(entry, start, stop), source)
+
+
+def _final(values: NDArray[Any], source: Source) -> NDArray[Any]:
+    return values.astype(np.float32) + np.float32(source.add) if source.add else values
+
+
+def read_exactly(path: Path, name: str, offset: int, out: NDArray[Any]) -> None:
+    """Fill the contiguous `out` with a file's bytes from `offset` on; the GIL is free while it reads.
+
+    Raise `CheckpointError`, with `name` in its message, if the file can't be read or ends before.
+    """
+    rest = out.reshape(-1).view(np.uint8).data
+    try:
+        with path.open("rb", buffering=0) as file:
+            file.seek(offset)
+            while rest:
+                count = file.readinto(rest)
+                if not count:
+                    raise broken(path, f"it ends {len(rest):,} bytes early within {name}")
+                rest = rest[count:]
+    except OSError as error:
+        raise CheckpointError(f"{path} can't be read ({error}). Check the disk, or copy it again.") from error
+
+
+def broken(path: Path, problem: str) -> CheckpointError:
+    """Return the error for a file that doesn't hold what it should."""
+    return CheckpointError(f"{path} is truncated or corrupt: {problem}. Download or copy it again.")
+
+
+def listed(found: Sequence[str], separator: str = "; ") -> str:
+    """Return the first differences, each cut to a line's length, and the number of the others."""
+    shown = [text if len(text) <= _WIDTH else f"{text[: _WIDTH - 3]}..." for text in found[:MOST_LISTED]]
+    more = len(found) - len(shown)
+    return separator.join([*shown, f"and {more:,} more"] if more else shown)

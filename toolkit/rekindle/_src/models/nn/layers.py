@@ -5,6 +5,7 @@ T tokens (flat: a whole ragged batch), E hidden size, H query heads, K kv heads,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import jax
@@ -12,49 +13,111 @@ import jax.numpy as jnp
 from flax import nnx
 
 import rekindle_kernels
-from rekindle._src.models.config import ModelConfig
+from rekindle._src.models.config import ModelConfig, Multipliers, SharedWith
 from rekindle._src.models.nn import rope
 from rekindle._src.models.nn.linear import Linear, RMSNorm, parameter
 from rekindle._src.models.precision import Precision
+from rekindle_kernels import RaggedBatch, activate, gated
+
+States = tuple[jax.Array, ...]
+Compute = Callable[[States, RaggedBatch], tuple[jax.Array, States]]
 
 
 class Attend(Protocol):
     """Attention, supplied by the caller, who chooses the place of keys and values: pages, a dense cache, or none.
 
     It is called once per layer with this call's queries [T, H, D], keys and values [T, K, D], normed and rotated; it
-    stores the keys and values, applies `config.attention[layer]` and returns [T, H, D].
+    stores the keys and values, applies `config.attention[layer]` and returns [T, H, D]. Layers whose spec has `sinks`
+    pass them [H]. A layer that attends to the pages of another has no keys and values. One with latent pages has no
+    values, and gets [T, H, value_size].
     """
 
-    def __call__(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, /) -> jax.Array: ...
+    def __call__(
+        self,
+        layer: int,
+        q: jax.Array,
+        k: jax.Array | None,
+        v: jax.Array | None,
+        sinks: jax.Array | None = None,
+        /,
+    ) -> jax.Array: ...
+
+
+class AttendOwn:
+    """An `Attend` without a cache: `attention(q, k, v, spec, sinks)` for each layer, over this call's keys alone."""
+
+    def __init__(self, config: ModelConfig, attention: Callable[..., jax.Array]) -> None:
+        self._config, self._attention = config, attention
+        self._shared = {cache.layer for cache in config.pages if isinstance(cache, SharedWith)}
+        self._kept: dict[int, tuple[jax.Array, jax.Array]] = {}
+
+    def __call__(
+        self,
+        layer: int,
+        q: jax.Array,
+        k: jax.Array | None,
+        v: jax.Array | None,
+        sinks: jax.Array | None = None,
+        /,
+    ) -> jax.Array:
+        if k is None:
+            keys, values = self._kept[self._config.source(layer)]
+        else:
+            keys, values = k, k[..., : self._config.pages_of(layer).value_size] if v is None else v
+        if layer in self._shared:
+            self._kept[layer] = keys, values
+        return self._attention(q, keys, values, self._config.attention[layer], sinks)
+
+
+class Recur(Protocol):
+    """The place of each sequence's states, which the caller supplies beside `Attend` to models that have some.
+
+    `compute(states, batch)` gets arrays of states, and how the step's tokens belong to sequences, and these to states.
+    It returns its result and the arrays after it.
+    """
+
+    def recur(self, layer: int, compute: Compute, /) -> jax.Array: ...
 
 
 class LayerNorm(nnx.Module):
     """Layer norm: (x - mean) / deviation · weight + bias over the last axis, computed in float32."""
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, eps: float, *, bias: bool = True) -> None:
         self.weight = parameter((size,), jnp.float32)
-        self.bias = parameter((size,), jnp.float32)
+        self.bias = nnx.data(parameter((size,), jnp.float32) if bias else None)
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
         wide = x.astype(jnp.float32)
         centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
         scale = jax.lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + self.eps)
-        return (centred * scale * self.weight[...] + self.bias[...]).astype(x.dtype)
+        normed = centred * scale * self.weight[...]
+        return (normed if self.bias is None else normed + self.bias[...]).astype(x.dtype)
 
 
 class RopeTables:
-    """The cosines and sines of a step's positions, computed once per distinct rope and shared by the layers."""
+    """The cosines and sines of a step's positions, computed once per distinct rope and shared by the layers.
+
+    `own` has beside them what each layer reads alone, such as its embeddings of the tokens; in most models, nothing.
+    """
+
+    own: tuple[jax.Array, ...] = ()  # one per layer
 
     def __init__(self, config: ModelConfig, positions: jax.Array, lengths: jax.Array | None = None) -> None:
         with jax.named_scope("rope"):
             self.tables = {spec: rope.tables(spec, positions, lengths) for spec in config.ropes}
 
+    def rotated(self, heads: jax.Array, spec: rope.RopeSpec) -> jax.Array:
+        """Return heads [T, H, D] rotated; only equally ordered ones may be multiplied with each other."""
+        cos, sin, *_ = self.tables[spec]
+        ordered = rope.halves(heads, spec.dim) if spec.interleaved else heads
+        return rekindle_kernels.rope(ordered, ordered, cos, sin, heads=heads.shape[1])[0]
+
     @classmethod
-    def of(cls, tables: dict[rope.RopeSpec, tuple[jax.Array, jax.Array]]) -> RopeTables:
+    def of(cls, tables: dict[rope.RopeSpec, tuple[jax.Array, ...]], own: tuple[jax.Array, ...] = ()) -> RopeTables:
         """Return an object with tables that were computed before."""
         instance = cls.__new__(cls)
-        instance.tables = tables
+        instance.tables, instance.own = tables, own
         return instance
 
     def split(
@@ -68,18 +131,22 @@ class RopeTables:
         implementation: str | None = None,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return q [T, H, D] and k [T, K, D], normed and rotated, of qk [T, ≥ H + K, D], and v [T, K, D] of qkv."""
-        cos, sin = (None, None) if spec is None else self.tables[spec]
+        cos, sin, *factor = (None, None) if spec is None else self.tables[spec]
         weight, eps = (None, 0.0) if norm is None else (norm.weight[...], norm.eps)
-        return rekindle_kernels.rope(
+        if spec is not None and spec.interleaved:
+            assert norm is None, "the norm's weights would have to be reordered, too"
+            qk = rope.halves(qk, spec.dim)
+        q, k, v = rekindle_kernels.rope(
             qk, qkv, cos, sin, heads=heads, norm=weight, eps=eps, implementation=implementation
         )
+        return (q * factor[0][..., None, None].astype(q.dtype) if factor else q), k, v
 
 
 class Attention(nnx.Module):
     """An attention layer: fused q, k and v projection, optional norms of q and k, rope, `attend`, output projection."""
 
     def __init__(self, config: ModelConfig, layer: int, precision: Precision, *, qk_norm: bool = False) -> None:
-        H, K, D = config.num_heads, config.num_kv_heads, config.head_dim
+        H, K, D = config.num_heads, config.pages_of(layer).heads, config.pages_of(layer).key_size
         self.qkv = Linear((H + 2 * K) * D, config.hidden_size, precision, bias=config.qkv_bias)
         self.out = Linear(config.hidden_size, H * D, precision, bias=config.o_bias, partial=True)
         # One weight row per head: q and k are normed, and rotated, as one array of H + K heads.
@@ -97,16 +164,26 @@ class Attention(nnx.Module):
         norm: RMSNorm | None = None,
     ) -> jax.Array:
         """Compute the attention of norm(x), plus `residual`."""
-        H, K = self.heads, self.kv_heads
-        qkv = self.qkv(x, norm=norm).reshape(*x.shape[:-1], H + 2 * K, self.head_dim)
-        q, k, v = tables.split(self.normed(qkv), qkv, H, self.rope, self.qk_norm, implementation=self.implementation)
+        qkv, gate = self.project(x, norm)
+        q, k, v = tables.split(
+            self.normed(qkv), qkv, self.heads, self.rope, self.qk_norm, implementation=self.implementation
+        )
         with jax.named_scope("attend"):
-            y = attend(self.layer, q, k, v)
-        return self.out(y.reshape(*x.shape[:-1], H * self.head_dim).astype(x.dtype), residual=residual)
+            y = self.attended(attend, q, k, v)
+        y = y if gate is None else y.astype(x.dtype) * jax.nn.sigmoid(gate)
+        return self.out(y.reshape(*x.shape[:-1], self.heads * self.head_dim).astype(x.dtype), residual=residual)
+
+    def project(self, x: jax.Array, norm: RMSNorm | None) -> tuple[jax.Array, jax.Array | None]:
+        """Return q, k and v of norm(x) [..., H + 2K, D], and what gates the result, [..., H, D or 1], if anything."""
+        return self.qkv(x, norm=norm).reshape(*x.shape[:-1], self.heads + 2 * self.kv_heads, self.head_dim), None
 
     def normed(self, qkv: jax.Array) -> jax.Array:
         """Return q and k [..., H + K, D], the input of `qk_norm` and rope. Heads after those are ignored."""
         return qkv
+
+    def attended(self, attend: Attend, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        """Return the attention of heads that are normed and rotated."""
+        return attend(self.layer, q, k, v)
 
 
 class GatedMlp(nnx.Module):
@@ -123,6 +200,42 @@ class GatedMlp(nnx.Module):
         return self.down(self.gate_up(x, norm=norm, gate=self.activation), residual=residual)
 
 
+class MultipliedMlp(GatedMlp):
+    """A gated MLP with a factor for its gate and one for its result."""
+
+    def __init__(self, config: ModelConfig, precision: Precision) -> None:
+        super().__init__(config, precision)
+        self.multipliers = config.multipliers or Multipliers()
+
+    def __call__(self, x: jax.Array, residual: jax.Array | None = None, norm: RMSNorm | None = None) -> jax.Array:
+        gate, up = jnp.split(self.gate_up(x, norm=norm), 2, axis=-1)
+        gate_up = jnp.concatenate([gate * self.multipliers.gate, up], axis=-1)
+        y: jax.Array = self.down(gated(gate_up, self.activation)) * self.multipliers.mlp
+        return y if residual is None else residual + y
+
+
+class PlainMlp(nnx.Module):
+    """An MLP without a gate, down(act(up(x)))."""
+
+    def __init__(self, config: ModelConfig, precision: Precision) -> None:
+        inner, E = config.intermediate_size, config.hidden_size
+        self.up = Linear(inner, E, precision, bias=config.mlp_bias)
+        self.down = Linear(E, inner, precision, bias=config.mlp_bias, partial=True)
+        self.activation = config.activation
+
+    def __call__(self, x: jax.Array, residual: jax.Array | None = None, norm: RMSNorm | None = None) -> jax.Array:
+        """Compute the MLP of norm(x), plus `residual`."""
+        return self.down(activate(self.up(x, norm=norm), self.activation), residual=residual)
+
+
 def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
     """Limit x smoothly to ±cap: cap · tanh(x / cap). None changes nothing."""
     return x if cap is None else jnp.tanh(x / cap) * cap
+
+
+def soft_max(scores: jax.Array, sinks: jax.Array | None = None) -> jax.Array:
+    """Return softmax over the last axis of scores [..., T, S], whose leading axes are heads; `sinks` are theirs."""
+    if sinks is None:
+        return jax.nn.softmax(scores, axis=-1)
+    column = jnp.broadcast_to(sinks.reshape(*scores.shape[:-2], 1, 1), (*scores.shape[:-1], 1))
+    return jax.nn.softmax(jnp.concatenate([scores, column.astype(scores.dtype)], axis=-1), axis=-1)[..., :-1]

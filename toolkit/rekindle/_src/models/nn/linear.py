@@ -108,7 +108,7 @@ def matrices(model: nnx.Module) -> dict[str, Matrix]:
 
 
 def _part(path: str) -> str:
-    """Return the part of a model that a matrix belongs to, one of `quantize_plan.PARTS`."""
+    """Return the part of a model that a matrix belongs to, one of `dtypes.QUANTIZE_PARTS`."""
     return "head" if path == "head" else "attention" if ".attention." in path else "mlp"
 
 

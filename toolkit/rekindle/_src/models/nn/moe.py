@@ -5,24 +5,29 @@ T tokens, E hidden size, G experts, k chosen experts per token, M = T·k rows af
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 import rekindle_kernels
 from rekindle._src.models.config import ModelConfig, MoeSpec
+from rekindle._src.models.nn.layers import GatedMlp, PlainMlp
 from rekindle._src.models.nn.linear import Linear, Matrix, RMSNorm, parameter
 from rekindle._src.models.precision import Precision
-from rekindle_kernels import LinearOptions, gated, narrow_dtype, quantize_rows
+from rekindle_kernels import LinearOptions, activate, gated, narrow_dtype, quantize_rows
 
 
 class Stack(Matrix):
-    """The matrices of all experts as one parameter, [G, out, in]."""
+    """The matrices of all experts as one parameter, [G, out, in], and perhaps their biases [G, out]."""
 
     part = "experts"
 
-    def __init__(self, shape: tuple[int, int, int], precision: Precision) -> None:
+    def __init__(self, shape: tuple[int, int, int], precision: Precision, *, bias: bool = False) -> None:
         super().__init__(shape, precision)
+        self.bias = nnx.data(parameter(shape[:2], jnp.float32) if bias else None)
         self.values: str | None = None
         if precision.loop_experts and jnp.dtype(precision.weights).itemsize == 2:
             self.values = precision.weights
@@ -45,10 +50,18 @@ class Stack(Matrix):
         # widen a whole slice of four bits in memory, eight times the size of the copy.
         name = self.implementation if self.packing is not None else "xla"
         options = LinearOptions(self.quantize, deterministic=self.packing is not None and self.deterministic)
-        return rekindle_kernels.linear(x, weight, scale=scale, minimum=minimum, options=options, implementation=name)
+        y = rekindle_kernels.linear(x, weight, scale=scale, minimum=minimum, options=options, implementation=name)
+        return y if self.bias is None else y + self.bias[...][expert].astype(y.dtype)
 
     def grouped(self, x: jax.Array, sizes: jax.Array) -> jax.Array:
         """Compute x [M, in] → [M, out], the first sizes[0] rows with expert 0, the next sizes[1] with expert 1, …"""
+        y = self._grouped(x, sizes)
+        if self.bias is None:
+            return y
+        owner = jnp.repeat(jnp.arange(sizes.shape[0]), sizes, total_repeat_length=x.shape[0])
+        return y + self.bias[...][owner].astype(y.dtype)
+
+    def _grouped(self, x: jax.Array, sizes: jax.Array) -> jax.Array:
         weight, packed, minimum = self.arrays
         if self.packing is not None:
             assert packed is not None, "integers have scales"
@@ -66,33 +79,47 @@ class Stack(Matrix):
 
 
 class Experts(nnx.Module):
-    """An MLP of experts: a router, and the matrices gate_up [G, 2·I, E] and down [G, E, I]."""
+    """An MLP of experts: a router, the matrices gate_up [G, 2·I, E] and down [G, E, I], and the shared MLP.
+
+    Experts without a gate have I rows in place of 2·I, and experts of a latent vector its size in place of E.
+    """
+
+    routes_normed = True  # the router reads the input of the experts; else that of their norm
 
     def __init__(self, config: ModelConfig, spec: MoeSpec, precision: Precision) -> None:
         G, E, inner = spec.num_experts, config.hidden_size, spec.intermediate_size
         self.shards = precision.shards
         # The router stays in float32: a rounded logit can change which experts a token gets.
-        self.router = Linear(G, E, Precision(stream=precision.stream, implementation="xla"))
+        plain = Precision(stream=precision.stream, implementation="xla")
+        self.router = Linear(G, E, plain, bias=spec.bias)
+        self.correction = nnx.data(parameter((G,), jnp.float32) if spec.correction else None)
+        inner_config = dataclasses.replace(config, intermediate_size=spec.shared_size, mlp_bias=False)
+        beside = GatedMlp if spec.gated else PlainMlp
+        self.shared = nnx.data(beside(inner_config, precision) if spec.shared_size else None)
+        self.shared_gate = nnx.data(Linear(1, E, plain) if spec.shared_gate else None)
         local = G if precision.shards is None else G // precision.shards.expert
-        self.gate_up = Stack((local, 2 * inner, E), precision)
-        self.down = Stack((local, E, inner), precision)
+        width = spec.latent_size or E
+        self.narrow = nnx.data(Linear(width, E, precision) if spec.latent_size else None)
+        self.widen = nnx.data(Linear(E, width, precision) if spec.latent_size else None)
+        self.gate_up = Stack((local, (1 + spec.gated) * inner, width), precision, bias=spec.bias)
+        self.down = Stack((local, width, inner), precision)
+        # Of all experts: on a mesh it is added once, to the sum of the devices' products.
+        self.down_bias = nnx.data(parameter((G, E), jnp.float32) if spec.bias else None)
         self.spec, self.activation, self.looped = spec, config.activation, precision.loop_experts
 
     def __call__(self, x: jax.Array, residual: jax.Array | None = None, norm: RMSNorm | None = None) -> jax.Array:
         """Compute the experts of norm(x) [..., E] → [..., E], plus `residual` if there is one."""
-        x = x if norm is None else norm(x)
+        unnormed, x = x, x if norm is None else norm(x)
         flat = x.reshape(-1, x.shape[-1])
         with jax.named_scope("route"):
-            weights, chosen = self.route(flat)
-            count, chosen = self._local_experts(chosen)
+            weights, among_all = self.route(flat if self.routes_normed else unnormed.reshape(flat.shape))
+            count, chosen = self._local_experts(among_all)
             order = jnp.argsort(chosen.reshape(-1))
             sizes = jnp.sum(chosen.reshape(-1, 1) == jnp.arange(count), axis=0, dtype=jnp.int32)
-            rows = flat[order // self.spec.top_k]
+            read = flat if self.narrow is None else self.narrow(flat)
+            rows = read[order // self.spec.top_k]
         with jax.named_scope("experts"):
-            if self.looped:
-                out = self.loop(rows, sizes)
-            else:
-                out = self.down.grouped(gated(self.gate_up.grouped(rows, sizes), self.activation), sizes)
+            out = self.compute(rows, sizes, order // self.spec.top_k)
         with jax.named_scope("combine"):
             if count < self.spec.num_experts:  # rows of other devices' experts are last, and hold no results
                 valid = jnp.arange(rows.shape[0]) < jnp.sum(sizes)
@@ -100,9 +127,40 @@ class Experts(nnx.Module):
             # A gather restores the order of the tokens: XLA:CPU runs a scatter one element at a time.
             out = out[jnp.argsort(order)].reshape(*chosen.shape, -1)
             y = jnp.sum(out.astype(jnp.float32) * weights[..., None], axis=-2)
-        y = y.astype(x.dtype).reshape(x.shape)
+        y = y.astype(x.dtype)
+        y = y if self.widen is None else self.widen(y)
+        y = y.reshape(x.shape)
         y = y if self.shards is None else self.shards.sum(y)
+        if self.down_bias is not None:
+            biases = jnp.sum(self.down_bias[...][among_all] * weights[..., None], axis=-2)
+            y = y + biases.astype(x.dtype).reshape(x.shape)
+        if self.shared is not None:
+            y = y + self._shared_result(x)
         return y if residual is None else residual + y
+
+    def compute(self, rows: jax.Array, sizes: jax.Array, tokens: jax.Array) -> jax.Array:
+        """Compute rows [M, E], sorted by expert, → [M, E]; `tokens` [M] are those that they belong to."""
+        if self.looped:
+            return self.loop(rows, sizes)
+        return self.product(self.down, self.activated(self.product(self.gate_up, rows, sizes)), sizes)
+
+    def product(self, stack: Stack, rows: jax.Array, sizes: jax.Array) -> jax.Array:
+        """Compute rows [M, in], sorted by expert, times each one's matrix of a stack → [M, out]."""
+        if self.looped:
+            return in_blocks(rows, sizes, stack.of_expert, stack.shape[1], experts=self.spec.num_experts)
+        return stack.grouped(rows, sizes)
+
+    def activated(self, x: jax.Array) -> jax.Array:
+        """Return the input of `down`."""
+        return gated(x, self.activation) if self.spec.gated else activate(x, self.activation)
+
+    def _shared_result(self, x: jax.Array) -> jax.Array:
+        assert self.shared is not None, "there is one"
+        with jax.named_scope("shared"):
+            y: jax.Array = self.shared(x)
+            if self.shared_gate is None:
+                return y
+            return (y * jax.nn.sigmoid(self.shared_gate(x.astype(jnp.float32)))).astype(x.dtype)
 
     def _local_experts(self, chosen: jax.Array) -> tuple[int, jax.Array]:
         """Return the number of this device's experts, and the chosen ones counted from its first: others' are last."""
@@ -114,11 +172,27 @@ class Experts(nnx.Module):
 
     def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return the weights float32 [T, k] and the experts int32 [T, k] of each token."""
-        scores = jax.nn.softmax(self.router(x.astype(jnp.float32)), axis=-1)
-        weights, chosen = jax.lax.top_k(scores, self.spec.top_k)
-        if self.spec.normalize:
-            weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-        return weights, chosen
+        spec, logits = self.spec, self.router(x.astype(jnp.float32))
+        scores = jax.nn.softmax(logits, axis=-1) if spec.scoring == "softmax" else jax.nn.sigmoid(logits)
+        ranks = scores if self.correction is None else scores + self.correction[...]
+        weights, chosen = jax.lax.top_k(self._of_best_groups(ranks), spec.top_k)
+        if self.correction is not None:
+            weights = jnp.take_along_axis(scores, chosen, axis=-1)
+        if spec.normalize:
+            total = jnp.sum(weights, axis=-1, keepdims=True)
+            weights = weights / (total + spec.epsilon if spec.epsilon else total)
+        return (weights if spec.scale == 1.0 else weights * spec.scale), chosen
+
+    def _of_best_groups(self, ranks: jax.Array) -> jax.Array:
+        """Return ranks [T, G] with -inf outside of the best groups, which the sum of their best experts decides."""
+        spec = self.spec
+        if spec.top_groups == spec.groups:
+            return ranks
+        grouped = ranks.reshape(*ranks.shape[:-1], spec.groups, -1)
+        best, _ = jax.lax.top_k(grouped, min(spec.group_best, grouped.shape[-1]))
+        _, kept = jax.lax.top_k(jnp.sum(best, axis=-1), spec.top_groups)
+        mask = jnp.any(kept[..., None] == jnp.arange(spec.groups), axis=-2)
+        return jnp.where(mask[..., None], grouped, -jnp.inf).reshape(ranks.shape)
 
     def loop(self, rows: jax.Array, sizes: jax.Array) -> jax.Array:
         """Compute rows [M, E], sorted by expert, → [M, E], a block of rows of one expert at a time.
@@ -126,22 +200,56 @@ class Experts(nnx.Module):
         XLA:CPU computes a ragged product by multiplying all rows with all experts: 64 experts, 8 per token, [384, 512]
         in float32 took 218, 497 and 2473 ms for 2, 32 and 256 tokens, where this loop took 1, 6 and 14.
         """
-        M, G = rows.shape[0], sizes.shape[0]
-        size = block_rows(M, self.spec.num_experts)
-        blocks = (sizes + size - 1) // size
-        owner = jnp.repeat(jnp.arange(G), blocks, total_repeat_length=min(M, M // size + G))
-        start, first = jnp.cumsum(sizes) - sizes, jnp.cumsum(blocks) - blocks
-        padded = jnp.pad(rows, ((0, size), (0, 0)))
 
-        def body(block: jax.Array, out: jax.Array) -> jax.Array:
-            expert = owner[block]
-            offset = start[expert] + (block - first[expert]) * size
-            x = jax.lax.dynamic_slice_in_dim(padded, offset, size)
-            y = self.down.of_expert(gated(self.gate_up.of_expert(x, expert), self.activation), expert)
-            # Rows beyond the expert's own are overwritten by the blocks that follow, or lie in the padding.
-            return jax.lax.dynamic_update_slice_in_dim(out, y, offset, 0)
+        def both(x: jax.Array, expert: jax.Array) -> jax.Array:
+            return self.down.of_expert(self.activated(self.gate_up.of_expert(x, expert)), expert)
 
-        return jax.lax.fori_loop(0, jnp.sum(blocks), body, jnp.zeros_like(padded))[:M]
+        return in_blocks(rows, sizes, both, rows.shape[1], experts=self.spec.num_experts)
+
+
+class ScaledExperts(Experts):
+    """Experts with a norm of the router's own, and a factor for the results of each expert."""
+
+    routes_normed = False
+
+    def __init__(self, config: ModelConfig, spec: MoeSpec, precision: Precision) -> None:
+        super().__init__(config, spec, precision)
+        self.router_norm = RMSNorm(config.hidden_size, config.norm_eps, Precision(stream=precision.stream))
+        self.expert_scalar = parameter((spec.num_experts,), jnp.float32)
+
+    def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        weights, chosen = super().route(self.router_norm(x) * x.shape[-1] ** -0.5)
+        return weights * self.expert_scalar[...][chosen], chosen
+
+
+def in_blocks(
+    rows: jax.Array,
+    sizes: jax.Array,
+    compute: Callable[[jax.Array, jax.Array], jax.Array],
+    width: int,
+    *,
+    experts: int,
+) -> jax.Array:
+    """Compute rows [M, in], sorted by expert, → [M, width], by calls of `compute` with a block of rows of one expert.
+
+    `experts` are those of all devices.
+    """
+    M, G = rows.shape[0], sizes.shape[0]
+    size = block_rows(M, experts)
+    blocks = (sizes + size - 1) // size
+    owner = jnp.repeat(jnp.arange(G), blocks, total_repeat_length=min(M, M // size + G))
+    start, first = jnp.cumsum(sizes) - sizes, jnp.cumsum(blocks) - blocks
+    padded = jnp.pad(rows, ((0, size), (0, 0)))
+
+    def body(block: jax.Array, out: jax.Array) -> jax.Array:
+        expert = owner[block]
+        offset = start[expert] + (block - first[expert]) * size
+        y = compute(jax.lax.dynamic_slice_in_dim(padded, offset, size), expert)
+        # Rows beyond the expert's own are overwritten by the blocks that follow, or lie in the padding.
+        return jax.lax.dynamic_update_slice_in_dim(out, y, offset, 0)
+
+    empty = jnp.zeros((M + size, width), rows.dtype)
+    return jax.lax.fori_loop(0, jnp.sum(blocks), body, empty)[:M]
 
 
 def block_rows(rows: int, experts: int) -> int:

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "factors")
+if TYPE_CHECKING:
+    import jax
+
+KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "factors", "proportional")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +35,9 @@ class RopeSpec:
     short_factor: tuple[float, ...] = ()  # longrope; factors: the divisor of each frequency
     long_factor: tuple[float, ...] = ()  # longrope
     attention_factor: float = 1.0  # multiplies cos and sin
+    interleaved: bool = False  # a pair is two neighbours of a head, else lies half of the rotated part apart
+    part: float = 1.0  # proportional: of the frequencies; the others are 0
+    query_growth: float = 0.0  # queries are multiplied by 1 + growth · log(1 + ⌊position / original_length⌋)
 
     @property
     def depends_on_length(self) -> bool:
@@ -57,6 +61,9 @@ class RopeSpec:
             return self._llama3(plain)
         if self.kind == "yarn":
             return self._yarn(plain, np.float32(1.0) / (np.float32(self.factor) * periods))
+        if self.kind == "proportional":
+            rotated = np.arange(self.dim // 2) < int(self.part * self.dim // 2)
+            return np.where(rotated, plain / np.float32(self.factor), np.float32(0))
         if self.kind == "factors":
             return plain / np.asarray(self.short_factor, np.float32)
         if self.kind == "longrope":
@@ -106,13 +113,15 @@ def attention_factor(kind: str, factor: float, original_length: int, options: di
     return 1.0
 
 
-def tables(spec: RopeSpec, positions: jax.Array, lengths: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """Return the tables cos and sin [..., F] in float32.
+def tables(spec: RopeSpec, positions: jax.Array, lengths: jax.Array | None) -> tuple[jax.Array, ...]:
+    """Return the tables cos and sin [..., F] in float32, and the factor of queries [...] if the spec has one.
 
     `lengths` is the sequence length to assume for each token; only length-dependent kinds use it. None means
     `positions + 1`, as in decoding token by token, and the only choice under which the keys of a prefix do not
     depend on the tokens after it. Transformers assumes max(prompt length, position + 1).
     """
+    import jax.numpy as jnp  # configs, which have specs, are read before JAX is imported
+
     column = positions.astype(jnp.float32)[..., None]
     frequencies: jax.Array | NDArray[np.float32] = spec.frequencies()
     if spec.depends_on_length:
@@ -128,4 +137,20 @@ def tables(spec: RopeSpec, positions: jax.Array, lengths: jax.Array | None) -> t
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     if spec.attention_factor != 1.0:
         cos, sin = cos * spec.attention_factor, sin * spec.attention_factor
+    if spec.query_growth:
+        turns = jnp.floor(positions.astype(jnp.float32) / spec.original_length)
+        return cos, sin, 1.0 + spec.query_growth * jnp.log1p(turns)
     return cos, sin
+
+
+def halves(heads: jax.Array, dim: int) -> jax.Array:
+    """Reorder the first `dim` numbers of each head [..., D]: the first of each pair of neighbours, then the others.
+
+    Scores do not change if queries and keys are reordered alike.
+    """
+    import jax.numpy as jnp  # most of what reads specs has no need of it
+
+    rotated = heads[..., :dim]
+    pairs = rotated.reshape(*rotated.shape[:-1], dim // 2, 2)
+    rotated = jnp.swapaxes(pairs, -1, -2).reshape(rotated.shape)
+    return rotated if dim == heads.shape[-1] else jnp.concatenate([rotated, heads[..., dim:]], axis=-1)

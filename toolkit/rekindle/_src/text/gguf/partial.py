@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 import numpy as np
 import tokenizers
-from tokenizers import AddedToken, pre_tokenizers
+from tokenizers import AddedToken, decoders, pre_tokenizers
 
 from rekindle._src.models.loading.gguf.cursor import Texts
 from rekindle._src.text.gguf.token_table import SEPARATOR, TokenTable
-from rekindle._src.text.gguf.vocabulary import MergeList, Pair, Recipe, added_token
+from rekindle._src.text.gguf.vocabulary import Cuts, MergeList, Pair, Recipe, added_token
 from rekindle._src.text.spelling import Spelled, byte_of_character
 from rekindle._src.text.tokenizer_limits import CUT_CHARACTERS, MERGES_PER_PIECE
 
@@ -48,13 +48,14 @@ class PartialTokenizer:
         words, self._make_whole = bpe.words, whole
         self._words, self._tokens = words, words.tokens
         self._table = table = TokenTable(words.tokens)
-        self._bytewise = isinstance(bpe.merges, MergeList)
+        self._bytewise = isinstance(bpe.decoder, decoders.ByteLevel)
         self._prefix = ""
         always = {table.id_of(token) for token in words.special().values()}
         if isinstance(bpe.merges, MergeList):
             bpe.merges.sort(table)
-        else:
+        if not self._bytewise:
             always |= self._fallbacks(bpe.options["unk_token"])
+        if isinstance(bpe.merges, Cuts):
             _check_cuts(words.tokens)
             self._prefix = _SPACE if words.flag("add_space_prefix", True) else ""
             if words.flag("remove_extra_whitespaces", False):

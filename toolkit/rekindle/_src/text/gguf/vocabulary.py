@@ -18,12 +18,11 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
 from rekindle._src.models.loading.gguf.cursor import MAX_TEXTS, Texts
-from rekindle._src.models.loading.gguf.metadata import Metadata
+from rekindle._src.models.loading.gguf.header import Metadata
 from rekindle._src.text import tokenizer_limits
-from rekindle._src.text.gguf.pre_tokenizers import PRE_TOKENIZERS
+from rekindle._src.text.gguf.pre_tokenizers import LINES, PRE_TOKENIZERS
 from rekindle._src.text.gguf.token_table import CHUNK, Sums, TokenTable
-from rekindle._src.text.panics import panics_as
-from rekindle._src.text.tokenizer_limits import CUT_CHARACTERS, MERGES_PER_PIECE
+from rekindle._src.text.tokenizer_limits import CUT_CHARACTERS, MERGES_PER_PIECE, panics_as
 from rekindle.errors import CheckpointError, UnsupportedModel
 
 _ID_BITS = MAX_TEXTS.bit_length()
@@ -259,6 +258,19 @@ def _sentence_pieces(words: Vocabulary) -> Recipe:
     )
 
 
+def _merged_pieces(words: Vocabulary) -> Recipe:
+    """Return the recipe of pieces that a list merges: Gemma 4's, whose text is split at the ends of lines alone."""
+    return Recipe(
+        words,
+        {"unk_token": _unknown(words), "fuse_unk": True, "byte_fallback": True},
+        MergeList(words.path, words.metadata.texts(f"{_KEY}.merges")),
+        normalizers.Replace(" ", _SPACE),
+        pre_tokenizers.Split(tokenizers.Regex(LINES), "isolated"),
+        decoders.Sequence([decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]),
+        add_bos=True,
+    )
+
+
 class Cuts:
     """Every way to cut a piece into two others, those of pieces with the best score first."""
 
@@ -370,4 +382,4 @@ def added_token(words: Vocabulary, index: int) -> AddedToken:
     return AddedToken(words.tokens[index], normalized=False, special=int(words.kinds[index]) != USER_DEFINED)
 
 
-_RECIPES = {"gpt2": _byte_level, "llama": _sentence_pieces}
+_RECIPES = {"gpt2": _byte_level, "llama": _sentence_pieces, "gemma4": _merged_pieces}

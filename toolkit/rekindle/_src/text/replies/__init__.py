@@ -11,8 +11,7 @@ from rekindle._src.core.reply import (
     ToolCallStarted,
     fold,
 )
-from rekindle._src.text.replies.format import ReplyFormat
-from rekindle._src.text.replies.plan import ReplyPlan
+from rekindle._src.text.replies.format import ReplyFormat, ReplyPlan
 from rekindle._src.text.replies.scanner import ReplyScanner
 
 __all__ = [

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rekindle._src.text.replies.syntax import CallSyntax
+from rekindle._src.text.replies.call import CallSyntax
 
 Schema = Mapping[str, Any]
 Token = Callable[[str], int | None]  # from a marker to its id, if it is a single token
@@ -16,12 +16,20 @@ _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator
 def call_grammar(syntax: CallSyntax, tools: Sequence[Schema], token: Token, *, several: bool) -> str:
     """Return the grammar of one call of these tools, or of `several`, in the syntax of a family."""
     functions = [tool.get("function", tool) for tool in tools]
-    several = several and syntax.name != "llama3_json"  # its template accepts one call in a message
+    several = several and syntax.name not in ("llama3_json", "harmony")  # their templates accept one in a message
     calls: list[tuple[str, ...]]
     if syntax.name == "mistral" and token("[ARGS]") is not None:
         begins, ends, between = "", "", ""
         calls = [
             (_mark("[TOOL_CALLS]", token), _text(entry["name"]), _mark("[ARGS]", token), "@args") for entry in functions
+        ]
+    elif syntax.name == "harmony":
+        begins, ends, between = "", "", ""
+        marks = [_mark(f"<|{name}|>", token) for name in ("channel", "constrain", "message")]
+        channel, constrain, message = marks
+        calls = [
+            (channel, _text(f"commentary to=functions.{entry['name']} "), constrain, _text("json"), message, "@args")
+            for entry in functions
         ]
     elif syntax.name == "olmo":
         begins, ends, between = (

@@ -1,4 +1,4 @@
-"""The call syntaxes of the families Qwen, SmolLM, Llama, Mistral, Phi and OLMo.
+"""The call syntaxes of the families Qwen, SmolLM, Llama, Mistral, Phi, OLMo and gpt-oss.
 
 A reader begins behind its opener (a bare one is still unread), reads whole calls, and raises `Malformed` where there
 is none; text read since the last whole call is then part of the answer.
@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import re
 
-from rekindle._src.text.replies.call import MAX_NAME, named_call
-from rekindle._src.text.replies.call_reader import read_arguments, read_json_call
-from rekindle._src.text.replies.python_reader import read_call
+from rekindle._src.text.replies.call import MAX_NAME, Calls, CallSyntax, Opener, named_call
+from rekindle._src.text.replies.call_reader import read_arguments, read_call, read_function, read_json_call
+from rekindle._src.text.replies.harmony import HARMONY
 from rekindle._src.text.replies.source import Malformed, Reading, ahead, close, peek, skip_space, take
-from rekindle._src.text.replies.syntax import Calls, CallSyntax, Opener
-from rekindle._src.text.replies.xml_reader import read_function
 
 _MISTRAL_NAME = re.compile(r"[\w./-]")
 
@@ -181,4 +179,4 @@ OLMO = CallSyntax(
     (Opener("<function_calls>", _function_calls),),
     markers=("<function_calls>", "</function_calls>"),
 )
-SYNTAXES = {syntax.name: syntax for syntax in (HERMES, LLAMA3_JSON, PYTHONIC, MISTRAL, PHI4MINI, OLMO)}
+SYNTAXES = {syntax.name: syntax for syntax in (HERMES, LLAMA3_JSON, PYTHONIC, MISTRAL, PHI4MINI, OLMO, HARMONY)}

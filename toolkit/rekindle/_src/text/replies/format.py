@@ -1,25 +1,32 @@
-"""The syntax of a model's replies, detected from its chat template."""
+"""The syntax of a model's replies, detected from its chat template, and the plan for reading one chat's reply.
+
+Calls of earlier replies are written as text for templates that would leave them out. Ids of calls are unique for each
+call, and the same again when a request is repeated with its seed.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
+import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import secrets
+import string
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from rekindle._src.core.reply import Reply, ReplyEvent, fold
-from rekindle._src.text.replies.call import known_tools
-from rekindle._src.text.replies.call_ids import call_ids
+from rekindle._src.text.replies.call import CallSyntax, known_tools
 from rekindle._src.text.replies.families import SYNTAXES
+from rekindle._src.text.replies.harmony import HARMONY, NAMESPACE, START, HarmonyScanner
 from rekindle._src.text.replies.scanner import ReplyScanner, Tags
 from rekindle._src.text.replies.source import SPACE
-from rekindle._src.text.replies.syntax import CallSyntax
-from rekindle._src.text.template_code import takes_tools
 
 TAGS: tuple[Tags, ...] = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 # Signs of a template that describes or repeats calls, the most particular first.
 _SIGNS = (
+    (re.compile(r"<\|channel\|>"), "harmony"),
     (re.compile(r"\[TOOL_CALLS\]"), "mistral"),
     (re.compile(r"<tool_call>|<function="), "hermes"),
     (re.compile(r"<\|tool_call\|>|<\|tool\|>|functools\["), "phi4mini"),
@@ -27,6 +34,11 @@ _SIGNS = (
     (re.compile(r"<\|python_start\|>|\[func_name1?\("), "pythonic"),
     (re.compile(r"<\|python_tag\|>|\"parameters\": dictionary"), "llama3_json"),
 )
+_LETTERS = string.ascii_letters + string.digits
+Message = Mapping[str, Any]
+_CODE = re.compile(r"\{[{%](.*?)[%}]\}", re.DOTALL)
+_STRING = re.compile(r"'(?:\\.|[^'\\])*'|\"(?:\\.|[^\"\\])*\"", re.DOTALL)
+_TOOLS_OF_MESSAGE = re.compile(r"\w\[\s*['\"]tools['\"]\s*\]|\w\.tools\b")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,10 +58,20 @@ class ReplyFormat:
         tags = next((tags for tags in TAGS if any(tag in template for tag in tags)), None)
         return cls(None if name is None else SYNTAXES[name], tags)
 
+    @property
+    def in_channels(self) -> bool:
+        """True if a reply consists of messages with channels, whether there are tools or not."""
+        return self.calls is not None and self.calls.name == HARMONY.name
+
+    @property
+    def has_parts(self) -> bool:
+        """True if a reply may have parts where there are no tools."""
+        return self.reasoning is not None or self.in_channels
+
     def markers(self, *, tools: bool) -> frozenset[str]:
         """Return the texts that a scanner has to see even where they are special tokens."""
         markers: set[str] = set(self.reasoning or ())
-        if tools and self.calls is not None:
+        if self.calls is not None and (tools or self.in_channels):
             markers.update(self.calls.markers)
         return frozenset(markers)
 
@@ -71,6 +93,10 @@ class ReplyFormat:
         ends inside of reasoning. Ids of calls follow from `seed`; None draws one.
         """
         calls = self.calls if tools else None
+        if self.in_channels:
+            return HarmonyScanner(
+                calls=calls is not None, known=known_tools(tools), new_id=call_ids(seed), pieces=pieces
+            )
         return ReplyScanner(
             syntax=calls,
             tags=self.reasoning,
@@ -92,3 +118,154 @@ class ReplyFormat:
         scanner = self.scanner(tools=tools, reasoning_open=reasoning_open, seed=seed)
         events: Iterable[ReplyEvent] = [*scanner.feed(text), *scanner.finish()]
         return fold(events)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReplyPlan:
+    """The settings for reading the reply of one chat; each of its `n` sequences has a scanner."""
+
+    format: ReplyFormat
+    tools: tuple[Mapping[str, Any], ...] = ()  # JSON schemas; without them no calls are recognized
+    continued: str | None = None  # the last message, if the reply goes on with it
+    pieces: bool = False  # calls are emitted while they arrive
+
+    @property
+    def visible(self) -> frozenset[str]:
+        """Special tokens that need a text, because the scanner reads them."""
+        return self.format.markers(tools=bool(self.tools))
+
+    def after(self, prompt: str, text: str) -> ReplyPlan:
+        """Return the plan of a reply that continues `text`, the beginning of a reply to `prompt`."""
+        before = self.continued
+        if before is None:
+            before = self.format.reasoning[0] if self.format.reasoning and self.format.opens_reasoning(prompt) else ""
+        return dataclasses.replace(self, continued=before + text)
+
+    def scanner(self, prompt: str, token_ids: bytes, seed: int | None) -> ReplyScanner:
+        """Return the scanner for a reply to `prompt`. Its tokens and the seed decide the ids of calls."""
+        key = hashlib.blake2b(token_ids, digest_size=32, person=b"tool calls")
+        key.update(str(seed).encode())
+        format, reasoning_open = self.format, self.format.opens_reasoning(prompt)
+        if format.in_channels:
+            scanner = format.scanner(tools=self.tools, seed=key.digest(), pieces=self.pieces)
+            assert isinstance(scanner, HarmonyScanner), "the format has channels"
+            continued = self.continued or ""
+            before = prompt if prompt.endswith(continued) else prompt + continued
+            scanner.go_on_from(before[before.rfind(START) :] if START in before else continued)
+            return scanner
+        if self.continued is not None:
+            reasoning_open = format.reasoning is not None and is_open(self.continued, *format.reasoning)
+            if self.continued.strip() and not reasoning_open:
+                format = dataclasses.replace(format, reasoning=None)  # the place for reasoning is past
+        return format.scanner(tools=self.tools, reasoning_open=reasoning_open, seed=key.digest(), pieces=self.pieces)
+
+
+def is_open(text: str, opening: str, closing: str) -> bool:
+    """True if `text` ends inside of these tags."""
+    return text.rfind(opening) > text.rfind(closing)
+
+
+def call_ids(seed: bytes | None, length: int = 0) -> Callable[[int], str]:
+    """Return a function from a call's index to its id, such as `call_Zk3…`, or of `length` letters and digits.
+
+    `seed` is a digest of all that decides the reply: prompt, seed and the index of the sequence. None draws one.
+    """
+    key = secrets.token_bytes(16) if seed is None else seed
+
+    def new(index: int) -> str:
+        number = int.from_bytes(hashlib.blake2b(key + index.to_bytes(8, "little"), digest_size=32).digest(), "little")
+        letters = []
+        for _ in range(length or 24):
+            number, letter = divmod(number, len(_LETTERS))
+            letters.append(_LETTERS[letter])
+        return ("" if length else "call_") + "".join(letters)
+
+    return new
+
+
+def with_calls_as_text(messages: Sequence[Message], syntax: CallSyntax) -> list[Message]:
+    """Return the messages, with an assistant's calls as text at the end of its content, as the model wrote them."""
+    result: list[Message] = []
+    for message in messages:
+        calls = _calls(message) if isinstance(message, Mapping) else []
+        content = message.get("content") if calls else None
+        if not calls or not (content is None or isinstance(content, str)):
+            result.append(message)
+            continue
+        text = f"{content}\n" if content else ""
+        rest = {key: value for key, value in message.items() if key != "tool_calls"}
+        result.append({**rest, "content": text + format_calls(calls, syntax)})
+    return result
+
+
+def format_calls(calls: Sequence[tuple[str, Mapping[str, Any]]], syntax: CallSyntax) -> str:
+    """Return calls in the syntax of a family."""
+    if syntax.name in ("olmo", "pythonic"):
+        lines = [
+            f"{name}({', '.join(f'{key}={json.dumps(value, ensure_ascii=False)}' for key, value in arguments.items())})"
+            for name, arguments in calls
+        ]
+        if syntax.name == "pythonic":
+            return f"[{', '.join(lines)}]"
+        return "\n".join(["<function_calls>", *lines, "</function_calls>"])
+    if syntax.name == HARMONY.name:
+        return f"{START}assistant".join(
+            f"<|channel|>commentary to={NAMESPACE}{name} <|constrain|>json<|message|>"
+            f"{json.dumps(dict(arguments), ensure_ascii=False)}<|call|>"
+            for name, arguments in calls
+        )
+    key = "parameters" if syntax.name == "llama3_json" else "arguments"
+    objects = [json.dumps({"name": name, key: dict(arguments)}, ensure_ascii=False) for name, arguments in calls]
+    if syntax.name == "hermes":
+        return "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in objects)
+    if syntax.name == "llama3_json":
+        return "; ".join(objects)
+    together = f"[{', '.join(objects)}]"
+    return f"[TOOL_CALLS]{together}" if syntax.name == "mistral" else f"<|tool_call|>{together}<|/tool_call|>"
+
+
+def _calls(message: Message) -> list[tuple[str, Mapping[str, Any]]]:
+    calls: list[tuple[str, Mapping[str, Any]]] = []
+    entries = message.get("tool_calls")
+    for call in entries if isinstance(entries, Sequence) and not isinstance(entries, str) else ():
+        function = call.get("function", call) if isinstance(call, Mapping) else None
+        arguments = function.get("arguments") if isinstance(function, Mapping) else None
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments or "{}")
+            except (ValueError, RecursionError):
+                return []
+        if not isinstance(function, Mapping) or not isinstance(arguments or {}, Mapping):
+            return []
+        calls.append((str(function.get("name")), arguments or {}))
+    return calls
+
+
+def reads(template: str, name: str) -> bool:
+    """True if a template uses a variable."""
+    return re.search(rf"(?<![\w.]){re.escape(name)}\b", _without_strings(template)) is not None
+
+
+def reads_tools_of_messages(template: str) -> bool:
+    """True if a template takes tools from a message rather than from a variable, as Phi-4-mini's does."""
+    return _TOOLS_OF_MESSAGE.search(_code(template)) is not None
+
+
+def takes_tools(template: str) -> bool:
+    """True if a template shows tools to the model."""
+    return reads(template, "tools") or reads(template, "xml_tools") or reads_tools_of_messages(template)
+
+
+def reads_calls(template: str) -> bool:
+    """True if a template shows the calls in an assistant's message."""
+    return "tool_calls" in _code(template)
+
+
+@functools.lru_cache(maxsize=64)
+def _code(template: str) -> str:
+    return "\n".join(_CODE.findall(template))
+
+
+@functools.lru_cache(maxsize=64)
+def _without_strings(template: str) -> str:
+    return _STRING.sub('""', _code(template))

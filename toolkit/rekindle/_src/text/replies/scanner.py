@@ -18,9 +18,8 @@ from rekindle._src.core.reply import (
     ToolCallDropped,
     ToolCallStarted,
 )
-from rekindle._src.text.replies.call import Call, Known
+from rekindle._src.text.replies.call import Call, CallSyntax, Known, Opener
 from rekindle._src.text.replies.source import SPACE, Malformed, Reading, Source, peek, skip_space, take
-from rekindle._src.text.replies.syntax import CallSyntax, Opener
 
 Tags = tuple[str, str]
 
@@ -122,15 +121,18 @@ class ReplyScanner:
             except Malformed:
                 if opener.bare and not self.source.since_mark():
                     self.source.at += len(opener.text)
-                text = self._sayable(self.source.since_mark())
-                if self._writing:
-                    self._writing = False
-                    self._events.append(ToolCallDropped(self._calls, text))
-                    self._calls += 1
-                else:
-                    self._emit(ContentDelta, text)
+                self._give_back(self._sayable(self.source.since_mark()))
         if not self._after_marker:
             self._emit(ContentDelta, "".join(self._gap))
+
+    def _give_back(self, text: str) -> None:
+        """Emit the text of what turned out to be no call."""
+        if self._writing:
+            self._writing = False
+            self._events.append(ToolCallDropped(self._calls, text))
+            self._calls += 1
+        else:
+            self._emit(ContentDelta, text)
 
     def _read_reasoning(self, opening: str, closing: str) -> Reading[None]:
         source = self.source

@@ -1,24 +1,24 @@
 """The metadata of a GGUF file as the config.json that the same model has as a Hugging Face folder.
 
-llama.cpp knows some numbers by the architecture alone; they stand here with a comment. A value that no family
+llama.cpp knows some numbers by the architecture alone; families add them to what is read here. A value that no family
 implements raises `UnsupportedModel`, which names the key.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from rekindle._src.models.loading.gguf.header import GgufHeader, GgufTensor
-from rekindle._src.models.loading.gguf.metadata import Metadata
-from rekindle._src.models.loading.gguf.rope import rope_fields
-from rekindle._src.models.loading.gguf.stop_tokens import stop_tokens
-from rekindle.errors import UnsupportedModel
+import numpy as np
 
-_FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+from rekindle._src.models.loading.gguf.header import GgufHeader, GgufTensor, Metadata
+from rekindle._src.models.nn.rope import RopeSpec
+from rekindle.errors import CheckpointError, UnsupportedModel
+
+_LLAMA3_LENGTH = 8192  # the pre-training length of all published models with Llama 3's rope
+_MOST = 1 << 14  # frequencies
 
 
-class Described(NamedTuple):
+class GgufModel(NamedTuple):
     """A file's metadata below the prefix of its architecture, and its tensors by name."""
 
     header: GgufHeader
@@ -34,6 +34,16 @@ class Described(NamedTuple):
 
     def number(self, key: str, *default: Any) -> Any:
         return self.metadata.number(f"{self.prefix}.{key}", *default)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self.metadata.get(f"{self.prefix}.{key}", default)
+
+    def numbers(self, key: str) -> Any:
+        return self.metadata.numbers(f"{self.prefix}.{key}")
+
+    def has(self, tensor: str) -> bool:
+        """True if the file has this tensor."""
+        return tensor in self.tensors
 
     @property
     def head_dim(self) -> int:
@@ -57,180 +67,165 @@ class Described(NamedTuple):
         if value is not None and not any(value is choice or value == choice for choice in accepted):
             raise self.unsupported(key, value)
 
+    def decoder(
+        self, norm: str = "layer_norm_rms_epsilon", *allowed: str, gaps: bool = False, length: int | None = None
+    ) -> dict[str, Any]:
+        """Return the keys that nearly all families share.
 
-def config(header: GgufHeader, tensors: dict[str, GgufTensor]) -> dict[str, Any]:
-    """Return the equivalent of config.json. Raise `UnsupportedModel` for an architecture that no family implements."""
-    name = header.metadata.text("general.architecture")
-    if name not in READERS:
+        `allowed` are options that the family reads itself. With `gaps`, layers may have no heads or no MLP. `length` is
+        the size of the MLP where the file has none.
+        """
+        layers = self.integer("block_count")
+        keys: dict[str, Any] = {
+            "hidden_size": self.integer("embedding_length"),
+            "num_hidden_layers": layers,
+            "num_attention_heads": self._same("attention.head_count", layers, gaps=gaps),
+            "intermediate_size": self._same(
+                "feed_forward_length", layers, *(() if length is None else (length,)), gaps=gaps
+            ),
+            "max_position_embeddings": self.integer("context_length"),
+            "rms_norm_eps": self.number(f"attention.{norm}"),
+            "head_dim": self.head_dim,
+            "tie_word_embeddings": not self.has("output.weight"),
+        }
+        heads = keys["num_attention_heads"]
+        keys["num_key_value_heads"] = self._same("attention.head_count_kv", layers, heads, gaps=gaps)
+        for key in ("expert_shared_count", "leading_dense_block_count", "expert_group_count", "nextn_predict_layers"):
+            if key not in allowed:
+                self.only(key, 0)
+        return keys
+
+    def sliding_layers(self) -> dict[str, Any]:
+        """Return `layer_types` if the file says for each layer whether its window slides."""
+        if isinstance(self.get("attention.sliding_window_pattern", 0), int):
+            return {}
+        slides = self.numbers("attention.sliding_window_pattern").astype(bool).tolist()
+        return {"layer_types": ["sliding_attention" if slide else "full_attention" for slide in slides]}
+
+    def rope(self, *, theta: float = 10_000.0, head_dim: int | None = None) -> dict[str, Any]:
+        """Return the keys of the rope of heads of `head_dim`, whose base is `theta` unless the file says otherwise."""
+        return rope_fields(self.header, self.prefix, self.tensors, head_dim or self.head_dim, theta=theta)
+
+    def each(self, key: str, layers: int) -> list[int]:
+        """Return a number of each layer, which files may have once for all of them."""
+        value = self.get(key)
+        if value is None or isinstance(value, int):
+            return [self.integer(key)] * layers
+        listed: list[int] = self.numbers(key).tolist()
+        if len(listed) != layers:
+            raise self.unsupported(key, listed, f"for {layers} layers")
+        return listed
+
+    def attends(self) -> list[bool]:
+        """Return which layers have heads of keys and values."""
+        return [heads > 0 for heads in self.each("attention.head_count_kv", self.integer("block_count"))]
+
+    def rope_factors(self, rotated: int) -> list[float]:
+        """Return the divisors of frequencies that the file has as a tensor."""
+        return _factors(self.header, self.tensors, "rope_freqs.weight", rotated)
+
+    def _same(self, key: str, layers: Any, *default: Any, gaps: bool = False) -> Any:
+        """Return a number that files may have for each layer, with `gaps` zero in some.
+
+        Raise `UnsupportedModel` if layers differ.
+        """
+        values = self.get(key)
+        if values is None or isinstance(values, int):
+            return self.integer(key, *default)
+        listed = self.numbers(key).tolist()
+        distinct = sorted(set(listed) - ({0} if gaps else set()))
+        if len(distinct) != 1 or len(listed) != layers:
+            raise self.unsupported(key, listed, "(layers of different sizes)")
+        return int(distinct[0])
+
+
+def rope_fields(
+    header: GgufHeader, prefix: str, tensors: dict[str, GgufTensor], head_dim: int, *, theta: float = 10_000.0
+) -> dict[str, Any]:
+    """Return `rope_theta`, `partial_rotary_factor` and `rope_scaling`, as far as the file has them."""
+    m = header.metadata
+    base = m.number(f"{prefix}.rope.freq_base", theta)
+    fields: dict[str, Any] = {"rope_theta": base}
+    rotated = m.integer(f"{prefix}.rope.dimension_count", head_dim)
+    if not 0 < rotated <= head_dim or rotated % 2:
         raise UnsupportedModel(
-            f"{header.path}: general.architecture={name[:80]!r} is not implemented. "
-            f"Use one of: {', '.join(sorted(READERS))}."
+            f"{header.path}: {prefix}.rope.dimension_count={rotated} does not fit into heads of {head_dim}. "
+            "Check the file."
         )
-    if header.metadata.text("general.type", "model") != "model":
-        kind = header.metadata.text("general.type")
-        raise UnsupportedModel(f"{header.path}: general.type={kind[:80]!r} is not a model. Pass the model's own file.")
-    model = Described(header, name, tensors)
-    raw = READERS[name](model)
-    embedding = tensors.get("token_embd.weight")
-    vocabulary = model.integer("vocab_size", None) if embedding is None else embedding.shape[0]
-    return {**raw, "vocab_size": vocabulary, "dtype": _dtype(embedding, tensors), **stop_tokens(header.metadata)}
+    if rotated != head_dim:
+        fields["partial_rotary_factor"] = (rotated + 0.5) / head_dim  # it is multiplied and rounded down again
+    stretched = _stretched(header, tensors, rotated, base)
+    scaling = _scaling(header, prefix) if stretched is None else stretched
+    original = m.integer(f"{prefix}.rope.scaling.original_context_length", None)
+    if "rope_factors_short.weight" in tensors or "rope_factors_long.weight" in tensors:
+        scaling = {
+            "rope_type": "longrope",
+            "short_factor": _factors(header, tensors, "rope_factors_short.weight", rotated),
+            "long_factor": _factors(header, tensors, "rope_factors_long.weight", rotated),
+            "attention_factor": m.number(f"{prefix}.rope.scaling.attn_factor", 1.0),
+        }
+        fields["original_max_position_embeddings"] = original or m.integer(f"{prefix}.context_length")
+    elif scaling is not None and scaling["rope_type"] == "yarn":
+        scaling["original_max_position_embeddings"] = original or m.integer(f"{prefix}.context_length")
+    return fields if scaling is None else fields | {"rope_scaling": scaling}
 
 
-def _dtype(embedding: GgufTensor | None, tensors: dict[str, GgufTensor]) -> str:
-    """Return the dtype of matrices that are plain numbers; quantised ones stand for numbers that 16 bits can't hold."""
-    kinds = {tensor.kind.name for tensor in tensors.values() if len(tensor.shape) > 1}
-    (only,) = kinds if len(kinds) == 1 else ("",)
-    return _FLOATS.get(only, "bfloat16")
-
-
-def _decoder(model_type: str, architecture: str, m: Described) -> dict[str, Any]:
-    """Return the keys that all families but GPT-2 share."""
-    layers = m.integer("block_count")
-    raw: dict[str, Any] = {
-        "model_type": model_type,
-        "architectures": [architecture],
-        "hidden_size": m.integer("embedding_length"),
-        "num_hidden_layers": layers,
-        "num_attention_heads": _same(m, "attention.head_count", layers),
-        "intermediate_size": _same(m, "feed_forward_length", layers),
-        "max_position_embeddings": m.integer("context_length"),
-        "rms_norm_eps": m.number("attention.layer_norm_rms_epsilon"),
-        "head_dim": m.head_dim,
-        "tie_word_embeddings": "output.weight" not in m.tensors,
+def _scaling(header: GgufHeader, prefix: str) -> dict[str, Any] | None:
+    """Return the scaling that the metadata asks for."""
+    m = header.metadata
+    kind = m.text(f"{prefix}.rope.scaling.type", None)
+    old = m.number(f"{prefix}.rope.scale_linear", 0.0)  # of old files
+    factor = m.number(f"{prefix}.rope.scaling.factor", old) or 1.0
+    if kind is None:
+        kind = "linear" if old else "none"
+    if kind not in ("none", "linear", "yarn", "longrope"):
+        raise UnsupportedModel(
+            f"{header.path}: {prefix}.rope.scaling.type={kind[:80]!r} is not implemented. "
+            "Implemented: none, linear, yarn, longrope."
+        )
+    if kind in ("none", "longrope") or factor == 1.0:  # longrope has its factors in tensors
+        return None
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": factor}
+    key = f"{prefix}.rope.scaling"
+    attention_factor = m.number(f"{key}.yarn_attn_factor", None) or m.number(f"{key}.attn_factor", 1.0)
+    scaling = {
+        "rope_type": "yarn",
+        "factor": factor,
+        "beta_fast": m.number(f"{key}.yarn_beta_fast", 32.0),
+        "beta_slow": m.number(f"{key}.yarn_beta_slow", 1.0),
     }
-    raw["num_key_value_heads"] = _same(m, "attention.head_count_kv", layers, raw["num_attention_heads"])
-    for key in ("expert_shared_count", "leading_dense_block_count", "expert_group_count", "nextn_predict_layers"):
-        m.only(key, 0)
-    return raw
+    if attention_factor != 1.0:
+        scaling["attention_factor"] = attention_factor * (0.1 * float(np.log(factor)) + 1.0)
+    return scaling
 
 
-def _same(m: Described, key: str, layers: Any, *default: Any) -> Any:
-    """Return a number that files may have for each layer. Raise `UnsupportedModel` if layers differ."""
-    values = m.metadata.get(f"{m.prefix}.{key}")
-    if values is None or isinstance(values, int):
-        return m.integer(key, *default)
-    listed = m.metadata.numbers(f"{m.prefix}.{key}").tolist()
-    if len(set(listed)) != 1 or len(listed) != layers:
-        raise m.unsupported(key, listed, "(layers of different sizes)")
-    return int(listed[0])
+def _stretched(header: GgufHeader, tensors: dict[str, GgufTensor], rotated: int, theta: float) -> dict[str, Any] | None:
+    """Return the scaling of a file that stretches each frequency by its own factor, as those of Llama 3 do.
 
-
-def _llama(m: Described) -> dict[str, Any]:
-    experts = m.integer("expert_count", 0)
-    window = m.integer("attention.sliding_window", 0)
-    biases = {"attention_bias": "blk.0.attn_q.bias" in m.tensors, "mlp_bias": "blk.0.ffn_gate.bias" in m.tensors}
-    if experts:
-        raw = _decoder("mixtral", "MixtralForCausalLM", m)
-        raw |= {"num_local_experts": experts, "num_experts_per_tok": m.integer("expert_used_count")}
-    elif window:
-        raw = _decoder("mistral", "MistralForCausalLM", m)
-    else:
-        raw = _decoder("llama", "LlamaForCausalLM", m) | biases
-    if experts or window:
-        raw["sliding_window"] = window or None
-    m.only("attention.scale", raw["head_dim"] ** -0.5)
-    m.only("logit_scale", 1.0)
-    m.only("embedding_scale", 1.0)
-    return raw | rope_fields(m.header, m.prefix, m.tensors, raw["head_dim"])
-
-
-def _qwen2(m: Described) -> dict[str, Any]:
-    raw = _decoder("qwen2", "Qwen2ForCausalLM", m)
-    return raw | rope_fields(m.header, m.prefix, m.tensors, raw["head_dim"])
-
-
-def _qwen3(m: Described) -> dict[str, Any]:
-    raw = _decoder("qwen3", "Qwen3ForCausalLM", m) | {"attention_bias": "blk.0.attn_q.bias" in m.tensors}
-    return raw | rope_fields(m.header, m.prefix, m.tensors, raw["head_dim"])
-
-
-def _qwen3moe(m: Described) -> dict[str, Any]:
-    raw = _decoder("qwen3_moe", "Qwen3MoeForCausalLM", m)
-    raw |= {
-        "num_experts": m.integer("expert_count"),
-        "num_experts_per_tok": m.integer("expert_used_count"),
-        "moe_intermediate_size": m.integer("expert_feed_forward_length"),
-        "norm_topk_prob": True,  # known by the architecture
-        "attention_bias": "blk.0.attn_q.bias" in m.tensors,
-    }
-    return raw | rope_fields(m.header, m.prefix, m.tensors, raw["head_dim"])
-
-
-def _gemma2(m: Described) -> dict[str, Any]:
-    raw = _decoder("gemma2", "Gemma2ForCausalLM", m)
-    m.only("attention.sliding_window_pattern", 2)
-    raw |= {
-        "sliding_window": m.integer("attention.sliding_window", 4096),
-        "attn_logit_softcapping": m.number("attn_logit_softcapping", 50.0),
-        "final_logit_softcapping": m.number("final_logit_softcapping", 30.0),
-        **_gemma_fields(m, raw, large=46),
-    }
-    return raw | rope_fields(m.header, m.prefix, m.tensors, raw["head_dim"])
-
-
-def _gemma3(m: Described) -> dict[str, Any]:
-    raw = _decoder("gemma3_text", "Gemma3ForCausalLM", m)
-    pattern = m.metadata.get(f"{m.prefix}.attention.sliding_window_pattern", 6)  # 6 is known by the architecture
-    if not isinstance(pattern, int):  # true for each layer that slides
-        slides = m.metadata.numbers(f"{m.prefix}.attention.sliding_window_pattern").astype(bool).tolist()
-        raw["layer_types"] = ["sliding_attention" if slide else "full_attention" for slide in slides]
-    else:
-        raw["sliding_window_pattern"] = pattern
-    raw |= {
-        "sliding_window": m.integer("attention.sliding_window"),
-        "rope_local_base_freq": m.number("rope.freq_base_swa", 10_000.0),
-        "final_logit_softcapping": m.number("final_logit_softcapping", None),
-        **_gemma_fields(m, raw, large=62),
-    }
-    return raw | rope_fields(m.header, m.prefix, m.tensors, raw["head_dim"], theta=1_000_000.0)
-
-
-def _gemma_fields(m: Described, raw: dict[str, Any], *, large: int) -> dict[str, Any]:
-    """Return the fields that Gemma 2 and 3 share.
-
-    llama.cpp scales scores by the head's size, but for the 27B model, which has `large` layers.
+    Llama 3's four numbers are not in the file. Where its usual ones give these factors, they are taken.
     """
-    scale = raw["hidden_size"] // raw["num_attention_heads"] if raw["num_hidden_layers"] == large else raw["head_dim"]
-    if (stored := m.number("attention.scale", None)) is not None:
-        scale = round(stored**-2, 3)
-    return {"query_pre_attn_scalar": scale, "hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True}
+    if "rope_freqs.weight" not in tensors:
+        return None
+    factors = _factors(header, tensors, "rope_freqs.weight", rotated)
+    usual: dict[str, Any] = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "factor": max(factors)}
+    plain = RopeSpec(theta=theta, dim=rotated)
+    scaled = RopeSpec(theta=theta, dim=rotated, kind="llama3", original_length=_LLAMA3_LENGTH, **usual)
+    if np.allclose(plain.frequencies() / scaled.frequencies(), factors, rtol=1e-5):
+        return {"rope_type": "llama3", "original_max_position_embeddings": _LLAMA3_LENGTH, **usual}
+    return {"rope_type": "factors", "factors": factors}
 
 
-def _phi3(m: Described) -> dict[str, Any]:
-    raw = _decoder("phi3", "Phi3ForCausalLM", m)
-    window = m.integer("attention.sliding_window", 0)
-    raw |= {"sliding_window": window or None, "attention_bias": False}
-    return raw | rope_fields(m.header, m.prefix, m.tensors, raw["head_dim"])
+def _factors(header: GgufHeader, tensors: dict[str, GgufTensor], name: str, rotated: int) -> list[float]:
+    tensor = tensors.get(name)
+    if tensor is None or tensor.shape != (rotated // 2,) or tensor.kind.name != "F32" or rotated > _MOST:
+        problem = "is missing" if tensor is None else f"is {tensor.kind.name} {[*tensor.shape]}"
+        raise CheckpointError(
+            f"{header.path}: {name} {problem}, where F32 [{rotated // 2}] is expected. Download it again."
+        )
+    from rekindle._src.models.loading.gguf.rows import GgufRows  # it imports JAX, which most files don't need
 
-
-def _smollm3(m: Described) -> dict[str, Any]:
-    raw = _decoder("smollm3", "SmolLM3ForCausalLM", m)
-    raw |= {"no_rope_layer_interval": 4, "use_sliding_window": False}  # every fourth layer does not rotate
-    return raw | rope_fields(m.header, m.prefix, m.tensors, raw["head_dim"])
-
-
-def _olmo2(m: Described) -> dict[str, Any]:
-    raw = _decoder("olmo2", "Olmo2ForCausalLM", m)
-    m.only("attention.sliding_window", 0)  # OLMo 3 has the same architecture's name, and windows
-    return raw | rope_fields(m.header, m.prefix, m.tensors, raw["head_dim"])
-
-
-def _gpt2(m: Described) -> dict[str, Any]:
-    return {
-        "model_type": "gpt2",
-        "architectures": ["GPT2LMHeadModel"],
-        "n_embd": m.integer("embedding_length"),
-        "n_layer": m.integer("block_count"),
-        "n_head": m.integer("attention.head_count"),
-        "n_inner": m.integer("feed_forward_length"),
-        "n_positions": m.integer("context_length"),
-        "layer_norm_epsilon": m.number("attention.layer_norm_epsilon"),
-        "activation_function": "gelu_new",
-        "tie_word_embeddings": "output.weight" not in m.tensors,
-    }
-
-
-READERS: dict[str, Callable[[Described], dict[str, Any]]] = {
-    "llama": _llama, "qwen2": _qwen2, "qwen3": _qwen3, "qwen3moe": _qwen3moe, "gemma2": _gemma2, "gemma3": _gemma3,
-    "phi3": _phi3, "smollm3": _smollm3, "olmo2": _olmo2, "gpt2": _gpt2,
-}  # fmt: skip
+    values = GgufRows(header.path, name, tensor.kind, tensor.shape, tensor.offset)(0, rotated // 2)
+    if not (np.isfinite(values) & (values > 0)).all():
+        raise CheckpointError(f"{header.path}: {name} holds numbers that are not positive. Download it again.")
+    return [float(str(value)) for value in values]

@@ -12,14 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rekindle._src.models.config import ModelConfig
+from rekindle._src.models.family import GgufForm
 from rekindle._src.models.nn.rope import RopeSpec
+from rekindle._src.models.registry import gguf_form
 from rekindle.errors import UnsupportedModel
 
-ARCHITECTURES = {
-    "llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3",
-    "qwen3_moe": "qwen3moe", "gemma2": "gemma2", "gemma3_text": "gemma3", "phi3": "phi3", "smollm3": "smollm3",
-    "olmo2": "olmo2", "gpt2": "gpt2",
-}  # fmt: skip
 Tensors = dict[str, NDArray[np.float32]]
 
 
@@ -28,8 +25,11 @@ def describe(config: ModelConfig) -> tuple[dict[str, Any], Tensors]:
 
     Raise `UnsupportedModel` for a model that llama.cpp can't express.
     """
-    arch = ARCHITECTURES[config.model_type]
-    norm = "layer_norm_epsilon" if arch == "gpt2" else "layer_norm_rms_epsilon"
+    form = gguf_form(config.model_type)
+    if form.reads_only:
+        raise _refuse(config, form.reads_only)
+    if config.only_embeds:
+        raise _refuse(config, "it is for embeddings alone, which the file's architecture does not say")
     fields: dict[str, Any] = {
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
@@ -40,16 +40,18 @@ def describe(config: ModelConfig) -> tuple[dict[str, Any], Tensors]:
         "attention.head_count_kv": config.num_kv_heads,
         "attention.key_length": config.head_dim,
         "attention.value_length": config.head_dim,
-        f"attention.{norm}": config.norm_eps,
-        **_experts(config),
-        **_windows(config),
+        f"attention.{form.norm}": config.norm_eps,
+        **_experts(config, form),
+        **_windows(config, form),
+        **form.fields(config),
     }
-    rope, tensors = _rope(config)
+    rope, tensors = _rope(config, form)
     fields |= rope
     for name, cap in (("final_logit_softcapping", config.final_soft_cap), *_attention_cap(config)):
         if cap is not None:
             fields[name] = float(cap)
-    _check(config)
+    _check(config, form)
+    arch = form.architecture
     general = {"general.architecture": arch, "general.type": "model"}
     return general | {f"{arch}.{name}": value for name, value in fields.items()}, tensors
 
@@ -60,7 +62,7 @@ def _refuse(config: ModelConfig, what: str) -> UnsupportedModel:
     )
 
 
-def _experts(config: ModelConfig) -> dict[str, Any]:
+def _experts(config: ModelConfig, form: GgufForm) -> dict[str, Any]:
     specs = {spec for spec in config.moe if spec is not None}
     if not specs:
         return {}
@@ -70,7 +72,7 @@ def _experts(config: ModelConfig) -> dict[str, Any]:
     if not spec.normalize:
         raise _refuse(config, "llama.cpp normalizes the weights of the chosen experts, and norm_topk_prob is false")
     fields = {"expert_count": spec.num_experts, "expert_used_count": spec.top_k}
-    return fields | ({"expert_feed_forward_length": spec.intermediate_size} if config.model_type != "mixtral" else {})
+    return fields | ({"expert_feed_forward_length": spec.intermediate_size} if form.expert_length else {})
 
 
 def _attention_cap(config: ModelConfig) -> list[tuple[str, float | None]]:
@@ -80,7 +82,7 @@ def _attention_cap(config: ModelConfig) -> list[tuple[str, float | None]]:
     return [("attn_logit_softcapping", cap) for cap in caps]
 
 
-def _windows(config: ModelConfig) -> dict[str, Any]:
+def _windows(config: ModelConfig, form: GgufForm) -> dict[str, Any]:
     sizes = [spec.sliding_window for spec in config.attention]
     windows = {size for size in sizes if size is not None}
     if not windows:
@@ -88,27 +90,19 @@ def _windows(config: ModelConfig) -> dict[str, Any]:
     if len(windows) > 1:
         raise _refuse(config, "its layers have sliding windows of different sizes")
     (size,) = windows
-    slides = [window is not None for window in sizes]
-    fields: dict[str, Any] = {"attention.sliding_window": size}
-    if config.model_type == "gemma3_text":
-        pattern = next((n for n in range(2, 65) if slides == [(i + 1) % n != 0 for i in range(len(slides))]), None)
-        if pattern != 6:
-            fields["attention.sliding_window_pattern"] = slides if pattern is None else pattern
-    elif config.model_type == "gemma2":
-        if slides != [layer % 2 == 0 for layer in range(len(slides))]:
-            raise _refuse(config, "llama.cpp gives every other layer of Gemma 2 a sliding window, and here others do")
-    elif config.model_type not in ("mistral", "mixtral", "phi3") or not all(slides):
-        raise _refuse(config, "llama.cpp knows no sliding windows for it, or none in some layers only")
-    return fields
+    try:
+        return {"attention.sliding_window": size, **form.windows([window is not None for window in sizes])}
+    except ValueError as error:
+        raise _refuse(config, str(error)) from None
 
 
-def _rope(config: ModelConfig) -> tuple[dict[str, Any], Tensors]:
-    if config.model_type == "gpt2":
+def _rope(config: ModelConfig, form: GgufForm) -> tuple[dict[str, Any], Tensors]:
+    if not any(form.rotates(layer) for layer in range(config.num_layers)):
         return {}, {}
     spec = _main_rope(config)
     fields: dict[str, Any] = {"rope.freq_base": spec.theta, "rope.dimension_count": spec.dim}
     local = {layer.rope for layer in config.attention if layer.sliding_window} - {spec, None}
-    if local and config.model_type == "gemma3_text":
+    if local and form.local_rope:
         (local_rope,) = local
         assert local_rope is not None, "None was taken away"
         if local_rope.kind != "default":
@@ -157,23 +151,17 @@ def _main_rope(config: ModelConfig) -> RopeSpec:
     return spec
 
 
-def _check(config: ModelConfig) -> None:
+def _check(config: ModelConfig, form: GgufForm) -> None:
     """Raise `UnsupportedModel` if the model differs from what llama.cpp knows by the architecture alone."""
     scales = {spec.scale for spec in config.attention}
-    usual = _usual_scale(config)
-    if len(scales) > 1 or not np.isclose(max(scales), usual, rtol=1e-6):
+    usual = float(form.scale_dim(config) ** -0.5)
+    if not form.scales and (len(scales) > 1 or not np.isclose(max(scales), usual, rtol=1e-6)):
         raise _refuse(config, f"llama.cpp multiplies its scores by {usual:.6g}, and here it is {max(scales):.6g}")
-    if config.model_type == "smollm3":
-        rotates = [spec.rope is not None for spec in config.attention]
-        if rotates != [(layer + 1) % 4 != 0 for layer in range(config.num_layers)]:
-            raise _refuse(config, "in llama.cpp every fourth layer does not rotate, and here others don't")
-    elif config.model_type != "gpt2" and any(spec.rope is None for spec in config.attention):
-        raise _refuse(config, "some layers do not rotate")
-    activation = "gelu_tanh" if config.model_type in ("gemma2", "gemma3_text", "gpt2") else "silu"
-    if config.activation != activation:
-        raise _refuse(config, f"llama.cpp computes it with {activation}, and its activation is {config.activation}")
-
-
-def _usual_scale(config: ModelConfig) -> float:
-    large = {"gemma2": 46, "gemma3_text": 62}.get(config.model_type) == config.num_layers
-    return float((config.hidden_size // config.num_heads if large else config.head_dim) ** -0.5)
+    wrong = [n for n, spec in enumerate(config.attention) if (spec.rope is not None) != form.rotates(n)]
+    if wrong:
+        does = "does not rotate" if form.rotates(wrong[0]) else "rotates"
+        raise _refuse(config, f"layer {wrong[0]} {does}, and in llama.cpp it is the other way round")
+    if config.activation != form.activation:
+        raise _refuse(
+            config, f"llama.cpp computes it with {form.activation}, and its activation is {config.activation}"
+        )

@@ -1,32 +1,36 @@
-"""A checkpoint of any format as a GGUF file: its tensors, their types, and their blocks piece by piece."""
+"""A checkpoint of any format as a GGUF file: its tensors, their types, and their blocks piece by piece.
+
+`write_gguf` writes any file of this format: metadata, the table of tensors, and the tensors.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rekindle._src.models.config import ModelConfig
-from rekindle._src.models.loading.gguf.block_types import BY_NAME, F16, F32, BlockType
+from rekindle._src.models.loading.gguf.blocks import BY_NAME, F16, F32, NUMBERS, WRITTEN, BlockType, quantize
 from rekindle._src.models.loading.gguf.describe import describe
-from rekindle._src.models.loading.gguf.header import read_header
+from rekindle._src.models.loading.gguf.header import ALIGNMENT, MAGIC, read_header
 from rekindle._src.models.loading.gguf.names import place
-from rekindle._src.models.loading.gguf.quantize import WRITTEN, quantize
 from rekindle._src.models.loading.gguf.rows import GgufRows, paired_rows
-from rekindle._src.models.loading.gguf.write import Outgoing
 from rekindle._src.models.loading.manifest import Manifest, Source
 from rekindle._src.models.loading.named_tensors import named_tensors
-from rekindle._src.models.loading.rows_of import pieces_of
 from rekindle._src.models.loading.stored import Stored
-from rekindle._src.models.loading.tensor_files import TensorEntry
+from rekindle._src.models.loading.tensor_files import TensorEntry, pieces_of
+from rekindle._src.models.registry import gguf_form
 from rekindle.errors import ConfigError
 
 TYPES = ("auto", *(name.lower() for name in WRITTEN))
 _FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "BF16": 32}  # general.file_type
 _PLAIN = ("ffn_gate_inp", "position_embd")  # matrices that llama.cpp wants in float32
 _OUTER = ("token_embd.weight", "output.weight")  # in eight bits where the others have four
+VERSION = 3
 Done = Callable[[int], None]
 
 
@@ -36,6 +40,18 @@ class _Member(NamedTuple):
     entry: TensorEntry
     source: Source
     head: int  # rows of a head whose pairs the file has side by side; 0 for others
+
+
+class Outgoing(NamedTuple):
+    """A tensor to write: its place in the table."""
+
+    name: str
+    kind: BlockType
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64)) // self.kind.values * self.kind.layout.itemsize
 
 
 class GgufExport(NamedTuple):
@@ -104,9 +120,10 @@ def _rope_tensors(stored: Stored) -> dict[str, tuple[Outgoing, NDArray[np.float3
 def _members(config: ModelConfig, declared: Manifest, entries: Mapping[str, TensorEntry]) -> dict[str, list[_Member]]:
     """Return the members of each tensor of the file, in the order of the experts."""
     members: dict[str, list[_Member]] = {}
+    form = gguf_form(config.model_type)
     for source in declared.sources.values():
         for name in source.names:
-            where = place(name, config.model_type)
+            where = place(name, form)
             head = config.head_dim if where.paired else 0
             members.setdefault(where.name, []).append(_Member(entries[name], source, head))
     return members
@@ -150,3 +167,74 @@ def _blocks(member: _Member, kind: BlockType) -> Iterator[NDArray[Any]]:
 
 def _ordered(rows: NDArray[Any], head: int) -> NDArray[Any]:
     return rows[paired_rows(np.arange(len(rows)), head)] if head else rows
+
+
+def write_gguf(
+    path: Path, metadata: Mapping[str, Any], tensors: Sequence[Outgoing], pieces: Iterable[NDArray[Any]]
+) -> None:
+    """Write a file. `pieces` are the tensors' blocks in the order of `tensors`, in any number of pieces for each.
+
+    Values of the metadata are bool, int (32 bits, unsigned unless negative), float (32 bits), str, lists of one of
+    these (integers signed), or numpy arrays of numbers.
+    """
+    header = bytearray(MAGIC + struct.pack("<IQQ", VERSION, len(tensors), len(metadata)))
+    for key, value in metadata.items():
+        header += _text(key) + _value(value)
+    offset = 0
+    for tensor in tensors:
+        header += _text(tensor.name) + struct.pack("<I", len(tensor.shape))
+        header += struct.pack(f"<{len(tensor.shape)}Q", *tensor.shape[::-1])
+        header += struct.pack("<IQ", NUMBERS[tensor.kind.name], offset)
+        offset += _padded(tensor.nbytes)
+    header += bytes(-len(header) % ALIGNMENT)
+    with path.open("wb") as file:
+        file.write(header)
+        _write_tensors(file, tensors, iter(pieces))
+
+
+def _write_tensors(file: BinaryIO, tensors: Sequence[Outgoing], pieces: Any) -> None:
+    for tensor in tensors:
+        remaining = tensor.nbytes
+        while remaining > 0:
+            piece = next(pieces)
+            file.write(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data)
+            remaining -= piece.nbytes
+        assert remaining == 0, f"{tensor.name}: pieces are {-remaining} bytes too long"
+        file.write(bytes(_padded(tensor.nbytes) - tensor.nbytes))
+
+
+def _padded(count: int) -> int:
+    return -(-count // ALIGNMENT) * ALIGNMENT
+
+
+def _text(value: str) -> bytes:
+    data = value.encode()
+    return struct.pack("<Q", len(data)) + data
+
+
+def _value(value: Any) -> bytes:
+    if isinstance(value, np.ndarray):
+        number = {"u1": 0, "i1": 1, "u2": 2, "i2": 3, "u4": 4, "i4": 5, "f4": 6, "u8": 10, "i8": 11, "f8": 12}[
+            f"{value.dtype.kind}{value.dtype.itemsize}"
+        ]
+        return struct.pack("<IIQ", 9, number, value.size) + value.astype(value.dtype.newbyteorder("<")).tobytes()
+    if isinstance(value, (list, tuple)) and value and all(type(item) is int for item in value):
+        return _value(np.asarray(value, np.int32))  # llama.cpp takes the kinds of tokens in no other type
+    if isinstance(value, (list, tuple)):
+        kind, _ = _single(value[0] if value else "")
+        return struct.pack("<IIQ", 9, kind, len(value)) + b"".join(_single(item)[1] for item in value)
+    kind, data = _single(value)
+    return struct.pack("<I", kind) + data
+
+
+def _single(value: Any) -> tuple[int, bytes]:
+    """Return the number of a value's type, and its bytes."""
+    if isinstance(value, bool):
+        return 7, struct.pack("<B", value)
+    if isinstance(value, int):
+        if not -(1 << 31) <= value < 1 << 32:
+            return (11, struct.pack("<q", value)) if value < 0 else (10, struct.pack("<Q", value))
+        return (5, struct.pack("<i", value)) if value < 0 else (4, struct.pack("<I", value))
+    if isinstance(value, float):
+        return 6, struct.pack("<f", value)
+    return 8, _text(value)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from rekindle._src.models.loading.differences import listed
+from rekindle._src.models.loading.tensor_files import listed
 from rekindle.errors import CheckpointError
 
 SUFFIX = ".gguf"

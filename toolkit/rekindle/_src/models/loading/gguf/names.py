@@ -9,10 +9,19 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+from rekindle._src.models.family import GgufForm
+
 _OUTER = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
+    "model.final_layernorm": "output_norm",
+    "model.embedding_norm": "token_embd_norm",
+    "backbone.embeddings": "token_embd",
+    "backbone.norm_f": "output_norm",
     "lm_head": "output",
+    "model.embed_tokens_per_layer": "per_layer_token_embd",
+    "model.per_layer_model_projection": "per_layer_model_proj",
+    "model.per_layer_projection_norm": "per_layer_proj_norm",
     "transformer.wte": "token_embd",
     "transformer.wpe": "position_embd",
     "transformer.ln_f": "output_norm",
@@ -34,6 +43,13 @@ _INNER = {
     "mlp.down_proj": "ffn_down",
     "mlp.gate_up_proj": "ffn_up",
     "mlp.gate": "ffn_gate_inp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_experts.up_proj": "ffn_up_shexp",
+    "mlp.shared_experts.down_proj": "ffn_down_shexp",
     "block_sparse_moe.gate": "ffn_gate_inp",
     "ln_1": "attn_norm",
     "attn.c_attn": "attn_qkv",
@@ -46,12 +62,11 @@ _EXPERTS = {
     "gate_proj": "ffn_gate", "up_proj": "ffn_up", "down_proj": "ffn_down",
     "w1": "ffn_gate", "w3": "ffn_up", "w2": "ffn_down",
 }  # fmt: skip
-# Families that norm the output of attention: the same name in Hugging Face's checkpoints means another norm.
-POST_NORMED = frozenset(("gemma2", "gemma3_text", "olmo2"))
-# Families whose pairs lie side by side in llama.cpp (LLAMA_ROPE_TYPE_NORM).
-PAIRED = frozenset(("llama", "mistral", "mixtral", "smollm3"))
-_LAYER = re.compile(r"(?:model\.layers|transformer\.h)\.(\d+)\.(.+)\.(weight|bias)")
-_EXPERT = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)")
+_TENSOR = re.compile(r"(?:model|backbone)\.layers\.(\d+)\.(.+)")
+_LAYER = re.compile(
+    r"(?:(?:model|backbone)\.layers|transformer\.h)\.(\d+)\.(.+)\.(weight|bias|e_score_correction_bias|sinks)"
+)
+_EXPERT = re.compile(r"(?:mlp\.|block_sparse_moe\.|feed_forward\.|mixer\.)?experts\.(\d+)\.(\w+)")
 
 
 class Place(NamedTuple):
@@ -60,22 +75,36 @@ class Place(NamedTuple):
     name: str
     expert: int | None = None  # which matrix of a stack it is
     alone: str | None = None  # the name of the expert's own tensor, which old files have in place of the stack
+    half: int | None = None  # which half of the rows it is: gate and up of an expert may be one matrix
     paired: bool = False  # True if its rows are those of heads with rotated pairs side by side
 
 
-def place(name: str, model_type: str) -> Place:
+def place(name: str, form: GgufForm) -> Place:
     """Return where a tensor lies. `name` is one of the family's manifest."""
     module, _, end = name.rpartition(".")
     if module in _OUTER:
         return Place(f"{_OUTER[module]}.{end}")
+    whole = _TENSOR.fullmatch(name)
+    if whole is not None and whole[2] in form.tensors:
+        return Place(f"blk.{whole[1]}.{form.tensors[whole[2]]}")
     match = _LAYER.fullmatch(name)
     assert match is not None, name
     layer, inner, end = match.groups()
     expert = _EXPERT.fullmatch(inner)
     if expert is not None:
         kind = _EXPERTS[expert[2]]
+        if form.fused_experts and kind != "ffn_down":
+            return Place(f"blk.{layer}.ffn_gate_up_exps.{end}", int(expert[1]), half=int(kind == "ffn_up"))
         return Place(f"blk.{layer}.{kind}_exps.{end}", int(expert[1]), f"blk.{layer}.{kind}.{expert[1]}.{end}")
-    gguf_name = _INNER[inner]
-    if inner == "post_attention_layernorm" and model_type in POST_NORMED:
-        gguf_name = "post_attention_norm"
-    return Place(f"blk.{layer}.{gguf_name}.{end}", paired=gguf_name in ("attn_q", "attn_k") and model_type in PAIRED)
+    if end == "e_score_correction_bias":
+        return Place(f"blk.{layer}.exp_probs_b.bias")
+    if end == "sinks":
+        return Place(f"blk.{layer}.attn_sinks.weight")
+    gguf_name = form.names.get(inner) or _INNER[inner]
+    return Place(f"blk.{layer}.{gguf_name}.{end}", paired=gguf_name in ("attn_q", "attn_k") and form.paired)
+
+
+def within_layer(name: str) -> tuple[int, str] | None:
+    """Return the layer of a tensor of the manifest and its name there; None for tensors of no layer."""
+    match = _TENSOR.fullmatch(name)
+    return None if match is None else (int(match[1]), match[2])

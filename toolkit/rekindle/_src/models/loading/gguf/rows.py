@@ -1,8 +1,14 @@
-"""Reading rows of a GGUF tensor as numbers, in pieces, so that little memory is needed whatever the tensor's size."""
+"""Rows of a GGUF tensor as numbers, in pieces, so that little memory is needed whatever the tensor's size.
+
+Types of integers in groups of 32 or 16 can be kept exactly in four, six or eight bits. These stand for the numbers
+that `dequantize` returns: levels of a table are integers, and scales that a type computes in float32 as a product are
+kept as its factors.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +16,39 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rekindle._src.models.loading.four_bits import Integers
-from rekindle._src.models.loading.gguf import grouped
-from rekindle._src.models.loading.gguf.block_types import BlockType
-from rekindle._src.models.loading.gguf.dequantize import dequantize
-from rekindle._src.models.loading.read_bytes import read_exactly
+from rekindle._src.models.loading.gguf.blocks import (
+    E2M1_TWICE,
+    IQ4,
+    BlockType,
+    dequantize,
+    half_powers,
+    iq4_xs_levels,
+    q4,
+    q4_k,
+    q5,
+    q5_k,
+    q6_k,
+    six_bit_scales,
+)
+from rekindle._src.models.loading.tensor_files import read_exactly
 from rekindle._src.models.nn.packing import Packing
+from rekindle_kernels import int4
 
 VALUES = 1 << 18  # values that are unpacked at a time: they and intermediate results stay in the cache
+PACKINGS = {
+    "Q4_0": Packing(32),
+    "Q4_1": Packing(32, minimum=True),
+    "Q4_K": Packing(32, minimum=True, scales=int4.STEPPED),
+    "Q5_0": Packing(32, bits=6),
+    "Q5_1": Packing(32, minimum=True, bits=6),
+    "Q5_K": Packing(32, minimum=True, scales=int4.STEPPED, bits=6),
+    "Q6_K": Packing(16, scales=int4.STEPPED, bits=6),
+    "Q8_0": Packing(32, bits=8),
+    "IQ4_NL": Packing(32, bits=8),
+    "IQ4_XS": Packing(32, scales=int4.STEPPED, bits=8),
+    "MXFP4": Packing(32, scales="float32", bits=6),
+}
+Found = tuple[NDArray[Any], NDArray[Any], NDArray[Any] | None]  # integers of 8 bits, scales, minimums
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,11 +89,11 @@ class GgufRows:
     @property
     def packing(self) -> Packing | None:
         """The packing that keeps the matrix in groups; None for other types."""
-        return grouped.PACKINGS.get(self.kind.name) if len(self.shape) == 2 else None
+        return PACKINGS.get(self.kind.name) if len(self.shape) == 2 else None
 
     def integers(self, start: int, stop: int) -> Integers:
         """Return the integers, scales and minimums of the rows [start, stop) of a matrix in groups."""
-        return grouped.integers(self.kind.name, self.blocks(start, stop))
+        return integers_of(self.kind.name, self.blocks(start, stop))
 
     def blocks(self, start: int, stop: int) -> NDArray[Any]:
         """Return the blocks [rows, blocks of a row] of the rows [start, stop), as they are stored."""
@@ -88,3 +120,64 @@ def paired_rows(rows: NDArray[np.int64], head: int) -> NDArray[np.int64]:
     """Return which of Hugging Face's rows lies at each place of the file: the inverse of `stored_rows`."""
     start, within = rows - rows % head, rows % head
     return start + within % 2 * (head // 2) + within // 2
+
+
+def integers_of(kind: str, blocks: NDArray[Any]) -> Integers:
+    """Return the integers of rows of blocks [rows, blocks of a row], for a type that PACKINGS has."""
+    with np.errstate(all="ignore"):  # scales may be infinite or NaN; the numbers then are, too
+        levels, scales, minimums = _INTEGERS[kind](blocks.reshape(-1))
+    rows, dtype = len(blocks), np.uint8 if PACKINGS[kind].bits == 4 else np.int8
+    shape = (rows, -1, *scales.shape[2:])
+    return Integers(
+        levels.reshape(rows, -1).view(dtype),
+        scales.reshape(shape),
+        None if minimums is None else minimums.reshape(shape),
+    )
+
+
+def _one_group(levels: Callable[[Any], NDArray[Any]], *, minimums: bool = False) -> Callable[[Any], Found]:
+    """Return a function for blocks of one group each, with a scale of 16 bits, that returns integers and scales."""
+    return lambda blocks: (levels(blocks), blocks["scale"], blocks["least"] if minimums else None)
+
+
+def _with_k_scales(levels: Callable[[Any], NDArray[Any]]) -> Callable[[Any], Found]:
+    """Return such a function for blocks of eight groups, with scales and minimums of six bits."""
+
+    def found(blocks: Any) -> Found:
+        scales, minimums = six_bit_scales(blocks["scales"])
+        return levels(blocks), _stepped(scales, blocks["scale"]), _stepped(minimums, -blocks["least"])
+
+    return found
+
+
+def _stepped(scales: NDArray[Any], steps: NDArray[Any]) -> NDArray[np.int8]:
+    """Return small integers [N, groups] of N blocks with their steps [N], one for each block: [N, 1, groups + 2]."""
+    return int4.stepped(scales.view(np.int8), steps[:, None])
+
+
+def _of_table(table: NDArray[Any], blocks: Any) -> NDArray[Any]:
+    levels: NDArray[Any] = table.astype(np.int8)[q4(blocks)]
+    return levels
+
+
+_INTEGERS: dict[str, Callable[[Any], Found]] = {
+    "Q4_0": _one_group(q4),
+    "Q4_1": _one_group(q4, minimums=True),
+    "Q4_K": _with_k_scales(q4_k),
+    "Q5_0": _one_group(lambda blocks: q5(blocks).view(np.int8) - np.int8(16)),
+    "Q5_1": _one_group(q5, minimums=True),
+    "Q5_K": _with_k_scales(q5_k),
+    "Q6_K": lambda blocks: (q6_k(blocks), _stepped(blocks["scales"], blocks["scale"]), None),
+    "Q8_0": _one_group(lambda blocks: np.ascontiguousarray(blocks["low"])),
+    "IQ4_NL": _one_group(lambda blocks: _of_table(IQ4, blocks)),
+    "IQ4_XS": lambda blocks: (
+        _of_table(IQ4, blocks),
+        _stepped(iq4_xs_levels(blocks), blocks["scale"]),
+        None,
+    ),
+    "MXFP4": lambda blocks: (
+        _of_table(E2M1_TWICE, blocks),
+        half_powers(blocks["scale"])[:, None],
+        None,
+    ),
+}

@@ -7,18 +7,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rekindle._src.models.loading.gguf import architecture
-from rekindle._src.models.loading.gguf.block_types import BY_NAME
+from rekindle._src.models.loading.gguf.architecture import GgufModel
+from rekindle._src.models.loading.gguf.blocks import BY_NAME
 from rekindle._src.models.loading.gguf.files import parts
-from rekindle._src.models.loading.gguf.header import GgufHeader, GgufTensor, read_header
-from rekindle._src.models.loading.gguf.names import Place, place
+from rekindle._src.models.loading.gguf.header import GgufHeader, GgufTensor, read_header, stop_tokens
+from rekindle._src.models.loading.gguf.names import Place, place, within_layer
 from rekindle._src.models.loading.manifest import Manifest
 from rekindle._src.models.loading.tensor_files import Header, ReadRows, TensorEntry
-from rekindle.errors import CheckpointError
+from rekindle._src.models.registry import family, family_of_gguf, gguf_form, gguf_forms
+from rekindle.errors import CheckpointError, UnsupportedModel
 
 if TYPE_CHECKING:
     from rekindle._src.models.config import ModelConfig
 
+_FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 # Tensors that say how the model rotates, which its config has taken from them, or that llama.cpp writes and derives.
 _NOT_WEIGHTS = (r"rope_freqs\.weight", r"rope_factors_(long|short)\.weight", r"blk\.\d+\.attn_rot_embd")
 
@@ -33,8 +35,40 @@ def look(path: Path) -> tuple[dict[str, Any], tuple[Header, ...]]:
                 raise CheckpointError(f"{header.path}: {tensor.name} is in another part, too. Download them again.")
             tensors[tensor.name] = tensor
     # The metadata is in the first part, and the ropes' tensors may be in any.
-    raw = architecture.config(_together(headers), tensors)
+    raw = config(_together(headers), tensors)
     return raw, tuple(_header(header) for header in headers)
+
+
+def config(header: GgufHeader, tensors: dict[str, GgufTensor]) -> dict[str, Any]:
+    """Return the equivalent of config.json. Raise `UnsupportedModel` for an architecture that no family implements."""
+    name = header.metadata.text("general.architecture")
+    model_type = family_of_gguf(name)
+    if model_type is None:
+        raise UnsupportedModel(
+            f"{header.path}: general.architecture={name[:80]!r} is not implemented. "
+            f"Use one of: {', '.join(sorted({form.architecture for form in gguf_forms().values()}))}."
+        )
+    if header.metadata.text("general.type", "model") != "model":
+        kind = header.metadata.text("general.type")
+        raise UnsupportedModel(f"{header.path}: general.type={kind[:80]!r} is not a model. Pass the model's own file.")
+    model = GgufModel(header, name, tensors)
+    model_type = gguf_form(model_type).variant(model) or model_type
+    embedding = tensors.get("token_embd.weight")
+    return {
+        "model_type": model_type,
+        "architectures": [family(model_type).architecture],
+        **gguf_form(model_type).read(model),
+        "vocab_size": model.integer("vocab_size", None) if embedding is None else embedding.shape[0],
+        "dtype": _dtype(embedding, tensors),
+        **stop_tokens(header.metadata),
+    }
+
+
+def _dtype(embedding: GgufTensor | None, tensors: dict[str, GgufTensor]) -> str:
+    """Return the dtype of matrices that are plain numbers; quantised ones stand for numbers that 16 bits can't hold."""
+    kinds = {tensor.kind.name for tensor in tensors.values() if len(tensor.shape) > 1}
+    (only,) = kinds if len(kinds) == 1 else ("",)
+    return _FLOATS.get(only, "bfloat16")
 
 
 def _together(read: Sequence[GgufHeader]) -> GgufHeader:
@@ -61,15 +95,40 @@ def tensors(
 
     Tensors that are no part of the model keep llama.cpp's names. Missing tensors are absent.
     """
+    from rekindle._src.models.loading.gguf import latent_heads, rewritten  # they import JAX, which `look` doesn't need
+
     stored = {entry.name: entry for header in headers for entry in header.entries}
     # llama.cpp's converter has already transposed and added, as the manifest tells the loader to.
     sources = {path: dataclasses.replace(source, transpose=False, add=0.0) for path, source in declared.sources.items()}
-    named, used = dict[str, TensorEntry](), set[str]()
+    named, used, form = dict[str, TensorEntry](), set[str](), gguf_form(config.model_type)
+    several = form.joined(config)
+    rows_of_name = {source.names[0]: source.rows[0] for source in sources.values()}
     for name in dict.fromkeys(name for source in sources.values() for name in source.names):
-        where = place(name, config.model_type)
+        where = place(name, form)
+        if (inner := within_layer(name)) is not None:
+            layer, own = inner
+            pieces = [f"blk.{layer}.{piece}" for piece in several.get(own, ())]
+            how = form.rewritten(config, layer, own)
+            if pieces and all(piece in stored for piece in pieces):
+                whole = rewritten.joined(name, [stored[piece] for piece in pieces])
+                if whole is not None:
+                    named[name] = whole
+                    used.update(pieces)
+                continue
+            if how is not None and where.name in stored:
+                named[name] = rewritten.entry_of(name, stored[where.name], how)
+                used.add(where.name)
+                continue
         entry = _entry(name, where, stored, config.head_dim)
-        if entry is not None:
-            named[name] = entry
+        if entry is None and f".{latent_heads.WHOLE}." in where.name:
+            both = latent_heads.entry_of(name, where.name, stored)
+            if both is not None:
+                named[name] = both[0]
+                used.update(both[1])
+        elif entry is not None:
+            # llama.cpp drops the axis of a matrix of one row.
+            lone = len(entry.shape) == 1 and rows_of_name.get(name) == 1 and entry.shape[0] > 1
+            named[name] = entry._replace(shape=(1, *entry.shape)) if lone else entry
             used.add(where.name if where.name in stored else str(where.alone))
     named |= {name: entry for name, entry in stored.items() if name not in used}
     ignored = (*declared.ignored, *_NOT_WEIGHTS)
@@ -80,7 +139,7 @@ def tensors(
 
 def llama_cpp_name(name: str, config: ModelConfig) -> str:
     """Return llama.cpp's name of a tensor of the manifest, with the number of the expert where it is one of a stack."""
-    where = place(name, config.model_type)
+    where = place(name, gguf_form(config.model_type))
     return where.name if where.expert is None else f"{where.name}[{where.expert}]"
 
 
@@ -92,10 +151,14 @@ def _entry(name: str, where: Place, stored: Mapping[str, TensorEntry], head_dim:
         return None if alone is None else _readable(alone._replace(name=name), where.alone or "", 0)
     if where.expert is None:
         return _readable(whole._replace(name=name), where.name, head_dim if where.paired else 0)
-    if len(whole.shape) != 3 or where.expert >= whole.shape[0]:
+    if len(whole.shape) not in (2, 3) or where.expert >= whole.shape[0]:
         return None
     size = whole.nbytes // whole.shape[0]
     part = whole._replace(name=name, shape=whole.shape[1:], offset=whole.offset + where.expert * size, nbytes=size)
+    if where.half is not None:
+        rows, inputs = part.shape
+        offset = part.offset + where.half * (size // 2)
+        part = part._replace(shape=(rows // 2, inputs), offset=offset, nbytes=size // 2)
     return _readable(part, f"{where.name}[{where.expert}]", 0)
 
 

@@ -1,0 +1,69 @@
+"""Adapters as GGUF files are those of the PEFT folders that they were converted from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from helpers import adapters
+from helpers.driving import tiny_model
+from rekindle._src.models.adapters.adapter import Adapter
+from rekindle._src.models.adapters.reading import read_adapter
+from rekindle._src.models.adapters.sites import sites_of
+from rekindle._src.models.loading.gguf.blocks import BY_NAME
+from rekindle._src.models.loading.gguf.export import Outgoing, write_gguf
+from rekindle._src.models.loading.gguf.names import place
+from rekindle._src.models.loading.gguf.rows import paired_rows
+from rekindle._src.models.registry import gguf_form
+from rekindle.errors import CheckpointError
+
+CONFIG = tiny_model().config
+
+
+def convert(adapter: Adapter, file: Path, *, extra: str = "", **changes: Any) -> Path:
+    """The adapter as llama.cpp's converter writes it: a tensor for each matrix, rows of q and k in pairs."""
+    form, arrays = gguf_form(CONFIG.model_type), {}
+    for module, (site, index) in sites_of(CONFIG).by_module().items():
+        product = adapter.products.get(site.path, (None,) * (index + 1))[index]
+        if product is not None:
+            where = place(f"{module}.weight", form)
+            up = product.up
+            arrays[f"{where.name}.lora_a"] = product.down
+            arrays[f"{where.name}.lora_b"] = (
+                up[paired_rows(np.arange(len(up)), CONFIG.head_dim)] if where.paired else up
+            ) / np.float32(2)
+    if extra:
+        arrays[extra] = np.zeros((2, 32), np.float32)
+    metadata = {
+        "general.architecture": "llama", "general.type": "adapter", "adapter.type": "lora",
+        "adapter.lora.alpha": 8.0, **changes,
+    }  # fmt: skip
+    tensors = [Outgoing(name, BY_NAME["F32"], array.shape) for name, array in arrays.items()]
+    write_gguf(file, metadata, tensors, iter(arrays.values()))
+    return file
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory: pytest.TempPathFactory) -> Adapter:
+    folder = adapters.write(tmp_path_factory.mktemp("peft"), CONFIG, rank=4, targets=("q_proj", "v_proj", "down_proj"))
+    return read_adapter(folder, "x", CONFIG)
+
+
+def test_a_file_is_the_same_adapter(adapter: Adapter, tmp_path: Path) -> None:
+    again = read_adapter(convert(adapter, tmp_path / "a.gguf"), "x", CONFIG)
+    assert again.digest == adapter.digest
+
+
+def test_what_does_not_fit_is_named(adapter: Adapter, tmp_path: Path) -> None:
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"extra": "blk.0.nothing.lora_a"}, r"blk\.0\.nothing\.lora_a: is not a matrix"),
+        ({"general.type": "model"}, "is not a LoRA"),
+        ({"general.architecture": "qwen2"}, "and the model's is 'llama'"),
+    )
+    for changes, words in cases:
+        file = convert(adapter, tmp_path / "b.gguf", **changes)
+        with pytest.raises(CheckpointError, match=words):
+            read_adapter(file, "x", CONFIG)

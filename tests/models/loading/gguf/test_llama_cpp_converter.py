@@ -1,0 +1,98 @@
+"""A file that llama.cpp's own converter made of a checkpoint is the same model: to the bit, where it rounds nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from helpers import checkpoints, mxfp4_checkpoints, vocabularies
+from helpers.llama_cpp_source import llama_cpp_source
+from rekindle._src.models.loading.checkpoint import load
+from rekindle._src.models.loading.gguf.header import read_header
+from rekindle._src.models.registry import config_from_hf
+from workshop import reference
+
+pytestmark = pytest.mark.slow
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+GEMMA4 = {"vocab_size": 272, "vocab_size_per_layer_input": 272}  # the converter cuts off what the tokenizer has not
+EPS = {"rms_norm_eps": 1e-6}
+# It divides by a size that is in no config, and knows MLPs of a model with experts by their experts alone.
+NEMOTRON = {
+    "mamba_d_head": 12, "rms_norm_eps": 1e-5, "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+}  # fmt: skip
+# The converter reads one key of Cohere's that transformers no longer writes.
+CASES: dict[str, dict[str, Any]] = {
+    "llama": {}, "llama3-rope": {}, "qwen2": {}, "qwen3": {}, "qwen3-moe": {}, "smollm3": {}, "olmo2": {}, "olmo3": {},
+    "granite": {}, "arcee": {}, "seed-oss": {}, "glm4": {}, "cohere": {}, "cohere2": {"rotary_pct": 1.0},
+    "exaone4": {}, "exaone4-no-window": {}, "ernie4.5": {}, "ernie4.5-moe": {}, "qwen2-moe": {}, "olmoe": {},
+    "ministral3": {}, "gpt-oss": {},
+    "gemma4-shared-pages-and-embeddings-of-layers": GEMMA4,
+    "gemma4-values-of-keys": GEMMA4, "gemma4-moe": GEMMA4,
+    "qwen3.5": {}, "qwen3.5-tied-biases": {}, "qwen3.5-moe": {}, "lfm2": {}, "lfm2-moe": {}, "granite4": EPS,
+    "granite4-experts": EPS, "nemotron-h-experts-in-groups": NEMOTRON, "nemotron-h-experts-of-latent-vectors": NEMOTRON,
+    "falcon-h1": {},
+    "falcon-h1-norm-behind-gate": {"tie_word_embeddings": False, "rope_theta": 1e4},  # a tied head has no factor there
+    "deepseek-v2": {}, "deepseek-v2-queries-of-a-vector": {}, "glm4-moe-lite": {"n_group": 1},
+}  # fmt: skip
+PROMPT = [3, 9, 27, 81, 11, 5, 7]
+# The converter knows tokenizers by their results; this one's are those of GPT-2's kind.
+CONVERT = """
+import sys, gguf, torch
+from pathlib import Path
+from conversion import base, get_model_class
+base.ModelBase.no_mtp = True  # checkpoints here have no layers that draft
+base.TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
+folder, out, architecture = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+with torch.inference_mode():
+    model = get_model_class(architecture)(folder, gguf.LlamaFileType.ALL_F32, out)
+    inner = getattr(model, "impl", model)
+    model.set_vocab = inner.set_vocab = lambda: inner._set_vocab_gpt2()
+    model.write()
+"""
+
+
+def logits(path: Path) -> np.ndarray[Any, Any]:
+    model = load(path, dtype="float32")
+    return np.asarray(reference.prefill(model, PROMPT, reference.empty_cache(model, 16))[0])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_file_is_the_model_of_the_folder(case: str, tmp_path: Path) -> None:
+    raw = checkpoints.CASES[case] | {"vocab_size": 512} | CASES[case]
+    compare(checkpoints.write(tmp_path / "folder", raw), raw, tmp_path)
+
+
+def test_four_bit_floats_are_rearranged(tmp_path: Path) -> None:
+    raw = mxfp4_checkpoints.RAW | {"vocab_size": 512}
+    (tmp_path / "folder").mkdir()
+    mxfp4_checkpoints.write(tmp_path / "folder", raw=raw)
+    file = compare(tmp_path / "folder", raw, tmp_path)
+    assert {"MXFP4"} <= {tensor.kind.name for tensor in read_header(file).tensors}
+
+
+def compare(folder: Path, raw: dict[str, Any], tmp_path: Path) -> Path:
+    """Convert a folder and compare both; return the file."""
+    source = llama_cpp_source()
+    vocabularies.write(folder, vocabularies.byte_level(), bos_token="<s>", eos_token="</s>")
+    paths = json.dumps([str(source), str(source / "gguf-py")])
+    program = f"import sys; sys.path[:0] = {paths}\n{CONVERT}"
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(folder), str(tmp_path / "model.gguf"), raw["architectures"][0]],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    # Rates of decay are stored as exp(x), and the factors of Falcon-H1 are in its matrices: last bits differ.
+    rounded = any(spec is not None and spec.heads for spec in config_from_hf(raw).states)
+    expected = logits(folder)
+    room = 1e-5 * float(expected.std()) if rounded else 0.0
+    np.testing.assert_allclose(logits(tmp_path / "model.gguf"), expected, rtol=0, atol=room)
+    return tmp_path / "model.gguf"

@@ -1,0 +1,19 @@
+"""A graph is the same after it was JSON, for every family."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from helpers import checkpoints
+from rekindle._src.models.base import abstract_model
+from rekindle._src.models.loading import known_models
+from rekindle._src.models.registry import config_from_hf
+
+
+@pytest.mark.parametrize("name", checkpoints.CASES)
+def test_a_graph_survives(name: str) -> None:
+    graph, _ = abstract_model(config_from_hf(checkpoints.CASES[name]), "bfloat16", "int8")
+    again = known_models.decode_graph(json.loads(json.dumps(known_models.encode_graph(graph))))
+    assert again == graph and hash(again) == hash(graph)

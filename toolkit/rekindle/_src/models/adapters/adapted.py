@@ -1,0 +1,101 @@
+"""Layers of a model with something added to what they compute: adapters of a step, or one that is trained."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+import rekindle_kernels
+
+
+class Delta(Protocol):
+    """An addition at one site."""
+
+    implementation: str | None  # of a gate that follows
+
+    def add(self, y: Array, x: Array) -> Array:
+        """Return y [T, out] plus what is made of x [T, in]."""
+        ...
+
+
+class ExpertsDelta(Protocol):
+    """An addition to the products of a stack of experts."""
+
+    @property
+    def needed(self) -> Array:
+        """A bool: if it is false, nothing is added."""
+        ...
+
+    def add_to_rows(self, y: Array, x: Array, sizes: Array, tokens: Array) -> Array:
+        """Return y [M, out] plus what is made of x [M, in].
+
+        The first sizes[0] rows are of expert 0, the next sizes[1] of expert 1, …, and row m belongs to tokens[m].
+        """
+        ...
+
+
+def adapt(model: Any, path: str, delta: Delta) -> None:
+    """Replace the layer at a path, such as "layers.0.attention.qkv", by one that adds to it."""
+    owner, _, name = path.rpartition(".")
+    parent = _at(model, owner)
+    setattr(parent, name, _Adapted(getattr(parent, name), delta))
+
+
+def adapt_experts(model: Any, path: str, gate_up: ExpertsDelta, down: ExpertsDelta) -> None:
+    """Change the experts at a path, such as "layers.0.mlp", so that they add to both of their products."""
+    experts = _at(model, path)
+    experts.compute = _AdaptedExperts(experts, experts.compute, gate_up, down)
+
+
+def _at(model: Any, path: str) -> Any:
+    for part in path.split("."):
+        model = model[int(part)] if part.isdecimal() else getattr(model, part)
+    return model
+
+
+class _Adapted:
+    """A linear layer with a delta, in the place of the layer. Its rows are normed once, for both."""
+
+    def __init__(self, layer: Any, delta: Delta) -> None:
+        self._layer, self._delta = layer, delta
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+    def __call__(self, x: Array, *, norm: Any = None, gate: str | None = None, residual: Array | None = None) -> Array:
+        x = x if norm is None else norm(x)
+        y = self._added(self._layer(x, residual=residual if gate is None else None), x)
+        if gate is None:
+            return y
+        y = rekindle_kernels.gate_rows(y, gate, implementation=self._delta.implementation)
+        return y if residual is None else residual + y
+
+    def _added(self, y: Array, x: Array) -> Array:
+        shards = getattr(self._layer, "shards", None)
+        if shards is None:
+            return self._delta.add(y, x)
+        whole: Array = y + shards.sum(self._delta.add(jnp.zeros_like(y), x))  # x is a device's part of the inputs
+        return whole
+
+
+class _AdaptedExperts:
+    """The products of experts with deltas, in the place of `Experts.compute`, which runs where neither is needed."""
+
+    def __init__(self, experts: Any, plain: Any, gate_up: ExpertsDelta, down: ExpertsDelta) -> None:
+        self._experts, self._plain, self._gate_up, self._down = experts, plain, gate_up, down
+
+    def __call__(self, rows: Array, sizes: Array, tokens: Array) -> Array:
+        def adapted() -> Array:
+            experts = self._experts
+            with jax.named_scope("adapters"):
+                wide = experts.product(experts.gate_up, rows, sizes)
+                hidden = experts.activated(self._gate_up.add_to_rows(wide, rows, sizes, tokens))
+                out = experts.product(experts.down, hidden, sizes)
+                return self._down.add_to_rows(out, hidden, sizes, tokens)
+
+        needed = self._gate_up.needed | self._down.needed
+        result: Array = lax.cond(needed, adapted, lambda: self._plain(rows, sizes, tokens))
+        return result

@@ -1,0 +1,111 @@
+"""An adapter (LoRA): products of two narrow matrices that are added to matrices of a model."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rekindle.errors import CheckpointError
+
+Matrix = NDArray[np.float32]
+
+
+class Product(NamedTuple):
+    """The product `up · down` that an adapter adds to one module, with its scale in `up`."""
+
+    down: Matrix  # [rank, in]
+    up: Matrix  # [out, rank]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False, repr=False)
+class Adapter:
+    """The products of one adapter, and the digest by which its pages are known.
+
+    `products` has one for each module of a site, by the site's path, and None for a module without one.
+    """
+
+    name: str
+    digest: str
+    products: Mapping[str, tuple[Product | None, ...]]
+
+    @property
+    def rank(self) -> int:
+        """The largest rank of its products."""
+        return max(len(product.down) for products in self.products.values() for product in products if product)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(
+            matrix.nbytes
+            for products in self.products.values()
+            for product in products
+            if product
+            for matrix in product
+        )
+
+    def __repr__(self) -> str:
+        modules = sum(product is not None for products in self.products.values() for product in products)
+        return f"<Adapter {self.name}: rank {self.rank}, {modules} modules, {self.digest[:8]}>"
+
+
+def adapter_of(name: str, products: Mapping[str, Sequence[Product | None]]) -> Adapter:
+    """Return an adapter of these products. Raise CheckpointError for numbers that are not finite."""
+    digest = hashlib.blake2b(digest_size=16)
+    stored: dict[str, tuple[Product | None, ...]] = {}
+    for path in sorted(products):
+        entries: list[Product | None] = []
+        for index, product in enumerate(products[path]):
+            if product is None:
+                entries.append(None)
+                continue
+            digest.update(f"{path} {index} {product.down.shape} {product.up.shape}\0".encode())
+            matrices = [np.ascontiguousarray(matrix, np.float32) for matrix in product]
+            for matrix in matrices:
+                if not np.isfinite(matrix).all():
+                    raise CheckpointError(
+                        f"The adapter {name!r} has numbers in {path} that are not finite. Train it again, with a "
+                        "smaller learning rate."
+                    )
+                digest.update(matrix.data)
+            entries.append(Product(*matrices))
+        if any(entries):
+            stored[path] = tuple(entries)
+    if not stored:
+        raise CheckpointError(f"The adapter {name!r} has no tensors. Check how it was saved.")
+    return Adapter(name, digest.hexdigest(), stored)
+
+
+def combined(parts: Sequence[tuple[Adapter, float]]) -> Adapter:
+    """Return the sum of adapters, each times its weight, as one adapter whose rank is the sum of theirs."""
+    if len(parts) == 1 and parts[0][1] == 1.0:
+        return parts[0][0]
+    digest = hashlib.blake2b(digest_size=16)
+    for adapter, weight in parts:
+        digest.update(f"{adapter.digest} {float(weight).hex()}\0".encode())
+    products: dict[str, tuple[Product | None, ...]] = {}
+    for path in dict.fromkeys(path for adapter, _ in parts for path in adapter.products):
+        entries = [
+            (adapter.products[path], np.float32(weight)) for adapter, weight in parts if path in adapter.products
+        ]
+        products[path] = tuple(
+            _sum([(product, weight) for product, weight in modules if product is not None])
+            for modules in zip(
+                *[[(product, weight) for product in products_of] for products_of, weight in entries], strict=True
+            )
+        )
+    name = " + ".join(f"{weight:g} {adapter.name}" for adapter, weight in parts)
+    return Adapter(name, digest.hexdigest(), products)
+
+
+def _sum(products: Sequence[tuple[Product, np.float32]]) -> Product | None:
+    if not products:
+        return None
+    return Product(
+        np.concatenate([product.down for product, _ in products]),
+        np.concatenate([product.up * weight for product, weight in products], axis=1),
+    )

@@ -1,0 +1,117 @@
+"""The sites of adapters: the matrices of a model that may have one, by the names of a checkpoint's modules."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from rekindle._src.models.base import graph_of
+from rekindle._src.models.config import ModelConfig
+from rekindle._src.models.precision import Precision
+from rekindle._src.models.registry import manifest
+from rekindle._src.models.roles import REPLICATED, Role, Span, count_of
+
+
+class Site(NamedTuple):
+    """One matrix [out, in] of the layers, or a stack of them, one for each expert.
+
+    Several modules of a checkpoint may lie in a matrix, one behind the other.
+    """
+
+    path: str  # "layers.0.attention.qkv"
+    modules: tuple[str, ...]  # "model.layers.0.self_attn.q_proj", …; in a stack, those of one expert after the other
+    rows: tuple[int, ...]  # outputs of each module of a matrix
+    inputs: int
+    experts: int = 0  # matrices of a stack
+    role: Role = REPLICATED  # which part of it a device has that shares the model with others
+    interleaved: bool = False  # checkpoints that have all experts in one tensor alternate the rows of two modules
+
+    def rows_of(self, index: int) -> int:
+        """Return the outputs of a module."""
+        return self.rows[index % len(self.rows)]
+
+    @property
+    def outputs(self) -> int:
+        """All rows of a matrix."""
+        return sum(self.rows)
+
+    @property
+    def spans(self) -> list[slice]:
+        """The rows of each module in a matrix."""
+        ends = [sum(self.rows[: index + 1]) for index in range(len(self.rows))]
+        return [slice(end - count, end) for end, count in zip(ends, self.rows, strict=True)]
+
+    @property
+    def down_role(self) -> Role:
+        """The role of its matrices of rank [modules, experts, rank, in], which are divided as its inputs are."""
+        return self._role({-1: -1})
+
+    @property
+    def up_role(self) -> Role:
+        """The role of its matrices of rank [experts, rank, out], which are divided as its outputs are."""
+        return self._role({self._output_axis: -1})
+
+    def _role(self, axes: dict[int, int]) -> Role:
+        """Return its role on other axes; those that are not named are those of all experts' matrices."""
+        stacked = {0: -3} if self.experts else {}
+        moved = stacked | axes
+        return Role(
+            tuple(
+                division._replace(axis=moved[division.axis])
+                for division in self.role.divisions
+                if division.axis in moved
+            )
+        )
+
+    @property
+    def _output_axis(self) -> int:
+        return 1 if self.experts else 0
+
+    def local_rows(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Return the outputs of each module on one of the devices that share the model."""
+        for axis, over, spans in self.role.divisions:
+            if axis == self._output_axis:
+                waiting, local = list(spans), []
+                for rows in self.rows:
+                    own: list[Span] = []
+                    while sum(span.size for span in own) < rows:
+                        own.append(waiting.pop(0))
+                    assert sum(span.size for span in own) == rows, f"parts of {self.path} belong to several modules"
+                    local.append(sum(span.local(count_of(over, sizes)) for span in own))
+                return tuple(local)
+        return self.rows
+
+
+class Sites(NamedTuple):
+    """The sites of a model, in the order of its layers, and the modules that can have no adapter."""
+
+    sites: tuple[Site, ...]
+    others: Mapping[str, str]  # name → why
+
+    def by_module(self) -> dict[str, tuple[Site, int]]:
+        """Return each module's site, and its place among the modules of that site."""
+        return {name: (site, index) for site in self.sites for index, name in enumerate(site.modules)}
+
+
+@functools.lru_cache(maxsize=8)
+def sites_of(config: ModelConfig) -> Sites:
+    """Return the sites of a model with this config."""
+    graph, shapes = graph_of(config, Precision.of("float32"))
+    sizes = {path: leaf.shape for path, leaf in zip(graph.paths, shapes, strict=True)}
+    sites: dict[str, Site] = {}
+    others: dict[str, str] = {}
+    origin = manifest(config)
+    for path, source in origin.sources.items():
+        module, _, end = path.rpartition(".")
+        names = tuple(name.removesuffix(".weight") for name in source.names)
+        if end != "weight" or not all(name.endswith(".weight") for name in source.names):
+            continue
+        experts, inner = (sizes[path][0] if source.stack else 0), module.startswith("layers.")
+        if inner and len(sizes[path]) == 2 + source.stack and "norm" not in module.rpartition(".")[2]:
+            interleaved = source.stack and origin.fused is not None and origin.fused.interleaved
+            sites[module] = Site(module, names, source.rows, sizes[path][-1], experts, source.role, interleaved)
+        else:
+            others |= dict.fromkeys(names, "is not a linear layer of a block")
+    ordered = sorted(sites.values(), key=lambda site: (int(site.path.split(".")[1]), site.path))
+    return Sites(tuple(ordered), others)

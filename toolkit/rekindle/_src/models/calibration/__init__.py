@@ -1,1 +1,0 @@
-"""Rounding a model's weights to four bits for the activations that they multiply."""

@@ -1,0 +1,71 @@
+"""EXAONE 4: norms after attention and MLP and over heads of q and k; where layers have windows, only those rotate."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from rekindle._src.models.config import AttentionSpec, ModelConfig
+from rekindle._src.models.families.llama import (
+    attention_sources,
+    blocks,
+    mlp_sources,
+    outer_sources,
+    qk_norm_sources,
+)
+from rekindle._src.models.families.olmo2 import POST_NORMED, post_norm_sources
+from rekindle._src.models.family import Family, GgufForm
+from rekindle._src.models.hf_config import Keys, decoder
+from rekindle._src.models.loading.manifest import Manifest
+from rekindle.errors import UnsupportedModel
+
+if TYPE_CHECKING:
+    from rekindle._src.models.loading.gguf.architecture import GgufModel
+    from rekindle._src.models.precision import Precision
+
+
+def config(keys: Keys) -> ModelConfig:
+    head_dim = keys.size("head_dim", keys.size("hidden_size") // keys.size("num_attention_heads"))
+    spec = AttentionSpec(scale=head_dim**-0.5, rope=keys.rope(head_dim))
+    window = keys.window(4096)
+    nearby = dataclasses.replace(spec, sliding_window=window)
+    full = spec if window is None else dataclasses.replace(spec, rope=None)
+    slides = keys.layer_types(_slides(keys, window))
+    return decoder(keys, eps=1e-5, attention=tuple(nearby if slide else full for slide in slides))
+
+
+def _slides(keys: Keys, window: int | None) -> list[bool]:
+    layers = keys.size("num_hidden_layers")
+    pattern: Any = keys.nullable("sliding_window_pattern", 4)
+    if window is None or pattern is None:
+        return [False] * layers
+    if isinstance(pattern, str):
+        if not pattern or set(pattern) - {"L", "G"}:
+            raise UnsupportedModel(
+                f"sliding_window_pattern={pattern!r} has letters other than L and G. Check the file."
+            )
+        return [pattern[layer % len(pattern)] == "L" and layer < layers - 1 for layer in range(layers)]
+    return [(layer + 1) % keys.size("sliding_window_pattern", 4) != 0 for layer in range(layers)]
+
+
+def module(config: ModelConfig, precision: Precision) -> Any:
+    from rekindle._src.models.nn.decoders import Decoder, QkNormPostNormBlock
+
+    return Decoder(config, precision, QkNormPostNormBlock)
+
+
+def manifest(config: ModelConfig) -> Manifest:
+    pieces = (attention_sources, qk_norm_sources, post_norm_sources, mlp_sources)
+    return Manifest(outer_sources(config) | blocks(config, *pieces))
+
+
+def read_gguf(model: GgufModel) -> dict[str, Any]:
+    window = model.integer("attention.sliding_window", 0) or None
+    keys: dict[str, Any] = {"sliding_window": window, "sliding_window_pattern": 4 if window else None}
+    return model.decoder() | keys | model.sliding_layers() | model.rope()
+
+
+GGUF = GgufForm(
+    architecture="exaone4", read=read_gguf, names=POST_NORMED, reads_only="rekindle does not write its windows"
+)
+FAMILY = Family("Exaone4ForCausalLM", config, module, manifest, gguf=GGUF)

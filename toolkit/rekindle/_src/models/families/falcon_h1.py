@@ -1,0 +1,149 @@
+"""Falcon-H1: attention and Mamba-2 side by side in each layer, with factors for what each part reads and returns."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from rekindle._src.models.config import AttentionSpec, ModelConfig, Multipliers, Pages
+from rekindle._src.models.families.granitemoehybrid import (
+    gguf_state,
+    rewritten_state,
+    state_names,
+    state_of,
+    state_sources,
+    state_tensors,
+)
+from rekindle._src.models.families.llama import attention_sources, blocks, gate_up_role
+from rekindle._src.models.families.llama import outer_sources as llama_outer_sources
+from rekindle._src.models.family import Family, GgufForm
+from rekindle._src.models.hf_config import Keys, decoder
+from rekindle._src.models.loading.manifest import Manifest, Source, one
+from rekindle._src.models.roles import row
+
+if TYPE_CHECKING:
+    from rekindle._src.models.loading.gguf.architecture import GgufModel
+    from rekindle._src.models.precision import Precision
+
+
+def config(keys: Keys) -> ModelConfig:
+    for bias in ("attention_bias", "mlp_bias", "projectors_bias", "mamba_proj_bias"):
+        keys.only(bias, False)
+    keys.only("mamba_conv_bias", True)
+    keys.only("hidden_act", "silu")
+    heads, layers, hidden = keys.size("num_attention_heads"), keys.size("num_hidden_layers"), keys.size("hidden_size")
+    head_dim = keys.size("head_dim", hidden // heads)
+    into, factors = _factor(keys, "attention_in_multiplier"), _multipliers(keys)
+    # Queries, keys and values are multiplied by `into`: the scores twice, and the result once.
+    spec = AttentionSpec(scale=head_dim**-0.5 * _factor(keys, "key_multiplier") * into**2, rope=keys.rope(head_dim))
+    state = dataclasses.replace(
+        state_of(keys, keys.size("mamba_d_ssm", 1024) if keys.nullable("mamba_d_ssm", 1024) else None),
+        normed=keys.get("mamba_rms_norm", False),
+        norm_first=keys.get("mamba_norm_before_gate", True),
+    )
+    found = decoder(
+        keys,
+        kv_heads_implied=True,
+        eps=1e-5,
+        attention=(spec,) * layers,
+        recurrent=(state,) * layers,
+        multipliers=dataclasses.replace(factors, attention=factors.attention * into),
+        embed_scale=_factor(keys, "embedding_multiplier"),
+        logit_scale=_factor(keys, "lm_head_multiplier"),
+    )
+    pages = Pages(found.num_kv_heads, head_dim, head_dim)
+    return dataclasses.replace(found, pages=(pages,) * layers)
+
+
+def _factor(keys: Keys, name: str) -> float:
+    return float(keys.get(name, 1.0))
+
+
+def _multipliers(keys: Keys) -> Multipliers:
+    gate, mlp = map(float, keys.get("mlp_multipliers", (1.0, 1.0)))
+    into = _factor(keys, "ssm_in_multiplier")
+    z, x, b, c, step = (into * float(factor) for factor in keys.get("ssm_multipliers", (1.0,) * 5))
+    return Multipliers(
+        attention=_factor(keys, "attention_out_multiplier"),
+        state=_factor(keys, "ssm_out_multiplier"),
+        inputs=(z, x, b, c, step),
+        gate=gate,
+        mlp=mlp,
+    )
+
+
+def module(config: ModelConfig, precision: Precision) -> Any:
+    from rekindle._src.models.nn.decoders import Decoder
+    from rekindle._src.models.nn.hybrid import TwofoldBlock
+
+    return Decoder(config, precision, TwofoldBlock)
+
+
+def mixer_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
+    spec = config.states[layer]
+    assert spec is not None, "every layer has a state"
+    heads = {
+        path.replace("attention.", "attention.heads.", 1): source
+        for path, source in attention_sources(config, layer).items()
+    }
+    return heads | state_sources(spec, config.hidden_size, "attention.recurrence", f"model.layers.{layer}.mamba")
+
+
+def norm_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
+    prefix, E = f"model.layers.{layer}", config.hidden_size
+    return {
+        "attention_norm.weight": one(f"{prefix}.input_layernorm.weight", E),
+        "mlp_norm.weight": one(f"{prefix}.pre_ff_layernorm.weight", E),
+    }
+
+
+def mlp_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
+    prefix, inner = f"model.layers.{layer}.feed_forward", config.intermediate_size
+    names = (f"{prefix}.gate_proj.weight", f"{prefix}.up_proj.weight")
+    return {
+        "mlp.gate_up.weight": Source(names=names, rows=(inner, inner), role=gate_up_role(inner)),
+        "mlp.down.weight": one(f"{prefix}.down_proj.weight", config.hidden_size, role=row(inner)),
+    }
+
+
+def outer_sources(config: ModelConfig) -> dict[str, Source]:
+    norm = {"norm.weight": one("model.final_layernorm.weight", config.hidden_size)}
+    return llama_outer_sources(config) | norm
+
+
+def manifest(config: ModelConfig) -> Manifest:
+    return Manifest(outer_sources(config) | blocks(config, mixer_sources, norm_sources, mlp_sources))
+
+
+def read_gguf(model: GgufModel) -> dict[str, Any]:
+    """Return the keys of a file, in whose matrices the factors already are."""
+    normed = model.has("blk.0.ssm_norm.weight")
+    return (
+        model.decoder()
+        | gguf_state(model)
+        | model.rope()
+        | {
+            "mamba_d_ssm": model.integer("ssm.inner_size"),
+            "mamba_rms_norm": normed,
+            "mamba_norm_before_gate": not normed,
+        }
+    )
+
+
+GGUF = GgufForm(
+    architecture="falcon-h1",
+    read=read_gguf,
+    names={
+        **state_names("mamba"),
+        "feed_forward.gate_proj": "ffn_gate",
+        "feed_forward.up_proj": "ffn_up",
+        "feed_forward.down_proj": "ffn_down",
+    },
+    tensors={
+        **state_tensors("mamba"),
+        "pre_ff_layernorm.weight": "ffn_norm",
+    },  # without an end, as llama.cpp asks for it
+    rewritten=lambda config, layer, name: rewritten_state(config, layer, name) if name.startswith("mamba.") else None,
+    reads_only="rekindle does not write states' matrices",
+)
+FAMILY = Family("FalconH1ForCausalLM", config, module, manifest, gguf=GGUF)

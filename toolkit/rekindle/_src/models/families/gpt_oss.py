@@ -1,0 +1,106 @@
+"""gpt-oss: experts in every layer, biases everywhere, attention with sinks, and a window in every other layer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rekindle._src.models.config import AttentionSpec, ModelConfig, MoeSpec
+from rekindle._src.models.families.llama import attention_sources, blocks, norm_sources, outer_sources
+from rekindle._src.models.families.mixtral import expert_sources
+from rekindle._src.models.family import Family, GgufForm
+from rekindle._src.models.hf_config import Keys, decoder
+from rekindle._src.models.loading.manifest import FusedExperts, Manifest, Source, one
+from rekindle._src.models.roles import Span, column
+
+if TYPE_CHECKING:
+    from rekindle._src.models.loading.gguf.architecture import GgufModel
+    from rekindle._src.models.precision import Precision
+
+THETA = 150_000.0
+YARN = {
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
+
+
+def config(keys: Keys) -> ModelConfig:
+    keys.only("hidden_act", "silu")
+    keys.only("swiglu_alpha", 1.702)
+    keys.only("swiglu_limit", 7.0)
+    if not keys.get("rope_parameters") and not keys.get("rope_scaling"):
+        keys.raw["rope_scaling"] = YARN
+    layers, head_dim = keys.size("num_hidden_layers"), keys.size("head_dim")
+    everywhere, nearby = (
+        AttentionSpec(scale=head_dim**-0.5, rope=keys.rope(head_dim, theta=THETA), sliding_window=window, sinks=True)
+        for window in (None, keys.window(128))
+    )
+    experts = MoeSpec(
+        num_experts=keys.size("num_local_experts"),
+        top_k=keys.size("num_experts_per_tok"),
+        intermediate_size=keys.size("intermediate_size"),
+        normalize=True,  # it is the softmax over the chosen experts
+        bias=True,
+    )
+    bias = keys.get("attention_bias", True)
+    return decoder(
+        keys,
+        head_dim=head_dim,
+        eps=1e-5,
+        attention=tuple(
+            nearby if slides else everywhere for slides in keys.layer_types([n % 2 == 0 for n in range(layers)])
+        ),
+        activation="clamped_silu",
+        qkv_bias=bias,
+        o_bias=bias,
+        moe=(experts,) * layers,
+    )
+
+
+def module(config: ModelConfig, precision: Precision) -> Any:
+    from rekindle._src.models.nn.decoders import Decoder, SinkBlock
+
+    return Decoder(config, precision, SinkBlock)
+
+
+def sink_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
+    heads = config.num_heads
+    role = column(Span(heads, heads))
+    return {"attention.sinks": one(f"model.layers.{layer}.self_attn.sinks", heads, role=role)}
+
+
+def mlp_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
+    prefix = f"model.layers.{layer}.mlp"
+    names = ("gate_proj", "up_proj", "down_proj")
+    return expert_sources(config, layer, f"{prefix}.router", f"{prefix}.experts", names)
+
+
+def manifest(config: ModelConfig) -> Manifest:
+    pieces = (attention_sources, sink_sources, norm_sources, mlp_sources)
+    fused = FusedExperts(interleaved=True, transposed=True)
+    return Manifest(outer_sources(config) | blocks(config, *pieces), fused=fused)
+
+
+def read_gguf(model: GgufModel) -> dict[str, Any]:
+    keys = {
+        "num_local_experts": model.integer("expert_count"),
+        "num_experts_per_tok": model.integer("expert_used_count"),
+        "intermediate_size": model.integer("expert_feed_forward_length"),
+        "sliding_window": model.integer("attention.sliding_window"),
+        "attention_bias": model.has("blk.0.attn_q.bias"),
+    }
+    rope = model.rope(theta=THETA)
+    if rope.get("rope_scaling", {}).get("rope_type") == "yarn":
+        rope["rope_scaling"]["truncate"] = False  # known by the architecture
+    else:
+        rope["rope_parameters"] = {"rope_type": "default"}
+    return model.decoder() | model.sliding_layers() | keys | rope
+
+
+GGUF = GgufForm(
+    architecture="gpt-oss",
+    read=read_gguf,
+    names={"post_attention_layernorm": "post_attention_norm", "mlp.router": "ffn_gate_inp"},
+    reads_only="llama.cpp rounds the ramp of YaRN, and truncate is false",
+)
+ALIASES = {"num_experts": "num_local_experts"}
+FAMILY = Family("GptOssForCausalLM", config, module, manifest, ALIASES, GGUF)

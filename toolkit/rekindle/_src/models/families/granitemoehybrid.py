@@ -1,0 +1,194 @@
+"""Granite 4: Granite 3 with Mamba-2 in most layers or in none, and with experts beside each layer's MLP or without."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from rekindle._src.models.config import ModelConfig, RecurrentSpec
+from rekindle._src.models.families.granite import gguf_factors, granite_fields
+from rekindle._src.models.families.granitemoe import fused_expert_sources, granite_moe_fields
+from rekindle._src.models.families.llama import attention_sources, blocks, gate_up_role, norm_sources, outer_sources
+from rekindle._src.models.family import Family, GgufForm, Rewritten
+from rekindle._src.models.hf_config import Keys, decoder
+from rekindle._src.models.loading.manifest import Manifest, Source, one
+from rekindle._src.models.roles import row
+from rekindle.errors import UnsupportedModel
+
+if TYPE_CHECKING:
+    from rekindle._src.models.loading.gguf.architecture import GgufModel
+    from rekindle._src.models.precision import Precision
+
+KINDS = ("mamba", "attention", "linear_attention", "full_attention")  # older files have the first two
+
+
+def config(keys: Keys) -> ModelConfig:
+    keys.only("position_embedding_type", "rope", "nope")
+    keys.only("mamba_proj_bias", False)
+    keys.only("mamba_conv_bias", True)
+    shared, layers = keys.size("shared_intermediate_size"), keys.size("num_hidden_layers")
+    fields = granite_moe_fields(keys, shared) if keys.get("num_local_experts", 8) else granite_fields(keys)
+    if keys.get("position_embedding_type") != "rope":
+        fields["attention"] = tuple(dataclasses.replace(spec, rope=None) for spec in fields["attention"])
+    kinds = keys.kinds_of_layers(["linear_attention"] * layers, *KINDS)
+    state = state_of(keys) if {"mamba", "linear_attention"} & {*kinds} else None
+    recurrent = tuple(state if kind in ("mamba", "linear_attention") else None for kind in kinds)
+    return decoder(
+        keys, kv_heads_implied=True, intermediate_size=shared, recurrent=recurrent if state else (), **fields
+    )
+
+
+def check_steps(keys: Keys) -> None:
+    """Raise `UnsupportedModel` for steps of Mamba-2 that are limited."""
+    limits = tuple(_number(limit) for limit in keys.get("time_step_limit", (0.0, math.inf)))
+    if limits != (0.0, math.inf):
+        raise UnsupportedModel(f"time_step_limit={limits!s:.80} is not implemented. Implemented: (0.0, inf).")
+
+
+def state_of(keys: Keys, inner: int | None = None) -> RecurrentSpec:
+    """Return the state of Mamba-2 layers of `inner` channels, or of as many as `mamba_expand` makes."""
+    check_steps(keys)
+    inner = inner or int(keys.get("mamba_expand", 2) * keys.size("hidden_size"))
+    heads = keys.size("mamba_n_heads", 128)
+    groups, size = keys.size("mamba_n_groups", 1), keys.size("mamba_d_state", 256)
+    return RecurrentSpec(
+        channels=inner + 2 * groups * size,
+        taps=keys.size("mamba_d_conv", 4),
+        key_heads=groups,
+        heads=heads,
+        key_size=size,
+        value_size=inner // heads,
+    )
+
+
+def _number(value: Any) -> float:
+    """Return a number, which transformers writes as an object where JSON has none, such as infinity."""
+    return float(value["__float__"] if isinstance(value, Mapping) else value)
+
+
+def module(config: ModelConfig, precision: Precision) -> Any:
+    from rekindle._src.models.nn.decoders import Decoder, StateSpaceBlock
+
+    return Decoder(config, precision, StateSpaceBlock)
+
+
+def mixer_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
+    spec = config.states[layer]
+    if spec is None:
+        return attention_sources(config, layer)
+    return state_sources(spec, config.hidden_size, "attention", f"model.layers.{layer}.mamba")
+
+
+def state_sources(spec: RecurrentSpec, hidden: int, module: str, prefix: str) -> dict[str, Source]:
+    """Return the sources of Mamba-2, of `module` within its layer; `prefix` is the checkpoint's."""
+    inner = spec.heads * spec.value_size
+    norm = {f"{module}.norm.weight": one(f"{prefix}.norm.weight", inner)} if spec.normed else {}
+    return norm | {
+        f"{module}.inputs.weight": one(f"{prefix}.in_proj.weight", inner + spec.channels + spec.heads),
+        f"{module}.convolution": one(f"{prefix}.conv1d.weight", spec.channels),
+        f"{module}.convolution_bias": one(f"{prefix}.conv1d.bias", spec.channels),
+        f"{module}.step_bias": one(f"{prefix}.dt_bias", spec.heads),
+        f"{module}.log_rate": one(f"{prefix}.A_log", spec.heads),
+        f"{module}.skip": one(f"{prefix}.D", spec.heads),
+        f"{module}.out.weight": one(f"{prefix}.out_proj.weight", hidden),
+    }
+
+
+def mlp_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
+    if config.moe:
+        return fused_expert_sources(config, layer)
+    name, inner = f"model.layers.{layer}.shared_mlp", config.intermediate_size
+    return {
+        "mlp.gate_up.weight": one(f"{name}.input_linear.weight", 2 * inner, role=gate_up_role(inner)),
+        "mlp.down.weight": one(f"{name}.output_linear.weight", config.hidden_size, role=row(inner)),
+    }
+
+
+def manifest(config: ModelConfig) -> Manifest:
+    return Manifest(outer_sources(config) | blocks(config, mixer_sources, norm_sources, mlp_sources))
+
+
+def state_names(prefix: str) -> dict[str, str]:
+    """Return llama.cpp's names of the modules of Mamba-2."""
+    names = {"in_proj": "ssm_in", "conv1d": "ssm_conv1d", "norm": "ssm_norm", "out_proj": "ssm_out"}
+    return {f"{prefix}.{name}": theirs for name, theirs in names.items()}
+
+
+def state_tensors(prefix: str) -> dict[str, str]:
+    """Return llama.cpp's names of its other tensors."""
+    names = {"dt_bias": "ssm_dt.bias", "A_log": "ssm_a", "D": "ssm_d"}
+    return {f"{prefix}.{name}": theirs for name, theirs in names.items()}
+
+
+def rewritten_state(config: ModelConfig, layer: int, name: str) -> Rewritten | None:
+    """Return how llama.cpp stores the tensors of Mamba-2."""
+    spec, (_, _, end) = config.states[layer], name.partition(".")
+    if spec is None:
+        return None
+    heads = (spec.heads,)
+    return {
+        "conv1d.weight": Rewritten((spec.channels, 1, spec.taps)),
+        "norm.weight": Rewritten((spec.heads * spec.value_size,)),
+        "A_log": Rewritten(heads, logarithm=True),
+        "D": Rewritten(heads),
+    }.get(end)
+
+
+def gguf_state(model: GgufModel) -> dict[str, Any]:
+    """Return the keys of Mamba-2 that a file has."""
+    count, inner = model.integer("ssm.time_step_rank"), model.integer("ssm.inner_size")
+    return {
+        "mamba_n_heads": count,
+        "mamba_d_head": inner // max(1, count),
+        "mamba_n_groups": model.integer("ssm.group_count"),
+        "mamba_d_state": model.integer("ssm.state_size"),
+        "mamba_d_conv": model.integer("ssm.conv_kernel"),
+    }
+
+
+def read_gguf(model: GgufModel) -> dict[str, Any]:
+    keys = model.decoder(gaps=True) | gguf_factors(model) | gguf_state(model)
+    count = model.integer("expert_count", 0)
+    shared = model.integer("expert_shared_feed_forward_length", keys["intermediate_size"])
+    kinds = ["full_attention" if attends else "linear_attention" for attends in model.attends()]
+    return keys | {
+        "mamba_expand": model.integer("ssm.inner_size") / keys["hidden_size"],
+        "layer_types": kinds,
+        "position_embedding_type": "rope" if model.get("rope.scaling.finetuned", False) else "nope",
+        "num_local_experts": count,
+        "num_experts_per_tok": model.integer("expert_used_count", 0),
+        "shared_intermediate_size": shared,
+        "rope_theta": model.number("rope.freq_base", 10_000.0),
+    }
+
+
+def joined(config: ModelConfig) -> dict[str, tuple[str, ...]]:
+    end = "_shexp.weight" if config.moe else ".weight"
+    return {
+        "block_sparse_moe.input_linear.weight": ("ffn_gate_exps.weight", "ffn_up_exps.weight"),
+        "shared_mlp.input_linear.weight": (f"ffn_gate{end}", f"ffn_up{end}"),
+        "shared_mlp.output_linear.weight": (f"ffn_down{end}",),
+    }
+
+
+GGUF = GgufForm(
+    architecture="granitehybrid",
+    read=read_gguf,
+    names={
+        **state_names("mamba"),
+        "block_sparse_moe.router.layer": "ffn_gate_inp",
+        "block_sparse_moe.input_linear": "ffn_gate_exps",
+        "block_sparse_moe.output_linear": "ffn_down_exps",
+        "shared_mlp.input_linear": "ffn_gate",
+        "shared_mlp.output_linear": "ffn_down",
+    },
+    tensors=state_tensors("mamba"),
+    rewritten=lambda config, layer, name: rewritten_state(config, layer, name) if name.startswith("mamba.") else None,
+    joined=joined,
+    paired=True,
+    reads_only="rekindle does not write states' matrices",
+)
+ALIASES = {"layers_block_type": "layer_types"}
+FAMILY = Family("GraniteMoeHybridForCausalLM", config, module, manifest, ALIASES, GGUF)

@@ -1,0 +1,74 @@
+"""HunYuan (dense): Llama with norms over each head of q and k behind the rotation."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rekindle._src.models.config import AttentionSpec, ModelConfig
+from rekindle._src.models.families.llama import (
+    attention_sources,
+    blocks,
+    mlp_sources,
+    norm_sources,
+    outer_sources,
+)
+from rekindle._src.models.family import Family, GgufForm
+from rekindle._src.models.hf_config import Keys, decoder
+from rekindle._src.models.loading.manifest import Manifest, Source, one
+
+if TYPE_CHECKING:
+    from rekindle._src.models.loading.gguf.architecture import GgufModel
+    from rekindle._src.models.precision import Precision
+
+
+def config(keys: Keys) -> ModelConfig:
+    head_dim = keys.size("head_dim", keys.size("hidden_size") // keys.size("num_attention_heads"))
+    spec = AttentionSpec(scale=head_dim**-0.5, rope=_rope(keys, head_dim).rope(head_dim))
+    bias = keys.get("attention_bias", False)
+    return decoder(
+        keys,
+        kv_heads_implied=True,
+        eps=1e-5,
+        attention=(spec,) * keys.size("num_hidden_layers"),
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=keys.get("mlp_bias", False),
+    )
+
+
+def _rope(keys: Keys, head_dim: int) -> Keys:
+    """Return the keys with a theta in place of "dynamic" with `alpha`, which only stretches it."""
+    options = keys.get("rope_parameters") or keys.get("rope_scaling") or {}
+    kind, alpha = options.get("rope_type", options.get("type")), options.get("alpha")
+    if kind != "dynamic" or not alpha:
+        return keys
+    theta = float(options.get("rope_theta", keys.get("rope_theta", 10_000.0))) * alpha ** (head_dim / (head_dim - 2))
+    left = {name: value for name, value in keys.raw.items() if name not in ("rope_scaling", "rope_parameters")}
+    return Keys(left | {"rope_theta": theta})
+
+
+def module(config: ModelConfig, precision: Precision) -> Any:
+    from rekindle._src.models.nn.decoders import Decoder, LateNormBlock
+
+    return Decoder(config, precision, LateNormBlock)
+
+
+def manifest(config: ModelConfig) -> Manifest:
+    def norms(config: ModelConfig, layer: int) -> dict[str, Source]:
+        prefix = f"model.layers.{layer}.self_attn"
+        return {
+            "attention.q_norm.weight": one(f"{prefix}.query_layernorm.weight", config.head_dim),
+            "attention.k_norm.weight": one(f"{prefix}.key_layernorm.weight", config.head_dim),
+        }
+
+    pieces = (attention_sources, norms, norm_sources, mlp_sources)
+    return Manifest(outer_sources(config) | blocks(config, *pieces))
+
+
+def read_gguf(model: GgufModel) -> dict[str, Any]:
+    return model.decoder() | {"attention_bias": model.has("blk.0.attn_q.bias")} | model.rope()
+
+
+NAMES = {"self_attn.query_layernorm": "attn_q_norm", "self_attn.key_layernorm": "attn_k_norm"}
+GGUF = GgufForm(architecture="hunyuan-dense", read=read_gguf, names=NAMES)
+FAMILY = Family("HunYuanDenseV1ForCausalLM", config, module, manifest, gguf=GGUF)

@@ -1,0 +1,100 @@
+"""ModernBERT: an encoder, whose tokens see those behind them, with a window in two of three layers. It embeds only."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rekindle._src.models.config import AttentionSpec, ModelConfig
+from rekindle._src.models.families.llama import blocks, gate_up_role
+from rekindle._src.models.family import Family
+from rekindle._src.models.hf_config import Keys, decoder
+from rekindle._src.models.loading.manifest import Manifest, Source, one
+from rekindle._src.models.roles import column, heads, row, vocab
+
+if TYPE_CHECKING:
+    from rekindle._src.models.precision import Precision
+
+
+def config(keys: Keys) -> ModelConfig:
+    keys.only("norm_bias", False)
+    keys.only("rope_scaling")
+    layers, head_dim = keys.size("num_hidden_layers"), keys.size("hidden_size") // keys.size("num_attention_heads")
+    # Older files have a key for each rope.
+    old = {"rope_theta": keys.get("global_rope_theta"), "rope_local_base_freq": keys.get("local_rope_theta")}
+    ropes = Keys(keys.raw | {name: theta for name, theta in old.items() if theta is not None})
+    full, nearby = (
+        AttentionSpec(
+            scale=head_dim**-0.5,
+            sliding_window=window,
+            causal=False,
+            rope=ropes.rope(head_dim, theta=theta, layer_type=kind),
+        )
+        for kind, theta, window in (
+            ("full_attention", 160_000.0, None),
+            ("sliding_attention", 10_000.0, keys.size("local_attention", 128) // 2 + 1),
+        )
+    )
+    every = keys.size("global_attn_every_n_layers", 3)
+    slides = keys.layer_types([layer % every != 0 for layer in range(layers)])
+    bias = keys.get("attention_bias", False)
+    return decoder(
+        keys,
+        kv_heads_implied=True,
+        num_kv_heads=keys.size("num_attention_heads"),
+        tie_embeddings=True,
+        attention=tuple(nearby if slide else full for slide in slides),
+        activation=keys.activation("hidden_activation", "gelu"),
+        norm_eps=keys.get("norm_eps", 1e-5),
+        qkv_bias=bias,
+        o_bias=bias,
+        mlp_bias=keys.get("mlp_bias", False),
+    )
+
+
+def module(config: ModelConfig, precision: Precision) -> Any:
+    from rekindle._src.models.nn.decoders import Encoder
+
+    return Encoder(config, precision)
+
+
+def manifest(config: ModelConfig) -> Manifest:
+    V, E = config.vocab_size, config.hidden_size
+    outer = {
+        "embed.weight": one("model.embeddings.tok_embeddings.weight", V, role=vocab(V)),
+        "embed_norm.weight": one("model.embeddings.norm.weight", E),
+        "norm.weight": one("model.final_norm.weight", E),
+    }
+    # Those of other tasks than embedding.
+    heads_of_tasks = (r"(model\.)?(head|decoder|classifier)\..*",)
+    return Manifest(outer | blocks(config, attention_sources, mlp_sources), ignored=heads_of_tasks)
+
+
+def attention_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
+    prefix, E = f"model.layers.{layer}", config.hidden_size
+    role = column(*heads(config.num_heads, config.num_heads, config.head_dim))
+    sources = {
+        "attention.qkv.weight": one(f"{prefix}.attn.Wqkv.weight", 3 * E, role=role),
+        "attention.out.weight": one(f"{prefix}.attn.Wo.weight", E, role=row(E)),
+    }
+    if layer:
+        sources["attention_norm.weight"] = one(f"{prefix}.attn_norm.weight", E)
+    if config.qkv_bias:
+        sources["attention.qkv.bias"] = one(f"{prefix}.attn.Wqkv.bias", 3 * E, role=role)
+        sources["attention.out.bias"] = one(f"{prefix}.attn.Wo.bias", E)
+    return sources
+
+
+def mlp_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
+    prefix, E, inner = f"model.layers.{layer}", config.hidden_size, config.intermediate_size
+    sources = {
+        "mlp_norm.weight": one(f"{prefix}.mlp_norm.weight", E),
+        "mlp.gate_up.weight": one(f"{prefix}.mlp.Wi.weight", 2 * inner, role=gate_up_role(inner)),
+        "mlp.down.weight": one(f"{prefix}.mlp.Wo.weight", E, role=row(inner)),
+    }
+    if config.mlp_bias:
+        sources["mlp.gate_up.bias"] = one(f"{prefix}.mlp.Wi.bias", 2 * inner, role=gate_up_role(inner))
+        sources["mlp.down.bias"] = one(f"{prefix}.mlp.Wo.bias", E)
+    return sources
+
+
+FAMILY = Family("ModernBertModel", config, module, manifest)

@@ -1,0 +1,180 @@
+"""Qwen3.5, 3.6 and 3.8 (text): a gated delta rule in three of four layers, and gated attention in the others."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rekindle._src.models.config import AttentionSpec, ModelConfig, RecurrentSpec
+from rekindle._src.models.families.llama import blocks, mlp_sources, outer_sources, qk_norm_sources
+from rekindle._src.models.family import Family, GgufForm, HeadOrder, Rewritten
+from rekindle._src.models.hf_config import Keys, decoder
+from rekindle._src.models.loading.manifest import Manifest, Source, one
+
+if TYPE_CHECKING:
+    from rekindle._src.models.loading.gguf.architecture import GgufModel
+    from rekindle._src.models.precision import Precision
+
+
+DRAFTING = 4  # layers behind the last one that may draft tokens
+
+
+def config(keys: Keys) -> ModelConfig:
+    return decoder(keys, **mixer_fields(keys))
+
+
+def mixer_fields(keys: Keys) -> dict[str, Any]:
+    """Return the fields that say how tokens are mixed, with experts and without."""
+    head_dim = keys.size("head_dim")
+    spec = AttentionSpec(scale=head_dim**-0.5, rope=keys.rope(head_dim, partial=True, part=0.25))
+    bias = keys.get("attention_bias", False)
+    return {
+        "head_dim": head_dim,
+        "attention": (spec,) * keys.size("num_hidden_layers"),
+        "recurrent": recurrent(keys),
+        "qkv_bias": bias,
+        "o_bias": bias,
+    }
+
+
+def recurrent(keys: Keys) -> tuple[RecurrentSpec | None, ...]:
+    key_heads, heads = keys.size("linear_num_key_heads", 16), keys.size("linear_num_value_heads", 32)
+    key_size, value_size = keys.size("linear_key_head_dim", 128), keys.size("linear_value_head_dim", 128)
+    state = RecurrentSpec(
+        channels=2 * key_heads * key_size + heads * value_size,
+        taps=keys.size("linear_conv_kernel_dim", 4),
+        key_heads=key_heads,
+        heads=heads,
+        key_size=key_size,
+        value_size=value_size,
+    )
+    layers, interval = keys.size("num_hidden_layers"), keys.size("full_attention_interval", 4)
+    default = ["full_attention" if (layer + 1) % interval == 0 else "linear_attention" for layer in range(layers)]
+    return tuple(
+        state if kind == "linear_attention" else None
+        for kind in keys.kinds_of_layers(default, "linear_attention", "full_attention")
+    )
+
+
+def module(config: ModelConfig, precision: Precision) -> Any:
+    from rekindle._src.models.nn.decoders import Decoder, DeltaBlock
+
+    return Decoder(config, precision, DeltaBlock)
+
+
+def mixer_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
+    spec, prefix, E = config.states[layer], f"model.layers.{layer}", config.hidden_size
+    if spec is None:
+        H, K, D = config.num_heads, config.num_kv_heads, config.head_dim
+        rows = (2 * H * D, K * D, K * D)
+        names = tuple(f"{prefix}.self_attn.{x}_proj" for x in "qkv")
+        sources = {
+            "attention.qkv.weight": Source(names=tuple(f"{name}.weight" for name in names), rows=rows),
+            "attention.out.weight": one(f"{prefix}.self_attn.o_proj.weight", E),
+            **qk_norm_sources(config, layer, add=1.0),
+        }
+        if config.qkv_bias:
+            sources["attention.qkv.bias"] = Source(names=tuple(f"{name}.bias" for name in names), rows=rows)
+            sources["attention.out.bias"] = one(f"{prefix}.self_attn.o_proj.bias", E)
+        return sources
+    prefix, values = f"{prefix}.linear_attn", spec.heads * spec.value_size
+    return {
+        "attention.inputs.weight": Source(
+            names=tuple(f"{prefix}.in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")),
+            rows=(spec.channels, values, spec.heads, spec.heads),
+        ),
+        "attention.convolution": one(f"{prefix}.conv1d.weight", spec.channels),
+        "attention.step_bias": one(f"{prefix}.dt_bias", spec.heads),
+        "attention.log_rate": one(f"{prefix}.A_log", spec.heads),
+        "attention.norm.weight": one(f"{prefix}.norm.weight", spec.value_size),
+        "attention.out.weight": one(f"{prefix}.out_proj.weight", E),
+    }
+
+
+def norm_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
+    names = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+    return {
+        f"{module}.weight": one(f"model.layers.{layer}.{name}.weight", config.hidden_size, add=1.0)
+        for module, name in names.items()
+    }
+
+
+def manifest(config: ModelConfig) -> Manifest:
+    sources = outer_sources(config, add=1.0) | blocks(config, mixer_sources, norm_sources, mlp_sources)
+    return Manifest(sources, ignored=drafts(config))
+
+
+def drafts(config: ModelConfig) -> tuple[str, ...]:
+    """Return patterns of the tensors that draft tokens, in folders and in GGUF files."""
+    behind = "|".join(str(config.num_layers + number) for number in range(DRAFTING))
+    return (r"mtp\..*", rf"blk\.({behind})\..*")
+
+
+def read_gguf(model: GgufModel) -> dict[str, Any]:
+    return decoder_keys(model) | mixer_keys(model)
+
+
+def decoder_keys(model: GgufModel, length: int | None = None) -> dict[str, Any]:
+    """Return the keys that most families share; the last layers may be ones that draft tokens, which are not used."""
+    keys = model.decoder("layer_norm_rms_epsilon", "nextn_predict_layers", length=length)
+    return keys | {"num_hidden_layers": layers_of(model)}
+
+
+def layers_of(model: GgufModel) -> int:
+    return int(model.integer("block_count") - model.integer("nextn_predict_layers", 0))
+
+
+def mixer_keys(model: GgufModel) -> dict[str, Any]:
+    """Return the keys that say how tokens are mixed, with experts and without."""
+    layers, heads = layers_of(model), model.integer("ssm.time_step_rank")
+    recurs = [model.has(f"blk.{layer}.ssm_a") for layer in range(layers)]
+    attends = recurs.index(False) if False in recurs else 0
+    return model.rope(theta=10_000_000.0) | {
+        "linear_num_key_heads": model.integer("ssm.group_count"),
+        "linear_num_value_heads": heads,
+        "linear_key_head_dim": model.integer("ssm.state_size"),
+        "linear_value_head_dim": model.integer("ssm.inner_size") // max(1, heads),
+        "linear_conv_kernel_dim": model.integer("ssm.conv_kernel"),
+        "layer_types": ["linear_attention" if one else "full_attention" for one in recurs],
+        "attention_bias": model.has(f"blk.{attends}.attn_q.bias"),
+    }
+
+
+def rewritten(config: ModelConfig, layer: int, name: str) -> Rewritten | None:
+    """Return how llama.cpp stores the delta rule: heads of values in turn, one of each head of keys."""
+    spec, (module, _, own) = config.states[layer], name.partition(".")
+    if spec is None or module != "linear_attn":
+        return None
+    groups, heads, size = spec.key_heads, spec.heads, spec.value_size
+
+    def order(first: int, size: int) -> HeadOrder | None:
+        return None if groups == heads else HeadOrder(first, groups, heads, size)
+
+    values, each, mixed = order(0, size), order(0, 1), order(2 * groups * spec.key_size, size)
+    return {
+        "in_proj_qkv.weight": Rewritten(rows=mixed),
+        "in_proj_z.weight": Rewritten(rows=values),
+        "in_proj_a.weight": Rewritten(rows=each),
+        "in_proj_b.weight": Rewritten(rows=each),
+        "conv1d.weight": Rewritten((spec.channels, 1, spec.taps), rows=mixed),
+        "A_log": Rewritten((heads,), rows=each, logarithm=True),
+        "dt_bias": Rewritten((heads,), rows=each),
+        "out_proj.weight": Rewritten(columns=values),
+    }.get(own)
+
+
+NAMES = {
+    "linear_attn.in_proj_qkv": "attn_qkv",
+    "linear_attn.in_proj_z": "attn_gate",
+    "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.in_proj_b": "ssm_beta",
+    "linear_attn.conv1d": "ssm_conv1d",
+    "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out",
+    "post_attention_layernorm": "post_attention_norm",
+}
+TENSORS = {"linear_attn.dt_bias": "ssm_dt.bias", "linear_attn.A_log": "ssm_a"}
+REASON = "rekindle does not write states' matrices"
+GGUF = GgufForm(
+    architecture="qwen35", read=read_gguf, names=NAMES, tensors=TENSORS, rewritten=rewritten, reads_only=REASON
+)
+FAMILY = Family("Qwen3_5ForCausalLM", config, module, manifest, gguf=GGUF)

@@ -1,0 +1,262 @@
+"""The types of GGUF tensors: how many values a block holds, the fields that its bytes are, and the numbers in them.
+
+Every type is a little-endian record. Blocks become float32 numbers exactly by llama.cpp's own formulas. Each function
+takes N blocks as records of its `BlockType` and returns float32 [N, values]. The order of the multiplications is part
+of a type's definition: with another one the last bit can differ. Numbers become blocks with llama.cpp's rounding: the
+bytes are those that its own tools write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+K = 256  # values in a block of the "K" types
+
+
+class BlockType(NamedTuple):
+    """One type of tensors."""
+
+    name: str
+    values: int  # in a block; a row holds whole blocks
+    layout: np.dtype[Any]  # of a block
+
+    @property
+    def plain(self) -> bool:
+        """True if a block is one number that numpy can use as it is."""
+        return self.layout.names is None
+
+
+def _plain(name: str, dtype: Any) -> BlockType:
+    return BlockType(name, 1, np.dtype(dtype))
+
+
+def _packed(name: str, values: int, *fields: tuple[str, str] | tuple[str, str, int]) -> BlockType:
+    return BlockType(name, values, np.dtype(list(fields)))
+
+
+F32, F16, BF16 = _plain("F32", "<f4"), _plain("F16", "<f2"), _plain("BF16", ml_dtypes.bfloat16)
+Q8_0 = _packed("Q8_0", 32, ("scale", "<f2"), ("low", "i1", 32))
+Q4_0 = _packed("Q4_0", 32, ("scale", "<f2"), ("low", "u1", 16))
+# By the number that stands for a type in a file.
+TYPES: dict[int, BlockType] = {
+    0: F32,
+    1: F16,
+    2: Q4_0,
+    3: _packed("Q4_1", 32, ("scale", "<f2"), ("least", "<f2"), ("low", "u1", 16)),
+    6: _packed("Q5_0", 32, ("scale", "<f2"), ("high", "u1", 4), ("low", "u1", 16)),
+    7: _packed("Q5_1", 32, ("scale", "<f2"), ("least", "<f2"), ("high", "u1", 4), ("low", "u1", 16)),
+    8: Q8_0,
+    10: _packed("Q2_K", K, ("scales", "u1", 16), ("low", "u1", 64), ("scale", "<f2"), ("least", "<f2")),
+    11: _packed("Q3_K", K, ("high", "u1", 32), ("low", "u1", 64), ("scales", "u1", 12), ("scale", "<f2")),
+    12: _packed("Q4_K", K, ("scale", "<f2"), ("least", "<f2"), ("scales", "u1", 12), ("low", "u1", 128)),
+    13: _packed(
+        "Q5_K", K, ("scale", "<f2"), ("least", "<f2"), ("scales", "u1", 12), ("high", "u1", 32), ("low", "u1", 128)
+    ),
+    14: _packed("Q6_K", K, ("low", "u1", 128), ("high", "u1", 64), ("scales", "i1", 16), ("scale", "<f2")),
+    20: _packed("IQ4_NL", 32, ("scale", "<f2"), ("low", "u1", 16)),
+    23: _packed("IQ4_XS", K, ("scale", "<f2"), ("high", "<u2"), ("scales", "u1", 4), ("low", "u1", 128)),
+    24: _plain("I8", "<i1"),
+    25: _plain("I16", "<i2"),
+    26: _plain("I32", "<i4"),
+    27: _plain("I64", "<i8"),
+    28: _plain("F64", "<f8"),
+    30: BF16,
+    39: _packed("MXFP4", 32, ("scale", "u1"), ("low", "u1", 16)),
+}
+NUMBERS = {kind.name: number for number, kind in TYPES.items()}
+BY_NAME = {kind.name: kind for kind in TYPES.values()}
+# Types that are known and not read, so that an error can name them.
+UNREAD = {
+    9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S",
+    29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4",
+}  # fmt: skip
+WRITTEN = ("F32", "F16", "BF16", "Q8_0", "Q4_0")
+Blocks = NDArray[np.void]
+Values = NDArray[np.float32]
+# The 16 levels of IQ4, and twice those of a 4-bit float (E2M1).
+IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
+E2M1_TWICE = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
+
+
+def dequantize(kind: BlockType, blocks: NDArray[Any]) -> Values:
+    """Return the values [N, values] of N blocks of a type."""
+    if kind.plain:
+        return blocks.astype(np.float32)[:, None]
+    with np.errstate(all="ignore"):  # scales may be infinite or NaN; the numbers then are, too
+        return _FUNCTIONS[kind.name](blocks).reshape(len(blocks), kind.values)
+
+
+def _parts(packed: NDArray[np.uint8], bits: int, width: int) -> NDArray[Any]:
+    """Unpack bytes [N, B] to [N, B / width, 8 / bits, width]: the low bits of `width` bytes come first."""
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
+    return (packed.reshape(len(packed), -1, 1, width) >> shifts) & np.uint8((1 << bits) - 1)
+
+
+def _single(field: NDArray[Any]) -> Values:
+    return field.astype(np.float32)[:, None]
+
+
+def q4(blocks: Blocks) -> NDArray[np.uint8]:
+    """Return the integers [·, 32] of blocks that hold 32 of four bits in 16 bytes, or several times that."""
+    return _parts(blocks["low"], 4, 16).reshape(-1, 32)
+
+
+def q5(blocks: Blocks) -> NDArray[np.uint8]:
+    fifth = np.unpackbits(blocks["high"], axis=1, bitorder="little")
+    return q4(blocks) | (fifth << np.uint8(4))
+
+
+def _q4_0(blocks: Blocks) -> Values:
+    return _single(blocks["scale"]) * (q4(blocks).view(np.int8) - np.int8(8))
+
+
+def _q4_1(blocks: Blocks) -> Values:
+    return _single(blocks["scale"]) * q4(blocks) + _single(blocks["least"])
+
+
+def _q5_0(blocks: Blocks) -> Values:
+    return _single(blocks["scale"]) * (q5(blocks).view(np.int8) - np.int8(16))
+
+
+def _q5_1(blocks: Blocks) -> Values:
+    return _single(blocks["scale"]) * q5(blocks) + _single(blocks["least"])
+
+
+def _q8_0(blocks: Blocks) -> Values:
+    values: Values = _single(blocks["scale"]) * blocks["low"]
+    return values
+
+
+def _iq4_nl(blocks: Blocks) -> Values:
+    return _single(blocks["scale"]) * IQ4[q4(blocks)]
+
+
+def _mxfp4(blocks: Blocks) -> Values:
+    return half_powers(blocks["scale"])[:, None] * E2M1_TWICE[q4(blocks)]
+
+
+def half_powers(exponents: NDArray[np.uint8]) -> Values:
+    """Return half of 2 ** (exponent - 127): the levels are stored twice as large. The two smallest are subnormal."""
+    wide = exponents.astype(np.uint32)
+    bits = np.where(wide < 2, np.uint32(0x200000) << wide, (wide - np.uint32(1)) << np.uint32(23))
+    return bits.view(np.float32)
+
+
+def _q2_k(blocks: Blocks) -> Values:
+    scales = blocks["scales"]
+    step = (_single(blocks["scale"]) * (scales & np.uint8(15)))[:, :, None]
+    least = (_single(blocks["least"]) * (scales >> np.uint8(4)))[:, :, None]
+    return step * _parts(blocks["low"], 2, 32).reshape(-1, 16, 16) - least
+
+
+def _q3_k(blocks: Blocks) -> Values:
+    packed = blocks["scales"]
+    low = _parts(packed[:, :8], 4, 8).reshape(-1, 16)
+    high = _parts(packed[:, 8:], 2, 4).reshape(-1, 16)
+    scales = (low | (high << np.uint8(4))).view(np.int8) - np.int8(32)
+    step = (_single(blocks["scale"]) * scales)[:, :, None]
+    third = _parts(blocks["high"], 1, 32).reshape(-1, 16, 16)  # where the bit is not set, 4 is subtracted
+    levels = (_parts(blocks["low"], 2, 32).reshape(-1, 16, 16) | (third << np.uint8(2))).view(np.int8) - np.int8(4)
+    return step * levels
+
+
+def six_bit_scales(packed: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """Return the eight scales and eight minima [N, 8] of 6 bits that Q4_K and Q5_K pack into 12 bytes [N, 12]."""
+    first, second, third = packed[:, :4], packed[:, 4:8], packed[:, 8:]
+    four, six = np.uint8(15), np.uint8(63)
+    scales = [first & six, (third & four) | ((first >> np.uint8(6)) << np.uint8(4))]
+    minima = [second & six, (third >> np.uint8(4)) | ((second >> np.uint8(6)) << np.uint8(4))]
+    return np.concatenate(scales, axis=1), np.concatenate(minima, axis=1)
+
+
+def _k_scales(blocks: Blocks) -> tuple[Values, Values]:
+    scales, minima = six_bit_scales(blocks["scales"])
+    return (_single(blocks["scale"]) * scales)[:, :, None], (_single(blocks["least"]) * minima)[:, :, None]
+
+
+def q4_k(blocks: Blocks) -> NDArray[np.uint8]:
+    """Return the integers [N, 8, 32] of Q4_K."""
+    integers: NDArray[np.uint8] = _parts(blocks["low"], 4, 32).reshape(-1, 8, 32)
+    return integers
+
+
+def q5_k(blocks: Blocks) -> NDArray[np.uint8]:
+    """Return the integers [N, 8, 32] of Q5_K."""
+    fifth = _parts(blocks["high"], 1, 32).reshape(-1, 8, 32)
+    return q4_k(blocks) | (fifth << np.uint8(4))
+
+
+def _q4_k(blocks: Blocks) -> Values:
+    step, least = _k_scales(blocks)
+    return step * q4_k(blocks) - least
+
+
+def _q5_k(blocks: Blocks) -> Values:
+    step, least = _k_scales(blocks)
+    return step * q5_k(blocks) - least
+
+
+def q6_k(blocks: Blocks) -> NDArray[np.int8]:
+    """Return the integers [N, 16, 16] of Q6_K."""
+    low = _parts(blocks["low"], 4, 64).reshape(-1, 16, 16)
+    high = _parts(blocks["high"], 2, 32).reshape(-1, 16, 16)
+    integers: NDArray[np.int8] = (low | (high << np.uint8(4))).view(np.int8) - np.int8(32)
+    return integers
+
+
+def _q6_k(blocks: Blocks) -> Values:
+    return (_single(blocks["scale"]) * blocks["scales"])[:, :, None] * q6_k(blocks)
+
+
+def iq4_xs_levels(blocks: Blocks) -> NDArray[np.int8]:
+    """Return the scales [N, 8] of IQ4_XS as multiples of that of the block."""
+    low = _parts(blocks["scales"], 4, 1).reshape(-1, 8)
+    high = (blocks["high"][:, None] >> np.arange(0, 16, 2, dtype=np.uint16)).astype(np.uint8) & np.uint8(3)
+    levels: NDArray[np.int8] = (low | (high << np.uint8(4))).view(np.int8) - np.int8(32)
+    return levels
+
+
+def _iq4_xs(blocks: Blocks) -> Values:
+    return (_single(blocks["scale"]) * iq4_xs_levels(blocks))[:, :, None] * IQ4[q4(blocks).reshape(-1, 8, 32)]
+
+
+_FUNCTIONS: dict[str, Callable[[Blocks], Values]] = {
+    "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0, "Q2_K": _q2_k, "Q3_K": _q3_k,
+    "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "IQ4_NL": _iq4_nl, "IQ4_XS": _iq4_xs, "MXFP4": _mxfp4,
+}  # fmt: skip
+
+
+def quantize(kind: BlockType, rows: NDArray[Any]) -> NDArray[Any]:
+    """Return the blocks [..., blocks of a row] of rows [..., columns]; columns are a multiple of the type's values."""
+    if kind.plain:
+        with np.errstate(over="ignore"):  # values too large for 16 bits become infinite
+            return np.ascontiguousarray(rows.astype(kind.layout))
+    values = rows.astype(np.float32, copy=False).reshape(-1, kind.values)
+    blocks = np.empty(len(values), kind.layout)
+    with np.errstate(all="ignore"):
+        {Q8_0.name: _to_q8_0, Q4_0.name: _to_q4_0}[kind.name](values, blocks)
+    return blocks.reshape(*rows.shape[:-1], -1)
+
+
+def _inverse(scale: NDArray[np.float32]) -> NDArray[np.float32]:
+    return np.where(scale == 0, np.float32(0), np.float32(1) / scale)
+
+
+def _to_q8_0(values: NDArray[np.float32], blocks: NDArray[Any]) -> None:
+    scale = np.abs(values).max(axis=1) / np.float32(127)
+    scaled = values * _inverse(scale)[:, None]
+    blocks["scale"] = scale
+    blocks["low"] = np.trunc(scaled + np.copysign(np.float32(0.5), scaled))  # halves away from zero
+
+
+def _to_q4_0(values: NDArray[np.float32], blocks: NDArray[Any]) -> None:
+    largest = np.take_along_axis(values, np.abs(values).argmax(axis=1, keepdims=True), axis=1)[:, 0]
+    scale = largest / np.float32(-8)  # the largest becomes 0 or, if it is positive, 16, which is cut to 15
+    levels = np.trunc(values * _inverse(scale)[:, None] + np.float32(8.5)).astype(np.uint8).clip(0, 15)
+    blocks["scale"] = scale
+    blocks["low"] = levels[:, :16] | (levels[:, 16:] << np.uint8(4))

@@ -1,0 +1,403 @@
+"""The decoders of families, and the blocks that they consist of. A family's file says which of them is its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from rekindle._src.models.config import ModelConfig
+from rekindle._src.models.nn.layers import Attend, Attention, GatedMlp, LayerNorm, PlainMlp, RopeTables, soft_cap
+from rekindle._src.models.nn.linear import Embedding, Linear, RMSNorm, head_logits, parameter
+from rekindle._src.models.nn.moe import Experts
+from rekindle._src.models.nn.recurrent import (
+    GatedAttention,
+    GatedDeltaNet,
+    HeadGatedAttention,
+    ShortConvolution,
+    StateSpace,
+)
+from rekindle._src.models.precision import Precision, Shards
+from rekindle_kernels import activate
+
+
+class Block(nnx.Module):
+    """One layer: a norm and attention, a norm and the MLP, each added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, layer: int, precision: Precision) -> None:
+        self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps, precision)
+        self.attention = self.make_attention(config, layer, precision)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps, precision)
+        self.mlp = self.make_mlp(config, layer, precision)
+
+    def make_attention(self, config: ModelConfig, layer: int, precision: Precision) -> Attention:
+        return Attention(config, layer, precision)
+
+    def make_mlp(self, config: ModelConfig, layer: int, precision: Precision) -> nnx.Module:
+        return GatedMlp(config, precision)
+
+    def __call__(self, x: jax.Array, tables: RopeTables, attend: Attend) -> jax.Array:
+        with jax.named_scope("attention"):
+            x = self.attention(x, tables, attend, x, self.attention_norm)
+        with jax.named_scope("mlp"):
+            return self.mlp(x, x, self.mlp_norm)
+
+
+class QkNormBlock(Block):
+    """A block with norms over each head of q and k."""
+
+    def make_attention(self, config: ModelConfig, layer: int, precision: Precision) -> Attention:
+        return Attention(config, layer, precision, qk_norm=True)
+
+
+class SparseBlock(Block):
+    """A block with experts where the config has them, and a gated MLP in the other layers."""
+
+    def make_mlp(self, config: ModelConfig, layer: int, precision: Precision) -> nnx.Module:
+        spec = config.moe[layer] if config.moe else None
+        return GatedMlp(config, precision) if spec is None else Experts(config, spec, precision)
+
+
+class QkNormSparseBlock(QkNormBlock, SparseBlock):
+    """Both."""
+
+
+class SandwichBlock(Block):
+    """A block with norms before and after attention, and before and after the MLP."""
+
+    def __init__(self, config: ModelConfig, layer: int, precision: Precision) -> None:
+        super().__init__(config, layer, precision)
+        self.attention_out_norm = RMSNorm(config.hidden_size, config.norm_eps, precision)
+        self.mlp_out_norm = RMSNorm(config.hidden_size, config.norm_eps, precision)
+
+    def __call__(self, x: jax.Array, tables: RopeTables, attend: Attend) -> jax.Array:
+        with jax.named_scope("attention"):
+            x = x + self.attention_out_norm(self.attention(x, tables, attend, norm=self.attention_norm))
+        with jax.named_scope("mlp"):
+            return x + self.mlp_out_norm(self.mlp(x, norm=self.mlp_norm))
+
+
+class QkNormSandwichBlock(QkNormBlock, SandwichBlock):
+    """Both."""
+
+
+class WideNormAttention(Attention):
+    """Attention with one norm over all heads of q together and one over those of k."""
+
+    def __init__(self, config: ModelConfig, layer: int, precision: Precision) -> None:
+        super().__init__(config, layer, precision)
+        self.q_norm = RMSNorm(config.num_heads * config.head_dim, config.norm_eps, precision)
+        self.k_norm = RMSNorm(config.num_kv_heads * config.head_dim, config.norm_eps, precision)
+        self.shards = precision.shards
+
+    def normed(self, qkv: jax.Array) -> jax.Array:
+        qk = qkv[..., : self.heads + self.kv_heads, :]
+        wide = qk.reshape(*qk.shape[:-2], -1)
+        split = self.heads * self.head_dim
+        if self.shards is not None:
+            return self._normed_over_devices(wide, split, self.shards).reshape(qk.shape)
+        parts = [self.q_norm(wide[..., :split]), self.k_norm(wide[..., split:])]
+        return jnp.concatenate(parts, axis=-1).reshape(qk.shape)
+
+    def _normed_over_devices(self, wide: jax.Array, split: int, shards: Shards) -> jax.Array:
+        """Norm heads that are divided: all devices have equally many, so the mean of their means is the mean."""
+        parts = [part.astype(jnp.float32) for part in (wide[..., :split], wide[..., split:])]
+        means = shards.mean(jnp.stack([jnp.mean(part * part, axis=-1) for part in parts]))
+        outputs = [
+            part * jax.lax.rsqrt(mean + norm.eps)[..., None] * norm.weight[...]
+            for part, mean, norm in zip(parts, means, (self.q_norm, self.k_norm), strict=True)
+        ]
+        return jnp.concatenate(outputs, axis=-1).astype(wide.dtype)
+
+
+class CorrectedBlock(SparseBlock):
+    """A block whose experts' correction is stored as a matrix of one row."""
+
+    def make_mlp(self, config: ModelConfig, layer: int, precision: Precision) -> nnx.Module:
+        mlp = super().make_mlp(config, layer, precision)
+        if isinstance(mlp, Experts):
+            mlp.correction = parameter((1, mlp.spec.num_experts), jnp.float32)
+        return mlp
+
+
+class WideNormSparseBlock(SparseBlock):
+    """A block with experts, and norms over all heads of q and of k."""
+
+    def make_attention(self, config: ModelConfig, layer: int, precision: Precision) -> Attention:
+        return WideNormAttention(config, layer, precision)
+
+
+class PostNormBlock(Block):
+    """A block that norms the output of attention and that of the MLP."""
+
+    def make_attention(self, config: ModelConfig, layer: int, precision: Precision) -> Attention:
+        return WideNormAttention(config, layer, precision)
+
+    def __call__(self, x: jax.Array, tables: RopeTables, attend: Attend) -> jax.Array:
+        with jax.named_scope("attention"):
+            x = x + self.attention_norm(self.attention(x, tables, attend))
+        with jax.named_scope("mlp"):
+            return x + self.mlp_norm(self.mlp(x))
+
+
+class QkNormPostNormBlock(PostNormBlock):
+    """The same with norms over each head of q and k."""
+
+    def make_attention(self, config: ModelConfig, layer: int, precision: Precision) -> Attention:
+        return Attention(config, layer, precision, qk_norm=True)
+
+
+class LateNormAttention(Attention):
+    """Attention whose q and k are normed, head by head, after they were rotated."""
+
+    def __init__(self, config: ModelConfig, layer: int, precision: Precision) -> None:
+        super().__init__(config, layer, precision)
+        self.q_norm = RMSNorm(config.head_dim, config.norm_eps, precision)
+        self.k_norm = RMSNorm(config.head_dim, config.norm_eps, precision)
+
+    def attended(self, attend: Attend, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return attend(self.layer, self.q_norm(q), self.k_norm(k), v)
+
+
+class LateNormBlock(Block):
+    """A block with such attention."""
+
+    def make_attention(self, config: ModelConfig, layer: int, precision: Precision) -> Attention:
+        return LateNormAttention(config, layer, precision)
+
+
+class SinkAttention(Attention):
+    """Attention whose heads each have a sink."""
+
+    def __init__(self, config: ModelConfig, layer: int, precision: Precision) -> None:
+        super().__init__(config, layer, precision)
+        self.sinks = parameter((config.num_heads,), jnp.float32)
+
+    def attended(self, attend: Attend, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return attend(self.layer, q, k, v, self.sinks[...])
+
+
+class SinkBlock(SparseBlock):
+    """A block with experts and with such attention."""
+
+    def make_attention(self, config: ModelConfig, layer: int, precision: Precision) -> Attention:
+        return SinkAttention(config, layer, precision)
+
+
+class PlainBlock(Block):
+    """A block whose MLP has no gate."""
+
+    def make_mlp(self, config: ModelConfig, layer: int, precision: Precision) -> nnx.Module:
+        return PlainMlp(config, precision)
+
+
+class ScaledBlock(SparseBlock):
+    """A block whose halves are multiplied by a factor before they are added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, layer: int, precision: Precision) -> None:
+        super().__init__(config, layer, precision)
+        self.scale = config.residual_scale
+
+    def __call__(self, x: jax.Array, tables: RopeTables, attend: Attend) -> jax.Array:
+        with jax.named_scope("attention"):
+            x = x + self.attention(x, tables, attend, norm=self.attention_norm) * self.scale
+        with jax.named_scope("mlp"):
+            return x + self.mlp(x, norm=self.mlp_norm) * self.scale
+
+
+class StateSpaceBlock(ScaledBlock):
+    """Such a block with Mamba-2 where the config has a state, and attention elsewhere."""
+
+    def make_attention(self, config: ModelConfig, layer: int, precision: Precision) -> Any:
+        if config.states[layer] is not None:
+            return StateSpace(config, layer, precision)
+        return Attention(config, layer, precision)
+
+
+class ParallelBlock(nnx.Module):
+    """One layer: attention and the MLP read the same normed input, and both are added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, layer: int, precision: Precision) -> None:
+        self.norm = LayerNorm(config.hidden_size, config.norm_eps, bias=False)
+        self.attention = Attention(config, layer, precision)
+        self.mlp = GatedMlp(config, precision)
+
+    def __call__(self, x: jax.Array, tables: RopeTables, attend: Attend) -> jax.Array:
+        normed = self.norm(x)
+        with jax.named_scope("attention"):
+            x = self.attention(normed, tables, attend, x)
+        with jax.named_scope("mlp"):
+            return self.mlp(normed, x)
+
+
+class DeltaBlock(SparseBlock):
+    """A block with a gated delta rule where the config has a state, and gated attention elsewhere."""
+
+    def make_attention(self, config: ModelConfig, layer: int, precision: Precision) -> Any:
+        if config.states[layer] is not None:
+            return GatedDeltaNet(config, layer, precision)
+        return GatedAttention(config, layer, precision, qk_norm=True)
+
+
+class ConvolutionBlock(SparseBlock):
+    """A block with a short convolution where the config has a state, and attention elsewhere."""
+
+    def make_attention(self, config: ModelConfig, layer: int, precision: Precision) -> Any:
+        if config.states[layer] is not None:
+            return ShortConvolution(config, layer, precision)
+        return Attention(config, layer, precision, qk_norm=True)
+
+
+class ConvolutionSandwichBlock(SandwichBlock):
+    """A block with norms after both halves, with a short convolution or with attention whose heads have gates."""
+
+    def make_attention(self, config: ModelConfig, layer: int, precision: Precision) -> Any:
+        if config.states[layer] is not None:
+            return ShortConvolution(config, layer, precision)
+        return HeadGatedAttention(config, layer, precision, qk_norm=True)
+
+
+class Decoder(nnx.Module):
+    """The decoder: embedding, blocks, final norm, head. Families differ within the block."""
+
+    def __init__(self, config: ModelConfig, precision: Precision, block: Callable[..., nnx.Module] = Block) -> None:
+        self.config, self.precision = config, precision
+        self.embed = Embedding(config.vocab_size, config.hidden_size, precision)
+        self.layers = nnx.List([block(config, layer, precision) for layer in range(config.num_layers)])
+        self.norm: RMSNorm | LayerNorm = RMSNorm(config.hidden_size, config.norm_eps, precision)
+        self.head = (
+            None
+            if config.tie_embeddings
+            else Linear(config.vocab_size, config.hidden_size, precision, quantize=precision.quantize_embeddings)
+        )
+
+    def __call__(
+        self, tokens: jax.Array, positions: jax.Array, attend: Attend, lengths: jax.Array | None = None
+    ) -> jax.Array:
+        """Compute tokens, positions [T] → hidden [T, E] after the final norm; `lengths` as in `rope.tables`."""
+        x, tables = self.begin(tokens, positions, lengths)
+        for layer in self.layers:
+            x = layer(x, tables, attend)
+        return self.end(x)
+
+    def begin(
+        self, tokens: jax.Array, positions: jax.Array, lengths: jax.Array | None = None
+    ) -> tuple[jax.Array, RopeTables]:
+        """Compute the input of the first layer, and the rope tables."""
+        with jax.named_scope("embed"):
+            x = self.embed(tokens)
+            if self.config.embed_scale != 1.0:
+                # Rounded, by one bit more than the product would be: XLA:CPU would else join it to the first layer's
+                # addition, where both are in one program, and other bits would come out than where they are in two.
+                x = jax.lax.reduce_precision(x * self.config.embed_scale, 8, 22)
+        return x, RopeTables(self.config, positions, lengths)
+
+    def end(self, x: jax.Array) -> jax.Array:
+        """Compute the hidden states from the last layer's output."""
+        return self.norm(x)
+
+    def logits(self, hidden: jax.Array, count: jax.Array | None = None) -> jax.Array:
+        """Compute hidden [N, E] → float32 [N, V]; rows after the first `count` are undefined."""
+        with jax.named_scope("logits"):
+            head = self.embed if self.head is None else self.head
+            logits = head_logits(hidden, head, self.precision, count=count)
+            logits = logits if self.config.logit_scale == 1.0 else logits * self.config.logit_scale
+            return soft_cap(logits, self.config.final_soft_cap)
+
+
+class ParallelDecoder(Decoder):
+    """A decoder of parallel blocks, with layer norms."""
+
+    def __init__(self, config: ModelConfig, precision: Precision) -> None:
+        super().__init__(config, precision, ParallelBlock)
+        self.norm = LayerNorm(config.hidden_size, config.norm_eps, bias=False)
+
+
+class EncoderBlock(nnx.Module):
+    """One layer of an encoder, with layer norms. The first one's input is normed already."""
+
+    def __init__(self, config: ModelConfig, layer: int, precision: Precision) -> None:
+        E, eps = config.hidden_size, config.norm_eps
+        self.attention_norm = LayerNorm(E, eps, bias=False) if layer else None
+        self.attention = Attention(config, layer, precision)
+        self.mlp_norm = LayerNorm(E, eps, bias=False)
+        self.mlp = GatedMlp(config, precision)
+
+    def __call__(self, x: jax.Array, tables: RopeTables, attend: Attend) -> jax.Array:
+        with jax.named_scope("attention"):
+            x = self.attention(x if self.attention_norm is None else self.attention_norm(x), tables, attend, x)
+        with jax.named_scope("mlp"):
+            return self.mlp(self.mlp_norm(x), x)
+
+
+class Encoder(Decoder):
+    """An encoder: its embedding is normed, and its `attend` is not causal. It has no head but its embedding."""
+
+    def __init__(self, config: ModelConfig, precision: Precision) -> None:
+        super().__init__(config, precision, EncoderBlock)
+        self.embed_norm = LayerNorm(config.hidden_size, config.norm_eps, bias=False)
+        self.norm = LayerNorm(config.hidden_size, config.norm_eps, bias=False)
+
+    def begin(
+        self, tokens: jax.Array, positions: jax.Array, lengths: jax.Array | None = None
+    ) -> tuple[jax.Array, RopeTables]:
+        x, tables = super().begin(tokens, positions, lengths)
+        return self.embed_norm(x), tables
+
+
+class Gpt2Block(nnx.Module):
+    def __init__(self, config: ModelConfig, layer: int, precision: Precision) -> None:
+        E, inner = config.hidden_size, config.intermediate_size
+        self.attention_norm = LayerNorm(E, config.norm_eps)
+        self.attention = Attention(config, layer, precision)
+        self.mlp_norm = LayerNorm(E, config.norm_eps)
+        self.up = Linear(inner, E, precision, bias=True)
+        self.down = Linear(E, inner, precision, bias=True, partial=True)
+        self.activation = config.activation
+
+    def __call__(self, x: jax.Array, tables: RopeTables, attend: Attend) -> jax.Array:
+        with jax.named_scope("attention"):
+            x = self.attention(self.attention_norm(x), tables, attend, x)
+        with jax.named_scope("mlp"):
+            return self.down(activate(self.up(self.mlp_norm(x)), self.activation), residual=x)
+
+
+class Gpt2(nnx.Module):
+    def __init__(self, config: ModelConfig, precision: Precision) -> None:
+        self.config, self.precision = config, precision
+        self.embed = Embedding(config.vocab_size, config.hidden_size, precision)
+        # Rows are only looked up, so quantising them would save little.
+        plain = Precision(weights=precision.weights, stream=precision.stream)
+        self.position_embed = Embedding(config.max_position_embeddings, config.hidden_size, plain)
+        self.layers = nnx.List([Gpt2Block(config, layer, precision) for layer in range(config.num_layers)])
+        self.norm = LayerNorm(config.hidden_size, config.norm_eps)
+        self.head = (
+            None
+            if config.tie_embeddings
+            else Linear(config.vocab_size, config.hidden_size, precision, quantize=precision.quantize_embeddings)
+        )
+
+    def __call__(
+        self, tokens: jax.Array, positions: jax.Array, attend: Attend, lengths: jax.Array | None = None
+    ) -> jax.Array:
+        x, tables = self.begin(tokens, positions)
+        for layer in self.layers:
+            x = layer(x, tables, attend)
+        return self.end(x)
+
+    def begin(
+        self, tokens: jax.Array, positions: jax.Array, lengths: jax.Array | None = None
+    ) -> tuple[jax.Array, RopeTables]:
+        with jax.named_scope("embed"):
+            x = self.embed(tokens) + self.position_embed(positions)
+        return x, RopeTables(self.config, positions)
+
+    def end(self, x: jax.Array) -> jax.Array:
+        return self.norm(x)
+
+    def logits(self, hidden: jax.Array, count: jax.Array | None = None) -> jax.Array:
+        with jax.named_scope("logits"):
+            return head_logits(hidden, self.embed if self.head is None else self.head, self.precision, count=count)

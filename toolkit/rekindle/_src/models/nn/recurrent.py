@@ -1,0 +1,198 @@
+"""Layers with a state that each token changes, and attention with a gate, which models have beside them.
+
+T tokens, N sequences, E hidden size, C channels, H heads of values, K heads of keys, D size of a key, V of a value.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from rekindle._src.models.config import ModelConfig
+from rekindle._src.models.nn.layers import Attend, Attention, Recur, RopeTables, States
+from rekindle._src.models.nn.linear import Linear, RMSNorm, parameter
+from rekindle._src.models.precision import Precision
+from rekindle_kernels import RaggedBatch, causal_convolution, gated_delta, selective_scan
+
+NORM_EPS = 1e-6  # of the norms of q and k
+
+
+class GatedDeltaNet(nnx.Module):
+    """A gated delta rule behind a short convolution, with a gated norm before the output projection."""
+
+    def __init__(self, config: ModelConfig, layer: int, precision: Precision) -> None:
+        spec, E = config.states[layer], config.hidden_size
+        assert spec is not None, "the layer has a state"
+        self.spec, self.layer = spec, layer
+        self.sizes = (spec.channels, spec.heads * spec.value_size, spec.heads, spec.heads)
+        self.inputs = Linear(sum(self.sizes), E, precision)
+        self.convolution = parameter((spec.channels, 1, spec.taps), jnp.float32)
+        self.step_bias = parameter((spec.heads,), jnp.float32)
+        self.log_rate = parameter((spec.heads,), jnp.float32)
+        self.norm = RMSNorm(spec.value_size, config.norm_eps, precision)
+        self.out = Linear(E, spec.heads * spec.value_size, precision, partial=True)
+
+    def __call__(
+        self,
+        x: jax.Array,
+        tables: RopeTables,
+        attend: Attend,
+        residual: jax.Array | None = None,
+        norm: RMSNorm | None = None,
+    ) -> jax.Array:
+        """Compute the layer's result for norm(x), plus `residual`."""
+        spec, places = self.spec, [sum(self.sizes[: index + 1]) for index in range(3)]
+        qkv, gate, beta, step = jnp.split(self.inputs(x, norm=norm), places, axis=-1)
+        rates = jax.nn.softplus(step.astype(jnp.float32) + self.step_bias[...])
+        decay = -jnp.exp(self.log_rate[...]) * rates
+
+        def compute(states: States, batch: RaggedBatch) -> tuple[jax.Array, States]:
+            tail, matrices = states
+            mixed, tail = causal_convolution(qkv, self.convolution[...][:, 0], None, tail, batch)
+            keys = spec.key_heads * spec.key_size
+            q, k, v = jnp.split(jax.nn.silu(mixed), [keys, 2 * keys], axis=-1)
+            q, k = (_unit(_heads(array, spec.key_heads)) for array in (q, k))
+            q, k = (jnp.repeat(array, spec.heads // spec.key_heads, axis=1) for array in (q, k))
+            weights = jax.nn.sigmoid(beta.astype(jnp.float32))
+            out, matrices = gated_delta(
+                q * spec.key_size**-0.5, k, _heads(v, spec.heads), decay, weights, matrices, batch
+            )
+            return out, (tail, matrices)
+
+        with jax.named_scope("recur"):
+            y = cast(Recur, attend).recur(self.layer, compute)
+        y = self.norm(y).astype(jnp.float32) * jax.nn.silu(_heads(gate, spec.heads).astype(jnp.float32))
+        return self.out(y.reshape(x.shape[0], -1).astype(x.dtype), residual=residual)
+
+
+class StateSpace(nnx.Module):
+    """Mamba-2: a selective scan behind a short convolution, with a gate and a norm before the output projection."""
+
+    def __init__(self, config: ModelConfig, layer: int, precision: Precision) -> None:
+        spec, E = config.states[layer], config.hidden_size
+        assert spec is not None, "the layer has a state"
+        self.spec, self.layer = spec, layer
+        inner = spec.heads * spec.value_size
+        self.inputs = Linear(inner + spec.channels + spec.heads, E, precision)
+        self.convolution = parameter((spec.channels, 1, spec.taps), jnp.float32)
+        self.convolution_bias = parameter((spec.channels,), jnp.float32)
+        self.step_bias = parameter((spec.heads,), jnp.float32)
+        self.log_rate = parameter((spec.heads,), jnp.float32)
+        self.skip = parameter((spec.heads,), jnp.float32)
+        self.norm = nnx.data(RMSNorm(inner, config.norm_eps, precision) if spec.normed else None)
+        self.out = Linear(E, inner, precision, partial=True)
+        self.factors = None if config.multipliers is None else config.multipliers.inputs
+
+    def __call__(
+        self,
+        x: jax.Array,
+        tables: RopeTables,
+        attend: Attend,
+        residual: jax.Array | None = None,
+        norm: RMSNorm | None = None,
+    ) -> jax.Array:
+        """Compute the layer's result for norm(x), plus `residual`."""
+        spec, inner = self.spec, self.spec.heads * self.spec.value_size
+        projected = self.inputs(x, norm=norm)
+        if self.factors is not None:
+            keys = spec.key_heads * spec.key_size
+            sizes = np.asarray([inner, inner, keys, keys, spec.heads])
+            projected = projected * jnp.asarray(np.repeat(np.asarray(self.factors, np.float32), sizes), projected.dtype)
+        gate, channels, step = jnp.split(projected, [inner, inner + spec.channels], axis=-1)
+        steps = jax.nn.softplus(step.astype(jnp.float32) + self.step_bias[...])
+
+        def compute(states: States, batch: RaggedBatch) -> tuple[jax.Array, States]:
+            tail, matrices = states
+            weight, bias = self.convolution[...][:, 0], self.convolution_bias[...]
+            mixed, tail = causal_convolution(channels, weight, bias, tail, batch)
+            groups = inner + spec.key_heads * spec.key_size
+            values, b, c = jnp.split(jax.nn.silu(mixed), [inner, groups], axis=-1)
+            values, b, c = _heads(values, spec.heads), _heads(b, spec.key_heads), _heads(c, spec.key_heads)
+            rates = -jnp.exp(self.log_rate[...])
+            out, matrices = selective_scan(values, steps, rates, b, c, matrices, batch)
+            return out + self.skip[...][:, None] * values, (tail, matrices)
+
+        with jax.named_scope("recur"):
+            y = cast(Recur, attend).recur(self.layer, compute)
+        y, gates = y.reshape(x.shape[0], -1), jax.nn.silu(gate.astype(jnp.float32))
+        y = self._normed(y) * gates if spec.norm_first else self._normed(y * gates)
+        return self.out(y.astype(x.dtype), residual=residual)
+
+    def _normed(self, y: jax.Array) -> jax.Array:
+        """Return y [T, H · V] normed over the values of each head of keys."""
+        if self.norm is None:
+            return y
+        grouped = y.reshape(y.shape[0], self.spec.key_heads, -1)
+        scale = jax.lax.rsqrt(jnp.mean(grouped * grouped, axis=-1, keepdims=True) + self.norm.eps)
+        return (grouped * scale).reshape(y.shape) * self.norm.weight[...]
+
+
+class ShortConvolution(nnx.Module):
+    """A convolution over a few positions between two gates, all of them made of the same input."""
+
+    def __init__(self, config: ModelConfig, layer: int, precision: Precision) -> None:
+        spec, E = config.states[layer], config.hidden_size
+        assert spec is not None, "the layer has a state"
+        self.layer = layer
+        self.inputs = Linear(3 * E, E, precision)
+        self.convolution = parameter((E, 1, spec.taps), jnp.float32)
+        self.out = Linear(E, E, precision, partial=True)
+
+    def __call__(
+        self,
+        x: jax.Array,
+        tables: RopeTables,
+        attend: Attend,
+        residual: jax.Array | None = None,
+        norm: RMSNorm | None = None,
+    ) -> jax.Array:
+        """Compute the layer's result for norm(x), plus `residual`."""
+        before, after, inner = jnp.split(self.inputs(x, norm=norm), 3, axis=-1)
+
+        def compute(states: States, batch: RaggedBatch) -> tuple[jax.Array, States]:
+            mixed, tail = causal_convolution(before * inner, self.convolution[...][:, 0], None, states[0], batch)
+            return mixed, (tail,)
+
+        with jax.named_scope("recur"):
+            y = cast(Recur, attend).recur(self.layer, compute)
+        return self.out(after * y.astype(x.dtype), residual=residual)
+
+
+class GatedAttention(Attention):
+    """Attention whose output is multiplied by a sigmoid of what its query projection computes beside each head."""
+
+    def __init__(self, config: ModelConfig, layer: int, precision: Precision, *, qk_norm: bool = False) -> None:
+        super().__init__(config, layer, precision, qk_norm=qk_norm)
+        rows = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim
+        self.qkv = Linear(rows, config.hidden_size, precision, bias=config.qkv_bias)
+
+    def project(self, x: jax.Array, norm: RMSNorm | None) -> tuple[jax.Array, jax.Array | None]:
+        H, D = self.heads, self.head_dim
+        projected = self.qkv(x, norm=norm).reshape(*x.shape[:-1], -1, D)
+        queries = projected[..., : 2 * H, :].reshape(*x.shape[:-1], H, 2, D)
+        return jnp.concatenate([queries[..., 0, :], projected[..., 2 * H :, :]], axis=-2), queries[..., 1, :]
+
+
+class HeadGatedAttention(Attention):
+    """Attention whose heads are multiplied by a sigmoid, one number for each."""
+
+    def __init__(self, config: ModelConfig, layer: int, precision: Precision, *, qk_norm: bool = False) -> None:
+        super().__init__(config, layer, precision, qk_norm=qk_norm)
+        self.gate = Linear(config.num_heads, config.hidden_size, precision, quantize=False)
+
+    def project(self, x: jax.Array, norm: RMSNorm | None) -> tuple[jax.Array, jax.Array | None]:
+        qkv, _ = super().project(x, norm)
+        return qkv, self.gate(x, norm=norm)[..., None]
+
+
+def _heads(x: jax.Array, heads: int) -> jax.Array:
+    return x.reshape(x.shape[0], heads, -1)
+
+
+def _unit(x: jax.Array) -> jax.Array:
+    """Return vectors of length one."""
+    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + NORM_EPS)
