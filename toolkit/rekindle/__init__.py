@@ -3,9 +3,9 @@
     session = await rekindle.open("tiny")
     done = await session.generate("Once upon a time", max_tokens=64)
 
-Public are the names of this module, `rekindle.errors`, `rekindle.models`, `rekindle.ray`, `rekindle.serve`,
-`rekindle.tiny` and the package `rekindle_kernels`. Names load their modules at first use, so importing rekindle costs
-little beside jax.
+Public are the names of this module, `rekindle.errors`, `rekindle.inspect_ai`, `rekindle.lm_eval`, `rekindle.models`,
+`rekindle.ray`, `rekindle.serve`, `rekindle.tiny`, `rekindle.trl`, `rekindle.tunix` and the package `rekindle_kernels`.
+Names load their modules at first use, so importing rekindle costs little beside jax.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import importlib
 import sys
 from typing import TYPE_CHECKING
 
-from rekindle._src.core.config import EngineConfig
-from rekindle._src.core.gc_pause import gc_paused
-from rekindle._src.core.sampling import Sampling
+from rekindle._src.core.config import EngineConfig, OpenOptions
+from rekindle._src.core.memory import gc_paused
+from rekindle._src.core.sampling import Sampling, SamplingOptions
 from rekindle._src.core.version import VERSION
 from rekindle.errors import (
     Busy,
@@ -50,9 +50,7 @@ from rekindle.errors import (
 
 if TYPE_CHECKING:
     from rekindle import errors, models, ray, serve, tiny
-    from rekindle._src.core.mesh_report import MeshReport
-    from rekindle._src.core.mesh_shape import DeviceMesh
-    from rekindle._src.core.options import OpenOptions, SamplingOptions
+    from rekindle._src.core.mesh_shape import DeviceMesh, MeshReport
     from rekindle._src.core.records import Completion, FinishReason, Status, TextDelta, Timings, TokenLogprobs, Usage
     from rekindle._src.core.reply import (
         ContentDelta,
@@ -64,7 +62,9 @@ if TYPE_CHECKING:
         ToolCallDropped,
         ToolCallStarted,
     )
+    from rekindle._src.core.taps import Capture, Captured, Steer
     from rekindle._src.kvcache.persist.snapshot import SnapshotInfo
+    from rekindle._src.programs.custom_taps import Tap, TapContext
     from rekindle._src.programs.processors import LogitsContext, LogitsProcessor
     from rekindle._src.replicas.fleet import Fleet, FleetOpening
     from rekindle._src.replicas.fleet_stats import FleetStats, ReplicaStats
@@ -79,17 +79,17 @@ if TYPE_CHECKING:
     from rekindle._src.session.call import Call
     from rekindle._src.session.conversation import Conversation, Turn
     from rekindle._src.session.embedding import Embeddings
-    from rekindle._src.session.handle import Batch, Handle
+    from rekindle._src.session.handle import Batch, Handle, Stream, SyncStream
     from rekindle._src.session.opening import Opening, open, open_sync
     from rekindle._src.session.prompts import PromptLike
-    from rekindle._src.session.row_answers import RowAnswer, RowAnswers
-    from rekindle._src.session.row_mapping import RowMap
+    from rekindle._src.session.rollouts import Rollout, RolloutBatch, RolloutSupport
+    from rekindle._src.session.rows import RowAnswer, RowAnswers, RowMap
+    from rekindle._src.session.scoring import Score, Scores, Scoring
     from rekindle._src.session.session import Session
     from rekindle._src.session.sharing.sharer import SharedPages
+    from rekindle._src.session.sleeping import SleepReport
     from rekindle._src.session.stats import ProgramReport, RowReport, SessionStats, StepReport
-    from rekindle._src.session.streams import Stream, SyncStream
-    from rekindle._src.session.tools.choice import ToolChoice
-    from rekindle._src.session.tools.loop import ToolLoop, ToolRun
+    from rekindle._src.session.tools.loop import ToolChoice, ToolLoop, ToolRun
     from rekindle._src.session.tools.tool import ToolLike
 
 _LAZY = {
@@ -99,6 +99,8 @@ _LAZY = {
     "CacheTree": "rekindle._src.session.cache_report",
     "CacheView": "rekindle._src.session.cache_view",
     "Call": "rekindle._src.session.call",
+    "Capture": "rekindle._src.core.taps",
+    "Captured": "rekindle._src.core.taps",
     "Completion": "rekindle._src.core.records",
     "ContentDelta": "rekindle._src.core.reply",
     "Conversation": "rekindle._src.session.conversation",
@@ -112,9 +114,8 @@ _LAZY = {
     "Handle": "rekindle._src.session.handle",
     "LogitsContext": "rekindle._src.programs.processors",
     "LogitsProcessor": "rekindle._src.programs.processors",
-    "MeshReport": "rekindle._src.core.mesh_report",
+    "MeshReport": "rekindle._src.core.mesh_shape",
     "NodeView": "rekindle._src.session.cache_report",
-    "OpenOptions": "rekindle._src.core.options",
     "Opening": "rekindle._src.session.opening",
     "Placed": "rekindle._src.replicas.routes",
     "PrefixExplanation": "rekindle._src.session.cache_report",
@@ -124,21 +125,30 @@ _LAZY = {
     "ReplicaStats": "rekindle._src.replicas.fleet_stats",
     "Reply": "rekindle._src.core.reply",
     "ReplyEvent": "rekindle._src.core.reply",
-    "RowAnswer": "rekindle._src.session.row_answers",
-    "RowAnswers": "rekindle._src.session.row_answers",
-    "RowMap": "rekindle._src.session.row_mapping",
+    "Rollout": "rekindle._src.session.rollouts",
+    "RolloutBatch": "rekindle._src.session.rollouts",
+    "RolloutSupport": "rekindle._src.session.rollouts",
+    "RowAnswer": "rekindle._src.session.rows",
+    "RowAnswers": "rekindle._src.session.rows",
+    "RowMap": "rekindle._src.session.rows",
     "RowReport": "rekindle._src.session.stats",
-    "SamplingOptions": "rekindle._src.core.options",
     "SaveReport": "rekindle._src.session.cache_writer",
+    "Score": "rekindle._src.session.scoring",
+    "Scores": "rekindle._src.session.scoring",
+    "Scoring": "rekindle._src.session.scoring",
     "Server": "rekindle._src.serve.server",
     "Session": "rekindle._src.session.session",
     "SessionStats": "rekindle._src.session.stats",
     "SharedPages": "rekindle._src.session.sharing.sharer",
+    "SleepReport": "rekindle._src.session.sleeping",
     "SnapshotInfo": "rekindle._src.kvcache.persist.snapshot",
     "Status": "rekindle._src.core.records",
+    "Steer": "rekindle._src.core.taps",
     "StepReport": "rekindle._src.session.stats",
-    "Stream": "rekindle._src.session.streams",
-    "SyncStream": "rekindle._src.session.streams",
+    "Stream": "rekindle._src.session.handle",
+    "SyncStream": "rekindle._src.session.handle",
+    "Tap": "rekindle._src.programs.custom_taps",
+    "TapContext": "rekindle._src.programs.custom_taps",
     "TextDelta": "rekindle._src.core.records",
     "Timings": "rekindle._src.core.records",
     "TokenLogprobs": "rekindle._src.core.records",
@@ -146,7 +156,7 @@ _LAZY = {
     "ToolCallArguments": "rekindle._src.core.reply",
     "ToolCallDropped": "rekindle._src.core.reply",
     "ToolCallStarted": "rekindle._src.core.reply",
-    "ToolChoice": "rekindle._src.session.tools.choice",
+    "ToolChoice": "rekindle._src.session.tools.loop",
     "ToolLike": "rekindle._src.session.tools.tool",
     "ToolLoop": "rekindle._src.session.tools.loop",
     "ToolRun": "rekindle._src.session.tools.loop",
@@ -167,6 +177,8 @@ __all__ = [
     "CacheTree",
     "CacheView",
     "Call",
+    "Capture",
+    "Captured",
     "CheckpointError",
     "CompileError",
     "Completion",
@@ -212,6 +224,9 @@ __all__ = [
     "RequestAborted",
     "RequestFailed",
     "RequestQuarantined",
+    "Rollout",
+    "RolloutBatch",
+    "RolloutSupport",
     "RowAnswer",
     "RowAnswers",
     "RowMap",
@@ -219,20 +234,27 @@ __all__ = [
     "Sampling",
     "SamplingOptions",
     "SaveReport",
+    "Score",
+    "Scores",
+    "Scoring",
     "Server",
     "Session",
     "SessionClosed",
     "SessionForked",
     "SessionStats",
     "SharedPages",
+    "SleepReport",
     "SnapshotInfo",
     "SnapshotRefused",
     "Status",
+    "Steer",
     "StepFailed",
     "StepReport",
     "StoreError",
     "Stream",
     "SyncStream",
+    "Tap",
+    "TapContext",
     "TextDelta",
     "Timings",
     "TokenLogprobs",

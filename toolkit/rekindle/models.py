@@ -8,18 +8,24 @@
 bits. `rekindle.models.export` writes a checkpoint as a GGUF file or as a folder:
 
     rekindle.models.export("Qwen/Qwen3-0.6B", "qwen3.gguf", type="q8_0")
+
+`rekindle.models.token_logprobs(module, tokens)` is what a loss differentiates.
+`rekindle.models.parity(session, module, texts)` compares a session's log-probabilities with a trainer's module.
 """
 
 from __future__ import annotations
 
 from rekindle._src.models.base import Graph, LoadedModel, Model, merge
-from rekindle._src.models.calibration.layers import CalibrationProgress
+from rekindle._src.models.calibration import CalibrationProgress
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.loading.checkpoint import load
 from rekindle._src.models.loading.load_progress import LoadProgress
-from rekindle._src.models.random_on_mesh import random_model
+from rekindle._src.models.placement import random_model
+from rekindle._src.models.plain import logits, token_logprobs
 from rekindle._src.session.calibrating import calibrate
+from rekindle._src.session.exact import logprobs_like
 from rekindle._src.session.exporting import export
+from rekindle._src.session.parity import ParityReport, TokenDifference, parity
 from rekindle._src.text.tokenizer import Tokenizer
 
 __all__ = [
@@ -29,12 +35,18 @@ __all__ = [
     "LoadedModel",
     "Model",
     "ModelConfig",
+    "ParityReport",
+    "TokenDifference",
     "Tokenizer",
     "calibrate",
     "export",
     "load",
+    "logits",
+    "logprobs_like",
     "merge",
+    "parity",
     "random_model",
+    "token_logprobs",
 ]
 
 

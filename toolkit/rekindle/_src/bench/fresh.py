@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rekindle._src.core.gc_pause import gc_paused
+from rekindle._src.core.memory import gc_paused
 
 if TYPE_CHECKING:
     from rekindle._src.bench.workloads import Figures

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from rekindle._src.bench.shapes import random_shape
-from rekindle._src.bench.whole_programs import whole_programs
-from rekindle._src.bench.workloads import Prompts
+from rekindle._src.bench.workloads import Prompts, whole_programs
 from rekindle._src.session import opening
 
 if TYPE_CHECKING:

@@ -17,11 +17,11 @@ import numpy as np
 from rekindle._src.bench.shapes import SHAPES, hf_config
 from rekindle._src.core import html
 from rekindle._src.models.base import abstract_model
-from rekindle._src.models.config import ModelConfig
+from rekindle._src.models.config import ModelConfig, Pages
 from rekindle._src.models.loading.gguf.files import is_gguf
 from rekindle._src.models.loading.stored import look
 from rekindle._src.models.partition import Partition, roles_of
-from rekindle._src.models.registry import config_from_hf
+from rekindle._src.models.registry import config_from_hf, manifest
 from rekindle._src.models.roles import local_shape
 from rekindle.errors import ConfigError
 
@@ -166,8 +166,12 @@ def make_plan(
     weights, one_row, many_rows = _weights(config, partition, dtype, quantize, -(-MANY // shards))
     cache_dtype = kv_dtype or dtype
     itemsize = {"int8": 1, "float32": 4}.get(cache_dtype, 2)
-    heads = config.num_layers * partition.kv_heads(config)
-    token = 2 * heads * (config.head_dim * itemsize + (4 if cache_dtype == "int8" else 0))  # with the scales of int8
+    scales = 4 if cache_dtype == "int8" else 0
+    token = sum(
+        (1 if pages.latent else 2) * partition.kv_heads(pages.heads) * (pages.key_size * itemsize + scales)
+        for pages in (cache.pages for cache in config.caches)
+        if isinstance(pages, Pages)
+    )
     numbers = _weights(config, partition, "int8", None, 1)[1]  # multiplied with each token on one device
     speed = (device.int8 if quantize == "int8" else device.bf16) * 1e12
     sums = 1 + 2 * config.num_layers
@@ -204,16 +208,18 @@ def _weights(
     """Return the bytes of weights on a device, and of them those that steps of one row and of `rows` rows read."""
     graph, leaves = abstract_model(config, dtype, quantize)
     partition.check_packed(graph)
-    roles = roles_of(graph)
+    roles, sources = roles_of(graph), manifest(config).sources
     total = one_row = many_rows = 0
     for path, leaf in zip(graph.paths, leaves, strict=True):
         size = int(np.prod(local_shape(roles[path], leaf.shape, partition.sizes))) * np.dtype(leaf.dtype).itemsize
         total += size
-        if path.startswith(("embed.", "position_embed.")) and not (config.tie_embeddings and path.startswith("embed.")):
-            continue  # some rows are looked up
+        looked_up = path.startswith(("embed.", "position_embed.", "layer_embed."))
+        if looked_up and not (config.tie_embeddings and path.startswith("embed.")):
+            continue  # some of its rows
         spec = config.moe[int(path.split(".")[1])] if config.moe and path.startswith("layers.") else None
         chosen = chosen_by_many = 1.0
-        if spec is not None and ".mlp." in path and "router" not in path:
+        matrix = path if path in sources else f"{path.rpartition('.')[0]}.weight"  # of a scale
+        if spec is not None and sources[matrix].stack:
             chosen = spec.top_k / spec.num_experts
             chosen_by_many = 1 - (1 - chosen) ** rows
         one_row, many_rows = one_row + int(size * chosen), many_rows + int(size * chosen_by_many)

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import anyio
+import anyio.to_thread
 import numpy as np
 
 if TYPE_CHECKING:
@@ -192,3 +193,11 @@ BROKEN_DOWN = ("W1", "W2", "W3")  # workloads that have a breakdown
 LENGTHS = {"W4": 2 * SHARED, "W6": 8192}  # the max_model_len a workload needs beyond MODEL_LEN
 MODEL_LEN = 2048
 REQUESTS = {"W3": 32, "W4": 16, "W7": 16}  # requests that run at once
+
+
+async def whole_programs(session: Session) -> None:
+    """Run every further step in a program compiled as a whole, as all steps do some seconds later anyway."""
+    from rekindle._src.session.session import client_of  # with JAX, which the workloads do without
+
+    runner: Any = client_of(session).engine.runner  # or a RecordingRunner
+    await anyio.to_thread.run_sync(runner.programs.replace_parts)

@@ -189,7 +189,7 @@ def show(report: dict[str, Any]) -> None:
 
 def show_breakdown(breakdowns: dict[str, dict[str, Any] | None]) -> None:
     """Print a column for each workload and a line for each part: milliseconds and the share of the step."""
-    from rekindle._src.bench.operations import PARTS
+    from rekindle._src.bench.breakdown import PARTS
 
     columns = {name: figures for name, figures in breakdowns.items() if figures is not None}
     for name, figures in breakdowns.items():

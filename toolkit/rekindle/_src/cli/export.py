@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from rekindle._src.core.progress import Progress
+from rekindle._src.core.activity import Progress
 from rekindle._src.session.exporting import export
 
 

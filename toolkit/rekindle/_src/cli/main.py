@@ -8,18 +8,16 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 from rekindle._src.cli import usage
 from rekindle._src.cli.usage import Parser
-from rekindle._src.core import gc_pause
+from rekindle._src.core import memory
 from rekindle._src.core.activity import Activity, State
-from rekindle._src.core.config import POLICIES, PRECOMPILE
-from rekindle._src.core.dtypes import DTYPES, KV_DTYPES, checked_dtype
+from rekindle._src.core.config import POLICIES, EngineConfig
+from rekindle._src.core.dtypes import DTYPES, KV_DTYPES, QUANTIZE_KINDS, checked_dtype, checked_quantize
 from rekindle._src.core.mesh_shape import MeshShape, parsed_mesh
-from rekindle._src.core.options import GenerationConfig
-from rekindle._src.core.quantize_plan import KINDS, checked_quantize
-from rekindle._src.core.sampling import ANSWER_TOKENS
+from rekindle._src.core.sampling import ANSWER_TOKENS, Sampling
 from rekindle._src.core.version import VERSION
 from rekindle._src.replicas.autoscaling import Range
 from rekindle._src.replicas.routing import RouterName
@@ -31,7 +29,7 @@ T = TypeVar("T")
 def program() -> int:
     """Run `main` as a process. Garbage collection is off during imports, where it took 0.1 s."""
     gc.disable()
-    gc_pause.own_process = True
+    memory.own_process = True
 
     def imported() -> None:
         gc.freeze()
@@ -198,6 +196,23 @@ def _serve(serve: Parser) -> None:
         "--trust-request-chat-template", action="store_true", help="let requests bring a chat template, which is code"
     )
     serve.add_argument(
+        "--adapter",
+        action="append",
+        default=[],
+        metavar="NAME=FOLDER",
+        help="an adapter (LoRA) of the first model, served under its name; several times for several",
+    )
+    serve.add_argument(
+        "--adapter-loading", action="store_true", help="let requests load adapters from folders of this machine"
+    )
+    serve.add_argument(
+        "--steering",
+        action="append",
+        default=[],
+        metavar="NAME=FILE",
+        help="changes inside the first model that requests may name, safetensors of vectors; several times for several",
+    )
+    serve.add_argument(
         "--metrics-names", choices=("rekindle", "vllm", "both"), default="rekindle", help="vllm: for its dashboards"
     )
     serve.add_argument(
@@ -221,27 +236,8 @@ def _serve(serve: Parser) -> None:
     serve.add_argument("--grafana", action="store_true", help="print a Grafana dashboard as JSON instead of serving")
     serve.add_argument("--access-log", action="store_true", help="log every request")
     _engine_options(serve)
-    serve.add_argument("--max-queue", type=int, help="requests that may wait before others get 429 (default 1024)")
-    serve.add_argument("--restore", help="a snapshot to restore, or 'auto' for what the last session left")
-    serve.add_argument(
-        "--precompile",
-        choices=PRECOMPILE,
-        default="background",
-        help="when programs compile (default background: requests are served meanwhile)",
-    )
-    serve.add_argument(
-        "--kv-dtype", type=_kv_dtype, metavar="DTYPE", help=f"of cached keys and values: {', '.join(KV_DTYPES)}"
-    )
+    usage.add_options(serve, EngineConfig, "serve", _ENGINE)
     serve.checks += usage.check_serve, usage.check_models
-    serve.add_argument("--max-tokens-per-step", type=int)
-    serve.add_argument("--device-pages", type=int, help="KV pages on the device")
-    serve.add_argument("--host-memory", type=int, metavar="BYTES", help="for pages that left the device")
-    serve.add_argument("--disk-memory", type=int, metavar="BYTES", help="for pages and snapshots")
-    serve.add_argument("--structured", action="store_true", default=None, help="precompile structured output, too")
-    serve.add_argument("--deterministic", action="store_true", default=None, help="the same seed gives the same tokens")
-    serve.add_argument(
-        "--generation-config", choices=get_args(GenerationConfig), help="greedy: sample only where requests ask for it"
-    )
 
 
 def _simulate(simulate: Parser) -> None:
@@ -348,33 +344,46 @@ def _model_options(command: Parser, *, checked: usage.Check = usage.check_models
 
 def _engine_options(command: Parser) -> None:
     command.checks.append(usage.check_engine)
-    command.add_argument("--dtype", type=_dtype, default="auto", help=f"of the weights: {', '.join(DTYPES)}")
-    command.add_argument(
-        "--quantize", type=_quantize, metavar="KIND", help=f"{', '.join(KINDS)}, or by part: mlp=int4,attention=int8"
-    )
-    command.add_argument("--max-model-len", type=int)
-    command.add_argument("--max-requests", type=int)
-    command.add_argument("--policy", choices=POLICIES)
-    command.add_argument("--mesh", type=_mesh, metavar="N", help="devices that share the model: 4, or model=4,expert=2")
-    command.add_argument("--processes", type=int, metavar="N", help="that share the model; the others run 'follow'")
-    command.add_argument("--coordinator", metavar="HOST:PORT", help="where this process waits for the others")
-    command.add_argument(
-        "--prompt-lookup",
-        type=int,
-        metavar="N",
-        help="speculative decoding by prompt lookup: up to N draft tokens in a step (default 0)",
-    )
-    command.add_argument("--cache-dir", help="where programs, pages and snapshots persist")
-    command.add_argument("--shared-cache", metavar="URL", help="a folder or URL behind that one, which machines share")
+    usage.add_options(command, EngineConfig, "command", _ENGINE)
 
 
 def _sampling_options(command: Parser, *, max_tokens: int = 256) -> None:
     command.checks.append(usage.check_sampling)
-    command.add_argument("--max-tokens", type=int, default=max_tokens, help=f"of new text (default {max_tokens})")
-    command.add_argument("--temperature", type=float, help="0 is greedy; left out, the checkpoint's own or 0")
-    command.add_argument("--top-k", type=int)
-    command.add_argument("--top-p", type=float)
-    command.add_argument("--min-p", type=float)
-    command.add_argument("--repetition-penalty", type=float)
-    command.add_argument("--seed", type=int)
-    command.add_argument("--stop", action="append", default=[], help="stop at this text; may be given several times")
+    length = {"default": max_tokens, "help": f"of new text (default {max_tokens})"}
+    usage.add_options(command, Sampling, "command", {**_SAMPLING, "max_tokens": length})
+
+
+# What a command line says or reads otherwise than the declaration of an option.
+_ENGINE: dict[str, dict[str, Any]] = {
+    "dtype": {"type": _dtype, "default": "auto", "help": f"of the weights: {', '.join(DTYPES)}"},
+    "quantize": {
+        "type": _quantize, "metavar": "KIND",
+        "help": f"{', '.join(QUANTIZE_KINDS)}, or by part: mlp=int4,attention=int8",
+    },
+    "mesh": {"type": _mesh, "metavar": "N", "help": "devices that share the model: 4, or model=4,expert=2"},
+    "processes": {"metavar": "N", "help": "that share the model; the others run 'follow'"},
+    "coordinator": {"metavar": "HOST:PORT", "help": "where this process waits for the others"},
+    "prompt_lookup": {
+        "metavar": "N", "help": "speculative decoding by prompt lookup: up to N draft tokens in a step (default 0)",
+    },
+    "cache_dir": {"help": "where programs, pages and snapshots persist"},
+    "shared_cache": {"metavar": "URL", "help": "a folder or URL behind that one, which machines share"},
+    "max_queue": {"help": "requests that may wait before others get 429 (default 1024)"},
+    "restore": {"help": "a snapshot to restore, or 'auto' for what the last session left"},
+    "precompile": {
+        "default": "background", "help": "when programs compile (default background: requests are served meanwhile)",
+    },
+    "kv_dtype": {
+        "type": _kv_dtype, "metavar": "DTYPE", "help": f"of cached keys and values: {', '.join(KV_DTYPES)}",
+    },
+    "device_pages": {"help": "KV pages on the device"},
+    "host_memory": {"metavar": "BYTES", "help": "for pages that left the device"},
+    "disk_memory": {"metavar": "BYTES", "help": "for pages and snapshots"},
+    "structured": {"help": "precompile structured output, too"},
+    "deterministic": {"help": "the same seed gives the same tokens"},
+    "generation_config": {"help": "greedy: sample only where requests ask for it"},
+}  # fmt: skip
+_SAMPLING: dict[str, dict[str, Any]] = {
+    "temperature": {"help": "0 is greedy; left out, the checkpoint's own or 0"},
+    "stop": {"action": "append", "default": [], "help": "stop at this text; may be given several times"},
+}

@@ -7,10 +7,10 @@ import json
 import sys
 from typing import Any
 
-from rekindle._src.cli.usage import api_keys, engine_options, models_by_name
+from rekindle._src.cli.usage import adapters_by_name, api_keys, engine_options, models_by_name, paths_by_name
 from rekindle._src.replicas.opening_fleet import fleet
 from rekindle._src.serve.app import app
-from rekindle._src.serve.grafana import dashboard
+from rekindle._src.serve.metrics import dashboard
 from rekindle._src.serve.server import address, warn_if_open
 from rekindle._src.session.opening import open
 from rekindle.errors import MissingExtra, RekindleError
@@ -30,13 +30,21 @@ def run(arguments: argparse.Namespace) -> int:
     options = engine_options(arguments)
     models = models_by_name(arguments.model, arguments.name)
     roles = {"prefill": arguments.prefill, "decode": arguments.decode}
+    adapters = adapters_by_name(arguments)
+    steering = paths_by_name("--steering", arguments.steering, "file")
     if arguments.replicas is None and not any(roles.values()):
-        openings: dict[str, Any] = {name: open(model, **options) for name, model in models.items()}
+        openings: dict[str, Any] = {
+            name: open(model, adapters={} if index else adapters, steering={} if index else steering, **options)
+            for index, (name, model) in enumerate(models.items())
+        }
     else:
         replica_options = {"replicas": arguments.replicas, "router": arguments.router, **options}
         if any(roles.values()):
             replica_options["roles"] = {name: count for name, count in roles.items() if count is not None}
-        openings = {name: fleet(model, **replica_options) for name, model in models.items()}
+        openings = {
+            name: fleet(model, steering={} if index else steering, **replica_options)
+            for index, (name, model) in enumerate(models.items())
+        }
     failures: list[BaseException] = []
 
     def failed(error: BaseException) -> None:
@@ -52,6 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
         cors_origins=arguments.cors_origin,
         allowed_hosts=arguments.allowed_host,
         trust_request_chat_template=arguments.trust_request_chat_template,
+        adapter_loading=arguments.adapter_loading,
         metrics_names=arguments.metrics_names,
         opened=lambda name: print(f"{name} is ready", file=sys.stderr),
         failed=failed,

@@ -8,9 +8,7 @@ import json
 import random
 from typing import Any, get_args
 
-from rekindle._src.bench.simulation.fleet import HEAD, simulate
-from rekindle._src.bench.simulation.loads import LOADS, read_trace
-from rekindle._src.bench.simulation.step_cost import StepCost
+from rekindle._src.bench.simulation import HEAD, LOADS, StepCost, read_trace, simulate
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.replicas.routing import RouterName
 
@@ -22,7 +20,7 @@ def run(arguments: argparse.Namespace) -> int:
         requests = LOADS[arguments.load](random.Random(arguments.seed), arguments.requests, arguments.rate)
     spread: tuple[float, ...] = ()
     if arguments.measure is not None:
-        from rekindle._src.bench.simulation.measuring import measure_model
+        from rekindle._src.bench.simulation import measure_model
 
         cost, spread = measure_model(arguments.measure)
     else:

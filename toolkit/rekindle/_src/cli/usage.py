@@ -7,12 +7,13 @@ import difflib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from rekindle._src.core.config import EngineConfig
-from rekindle._src.core.process_options import MAX_PROCESSES, address
+from rekindle._src.core.mesh_shape import MAX_PROCESSES, address
+from rekindle._src.core.options import Flag, Place, Real, Whole, Word, options_of, words_of
 from rekindle._src.core.sampling import Sampling
 from rekindle.errors import ConfigError, InvalidRequest, MissingExtra, RekindleError
 
@@ -73,39 +74,40 @@ def _nearest(name: str, known: Iterable[str]) -> str:
     return f". Did you mean {matches[0]}?" if matches else ""
 
 
+def add_options(command: Parser, record: type, place: Place, special: Mapping[str, Mapping[str, Any]]) -> None:
+    """Add the options that a record offers at a place: named, read and described as it declares them.
+
+    `special` has arguments of `add_argument` that differ, by the option's name.
+    """
+    words = words_of(record)
+    for option in options_of(record):
+        if place in option.also:
+            arguments: dict[str, Any] = {"help": words.get(option.name, "").removesuffix(".").replace("%", "%%")}
+            match option.check:
+                case Whole():
+                    arguments["type"] = int
+                case Real():
+                    arguments["type"] = float
+                case Flag():
+                    arguments |= {"action": "store_true", "default": None}
+                case Word(known):
+                    arguments["choices"] = known
+            command.add_argument(f"--{option.name.replace('_', '-')}", **{**arguments, **special.get(option.name, {})})
+
+
 def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the options of `open()` on the command line."""
-    names = (
-        "dtype",
-        "quantize",
-        "max_model_len",
-        "max_requests",
-        "policy",
-        "prompt_lookup",
-        "mesh",
-        "processes",
-        "coordinator",
-        "cache_dir",
-        "shared_cache",
-        "max_queue",
-        "restore",
-        "precompile",
-        "kv_dtype",
-        "max_tokens_per_step",
-        "device_pages",
-        "host_memory",
-        "disk_memory",
-        "deterministic",
-        "generation_config",
-        "structured",
-    )
-    return {name: getattr(arguments, name) for name in names if getattr(arguments, name, None) is not None}
+    return _values(arguments, EngineConfig)
 
 
 def sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the sampling options on the command line."""
-    names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "stop")
-    return {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+    return _values(arguments, Sampling)
+
+
+def _values(arguments: argparse.Namespace, record: type) -> dict[str, Any]:
+    names = [option.name for option in options_of(record) if "command" in option.also or "serve" in option.also]
+    return {name: getattr(arguments, name) for name in names if getattr(arguments, name, None) is not None}
 
 
 # Checks: each raises a RekindleError.
@@ -206,8 +208,7 @@ def parse_size(text: str) -> int:
 
 
 def check_serve(arguments: argparse.Namespace) -> None:
-    from rekindle._src.serve.hosts import Hosts, check_origins
-    from rekindle._src.serve.life import check_connections, seconds_to_drain
+    from rekindle._src.serve.life import Hosts, check_connections, check_origins, seconds_to_drain
 
     if not 0 <= arguments.port < 1 << 16:
         raise ConfigError("--port", arguments.port, "is no port", "Use one from 1024 to 65535, or 0 for a free one")
@@ -235,6 +236,28 @@ def models_by_name(models: Sequence[str], names: Sequence[str]) -> dict[str, str
         if name in by_name:
             raise ConfigError("--name", name, "is the name of two models", "Give each a name of its own")
         by_name[name] = model
+    return by_name
+
+
+def paths_by_name(option: str, texts: Sequence[str], kind: str) -> dict[str, str]:
+    """Return the paths of NAME=PATH by their names. Raise ConfigError for another form, or a name twice."""
+    by_name: dict[str, str] = {}
+    for text in texts:
+        name, mark, path = text.partition("=")
+        if not (name and mark and path) or name in by_name:
+            problem = f"is not NAME={kind.upper()}" if name not in by_name else "has a name that another one has"
+            raise ConfigError(option, text, problem, f"Write {option} name={kind} for each")
+        by_name[name] = path
+    return by_name
+
+
+def adapters_by_name(arguments: argparse.Namespace) -> dict[str, str]:
+    """Return the folders of adapters by their names. Raise ConfigError for a fleet, which takes none."""
+    by_name = paths_by_name("--adapter", arguments.adapter, "folder")
+    replicated = any((arguments.replicas, arguments.prefill, arguments.decode))
+    if replicated and (by_name or arguments.adapter_loading):
+        fix = "Leave them out, or serve without --replicas"
+        raise ConfigError("--adapter", [*by_name], "can't be had by a fleet: adapters belong to one session", fix)
     return by_name
 
 

@@ -21,7 +21,7 @@ from rekindle._src.models.loading.checkpoint import describe
 from rekindle._src.models.loading.hub import readable_name
 from rekindle._src.models.placement import placement_of
 from rekindle._src.programs.warming import Warmed, warm
-from rekindle._src.session.parts import stored_programs
+from rekindle._src.session.builder import stored_programs
 from rekindle._src.session.resolve import resolve
 from rekindle.errors import ConfigError
 from rekindle_kernels import build_kernels
@@ -42,8 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
         device_memory=options.device_memory,
     )
     placement = placement_of(checked_mesh(options.mesh), model.graph)
-    shapes = model.shapes if placement is None else placement.shapes(model.shapes)
-    weight_bytes = model.nbytes if placement is None else placement.bytes_per_device(model.shapes)
+    shapes, weight_bytes = placement.shapes(model.shapes), placement.bytes_per_device(model.shapes)
     config = resolve(options, model.found.config, weight_bytes=weight_bytes, placement=placement)
     programs = stored_programs(
         model.found.config, model.graph, shapes, config, placement=placement, name=readable_name(model.found.folder)

@@ -1,18 +1,33 @@
-"""Shows what a call waits for while the wait lasts: drawn by its own thread, removed when the wait is over."""
+"""Slow work and waits, shown in a notebook cell's output, a terminal, or a log.
+
+`Activity` shows what a call waits for while the wait lasts: drawn by its own thread, removed when the wait is over.
+`ProgramWait` counts and shows the waits of a session's steps for their programs. `Progress` is a bar for work in
+counted parts, whose last picture stays:
+
+    session = await rekindle.open(folder, progress=Progress("loading"))
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
+import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
-from typing import Any, NamedTuple, Self, TextIO
+from typing import Any, Literal, NamedTuple, Self, TextIO
 
 from rekindle._src.core import html
-from rekindle._src.core.progress import LOG_INTERVAL, PATIENCE, Backend, in_marimo, in_notebook, log, terminal_columns
 
+log = logging.getLogger("rekindle.progress")
+PATIENCE = 0.5  # seconds before anything is shown; most loads are over by then
+BAR_INTERVAL = 0.05
+LOG_INTERVAL = 10.0
+Backend = Literal["auto", "notebook", "terminal", "log"]
 INTERVAL = 0.2  # seconds between two drawings
 SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 WIDTH = 100  # most columns of a terminal line; it is replaced and must not wrap
@@ -228,3 +243,160 @@ def _picture(state: State, seconds: float) -> str:
     fraction = state.fraction
     bar = "" if fraction is None else html.bar({"done": fraction, "to do": 1.0 - fraction}, rest="to do", legend=False)
     return str(html.block(bar, html.line(_line(state, seconds))))  # encoders take no subclass of str
+
+
+class ProgramWait:
+    """Counts the seconds in which a session's steps stood still because a program was compiled or loaded.
+
+    One thread waits at a time; any thread may read. The wait is shown while it lasts, unless the session is quiet.
+    """
+
+    def __init__(self, *, quiet: bool = True) -> None:
+        self.program: str = ""  # that a step waits for; empty if none
+        self._quiet = quiet
+        self._total = self._since = 0.0
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def waiting(self, program: str) -> Iterator[None]:
+        """Count the time of this block as a wait for `program`."""
+        with self._lock:
+            self.program, self._since = program, time.perf_counter()
+        try:
+            with Activity(self._state, quiet=self._quiet):
+                yield
+        finally:
+            with self._lock:
+                self._total += time.perf_counter() - self._since
+                self.program = ""
+
+    def shown_by_caller(self) -> AbstractContextManager[object]:
+        """Show the wait in the thread that waits for an answer, where no other thread can: in marimo."""
+        return Activity(self._state, quiet=self._quiet) if in_marimo() else contextlib.nullcontext()
+
+    def describe(self) -> str:
+        """Return the compilation that a step waits for, in words; empty if there is none."""
+        program = self.program
+        if not program:
+            return ""
+        from rekindle_kernels import kernel_being_compiled  # imports JAX, as programs did before
+
+        kernel = kernel_being_compiled()
+        return f"compiling program {program}" + (f", kernel {kernel}" if kernel else "")
+
+    def _state(self) -> State | None:
+        text = self.describe()
+        return State(text) if text else None
+
+    def seconds(self, now: float) -> float:
+        """Return the seconds waited up to `now` (by `time.perf_counter()`), including a wait in progress."""
+        with self._lock:
+            return self._total + (max(0.0, now - self._since) if self.program else 0.0)
+
+
+NO_WAIT = ProgramWait()  # of a session whose steps need no programs
+
+
+class Progress:
+    """A progress bar. Call it with an object that has `done` and `total`; each call replaces the line before."""
+
+    def __init__(
+        self, label: str, *, backend: Backend = "auto", quiet: bool = False, stream: TextIO | None = None
+    ) -> None:
+        self.label = label
+        self.done = self.total = 0
+        self._show = _silent if quiet else _backend(backend, stream)
+        self._every = LOG_INTERVAL if self._show is _logged else BAR_INTERVAL
+        self._began = time.monotonic()
+        self._last = self._began + PATIENCE - self._every
+        self._lock = threading.Lock()  # programs are compiled by several threads
+        self._visible = False
+
+    def __call__(self, report: Any) -> None:
+        with self._lock:
+            self.done, self.total = report.done, report.total
+            now = time.monotonic()
+            complete = self.done >= self.total
+            if (complete and self._visible) or (not complete and now - self._last >= self._every):
+                self._last, self._visible = now, True
+                self._show(self.line(report), self.fraction, complete)
+
+    @property
+    def fraction(self) -> float:
+        return self.done / self.total if self.total else 1.0
+
+    def line(self, report: Any) -> str:
+        """Return the line for a report. Compiling shows the program's name and the time left; others their own text."""
+        program = getattr(report, "program", None)
+        if program is None:
+            return f"{self.label}: {report}"
+        seconds_left = (time.monotonic() - self._began) / report.done * (report.total - report.done)
+        eta = f", {seconds_left:.0f} s left" if report.done < report.total else ""
+        return f"{self.label}: {report.done} of {report.total} programs, {program.name}{eta}"
+
+
+def _backend(backend: Backend, stream: TextIO | None) -> Callable[[str, float, bool], None]:
+    out = sys.stderr if stream is None else stream
+    if backend == "auto":
+        backend = "notebook" if in_notebook() else "terminal" if out.isatty() else "log"
+    if backend == "notebook":
+        return _CellBar()
+    return _TerminalBar(out) if backend == "terminal" else _logged
+
+
+def terminal_columns(terminal: TextIO) -> int:
+    """Return the terminal's present width; if it can't tell, an exported COLUMNS, perhaps of another window."""
+    with contextlib.suppress(OSError, ValueError):
+        if columns := os.get_terminal_size(terminal.fileno()).columns:
+            return columns
+    return shutil.get_terminal_size().columns
+
+
+def _silent(line: str, fraction: float, complete: bool) -> None: ...
+
+
+def _logged(line: str, fraction: float, complete: bool) -> None:
+    log.info(line)
+
+
+class _TerminalBar:
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+
+    def __call__(self, line: str, fraction: float, complete: bool) -> None:
+        filled = round(20 * fraction)
+        columns = terminal_columns(self._out) - 1  # a wrapped line could not be overwritten
+        self._out.write(
+            f"\r[{'█' * filled}{'·' * (20 - filled)}] {line:<70}"[: columns + 1] + ("\n" if complete else "")
+        )
+        self._out.flush()
+
+
+class _CellBar:
+    """A cell's output that each call replaces; the last one stays. It is not a widget, so every viewer shows it."""
+
+    def __init__(self) -> None:
+        self._output: Any = None
+
+    def __call__(self, line: str, fraction: float, complete: bool) -> None:
+        from IPython.display import display
+
+        bar = "" if complete else html.bar({"done": fraction, "to do": 1.0 - fraction}, rest="to do", legend=False)
+        data = {"text/html": str(html.block(bar, html.line(line))), "text/plain": line}
+        if self._output is None:
+            self._output = display(data, raw=True, display_id=True)
+        else:
+            self._output.update(data, raw=True)
+
+
+def in_marimo() -> bool:
+    """True if this thread runs the cells of a marimo notebook. No other thread can show anything there."""
+    marimo = sys.modules.get("marimo")
+    return marimo is not None and bool(marimo.running_in_notebook())
+
+
+def in_notebook() -> bool:
+    """True if this process is a Jupyter kernel. IPython is not imported: a kernel has it already."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return shell is not None and hasattr(shell, "kernel")

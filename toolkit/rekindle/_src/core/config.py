@@ -1,41 +1,116 @@
-"""`EngineConfig`: the options of a session. Validated once, here."""
+"""`EngineConfig`: the options of a session. Each is declared and validated once, here."""
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
 
 from rekindle._src.core import foreign_names, html
-from rekindle._src.core.dtypes import DTYPES, KV_DTYPES, checked_dtype
-from rekindle._src.core.mesh_shape import checked_mesh
-from rekindle._src.core.option_checks import advice, defaults_of
-from rekindle._src.core.options import (
+from rekindle._src.core.dtypes import (
+    DTYPES,
+    KV_DTYPES,
     DType,
-    GenerationConfig,
+    DTypeLike,
     KVDType,
-    Mesh,
-    Policy,
-    Precompile,
-    SamplingOptions,
+    KVDTypeLike,
+    Quantize,
+    checked_dtype,
+    checked_quantize,
 )
-from rekindle._src.core.process_options import check_processes
-from rekindle._src.core.quantize_plan import checked_quantize
+from rekindle._src.core.mesh_shape import Mesh, check_processes, checked_mesh
+from rekindle._src.core.options import Flag, Refusal, Text, Whole, Word, check_options, door, option, refuse_unknown
 from rekindle.errors import ConfigError
 
 if TYPE_CHECKING:
     from typing import Unpack
 
-    from rekindle._src.core.options import OpenOptions
-
+Policy = Literal["fcfs", "sjf", "priority", "lpm", "dfs-weight", "lof", "random"]
+Precompile = Literal["auto", "all", "lazy", "background"]
+GenerationConfig = Literal["auto", "greedy"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)
-PRECOMPILE: tuple[Precompile, ...] = get_args(Precompile)
 
 
+class OpenOptions(TypedDict, total=False):
+    """Keyword options of `open()` and `open_sync()`; see `EngineConfig`."""
+
+    dtype: DTypeLike | None
+    kv_dtype: KVDTypeLike | None
+    quantize: Quantize | None
+    max_requests: int | None
+    max_tokens_per_step: int | None
+    max_model_len: int | None
+    page_size: int | None
+    device_pages: int | None
+    device_memory: int | None
+    host_memory: int | None
+    disk_memory: int | None
+    capture_memory: int | None
+    cache_dir: str | os.PathLike[str] | None
+    shared_cache: str | os.PathLike[str] | None
+    restore: str | None
+    policy: Policy | None
+    precompile: Precompile | None
+    max_queue: int | None
+    max_adapters: int | None
+    max_adapter_rank: int | None
+    prefix_cache: bool | None
+    prompt_lookup: int | None
+    deterministic: bool | None
+    kernels: str | None
+    seed: int | None
+    log_every: int | None
+    step_timeout: float | None
+    quiet: bool | None
+    generation_config: GenerationConfig | None
+    structured: bool | None
+    mesh: Mesh | None
+    processes: int | None
+    coordinator: str | None
+
+
+def _dtype(name: str, value: Any, error: Refusal) -> str:
+    return checked_dtype(name, value, DTYPES)
+
+
+def _kv_dtype(name: str, value: Any, error: Refusal) -> str:
+    return checked_dtype(name, value, KV_DTYPES)
+
+
+def _quantize(name: str, value: Any, error: Refusal) -> str | None:
+    return checked_quantize(value)
+
+
+def _mesh(name: str, value: Any, error: Refusal) -> Any:
+    return checked_mesh(value)
+
+
+def _page_size(name: str, value: Any, error: Refusal) -> int:
+    size = _PAGE_SIZE(name, value, error)
+    if size & (size - 1):
+        raise error(name, size, "is not a power of two", "Use 16, 32, 64 or 128")
+    return size
+
+
+def _seconds(name: str, value: Any, error: Refusal) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise error(name, value, "is not a number of seconds", "Pass a float")
+    if not value >= 0:
+        raise error(name, value, "must be at least 0", "Use a number of seconds, such as 60")
+    return value
+
+
+def _address(name: str, value: Any, error: Refusal) -> Any:
+    return value  # checked together with `processes`
+
+
+_PAGE_SIZE = Whole(8)
+
+
+@door(ConfigError, "an option of open()", "Pass it to open(): open(…, {name}=…)", foreign_names.OPEN)
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class EngineConfig(html.Record):
     """How a session runs: the keyword options of `open()`. `None` for an option means its default.
@@ -43,8 +118,8 @@ class EngineConfig(html.Record):
     "auto" and None are resolved once, when the session opens; `session.config` has the result.
 
     Options:
-        dtype ("auto"): dtype of the weights, as text or as numpy's or JAX's dtype; "auto" is the checkpoint's on GPU
-            and TPU, bfloat16 on CPU.
+        dtype ("auto"): dtype of the weights, as text or as numpy's or JAX's dtype; "auto" is a loaded
+            model's own, else the checkpoint's on GPU and TPU, bfloat16 on CPU.
         kv_dtype ("auto"): dtype of cached keys and values; "auto" follows dtype. "int8" and "float8_e4m3fn" take about
             half of 16 bits, with a scale for each token and head.
         quantize (None): "int8" for weights and activations, "int8-weight" for weights alone, "int4" for four bits with
@@ -59,6 +134,7 @@ class EngineConfig(html.Record):
         device_memory (None): bytes for KV pages; None is a tenth of RAM on CPU, all free memory on GPU and TPU.
         host_memory (1 GiB): bytes of host memory for pages that left the device; 0 turns the tier off.
         disk_memory (4 GiB): bytes of disk for pages and snapshots; 0 turns the tier off.
+        capture_memory (256 MiB): bytes of host memory for captures with keep=True; 0 keeps none.
         cache_dir (None): where programs, pages and weights persist; None is $REKINDLE_CACHE, else the user's cache,
             where compiled kernels, which all sessions share, always are.
         shared_cache (None): a folder or URL (s3://…, gs://…) behind cache_dir that machines share; None is
@@ -67,6 +143,8 @@ class EngineConfig(html.Record):
         policy ("fcfs"): order of admission: "fcfs", "sjf", "priority", "lpm", "dfs-weight", "lof" or "random".
         precompile ("auto"): when programs compile: "all", "lazy" or "background"; "auto" is "background" in notebooks.
         max_queue (1024): requests that may wait; beyond, generate() waits and submit() raises QueueFull.
+        max_adapters (8): adapters (LoRA) on the device at once; others wait in host memory. 0 is a session without.
+        max_adapter_rank (64): rank that each of them may have; together they share the room of all.
         prefix_cache (True): share the pages of equal beginnings of prompts.
         prompt_lookup (0): tokens that a request may draft from its own text, checked beside the next one; 0 is off.
         deterministic (False): the same prompt and seed give the same tokens, whatever runs beside them (CPU only).
@@ -84,116 +162,53 @@ class EngineConfig(html.Record):
         coordinator (None): "host:port" at which this process waits for the others.
     """
 
-    dtype: DType = "auto"
-    kv_dtype: KVDType = "auto"
-    quantize: str | None = None
-    max_requests: int = 16
-    max_tokens_per_step: int = 512
-    max_model_len: int | None = None
-    page_size: int | None = None
-    device_pages: int | None = None
-    device_memory: int | None = None
-    host_memory: int = 1 << 30
-    disk_memory: int = 4 << 30
-    cache_dir: str | None = None
-    shared_cache: str | None = None
-    restore: str | None = None
-    policy: Policy = "fcfs"
-    precompile: Precompile = "auto"
-    max_queue: int = 1024
-    prefix_cache: bool = True
-    prompt_lookup: int = 0
-    deterministic: bool = False
-    kernels: str | None = None
-    seed: int | None = None
-    log_every: int = 0
-    step_timeout: float = 60.0
-    quiet: bool = False
-    generation_config: GenerationConfig = "auto"
-    structured: bool = False
-    mesh: Mesh | None = None
-    processes: int = 1
-    coordinator: str | None = None
+    dtype: DType = option("auto", _dtype, also=("command",))
+    kv_dtype: KVDType = option("auto", _kv_dtype, also=("serve",))
+    quantize: str | None = option(None, _quantize, also=("command",))
+    max_requests: int = option(16, Whole(1), also=("command",))
+    max_tokens_per_step: int = option(512, Whole(1), also=("serve",))
+    max_model_len: int | None = option(None, Whole(2), also=("command",))
+    page_size: int | None = option(None, _page_size)
+    device_pages: int | None = option(None, Whole(2), also=("serve",))
+    device_memory: int | None = option(None, Whole(0))
+    host_memory: int = option(1 << 30, Whole(0), also=("serve",))
+    disk_memory: int = option(4 << 30, Whole(0), also=("serve",))
+    capture_memory: int = option(256 << 20, Whole(0))
+    cache_dir: str | None = option(None, Text(path=True), also=("command",))
+    shared_cache: str | None = option(None, Text(path=True), also=("command",))
+    restore: str | None = option(None, Text(), also=("serve",))
+    policy: Policy = option("fcfs", Word(POLICIES), also=("command",))
+    precompile: Precompile = option("auto", Word(get_args(Precompile)), also=("serve",))
+    max_queue: int = option(1024, Whole(1), also=("serve",))
+    max_adapters: int = option(8, Whole(0), also=("serve",))
+    max_adapter_rank: int = option(64, Whole(1), also=("serve",))
+    prefix_cache: bool = option(True, Flag())
+    prompt_lookup: int = option(0, Whole(0), also=("command",))
+    deterministic: bool = option(False, Flag(), also=("serve",))
+    kernels: str | None = option(None, Text())
+    seed: int | None = option(None, Whole(0))
+    log_every: int = option(0, Whole(0))
+    step_timeout: float = option(60.0, _seconds)
+    quiet: bool = option(False, Flag())
+    generation_config: GenerationConfig = option("auto", Word(get_args(GenerationConfig)), also=("serve",))
+    structured: bool = option(False, Flag(), also=("serve",))
+    mesh: Mesh | None = option(None, _mesh, also=("command",))
+    processes: int = option(1, Whole(1), also=("command",))
+    coordinator: str | None = option(None, _address, also=("command",))
 
     if TYPE_CHECKING:
 
         def __init__(self, **options: Unpack[OpenOptions]) -> None: ...
 
     def __post_init__(self) -> None:
-        put = object.__setattr__
-        for name, default in _ENGINE_DEFAULTS:
-            if getattr(self, name) is None:
-                put(self, name, default)
-        for name, low in _WHOLE:
-            value = getattr(self, name)
-            if value is None:
-                continue
-            try:
-                if isinstance(value, bool):
-                    raise TypeError
-                whole = value.__index__()
-            except Exception:
-                raise ConfigError(name, value, "must be a whole number", "Pass an int") from None
-            if whole < low:
-                raise ConfigError(name, value, f"must be at least {low}", f"Use {low} or more, or leave it out")
-            put(self, name, whole)
-        put(self, "dtype", checked_dtype("dtype", self.dtype, DTYPES))
-        put(self, "kv_dtype", checked_dtype("kv_dtype", self.kv_dtype, KV_DTYPES))
-        for name, known in _CHOICES:
-            value = getattr(self, name)
-            if not isinstance(value, str) or value not in known:
-                matches = difflib.get_close_matches(value, known, n=1) if isinstance(value, str) else []
-                close = f"Did you mean {matches[0]!r}? " if matches else ""
-                raise ConfigError(name, value, "is not known", f"{close}Use one of {', '.join(map(repr, known))}")
-        for name in ("prefix_cache", "deterministic", "quiet", "structured"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(
-                    name, getattr(self, name), "must be True or False", f"Pass {name}=True, or leave it out"
-                )
-        for name in ("cache_dir", "shared_cache", "restore", "kernels"):
-            value, path = getattr(self, name), name in ("cache_dir", "shared_cache")
-            if path and isinstance(value, os.PathLike):
-                value = os.fspath(value)
-                put(self, name, value)
-            if not (value is None or isinstance(value, str)):
-                raise ConfigError(name, value, "is not text", "Pass a str" + " or a Path" * path)
-        if isinstance(self.step_timeout, bool) or not isinstance(self.step_timeout, (int, float)):
-            raise ConfigError("step_timeout", self.step_timeout, "is not a number of seconds", "Pass a float")
-        if not self.step_timeout >= 0:
-            raise ConfigError(
-                "step_timeout", self.step_timeout, "must be at least 0", "Use a number of seconds, such as 60"
-            )
-        if self.page_size is not None and self.page_size & (self.page_size - 1):
-            raise ConfigError("page_size", self.page_size, "is not a power of two", "Use 16, 32, 64 or 128")
-        put(self, "mesh", checked_mesh(self.mesh))
-        put(self, "quantize", checked_quantize(self.quantize))
+        check_options(self, ConfigError)
         check_processes(self.processes, self.coordinator, self.mesh)
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> EngineConfig:
         """Return a config of keyword options; an unknown one raises and names the likely one."""
-        known = cls.__dataclass_fields__
-        for name in options:
-            if name not in known:
-                elsewhere = ""
-                if name in SamplingOptions.__annotations__ or name == "n":
-                    elsewhere = f"Pass it with the request: session.generate(prompt, {name}=…)"
-                fix = advice(name, known, foreign_names.OPEN, elsewhere)
-                raise ConfigError(name, options[name], "is not an option of open()", fix)
+        refuse_unknown(cls, options)
         return cls(**options)
-
-
-_ENGINE_DEFAULTS = defaults_of(EngineConfig)
-_CHOICES: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("policy", POLICIES),
-    ("precompile", PRECOMPILE),
-    ("generation_config", get_args(GenerationConfig)),
-)
-_WHOLE = (
-    ("max_requests", 1), ("max_tokens_per_step", 1), ("max_model_len", 2), ("page_size", 8), ("device_pages", 2),
-    ("device_memory", 0), ("host_memory", 0), ("disk_memory", 0), ("max_queue", 1), ("seed", 0), ("log_every", 0),
-    ("prompt_lookup", 0), ("processes", 1),
-)  # fmt: skip
 
 
 def cache_folder(cache_dir: str | None = None) -> Path:

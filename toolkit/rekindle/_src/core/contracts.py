@@ -1,6 +1,6 @@
 """The contracts between the host side and its parts: scheduler, runner, tokenizer, detokenizer, chat template.
 
-The dispatch loop needs only these; tests and tutorials put fakes in their place.
+An engine and the front before it need only these; tests and tutorials put fakes in their place.
 
     plan = scheduler.plan()             # who runs, on which pages; None when there is nothing to do
     current = runner.dispatch(plan)     # returns at once, the device works
@@ -16,7 +16,16 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
-from rekindle._src.core.records import FinishReason, IntArray, Request, Status, StepPlan, StepResult, TokenEvent
+from rekindle._src.core.records import (
+    FinishReason,
+    IntArray,
+    PageMove,
+    Request,
+    Status,
+    StepPlan,
+    StepResult,
+    TokenEvent,
+)
 
 
 class SchedulerFigures(Protocol):
@@ -45,6 +54,11 @@ class SchedulerLike(Protocol):
     def cache(self) -> object | None:
         """The prefix cache, or None. A session looks into it and saves it if it is a `PrefixCache`."""
 
+    @property
+    def weights_version(self) -> int:
+        """How often weights were swapped."""
+        ...
+
     def submit(self, request: Request) -> None:
         """Queue a request. Raises `PromptTooLong`, `OutOfPages` or `QueueFull`; the scheduler is unchanged then."""
 
@@ -63,8 +77,18 @@ class SchedulerLike(Protocol):
     def fail(self, plan: StepPlan, cause: BaseException) -> tuple[TokenEvent, ...]:
         """End with `StepFailed` the requests of a step that raised; everything else goes on."""
 
-    def flush_cache(self, root_key: bytes | None = None, *, recompute: bool = False) -> None:
-        """Forget all cached pages, and with `recompute` the work of running requests. No step may be in flight."""
+    def flush_cache(self, root_key: bytes | None = None, *, recompute: bool = False, keep: bool = False) -> None:
+        """Forget all cached pages, and with `recompute` the work of running requests. No step may be in flight.
+
+        With `keep`, pages below the device are set aside under their root, after `vacate`.
+        """
+
+    def vacate(self) -> tuple[PageMove, ...]:
+        """Take all pages, which are about to be freed; return those to read out before. No step may be in flight."""
+        ...
+
+    def vacated(self) -> None:
+        """End the read-out of pages that `vacate` returned."""
 
     def pin(self, tokens: IntArray, salt: str | None = None) -> int:
         """Keep the cached pages of `tokens`; return the number of tokens that they cover."""
@@ -134,6 +158,10 @@ class RunnerLike(Protocol):
 
     def program(self, plan: StepPlan) -> str:
         """Return the name of the program that runs a plan."""
+        ...
+
+    def read_states(self, slots: Sequence[int]) -> Sequence[tuple[Any, ...]]:
+        """Return the states in slots, of a model with states. Called between steps."""
         ...
 
     def read_pages(self, pages: Sequence[int], digests: Sequence[bytes] = ()) -> Sequence[tuple[Any, ...]]:

@@ -1,16 +1,20 @@
-"""The option `mesh`: the devices over which one model is divided. It is read here without JAX.
+"""The options `mesh`, `processes` and `coordinator`: the devices over which one model is divided, read without JAX.
 
 "model"   devices that share every layer: heads, the rows of products, the vocabulary
 "expert"  groups of such devices, each with its own experts; everything else is divided over all of them
 "data"    shards of such devices, each with the whole model and its own pages and requests
+
+`MeshReport` is what a session says about them.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
+from rekindle._src.core import html
 from rekindle.errors import ConfigError
 
 AXES = ("expert", "model")  # over which one model is divided; devices next to each other share a model axis
@@ -22,6 +26,8 @@ _FIX = (
     'Pass the number of devices, {"model": 4, "expert": 2}, '
     '{"data": 2, "model": 4}, or a jax.sharding.Mesh with such axes'
 )
+MAX_PROCESSES = 1 << 12  # a larger number is a slip
+_ADDRESS_FIX = 'Pass "host:port": an address of the leader that followers reach'
 
 
 class DeviceMesh(Protocol):
@@ -31,6 +37,9 @@ class DeviceMesh(Protocol):
     def axis_names(self) -> tuple[Any, ...]: ...
     @property
     def devices(self) -> Any: ...
+
+
+Mesh = int | Mapping[str, int] | DeviceMesh
 
 
 class MeshShape(Mapping[str, int]):
@@ -123,3 +132,87 @@ def _count(mesh: Any, value: Any) -> int:
         amount = f"{count:,}" if abs(count) < 1 << 64 else "absurdly many"  # Python prints no number of 5,000 digits
         raise ConfigError("mesh", mesh, f"asks for {amount} devices on an axis; one is the least", _FIX)
     return count
+
+
+def check_processes(processes: int, coordinator: Any, mesh: Any) -> None:
+    """Raise ConfigError for a mesh that the processes can't share, or if they have no address to meet at."""
+    if not (coordinator is None or isinstance(coordinator, str)):
+        raise ConfigError("coordinator", coordinator, "is not text", _ADDRESS_FIX)
+    if processes == 1:
+        if coordinator is not None:
+            raise ConfigError("coordinator", coordinator, "is for several processes", "Pass processes, too")
+        return
+    if processes > MAX_PROCESSES:
+        raise ConfigError("processes", processes, "are more than there can be", f"Use at most {MAX_PROCESSES:,}")
+    if coordinator is None:
+        raise ConfigError("coordinator", None, f"is missing: {processes} processes need a place to meet", _ADDRESS_FIX)
+    address(coordinator)
+    if not isinstance(mesh, MeshShape):
+        raise ConfigError(
+            "mesh",
+            mesh,
+            "has to say how many devices the processes share",
+            'Pass a number, or {"model": 8, "expert": 2}',
+        )
+    if mesh.get(DATA, 1) > 1:
+        raise ConfigError(
+            "mesh",
+            mesh,
+            f"has data shards, which {processes} processes can't have together yet",
+            f"Leave {DATA!r} out, or open a session in each process",
+        )
+    if mesh.size % processes:
+        raise ConfigError(
+            "mesh", mesh, f"has {mesh.size} devices, which {processes} processes can't share evenly",
+            f"Use a multiple of {processes}",
+        )  # fmt: skip
+
+
+def address(text: str, field: str = "coordinator", fix: str = _ADDRESS_FIX) -> tuple[str, int]:
+    """Return host and port. Raises ConfigError for any other text."""
+    host, _, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise ConfigError(field, text, "is no address", fix)
+    return host, int(port)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class MeshReport(html.Record):
+    """The devices of a session with `mesh` and the share of each; `session.stats().mesh`."""
+
+    axes: Mapping[str, int]  # devices by axis
+    devices: tuple[str, ...]
+    heads: int  # attention heads of each device
+    kv_heads: int  # KV heads of each device
+    kv_copies: int  # devices that have the same KV heads
+    weight_bytes: int  # on each device
+    page_bytes: int  # of a KV page, on each device
+    sums: int  # in a step, over the devices of one model; its logits are gathered once more
+    bytes_per_token: int  # added by every device to those sums for each token of a step
+    processes: int = 1  # that own these devices in equal numbers
+
+    @property
+    def size(self) -> int:
+        """The number of devices."""
+        return len(self.devices)
+
+    @property
+    def named(self) -> str:
+        """The devices in a few words."""
+        axes = " × ".join(f"{name} {count}" for name, count in self.axes.items())
+        among = f" of {self.processes} processes" if self.processes > 1 else ""
+        return f"{html.count(self.size, 'device')}{among} ({axes})"
+
+    def __str__(self) -> str:
+        shared = f", {self.kv_copies} with the same ones" if self.kv_copies > 1 else ""
+        return (
+            f"{self.named}: each has {html.count(self.heads, 'head')}, "
+            f"{html.count(self.kv_heads, 'kv head')}{shared}, {self.weight_bytes / 2**20:,.1f} MiB of weights"
+        )
+
+
+def describe_share(figures: Mapping[str, Any]) -> str:
+    """Return the collectives' share of a session's steps in words; empty if unknown."""
+    share = figures.get("collective_share")
+    return "" if share is None else f"{share:.0%} of the steps' time in collectives"

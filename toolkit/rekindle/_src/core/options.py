@@ -1,106 +1,229 @@
-"""The keyword options of `open()` and of requests, as type checkers and editors see them.
+"""Declaring an option once: its default, its check and the other places that offer it, beside its field.
 
-`tests/core/test_options.py` compares every name and type with the dataclasses `Sampling` and `EngineConfig`. `None` for
-an option means its default.
+    top_p: float = option(1.0, Real(0.0, 1.0, above=True, fix="Use a share such as 0.95"), also=("command", "http"))
+
+The record's docstring says what each option means, in a table `Options:`, where editors and `help()` show it. The
+command line, the HTTP server and the defaults of checkpoints take names, kinds and words from these declarations.
+`None` for an option means its default.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
+import functools
+import inspect
+import math
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, Protocol, TypedDict
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
-from rekindle._src.core.mesh_shape import DeviceMesh
+from rekindle._src.core.foreign_names import Hint
+from rekindle.errors import ConfigError, InvalidRequest
 
-DType = Literal["auto", "float32", "bfloat16", "float16"]
-KVDType = Literal["auto", "float32", "bfloat16", "float16", "int8", "float8_e4m3fn"]
-ShortDType = Literal["bf16", "f16", "fp16", "half", "f32", "fp32"]
-
-
-class NamedDType(Protocol):
-    """A dtype of numpy's, such as `np.dtype("float32")`."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def itemsize(self) -> int: ...
+T = TypeVar("T")
+Refusal = type[ConfigError] | type[InvalidRequest]
+# "command": the command line; "serve": that of `rekindle serve` alone; "http": fields of requests to a server;
+# "checkpoint": generation_config.json.
+Place = Literal["command", "serve", "http", "checkpoint"]
+_ENTRY = re.compile(r"    (\w+) \(.*?\): (.*)")  # an option in a docstring: name (default): words
 
 
-DTypeLike = DType | ShortDType | type[Any] | NamedDType  # types are those of numpy and JAX, such as jnp.bfloat16
-KVDTypeLike = KVDType | ShortDType | Literal["fp8", "f8", "i8"] | type[Any] | NamedDType
-QuantizeKind = Literal["int8", "int8-weight", "int4", "int4-32", "int4-64", "int4-128"]
-QuantizePart = Literal["attention", "mlp", "experts", "embedding", "head"]
-Quantize = QuantizeKind | Mapping[QuantizePart, QuantizeKind | None]
-Policy = Literal["fcfs", "sjf", "priority", "lpm", "dfs-weight", "lof", "random"]
-Precompile = Literal["auto", "all", "lazy", "background"]
-GenerationConfig = Literal["auto", "greedy"]
-Mesh = int | Mapping[str, int] | DeviceMesh
+class Check(Protocol):
+    """Returns a value in the form that the record keeps, or raises `error`. Any object may arrive here."""
+
+    def __call__(self, name: str, value: Any, error: Refusal, /) -> Any: ...
 
 
-class SamplingOptions(TypedDict, total=False):
-    """Keyword options of one request except `n`, which decides the type of the result; see `Sampling`."""
+class Whole(NamedTuple):
+    """A whole number within inclusive bounds."""
 
-    max_tokens: int | None
-    min_tokens: int | None
-    temperature: float | None
-    top_k: int | None
-    top_p: float | None
-    min_p: float | None
-    repetition_penalty: float | None
-    presence_penalty: float | None
-    frequency_penalty: float | None
-    logit_bias: Mapping[int, float] | None
-    allowed_token_ids: Sequence[int] | None
-    bad_words: str | Sequence[str] | None
-    seed: int | None
-    stop: str | Sequence[str] | None
-    stop_token_ids: Sequence[int] | None
-    include_stop: bool | None
-    ignore_eos: bool | None
-    logprobs: int | None
-    prompt_logprobs: int | None
-    priority: int | None
-    processors: str | Sequence[str] | None
-    salt: str | None
-    schema: Any | None
-    regex: str | None
-    choice: Sequence[str] | None
-    grammar: str | None
-    json: bool | None
-    lenient: bool | None
-    whitespace_flexible: bool | None
+    low: int | None = None
+    high: int | None = None
+    fix: str = ""
+    problem: str = ""  # with a value out of bounds, where the usual words don't say it
+
+    def __call__(self, name: str, value: Any, error: Refusal, /) -> int:
+        whole = value
+        if type(value) is not int:
+            try:
+                if isinstance(value, bool):
+                    raise TypeError
+                whole = value.__index__()
+            except Exception:
+                raise error(name, value, "must be a whole number", "Pass an int") from None
+        if (self.low is not None and whole < self.low) or (self.high is not None and whole > self.high):
+            fix = self.fix or f"Use {self.low} or more, or leave it out"
+            raise error(name, value, self.problem or _bounds(self.low, self.high), fix)
+        return int(whole)
 
 
-class OpenOptions(TypedDict, total=False):
-    """Keyword options of `open()` and `open_sync()`; see `EngineConfig`."""
+class Real(NamedTuple):
+    """A finite number within inclusive bounds; or `above` the lower one."""
 
-    dtype: DTypeLike | None
-    kv_dtype: KVDTypeLike | None
-    quantize: Quantize | None
-    max_requests: int | None
-    max_tokens_per_step: int | None
-    max_model_len: int | None
-    page_size: int | None
-    device_pages: int | None
-    device_memory: int | None
-    host_memory: int | None
-    disk_memory: int | None
-    cache_dir: str | os.PathLike[str] | None
-    shared_cache: str | os.PathLike[str] | None
-    restore: str | None
-    policy: Policy | None
-    precompile: Precompile | None
-    max_queue: int | None
-    prefix_cache: bool | None
-    prompt_lookup: int | None
-    deterministic: bool | None
-    kernels: str | None
-    seed: int | None
-    log_every: int | None
-    step_timeout: float | None
-    quiet: bool | None
-    generation_config: GenerationConfig | None
-    structured: bool | None
-    mesh: Mesh | None
-    processes: int | None
-    coordinator: str | None
+    low: float
+    high: float | None = None
+    fix: str = ""
+    above: bool = False
+
+    def __call__(self, name: str, value: Any, error: Refusal, /) -> float:
+        number = value
+        if type(value) is not float:
+            number = math.nan
+            if not isinstance(value, (bool, str)):
+                try:
+                    number = float(value)
+                except Exception:
+                    number = math.nan
+        if not math.isfinite(number):
+            raise error(name, value, "must be a finite number", "Pass a float")
+        too_low = number <= self.low if self.above else number < self.low
+        if too_low or (self.high is not None and number > self.high):
+            raise error(name, value, _bounds(self.low, self.high, above=self.above), self.fix)
+        return float(number)
+
+
+class Flag(NamedTuple):
+    """True or False."""
+
+    def __call__(self, name: str, value: Any, error: Refusal, /) -> bool:
+        if not isinstance(value, bool):
+            raise error(name, value, "must be True or False", f"Pass {name}=True, or leave it out")
+        return value
+
+
+class Word(NamedTuple):
+    """One of some words."""
+
+    known: tuple[str, ...]
+
+    def __call__(self, name: str, value: Any, error: Refusal, /) -> str:
+        if isinstance(value, str) and value in self.known:
+            return value
+        matches = difflib.get_close_matches(value, self.known, n=1) if isinstance(value, str) else []
+        close = f"Did you mean {matches[0]!r}? " if matches else ""
+        raise error(name, value, "is not known", f"{close}Use one of {', '.join(map(repr, self.known))}")
+
+
+class Text(NamedTuple):
+    """Text, or a `path`."""
+
+    path: bool = False
+
+    def __call__(self, name: str, value: Any, error: Refusal, /) -> str:
+        if self.path and isinstance(value, os.PathLike):
+            value = os.fspath(value)
+        if not isinstance(value, str):
+            raise error(name, value, "is not text", "Pass a str" + " or a Path" * self.path)
+        return value
+
+
+def _bounds(low: float | None, high: float | None, *, above: bool = False) -> str:
+    if above:
+        return f"must be above {low:g}" + (f" and at most {high:g}" if high is not None else "")
+    return f"must be at least {low:g}" if high is None else f"must be from {low:g} to {high:g}"
+
+
+class Option(NamedTuple):
+    """The declaration of one option."""
+
+    name: str
+    default: Any  # or a function that makes it, for a mapping
+    check: Check
+    also: tuple[Place, ...]  # where else it is offered
+
+    def new_default(self) -> Any:
+        """Return the default."""
+        return self.default() if isinstance(self.default, type) else self.default
+
+
+def option(default: Any, check: Check, *, also: tuple[Place, ...] = ()) -> Any:
+    """Declare a field of a record of options. A type as the default is called for each record."""
+    metadata = {"option": (check, also)}
+    if isinstance(default, type):
+        return dataclasses.field(default_factory=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@functools.cache
+def options_of(record: type) -> tuple[Option, ...]:
+    """Return the options that a dataclass declares, in their order."""
+    options = []
+    for field in dataclasses.fields(record):
+        factory = field.default_factory
+        default = field.default if factory is dataclasses.MISSING else factory
+        options.append(Option(field.name, default, *field.metadata["option"]))
+    return tuple(options)
+
+
+@functools.cache
+def _names(record: type) -> tuple[str, ...]:
+    return tuple(option.name for option in options_of(record))
+
+
+@functools.cache
+def words_of(record: type) -> Mapping[str, str]:
+    """Return what the record's docstring says about each option; nothing where Python runs without docstrings."""
+    words: dict[str, str] = {}
+    name = ""
+    for line in inspect.cleandoc(record.__doc__ or "").partition("Options:\n")[2].splitlines():
+        entry = _ENTRY.fullmatch(line)
+        if entry is not None:
+            name = entry[1]
+            words[name] = entry[2]
+        elif name:
+            words[name] += f" {line.strip()}"
+    return words
+
+
+def check_options(record: Any, error: Refusal) -> None:
+    """Replace each value of a new record by its checked form, and None by the default."""
+    for entry in options_of(record.__class__):
+        value = getattr(record, entry.name)
+        if value is not entry.default:
+            checked = entry.new_default() if value is None else entry.check(entry.name, value, error)
+            object.__setattr__(record, entry.name, checked)
+
+
+class _Door(NamedTuple):
+    """How users reach a record of options."""
+
+    record: type
+    error: Refusal
+    kind: str  # what its options are called
+    advice: str  # for one of its options that was passed elsewhere
+    foreign: Mapping[str, Hint]
+
+
+_doors: list[_Door] = []
+
+
+def door(error: Refusal, kind: str, advice: str, foreign: Mapping[str, Hint]) -> Callable[[type[T]], type[T]]:
+    """Register a record of options, so that an unknown one gets advice; `advice` may contain `{name}`."""
+
+    def register(record: type[T]) -> type[T]:
+        _doors.append(_Door(record, error, kind, advice, foreign))
+        return record
+
+    return register
+
+
+def refuse_unknown(record: type, options: Mapping[str, Any]) -> None:
+    """Raise for the first option that a record does not have, and name the likely one."""
+    known = _names(record)
+    for name, value in options.items():
+        if name not in known:
+            here = next(entry for entry in _doors if entry.record is record)
+            raise here.error(name, value, f"is not {here.kind}", _advice(name, here))
+
+
+def _advice(name: str, here: _Door) -> str:
+    if name in here.foreign:
+        return here.foreign[name].fix
+    for other in _doors:
+        if other is not here and name in _names(other.record):
+            return other.advice.format(name=name)
+    known = _names(here.record)
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"Did you mean {close[0]!r}?" if close else f"Known are: {', '.join(sorted(known))}"

@@ -1,10 +1,14 @@
 """The boundary around code that handles one request: an exception of any kind ends that request and no other.
 
 Every place of the host side that works for a single request (taking it in, routing it, sending and reading it,
-queueing it, making its text) catches `BaseException` and ends the request with `own_failure`.
+queueing it, making its text) catches `BaseException` and ends the request with `own_failure`. Where a user interrupts a
+cell, `interrupted` keeps its display short.
 """
 
 from __future__ import annotations
+
+import asyncio
+import types
 
 from rekindle.errors import RekindleError, RequestFailed
 
@@ -39,3 +43,21 @@ def one_line(error: BaseException) -> str:
     except Exception:
         text = f"<{type(error).__name__}>"
     return text if len(text) <= 500 else text[:497] + "..."
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """Return the exception that ended the first task of a group; the other tasks were cancelled because of it."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+def interrupted(error: BaseException, outcome: str) -> None:
+    """Make a notebook show an interrupt in few lines, the last of which is the outcome. Errors stay as they are."""
+    if isinstance(error, Exception):
+        return
+    error.__traceback__ = None  # the frames below the caller's
+    # The exceptions of anyio and trio carry text or types by which those libraries recognise them.
+    if isinstance(error, asyncio.CancelledError | KeyboardInterrupt):
+        error.__dict__["_render_traceback_"] = types.MethodType(RekindleError._render_traceback_, error)
+        error.args = error.args or (outcome,)

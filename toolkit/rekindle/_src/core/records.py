@@ -7,22 +7,33 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rekindle._src.core import html
+from rekindle._src.core.adapters import AdapterLike, AdapterLoad
 from rekindle._src.core.guides import Guided, GuideLike
-from rekindle._src.core.parsing import Parsing
-from rekindle._src.core.reply import ContentDelta, ReasoningDelta, Reply, ReplyEvent, ToolCall, ToolCallDropped, fold
+from rekindle._src.core.reply import (
+    ContentDelta,
+    Parsing,
+    ReasoningDelta,
+    Reply,
+    ReplyEvent,
+    ToolCall,
+    ToolCallDropped,
+    fold,
+)
 from rekindle._src.core.sampling import Sampling
+from rekindle._src.core.tapped import CapturedPart, Tapped
+from rekindle._src.core.taps import Captured
 from rekindle.errors import NotParsed
 
 IntArray = NDArray[np.int32]
 Vector = NDArray[np.float32]
-Pooling = Literal["mean", "last"]
+Pooling = Literal["mean", "last", "cls"]
 
 
 class FinishReason(enum.StrEnum):
@@ -68,6 +79,17 @@ class Resumed(NamedTuple):
     scored: int = 0  # prompt positions whose log-probabilities were delivered
 
 
+def root_name(salt: str | None, altered: Sequence[str] = ()) -> str | None:
+    """Return the name of a root in the prefix tree; None for that of requests without a salt or a change.
+
+    No salt can be the name of a root of altered pages: their names begin with one zero character, and salts that do
+    are preceded by another.
+    """
+    if not altered:
+        return f"\0{salt}" if salt is not None and salt.startswith("\0") else salt
+    return f"\0{' '.join(altered)}\0{salt or ''}"
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Request:
     """One sequence to generate, validated and tokenized; `n=3` arrives as three requests of one group."""
@@ -84,10 +106,39 @@ class Request:
     guide: GuideLike | None = None  # decides how its text may go on; the only part that changes, on the device's thread
     resumed: Resumed | None = None  # if it began in another process
     caller: str = ""  # grammars of several callers are compiled by turns
+    messages: Sequence[Mapping[str, Any]] | None = None  # of a chat, for routing
+    adapter: AdapterLike | None = None  # added to the model's weights
+    altered: tuple[str, ...] = ()  # digests of what changes its keys and values, such as its adapter's
+    tapped: Tapped | None = None  # what it reads and changes inside the model
+
+    @property
+    def root(self) -> str | None:
+        """The name of its root in the prefix tree, by its salt and by what changes its keys and values."""
+        return root_name(self.sampling.salt, self.altered)
 
     @property
     def prompt_length(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def generates(self) -> bool:
+        """False if its prompt is computed for its own sake: it samples nothing, and shares no pages."""
+        return self.pooling is None
+
+    @property
+    def scored_from(self) -> int:
+        """The first position of the prompt whose scores are read, those of the token behind it."""
+        return max(0, self.sampling.logprob_start - 1)
+
+    @property
+    def reusable(self) -> int:
+        """Leading tokens of its prompt whose pages may come from the cache; of all others, results are read."""
+        if self.pooling is not None:
+            return self.prompt_length - 1 if self.pooling == "last" else 0
+        wanted = self.prompt_length if self.tapped is None else self.tapped.next_wanted(0)
+        if self.sampling.prompt_logprobs is not None:
+            wanted = min(wanted, self.scored_from)
+        return min(self.prompt_length, wanted)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -107,6 +158,8 @@ class Row:
     outputs: IntArray | None = None  # in a fresh row, the tokens generated in earlier epochs, if there are any
     kept: bool = False  # a shared page holds its only token's keys and values already: only the logits are needed
     draft: bool = False  # its token was proposed by prompt lookup and follows the row before, of the same request
+    reads: int = 0  # the slot of the state before it, in models with states; 0: the model has none
+    writes: int = 0  # the slot of the state behind it
 
 
 class PageMove(NamedTuple):
@@ -125,6 +178,9 @@ class StepPlan:
     prefill: tuple[Row, ...]
     offload: tuple[PageMove, ...] = ()  # pages to read out, because this step may overwrite them
     restore: tuple[PageMove, ...] = ()  # pages to fill from the host tier before the rows run
+    states_out: tuple[PageMove, ...] = ()  # slots of states to read out, as `offload`
+    states_in: tuple[PageMove, ...] = ()  # slots of states to fill, as `restore`
+    loads: tuple[AdapterLoad, ...] = ()  # adapters to put on the device before the rows run
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -137,11 +193,6 @@ class StepPlan:
     @property
     def tokens(self) -> int:
         return len(self.decode) + self.prefill_tokens
-
-    @property
-    def guided(self) -> bool:
-        """True if a grammar restricts the tokens of some of its rows."""
-        return any(row.request.guide is not None and row.samples for row in self.rows)
 
     @property
     def drafted(self) -> bool:
@@ -157,6 +208,15 @@ class TokenLogprobs(html.Record):
     logprob: float
     top_ids: tuple[int, ...] = ()
     top_logprobs: tuple[float, ...] = ()
+    of_ids: tuple[float, ...] = ()  # of the request's `logprob_token_ids`, in their order
+    # With logprobs_of="sampled", a bit for each token that could be drawn, as `np.packbits(…, bitorder="little")` gives
+    support: bytes = dataclasses.field(default=b"", repr=False)
+
+    @property
+    def support_ids(self) -> IntArray:
+        """The tokens that could be drawn, with logprobs_of="sampled"; else empty."""
+        bits = np.unpackbits(np.frombuffer(self.support, np.uint8), bitorder="little")
+        return np.flatnonzero(bits).astype(np.int32)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -172,6 +232,32 @@ class RowResult:
     guided: Guided | None = None  # the guide's report on the token
     finite: bool = True  # False: its numbers are NaN or infinite, so that it has no token
     pooled: Vector | None = None  # of a request with `pooling`: the chunk's sum of hidden states, or its last one
+    captured: CapturedPart | None = None  # at the positions that the request wants of it
+
+    @property
+    def delivers(self) -> bool:
+        """True if it has a part for the caller."""
+        if self.token_id is not None or self.captured is not None:
+            return True
+        return bool(self.prompt_logprobs) or self.pooled is not None
+
+    def event(
+        self, cached_tokens: int, finish_reason: FinishReason | None = None, weights_version: int = 0
+    ) -> TokenEvent:
+        """Return the part for the caller."""
+        return TokenEvent(
+            self.request_id,
+            () if self.token_id is None else (self.token_id,),
+            () if self.logprobs is None else (self.logprobs,),
+            self.prompt_logprobs,
+            cached_tokens,
+            finish_reason,
+            None,
+            self.pooled,
+            () if self.guided is None else (self.guided,),
+            weights_version,
+            () if self.captured is None else (self.captured,),
+        )
 
     def following(self, guided: Guided, error: Exception | None) -> RowResult:
         """Return the result with its guide's report, in half the time of `dataclasses.replace`."""
@@ -185,6 +271,7 @@ class RowResult:
             guided,
             self.finite,
             self.pooled,
+            self.captured,
         )
 
 
@@ -208,6 +295,7 @@ class StepResult:
     lost: tuple[LostPage, ...] = ()  # every request that holds one of these pages fails
     # Wall time without its guides: from the previous step's result, or its own beginning, until its result was read.
     seconds: float = 0.0
+    lost_states: tuple[LostPage, ...] = ()  # every request that was to continue one of these states fails
 
     @property
     def valid(self) -> tuple[bool, ...]:
@@ -240,6 +328,8 @@ class TokenEvent:
     error: BaseException | None = None
     pooled: Vector | None = None  # of the whole prompt; at the end of a request with `pooling`
     guided: tuple[Guided, ...] = ()  # the guide's report on each token
+    weights_version: int = 0  # of its tokens: how often weights had been swapped
+    captured: tuple[CapturedPart, ...] = ()
 
     def merged_with(self, later: TokenEvent) -> TokenEvent:
         """Return this event and a later one of the same request, merged into one."""
@@ -249,6 +339,7 @@ class TokenEvent:
             logprobs=self.logprobs + later.logprobs,
             prompt_logprobs=self.prompt_logprobs + later.prompt_logprobs,
             guided=self.guided + later.guided,
+            captured=self.captured + later.captured,
         )
 
 
@@ -266,6 +357,8 @@ class TextDelta(html.Record):
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # with a sequence's first delta, if requested
     # In a chat whose reply is read for reasoning or calls; `text` is then all text of the model.
     events: tuple[ReplyEvent, ...] | None = None
+    captured: Captured | None = None  # of the positions that were computed since the delta before, if requested
+    weights_versions: tuple[int, ...] = ()  # of each token: how often weights had been swapped when it was chosen
 
     @property
     def content(self) -> str:
@@ -338,8 +431,10 @@ class Completion:
     decode: Callable[[Sequence[int]], str] | None = dataclasses.field(default=None, repr=False, compare=False)
     forced: tuple[bool, ...] = ()  # for each token of a structured text: True if its grammar left no choice
     covered: int = 0  # tokens at the prompt's end that belong to the structured text, in a fork
+    weights_versions: tuple[int, ...] = ()  # of each token: how often weights had been swapped when it was chosen
     # Builds the object. Any: the signature of a public class names no private type.
     parsing: Any = dataclasses.field(default=None, repr=False, compare=False)
+    captured: Captured | None = None  # the arrays that `capture` names
 
     @property
     def parsed(self) -> Any:

@@ -1,34 +1,277 @@
-"""`Sampling`: the options of one request. Validated once, here."""
+"""`Sampling`: the options of one request. Each is declared and validated once, here."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+import types
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
 
 from rekindle._src.core import foreign_names, html
-from rekindle._src.core.bounds import MAX_BAD_WORDS, bounded, bounded_stops, check_n, check_salt, check_words
-from rekindle._src.core.option_checks import advice, defaults_of
-from rekindle._src.core.options import OpenOptions
-from rekindle._src.core.structure_checks import check_structure
+from rekindle._src.core.bounds import (
+    MAX_BAD_WORDS,
+    MAX_STOPS,
+    bounded,
+    bounded_stops,
+    check_n,
+    check_salt,
+    check_words,
+)
+from rekindle._src.core.options import Flag, Real, Refusal, Whole, Word, check_options, door, option, refuse_unknown
+from rekindle._src.core.taps import Capture, Captured, Steer, SteerLike
 from rekindle.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from typing import Unpack
 
-    from rekindle._src.core.options import SamplingOptions
-
 ANSWER_TOKENS = 2048  # `max_tokens` of a chat without one; the end of the context may come before
-MAX_LOGPROBS = 20
+MAX_LOGPROBS = 20  # that every step program gives
+MAX_VOCABULARY = 1 << 24
+MAX_LOGPROB_IDS = 4096
 MAX_STOP_TOKEN_IDS = 16
 MAX_LOGIT_BIAS = 300
 MAX_CHOICES = 65_536
 MAX_ALLOWED_TOKENS = 1 << 19
+MAX_ADAPTERS = 8  # of one request
+MAX_STEERS = 256
 MAX_PROCESSORS = 64  # names in one request; a session has at most 16 of them
+MAX_STRUCTURE = 1 << 19  # characters of a regular expression, a grammar, all choices or a schema as text
+STRUCTURES = ("schema", "regex", "choice", "grammar", "json")
 
 
+LogprobsOf = Literal["raw", "sampled"]
+
+
+class SamplingOptions(TypedDict, total=False):
+    """Keyword options of one request except `n`, which decides the type of the result; see `Sampling`."""
+
+    max_tokens: int | None
+    min_tokens: int | None
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    logit_bias: Mapping[int, float] | None
+    allowed_token_ids: Sequence[int] | None
+    bad_words: str | Sequence[str] | None
+    seed: int | None
+    stop: str | Sequence[str] | None
+    stop_token_ids: Sequence[int] | None
+    include_stop: bool | None
+    ignore_eos: bool | None
+    logprobs: int | None
+    prompt_logprobs: int | None
+    logprob_start: int | None
+    logprob_token_ids: Sequence[int] | None
+    logprobs_of: LogprobsOf | None
+    capture: Capture | Mapping[str, Any] | None
+    steer: SteerLike | Sequence[SteerLike] | None
+    patch: Captured | None
+    taps: str | Sequence[str] | None
+    priority: int | None
+    processors: str | Sequence[str] | None
+    adapter: str | Mapping[str, float] | None
+    salt: str | None
+    schema: Any | None
+    regex: str | None
+    choice: Sequence[str] | None
+    grammar: str | None
+    json: bool | None
+    lenient: bool | None
+    whitespace_flexible: bool | None
+
+
+# Checks of single options; those of several together follow in `__post_init__`.
+
+
+class Several(NamedTuple):
+    """A tuple of at most `most` entries. Its size is checked before it is copied."""
+
+    entries: str  # what they are
+    most: int
+    check: Callable[[str, tuple[Any, ...]], None] = lambda name, values: None
+    may_be_empty: bool = True
+
+    def __call__(self, name: str, value: Any, error: Refusal, /) -> tuple[Any, ...]:
+        if isinstance(value, Iterable) and not isinstance(value, str):
+            value = bounded(name, value, self.most)
+        values = self._as_tuple(name, value, error)
+        if not (values or self.may_be_empty):
+            raise error(name, [], "is empty, so that no text is possible", "Name some, or leave it out")
+        self.check(name, values)
+        return values
+
+    def _as_tuple(self, name: str, value: Any, error: Refusal) -> tuple[Any, ...]:
+        if type(value) is tuple:
+            return value
+        if isinstance(value, str) and not name.endswith("token_ids"):
+            return (value,)
+        if not isinstance(value, (str, bytes, Mapping)):
+            with contextlib.suppress(Exception):
+                return tuple(value)
+        fix = f"Pass a list of {self.entries}, or leave it out"
+        raise error(name, value, f"is not a list of {self.entries}", fix)
+
+
+def _stop(name: str, value: Any, error: Refusal) -> tuple[str, ...]:
+    if isinstance(value, Iterable):
+        value = bounded_stops(value)
+    texts = _STOPS(name, value, error)
+    for text in texts:
+        if not isinstance(text, str) or not text:
+            raise error(name, texts, "holds something other than non-empty strings", "Remove it")
+    return texts
+
+
+def _words(name: str, words: tuple[Any, ...]) -> None:
+    check_words(words)
+
+
+def _processors(name: str, names: tuple[Any, ...]) -> None:
+    for text in names:
+        if not isinstance(text, str):
+            raise InvalidRequest(
+                name, text, "is not a processor's name", "Give processors to open() and name them here"
+            )
+
+
+def _capture(name: str, value: Any, error: Refusal) -> Capture:
+    return value if isinstance(value, Capture) else Capture(value)
+
+
+def _taps(name: str, names: tuple[Any, ...]) -> None:
+    for text in names:
+        if not isinstance(text, str):
+            raise InvalidRequest(name, text, "is not a tap's name", "Give taps to open() and name them here")
+
+
+def _steers(name: str, value: Any, error: Refusal) -> tuple[SteerLike, ...]:
+    if isinstance(value, Steer | Mapping):
+        value = (value,)
+    changes: tuple[Any, ...] = _STEERS(name, value, error)
+    return tuple(_steer(name, change, error) for change in changes)
+
+
+def _steer(name: str, change: Any, error: Refusal) -> SteerLike:
+    if isinstance(change, Steer) or (isinstance(change, str) and change):
+        return change
+    if not isinstance(change, Mapping) or not change:
+        fix = "Pass rekindle.Steer(layer=…, vector=…), or a name of open(steering={…})"
+        raise error(name, change, "is neither a Steer nor the name of one", fix)
+    return _weighted(name, change, error, 'Pass {"name": 0.5}')
+
+
+def _patch(name: str, value: Any, error: Refusal) -> Captured:
+    if not isinstance(value, Captured):
+        raise error(name, value, "is nothing that was captured", "Pass done.captured, or a part of it by select()")
+    value.steers()
+    return value
+
+
+def _tokens(name: str, tokens: Iterable[Any]) -> None:
+    for token in tokens:
+        if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+            raise InvalidRequest(name, token, "is not a token id", "Use whole numbers from 0")
+
+
+def _biases(name: str, value: Any, error: Refusal) -> dict[int, float]:
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        value = bounded(name, value, MAX_LOGIT_BIAS)
+    try:
+        biases = dict(value)
+    except Exception:
+        raise error(name, value, "does not map token ids to numbers", "Pass a dict such as {464: -100.0}") from None
+    if len(biases) > MAX_LOGIT_BIAS:
+        raise error(name, f"{len(biases)} entries", f"is over {MAX_LOGIT_BIAS}", "Bias fewer tokens")
+    _tokens(name, biases)
+    for token, bias in biases.items():
+        if isinstance(bias, bool) or not isinstance(bias, (int, float)) or abs(bias) > 1e30 or math.isnan(bias):
+            if isinstance(bias, float) and math.isinf(bias):
+                continue
+            raise error(name, {token: bias}, "is not a number", "Use a float, or ±inf")
+    return biases
+
+
+def _count(name: str, value: Any, error: Refusal) -> int:
+    check_n(value)
+    return _COUNT(name, value, error)
+
+
+def _alternatives(name: str, value: Any, error: Refusal) -> int | None:
+    if isinstance(value, bool):
+        return 1 if value else None
+    return _ALTERNATIVES(name, value, error)
+
+
+def _prompt_alternatives(name: str, value: Any, error: Refusal) -> int | None:
+    if isinstance(value, bool):
+        return 1 if value else None
+    return _PROMPT_ALTERNATIVES(name, value, error)
+
+
+def _adapter(name: str, value: Any, error: Refusal) -> str | dict[str, float]:
+    if isinstance(value, str) and value:
+        return value
+    if not isinstance(value, Mapping) or not value or len(value) > MAX_ADAPTERS:
+        problem = f"is neither a name nor a mapping of at most {MAX_ADAPTERS} names to weights"
+        raise error(name, value, problem, 'Pass the name of an adapter, or {"first": 0.5, "second": 1.0}')
+    return _weighted(name, value, error, 'Pass {"name": 0.5}')
+
+
+def _weighted(name: str, value: Mapping[Any, Any], error: Refusal, fix: str) -> dict[str, float]:
+    """Return names and their weights."""
+    for key, weight in value.items():
+        number = isinstance(weight, (int, float)) and not isinstance(weight, bool) and math.isfinite(weight)
+        if not (isinstance(key, str) and key and number):
+            raise error(name, {key: weight}, "is not a name with a finite weight", fix)
+    return {key: float(weight) for key, weight in value.items()}
+
+
+def _salt(name: str, value: Any, error: Refusal) -> str:
+    check_salt(value)
+    salt: str = value
+    return salt
+
+
+def _schema(name: str, value: Any, error: Refusal) -> Any:
+    if not (isinstance(value, Mapping) or is_type(value)):
+        fix = "Pass a dict, a dataclass or a pydantic model"
+        raise error(name, value, "is neither a JSON schema nor a type", fix)
+    return value
+
+
+def _structure_text(name: str, value: Any, error: Refusal) -> str:
+    if not isinstance(value, str) or not value:
+        raise error(name, value, "is not text, or is empty", "Pass a str, or leave it out")
+    check_size(name, len(value))
+    return value
+
+
+def _choices(name: str, choices: tuple[Any, ...]) -> None:
+    for text in choices:
+        if not isinstance(text, str) or not text:
+            raise InvalidRequest(name, choices, "holds something other than non-empty strings", "Remove it")
+    check_size(name, sum(map(len, choices)))
+
+
+_STEERS = Several("rekindle.Steer", MAX_STEERS)
+_STOPS = Several("strings", MAX_STOPS)
+_COUNT = Whole(1, fix="Use the number of completions that you want")
+_ALTERNATIVES = Whole(0, MAX_VOCABULARY, "Use the number of alternatives to see, such as 5")
+_PROMPT_ALTERNATIVES = _ALTERNATIVES._replace(high=MAX_LOGPROBS)
+_PENALTY = Real(-2.0, 2.0, "Use a value such as 0.5; 0 is off")
+
+
+@door(
+    InvalidRequest, "a sampling option", "Pass it with the request: session.generate(prompt, {name}=…)",
+    foreign_names.SAMPLING,
+)  # fmt: skip
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Sampling(html.Record):
     """How one request chooses its tokens. Greedy by default; `None` for an option means its default.
@@ -59,10 +302,20 @@ class Sampling(html.Record):
         stop_token_ids (()): token ids that end it; at most 16.
         include_stop (False): leave the stop string, or the stop token's text, at the end of the text.
         ignore_eos (False): go on after the model's own end of sequence.
-        logprobs (None): log-probabilities of the output, with the k most likely tokens; True means 1; at most 20.
-        prompt_logprobs (None): the same for the prompt's tokens.
+        logprobs (None): log-probabilities of the output, with the k most likely tokens; True means 1. For more than 20,
+            up to the vocabulary, programs are compiled as needed.
+        prompt_logprobs (None): the same for the prompt's tokens; at most 20.
+        logprob_start (0): the first token of the prompt that has them; what lies before may come from the cache.
+        logprob_token_ids (()): log-probabilities of these tokens at each place, too.
+        logprobs_of ('raw'): "raw", the model's own distribution, or "sampled", the one that a token was drawn from,
+            behind penalties, masks, temperature, top_k, top_p and min_p, with the tokens that were possible.
+        capture (None): numbers inside the model to return, such as {"residual": [4, 8]}; see `Capture`.
+        steer (()): changes of the residual stream: `Steer`s, in their order, or names passed to `open(steering={…})`.
+        patch (None): residuals that another request captured, put where they came from: done.captured.select(…).
+        taps (()): names of `Tap`s passed to `open()`.
         priority (0): larger runs first in a session with policy="priority".
         processors (()): names of `LogitsProcessor`s passed to `open()`.
+        adapter (None): the name of an adapter (LoRA) of the session, or several with their weights, {"a": 0.5, "b": 1}.
         salt (None): cached pages are shared only among requests with the same salt, such as those of one user.
         schema (None): the text is JSON of this schema: a dict, or a type such as a pydantic model or a dataclass.
         regex (None): the whole text matches this regular expression.
@@ -73,196 +326,84 @@ class Sampling(html.Record):
         whitespace_flexible (False): with a schema or json, allow spaces and line breaks between the parts.
     """
 
-    max_tokens: int = 256
-    min_tokens: int = 0
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
-    allowed_token_ids: tuple[int, ...] | None = None
-    bad_words: tuple[str, ...] = ()
-    seed: int | None = None
-    n: int = 1
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    include_stop: bool = False
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    priority: int = 0
-    processors: tuple[str, ...] = ()
-    salt: str | None = None
-    schema: Any = None
-    regex: str | None = None
-    choice: tuple[str, ...] | None = None
-    grammar: str | None = None
-    json: bool = False
-    lenient: bool = False
-    whitespace_flexible: bool = False
+    max_tokens: int = option(256, Whole(0, fix="Use a number such as 256; 0 only scores the prompt"), also=("command",))
+    min_tokens: int = option(0, Whole(0, fix="Use a number such as 16; 0 is off"), also=("http",))
+    temperature: float = option(
+        0.0, Real(0.0, fix="Use 0 for greedy text, or a value such as 0.7 to sample"),
+        also=("command", "http", "checkpoint"),
+    )  # fmt: skip
+    top_k: int = option(0, Whole(0, fix="Use a number such as 50; 0 is off"), also=("command", "http", "checkpoint"))
+    top_p: float = option(
+        1.0, Real(0.0, 1.0, "Use a share such as 0.95; 1 is off", above=True), also=("command", "http", "checkpoint")
+    )
+    min_p: float = option(
+        0.0, Real(0.0, 1.0, "Use a share such as 0.05; 0 is off"), also=("command", "http", "checkpoint")
+    )
+    repetition_penalty: float = option(
+        1.0, Real(0.0, fix="Use a value such as 1.1; 1 is off", above=True), also=("command", "http", "checkpoint")
+    )
+    presence_penalty: float = option(0.0, _PENALTY, also=("http",))
+    frequency_penalty: float = option(0.0, _PENALTY, also=("http",))
+    logit_bias: Mapping[int, float] = option(dict, _biases, also=("http",))
+    allowed_token_ids: tuple[int, ...] | None = option(
+        None, Several("token ids", MAX_ALLOWED_TOKENS, _tokens, may_be_empty=False), also=("http",)
+    )
+    bad_words: tuple[str, ...] = option((), Several("strings", MAX_BAD_WORDS, _words), also=("http",))
+    seed: int | None = option(
+        None, Whole(0, 2**63 - 1, "Use a number such as 1", "must be at least 0 and below 2**63"),
+        also=("command", "http"),
+    )  # fmt: skip
+    n: int = option(1, _count, also=("http",))
+    stop: tuple[str, ...] = option((), _stop, also=("command", "http"))
+    stop_token_ids: tuple[int, ...] = option((), Several("token ids", MAX_STOP_TOKEN_IDS, _tokens), also=("http",))
+    include_stop: bool = option(False, Flag(), also=("http",))
+    ignore_eos: bool = option(False, Flag(), also=("http",))
+    logprobs: int | None = option(None, _alternatives)
+    prompt_logprobs: int | None = option(None, _prompt_alternatives)
+    logprob_start: int = option(0, Whole(0, fix="Use the position of a token in the prompt; 0 is the first one"))
+    logprob_token_ids: tuple[int, ...] = option((), Several("token ids", MAX_LOGPROB_IDS, _tokens))
+    logprobs_of: LogprobsOf = option("raw", Word(("raw", "sampled")))
+    capture: Capture | None = option(None, _capture)
+    steer: tuple[SteerLike, ...] = option((), _steers, also=("http",))
+    patch: Captured | None = option(None, _patch)
+    taps: tuple[str, ...] = option((), Several("names", MAX_PROCESSORS, _taps))
+    priority: int = option(0, Whole(), also=("http",))
+    processors: tuple[str, ...] = option((), Several("names", MAX_PROCESSORS, _processors))
+    adapter: str | Mapping[str, float] | None = option(None, _adapter)
+    salt: str | None = option(None, _salt, also=("http",))
+    schema: Any = option(None, _schema)
+    regex: str | None = option(None, _structure_text)
+    choice: tuple[str, ...] | None = option(None, Several("strings", MAX_CHOICES, _choices, may_be_empty=False))
+    grammar: str | None = option(None, _structure_text)
+    json: bool = option(False, Flag())
+    lenient: bool = option(False, Flag())
+    whitespace_flexible: bool = option(False, Flag())
 
     if TYPE_CHECKING:
 
         def __init__(self, *, n: int | None = None, **options: Unpack[SamplingOptions]) -> None: ...
 
     def __post_init__(self) -> None:
-        put = object.__setattr__
-        for name, default in _SAMPLING_DEFAULTS:
-            if getattr(self, name) is None:
-                put(self, name, default)
-        self._bound_sizes()
-        for name, entries in _LISTS:
-            if getattr(self, name) is not None:
-                put(self, name, self._several(name, entries))
-        for name in ("choice", "allowed_token_ids"):
-            if getattr(self, name) == ():
-                raise InvalidRequest(name, [], "is empty, so that no text is possible", "Name some, or leave it out")
-        put(self, "logit_bias", self._biases())
-        for name in ("logprobs", "prompt_logprobs"):
-            value = getattr(self, name)
-            if isinstance(value, bool):
-                put(self, name, 1 if value else None)
-        for name in ("max_tokens", "min_tokens", "top_k", "n", "priority"):
-            self._whole(name)
-        for name in ("seed", "logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                self._whole(name)
-        for name in ("include_stop", "ignore_eos", "json", "lenient", "whitespace_flexible"):
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidRequest(
-                    name, getattr(self, name), "must be True or False", f"Pass {name}=True, or leave it out"
-                )
-        for name in _FLOATS:
-            self._number(name)
-        self._within("max_tokens", 0, None, "Use a number such as 256; 0 only scores the prompt")
-        self._within("min_tokens", 0, None, "Use a number such as 16; 0 is off")
+        check_options(self, InvalidRequest)
         if self.min_tokens > self.max_tokens:
             problem = f"is above max_tokens, which is {self.max_tokens}"
             raise InvalidRequest("min_tokens", self.min_tokens, problem, "Raise max_tokens, or lower min_tokens")
-        self._within("temperature", 0.0, None, "Use 0 for greedy text, or a value such as 0.7 to sample")
-        self._within("top_k", 0, None, "Use a number such as 50; 0 is off")
-        if not 0.0 < self.top_p <= 1.0:
-            raise InvalidRequest(
-                "top_p", self.top_p, "must be above 0 and at most 1", "Use a share such as 0.95; 1 is off"
-            )
-        self._within("min_p", 0.0, 1.0, "Use a share such as 0.05; 0 is off")
-        if not self.repetition_penalty > 0.0:
-            raise InvalidRequest(
-                "repetition_penalty", self.repetition_penalty, "must be above 0", "Use a value such as 1.1; 1 is off"
-            )
-        for name in ("presence_penalty", "frequency_penalty"):
-            self._within(name, -2.0, 2.0, "Use a value such as 0.5; 0 is off")
-        self._within("n", 1, None, "Use the number of completions that you want")
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                self._within(name, 0, MAX_LOGPROBS, "Use the number of alternatives to see, such as 5")
-        if self.seed is not None and not 0 <= self.seed < 2**63:
-            raise InvalidRequest("seed", self.seed, "must be at least 0 and below 2**63", "Use a number such as 1")
-        for text in self.stop:
-            if not isinstance(text, str) or not text:
-                raise InvalidRequest("stop", self.stop, "holds something other than non-empty strings", "Remove it")
-        check_words(self.bad_words)
-        check_structure(self)
-        for text in self.processors:
-            if not isinstance(text, str):
-                raise InvalidRequest(
-                    "processors", text, "is not a processor's name", "Give processors to open() and name them here"
-                )
-        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-            raise InvalidRequest(
-                "stop_token_ids", self.stop_token_ids, f"has more than {MAX_STOP_TOKEN_IDS} ids", "Use fewer"
-            )
-        for name in ("stop_token_ids", "allowed_token_ids"):
-            for token in getattr(self, name) or ():
-                _check_token(name, token)
-        if len(self.logit_bias) > MAX_LOGIT_BIAS:
-            raise InvalidRequest(
-                "logit_bias", f"{len(self.logit_bias)} entries", f"is over {MAX_LOGIT_BIAS}", "Bias fewer tokens"
-            )
-        for token, bias in self.logit_bias.items():
-            _check_token("logit_bias", token)
-            if isinstance(bias, bool) or not isinstance(bias, (int, float)) or abs(bias) > 1e30 or math.isnan(bias):
-                if isinstance(bias, float) and math.isinf(bias):
-                    continue
-                raise InvalidRequest("logit_bias", {token: bias}, "is not a number", "Use a float, or ±inf")
+        structures = [name for name in STRUCTURES if getattr(self, name) not in (None, False)]
+        if len(structures) > 1:
+            problem = f"can't be combined with {structures[0]}"
+            raise InvalidRequest(structures[1], getattr(self, structures[1]), problem, "Pass one of them")
+        if self.lenient and structures != ["schema"]:
+            raise InvalidRequest("lenient", True, "means nothing without a schema", "Leave it out")
+        if self.whitespace_flexible and structures not in (["schema"], ["json"]):
+            raise InvalidRequest("whitespace_flexible", True, "means nothing without schema or json", "Leave it out")
 
-    def _bound_sizes(self) -> None:
-        """Refuse values that are too large before they are copied; later checks refuse wrong types."""
-        put = object.__setattr__
-        check_n(self.n)
-        check_salt(self.salt)
-        if isinstance(self.stop, Iterable):
-            put(self, "stop", bounded_stops(self.stop))
-        for name, most in (
-            ("stop_token_ids", MAX_STOP_TOKEN_IDS), ("logit_bias", MAX_LOGIT_BIAS), ("processors", MAX_PROCESSORS),
-            ("choice", MAX_CHOICES), ("allowed_token_ids", MAX_ALLOWED_TOKENS), ("bad_words", MAX_BAD_WORDS),
-        ):  # fmt: skip
-            if isinstance(getattr(self, name), Iterable) and not isinstance(getattr(self, name), str):
-                put(self, name, bounded(name, getattr(self, name), most))
-
-    # Any object may arrive here, so that conversions may raise anything.
-
-    def _several(self, name: str, entries: str) -> tuple[Any, ...]:
-        value = getattr(self, name)
-        if type(value) is tuple:
-            return value
-        if isinstance(value, str) and not name.endswith("token_ids"):
-            return (value,)
-        if not isinstance(value, (str, bytes, Mapping)):
-            with contextlib.suppress(Exception):
-                return tuple(value)
-        raise InvalidRequest(name, value, f"is not a list of {entries}", f"Pass a list of {entries}, or leave it out")
-
-    def _biases(self) -> dict[int, float]:
-        try:
-            return dict(self.logit_bias)
-        except Exception:
-            raise InvalidRequest(
-                "logit_bias", self.logit_bias, "does not map token ids to numbers", "Pass a dict such as {464: -100.0}"
-            ) from None
-
-    def _whole(self, name: str) -> None:
-        value = getattr(self, name)
-        if type(value) is int:
-            return
-        try:
-            if isinstance(value, bool):
-                raise TypeError
-            whole = value.__index__()
-        except Exception:
-            raise InvalidRequest(name, value, "must be a whole number", "Pass an int") from None
-        object.__setattr__(self, name, whole)
-
-    def _number(self, name: str) -> None:
-        value = getattr(self, name)
-        if type(value) is float and math.isfinite(value):
-            return
-        number = math.nan
-        if not isinstance(value, (bool, str)):
-            with contextlib.suppress(Exception):
-                number = float(value)
-        if not math.isfinite(number):
-            raise InvalidRequest(name, value, "must be a finite number", "Pass a float")
-        object.__setattr__(self, name, number)
-
-    def _within(self, name: str, low: float, high: float | None, fix: str) -> None:
-        value = getattr(self, name)
-        if value < low or (high is not None and value > high):
-            bound = f"must be at least {low:g}" if high is None else f"must be from {low:g} to {high:g}"
-            raise InvalidRequest(name, value, bound, fix)
+        if self.logprobs is None and (self.logprob_token_ids or self.logprobs_of != "raw"):
+            object.__setattr__(self, "logprobs", 0)  # either asks for log-probabilities
 
     @classmethod
     def of(cls, base: Sampling | None, options: Mapping[str, Any]) -> Sampling:
         """Return `base` with keyword options on top; an unknown option raises and names the likely one."""
-        known = cls.__dataclass_fields__
-        for name in options:
-            if name not in known:
-                elsewhere = f"Pass it to open(): open(…, {name}=…)" if name in OpenOptions.__annotations__ else ""
-                fix = advice(name, known, foreign_names.SAMPLING, elsewhere)
-                raise InvalidRequest(name, options[name], "is not a sampling option", fix)
+        refuse_unknown(cls, options)
         if base is not None and not isinstance(base, Sampling):
             raise InvalidRequest("sampling", base, "is not a Sampling", "Pass rekindle.Sampling(…), or only keywords")
         return cls(**options) if base is None else dataclasses.replace(base, **options)
@@ -271,6 +412,11 @@ class Sampling(html.Record):
     def greedy(self) -> bool:
         """True if the most likely token is always taken."""
         return self.temperature == 0.0
+
+    @property
+    def whole_logprobs(self) -> bool:
+        """True if its log-probabilities, if it has any, need those of the whole vocabulary."""
+        return (self.logprobs or 0) > MAX_LOGPROBS or bool(self.logprob_token_ids) or self.logprobs_of != "raw"
 
     @property
     def structured(self) -> bool:
@@ -288,16 +434,15 @@ class Sampling(html.Record):
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
 
-def _check_token(field: str, token: object) -> None:
-    if isinstance(token, bool) or not isinstance(token, int) or token < 0:
-        raise InvalidRequest(field, token, "is not a token id", "Use whole numbers from 0")
+def check_size(name: str, characters: int) -> None:
+    """Raise InvalidRequest for a structure whose text would take too long to compile."""
+    if characters > MAX_STRUCTURE:
+        raise InvalidRequest(
+            name, f"{characters:,} characters", f"is over the {MAX_STRUCTURE:,} that are possible", "Use a smaller one"
+        )
 
 
-_SAMPLING_DEFAULTS = defaults_of(Sampling)
-_LISTS = (
-    ("stop", "strings"), ("stop_token_ids", "token ids"), ("processors", "names"), ("choice", "strings"),
-    ("allowed_token_ids", "token ids"), ("bad_words", "strings"),
-)  # fmt: skip
-_FLOATS = (
-    "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-)  # fmt: skip
+def is_type(value: Any) -> bool:
+    """True if `value` can be an annotation: a class, or a form such as `list[int]` or `A | B`."""
+    forms = (type, types.GenericAlias, types.UnionType)
+    return isinstance(value, forms) or (type(value).__module__ == "typing" and typing.get_origin(value) is not None)

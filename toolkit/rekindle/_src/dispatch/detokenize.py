@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
+from rekindle._src.core import html
+from rekindle._src.core.activity import NO_WAIT, ProgramWait
+from rekindle._src.core.capture_files import CaptureFiles
 from rekindle._src.core.contracts import DetokenizerLike
 from rekindle._src.core.guides import Guided
 from rekindle._src.core.own_failure import own_failure
-from rekindle._src.core.program_wait import ProgramWait
 from rekindle._src.core.records import (
     Completion,
     Embedded,
@@ -25,13 +28,15 @@ from rekindle._src.core.records import (
     Usage,
     Vector,
 )
-from rekindle._src.core.reply import ReplyEvent, fold
-from rekindle._src.dispatch.mailbox import Mailbox
+from rekindle._src.core.reply import Parsing, ReplyEvent, fold
+from rekindle._src.core.tapped import CapturedPart
+from rekindle._src.core.taps import Captured
+from rekindle._src.dispatch.mailbox import Mailbox, Relayed
 from rekindle._src.dispatch.messages import Abort, Events, Finish, ScheduleMessage
-from rekindle._src.dispatch.structured_output import Structured
-from rekindle.errors import RequestAborted, RequestFailed
+from rekindle.errors import NotParsed, NotParsedReason, RequestAborted, RequestFailed
 
 if TYPE_CHECKING:
+    from rekindle._src.structured.spec import Structure
     from rekindle._src.text.replies import ReplyScanner
 
 _TOKEN_ENDS = (FinishReason.EOS, FinishReason.STOP)
@@ -60,9 +65,10 @@ class OutputState:
     """A live sequence as its caller sees it. Intake makes it; detokenize fills it and completes it."""
 
     __slots__ = (
-        "_cached", "_compiling", "_compiling_first", "_decode", "_delivered", "_detokenizer", "_events", "_first",
-        "_guided", "_logprobs", "_pooled", "_program_wait", "_prompt_logprobs", "_scanner", "_scores", "_stop_reason",
-        "_structured", "_text", "_tokens", "mailbox", "prompt", "request", "started",
+        "_cached", "_captured", "_captures", "_compiling", "_compiling_first", "_decode", "_delivered",
+        "_detokenizer", "_events", "_files", "_first", "_guided", "_logprobs", "_pooled", "_program_wait",
+        "_prompt_logprobs", "_scanner", "_scores", "_stop_reason", "_structured", "_text", "_tokens",
+        "_versions", "mailbox", "prompt", "request", "started",
     )  # fmt: skip
 
     def __init__(
@@ -72,10 +78,11 @@ class OutputState:
         prompt: str | None,
         detokenizer: DetokenizerLike,
         decode: Callable[[Sequence[int]], str] | None = None,
-        program_wait: ProgramWait | None = None,
+        program_wait: ProgramWait = NO_WAIT,
         *,
         scanner: ReplyScanner | None = None,
         structured: Structured | None = None,
+        files: CaptureFiles | None = None,
     ) -> None:
         self.request = request
         self.mailbox = mailbox
@@ -84,11 +91,15 @@ class OutputState:
         self._detokenizer = detokenizer
         self._decode = decode  # for the texts of single tokens
         self._tokens: list[int] = []
+        self._versions: list[int] = []  # of the weights, for each token
         self._structured = structured
         self._guided: list[Guided] = []  # one for each token, if the text follows a structure
         self._logprobs: list[TokenLogprobs] = []
         self._prompt_logprobs: list[TokenLogprobs] = []
         self._scores = 0  # of them, those delivered
+        self._captured: list[CapturedPart] = []
+        self._captures = 0  # of them, those delivered
+        self._files = files  # have what is captured, in place of `_captured`
         self._stop_reason: str | int | None = None
         self._text: list[str] = []
         self._scanner = scanner  # reads the reply of a chat
@@ -101,7 +112,7 @@ class OutputState:
         self._compiling = self._compiling_first = self._waited(request.arrival)  # session's waits at intake
 
     def _waited(self, now: float) -> float:
-        return 0.0 if self._program_wait is None else self._program_wait.seconds(now)
+        return self._program_wait.seconds(now)
 
     def take(self, event: TokenEvent, now: float) -> FinishReason | None:
         """Add an event and deliver text that became final. Return why the sequence ended, if it did."""
@@ -114,8 +125,14 @@ class OutputState:
         self._cached = event.cached_tokens
         self._pooled = event.pooled
         self._prompt_logprobs += event.prompt_logprobs
+        if self._files is None:
+            self._captured += event.captured
+        else:
+            for part in event.captured:
+                self._files.add(part)
         start = len(self._tokens)
         self._tokens += event.token_ids
+        self._versions += [event.weights_version] * len(event.token_ids)
         self._logprobs += event.logprobs
         self._guided += event.guided
         # An eos or stop token that ended the sequence has no text. A stop string ends it without such a token.
@@ -125,7 +142,7 @@ class OutputState:
             ends = not self.request.sampling.include_stop
         text, stopped = self._detokenizer.push(event.token_ids[:-1] if ends else event.token_ids)
         if stopped is not None:  # drop the tokens after the stop string
-            for entries in (self._tokens, self._logprobs, self._guided):
+            for entries in (self._tokens, self._versions, self._logprobs, self._guided):
                 del entries[self._detokenizer.tokens :]
         elif reason is not None:
             text += self._detokenizer.flush()
@@ -160,9 +177,26 @@ class OutputState:
                 stop_reason=self._stop_reason if reason is FinishReason.STOP else None,
                 prompt_logprobs=tuple(self._prompt_logprobs[self._scores :]),
                 events=None if events is None else tuple(events),
+                captured=self._joined(self._captures),
+                weights_versions=tuple(self._versions[start:released]),
             )
         )
-        self._scores = len(self._prompt_logprobs)
+        self._scores, self._captures = len(self._prompt_logprobs), len(self._captured)
+
+    def _captured_until_end(self) -> Captured | None:
+        """Return all that was captured; a stop string may have come after steps that are no longer of the output."""
+        last = self.request.prompt_length + max(0, len(self._tokens) - 1)
+        if self._files is not None:
+            return self._files.finish(last)
+        captured = self._joined()
+        return None if captured is None else captured.before(last)
+
+    def _joined(self, first: int = 0) -> Captured | None:
+        """Return what was captured, from a part on; None if the request captures nothing, or into files."""
+        tapped = self.request.tapped
+        if tapped is None or not tapped.keys or self._files is not None:
+            return None
+        return Captured.joined(self._captured[first:], tapped.layers)
 
     def completion(self, reason: FinishReason, now: float) -> Completion | Embedded:
         """Return the completion of a sequence that ended for `reason` at `now`, or its embedding."""
@@ -197,6 +231,8 @@ class OutputState:
             decode=self._decode,
             forced=tuple(guided.forced for guided in self._guided),
             covered=0 if structured is None else len(structured.before),
+            weights_versions=tuple(self._versions),
+            captured=self._captured_until_end(),
             parsing=None if structured is None else structured.parsing(text, self._tokens, self._guided, reason),
         )
 
@@ -209,7 +245,17 @@ class OutputState:
             )
         elif reason is FinishReason.FAILED:
             error = error or RequestFailed(f"request {self.request.id} failed after {len(self._tokens)} tokens")
+        if self._files is not None and error is not None:
+            self._end_files(keep=reason is FinishReason.ABORTED)
         self.mailbox.complete(self.request.index, error if error is not None else self.completion(reason, now))
+
+    def _end_files(self, *, keep: bool) -> None:
+        """Complete the files of a request without a completion, or remove them."""
+        assert self._files is not None
+        if keep:
+            with contextlib.suppress(OSError):
+                self._captured_until_end()
+        self._files.discard()
 
 
 def _scored(event: TokenEvent) -> TokenEvent:
@@ -229,9 +275,9 @@ async def run(
     async with inbox, feedback:
         async for batch in inbox:
             now = time.perf_counter()
-            for request_id in batch.started:
+            for request_id, began in batch.started.items():
                 if (output := outputs.get(request_id)) is not None:
-                    output.started = output.started or batch.at
+                    output.started = output.started or began
             for event in batch.events:
                 deliver(event, feedback, outputs, now)
             for callback in batch.then:
@@ -258,3 +304,59 @@ def deliver(
         if event.finish_reason is None:
             feedback.send_nowait(Abort(event.request_id))
         output.complete(FinishReason.FAILED, failure, now)
+
+
+Take = Callable[[TokenEvent, float], object]  # called with an event and the time at which the sequence first ran
+
+
+class RelayedOutput:
+    """An `Output` without a text: tokens are decoded, and stop strings matched, in the process that reads them."""
+
+    __slots__ = ("_mailbox", "_take", "request", "started")
+
+    def __init__(self, request: Request, mailbox: Mailbox, take: Take) -> None:
+        self.request, self._mailbox, self._take = request, mailbox, take
+        self.started = 0.0  # when it first ran
+
+    def take(self, event: TokenEvent, now: float) -> FinishReason | None:
+        """Pass an event on."""
+        self._take(event, self.started)
+        return event.finish_reason
+
+    def complete(self, reason: FinishReason, error: BaseException | None, now: float) -> None:
+        """End the sequence; its reader knows the reason from the last event."""
+        self._mailbox.complete(0, Relayed(reason) if error is None else error)
+
+
+class Structured(NamedTuple):
+    """The structure of a request's text, and the parts from which its object is made."""
+
+    structure: Structure
+    before: Sequence[int]  # tokens of the prompt that the structure covers already, as in a fork
+    decode: Callable[[Sequence[int]], str]
+    closes: str | None = None  # the text that ends a model's reasoning
+
+    def parsing(self, text: str, tokens: Sequence[int], guided: Sequence[Guided], reason: FinishReason) -> Parsing:
+        """Return the object of a sequence's `text` and `tokens`, which ended for `reason`."""
+        if self.before:
+            text = self.decode([*self.before, *tokens])
+        if self.closes is not None and self.closes in text:
+            text = text.partition(self.closes)[2]
+        return Parsing(text, self.structure.parse, _cut(guided, reason))
+
+
+def _cut(guided: Sequence[Guided], reason: FinishReason) -> NotParsed | None:
+    """Return why a text is not whole; None if it is.
+
+    A text that a bound cut is whole only if nothing could follow: 46 may be the beginning of 4600.
+    """
+    if reason in (FinishReason.EOS, FinishReason.GRAMMAR):
+        return None
+    if reason in (FinishReason.LENGTH, FinishReason.CONTEXT):
+        if guided and guided[-1].ended:
+            return None
+        option: NotParsedReason = "max_tokens" if reason is FinishReason.LENGTH else "max_model_len"
+        return NotParsed(option, f"{option} cut the text after {html.count(len(guided), 'token')}")
+    if reason is FinishReason.STOP:
+        return NotParsed("stop", "a stop string or a stop token ended the text")
+    return NotParsed("ended", f"the request was {reason}")

@@ -1,90 +1,73 @@
-"""Dispatch: wires the four tasks together and runs them until everything has drained.
+"""Dispatch: wires the tasks together and runs them until everything has drained.
 
-    submissions          requests              turns
-    ──────────▶ intake ──────────▶ schedule ◀────────▶ step ── device thread
-                                    │   ▲    outcomes
-                             events ▼   │ stop strings
-                                 detokenize ──▶ mailboxes
+    submissions          requests   ┌ backend ─────────────────────────────┐
+    ──────────▶ intake ──────────▶  │          turns                       │
+                                    │ schedule ◀────────▶ step ── device thread
+                                    │          outcomes                    │
+                                    └──┬───▲───────────────────────────────┘
+                                events ▼   │ stop strings
+                                    detokenize ──▶ mailboxes
 
-A request goes from left to right, once. Draining goes the same way: intake ends with its inbox and tells schedule,
-schedule ends after its last request and closes the streams of the other two.
+A request goes from left to right, once. Draining goes the same way: intake ends with its inbox and tells the backend,
+the backend ends after its last request and closes the stream to detokenize. The backend of the picture is an `Engine`;
+that of a fleet has replicas in place of schedule and step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
 import anyio
 
+from rekindle._src.core.own_failure import root_cause
 from rekindle._src.core.records import FinishReason, Request
-from rekindle._src.dispatch import detokenize, intake, schedule, step
-from rekindle._src.dispatch.detokenize import Output
+from rekindle._src.dispatch import detokenize, intake
+from rekindle._src.dispatch.backend import Front
+from rekindle._src.dispatch.detokenize import Output, RelayedOutput, Take
 from rekindle._src.dispatch.device import DeviceThread
 from rekindle._src.dispatch.mailbox import Mailbox, Relayed
-from rekindle._src.dispatch.messages import Abort, Control, Engine, Events, ScheduleMessage, Submission, Turn
-from rekindle._src.dispatch.relayed import RelayedOutput, Take
-from rekindle._src.dispatch.root_cause import root_cause
-from rekindle._src.dispatch.step_watchdog import StepWatchdog
-
-Task = Callable[[], Coroutine[Any, Any, None]]
+from rekindle._src.dispatch.messages import Abort, Control, Events, ScheduleMessage, Submission
 
 
 class Dispatch:
-    """The four tasks of one session. Its methods are called on the loop that runs them and return at once.
+    """The tasks of one session or fleet. Its methods are called on the loop that runs them and return at once.
 
-    `places` is how many sequences the admission limiter lets in. A live sequence has at most three messages in the
-    inbox of schedule (itself, an abort, a stop string), so sending there never waits and no two tasks wait for each
-    other.
+    Its streams have room for all sequences that the admission limiter lets in. A live sequence has at most three
+    messages in the backend's inbox (itself, an abort, a stop string), so sending there never waits and no two tasks
+    wait for each other.
     """
 
-    def __init__(self, engine: Engine, device: DeviceThread, places: int) -> None:
-        self.engine = engine
-        self.places: int = places
+    def __init__(self, front: Front, device: DeviceThread) -> None:
+        self.backend = front.backend
         self.outputs: dict[str, Output] = {}  # live sequences: intake adds, detokenize removes
         self.mailboxes: set[Mailbox] = set()  # of live submissions, tokenized or not
-        self.watchdog = StepWatchdog(engine.scheduler, engine.runner, engine.config)
-        self.observers: list[schedule.Observer] = [self.watchdog]  # called with every committed step
-        self._submissions, submitted = anyio.create_memory_object_stream[Submission | Control](2 * places + 64)
-        self._messages, self._inbox = anyio.create_memory_object_stream[ScheduleMessage](8 * places + 256)
-        self._events, happened = anyio.create_memory_object_stream[Events](1)
-        from_intake, from_detokenize = self._messages.clone(), self._messages.clone()
-        self._streams: list[Any] = [submitted, self._inbox, self._events, happened, from_intake, from_detokenize]
-        self._tasks: tuple[Task, ...] = (
-            partial(intake.run, submitted, from_intake, engine, self.outputs),
-            *self._engine_tasks(device),
-            partial(detokenize.run, happened, from_detokenize, self.outputs),
+        bound = self.backend.bound
+        self._submissions, submitted = anyio.create_memory_object_stream[Submission | Control](2 * bound + 64)
+        self._messages, inbox = anyio.create_memory_object_stream[ScheduleMessage](8 * bound + 256)
+        events, happened = anyio.create_memory_object_stream[Events](1)
+        from_intake, from_backend, from_detokenize = (self._messages.clone() for _ in range(3))
+        self._streams: tuple[Any, ...] = (
+            submitted,
+            inbox,
+            events,
+            happened,
+            from_intake,
+            from_backend,
+            from_detokenize,
         )
-
-    def _engine_tasks(self, device: DeviceThread) -> tuple[Task, ...]:
-        """Make the tasks between requests and events: here schedule and step."""
-        engine, from_step = self.engine, self._messages.clone()
-        turns, turned = anyio.create_memory_object_stream[Turn](1)
-        self._streams += [turns, turned, from_step]
-        return (
-            partial(
-                schedule.run,
-                self._inbox,
-                turns,
-                self._events,
-                engine.scheduler,
-                engine.recover,
-                self.observers,
-                self.watchdog.rest,
-            ),
-            partial(step.run, turned, from_step, engine.runner, device, self.watchdog),
+        self._tasks = (
+            partial(intake.run, submitted, from_intake, front, self.outputs),
+            partial(self.backend.serve, inbox, from_backend, events, device),
+            partial(detokenize.run, happened, from_detokenize, self.outputs),
         )
 
     async def run(self) -> None:
         """Run the tasks until they have drained. Raises a task's own error, never an ExceptionGroup."""
         try:
-            async with anyio.create_task_group() as watching:
-                watching.start_soon(self.watchdog.run)
-                async with anyio.create_task_group() as group:
-                    for task in self._tasks:
-                        group.start_soon(task)
-                watching.cancel_scope.cancel()
+            async with anyio.create_task_group() as group:
+                for task in self._tasks:
+                    group.start_soon(task)
         except BaseExceptionGroup as group_error:
             raise root_cause(group_error) from None
         finally:

@@ -14,22 +14,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import anyio
 
-from rekindle._src.core.own_failure import own_failure
-from rekindle._src.core.program_wait import ProgramWait
+from rekindle._src.core.activity import ProgramWait
+from rekindle._src.core.own_failure import own_failure, root_cause
 from rekindle._src.core.records import Request
-from rekindle._src.dispatch import forked
 from rekindle._src.dispatch.admission_limiter import AdmissionLimiter
 from rekindle._src.dispatch.device import Contexts, DeviceThread
 from rekindle._src.dispatch.mailbox import Mailbox, OneShot
-from rekindle._src.dispatch.messages import Control, Engine, Submission
-from rekindle._src.dispatch.root_cause import root_cause
+from rekindle._src.dispatch.messages import Control, Submission
 from rekindle._src.dispatch.wakeups import LoopWaker, caller, current_waker, run_sync
-from rekindle.errors import QueueFull, RekindleError, SessionClosed
+from rekindle.errors import QueueFull, RekindleError, SessionClosed, SessionForked
 
 if TYPE_CHECKING:
+    from rekindle._src.dispatch.backend import Front
+    from rekindle._src.dispatch.detokenize import Take
     from rekindle._src.dispatch.dispatch import Dispatch
-    from rekindle._src.dispatch.relayed import Take
-    from rekindle._src.dispatch.schedule import Observer
 
 T = TypeVar("T")
 
@@ -45,27 +43,25 @@ class _Job(NamedTuple):
 
 
 class Host:
-    """Owns the thread, the device thread and the engine; every method may be called from any thread."""
+    """Owns the thread, the device thread and the backend; every method may be called from any thread."""
 
     def __init__(
         self,
-        build: Callable[[], Engine],
+        build: Callable[[], Front],
         *,
         contexts: Contexts = contextlib.nullcontext,
         backend: str = "asyncio",
         backend_options: dict[str, Any] | None = None,
-        dispatched: Callable[[Engine, DeviceThread], Dispatch] | None = None,
     ) -> None:
-        """Set up; `build` makes the engine on the device thread, `dispatched` its loop, by default a `Dispatch`."""
-        self.opened: OneShot[Engine] = OneShot()
+        """Set up; `build` makes front and backend on the device thread."""
+        self.opened: OneShot[Front] = OneShot()
         self.ended: OneShot[None] = OneShot()
-        self.limiter: AdmissionLimiter = AdmissionLimiter(0)  # replaced when the engine and so its bounds are known
-        self.program_wait: ProgramWait = ProgramWait()  # replaced by the engine's
+        self.limiter: AdmissionLimiter = AdmissionLimiter(0)  # replaced when the backend and so its bounds are known
+        self.program_wait: ProgramWait = ProgramWait()  # replaced by the front's
         self.crash: BaseException | None = None
         self.paused_by: list[object] = []  # tasks and threads inside `with session.paused()`
-        self._build: Callable[[], Engine] | None = build
+        self._build: Callable[[], Front] | None = build
         self._contexts, self._backend, self._backend_options = contexts, backend, backend_options
-        self._dispatched = dispatched or _dispatched
         self._pid = os.getpid()
         self._jobs: deque[_Job] = deque()
         self._waker: LoopWaker | None = None
@@ -77,7 +73,7 @@ class Host:
 
     def start(self) -> None:
         """Start the thread, which builds the engine. Raises SessionForked in a child of a process with a session."""
-        forked.opening()
+        note_opening()
         _hosts.add(self)
         if not _registered:
             _registered.append(True)
@@ -89,7 +85,7 @@ class Host:
     def check(self) -> None:
         """Raise if the session can't be used: closed, crashed, or in a forked child."""
         if self.forked:
-            raise forked.refusal(self._pid)
+            raise forked_refusal(self._pid)
         if self.closing:
             raise self.refusal()
 
@@ -97,8 +93,8 @@ class Host:
         """Raise if the caller has paused the session: waiting for `activity` would keep it from requesting steps."""
         if self.paused_by and caller() in self.paused_by:
             raise RekindleError(
-                f"{activity} is awaited by the task that paused the session, so no step would ever run. Call submit() "
-                "and then step(), or await it after the paused() block"
+                f"{activity} is awaited by the task that paused the session or put it to sleep, so no step would ever "
+                "run. Call submit() and then step(), or await it after the paused() block, or after wake()"
             )
 
     @property
@@ -161,14 +157,6 @@ class Host:
     def ask(self, function: Callable[[], T]) -> T:
         """Run `function` on the host's loop, as `call` does, and block this thread until it has returned."""
         return wait(self.call(lambda dispatch: function()))
-
-    def observe(self, observer: Observer) -> None:
-        """Call `observer` after every committed step from now on, on the host's loop; it has to be quick."""
-        wait(self.call(lambda dispatch: dispatch.observers.append(observer)))
-
-    def unobserve(self, observer: Observer) -> None:
-        """Undo `observe`; raises ValueError if it isn't called."""
-        wait(self.call(lambda dispatch: dispatch.observers.remove(observer)))
 
     def close(self, drain: float = 0.0) -> None:
         """Ask for the end: requests may go on for `drain` seconds, then they are aborted. Returns at once."""
@@ -237,7 +225,7 @@ class Host:
                 self._drain_seconds = 0.0
         self._wake_closer()
 
-    def _on_device_lost(self, error: BaseException) -> None:
+    def _on_backend_lost(self, error: BaseException) -> None:
         """End the session with `error`, even if the device never answers. Safe in every thread."""
         self._jobs.append(_Job(lambda: self._crashed(error), lambda refusal: None))
         self._wake_loop()
@@ -263,28 +251,29 @@ class Host:
         self._waker = current_waker()
         device = DeviceThread(self._contexts)
         try:
-            engine = await device.run(self._take_build())
+            front = await device.run(self._take_build())
         except BaseException as error:
             self._crashed(error)
             self.opened.fail(error)
             device.stop(1.0)
             return
-        self._dispatch = self._dispatched(engine, device)
-        self.limiter = AdmissionLimiter(self._dispatch.places)
-        self.program_wait = engine.program_wait or self.program_wait
+        from rekindle._src.dispatch.dispatch import Dispatch  # imported with the engine, in a thread of the session's
+
+        self._dispatch = Dispatch(front, device)
+        self.limiter = AdmissionLimiter(front.backend.places)
+        front.backend.attach(self._on_backend_lost, self.limiter.resize)
+        self.program_wait = front.program_wait
         if self._drain_seconds is not None:  # closed while it was being built
             self.limiter.close(self.refusal())
         self._run_jobs()
-        if engine.watch is not None:
-            engine.watch(self._on_device_lost)
-        self.opened.put(engine)
+        self.opened.put(front)
         try:
             await self._serve(self._dispatch)
         finally:
             with anyio.CancelScope(shield=True):
-                await self._end(engine, device)
+                await self._end(front, device)
 
-    def _take_build(self) -> Callable[[], Engine]:
+    def _take_build(self) -> Callable[[], Front]:
         build, self._build = self._build, None  # it may hold weights
         assert build is not None
         return build
@@ -324,22 +313,15 @@ class Host:
             await anyio.sleep(CLOSE_SECONDS)  # `serve` cancels this as soon as the tasks have drained
         scope.cancel()
 
-    async def _end(self, engine: Engine, device: DeviceThread) -> None:
+    async def _end(self, front: Front, device: DeviceThread) -> None:
         with anyio.move_on_after(CLOSE_SECONDS):
-            grammars = None if engine.grammars is None else engine.grammars.close
-            for job in (engine.runner.close, engine.release, grammars):
+            for part in (front.backend, front.grammars):
                 try:
-                    if job is not None:
-                        await device.run(job)
+                    if part is not None:
+                        await device.run(part.close)
                 except Exception as error:
                     self._crashed(error)
         device.stop(1.0)
-
-
-def _dispatched(engine: Engine, device: DeviceThread) -> Dispatch:
-    from rekindle._src.dispatch.dispatch import Dispatch  # imported with the engine, in a thread of the session's
-
-    return Dispatch(engine, device, engine.config.max_queue + engine.config.max_requests)
 
 
 def _for_request(do: Callable[[Dispatch], object], mailbox: Mailbox) -> Callable[[Dispatch], object]:
@@ -373,3 +355,23 @@ def _close_all() -> None:
 def wait(reply: OneShot[T]) -> T:
     """Block this thread until the host has filled `reply`."""
     return run_sync(reply.get())
+
+
+_FIX = "Open one in a process that is started anew, such as by multiprocessing.get_context('spawn')"
+_started_in: list[int] = []  # the process that started the first session of this memory
+
+
+def note_opening() -> None:
+    """Note that a session is about to be opened. Raises SessionForked if the parent of this process had opened one."""
+    if not _started_in:
+        _started_in.append(os.getpid())
+    elif _started_in[0] != os.getpid():
+        raise SessionForked(
+            f"a session was open in process {_started_in[0]} before this process {os.getpid()} was forked from it, and "
+            f"JAX's threads are missing here. {_FIX}"
+        )
+
+
+def forked_refusal(pid: int) -> SessionForked:
+    """Return the error for a session of process `pid` that is used in its child."""
+    return SessionForked(f"the session belongs to process {pid}, this is its forked child {os.getpid()}. {_FIX}")

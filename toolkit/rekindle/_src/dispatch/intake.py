@@ -1,11 +1,12 @@
-"""Intake: turns submissions into validated, tokenized requests with their seeds drawn."""
+"""Intake: turns submissions into validated, tokenized requests with their seeds drawn and their grammars compiled."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import CancelledError, Future
 from typing import TYPE_CHECKING
 
 import anyio
@@ -13,18 +14,25 @@ import anyio.to_thread
 import numpy as np
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
+from rekindle._src.core.capture_files import CaptureFiles
 from rekindle._src.core.contracts import TokenizerLike
+from rekindle._src.core.guides import GuideLike
 from rekindle._src.core.own_failure import own_failure
 from rekindle._src.core.records import IntArray, Request
-from rekindle._src.dispatch.detokenize import Output, OutputState
-from rekindle._src.dispatch.guided_intake import compiled, covered_by, grammar_of, guide_of
-from rekindle._src.dispatch.messages import Control, Drain, Engine, ScheduleMessage, Submission, next_waiting
-from rekindle._src.dispatch.turns import Turns
+from rekindle._src.core.sampling import Sampling
+from rekindle._src.core.tapped import Tapped, resolve
+from rekindle._src.dispatch.admission_limiter import Turns
+from rekindle._src.dispatch.backend import Front, GrammarLike, GrammarsLike
+from rekindle._src.dispatch.detokenize import Output, OutputState, Structured
+from rekindle._src.dispatch.mailbox import OneShot
+from rekindle._src.dispatch.messages import Control, Drain, ScheduleMessage, Submission, next_waiting
 from rekindle._src.scheduling.limits import how_to_fit
 from rekindle.errors import InvalidRequest, PromptTooLong, RequestAborted
 
 if TYPE_CHECKING:
-    from rekindle._src.structured.grammar import Grammar
+    from rekindle._src.structured.guide import Reasoning
+    from rekindle._src.structured.spec import Spec
+    from rekindle._src.structured.token_rules import TokenRules
 
 LONG_TEXT = 20_000  # characters; encoding more takes over 5 ms, which a worker thread spends rather than the loop
 AT_ONCE = 2  # long prompts that are rendered and encoded at a time
@@ -35,11 +43,11 @@ _AT_A_CUT = 256  # extra tokens that a cut within a word may give a text's begin
 async def run(
     inbox: MemoryObjectReceiveStream[Submission | Control],
     outbox: MemoryObjectSendStream[ScheduleMessage],
-    engine: Engine,
+    front: Front,
     outputs: dict[str, Output],
 ) -> None:
     """Hand requests and controls on to schedule until the inbox ends, then tell it to drain."""
-    seeds = random.Random(engine.config.seed)
+    seeds = random.Random(front.config.seed)
     apart, turns = Apart(), Turns(AT_ONCE)
     async with inbox, outbox:
         async with anyio.create_task_group() as group:
@@ -50,19 +58,19 @@ async def run(
                     if not isinstance(message, Submission):
                         await apart.wait_all()  # a control never overtakes a submission
                         outbox.send_nowait(message)
-                    elif _at_once(message, engine):
-                        await _hand_on(message, outbox, engine, outputs, seeds, turns)
+                    elif _at_once(message, front):
+                        await _hand_on(message, outbox, front, outputs, seeds, turns)
                     else:
                         apart.begin()
-                        group.start_soon(_hand_on_apart, message, outbox, engine, outputs, seeds, turns, apart)
+                        group.start_soon(_hand_on_apart, message, outbox, front, outputs, seeds, turns, apart)
                     message = next_waiting(inbox)
         outbox.send_nowait(Drain())
 
 
-def _at_once(submission: Submission, engine: Engine) -> bool:
+def _at_once(submission: Submission, front: Front) -> bool:
     """True if a submission is taken in before the next one. An error here is raised again when it is taken in."""
     try:
-        return compiled(submission, engine) and not _is_long(submission)
+        return compiled(submission, front) and not _is_long(submission)
     except Exception:
         return False
 
@@ -97,7 +105,7 @@ class Apart:
 async def _hand_on_apart(
     submission: Submission,
     outbox: MemoryObjectSendStream[ScheduleMessage],
-    engine: Engine,
+    front: Front,
     outputs: dict[str, Output],
     seeds: random.Random,
     turns: Turns,
@@ -105,7 +113,7 @@ async def _hand_on_apart(
 ) -> None:
     """Take in one submission while others go on."""
     try:
-        await _hand_on(submission, outbox, engine, outputs, seeds, turns)
+        await _hand_on(submission, outbox, front, outputs, seeds, turns)
     finally:
         apart.end()
 
@@ -113,7 +121,7 @@ async def _hand_on_apart(
 async def _hand_on(
     submission: Submission,
     outbox: MemoryObjectSendStream[ScheduleMessage],
-    engine: Engine,
+    front: Front,
     outputs: dict[str, Output],
     seeds: random.Random,
     turns: Turns,
@@ -122,12 +130,12 @@ async def _hand_on(
     try:
         async with turns.turn(submission.caller) if _is_long(submission) else contextlib.nullcontext():
             submission = await _render(submission)
-            token_ids = await tokenize(submission, engine)
+            token_ids = await tokenize(submission, front)
         mailbox.prompt_ids = token_ids
-        grammar = await grammar_of(submission, engine)
-        requests = prepare(submission, token_ids, engine, seeds, grammar)
-        decode = text_of_tokens(engine.tokenizer)
-        states = [_output(request, submission, token_ids, engine, decode) for request in requests]
+        grammar = await grammar_of(submission, front)
+        requests = prepare(submission, token_ids, front, seeds, grammar)
+        decode = text_of_tokens(front.tokenizer)
+        states = [_output(request, submission, token_ids, front, decode) for request in requests]
     except BaseException as error:
         mailbox.complete_all(own_failure(error, "the prompt could not be taken in"))
         return
@@ -160,7 +168,7 @@ def _output(
     request: Request,
     submission: Submission,
     token_ids: IntArray,
-    engine: Engine,
+    front: Front,
     decode: Callable[[Sequence[int]], str] | None,
 ) -> OutputState:
     reply, sampling = submission.reply, request.sampling
@@ -168,17 +176,26 @@ def _output(
     scanner = None
     if reply is not None:
         scanner = reply.scanner(submission.text or "", request.token_ids.tobytes(), sampling.seed)
-    detokenizer = engine.detokenizer(sampling, visible)
+    detokenizer = front.detokenizer(sampling, visible)
     return OutputState(
         request,
         submission.mailbox,
         submission.text,
         detokenizer,
         decode,
-        engine.program_wait,
+        front.program_wait,
         scanner=scanner,
-        structured=covered_by(submission, token_ids, engine),
+        structured=covered_by(submission, token_ids, front),
+        files=_files_of(request, front),
     )
+
+
+def _files_of(request: Request, front: Front) -> CaptureFiles | None:
+    """Return the files of a request that captures into a folder."""
+    if request.tapped is None or request.tapped.into is None or not request.tapped.keys:
+        return None
+    length = request.prompt_length + max(0, request.sampling.max_tokens - 1)
+    return CaptureFiles(request.tapped, length, quiet=front.config.quiet)
 
 
 def text_of_tokens(tokenizer: TokenizerLike) -> Callable[[Sequence[int]], str] | None:
@@ -188,7 +205,7 @@ def text_of_tokens(tokenizer: TokenizerLike) -> Callable[[Sequence[int]], str] |
     return lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
 
 
-async def tokenize(submission: Submission, engine: Engine) -> IntArray:
+async def tokenize(submission: Submission, front: Front) -> IntArray:
     """Return the prompt's token ids."""
     if submission.token_ids is not None:
         return submission.token_ids
@@ -196,87 +213,104 @@ async def tokenize(submission: Submission, engine: Engine) -> IntArray:
     assert text is not None, "a submission has text or token ids"
 
     def encode() -> IntArray:
-        check_characters(text, engine)
-        check_beginning(text, engine)
-        return np.asarray(engine.tokenizer.encode(text, add_special_tokens=special), np.int32)
+        check_characters(text, front)
+        check_beginning(text, front)
+        return np.asarray(front.tokenizer.encode(text, add_special_tokens=special), np.int32)
 
-    quick = len(text) < LONG_TEXT and not engine.tokenizer.encodes_apart
+    quick = len(text) < LONG_TEXT and not front.tokenizer.encodes_apart
     return encode() if quick else await anyio.to_thread.run_sync(encode)
 
 
-def check_characters(text: str, engine: Engine) -> None:
+def check_characters(text: str, front: Front) -> None:
     """Raise `PromptTooLong` for a text with more characters than `max_model_len` tokens can stand for."""
-    limit = engine.config.max_model_len
-    if limit is None or len(text) <= limit or engine.characters_per_token is None:
+    limit = front.config.max_model_len
+    if limit is None or len(text) <= limit or front.characters_per_token is None:
         return
-    max_characters = limit * engine.characters_per_token()
+    max_characters = limit * front.characters_per_token()
     if len(text) > max_characters:
         raise PromptTooLong(
             "prompt",
             text[:80],
-            f"has at least {-(-len(text) // engine.characters_per_token()):,} tokens, and max_model_len is {limit:,}",
-            how_to_fit(limit, engine.longest),
+            f"has at least {-(-len(text) // front.characters_per_token()):,} tokens, and max_model_len is {limit:,}",
+            how_to_fit(limit, front.longest),
         )
 
 
-def check_beginning(text: str, engine: Engine) -> None:
+def check_beginning(text: str, front: Front) -> None:
     """Raise `PromptTooLong` for a text whose beginning alone has more than `max_model_len` tokens."""
-    limit = engine.config.max_model_len
+    limit = front.config.max_model_len
     if limit is None or len(text) <= 2 * _PROBED * limit + LONG_TEXT:
         return
     length = _PROBED * limit
-    count = len(engine.tokenizer.encode(text[:length], add_special_tokens=False))
+    count = len(front.tokenizer.encode(text[:length], add_special_tokens=False))
     if count > limit + _AT_A_CUT:
         raise PromptTooLong(
             "prompt",
             text[:80],
             f"has {count:,} tokens in the first {length:,} of its {len(text):,} characters, and max_model_len is "
             f"{limit:,}",
-            how_to_fit(limit, engine.longest),
+            how_to_fit(limit, front.longest),
         )
 
 
 def prepare(
     submission: Submission,
     token_ids: IntArray,
-    engine: Engine,
+    front: Front,
     seeds: random.Random,
-    grammar: Grammar | None = None,
+    grammar: GrammarLike | None = None,
 ) -> list[Request]:
     """Return one request for each of the n sequences; sequence i of a seeded submission has seed + i."""
-    sampling, vocab = submission.sampling, engine.vocab_size
+    sampling, vocab = submission.sampling, front.vocab_size
+    if front.embedder.alone and submission.pooling is None:
+        raise InvalidRequest(
+            "model",
+            front.model,
+            "is for embed only: its texts have no next token",
+            "Use session.embed, or POST /v1/embeddings",
+        )
     if not len(token_ids):
         raise InvalidRequest("prompt", submission.text, "has no tokens", "Pass at least one character or token id")
     for field, ids in (
         ("prompt", token_ids),
         ("stop_token_ids", np.asarray(sampling.stop_token_ids, np.int64)),
         ("logit_bias", np.asarray(list(sampling.logit_bias), np.int64)),
+        ("logprob_token_ids", np.asarray(sampling.logprob_token_ids, np.int64)),
         ("allowed_token_ids", np.asarray(sampling.allowed_token_ids or (), np.int64)),
     ):
         if len(ids) and (ids.min() < 0 or ids.max() >= vocab):
             wrong = ids[(ids < 0) | (ids >= vocab)][0].item()
             raise InvalidRequest(field, wrong, "is not a token id of this model", f"Use ids from 0 to {vocab - 1}")
     for name in sampling.processors:
-        if name not in engine.processors:
-            known = ", ".join(map(repr, engine.processors)) or "none"
+        if name not in front.processors:
+            known = ", ".join(map(repr, front.processors)) or "none"
             raise InvalidRequest(
                 "processors",
                 name,
                 "is not a processor of this session",
                 f"Give it to open(processors=[…]); known: {known}",
             )
-    policy = engine.config.policy
+    adapter, altered = None, tuple[str, ...]()
+    if sampling.adapter is not None:
+        if front.adapters is None:
+            fix = "Use a session of one device, opened with rekindle.open"
+            raise InvalidRequest("adapter", sampling.adapter, "can't be used here", fix)
+        adapter, altered = front.adapters.find(sampling.adapter)
+    tapped = tapped_of(sampling, len(token_ids), front)
+    if tapped is not None:
+        altered = (*altered, *tapped.altered)
+    policy = front.config.policy
     if sampling.priority and policy != "priority":
         raise InvalidRequest(
             "priority", sampling.priority, f"means nothing under policy={policy!r}", 'Open with policy="priority"'
         )
     seed = sampling.seed if sampling.seed is not None else seeds.getrandbits(32)
-    eos_ids = frozenset() if sampling.ignore_eos else frozenset(engine.tokenizer.eos_ids)
+    eos_ids = frozenset() if sampling.ignore_eos else frozenset(front.tokenizer.eos_ids)
     rules = None
     if sampling.restricted:
         from rekindle._src.structured.token_rules import rules_of  # few requests need it
 
-        rules = rules_of(sampling, engine.tokenizer, vocab)
+        rules = rules_of(sampling, front.tokenizer, vocab)
     return [
         Request(
             id=submission.id if sampling.n == 1 else f"{submission.id}.{index}",
@@ -288,8 +322,146 @@ def prepare(
             group=submission.id,
             index=index,
             pooling=submission.pooling,
-            guide=guide_of(grammar, rules, submission, token_ids, engine, eos_ids),
+            guide=guide_of(grammar, rules, submission, token_ids, front, eos_ids),
             caller=submission.caller,
+            messages=submission.messages,
+            adapter=adapter,
+            altered=altered,
+            tapped=tapped,
         )
         for index in range(sampling.n)
     ]
+
+
+def tapped_of(sampling: Sampling, prompt_length: int, front: Front) -> Tapped | None:
+    """Return what a request reads and changes inside the model. Raise `InvalidRequest` for what can't be had."""
+    return resolve(sampling.capture, sampling.steer, sampling.patch, prompt_length, front.taps, sampling.taps)
+
+
+PATIENCE = 10.0  # seconds that a request waits for its grammar to begin to compile
+_LOOK_SECONDS = 0.25  # between two checks whether a waiting request was cancelled
+_NEAR = 8  # tokens at a prompt's end in which a template closes the reasoning that it turns off
+
+
+def compiled(submission: Submission, front: Front) -> bool:
+    """True if a submission can be taken in without waiting for its grammar."""
+    structure = submission.structure
+    return structure is None or front.grammars is None or front.grammars.find(structure.spec) is not None
+
+
+async def grammar_of(submission: Submission, front: Front) -> GrammarLike | None:
+    """Return the compiled grammar of a submission. Raises as `compiled_grammar` does."""
+    if submission.structure is None:
+        return None
+    spec: Spec = submission.structure.spec
+    if front.grammars is None:
+        raise InvalidRequest(spec.kind, spec.text, "needs a model with a tokenizer", "Open one with tokenizer.json")
+    mailbox = submission.mailbox
+    caller = submission.caller or submission.sampling.salt or ""
+    return await compiled_grammar(front.grammars, spec, caller=caller, is_live=lambda: not mailbox.abandoned)
+
+
+async def compiled_grammar(
+    grammars: GrammarsLike, spec: Spec, *, caller: str = "", is_live: Callable[[], bool] = lambda: True
+) -> GrammarLike:
+    """Return a compiled grammar, without a thread that waits for it.
+
+    Raises `InvalidRequest` for one that can't be followed, `Busy` if others take all places, and `RequestAborted` once
+    `is_live` returns False.
+    """
+    match = grammars.find(spec)
+    if match is not None:
+        return match
+    reply: OneShot[GrammarLike] = OneShot()
+
+    def on_done(future: Future[GrammarLike]) -> None:
+        error = CancelledError() if future.cancelled() else future.exception()
+        if error is None:
+            reply.put(future.result())
+        else:
+            reply.fail(error)
+
+    job = grammars.begin(spec, caller)
+    try:
+        job.future.add_done_callback(on_done)
+        patience = anyio.current_time() + PATIENCE
+        while True:
+            with anyio.move_on_after(_LOOK_SECONDS):
+                return await reply.get()
+            if not is_live():
+                raise RequestAborted("the request was cancelled before it was queued")
+            if not job.started and anyio.current_time() > patience:
+                from rekindle._src.structured.grammar import wait_error
+
+                raise wait_error(PATIENCE)
+    finally:
+        grammars.leave(job)
+
+
+def guide_of(
+    grammar: GrammarLike | None,
+    rules: TokenRules | None,
+    submission: Submission,
+    ids: IntArray,
+    front: Front,
+    eos: Collection[int],
+) -> GuideLike | None:
+    """Return a guide for one sequence; None if its tokens are free."""
+    sampling = submission.sampling
+    # A token that may not come, or only later, could be the one that ends the text.
+    steered = rules is None and not (sampling.ignore_eos or sampling.min_tokens or sampling.processors)
+    longest = front.config.max_model_len
+    assert longest is not None, "the config is resolved"
+    budget = min(sampling.max_tokens, longest - len(ids)) if steered else None
+    inner = None if grammar is None else _guide_of(grammar, submission, ids, front, eos, budget)
+    if rules is None:
+        return inner
+    from rekindle._src.structured.token_rules import RestrictedGuide  # few requests need it
+
+    return RestrictedGuide(rules, inner)
+
+
+def _guide_of(
+    grammar: GrammarLike, submission: Submission, ids: IntArray, front: Front, eos: Collection[int], budget: int | None
+) -> GuideLike:
+    """Make a guide for one structured sequence of at most `budget` tokens.
+
+    It goes on behind the part of the prompt that the grammar covers. Behind a part that is complete only an end token
+    may come.
+    """
+    base = len(ids) - submission.covered
+    reasoning = _reasoning(ids[:base].tolist(), front, chat=submission.render is not None)
+    guide = grammar.guide(eos, reasoning, budget)
+    for token in ids[base:].tolist():
+        if guide.consume(token).problem:
+            raise InvalidRequest(
+                "edit",
+                front.tokenizer.decode(ids[base:].tolist()),
+                f"does not follow the {grammar.spec.kind} of what is forked, or nothing may follow it",
+                f"Change it, fork earlier, or pass {grammar.spec.kind}=None",
+            )
+    guide.consumed, guide.ended = 0, False
+    return guide
+
+
+def _reasoning(prompt: list[int], front: Front, *, chat: bool) -> Reasoning | None:
+    """Return the reasoning before the answer: the prompt ends within it, or a chat's reply may begin with it."""
+    if front.think_ids is None:
+        return None
+    from rekindle._src.structured.guide import Reasoning  # few requests need it
+
+    opens, closes = front.think_ids
+    place = max((at for at, token in enumerate(prompt) if token in (opens, closes)), default=None)
+    if place is not None and prompt[place] == opens:
+        return Reasoning(opens, closes, inside=True)
+    turned_off = place is not None and place >= len(prompt) - _NEAR
+    return Reasoning(opens, closes) if chat and not turned_off else None
+
+
+def covered_by(submission: Submission, ids: IntArray, front: Front) -> Structured | None:
+    """Return the parser of a structured text, with the part of the prompt that the structure covers."""
+    if submission.structure is None:
+        return None
+    before = ids[len(ids) - submission.covered :].tolist()
+    closes = None if front.think_ids is None else front.tokenizer.decode(front.think_ids[1:], skip_special_tokens=False)
+    return Structured(submission.structure, before, front.tokenizer.decode, closes)

@@ -8,55 +8,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream
 
-from rekindle._src.core.config import EngineConfig
-from rekindle._src.core.contracts import ChatLike, DetokenizerLike, RunnerLike, SchedulerLike, TokenizerLike
-from rekindle._src.core.mesh_report import MeshReport
-from rekindle._src.core.program_wait import ProgramWait
 from rekindle._src.core.records import FinishReason, IntArray, Pooling, Request, StepPlan, StepResult, TokenEvent
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.mailbox import Mailbox, OneShot
 
 if TYPE_CHECKING:
-    from rekindle._src.structured.grammar import Grammars
     from rekindle._src.structured.spec import Structure
     from rekindle._src.text.replies import ReplyPlan
 
 M = TypeVar("M")
-
-
-class Engine(NamedTuple):
-    """The parts that a session drives; tests and tutorials put fakes in place of the first two."""
-
-    scheduler: SchedulerLike
-    runner: RunnerLike
-    tokenizer: TokenizerLike
-    detokenizer: Callable[[Sampling, frozenset[str]], DetokenizerLike]  # the second: special tokens with a text
-    config: EngineConfig  # resolved
-    vocab_size: int
-    chat: ChatLike | None = None  # where the model brings a template
-    model: str = ""
-    weights: str = ""  # their format, in words
-    swap: Callable[[Any], bytes] | None = None  # on the device thread: takes weights, returns the cache's new root key
-    recover: Callable[[], bool] | None = None  # on the device thread after a failed step: true if pages were lost
-    processors: tuple[str, ...] = ()  # names that requests may use
-    # Most characters that one token can stand for, computed at first use; None: longer prompts are encoded.
-    characters_per_token: Callable[[], int] | None = None
-    longest: int | None = None  # positions of the model
-    hidden_size: int = 0  # numbers of an embedding
-    sampling: Sampling | None = None  # default of requests without their own, from the checkpoint
-    program_wait: ProgramWait | None = None  # how long steps waited for programs
-    grammars: Grammars | None = None  # compiles the structures of requests' texts
-    think_ids: tuple[int, int] | None = None  # tokens around a model's reasoning, if it has them
-    mesh: MeshReport | None = None  # the devices that share the model; None for one
-    # From numbers of steps by program: seconds that their collectives alone take; None where unknown.
-    collective_seconds: Callable[[Mapping[str, int]], float] | None = None
-    # Makes and stores one program that a restart needs and this process did not, in any thread; false if none is left.
-    # The argument is True if a caller requested it; otherwise nothing is made in a process that may be about to end.
-    prepare_restart: Callable[[bool], bool] | None = None
-    # Has its argument called, from any thread, when a process that shares the model is gone, which ends the session.
-    watch: Callable[[Callable[[BaseException], object]], None] | None = None
-    # On the device thread, last of all: frees resources that the runner does not own.
-    release: Callable[[], None] | None = None
 
 
 class Submission(NamedTuple):
@@ -80,13 +40,13 @@ class Submission(NamedTuple):
 
 
 class Abort(NamedTuple):
-    """caller → schedule: end one sequence."""
+    """caller → backend: end one sequence."""
 
     request_id: str
 
 
 class Finish(NamedTuple):
-    """detokenize → schedule: a stop string ended it."""
+    """detokenize → backend: a stop string ended it."""
 
     request_id: str
     reason: FinishReason
@@ -125,11 +85,11 @@ class Exclusive(NamedTuple):
 
 
 class Drain(NamedTuple):
-    """intake → schedule, last of all: end once every request has ended."""
+    """intake → backend, last of all: end once every request has ended."""
 
 
 class Turn(NamedTuple):
-    """schedule → step: dispatch `plan`, then wait for the step dispatched in the turn before."""
+    """schedule → step: dispatch `plan`, then fetch the step dispatched in the turn before."""
 
     plan: StepPlan | None
     job: Callable[[], Any] | None = None  # instead of a step
@@ -145,16 +105,16 @@ class Outcome(NamedTuple):
 
 
 class Events(NamedTuple):
-    """schedule → detokenize: tokens and ends of one or more steps, and the requests that ran for the first time."""
+    """backend → detokenize: tokens and ends of one or more steps, and the requests that ran for the first time."""
 
     events: tuple[TokenEvent, ...]
-    started: tuple[str, ...] = ()
-    at: float = 0.0
+    started: Mapping[str, float] = {}  # when each of them began, by `time.perf_counter()`
     then: tuple[Callable[[], object], ...] = ()  # called when callers have received the events before
 
 
 Control = Pause | Resume | StepOnce | Exclusive  # sent through intake, so that they never overtake a submission
-ScheduleMessage = Request | Abort | Finish | Control | Drain | Outcome
+BackendMessage = Request | Abort | Finish | Control | Drain
+ScheduleMessage = BackendMessage | Outcome
 
 
 def next_waiting(inbox: MemoryObjectReceiveStream[M]) -> M | None:

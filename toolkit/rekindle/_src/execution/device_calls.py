@@ -13,12 +13,11 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import numpy as np
 
-from rekindle._src.core.guides import Mask
+from rekindle._src.core.records import IntArray
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs import pinned_pages
 from rekindle._src.programs.buckets import Bucket
-from rekindle._src.programs.helpers import COLLECT, GATHER, SCATTER, TABLES, Helper
-from rekindle._src.programs.keys import Key
+from rekindle._src.programs.helpers import COLLECT, GATHER, LENS, SCATTER, STATE_IN, STATE_OUT, TABLES, Helper, Key
 from rekindle._src.programs.page_tables import PUT
 from rekindle._src.programs.programs import Programs
 from rekindle._src.programs.sent_tables import SentTables
@@ -39,13 +38,13 @@ class Recorder:
         """Note that the program is ready here. Returns when it is ready everywhere."""
 
     def step(self, key: Bucket, ints: np.ndarray, floats: np.ndarray, gate: MaskGate | None = None) -> None:
-        """Note a step, or the first half of a guided one."""
+        """Note a step, or the first half of a late one."""
 
     def forwarded(self, scores: Any) -> None:
-        """Note the scores from the first half of a guided step."""
+        """Note the scores from the first half of a late step."""
 
-    def choose(self, key: Bucket, scores: Any, masks: Mask) -> None:
-        """Note the second half of the latest guided step."""
+    def choose(self, key: Bucket, scores: Any, operand: IntArray) -> None:
+        """Note the second half of the latest late step."""
 
     def admit(self, ints: np.ndarray, floats: np.ndarray) -> None:
         """Note that a request's history is written into its slot."""
@@ -88,11 +87,10 @@ class Buffers(Protocol):
 
 
 class Forwarded(NamedTuple):
-    """The output of the first half of a guided step."""
+    """The output of the first half of a late step."""
 
     scores: Any
-    prompt: Any
-    pooled: Any
+    extra: tuple[Any, ...]  # as in `StepOutput`
 
 
 class DeviceCalls:
@@ -118,29 +116,32 @@ class DeviceCalls:
     def step(self, key: Bucket, program: Any, upload: Buffers, gate: MaskGate | None = None) -> StepOutput:
         """Run a whole step. Its numpy buffers are passed as they are: device_put costs 60 of the 190 µs of a dispatch.
 
-        A step with guided rows waits for its masks at the gate; no other process does.
+        A late step waits for its operand at the gate; no other process does.
         """
         self._recorder.step(key, upload.ints, upload.floats, gate)
         with self._reported:
             self._put_tables()
-            masks = () if gate is None else (gate.address,)
-            self.kv, self.state, output = program(self.leaves, self.kv, self.state, upload.ints, upload.floats, *masks)
+            uploaded = upload.ints, upload.floats, self.programs.features.operands(key.variants)
+            late = () if gate is None else (gate.address,)
+            self.kv, self.state, output = program(self.leaves, self.kv, self.state, *uploaded, *late)
             if self._copies:
                 output.rows.copy_to_host_async()
-                if output.pooled is not None:
-                    output.pooled.copy_to_host_async()
+                for array, copied in zip(output.extra, self.programs.features.copied, strict=True):
+                    if copied and array is not None:
+                        array.copy_to_host_async()
             self._tables_dispatched()
         result: StepOutput = output
         return result
 
     def forward(self, key: Bucket, program: Any, upload: Buffers) -> Forwarded:
-        """Run the first half of a guided step."""
+        """Run the first half of a late step."""
         self._recorder.step(key, upload.ints, upload.floats)
         with self._reported:
             self._put_tables()
             state = self.state
             tables = () if state.tables is None else (state.tables,)
-            self.kv, *outputs = program(self.leaves, self.kv, state.last_token, upload.ints, upload.floats, *tables)
+            uploaded = upload.ints, upload.floats, self.programs.features.operands(key.variants)
+            self.kv, *outputs = program(self.leaves, self.kv, state.last_token, *uploaded, *tables)
             if tables:
                 self.state = state._replace(tables=outputs.pop())
             self._tables_dispatched()
@@ -148,14 +149,24 @@ class DeviceCalls:
         self._recorder.forwarded(forwarded.scores)
         return forwarded
 
-    def choose(self, key: Bucket, program: Any, scores: Any, upload: Buffers, masks: Mask) -> Any:
-        """Run the second half of a guided step and return its rows."""
-        self._recorder.choose(key, scores, masks)
+    def choose(self, key: Bucket, program: Any, scores: Any, upload: Buffers, operand: IntArray) -> Any:
+        """Run the second half of a late step and return its rows."""
+        self._recorder.choose(key, scores, operand)
         with self._reported:
-            self.state, rows = program(self.state, scores, upload.ints, upload.floats, masks)
+            self.state, rows = program(self.state, scores, upload.ints, upload.floats, operand)
             if self._copies:
                 rows.copy_to_host_async()
         return rows
+
+    def lens(self, rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Return the logits of rows of the residual stream. Any thread may call it, between steps or beside them."""
+        program, size = self.program(LENS), LENS.pages
+        parts = []
+        for start in range(0, len(rows), size):
+            part = rows[start : start + size]
+            padded = np.concatenate([part, np.zeros((size - len(part), *rows.shape[1:]), rows.dtype)])
+            parts.append(np.asarray(program(self.leaves, padded))[: len(part)])
+        return np.concatenate(parts)
 
     def admit(self, program: Any, ints: np.ndarray, floats: np.ndarray) -> None:
         """Write a request's history into its slot."""
@@ -206,6 +217,19 @@ class DeviceCalls:
         program = self.program(self._mover(SCATTER, ids))
         self.kv = program(self.kv, ids, pinned_pages.begin_to_device(self.programs.parts, payload))
 
+    def state_out(self, slot: int) -> Any:
+        """Begin to read the states in a slot, and to copy them to the host."""
+        with self._reported:
+            states = self.program(STATE_OUT)(self.kv, np.array([slot], np.int32))
+            if self._copies:
+                states.copy_to_host_async()
+        return states
+
+    def state_in(self, slot: int, states: np.ndarray) -> None:
+        """Fill a slot with what `state_out` returned."""
+        with self._reported:
+            self.kv = self.program(STATE_IN)(self.kv, np.array([slot], np.int32), states)
+
     def _mover(self, key: Helper, ids: np.ndarray) -> Helper:
         return Helper(key.kind, len(ids) // self.programs.shards.count)
 
@@ -239,6 +263,17 @@ class DeviceCalls:
     def renew(self) -> None:
         """Replace pages and state by new ones, whose content is lost."""
         self._delete()
+        self.kv, self.state = self._new()
+
+    def sleep(self) -> None:
+        """Give pages and state back, and forget the weights, which are the caller's. `wake` follows."""
+        self.wait(self.memory)
+        self._delete()
+        self.kv, self.state, self.leaves = (), None, ()
+
+    def wake(self, leaves: Sequence[Any]) -> None:
+        """Use new pages and state, and these weights."""
+        self.leaves = tuple(leaves)
         self.kv, self.state = self._new()
 
     def free(self) -> None:

@@ -6,24 +6,24 @@ import dataclasses
 from typing import Any
 
 from rekindle._src.core import html
-from rekindle._src.core.guides import Mask
-from rekindle._src.core.records import LostPage, RowResult, StepPlan
+from rekindle._src.core.records import IntArray, LostPage, RowResult, StepPlan
 from rekindle._src.execution.device_calls import Forwarded
 from rekindle._src.execution.page_transfers import Leaving
+from rekindle._src.execution.state_transfers import LeavingStates
 from rekindle._src.programs.buckets import Bucket
-from rekindle._src.programs.data_upload import AnyUpload
+from rekindle._src.programs.packing import AnyUpload
 from rekindle._src.programs.step import StepOutput
 from rekindle_kernels import MaskGate
 
 
 @dataclasses.dataclass(slots=True)
 class Choice:
-    """The second half of a step with guided rows that is two programs; it is dispatched once it has its masks."""
+    """The second half of a late step that is two programs; it is dispatched once it has its operand."""
 
     key: Bucket
     program: Any
     forwarded: Forwarded
-    masks: Mask
+    operand: IntArray
 
 
 @dataclasses.dataclass(slots=True)
@@ -39,12 +39,14 @@ class InFlight:
     host_seconds: float
     ran_plan: StepPlan  # `plan` without the rows that could not be prepared
     refused: dict[str, Exception]  # by request, why its rows could not be prepared
-    choice: Choice | MaskGate | None = None  # of a step with guided rows, until it has its masks
-    guide_errors: dict[str, Exception] = dataclasses.field(default_factory=dict)  # by request: its guide can't go on
+    choice: Choice | MaskGate | None = None  # of a late step, until it has its operand
+    late_errors: dict[str, Exception] = dataclasses.field(default_factory=dict)  # by request: it can't go on
     error: Exception | None = None  # raised while the choice was dispatched
-    masks: Mask | MaskGate | None = None  # the step reads them until it has ended
+    operand: IntArray | MaskGate | None = None  # the step reads it until it has ended
     results: tuple[RowResult, ...] | None = None  # once they have been read
     lost: tuple[LostPage, ...] = ()
+    leaving_states: LeavingStates = dataclasses.field(default_factory=list)
+    lost_states: tuple[LostPage, ...] = ()
     began: float = 0.0  # when the host began to prepare it
     idle_seconds: float = 0.0  # the device had nothing to do before it
     ended: float | None = None  # estimated, if it ended before its result was read

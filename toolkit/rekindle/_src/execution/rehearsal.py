@@ -14,8 +14,7 @@ from rekindle._src.core.records import StepPlan
 from rekindle._src.execution.device_calls import DeviceCalls
 from rekindle._src.programs.buckets import Bucket
 from rekindle._src.programs.flags import GREEDY, Flag
-from rekindle._src.programs.helpers import SCATTER
-from rekindle._src.programs.keys import Key
+from rekindle._src.programs.helpers import SCATTER, Key
 from rekindle._src.programs.packing import Constants, Upload, sections
 
 TOKENS = 16  # of the made-up prompt: with none of its own a step skips most of its work
@@ -30,7 +29,7 @@ def rehearse(calls: DeviceCalls, constants: Constants, keys: Iterable[Key]) -> b
     False where it is not done.
     """
     programs = calls.programs
-    if jax.default_backend() != "cpu" or programs.parts.placement is not None:
+    if jax.default_backend() != "cpu" or programs.parts.divided:
         return False
     for key in keys:
         if isinstance(key, Bucket):
@@ -47,8 +46,8 @@ def _dummy_upload(calls: DeviceCalls, constants: Constants, key: Bucket) -> Uplo
     layout = calls.programs.layout(key)
     upload = Upload(layout, sent=calls.tables)
     upload.pack(_NOTHING, constants)
-    upload.features = _FLAGS
-    tokens = min(TOKENS, key.tokens, calls.programs.kv[0].page_size)
+    upload.any_flags = _FLAGS
+    tokens = min(TOKENS, key.tokens, calls.programs.page_size)
     parts = sections(layout, upload.ints)
     row = layout.rows if tokens else 0
     parts.varying[row] = constants.scratch, tokens or 1, 0, _FLAGS

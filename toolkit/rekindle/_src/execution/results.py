@@ -3,83 +3,73 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rekindle._src.core.records import Row, RowResult, StepPlan, TokenLogprobs
-from rekindle._src.core.sampling import MAX_LOGPROBS
-from rekindle._src.execution.guiding import dead_end
+from rekindle._src.core.records import Row, RowResult, StepPlan
 from rekindle._src.programs.data_shards import ALONE, DataShards
-from rekindle._src.programs.data_upload import AnyUpload
-from rekindle._src.programs.finite import NOT_FINITE
-from rekindle._src.programs.packing import Constants
-from rekindle._src.programs.token_masks import NO_TOKEN
+from rekindle._src.programs.feature import Feature, Fields, Read
+from rekindle._src.programs.packing import AnyUpload, Constants, Layout
+from rekindle._src.programs.sampling import NOT_FINITE
 
 Packed = NDArray[np.int32]
 
 
-def needs_prompt(plan: StepPlan) -> bool:
-    """True if the packed prompt log-probabilities have to be transferred."""
-    return any(row.request.sampling.prompt_logprobs is not None for row in plan.prefill)
+def row_results(
+    plan: StepPlan,
+    layout: Layout,
+    rows: Packed,
+    outputs: Sequence[tuple[Feature, Any]] = (),
+    shards: DataShards = ALONE,
+) -> tuple[RowResult, ...]:
+    """Return the results in the order of `plan.rows`, with the fields of the features in `outputs`.
+
+    `rows` and each output have a part of each data shard, which holds the rows it computed.
+    """
+    results = []
+    for shard, part in enumerate(shards.split(plan)):
+        parts = [(feature, _part(feature, output, shard, shards)) for feature, output in outputs]
+        results.append(_row_results(part, layout, shards.part(shard, rows), parts))
+    return shards.join(plan, results)
 
 
-def needs_pooled(plan: StepPlan) -> bool:
-    """True if the plan needs a program that pools hidden states."""
-    return any(row.request.pooling is not None for row in plan.prefill)
-
-
-def unpack_logprobs(packed: Packed, token: int, count: int) -> TokenLogprobs:
-    """Return the log-probabilities in one line of `logprobs.WIDTH` integers."""
-    floats = packed.view(np.float32)
-    return TokenLogprobs(
-        token,
-        float(floats[0]),
-        tuple(packed[1 : 1 + count].tolist()),
-        tuple(floats[1 + MAX_LOGPROBS : 1 + MAX_LOGPROBS + count].tolist()),
-    )
+def _part(feature: Feature, output: Any, shard: int, shards: DataShards) -> Any:
+    """Return a data shard's part of an output: of an array, or of each array of a mapping."""
+    if isinstance(output, dict):
+        return {key: shards.part(shard, array, axis=feature.shard_axis) for key, array in output.items()}
+    return None if output is None else shards.part(shard, output, axis=feature.shard_axis)
 
 
 def _row_results(
-    plan: StepPlan, rows: Packed, prompt: Packed | None, decode_rows: int, pooled: NDArray[np.float32] | None
+    plan: StepPlan, layout: Layout, rows: Packed, outputs: Sequence[tuple[Feature, Any]]
 ) -> tuple[RowResult, ...]:
-    """Return the results of one data shard; row R + s of the output belongs to the s-th prefill.
-
-    `pooled` [2, S, E] are the sums and the last states of the prefills.
-    """
-    tokens = rows[:, 0].tolist()
-    results = [_result(row, rows[index], tokens[index], ()) for index, row in enumerate(plan.decode)]
-    at = 0
-    for index, row in enumerate(plan.prefill, start=decode_rows):
-        if row.request.pooling is not None:
-            assert pooled is not None, "a program that does not pool ran a request with pooling"
-            vector = pooled[int(row.request.pooling == "last"), index - decode_rows].copy()
-            finite = bool(np.isfinite(vector).all())
-            results.append(RowResult(row.request.id, row.epoch, None, finite=finite, pooled=vector))
-            at += row.length
-            continue
-        prompts = _prompt_logprobs(row, prompt[at : at + row.length]) if prompt is not None else ()
-        results.append(_result(row, rows[index], tokens[index], prompts))
-        at += row.length
-    return tuple(results)
+    """Return the results of one data shard; row R + s of the output belongs to the s-th prefill."""
+    tokens, decode = rows[:, 0].tolist(), len(plan.decode)
+    chosen = [*tokens[:decode], *tokens[layout.rows : layout.rows + len(plan.prefill)]]
+    if not outputs:
+        return tuple([_result(row, token, layout, {}) for row, token in zip(plan.rows, chosen, strict=True)])
+    fields: Fields = [{} for _ in plan.rows]
+    places = [*range(decode), *range(layout.rows, layout.rows + len(plan.prefill))]
+    valid = [token if row.samples and token >= 0 else None for row, token in zip(plan.rows, chosen, strict=True)]
+    for feature, output in outputs:
+        columns = rows[:, 1:][:, layout.features.columns_of(feature, layout.variants)]
+        feature.read(Read(plan, valid, places, columns, output), fields)
+    entries = zip(plan.rows, chosen, fields, strict=True)
+    return tuple([_result(row, token, layout, own) for row, token, own in entries])
 
 
-def row_results(
-    plan: StepPlan,
-    rows: Packed,
-    prompt: Packed | None,
-    decode_rows: int,
-    pooled: NDArray[np.float32] | None = None,
-    shards: DataShards = ALONE,
-) -> tuple[RowResult, ...]:
-    """Return the results in the order of `plan.rows`. A data shard's part of each array holds the rows it computed."""
-    results = []
-    for shard, part in enumerate(shards.split(plan)):
-        prompts = None if prompt is None else shards.part(shard, prompt)
-        vectors = None if pooled is None else shards.part(shard, pooled, axis=1)
-        results.append(_row_results(part, shards.part(shard, rows), prompts, decode_rows, vectors))
-    return shards.join(plan, results)
+def _result(row: Row, token: int, layout: Layout, fields: Mapping[str, Any]) -> RowResult:
+    request = row.request
+    if not row.samples:
+        return RowResult(request.id, row.epoch, None, **fields)
+    if token >= 0:
+        return RowResult(request.id, row.epoch, token, **fields)
+    if token == NOT_FINITE:
+        return RowResult(request.id, row.epoch, None, finite=False, **fields)
+    return RowResult(request.id, row.epoch, None, error=layout.features.late.no_token(row), **fields)
 
 
 def drop_rows(plan: StepPlan, refused: Mapping[str, Exception]) -> StepPlan:
@@ -124,27 +114,4 @@ def with_refused(
         if row.request.id in refused
         else next(computed)
         for row in plan.rows
-    )
-
-
-def _result(row: Row, packed: Packed, token: int, prompts: tuple[TokenLogprobs, ...]) -> RowResult:
-    request = row.request
-    if not row.samples:
-        return RowResult(request.id, row.epoch, None, None, prompts)
-    if token == NOT_FINITE:
-        return RowResult(request.id, row.epoch, None, None, prompts, finite=False)
-    if token == NO_TOKEN:
-        return RowResult(request.id, row.epoch, None, None, prompts, error=dead_end(row))
-    count = request.sampling.logprobs
-    logprobs = None if count is None else unpack_logprobs(packed[1:], token, count)
-    return RowResult(request.id, row.epoch, token, logprobs, prompts)
-
-
-def _prompt_logprobs(row: Row, packed: Packed) -> tuple[TokenLogprobs, ...]:
-    count = row.request.sampling.prompt_logprobs
-    if count is None:
-        return ()
-    following = row.request.token_ids[row.start + 1 : row.start + row.length + 1].tolist()
-    return tuple(
-        unpack_logprobs(line, token, count) for line, token in zip(packed[: len(following)], following, strict=True)
     )

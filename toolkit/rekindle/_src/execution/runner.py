@@ -15,30 +15,26 @@ from typing import Any
 import jax
 import numpy as np
 
+from rekindle._src.core.activity import ProgramWait
 from rekindle._src.core.config import EngineConfig
-from rekindle._src.core.program_wait import ProgramWait
 from rekindle._src.core.records import LostPage, PageMove, Request, Row, RowResult, StepPlan, StepResult
 from rekindle._src.execution.device_calls import DeviceCalls, Recorder
-from rekindle._src.execution.guided_steps import GuidedSteps, Started
-from rekindle._src.execution.guiding import needs_unread_token
 from rekindle._src.execution.in_flight import Choice, InFlight, RunnerStatistics
-from rekindle._src.execution.page_transfers import PageTransfers, PayloadStore
-from rekindle._src.execution.prefault import prefault
+from rekindle._src.execution.late_steps import LateSteps, Started
+from rekindle._src.execution.page_transfers import PageTransfers, PayloadStore, prefault
 from rekindle._src.execution.rehearsal import rehearse
-from rekindle._src.execution.results import drop_rows, needs_pooled, needs_prompt, pack_rows, row_results, with_refused
+from rekindle._src.execution.results import drop_rows, pack_rows, row_results, with_refused
+from rekindle._src.execution.state_transfers import StateTransfers
 from rekindle._src.models.base import LoadedModel
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.buckets import Bucket, bucket_for
-from rekindle._src.programs.data_upload import AnyUpload, DataUpload
-from rekindle._src.programs.helpers import ADMIT
-from rekindle._src.programs.keys import Key
-from rekindle._src.programs.packing import Constants, Upload
+from rekindle._src.programs.helpers import ADMIT, Key
+from rekindle._src.programs.packing import AnyUpload, Constants, DataUpload, Upload
 from rekindle._src.programs.processors import LogitsProcessor
 from rekindle._src.programs.programs import Programs
 from rekindle._src.programs.request_state import pack_admission
 from rekindle._src.programs.warming import warm
-from rekindle.errors import ConfigError, SessionClosed
-from rekindle_kernels import MaskGate
+from rekindle.errors import ConfigError, RekindleError, SessionClosed
 
 log = logging.getLogger("rekindle.session")
 MEASURE_EVERY = 16  # steps that bring pages back, of which one is timed
@@ -56,6 +52,7 @@ class Runner:
         config: EngineConfig,
         *,
         host_tier: PayloadStore | None = None,
+        state_tier: PayloadStore | None = None,
         programs: Programs | None = None,
         processors: Sequence[LogitsProcessor] = (),
         prefer_ready: bool = False,
@@ -67,10 +64,13 @@ class Runner:
         self.program_wait = ProgramWait(quiet=config.quiet)
         self._calls = DeviceCalls(programs, model.leaves, recorder)
         self._transfers = PageTransfers(self._calls, host_tier)
+        self._states = StateTransfers(self._calls, state_tier)
         self.prefer_ready = prefer_ready  # use a larger ready program before the best fit is compiled
         self._shards = programs.shards
         slots = self._shards.count * self._shards.slots
-        self._constants = Constants(slots, tuple(p.name for p in programs.processors))
+        self._features = programs.features
+        self._features.attach(self._calls)
+        self._constants = Constants(slots, self._features)
         self._owners: list[Request | None] = [None] * (slots + 1)
         self._epochs = [-1] * (slots + 1)
         self._uploads: dict[Bucket, collections.deque[AnyUpload]] = collections.defaultdict(collections.deque)
@@ -80,9 +80,9 @@ class Runner:
         self._host_seconds = self._device_seconds = self._last_ready = 0.0
         self._latest: InFlight | None = None  # the step dispatched last, until its result is read
         self._seen_running = 0.0  # when it was last seen running
-        self._guided = GuidedSteps(programs, self._calls)
-        self._last_read = self._guided_before = 0.0  # when a result was read, and the seconds of guides until then
-        self._closed = False
+        self._late = LateSteps(programs, self._calls)
+        self._last_read = self._late_before = 0.0  # when a result was read, and the seconds of late steps until then
+        self._closed = self._asleep = False
 
     def dispatch(self, plan: StepPlan) -> InFlight:
         """Pack the plan and start its step.
@@ -92,10 +92,16 @@ class Runner:
         """
         if self._closed:
             raise SessionClosed("the runner was closed; open a new session")
+        if self._asleep:
+            raise RekindleError("The session sleeps, so that no step can run. Await session.wake() first")
         start = time.perf_counter()
         self._poll(start)
         leaving = self._transfers.read_out(plan.offload)
         lost = self._transfers.restore(plan.restore)
+        leaving_states = self._states.read_out(plan.states_out)
+        lost_states = self._states.restore(plan.states_in)
+        if plan.loads:
+            self._features.load(plan)
         ran_plan, admissions, refused = self._prepare(plan)
         if ran_plan.rows:
             bucket = self._bucket(ran_plan)
@@ -104,11 +110,27 @@ class Runner:
             ran_plan = pack_rows(upload, ran_plan, self._constants, refused)
         if not ran_plan.rows:
             seconds = time.perf_counter() - start
-            return InFlight(plan, None, None, None, leaving, start, seconds, ran_plan, refused, lost=lost, began=start)
+            return InFlight(
+                plan,
+                None,
+                None,
+                None,
+                leaving,
+                start,
+                seconds,
+                ran_plan,
+                refused,
+                lost=lost,
+                began=start,
+                leaving_states=leaving_states,
+                lost_states=lost_states,
+            )
         self._admit(admissions, refused)
         dispatched = time.perf_counter()
+        if bucket.variants:
+            self._features.prepare(ran_plan, bucket.variants, bucket.rows)
         if bucket.part:
-            started = self._guided.start(bucket, programs, upload, ran_plan, self._latest, self._read)
+            started = self._late.start(bucket, programs, upload, ran_plan, self._latest, self._read)
         else:
             started = Started(self._calls.step(bucket, programs[0], upload))
         now = time.perf_counter()
@@ -128,12 +150,14 @@ class Runner:
             began=start,
             idle_seconds=idle,
             choice=started.choice,
-            guide_errors=started.guide_errors,
-            masks=started.masks,
+            late_errors=started.late_errors,
+            operand=started.operand,
+            leaving_states=leaving_states,
+            lost_states=lost_states,
         )
         self._seen_running = now
-        if isinstance(started.choice, Choice) and not needs_unread_token(ran_plan):
-            self._guided.choose(self._latest)
+        if isinstance(started.choice, Choice) and not self._late.needs_unread_token(ran_plan):
+            self._late.choose(self._latest)
         return self._latest
 
     def fetch(self, in_flight: InFlight) -> StepResult:
@@ -142,19 +166,19 @@ class Runner:
             return self._fetch(in_flight)
         finally:
             if self._latest is not None:
-                self._guided.choose(self._latest)
+                self._late.choose(self._latest)
 
     def _fetch(self, in_flight: InFlight) -> StepResult:
-        self._guided.choose(in_flight)  # it still waits if the step before it failed
+        self._late.choose(in_flight)  # it still waits if the step before it failed
         if in_flight.error is not None:
             raise in_flight.error
         bucket, rows = in_flight.bucket, self._read(in_flight)
         if bucket is not None and in_flight.upload is not None:
             self._uploads[bucket].append(in_flight.upload)
-            self._guided.ended(in_flight)
+            self._late.ended(in_flight)
         now = time.perf_counter()
-        step_seconds = now - max(self._last_read, in_flight.began) - (self._guided.seconds - self._guided_before)
-        self._last_read, self._guided_before = now, self._guided.seconds
+        step_seconds = now - max(self._last_read, in_flight.began) - (self._late.seconds - self._late_before)
+        self._last_read, self._late_before = now, self._late.seconds
         ready = in_flight.ended or now
         # The device ran the step before this one first, so this one's time counts from its end.
         seconds = max(0.0, ready - max(in_flight.dispatched, self._last_ready))
@@ -164,6 +188,7 @@ class Runner:
         else:
             self._poll(ready)
         self._transfers.store(in_flight.leaving)
+        self._states.store(in_flight.leaving_states)
         self._count(in_flight, seconds)
         return StepResult(
             in_flight.plan,
@@ -174,19 +199,18 @@ class Runner:
             in_flight.idle_seconds,
             in_flight.lost,
             max(0.0, step_seconds),
+            in_flight.lost_states,
         )
 
     def _read(self, in_flight: InFlight) -> tuple[RowResult, ...]:
-        """Return the results of a step's rows; its guides are advanced once."""
-        plan, bucket, output = in_flight.ran_plan, in_flight.bucket, in_flight.output
-        if in_flight.results is None and bucket is not None and output is not None:
+        """Return the results of a step's rows; a late step takes its tokens once."""
+        plan, bucket, output, upload = in_flight.ran_plan, in_flight.bucket, in_flight.output, in_flight.upload
+        if in_flight.results is None and bucket is not None and output is not None and upload is not None:
             packed = self._calls.rows(output)
-            if isinstance(in_flight.masks, MaskGate) and in_flight.masks.missed:
-                raise RuntimeError("a step with guided rows did not get its masks in time")
-            prompt = np.asarray(output.prompt) if needs_prompt(plan) else None
-            pooled = None if output.pooled is None else np.asarray(output.pooled)
-            results = row_results(plan, packed, prompt, bucket.rows, pooled, self._shards)
-            in_flight.results = self._guided.advance_guides(in_flight, results)
+            reading = self._features.read_in(upload.any_flags, bucket.variants)
+            outputs = [(feature, self._features.on_host(feature, output.extra, plan)) for feature in reading]
+            results = row_results(plan, upload.layout, packed, outputs, self._shards)
+            in_flight.results = self._late.advance(in_flight, results)
         return in_flight.results or ()
 
     def warm(self) -> None:
@@ -203,7 +227,9 @@ class Runner:
 
     def prefault(self, pages: int) -> None:
         """Start to prefault the memory of so many pages, because they are likely to be restored soon."""
-        parts = [shard.data for leaf in jax.tree.leaves(self._calls.kv) for shard in leaf.addressable_shards]
+        parts = [
+            shard.data for leaf in jax.tree.leaves(paged.pages_of(self._calls.kv)) for shard in leaf.addressable_shards
+        ]
         prefault(parts, min(pages, self._shards.pages - 1))
 
     def swap_weights(self, leaves: Sequence[Any]) -> None:
@@ -225,19 +251,47 @@ class Runner:
         names = digests or [b""] * len(pages)
         return self._transfers.read_whole([PageMove(*entry) for entry in zip(pages, names, strict=True)])
 
+    def read_states(self, slots: Sequence[int]) -> list[paged.Payload]:
+        """Return the states in slots; called between steps."""
+        return self._states.read(slots)
+
     def reset(self) -> None:
         """Replace pages and state after a step failed on the device; the content of the pages is lost."""
-        self._guided.release_gate(self._latest)
+        self._late.release_gate(self._latest)
         self._latest = None
         self._calls.renew()
         self._owners = [None] * len(self._owners)
+
+    def sleep(self, leaving: Sequence[PageMove]) -> None:
+        """Hand pages over to the host tier, then give pages, state, adapters and the hold on the weights back. Programs
+        stay."""
+        self.set_aside(leaving)
+        self._latest = None
+        self._calls.sleep()
+        self._features.free()
+        self._owners = [None] * len(self._owners)
+        self._asleep = True
+
+    def set_aside(self, leaving: Sequence[PageMove]) -> None:
+        """Hand pages over to the host tier between steps."""
+        self._transfers.store(self._transfers.read_out(leaving))
+
+    def wake(self, leaves: Sequence[Any]) -> None:
+        """Use new pages and state, and these weights, which have the shapes of the old ones."""
+        self._calls.wake(leaves)
+        self._asleep = False
+
+    @property
+    def page_bytes(self) -> int:
+        """The device memory of pages and state."""
+        return sum(leaf.nbytes for leaf in self._calls.memory)
 
     def recover(self) -> bool:
         """Recover from a failed step. True if pages and state were lost with it; `reset` has then made new ones.
 
         An error on the host leaves them as they were. An error on the device loses them: they were donated to the step.
         """
-        self._guided.release_gate(self._latest)
+        self._late.release_gate(self._latest)
         memory = self._calls.memory
         try:
             if not any(leaf.is_deleted() for leaf in memory):
@@ -268,22 +322,22 @@ class Runner:
         if self._closed:
             return
         self._closed = True
-        self._guided.release_gate(self._latest)
+        self._late.release_gate(self._latest)
         self._latest = None
         self._calls.free()
         self._uploads.clear()
 
     def _bucket(self, plan: StepPlan) -> Bucket:
-        processed = any(row.request.sampling.processors for row in plan.rows)
         sizes = [(len(part.decode), part.prefill_tokens, len(part.prefill)) for part in self._shards.split(plan)]
         size = dict(zip(("rows", "tokens", "prefills"), map(max, zip(*sizes, strict=True)), strict=True))
         max_requests = self.config.max_requests
-        lattice = self.programs.lattice_for(guided=plan.guided, pools=needs_pooled(plan))
-        best = bucket_for(lattice, max_requests, **size, processed=processed)
+        variants = self._features.variants(plan)
+        lattice = self.programs.lattice_for(variants, late=self._features.late.in_plan(plan))
+        best = bucket_for(lattice, max_requests, **size, variants=variants)
         if (self.prefer_ready or self.programs.soon(best)) and not self._ready(best):
             ready = [bucket for bucket in lattice if self._ready(bucket)]
             try:
-                return bucket_for(ready, max_requests, **size, processed=processed)
+                return bucket_for(ready, max_requests, **size, variants=variants)
             except ConfigError:
                 return best
         return best
@@ -323,15 +377,14 @@ class Runner:
         """
         admissions: list[_Admission] = []
         refused: dict[str, Exception] = {}
-        size = self.programs.width * self.programs.kv[0].page_size
+        size = self.programs.width * self.programs.page_size
         for row in plan.rows:
-            request, sampling = row.request, row.request.sampling
+            request = row.request
             if row.draft or (request is self._owners[row.slot] and row.epoch == self._epochs[row.slot]):
                 continue
             try:
                 self._constants.put(row)
-                needed = sampling.penalised or sampling.logit_bias or sampling.min_tokens or sampling.processors
-                admissions.append((row, pack_admission(row, size) if needed else None))
+                admissions.append((row, pack_admission(row, size) if self._features.reads_slot(request) else None))
             except Exception as error:
                 self._owners[row.slot] = None
                 refused[request.id] = error

@@ -6,10 +6,10 @@ from rekindle._src.kvcache.digest import page_digest, page_keys, root_digest
 from rekindle._src.kvcache.node import Node
 from rekindle._src.kvcache.offloaded import TierLike
 from rekindle._src.kvcache.pool import PagePool, pages_for
-from rekindle._src.kvcache.statistics import CacheStatistics
+from rekindle._src.kvcache.states import TreeStates
 from rekindle._src.kvcache.tiers.host import HostTier
 from rekindle._src.kvcache.tiers.tiers import Tiers
-from rekindle._src.kvcache.tree import PrefixCache, PrefixMatch, Published
+from rekindle._src.kvcache.tree import CacheStatistics, PrefixCache, PrefixMatch, Published
 
 __all__ = [
     "AnyCache",
@@ -24,6 +24,7 @@ __all__ = [
     "Published",
     "TierLike",
     "Tiers",
+    "TreeStates",
     "distinct",
     "page_digest",
     "page_keys",

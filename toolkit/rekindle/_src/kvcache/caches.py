@@ -10,10 +10,10 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
 from rekindle._src.core.records import IntArray, PageMove
+from rekindle._src.kvcache.kept import KeptCaptures
 from rekindle._src.kvcache.node import Node
 from rekindle._src.kvcache.offloaded import TierLike
-from rekindle._src.kvcache.statistics import CacheStatistics
-from rekindle._src.kvcache.tree import PrefixCache
+from rekindle._src.kvcache.tree import CacheStatistics, PrefixCache
 
 
 class PrefixCaches:
@@ -40,6 +40,10 @@ class PrefixCaches:
     @property
     def host_tier(self) -> TierLike | None:
         return self.shards[0].host_tier
+
+    @property
+    def kept(self) -> KeptCaptures | None:
+        return self.shards[0].kept
 
     @property
     def clock(self) -> Callable[[], float]:
@@ -70,6 +74,10 @@ class PrefixCaches:
     def find(self, tokens: IntArray, salt: str | None = None) -> list[Node]:
         """Return the known nodes of a prompt, in the tree that knows most of it."""
         return max((tree.find(tokens, salt) for tree in self.shards), key=len)
+
+    def with_state(self, nodes: list[Node]) -> list[Node]:
+        """Return `nodes`, since models with states run without data shards."""
+        return nodes
 
     def evict(self, count: int, *, read_out: bool = True) -> list[PageMove]:
         """Free up to `count` device pages of each shard."""

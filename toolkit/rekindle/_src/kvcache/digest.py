@@ -41,6 +41,13 @@ def salted_root(root: bytes, salt: str) -> bytes:
     return _mark(root) + blake2b(salt.encode("utf-8", "surrogatepass"), digest_size=8, person=b"rekindle salt").digest()
 
 
+def altered_by(root: str) -> tuple[str, ...]:
+    """Return the digests in the name of a root, as `records.root_name` makes it; none in that of a salt."""
+    if not root.startswith("\0") or root.startswith("\0\0"):
+        return ()
+    return tuple(root[1:].partition("\0")[0].split())
+
+
 def is_salted(digest: bytes, root: bytes) -> bool:
     """True if `digest` is the `salted_root` of `root` and some salt."""
     return digest.startswith(_mark(root))

@@ -21,20 +21,28 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from rekindle._src.core import html
 from rekindle._src.core.records import IntArray, PageMove
-from rekindle._src.kvcache.digest import page_keys, salt_key, salted_root
+from rekindle._src.kvcache.digest import altered_by, page_keys, salt_key, salted_root
 from rekindle._src.kvcache.eviction import EvictionQueue
+from rekindle._src.kvcache.kept import KeptCaptures
 from rekindle._src.kvcache.node import Node, NodeTable, is_below
 from rekindle._src.kvcache.offloaded import OffloadedNodes, TierLike
 from rekindle._src.kvcache.pool import PagePool
-from rekindle._src.kvcache.statistics import CacheStatistics
+from rekindle._src.kvcache.states import TreeStates
+
+MAX_ASIDE = 4  # roots whose nodes are kept while other weights are in use
 
 
 class PrefixMatch(NamedTuple):
-    """The longest cached prefix: `nodes[:on_device]` are on the device, the rest can be restored from the host tier."""
+    """The longest cached prefix: `nodes[:on_device]` are on the device, the rest can be restored from the host tier.
+
+    In a model with states, the last node has a state. Beyond it, up to `reached`, pages alone are cached.
+    """
 
     nodes: Sequence[Node]
     on_device: int
+    reached: int = 0  # pages
 
     @property
     def pages(self) -> list[int]:
@@ -49,6 +57,30 @@ class Published(NamedTuple):
     duplicates: list[int]  # its former pages, to be released when no step in flight reads them any more
 
 
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class CacheStatistics(html.Record):
+    """Sizes now, and counts since the cache was made."""
+
+    nodes: int
+    device_pages: int  # in the tree, held or not
+    evictable_pages: int
+    pinned_pages: int
+    forgotten_nodes: int
+    states: int  # on the device, in models with states
+    matches: int  # admissions that looked up a prefix
+    hits: int  # matches that found one
+    device_hit_pages: int
+    host_hit_pages: int
+    published_pages: int
+    merged_pages: int  # computed twice, kept once
+    evicted_pages: int
+    offloaded_pages: int
+    states_taken: int  # left by requests
+    states_restored: int  # brought back from host memory
+    states_evicted: int
+    stateless_pages: int  # cached, and computed again because no state was there
+
+
 class PrefixCache:
     """Radix tree over pages of token ids, on top of a page pool that it shares with sequences."""
 
@@ -59,18 +91,23 @@ class PrefixCache:
         root_key: bytes,
         *,
         host_tier: TierLike | None = None,
+        states: TreeStates | None = None,
+        kept: KeptCaptures | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.pool, self.page_size, self.root_key = pool, page_size, root_key
-        self.host_tier, self.clock = host_tier, clock
+        self.host_tier, self.clock, self.states, self.kept = host_tier, clock, states, kept
+        if states is not None:
+            states.digest_of = self.digest_of
         self.version = 0  # changes whenever a match may turn out differently
         self.generation = 0  # counts resets: a sequence of an older generation neither publishes nor releases
         self.pinned_pages = 0
         self._forgotten = 0
-        self._counts = {field.name: 0 for field in dataclasses.fields(CacheStatistics)[5:]}
+        self._counts = {field.name: 0 for field in dataclasses.fields(CacheStatistics)[6:]}
         self._leaves = EvictionQueue(pool)
-        self._table = NodeTable(page_size, root_key)
-        self._offloaded = OffloadedNodes(self._table, host_tier)
+        self._altered: dict[str, set[bytes]] = {}  # roots by what changes their pages
+        self._aside: dict[bytes, tuple[NodeTable, OffloadedNodes]] = {}  # by root, those of other weights
+        self._table, self._offloaded = self._empty()
 
     def __len__(self) -> int:
         return len(self._table)
@@ -89,7 +126,12 @@ class PrefixCache:
 
     def root_of(self, salt: str | None) -> Node:
         """Return the root of the first pages of requests with `salt`."""
-        return self.root if salt is None else self._table.salted(salted_root(self.root_key, salt))
+        if salt is None:
+            return self.root
+        digest = salted_root(self.root_key, salt)
+        for altered in altered_by(salt):
+            self._altered.setdefault(altered, set()).add(digest)
+        return self._table.salted(digest)
 
     def salted(self, digest: bytes) -> Node:
         """Return the root with this digest, which is that of a salt."""
@@ -109,6 +151,14 @@ class PrefixCache:
     def digest_of(self, node: Node) -> bytes:
         """Return the page's name in every process; computed once."""
         return self._table.digest_of(node)
+
+    def names_to(self, node: Node) -> list[bytes]:
+        """Return the digests of all pages from the root's first up to this one."""
+        names = []
+        while node.parent is not None:
+            names.append(self.digest_of(node))
+            node = node.parent
+        return names[::-1]
 
     def has(self, node: Node) -> bool:
         """True if `node` is still part of the tree."""
@@ -130,8 +180,22 @@ class PrefixCache:
     # -- lookup
 
     def probe(self, keys: Sequence[int], *, on_device: bool = True) -> int:
-        """Return about how many leading pages are on the device, or known at all. Quick: compares keys, not tokens."""
-        return self._table.depth(keys, on_device=on_device)
+        """Return about how many leading pages are on the device, or known at all. Quick: compares keys, not tokens.
+
+        Of pages on the device those count that a request can use: in a model with states, up to the deepest state.
+        """
+        depth = self._table.depth(keys, on_device=on_device)
+        if self.states is None or not on_device:
+            return depth
+        step = self.states.step // self.page_size
+        depth -= depth % step
+        while depth and not ((node := self._table.get(keys[depth - 1])) and node.state):
+            depth -= step
+        return depth
+
+    def depth(self, keys: Sequence[int]) -> int:
+        """Return how many leading pages are on the device, whether they have a state or not; approximate."""
+        return self._table.depth(keys, on_device=True)
 
     def match(self, keys: Sequence[int], tokens: IntArray, salt: str | None = None) -> PrefixMatch:
         """Return the longest prefix of `tokens` with pages on the device or in host memory. Compares tokens exactly."""
@@ -148,7 +212,10 @@ class PrefixCache:
             self._offloaded.forget(nodes[usable])
         if usable > on_device and self.host_tier is not None and not self.host_tier.worth(usable - on_device):
             usable = on_device
-        return PrefixMatch(nodes[:usable], on_device)
+        if self.states is None:
+            return PrefixMatch(nodes[:usable], on_device, usable)
+        count = self.states.deepest(nodes[:usable], self.states.usable)
+        return PrefixMatch(nodes[:count], min(on_device, count), usable)
 
     def to_fetch(self, keys: Sequence[int], tokens: IntArray, salt: str | None = None) -> tuple[list[bytes], int]:
         """Return the digests of pages to fetch from disk, so that every known page of `tokens` can be matched.
@@ -156,7 +223,7 @@ class PrefixCache:
         The count is the number of other pages, already in host memory, that would become usable too.
         """
         digests, in_host = [], 0
-        for node in self._table.find(self.root_of(salt), keys, tokens):
+        for node in self.with_state(self._table.find(self.root_of(salt), keys, tokens)):
             if node.page:
                 continue
             if self._offloaded.restorable(node):
@@ -166,6 +233,17 @@ class PrefixCache:
             else:
                 break
         return digests, in_host
+
+    def state_to_fetch(self, keys: Sequence[int], tokens: IntArray, salt: str | None = None) -> bytes | None:
+        """Return the digest of the state that `to_fetch` goes up to, if it has to be fetched from disk too."""
+        nodes = self.with_state(self._table.find(self.root_of(salt), keys, tokens))
+        if self.states is None or not nodes or nodes[-1].state or self.states.in_host_memory(nodes[-1]):
+            return None
+        return self.digest_of(nodes[-1])
+
+    def with_state(self, nodes: list[Node]) -> list[Node]:
+        """Return `nodes` up to the deepest with a state in any tier; all of them in a model without states."""
+        return nodes if self.states is None else nodes[: self.states.deepest(nodes, self.states.kept)]
 
     def lock(self, match: PrefixMatch) -> list[int]:
         """Take a reference to the matched device pages, for a sequence that is admitted now."""
@@ -180,6 +258,7 @@ class PrefixCache:
         self._counts["hits"] += bool(match.nodes)
         self._counts["device_hit_pages"] += match.on_device
         self._counts["host_hit_pages"] += len(match.nodes) - match.on_device
+        self._counts["stateless_pages"] += match.reached - len(match.nodes)
         return pages
 
     def restore(self, match: PrefixMatch, pages: Sequence[int]) -> list[PageMove]:
@@ -279,7 +358,7 @@ class PrefixCache:
             move = self._offloaded.depart(node) if read_out else None
             if move is not None:
                 moves.append(move)
-            self._leave(node)
+            self._leave(node, read_out=read_out)
             self._offloaded.forget(node)
             self._offloaded.sweep()
             self._counts["evicted_pages"] += 1
@@ -336,11 +415,41 @@ class PrefixCache:
         return len(unpinned) * self.page_size
 
     def pinned_prefix(self, tokens: IntArray, salt: str | None = None) -> int:
-        """Return how many leading pages of `tokens` are pinned."""
-        return sum(bool(node.pins) for node in self.find(tokens, salt))
+        """Return how many leading pages of `tokens` are pinned and can be used: in a model with states, up to one.
 
-    def reset(self, root_key: bytes | None = None) -> None:
-        """Forget everything, pins included. Pages that sequences hold return to the pool when these release them."""
+        A pinned node keeps its state on the device.
+        """
+        pinned = [node for node in self.find(tokens, salt) if node.pins]
+        return len(pinned) if self.states is None else self.states.deepest(pinned, lambda node: bool(node.state))
+
+    def drop_altered(self, altered: str, discard: Callable[[bytes], object] | None = None) -> None:
+        """Drop the pages that depend on a digest, except those in use. `discard` drops a payload in host memory."""
+        roots = {self._table.salted(digest) for digest in self._altered.pop(altered, ())}
+        nodes: dict[Node, None] = {}
+        for node in self:  # parents come first
+            if node.parent in roots or node.parent in nodes:
+                nodes[node] = None
+        for node in reversed(nodes):
+            if node.page and not (node.device_children or node.pins) and self.pool.references(node.page) == 1:
+                self._leave(node)
+            if not (node.page or node.pins):
+                if discard is not None:
+                    discard(self.digest_of(node))
+                self._offloaded.forget(node)
+        self.version += bool(nodes)
+
+    def reset(self, root_key: bytes | None = None, *, keep: bool = False) -> None:
+        """Forget everything, pins included. Pages that sequences hold return to the pool when these release them.
+
+        With `keep`, nodes and their payloads below the device are set aside under the old root, and are there again
+        when a later `keep` comes back to it. No node may have a page then.
+        """
+        if self.states is not None:
+            self.states.clear(keep=keep)
+        if keep:
+            self._set_aside()
+        else:
+            self._aside.clear()
         for node in self:
             if node.page:
                 if node.pins:
@@ -349,20 +458,41 @@ class PrefixCache:
                 node.page = 0
         self.root_key = self.root_key if root_key is None else root_key
         self._forgotten += self._offloaded.forgotten
-        self._table = NodeTable(self.page_size, self.root_key)
-        self._offloaded = OffloadedNodes(self._table, self.host_tier)
+        self._offloaded.forgotten = 0
+        kept = self._aside.pop(self.root_key, None)
+        self._table, self._offloaded = self._empty() if kept is None else kept
+        self._altered.clear()
         self._leaves.clear()
-        if self.host_tier is not None:
+        if self.host_tier is not None and not keep:
             self.host_tier.clear()
+        if self.kept is not None:
+            self.kept.clear(self.root_key)
         self.pinned_pages = 0
         self.generation += 1
         self.version += 1
+
+    def _empty(self) -> tuple[NodeTable, OffloadedNodes]:
+        table = NodeTable(self.page_size, self.root_key)
+        return table, OffloadedNodes(table, self.host_tier)
+
+    def _set_aside(self) -> None:
+        assert not any(node.page or node.pins for node in self), "pages are read out before their nodes are set aside"
+        self._aside[self.root_key] = self._table, self._offloaded
+        while len(self._aside) > MAX_ASIDE:
+            del self._aside[next(iter(self._aside))]  # the tier drops their payloads when it needs the room
 
     # -- statistics
 
     def statistics(self) -> CacheStatistics:
         kept, cached, forgotten = self.pool.cache_refs, self.pool.cached, self._forgotten + self._offloaded.forgotten
-        return CacheStatistics(len(self), kept, cached, self.pinned_pages, forgotten, **self._counts)
+        counts, states = self._counts, self.states
+        if states is not None:
+            counts = counts | {
+                "states_taken": states.taken, "states_restored": states.restored, "states_evicted": states.evicted
+            }  # fmt: skip
+        return CacheStatistics(
+            len(self), kept, cached, self.pinned_pages, forgotten, 0 if states is None else len(states), **counts
+        )
 
     def references(self) -> NDArray[np.int32]:
         """Return how many references to each page the tree accounts for."""
@@ -380,6 +510,11 @@ class PrefixCache:
         )
         assert all(self.pool.is_kept(page) for page in pages), "a node's page is not kept"
         assert self.pinned_pages == sum(bool(node.pins) for node in self), "the count of pinned pages drifted"
+        assert sum(bool(node.state) for node in self) == (0 if self.states is None else len(self.states)), (
+            "a state is in the tree twice, or kept without a node"
+        )
+        if self.kept is not None:
+            self.kept.check_integrity()
 
     # -- internal
 
@@ -391,10 +526,12 @@ class PrefixCache:
         if node.pins:
             self.pool.share([page])
 
-    def _leave(self, node: Node) -> None:
-        """Take a node's device page away."""
+    def _leave(self, node: Node, *, read_out: bool = False) -> None:
+        """Take a node's device page away, and its state with it, which is offloaded if it is `read_out`."""
         parent = node.parent
         assert parent is not None
+        if self.states is not None:
+            self.states.leave(node, read_out=read_out)
         if node.pins:
             self.pool.release([node.page])
         self.pool.drop(node.page)

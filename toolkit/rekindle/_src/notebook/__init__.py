@@ -6,10 +6,9 @@ thread anyway, and a button's click reaches the kernel only while no cell runs.
 
 from __future__ import annotations
 
-from rekindle._src.core.progress import Progress
+from rekindle._src.core.activity import Progress
 from rekindle._src.notebook.chat import ChatView
-from rekindle._src.notebook.dashboard import Dashboard
-from rekindle._src.notebook.streaming import StreamView
-from rekindle._src.notebook.tree import TreeView
+from rekindle._src.notebook.dashboard import Dashboard, TreeView
+from rekindle._src.notebook.live import StreamView
 
 __all__ = ["ChatView", "Dashboard", "Progress", "StreamView", "TreeView"]

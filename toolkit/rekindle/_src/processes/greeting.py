@@ -1,8 +1,16 @@
 """The greeting of a connection: both sides prove that they know the secret, and derive the connection's keys.
 
+Between the processes of a session:
+
     leader    MAGIC  its random number
     follower  MAGIC  its random number  its process  process count  HMAC(secret, "follower" and all of these)
     leader    an `Answer`               HMAC(secret, "leader" and all of these), if the answer is WELCOME
+
+Between sessions that share pages, and nothing else but a secret:
+
+    listener  PAGES_MAGIC  its random number
+    caller    PAGES_MAGIC  its random number  HMAC(secret, "caller" and both)
+    listener  1            HMAC(secret, "listener" and both); or 0, and the connection ends
 
 Messages have a fixed length until both have proved themselves. The secret itself is never sent.
 """
@@ -22,6 +30,7 @@ from rekindle._src.processes.channel import Channel, Keys, exactly, mark
 from rekindle.errors import ConfigError, ProcessLost, ProcessRefused
 
 MAGIC = b"rekindle processes 1\n"
+PAGES_MAGIC = b"rekindle pages 1\n"
 SECRET, SECRET_FILE = "REKINDLE_PROCESS_SECRET", "REKINDLE_PROCESS_SECRET_FILE"
 SHORTEST_SECRET = 16
 GREETING_SECONDS = 10.0
@@ -49,6 +58,11 @@ _WORDS = {
     Answer.SECRET: f"it has another secret. Give both the same {SECRET}",
     Answer.COUNT: "it shares its model among another number of processes. Pass the same --processes",
     Answer.TAKEN: "it has another process of this number already. Number the followers from 1",
+}
+_REFUSALS = {
+    Answer.SECRET: f"it does not know the secret. Give all processes the same {SECRET}",
+    Answer.COUNT: "its --process or --processes does not fit this session",
+    Answer.TAKEN: "its number has joined already",
 }
 
 
@@ -108,13 +122,6 @@ def lead(
     return claimed.process, Channel(connection, _keys(key, leader_random, follower_random, leads=True), silence=silence)
 
 
-_REFUSALS = {
-    Answer.SECRET: f"it does not know the secret. Give all processes the same {SECRET}",
-    Answer.COUNT: "its --process or --processes does not fit this session",
-    Answer.TAKEN: "its number has joined already",
-}
-
-
 def follow(connection: socket.socket, key: bytes, place: Place, *, silence: float) -> Channel:
     """Greet the leader. Raises ProcessRefused, with its answer, if this process may not join."""
     connection.settimeout(GREETING_SECONDS)
@@ -133,6 +140,48 @@ def follow(connection: socket.socket, key: bytes, place: Place, *, silence: floa
     if not hmac.compare_digest(exactly(connection, _PROOF), mark(key, b"leader", leader_random, greeting)):
         raise ProcessRefused(f"the leader does not know the secret. Give all processes the same {SECRET}")
     return Channel(connection, _keys(key, leader_random, follower_random, leads=False), silence=silence)
+
+
+def listen(connection: socket.socket, secret: bytes) -> Keys:
+    """Greet a process that has connected. Return the keys of this side. Raises ProcessRefused without the secret."""
+    connection.settimeout(GREETING_SECONDS)
+    listener_random = secrets.token_bytes(_RANDOM)
+    _send(connection, PAGES_MAGIC + listener_random)
+    message = bytes(exactly(connection, len(PAGES_MAGIC) + _RANDOM + _PROOF))
+    caller_random, proof = message[len(PAGES_MAGIC) : -_PROOF], message[-_PROOF:]
+    if not (
+        message.startswith(PAGES_MAGIC)
+        and hmac.compare_digest(proof, mark(secret, b"caller", listener_random, caller_random))
+    ):
+        _send(connection, bytes([0]) + bytes(_PROOF))
+        raise ProcessRefused("a process was refused that does not know the secret")
+    _send(connection, bytes([1]) + mark(secret, b"listener", listener_random, caller_random))
+    return Keys(
+        mark(secret, b"to the caller", listener_random, caller_random),
+        mark(secret, b"to the listener", listener_random, caller_random),
+    )
+
+
+def call(connection: socket.socket, secret: bytes) -> Keys:
+    """Greet the listener; returns the keys of this side. Raises ProcessRefused if either does not know the secret."""
+    connection.settimeout(GREETING_SECONDS)
+    message = bytes(exactly(connection, len(PAGES_MAGIC) + _RANDOM))
+    if not message.startswith(PAGES_MAGIC):
+        raise ProcessRefused(
+            "what answers there shares no pages as this version of rekindle does. Check the address, and install one "
+            "version"
+        )
+    listener_random, caller_random = message[len(PAGES_MAGIC) :], secrets.token_bytes(_RANDOM)
+    _send(connection, PAGES_MAGIC + caller_random + mark(secret, b"caller", listener_random, caller_random))
+    answer = bytes(exactly(connection, 1 + _PROOF))
+    if answer[0] != 1:
+        raise ProcessRefused("it has another secret. Give both sessions the same one")
+    if not hmac.compare_digest(answer[1:], mark(secret, b"listener", listener_random, caller_random)):
+        raise ProcessRefused("what answers there does not know the secret. Give both sessions the same one")
+    return Keys(
+        mark(secret, b"to the listener", listener_random, caller_random),
+        mark(secret, b"to the caller", listener_random, caller_random),
+    )
 
 
 def _send(connection: socket.socket, content: bytes) -> None:

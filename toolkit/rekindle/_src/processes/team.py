@@ -1,4 +1,10 @@
-"""The leader's view of its followers: sends each call to all of them, and collects their answers."""
+"""The leader's view of its followers: sends each call to all of them, and collects their answers.
+
+Each process keeps in host memory the part of a page that its devices have, under the page's digest. The leader alone
+decides which are kept: each gather names the digests of its parts, and other messages name the digests to be dropped.
+Messages of one connection keep their order, so every process has the same digests after the same messages. A page that
+is dropped while it is still on its way from the devices is not kept by any of them.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +13,28 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 
 from rekindle._src.core.guides import Mask
-from rekindle._src.execution.device_calls import Recorder
-from rekindle._src.processes.call_codec import CallCodec
-from rekindle._src.processes.channel import Channel
+from rekindle._src.kvcache.digest import DIGEST_SIZE
+from rekindle._src.kvcache.persist.identity import Identity
+from rekindle._src.kvcache.persist.segment import Page
+from rekindle._src.kvcache.tiers.disk import DividedDiskTier
+from rekindle._src.kvcache.tiers.host import DividedHostTier
+from rekindle._src.processes.channel import LIMITS, Channel, Kind
+from rekindle._src.processes.codec import DONE, CallCodec, checksum
 from rekindle._src.processes.facts import Facts, as_json, compare, decoded, from_json
-from rekindle._src.processes.kinds import Kind
-from rekindle._src.processes.results import DONE, checksum
-from rekindle._src.processes.shared_pages import SharedPages
+from rekindle._src.processes.others import OtherProcesses, Say
+from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.buckets import Bucket
-from rekindle._src.programs.keys import Key
+from rekindle._src.programs.helpers import Key
+from rekindle._src.programs.page_parts import Heads, layout_of
 from rekindle._src.programs.programs import Programs
-from rekindle.errors import CheckpointError, CompileError, ProcessLost, RekindleError
+from rekindle.errors import CheckpointError, CompileError, InvalidRequest, ProcessLost, RekindleError
 from rekindle_kernels import MaskGate
 
 LOOK_SHARE = 0.03  # of a step's time, by which its end is noticed later because followers are checked meanwhile
@@ -31,6 +42,106 @@ SHORTEST_LOOK, LONGEST_LOOK = 5e-5, 2e-3  # seconds
 PING_SECONDS = 1.0
 CLOSE_SECONDS = 1.0  # for followers to receive the end of the session
 FAILURE_SECONDS = 3.0  # after a failed call, until the loss of a follower is known
+MOST_NAMES = LIMITS[Kind.DROP] // DIGEST_SIZE
+MOST_STORED = 1024  # pages of a message that has them written
+
+
+class Connections(Protocol):
+    """The followers of a session, by process."""
+
+    def send_to(self, process: int, kind: Kind, content: bytes) -> None: ...
+    def ask_each(self, kind: Kind, content: bytes, answer: Kind) -> Mapping[int, bytes]:
+        """Send all followers the same message. Return their answers. One caller at a time."""
+        ...
+
+
+class SharedPages:
+    """Implements `OtherHosts` of `kvcache.tiers.host` and `OtherDisks` of `kvcache.tiers.disk`."""
+
+    def __init__(self, followers: Connections, codec: CallCodec, heads: Mapping[int, Heads]) -> None:
+        """Set up; `heads` are the kv heads of a page that each follower's devices have."""
+        self._followers, self._codec, self._heads = followers, codec, heads
+        self._lock = threading.Lock()  # expected digests change together with the message that names them
+        self._asking = threading.Lock()
+        self._expected: set[bytes] = set()  # on their way from the devices
+        self._on_disk: dict[int, set[bytes]] = {}  # digests that each follower has read from its disk, and not kept yet
+
+    def gather(self, digests: Sequence[bytes], send: Callable[[], None]) -> None:
+        """Send the message of a gather with `send`, and expect its pages from the devices."""
+        with self._lock:
+            self._expected.update(digests)
+            send()
+
+    def note_arrival(self, digest: bytes) -> bool:
+        """Note that this process's part has left the devices. True if it is still to be kept."""
+        with self._lock:
+            expected = digest in self._expected
+            self._expected.discard(digest)
+            return expected
+
+    def own_part(self, whole: paged.Payload) -> paged.Payload:
+        """Return this process's part of a whole page."""
+        return self._codec.parts.cut(whole)
+
+    def keep(self, digest: bytes, whole: paged.Payload) -> None:
+        """Give each follower its part of a page, unless it has read it. Raises ProcessLost if one is gone."""
+        for process, heads in self._heads.items():
+            stored = digest in self._on_disk.get(process, ())
+            if stored:
+                self._on_disk[process].discard(digest)
+            content = self._codec.part(digest, None if stored else self._codec.parts.cut(whole, heads))
+            self._followers.send_to(process, Kind.KEEP, content)
+
+    def forget_read(self) -> None:
+        """Forget read parts: followers are about to read other pages, and drop those that they need not keep."""
+        self._on_disk = {}
+
+    def read(self, digests: Sequence[bytes]) -> None:
+        """Have the followers read their parts from disk; one caller at a time. Raises ProcessLost if one is gone."""
+        answers = self._followers.ask_each(Kind.READ, self._codec.encode_digests(digests), Kind.HAVE)
+        self._on_disk = {process: set(self._codec.read_digests(content)) for process, content in answers.items()}
+
+    def store(self, pages: Sequence[Page]) -> None:
+        """Have all followers write the parts of pages that they still have."""
+        with contextlib.suppress(RekindleError):
+            for at in range(0, len(pages), MOST_STORED):
+                content = self._codec.encode_records(pages[at : at + MOST_STORED])
+                for process in self._heads:
+                    self._followers.send_to(process, Kind.STORE, content)
+
+    def forget(self) -> None:
+        """Have all followers remove their parts on disk."""
+        with contextlib.suppress(RekindleError):
+            for process in self._heads:
+                self._followers.send_to(process, Kind.FORGET, b"")
+
+    def drop(self, digests: Sequence[bytes]) -> None:
+        """Have all followers drop pages. A lost follower is ignored: the session ends because of it elsewhere."""
+        with self._lock:
+            self._expected.difference_update(digests)
+            with contextlib.suppress(RekindleError):
+                for at in range(0, len(digests), MOST_NAMES):
+                    content = self._codec.encode_digests(digests[at : at + MOST_NAMES])
+                    for process in self._heads:
+                        self._followers.send_to(process, Kind.DROP, content)
+
+    def whole(self, digest: bytes, own_part: paged.Payload) -> paged.Payload | None:
+        """Join this process's part of a page with those of all followers; None if one of them has none."""
+        parts = []
+        try:
+            with self._asking:
+                answers = self._followers.ask_each(Kind.FETCH, digest, Kind.PART)
+        except RekindleError:
+            return None
+        for process, content in answers.items():
+            heads = self._heads[process]
+            name, part = self._codec.read_part(content, layout_of(self._codec.parts.whole, heads))
+            if name != digest:
+                raise ProcessLost(f"process {process} sent page {name.hex()} where {digest.hex()} was asked for")
+            if part is None:
+                return None
+            parts.append((heads, part))
+        return self._codec.parts.join(own_part, parts)
 
 
 class Follower:
@@ -41,7 +152,7 @@ class Follower:
         self.answers: dict[Kind, collections.deque[bytes]] = collections.defaultdict(collections.deque)
 
 
-class Team(Recorder):
+class Team(OtherProcesses):
     """All followers. They make the calls that are recorded.
 
     The first error is kept in `lost`. From then on every method raises it; the connections are closed, so that the
@@ -82,6 +193,10 @@ class Team(Recorder):
         """Send the followers the description of the session."""
         self._broadcast(Kind.WELCOME, session)
 
+    @property
+    def agreement(self) -> Callable[[Facts], int]:
+        return self.agree
+
     def agree(self, own_facts: Facts) -> int:
         """Compare the facts of all followers with this process's. Return the pages that all have room for."""
         pages = own_facts.pages
@@ -96,8 +211,9 @@ class Team(Recorder):
         self._broadcast(Kind.AGREED, as_json({"device_pages": pages}))
         return pages
 
-    def begin(self, programs: Programs) -> None:
+    def begin(self, programs: Programs, say: Say = lambda stage: None) -> None:
         """Wait until all followers have their weights; calls may be made from then on."""
+        say("the other processes")
         for _ in self._answers(Kind.LOADED):
             pass
         self._codec = codec = CallCodec(programs)
@@ -109,6 +225,12 @@ class Team(Recorder):
         """The parts of pages that all processes keep in host memory."""
         assert self._pages is not None, "followers are not ready"
         return self._pages
+
+    def host(self, budget: int) -> DividedHostTier:
+        return DividedHostTier(budget, self.pages)
+
+    def disk(self, folder: Path, budget: int, identity: Identity) -> DividedDiskTier:
+        return DividedDiskTier(folder, budget, identity, self.pages)
 
     def watch(self, watcher: Callable[[BaseException], object]) -> None:
         """Call `watcher`, from any thread, when `lost` is set; at once if it is set already."""
@@ -176,12 +298,19 @@ class Team(Recorder):
     def replace_weights(self) -> None:
         self._broadcast(Kind.TAKE_WEIGHTS)
 
-    def load_weights(self, weights: str, load: Callable[[], str]) -> None:
+    def load_weights(self, weights: Any, load: Callable[[], str]) -> None:
         """Have all followers read other weights while `load` does so here, which returns their fingerprint.
 
         They are used after `replace_weights`. Raises the error of `load`, or CheckpointError with a follower's error.
         """
-        self._broadcast(Kind.LOAD_WEIGHTS, as_json({"weights": weights}))
+        if not isinstance(weights, str | Path):
+            raise InvalidRequest(
+                "weights",
+                type(weights).__name__,
+                "is in this process only, and others share the model",
+                "Pass a folder or hub id that all of them can read",
+            )
+        self._broadcast(Kind.LOAD_WEIGHTS, as_json({"weights": str(weights)}))
         try:
             fingerprint, problem = load(), None
         except Exception as error:

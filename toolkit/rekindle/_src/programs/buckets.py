@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Sequence
 
 from rekindle._src.core.config import EngineConfig
 from rekindle.errors import ConfigError
@@ -20,6 +21,14 @@ TOKENS_STEP = 4  # prefill buckets: 512, 128, 32
 MIXED_ROWS_STEP = 8  # decode rows beside prefill tokens: 16, 2
 MAX_PREFILL_ROWS = 64
 FORWARD, CHOICE, BOTH, GATED = "f", "c", "g", "m"
+# Variants of programs, by letters in their names: with the user's logits processors, with pooled hidden states, and
+# with log-probabilities of the whole vocabulary; with adapters.
+PROCESSED, POOLS, WHOLE, ADAPTED = "p", "e", "w", "a"
+# With changes of the residual stream, or of the outputs of attention and MLP as well; with results of the stream, or of
+# what is inside layers as well; with the user's taps.
+STEERS, STEERS_MORE, CAPTURES, CAPTURES_MORE, TAPPED = "s", "i", "t", "u", "x"
+_OF_CHOICE = PROCESSED + WHOLE  # of two programs of a step, the second has these variants and the first one all others
+_OF_PROMPTS = POOLS  # steps without a prompt need none of these
 GUIDED_ROWS = 8
 
 
@@ -29,21 +38,22 @@ class Bucket:
 
     rows: int  # decode rows, padding included
     tokens: int  # prefill tokens, padding included
-    processed: bool = False  # the variant that contains the user's logits processors
-    pools: bool = False  # the variant that also pools the hidden states of its prefill sequences
+    variants: str = ""  # of features that not all programs contain
     # Of a step with guided rows: GATED is one program that waits for its masks. Elsewhere there are two, FORWARD and
     # CHOICE, and BOTH for their sizes.
     part: str = ""
 
     @property
     def name(self) -> str:
-        return f"r{self.rows}t{self.tokens}" + ("p" if self.processed else "") + ("e" if self.pools else "") + self.part
+        return f"r{self.rows}t{self.tokens}{self.variants}{self.part}"
 
     @property
     def halves(self) -> tuple[Bucket, Bucket]:
         """The forward and the choice program of a guided step of this size."""
-        forward = dataclasses.replace(self, processed=False, part=FORWARD)
-        return forward, dataclasses.replace(self, pools=False, part=CHOICE)
+        first = "".join(letter for letter in self.variants if letter not in _OF_CHOICE)
+        second = "".join(letter for letter in self.variants if letter in _OF_CHOICE)
+        forward = dataclasses.replace(self, variants=first, part=FORWARD)
+        return forward, dataclasses.replace(self, variants=second, part=CHOICE)
 
     @property
     def programs(self) -> tuple[Bucket, ...]:
@@ -80,18 +90,18 @@ def padded_rows(rows: int, max_requests: int, *, mixed: bool) -> int:
     return next(size for size in row_sizes(max_requests, mixed=mixed) if size >= rows)
 
 
-def lattice(config: EngineConfig, *, processed: bool = False, single: bool = False) -> tuple[Bucket, ...]:
-    """Return every step program of a session; with `processed`, also the variants with logits processors.
+def lattice(config: EngineConfig, variants: Sequence[str] = (), *, single: bool = False) -> tuple[Bucket, ...]:
+    """Return every step program that is compiled ahead, in each combination of `variants`.
 
     With `single`, one row has a program of its own (135M on CPU, native products: 7.3 ms, 9.1 with one row of padding).
     """
     most = config.max_requests
-    variants = (False, True) if processed else (False,)
+    combined = combinations(variants)
     sizes = (*((1,) if single else ()), *row_sizes(most, mixed=False))
-    decode = [Bucket(rows, 0, variant) for variant in variants for rows in sizes]
+    decode = [Bucket(rows, 0, letters) for letters in combined for rows in sizes]
     mixed = [
-        Bucket(rows, tokens, variant)
-        for variant in variants
+        Bucket(rows, tokens, letters)
+        for letters in combined
         for rows in row_sizes(most, mixed=True)
         for tokens in _powers(config.max_tokens_per_step, SMALLEST_TOKENS, TOKENS_STEP)
     ]
@@ -120,25 +130,38 @@ def programs_of(sizes: Iterable[Bucket]) -> tuple[Bucket, ...]:
     return tuple(dict.fromkeys(program for size in sizes for program in size.programs))
 
 
-def pooling_lattice(buckets: Iterable[Bucket]) -> tuple[Bucket, ...]:
-    """Return the variants of buckets with prefill tokens that also pool hidden states."""
-    return tuple(dataclasses.replace(bucket, pools=True) for bucket in buckets if bucket.tokens)
+@functools.cache
+def with_variants(buckets: tuple[Bucket, ...], letters: str) -> tuple[Bucket, ...]:
+    """Return the buckets that have a further variant of these."""
+    return tuple(
+        dataclasses.replace(bucket, variants=bucket.variants + letters)
+        for bucket in buckets
+        if bucket.tokens or not set(letters) & set(_OF_PROMPTS)
+    )
+
+
+def combinations(letters: Sequence[str]) -> list[str]:
+    """Return every combination of variants, in their order; the first is none of them.
+
+    Of an entry with several letters each combination has one at most.
+    """
+    return ["".join(chosen) for chosen in itertools.product(*(("", *choices) for choices in letters))]
 
 
 def gated(half: Bucket, plain: tuple[Bucket, ...]) -> Bucket:
     """Return the program that waits for its masks, in place of a half; the smallest may have fewer rows than that."""
-    size = dataclasses.replace(half, pools=False, part=GATED)
+    size = dataclasses.replace(half, variants=half.variants.replace(POOLS, ""), part=GATED)
     return size if size in guided_lattice(plain, GATED) else dataclasses.replace(size, rows=1)
 
 
-def guided_programs(lattices: Iterable[tuple[Bucket, ...]]) -> tuple[Bucket, ...]:
-    """Return every program that steps with guided rows may run, from the sizes of other steps."""
-    sizes = [size for part in (GATED, BOTH) for plain in lattices for size in guided_lattice(plain, part)]
-    return programs_of((*sizes, *pooling_lattice(sizes)))
+def guided_programs(lattices: Iterable[tuple[Bucket, ...]], variants: Sequence[str] = ()) -> tuple[Bucket, ...]:
+    """Return every program that steps with guided rows may run, from the sizes of other steps and further variants."""
+    sizes = tuple(size for part in (GATED, BOTH) for plain in lattices for size in guided_lattice(plain, part))
+    return programs_of(size for letters in combinations(variants) for size in with_variants(sizes, letters))
 
 
 def bucket_for(
-    buckets: Iterable[Bucket], max_requests: int, *, rows: int, tokens: int, prefills: int, processed: bool = False
+    buckets: Iterable[Bucket], max_requests: int, *, rows: int, tokens: int, prefills: int, variants: str = ""
 ) -> Bucket:
     """Return the bucket with the fewest tokens that holds the step. Raise ConfigError if there is none."""
     fitting = [
@@ -147,7 +170,7 @@ def bucket_for(
         if bucket.rows >= rows
         and bucket.tokens >= tokens
         and prefill_rows(bucket.tokens, max_requests) >= prefills
-        and bucket.processed == processed
+        and bucket.variants == variants
     ]
     if not fitting:
         raise ConfigError(

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from rekindle._src.models.placement import Placement
+from rekindle._src.models.base import Placement
+from rekindle._src.models.placement import MeshPlacement
 from rekindle._src.models.roles import ALL
 from rekindle._src.programs.buckets import prefill_rows
 
@@ -66,10 +67,9 @@ def collective_times(placement: Placement, max_requests: int, max_tokens: int) -
 
     The first call for a mesh and a model's widths compiles four small programs.
     """
-    if placement.partition.size == 1 or placement.processes > 1:
+    if not isinstance(placement, MeshPlacement) or placement.size == 1 or placement.processes > 1:
         return None
     config = placement.config
-    norms = config.num_layers if config.model_type == "olmo2" else 0  # means of squares, over all heads
     dtype = jnp.dtype(placement.graph.precision.stream).name
     tokens, rows = min(MOST_TOKENS, max_tokens), min(MOST_ROWS, max_requests)
     mesh, vocab = placement.mesh, placement.local.config.vocab_size
@@ -77,7 +77,7 @@ def collective_times(placement: Placement, max_requests: int, max_tokens: int) -
         _line(mesh, _summing, max(2, tokens), config.hidden_size, dtype),
         _line(mesh, _gathering, max(2, rows), vocab, "float32"),
         1 + 2 * config.num_layers,
-        norms,
+        placement.means,
         max_requests,
     )
 

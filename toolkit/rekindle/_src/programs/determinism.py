@@ -38,8 +38,13 @@ def reason_against(model: ModelConfig, config: EngineConfig) -> str | None:
         return "experts are multiplied in an order that depends on the batch"
     if model.model_type == "gpt2":
         return "XLA computes its layer norms, for which nothing is promised"
-    if model.head_dim % HEAD_DIM:
-        return f"the head size {model.head_dim} is not a multiple of {HEAD_DIM}"
+    if any(pages.latent for pages in model.kinds_of_pages):
+        return "XLA attends to latent pages, for which nothing is promised"
+    if model.is_bidirectional:
+        return "XLA attends to tokens behind a query, for which nothing is promised"
+    uneven = [pages.key_size for pages in model.kinds_of_pages if pages.key_size % HEAD_DIM]
+    if uneven:
+        return f"the head size {uneven[0]} is not a multiple of {HEAD_DIM}"
     if model.hidden_size % WIDTH:
         return f"the hidden size {model.hidden_size} is not a multiple of {WIDTH}"
     return None

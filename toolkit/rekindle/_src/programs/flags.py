@@ -1,4 +1,4 @@
-"""Flags: the features that rows need of a step, as bits.
+"""Flags: the options that rows need of a step, as bits.
 
 The host knows them from the options, so that programs need no reductions to derive them. A row carries its own bits and
 a step the union of its rows', which the conditions of the step program read.
@@ -7,7 +7,7 @@ a step the union of its rows', which the conditions of the step program read.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TypeVar
 
 from jax import Array, lax
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class Flag(enum.IntFlag):
-    """The features of a row. Bits from FIRST_PROCESSOR up are the session's logits processors, in their order."""
+    """The flags of a row. Bits from FIRST_PROCESSOR up are the session's logits processors, in their order."""
 
     SAMPLES = 1  # the last position's logits choose a token
     DRAWS = 2  # temperature is above 0
@@ -33,28 +33,24 @@ class Flag(enum.IntFlag):
     PROMPT_LOGPROBS = 512
     KEPT = 1024  # the row's keys and values are in a shared page already and are not written again
     CHOOSES = 2048  # the row's logits are needed: it samples, or it is a draft
+    SAMPLED_LOGPROBS = 1 << 28  # behind the processors' bits
 
 
-SHAPES = Flag.BIASED | Flag.PENALISED | Flag.BARRED
 FIRST_PROCESSOR = 12  # bit
 MAX_PROCESSORS = 16
-GREEDY = Flag.SAMPLES | Flag.KEPT | Flag.CHOOSES  # all the features of steps of greedy rows without further options
+GREEDY = Flag.SAMPLES | Flag.KEPT | Flag.CHOOSES  # all the flags of steps of greedy rows without further options
 PROCESSORS = ((1 << MAX_PROCESSORS) - 1) << FIRST_PROCESSOR
 
 
-def flags_of(sampling: Sampling, processors: Mapping[str, int]) -> int:
-    """Return the bits that do not change during a request. `processors` maps names to their index in the session."""
+def drawing_flags(sampling: Sampling) -> int:
+    """Return the bits of the options by which a token is drawn."""
     flags = Flag(0)
     if not sampling.greedy:
         flags |= Flag.DRAWS
         flags |= Flag.TOP_K * (sampling.top_k > 0)
         flags |= Flag.LARGE_K * (sampling.top_k > SMALL_TOP_K)
         flags |= Flag.TOP_P * (sampling.top_p < 1.0)
-    flags |= Flag.BIASED * bool(sampling.logit_bias)
-    flags |= Flag.PENALISED * sampling.penalised
-    flags |= Flag.LOGPROBS * (sampling.logprobs is not None)
-    flags |= Flag.PROMPT_LOGPROBS * (sampling.prompt_logprobs is not None)
-    return int(flags) | sum(1 << (FIRST_PROCESSOR + processors[name]) for name in set(sampling.processors))
+    return int(flags)
 
 
 def branch(condition: Array | bool, yes: Callable[[], T], no: Callable[[], T]) -> T:

@@ -7,6 +7,7 @@ import dataclasses
 import jax
 
 from rekindle._src.programs import kv_layout as paged
+from rekindle._src.programs.buckets import Bucket
 from rekindle._src.programs.partitioning import Partitioning
 from rekindle_kernels import current_platform
 
@@ -22,18 +23,25 @@ class Helper:
 
     "memory" makes pages and state, "admit" writes a request's history into its slot, "tables" writes whole page tables,
     "gather" and "scatter" move pages; "collect" is a gather that gives each process of several the whole pages.
+    "lens" computes logits of rows of the residual stream.
+    "state_out" and "state_in" move the states of one sequence.
     """
 
     kind: str
-    pages: int = 0  # pages that it moves
+    pages: int = 0  # pages that it moves, or rows
 
     @property
     def name(self) -> str:
         return f"{self.kind}{self.pages}" if self.pages > FEW else self.kind
 
 
+Key = Bucket | Helper  # the name of a program: a step is named by its bucket
+STATE_OUT, STATE_IN = Helper("state_out", 1), Helper("state_in", 1)
 MEMORY, ADMIT, TABLES = Helper("memory"), Helper("admit"), Helper("tables")
 GATHER, SCATTER, COLLECT = Helper("gather", FEW), Helper("scatter", FEW), Helper("collect", FEW)
+
+
+LENS = Helper("lens", 32)
 
 
 def moved_pages(parts: Partitioning, kv: paged.KV) -> tuple[int, ...]:
@@ -44,7 +52,8 @@ def moved_pages(parts: Partitioning, kv: paged.KV) -> tuple[int, ...]:
     """
     if current_platform() == "cpu" or parts.multi_process:
         return (FEW,)
-    page = sum(leaf.size // leaf.shape[0] * leaf.dtype.itemsize for leaf in jax.tree.leaves(kv))
+    layers = paged.pages_of(kv)
+    page = sum(leaf.size // leaf.shape[0] * leaf.dtype.itemsize for leaf in jax.tree.leaves(layers))
     return (*[pages for pages in MANY if pages * page <= TRANSFER][:1], FEW)
 
 

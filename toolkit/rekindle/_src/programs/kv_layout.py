@@ -1,23 +1,28 @@
 """The layout of keys and values in device memory, which the engine sees as an opaque pytree, one entry per layer.
 
+A page id stands for a page of every layer that has some, and each layer's array has the shape that
+`ModelConfig.caches` gives it. In transfers, layers whose pages are alike are one array.
+
 Axes: P pages, n pages of a transfer, S tokens per page.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from rekindle._src.models.config import ModelConfig
-from rekindle._src.programs.packing import Paging
+from rekindle._src.models.config import Cache, ModelConfig, Pages
+from rekindle._src.programs.feature import Paging
 from rekindle_kernels import (
     AttentionInputs,
     AttentionOptions,
     LayerKV,
+    RaggedBatch,
     abstract_pages,
     fill_pages,
     gather_pages,
@@ -25,19 +30,55 @@ from rekindle_kernels import (
     write_kv,
 )
 
-KV = tuple[LayerKV, ...]
-Payload = tuple[Any, ...]  # [n, layers, …] for each leaf of a layer
+
+class Layer(NamedTuple):
+    """The pages of one layer, and an array [slots + 1, …] for each part of its states, scratch slot first."""
+
+    pages: LayerKV | None = None  # None: it attends to the pages of another layer, or to none
+    states: tuple[Any, ...] = ()
 
 
-def abstract(model: ModelConfig, pages: int, page_size: int, dtype: str) -> KV:
-    """Return shapes and dtypes of every layer's pages. Nothing is allocated."""
-    layer = abstract_pages(pages, model.num_kv_heads, page_size, model.head_dim, dtype)
-    return (layer,) * model.num_layers
+KV = tuple[Layer, ...]
+Payload = tuple[Any, ...]  # of each group of layers, [n, layers, …] for each leaf of a layer
+
+
+def abstract(model: ModelConfig, pages: int, page_size: int, dtype: str, slots: int = 0) -> KV:
+    """Return shapes and dtypes of every layer's pages, or of its states in `slots`. Nothing is allocated."""
+
+    def layer(cache: Cache) -> Layer:
+        shapes = () if cache.state is None else cache.state.shapes
+        states = tuple(jax.ShapeDtypeStruct((slots + 1, *shape), jnp.float32) for shape in shapes)
+        own = cache.pages
+        if not isinstance(own, Pages):
+            return Layer(None, states)
+        return Layer(abstract_pages(pages, own.heads, page_size, own.key_size, dtype, latent=own.latent), states)
+
+    return tuple(map(layer, model.caches))
 
 
 def page_bytes(model: ModelConfig, page_size: int, dtype: str) -> int:
     """Return the bytes of one page over all layers."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract(model, 1, page_size, dtype)))
+    layers = pages_of(abstract(model, 1, page_size, dtype))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(layers))
+
+
+def state_bytes(model: ModelConfig) -> int:
+    """Return the bytes of one sequence's states over all layers."""
+    return sum(4 * math.prod(shape) for spec in model.states if spec is not None for shape in spec.shapes)
+
+
+def pages_of(kv: KV) -> tuple[LayerKV, ...]:
+    """Return the layers that have pages."""
+    return tuple(layer.pages for layer in kv if layer.pages is not None)
+
+
+def groups_of(kv: KV) -> list[list[int]]:
+    """Return the numbers of layers with pages of each shape, in order of their first layers."""
+    groups: dict[Any, list[int]] = {}
+    for number, layer in enumerate(kv):
+        if layer.pages is not None:
+            groups.setdefault(layer.pages.pages.shape[1:], []).append(number)
+    return list(groups.values())
 
 
 class PagedAttention:
@@ -46,7 +87,7 @@ class PagedAttention:
     def __init__(
         self,
         model: ModelConfig,
-        kv: Sequence[LayerKV],
+        kv: Sequence[Layer],
         paging: Paging,
         rows: int,
         implementation: str | None,
@@ -56,28 +97,67 @@ class PagedAttention:
         self.kv, self._deterministic = list(kv), deterministic
         self._model, self._paging, self._rows, self._implementation = model, paging, rows, implementation
 
-    def __call__(self, layer: int, q: Array, k: Array, v: Array, /) -> Array:
-        step, spec = self._paging, self._model.attention[layer]
-        self.kv[layer] = write_kv(self.kv[layer], k, v, step.page_ids, step.offsets)
-        inputs = AttentionInputs(q, self.kv[layer], step.page_table, step.lengths, step.cu_lengths, step.num_prefills)
+    def __call__(self, layer: int, q: Array, k: Array | None, v: Array | None, sinks: Array | None = None, /) -> Array:
+        step, spec, source = self._paging, self._model.attention[layer], self._model.source(layer)
+        entry, cache = self.kv[source], self._model.pages_of(layer)
+        pages = entry.pages
+        assert pages is not None, "the layer has pages"
+        if k is not None:
+            assert source == layer, "the layer has pages of its own"
+            pages = write_kv(pages, k, v, step.page_ids, step.offsets)
+            self.kv[layer] = entry._replace(pages=pages)
+        inputs = AttentionInputs(q, pages, step.page_table, step.lengths, step.cu_lengths, step.num_prefills, sinks)
         options = AttentionOptions(
-            self._rows, spec.scale, spec.sliding_window, spec.soft_cap, deterministic=self._deterministic
+            self._rows,
+            spec.scale,
+            spec.sliding_window,
+            spec.soft_cap,
+            deterministic=self._deterministic,
+            causal=spec.causal,
+            value_size=cache.value_size if cache.latent else None,
         )
         return paged_attention(inputs, options, implementation=self._implementation)
+
+    def recur(self, layer: int, compute: Callable[..., Any], /) -> Array:
+        """Call `compute` with the layer's states and the slots of the step's sequences, and keep what it returns."""
+        step, entry = self._paging, self.kv[layer]
+        assert entry.states, "the layer has a state"
+        assert step.states is not None, "the step has no slots of states"
+        batch = RaggedBatch(step.lengths, step.cu_lengths, step.num_prefills, self._rows, step.states)
+        out: Array
+        out, states = compute(entry.states, batch)
+        self.kv[layer] = entry._replace(states=tuple(states))
+        return out
 
 
 def payload_layout(kv: KV) -> list[tuple[tuple[int, ...], Any]]:
     """Return shape and dtype of each array of one page's payload, as `gather` returns them for a single page."""
-    return [((1, len(kv), *leaf.shape[1:]), leaf.dtype) for leaf in jax.tree.leaves(kv[0])]
+    groups = [(len(layers), jax.tree.leaves(_pages(kv, layers[0]))) for layers in groups_of(kv)]
+    return [((1, count, *leaf.shape[1:]), leaf.dtype) for count, leaves in groups for leaf in leaves]
 
 
 def gather(kv: KV, ids: Array) -> Payload:
     """Return the pages `ids` [n] of every layer, in their stored dtype."""
-    layers = [jax.tree.leaves(gather_pages(layer, ids)) for layer in kv]
-    return tuple(jnp.stack(leaves, axis=1) for leaves in zip(*layers, strict=True))
+    payload: list[Array] = []
+    for numbers in groups_of(kv):
+        layers = [jax.tree.leaves(gather_pages(_pages(kv, number), ids)) for number in numbers]
+        payload += [jnp.stack(leaves, axis=1) for leaves in zip(*layers, strict=True)]
+    return tuple(payload)
 
 
 def scatter(kv: KV, ids: Array, pages: Sequence[Payload]) -> KV:
     """Write payloads of `gather`, one for each page, to the pages `ids`; ids that pad the transfer are 0."""
+    filled, at = list(kv), 0
+    for numbers in groups_of(kv):
+        layers = [_pages(kv, number) for number in numbers]
+        stop = at + len(jax.tree.leaves(layers[0]))
+        for number, layer in zip(numbers, fill_pages(layers, ids, [page[at:stop] for page in pages]), strict=True):
+            filled[number] = filled[number]._replace(pages=layer)
+        at = stop
+    return tuple(filled)
 
-    return fill_pages(kv, ids, pages)
+
+def _pages(kv: KV, number: int) -> LayerKV:
+    pages = kv[number].pages
+    assert pages is not None, "the layer has pages"
+    return pages

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple, TypeGuard
 
 import jax
 
-from rekindle._src.core.gc_pause import gc_paused
+from rekindle._src.core.memory import gc_paused
 from rekindle._src.programs.buckets import FORWARD, Bucket
-from rekindle._src.programs.jax_cache import watching_hits
-from rekindle._src.programs.keys import Key
-from rekindle._src.programs.layered_step import Compiled, LayeredForward, LayeredProgram, LayeredStep
+from rekindle._src.programs.helpers import Key
+from rekindle._src.programs.layered_step import LayeredForward, LayeredProgram, LayeredStep
+from rekindle._src.programs.ledger import Compiled
 from rekindle._src.programs.recipes import Recipes
 from rekindle._src.programs.step_parts import (
     Cut,
@@ -30,6 +30,7 @@ from rekindle._src.programs.step_parts import (
     make_layer,
     make_opening,
 )
+from rekindle._src.programs.store import Executables, watching_hits
 from rekindle.errors import CompileError, StoreError
 
 # With these options XLA:CPU compiles in 0.6 of the time, and steps take as long (jax 0.10, 135M: 32 ms for a token).
@@ -60,7 +61,7 @@ class Part(NamedTuple):
 class Layered:
     """A maker of programs in parts, which keeps the parts. All methods are thread-safe."""
 
-    def __init__(self, recipes: Recipes, *, counted: Counted, compiled: Callable[[], None], store: Any = None) -> None:
+    def __init__(self, recipes: Recipes, *, counted: Counted, compiled: Callable[[], None], store: Executables) -> None:
         """Begin without parts. `counted` wraps traced functions, and `compiled` is called after each compilation."""
         self._recipes, self._counted, self._compiled, self._store = recipes, counted, compiled, store
         self._lock = threading.Lock()
@@ -68,27 +69,25 @@ class Layered:
         self._opened: dict[tuple[int, int], Opened] = {}  # the shapes of openings' results, by size
         self._unsaved: list[tuple[str, Compiled, float]] = []
 
-    def starts_anew(self, keys: Iterable[Key]) -> bool:
+    def quicker(self, keys: Iterable[Key]) -> bool:
         """True if not all of these programs are stored, and their parts are ready much sooner than whole programs."""
         kinds, keys = self._cut.kinds, [*keys]
         return (
             len(kinds) >= max(MANY_LAYERS, ALIKE * len({*kinds}))
             and all(self.takes(key) for key in keys)
-            and not all(self._holds(key.name) for key in keys)
+            and not all(self._store.holds(key.name) for key in keys)
         )
 
     def holds(self, key: Bucket) -> bool:
         """True if the program, or the part of it that chooses tokens, is stored."""
-        return self._holds(key.name) or self._holds(self._closing_name(key, greedy=False))
-
-    def _holds(self, name: str) -> bool:
-        return self._store is not None and self._store.holds(name)
+        return self._store.holds(key.name) or self._store.holds(self._closing_name(key, greedy=False))
 
     def takes(self, key: Key) -> TypeGuard[Bucket]:
         """True if the program can be made of parts: a step or its first half, on one device."""
         if not isinstance(key, Bucket) or key.part not in ("", FORWARD):
             return False
-        return self._recipes.parts.placement is None
+        inside = any(feature.inside for feature in self._recipes.layout(key).compiled)
+        return not inside and not self._recipes.parts.divided
 
     def load(self, key: Bucket) -> LayeredProgram:
         """Return a program of stored parts, without compiling. Raise `StoreError` if one is not stored."""
@@ -97,7 +96,7 @@ class Layered:
             future, is_new = self._claim(part.name)
             if is_new:
                 try:
-                    future.set_result(self._load(part.name))
+                    future.set_result(self._store.load(part.name))
                 except BaseException as error:
                     self._give_up(part.name, future, error)
             parts[part.name] = future.result()
@@ -112,8 +111,7 @@ class Layered:
         with self._lock:
             new, self._unsaved = self._unsaved, []
         for name, compiled, seconds in new:
-            if self._store is not None:
-                self._store.save(name, compiled, seconds)
+            self._store.save(name, compiled, seconds)
 
     def clear(self) -> None:
         """Release the parts that are ready."""
@@ -164,7 +162,7 @@ class Layered:
         start = time.perf_counter()
         try:
             try:
-                future.set_result(self._load(part.name))
+                future.set_result(self._store.load(part.name))
                 return []
             except StoreError:
                 lowered = self._traced(part).lower()
@@ -203,11 +201,6 @@ class Layered:
             self._parts.pop(name, None)
         future.set_exception(error)
 
-    def _load(self, name: str) -> Compiled:
-        if self._store is None:
-            raise StoreError("no store")
-        return self._store.load(name)
-
     def _traced(self, part: Part) -> Any:
         traced = jax.jit(self._counted(part.function), donate_argnums=part.donated).trace(*part.arguments())
         if part.opens is not None:
@@ -219,7 +212,8 @@ class Layered:
         yield self._opening(key)
         for layer in dict.fromkeys(self._cut.kinds):
             yield self._layer(key, layer)
-        yield self._closing(key, greedy=not key.processed and not key.part)
+        changes = any(feature.variant and feature.changing for feature in self._recipes.layout(key).compiled)
+        yield self._closing(key, greedy=not changes and not key.part)
 
     def _opening(self, key: Bucket) -> Part:
         recipes, layout = self._recipes, self._recipes.layout(key)
@@ -237,7 +231,8 @@ class Layered:
         def arguments() -> tuple[Any, ...]:
             shapes = self._shapes(key)
             leaves = tuple(cut.leaves[index] for index in cut.layers[layer])
-            return leaves, recipes.kv[layer], shapes.x, shapes.tables, shapes.inputs.paging
+            own = shapes.own[layer : layer + 1]
+            return leaves, recipes.kv[cut.sources[layer]], shapes.x, shapes.tables, shapes.inputs.paging, *own
 
         return Part(self._layer_name(key, layer), function, arguments, (1,))
 
@@ -250,9 +245,8 @@ class Layered:
                 shapes = self._shapes(key)
                 return self._outer, shapes.x, shapes.inputs
 
-            return Part(name, make_forward_closing(cut, layout, pools=key.pools), forwarded)
-        processors = recipes.processors_of(key)
-        function = make_closing(cut, layout, processors=processors, pools=key.pools, greedy=greedy)
+            return Part(name, make_forward_closing(cut, layout), forwarded)
+        function = make_closing(cut, layout, greedy=greedy)
 
         def arguments() -> tuple[Any, ...]:
             shapes = self._shapes(key)

@@ -11,11 +11,10 @@ from typing import Any
 
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.flags import GREEDY
+from rekindle._src.programs.ledger import Compiled
 from rekindle._src.programs.request_state import RequestState
-from rekindle._src.programs.step import Scores, StepOutput
+from rekindle._src.programs.step import Operands, Scores, StepOutput
 from rekindle._src.programs.step_parts import Cut, Opened
-
-Compiled = Any  # as in programs.py
 
 
 class LayeredProgram:
@@ -48,10 +47,10 @@ class LayeredProgram:
         cut = self._cut
         outer = tuple(leaves[index] for index in cut.outer)
         opened: Opened = self._opening(outer, last_token, ints, floats)
-        x, tables, paging, new_kv = opened.x, opened.tables, opened.inputs.paging, []
-        for layer, indices, pages in zip(self._layers, cut.layers, kv, strict=True):
-            pages, x = layer(tuple(leaves[index] for index in indices), pages, x, tables, paging)
-            new_kv.append(pages)
+        x, tables, paging, new_kv = opened.x, opened.tables, opened.inputs.paging, list(kv)
+        for number, (layer, indices, source) in enumerate(zip(self._layers, cut.layers, cut.sources, strict=True)):
+            own, mine = opened.own[number : number + 1], tuple(leaves[index] for index in indices)
+            new_kv[source], x = layer(mine, new_kv[source], x, tables, paging, *own)
         return outer, tuple(new_kv), opened._replace(x=x)
 
 
@@ -59,7 +58,7 @@ class LayeredStep(LayeredProgram):
     """A step made of parts."""
 
     def __call__(
-        self, leaves: Sequence[Any], kv: paged.KV, state: RequestState, ints: Any, floats: Any
+        self, leaves: Sequence[Any], kv: paged.KV, state: RequestState, ints: Any, floats: Any, operands: Operands
     ) -> tuple[paged.KV, RequestState, StepOutput]:
         greedy = self._greedy if int(ints[0]) & ~int(GREEDY) == 0 else None
         closing = greedy or self._rest()  # before pages are donated, since it may have to compile
@@ -69,11 +68,11 @@ class LayeredStep(LayeredProgram):
 
 
 class LayeredForward(LayeredProgram):
-    """The first half of a guided step, made of parts."""
+    """The first half of a late step, made of parts."""
 
     def __call__(
-        self, leaves: Sequence[Any], kv: paged.KV, last_token: Any, ints: Any, floats: Any
-    ) -> tuple[paged.KV, Scores, Any, Any]:
+        self, leaves: Sequence[Any], kv: paged.KV, last_token: Any, ints: Any, floats: Any, operands: Operands
+    ) -> tuple[paged.KV, Scores, Any]:
         closing = self._rest()
         outer, new_kv, opened = self._run(leaves, kv, last_token, ints, floats)
         return new_kv, *closing(outer, opened.x, opened.inputs)

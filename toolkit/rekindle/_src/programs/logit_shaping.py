@@ -10,12 +10,20 @@ are masked. Each part is exact where it is unused (divide by 1, add 0), so that 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
+from rekindle._src.core.records import Request, Row
+from rekindle._src.programs.feature import Columns, Feature, StepInputs
+from rekindle._src.programs.flags import Flag
 from rekindle._src.programs.request_state import RequestState
+
+# An option is a Python float; beyond float32 a repetition penalty would be infinite, or 0, which is divided by.
+LARGEST, _SMALLEST = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
 
 
 class Shaping(NamedTuple):
@@ -43,3 +51,35 @@ def shape(logits: Array, shaping: Shaping, state: RequestState, slots: Array) ->
 
     ends = jnp.where(shaping.barred[:, None], state.end_ids[slots], logits.shape[-1])
     return logits.at[rows, ends].set(-jnp.inf, mode="drop")
+
+
+class LogitShaping(Feature):
+    """Bias, penalties and `min_tokens`: three float columns, and what a request's slot has of its history."""
+
+    bits = changing = int(Flag.BIASED | Flag.PENALISED | Flag.BARRED)
+    neutral = 1.0, 0.0, 0.0
+
+    def flags(self, request: Request) -> int:
+        sampling = request.sampling
+        return int(Flag.BIASED) * bool(sampling.logit_bias) | int(Flag.PENALISED) * sampling.penalised
+
+    def row_flags(self, request: Request) -> Callable[[Row], int] | None:
+        least, barred = request.sampling.min_tokens, int(Flag.BARRED)
+        return (lambda row: barred if row.generated < least else 0) if least else None
+
+    def constants(self, request: Request) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        sampling = request.sampling
+        repetition = min(max(sampling.repetition_penalty, _SMALLEST), LARGEST)
+        return (), (repetition, sampling.presence_penalty, sampling.frequency_penalty)
+
+    def reads_slot(self, request: Request) -> bool:
+        sampling = request.sampling
+        return sampling.penalised or bool(sampling.logit_bias) or sampling.min_tokens > 0
+
+    def unpack(self, columns: Columns) -> Shaping:
+        repetition, presence, frequency = (columns.floats[:, column] for column in range(3))
+        flags = columns.flags
+        return Shaping(repetition, presence, frequency, (flags & Flag.BIASED) != 0, (flags & Flag.BARRED) != 0)
+
+    def change(self, logits: Array, inputs: StepInputs, own: Shaping, state: RequestState) -> Array:
+        return shape(logits, own, state, inputs.slots)

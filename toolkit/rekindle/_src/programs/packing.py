@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -20,21 +21,18 @@ from jax import Array, lax
 
 from rekindle._src.core.records import IntArray, Row, StepPlan
 from rekindle._src.programs.buckets import Bucket, prefill_rows
-from rekindle._src.programs.flags import Flag, flags_of
-from rekindle._src.programs.logit_shaping import Shaping
+from rekindle._src.programs.data_shards import DataShards
+from rekindle._src.programs.feature import Columns, Feature, StepInputs
+from rekindle._src.programs.features import PLAIN, Features
+from rekindle._src.programs.flags import Flag, drawing_flags
 from rekindle._src.programs.sent_tables import SentTables
 from rekindle_kernels import Choice
 
-# Options are Python floats. Beyond float32 a temperature would be infinite, which numpy warns of and which divides
-# -inf to NaN, and a repetition penalty would be 0, which is divided by.
-_LARGEST, _SMALLEST = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
-_VARYING, _CONSTANT, _FLOATS = 4, 4, 6  # columns
+_HOTTEST = float(np.finfo(np.float32).max)  # an option beyond it would be infinite, which divides -inf to NaN
+_VARYING, _CONSTANT, _DRAWING = 4, 4, 3  # columns without those of features
 TOKENS_PER_CHANGE = 4  # of a new prompt: its first step brings all its pages, mostly of 16 tokens
-NEUTRAL = np.array([0, 1, 0, 1, 0, 0], np.float32)  # the float options of a free slot
 # Plain integers, since each operation on an enum.IntFlag takes a microsecond.
-_PROMPT, _SAMPLES, _KEPT = int(Flag.PROMPT_LOGPROBS), int(Flag.SAMPLES), int(Flag.KEPT)
-_CHOOSES = int(Flag.SAMPLES | Flag.CHOOSES)
-_CHOOSES_BARRED = int(Flag.SAMPLES | Flag.CHOOSES | Flag.BARRED)
+_SAMPLES, _KEPT, _CHOOSES = int(Flag.SAMPLES), int(Flag.KEPT), int(Flag.SAMPLES | Flag.CHOOSES)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,21 +45,36 @@ class Layout:
     width: int  # pages per sequence
     slots: int  # of requests; the scratch slot follows them
     changes: int = 0  # the most changes of resident page tables in a step; 0: a step brings whole tables
+    features: Features = dataclasses.field(default=PLAIN, compare=False)
+    variants: str = ""  # as in `Bucket`
 
     @classmethod
-    def of(cls, bucket: Bucket, *, max_requests: int, width: int, resident: bool = False) -> Layout:
+    def of(
+        cls, bucket: Bucket, *, max_requests: int, width: int, resident: bool = False, features: Features = PLAIN
+    ) -> Layout:
         """Return the layout of a bucket. With `resident`, page tables stay on the device; see `page_tables`."""
         sequences = bucket.rows + prefill_rows(bucket.tokens, max_requests)
         changes = 2 * sequences + bucket.tokens // TOKENS_PER_CHANGE if resident else 0
-        return cls(bucket.rows, sequences - bucket.rows, bucket.tokens, width, max_requests, changes)
+        prefills = sequences - bucket.rows
+        return cls(bucket.rows, prefills, bucket.tokens, width, max_requests, changes, features, bucket.variants)
 
     @property
     def sequences(self) -> int:
         return self.rows + self.prefills
 
     @property
+    def compiled(self) -> tuple[Feature, ...]:
+        """The features that the program contains."""
+        return self.features.compiled(self.variants)
+
+    def compiled_with(self, own: tuple[Any, ...]) -> list[tuple[Feature, Any]]:
+        """Return the features that the program contains, with their inputs."""
+        compiled = self.compiled
+        return [entry for entry in zip(self.features.entries, own, strict=True) if entry[0] in compiled]
+
+    @property
     def sections(self) -> tuple[tuple[int, ...], ...]:
-        """Shapes in the integer buffer: features, varying, constant, page table, prefill offsets, tokens, targets.
+        """Shapes in the integer buffer, in the order of `Sections`.
 
         Of page tables that stay on the device there are the changes only: their slots, places and pages.
         """
@@ -69,11 +82,12 @@ class Layout:
         return (
             (1,),
             (N, _VARYING),
-            (N, _CONSTANT),
+            (N, _CONSTANT + self.features.ints),
             (3, self.changes) if self.changes else (N, self.width),
             (self.prefills + 1,),
             (self.tokens,),
-            (self.tokens,),
+            (len(self.features.per_token), self.tokens),
+            (N, self.features.row_ints),
         )
 
     @property
@@ -82,19 +96,25 @@ class Layout:
 
     @property
     def floats(self) -> int:
-        return self.sequences * _FLOATS
+        return self.sequences * (_DRAWING + len(self.features.neutral))
+
+
+def columns_of(features: Features) -> tuple[int, np.ndarray]:
+    """Return how many constant integers a row has, and the floats of a free slot."""
+    return _CONSTANT + features.ints, np.array([0, 1, 0, *features.neutral], np.float32)
 
 
 class Sections(NamedTuple):
     """The parts of an integer buffer, of numpy or of JAX; numpy's are views."""
 
-    features: Any  # [1]
+    any_flags: Any  # [1]
     varying: Any  # [N, 4]: slot, length, token, flags
-    constant: Any  # [N, 4]: prompt length, top_k, both halves of the seed
+    constant: Any  # [N, 4 + those of features]: prompt length, top_k, both halves of the seed
     table: Any  # [N, W], or [3, C] changes
     offsets: Any  # [S + 1]
     tokens: Any  # [T]
-    targets: Any  # [T]
+    extra: Any  # [F, T]: of features with integers for each token
+    row_extra: Any  # [N, those of features]: integers that change from row to row
 
 
 def sections(layout: Layout, ints: Any) -> Sections:
@@ -110,27 +130,23 @@ def sections(layout: Layout, ints: Any) -> Sections:
 class Constants:
     """Values that are constant while a request has its slot, in arrays by slot, so that a step gathers them at once."""
 
-    def __init__(self, slots: int, processors: tuple[str, ...]) -> None:
-        self.scratch = slots
-        self.ints = np.zeros((slots + 1, _CONSTANT), np.int32)
-        self.floats = np.tile(NEUTRAL, (slots + 1, 1))
+    def __init__(self, slots: int, features: Features = PLAIN) -> None:
+        ints, neutral = columns_of(features)
+        self.scratch, self._features = slots, features
+        self.ints = np.zeros((slots + 1, ints), np.int32)
+        self.floats = np.tile(neutral, (slots + 1, 1))
         self.flags = [0] * (slots + 1)
-        self._processors = {name: index for index, name in enumerate(processors)}
+        self.row_flags: list[tuple[Callable[[Row], int], ...]] = [()] * (slots + 1)
 
     def put(self, row: Row) -> None:
-        sampling, seed = row.request.sampling, row.request.sampling.seed
-        assert seed is not None or sampling.greedy, f"{row.request.id} draws without a seed"
+        request, sampling, seed = row.request, row.request.sampling, row.request.sampling.seed
+        assert seed is not None or sampling.greedy, f"{request.id} draws without a seed"
         halves = np.array([(seed or 0) >> 32, (seed or 0) & 0xFFFFFFFF], np.uint32).view(np.int32)
-        self.ints[row.slot] = (row.request.prompt_length, min(sampling.top_k, 2**31 - 1), *halves)
-        self.floats[row.slot] = (
-            min(sampling.temperature, _LARGEST),
-            sampling.top_p,
-            sampling.min_p,
-            min(max(sampling.repetition_penalty, _SMALLEST), _LARGEST),
-            sampling.presence_penalty,
-            sampling.frequency_penalty,
-        )
-        self.flags[row.slot] = flags_of(sampling, self._processors)
+        ints, floats = self._features.constants(request)
+        self.ints[row.slot] = (request.prompt_length, min(sampling.top_k, 2**31 - 1), *halves, *ints)
+        self.floats[row.slot] = (min(sampling.temperature, _HOTTEST), sampling.top_p, sampling.min_p, *floats)
+        self.flags[row.slot] = drawing_flags(sampling) | self._features.flags(request)
+        self.row_flags[row.slot] = self._features.row_flags(request)
 
 
 class Upload:
@@ -153,8 +169,11 @@ class Upload:
         self.layout, self._first_slot, self._first_page, self._sent = layout, first_slot, first_page, sent
         self.ints, self.floats = buffers or (np.zeros(layout.ints, np.int32), np.zeros(layout.floats, np.float32))
         views = sections(layout, self.ints)
-        self._features, self._varying, self._constant, self._table, self._offsets, self._tokens, self._targets = views
-        self._floats = self.floats.reshape(layout.sequences, _FLOATS)
+        self._any_flags, self._varying, self._constant, self._table, self._offsets, self._tokens = views[:6]
+        self._extra, self._row_extra = views[6:]
+        self._floats = self.floats.reshape(layout.sequences, -1)
+        self._steady = layout.features.steady
+        self._per_token = tuple(zip(layout.features.per_token, self._extra, strict=True))
 
     def pack(self, plan: StepPlan, constants: Constants) -> None:
         """Write a plan into the buffers."""
@@ -165,7 +184,7 @@ class Upload:
         varying = decode + [empty] * (layout.rows - len(decode))
         varying += prefill + [empty] * (layout.prefills - len(prefill))
         self._varying[:] = varying
-        self._features[0] = functools.reduce(operator.or_, (columns[3] for columns in varying))
+        self._any_flags[0] = functools.reduce(operator.or_, (columns[3] for columns in varying))
         slots = self._varying[:, 0]
         constants.ints.take(slots, axis=0, out=self._constant, mode="clip")
         constants.floats.take(slots, axis=0, out=self._floats, mode="clip")
@@ -179,39 +198,41 @@ class Upload:
                 self._write_pages(index, row.pages)
         else:
             self._sent.write(plan.rows, self._table)
+        if layout.features.row_ints:
+            self._write_row_extra(plan)
         offset = 0
         self._offsets[0] = 0
         if layout.tokens:
-            self._targets.fill(-1)
+            self._extra.fill(-1)
         for index, row in enumerate(plan.prefill):
             assert row.token_ids is not None, "a prefill row has its tokens"
             end = offset + row.length
             self._tokens[offset:end] = row.token_ids
-            if row.request.sampling.prompt_logprobs is not None:
-                following = row.request.token_ids[row.start + 1 : row.start + row.length + 1]
-                self._targets[offset : offset + len(following)] = following
+            for feature, extra in self._per_token:
+                if prefill[index][3] & feature.bits:
+                    feature.write_tokens(row, extra[offset:end])
             offset = end
             self._offsets[index + 1] = offset
         self._offsets[len(prefill) + 1 :] = offset
         self._tokens[offset:] = 0
 
     @property
-    def features(self) -> int:
+    def any_flags(self) -> int:
         """The union of the rows' flags."""
-        return int(self._features[0])
+        return int(self._any_flags[0])
 
-    @features.setter
-    def features(self, flags: int) -> None:
-        self._features[0] = flags
+    @any_flags.setter
+    def any_flags(self, flags: int) -> None:
+        self._any_flags[0] = flags
 
     def _columns(self, row: Row, constants: Constants) -> tuple[int, int, int, int]:
         flags = constants.flags[row.slot]
         if not row.samples:
-            flags &= _PROMPT  # no token is chosen, so that no option has to be computed
-        elif row.generated < row.request.sampling.min_tokens:
-            flags |= _CHOOSES_BARRED
+            flags &= self._steady  # no token is chosen, so that few options have to be computed
         else:
             flags |= _CHOOSES
+            for row_flags in constants.row_flags[row.slot]:
+                flags |= row_flags(row)
         if row.kept:
             flags |= _KEPT
         if row.draft:
@@ -219,55 +240,21 @@ class Upload:
         token = -1 if row.token_ids is None else int(row.token_ids[0])
         return row.slot, row.start + row.length, token, flags
 
+    def _write_row_extra(self, plan: StepPlan) -> None:
+        self._row_extra.fill(0)
+        rows = [*enumerate(plan.decode), *enumerate(plan.prefill, start=self.layout.rows)]
+        first = 0
+        for feature in self.layout.features.entries:
+            if feature.row_ints:
+                for place, row in rows:
+                    feature.write_row(row, self._row_extra[place, first : first + feature.row_ints])
+                first += feature.row_ints
+
     def _write_pages(self, index: int, pages: IntArray) -> None:
         used = min(len(pages), self.layout.width)
         self._table[index, :used] = pages[:used]
         if self._first_page:
             self._table[index, :used] -= self._first_page
-
-
-class Paging(NamedTuple):
-    """The paging of a step for attention: the slots its tokens are written to, and the pages its sequences read."""
-
-    page_ids: Array  # [R + T]
-    offsets: Array  # [R + T]
-    page_table: Array  # [N, W]
-    lengths: Array  # [N]
-    cu_lengths: Array  # [S + 1]
-    num_prefills: Array  # []
-
-
-class StepInputs(NamedTuple):
-    """The unpacked inputs of a step, on the device."""
-
-    slots: Array  # [N]
-    lengths: Array  # [N]: tokens of the sequence, this step's included; 0 in an empty row
-    tokens: Array  # [R + T]
-    positions: Array  # [R + T]
-    page_ids: Array  # [R + T]: the page for each token's keys and values
-    offsets: Array  # [R + T]: their place in that page
-    prompt_lengths: Array  # [R + T]: of the token's sequence
-    page_table: Array  # [N, W]
-    cu_lengths: Array  # [S + 1]: half-open offsets of the prefills within the prefill tokens
-    num_prefills: Array  # []
-    last: Array  # [N]: index of each sequence's last token
-    targets: Array  # [T]: the prompt's next token where prompt_logprobs wants it, else -1
-    flags: Array  # [N]: flags.Flag of each row
-    features: Any  # []: the union of `flags`, or a Flag where it is known while the program is traced
-    choice: Choice
-    shaping: Shaping
-
-    def flag(self, flag: int) -> Array:
-        return (self.flags & flag) != 0
-
-    @property
-    def paging(self) -> Paging:
-        return Paging(*(getattr(self, name) for name in Paging._fields))
-
-    @property
-    def rope_lengths(self) -> Array:
-        """The length of the sequence that each token's rope assumes, as in `rope.tables` [R + T]."""
-        return jnp.maximum(self.prompt_lengths, self.positions + 1)
 
 
 def unpack(
@@ -278,14 +265,13 @@ def unpack(
     `tables` are the resident page tables, with the step's changes.
     """
     R, S, T = layout.rows, layout.prefills, layout.tokens
-    features, varying, constant, table, cu, tokens, targets = sections(layout, ints)
+    any_flags, varying, constant, table, cu, tokens, extra, row_extra = sections(layout, ints)
     slots, lengths, row_tokens, flags = (varying[:, column] for column in range(_VARYING))
     if tables is not None:
         table = tables[slots]
     prompt_lengths, top_k = constant[:, 0], constant[:, 1]
-    temperature, top_p, min_p, repetition, presence, frequency = (
-        floats.reshape(layout.sequences, _FLOATS)[:, column] for column in range(_FLOATS)
-    )
+    values = floats.reshape(layout.sequences, -1)
+    temperature, top_p, min_p = (values[:, column] for column in range(_DRAWING))
     decode_tokens = jnp.where(row_tokens[:R] >= 0, row_tokens[:R], last_token[slots[:R]])
     decode_positions = jnp.maximum(lengths[:R] - 1, 0)
     rows, valid = lax.iota(jnp.int32, R), (lengths[:R] > 0) & (flags[:R] & Flag.KEPT == 0)
@@ -305,6 +291,7 @@ def unpack(
     else:
         tokens_all, positions, owners = decode_tokens, decode_positions, rows
     pages = table[owners, positions // page_size]
+    own = _own(layout, flags, constant, values, extra, row_extra)
     return StepInputs(
         slots=slots,
         lengths=lengths,
@@ -317,11 +304,58 @@ def unpack(
         cu_lengths=cu,
         num_prefills=(lengths[R:] > 0).astype(jnp.int32).sum(),
         last=last,
-        targets=targets,
         flags=flags,
-        features=features[0],
+        any_flags=any_flags[0],
         choice=Choice(
             temperature, top_k, top_p, min_p, lax.bitcast_convert_type(constant[:, 2:4], jnp.uint32), lengths
         ),
-        shaping=Shaping(repetition, presence, frequency, (flags & Flag.BIASED) != 0, (flags & Flag.BARRED) != 0),
+        own=own,
+        states=layout.features.states(own),
     )
+
+
+def _own(layout: Layout, flags: Array, ints: Array, floats: Array, extra: Array, row_extra: Array) -> tuple[Any, ...]:
+    """Return the inputs of each feature. They are the same in all variants, which share openings; see `step_parts`."""
+    tokens = dict(zip(layout.features.per_token, extra, strict=True))
+    starts, own = [_CONSTANT, 0, _DRAWING], []
+    for feature in layout.features.entries:
+        parts: list[Array | None] = []
+        for index, (columns, count) in enumerate(
+            ((ints, feature.ints), (row_extra, feature.row_ints), (floats, len(feature.neutral)))
+        ):
+            start = starts[index]
+            parts.append(columns[:, start : start + count] if count else None)
+            starts[index] += count
+        own.append(feature.unpack(Columns._make((flags, *parts, tokens.get(feature)))))
+    return tuple(own)
+
+
+class DataUpload:
+    """`Upload` for several data shards, one behind the other. A shard without rows computes an empty step."""
+
+    def __init__(self, layout: Layout, shards: DataShards) -> None:
+        self.layout, self._shards = layout, shards  # the layout of each shard
+        self.any_flags = 0  # the union of the rows' flags
+        self.ints = np.zeros(shards.count * layout.ints, np.int32)
+        self.floats = np.zeros(shards.count * layout.floats, np.float32)
+        self._parts = [
+            Upload(
+                layout,
+                (shards.part(shard, self.ints), shards.part(shard, self.floats)),
+                first_slot=shard * shards.slots,
+                first_page=shard * shards.pages,
+            )
+            for shard in range(shards.count)
+        ]
+
+    def pack(self, plan: StepPlan, constants: Constants) -> None:
+        """Write a plan into the buffers."""
+        self.any_flags = 0
+        for part, rows in zip(self._parts, self._shards.split(plan), strict=True):
+            part.pack(rows, constants)
+            self.any_flags |= part.any_flags
+        for part in self._parts:
+            part.any_flags = self.any_flags  # the same in all shards, so that all take the same branches
+
+
+AnyUpload = Upload | DataUpload

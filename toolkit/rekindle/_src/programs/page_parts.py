@@ -17,46 +17,38 @@ from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.partitioning import PAYLOAD_HEADS, Partitioning
 
 PayloadLayout = list[tuple[tuple[int, ...], Any]]  # shape and dtype of each array of one page
+Heads = Sequence[np.ndarray]  # the indices of some kv heads, for each array of a page
 
 
 class PageParts:
-    """This process's parts of a session's pages, and conversions between parts and whole pages."""
+    """This process's parts of a session's pages, and conversions between parts and whole pages.
+
+    Here for the only process, whose parts are whole; `DividedPageParts` are those of one of several.
+    """
 
     def __init__(self, parts: Partitioning, kv: paged.KV) -> None:
         self._parts, self._kv = parts, kv
         self.whole = parts.payload_layout(kv)
         self.layout = self.whole  # of this process's part
-        if parts.multi_process:
-            self._places = parts.heads_of(jax.process_index(), kv)  # along the heads of all devices
-            self._heads = np.unique(self._places // parts.copies)
-            self.layout = layout_of(self.whole, len(self._heads))
+
+    @classmethod
+    def of(cls, parts: Partitioning, kv: paged.KV) -> PageParts:
+        """Return the parts of this process."""
+        return DividedPageParts(parts, kv) if parts.multi_process else PageParts(parts, kv)
 
     @property
-    def own_heads(self) -> list[int]:
+    def own_heads(self) -> Heads:
         """The kv heads of a whole page that are in this process's part."""
-        if self._parts.multi_process:
-            return [int(head) for head in self._heads]
-        return list(range(self.whole[0][0][PAYLOAD_HEADS]))
+        return [np.arange(shape[PAYLOAD_HEADS]) for shape, _ in self.whole]
 
-    def heads(self, process: int) -> np.ndarray:
+    def heads(self, process: int) -> Heads:
         """Return the kv heads of a whole page that the devices of a process have."""
-        return np.unique(self._parts.heads_of(process, self._kv) // self._parts.copies)
+        places = self._parts.heads_of(process, self._kv)
+        return [np.unique(at // copies) for at, copies in zip(places, self._parts.copies(len(places)), strict=True)]
 
     def to_host(self, payload: paged.Payload) -> list[np.ndarray]:
         """Wait for pages of `gather`, and return this process's part of them in host memory."""
-        if not self._parts.multi_process:
-            return self._parts.to_host(payload)
-        arrays = []
-        for leaf in payload:
-            shape = list(leaf.shape)
-            shape[PAYLOAD_HEADS] = len(self._heads)
-            array = np.empty(shape, leaf.dtype)
-            for shard in leaf.addressable_shards:
-                first = shard.index[PAYLOAD_HEADS].start or 0
-                heads = (first + np.arange(shard.data.shape[PAYLOAD_HEADS])) // self._parts.copies
-                array[:, :, :, np.searchsorted(self._heads, heads)] = np.asarray(shard.data)
-            arrays.append(array)
-        return arrays
+        return self._parts.to_host(payload)
 
     def collect(self, payload: paged.Payload) -> list[np.ndarray]:
         """Wait for whole pages of `collect`, and return this process's part of them."""
@@ -65,39 +57,70 @@ class PageParts:
 
     def to_scatter(self, part: paged.Payload) -> paged.Payload:
         """Return a page in the form that `scatter` takes, with this process's part filled in."""
-        if not self._parts.multi_process:
-            return self._parts.to_device(part)
-        indices = np.searchsorted(self._heads, self._places // self._parts.copies)
-        pages = []
-        for leaf, (shape, dtype) in zip(part, paged.payload_layout(self._kv), strict=True):
-            page = np.empty(shape, dtype)
-            page[:, :, :, self._places] = leaf[:, :, :, indices]
-            pages.append(page)
-        return tuple(pages)
+        return self._parts.to_device(part)
 
-    def cut(self, whole: paged.Payload, heads: np.ndarray | None = None) -> paged.Payload:
+    def cut(self, whole: paged.Payload, heads: Heads | None = None) -> paged.Payload:
         """Return the part of a whole page that has these heads, by default this process's."""
-        if heads is None:
-            if not self._parts.multi_process:
-                return whole
-            heads = self._heads
-        return tuple(np.ascontiguousarray(np.take(leaf, heads, axis=PAYLOAD_HEADS)) for leaf in whole)
+        return whole if heads is None else _take(whole, heads)
 
-    def join(self, local: paged.Payload, remote: Sequence[tuple[np.ndarray, paged.Payload]]) -> paged.Payload:
+    def join(self, local: paged.Payload, remote: Sequence[tuple[Heads, paged.Payload]]) -> paged.Payload:
         """Return a whole page from this process's part and those of others, each with its heads."""
         pages = []
         for index, (shape, dtype) in enumerate(self.whole):
             page = np.empty(shape, dtype)
-            for heads, part in remote:
-                page[:, :, :, heads] = part[index]
-            if self._parts.multi_process:
-                page[:, :, :, self._heads] = local[index]
-            else:
-                page[:] = local[index]
+            for heads, part in [*remote, (self.own_heads, local)]:
+                page[:, :, :, heads[index]] = part[index]
             pages.append(page)
         return tuple(pages)
 
 
-def layout_of(whole: PayloadLayout, heads: int) -> PayloadLayout:
-    """Return the layout of a part with this number of heads."""
-    return [((*shape[:PAYLOAD_HEADS], heads, *shape[PAYLOAD_HEADS + 1 :]), dtype) for shape, dtype in whole]
+class DividedPageParts(PageParts):
+    """The parts of one of several processes."""
+
+    def __init__(self, parts: Partitioning, kv: paged.KV) -> None:
+        super().__init__(parts, kv)
+        self._places = parts.heads_of(jax.process_index(), kv)  # along the heads of all devices
+        self._copies = parts.copies(len(self._places))
+        self._heads = self.heads(jax.process_index())
+        self.layout = layout_of(self.whole, self._heads)
+
+    @property
+    def own_heads(self) -> Heads:
+        return self._heads
+
+    def to_host(self, payload: paged.Payload) -> list[np.ndarray]:
+        arrays = []
+        for leaf, own, copies in zip(payload, self._heads, self._copies, strict=True):
+            shape = list(leaf.shape)
+            shape[PAYLOAD_HEADS] = len(own)
+            array = np.empty(shape, leaf.dtype)
+            for shard in leaf.addressable_shards:
+                first = shard.index[PAYLOAD_HEADS].start or 0
+                heads = (first + np.arange(shard.data.shape[PAYLOAD_HEADS])) // copies
+                array[:, :, :, np.searchsorted(own, heads)] = np.asarray(shard.data)
+            arrays.append(array)
+        return arrays
+
+    def to_scatter(self, part: paged.Payload) -> paged.Payload:
+        pages = []
+        layouts = paged.payload_layout(self._kv)
+        sides = zip(part, layouts, self._places, self._heads, self._copies, strict=True)
+        for leaf, (shape, dtype), places, own, copies in sides:
+            page = np.empty(shape, dtype)
+            page[:, :, :, places] = leaf[:, :, :, np.searchsorted(own, places // copies)]
+            pages.append(page)
+        return tuple(pages)
+
+    def cut(self, whole: paged.Payload, heads: Heads | None = None) -> paged.Payload:
+        return _take(whole, self._heads if heads is None else heads)
+
+
+def _take(whole: paged.Payload, heads: Heads) -> paged.Payload:
+    pairs = zip(whole, heads, strict=True)
+    return tuple(np.ascontiguousarray(np.take(leaf, own, axis=PAYLOAD_HEADS)) for leaf, own in pairs)
+
+
+def layout_of(whole: PayloadLayout, heads: Heads) -> PayloadLayout:
+    """Return the layout of a part with these heads."""
+    pairs = zip(whole, heads, strict=True)
+    return [((*shape[:PAYLOAD_HEADS], len(own), *shape[PAYLOAD_HEADS + 1 :]), dtype) for (shape, dtype), own in pairs]

@@ -20,7 +20,7 @@ PUT = 4  # whole tables that one call writes
 
 def stay(parts: Partitioning) -> bool:
     """True if page tables stay on the device: there is one device, and it is no CPU."""
-    return current_platform() != "cpu" and parts.placement is None
+    return current_platform() != "cpu" and not parts.divided
 
 
 def changed(layout: Layout, ints: Array, tables: Array | None) -> Array | None:

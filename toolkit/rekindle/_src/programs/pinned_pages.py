@@ -16,10 +16,9 @@ from typing import Any
 import jax
 import numpy as np
 from jax import Array
-from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 
 from rekindle._src.programs import kv_layout as paged
-from rekindle._src.programs.partitioning import PAYLOAD, Partitioning
+from rekindle._src.programs.partitioning import Partitioning
 from rekindle_kernels import current_platform
 
 KIND = "pinned_host"
@@ -29,18 +28,18 @@ def used(parts: Partitioning) -> bool:
     """True if pages are transferred through such memory: it exists, and it is no CPU's."""
     if current_platform() == "cpu" or parts.multi_process:
         return False
-    return any(memory.kind == KIND for memory in _device(parts).addressable_memories())
+    return any(memory.kind == KIND for memory in parts.first_device.addressable_memories())
 
 
 def begin_to_host(parts: Partitioning, payload: paged.Payload) -> paged.Payload:
     """Begin to copy the result of a gather. Reading the copies as numpy arrays waits for them."""
-    return tuple(jax.device_put(list(payload), _sharding(parts, KIND)))
+    return tuple(jax.device_put(list(payload), parts.payload_sharding(KIND)))
 
 
 def begin_to_device(parts: Partitioning, payload: Sequence[np.ndarray[Any, Any]]) -> paged.Payload:
     """Begin to copy a payload to the device. Its arrays must not be written any more."""
-    pinned = jax.device_put(list(payload), _sharding(parts, KIND))
-    return tuple(jax.device_put(pinned, _sharding(parts)))
+    pinned = jax.device_put(list(payload), parts.payload_sharding(KIND))
+    return tuple(jax.device_put(pinned, parts.payload_sharding(None)))
 
 
 def join(pages: Mapping[int, paged.Payload], places: int) -> list[np.ndarray[Any, Any]]:
@@ -57,17 +56,3 @@ def join(pages: Mapping[int, paged.Payload], places: int) -> list[np.ndarray[Any
 def scatter(kv: paged.KV, ids: Array, payload: paged.Payload) -> paged.KV:
     """Write the pages of a payload [n, layers, …] to the pages `ids` [n]. Padding ids are 0."""
     return paged.scatter(kv, ids, [tuple(leaf[index : index + 1] for leaf in payload) for index in range(ids.shape[0])])
-
-
-def _sharding(parts: Partitioning, kind: str | None = None) -> Sharding:
-    """Return a payload's sharding in memory of a kind, by default the devices' own: each device has its part."""
-    if parts.placement is None:
-        return SingleDeviceSharding(_device(parts), memory_kind=kind)
-    return NamedSharding(parts.placement.mesh, parts.spec(PAYLOAD), memory_kind=kind)
-
-
-def _device(parts: Partitioning) -> Any:
-    if parts.placement is not None:
-        return parts.placement.mesh.devices.flat[0]
-    device = jax.config.jax_default_device  # type: ignore[attr-defined]
-    return jax.devices(device)[0] if device is None or isinstance(device, str) else device

@@ -18,8 +18,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from rekindle._src.core import html
-from rekindle._src.programs.flags import FIRST_PROCESSOR, MAX_PROCESSORS
+from rekindle._src.core.records import Request, StepPlan
+from rekindle._src.programs.buckets import PROCESSED
+from rekindle._src.programs.feature import Feature, StepInputs
+from rekindle._src.programs.flags import FIRST_PROCESSOR, MAX_PROCESSORS, PROCESSORS, branch
 from rekindle._src.programs.function_hash import function_hash
+from rekindle._src.programs.request_state import RequestState
 from rekindle.errors import ConfigError
 
 
@@ -87,8 +91,7 @@ def check_results(processors: Sequence[LogitsProcessor], vocab_size: int) -> Non
         try:
             result = jax.eval_shape(processor.function, logits, context)
         except Exception as error:  # code of the user's
-            cause = (str(error).strip() or "without a message").split("\n")[0]
-            problem = f"raised {type(error).__name__}{_line_of(processor, error)} for logits {logits.shape}: {cause}"
+            problem = problem_of(processor.function, error, f"for logits {logits.shape}")
             raise ConfigError("processors", processor.name, problem, fix) from None  # the chain is JAX's
         _check_shape(processor, getattr(result, "shape", None), logits.shape)
 
@@ -100,11 +103,14 @@ def _check_shape(processor: LogitsProcessor, shape: tuple[int, ...] | None, expe
         raise ConfigError("processors", processor.name, problem, "Return one number for each token: the same shape")
 
 
-def _line_of(processor: LogitsProcessor, error: Exception) -> str:
-    """Return the line of the processor's function at which an error was raised, as text; empty if unknown."""
-    code = getattr(processor.function, "__code__", None)
+def problem_of(function: Callable[..., Any], error: Exception, arguments: str) -> str:
+    """Return in words that a user's function raised an error, with the line of the function where it is known."""
+    code, where = getattr(function, "__code__", None), ""
     lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if code is frame.f_code]
-    return f" in its line {lines[-1] - code.co_firstlineno + 1}" if code is not None and lines else ""
+    if code is not None and lines:
+        where = f" in its line {lines[-1] - code.co_firstlineno + 1}"
+    cause = (str(error).strip() or "without a message").split("\n")[0]
+    return f"raised {type(error).__name__}{where} {arguments}: {cause}"
 
 
 def process(processors: Sequence[LogitsProcessor], logits: Array, flags: Array, context: LogitsContext) -> Array:
@@ -115,3 +121,37 @@ def process(processors: Sequence[LogitsProcessor], logits: Array, flags: Array, 
         selected = (flags >> (FIRST_PROCESSOR + index)) & 1 == 1
         logits = jnp.where(selected[:, None], changed.astype(jnp.float32), logits)
     return logits
+
+
+class Processors(Feature):
+    """The session's processors: a flag for each, in the programs of a variant that is compiled ahead."""
+
+    changing, variant, warmed = PROCESSORS, PROCESSED, True
+
+    def __init__(self, processors: Sequence[LogitsProcessor]) -> None:
+        self._processors = tuple(processors)
+        self._bits = {processor.name: 1 << FIRST_PROCESSOR + index for index, processor in enumerate(processors)}
+
+    def flags(self, request: Request) -> int:
+        return sum(self._bits[name] for name in set(request.sampling.processors))
+
+    def reads_slot(self, request: Request) -> bool:
+        return bool(request.sampling.processors)
+
+    def in_plan(self, plan: StepPlan) -> bool:
+        return any(row.request.sampling.processors for row in plan.rows)
+
+    def change(self, logits: Array, inputs: StepInputs, own: Any, state: RequestState) -> Array:
+        history = state.history[inputs.slots]
+        context = LogitsContext(
+            position=inputs.lengths,
+            prompt_length=inputs.prompt_lengths[inputs.last],
+            last_token=inputs.tokens[inputs.last],
+            in_prompt=(history & 1) == 1,
+            generated=history >> 1,
+        )
+        return branch(
+            inputs.any_flags & PROCESSORS != 0,
+            lambda: process(self._processors, logits, inputs.flags, context),
+            lambda: logits,
+        )

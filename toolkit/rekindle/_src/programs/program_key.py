@@ -25,9 +25,9 @@ from rekindle._src.models.loading.fingerprint import files_digest
 # Options that change neither a shape nor a program. All others are part of the key, so a new one is safe by default.
 NOT_IN_PROGRAMS = frozenset(
     {
-        "cache_dir", "device_memory", "disk_memory", "generation_config", "host_memory", "log_every", "max_queue",
-        "policy", "precompile", "prefix_cache", "prompt_lookup", "quiet", "restore", "seed", "shared_cache",
-        "step_timeout", "structured",
+        "cache_dir", "capture_memory", "device_memory", "disk_memory", "generation_config", "host_memory", "log_every",
+        "max_queue", "policy", "precompile", "prefix_cache", "prompt_lookup", "quiet", "restore", "seed",
+        "shared_cache", "step_timeout", "structured",
         "mesh", "processes", "coordinator",  # a key names the devices themselves
     }
 )  # fmt: skip

@@ -9,36 +9,52 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
 
-from rekindle._src.core import freed_memory
+from rekindle._src.core.adapters import units_for
 from rekindle._src.core.config import EngineConfig
-from rekindle._src.core.gc_pause import gc_paused
-from rekindle._src.models.base import Graph
+from rekindle._src.core.memory import gc_paused, give_back
+from rekindle._src.models.adapters.sites import sites_of
+from rekindle._src.models.base import ALONE, Graph, Placement
 from rekindle._src.models.config import ModelConfig
-from rekindle._src.models.placement import Placement
 from rekindle._src.programs import buckets
+from rekindle._src.programs.adapter_stacks import Stacks
+from rekindle._src.programs.adapters import Adapters
 from rekindle._src.programs.buckets import Bucket
+from rekindle._src.programs.custom_taps import CustomTaps, Tap
 from rekindle._src.programs.data_shards import DataShards
-from rekindle._src.programs.device_graphs import compiler_options
-from rekindle._src.programs.helpers import ADMIT, MEMORY, TABLES, Helper, fills, moved_pages
-from rekindle._src.programs.jax_cache import KEPT_THERE, watching_hits
-from rekindle._src.programs.keys import Key
-from rekindle._src.programs.late_store import NOT_STORED, LateStore, Store
+from rekindle._src.programs.features import Features, features_of
+from rekindle._src.programs.helpers import (
+    ADMIT,
+    LENS,
+    MEMORY,
+    STATE_IN,
+    STATE_OUT,
+    TABLES,
+    Helper,
+    Key,
+    fills,
+    moved_pages,
+)
 from rekindle._src.programs.layered import Layered
 from rekindle._src.programs.layered_step import LayeredProgram
+from rekindle._src.programs.ledger import Compiled, Entry, Form, Ledger, ProgramRecord
 from rekindle._src.programs.packing import Layout
 from rekindle._src.programs.processors import LogitsProcessor, check_processors
-from rekindle._src.programs.program_record import ProgramRecord
 from rekindle._src.programs.recipes import Recipes
+from rekindle._src.programs.state_slots import StateSlots
+from rekindle._src.programs.store import KEPT_THERE, NOT_STORED, Executables, LateStore, NoStore, watching_hits
+from rekindle._src.programs.taps import tap_features
 from rekindle.errors import CompileError, StoreError
 from rekindle_kernels import (
+    current_platform,
     deprecated,
     fuse,
     give_up_zeros,
@@ -48,7 +64,18 @@ from rekindle_kernels import (
 )
 
 log = logging.getLogger("rekindle.engine")
-Compiled = Any  # a jax.stages.Compiled, or what a store returns in its place
+# One graph per step on a GPU: its conditionals and loops run on the device, inside the CUDA graph of its kernels. By
+# default XLA leaves loops, and conditionals around them, out of its graphs: the host then reads their conditions, and
+# waits for the device within each step, twice to four times. A step of 32 layers has some 500 kernels; the host is
+# ahead of the device only while it never waits. Compiling for an H100 shows that the options make one graph
+# (tests/accelerator/test_steps.py). Where the driver is older than 12.3, XLA leaves conditions to the host.
+# These are XLA's defaults, and WHILE; the option replaces them all.
+CAPTURED = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
+
+
+def compiler_options(platform: str | None = None) -> dict[str, str | bool] | None:
+    """Return XLA's options for programs on this platform; None for its own defaults."""
+    return {"xla_gpu_enable_command_buffer": CAPTURED} if (platform or current_platform()) == "gpu" else None
 
 
 class Programs:
@@ -62,53 +89,49 @@ class Programs:
         config: EngineConfig,
         *,
         processors: Sequence[LogitsProcessor] = (),
-        store: Store | None = None,
-        placement: Placement | None = None,
+        taps: Sequence[Tap] = (),
+        features: Features | None = None,
+        adapters_ahead: bool = False,
+        store: Executables | None = None,
+        placement: Placement = ALONE,
     ) -> None:
-        """Make no program yet. `leaves` are the whole model's, as they lie on `placement`; `config` is one shard's."""
+        """Make no program yet. `leaves` are the whole model's, as they lie on `placement`; `config` is one shard's.
+
+        With `adapters_ahead`, programs for rows with adapters are among those that are made ahead.
+        """
         assert config.device_pages is not None, "the config is not resolved"
         self.model, self.graph, self.config = model, graph, config
         self.processors = check_processors(processors)
         single = traits(graph.precision.implementation).single_rows
-        self._lattice = buckets.lattice(config, processed=bool(self.processors), single=single)
-        # Compiled when texts are first embedded, whatever `precompile` says: few sessions ever do that.
-        self.pooling = buckets.pooling_lattice(self._lattice)
-        self._recipes = Recipes.of(model, graph, leaves, config, self.processors, placement)
+        adapters = _adapters(graph, config, placement, ahead=adapters_ahead)
+        custom = (CustomTaps(taps, model.num_layers, divided=placement.divided),) if taps else ()
+        more = (*adapters, *tap_features(model, config, *custom), *((StateSlots(),) if model.is_recurrent else ()))
+        self.features = features or features_of(self.processors, model.vocab_size, *more)
+        self._lattice = buckets.lattice(config, self.features.warmed, single=single)
+        self._recipes = Recipes.of(model, graph, leaves, config, self.features, placement)
         self.leaves, self.kv, self.state = self._recipes.leaves, self._recipes.kv, self._recipes.state
-        self.width, self.parts = self._recipes.width, self._recipes.parts
+        self.width, self.page_size, self.parts = self._recipes.width, self._recipes.page_size, self._recipes.parts
         self.resident, self.pinned = self._recipes.resident, self._recipes.pinned
         self.shards = DataShards(self.parts.shards, config.max_requests, config.device_pages)
         self.moved_pages = moved_pages(self.parts, self.kv)  # pages of a transfer, the largest number first
-        self.fills = fills(self.moved_pages, at_once=single and placement is None)
+        self.fills = fills(self.moved_pages, at_once=single and not placement.divided)
         self.traces = 0
         self.compilations = 0
-        self._in_parts = False  # programs are made of parts, in a fraction of the time
-        self._provisional: dict[Key, Compiled] = {}  # programs of parts; they stay until the end, see `close`
-        self._soon: set[Key] = set()  # programs that are made next
-        self._store = store
+        self.keeps = store is not None  # programs outlive the process
+        self._store = LateStore(store or NoStore())
         self._lock = threading.Lock()
-        self._layered = Layered(self._recipes, counted=self._counted, compiled=self._count_compiled, store=store)
-        self._building: dict[Key, threading.Lock] = {}
-        self._ready: dict[Key, Compiled] = {}
-        self._records: dict[Key, ProgramRecord] = {}
+        self._layered = Layered(self._recipes, counted=self._counted, compiled=self._count_compiled, store=self._store)
+        # Variants that few sessions ever need are compiled when a step first does, whatever `precompile` says.
+        choices = self.features.choices
+        as_needed = [buckets.with_variants(self._lattice, letters) for letters in buckets.combinations(choices)[1:]]
+        guided = buckets.guided_programs((self._lattice,), choices)
+        self.ledger = Ledger((*self._unguided_keys, LENS, *itertools.chain(*as_needed), *guided), self._layered.takes)
         self._compiling: dict[Key, None] = {}  # in the order in which they began
-        self._why: dict[str, str] = {}  # why the store could not load a program, by its name there
-        self._replaced: list[Compiled] = []  # no step calls them any more
 
     @property
     def lattice(self) -> tuple[Bucket, ...]:
         """The step programs."""
         return self._lattice
-
-    @property
-    def _for_now(self) -> bool:
-        """True if programs are made or run that whole ones will replace."""
-        return self._in_parts or bool(self._provisional)
-
-    @property
-    def keeps(self) -> bool:
-        """True if programs outlive the process."""
-        return self._store is not None
 
     @property
     def keys(self) -> tuple[Key, ...]:
@@ -121,7 +144,8 @@ class Programs:
         kinds = ("gather", "collect") if self.parts.multi_process else ("gather",)
         moves = [Helper(kind, pages) for kind in kinds for pages in sizes]
         tables = (TABLES,) if self.resident else ()
-        return (*self._lattice, MEMORY, ADMIT, *tables, *moves, *(self.fills if sizes else ()))
+        states = (STATE_OUT, STATE_IN) if sizes and self.model.is_recurrent and self.config.prefix_cache else ()
+        return (*self._lattice, MEMORY, ADMIT, *tables, *moves, *(self.fills if sizes else ()), *states)
 
     @property
     def guided_keys(self) -> tuple[Key, ...]:
@@ -131,25 +155,31 @@ class Programs:
     @functools.cached_property
     def gated(self) -> bool:
         """True if a step with guided rows is one program, which waits for its masks."""
-        return self.parts.placement is None and has_mask_gates(self.graph.precision.implementation)
+        return not self.parts.divided and has_mask_gates(self.graph.precision.implementation)
 
     @property
-    def known(self) -> dict[Key, None]:
-        guided = buckets.guided_programs((self._lattice,))
-        return dict.fromkeys((*self._unguided_keys, *self.pooling, *guided))
+    def known(self) -> Collection[Key]:
+        """All programs that a session can have."""
+        return self.ledger.entries
+
+    @property
+    def adapted(self) -> bool:
+        """True if rows may have adapters."""
+        return any(isinstance(feature, Adapters) for feature in self.features.entries)
 
     @property
     def traced_processors(self) -> bool:
         """True if the store holds a program with the session's processors, which were then traced without an error."""
-        return any(self._layered.holds(key) for key in self._lattice if key.processed)
+        return any(self._layered.holds(key) for key in self._lattice if buckets.PROCESSED in key.variants)
 
-    def lattice_for(self, *, guided: bool, pools: bool) -> tuple[Bucket, ...]:
+    def lattice_for(self, variants: str, *, late: bool) -> tuple[Bucket, ...]:
         """Return the buckets from which a step takes its own."""
-        if guided:
-            waits = self.gated and not self._for_now
-            lattice = buckets.guided_lattice(self.lattice, buckets.GATED if waits else buckets.BOTH)
-            return buckets.pooling_lattice(lattice) if pools else lattice
-        return self.pooling if pools else self.lattice
+        lattice = self._lattice
+        if late:
+            waits = self.gated and not self.ledger.provisional
+            lattice = buckets.guided_lattice(lattice, buckets.GATED if waits else buckets.BOTH)
+        more = "".join(letter for letter in variants if letter in self.features.as_needed)
+        return buckets.with_variants(lattice, more) if more else lattice
 
     def kernels(self) -> list[str]:
         """Return the native kernels that steps call, as far as shapes tell; none for other implementations."""
@@ -160,79 +190,70 @@ class Programs:
 
     def ready(self, key: Key) -> bool:
         """True if `get` returns at once."""
-        return key in self._ready
+        return key in self.ledger.ready
 
     def manifest(self) -> tuple[ProgramRecord, ...]:
         """Return the records of all programs that are ready, in the order of `known`."""
-        return tuple(self._records[key] for key in self.known if key in self._records)
-
-    def record(self, key: Key) -> ProgramRecord:
-        """Return the record of a program that is ready."""
-        return self._records[key]
+        return self.ledger.records()
 
     def soon(self, key: Key) -> bool:
         """True if a program is made next. Until it is ready, a step rather takes another one that can do the same."""
-        return key in self._soon
-
-    @contextlib.contextmanager
-    def made_next(self, key: Key) -> Iterator[None]:
-        """Mark `key` as made next, or ready, inside the `with` block."""
-        self._soon.add(key)
-        try:
-            yield
-        finally:
-            self._soon.discard(key)
+        return self.ledger.soon(key)
 
     def get(self, key: Key) -> Compiled:
         """Return the executable, compiled now if needed. Raise `CompileError`, and KeyError if it is not in `known`."""
-        program = self._ready.get(key)
+        program = self.ledger.ready.get(key)
         if program is not None:
             return program
-        with self._alone(key):
-            if key in self._ready or self._load(key):
-                return self._ready[key]
-            compiled, keep = self._make(key)  # not from `_ready`: the session may have been closed meanwhile
+        entry = self.ledger.need(key)
+        with entry.lock:
+            if entry.form or self._load(entry):
+                return self.ledger.ready[key]
+            compiled, keep = self._make(entry)  # not from the ledger: the session may have been closed meanwhile
         keep()  # without the lock: threads that wait for the program don't wait for the store
         return compiled
 
-    def begin_parts(self) -> None:
-        """Make step programs of parts from now on. Whole programs take longer and replace them later."""
-        self._in_parts = True
-        self._save_late(True)
+    def load(self, key: Key) -> bool:
+        """Load a program from the store, without compiling. Return True if it is ready now."""
+        entry = self.ledger.need(key)
+        with entry.lock:
+            return bool(entry.form) or self._load(entry)
 
-    def starts_anew(self, keys: Sequence[Key]) -> bool:
-        """True if a first text would wait for whole programs, and parts are ready much sooner."""
-        return bool(self.kernels()) and self._layered.starts_anew(keys)
+    def quicker_in_parts(self, keys: Sequence[Key]) -> bool:
+        """True if a first text would wait for these programs, and their parts are ready much sooner."""
+        return bool(self.kernels()) and self._layered.quicker(keys)
 
-    def end_parts(self, stopped: Callable[[], bool] = lambda: False) -> None:
+    def settle_for(self, form: Form) -> None:
+        """Let steps run programs in `form` or better from now on, which decides how further ones are made.
+
+        While parts are enough, programs are stored later: a first text is more urgent.
+        """
+        self.ledger.least = form
+        self._store.late = self.keeps and form is Form.PARTS
+
+    def replace_parts(self, stopped: Callable[[], bool] = lambda: False) -> None:
         """Replace programs of parts by whole ones. Each goes on serving until its successor is ready.
 
         A step looks its program up when it is dispatched, and all programs keep pages and state in one layout, so
         consecutive steps may run in different programs.
         """
-        self._in_parts = False
-        self._save_late(False)
-        for key in sorted((key for key in self.known if isinstance(key, Bucket)), key=lambda key: key.tokens):
-            if stopped():  # programs that decode come first: they make most tokens
+        self.settle_for(Form.WHOLE)
+        for entry in self.ledger.jobs():
+            if stopped():
                 return
-            with self._alone(key):  # waits for a program that is being made of parts
-                if key not in self._provisional:
-                    continue
+            with entry.lock:  # waits for a program that is being made of parts
+                in_parts = entry.form is Form.PARTS
+            key = entry.key
             try:
-                gated = bool(key.part) and self.gated
-                if gated:  # steps with guided rows run it in place of two programs
-                    self.get(buckets.gated(key, self._lattice))
-                with self._alone(key):
-                    if not gated and not self._load(key):
-                        self._make(key)[1]()
-                    self._replaced.append(self._provisional.pop(key, None))  # None: closed meanwhile
+                if in_parts and isinstance(key, Bucket) and key.part and self.gated:
+                    self.get(buckets.gated(key, self._lattice))  # steps with guided rows run it in place of both halves
+                elif in_parts:
+                    with entry.lock:
+                        if not self._load(entry):
+                            self._make(entry)[1]()
+                self.ledger.settle(entry)
             except CompileError as error:
                 log.warning("%s goes on in parts: %s", key.name, error)
-
-    def load(self, key: Key) -> bool:
-        """Load a program from the store, without compiling. Return True if it is ready now."""
-        with self._alone(key):
-            return key in self._ready or self._load(key)
 
     def memory(self) -> Any:
         """Return new pages and state. If XLA rejects the kernel that makes zeros without writing them, go without."""
@@ -241,8 +262,9 @@ class Programs:
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" in str(error) or not give_up_zeros(error):
                 raise
-        with self._alone(MEMORY):
-            self._make(MEMORY)[1]()
+        entry = self.ledger.need(MEMORY)
+        with entry.lock:
+            self._make(entry)[1]()
         return jax.block_until_ready(self.get(MEMORY)())
 
     def build(self, key: Key) -> jax.stages.Lowered:
@@ -265,18 +287,13 @@ class Programs:
 
     def complete(self, key: Key) -> None:
         """Make the part of a provisional program that the first steps do without; do nothing for other programs."""
-        program = self._ready.get(key)
+        program = self.ledger.ready.get(key)
         if isinstance(program, LayeredProgram):
             program.complete()
 
     def flush(self) -> None:
         """Wait until all compiled programs are in the store, as far as it takes them."""
-        if isinstance(self._store, LateStore):
-            self._store.flush()
-
-    def _save_late(self, late: bool) -> None:
-        if isinstance(self._store, LateStore):
-            self._store.late = late
+        self._store.flush()
 
     def close(self) -> None:
         """Release the executables now.
@@ -285,19 +302,8 @@ class Programs:
         executables, which crashed XLA at times.
         """
         self.flush()
-        self._ready.clear()
-        self._provisional.clear()
-        self._replaced.clear()
+        self.ledger.close()
         self._layered.clear()
-
-    def _alone(self, key: Key) -> threading.Lock:
-        if key not in self.known:
-            raise KeyError(f"{key.name} is not in the lattice: {', '.join(known.name for known in self.known)}")
-        with self._lock:
-            return self._building.setdefault(key, threading.Lock())
-
-    def _of_parts(self, key: Key) -> bool:
-        return self._in_parts and self._layered.takes(key)
 
     @contextlib.contextmanager
     def _errors(self, key: Key) -> Iterator[None]:
@@ -308,31 +314,36 @@ class Programs:
                 f"program {key.name} of {self.model.model_type} did not compile: {type(error).__name__}: {error}"
             ) from error
 
-    def _load(self, key: Key) -> bool:
-        """Load a whole program from the store, or else its parts. The store is asked once for each."""
-        return self._load_as(key, parts=False) or (self._of_parts(key) and self._load_as(key, parts=True))
+    def _load(self, entry: Entry) -> bool:
+        """Load a whole program from the store, or its parts if they are enough. The store is asked once for each."""
+        enough = self.ledger.enough(entry)
+        return any(self._load_as(entry, form) for form in (Form.WHOLE, Form.PARTS) if form >= enough)
 
-    def _load_as(self, key: Key, *, parts: bool) -> bool:
-        name = f"{key.name} in parts" if parts else key.name
-        if self._store is None or name in self._why:
+    def _load_as(self, entry: Entry, form: Form) -> bool:
+        key = entry.key
+        if form in entry.not_loaded:
             return False
         start = time.perf_counter()
         try:
-            program = self._layered.load(key) if parts and self._layered.takes(key) else self._store.load(name)
+            if form is Form.PARTS:
+                assert isinstance(key, Bucket), "steps have parts"
+                program = self._layered.load(key)
+            else:
+                program = self._store.load(key.name)
         except StoreError as error:
-            self._why[name] = str(error)
+            entry.not_loaded[form] = str(error)
             return False
-        self._put(key, program, ProgramRecord(key.name, "loaded", time.perf_counter() - start), parts=parts)
+        self.ledger.offer(entry, form, program, ProgramRecord(key.name, "loaded", time.perf_counter() - start))
         return True
 
-    def _make(self, key: Key) -> tuple[Compiled, Callable[[], None]]:
+    def _make(self, entry: Entry) -> tuple[Compiled, Callable[[], None]]:
         """Compile a program. Return it, and a function that stores it."""
-        start = time.perf_counter()
+        start, key, form = time.perf_counter(), entry.key, self.ledger.enough(entry)
         with self._lock:
             self._compiling[key] = None
-        parts = self._of_parts(key)
         try:
-            if parts and self._layered.takes(key):
+            if form is Form.PARTS:
+                assert isinstance(key, Bucket), "steps have parts"
                 with self._errors(key):
                     compiled, cached = self._layered.make(key), False
             else:
@@ -343,17 +354,17 @@ class Programs:
             with self._lock:
                 del self._compiling[key]
         seconds = time.perf_counter() - start
-        reason = self._why.get(key.name, "no store")
+        reason = entry.not_loaded.get(Form.WHOLE, "")
         if cached and reason == NOT_STORED:
             reason = KEPT_THERE
-        self._put(key, compiled, ProgramRecord(key.name, "compiled", seconds, reason), parts=parts)
+        self.ledger.offer(entry, form, compiled, ProgramRecord(key.name, "compiled", seconds, reason))
 
         def keep() -> None:
-            if isinstance(compiled, LayeredProgram):
+            if form is Form.PARTS:
                 self._layered.save()
-            elif self._store is not None and not cached:
+            elif not cached:
                 self._store.save(key.name, compiled, seconds)
-            freed_memory.give_back()  # memory of the compiler
+            give_back()  # memory of the compiler
 
         return compiled, keep
 
@@ -369,12 +380,6 @@ class Programs:
         with self._lock:
             self.compilations += 1
 
-    def _put(self, key: Key, program: Compiled, record: ProgramRecord, *, parts: bool) -> None:
-        if parts:
-            self._provisional[key] = program
-        self._records[key] = record
-        self._ready[key] = program
-
     def describe_compiling(self) -> str:
         """Return the names of the programs and the kernel being compiled, in words; empty if there are none."""
         with self._lock:
@@ -382,3 +387,12 @@ class Programs:
         kernel = kernel_being_compiled()
         programs = f"compiling program{'s' if len(names) > 1 else ''} {' and '.join(names)}"
         return programs + (f", kernel {kernel}" if kernel else "") if names else ""
+
+
+def _adapters(graph: Graph, config: EngineConfig, placement: Placement, *, ahead: bool) -> tuple[Adapters, ...]:
+    """Return the feature of adapters; none where a session can't have any."""
+    if not config.max_adapters or placement.data > 1 or placement.processes > 1:
+        return ()
+    units = config.max_adapters * units_for(config.max_adapter_rank)
+    stacks = Stacks(lambda: sites_of(graph.config).sites, units, graph.precision.weights, placement)
+    return (Adapters(stacks, ahead=ahead, implementation=graph.precision.implementation),)

@@ -10,30 +10,19 @@ import jax
 import jax.numpy as jnp
 
 from rekindle._src.core.config import EngineConfig
-from rekindle._src.core.guides import mask_words
 from rekindle._src.kvcache.pool import pages_for
-from rekindle._src.models.base import Graph
+from rekindle._src.models.base import Graph, Placement, merge
 from rekindle._src.models.config import ModelConfig
-from rekindle._src.models.placement import Placement
 from rekindle._src.programs import kv_layout as paged
-from rekindle._src.programs import page_tables, pinned_pages, request_state
+from rekindle._src.programs import page_tables, pinned_pages, request_state, state_moves
 from rekindle._src.programs.buckets import FORWARD, GATED, Bucket
-from rekindle._src.programs.helpers import ADMIT, COLLECT, GATHER, MEMORY, TABLES
-from rekindle._src.programs.keys import Key
+from rekindle._src.programs.device_layout import PAGES, PAYLOAD, POOLED, ROWS, WEIGHTS, WHOLE, DeviceLayout
+from rekindle._src.programs.features import Features
+from rekindle._src.programs.helpers import ADMIT, COLLECT, GATHER, LENS, MEMORY, STATE_IN, STATE_OUT, TABLES, Key
 from rekindle._src.programs.packing import Layout
-from rekindle._src.programs.partitioning import (
-    PAGES,
-    PAYLOAD,
-    POOLED,
-    ROWS,
-    WEIGHTS,
-    DeviceLayout,
-    Partitioning,
-    Recipe,
-)
-from rekindle._src.programs.processors import LogitsProcessor
-from rekindle._src.programs.step import Scores, StepOutput, make_choice, make_forward, make_gated, make_step
-from rekindle_kernels import kernels_for, zeros
+from rekindle._src.programs.partitioning import Partitioning, Recipe
+from rekindle._src.programs.step import Scores, StepOutput, make_choice, make_forward, make_step
+from rekindle_kernels import LayerKV, kernels_for, zeros
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,7 +36,7 @@ class Recipes:
     kv: paged.KV  # those of all devices together
     state: request_state.RequestState
     config: EngineConfig  # of one data shard
-    processors: Sequence[LogitsProcessor]
+    features: Features
     parts: Partitioning
     width: int  # pages of the longest sequence
     resident: bool  # page tables stay on the device
@@ -60,16 +49,21 @@ class Recipes:
         graph: Graph,
         leaves: Sequence[Any],
         config: EngineConfig,
-        processors: Sequence[LogitsProcessor],
-        placement: Placement | None,
+        features: Features,
+        placement: Placement,
     ) -> Recipes:
         """Make the recipes. `leaves` are the whole model's, placed by `placement`; `config` is one data shard's."""
         assert config.max_model_len is not None, "the config is not resolved"
         assert config.page_size is not None, "the config is not resolved"
         assert config.device_pages is not None, "the config is not resolved"
-        parts = Partitioning(placement)
-        local = graph if placement is None else placement.local
-        local_kv = paged.abstract(local.config, config.device_pages, config.page_size, config.kv_dtype)
+        parts, local = Partitioning.of(placement), placement.local_graph(graph)
+        local_kv = paged.abstract(
+            local.config,
+            config.device_pages,
+            config.page_size,
+            config.kv_dtype,
+            state_moves.slots(model, config.max_requests, shared=config.prefix_cache),
+        )
         width, resident = pages_for(config.max_model_len, config.page_size), page_tables.stay(parts)
         return cls(
             model=model,
@@ -79,7 +73,7 @@ class Recipes:
             kv=parts.pages(local_kv),
             state=request_state.abstract_state(config.max_requests, model.vocab_size, width if resident else None),
             config=config,
-            processors=processors,
+            features=features,
             parts=parts,
             width=width,
             resident=resident,
@@ -96,19 +90,38 @@ class Recipes:
         pairs = ((leaf, leaves.get(f"{path.removesuffix('weight')}scale")) for path, leaf in matrices.items())
         scaled = [(leaf.dtype.name, scale.dtype.name) for leaf, scale in pairs if scale is not None]
         dtypes = [leaf.dtype.name for leaf in matrices.values()]
-        return kernels_for(dtypes, self.kv[0].dtype.name, self.kv[0].head_dim, scaled)
+        return kernels_for(dtypes, self._pages.dtype.name, self._head_sizes, scaled, self.features.matrices)
 
     def layout(self, bucket: Bucket) -> Layout:
-        most = self.config.max_requests
-        return Layout.of(bucket, max_requests=most, width=self.width, resident=self.resident)
+        most, features = self.config.max_requests, self.features
+        return Layout.of(bucket, max_requests=most, width=self.width, resident=self.resident, features=features)
 
     @property
     def page_size(self) -> int:
-        return self.kv[0].page_size
+        return self._pages.page_size
 
-    def processors_of(self, bucket: Bucket) -> Sequence[LogitsProcessor]:
-        """Return the logits processors that a program contains."""
-        return self.processors if bucket.processed else ()
+    @property
+    def _pages(self) -> LayerKV:
+        """The pages of the first layer that has some."""
+        return paged.pages_of(self.kv)[0]
+
+    @property
+    def _head_sizes(self) -> list[int]:
+        """The sizes of heads of the layers' pages."""
+        return list(dict.fromkeys(layer.head_dim for layer in paged.pages_of(self.kv)))
+
+    @property
+    def _extra(self) -> tuple[DeviceLayout, ...]:
+        """The layouts of features' outputs."""
+        return tuple(POOLED if feature.shard_axis else ROWS for feature in self.features.outputs)
+
+    def _layouts(self, key: Bucket) -> tuple[Any, ...]:
+        """Return the layouts of features' operands."""
+        return self.features.operand_layouts(key.variants)
+
+    def _operands(self, key: Bucket) -> tuple[Any, ...]:
+        """Return the shapes of features' operands."""
+        return self.features.operand_shapes(key.variants)
 
     def upload(self, layout: Layout) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
         """Return the shapes of the buffers that a step gets from the host."""
@@ -127,7 +140,15 @@ class Recipes:
         if key == TABLES:
             rows = _ints(page_tables.PUT * (1 + self.width))
             return Recipe(page_tables.put, (self.state.tables, rows), (0,), (ROWS, ROWS), ROWS)
+        if key == LENS:
+            rows = jax.ShapeDtypeStruct((key.pages, self.model.hidden_size), self.graph.precision.stream)
+            return Recipe(self._lens, (self.leaves, rows), (), (WEIGHTS, WHOLE), WHOLE)
         ids = _ints(key.pages)
+        if key == STATE_OUT:
+            return Recipe(state_moves.gather, (self.kv, ids), (), (PAGES, ROWS), ROWS)
+        if key == STATE_IN:
+            states = jax.ShapeDtypeStruct((1, state_moves.numbers(self.kv)), jnp.float32)
+            return Recipe(state_moves.scatter, (self.kv, ids, states), (0,), (PAGES, ROWS, ROWS), PAGES)
         if key.kind in (GATHER.kind, COLLECT.kind):
             gather = Recipe(paged.gather, (self.kv, ids), (), (PAGES, ROWS), PAYLOAD)
             return gather if key.kind == GATHER.kind else self.parts.whole_everywhere(gather)
@@ -137,45 +158,40 @@ class Recipes:
         page = jax.eval_shape(paged.gather, self.kv, _ints(1))
         return Recipe(paged.scatter, (self.kv, ids, (page,) * key.pages), (0,), (PAGES, ROWS, PAYLOAD), PAGES)
 
+    def _lens(self, leaves: Sequence[Any], rows: jax.Array) -> jax.Array:
+        """Return the logits that the head makes of rows of the residual stream."""
+        model = merge(self.graph, leaves)
+        return model.logits(model.end(rows))
+
     def _step(self, key: Bucket) -> Recipe:
         layout = self.layout(key)
-        make = make_gated if key.part == GATED else make_step
-        step: Any = make(
-            self.graph,
-            layout,
-            self.page_size,
-            implementation=self.config.kernels,
-            processors=self.processors_of(key),
-            pools=key.pools,
-        )
-        arguments: tuple[Any, ...] = (self.leaves, self.kv, self.state, *self.upload(layout))
-        operands: tuple[DeviceLayout, ...] = (WEIGHTS, PAGES, ROWS, ROWS, ROWS)
+        step = make_step(self.graph, layout, self.page_size, implementation=self.config.kernels)
+        arguments: tuple[Any, ...] = (self.leaves, self.kv, self.state, *self.upload(layout), self._operands(key))
+        operands: tuple[Any, ...] = (WEIGHTS, PAGES, ROWS, ROWS, ROWS, self._layouts(key))
         if key.part == GATED:
-            assert self.parts.placement is None, "no program on a mesh waits for its masks"
+            assert not self.parts.divided, "no program on a mesh waits for an operand"
             arguments, operands = (*arguments, _ints(2)), (*operands, ROWS)
-        results = (PAGES, ROWS, StepOutput._make((ROWS, ROWS, POOLED)))
+        results = (PAGES, ROWS, StepOutput._make((ROWS, self._extra)))
         return Recipe(step, arguments, (1, 2), operands, results)
 
     def _half(self, key: Bucket) -> Recipe:
-        """Return the recipe of one of the two programs of a guided step."""
+        """Return the recipe of one of the two programs of a late step."""
         layout = self.layout(key)
         upload = self.upload(layout)
         if key.part == FORWARD:
-            kernels = self.config.kernels
-            forward = make_forward(self.graph, layout, self.page_size, implementation=kernels, pools=key.pools)
-            arguments = (self.leaves, self.kv, self.state.last_token, *upload)
-            operands, results = (WEIGHTS, PAGES, ROWS, ROWS, ROWS), (PAGES, ROWS, ROWS, POOLED)
+            forward = make_forward(self.graph, layout, self.page_size, implementation=self.config.kernels)
+            arguments = (self.leaves, self.kv, self.state.last_token, *upload, self._operands(key))
+            operands: tuple[Any, ...] = (WEIGHTS, PAGES, ROWS, ROWS, ROWS, self._layouts(key))
+            results: tuple[Any, ...] = (PAGES, ROWS, self._extra)
             if not self.resident:
                 return Recipe(forward, arguments, (1,), operands, results)
-            return Recipe(forward, (*arguments, self.state.tables), (1, 5), (*operands, ROWS), (*results, ROWS))
+            return Recipe(forward, (*arguments, self.state.tables), (1, 6), (*operands, ROWS), (*results, ROWS))
         vocab_size, precision = self.model.vocab_size, self.graph.precision
         sizes = ((vocab_size, "float32"), (self.model.hidden_size, precision.stream))
         scores = Scores._make(jax.ShapeDtypeStruct((layout.sequences, size), dtype) for size, dtype in sizes)
-        masks = jax.ShapeDtypeStruct((layout.sequences, mask_words(vocab_size)), jnp.int32)
-        choice = make_choice(
-            layout, self.page_size, implementation=precision.implementation, processors=self.processors_of(key)
-        )
-        return Recipe(choice, (self.state, scores, *upload, masks), (0,), (ROWS,) * 5, (ROWS, ROWS))
+        operand = jax.ShapeDtypeStruct((layout.sequences, self.features.late.operand_width(vocab_size)), jnp.int32)
+        choice = make_choice(layout, self.page_size, implementation=precision.implementation)
+        return Recipe(choice, (self.state, scores, *upload, operand), (0,), (ROWS,) * 5, (ROWS, ROWS))
 
 
 def _ints(size: int) -> jax.ShapeDtypeStruct:

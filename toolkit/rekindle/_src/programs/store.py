@@ -16,33 +16,23 @@ import importlib
 import io
 import json
 import logging
-import os
 import threading
-import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 
-from rekindle._src.core.atomic_checkpoint import (
-    DAMAGED,
-    ITEM,
-    is_finished,
-    is_passing,
-    is_stale,
-    remove,
-    set_aside,
-    write_checkpoint,
-)
-from rekindle._src.core.gc_pause import gc_paused
-from rekindle._src.programs import program_key, stored_trees
-from rekindle._src.programs.late_store import NOT_STORED
+from rekindle._src.core.atomic_checkpoint import ITEM, is_passing
+from rekindle._src.core.memory import gc_paused
+from rekindle._src.core.store import Sound, Store, Unusable
+from rekindle._src.programs import program_key
 from rekindle.errors import StoreError
-from rekindle_kernels import ensure_kernels, kernels_in, private_files, read_through
+from rekindle_kernels import ensure_kernels, kernels_in, private_files
 
 log = logging.getLogger("rekindle.store")
 FORMAT = 4
@@ -50,6 +40,13 @@ MAX_AGE = 60 * 24 * 3600.0  # seconds since a program was last loaded
 _UNSERIALISABLE = "this backend's programs can't be serialised: JAX's compilation cache keeps them, and they are traced"
 _ONE_OF_THEM = "is not serializable"  # XLA's words for a program with an operation that has no stored form
 PROGRAM, META = f"{ITEM}/program", f"{ITEM}/meta.json"
+NOT_STORED = "not stored yet"  # a reason of `StoreError`
+DELAY = 2.0  # seconds from the first program that is to be written later
+# A program from JAX's own compilation cache, where a user has enabled that, loses its functions when it is serialised
+# again, and fails when it runs ("Function … not found", jax 0.10 to 0.12). So such programs are left to that cache.
+KEPT_THERE = "JAX's compilation cache has it, and programs from there can't be stored again"
+_HIT = "/jax/compilation_cache/cache_hits"
+_hits = threading.local()  # of this thread, which is the one that compiles
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -64,55 +61,39 @@ class StoredProgram:
     used: float  # seconds since the epoch
 
 
-class ExecutableStore:
-    """A folder of programs, bounded by bytes, and by age or by count. The least recently used are removed first."""
+class ExecutableStore(Store):
+    """A folder of programs, bounded by bytes, and by age or by count."""
 
     def __init__(
         self, folder: Path, *, capacity: int | None = None, max_bytes: int = 1 << 30, max_age: float = MAX_AGE
     ) -> None:
-        self.folder, self.capacity, self.max_bytes, self.max_age = folder, capacity, max_bytes, max_age
-        self._lock = threading.Lock()
+        super().__init__(folder, most=capacity, max_bytes=max_bytes, max_age=max_age if capacity is None else None)
         self._warned: set[str] = set()
         self._writable = True
         self._fallen_back = False
-        self.distrusted = private_files.distrust_reason(folder)  # the reason why nothing is loaded or stored here
         # The folder exists if an earlier process could not serialise programs here.
         self._compilations = folder.parent / "compilations"
-        if self.distrusted is not None:
-            private_files.tell_once(self.distrusted)
-        elif self._compilations.is_dir() and private_files.distrust_reason(self._compilations) is None:
+        usable = self.distrusted is None and self._compilations.is_dir()
+        if usable and private_files.distrust_reason(self._compilations) is None:
             self._fall_back()
 
     def load(self, key: str, devices: Sequence[Any] | None = None) -> Any:
         """Return the executable, ready to be called. Raise `StoreError` with the reason if there is none.
 
-        It runs on `devices`, in this order; None is JAX's default device. The key names the same devices.
+        It runs on `devices`, in this order; none of them is JAX's default device. The key names the same devices.
         """
         if self.distrusted is not None:
             raise StoreError(f"not loaded: {self.distrusted}")
-        path = self._path(key)
-        if not path.is_dir() and not read_through.fetch(path):
+        if not self.holds(key):
             raise StoreError(_UNSERIALISABLE if self._compilations.is_dir() else NOT_STORED)
         try:
-            compiled = _loaded(path, devices or [program_key.default_device()])
-        except _NotMovable:
+            return self.read(key, lambda folder: self._loaded(key, devices or [program_key.default_device()]))
+        except Unusable as error:
+            problem, outcome = "used", "is set aside and compiled again"
+            if error.passing:
+                problem, outcome = "read now", "stays, and is compiled meanwhile"
+            self._warn_once(key, f"stored program {key} can't be {problem} ({error}); it {outcome}")
             raise
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-            if is_passing(error):
-                self._warn_once(
-                    key, f"stored program {key} can't be read now ({reason}); it stays, and is compiled meanwhile"
-                )
-            else:
-                self._warn_once(
-                    key, f"stored program {key} can't be used ({reason}); it is set aside and compiled again"
-                )
-                set_aside(path)
-            raise StoreError(reason) from error
-        with contextlib.suppress(OSError):
-            os.utime(path)  # for the order in which programs are removed; it stays as it is in a read-only store
-        read_through.keep(path)
-        return compiled
 
     def save(
         self,
@@ -148,61 +129,67 @@ class ExecutableStore:
                 private_files.make_folder(self._compilations)
                 self._fall_back()
             return False
-        path = self._path(key)
         try:
             meta = {
                 "format": FORMAT,
                 "name": name,
                 "model": model,
                 "compile_seconds": compile_seconds,
-                "arguments": stored_trees.encode(in_tree),
-                "results": stored_trees.encode(out_tree),
+                "arguments": encode_tree(in_tree),
+                "results": encode_tree(out_tree),
                 "native": kernels_in(executable),
                 "devices": [device.id for device in devices or [program_key.default_device()]],
             }
-            meta["checksum"] = _checksum(path.name, meta, executable)
-            _write(path, executable, meta)
+            meta["checksum"] = _checksum(self.path(key).name, meta, executable)
+
+            def write(folder: Path) -> None:
+                (folder / Path(PROGRAM).name).write_bytes(executable)
+                (folder / Path(META).name).write_text(json.dumps(meta))
+
+            self.write(key, write)
         except Exception as error:
-            if path.is_dir():
-                return True  # another process was faster; both compiled the same
             self._writable = not isinstance(error, OSError)
             self._warn_once("save", f"programs can't be stored in {self.folder}: {type(error).__name__}: {error}")
             return False
-        read_through.keep(path)
         self.prune()
         return True
 
-    def holds(self, key: str) -> bool:
-        """True if there is an executable, which may turn out to be unusable."""
-        path = self._path(key)
-        return self.distrusted is None and (path.is_dir() or read_through.fetch(path))
-
-    def entries(self) -> list[StoredProgram]:
+    def stored(self) -> list[StoredProgram]:
         """Return the stored programs, most recently used first, without broken entries."""
-        entries = []
-        for path in self._paths():
+        programs = []
+        for entry in self.entries():
             with contextlib.suppress(Exception):
-                meta = json.loads((path / META).read_text())
-                size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-                used = path.stat().st_mtime
-                entries.append(
-                    StoredProgram(path.name, meta["name"], meta["model"], size, meta["compile_seconds"], used)
-                )
-        return sorted(entries, key=lambda entry: -entry.used)
+                meta = json.loads((entry.path / META).read_text())
+                fields = entry.path.name, meta["name"], meta["model"], entry.size, meta["compile_seconds"]
+                programs.append(StoredProgram(*fields, entry.used))
+        return programs
 
-    def prune(self) -> None:
-        """Remove programs beyond the bounds, and entries that are old and unfinished or can't be read."""
-        with self._lock:
-            total, entries, oldest = 0, self.entries(), time.time() - self.max_age
-            for count, entry in enumerate(entries, 1):
-                total += entry.size
-                expired = entry.used < oldest if self.capacity is None else count > self.capacity
-                if expired or total > self.max_bytes:
-                    remove(self.folder / entry.key)
-            with contextlib.suppress(OSError):  # a folder that can't be listed now is pruned next time
-                for path in self.folder.iterdir() if self.folder.is_dir() else ():
-                    if path.is_dir() and not path.name.startswith(DAMAGED) and _is_broken(path) and is_stale(path):
-                        remove(path)
+    def _loaded(self, key: str, devices: Sequence[Any]) -> Any:
+        """Load the executable, after the native kernels that it calls: tracing would have registered them."""
+        meta = json.loads(self.content(key, META))
+        if meta["format"] != FORMAT:
+            raise StoreError(f"it has format {meta['format']}, this version reads {FORMAT}")
+        executable = self.content(key, PROGRAM)
+        checksum = meta.pop("checksum")
+        if _checksum(self.path(key).name, meta, executable) != checksum:
+            raise StoreError("its checksum does not match")
+        with gc_paused():
+            ensure_kernels(meta["native"])
+            trees = decode_tree(meta["arguments"]), decode_tree(meta["results"])
+            if meta["devices"] != [device.id for device in devices]:
+                return _moved(executable, *trees, meta["devices"], devices)
+            # Without `execution_devices` it would be loaded for all devices of the platform and not run on fewer.
+            return serialize_executable.deserialize_and_load(
+                executable, *trees, backend=devices[0].client, execution_devices=devices
+            )
+
+    def is_broken(self, path: Path) -> bool:
+        """True if an entry lacks its description, or has an invalid one."""
+        try:
+            json.loads((path / META).read_text())["name"]
+            return not (path / PROGRAM).exists()
+        except Exception as error:
+            return not is_passing(error)
 
     def _fall_back(self) -> None:
         """Have JAX store this process's compilations from now on, unless the user has set another folder for that."""
@@ -212,14 +199,6 @@ class ExecutableStore:
             jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
             jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
             compilation_cache.reset_cache()  # it has read the options only once
-
-    def _paths(self) -> list[Path]:
-        with contextlib.suppress(OSError):
-            return [path for path in self.folder.iterdir() if path.is_dir() and is_finished(path.name)]
-        return []
-
-    def _path(self, key: str) -> Path:
-        return self.folder / private_files.stored_name(key)
 
     def _warn_once(self, key: str, text: str) -> None:
         if key not in self._warned:
@@ -234,7 +213,7 @@ class ProgramStore:
     store: ExecutableStore
     model: str
     identity: str  # a digest of all the causes of a program except its name
-    devices: tuple[Any, ...] | None = None  # the devices of its programs; None: the default one
+    devices: tuple[Any, ...] = ()  # the devices of its programs; none: the default one
 
     def load(self, name: str) -> Any:
         return self.store.load(self._key(name), self.devices)
@@ -256,35 +235,7 @@ class ProgramStore:
         return program_key.digest({"identity": self.identity, "program": name})
 
 
-def _write(path: Path, payload: bytes, meta: dict[str, Any]) -> None:
-    def write(folder: Path) -> None:
-        (folder / Path(PROGRAM).name).write_bytes(payload)
-        (folder / Path(META).name).write_text(json.dumps(meta))
-
-    write_checkpoint(path, write)
-
-
-def _loaded(path: Path, devices: Sequence[Any]) -> Any:
-    """Load the executable, after the native kernels that it calls: tracing would have registered them."""
-    meta = json.loads(private_files.read(path / META, inside=path.parent))
-    if meta["format"] != FORMAT:
-        raise StoreError(f"it has format {meta['format']}, this version reads {FORMAT}")
-    executable = private_files.read(path / PROGRAM, inside=path.parent)
-    checksum = meta.pop("checksum")
-    if _checksum(path.name, meta, executable) != checksum:
-        raise StoreError("its checksum does not match")
-    with gc_paused():
-        ensure_kernels(meta["native"])
-        trees = stored_trees.decode(meta["arguments"]), stored_trees.decode(meta["results"])
-        if meta["devices"] != [device.id for device in devices]:
-            return _moved(executable, *trees, meta["devices"], devices)
-        # Without `execution_devices` it would be loaded for all devices of the platform, and would not run on fewer.
-        return serialize_executable.deserialize_and_load(
-            executable, *trees, backend=devices[0].client, execution_devices=devices
-        )
-
-
-class _NotMovable(StoreError):
+class _NotMovable(Sound):
     """A program was compiled for other devices, and this version of JAX does not let it be loaded for these."""
 
 
@@ -319,15 +270,170 @@ def _moved(executable: bytes, arguments: Any, results: Any, made_for: Sequence[i
         raise _NotMovable(f"it was compiled for devices {made_for}, these are {new_ids}: {error}") from error
 
 
-def _is_broken(path: Path) -> bool:
-    """True if an entry lacks its description, or has an invalid one. A passing error proves nothing."""
-    try:
-        json.loads((path / META).read_text())["name"]
-        return not (path / PROGRAM).exists()
-    except Exception as error:
-        return not is_passing(error)
-
-
 def _checksum(name: str, meta: dict[str, Any], executable: bytes) -> str:
     """Return the checksum of everything that is stored under `name`, except the checksum itself."""
     return private_files.checksum(name, json.dumps(meta, sort_keys=True).encode(), executable)
+
+
+class Executables(Protocol):
+    """Executables on disk, which outlive the process."""
+
+    def load(self, name: str) -> Any:
+        """Load an executable. Raise `StoreError` with the reason if there is none."""
+
+    def holds(self, name: str) -> bool:
+        """True if there seems to be one."""
+
+    def save(self, name: str, compiled: Any, compile_seconds: float) -> bool: ...
+
+
+class NoStore:
+    """The store of programs that do not outlive the process."""
+
+    def load(self, name: str) -> Any:
+        raise StoreError("no store")
+
+    def holds(self, name: str) -> bool:
+        return False
+
+    def save(self, name: str, compiled: Any, compile_seconds: float) -> bool:
+        return False
+
+
+class LateStore:
+    """A store in front of another one. While it is `late`, programs are written after a delay, in a thread.
+
+    Until the first text is there, processor time is worth more: serialising a program and importing Orbax take half a
+    second of a core, most of it with the GIL, which tracing needs. `flush` returns when all are written; it is called
+    before the executables are released and before the interpreter ends.
+    """
+
+    def __init__(self, store: Executables) -> None:
+        self.late = False
+        self._store = store
+        self._waiting: deque[tuple[str, Any, float]] = deque()
+        self._lock = threading.Lock()  # of the three below
+        self._thread: threading.Thread | None = None
+        self._hurry = threading.Event()
+        self._writing = threading.Lock()
+
+    def load(self, name: str) -> Any:
+        """Load an executable. Raises `StoreError` with the reason if there is none."""
+        return self._store.load(name)
+
+    def holds(self, name: str) -> bool:
+        """True if there seems to be one on disk."""
+        return self._store.holds(name)
+
+    def save(self, name: str, compiled: Any, compile_seconds: float) -> bool:
+        """Write it now, or soon. Return False if writing was tried and failed."""
+        if not self.late:
+            return self._store.save(name, compiled, compile_seconds)
+        with self._lock:
+            self._waiting.append((name, compiled, compile_seconds))
+            if self._thread is None:
+                self._hurry.clear()
+                # A daemon: the end of the interpreter, which flushes, does not wait for its delay.
+                self._thread = threading.Thread(target=self._later, name="rekindle store", daemon=True)
+                self._thread.start()
+        return True
+
+    def flush(self) -> None:
+        """Write the waiting programs."""
+        self._hurry.set()
+        self._write()
+
+    def _later(self) -> None:
+        self._hurry.wait(DELAY)
+        with self._lock:
+            self._thread = None  # programs saved from now on wait for another thread
+        self._write()
+
+    def _write(self) -> None:
+        with self._writing:
+            while self._waiting:
+                self._store.save(*self._waiting.popleft())
+
+
+@contextlib.contextmanager
+def watching_hits() -> Iterator[Callable[[], bool]]:
+    """Yield a function that is True if a program came from that cache, in this thread, since the context began."""
+    before = getattr(_hits, "count", 0)
+    yield lambda: getattr(_hits, "count", 0) > before
+
+
+def _count(event: str, **_: str | int) -> None:
+    if event == _HIT:
+        _hits.count = getattr(_hits, "count", 0) + 1
+
+
+jax.monitoring.register_event_listener(_count)
+
+
+# The structure of a program's arguments and results as JSON, so that calling it reads no pickle:
+#   "*"                       an array
+#   null                      None
+#   ["tuple", …]              as "list"
+#   ["dict", {key: …}]        keys are strings
+#   ["module:Class", …]       a NamedTuple of rekindle's own
+PACKAGES = ("rekindle", "rekindle_kernels")
+
+
+def encode_tree(tree: Any) -> Any:
+    """Return JSON for a PyTreeDef. Raise TypeError for nodes of other types."""
+    description = _describe(jax.tree.unflatten(tree, [_LEAF] * tree.num_leaves))
+    if decode_tree(description) != tree:
+        raise TypeError(f"{tree} is not made of tuples, lists, dicts and rekindle's own records")
+    return description
+
+
+def decode_tree(description: Any) -> Any:
+    """Return the PyTreeDef. Raise ValueError for anything that `encode_tree` did not make."""
+    return jax.tree.structure(_build(description))
+
+
+class _Leaf:
+    """A placeholder for an array."""
+
+
+_LEAF = _Leaf()
+
+
+def _describe(value: Any) -> Any:
+    if value is _LEAF:
+        return "*"
+    if value is None:
+        return None
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return ["dict", {key: _describe(item) for key, item in value.items()}]
+    kind = type(value)
+    if kind in (tuple, list):
+        return [kind.__name__, *map(_describe, value)]
+    if _is_record(kind):
+        return [f"{kind.__module__}:{kind.__qualname__}", *map(_describe, value)]
+    raise TypeError(f"a {kind.__name__} among the arguments or results of a program")
+
+
+def _build(description: Any) -> Any:
+    if description == "*":
+        return _LEAF
+    if description is None:
+        return None
+    if not isinstance(description, list) or not description or not isinstance(description[0], str):
+        raise ValueError(f"{description!r} describes no tree")
+    name, *parts = description
+    if name == "dict":
+        return {key: _build(item) for key, item in parts[0].items()}
+    children = [_build(item) for item in parts]
+    if name in ("tuple", "list"):
+        return tuple(children) if name == "tuple" else children
+    module, _, attribute = name.partition(":")
+    kind: Any = getattr(importlib.import_module(module), attribute) if module.split(".")[0] in PACKAGES else None
+    if not _is_record(kind):
+        raise ValueError(f"{name} is not a record of rekindle's own")
+    return kind(*children)
+
+
+def _is_record(kind: Any) -> bool:
+    is_namedtuple = isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")
+    return is_namedtuple and kind.__module__.split(".")[0] in PACKAGES

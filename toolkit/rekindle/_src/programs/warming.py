@@ -10,24 +10,16 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
 
 from rekindle._src.programs.buckets import Bucket
-from rekindle._src.programs.helpers import SCATTER
-from rekindle._src.programs.keys import Key
-from rekindle._src.programs.program_record import ProgramRecord
+from rekindle._src.programs.helpers import SCATTER, Key
+from rekindle._src.programs.ledger import Form, ProgramRecord
 from rekindle._src.programs.programs import Programs
 from rekindle.errors import CompileError
 from rekindle_kernels import build_kernels
 
 _at_work: weakref.WeakSet[Warming] = weakref.WeakSet()
 _registered = False
-# Seconds between the moment when a session is open and has the programs of a first text, and the compilation of whole
-# programs in place of parts. The first text may be the only one; then neither this process nor the next one compiles
-# more than it used. With "lazy" that is likelier, and the programs of a model of less than DEEP layers compile within
-# two seconds. Either way they are ready by the tenth second.
-PEACE, LONGER_PEACE, DEEP = 0.7, 6.0, 12
-SETTLING = 0.5  # seconds after the opening of a session that restores; no other programs are loaded beside its request
 WORKERS = 2  # threads; XLA compiles a program on one core, and more workers than cores slow serving down
 
 
@@ -49,14 +41,14 @@ def likely_first(keys: Iterable[Key]) -> list[Key]:
     def rank(key: Key) -> tuple[int, int, int]:
         if not isinstance(key, Bucket):
             return 4, 0, 0
-        return (1 if key.processed else 0) + (2 if key.part else 0), key.rows, key.tokens
+        return (1 if key.variants else 0) + (2 if key.part else 0), key.rows, key.tokens
 
     return sorted(keys, key=rank)
 
 
 def first_needed(programs: Programs, *, restoring: bool) -> list[Key]:
     """Return the programs that a new session needs first, in order: for restored pages, a short prompt, decoding."""
-    plain = sorted(bucket for bucket in programs.lattice if not bucket.processed)
+    plain = sorted(bucket for bucket in programs.lattice if not bucket.variants)
     decode = next(bucket for bucket in plain if not bucket.tokens)
     mixed = [bucket for bucket in plain if bucket.tokens]
     prefill = [bucket for bucket in mixed if bucket.rows == mixed[0].rows]
@@ -73,9 +65,23 @@ def needed_after_restart(programs: Programs) -> list[Key]:
         return []
     first = first_needed(programs, restoring=True)
     buckets = [key for key in first if isinstance(key, Bucket)]
-    page = programs.kv[0].page_size
+    page = programs.page_size
     enough = next((bucket.tokens for bucket in buckets if bucket.tokens >= page), programs.config.max_tokens_per_step)
     return [key for key in first if not isinstance(key, Bucket) or key.tokens <= enough]
+
+
+def is_deep(programs: Programs) -> bool:
+    """True if whole programs take longer to compile than a first text should wait: more than two seconds."""
+    return programs.model.num_layers >= 12
+
+
+def seconds_of_parts(programs: Programs, precompile: str) -> float:
+    """Return the time that programs of parts serve alone, from the opening until whole ones are compiled.
+
+    The first text may be the only one; then neither this process nor the next one compiles more than it used. With
+    "lazy" that is likelier. Either way whole programs are ready by the tenth second.
+    """
+    return 0.7 if precompile == "background" or is_deep(programs) else 6.0
 
 
 def warm(
@@ -110,10 +116,11 @@ def warm(
                 except BaseException as error:
                     errors.append(error)
                     return
+                record = programs.ledger.entries[key].record
                 with lock:
                     done.append(key)
-                    if progress is not None:
-                        progress(Warmed(programs.record(key), len(done), len(ordered)))
+                    if progress is not None and record is not None:
+                        progress(Warmed(record, len(done), len(ordered)))
 
     # Not daemons: a thread that is ended inside XLA aborts the process. So the interpreter's exit waits for programs
     # that are being compiled, and no further ones start.
@@ -174,65 +181,71 @@ class Warming:
         progress: Progress | None = None,
         contexts: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
+        self._programs, self._precompile, self._restoring = programs, precompile, restoring
+        self._progress, self._contexts = progress, contexts
         self._stopped = threading.Event()
         self._opened = threading.Event()
         self._opening = threading.Event()  # set once the opening waits for the awaited programs only
-        self._precompile = precompile
         self.flush = programs.flush
         self._error: BaseException | None = None
         self._kernels = build_kernels(programs.kernels())
-        self.in_peace = False  # parts serve, and only programs in demand are compiled
+        self._first = first_needed(programs, restoring=restoring)
+        fills = len(programs.fills) * restoring
+        self._prefill_and_decode = self._first[: fills + 2]
+        self._in_parts = False
         if precompile != "all" and not programs.config.deterministic and not programs.parts.multi_process:
-            self.in_peace = programs.starts_anew(first_needed(programs, restoring=False)[:2])
-        in_parts = self.in_peace
-        if in_parts:
-            programs.begin_parts()
-        first = first_needed(programs, restoring=restoring)
-        prefill_and_decode = first[: 2 + len(programs.fills) * restoring]
-        self._awaited: list[Key] = prefill_and_decode if restoring and not in_parts else []
-        self._programs = programs
+            self._in_parts = programs.quicker_in_parts(self._first[fills : fills + 2])
+        if self._in_parts:
+            programs.settle_for(Form.PARTS)
+        self.in_peace = self._in_parts  # parts serve, and only programs in demand are compiled
+        self._awaited = self._prefill_and_decode if restoring and not self._in_parts else []
         # A deep model's programs are compiled while weights are read: a first text would wait for them for seconds.
-        self._is_deep = programs.model.num_layers >= DEEP and bool(programs.kernels())
-
-        def work() -> None:
-            if not self.wait_for_kernels():
-                return
-            if precompile == "lazy":
-                if in_parts:
-                    with contextlib.suppress(CompileError):  # a step that needs it tries again, and gets the error
-                        self._make_first(programs, prefill_and_decode, contexts)
-                    self._replace(programs, contexts)
-                stored = self._load(programs, prefill_and_decode, contexts)
-                if not (stored or in_parts) and self._is_deep:
-                    with contextlib.suppress(CompileError):  # as above
-                        warm(programs, prefill_and_decode, stopped=self._stopped, contexts=contexts)
-                if not self._opening.is_set():
-                    self._load(programs, first, contexts)
-                return
-            # In the background one worker, because the other core serves; more only until the first programs are ready.
-            workers = WORKERS if precompile == "all" else 1
-            try:
-                if precompile == "background":
-                    if in_parts:
-                        self._make_first(programs, prefill_and_decode, contexts)
-                        self._complete(programs, prefill_and_decode, contexts)
-                        self._replace(programs, contexts)
-                    else:
-                        self._load(programs, prefill_and_decode, contexts)
-                    if restoring:  # a request is likely to come at once, and needs no other program
-                        self._opened.wait()
-                        self._stopped.wait(SETTLING)
-                urgent = first_needed(programs, restoring=restoring)
-                keys = [*urgent, *(key for key in likely_first(programs.keys) if key not in urgent)]
-                warm(programs, keys, progress=progress, stopped=self._stopped, contexts=contexts, workers=workers)
-                # Guided programs are stored where earlier sessions had guided requests; this one may need them as well.
-                self._load(programs, programs.guided_keys, contexts, all_of_them=True)
-            except BaseException as error:
-                self._error = error
-
-        self._thread = threading.Thread(target=work, name="rekindle warming", daemon=False)
+        self._is_deep = is_deep(programs) and bool(programs.kernels())
+        self._thread = threading.Thread(target=self._work, name="rekindle warming", daemon=False)
         _finish_at_exit(self)
         self._thread.start()
+
+    def _work(self) -> None:
+        if not self.wait_for_kernels():
+            return
+        if self._precompile == "lazy":
+            self._make_first()
+            return
+        try:
+            self._make_all()
+        except BaseException as error:
+            self._error = error
+
+    def _make_first(self) -> None:
+        """Make the programs of a first text. A step that needs one that does not compile tries again, and raises."""
+        if self._in_parts:
+            with contextlib.suppress(CompileError):
+                self._make_parts()
+            self._replace_parts()
+            return
+        if not self._load(self._prefill_and_decode) and self._is_deep:
+            with contextlib.suppress(CompileError):
+                self._warm(self._prefill_and_decode)
+        if not self._opening.is_set():
+            self._load(self._first)
+
+    def _make_all(self) -> None:
+        """Make all programs, the likeliest first."""
+        if self._in_parts:
+            self._make_parts()
+            self._complete_parts()
+            self._replace_parts()
+        elif self._precompile == "background":
+            self._load(self._prefill_and_decode)
+        if self._precompile == "background" and self._restoring:
+            # A request is likely to come at once, and needs no other program: none is loaded beside it.
+            self._opened.wait()
+            self._stopped.wait(0.5)
+        others = (key for key in likely_first(self._programs.keys) if key not in self._first)
+        # In the background one worker, because the other core serves.
+        self._warm([*self._first, *others], workers=WORKERS if self._precompile == "all" else 1)
+        # Guided programs are stored where earlier sessions had guided requests; this one may need them as well.
+        self._load(self._programs.guided_keys, all_of_them=True)
 
     @property
     def waits_for_kernels(self) -> bool:
@@ -254,8 +267,6 @@ class Warming:
     def opened(self) -> None:
         """Go on when the weights are loaded. Raise the `CompileError` of a program that has to be ready by now."""
         self._opened.set()
-        if self._precompile == "lazy":
-            return
         if self._precompile == "all":
             self._thread.join()
             if self._error is not None:
@@ -267,47 +278,55 @@ class Warming:
         self._opened.set()  # ends the wait for the opening, too
         self._thread.join(timeout)
 
-    def _load(
-        self, programs: Programs, keys: Iterable[Key], contexts: Callable[[], Any], *, all_of_them: bool = False
-    ) -> bool:
+    def _warm(self, keys: Sequence[Key], *, workers: int = WORKERS) -> None:
+        warm(
+            self._programs,
+            keys,
+            progress=self._progress,
+            stopped=self._stopped,
+            contexts=self._contexts,
+            workers=workers,
+        )
+
+    def _load(self, keys: Iterable[Key], *, all_of_them: bool = False) -> bool:
         """Load programs up to the first that is not stored, or `all_of_them` that are. True if all are loaded."""
         stored = True
-        with contexts():
+        with self._contexts():
             for key in keys:
                 if self._is_stopped() or (self._precompile == "lazy" and self._opened.is_set()):
                     return False
-                stored &= programs.load(key)
+                stored &= self._programs.load(key)
                 if not (stored or all_of_them):
                     return False
         return stored
 
-    def _make_first(self, programs: Programs, keys: Sequence[Key], contexts: Callable[[], Any]) -> None:
-        """Make the last of `keys`, the program that decodes, after the others, which have all cores until then.
+    def _make_parts(self) -> None:
+        """Make the program that decodes, in parts, after the others, which have all cores until then.
 
         The first text needs the program of its prompt alone, which also makes further tokens until decoding is ready.
         """
-        with programs.made_next(keys[-1]):
+        keys = self._prefill_and_decode
+        with self._programs.ledger.made_next(keys[-1]):
             for group in (keys[:-1], keys[-1:]):
-                warm(programs, group, stopped=self._stopped, contexts=contexts)
+                self._warm(group)
 
-    def _complete(self, programs: Programs, keys: Iterable[Key], contexts: Callable[[], Any]) -> None:
+    def _complete_parts(self) -> None:
         """Make the closings that programs of parts lack so far, since greedy steps do without them."""
-        with contexts():
-            for key in keys:
+        with self._contexts():
+            for key in self._prefill_and_decode:
                 if self._is_stopped():
                     return
-                programs.complete(key)
+                self._programs.complete(key)
 
-    def _replace(self, programs: Programs, contexts: Callable[[], Any]) -> None:
+    def _replace_parts(self) -> None:
         """Put whole programs in place of parts, an earlier process's too, after a moment without compilations.
 
         A process that ends within that moment compiles nothing that it did not need."""
-        with contexts():
-            soon = programs.model.num_layers >= DEEP or self._precompile == "background"
+        with self._contexts():
             self._opened.wait()  # until then weights and the vocabulary want the cores
-            self._stopped.wait(PEACE if soon else LONGER_PEACE)
+            self._stopped.wait(seconds_of_parts(self._programs, self._precompile))
             self.in_peace = False
-            programs.end_parts(self._is_stopped)
+            self._programs.replace_parts(self._is_stopped)
 
     def _is_stopped(self) -> bool:
         """True after `stop`, and at the interpreter's exit, which waits for this thread before it closes sessions."""

@@ -18,7 +18,7 @@ from rekindle.errors import ConfigError, MissingExtra
 if TYPE_CHECKING:
     from typing import Unpack
 
-    from rekindle._src.core.options import OpenOptions
+    from rekindle._src.core.config import OpenOptions
 
 _AT_ONCE = 4096  # requests that Ray Serve gives one ingress; the fleet itself refuses those without a place with 429
 

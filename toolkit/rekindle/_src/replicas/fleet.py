@@ -4,71 +4,62 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, Self
+
+import numpy as np
 
 from rekindle._src.core import html
 from rekindle._src.core.config import EngineConfig
-from rekindle._src.core.interrupts import interrupted
+from rekindle._src.core.own_failure import interrupted
 from rekindle._src.core.records import Completion
 from rekindle._src.core.sampling import Sampling
-from rekindle._src.dispatch.device import DeviceThread
-from rekindle._src.dispatch.dispatch import Dispatch
-from rekindle._src.dispatch.host import Host, wait
+from rekindle._src.core.tapped import TapFacts
+from rekindle._src.dispatch.backend import Front
+from rekindle._src.dispatch.host import Host
 from rekindle._src.dispatch.mailbox import OneShot
-from rekindle._src.dispatch.messages import Engine
 from rekindle._src.dispatch.wakeups import run_sync
+from rekindle._src.models.adapters.states import arrays_of
 from rekindle._src.replicas.autoscaling import Range
-from rekindle._src.replicas.fleet_dispatch import FleetDispatch
+from rekindle._src.replicas.fleet_backend import FleetBackend, Parts
 from rekindle._src.replicas.fleet_stats import FleetStats, replica_stats
 from rekindle._src.replicas.link import HANG
 from rekindle._src.replicas.remote_grammars import RemoteGrammars
-from rekindle._src.replicas.routes import Placed, Routes
+from rekindle._src.replicas.routes import Placed
 from rekindle._src.replicas.routing import router as router_named
-from rekindle._src.replicas.wire import Connection, ReplicaInfo
 from rekindle._src.session.call import Call, Once
-from rekindle._src.session.conversations import Conversations
+from rekindle._src.session.chats import Conversations
 from rekindle._src.session.embedding import Embedding
 from rekindle._src.session.handle import Handle
-from rekindle._src.session.row_mapping import RowMapping
+from rekindle._src.session.rows import RowMapping
+from rekindle._src.session.scoring import ScoreRequests
 from rekindle._src.session.serving import Serving
 from rekindle._src.text.detokenizer import real_detokenizer
 from rekindle.errors import ConfigError, InvalidRequest
 
 
-class Parts(NamedTuple):
-    """The replicas under a fleet, and functions to add and end them."""
-
-    connections: Sequence[Connection]
-    info: ReplicaInfo  # the model, from the first open replica
-    another: Callable[[], Connection]  # starts one more replica
-    close: Callable[[], object]  # ends the replicas and releases their resources
-    sender: str  # names this fleet to its replicas; unique
-
-
-class Fleet(RowMapping, Embedding, Conversations, Serving):
+class Fleet(RowMapping, Embedding, ScoreRequests, Conversations, Serving):
     """Replicas of an open model. Make one with `rekindle.fleet`; close it with `aclose` or a `with` block.
 
-    It takes requests as a session does: `generate`, `stream`, `submit`, `chat`, `map`, `embed`, `serve`. This process
-    tokenizes prompts and detokenizes results, so a request survives the death of its replica: another replica
+    It takes requests as a session does: `generate`, `stream`, `submit`, `chat`, `map`, `embed`, `score`, `serve`. This
+    process tokenizes prompts and detokenizes results, so a request survives the death of its replica: another replica
     continues behind the tokens so far, with the same seed.
     """
 
     _host: Host
-    _engine: Engine
-    _config: EngineConfig
-    _prefill: int  # replicas that only compute prompts
+    _front: Front
+    _backend: FleetBackend
     _router: str
 
     @classmethod
-    def attached(cls, host: Host, engine: Engine, info: Any, router: str, prefill: int = 0) -> Self:
+    def attached(cls, host: Host, front: Front, router: str) -> Self:
         """Return a fleet over an open host."""
+        assert isinstance(front.backend, FleetBackend), "a fleet runs its requests in replicas"
         fleet = cls.__new__(cls)
-        fleet._prefill = prefill
-        fleet._host, fleet._engine, fleet._router = host, engine, router
-        fleet._config = info.config
+        fleet._router = router
+        fleet._host, fleet._front, fleet._backend = host, front, front.backend
         fleet._servers = []
         weakref.finalize(fleet, host.close).atexit = False
         return fleet
@@ -76,22 +67,22 @@ class Fleet(RowMapping, Embedding, Conversations, Serving):
     @property
     def config(self) -> EngineConfig:
         """The configuration of its sessions, with every default resolved."""
-        return self._config
+        return self._backend.info.config
 
     @property
     def tokenizer(self) -> Any:
         """The model's tokenizer: `encode(text)` and `decode(ids)`."""
-        return self._engine.tokenizer
+        return self._front.tokenizer
 
     @property
     def model(self) -> str:
         """The name or folder it was opened with."""
-        return self._engine.model
+        return self._front.model
 
     @property
     def sampling(self) -> Sampling:
         """The default options of a request: those of generation_config.json, or greedy."""
-        return self._engine.sampling or Sampling()
+        return self._front.sampling or Sampling()
 
     @property
     def closed(self) -> bool:
@@ -107,14 +98,12 @@ class Fleet(RowMapping, Embedding, Conversations, Serving):
 
     def stats(self) -> FleetStats:
         """Return a snapshot: the replicas' work, cache hits, the spread of requests, losses and moves."""
-        limiter = self._host.limiter
+        limiter, routes = self._host.limiter, self._backend
 
-        def snapshot(dispatch: Dispatch) -> FleetStats:
-            assert isinstance(dispatch, FleetDispatch)
-            routes = dispatch.routes
-            replicas = tuple(replica_stats(link, routes) for link in dispatch.links.values())
+        def snapshot() -> FleetStats:
+            replicas = tuple(replica_stats(link, routes) for link in routes.replicas.values())
             return FleetStats(
-                model=self._engine.model,
+                model=self._front.model,
                 router=self._router,
                 replicas=replicas,
                 live=limiter.inside,
@@ -124,18 +113,17 @@ class Fleet(RowMapping, Embedding, Conversations, Serving):
                 moved=routes.counts.moved,
                 handed_over=routes.counts.handed_over,
                 lost=routes.counts.lost,
-                follows=dispatch.size,
+                follows=routes.size,
             )
 
         self._host.check()
-        return wait(self._host.call(snapshot))
+        return self._host.ask(snapshot)
 
     def explain(self, request: Handle[Any] | Completion | str) -> Placed:
         """Return the current or last replica of a request, the reason for it, and the number of moves."""
         request_id = request if isinstance(request, str) else getattr(request, "request_ids", (request.id,))[0]
         self._host.check()
-        scheduler: Any = self._engine.scheduler
-        placed: Placed | None = self._host.ask(lambda: scheduler.explain(request_id))
+        placed = self._host.ask(lambda: self._backend.explain(request_id))
         if placed is None:
             raise InvalidRequest(
                 "request", request_id, "is not known: not submitted yet, or over for long", "Ask while it is recent"
@@ -159,7 +147,7 @@ class Fleet(RowMapping, Embedding, Conversations, Serving):
         continue in other replicas. New replicas are opened in the background. In a fleet with roles, the number of
         decoding replicas changes.
         """
-        size, prefill = Range.of(replicas), self._prefill
+        size, prefill = Range.of(replicas), self._backend.prefill
         if prefill and size.least < size.most:
             raise ConfigError("replicas", replicas, "can't follow the load where they have roles", "Pass a number")
         if prefill and size.least <= prefill:
@@ -172,9 +160,9 @@ class Fleet(RowMapping, Embedding, Conversations, Serving):
         return Once(self._scale, size, _seconds("drain", drain), name="scale")
 
     async def _scale(self, size: Range, drain: float) -> None:
-        def change(dispatch: FleetDispatch, result: OneShot[None]) -> None:
-            dispatch.follow_load(size if size.least < size.most else None)
-            dispatch.scale(size.nearest(len(dispatch.staying)), drain, result)
+        def change(result: OneShot[None]) -> None:
+            self._backend.follow_load(size if size.least < size.most else None)
+            self._backend.scale(size.nearest(len(self._backend.staying)), drain, result)
 
         await self._changed(change)
 
@@ -197,18 +185,44 @@ class Fleet(RowMapping, Embedding, Conversations, Serving):
         return Once(self._swap, absolute(weights), _seconds("drain", drain), name="swap_weights")
 
     async def _swap(self, weights: str, drain: float) -> None:
-        await self._changed(lambda dispatch, result: dispatch.swap_weights(weights, drain, result))
+        await self._changed(lambda result: self._backend.swap_weights(weights, drain, result))
 
-    async def _changed(self, change: Callable[[FleetDispatch, OneShot[None]], object]) -> None:
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names of the adapters that requests may use."""
+        return self._backend.adapters.names
+
+    def load_adapter(self, name: str, source: Any, *, alpha: float | None = None) -> Call[None]:
+        """Await it to load an adapter (LoRA) in all replicas, for `generate(…, adapter=name)`.
+
+        `source` is a PEFT folder or a GGUF file that all replicas can read, or a trainer's arrays, as
+        `session.load_adapter` takes them. If the first replica refuses it, its error is raised and nothing has changed.
+        A name that is in use means the new weights from now on; requests that run keep the old ones, also where they go
+        on in another replica. New replicas load it before they take requests.
+        """
+        if not isinstance(name, str) or not name or not name.isprintable():
+            raise ConfigError("adapter", name, "is not a name", "Pass printable text")
+        if isinstance(source, str | Path):
+            sent: Any = absolute(source)
+        else:
+            sent = {path: np.asarray(array) for path, array in arrays_of(source).items()}
+        return Once(self._load_adapter, name, sent, alpha, name="load_adapter")
+
+    def unload_adapter(self, name: str) -> Call[None]:
+        """Await it to forget an adapter and its cached pages. Requests that run with it go on."""
+        return Once(self._unload_adapter, name, name="unload_adapter")
+
+    async def _load_adapter(self, name: str, source: Any, alpha: float | None) -> None:
+        await self._changed(lambda result: self._backend.load_adapter(name, source, alpha, result))
+
+    async def _unload_adapter(self, name: str) -> None:
+        await self._changed(lambda result: self._backend.unload_adapter(name, result))
+
+    async def _changed(self, change: Callable[[OneShot[None]], object]) -> None:
         """Begin a change on the fleet's loop, and wait for its end."""
         self._host.check()
         completed: OneShot[None] = OneShot()
-
-        def begin(dispatch: Dispatch) -> None:
-            assert isinstance(dispatch, FleetDispatch)
-            change(dispatch, completed)
-
-        await self._host.call(begin).get()
+        await self._host.call(lambda dispatch: change(completed)).get()
         await completed.get()
 
     async def aclose(self, *, drain: float = 0.0) -> None:
@@ -254,18 +268,6 @@ class Fleet(RowMapping, Embedding, Conversations, Serving):
         return str(html.line(repr(self))) if self.closed else self.stats()._repr_html_()
 
 
-class _Runner:
-    """The runner of a fleet's engine: it has no device, and closing it ends the replicas."""
-
-    programs = None
-
-    def __init__(self, close: Callable[[], object]) -> None:
-        self._close = close
-
-    def close(self) -> None:
-        self._close()
-
-
 class FleetOpening(Call[Fleet]):
     """`fleet = await rekindle.fleet(...)`, or `async with rekindle.fleet(...) as fleet`."""
 
@@ -278,38 +280,41 @@ class FleetOpening(Call[Fleet]):
 
     async def _result(self) -> Fleet:
         if self._fleet is None:
-            fleet_parts: list[Parts] = []
-
-            def build() -> Engine:
-                fleet_parts.append(self._parts())
-                return fleet_engine(fleet_parts[0], self._model, self._router)
-
-            def dispatched(engine: Engine, device: DeviceThread) -> FleetDispatch:
-                parts, routes = fleet_parts[0], cast(Routes, engine.scheduler)
-                places = len(parts.connections) * parts.info.places
-                return FleetDispatch(
-                    engine,
-                    device,
-                    places,
-                    routes,
-                    parts.connections,
-                    another=parts.another,
-                    hang=self._hang,
-                    size=self._size,
-                    resize=lambda places: host.limiter.resize(places),
-                )
-
-            host = Host(build, dispatched=dispatched)
+            host = Host(self._build)
             host.start()
             try:
-                engine, parts = await host.opened.get(), fleet_parts[0]
-                prefill = sum(connection.role == "prefill" for connection in parts.connections)
-                self._fleet = Fleet.attached(host, engine, parts.info, self._router, prefill)
+                self._fleet = Fleet.attached(host, await host.opened.get(), self._router)
             except BaseException as error:
                 host.close()
                 interrupted(error, "stopped while it opened")
                 raise
         return self._fleet
+
+    def _build(self) -> Front:
+        """Return the front of a fleet: it takes requests in and returns their text, but runs no model."""
+        parts = self._parts()
+        info, tokenizer = parts.info, parts.info.tokenizer
+        # `map` sends as many rows of a table as can run at once.
+        config = dataclasses.replace(info.config, max_requests=len(parts.connections) * info.config.max_requests)
+        backend = FleetBackend(parts, router_named(self._router), hang=self._hang, size=self._size)
+        return Front(
+            backend=backend,
+            adapters=backend.adapters,
+            tokenizer=tokenizer,
+            detokenizer=real_detokenizer(tokenizer),
+            config=config,
+            vocab_size=info.vocab_size,
+            chat=info.chat,
+            model=self._model,
+            processors=info.processors,
+            taps=TapFacts(0, 0, {}, steering=dict.fromkeys(info.steering, ()), elsewhere=True),
+            characters_per_token=(lambda: tokenizer.characters_per_token) if tokenizer.has_text else None,
+            longest=info.longest,
+            embedder=info.embedder,
+            sampling=info.sampling,
+            grammars=RemoteGrammars() if tokenizer.has_text else None,
+            think_ids=info.think_ids,
+        )
 
     def __repr__(self) -> str:
         return "<rekindle.fleet: ready>" if self._fleet else "<rekindle.fleet: write fleet = await rekindle.fleet(…)>"
@@ -334,29 +339,3 @@ def _seconds(name: str, value: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
         raise ConfigError(name, value, "is not a number of seconds", "Use 30, or 0 to wait for none")
     return float(value)
-
-
-def fleet_engine(parts: Parts, model: str, router: str) -> Engine:
-    """Return the engine of a fleet: it takes requests in and returns their text, but runs no model."""
-    info, tokenizer = parts.info, parts.info.tokenizer
-    routes = Routes(router_named(router), parts.sender)
-    # `map` sends as many rows of a table as can run at once.
-    config = dataclasses.replace(info.config, max_requests=len(parts.connections) * info.config.max_requests)
-
-    return Engine(
-        scheduler=cast(Any, routes),
-        runner=cast(Any, _Runner(parts.close)),
-        tokenizer=tokenizer,
-        detokenizer=real_detokenizer(tokenizer),
-        config=config,
-        vocab_size=info.vocab_size,
-        chat=info.chat,
-        model=model,
-        processors=info.processors,
-        characters_per_token=(lambda: tokenizer.characters_per_token) if tokenizer.has_text else None,
-        longest=info.longest,
-        hidden_size=info.hidden_size,
-        sampling=info.sampling,
-        grammars=cast(Any, RemoteGrammars()) if tokenizer.has_text else None,
-        think_ids=info.think_ids,
-    )

@@ -6,8 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 from rekindle._src.core import html
-from rekindle._src.notebook.live import Live
-from rekindle._src.notebook.panel import button
+from rekindle._src.notebook.live import Live, button
 from rekindle._src.replicas.fleet_stats import FleetStats
 from rekindle.errors import RekindleError
 

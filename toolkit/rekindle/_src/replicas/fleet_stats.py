@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rekindle._src.core import html
+from rekindle._src.core.figures import EngineFigures
 from rekindle._src.replicas.link import Link
 from rekindle._src.replicas.routes import Routes
 
@@ -36,7 +37,7 @@ class ReplicaStats(html.Record):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
-class FleetStats(html.Record):
+class FleetStats(EngineFigures, html.Record):
     """A snapshot of a fleet. Figures of the replicas come with their mail and are at most a few seconds old."""
 
     model: str
@@ -62,59 +63,11 @@ class FleetStats(html.Record):
         routed = [replica.routed for replica in self.replicas]
         return max(routed) * len(routed) / sum(routed) if sum(routed) else 1.0
 
-    @property
-    def hit_rate(self) -> float:
-        """The share of prompt tokens that came from a prefix cache."""
-        return _share(self.cached_tokens, self.prompt_tokens)
-
     def total(self, name: str) -> int:
         """Return a figure of `session.stats()`, summed over the replicas."""
         return sum(replica.figures.get(name, 0) for replica in self.replicas)
 
-    @property
-    def running(self) -> int:
-        """Sequences that steps compute now."""
-        return self.total("running")
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Prompt tokens of admitted requests."""
-        return self.total("prompt_tokens")
-
-    @property
-    def cached_tokens(self) -> int:
-        """Of them, those found in a prefix cache."""
-        return self.total("cached_tokens")
-
-    @property
-    def generated_tokens(self) -> int:
-        """Tokens that were sampled."""
-        return self.total("generated_tokens")
-
-    @property
-    def drafted_tokens(self) -> int:
-        """Tokens that prompt_lookup proposed."""
-        return self.total("drafted_tokens")
-
-    @property
-    def accepted_tokens(self) -> int:
-        """Of them, those that sampling confirmed."""
-        return self.total("accepted_tokens")
-
-    @property
-    def preemptions(self) -> int:
-        """Times that a request lost its pages to an older one."""
-        return self.total("preemptions")
-
-    @property
-    def steps(self) -> int:
-        """Steps of all engines."""
-        return self.total("steps")
-
-    @property
-    def tokens(self) -> int:
-        """Positions that steps computed, prompts and decoding together."""
-        return self.total("tokens")
+    _figure = total
 
     @property
     def step_sizes(self) -> dict[int, int]:
@@ -126,18 +79,8 @@ class FleetStats(html.Record):
 
     @property
     def slow_steps(self) -> int:
-        """Of them, those that took longer than step_timeout."""
+        """Steps that took longer than step_timeout."""
         return self.total("slow_steps")
-
-    @property
-    def aborted(self) -> int:
-        """Sequences that replicas aborted."""
-        return self.total("aborted")
-
-    @property
-    def failed(self) -> int:
-        """Sequences that ended by an error."""
-        return self.total("failed")
 
     @property
     def pulled_pages(self) -> int:
@@ -153,16 +96,6 @@ class FleetStats(html.Record):
     def failed_pulls(self) -> int:
         """Times that a replica could not take the pages of a prompt, and computed it instead."""
         return self.total("failed_pulls")
-
-    @property
-    def pages_total(self) -> int:
-        """KV pages of all devices."""
-        return self.total("pages_total")
-
-    @property
-    def pages_held(self) -> int:
-        """Of them, those that requests hold."""
-        return self.total("pages_held")
 
     def as_dict(self) -> dict[str, Any]:
         """Return its fields and the sums by name."""
@@ -205,7 +138,9 @@ class FleetStats(html.Record):
         return str(html.block(head, html.table(names, rows), title=f"Fleet over {self.model}"))
 
 
-_SUMS = tuple(name for name, entry in vars(FleetStats).items() if isinstance(entry, property))
+_SUMS = tuple(
+    name for kind in (EngineFigures, FleetStats) for name, entry in vars(kind).items() if isinstance(entry, property)
+)
 
 
 def replica_stats(link: Link, routes: Routes) -> ReplicaStats:

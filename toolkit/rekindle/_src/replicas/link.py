@@ -13,12 +13,11 @@ from typing import Any
 import anyio
 from anyio.abc import TaskGroup
 
-from rekindle._src.dispatch.root_cause import root_cause
+from rekindle._src.core.own_failure import root_cause
 from rekindle._src.dispatch.step_watchdog import ON_DEVICE
-from rekindle._src.replicas.request_codec import Sent
 from rekindle._src.replicas.roles import Role
 from rekindle._src.replicas.routes import Routes
-from rekindle._src.replicas.wire import Connection, ReplicaGone, ReplicaInfo, Weights
+from rekindle._src.replicas.wire import AdapterSource, Connection, ReplicaGone, ReplicaInfo, Sent, Weights
 from rekindle._src.session.sharing.source import PageAddress
 from rekindle.errors import ReplicaLost
 
@@ -48,6 +47,9 @@ class ReplicaState(enum.StrEnum):
     CLOSED = "closed"
 
 
+OVER = (ReplicaState.DRAINING, ReplicaState.FAILED, ReplicaState.CLOSED)
+
+
 class Link:
     """The link to one replica, owned by the fleet's loop."""
 
@@ -60,6 +62,8 @@ class Link:
         self.why = ""  # reason why it was lost, or failed
         self.weights: Weights = Weights(0, "")  # of its process
         self.target_weights: Weights = Weights(0, "")  # that a new process gets before it takes requests
+        self.adapters: set[str] = set()  # of its process
+        self.target_adapters: Mapping[str, AdapterSource] = {}  # that a new process gets before it takes requests
         self._figures: Mapping[str, Any] = {}
         self._before: Counter[str] = Counter()  # counts of earlier processes
         self._sizes_before: Counter[int] = Counter()  # step sizes of earlier processes
@@ -146,11 +150,14 @@ class Link:
     async def _live(self) -> None:
         """Run one process from its start to its end, which raises."""
         info = await self._connection.open()
-        self.weights = Weights(0, "")
+        self.weights, self.adapters = Weights(0, ""), set()
         while self.weights != self.target_weights:
             weights = self.target_weights
             await self._connection.swap_weights(weights.name)
             self.weights = weights
+        while missing := [entry for name, entry in self.target_adapters.items() if name not in self.adapters]:
+            await self._connection.load_adapter(missing[0])
+            self.adapters.add(missing[0].name)
         self.info = info
         self._lives += 1
         self._posted, self._dropped = [], []
@@ -212,7 +219,7 @@ class Link:
             if ON_DEVICE in str(mail.figures.get("stalled", "")):
                 raise ReplicaGone(f"hangs: {mail.figures['stalled']}")
             self._routes.arrived(self, mail.news)
-            while len(self._routes.events) > FULL:
+            while self._routes.undelivered > FULL:
                 await self._routes.delivered.wait()
 
     def _lost(self, why: str) -> bool:
@@ -276,6 +283,24 @@ class Link:
             if self.state is ReplicaState.SWAPPING:
                 self.state = ReplicaState.READY
                 self._routes.place()
+
+    async def load_adapter(self, entry: AdapterSource) -> None:
+        """Load an adapter. Raise `ReplicaGone`, or the session's error if it can't be loaded."""
+        life = self._lives
+        try:
+            await self._connection.load_adapter(entry)
+            if self._lives != life or not self.takes:
+                raise ReplicaGone("was replaced while it loaded an adapter")
+        except ReplicaGone:
+            if self._lives == life and self.state is ReplicaState.READY:
+                self.renew("was lost while it loaded an adapter")
+            raise
+        self.adapters.add(entry.name)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Unload an adapter. Raise the session's error."""
+        self.adapters.discard(name)
+        await self._connection.unload_adapter(name)
 
     @property
     def _others_take(self) -> bool:

@@ -5,21 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 import signal
 import socket
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from rekindle._src.replicas.cores import pin, shares
-from rekindle._src.replicas.fleet import Parts
-from rekindle._src.replicas.followers import Group, bundles, in_bundle, start_followers
+from rekindle._src.processes.greeting import SECRET, Place
+from rekindle._src.replicas.fleet_backend import Parts
 from rekindle._src.replicas.ray_runtime import start
 from rekindle._src.replicas.replica import Replica
-from rekindle._src.replicas.request_codec import Sent
 from rekindle._src.replicas.roles import Role
-from rekindle._src.replicas.wire import Mail, ReplicaGone, ReplicaInfo
+from rekindle._src.replicas.wire import AdapterSource, Mail, ReplicaGone, ReplicaInfo, Sent
+from rekindle._src.session.following import follow
 from rekindle._src.session.opening import open_sync
 from rekindle._src.session.session import Session
 from rekindle._src.session.sharing.source import PageAddress
@@ -29,6 +29,8 @@ try:
     import ray
     import ray.exceptions
     import ray.util
+    from ray.util.placement_group import placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 except ImportError as error:
     raise MissingExtra("ray", "ray") from error
 
@@ -88,6 +90,14 @@ class Actor:
         """Swap the weights."""
         await self._replica.swap_weights(weights)
 
+    async def load_adapter(self, entry: AdapterSource) -> None:
+        """Load an adapter."""
+        await self._replica.load_adapter(entry)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Unload an adapter."""
+        await self._replica.unload_adapter(name)
+
     async def send(self, sender: str, requests: tuple[Sent, ...], ended: tuple[str, ...]) -> None:
         """Run requests, and abort others."""
         await self._replica.send(sender, requests, ended)
@@ -126,6 +136,12 @@ class RayConnection:
 
     async def swap_weights(self, weights: str) -> None:
         await self._call("swap_weights", weights)
+
+    async def load_adapter(self, entry: AdapterSource) -> None:
+        await self._call("load_adapter", entry)
+
+    async def unload_adapter(self, name: str) -> None:
+        await self._call("unload_adapter", name)
 
     async def send(self, sender: str, requests: tuple[Sent, ...], ended: tuple[str, ...]) -> None:
         await self._call("send", sender, requests, ended)
@@ -268,3 +284,82 @@ def parts(
         return connection
 
     return Parts(connections, info, one_more, close, uuid.uuid4().hex[:12])
+
+
+def pin(cores: Sequence[int]) -> None:
+    """Keep all threads of this process, and those that they start, on these cores."""
+    if not cores or not hasattr(os, "sched_setaffinity"):
+        return
+    for thread in os.listdir("/proc/self/task") if os.path.isdir("/proc/self/task") else ["0"]:
+        with contextlib.suppress(OSError):  # the thread has ended
+            os.sched_setaffinity(int(thread), cores)
+
+
+def cores_of(index: int, replicas: int) -> tuple[int, ...]:
+    """Return a replica's share of this machine's cores, or none if the system does not report them."""
+    if not hasattr(os, "sched_getaffinity"):
+        return ()
+    cores = sorted(os.sched_getaffinity(0))
+    if replicas >= len(cores):
+        return (cores[index % len(cores)],)
+    return tuple(cores[index * len(cores) // replicas : (index + 1) * len(cores) // replicas])
+
+
+def shares(index: int, replicas: int, processes: int) -> tuple[tuple[int, ...], ...]:
+    """Return the cores of each process of a replica: the same number, since the processes run in step."""
+    total = replicas * processes
+    parts = [cores_of(index * processes + process, total) for process in range(processes)]
+    size = min(len(part) for part in parts)
+    return tuple(part[:size] for part in parts)
+
+
+LEAST_CPU = 0.001  # of a bundle whose processes request no CPU: Ray takes no empty bundle
+
+
+class Group(NamedTuple):
+    """The processes of one replica, as its leader starts them."""
+
+    processes: int  # processes that share the model, the leader included
+    placement: Any  # their placement group, a bundle for each, the leader's first; None: placed one by one
+    resources: Mapping[str, Any]  # options of Ray for each of them
+    cores: Sequence[Sequence[int]]  # for each of them; empty: the system decides
+
+
+def bundles(processes: int, resources: Mapping[str, Any]) -> Any:
+    """Return a placement group for `processes` processes: on one machine if it has room, else on machines nearby."""
+    needs = {"CPU": resources.get("num_cpus") or LEAST_CPU}
+    if resources.get("num_gpus"):
+        needs["GPU"] = resources["num_gpus"]
+    return placement_group([{**needs, **resources.get("resources", {})}] * processes, strategy="PACK")
+
+
+def in_bundle(placement: Any, index: int) -> dict[str, Any]:
+    """Return Ray's options that place an actor in a bundle."""
+    if placement is None:
+        return {}
+    return {"scheduling_strategy": PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=index)}
+
+
+class Follower:
+    """One process that follows a leader. The leader owns it, so it ends with the leader."""
+
+    def __init__(self, secret: str, cores: Sequence[int]) -> None:
+        os.environ[SECRET] = secret
+        pin(cores)
+
+    def run(self, coordinator: str, process: int, processes: int, cache_dir: str | None) -> None:
+        """Follow until the session ends."""
+        follow(coordinator, Place(process, processes), cache_dir=cache_dir, lost=lambda error: os._exit(1))
+
+
+def start_followers(group: Group, host: str, cache_dir: str | None) -> tuple[str, list[Any]]:
+    """Start this process's followers. Return their coordinator address and the references that keep them alive."""
+    secret = os.environ[SECRET] = secrets.token_hex(32)
+    with socket.create_server((host, 0)) as server:
+        coordinator = f"{host}:{server.getsockname()[1]}"
+    references: list[Any] = []
+    for process in range(1, group.processes):
+        options = {**group.resources, **in_bundle(group.placement, process), "max_restarts": 0}
+        follower: Any = ray.remote(Follower).options(**options).remote(secret, group.cores[process])
+        references += [follower, follower.run.remote(coordinator, process, group.processes, cache_dir)]
+    return coordinator, references

@@ -8,18 +8,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from rekindle._src.core.config import EngineConfig
-from rekindle._src.dispatch import forked
+from rekindle._src.dispatch.host import note_opening
 from rekindle._src.replicas.autoscaling import Range
-from rekindle._src.replicas.fleet import FleetOpening, Parts, absolute
+from rekindle._src.replicas.fleet import FleetOpening, absolute
+from rekindle._src.replicas.fleet_backend import Parts
 from rekindle._src.replicas.roles import Role, roles_of
 from rekindle._src.replicas.routing import RouterName
+from rekindle._src.session.opening import named_changes
 from rekindle._src.session.signatures import takes_options
 from rekindle.errors import ConfigError
 
 if TYPE_CHECKING:
     from typing import Unpack
 
-    from rekindle._src.core.options import OpenOptions
+    from rekindle._src.core.config import OpenOptions
+    from rekindle._src.core.taps import Steer
 
 
 @takes_options(EngineConfig)
@@ -30,6 +33,7 @@ def fleet(
     router: RouterName = "affinity",
     roles: Mapping[Literal["prefill", "decode"], int] | None = None,
     resources: Mapping[str, Any] | None = None,
+    steering: Mapping[str, Steer | Sequence[Steer] | str | Path] | None = None,
     **options: Unpack[OpenOptions],
 ) -> FleetOpening:
     """Open a model in several processes: `fleet = await rekindle.fleet(model, replicas=2)`, or with `async with`.
@@ -45,17 +49,19 @@ def fleet(
     takes the one with the fewest requests; "round-robin" takes each in turn. `roles` divides the work: with
     {"prefill": 1, "decode": 2} one replica computes prompts up to their first token, and two continue with the pages
     that they take from it, so long prompts don't delay streams. `resources` are options of Ray for each process, such
-    as {"num_gpus": 1}; on one machine without GPUs the replicas divide its cores. The other options are those of
-    `open()`. With `mesh` and `processes` each replica is a group of processes that share the model, placed near each
-    other; they end together and are replaced together. Needs the extra `ray`.
+    as {"num_gpus": 1}; on one machine without GPUs the replicas divide its cores. `steering` and the other options are
+    those of `open()`. With `mesh` and `processes` each replica is a group of processes that share the model, placed
+    near each other; they end together and are replaced together. Needs the extra `ray`.
     """
-    forked.opening()
+    note_opening()
     parts_of, size = roles_and_range(roles, replicas)
     if not isinstance(model, str | Path):
         raise ConfigError("model", model, "can't be sent to other processes", "Pass a folder or a hub id")
     check_options(options)
     most = None if size is None else size.most
-    start_parts = functools.partial(_parts, absolute(model), _sent(options), parts_of, resources, most=most)
+    named = named_changes(steering)
+    sent = _sent(options) | ({"steering": named} if named else {})
+    start_parts = functools.partial(_parts, absolute(model), sent, parts_of, resources, most=most)
     return FleetOpening(start_parts, str(model), router, size=size)
 
 

@@ -11,9 +11,9 @@ import numpy as np
 
 from rekindle._src.core.records import Request
 from rekindle._src.kvcache.tiers.host import Held
-from rekindle._src.session.session import Session
+from rekindle._src.session.client import Client
 from rekindle._src.session.sharing.pulling import Puller
-from rekindle._src.session.sharing.sharer import SharedPages
+from rekindle._src.session.sharing.sharer import SharedPages, page_address
 from rekindle._src.session.sharing.source import PageAddress
 from rekindle.errors import RekindleError
 
@@ -28,9 +28,9 @@ Then = Callable[[Callable[[], object]], object]  # continues a request; its argu
 class Pulls:
     """The pulls of one open session whose pages can be shared."""
 
-    def __init__(self, session: Session, shared: SharedPages) -> None:
-        self._host, self._puller = session._host, Puller(session._host, session._cache_writer)
-        self.address: PageAddress = shared._page_address()
+    def __init__(self, client: Client, shared: SharedPages) -> None:
+        self._host, self._puller = client.host, Puller(client.host, client.writer)
+        self.address: PageAddress = page_address(shared)
         self.pages = self.bytes = self.failed = 0  # pages and bytes that were taken, and failed pulls
         self._waiting: deque[Callable[[], object]] = deque()
         self._workers = 0
@@ -84,7 +84,7 @@ class Pulls:
             return
         claim = _Claim(lambda: self._leave(size))
         try:
-            pulled = self._puller.prefix(address, tokens, request.sampling.salt)
+            pulled = self._puller.prefix(address, tokens, request.root)
             claim.held = pulled.held
             self.pages += pulled.pages
             self.bytes += pulled.bytes

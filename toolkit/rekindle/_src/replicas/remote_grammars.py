@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import NoReturn
 
 from rekindle._src.core.guides import Guided, Mask
-from rekindle._src.structured.grammar import Grammar
+from rekindle._src.dispatch.backend import GrammarLike
 from rekindle._src.structured.guide import Guide, Reasoning
 from rekindle._src.structured.spec import Spec
 from rekindle.errors import InvalidRequest
@@ -33,9 +34,9 @@ class RemoteGuide:
     def copy(self) -> RemoteGuide:
         raise AssertionError("a guide was asked in a process that runs no steps")
 
-    def build(self, grammar: Grammar) -> Guide:
+    def build(self, grammar: GrammarLike) -> Guide:
         """Return the guide itself, behind the covered tokens. Raise `InvalidRequest` if they don't match."""
-        guide = grammar.guide(self.eos_ids, self.reasoning, self.budget)
+        guide: Guide = grammar.guide(self.eos_ids, self.reasoning, self.budget)
         for token in self.covered:
             if guide.consume(token).problem:
                 kind = self.spec.kind
@@ -66,6 +67,12 @@ class RemoteGrammars:
 
     def find(self, spec: Spec) -> RemoteGrammar:
         return RemoteGrammar(spec)
+
+    def begin(self, spec: Spec, caller: str = "") -> NoReturn:
+        raise AssertionError("every grammar was found")
+
+    def leave(self, job: object) -> None:
+        """Do nothing: nothing is compiled here."""
 
     def compile(self, spec: Spec, *, patience: float | None = None) -> RemoteGrammar:
         return RemoteGrammar(spec)

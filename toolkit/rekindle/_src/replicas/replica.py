@@ -17,18 +17,18 @@ import anyio.to_thread
 from rekindle._src.core.guides import GuideLike
 from rekindle._src.core.own_failure import own_failure
 from rekindle._src.core.records import Request, TokenEvent
-from rekindle._src.dispatch.guided_intake import compiled_grammar
+from rekindle._src.dispatch.backend import Front, GrammarLike
+from rekindle._src.dispatch.intake import compiled_grammar, tapped_of
 from rekindle._src.dispatch.mailbox import Mailbox
 from rekindle._src.replicas.mailing import Box, failed, sendable
 from rekindle._src.replicas.pulls import Pulls
 from rekindle._src.replicas.remote_grammars import RemoteGuide
-from rekindle._src.replicas.request_codec import Sent, decode
 from rekindle._src.replicas.roles import Role
-from rekindle._src.replicas.wire import Mail, News, ReplicaInfo
-from rekindle._src.session.session import Session
+from rekindle._src.replicas.wire import AdapterSource, Mail, News, ReplicaInfo, Sent, decode
+from rekindle._src.session.client import Client
+from rekindle._src.session.session import Session, client_of
 from rekindle._src.session.sharing.sharer import parts
 from rekindle._src.session.sharing.source import PageAddress
-from rekindle._src.structured.grammar import Grammar
 from rekindle._src.structured.token_rules import RestrictedGuide, rules_of
 from rekindle.errors import ConfigError, InvalidRequest, QueueFull
 
@@ -61,7 +61,7 @@ class Replica:
                 self._pulls = await self._sharing(self._opened)
                 await self._look()
                 pages = None if self._pulls is None else self._pulls.address
-                self._info = _info_of(self._opened)._replace(pages=pages)
+                self._info = _info_of(self._client)._replace(pages=pages)
             return self._info
 
     async def _sharing(self, session: Session) -> Pulls | None:
@@ -74,8 +74,8 @@ class Replica:
             log.debug("a replica shares no pages: %s", error)
             return None
         if self._role == "decode":  # its streams must not wait for the computation of prompts
-            parts(session._cache_writer)[1].costs.mode = "always"
-        return Pulls(session, shared)
+            parts(self._client.writer)[1].costs.mode = "always"
+        return Pulls(self._client, shared)
 
     async def run(self, lease: float | None = None) -> None:
         """Check the session, and drop fleets that are gone. Return after `lease` seconds without a fleet."""
@@ -88,7 +88,7 @@ class Replica:
             used = now if self._boxes or self._info is None else used
             for sender in [name for name, box in self._boxes.items() if now - box.called > FORGOTTEN]:
                 for mailbox in tuple(self._boxes.pop(sender).running.values()):
-                    self._session._host.abort(mailbox)
+                    self._client.host.abort(mailbox)
 
     async def _look(self) -> None:
         """Take the session's figures on its loop, which shows that the loop is alive."""
@@ -103,6 +103,10 @@ class Replica:
         assert self._opened is not None, "a request came before the session was open"
         return self._opened
 
+    @property
+    def _client(self) -> Client:
+        return client_of(self._session)
+
     async def warm(self, addresses: tuple[PageAddress, ...]) -> int:
         """Take pages that neighbours likely need again. Return their number."""
         pulls = self._pulls
@@ -110,12 +114,12 @@ class Replica:
 
     async def send(self, sender: str, requests: tuple[Sent, ...], ended: tuple[str, ...]) -> None:
         """Run requests, and abort those whose ids are in `ended`. A request that can't be run ends with its error."""
-        self._session._host.check()
+        self._client.host.check()
         box = self._boxes.setdefault(sender, Box())
         for request_id in ended:
             mailbox = box.running.pop(request_id, None)
             if mailbox is not None:
-                self._session._host.abort(mailbox)
+                self._client.host.abort(mailbox)
             else:
                 box.beginning.discard(request_id)
         box.beginning.update(sent.id for sent in requests)
@@ -137,15 +141,20 @@ class Replica:
             box.beginning.discard(sent.id)
 
     async def _run(self, box: Box, sent: Sent) -> None:
-        session, pages = self._session, sent.pages
-        request, guide = decode(sent, session._engine.vocab_size)
+        client, pages = self._client, sent.pages
+        host = client.host
+        request, guide = decode(sent, client.front.vocab_size)
+        if request.sampling.adapter is not None:
+            request = _with_adapter(client.front, request)
+        if (tapped := tapped_of(request.sampling, request.prompt_length, client.front)) is not None:
+            request = dataclasses.replace(request, tapped=tapped, altered=(*request.altered, *tapped.altered))
         if guide is not None or request.sampling.restricted:
             grammar = None if guide is None else await self._grammar(box, request, guide)
-            request = await anyio.to_thread.run_sync(_with_guide, session, request, guide, grammar)
+            request = await anyio.to_thread.run_sync(_with_guide, client.front, request, guide, grammar)
         if sent.id not in box.beginning:  # the request was aborted meanwhile
             return
-        if not session._host.limiter.try_enter(1):
-            raise QueueFull(f"all {session._host.limiter.places} places of the replica are taken")
+        if not host.limiter.try_enter(1):
+            raise QueueFull(f"all {host.limiter.places} places of the replica are taken")
         mailbox = box.running[request.id] = Mailbox(1)
         arrived, ended, timed = time.perf_counter(), False, False
         used: list[Callable[[], object]] = []  # releases of pulled pages
@@ -159,7 +168,7 @@ class Replica:
             box.put(News(sendable(event), waited))
 
         def over() -> None:
-            session._host.limiter.leave()
+            host.limiter.leave()
             while used:
                 used.pop()()
             box.running.pop(request.id, None)
@@ -168,16 +177,16 @@ class Replica:
 
         def relay(give_up: Callable[[], object]) -> None:
             used.append(give_up)
-            session._host.relay(request, mailbox, take)
+            host.relay(request, mailbox, take)
 
         mailbox.on_sequence_end = over
         if pages is None or self._pulls is None:
-            session._host.relay(request, mailbox, take)
+            host.relay(request, mailbox, take)
         else:
             self._pulls.pull_first(request, pages, relay)
 
-    async def _grammar(self, box: Box, request: Request, remote: RemoteGuide) -> Grammar:
-        grammars, spec = self._session._engine.grammars, remote.spec
+    async def _grammar(self, box: Box, request: Request, remote: RemoteGuide) -> GrammarLike:
+        grammars, spec = self._client.front.grammars, remote.spec
         if grammars is None:
             raise InvalidRequest(spec.kind, spec.text, "needs a model with a tokenizer", "Open one with tokenizer.json")
         caller = request.caller or request.sampling.salt or ""
@@ -187,9 +196,17 @@ class Replica:
         """Swap the weights. Running requests keep their tokens."""
         await self._session.swap_weights(weights)
 
+    async def load_adapter(self, entry: AdapterSource) -> None:
+        """Load an adapter."""
+        await self._session.load_adapter(entry.name, entry.source, alpha=entry.alpha)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Unload an adapter. Running requests keep it."""
+        await self._session.unload_adapter(name)
+
     async def mail(self, sender: str, patience: float) -> Mail:
         """Return news for `sender` as soon as there is some, or without any after `patience` seconds."""
-        self._session._host.check()
+        self._client.host.check()
         box = self._boxes.setdefault(sender, Box())
         news = await box.collect(patience)
         return Mail(news, self._figures, time.monotonic() - self._beat)
@@ -200,11 +217,20 @@ class Replica:
             await self._opened.aclose(drain=drain)
 
 
-def _with_guide(session: Session, request: Request, remote: RemoteGuide | None, grammar: Grammar | None) -> Request:
+def _with_adapter(front: Front, request: Request) -> Request:
+    """Return the request with the adapter that its option means here."""
+    value = request.sampling.adapter
+    assert value is not None, "it has one"
+    if front.adapters is None:
+        raise InvalidRequest("adapter", value, "can't be used here", "Leave it out")
+    adapter, altered = front.adapters.find(value)
+    return dataclasses.replace(request, adapter=adapter, altered=altered)
+
+
+def _with_guide(front: Front, request: Request, remote: RemoteGuide | None, grammar: GrammarLike | None) -> Request:
     """Return the request with its guide, which has consumed the request's tokens."""
-    engine = session._engine
     guide = None if remote is None or grammar is None else remote.build(grammar)
-    rules = rules_of(request.sampling, engine.tokenizer, engine.vocab_size)
+    rules = rules_of(request.sampling, front.tokenizer, front.vocab_size)
     whole_guide: GuideLike | None = guide if rules is None else RestrictedGuide(rules, guide)
     if whole_guide is not None and request.resumed is not None:
         for token in request.resumed.token_ids.tolist():
@@ -212,19 +238,20 @@ def _with_guide(session: Session, request: Request, remote: RemoteGuide | None, 
     return dataclasses.replace(request, guide=whole_guide)
 
 
-def _info_of(session: Session) -> ReplicaInfo:
-    engine = session._engine
+def _info_of(client: Client) -> ReplicaInfo:
+    front = client.front
     return ReplicaInfo(
-        config=engine.config,
-        tokenizer=engine.tokenizer,
-        chat=engine.chat,
-        vocab_size=engine.vocab_size,
-        hidden_size=engine.hidden_size,
-        longest=engine.longest,
-        sampling=engine.sampling,
-        think_ids=engine.think_ids,
-        processors=engine.processors,
-        places=session._host.limiter.places,
+        config=front.config,
+        tokenizer=front.tokenizer,
+        chat=front.chat,
+        vocab_size=front.vocab_size,
+        embedder=front.embedder,
+        longest=front.longest,
+        sampling=front.sampling,
+        think_ids=front.think_ids,
+        processors=front.processors,
+        steering=() if front.taps is None else tuple(front.taps.steering),
+        places=client.host.limiter.places,
         pid=os.getpid(),
         host=socket.gethostname(),
     )

@@ -7,8 +7,8 @@ import logging
 import math
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
 
 import anyio
 import numpy as np
@@ -16,11 +16,11 @@ import numpy as np
 from rekindle._src.core import html
 from rekindle._src.core.own_failure import own_failure
 from rekindle._src.core.records import FinishReason, Request, Resumed, Status, TokenEvent
+from rekindle._src.dispatch.messages import Events
 from rekindle._src.replicas.autoscaling import Demand
-from rekindle._src.replicas.request_codec import Sent, encode
 from rekindle._src.replicas.roles import Role, goes_two_ways, prompt_only
-from rekindle._src.replicas.routing import Keys, Load, Router
-from rekindle._src.replicas.wire import News
+from rekindle._src.replicas.routing import Keys, Load, Router, keys_of_messages, keys_of_tokens
+from rekindle._src.replicas.wire import News, Sent, encode
 from rekindle._src.session.sharing.source import PageAddress
 from rekindle.errors import QueueFull, RekindleError, ReplicaLost, RequestQuarantined, SessionClosed
 
@@ -135,14 +135,13 @@ class Counts:
 
 
 class Routes:
-    """The requests of a fleet, owned by its loop. Results are in `events`; `wake` is called after additions."""
+    """The requests of a fleet, owned by its loop. `wake` is called after additions to the events."""
 
     def __init__(self, router: Router, sender: str) -> None:
         self._router, self.sender = router, sender
         self.links: dict[str, LinkLike] = {}
-        self.events: list[TokenEvent] = []
-        self.wake: Callable[[], object] = lambda: None
-        self.began: Callable[[str, float], object] = lambda *_: None  # called with the time when a sequence first ran
+        self._events: list[TokenEvent] = []
+        self._started: dict[str, float] = {}  # when sequences first ran
         self.delivered = anyio.Event()  # set and replaced when events are handed on
         self.broken: RekindleError | None = None  # the reason why no replica is left
         self.counts: Counts = Counts()
@@ -154,12 +153,21 @@ class Routes:
         self._tried: dict[str, Live] = {}  # the suspect on each replica, at most one at a time
         self._number = 0
         self._placed: OrderedDict[str, Placed] = OrderedDict()
+        self._latest_keys: tuple[str, Keys] = ("", keys_of_tokens(np.zeros(0, np.int32)))  # by submission
+
+    def wake(self) -> None:
+        """Have the events delivered; called after additions."""
 
     # Called by intake and detokenize.
 
     @property
     def live(self) -> int:
         return len(self._by_id)
+
+    def has_adapter(self, name: str) -> bool:
+        """True if a sequence has an adapter that replicas know by this name."""
+        remotes = (getattr(live.request.adapter, "remote", ()) for live in self._by_id.values())
+        return any(name == remote if isinstance(remote, str) else name in remote for remote in remotes)
 
     @property
     def waiting(self) -> int:
@@ -174,15 +182,28 @@ class Routes:
         )
         return Demand(len(self._by_id), sum(prompt_lengths))
 
-    def submit(self, request: Request, keys: Keys) -> None:
-        live = self._by_id[request.id] = Live(request, keys)
+    def submit(self, request: Request) -> None:
+        """Send a request to a replica, or queue it until one has room."""
+        live = self._by_id[request.id] = Live(request, self._keys(request))
         if self.broken is not None:
             self._fail(live, self.broken)
             return
         self._backlog.append(live)
         self.place()
 
-    def end(self, request_id: str, reason: FinishReason) -> None:
+    def _keys(self, request: Request) -> Keys:
+        """Return the keys of a request; the sequences of one prompt share them."""
+        if self._latest_keys[0] != request.group:
+            messages, salt = request.messages, request.sampling.salt
+            keys = keys_of_tokens(request.token_ids, salt) if messages is None else keys_of_messages(messages, salt)
+            self._latest_keys = request.group, keys
+        return self._latest_keys[1]
+
+    def abort(self, request_id: str) -> None:
+        """End a request that was cancelled."""
+        self.finish(request_id, FinishReason.ABORTED)
+
+    def finish(self, request_id: str, reason: FinishReason) -> None:
         """End a request: it was cancelled, or its text has a stop string."""
         live = self._by_id.get(request_id)
         if live is not None:
@@ -195,7 +216,7 @@ class Routes:
         if live is not None:
             self._fail(live, error)
         else:
-            self.events.append(TokenEvent(request_id, finish_reason=FinishReason.FAILED, error=error))
+            self._events.append(TokenEvent(request_id, finish_reason=FinishReason.FAILED, error=error))
             self.wake()
 
     # Called by links.
@@ -212,7 +233,7 @@ class Routes:
                 continue
             try:
                 if item.waited is not None and not live.moves:
-                    self.began(live.request.id, live.sent + item.waited)
+                    self._started[live.request.id] = live.sent + item.waited
                 self._take(live, item.event)
             except BaseException as error:
                 self._fail(live, own_failure(error, f"tokens of request {live.request.id} could not be taken over"))
@@ -235,7 +256,7 @@ class Routes:
             live.cached = event.cached_tokens
         event = dataclasses.replace(event, request_id=live.request.id, cached_tokens=live.cached)
         if event.finish_reason is None:
-            self.events.append(event)
+            self._events.append(event)
             return
         if live.first and event.finish_reason is FinishReason.LENGTH:
             self._hand_over(live, event)
@@ -247,7 +268,7 @@ class Routes:
         """Hand a request over after its prompt and first token: another replica takes its pages and continues."""
         assert live.link is not None, "it came from there"
         live.pages, live.first = live.link.pages, False
-        self.events.append(dataclasses.replace(event, finish_reason=None))
+        self._events.append(dataclasses.replace(event, finish_reason=None))
         self._leave(live)
         self.counts.handed_over += 1
         self._backlog.appendleft(live)  # at the front: it has waited before
@@ -307,12 +328,20 @@ class Routes:
         self.place()
         self.wake()
 
-    def take_events(self) -> tuple[TokenEvent, ...]:
-        """Return the events since the last call."""
-        events, self.events = tuple(self.events), []
+    def events(self) -> Events | None:
+        """Return the events since the last call; None if there are none."""
+        if not self._events:
+            return None
+        batch = Events(tuple(self._events), self._started)
+        self._events, self._started = [], {}
         previous, self.delivered = self.delivered, anyio.Event()
         previous.set()
-        return events
+        return batch
+
+    @property
+    def undelivered(self) -> int:
+        """Events that wait to be delivered."""
+        return len(self._events)
 
     def fail_waiting(self, error: RekindleError) -> None:
         """Fail all waiting requests, now and later: no replica is left, and none will come."""
@@ -421,12 +450,13 @@ class Routes:
         self._by_id.pop(live.request.id, None)
         if len(self._placed) > _REMEMBERED:
             self._placed.popitem(last=False)
-        self.events.append(event)
+        self._events.append(event)
         self.wake()
 
     # Looking inside.
 
     def status(self, request_id: str) -> Status | None:
+        """Return the state of a request; None if it is unknown."""
         live = self._by_id.get(request_id)
         if live is None:
             return None
@@ -435,13 +465,11 @@ class Routes:
         return Status.DECODE if live.generated else Status.PREFILL
 
     def explain(self, request_id: str) -> Placed | None:
+        """Return the current or last replica of a request; None if it is unknown."""
         live = self._by_id.get(request_id)
         if live is None:
             return self._placed.get(request_id)
         return Placed("" if live.link is None else live.link.name, live.reason, live.moves)
-
-    def statistics(self) -> Any:
-        raise AssertionError("a fleet's figures come from its replicas")
 
 
 def _culprit(unproven: Sequence[Live]) -> str | None:

@@ -11,11 +11,11 @@ from rekindle._src.kvcache.pool import pages_for
 from rekindle._src.scheduling.disk_reads import DiskReads
 from rekindle._src.scheduling.limits import Limits
 from rekindle._src.scheduling.page_ledger import PageLedger
+from rekindle._src.scheduling.policies import ShortestFirst
 from rekindle._src.scheduling.prefix_claims import PrefixClaims
 from rekindle._src.scheduling.reserve import Reserve
 from rekindle._src.scheduling.running_set import RunningSet
 from rekindle._src.scheduling.sequence import Sequence
-from rekindle._src.scheduling.shortest_first import ShortestFirst
 from rekindle._src.scheduling.waiting import WaitingQueue
 
 _PARKED_PER_PLAN = 32  # sequences; bounds the time of a plan when thousands of requests share a prefix
@@ -37,17 +37,20 @@ class Admission:
         queue: WaitingQueue,
         reserve: Reserve,
         shortest: ShortestFirst | None = None,
+        max_overtakes: int = 64,
     ) -> None:
         self._limits, self._ledger, self._running_set, self._queue = limits, ledger, running_set, queue
         self._claims = PrefixClaims(limits.page_size)
         self._loading = DiskReads(ledger)
         self._shortest = shortest  # the ranks of the policy sjf
+        self._unplaced: dict[Sequence, None] = {}  # wait for room for their adapters, the first to wait first
+        self._max_overtakes = max_overtakes
         self.reserve = reserve
         self.preemptions = 0
 
     @property
     def waiting(self) -> int:
-        return len(self._queue) + self._claims.parked + len(self._loading)
+        return len(self._queue) + self._claims.parked + len(self._loading) + len(self._unplaced)
 
     @property
     def parked(self) -> int:
@@ -57,6 +60,8 @@ class Admission:
     def possible(self) -> bool:
         if self._loading:
             self._wake(self._loading.ready())
+        if self._unplaced:
+            self._place()
         return bool(self._running_set.free_slots and len(self._queue))
 
     def submit(self, sequence: Sequence) -> None:
@@ -94,14 +99,16 @@ class Admission:
                 return None
             if sequence in leaving:
                 return None  # preempted, and its last step is still in flight
+            if sequence.request.adapter is not None and self._waits_for_adapter(sequence):
+                continue
             if self._park(sequence):
                 continue
-            if sequence.request.pooling is None and self._loading.start(sequence):
+            if sequence.request.generates and self._loading.start(sequence):
                 self._queue.discard(sequence)
                 sequence.reason = "waits for pages to be read from disk"
                 continue
             spare = self.reserve.pages((*running, sequence)) if running or leaving else 0
-            start = self._ledger.acquire(sequence, spare)
+            start = self._ledger.acquire(sequence, spare, fetched=self._loading.loaded(sequence))
             if start is None:
                 sequence.reason = (
                     f"needs {pages_for(sequence.known, self._limits.page_size)} pages less what is cached, and {spare} "
@@ -111,10 +118,17 @@ class Admission:
             self._queue.take(sequence)
             self._loading.discard(sequence)
             self._running_set.enter(sequence, start)
-            if self._ledger.cache is not None and sequence.request.pooling is None:  # an embedding publishes no pages
+            if self._ledger.cache is not None and sequence.request.generates:  # others publish no pages
                 self._claims.claim(sequence, sequence.published)
             return sequence
         return None
+
+    def park_ahead(self) -> None:
+        """Park the next sequences of the queue that will wait, before rows are planned that leave states for them."""
+        for _ in range(_PARKED_PER_PLAN):
+            sequence = self._queue.next() if len(self._queue) else None
+            if sequence is None or sequence in self._running_set.leaving or not self._park(sequence):
+                return
 
     def ensure_page(self, sequence: Sequence) -> bool:
         """Give the sequence a page for its next position, preempting juniors if needed. False if it skips this step."""
@@ -157,6 +171,8 @@ class Admission:
             pass  # it was nowhere else
         elif sequence in self._queue:
             self._queue.discard(sequence)
+        elif sequence in self._unplaced:
+            del self._unplaced[sequence]
         elif sequence.waits_for is not None:
             self._claims.unpark(sequence)
         else:
@@ -206,11 +222,41 @@ class Admission:
             and self._shortest.rank(waiting) < self._shortest.rank(running)
         )
 
+    def _waits_for_adapter(self, sequence: Sequence) -> bool:
+        """Set a sequence aside if its adapter finds no room, or if another sequence already waits for room."""
+        adapter, adapters = sequence.request.adapter, self._running_set.adapters
+        assert adapter is not None, "it has one"
+        first = next(iter(self._unplaced), None)
+        if adapters.fits(adapter) and (first is None or first.overtaken < self._max_overtakes):
+            if first is not None:
+                first.overtaken += 1
+            return False
+        self._queue.discard(sequence)
+        self._unplaced[sequence] = None
+        sequence.reason = (
+            f"waits for room for the adapter {adapter.name!r}: requests of {adapters.in_use} others are running"
+        )
+        return True
+
+    def _place(self) -> None:
+        """Queue the sequences again that there is room for, the first to wait first."""
+        for sequence in tuple(self._unplaced):
+            adapter = sequence.request.adapter
+            assert adapter is not None, "it waits for room for one"
+            if not self._running_set.adapters.fits(adapter):
+                return
+            del self._unplaced[sequence]
+            self._wake((sequence,))
+
     def _park(self, sequence: Sequence) -> bool:
         """Park the sequence if a running one computes a prefix that is worth waiting for. True if it was parked."""
         keys = self._ledger.keys(sequence)
-        shared = self._claims.worth_waiting(keys, self._ledger.cached(sequence), sequence.known)
-        if not shared:
+        shared = self._claims.worth_waiting(
+            keys, self._ledger.cached(sequence), sequence.known, there=self._ledger.on_device(keys)
+        )
+        if shared:
+            shared = self._ledger.states.shared(self._claims.owner(keys[shared - 1]), shared)
+        if not shared or self._claims.owner(keys[shared - 1]) is None:
             return False
         self._queue.discard(sequence)
         owner = self._claims.park(sequence, keys[shared - 1])

@@ -16,7 +16,16 @@ from collections.abc import Callable
 from collections.abc import Sequence as Items
 from typing import NamedTuple, TypeVar
 
-from rekindle._src.core.records import FinishReason, IntArray, Request, Status, StepPlan, StepResult, TokenEvent
+from rekindle._src.core.records import (
+    FinishReason,
+    IntArray,
+    PageMove,
+    Request,
+    Status,
+    StepPlan,
+    StepResult,
+    TokenEvent,
+)
 from rekindle._src.kvcache.caches import PrefixCaches
 from rekindle._src.scheduling.explain import Explanation, SchedulerStatistics, summed_figures
 from rekindle._src.scheduling.sequence import Sequence
@@ -69,9 +78,9 @@ class DataScheduler:
 
     def places(self, request: Request) -> list[int]:
         """Return the indices of the shards, the best one for a request first."""
-        sampling, keys = request.sampling, list[int]()
-        if self.cache is not None and request.pooling is None and sampling.prompt_logprobs is None:
-            keys = self.cache.shards[0].keys(request.token_ids, sampling.salt)
+        keys = list[int]()
+        if self.cache is not None:
+            keys = self.cache.shards[0].keys(request.token_ids[: request.reusable], request.root)
 
         def cost(index: int) -> tuple[bool, int, int, int]:
             shard = self.shards[index]
@@ -160,10 +169,24 @@ class DataScheduler:
         """Undo one `pin`. Return how many tokens are no longer pinned."""
         return max(shard.unpin(tokens, salt) for shard in self.shards)
 
-    def flush_cache(self, root_key: bytes | None = None, *, recompute: bool = False) -> None:
+    @property
+    def weights_version(self) -> int:
+        """How often weights were swapped."""
+        return self.shards[0].weights_version
+
+    def flush_cache(self, root_key: bytes | None = None, *, recompute: bool = False, keep: bool = False) -> None:
         """Forget every cached page. For new weights, pass their `root_key` and `recompute` the running requests."""
         for shard in self.shards:
-            shard.flush_cache(root_key, recompute=recompute)
+            shard.flush_cache(root_key, recompute=recompute, keep=keep)
+
+    def vacate(self) -> tuple[PageMove, ...]:
+        """Take the pages of all running requests and of the caches; see `Scheduler.vacate`."""
+        return tuple(move for shard in self.shards for move in shard.vacate())
+
+    def vacated(self) -> None:
+        """End the read-out of pages that `vacate` returned."""
+        for shard in self.shards:
+            shard.vacated()
 
     # -- statistics
 

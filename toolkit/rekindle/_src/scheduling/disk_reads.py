@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from rekindle._src.core.records import Status
-from rekindle._src.kvcache.tiers.tiers import DiskFetch
-from rekindle._src.scheduling.page_ledger import PageLedger
+from rekindle._src.scheduling.page_ledger import Fetch, PageLedger
 from rekindle._src.scheduling.sequence import Sequence
 
 
@@ -13,14 +12,18 @@ class DiskReads:
 
     def __init__(self, ledger: PageLedger) -> None:
         self._ledger = ledger
-        self._waiting: dict[Sequence, tuple[DiskFetch, Status]] = {}
-        self._loaded: dict[Sequence, DiskFetch | None] = {}  # until admission: the loaded pages are held in host memory
+        self._waiting: dict[Sequence, tuple[Fetch, Status]] = {}
+        self._loaded: dict[Sequence, Fetch | None] = {}  # until admission: the loaded pages are held in host memory
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def __contains__(self, sequence: Sequence) -> bool:
         return sequence in self._waiting
+
+    def loaded(self, sequence: Sequence) -> bool:
+        """True if pages were read for the sequence, which is about to be admitted."""
+        return self._loaded.get(sequence) is not None
 
     def start(self, sequence: Sequence) -> bool:
         """Start to read the sequence's pages from disk, if that pays. True if the sequence now waits for them."""

@@ -19,7 +19,7 @@ from collections.abc import Sequence as Items
 
 from rekindle._src.core.records import Row
 from rekindle._src.programs.buckets import padded_rows
-from rekindle._src.scheduling.forced_tokens import ForcedTokens
+from rekindle._src.scheduling.followers import ForcedTokens
 from rekindle._src.scheduling.limits import Limits
 from rekindle._src.scheduling.page_ledger import PageLedger
 from rekindle._src.scheduling.prompt_lookup import PromptLookup
@@ -67,6 +67,8 @@ class Drafts:
         """True if a sequence has drafts to propose; sets the drafter that proposes them."""
         if sequence.forced is None and not self._limits.prompt_lookup:
             return False
+        if sequence.trail is not None:
+            return False  # its state can't be taken back from behind a rejected draft
         sampling = sequence.request.sampling
         if sequence.remaining <= 0 or sampling.penalised or sampling.processors:
             return False  # penalties and processors read earlier tokens, and the device does not count drafts

@@ -8,7 +8,7 @@ from collections.abc import Sequence as Items
 from rekindle._src.core import html
 from rekindle._src.core.records import Status
 from rekindle._src.kvcache.caches import summed
-from rekindle._src.kvcache.statistics import CacheStatistics
+from rekindle._src.kvcache.tree import CacheStatistics
 from rekindle._src.scheduling.sequence import Sequence
 
 
@@ -95,6 +95,7 @@ def explanation(sequence: Sequence, ahead: int) -> Explanation:
             if hit
             else f"none of its {request.prompt_length} prompt tokens were cached"
         )
+        words += _states(sequence)
     if sequence.generated:
         words.append(f"it has generated {sequence.generated} of at most {sequence.limit} tokens")
     if sequence.lookup is not None and sequence.lookup.drafted:
@@ -119,6 +120,16 @@ def explanation(sequence: Sequence, ahead: int) -> Explanation:
         ahead=ahead,
         waits_for=sequence.waits_for.id if sequence.waits_for is not None else None,
     )
+
+
+def _states(sequence: Sequence) -> list[str]:
+    """Describe the state that a sequence continued, and what it computed again because that was not further on."""
+    trail, words = sequence.trail, []
+    if trail is not None and trail.source:
+        words.append(f"the state behind them was {trail.source}")
+    if trail is not None and trail.again > 0:
+        words.append(f"pages of {trail.again} more were there, but no state behind them: they were computed again")
+    return words
 
 
 _WORDS = {

@@ -30,21 +30,38 @@ class Limits:
     prompt_lookup: int = 0  # draft tokens of one request in a step, at most
     max_beside_decode: int = 1 << 30  # prompt tokens of a step that has decode rows, which wait for them
     longest: int | None = None  # positions of the model; None: not known
+    edge: int = 1  # prompts are cut at multiples of it, if their model has states
+    whole: bool = False  # prompts are not cut: tokens see those behind them
 
     @classmethod
-    def of(cls, config: EngineConfig, *, max_prefill_rows: int, padded: bool = True) -> Limits:
-        """Return the limits of a resolved config; `padded` if a step costs its program's size, however few its rows."""
+    def of(
+        cls,
+        config: EngineConfig,
+        *,
+        max_prefill_rows: int,
+        padded: bool = True,
+        edge: int = 1,
+        whole: bool = False,
+    ) -> Limits:
+        """Return the limits of a resolved config; `padded` if a step costs its program's size, however few its rows.
+
+        Prompts are cut at multiples of `edge` if a step has room for that beside all decode rows.
+        """
         assert config.max_model_len is not None, "the config is not resolved"
         assert config.page_size is not None, "the config is not resolved"
+        beside = config.max_tokens_per_step if padded else -(-config.max_tokens_per_step // 2)
+        fits = edge <= min(beside, config.max_tokens_per_step - config.max_requests)
         return cls(
             max_requests=config.max_requests,
             max_tokens_per_step=config.max_tokens_per_step,
             max_model_len=config.max_model_len,
             page_size=config.page_size,
             max_prefill_rows=max_prefill_rows,
-            max_beside_decode=config.max_tokens_per_step if padded else -(-config.max_tokens_per_step // 2),
+            max_beside_decode=beside,
             max_queue=config.max_queue,
             prompt_lookup=config.prompt_lookup,
+            edge=edge if fits else 1,
+            whole=whole,
         )
 
     def room(self, request: Request, usable_pages: int) -> tuple[int, FinishReason]:
@@ -52,18 +69,18 @@ class Limits:
 
         It is at least 1: a request for no tokens samples one, which is left out of its result.
 
-        Raises `PromptTooLong` or `OutOfPages` if not even one fits; a request with `pooling` generates none. The last
+        Raises `PromptTooLong` or `OutOfPages` if not even one fits; an embedding generates none. The last
         token is sampled but its keys are never computed, so a sequence may be one token longer than its pages.
         """
         length, max_tokens = request.prompt_length, request.sampling.max_tokens
-        if request.pooling is not None and length > self.max_model_len:
+        if not request.generates and length > self.max_model_len:
             raise PromptTooLong(
                 "prompt",
                 f"{length} tokens",
                 f"is longer than max_model_len, which is {self.max_model_len}",
                 how_to_fit(self.max_model_len, self.longest),
             )
-        if request.pooling is None and length >= self.max_model_len + (max_tokens == 0):
+        if request.generates and length >= self.max_model_len + (max_tokens == 0):
             raise PromptTooLong(
                 "prompt",
                 f"{length} tokens",
@@ -75,7 +92,7 @@ class Limits:
                 f"The prompt's {length} tokens need {pages_for(length, self.page_size)} KV pages of {self.page_size}, "
                 f"{usable_pages} can be used. Raise device_memory or device_pages, or unpin prefixes."
             )
-        if request.pooling is not None:
+        if not request.generates:
             return 0, FinishReason.LENGTH
         room = min(self.max_model_len, usable_pages * self.page_size + 1) - length
         if max_tokens <= room:

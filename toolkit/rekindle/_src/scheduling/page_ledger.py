@@ -11,16 +11,42 @@ from rekindle._src.kvcache.pool import PagePool, pages_for
 from rekindle._src.kvcache.tiers.tiers import DiskFetch, Tiers
 from rekindle._src.kvcache.tree import PrefixCache, PrefixMatch
 from rekindle._src.scheduling.sequence import Sequence
+from rekindle._src.scheduling.states import NoStates
 
 _NOTHING = PrefixMatch((), 0)
+
+
+class Together:
+    """Pages and a state on their way from disk to host memory."""
+
+    def __init__(self, pages: DiskFetch, state: DiskFetch) -> None:
+        self._parts = pages, state
+
+    @property
+    def finished(self) -> bool:
+        return all(part.finished for part in self._parts)
+
+    def release(self) -> None:
+        """Undo the holds of both."""
+        for part in self._parts:
+            part.release()
+
+
+Fetch = DiskFetch | Together
+PageMoves = tuple[PageMove, ...]
+StepMoves = tuple[PageMoves, PageMoves, PageMoves, PageMoves]
 
 
 class PageLedger:
     """The page pool and the prefix cache behind one interface; collects the page moves of the step being planned."""
 
-    def __init__(self, pool: PagePool, cache: PrefixCache | None, page_size: int) -> None:
+    def __init__(
+        self, pool: PagePool, cache: PrefixCache | None, page_size: int, states: NoStates | None = None
+    ) -> None:
         assert cache is None or cache.pool is pool, "the cache keeps pages of another pool"
         self.pool, self.cache, self._page_size = pool, cache, page_size
+        self.states = states or NoStates()
+        self._has_states = states is not None
         self._offload: list[PageMove] = []
         self._restore: list[PageMove] = []
         self._retired: list[tuple[int, list[int]]] = []  # (last step that reads them, merged duplicates)
@@ -40,20 +66,18 @@ class PageLedger:
         cache = self.cache
         if cache is None or not cache.pinned_pages:
             return self.pool.total
-        pinned = 0
-        if request.sampling.prompt_logprobs is None and request.pooling is None:
-            pinned = cache.pinned_prefix(request.token_ids, request.sampling.salt)
+        # A state behind a prompt's last token is of no use, see `keys`.
+        reusable = min(request.reusable, request.prompt_length - 1) if self._has_states else request.reusable
+        pinned = cache.pinned_prefix(request.token_ids[:reusable], request.root)
         return self.pool.total - cache.pinned_pages + pinned
 
     def keys(self, sequence: Sequence) -> list[int]:
-        """Return the keys of the pages that may come from the cache; an embedding needs states that it doesn't keep."""
-        if self.cache is None or sequence.request.pooling is not None:
+        """Return the keys of the pages that may come from the cache."""
+        if self.cache is None:
             return []
-        length = sequence.known
-        if sequence.request.sampling.prompt_logprobs is not None and sequence.scored < sequence.request.prompt_length:
-            # Positions that the cache skips have no logits, and not all were delivered yet.
-            length = min(length - 1, sequence.scored)
-        return sequence.keys(length // self._page_size)
+        # A state behind the last token is of no use: that token is computed, since its logits choose the next one.
+        reusable = min(sequence.reusable, sequence.known - 1) if self._has_states else sequence.reusable
+        return sequence.keys(reusable // self._page_size)
 
     def cached_path(self, sequence: Sequence) -> list[int]:
         """Return the keys of the leading pages that are on the device; approximate, since tokens are not compared."""
@@ -64,6 +88,10 @@ class PageLedger:
         """Return how many leading pages are on the device; approximate, since tokens are not compared."""
         return self.cache.probe(self.keys(sequence)) if self.cache is not None else 0
 
+    def on_device(self, keys: list[int]) -> int | None:
+        """Return how many leading pages are on the device where that may be more than can be used; else None."""
+        return self.cache.depth(keys) if self.cache is not None and self._has_states else None
+
     def uncached(self, sequence: Sequence) -> int:
         """Return how many tokens the sequence would have to compute if it were admitted now, at least 1."""
         return max(1, sequence.known - self.cached(sequence) * self._page_size)
@@ -72,36 +100,53 @@ class PageLedger:
     def may_fetch(self) -> bool:
         """True if there may be pages that have to be read from disk before a match can use them."""
         tiers = self.cache.host_tier if self.cache is not None else None
-        return isinstance(tiers, Tiers) and tiers.has_disk_pages
+        return isinstance(tiers, Tiers) and (tiers.has_disk_pages or self._state_tiers is not None)
 
-    def fetch(self, sequence: Sequence) -> DiskFetch | None:
-        """Start to read the sequence's cached pages from disk; None if there are none, or computing them is quicker."""
+    @property
+    def _state_tiers(self) -> Tiers | None:
+        """The tiers of states, if there are any on disk."""
+        states = self.cache.states if self.cache is not None else None
+        tiers = states.tier if states is not None else None
+        return tiers if isinstance(tiers, Tiers) and tiers.has_disk_pages else None
+
+    def fetch(self, sequence: Sequence) -> Fetch | None:
+        """Start to read the sequence's cached pages from disk, and the state behind them.
+
+        None if there are none, or computing them is quicker.
+        """
         assert self.cache is not None
         assert isinstance(self.cache.host_tier, Tiers), "ask may_fetch before"
-        digests, in_host_memory = self.cache.to_fetch(
-            self.keys(sequence), sequence.tokens(0, sequence.known), sequence.salt
-        )
-        return self.cache.host_tier.fetch(digests, in_host_memory)
+        prompt = self.keys(sequence), sequence.tokens(0, sequence.known), sequence.root
+        digests, in_host_memory = self.cache.to_fetch(*prompt)
+        pages = self.cache.host_tier.fetch(digests, in_host_memory)
+        if self._state_tiers is None or (digests and pages is None):
+            return pages
+        digest = self.cache.state_to_fetch(*prompt)
+        state = None if digest is None else self._state_tiers.fetch([digest], 0)
+        if state is None:
+            return pages
+        return state if pages is None else Together(pages, state)
 
-    def acquire(self, sequence: Sequence, spare: int) -> int | None:
+    def acquire(self, sequence: Sequence, spare: int, *, fetched: bool = False) -> int | None:
         """Take the pages of all known tokens, if `spare` more would be left. Return the first position to compute.
 
-        None if they do not fit.
+        None if they do not fit. Some were `fetched` from disk before.
         """
         pages = pages_for(sequence.known, self._page_size)
         if pages - self.cached(sequence) + spare > self.available:
             return None  # without the exact match, which a long prompt that waits would pay for in each step
         match = _NOTHING
-        cache = self.cache if sequence.request.pooling is None else None
+        cache = self.cache if sequence.request.generates or sequence.reusable else None
         if cache is not None:
-            match = cache.match(self.keys(sequence), sequence.tokens(0, sequence.known), sequence.salt)
+            match = cache.match(self.keys(sequence), sequence.tokens(0, sequence.known), sequence.root)
         count = pages - match.on_device
         if count + spare > self.available - self.pool.unheld(match.pages):
             return None
         if cache is not None:
             sequence.add_pages(cache.lock(match))
-            sequence.node = match.nodes[-1] if match.nodes else cache.root_of(sequence.salt)
+            sequence.node = match.nodes[-1] if match.nodes else cache.root_of(sequence.root)
             sequence.generation = cache.generation
+        self.states.admit(sequence, match, fetched=fetched)
         fresh = self._take(count)
         sequence.add_pages(fresh)
         if cache is not None:
@@ -122,6 +167,12 @@ class PageLedger:
 
         `last_step` is the step that was planned last: merged duplicates are kept until it is committed.
         """
+        published = self._publish(sequence, last_step)
+        if self._has_states:
+            self.states.publish(sequence, self._node(sequence))
+        return published
+
+    def _publish(self, sequence: Sequence, last_step: int) -> tuple[int, int]:
         first, last = sequence.published, sequence.computed // self._page_size
         node = self._node(sequence)
         if self.cache is None or node is None or last <= first:
@@ -137,10 +188,14 @@ class PageLedger:
             sequence.replace_pages(first, published.pages)
             self._retired.append((last_step, published.duplicates))
         sequence.node, sequence.published = published.node, last
+        for follower in sequence.followers:
+            if follower.keeps:
+                follower.published(self.cache.names_to(published.node))
         return first, last
 
     def release(self, sequence: Sequence) -> None:
         """Return all pages of a sequence that no step in flight contains, to the cache or to the pool."""
+        self.states.release(sequence)
         self.pool.release(sequence.pages)
         node = self._node(sequence)
         if self.cache is not None and node is not None:
@@ -157,11 +212,11 @@ class PageLedger:
                 retired.append((step, pages))
         self._retired = retired
 
-    def moves(self) -> tuple[tuple[PageMove, ...], tuple[PageMove, ...]]:
-        """Take out the (offload, restore) moves of the step being planned."""
+    def moves(self) -> StepMoves:
+        """Take out the moves of the step being planned: offload and restore, of pages and then of states."""
         moves = tuple(self._offload), tuple(self._restore)
         self._offload, self._restore = [], []
-        return moves
+        return *moves, *self.states.moves()
 
     def references(self, sequences: list[Sequence]) -> NDArray[np.int32]:
         """Return the reference count of each page if only `sequences` hold pages; for integrity checks."""

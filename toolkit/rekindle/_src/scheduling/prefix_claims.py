@@ -42,13 +42,15 @@ class PrefixClaims:
         self.parked -= len(woken)
         return woken
 
-    def worth_waiting(self, keys: list[int], cached: int, length: int) -> int:
+    def worth_waiting(self, keys: list[int], cached: int, length: int, *, there: int | None = None) -> int:
         """Return the leading pages that are cached or that others compute, if waiting for these pays; else 0.
+
+        `cached` pages can be used now, and `there` are on the device, if that is more.
 
         Sharing a page or two of a long prompt does not pay: the wait costs the latency of steps, so it has to save at
         least half of what is left to compute, or 256 tokens.
         """
-        shared = self.reach(keys, cached)
+        shared = self.reach(keys, cached if there is None else there)
         saved = (shared - cached) * self._page_size
         left = length - cached * self._page_size
         return shared if saved and (saved >= _WORTH_WAITING or 2 * saved >= left) else 0
@@ -59,6 +61,10 @@ class PrefixClaims:
         while shared < len(keys) and keys[shared] in owners:
             shared += 1
         return shared
+
+    def owner(self, key: int) -> Sequence | None:
+        """Return the sequence that computes the page with this key, if one does."""
+        return self._owners.get(key)
 
     def park(self, sequence: Sequence, key: int) -> Sequence:
         """Park the sequence until the page with this key is published. Return the sequence that computes it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable
 
+from rekindle._src.scheduling.adapter_slots import AdapterSlots
 from rekindle._src.scheduling.page_ledger import PageLedger
 from rekindle._src.scheduling.policies import Rank
 from rekindle._src.scheduling.sequence import Sequence
@@ -17,12 +18,19 @@ class RunningSet:
     flight contains it any more: such a step still writes to them.
     """
 
-    def __init__(self, slots: int, ledger: PageLedger, seniority: Callable[[Sequence], Rank]) -> None:
+    def __init__(
+        self,
+        slots: int,
+        ledger: PageLedger,
+        seniority: Callable[[Sequence], Rank],
+        adapters: AdapterSlots | None = None,
+    ) -> None:
         self.running: list[Sequence] = []  # the most senior first
         self.leaving: set[Sequence] = set()
         self._slots, self._first = slots, 0
         self._free = list(range(slots - 1, -1, -1))
         self._ledger, self._seniority = ledger, seniority
+        self.adapters = AdapterSlots() if adapters is None else adapters
 
     @property
     def free_slots(self) -> int:
@@ -41,6 +49,8 @@ class RunningSet:
 
     def enter(self, sequence: Sequence, start: int) -> None:
         sequence.begin(self._free.pop(), start)
+        if sequence.request.adapter is not None:
+            self.adapters.take(sequence.request.adapter)
         bisect.insort(self.running, sequence, key=self._seniority)
 
     def leave(self, sequence: Sequence) -> None:
@@ -53,6 +63,8 @@ class RunningSet:
         if not sequence.in_flight and sequence in self.leaving:
             self.leaving.remove(sequence)
             self._free.append(sequence.slot)
+            if sequence.request.adapter is not None:
+                self.adapters.leave(sequence.request.adapter)
             self._ledger.release(sequence)
 
     def check_integrity(self) -> None:
@@ -61,3 +73,5 @@ class RunningSet:
         assert all(sequence.in_flight for sequence in self.leaving), "a leaving sequence kept its slot"
         ranks = [self._seniority(sequence) for sequence in self.running]
         assert ranks == sorted(ranks), "the running sequences are out of order"
+        adapters = [sequence.request.adapter for sequence in self.holders]
+        self.adapters.check_integrity([adapter for adapter in adapters if adapter is not None])

@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict, deque
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
 
 from rekindle._src.core.own_failure import own_failure
 from rekindle._src.core.records import (
     FinishReason,
     IntArray,
+    PageMove,
     Request,
     Row,
     RowResult,
@@ -25,20 +28,21 @@ from rekindle._src.core.records import (
     TokenEvent,
 )
 from rekindle._src.kvcache.pool import PagePool, pages_for
+from rekindle._src.kvcache.states import TreeStates
 from rekindle._src.kvcache.tree import PrefixCache
+from rekindle._src.scheduling.adapter_slots import AdapterSlots
 from rekindle._src.scheduling.admission import Admission
 from rekindle._src.scheduling.drafts import Drafts
-from rekindle._src.scheduling.ending import reason_to_end
+from rekindle._src.scheduling.ending import end_with, holding, not_finite, request_error, step_error
 from rekindle._src.scheduling.explain import Explanation, SchedulerStatistics, explanation
-from rekindle._src.scheduling.failing import holding, not_finite, request_error, step_error, too_short
 from rekindle._src.scheduling.limits import Limits
 from rekindle._src.scheduling.page_ledger import PageLedger
-from rekindle._src.scheduling.policies import seniority
+from rekindle._src.scheduling.policies import ShortestFirst, seniority
 from rekindle._src.scheduling.reserve import Reserve
 from rekindle._src.scheduling.running_set import RunningSet
 from rekindle._src.scheduling.sequence import Sequence
-from rekindle._src.scheduling.shortest_first import ShortestFirst
-from rekindle._src.scheduling.slow_grammars import SlowGrammars
+from rekindle._src.scheduling.slow_rows import SlowRows
+from rekindle._src.scheduling.states import NoStates, States, WholePrompts
 from rekindle._src.scheduling.waiting import WaitingQueue
 from rekindle.errors import (
     InvalidRequest,
@@ -69,20 +73,29 @@ class Scheduler:
         seed: int | None = None,
         max_overtakes: int = 64,
         reserve: Reserve | None = None,
+        adapters: AdapterSlots | None = None,
+        states: TreeStates | None = None,
     ) -> None:
+        """`states` are the slots of the cache, in models whose layers have states; without a cache, none."""
         self.limits, self.pool, self.cache = limits, pool, cache
-        self._ledger = PageLedger(pool, cache, limits.page_size)
-        self._running_set = RunningSet(limits.max_requests, self._ledger, seniority(policy))
+        without = WholePrompts() if limits.whole else NoStates()
+        self._states = without if states is None else States(limits, states)
+        self._ledger = PageLedger(pool, cache, limits.page_size, None if states is None else self._states)
+        self._running_set = RunningSet(limits.max_requests, self._ledger, seniority(policy), adapters)
         shortest = ShortestFirst(self._ledger.uncached) if policy == "sjf" else None
         path = self._ledger.cached_path
         queue = WaitingQueue(policy, path=path, shortest=shortest, seed=seed, max_overtakes=max_overtakes)
-        self._admission = Admission(limits, self._ledger, self._running_set, queue, reserve or Reserve(), shortest)
+        self._admission = Admission(
+            limits, self._ledger, self._running_set, queue, reserve or Reserve(), shortest, max_overtakes
+        )
         self._drafts = Drafts(limits, self._ledger)
-        self._slow_grammars = SlowGrammars()
+        self._slow_rows = SlowRows()
         self._alive: dict[str, Sequence] = {}
         self._ended: OrderedDict[str, Explanation] = OrderedDict()
         self._flights: deque[_Flight] = deque()
         self._step = 0
+        self.weights_version = 0  # how often weights were swapped
+        self._leaving: tuple[PageMove, ...] = ()  # read out because the session goes to sleep
         self._counts = dict.fromkeys(_COUNTS, 0)
 
     @property
@@ -97,7 +110,8 @@ class Scheduler:
         waiting = self._admission.waiting
         if waiting >= self.limits.max_queue:
             raise QueueFull(f"{waiting} requests wait and max_queue is {self.limits.max_queue}. Submit it later.")
-        sequence = Sequence(request, self._arrival(), limit, reason, self.limits.page_size)
+        kept = None if self.cache is None else self.cache.kept
+        sequence = Sequence(request, self._arrival(), limit, reason, self.limits.page_size, kept)
         self._admission.submit(sequence)
         self._counts["submitted"] += 1
         self._alive[request.id] = sequence
@@ -120,6 +134,8 @@ class Scheduler:
         """Plan the next step, assuming that every earlier one succeeds. None while drafts are in flight."""
         if self._flights and self._flights[-1].plan.drafted:
             return None
+        if self._states.ahead:
+            self._admission.park_ahead()
         budget = self.limits.max_tokens_per_step
         preemptions = self._admission.preemptions
         decode: list[Sequence] = []
@@ -135,8 +151,8 @@ class Scheduler:
                 reserved = 1  # a token of the budget, or decoding juniors would starve it
             elif sequence.remaining and self._admission.ensure_page(sequence):
                 decode.append(sequence)
-        decode, waiting = self._slow_grammars.split(decode)
-        decode_rows = [sequence.row(1) for sequence in decode]
+        decode, waiting = self._slow_rows.split(decode)
+        decode_rows = [self._row(sequence, 1) for sequence in decode]
         budget -= len(decode)
         if decode:
             budget = min(budget, self.limits.max_beside_decode)
@@ -144,30 +160,39 @@ class Scheduler:
         prefill_rows: list[Row] = []
         # A request that was preempted in this plan would take the pages back at once.
         prefills = self._admission.prefills(admitting=preemptions == self._admission.preemptions)
-        while budget and len(prefill) < self.limits.max_prefill_rows:
+        while budget >= self._states.least and len(prefill) < self.limits.max_prefill_rows:
             admitted = next(prefills, None)
             if admitted is None:
                 break
+            length = 1 if admitted.decodes else self._states.cut(admitted, budget)
+            if not length:
+                break  # it is the first of a later step, which has room for any prompt
             if admitted.fresh:
                 self._count_admission(admitted)
             if admitted.decodes:
                 decode.append(admitted)
-                decode_rows.append(admitted.row(1))
+                decode_rows.append(self._row(admitted, 1))
                 budget -= 1
                 continue
             prefill.append(admitted)
-            prefill_rows.append(admitted.row(min(budget, admitted.target - admitted.planned)))
+            prefill_rows.append(self._row(admitted, length))
             budget -= prefill_rows[-1].length
         if not decode and not prefill:
-            decode = self._slow_grammars.alone(
+            decode = self._slow_rows.alone(
                 [sequence for sequence in waiting if sequence.status is not Status.PREEMPTED]
             )
-            decode_rows = [sequence.row(1) for sequence in decode]
+            decode_rows = [self._row(sequence, 1) for sequence in decode]
             if not decode:
                 return None
         if decode:
             self._drafts.extend(decode, decode_rows, budget, mixed=bool(prefill))
-        plan = StepPlan(self._step, tuple(decode_rows), tuple(prefill_rows), *self._ledger.moves())
+        plan = StepPlan(
+            self._step,
+            tuple(decode_rows),
+            tuple(prefill_rows),
+            *self._ledger.moves(),
+            self._running_set.adapters.loads(),
+        )
         self._flights.append(_Flight(plan, (*decode, *prefill)))
         self._step += 1
         return plan
@@ -176,12 +201,13 @@ class Scheduler:
         """Apply a step's result, in the order in which the steps were planned."""
         flight = self._flights.popleft()
         assert flight.plan is result.plan, f"step {result.plan.step} committed before step {flight.plan.step}"
+        self._states.done(result.plan)
         if self.cache is not None:
             self.cache.restore_done(result.plan.restore)
             self.cache.offload_done(result.plan.offload)
             if self.cache.host_tier is not None:
                 self.cache.host_tier.observe(result)
-        events = self._fail_lost(result)
+        events = self._fail_lost(result) + self._fail_lost_states(flight, result)
         right = result.valid
         for sequence, row, output, counts in zip(flight.sequences, flight.plan.rows, result.rows, right, strict=True):
             sequence.in_flight -= 1
@@ -199,7 +225,7 @@ class Scheduler:
                 elif event is not None:
                     events.append(event)
             self._running_set.drain(sequence)
-        self._slow_grammars.learn(flight.plan, result)
+        self._slow_rows.learn(flight.plan, result)
         if flight.plan.drafted:
             self._drafts.learn(flight.sequences, flight.plan.rows, right)
         self._collect_released()
@@ -209,7 +235,9 @@ class Scheduler:
         """End the requests of a planned step that raised with `StepFailed`; all others go on."""
         flight = next(flight for flight in self._flights if flight.plan is plan)
         self._flights.remove(flight)
-        affected = dict.fromkeys(flight.sequences)
+        affected = dict.fromkeys(flight.sequences) | dict.fromkeys(self._continuing(plan.states_in, self._flights))
+        self._states.done(plan)
+        self._states.lose(plan.states_in)
         for sequence in flight.sequences:
             sequence.in_flight -= 1
         if self.cache is not None:
@@ -254,16 +282,37 @@ class Scheduler:
         """Undo one `pin`. Return how many tokens are no longer pinned."""
         return self.cache.unpin(tokens, salt) if self.cache is not None else 0
 
-    def flush_cache(self, root_key: bytes | None = None, *, recompute: bool = False) -> None:
-        """Forget every cached page. For new weights, pass their `root_key` and `recompute` the running requests."""
+    def flush_cache(self, root_key: bytes | None = None, *, recompute: bool = False, keep: bool = False) -> None:
+        """Forget every cached page. For new weights, pass their `root_key` and `recompute` the running requests.
+
+        With `keep`, pages that `vacate` has brought below the device are set aside for when their root comes back.
+        """
+        if root_key is not None:
+            self.weights_version += 1
         if self.cache is None and not recompute:
             return
         if self.cache is not None:
-            self.cache.reset(root_key)
+            self.cache.reset(root_key, keep=keep)
         for sequence in tuple(self._running_set.running):
             self._admission.abandon(sequence)
             if recompute:
                 self._admission.preempt(sequence, "has to be computed again with new weights")
+
+    def vacate(self) -> tuple[PageMove, ...]:
+        """Take the pages of all running requests and of the cache, whose arrays are about to be freed. Requests are
+        computed again. Return the pages that have to be read out before; `vacated` follows when that is done."""
+        for sequence in tuple(self._running_set.running):
+            self._admission.preempt(sequence, "gave its pages up, because the session sleeps")
+        if self.cache is not None:
+            self._leaving = tuple(self.cache.evict(self.pool.cached))
+        self._states.vacate()
+        return self._leaving
+
+    def vacated(self) -> None:
+        """End the read-out of pages that `vacate` returned: the tiers below the device decide from now on."""
+        if self.cache is not None:
+            self.cache.offload_done(self._leaving)
+        self._leaving = ()
 
     # -- statistics
 
@@ -309,6 +358,7 @@ class Scheduler:
         if self.cache is not None:
             self.cache.check_integrity()
         self.pool.check_integrity(self._ledger.references(running_set.holders))
+        self._states.check_integrity(running_set.holders)
         alive = len(running_set.running) + self._admission.waiting
         assert len(self._alive) == alive, f"{len(self._alive)} requests live, {alive} wait or run"
 
@@ -317,46 +367,31 @@ class Scheduler:
     def _take_over(self, sequence: Sequence, row: Row, output: RowResult) -> TokenEvent | None:
         request = sequence.request
         sequence.computed = row.start + row.length
-        # Positions that a preemption made the sequence compute again were scored before.
-        scores = output.prompt_logprobs[max(0, sequence.scored - row.start) :]
-        sequence.scored = max(sequence.scored, min(sequence.computed, request.prompt_length))
+        for follower in sequence.followers:
+            output = follower.take(row, output)
         if not output.finite:
             return self._fail(sequence, not_finite(sequence))
-        if request.pooling is not None:
-            vector = sequence.pool(row, output)
-            if vector is None:
+        if not request.generates:
+            if sequence.computed < request.prompt_length:
                 return None
             self._end(sequence, FinishReason.LENGTH)
-            return TokenEvent(request.id, finish_reason=FinishReason.LENGTH, pooled=vector)
-        token = output.token_id
+            return output.event(sequence.cached_tokens, FinishReason.LENGTH)
         if row.samples:
-            assert token is not None, f"{request.id} sampled no token"
-            sequence.append(token)
-            if output.guided is not None and sequence.forced is not None:
-                sequence.forced.take(output.guided)
+            assert output.token_id is not None, f"{request.id} sampled no token"
+            sequence.append(output.token_id)
             self._counts["generated_tokens"] += 1
             self._counts["accepted_tokens"] += row.draft
             if sequence.status is Status.PREFILL:
                 sequence.status = Status.DECODE
         self._admission.published(sequence, *self._ledger.publish(sequence, self._step - 1))
-        if not row.samples or token is None:
-            if not scores:
-                return None
-            return TokenEvent(request.id, prompt_logprobs=scores, cached_tokens=sequence.cached_tokens)
-        reason = reason_to_end(sequence, token, output.guided)
-        if reason is FinishReason.GRAMMAR and sequence.generated < request.sampling.min_tokens:
-            return self._fail(sequence, too_short(sequence))
-        if reason is not None:
-            self._end(sequence, reason)
-        return TokenEvent(
-            request.id,
-            (token,),
-            () if output.logprobs is None else (output.logprobs,),
-            scores,
-            sequence.cached_tokens,
-            reason,
-            guided=() if output.guided is None else (output.guided,),
-        )
+        if not row.samples:
+            return output.event(sequence.cached_tokens, None, self.weights_version) if output.delivers else None
+        end = end_with(sequence, output)
+        if isinstance(end, RekindleError):
+            return self._fail(sequence, end)
+        if end is not None:
+            self._end(sequence, end)
+        return output.event(sequence.cached_tokens, end, self.weights_version)
 
     def _fail_lost(self, result: StepResult) -> list[TokenEvent]:
         """End the requests that hold a page which could not be restored, and detach such pages from the cache."""
@@ -374,6 +409,39 @@ class Scheduler:
                 self.cache.host_tier.discard(lost.move.digest)
         self.cache.detach([lost.move for lost in result.lost])
         return events
+
+    def _fail_lost_states(self, flight: _Flight, result: StepResult) -> list[TokenEvent]:
+        """End the requests that continue a state which could not be filled, and take it from the cache."""
+        if not result.lost_states:
+            return []
+        causes = {lost.move.page: lost.error for lost in result.lost_states}
+        affected = self._continuing([lost.move for lost in result.lost_states], (flight, *self._flights))
+        self._states.discard(result.lost_states)
+        self._states.lose(lost.move for lost in result.lost_states)
+        return [
+            self._fail(sequence, request_error(sequence, causes[slot]))
+            for sequence, slot in affected.items()
+            if not sequence.ended
+        ]
+
+    def _continuing(self, moves: Items[PageMove], flights: Iterable[_Flight]) -> dict[Sequence, int]:
+        """Return the sequences that continue a state in a slot of `moves`, in `flights` or later, with the slot."""
+        slots = {move.page for move in moves}
+        if not slots:
+            return {}
+        continuing: dict[Sequence, int] = {}
+        for flight in flights:
+            for sequence, row in zip(flight.sequences, flight.plan.rows, strict=True):
+                if row.reads in slots:
+                    continuing[sequence] = row.reads
+        for sequence in self._running_set.holders:
+            if sequence.trail is not None and sequence.trail.held in slots:
+                continuing[sequence] = sequence.trail.held
+        return continuing
+
+    def _row(self, sequence: Sequence, length: int) -> Row:
+        """Make a sequence's row in the step being planned."""
+        return sequence.row(length, *self._states.slots(sequence, length))
 
     def _fail(self, sequence: Sequence, error: RekindleError) -> TokenEvent:
         if not sequence.ended:

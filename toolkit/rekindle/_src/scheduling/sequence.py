@@ -8,14 +8,15 @@ steps in flight will bring. A decode step is planned while the token that it rea
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
-from rekindle._src.core.records import FinishReason, IntArray, Request, Row, RowResult, Status, Vector
+from rekindle._src.core.records import FinishReason, IntArray, Request, Row, Status
 from rekindle._src.kvcache.digest import page_keys, salt_key
+from rekindle._src.kvcache.kept import KeptCaptures
 from rekindle._src.kvcache.node import Node
 from rekindle._src.kvcache.pool import pages_for
-from rekindle._src.scheduling.forced_tokens import ForcedTokens
+from rekindle._src.scheduling.followers import ForcedTokens, followers_of
 from rekindle._src.scheduling.prompt_lookup import PromptLookup
+from rekindle._src.scheduling.state_trail import StateTrail
 
 _GROWTH = 64  # tokens or pages by which a buffer grows, at least
 
@@ -24,14 +25,23 @@ class Sequence:
     """Mutable state of one request; the scheduler is its only owner."""
 
     __slots__ = (
-        "_keys", "_pages", "_table", "_tokens", "arrived", "cached_tokens", "claimed", "computed", "drafter",
-        "epoch", "forced", "fresh", "generated", "generation", "in_flight", "known", "limit", "limit_reason", "lookup",
-        "node", "num_pages", "overtaken", "page_size", "planned", "pooled", "preemptions", "published", "queued_at",
-        "reason", "request", "sampled", "scored", "slot", "status", "target", "waits_for",
+        "_keys", "_pages", "_table", "_tokens", "arrived", "cached_tokens", "claimed", "computed", "drafter", "epoch",
+        "followers", "forced", "fresh", "generated", "generation", "in_flight", "known", "limit", "limit_reason",
+        "lookup", "node", "num_pages", "overtaken", "page_size", "planned", "preemptions", "published", "queued_at",
+        "reason", "request", "root", "sampled", "slot", "status", "target", "trail", "waits_for",
     )  # fmt: skip
 
-    def __init__(self, request: Request, arrived: int, limit: int, limit_reason: FinishReason, page_size: int) -> None:
+    def __init__(
+        self,
+        request: Request,
+        arrived: int,
+        limit: int,
+        limit_reason: FinishReason,
+        page_size: int,
+        kept: KeptCaptures | None = None,
+    ) -> None:
         self.request = request
+        self.root = request.root  # the name of its root in the prefix tree
         self.arrived = arrived  # order of submission
         self.limit = limit  # tokens it may generate, known before the first one is
         self.limit_reason = limit_reason
@@ -56,12 +66,9 @@ class Sequence:
         self.known = len(self._tokens)  # tokens whose values the host has
         self.generated = self.known - request.prompt_length  # known tokens that are not the prompt's
         self.sampled = self.generated  # generated, plus those that steps in flight will add
-        self.scored = 0 if resumed is None else resumed.scored  # prompt positions with log-probabilities
-        self.pooled: NDArray[np.float64] | None = (
-            None  # sum over the computed chunks of a request with `pooling`, or the last state
-        )
         self.cached_tokens = 0  # prompt tokens that the first admission found in the cache
-        self.forced = ForcedTokens() if request.guide is not None else None  # by its grammar
+        self.followers = followers_of(request, kept)
+        self.forced = next((one for one in self.followers if isinstance(one, ForcedTokens)), None)
         self.drafter: PromptLookup | ForcedTokens | None = None  # proposed the drafts that are in flight
         self.lookup: PromptLookup | None = None  # proposes draft tokens; made at first use
         self._keys: list[int] = []
@@ -73,14 +80,11 @@ class Sequence:
         self.generation = 0  # of the prefix cache that `node` belongs to
         self.published = 0  # leading pages that are in the tree
         self.claimed = 0  # leading pages that are claimed in PrefixClaims
+        self.trail: StateTrail | None = None  # its states since the latest admission, in models that have some
 
     @property
     def id(self) -> str:
         return self.request.id
-
-    @property
-    def salt(self) -> str | None:
-        return self.request.sampling.salt
 
     @property
     def prefilling(self) -> bool:
@@ -88,12 +92,17 @@ class Sequence:
 
     @property
     def decodes(self) -> bool:
-        """True if one token is left to prefill, which a decode row computes. False for a request that pools."""
-        return self.planned + 1 == self.target and self.request.pooling is None
+        """True if one token is left to prefill, which a decode row computes. False for one that generates nothing."""
+        return self.planned + 1 == self.target and self.request.generates
 
     @property
     def ended(self) -> bool:
         return self.status in _ENDED
+
+    @property
+    def reusable(self) -> int:
+        """Leading tokens whose pages may come from the cache."""
+        return min((one.reusable(self.known) for one in self.followers), default=self.known)
 
     @property
     def remaining(self) -> int:
@@ -123,7 +132,7 @@ class Sequence:
                 self.tokens(first * size, count * size),
                 size,
                 first=first,
-                previous=keys[-1] if keys else salt_key(self.salt),
+                previous=keys[-1] if keys else salt_key(self.root),
             )
         return keys if len(keys) == count else keys[:count]
 
@@ -160,6 +169,8 @@ class Sequence:
         self.computed = self.planned = start
         self.target = self.known
         self.status = Status.PREFILL
+        for follower in self.followers:
+            follower.begin(start)
         if self.epoch == 1:
             self.cached_tokens = min(start, self.request.prompt_length)
 
@@ -171,12 +182,15 @@ class Sequence:
         self.node = None
         self.sampled = self.generated
 
-    def row(self, length: int) -> Row:
-        """Make the sequence's row of `length` tokens in the next step, and count that step as in flight."""
+    def row(self, length: int, reads: int = 0, writes: int = 0) -> Row:
+        """Make the sequence's row of `length` tokens in the next step, and count that step as in flight.
+
+        It reads the state in one slot and writes that in another, if the model has states.
+        """
         start = self.planned
         end = start + length
         assert end <= self.num_pages * self.page_size, f"{self.id}: no page for position {end - 1}"
-        samples = end >= self.target and self.request.pooling is None
+        samples = end >= self.target and self.request.generates
         if self._table is None:
             self._table = self._pages[: self.num_pages].copy()
         row = Row(
@@ -193,25 +207,14 @@ class Sequence:
             self.sampled,
             self.outputs if self.fresh and self.generated else None,
             start < self.published * self.page_size,
+            reads=reads,
+            writes=writes,
         )
         self.fresh = False
         self.planned = end
         self.sampled += samples
         self.in_flight += 1
         return row
-
-    def pool(self, row: Row, output: RowResult) -> Vector | None:
-        """Add the vector of a committed chunk. Return the whole prompt's vector after the last chunk, else None.
-
-        A preempted request begins again at position 0, and so does its sum.
-        """
-        assert output.pooled is not None, f"{self.id} was not pooled"
-        chunk = output.pooled.astype(np.float64)
-        last = self.request.pooling == "last"
-        self.pooled = chunk if last or self.pooled is None or row.start == 0 else self.pooled + chunk
-        if self.computed < self.request.prompt_length:
-            return None
-        return (self.pooled if last else self.pooled / self.request.prompt_length).astype(np.float32)
 
     def drafts(self, tokens: IntArray) -> list[Row]:
         """Make rows for draft tokens behind the latest row; they add nothing to the counts until accepted."""

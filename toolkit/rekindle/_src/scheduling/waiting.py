@@ -10,13 +10,13 @@ from rekindle._src.scheduling.policies import (
     WINDOW,
     Path,
     Rank,
+    ShortestFirst,
     depth_first,
     longest_prefix_first,
     seniority,
     static_rank,
 )
 from rekindle._src.scheduling.sequence import Sequence
-from rekindle._src.scheduling.shortest_first import ShortestFirst
 
 
 class _Heap:

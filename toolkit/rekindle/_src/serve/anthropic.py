@@ -1,8 +1,9 @@
-"""`/v1/messages`: answer a conversation, as Anthropic's API does."""
+"""`/v1/messages` and `/v1/messages/count_tokens`: their fields, Anthropic's messages as OpenAI's, and the answer."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rekindle._src.core.records import Completion, FinishReason, TextDelta
@@ -13,16 +14,83 @@ from rekindle._src.core.reply import (
     ToolCallDropped,
     ToolCallStarted,
 )
-from rekindle._src.serve.anthropic_in import arguments, messages_of, tools_of
-from rekindle._src.serve.chat import call_chat, calls_options
-from rekindle._src.serve.chat_events import events_of
-from rekindle._src.serve.errors import Refused, missing
+from rekindle._src.serve.chat import call_chat, calls_options, events_of
+from rekindle._src.serve.errors import Refused, missing, wrong
 from rekindle._src.serve.exchange import Exchange, dumps
-from rekindle._src.serve.generation import encode_text, follow, model_of, submit, wait_all
+from rekindle._src.serve.fields import (
+    Choice,
+    Either,
+    Endpoint,
+    Field,
+    Flag,
+    Items,
+    Shape,
+    Text,
+    ignored,
+    refused,
+    whole,
+)
+from rekindle._src.serve.generation import (
+    encode_text,
+    follow,
+    format_options,
+    model_of,
+    sampling_options,
+    submit,
+    wait_all,
+)
 from rekindle._src.serve.life import CHARACTERS_PER_TOKEN
-from rekindle._src.serve.sampling import sampling_options
-from rekindle._src.serve.structure import format_options
+from rekindle._src.serve.openai_fields import MOST, MOST_MESSAGES, OBJECT, SAMPLING_BY_NAME
 
+BLOCKS = Items(Shape((("type", Text()),), ("type",)))
+CONTENT = Either("a string or a list of blocks", ((str, Text()), (list, BLOCKS)))
+MESSAGE = Shape((("role", Choice(("user", "assistant", "system"))), ("content", CONTENT)), ("role", "content"))
+TOOL = Shape(
+    (("name", Text(maximum=256, minimum=1)), ("description", Text()), ("input_schema", OBJECT), ("type", Text())),
+    ("name",),
+)
+TOOL_CHOICE = Shape(
+    (("type", Choice(("auto", "any", "tool", "none"))), ("name", Text()), ("disable_parallel_tool_use", Flag())),
+    ("type",),
+)
+THINKING = Shape(
+    (("type", Choice(("enabled", "disabled", "adaptive", "between_tools"))), ("budget_tokens", whole(0, MOST))),
+    ("type",),
+)
+OUTPUT = Shape((("format", OBJECT), ("effort", Text(maximum=64))))
+_SHARED_FIELDS = (
+    Field("model", Text(maximum=512), "The name of a served model; may be left out."),
+    Field("messages", Items(MESSAGE, minimum=1, maximum=MOST_MESSAGES), "The conversation so far.", required=True),
+    Field("system", CONTENT, "What the model is told before the conversation."),
+    Field("tools", Items(TOOL, maximum=512), "Functions that the model may call."),
+    Field("tool_choice", TOOL_CHOICE, "auto, none, any, or one tool."),
+    Field("thinking", THINKING, "Whether the model thinks before it answers, where its template knows that."),
+    Field("output_config", OUTPUT, "format: a json_schema that the text has to follow; effort, where it is known."),
+    Field("output_format", OBJECT, "The older name of output_config.format."),
+    ignored("cache_control", "Prefixes are cached by their content."),
+    ignored("speed", "There is one."),
+    ignored("diagnostics", "There are none."),
+    ignored("user_profile_id", "Not used."),
+    ignored("workspace_id", "Not used."),
+    refused("mcp_servers", "the server connects to no others", []),
+    refused("container", "there are no containers"),
+    refused("context_management", "shorten the conversation before sending it"),
+)
+MESSAGES = Endpoint(
+    "/v1/messages",
+    "Answer a conversation, as Anthropic's API does",
+    (
+        *_SHARED_FIELDS,
+        Field("max_tokens", whole(1, MOST), "New tokens at most.", required=True),
+        Field("stop_sequences", Items(Text(minimum=1), maximum=64), "Strings that end the text.", option="stop"),
+        Field("stream", Flag(), "Send the answer as server-sent events, while it is made."),
+        *(SAMPLING_BY_NAME[name] for name in ("temperature", "top_k", "top_p")),
+        ignored("metadata", "Not stored."),
+        ignored("service_tier", "There is one."),
+        ignored("inference_geo", "It runs here."),
+    ),
+)
+COUNT_TOKENS = Endpoint("/v1/messages/count_tokens", "How many tokens a conversation has", _SHARED_FIELDS)
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -95,6 +163,105 @@ async def count_tokens(exchange: Exchange, fields: dict[str, Any]) -> None:
         return len(encode_text(session, text, add_special_tokens=False, param="messages"))
 
     await exchange.reply({"input_tokens": await exchange.run_in_turn(count)})
+
+
+def messages_of(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the conversation. Refuse blocks other than text, thinking and tools by name."""
+    messages: list[dict[str, Any]] = []
+    if fields.get("system"):
+        messages.append({"role": "system", "content": _text(fields["system"], "system")})
+    for index, message in enumerate(fields["messages"]):
+        path = f"messages[{index}].content"
+        if isinstance(message["content"], str):
+            messages.append({"role": message["role"], "content": message["content"]})
+        elif message["role"] == "assistant":
+            messages.append(_assistant(message["content"], path))
+        else:
+            messages += _user(message["role"], message["content"], path)
+    return messages
+
+
+def tools_of(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the tools in the form of OpenAI's API."""
+    tools = []
+    for index, tool in enumerate(fields.get("tools") or ()):
+        if tool.get("type") not in (None, "custom"):
+            fix = "Pass tools with an input_schema"
+            raise wrong(f"tools[{index}].type", tool["type"], "is a tool of Anthropic's own", fix)
+        function = {"name": tool["name"], "parameters": tool.get("input_schema") or {"type": "object"}}
+        if tool.get("description"):
+            function["description"] = tool["description"]
+        tools.append({"type": "function", "function": function})
+    return tools
+
+
+def _text(content: str | Sequence[Mapping[str, Any]], path: str) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(_member(block, "text", f"{path}[{index}]") for index, block in enumerate(content))
+
+
+def _member(block: Mapping[str, Any], kind: str, path: str) -> str:
+    """Return the text of a block of this kind."""
+    if block["type"] != kind:
+        raise wrong(f"{path}.type", block["type"], "is not served here", "Send text")
+    if not isinstance(block.get(kind), str):
+        raise wrong(f"{path}.{kind}", block.get(kind), "is not a string", "Pass one")
+    return str(block[kind])
+
+
+def _assistant(blocks: Sequence[Mapping[str, Any]], path: str) -> dict[str, Any]:
+    texts, reasoning, calls = [], [], []
+    for index, block in enumerate(blocks):
+        block_path = f"{path}[{index}]"
+        if block["type"] == "thinking":
+            reasoning.append(_member(block, "thinking", block_path))
+        elif block["type"] == "tool_use":
+            for name, kind in (("id", str), ("name", str), ("input", Mapping)):
+                if not isinstance(block.get(name), kind):
+                    raise wrong(
+                        f"{block_path}.{name}", block.get(name), "is missing or of a wrong type", "Pass the call"
+                    )
+            function = {"name": block["name"], "arguments": dict(block["input"])}
+            calls.append({"id": block["id"], "type": "function", "function": function})
+        elif block["type"] != "redacted_thinking":
+            texts.append(_member(block, "text", block_path))
+    message: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
+    if reasoning:
+        message["reasoning_content"] = "\n".join(reasoning)
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _user(role: str, blocks: Sequence[Mapping[str, Any]], path: str) -> list[dict[str, Any]]:
+    """Return a message for each tool result, and then one for the user's text."""
+    results, texts = [], []
+    for index, block in enumerate(blocks):
+        block_path = f"{path}[{index}]"
+        if block["type"] != "tool_result":
+            texts.append(_member(block, "text", block_path))
+            continue
+        if not isinstance(block.get("tool_use_id"), str):
+            raise wrong(f"{block_path}.tool_use_id", block.get("tool_use_id"), "is not a string", "Pass the call's id")
+        content = _result(block.get("content"), f"{block_path}.content")
+        content = f"Error: {content}" if block.get("is_error") else content
+        results.append({"role": "tool", "tool_call_id": block["tool_use_id"], "content": content})
+    return [*results, *([{"role": role, "content": "\n".join(texts)}] if texts or not results else [])]
+
+
+def _result(content: Any, path: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list) or not all(isinstance(block, Mapping) and "type" in block for block in content):
+        raise wrong(path, content, "is neither a string nor a list of blocks", "Pass one of them")
+    return _text(content, path)
+
+
+def arguments(text: str) -> dict[str, Any]:
+    """Return a call's arguments as an object."""
+    members: dict[str, Any] = json.loads(text or "{}")
+    return members
 
 
 def template_options(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,32 +1,29 @@
-"""The ASGI app: routes, keys, cross-origin rules, and models that are opened during its startup."""
+"""The ASGI app: routes, API keys, cross-origin rules, and models that are opened during its startup."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import hmac
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, get_args
 
 import anyio
 
-from rekindle._src.serve import info
-from rekindle._src.serve.anthropic import Anthropic, count_tokens, messages
-from rekindle._src.serve.anthropic_fields import COUNT_TOKENS, MESSAGES
-from rekindle._src.serve.auth import Guard, Keys
+from rekindle._src.serve import adapters, info
+from rekindle._src.serve.anthropic import COUNT_TOKENS, MESSAGES, Anthropic, count_tokens, messages
+from rekindle._src.serve.bodies import header
 from rekindle._src.serve.chat import chat
-from rekindle._src.serve.completions import completions
-from rekindle._src.serve.embeddings import EMBEDDINGS, embeddings
+from rekindle._src.serve.completions import EMBEDDINGS, completions, embeddings
 from rekindle._src.serve.errors import Refused
-from rekindle._src.serve.exchange import Dialect, Exchange, Handler, JsonEndpoint, OpenAI
-from rekindle._src.serve.fields import Endpoint
-from rekindle._src.serve.hosts import Hosts, check_origins
-from rekindle._src.serve.life import Life
+from rekindle._src.serve.exchange import Dialect, Exchange, Handler, JsonEndpoint, OpenAI, Receive, Scope, Send
+from rekindle._src.serve.fields import Endpoint, document
+from rekindle._src.serve.life import Hosts, Life, check_origins, check_size
 from rekindle._src.serve.metrics import Names
 from rekindle._src.serve.models import Models
 from rekindle._src.serve.openai_fields import CHAT, COMPLETIONS
-from rekindle._src.serve.openapi import document
-from rekindle._src.serve.responses import Responses, responses
-from rekindle._src.serve.responses_fields import RESPONSES
+from rekindle._src.serve.responses import RESPONSES, Responses, responses
 from rekindle._src.serve.service import Service
 from rekindle.errors import ConfigError, MissingExtra
 
@@ -34,7 +31,6 @@ if TYPE_CHECKING:
     from starlette.applications import Starlette
 
 log = logging.getLogger("rekindle.server")
-
 POSTS: tuple[tuple[Endpoint, Handler, Dialect], ...] = (
     (CHAT, chat, OpenAI()),
     (COMPLETIONS, completions, OpenAI()),
@@ -46,6 +42,10 @@ POSTS: tuple[tuple[Endpoint, Handler, Dialect], ...] = (
     (info.DETOKENIZE, info.detokenize, OpenAI()),
     (info.ABORT, info.abort, OpenAI()),
 )
+LOADING: tuple[tuple[Endpoint, Handler, Dialect], ...] = (
+    (adapters.LOAD, adapters.load, OpenAI()),
+    (adapters.UNLOAD, adapters.unload, OpenAI()),
+)
 GETS: tuple[tuple[str, Handler, str], ...] = (
     ("/v1/models", info.list_models, "The models that are served"),
     ("/v1/models/{name}", info.one_model, "One model"),
@@ -55,6 +55,8 @@ GETS: tuple[tuple[str, Handler, str], ...] = (
     ("/version", info.version, "The version of rekindle"),
     ("/metrics", info.metrics, "Figures for Prometheus"),
 )
+
+OPEN_PATHS = frozenset(("/health", "/ping"))  # for load balancers
 
 
 def app(
@@ -68,6 +70,7 @@ def app(
     cors_origins: Sequence[str] = (),
     allowed_hosts: Sequence[str] = (),
     trust_request_chat_template: bool = False,
+    adapter_loading: bool = False,
     metrics_names: Names = "rekindle",
     opened: Callable[[str], object] | None = None,
     failed: Callable[[BaseException], object] | None = None,
@@ -88,6 +91,8 @@ def app(
             addresses and localhost. By default any name is allowed, except in requests from this machine to a server
             without keys.
         trust_request_chat_template: let requests send a chat template, which is code.
+        adapter_loading: let requests load adapters from folders of the server, and unload them:
+            /v1/load_lora_adapter and /v1/unload_lora_adapter.
         metrics_names: "rekindle", "vllm" for the names that published dashboards read, or "both".
     """
     try:
@@ -133,7 +138,8 @@ def app(
             if failed is not None:
                 failed(error)
 
-    dialects = {endpoint.path: dialect for endpoint, _, dialect in POSTS}
+    posts = (*POSTS, *LOADING) if adapter_loading else POSTS
+    dialects = {endpoint.path: dialect for endpoint, _, dialect in posts}
 
     async def http_error(scope: Any, receive: Any, send: Any, status: int) -> None:
         exchange = Exchange(service, scope, send)
@@ -156,11 +162,11 @@ def app(
 
     routes = [
         Route(endpoint.path, JsonEndpoint(service, endpoint, handler, dialect), methods=["POST"])
-        for endpoint, handler, dialect in POSTS
+        for endpoint, handler, dialect in posts
     ]
     keys = Keys(api_key)
     description = document(
-        [endpoint for endpoint, _, _ in POSTS], [(path, summary) for path, _, summary in GETS], keys=bool(keys)
+        [endpoint for endpoint, _, _ in posts], [(path, summary) for path, _, summary in GETS], keys=bool(keys)
     )
 
     async def openapi(exchange: Exchange, fields: dict[str, Any]) -> None:
@@ -180,3 +186,59 @@ def app(
     )
     starlette.state.rekindle = service
     return starlette
+
+
+class Keys:
+    """The API keys of a server, compared in constant time. Without any, every request may pass."""
+
+    def __init__(self, keys: str | Sequence[str] | None) -> None:
+        entries = [keys] if isinstance(keys, str) else list(keys or ())
+        for key in entries:
+            if not isinstance(key, str) or not key or not key.isascii() or key != key.strip():
+                raise ConfigError("api_key", "…", "is not a key", "Pass printable ASCII without spaces around it")
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in entries]
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def owner(self, scope: Scope) -> bytes:
+        """Return the digest of the sender's key, or b"" without keys. Raise `Refused` (401) for a wrong key."""
+        if not self._digests:
+            return b""
+        bearer = header(scope, b"authorization") or ""
+        kind, _, token = bearer.partition(" ")
+        key = token.strip() if kind.lower() == "bearer" else header(scope, b"x-api-key") or ""
+        digest = hashlib.sha256(key.encode("latin-1", "replace")).digest()
+        match = b""
+        for candidate in self._digests:  # compare with all, so that the time reveals nothing
+            match = candidate if hmac.compare_digest(candidate, digest) else match
+        if not match:
+            raise Refused(
+                401, "the API key is missing or wrong. Send it as Authorization: Bearer … or x-api-key",
+                type="authentication_error", code="invalid_api_key",
+            )  # fmt: skip
+        return match
+
+
+class Guard:
+    """ASGI middleware that passes requests with a valid key, bounded headers and an allowed host."""
+
+    def __init__(self, app: object, keys: Keys, service: Service, dialects: Mapping[str, Dialect]) -> None:
+        self._app, self._keys, self._service, self._dialects = app, keys, service, dialects
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            try:
+                check_size(scope)
+                self._service.hosts.check(scope, keyed=bool(self._keys))
+                if scope["path"] not in OPEN_PATHS and scope["method"] != "OPTIONS":
+                    scope["rekindle.key"] = self._keys.owner(scope)
+            except Refused as refused:
+                dialect = self._dialects.get(scope["path"], OpenAI())
+                await Exchange(self._service, scope, send).fail(refused, dialect)
+                path = (
+                    scope["path"] if scope["path"] in self._dialects else "other"
+                )  # clients can invent any number of paths
+                self._service.metrics.http(path, refused.status)
+                return
+        await self._app(scope, receive, send)  # type: ignore[operator]

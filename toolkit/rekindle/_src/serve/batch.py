@@ -14,14 +14,13 @@ import anyio
 
 from rekindle._src.core.activity import Activity, State
 from rekindle._src.core.json_lines import Entry, JsonLines
-from rekindle._src.dispatch.root_cause import root_cause
+from rekindle._src.core.own_failure import root_cause
 from rekindle._src.serve.app import POSTS
 from rekindle._src.serve.bodies import parse
-from rekindle._src.serve.contract import SessionLike
 from rekindle._src.serve.errors import Refused
 from rekindle._src.serve.exchange import Exchange, refusing
 from rekindle._src.serve.life import Life
-from rekindle._src.serve.models import Models
+from rekindle._src.serve.models import Models, SessionLike
 from rekindle._src.serve.service import Service
 from rekindle.errors import InvalidRequest
 

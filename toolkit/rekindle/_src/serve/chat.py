@@ -10,40 +10,40 @@ from rekindle._src.core.records import Completion, FinishReason, TextDelta
 from rekindle._src.core.reply import (
     ContentDelta,
     ReasoningDelta,
+    ReplyEvent,
     ToolCall,
     ToolCallArguments,
     ToolCallDropped,
     ToolCallStarted,
 )
-from rekindle._src.serve.contract import HandleLike, SessionLike
-from rekindle._src.serve.ends import finish_of
+from rekindle._src.serve.bodies import Entries, text_of
 from rekindle._src.serve.errors import wrong
 from rekindle._src.serve.exchange import Exchange, dumps
 from rekindle._src.serve.generation import (
     Chunks,
     follow,
     model_of,
+    rest_of_context,
+    sampling_options,
     stream_options,
+    structure_options,
     submit,
+    token_members,
     usage,
     usage_object,
     wait_all,
 )
 from rekindle._src.serve.life import CHARACTERS_PER_TOKEN, Active
 from rekindle._src.serve.logprobs import Shapes
-from rekindle._src.serve.messages_in import plain_messages, tool_options
-from rekindle._src.serve.pieces import Entries, text_of
-from rekindle._src.serve.sampling import rest_of_context, sampling_options
+from rekindle._src.serve.metrics import finish_of
+from rekindle._src.serve.models import HandleLike, SessionLike
 from rekindle._src.serve.service import FINGERPRINT
-from rekindle._src.serve.structure import structure_options
 from rekindle.errors import InvalidRequest
 
 T = TypeVar("T")
-
 _OWN_FIELDS = frozenset(
     ("messages", "tools", "template", "documents", "add_generation_prompt", "continue_final_message")
 )
-
 NAMES = {"prompt": "messages", "template": "chat_template", "template_options": "chat_template_kwargs"}
 _OF_CHAT = ("reasoning_effort", "documents", "tools", "tool_choice")  # options of `session.chat` by the same names
 
@@ -129,6 +129,63 @@ def template_options(exchange: Exchange, fields: Mapping[str, Any]) -> dict[str,
     return options
 
 
+def tool_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `tools` without null members. `allowed_tools` selects some of them, and its mode is the choice."""
+    plain: dict[str, Any] = {}
+    if "tools" in options:
+        plain["tools"] = [
+            {**tool, "function": {name: value for name, value in tool["function"].items() if value is not None}}
+            for tool in options["tools"]
+        ]
+    choice = options.get("tool_choice")
+    if not isinstance(choice, Mapping) or choice.get("type") != "allowed_tools":
+        return plain
+    fields = choice.get("allowed_tools", choice)  # the API of responses has its members in the choice itself
+    path = "tool_choice.allowed_tools" if "allowed_tools" in choice else "tool_choice"
+    mode = fields.get("mode") if isinstance(fields, Mapping) else None
+    if mode not in ("auto", "required"):
+        raise wrong(f"{path}.mode", mode, "is not known", "Use auto or required")
+    allowed = fields.get("tools")
+    if not isinstance(allowed, list) or not allowed or not all(isinstance(tool, Mapping) for tool in allowed):
+        raise wrong(f"{path}.tools", allowed, "is not a list of tools", "Name one at least")
+    by_name = {tool["function"]["name"]: tool for tool in plain.get("tools", ())}
+    selection = []
+    for index, tool in enumerate(allowed):
+        function = tool.get("function", tool)
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(name, str) or name not in by_name:
+            raise wrong(f"{path}.tools[{index}]", name, "names none of the tools", f"Use one of {', '.join(by_name)}")
+        selection.append(by_name[name])
+    return {"tools": selection, "tool_choice": mode}
+
+
+_TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # part types to members
+
+
+def plain_messages(messages: Sequence[Mapping[str, Any]], field: str = "messages") -> list[dict[str, Any]]:
+    """Return copies of the messages with one text each. Refuse parts other than text by name."""
+    copies = []
+    for index, message in enumerate(messages):
+        plain = {name: value for name, value in message.items() if value is not None}
+        if isinstance(plain.get("content"), list):
+            plain["content"] = content_text(plain["content"], f"{field}[{index}].content")
+        copies.append(plain)
+    return copies
+
+
+def content_text(parts: Sequence[Mapping[str, Any]], path: str) -> str:
+    """Return the text of content parts, joined by newlines."""
+    lines = []
+    for index, part in enumerate(parts):
+        member = _TEXTS.get(part.get("type", ""))
+        if member is None:
+            raise wrong(f"{path}[{index}].type", part.get("type"), "is not served", "Send text parts only")
+        if not isinstance(part.get(member), str):
+            raise wrong(f"{path}[{index}].{member}", part.get(member), "is not a string", "Pass one")
+        lines.append(part[member])
+    return "\n".join(lines)
+
+
 class _Writer:
     """Writes the answer of one request."""
 
@@ -162,7 +219,7 @@ class _Writer:
                 "stop_reason": completion.stop_reason,
             }
             if self._ids:
-                choice["token_ids"] = completion.token_ids
+                choice |= {"token_ids": completion.token_ids, "weights_versions": completion.weights_versions}
             return choice
 
         answer = {
@@ -208,7 +265,7 @@ class _Writer:
             logprobs = "null"
             if self._fields.get("logprobs"):  # a delta holds many tokens if the client is slow
                 logprobs = await text_of(self._shapes.chat(delta.logprobs))
-            ids = f',"token_ids":{dumps(delta.token_ids)}' if self._ids else ""
+            ids = token_members(delta) if self._ids else ""
             contents = self._contents(delta)
             if not contents and (logprobs != "null" or ids) and delta.token_ids:
                 contents = ['"content":""']
@@ -257,6 +314,16 @@ class _Writer:
         if self._ids:
             extra += f',"prompt_token_ids":{dumps(self._handle.prompt_token_ids)}'
         return extra
+
+
+def events_of(delta: TextDelta, *, parallel: bool = True) -> Sequence[ReplyEvent]:
+    """Return the events of a delta. Without `parallel`, leave out those of calls after the first."""
+    if delta.events is None:
+        return (ContentDelta(delta.text),) if delta.text else ()
+    if parallel:
+        return delta.events
+    calls = ToolCallStarted | ToolCallArguments | ToolCallDropped
+    return [event for event in delta.events if not (isinstance(event, calls) and event.index)]
 
 
 def _choice(index: int, delta: str, logprobs: str = "null", reason: str | None = None, more: str = "") -> str:

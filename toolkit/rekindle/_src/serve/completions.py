@@ -1,34 +1,68 @@
-"""`/v1/completions`: continue prompts."""
+"""`/v1/completions` and `/v1/embeddings`: prompts without a conversation, continued or as vectors."""
 
 from __future__ import annotations
 
+import base64
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rekindle._src.core.records import Completion, TextDelta, TokenLogprobs
-from rekindle._src.serve.contract import HandleLike, SessionLike
-from rekindle._src.serve.ends import finish_of
+from rekindle._src.serve.bodies import Entries, text_of
 from rekindle._src.serve.errors import wrong
 from rekindle._src.serve.exchange import Exchange, dumps
+from rekindle._src.serve.fields import INT64, Choice, Endpoint, Field, Flag, Text, ignored, refused, whole
 from rekindle._src.serve.generation import (
     Chunks,
     follow,
     model_of,
+    sampling_options,
     stream_options,
+    structure_options,
     submit,
+    token_members,
     usage,
     usage_object,
     wait_all,
 )
 from rekindle._src.serve.life import Active, estimate
 from rekindle._src.serve.logprobs import Offset, Shapes
-from rekindle._src.serve.pieces import Entries, text_of
-from rekindle._src.serve.sampling import sampling_options
+from rekindle._src.serve.metrics import finish_of
+from rekindle._src.serve.models import HandleLike, SessionLike
+from rekindle._src.serve.openai_fields import PROMPTS, REQUEST_ID
 from rekindle._src.serve.service import FINGERPRINT
-from rekindle._src.serve.structure import structure_options
 
 MAX_TOKENS = 16  # OpenAI's default
+
+_FIRST = 16  # inputs after which a large request no longer counts as waiting
+EMBED_OPTIONS = ("dimensions", "pooling", "normalize", "prompt_name")
+EMBEDDINGS = Endpoint(
+    "/v1/embeddings",
+    "Embed texts",
+    (
+        Field(
+            "input",
+            PROMPTS,
+            "A string, token ids, or a list of strings or of lists of token ids.",
+            option="prompt",
+            required=True,
+        ),
+        Field("model", Text(maximum=512), "The name of a served model; may be left out."),
+        Field("encoding_format", Choice(("float", "base64")), "float by default; base64 is of little-endian float32."),
+        Field("dimensions", whole(1), "Keep only so many numbers, for models trained for that."),
+        Field(
+            "pooling",
+            Choice(("mean", "last", "cls")),
+            "Of the last layer's hidden states: their mean, the last one or the first; the model's own by default.",
+        ),
+        Field("normalize", Flag(), "Scale each vector to length 1; true by default, or what the model's files say."),
+        Field("prompt_name", Text(maximum=512), "One of the model's own prompts, which comes before each text."),
+        Field("priority", INT64, "Smaller is served first, in a session with policy='priority'."),
+        Field("request_id", REQUEST_ID, "Names the request for /abort and in the log; or X-Request-Id."),
+        ignored("user", "Not used."),
+        refused("truncate_prompt_tokens", "shorten the input before sending it"),
+    ),
+)
 
 
 async def completions(exchange: Exchange, fields: dict[str, Any]) -> None:
@@ -118,6 +152,7 @@ class _Writer:
                 choice["prompt_logprobs"] = self._shapes.prompt(completion.prompt_logprobs or ())
             if self._ids:
                 choice |= {"token_ids": completion.token_ids, "prompt_token_ids": completion.prompt_token_ids}
+                choice["weights_versions"] = completion.weights_versions
             return choice
 
         choices = [(number, completion) for number, group in enumerate(completions) for completion in group]
@@ -175,7 +210,7 @@ class _Writer:
                 choice += f',"prompt_logprobs":{await text_of(self._shapes.prompt(delta.prompt_logprobs))}'
             if ids:
                 prompt = self._handles[number].prompt_token_ids if fresh else None
-                choice += f',"token_ids":{dumps(delta.token_ids)},"prompt_token_ids":{dumps(prompt)}'
+                choice += f'{token_members(delta)},"prompt_token_ids":{dumps(prompt)}'
             generated[number] += len(delta.token_ids)
             usage_so_far = None
             if chunks.continuous:
@@ -186,3 +221,35 @@ class _Writer:
 
         results = await follow(exchange, active, self._handles, write)
         await exchange.emit(chunks.last(await usage(self._exchange, results, self._session)).encode())
+
+
+async def embeddings(exchange: Exchange, fields: dict[str, Any]) -> None:
+    """Answer a request for embeddings."""
+    served, session = model_of(exchange, fields)
+    options: dict[str, Any] = {name: fields[name] for name in EMBED_OPTIONS if name in fields}
+    if fields.get("priority"):
+        options["priority"] = -fields["priority"]
+    inputs = fields["input"]
+    vectors: list[Any] = []
+    tokens = 0
+    with exchange.takes_on(estimate(inputs)) as active:
+        for part in (inputs[:_FIRST], inputs[_FIRST:]):
+            if part:
+                call = session.embed(part, **options)
+                active.handles.append(call)
+                vectors += list(await call)
+                tokens += call.usage.prompt_tokens
+                active.started()
+
+    def entry(numbered: tuple[int, Any]) -> dict[str, Any]:
+        return {"object": "embedding", "index": numbered[0], "embedding": _shape(numbered[1], fields)}
+
+    data = Entries([*enumerate(vectors)], entry)
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    await exchange.reply({"object": "list", "data": data, "model": served.name, "usage": usage})
+
+
+def _shape(vector: Any, fields: dict[str, Any]) -> Any:
+    if fields.get("encoding_format") == "base64":
+        return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+    return vector.tolist()

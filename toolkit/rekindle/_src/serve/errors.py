@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from rekindle._src.core.structure_checks import KINDS as STRUCTURES
+from rekindle._src.core.sampling import STRUCTURES
 from rekindle.errors import (
     Busy,
     CheckpointError,
@@ -35,7 +35,11 @@ _WORDS = (
     (r", or raise max_model_len in open\(\)(, up to [\d,]+)?", ""),
     (r"Raise device_memory( or device_pages)?, or unpin prefixes", "Shorten the prompt"),
     (r'Open with (\w+)="(\w+)"', r"The server has to be started with \1 \2"),
-    (r"Give it to open\(processors=\[…\]\)", "The server has to be started with it"),
+    (r"Give it to open\((processors=\[…\]|steering=\{…\})\)", "The server has to be started with it"),
+    (
+        r"Pass rekindle\.Steer\(layer=…, vector=…\), or a name of open\(steering=\{…\}\)",
+        "Name steering vectors that the server was started with",
+    ),
     (r"Give processors to open\(\) and name them here", "Name processors that the server was started with"),
     (r"Pass a dict such as \{464: -100\.0\}", 'Pass an object such as {"464": -100}'),
     (r"Pass a dict, a dataclass or a pydantic model", "Pass an object"),

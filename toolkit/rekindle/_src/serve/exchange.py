@@ -22,14 +22,15 @@ from rekindle._src.serve.bodies import (
     Scope,
     check_values,
     header,
+    paced,
     parse,
+    pieces,
     read_body,
 )
+from rekindle._src.serve.bodies import dumps as dumps
 from rekindle._src.serve.errors import Refused, refusal, unavailable, wrong
 from rekindle._src.serve.fields import Endpoint
 from rekindle._src.serve.life import Active
-from rekindle._src.serve.pieces import dumps as dumps
-from rekindle._src.serve.pieces import paced, pieces
 from rekindle._src.serve.service import Service
 from rekindle.errors import Busy, QueueFull, RequestAborted
 

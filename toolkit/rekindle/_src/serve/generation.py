@@ -1,19 +1,29 @@
-"""The steps that all endpoints that generate text share: submit, follow, count, and report how it ended."""
+"""The steps that all endpoints that generate text share.
+
+The fields of a request become options of the session, structure (`response_format` and the like) included; the request
+is submitted and followed; its tokens are counted and its end is reported.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import anyio
 
 from rekindle._src.core.records import Completion, TextDelta
-from rekindle._src.serve.contract import HandleLike, SessionLike
-from rekindle._src.serve.errors import wrong
+from rekindle._src.serve.errors import missing, wrong
 from rekindle._src.serve.exchange import Exchange, dumps
 from rekindle._src.serve.life import Active
-from rekindle._src.serve.models import Served
+from rekindle._src.serve.models import HandleLike, Served, SessionLike
+from rekindle._src.serve.openai_fields import SAMPLING
 from rekindle._src.serve.service import FINGERPRINT
+
+_KINDS = {"json": "schema", "regex": "regex", "choice": "choice", "grammar": "grammar", "json_object": "json"}
+_WITHOUT_MEANING = ("disable_fallback", "disable_any_whitespace", "disable_additional_properties")
+_LONG_THOUGHTS = 20_000  # characters of reasoning from which encoding runs in a thread
+MOST_CHARACTERS = 1 << 20  # of a text to encode at most, unless the context has room for more
 
 
 def model_of(exchange: Exchange, fields: Mapping[str, Any]) -> tuple[Served, SessionLike]:
@@ -21,12 +31,99 @@ def model_of(exchange: Exchange, fields: Mapping[str, Any]) -> tuple[Served, Ses
     if "request_id" in fields:
         exchange.rename(fields["request_id"])
     served = exchange.service.models.get(fields.get("model"))
-    exchange.model = served.name
+    exchange.model = served.figures
     return served, served.open()
 
 
-_LONG_THOUGHTS = 20_000  # characters of reasoning from which encoding runs in a thread
-MOST_CHARACTERS = 1 << 20  # of a text to encode at most, unless the context has room for more
+def sampling_options(fields: Mapping[str, Any], session: SessionLike) -> dict[str, Any]:
+    """Return the options of the fields in `SAMPLING`, which every API has under the same names."""
+    options = {field.option or field.name: fields[field.name] for field in SAMPLING if field.name in fields}
+    if "temperature" not in options and session.sampling.greedy and session.config.generation_config != "greedy":
+        options["temperature"] = 1.0  # OpenAI's default, if the checkpoint has none
+    if "top_k" in options:
+        options["top_k"] = max(0, options["top_k"])
+    if "seed" in options:
+        options["seed"] %= 2**63
+    if options.get("priority"):
+        policy = session.config.policy
+        if policy != "priority":
+            fix = 'Remove it, or start the server with the policy "priority"'
+            raise wrong("priority", fields["priority"], f"means nothing with the server's policy {policy!r}", fix)
+        options["priority"] *= -1  # vLLM serves the smallest first
+    if options.get("logit_bias"):
+        options["logit_bias"] = _biases(options["logit_bias"])
+    if "prompt_logprobs" in fields:
+        options["prompt_logprobs"] = fields["prompt_logprobs"]
+    return options
+
+
+def _biases(biases: Mapping[str, float]) -> dict[int, float]:
+    by_token = {}
+    for key, value in biases.items():
+        if not key.isascii() or not key.isdecimal() or len(key) > 10:
+            raise wrong("logit_bias", key, "is not a token id", 'Use whole numbers as keys, such as {"464": -100}')
+        by_token[int(key)] = value
+    return by_token
+
+
+def rest_of_context(session: SessionLike) -> int:
+    """Return the context's length as the token limit: the session ends the request where the context is full."""
+    limit = session.config.max_model_len
+    assert limit is not None, "an open session has resolved it"
+    return limit
+
+
+def structure_options(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the options for `response_format` and `structured_outputs`, and their names in the request."""
+    format = fields.get("response_format")
+    members = {name: value for name, value in (fields.get("structured_outputs") or {}).items() if value is not None}
+    if format is not None and format.get("type") != "text":
+        if members:
+            raise wrong("structured_outputs", members, "is given beside response_format", "Send one of the two")
+        return format_options(format, "response_format")
+    options: dict[str, Any] = {}
+    for name, value in members.items():
+        path = f"structured_outputs.{name}"
+        if name in _WITHOUT_MEANING or (name == "json_object" and value is False):
+            continue
+        if name not in _KINDS:
+            raise wrong(path, value, "is not supported", f"Use one of {', '.join(_KINDS)}", code="unsupported")
+        options[_KINDS[name]] = _schema(value, path) if name == "json" else value
+    if len(options) > 1:
+        raise wrong("structured_outputs", list(members), "asks for several structures", "Send one of them")
+    return options, {_KINDS[name]: f"structured_outputs.{name}" for name in members if name in _KINDS}
+
+
+def format_options(format: Mapping[str, Any], path: str, schema: Any = None) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the options of a format object. Its schema is in it, in its `json_schema`, or in `schema`."""
+    match format.get("type"):
+        case "text":
+            return {}, {}
+        case "json_object":
+            return {"json": True}, {"json": path}
+        case "json_schema":
+            holder = format.get("json_schema") if schema is None and "json_schema" in format else format
+            if not isinstance(holder, Mapping) or holder.get("schema") is None:
+                raise missing(f"{path}.json_schema.schema", "Add the schema")
+            # Without strict, a schema may have rules that a grammar can't check.
+            options: dict[str, Any] = {"schema": _schema(holder["schema"], f"{path}.json_schema.schema")}
+            if holder.get("strict") is not True:
+                options["lenient"] = True
+            return options, {"schema": f"{path}.json_schema.schema"}
+        case kind:
+            fix = "Use text, json_object or json_schema"
+            raise wrong(f"{path}.type", kind, "is not supported", fix, code="unsupported")
+
+
+def _schema(value: Any, path: str) -> Mapping[str, Any]:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise wrong(path, value, f"can't be read as JSON: {str(error)[:100]}", "Pass a JSON schema") from None
+    if not isinstance(value, Mapping):
+        raise wrong(path, value, "is not a JSON schema", "Pass an object")
+    return value
 
 
 def encode_text(session: SessionLike, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
@@ -135,6 +232,11 @@ def usage_object(prompt: int, generated: int, cached: int | None = None) -> dict
     """Return OpenAI's usage object for these numbers."""
     details = {} if cached is None else {"prompt_tokens_details": {"cached_tokens": cached}}
     return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated, **details}
+
+
+def token_members(delta: TextDelta) -> str:
+    """Return the members of a chunk's choice that `return_token_ids` adds for each token, as JSON text."""
+    return f',"token_ids":{dumps(delta.token_ids)},"weights_versions":{dumps(delta.weights_versions)}'
 
 
 class Chunks:

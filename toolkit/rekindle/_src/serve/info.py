@@ -9,13 +9,11 @@ import anyio.to_thread
 
 from rekindle._src.core.version import VERSION
 from rekindle._src.serve.bodies import Receive, header
-from rekindle._src.serve.chat import call_chat, template_options
+from rekindle._src.serve.chat import call_chat, plain_messages, template_options
 from rekindle._src.serve.errors import Refused, missing, unavailable, wrong
 from rekindle._src.serve.exchange import Exchange, Handler, OpenAI, Scope, Send, refusing
-from rekindle._src.serve.fields import Endpoint, Field, ignored
+from rekindle._src.serve.fields import Endpoint, Field, Flag, Items, Text, TokenIds, ignored
 from rekindle._src.serve.generation import encode_text, model_of
-from rekindle._src.serve.kinds import Flag, Items, Text, TokenIds
-from rekindle._src.serve.messages_in import plain_messages
 from rekindle._src.serve.openai_fields import CHAT, MESSAGE, MOST_MESSAGES
 from rekindle._src.serve.service import Service
 
@@ -123,7 +121,7 @@ async def health(exchange: Exchange, fields: dict[str, Any]) -> None:
 
 async def list_models(exchange: Exchange, fields: dict[str, Any]) -> None:
     """Answer with OpenAI's list of models."""
-    models = exchange.service.models.by_name.values()
+    models = exchange.service.models.all()
     await exchange.reply({"object": "list", "data": [served.as_dict() for served in models]})
 
 

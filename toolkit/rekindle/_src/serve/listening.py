@@ -1,25 +1,55 @@
-"""Uvicorn with a shutdown of its own: it refuses at once, lets answers finish, and cuts them on a second signal."""
+"""Uvicorn with a shutdown of its own, and bounds on connections.
+
+At shutdown it refuses at once, lets answers finish, and cuts them on a second signal.
+
+Uvicorn's protocols don't bound a connection before a request is complete and the app sees it: a head may have any
+length and take any time, and a client that reads nothing keeps its connection. `protocol` returns one with such bounds,
+over httptools or h11.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import ipaddress
 import logging
 import signal
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from rekindle._src.serve.connections import HEAD_BYTES, KEPT_SECONDS, Connections, most_connections, protocol
 from rekindle._src.serve.life import Life
 from rekindle.errors import ConfigError
+
+try:
+    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+except ImportError:  # uvicorn without its extra `standard`
+    HttpToolsProtocol = None  # type: ignore[assignment, misc]
+
+if TYPE_CHECKING:
+    _Protocol = H11Protocol
+else:
+    _Protocol = object
 
 log = logging.getLogger("rekindle.server")
 CUT_SECONDS = 5.0  # for answers to end after they are cut
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+HEAD_BYTES = 64 << 10  # of request line and headers; and of anything else outside the body, such as trailers
+HEAD_SECONDS = 10.0  # from a connection, or the first byte of its next request, to the end of that request's headers
+# Idle seconds after which a connection is closed. Clients and proxies reuse one after 60 s at most: if it were closed
+# at that moment, it would look like a failure of the server.
+KEPT_SECONDS = 75
+STALLED_SECONDS = 60.0  # a client's limit for reading from a connection whose buffers are full
+AHEAD = 16  # requests sent before the first is answered, at most
+_SWEEP_SECONDS = 0.5
+_REASONS = {408: b"Request Timeout", 431: b"Request Header Fields Too Large", 503: b"Service Unavailable"}
 
 
 class Listener(uvicorn.Server):
@@ -152,3 +182,229 @@ def bind(host: str, port: int) -> socket.socket:
         ) from None
     listening_socket.setblocking(False)
     return listening_socket
+
+
+def most_connections() -> int:
+    """Return the number of connections that leaves the process enough file descriptors for everything else."""
+    if sys.platform == "win32":
+        return 1_024
+    import resource
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
+        return 1 << 16
+    return max(16, min(limit - max(64, limit // 8), 1 << 16))
+
+
+class Connections:
+    """The connections of a server, owned by its loop.
+
+    One address may hold three quarters of the places, so that others get some. If none is free, the connection that has
+    been idle longest is closed. A connection with a request in progress is never closed.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most: int = most
+        self.most_of_one: int = max(1, most * 3 // 4)
+        self._by_address: dict[str, dict[_Bounded, None]] = {}
+        self._sweeping: asyncio.TimerHandle | None = None
+        self.count: int = 0
+
+    def enter(self, connection: _Bounded, address: str) -> bool:
+        """Add a connection. Return False if there is no room for it."""
+        peers = self._by_address.get(address, {})
+        if len(peers) >= self.most_of_one:
+            room = self._close_longest_waiting(peers)
+        elif self.count >= self.most:
+            room = self._close_longest_waiting({peer: None for group in self._by_address.values() for peer in group})
+        else:
+            room = True
+        if room:
+            connection.address = address
+            self._by_address.setdefault(address, {})[connection] = None
+            self.count += 1
+            if self._sweeping is None:
+                self._sweeping = connection.loop.call_later(_SWEEP_SECONDS, self._sweep, connection.loop)
+        return room
+
+    def leave(self, connection: _Bounded) -> None:
+        """Forget a connection. An unknown one is ignored."""
+        peers = self._by_address.get(connection.address)
+        if peers is not None and connection in peers:
+            del peers[connection]
+            self.count -= 1
+            if not peers:
+                del self._by_address[connection.address]
+
+    def _close_longest_waiting(self, among: dict[_Bounded, None]) -> bool:
+        idle = [peer for peer in among if peer.waiting_since is not None]
+        if not idle:
+            return False
+        oldest = min(idle, key=lambda peer: peer.waiting_since or 0.0)
+        self.leave(oldest)
+        oldest.refuse(503)
+        if oldest.transport.get_write_buffer_size():  # its client does not read, so closing would never finish
+            oldest.transport.abort()
+        return True
+
+    def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Close connections past their time limits."""
+        now = loop.time()
+        for group in tuple(self._by_address.values()):
+            for connection in tuple(group):
+                connection.check_time(now)
+        self._sweeping = loop.call_later(_SWEEP_SECONDS, self._sweep, loop) if self._by_address else None
+
+
+def address_of(client: tuple[str, int] | None) -> str:
+    """Return the address that limits count by: an IPv4 address, or the first 64 bits of an IPv6 one."""
+    if client is None:
+        return ""
+    try:
+        address = ipaddress.ip_address(client[0].partition("%")[0])
+    except ValueError:
+        return client[0]
+    if isinstance(address, ipaddress.IPv6Address):
+        if address.ipv4_mapped is not None:
+            return str(address.ipv4_mapped)
+        return str(ipaddress.IPv6Address(int(address) >> 64 << 64))
+    return str(address)
+
+
+class _Bounded(_Protocol):
+    """Bounds added to uvicorn's protocols of httptools and h11."""
+
+    connections_of_server: Connections
+    address: str = ""
+    waiting_since: float | None = None  # no request is being answered
+    head_since: float | None = None  # a head is being sent, or the connection is new
+    stalled_since: float | None = None  # its buffers are full, or it is closing and they are not empty
+    unsent: int = 0  # bytes in its buffers when `stalled_since` was set
+    unframed: int = 0  # bytes since the end of the last whole head or part of a body
+    answered: Any = None  # the request being answered; `cycle` is the latest one
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self.waiting_since = self.head_since = self.loop.time()
+        if not self.connections_of_server.enter(self, address_of(self.client)):
+            self.refuse(503)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.connections_of_server.leave(self)
+        if self.answered is not None and not self.answered.response_complete:  # uvicorn notifies `cycle` only
+            self.answered.disconnected = True
+            self.answered.message_event.set()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        self.unframed += len(data)
+        super().data_received(data)
+        if self.unframed > HEAD_BYTES or self._ahead > AHEAD:
+            self.refuse(431)
+        elif not self._answering:
+            self.head_since = self.head_since or self.loop.time()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self._stalls()
+        elif not self._answering:
+            self.waiting_since, self.head_since = self.loop.time(), None
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stalls()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if not self.transport.is_closing():
+            self.stalled_since = None
+
+    @property
+    def _answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    @property
+    def _ahead(self) -> int:
+        return 0
+
+    def head_complete(self) -> None:
+        """Note that a request's headers are complete and that it is being answered."""
+        self.unframed = 0
+        self.waiting_since = self.head_since = None
+
+    def check_time(self, now: float) -> None:
+        """End the connection if its client has taken too long."""
+        if self.stalled_since is not None:
+            left = self.transport.get_write_buffer_size()
+            if left < self.unsent:
+                self._stalls()
+            elif now - self.stalled_since > STALLED_SECONDS:
+                self.transport.abort()
+        elif self.head_since is not None and now - self.head_since > HEAD_SECONDS:
+            self.refuse(408)
+
+    def refuse(self, status: int) -> None:
+        """Close the connection. Send the status first, unless a request is being answered."""
+        if self.transport.is_closing():
+            return
+        if not self._answering:
+            head = b"HTTP/1.1 %d %b\r\nconnection: close\r\ncontent-length: 0\r\n" % (status, _REASONS[status])
+            self.transport.write(head + (b"retry-after: 1\r\n\r\n" if status == 503 else b"\r\n"))
+        self.head_since = None
+        self._stalls()
+        self.transport.close()
+
+    def _stalls(self) -> None:
+        self.stalled_since, self.unsent = self.loop.time(), self.transport.get_write_buffer_size()
+
+
+class _H11(_Bounded, H11Protocol):
+    """Bounds for h11, which limits the bytes of heads, trailers and chunk headers itself."""
+
+    def handle_events(self) -> None:
+        previous = self.cycle
+        super().handle_events()
+        self.unframed = 0
+        if self.cycle is not previous and self._answering:
+            self.head_complete()
+
+
+if HttpToolsProtocol is not None:
+
+    class _HttpTools(_Bounded, HttpToolsProtocol):  # type: ignore[misc]
+        """Bounds for httptools, which has none; it also joins a header's parts in quadratic time."""
+
+        @property
+        def _ahead(self) -> int:
+            return len(self.pipeline)
+
+        def on_headers_complete(self) -> None:
+            self.head_complete()
+            super().on_headers_complete()
+
+        def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+            self.answered = cycle
+            super()._start_asgi_task(cycle, app)
+
+        def on_body(self, body: bytes) -> None:
+            self.unframed = 0
+            super().on_body(body)
+
+        def on_message_complete(self) -> None:
+            self.unframed = 0
+            super().on_message_complete()
+
+
+def protocol(connections: Connections) -> Callable[..., asyncio.Protocol]:
+    """Return a factory of a connection's protocol, as uvicorn's option `http` takes it."""
+    kind: Any = _H11 if HttpToolsProtocol is None else _HttpTools
+    return functools.partial(_make, kind, connections)
+
+
+def _make(kind: Any, connections: Connections, **options: Any) -> asyncio.Protocol:
+    connection: _Bounded = kind(**options)
+    connection.connections_of_server = connections
+    return connection

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from rekindle._src.core.records import TokenLogprobs
-from rekindle._src.serve.pieces import Entries
-from rekindle._src.text.token_bytes import token_bytes
+from rekindle._src.serve.bodies import Entries
+from rekindle._src.text.detokenizer import token_bytes
 
 LOWEST = -9999.0  # stands for minus infinity, which JSON lacks
 _MOST_REMEMBERED = 65_536

@@ -1,15 +1,21 @@
-"""The metrics of `/metrics`: counts and histograms of requests, and the figures of each session at scrape time."""
+"""Reports about requests to a server: Prometheus' metrics with a Grafana dashboard, and OpenTelemetry's spans.
+
+`/metrics` has counts and histograms of requests, and the figures of each session at scrape time. `rekindle serve
+--grafana` prints the dashboard. The program that serves configures the exporter of spans.
+"""
 
 from __future__ import annotations
 
 import bisect
+import importlib.util
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from rekindle._src.core.records import Completion, TextDelta
-from rekindle._src.serve.ends import FINISHED
+from rekindle._src.core.figures import FIGURES
+from rekindle._src.core.records import Completion, FinishReason, TextDelta
 from rekindle._src.serve.life import Life
 from rekindle._src.serve.models import Models
 from rekindle.errors import MissingExtra, SessionClosed
@@ -26,6 +32,15 @@ _BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3,
 _LONG = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0)
 _SIZES = tuple(1 << power for power in range(15))
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1_000, 2_000, 5_000, 10_000, 20_000, 50_000, 100_000)
+FINISHED = {
+    FinishReason.EOS: "stop",
+    FinishReason.STOP: "stop",
+    FinishReason.GRAMMAR: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.CONTEXT: "length",
+    FinishReason.ABORTED: "abort",
+    FinishReason.FAILED: "error",
+}
 
 
 class _HistogramSpec(NamedTuple):
@@ -46,27 +61,23 @@ HISTOGRAMS = {
     "request_prompt_tokens": _HistogramSpec("Tokens of a prompt.", _TOKENS),
     "request_generation_tokens": _HistogramSpec("Tokens that a sequence generated.", _TOKENS),
 }
-GAUGES = {  # from session.stats()
-    "num_requests_running": ("Sequences that steps compute now.", lambda s: s.running),
+GAUGES: dict[str, tuple[str, Callable[[Any], float]]] = {  # from session.stats()
+    **{entry.gauge: (entry.words, attrgetter(entry.name)) for entry in FIGURES.values() if entry.gauge},
     "num_requests_waiting": ("Sequences that wait.", lambda s: s.waiting + s.waiting_for_a_place),
     "kv_cache_usage_perc": ("Share of the KV pages that requests hold; 1 is all.", lambda s: _share(s)),
 }
-COUNTERS = {
-    "prefix_cache_queries": ("Prompt tokens that were looked up in the prefix cache.", lambda s: s.prompt_tokens),
-    "prefix_cache_hits": ("Prompt tokens that were found in it.", lambda s: s.cached_tokens),
-    "num_preemptions": ("Times that a request lost its pages to an older one.", lambda s: s.preemptions),
-    "prompt_tokens": ("Prompt tokens of admitted requests.", lambda s: s.prompt_tokens),
-    "generation_tokens": ("Tokens that were sampled.", lambda s: s.generated_tokens),
-}
-OWN_COUNTERS = {  # rekindle's alone
-    "steps": ("Steps of the engine.", lambda s: s.steps),
-    "slow_steps": ("Steps that took longer than step_timeout.", lambda s: s.slow_steps),
-    "requests_aborted": ("Sequences that were cancelled.", lambda s: s.aborted),
-    "requests_failed": ("Sequences that ended by an error.", lambda s: s.failed),
-    "drafted_tokens": ("Tokens that prompt_lookup proposed.", lambda s: s.drafted_tokens),
-    "accepted_tokens": ("Of them, those that sampling confirmed.", lambda s: s.accepted_tokens),
-}
 
+
+def _counters(*, own: bool) -> dict[str, tuple[str, Callable[[Any], float]]]:
+    entries = [entry for entry in FIGURES.values() if entry.own is own]
+    return {name: (entry.words, attrgetter(entry.name)) for entry in entries for name in entry.counters}
+
+
+COUNTERS = _counters(own=False)
+OWN_COUNTERS: dict[str, tuple[str, Callable[[Any], float]]] = {  # rekindle's alone
+    **_counters(own=True),
+    "slow_steps": ("Steps that took longer than step_timeout.", attrgetter("slow_steps")),
+}
 FLEET_GAUGES = {  # where a fleet is served
     "replicas": ("Processes that run the model.", lambda s: len(s.replicas)),
     "replicas_ready": ("Of them, those that take requests.", lambda s: s.ready),
@@ -85,6 +96,16 @@ FLEET_COUNTERS = {
         lambda s: s.failed_pulls,
     ),
 }
+
+_HEADERS = ("traceparent", "tracestate")
+_TIMES = (
+    ("Time to first token", "time_to_first_token_seconds"),
+    ("Between tokens", "inter_token_latency_seconds"),
+    ("Whole requests", "e2e_request_latency_seconds"),
+    ("Waiting in the queue", "request_queue_time_seconds"),
+)
+_LABEL = '{model_name=~"$model_name"}'
+_SOURCE = {"type": "prometheus", "uid": "${DS_PROMETHEUS}"}
 
 
 def _share(stats: Any) -> float:
@@ -243,10 +264,13 @@ class Metrics:
         for model, stats in figures.items():
             sizes.add_metric([model], buckets=_cumulative(stats.step_sizes), sum_value=stats.tokens)
         yield sizes
-        if prefix == "vllm:":  # dashboards join with it; no adapters are served
+        if prefix == "vllm:":  # dashboards join with it
+            sessions = [served.session for served in self._models.by_name.values() if served.session is not None]
             labels = ["max_lora", "waiting_lora_adapters", "running_lora_adapters"]
             adapters = GaugeMetricFamily(prefix + "lora_requests_info", "Adapters of running requests.", labels=labels)
-            adapters.add_metric(["0", "", ""], time.time())
+            most = sum(session.config.max_adapters for session in sessions)
+            waiting, running = self._models.busy_adapters()
+            adapters.add_metric([str(most), ",".join(waiting), ",".join(running)], time.time())
             yield adapters
 
     def _of_requests(self, prefix: str) -> Iterator[Any]:
@@ -276,3 +300,127 @@ def _families(
             for model, stats in figures.items():
                 family.add_metric([model], read(stats))
             yield family
+
+
+def finish_of(reason: FinishReason | None) -> str | None:
+    """Return the `finish_reason` of a choice."""
+    return None if reason is None else FINISHED[reason]
+
+
+class Tracing:
+    """Records one span for each request that has ended. Without OpenTelemetry it does nothing."""
+
+    def __init__(self) -> None:
+        self._tracer: Any = None
+        if importlib.util.find_spec("opentelemetry") is not None:
+            from opentelemetry import trace
+
+            self._tracer = trace.get_tracer("rekindle")
+
+    def record(
+        self, scope: Mapping[str, Any], model: str, request_id: str, groups: Sequence[Sequence[Completion]]
+    ) -> None:
+        """Record the completions of one HTTP request. The span joins the trace in the request's headers."""
+        if self._tracer is None:
+            return
+        from opentelemetry import propagate, trace
+
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope.get("headers", ())}
+        carrier = {name: headers[name] for name in _HEADERS if name in headers}
+        completions = [completion for group in groups for completion in group]
+        first, total = (
+            max(getattr(completion.timings, name) for completion in completions) for name in ("first_token", "total")
+        )
+        now = time.time_ns()
+        span = self._tracer.start_span(
+            "llm_request",
+            context=propagate.extract(carrier) if carrier else None,
+            kind=trace.SpanKind.SERVER,
+            start_time=now - int(total * 1e9),
+        )
+        sampling = completions[0].sampling
+        span.set_attributes(
+            {
+                "gen_ai.system": "rekindle",
+                "gen_ai.response.model": model,
+                "gen_ai.request.id": request_id,
+                "gen_ai.request.n": len(completions),
+                "gen_ai.request.max_tokens": sampling.max_tokens,
+                "gen_ai.request.temperature": sampling.temperature,
+                "gen_ai.request.top_p": sampling.top_p,
+                "gen_ai.usage.prompt_tokens": sum(group[0].usage.prompt_tokens for group in groups),
+                "gen_ai.usage.completion_tokens": sum(completion.usage.completion_tokens for completion in completions),
+                "gen_ai.latency.time_in_queue": max(completion.timings.queued for completion in completions),
+                "gen_ai.latency.time_to_first_token": first,
+                "gen_ai.latency.e2e": total,
+                "gen_ai.response.finish_reasons": [str(completion.finish_reason) for completion in completions],
+            }
+        )
+        span.end(end_time=now)
+
+
+def dashboard() -> dict[str, Any]:
+    """Return the dashboard as Grafana imports it. Its variables are the Prometheus data source and a model."""
+    panels: list[dict[str, Any]] = [
+        _panel("Tokens per second", "short", [
+            (f"sum(rate(rekindle_generation_tokens_total{_LABEL}[$__rate_interval]))", "generated"),
+            (f"sum(rate(rekindle_prompt_tokens_total{_LABEL}[$__rate_interval]))", "of prompts"),
+        ]),
+        _panel("Sequences", "short", [
+            (f"rekindle_num_requests_running{_LABEL}", "running"),
+            (f"rekindle_num_requests_waiting{_LABEL}", "waiting"),
+        ]),
+        _panel("KV pages held", "percentunit", [(f"rekindle_kv_cache_usage_perc{_LABEL}", "held by requests")]),
+        _panel("Prompt tokens found in the prefix cache", "percentunit", [(
+            f"sum(rate(rekindle_prefix_cache_hits_total{_LABEL}[$__rate_interval])) / "
+            f"sum(rate(rekindle_prefix_cache_queries_total{_LABEL}[$__rate_interval]))", "share",
+        )]),
+    ]  # fmt: skip
+    for title, name in _TIMES:
+        panels.append(_panel(title, "s", [(_quantile(name, share), f"p{share}") for share in (50, 90, 99)]))
+    panels += [
+        _panel("Ends of sequences per second", "short", [(
+            f"sum by (finished_reason) (rate(rekindle_request_success_total{_LABEL}[$__rate_interval]))",
+            "{{finished_reason}}",
+        )]),
+        _panel("Responses per second", "short", [
+            ("sum by (status) (rate(http_requests_total[$__rate_interval]))", "{{status}}"),
+        ]),
+        _panel("Preemptions and slow steps per minute", "short", [
+            (f"60 * sum(rate(rekindle_num_preemptions_total{_LABEL}[$__rate_interval]))", "preemptions"),
+            (f"60 * sum(rate(rekindle_slow_steps_total{_LABEL}[$__rate_interval]))", "slow steps"),
+        ]),
+        _panel("Resident memory", "bytes", [("process_resident_memory_bytes", "{{instance}}")]),
+    ]  # fmt: skip
+    for index, panel in enumerate(panels):
+        panel |= {"id": index + 1, "gridPos": {"h": 8, "w": 12, "x": 12 * (index % 2), "y": 8 * (index // 2)}}
+    source = {"name": "DS_PROMETHEUS", "label": "Prometheus", "type": "datasource", "pluginId": "prometheus"}
+    query = "label_values(rekindle_num_requests_running, model_name)"
+    model = {
+        "name": "model_name", "label": "model", "type": "query", "query": query, "definition": query, "refresh": 2,
+        "includeAll": True, "multi": True, "datasource": _SOURCE, "current": {"text": "All", "value": "$__all"},
+    }  # fmt: skip
+    return {
+        "__inputs": [source],
+        "title": "rekindle",
+        "uid": "rekindle",
+        "schemaVersion": 39,
+        "refresh": "10s",
+        "time": {"from": "now-30m", "to": "now"},
+        "templating": {"list": [model]},
+        "panels": panels,
+    }
+
+
+def _quantile(name: str, share: int) -> str:
+    rate = f"rate(rekindle_{name}_bucket{_LABEL}[$__rate_interval])"
+    return f"histogram_quantile({share / 100}, sum by (le) ({rate}))"
+
+
+def _panel(title: str, unit: str, queries: list[tuple[str, str]]) -> dict[str, Any]:
+    targets = [
+        {"expr": query, "legendFormat": legend, "refId": chr(ord("A") + index), "datasource": _SOURCE}
+        for index, (query, legend) in enumerate(queries)
+    ]
+    defaults = {"defaults": {"unit": unit, "min": 0}, "overrides": []}
+    return {"type": "timeseries", "title": title, "datasource": _SOURCE, "targets": targets, "fieldConfig": defaults}

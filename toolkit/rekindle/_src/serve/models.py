@@ -1,15 +1,76 @@
-"""The models that a server serves, by name: open, still opening, or failed."""
+"""The models that a server serves, by name: open, still opening, or failed.
+
+`SessionLike` and `HandleLike` name the methods of a session that the server uses; it is a caller like any other.
+"""
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Mapping
+import weakref
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from rekindle._src.serve.contract import SessionLike
+from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.records import Status, TextDelta
+from rekindle._src.core.sampling import Sampling
 from rekindle._src.serve.errors import Refused, unavailable
 from rekindle.errors import ConfigError
+
+
+class HandleLike(Protocol):
+    """One prompt's request."""
+
+    caller: str
+
+    @property
+    def status(self) -> Status: ...
+    @property
+    def id(self) -> str: ...
+    @property
+    def done(self) -> bool: ...
+    @property
+    def prompt(self) -> str | None: ...
+    @property
+    def prompt_token_ids(self) -> tuple[int, ...]: ...
+    def submit(self) -> None: ...
+    def cancel(self) -> None: ...
+    def completion(self) -> Any: ...
+    def __aiter__(self) -> AsyncIterator[TextDelta]: ...
+    def __await__(self) -> Any: ...
+
+
+class SessionLike(Protocol):
+    """An open model."""
+
+    @property
+    def config(self) -> EngineConfig: ...
+    @property
+    def tokenizer(self) -> Any: ...
+    @property
+    def model(self) -> str: ...
+    @property
+    def closed(self) -> bool: ...
+    @property
+    def sampling(self) -> Sampling: ...
+    @property
+    def chat_template(self) -> str | None: ...
+    def stats(self) -> Any: ...
+    def submit(self, prompt: Any, /, **options: Any) -> Any: ...
+    def generate(self, prompt: Any, /, **options: Any) -> Any: ...
+    def embed(self, texts: Any, /, **options: Any) -> Any: ...
+    def chat(self, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> Any: ...
+    def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str: ...
+
+
+class OpeningLike(Protocol):
+    """A model that is still being opened, such as `rekindle.open(…)`; awaiting it returns the session."""
+
+    def __await__(self) -> Any: ...
+
+
+Openable = SessionLike | Awaitable[Any]
 
 
 class Served:
@@ -21,6 +82,11 @@ class Served:
         self.session: SessionLike | None = session if hasattr(session, "submit") else None
         self.opening: Any = None if self.session is not None else session
         self.failure: BaseException | None = None
+
+    @property
+    def figures(self) -> str:
+        """The name of the model whose figures have its requests."""
+        return self.name
 
     def open(self) -> SessionLike:
         """Return its session. Raise `Refused` while there is none."""
@@ -48,8 +114,69 @@ class Served:
         return fields
 
 
+class ServedAdapter(Served):
+    """An adapter of a model under a name of its own, `name` or `model:name`."""
+
+    def __init__(self, name: str, parent: Served, adapter: str) -> None:
+        self.name, self.parent, self.adapter = name, parent, adapter
+        self.created = int(time.time())
+        self._adapted: AdaptedSession | None = None
+
+    @property
+    def figures(self) -> str:
+        return self.parent.name
+
+    def open(self) -> SessionLike:
+        session = self.parent.open()
+        if self._adapted is None or self._adapted.base is not session:
+            self._adapted = AdaptedSession(session, self.adapter)
+        return self._adapted
+
+    def states(self) -> set[Status]:
+        """Return the states of its requests that have not ended."""
+        return set() if self._adapted is None else self._adapted.states()
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**self.parent.as_dict(), "id": self.name, "created": self.created, "parent": self.parent.name}
+
+
+class AdaptedSession:
+    """A session whose requests have an adapter."""
+
+    def __init__(self, base: Any, adapter: str) -> None:
+        self.base, self._adapter = base, adapter
+        self._lock = threading.Lock()
+        self._handles: weakref.WeakSet[HandleLike] = weakref.WeakSet()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.base, name)
+
+    def submit(self, prompt: Any, /, **options: Any) -> Any:
+        return self._kept(self.base.submit(prompt, adapter=self._adapter, **options))
+
+    def generate(self, prompt: Any, /, **options: Any) -> Any:
+        return self._kept(self.base.generate(prompt, adapter=self._adapter, **options))
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> Any:
+        return self._kept(self.base.chat(messages, adapter=self._adapter, **options))
+
+    def _kept(self, handle: Any) -> Any:
+        with self._lock:  # figures are read in other threads
+            self._handles.add(handle)
+        return handle
+
+    def states(self) -> set[Status]:
+        """Return the states of its requests that have not ended. This waits for the session's loop."""
+        with self._lock:
+            handles = [handle for handle in self._handles if not handle.done]
+        return {handle.status for handle in handles} - {Status.FINISHED, Status.FAILED, Status.ABORTED}
+
+    def embed(self, texts: Any, /, **options: Any) -> Any:
+        raise Refused(400, f"the adapter {self._adapter!r} makes no embeddings. Name its model", param="model")
+
+
 class Models:
-    """All models of a server. A request without `model` gets the first."""
+    """All models of a server, and their adapters. A request without `model` gets the first."""
 
     def __init__(self, sessions: Any, name: str | None = None) -> None:
         if isinstance(sessions, Mapping):
@@ -63,12 +190,13 @@ class Models:
         else:
             name = name or Path(str(getattr(sessions, "model", "") or "model")).name
             self.by_name = {name: Served(name, sessions)}
+        self._adapters: dict[str, ServedAdapter] = {}
 
     def get(self, name: str | None) -> Served:
         """Return a model by its name. Raise `Refused` (404) for an unknown one."""
         if name is None:
             return next(iter(self.by_name.values()))
-        served = self.by_name.get(name)
+        served = self.by_name.get(name) or self._adapter(name)
         if served is None:
             known = ", ".join(self.by_name)
             raise Refused(
@@ -76,6 +204,45 @@ class Models:
                 code="model_not_found",
             )  # fmt: skip
         return served
+
+    def busy_adapters(self) -> tuple[list[str], list[str]]:
+        """Return the names of adapters with requests that wait, and of those with requests that run."""
+        waiting, running = set[str](), set[str]()
+        for served in tuple(self._adapters.values()):
+            states = served.states()
+            if Status.QUEUED in states:
+                waiting.add(served.adapter)
+            if states - {Status.QUEUED}:
+                running.add(served.adapter)
+        return sorted(waiting), sorted(running)
+
+    def all(self) -> list[Served]:
+        """Return every model, each followed by its adapters."""
+        entries: list[Served] = []
+        for served in self.by_name.values():
+            entries.append(served)
+            for adapter in _adapters_of(served):
+                name = f"{served.name}:{adapter}" if self._is_taken(adapter, served) else adapter
+                entry = self._adapter(name)
+                entries += [] if entry is None else [entry]
+        return entries
+
+    def _adapter(self, name: str) -> Served | None:
+        """Return an adapter by its own name, or behind that of its model; None for an unknown one."""
+        for served in self.by_name.values():
+            for adapter in _adapters_of(served):
+                if name in (adapter, f"{served.name}:{adapter}"):
+                    known = self._adapters.get(name)
+                    if known is None or (known.parent, known.adapter) != (served, adapter):
+                        known = self._adapters[name] = ServedAdapter(name, served, adapter)
+                    return known
+        self._adapters.pop(name, None)
+        return None
+
+    def _is_taken(self, adapter: str, owner: Served) -> bool:
+        """True if a name means a model, or an adapter of a model before its owner."""
+        first = next((served for served in self.by_name.values() if adapter in _adapters_of(served)), owner)
+        return adapter in self.by_name or first is not owner
 
     @property
     def trouble(self) -> str | None:
@@ -86,3 +253,9 @@ class Models:
             except Refused as refused:
                 return refused.message
         return None
+
+
+def _adapters_of(served: Served) -> tuple[str, ...]:
+    """Return the names of a model's adapters."""
+    names: tuple[str, ...] = getattr(served.session, "adapters", ())
+    return names

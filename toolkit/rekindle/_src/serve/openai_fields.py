@@ -5,22 +5,27 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from rekindle._src.core import options
 from rekindle._src.core.bounds import MAX_BAD_WORDS, MAX_WORD
-from rekindle._src.core.sampling import MAX_ALLOWED_TOKENS
+from rekindle._src.core.sampling import MAX_ALLOWED_TOKENS, Sampling
 from rekindle._src.serve.errors import wrong
-from rekindle._src.serve.fields import Endpoint, Field, ignored, refused
-from rekindle._src.serve.kinds import (
+from rekindle._src.serve.fields import (
     INT64,
     Anything,
     Choice,
     Either,
+    Endpoint,
+    Field,
     Flag,
     Items,
+    Kind,
     Number,
     Shape,
     Table,
     Text,
     TokenIds,
+    ignored,
+    refused,
     whole,
 )
 
@@ -58,6 +63,11 @@ TEXT = Text().schema()
 PROMPTS = Prompts()
 STOP = Either("a string or a list of strings", ((str, Text()), (list, Items(Text(), maximum=64))))
 OBJECT = Table(Anything())
+NAME = Text(maximum=256, minimum=1)
+STEER = Either(
+    "a name, a list of names, or names and factors",
+    ((str, NAME), (list, Items(NAME, maximum=64)), (dict, Table(Number(-1e6, 1e6), maximum=64))),
+)
 
 CONTENT = Either("a string or a list of parts", ((str, Text()), (list, Items(Shape((("type", Text()),), ("type",))))))
 MESSAGE = Shape(
@@ -89,34 +99,58 @@ TOOL = Shape(
 TOOL_CHOICE = Either("a word or a function", ((str, Choice(("none", "auto", "required"))), (dict, OBJECT)))
 STREAM_OPTIONS = Shape((("include_usage", Flag()), ("continuous_usage_stats", Flag())))
 
-SAMPLING = (
-    Field("temperature", Number(0, 100), "0 is greedy. Absent: what the checkpoint asks for, else 1."),
-    Field("top_p", Number(0, 1), "Draw from the most likely tokens that have this probability together."),
-    Field("top_k", whole(-1, MOST), "Draw from the k most likely tokens; 0 and -1 are off."),
-    Field("min_p", Number(0, 1), "Draw from tokens at least this share as likely as the most likely one."),
-    Field("repetition_penalty", Number(0), "Divides the logits of tokens in prompt and output; 1 is off."),
-    Field("presence_penalty", Number(-2, 2), "Taken off the logits of tokens in the output."),
-    Field("frequency_penalty", Number(-2, 2), "The same, for each time that the token occurred."),
-    Field("logit_bias", Table(Number(-100, 100), maximum=300), "Added to the logits of these token ids."),
-    Field("allowed_token_ids", Items(whole(0, MOST), maximum=MAX_ALLOWED_TOKENS), "Only these tokens may come."),
-    Field("bad_words", Items(Text(maximum=MAX_WORD, minimum=1), maximum=MAX_BAD_WORDS), "Words that may not come."),
-    Field("seed", INT64, "Makes the draws repeatable; taken modulo 2^63."),
-    Field("n", whole(1, MOST_N), "Choices for each prompt."),
-    Field("stop", STOP, "Strings that end the text."),
-    Field("stop_token_ids", Items(whole(0, 2**31 - 1), maximum=16), "Token ids that end the text."),
-    Field("include_stop_str_in_output", Flag(), "Leave the stop string in the text.", option="include_stop"),
-    Field("min_tokens", whole(0, MOST), "New tokens before the end of sequence may come."),
-    Field("ignore_eos", Flag(), "Go on after the model's own end of sequence."),
-    Field("priority", INT64, "Smaller is served first, in a session with policy='priority'."),
-    Field("cache_salt", Text(maximum=1_024, minimum=1), "Cached pages are shared with this salt only.", option="salt"),
+# The fields of options that a request writes or means otherwise than `Sampling`.
+_OTHERWISE = {
+    "temperature": Field("temperature", Number(0, 100), "0 is greedy. Absent: what the checkpoint asks for, else 1."),
+    "top_k": Field("top_k", whole(-1, MOST), "Draw from the k most likely tokens; 0 and -1 are off."),
+    "logit_bias": Field("logit_bias", Table(Number(-100, 100), maximum=300), "Added to the logits of these token ids."),
+    "allowed_token_ids": Field(
+        "allowed_token_ids", Items(whole(0, MOST), maximum=MAX_ALLOWED_TOKENS), "Only these tokens may come."
+    ),
+    "bad_words": Field(
+        "bad_words", Items(Text(maximum=MAX_WORD, minimum=1), maximum=MAX_BAD_WORDS), "Words that may not come."
+    ),
+    "seed": Field("seed", INT64, "Makes the draws repeatable; taken modulo 2^63."),
+    "n": Field("n", whole(1, MOST_N), "Choices for each prompt."),
+    "stop": Field("stop", STOP, "Strings that end the text."),
+    "stop_token_ids": Field("stop_token_ids", Items(whole(0, MOST), maximum=16), "Token ids that end the text."),
+    "include_stop": Field(
+        "include_stop_str_in_output", Flag(), "Leave the stop string in the text.", option="include_stop"
+    ),
+    "priority": Field("priority", INT64, "Smaller is served first, in a session with policy='priority'."),
+    "steer": Field("steer", STEER, "Names of steering vectors that the server was started with, or {name: factor}."),
+    "salt": Field(
+        "cache_salt", Text(maximum=1_024, minimum=1), "Cached pages are shared with this salt only.", option="salt"
+    ),
+}
+
+
+def _field(option: options.Option) -> Field:
+    """Return the field of an option that requests write as the session takes it."""
+    words = options.words_of(Sampling).get(option.name, "")
+    match option.check:
+        case options.Whole(low, high):
+            kind: Kind = whole(low, MOST if high is None else high)
+        case options.Real(low, high):
+            kind = Number(low, high)
+        case options.Flag():
+            kind = Flag()
+        case _:
+            raise AssertionError(f"requests need a field for {option.name}")
+    return Field(option.name, kind, f"{words[:1].upper()}{words[1:]}")
+
+
+SAMPLING = tuple(
+    _OTHERWISE.get(option.name) or _field(option) for option in options.options_of(Sampling) if "http" in option.also
 )
+SAMPLING_BY_NAME = {field.name: field for field in SAMPLING}
 
 SERVING = (
     Field("model", Text(maximum=512), "The name of a served model; may be left out."),
     Field("stream", Flag(), "Send the answer as server-sent events, while it is made."),
     Field("stream_options", STREAM_OPTIONS, "include_usage, continuous_usage_stats; only with stream."),
     Field("request_id", REQUEST_ID, "Names the request in its id, for /abort and in the log; or X-Request-Id."),
-    Field("return_token_ids", Flag(), "Add token_ids to choices, and prompt_token_ids."),
+    Field("return_token_ids", Flag(), "Add token_ids and weights_versions to choices, and prompt_token_ids."),
     Field("return_tokens_as_token_ids", Flag(), "Name tokens in log-probabilities as token_id:123."),
     Field("prompt_logprobs", whole(0, 20), "Log-probabilities of the prompt's tokens, as prompt_logprobs."),
     Field("add_special_tokens", Flag(), "Let the tokenizer add special tokens to the prompt."),
@@ -140,6 +174,9 @@ NOT_SERVED = (
     refused("length_penalty", "it belongs to beam search", 1, 1.0),
     refused("early_stopping", "it belongs to beam search", False),
     refused("logits_processors", "processors are given to open()", []),
+    refused("capture", "arrays are for callers in the server's own process", {}),
+    refused("taps", "taps are given to open()", []),
+    refused("patch", "arrays are for callers in the server's own process", {}),
     refused("truncate_prompt_tokens", "shorten the prompt before sending it"),
     refused("skip_special_tokens", "special tokens have no text here; ask for return_token_ids", True),
     refused("prompt_embeds", "prompts are text or token ids", []),

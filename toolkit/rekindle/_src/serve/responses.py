@@ -1,10 +1,10 @@
-"""`/v1/responses`: answer a conversation. The items of an answer are kept for a while; see `kept.py`."""
+"""`/v1/responses`: its fields, its items as messages, and the answer. Items of an answer are kept for a while."""
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rekindle._src.core.records import Completion, FinishReason, TextDelta, TokenLogprobs
@@ -15,20 +15,86 @@ from rekindle._src.core.reply import (
     ToolCallDropped,
     ToolCallStarted,
 )
-from rekindle._src.serve.chat import call_chat, calls_options
-from rekindle._src.serve.chat_events import events_of
-from rekindle._src.serve.contract import SessionLike
-from rekindle._src.serve.errors import Refused, wrong
+from rekindle._src.serve.bodies import Entries, pieces
+from rekindle._src.serve.chat import call_chat, calls_options, content_text, events_of, tool_options
+from rekindle._src.serve.errors import Refused, missing, wrong
 from rekindle._src.serve.exchange import Exchange, dumps
-from rekindle._src.serve.generation import follow, model_of, reasoning_tokens, submit, wait_all
+from rekindle._src.serve.fields import (
+    Anything,
+    Choice,
+    Either,
+    Endpoint,
+    Field,
+    Flag,
+    Items,
+    Shape,
+    Text,
+    ignored,
+    refused,
+    whole,
+)
+from rekindle._src.serve.generation import (
+    follow,
+    format_options,
+    model_of,
+    reasoning_tokens,
+    rest_of_context,
+    sampling_options,
+    submit,
+    wait_all,
+)
 from rekindle._src.serve.life import CHARACTERS_PER_TOKEN
 from rekindle._src.serve.logprobs import Shapes
-from rekindle._src.serve.messages_in import tool_options
-from rekindle._src.serve.pieces import Entries, pieces
-from rekindle._src.serve.responses_in import choice_of, messages_of, tools_of
-from rekindle._src.serve.sampling import rest_of_context, sampling_options
-from rekindle._src.serve.structure import format_options
+from rekindle._src.serve.models import SessionLike
+from rekindle._src.serve.openai_fields import MOST, MOST_MESSAGES, OBJECT, SAMPLING_BY_NAME
 
+TOOL = Shape((("type", Text()), ("name", Text(maximum=256, minimum=1)), ("parameters", OBJECT)), ("type",))
+INPUT = Either("a string or a list of items", ((str, Text()), (list, Items(OBJECT, minimum=1, maximum=MOST_MESSAGES))))
+REASONING = Shape((("effort", Text(maximum=64)), ("summary", Text(maximum=64))))
+FORMAT = Shape((("format", Shape((("type", Choice(("text", "json_object", "json_schema"))),), ("type",))),))
+RESPONSES = Endpoint(
+    "/v1/responses",
+    "Answer a conversation; of the answer, items are kept for a while",
+    (
+        Field("model", Text(maximum=512), "The name of a served model; may be left out."),
+        Field("input", INPUT, "Text, or the items of the conversation so far.", required=True),
+        Field("instructions", Text(), "What the model is told before the conversation."),
+        Field("max_output_tokens", whole(1, MOST), "New tokens at most.", option="max_tokens"),
+        *(SAMPLING_BY_NAME[name] for name in ("temperature", "top_p")),
+        Field("top_logprobs", whole(0, 20), "Log-probabilities of this many tokens at each position."),
+        Field("stream", Flag(), "Send the answer as server-sent events, while it is made."),
+        Field("tools", Items(TOOL, maximum=512), "Functions that the model may call."),
+        Field(
+            "tool_choice",
+            Either("a word or a tool", ((str, Text()), (dict, OBJECT))),
+            "none, auto, required, a function, or allowed_tools.",
+        ),
+        Field("parallel_tool_calls", Flag(), "false: at most one call in an answer."),
+        Field("reasoning", REASONING, "effort is for the chat template; there are no summaries."),
+        Field("text", FORMAT, "The format of the text."),
+        Field("include", Items(Text()), "message.output_text.logprobs; others bring nothing here."),
+        Field("metadata", Anything(), "Comes back with the answer."),
+        ignored("stream_options", "There is nothing to choose."),
+        ignored("user", "Not used."),
+        ignored("safety_identifier", "Not used."),
+        ignored("service_tier", "There is one."),
+        ignored("prompt_cache_key", "Prefixes are found by their content."),
+        ignored("prompt_cache_options", "Prefixes are found by their content."),
+        ignored("prompt_cache_retention", "Pages are kept while there is room."),
+        ignored("max_tool_calls", "It is about tools that run at OpenAI."),
+        Field("store", Flag(), "false: later requests can't name items of this answer by their ids."),
+        refused("previous_response_id", "conversations are not stored: send the whole one each time"),
+        refused("conversation", "conversations are not stored: send the whole one each time"),
+        refused("background", "an answer belongs to its connection", False),
+        refused("background_options", "an answer belongs to its connection", {}),
+        refused("prompt", "there are no stored prompts: send instructions and input"),
+        refused("truncation", "shorten the conversation before sending it", "disabled", "auto"),
+        refused("context_management", "shorten the conversation before sending it", []),
+        refused("access_programs", "there are none", []),
+        refused("image", "answers are text"),
+        refused("moderation", "there is no moderation"),
+    ),
+)
 _CUT = (FinishReason.LENGTH, FinishReason.CONTEXT)
 _LOGPROBS = "message.output_text.logprobs"
 
@@ -101,6 +167,114 @@ def _chat_options(fields: Mapping[str, Any]) -> dict[str, Any]:
     if effort is not None:
         options["reasoning_effort"] = effort
     return options | tool_options(options)
+
+
+_ROLES = ("user", "assistant", "system", "developer")
+Find = Callable[[str, str], Mapping[str, Any]]  # an item by its id; the path is of the field with the id
+
+
+def messages_of(fields: Mapping[str, Any], find: Find | None = None) -> list[dict[str, Any]]:
+    """Return the conversation. Consecutive reasoning, text and calls become one message of the assistant."""
+    messages: list[dict[str, Any]] = []
+    if fields.get("instructions"):
+        messages.append({"role": "system", "content": fields["instructions"]})
+    items = fields["input"]
+    if isinstance(items, str):
+        return [*messages, {"role": "user", "content": items}]
+    for index, item in enumerate(items):
+        path = f"input[{index}]"
+        if item.get("type") == "item_reference" and find is not None:
+            item = find(_text(item, "id", path), f"{path}.id")
+        match item.get("type", "message"):
+            case "message":
+                _message(messages, item, path)
+            case "reasoning":
+                _assistant(messages)["reasoning_content"] = _thoughts(item, path)
+            case "function_call":
+                function = {name: _text(item, name, path) for name in ("name", "arguments")}
+                call = {"id": _text(item, "call_id", path), "type": "function", "function": function}
+                _assistant(messages).setdefault("tool_calls", []).append(call)
+            case "function_call_output":
+                output = item.get("output")
+                text = (
+                    content_text(_parts(output, f"{path}.output"), f"{path}.output")
+                    if isinstance(output, list)
+                    else None
+                )
+                text = _text(item, "output", path) if text is None else text
+                messages.append({"role": "tool", "tool_call_id": _text(item, "call_id", path), "content": text})
+            case kind:
+                raise wrong(f"{path}.type", kind, "is not served here", "Send messages, reasoning and function calls")
+    return messages
+
+
+def _message(messages: list[dict[str, Any]], item: Mapping[str, Any], path: str) -> None:
+    role, content = item.get("role"), item.get("content")
+    if role not in _ROLES:
+        raise wrong(f"{path}.role", role, "is not known", f"Use one of {', '.join(_ROLES)}")
+    if isinstance(content, list):
+        content = content_text(_parts(content, f"{path}.content"), f"{path}.content")
+    if not isinstance(content, str):
+        raise wrong(f"{path}.content", content, "is neither a string nor a list of parts", "Pass one of them")
+    if role != "assistant":
+        messages.append({"role": role, "content": content})
+        return
+    message = _assistant(messages)
+    message["content"] = f"{message['content']}\n{content}" if message["content"] else content
+
+
+def _assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the assistant's message at the end, to which items are added. Append one if there is none."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    return messages[-1]
+
+
+def _thoughts(item: Mapping[str, Any], path: str) -> str:
+    parts = item.get("content") or item.get("summary") or []
+    if not isinstance(parts, list):
+        raise wrong(f"{path}.content", parts, "is not a list of parts", "Pass one")
+    return "\n".join(_text(part, "text", f"{path}.content") for part in _parts(parts, f"{path}.content"))
+
+
+def _parts(parts: Sequence[Any], path: str) -> Sequence[Mapping[str, Any]]:
+    for index, part in enumerate(parts):
+        if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):
+            raise wrong(f"{path}[{index}]", part, "is not a part with a type", "Pass {'type': 'input_text', …}")
+    return parts
+
+
+def _text(item: Mapping[str, Any], name: str, path: str) -> str:
+    if not isinstance(item.get(name), str):
+        raise wrong(f"{path}.{name}", item.get(name), "is not a string", "Pass one")
+    return str(item[name])
+
+
+def tools_of(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the functions in the form of chat completions. Refuse tools that run at OpenAI by name."""
+    tools = []
+    for index, tool in enumerate(fields.get("tools") or ()):
+        if tool["type"] != "function":
+            raise wrong(f"tools[{index}].type", tool["type"], "does not run here", "Pass functions")
+        if not tool.get("name"):
+            raise missing(f"tools[{index}].name")
+        function = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
+        tools.append({"type": "function", "function": function})
+    return tools
+
+
+def choice_of(fields: Mapping[str, Any]) -> Any:
+    """Return `tool_choice` in the form of chat completions."""
+    choice = fields.get("tool_choice")
+    if isinstance(choice, Mapping):
+        if choice.get("type") == "allowed_tools":
+            return choice
+        if choice.get("type") != "function" or not isinstance(choice.get("name"), str):
+            raise wrong("tool_choice", choice, "is not a function", 'Pass {"type": "function", "name": …}')
+        return {"type": "function", "function": {"name": choice["name"]}}
+    if choice not in (None, "auto", "none", "required"):
+        raise wrong("tool_choice", choice, "is not known", "Use auto, none, required, or a function")
+    return choice
 
 
 class _Answer:

@@ -10,7 +10,7 @@ import numpy as np
 from rekindle._src.core import html
 from rekindle._src.core.guides import mask_words
 from rekindle._src.core.records import Completion
-from rekindle._src.dispatch.messages import Engine
+from rekindle._src.dispatch.backend import Front
 from rekindle.errors import InvalidRequest
 
 SHOWN = 60
@@ -50,7 +50,7 @@ def _mark(sampled: bool) -> str:
     return ";outline:2px solid rgba(128,128,128,.9)" if sampled else ""
 
 
-def allowed_tokens(engine: Engine, source: Completion | Any, at: int | None) -> AllowedTokens:
+def allowed_tokens(front: Front, source: Completion | Any, at: int | None) -> AllowedTokens:
     """Follow the structured text of a completion or handle up to token `at`, and return the tokens allowed next."""
     token_ids = tuple(source.token_ids)
     at = len(token_ids) if at is None else at
@@ -59,25 +59,25 @@ def allowed_tokens(engine: Engine, source: Completion | Any, at: int | None) -> 
     from rekindle._src.structured.spec import structure_of  # with which schemas are read
 
     structure = structure_of(source.sampling)
-    if structure is None or engine.grammars is None:
+    if structure is None or front.grammars is None:
         raise InvalidRequest(
             "request", source.id, "has no structure", "Pass schema, regex, choice, grammar or json=True"
         )
-    eos = frozenset() if source.sampling.ignore_eos else frozenset(engine.tokenizer.eos_ids)
-    guide = engine.grammars.compile(structure.spec).guide(eos)
+    eos = frozenset() if source.sampling.ignore_eos else frozenset(front.tokenizer.eos_ids)
+    guide = front.grammars.compile(structure.spec).guide(eos)
     prompt = source.prompt_token_ids
-    decode = engine.tokenizer.decode
+    decode = front.tokenizer.decode
     prefix = [*prompt[len(prompt) - source.covered :], *token_ids[:at]]
     sampled = decode([token_ids[at]], skip_special_tokens=False) if at < len(token_ids) else None
-    mask = np.zeros(mask_words(engine.vocab_size), np.int32)
-    for token in _behind_reasoning(prefix, engine.think_ids, at):
+    mask = np.zeros(mask_words(front.vocab_size), np.int32)
+    for token in _behind_reasoning(prefix, front.think_ids, at):
         if guide.ended or guide.consume(token).problem:
             raise InvalidRequest("at", at, "lies behind the end of the structured text", "Use a smaller one")
     ids = [] if guide.ended or guide.fill(mask) else _set_bits(mask)
     texts = tuple(decode([token], skip_special_tokens=False) for token in ids)
     may_end = guide.ended or bool(eos & set(ids))
     return AllowedTokens(
-        at, decode(prefix), tuple(ids), texts, engine.vocab_size, may_end, decode(guide.ahead), sampled
+        at, decode(prefix), tuple(ids), texts, front.vocab_size, may_end, decode(guide.ahead), sampled
     )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import dataclasses
 
 from rekindle._src.core import html
 from rekindle._src.kvcache.costs import Rates
+from rekindle._src.kvcache.kept import KeptStatistics
 from rekindle._src.kvcache.persist.snapshot import SnapshotInfo
 from rekindle._src.kvcache.tiers.disk import DiskStatistics
 from rekindle._src.kvcache.tiers.host import HostStatistics
@@ -94,6 +95,10 @@ class CacheStats:
     offloaded_pages: int
     refused_copies: int  # copies not made, because computing was expected to be faster
     rates: Rates | None
+    states: int = 0  # on the device, for other requests to continue, in models with states
+    state_bytes: int = 0  # of each
+    stateless_tokens: int = 0  # prompt tokens that were cached and computed again, because no state was behind them
+    captures: KeptStatistics | None = None  # kept by requests with Capture(…, keep=True)
 
     @property
     def saved_tokens(self) -> int:
@@ -122,6 +127,13 @@ class CacheStats:
             f"host    {mib(self.host_bytes)}, {self.host_hit_tokens} tokens hit",
             f"disk    {mib(self.disk_bytes)}, {self.disk_hit_tokens} tokens read",
         ]
+        if self.state_bytes:
+            lines.append(
+                f"states  {mib(self.states * self.state_bytes)} on the device, {self.states} of them; "
+                f"{self.stateless_tokens} cached tokens were computed again without one"
+            )
+        if self.captures is not None and self.captures.bytes:
+            lines.append(f"captures {mib(self.captures.bytes)}, {self.captures.reused} positions reused")
         return "\n".join(lines)
 
     def __repr__(self) -> str:
@@ -153,6 +165,7 @@ class PrefixExplanation:
     copies: bool  # True if pages below the device would be copied there rather than computed again
     fetch_seconds: float  # expected, for the pages below the device
     compute_seconds: float | None  # expected for the same pages; None until it is measured
+    stateless_tokens: int = 0  # cached behind these, but of no use without a state, in models that have some
 
     @property
     def cached_tokens(self) -> int:
@@ -175,6 +188,8 @@ class PrefixExplanation:
         )
         text = f"{self.cached_tokens} of {self.prompt_tokens} prompt tokens are cached"
         text += f" ({where})" if where else ""
+        if self.stateless_tokens:
+            text += f"; {self.stateless_tokens} more are, without a state behind them, and would be computed again"
         if self.host_tokens + self.disk_tokens:
             choice = "copied" if self.copies else "computed again"
             text += (
@@ -193,7 +208,7 @@ class PrefixExplanation:
 
 
 def _time(seconds: float | None) -> str:
-    return f"{seconds * 1e3:.1f} ms" if seconds else "a time that was not measured yet"
+    return f"{seconds * 1e3:.1f} ms" if seconds else "a time not measured yet"
 
 
 class Snapshots(list[SnapshotInfo]):

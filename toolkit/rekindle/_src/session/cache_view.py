@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rekindle._src.core import html
-from rekindle._src.core.bounds import check_salt
-from rekindle._src.core.process_options import address as host_and_port
+from rekindle._src.core.mesh_shape import address as host_and_port
 from rekindle._src.core.records import IntArray
 from rekindle._src.kvcache import AnyCache, Node, Tiers
 from rekindle._src.kvcache.persist import snapshot
@@ -57,8 +57,11 @@ class CacheView:
 
         def collect() -> CacheStats:
             counts, size = cache.statistics(), cache.page_size
-            config = self._client.engine.config
+            config = self._client.front.config
             page_bytes = (config.device_memory or 0) // (config.device_pages or 1)
+            state_tiers = self._client.writer.state_tiers
+            leaves = () if state_tiers is None or state_tiers.identity is None else state_tiers.identity.leaves
+            state_bytes = sum(leaf.nbytes for leaf in leaves)
             return CacheStats(
                 page_size=size,
                 page_bytes=page_bytes,
@@ -74,24 +77,33 @@ class CacheView:
                 offloaded_pages=counts.offloaded_pages,
                 refused_copies=tiers.costs.refused if tiers is not None else 0,
                 rates=tiers.costs.rates if tiers is not None else None,
+                states=counts.states,
+                state_bytes=state_bytes,
+                stateless_tokens=counts.stateless_pages * size,
+                captures=cache.kept.statistics() if cache.kept is not None else None,
             )
 
         return self._client.ask(collect)
 
-    def explain(self, prompt: PromptLike, *, salt: str | None = None) -> PrefixExplanation:
-        """Explain which pages a request with this `salt` would hit, where they are and what fetching them costs."""
-        check_salt(salt)
+    def explain(
+        self, prompt: PromptLike, *, salt: str | None = None, adapter: str | Mapping[str, float] | None = None
+    ) -> PrefixExplanation:
+        """Explain which pages a request with these options would hit, where they are and what fetching them costs."""
+        root = self._client.root(salt, adapter)
         cache, tiers = self._parts()
         tokens = self._client.tokens(prompt)
 
         def explain() -> PrefixExplanation:
             counts = dict.fromkeys(TIERS, 0)
             usable = len(tokens) // cache.page_size
-            for node in cache.find(tokens, salt)[:usable]:
-                tier = _tier(cache, tiers, node)
-                if tier not in counts:
+            nodes: list[Node] = []
+            for node in cache.find(tokens, root)[:usable]:
+                if _tier(cache, tiers, node) not in counts:
                     break
-                counts[tier] += 1
+                nodes.append(node)
+            with_state = cache.with_state(nodes)
+            for node in with_state:
+                counts[_tier(cache, tiers, node)] += 1
             below = counts["host"] + counts["disk"]
             size = cache.page_size
             costs = tiers.costs if tiers is not None else None
@@ -107,6 +119,7 @@ class CacheView:
                 copies=copies,
                 fetch_seconds=fetch,
                 compute_seconds=compute,
+                stateless_tokens=(len(nodes) - len(with_state)) * size,
             )
 
         return self._client.ask(explain)
@@ -171,14 +184,14 @@ class CacheView:
         With a `prompt`, and the `salt` of its requests, its leading pages that are not here yet. Without one, the pages
         that the other session is likeliest to need again, until half of host_memory is used.
         """
-        check_salt(salt)
         client = self._client
+        root = client.root(salt)
         tokens = None if prompt is None else client.tokens(prompt)
-        return Once(self._pull, address, tokens, salt, secret, name="pull")
+        return Once(self._pull, address, tokens, root, secret, name="pull")
 
     def __repr__(self) -> str:
         closed = self._client.host.closing
-        return "<rekindle cache, closed>" if closed else f"<rekindle cache of {self._client.engine.model}>"
+        return "<rekindle cache, closed>" if closed else f"<rekindle cache of {self._client.front.model}>"
 
     def _repr_html_(self) -> str:
         if self._client.host.closing:
@@ -217,12 +230,17 @@ class CacheView:
         if self._client.writer.cache is None:
             return
         cache, tiers = self._parts()
+        states = self._client.writer.state_tiers
         if tier == "device":
             await self._client.between_steps(lambda: cache.evict(len(cache), read_out=False))
         elif tier == "host" and tiers is not None:
             self._client.ask(lambda: tiers.host.trim(0))
-        if tier in (None, "disk") and tiers is not None and tiers.disk is not None:
-            await self._client.writer.run(tiers.disk.clear)
+            if states is not None:
+                self._client.ask(lambda: states.host.trim(0))
+        if tier in (None, "disk"):
+            for each in (tiers, states):
+                if each is not None and each.disk is not None:
+                    await self._client.writer.run(each.disk.clear)
 
     def _parts(self) -> tuple[AnyCache, Tiers | None]:
         writer = self._client.writer
@@ -231,7 +249,7 @@ class CacheView:
         return writer.cache, writer.tiers
 
     def _preview(self, tokens: IntArray) -> str:
-        tokenizer = self._client.engine.tokenizer
+        tokenizer = self._client.front.tokenizer
         if not tokenizer.has_text:
             return " ".join(map(str, tokens[:8])) + " …"
         text = tokenizer.decode(tokens.tolist())

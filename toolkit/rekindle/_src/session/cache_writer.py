@@ -22,12 +22,15 @@ import numpy as np
 from rekindle._src.core import html
 from rekindle._src.core.activity import Activity, State
 from rekindle._src.core.records import IntArray
+from rekindle._src.dispatch.backend import Front
+from rekindle._src.dispatch.engine import Engine
 from rekindle._src.dispatch.host import Host, wait
 from rekindle._src.dispatch.mailbox import OneShot
-from rekindle._src.dispatch.messages import Engine, Exclusive
-from rekindle._src.kvcache import AnyCache, Node, Tiers, distinct
-from rekindle._src.kvcache.persist import prefix_file, shared_snapshots, snapshot
+from rekindle._src.dispatch.messages import Exclusive
+from rekindle._src.kvcache import AnyCache, Node, PrefixCache, Tiers, TreeStates, distinct
+from rekindle._src.kvcache.persist import prefix_file, snapshot
 from rekindle._src.kvcache.persist.segment import Page, Payload
+from rekindle._src.kvcache.persist.stored_captures import StoredCaptures
 from rekindle._src.kvcache.tiers.disk import DiskTier
 from rekindle._src.kvcache.tiers.host import size
 from rekindle.errors import ConfigError, RekindleError, SessionClosed, StoreError
@@ -57,11 +60,13 @@ class SaveReport(html.Record):
     skipped: int  # left out because they did not fit into disk_memory
     bytes: int  # written
     seconds: float
+    states: int = 0  # listed in the snapshot, of a model that has some
 
     def __str__(self) -> str:
+        states = f" and {html.count(self.states, 'state')}" if self.states else ""
         skipped = f", {self.skipped} did not fit into disk_memory" if self.skipped else ""
         return (
-            f"snapshot {self.name!r}: {self.pages} pages ({self.tokens} tokens), {self.written} of them new "
+            f"snapshot {self.name!r}: {self.pages} pages ({self.tokens} tokens){states}, {self.written} of them new "
             f"({self.bytes / 2**20:.1f} MiB in {self.seconds:.2f} s){skipped}"
         )
 
@@ -75,25 +80,29 @@ class PageRecord(NamedTuple):
 
     node: Node
     page: Page
-    on_device: int  # its device page, or 0
+    on_device: int  # its device page, or 0; of a state its slot
 
 
 class CacheWriter:
     """Its methods may be called from any thread; the work is done in the writer's own thread, one job at a time."""
 
-    def __init__(self, host: Host, engine: Engine) -> None:
-        self._host, self._engine = host, engine
+    def __init__(self, host: Host, front: Front, engine: Engine) -> None:
+        self._host, self._front, self._engine = host, front, engine
         cache = engine.scheduler.cache
         self.cache: AnyCache | None = cache if isinstance(cache, AnyCache) else None
         tiers = self.cache.host_tier if self.cache is not None else None
         self.tiers: Tiers | None = tiers if isinstance(tiers, Tiers) else None
+        states = self.cache.states if isinstance(self.cache, PrefixCache) else None
+        self.states: TreeStates | None = states
+        state_tiers = None if states is None else states.tier
+        self.state_tiers: Tiers | None = state_tiers if isinstance(state_tiers, Tiers) else None
         self.saved_bytes: int = 0  # in the background
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], OneShot[Any]]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
         self._stopped = False
         self._complete_at = -1  # the tree's version when everything cold in it was on disk
-        self._restart_ready = engine.prepare_restart is None  # a restart finds its programs in the store
+        self._restart_ready = engine.resources.prepare_restart is None  # a restart finds its programs in the store
         self._failed = self._disk is not None and self._disk.distrusted is not None
         self._position = 0  # index in `_walk` where the next look begins
         self._walk: list[Node] = []  # the nodes of that walk; some have left the tree by the time they come up
@@ -123,7 +132,7 @@ class CacheWriter:
         def look() -> State:
             return State(f"saving {name!r}: {html.count(len(listed), 'page')}")
 
-        with Activity(look, quiet=self._engine.config.quiet):
+        with Activity(look, quiet=self._front.config.quiet):
             return await self.run(partial(self._save, name, listed))
 
     async def finish(self) -> None:
@@ -192,8 +201,9 @@ class CacheWriter:
         """
         try:
             while not self._restart_ready:
-                assert self._engine.prepare_restart is not None, "there is nothing to prepare"
-                self._restart_ready = not self._engine.prepare_restart(all_of_them)
+                prepare_restart = self._engine.resources.prepare_restart
+                assert prepare_restart is not None, "there is nothing to prepare"
+                self._restart_ready = not prepare_restart(all_of_them)
                 if not all_of_them:
                     return
         except Exception as error:
@@ -228,7 +238,9 @@ class CacheWriter:
             disk.write(pairs)
             written += total
         else:
-            self._complete_at = version if self._whole and not (missing or batch) else -1
+            states, later = (0, self.states is not None) if visited else self._save_states(cold, deadline)
+            written += states
+            self._complete_at = version if self._whole and not (missing or batch or later) else -1
         self.saved_bytes += written
 
     def _save(self, name: str, pages: list[Page]) -> SaveReport:
@@ -264,12 +276,91 @@ class CacheWriter:
             raise StoreError("the weights were swapped while their pages were saved. Save again")
         self._prepare_restart(all_of_them=True)
         pages = snapshot.connected([page for page in pages if page.digest in disk], identity.root)
+        states = self._snapshot_states(name, pages)
+        self._snapshot_captures(name, pages)
         path = snapshot.save(disk.folder, name, identity, pages)
         disk.collect()
-        shared_snapshots.keep(path, disk.segments_of(page.digest for page in pages))
+        snapshot.keep_shared(path, disk.segments_of(page.digest for page in pages))
         tokens = len(pages) * identity.page_size
         seconds = time.perf_counter() - start
-        return SaveReport(name, len(pages), tokens, written, skipped, total_bytes, seconds)
+        return SaveReport(name, len(pages), tokens, written, skipped, total_bytes, seconds, states)
+
+    def _snapshot_captures(self, name: str, pages: Sequence[Page]) -> None:
+        """Save what was captured of `pages` with `keep`."""
+        kept = None if self.cache is None else self.cache.kept
+        if kept is None or self._disk is None:
+            return
+        lines = self._host.ask(lambda: kept.whole(page.digest for page in pages))
+        stored = kept.stored if isinstance(kept.stored, StoredCaptures) else StoredCaptures(self._disk)
+        stored.save(name, pages, lines)
+
+    # -- states, in models that have some
+
+    def _save_states(self, cold: float = 0.0, deadline: float | None = None) -> tuple[int, bool]:
+        """Write the states that are not on disk yet and were not used for `cold` seconds.
+
+        Return their bytes, and whether some are left for later.
+        """
+        cache, states, tiers = self.cache, self.states, self.state_tiers
+        if cache is None or states is None or tiers is None or tiers.disk is None:
+            return 0, False
+        disk, written = tiers.disk, 0
+        disk.scan()
+
+        def look() -> tuple[list[PageRecord], float]:
+            now = cache.clock()
+            return [
+                self.page_record(node)._replace(on_device=node.state)
+                for node in cache
+                if (node.state or states.in_host_memory(node)) and cache.digest_of(node) not in disk
+            ], now
+
+        found, now = self._host.ask(look)
+        records = [record for record in found if now - record.node.last_use >= cold]
+        later = len(records) < len(found)
+        while records and (deadline is None or time.monotonic() < deadline):
+            pairs: list[tuple[Page, Payload]] = []
+            total = 0
+            while records and total < SEGMENT_BYTES:
+                pairs += self._state(records.pop())
+                total = sum(size(payload) for _, payload in pairs)
+            if disk.room(total) < total:
+                disk.log_once("full", f"disk_memory of {disk.budget >> 20} MiB is full; newer states are not saved")
+                return written, False
+            disk.write(pairs)
+            written += total
+        return written, later or bool(records)
+
+    def _state(self, record: PageRecord) -> list[tuple[Page, Payload]]:
+        """Return the state of a node, from host memory or the device; nothing if it is gone by now."""
+        assert self.state_tiers is not None
+        payload = self.state_tiers.host.peek(record.page.digest)
+        if payload is not None:
+            return [(record.page, payload)]
+        pairs: list[tuple[Page, Payload]] = []
+
+        def check(payloads: Sequence[Payload]) -> None:
+            if record.node.state == record.on_device:
+                pairs.append((record.page, payloads[0]))
+
+        if record.on_device:
+            reply: OneShot[Any] = OneShot()
+            job = partial(self._engine.runner.read_states, [record.on_device])
+            wait(self._host.send(Exclusive(job, check, reply), reply))
+        return pairs
+
+    def _snapshot_states(self, name: str, pages: Sequence[Page]) -> int:
+        """Save states, and list those of `pages` under `name`. Return how many are listed."""
+        tiers = self.state_tiers
+        if tiers is None or tiers.disk is None:
+            return 0
+        self._save_states()
+        disk = tiers.disk
+        listed = [page for page in pages if page.digest in disk]
+        if listed:
+            path = snapshot.save(disk.folder, name, disk.identity, listed)
+            snapshot.keep_shared(path, disk.segments_of(page.digest for page in listed))
+        return len(listed)
 
     # -- a prefix as a file
 
@@ -302,6 +393,11 @@ class CacheWriter:
     def _parts(self) -> tuple[AnyCache, DiskTier]:
         if self.cache is None or self._disk is None:
             raise ConfigError("disk_memory", 0, "is needed to export and import prefixes", "Open with disk_memory")
+        if self.states is not None:
+            model = self._front.model
+            raise ConfigError(
+                "model", model, "has states, which prefix files do not hold", "Use save(name), and open(restore=name)"
+            )
         return self.cache, self._disk
 
     # -- looking at the tree, on the session's loop

@@ -7,11 +7,10 @@ from pathlib import Path
 
 from rekindle import tiny
 from rekindle._src.core.activity import Activity, State
-from rekindle._src.core.options import DTypeLike
-from rekindle._src.core.quantize_plan import checked_quantize
+from rekindle._src.core.dtypes import DTypeLike, checked_quantize
+from rekindle._src.models import calibration
 from rekindle._src.models.base import LoadedModel
-from rekindle._src.models.calibration import layers
-from rekindle._src.models.calibration.layers import CalibrationProgress, Report
+from rekindle._src.models.calibration import CalibrationProgress, Report
 from rekindle._src.models.loading.checkpoint import load
 from rekindle._src.text.tokenizer import Tokenizer
 from rekindle.errors import ConfigError
@@ -61,7 +60,7 @@ def calibrate(
         )
 
     with Activity(look, quiet=quiet):
-        return layers.calibrate(loaded, sequences, plan, report=report)
+        return calibration.calibrate(loaded, sequences, plan, report=report)
 
 
 def _cut(model: LoadedModel, texts: Sequence[str] | Sequence[Sequence[int]], most: int) -> Iterator[list[int]]:

@@ -10,10 +10,9 @@ from rekindle._src.core.contracts import ChatLike
 from rekindle._src.dispatch.intake import LONG_TEXT
 from rekindle._src.session.prompts import Prompt
 from rekindle._src.session.tools.tool import Tool
-from rekindle._src.text.chat import ChatTemplate
+from rekindle._src.text.chat import REASONING, ChatTemplate
 from rekindle._src.text.replies import ReplyFormat, ReplyPlan
-from rekindle._src.text.replies.history import with_calls_as_text
-from rekindle._src.text.template_code import reads, reads_calls, takes_tools
+from rekindle._src.text.replies.format import reads, reads_calls, takes_tools, with_calls_as_text
 from rekindle.errors import InvalidRequest
 
 Messages = Sequence[Mapping[str, Any]]
@@ -56,6 +55,8 @@ def chat_prompt(
     continued = _last_text(messages) if continue_final_message else None
     if format.calls is not None and not reads_calls(text) and isinstance(messages, list | tuple):
         messages = with_calls_as_text(messages, format.calls)
+    if format.in_channels and isinstance(messages, list | tuple):
+        messages = [_with_thoughts_alone(message) for message in messages]
     extra: dict[str, Any] = {}
     if schemas and not reads(text, "tools"):  # SmolLM3's and Phi-4-mini's templates take functions by other ways
         functions = [schema.get("function", schema) for schema in schemas]
@@ -73,11 +74,20 @@ def chat_prompt(
         **{**extra, **(template_options or {})},
     )
     reply = None
-    if schemas or format.reasoning is not None:
+    if schemas or format.has_parts:
         reply = ReplyPlan(format, schemas, continued, pieces=stream_tool_calls)
     # The template writes special tokens itself.
     long = _is_long([originals, schemas, documents, template_options])
     return Prompt(None, None, add_special_tokens=False, render=render, reply=reply, messages=originals, long=long)
+
+
+def _with_thoughts_alone(message: Any) -> Any:
+    """Return a message without what was said beside thoughts and a call: templates of harmony take one of them."""
+    if not isinstance(message, Mapping) or not (message.get("tool_calls") and message.get("content")):
+        return message
+    if not any(message.get(name) for name in REASONING):
+        return message
+    return {key: value for key, value in message.items() if key != "content"}
 
 
 def _is_long(value: Any) -> bool:

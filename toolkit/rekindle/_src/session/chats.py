@@ -6,35 +6,37 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from rekindle._src.core.records import Completion
 from rekindle._src.core.sampling import ANSWER_TOKENS, Sampling
+from rekindle._src.dispatch.backend import Front
 from rekindle._src.dispatch.host import Host
-from rekindle._src.dispatch.messages import Engine
 from rekindle._src.session.handle import Handle
-from rekindle._src.session.new_handle import structure_in
-from rekindle._src.session.sampling_defaults import sampling_of
+from rekindle._src.session.requests import sampling_of, structure_in
 from rekindle._src.session.signatures import takes_options
-from rekindle._src.session.tools.rounds import MAX_ROUNDS
 from rekindle.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from typing import Unpack
 
-    from rekindle._src.core.options import SamplingOptions
+    from rekindle._src.core.sampling import SamplingOptions
     from rekindle._src.session.chat_prompt import Messages
-    from rekindle._src.session.tools.choice import ToolChoice
-    from rekindle._src.session.tools.loop import ToolLoop
+    from rekindle._src.session.conversation import Conversation
+    from rekindle._src.session.tools.loop import ToolChoice, ToolLoop
     from rekindle._src.session.tools.tool import ToolLike
+
+
+MAX_ROUNDS = 8
 
 
 class ChatRequests:
     """Conversations with an open model."""
 
     _host: Host
-    _engine: Engine
+    _front: Front
 
     @overload
     def chat(
@@ -133,20 +135,20 @@ class ChatRequests:
         where the last message ends.
         """
         from rekindle._src.session.chat_prompt import chat_prompt  # chats alone need it
-        from rekindle._src.session.tools.choice import forcing, resolve_choice
+        from rekindle._src.session.tools.loop import forcing, resolve_choice
         from rekindle._src.session.tools.tool import tools_of
 
         tools_ = tools_of(tools)
         choice = resolve_choice(tool_choice, tools_, parallel=parallel_tool_calls)
         if sampling is None and options.get("max_tokens") is None:
             options["max_tokens"] = ANSWER_TOKENS  # an answer should end by itself
-        sampling_ = sampling_of(self._engine, sampling, options)
+        sampling_ = sampling_of(self._front, sampling, options)
 
         def ask(messages: Messages, *, free: bool = False) -> Handle[Any]:
             prompt = chat_prompt(
-                self._engine.chat,
+                self._front.chat,
                 messages,
-                model=self._engine.model,
+                model=self._front.model,
                 tools=choice.shown,
                 documents=documents,
                 template=template,
@@ -158,8 +160,8 @@ class ChatRequests:
             self._host.check()
             effective = sampling_
             if choice.required and not free and prompt.reply is not None:
-                effective = forcing(choice, sampling_, prompt.reply.format, self._engine.tokenizer)
-            return Handle(self._host, self, prompt, effective, structure=structure_in(self._engine, effective))
+                effective = forcing(choice, sampling_, prompt.reply.format, self._front.tokenizer)
+            return Handle(self._host, self, prompt, effective, structure=structure_in(self._front, effective))
 
         if not run_tools:
             return ask(messages)
@@ -174,7 +176,7 @@ class ChatRequests:
     @property
     def chat_template(self) -> str | None:
         """The model's chat template; None if it has none."""
-        return None if self._engine.chat is None else self._engine.chat.text()
+        return None if self._front.chat is None else self._front.chat.text()
 
     def render(
         self,
@@ -192,9 +194,9 @@ class ChatRequests:
         from rekindle._src.session.tools.tool import tools_of
 
         prompt = chat_prompt(
-            self._engine.chat,
+            self._front.chat,
             messages,
-            model=self._engine.model,
+            model=self._front.model,
             tools=tools_of(tools),
             documents=documents,
             template=template,
@@ -204,3 +206,46 @@ class ChatRequests:
         )
         assert prompt.render is not None, "a chat's prompt is rendered"
         return prompt.render()
+
+
+class Conversations:
+    """Chats that keep their messages."""
+
+    def conversation(
+        self,
+        *,
+        system: str | None = None,
+        restore: str | os.PathLike[str] | None = None,
+        tools: Sequence[ToolLike] | None = None,
+        tool_choice: ToolChoice | None = None,
+        run_tools: bool = False,
+        max_rounds: int | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        template: str | None = None,
+        reasoning_effort: str | None = None,
+        template_options: Mapping[str, Any] | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> Conversation:
+        """Make a chat that keeps its messages: `chat = session.conversation()`, then `await chat.say("…")`.
+
+        `system` opens it with a system message; `restore` continues one that `chat.save(path)` wrote. The other options
+        are those of `chat`, for every turn. With `tools` and `run_tools` a turn is over when the model has answered;
+        calls and results are among `chat.messages`.
+        """
+        from rekindle._src.session.conversation import open_conversation  # chats alone need it
+        from rekindle._src.session.tools.loop import resolve_choice
+        from rekindle._src.session.tools.tool import tools_of
+
+        optional = {
+            "tools": tools,
+            "tool_choice": tool_choice,
+            "run_tools": run_tools or None,
+            "max_rounds": max_rounds,
+            "documents": documents,
+            "template": template,
+            "reasoning_effort": reasoning_effort,
+            "template_options": template_options,
+        }
+        resolve_choice(tool_choice, tools_of(tools))  # wrong tools are refused now, not at the first turn
+        present = {name: value for name, value in optional.items() if value is not None}
+        return open_conversation(self, system=system, restore=restore, sampling=options, **present)

@@ -1,19 +1,23 @@
-"""The state that a session and its helpers share: the host, the engine's parts and the cache writer."""
+"""The state that a session and its helpers share: the host, the front, the engine and the cache writer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from rekindle._src.core.bounds import check_salt
-from rekindle._src.core.records import IntArray
+from rekindle._src.core.records import IntArray, PageMove, root_name
+from rekindle._src.dispatch.backend import Front
+from rekindle._src.dispatch.engine import Engine, Observer
 from rekindle._src.dispatch.host import Host
 from rekindle._src.dispatch.mailbox import OneShot
-from rekindle._src.dispatch.messages import Engine, Exclusive
+from rekindle._src.dispatch.messages import Exclusive, Pause, Resume
 from rekindle._src.session.cache_writer import CacheWriter
 from rekindle._src.session.prompts import PromptLike, parse_one
+from rekindle.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from rekindle._src.session.sharing.sharer import SharedPages
@@ -28,10 +32,12 @@ class Client:
     close itself once nothing refers to the client any more.
     """
 
-    def __init__(self, host: Host, engine: Engine) -> None:
+    def __init__(self, host: Host, front: Front) -> None:
+        assert isinstance(front.backend, Engine), "a session has an engine of its own"
         self.host: Host = host
-        self.engine: Engine = engine
-        self.writer: CacheWriter = CacheWriter(host, engine)
+        self.front: Front = front
+        self.engine: Engine = front.backend
+        self.writer: CacheWriter = CacheWriter(host, front, self.engine)
         self.pauses: int = 0  # paused() blocks that have been entered and not left
         self.shared: list[SharedPages] = []  # addresses at which the cache's pages are shared
 
@@ -39,6 +45,14 @@ class Client:
         """Run `function` on the host's loop, where nothing else changes meanwhile, and return its result. Blocks."""
         self.host.check()
         return self.host.ask(function)
+
+    def observe(self, observer: Observer) -> None:
+        """Call `observer` after every committed step from now on, on the host's loop; it has to be quick."""
+        self.host.ask(lambda: self.engine.observers.append(observer))
+
+    def unobserve(self, observer: Observer) -> None:
+        """Undo `observe`; raises ValueError if it isn't called."""
+        self.host.ask(lambda: self.engine.observers.remove(observer))
 
     async def exclusive(self, job: Callable[[], T], after: Callable[[T], object]) -> T:
         """Run `job` on the device thread while no step is in flight, then `after` with its result on the loop."""
@@ -52,26 +66,35 @@ class Client:
         if parsed.token_ids is not None:
             return parsed.token_ids
         assert parsed.text is not None, "a prompt has text or token ids"
-        return np.asarray(self.engine.tokenizer.encode(parsed.text), np.int32)
+        return np.asarray(self.front.tokenizer.encode(parsed.text), np.int32)
 
     def text(self, token_ids: list[int]) -> str:
         """Return the text of tokens; empty if the tokenizer knows only ids."""
-        tokenizer = self.engine.tokenizer
+        tokenizer = self.front.tokenizer
         return tokenizer.decode(token_ids) if tokenizer.has_text else ""
 
-    def pin(self, prompt: PromptLike, salt: str | None = None) -> int:
+    def root(self, salt: str | None, adapter: str | Mapping[str, float] | None = None) -> str | None:
+        """Return the name of the root of the pages of requests with these options."""
+        check_salt(salt)
+        if adapter is None:
+            return root_name(salt)
+        if self.front.adapters is None:
+            raise InvalidRequest("adapter", adapter, "can't be used here", "Leave it out")
+        return root_name(salt, self.front.adapters.find(adapter)[1])
+
+    def pin(self, prompt: PromptLike, salt: str | None = None, adapter: str | Mapping[str, float] | None = None) -> int:
         """Keep the cached pages of a prompt on the device until `unpin`. Return how many tokens they cover."""
         self.host.check()
-        check_salt(salt)
-        tokens = self.tokens(prompt)
-        return self.ask(lambda: self.engine.scheduler.pin(tokens, salt))
+        root, tokens = self.root(salt, adapter), self.tokens(prompt)
+        return self.ask(lambda: self.engine.scheduler.pin(tokens, root))
 
-    def unpin(self, prompt: PromptLike, salt: str | None = None) -> int:
+    def unpin(
+        self, prompt: PromptLike, salt: str | None = None, adapter: str | Mapping[str, float] | None = None
+    ) -> int:
         """Undo one `pin`. Return how many tokens are no longer kept."""
         self.host.check()
-        check_salt(salt)
-        tokens = self.tokens(prompt)
-        return self.ask(lambda: self.engine.scheduler.unpin(tokens, salt))
+        root, tokens = self.root(salt, adapter), self.tokens(prompt)
+        return self.ask(lambda: self.engine.scheduler.unpin(tokens, root))
 
     async def flush_cache(self) -> None:
         """Forget every cached page. Requests that run keep theirs."""
@@ -81,10 +104,34 @@ class Client:
         """Call `function` on the host's loop while no step is in flight."""
         await self.exclusive(_nothing, lambda _: function())
 
-    async def swap_weights(self, swap: Callable[[], bytes]) -> None:
-        """Call `swap`, which returns the new root key of the cache, and compute the running requests' pages again."""
-        scheduler = self.engine.scheduler
-        await self.exclusive(swap, lambda key: scheduler.flush_cache(key, recompute=True))
+    async def swap_weights(
+        self, swap: Callable[[], bytes], set_aside: Callable[[Sequence[PageMove]], None] | None = None
+    ) -> int:
+        """Call `swap`, which returns the new root key of the cache, and compute the running requests' pages again.
+
+        With `set_aside`, which reads pages out, the cache is kept below the device under its old root. Returns how
+        often weights were swapped.
+        """
+        scheduler, versions, moves = self.engine.scheduler, list[int](), list[PageMove]()
+
+        def swapped(key: bytes) -> None:
+            scheduler.flush_cache(key, recompute=True, keep=set_aside is not None)
+            versions.append(scheduler.weights_version)
+
+        if set_aside is None:
+            await self.exclusive(swap, swapped)
+            return versions[0]
+        quiet: OneShot[None] = OneShot()
+        self.host.check()
+        self.host.send(Pause(quiet), quiet)
+        try:
+            await quiet.get()
+            await self.between_steps(lambda: moves.extend(scheduler.vacate()))
+            await self.exclusive(partial(set_aside, moves), lambda _: scheduler.vacated())
+            await self.exclusive(swap, swapped)
+        finally:
+            self.host.send(Resume(), OneShot())
+        return versions[0]
 
 
 def _nothing() -> None: ...

@@ -18,16 +18,15 @@ from rekindle._src.core import html
 from rekindle._src.core.records import Completion, FinishReason, TextDelta
 from rekindle._src.core.sampling import ANSWER_TOKENS, Sampling
 from rekindle._src.session.call import Call
-from rekindle._src.session.handle import Handle
+from rekindle._src.session.handle import Handle, SyncStream
 from rekindle._src.session.signatures import takes_options
-from rekindle._src.session.streams import SyncStream
 from rekindle._src.session.tools.loop import ToolLoop, described
 from rekindle.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from typing import Unpack
 
-    from rekindle._src.core.options import SamplingOptions
+    from rekindle._src.core.sampling import SamplingOptions
 
 FORMAT, VERSION = "rekindle conversation", 1
 Message = dict[str, Any]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Sequence
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, TypeVar, get_args, overload
 
 import numpy as np
 
@@ -14,15 +14,16 @@ from rekindle._src.core.activity import Activity, State
 from rekindle._src.core.bounds import check_batch
 from rekindle._src.core.records import Embedded, Pooling, Usage, Vector
 from rekindle._src.core.sampling import Sampling
+from rekindle._src.dispatch.backend import Front
 from rekindle._src.dispatch.host import Host
 from rekindle._src.dispatch.mailbox import Mailbox
-from rekindle._src.dispatch.messages import Engine
 from rekindle._src.session.call import Call
 from rekindle._src.session.handle import Batch, Handle
-from rekindle._src.session.prompts import PromptLike, parse
+from rekindle._src.session.prompts import Prompt, PromptLike, parse
 from rekindle.errors import InvalidRequest, RekindleError
 
 T = TypeVar("T")
+POOLINGS: tuple[Pooling, ...] = get_args(Pooling)
 
 
 class Embeddings(Call[T]):
@@ -55,7 +56,8 @@ class Embeddings(Call[T]):
     def usage(self) -> Usage:
         """The tokens of the texts that have been embedded so far."""
         ended = [handle for handle in self._batch.handles if handle.done and handle.error is None]
-        return Usage(sum(handle.completion().usage.prompt_tokens for handle in ended), 0, 0)
+        used = [handle.completion().usage for handle in ended]
+        return Usage(sum(one.prompt_tokens for one in used), sum(one.cached_tokens for one in used), 0)
 
     def __repr__(self) -> str:
         handles = self._batch.handles
@@ -66,16 +68,17 @@ class Embedding:
     """The part of a session that embeds."""
 
     _host: Host
-    _engine: Engine
+    _front: Front
 
     @overload
     def embed(
         self,
         texts: PromptLike | Sequence[PromptLike],
         *,
-        pooling: Pooling = "mean",
-        normalize: bool = True,
+        pooling: Pooling | None = None,
+        normalize: bool | None = None,
         dimensions: int | None = None,
+        prompt_name: str | None = None,
         priority: int = 0,
         errors: Literal["raise"] = "raise",
     ) -> Embeddings[Vector]: ...
@@ -84,9 +87,10 @@ class Embedding:
         self,
         texts: Sequence[PromptLike],
         *,
-        pooling: Pooling = "mean",
-        normalize: bool = True,
+        pooling: Pooling | None = None,
+        normalize: bool | None = None,
         dimensions: int | None = None,
+        prompt_name: str | None = None,
         priority: int = 0,
         errors: Literal["return"],
     ) -> Embeddings[list[Vector | RekindleError]]: ...
@@ -94,28 +98,33 @@ class Embedding:
         self,
         texts: PromptLike | Sequence[PromptLike],
         *,
-        pooling: Pooling = "mean",
-        normalize: bool = True,
+        pooling: Pooling | None = None,
+        normalize: bool | None = None,
         dimensions: int | None = None,
+        prompt_name: str | None = None,
         priority: int = 0,
         errors: Literal["raise", "return"] = "raise",
     ) -> Any:
-        """Await it for a text's vector, a float32 array [hidden size]; for a list of texts one array [n, hidden size].
+        """Await it for a text's vector, a float32 array; for a list of texts one array [n, numbers].
 
-        A text is a string or a list of token ids, at most `max_model_len` tokens long. Its vector is the mean of the
-        last layer's hidden states, after the final norm, or with pooling="last" that of its last token, which models
-        that were trained to embed often want. `normalize` scales it to length 1, and `dimensions` keeps only its first
+        A text is a string or a list of token ids, at most `max_model_len` tokens long. `pooling` makes one vector of
+        the last layer's hidden states, after the final norm: their "mean", the state of the "last" token, or that of
+        the first ("cls"). `normalize` scales it to length 1. By default both are the checkpoint's own where files of
+        sentence-transformers lie beside it, and else the mean at length 1; linear layers that they name follow the
+        pooling in any case. `prompt_name` is one of the prompts in these files, such as "query", which comes before
+        each text, or "" for none where they have a default; token ids have none. `dimensions` keeps only the first
         numbers, for models trained for that.
 
-        Texts run in the same steps as other requests. The prefix cache keeps keys and values, not hidden states, so
-        that every token of a text is computed, and nothing of it is cached. The first call compiles programs of its
-        own. A text that fails ends the whole list; with errors="return" the result is a list, and the error stands in
-        the place of its vector.
+        Texts run in the same steps as other requests, and nothing of them is cached. The prefix cache keeps keys and
+        values, not hidden states, so that a mean needs every token of a text to be computed; with pooling="last" the
+        beginning of a text may come from the cache. The first call compiles programs of its own. A text that fails ends
+        the whole list; with errors="return" the result is a list, and the error stands in the place of its vector.
         """
-        size = self._engine.hidden_size
-        if pooling not in ("mean", "last"):
-            raise InvalidRequest("pooling", pooling, "is not known", "Use 'mean' or 'last'")
-        if not isinstance(normalize, bool):
+        embedder = self._front.embedder
+        size = embedder.size
+        if pooling not in (None, *POOLINGS):
+            raise InvalidRequest("pooling", pooling, "is not known", f"Use {' or '.join(map(repr, POOLINGS))}")
+        if normalize is not None and not isinstance(normalize, bool):
             raise InvalidRequest("normalize", normalize, "is neither True nor False", "Pass one of them")
         if errors not in ("raise", "return"):
             raise InvalidRequest("errors", errors, "is not known", "Use 'raise' or 'return'")
@@ -124,23 +133,35 @@ class Embedding:
             raise InvalidRequest(
                 "dimensions", dimensions, f"is not a whole number from 1 to {size}", f"Leave it out for {size}"
             )
+        prompts_by_name = {"": "", **embedder.prompts}
+        name = (embedder.default_prompt or "") if prompt_name is None else prompt_name
+        if not isinstance(name, str) or name not in prompts_by_name:
+            known = ", ".join(map(repr, embedder.prompts)) or "none"
+            fix = f"Leave it out, or use a prompt of the checkpoint: {known}"
+            raise InvalidRequest("prompt_name", prompt_name, "is not a prompt of this model", fix)
+        before = prompts_by_name[name]
         sampling = Sampling(max_tokens=1, priority=priority)
         self._host.check()
         prompts, many = parse(texts, keep_errors=errors == "return")
         check_batch(len(prompts))
         if errors == "return" and not many:
             raise InvalidRequest("errors", errors, "is for a list of texts", "Pass [text], or leave it out")
-        handles = [
-            Handle[Embedded](self._host, self, dataclasses.replace(prompt, pooling=pooling), sampling)
-            for prompt in prompts
-        ]
+        if prompt_name and any(prompt.token_ids is not None for prompt in prompts):
+            raise InvalidRequest("prompt_name", prompt_name, "is text, and token ids have none", "Pass strings")
+
+        def pooled(prompt: Prompt) -> Prompt:
+            text = before + prompt.text if prompt.text else prompt.text
+            return dataclasses.replace(prompt, text=text, pooling=pooling or embedder.pooling)
+
+        handles = [Handle[Embedded](self._host, self, pooled(prompt), sampling) for prompt in prompts]
 
         def progress(mailboxes: Sequence[Mailbox]) -> Activity:
-            return Activity(EmbeddingProgress(mailboxes).look, quiet=self._engine.config.quiet)
+            return Activity(EmbeddingProgress(mailboxes).look, quiet=self._front.config.quiet)
 
         def vector(one: Embedded) -> Vector:
-            values = one.vector[:dimensions]
-            return _normalised(values) if normalize else values
+            return embedder.finish(
+                one.vector, dimensions, normalize=embedder.normalize if normalize is None else normalize
+            )
 
         def finish(results: list[Embedded | RekindleError]) -> Any:
             if errors == "return":
@@ -157,9 +178,10 @@ class Embedding:
         self,
         texts: PromptLike | Sequence[PromptLike],
         *,
-        pooling: Pooling = "mean",
-        normalize: bool = True,
+        pooling: Pooling | None = None,
+        normalize: bool | None = None,
         dimensions: int | None = None,
+        prompt_name: str | None = None,
         priority: int = 0,
         errors: Literal["raise"] = "raise",
     ) -> Vector: ...
@@ -168,9 +190,10 @@ class Embedding:
         self,
         texts: Sequence[PromptLike],
         *,
-        pooling: Pooling = "mean",
-        normalize: bool = True,
+        pooling: Pooling | None = None,
+        normalize: bool | None = None,
         dimensions: int | None = None,
+        prompt_name: str | None = None,
         priority: int = 0,
         errors: Literal["return"],
     ) -> list[Vector | RekindleError]: ...
@@ -178,11 +201,6 @@ class Embedding:
         """Run `embed` from code without an event loop: blocks this thread until the vectors are there."""
         call: Embeddings[Any] = self.embed(texts, **options)
         return call.result_sync()
-
-
-def _normalised(vector: Vector) -> Vector:
-    length = float(np.linalg.norm(vector.astype(np.float64)))
-    return (vector / length).astype(np.float32) if length > 0.0 else vector
 
 
 class EmbeddingProgress:

@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
 
 from rekindle import tiny
 from rekindle._src.core.dtypes import dtype_name
 from rekindle._src.models.config import ModelConfig
+from rekindle._src.models.loading import tensor_files
 from rekindle._src.models.loading.gguf.export import export as gguf_tensors
+from rekindle._src.models.loading.gguf.export import write_gguf
 from rekindle._src.models.loading.gguf.files import is_gguf
-from rekindle._src.models.loading.gguf.write import write_gguf
 from rekindle._src.models.loading.load_progress import Meter, Report
+from rekindle._src.models.loading.manifest import Source
+from rekindle._src.models.loading.named_tensors import named_tensors
 from rekindle._src.models.loading.stored import Stored, look
-from rekindle._src.models.registry import config_from_hf
-from rekindle._src.session import folder_export
+from rekindle._src.models.loading.tensor_files import TensorEntry, pieces_of
+from rekindle._src.models.registry import config_from_hf, manifest
 from rekindle._src.text.chat import ChatTemplate
 from rekindle._src.text.generation_config import checkpoint_sampling
+from rekindle._src.text.gguf.reading import read_sampling
 from rekindle._src.text.gguf.writing import sampling_metadata, template_metadata, tokenizer_metadata
 from rekindle._src.text.tokenizer import Tokenizer
-from rekindle.errors import CheckpointError, ConfigError
+from rekindle.errors import CheckpointError, ConfigError, UnsupportedModel
 
 _GGUF_NAMES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 
@@ -45,7 +55,7 @@ def export(model: str | Path, out: str | Path, *, type: str = "auto", progress: 
         if is_gguf(out):
             _write_gguf(stored, config, partial, type, meter)
         else:
-            folder_export.write(stored, config, partial, type, meter)
+            _write_folder(stored, config, partial, type, meter)
     meter.tell(final=True)
     return out
 
@@ -90,3 +100,114 @@ def _check_room(out: Path, size: int) -> None:
             f"{out.parent} has {free / 2**30:.1f} GiB free, and the file needs {size / 2**30:.1f}. Free some, or "
             "export with another type."
         )
+
+
+TYPES: dict[str, Any] = {"f32": np.float32, "f16": np.float16, "bf16": ml_dtypes.bfloat16}
+_PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt", "additional_chat_templates/*.jinja")
+_NOT_COPIED = ("config.json", "model.safetensors.index.json", "quantize_config.json", "quant_config.json")
+
+
+class _Tensor(NamedTuple):
+    """A tensor of the folder, and its source."""
+
+    entry: TensorEntry
+    source: Source  # the conversion from its layout in the checkpoint to that in the folder
+    dtype: np.dtype[Any]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.entry.shape[::-1] if self.source.transpose else self.entry.shape
+
+    @property
+    def nbytes(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+
+
+def _write_folder(stored: Stored, config: ModelConfig, folder: Path, kind: str, meter: Meter) -> None:
+    """Write the folder. `kind` is one of TYPES, or "auto": each tensor's own, the config's where it is quantised."""
+    if kind != "auto" and kind.lower() not in TYPES:
+        known = ", ".join(("auto", *TYPES))
+        raise ConfigError(
+            "type", kind, "is not a type of a safetensors folder", f"Use one of {known}, or write a .gguf"
+        )
+    fused = manifest(config).fused
+    if fused is not None and fused.transposed:
+        raise UnsupportedModel(
+            f"this {config.model_type} model can't be written as a folder: transformers has all experts of a layer "
+            "in one tensor, and they are written one by one. Use the checkpoint itself."
+        )
+    tensors = _tensors(stored, config, kind.lower())
+    folder.mkdir()
+
+    def pieces() -> Iterator[NDArray[Any]]:
+        for tensor in tensors.values():
+            for _, _, values in pieces_of(tensor.entry, tensor.source):
+                with np.errstate(over="ignore"):  # values too large for 16 bits become infinite
+                    yield np.ascontiguousarray(values.astype(tensor.dtype))
+            meter.add(tensor.entry.nbytes)
+            meter.tell()
+
+    tensor_files.write(folder / "model.safetensors", tensors, pieces(), metadata={"format": "pt"})
+    kinds = {tensor.dtype.name for tensor in tensors.values() if len(tensor.shape) > 1}
+    raw = {name: value for name, value in stored.raw.items() if name not in ("quantization_config", "torch_dtype")}
+    dtype = next(iter(kinds)) if len(kinds) == 1 else config.dtype or "bfloat16"
+    _put(folder / "config.json", raw | {"dtype": dtype})
+    if stored.is_gguf:
+        _write_text(stored.path, stored.raw, folder)
+    else:
+        _copy_text(stored.path, folder)
+
+
+def _tensors(stored: Stored, config: ModelConfig, kind: str) -> dict[str, _Tensor]:
+    """Return the folder's tensors by name. A GGUF file's transpositions and additions are undone."""
+    _, entries = named_tensors(stored, config)
+    tensors = {}
+    for source in manifest(config).sources.values():
+        for name in source.names:
+            entry = entries[name]
+            inverse = Source(
+                names=(name,),
+                rows=(entry.shape[0],),
+                transpose=source.transpose and stored.is_gguf,
+                add=-source.add if stored.is_gguf else 0.0,
+            )
+            tensors[name] = _Tensor(entry, inverse, _dtype(entry, config, kind))
+    return tensors
+
+
+def _dtype(entry: TensorEntry, config: ModelConfig, kind: str) -> np.dtype[Any]:
+    if kind != "auto":
+        return np.dtype(TYPES[kind])
+    if entry.dtype in tensor_files.FLOATS and len(entry.shape) > 1:
+        return np.dtype(tensor_files.DTYPES[entry.dtype])
+    return np.dtype(ml_dtypes.bfloat16 if config.dtype in (None, "bfloat16") else config.dtype)
+
+
+def _copy_text(source: Path, folder: Path) -> None:
+    """Copy the files of the tokenizer, the chat templates and the sampling of a folder."""
+    for pattern in _PATTERNS:
+        for path in sorted(source.glob(pattern)):
+            if path.name not in _NOT_COPIED and path.is_file():
+                target = folder / path.relative_to(source)
+                target.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, target)
+
+
+def _write_text(source: Path, raw: Mapping[str, Any], folder: Path) -> None:
+    """Write the tokenizer, the chat templates and the sampling of a GGUF file."""
+    tokenizer, template = Tokenizer.load(source), ChatTemplate.load(source)
+    if tokenizer.has_text:
+        tokenizer.backend.save(str(folder / "tokenizer.json"))
+        _put(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.special})
+    if template is not None:
+        additional = folder / "additional_chat_templates"
+        for name, text in template.templates.items():
+            path = folder / "chat_template.jinja" if name == "default" else additional / f"{Path(name).name}.jinja"
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text)
+    ids = {name: raw[name] for name in ("bos_token_id", "eos_token_id") if raw.get(name) is not None}
+    _put(folder / "generation_config.json", ids | read_sampling(source))
+
+
+def _put(path: Path, value: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n")

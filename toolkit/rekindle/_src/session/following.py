@@ -11,18 +11,17 @@ import numpy as np
 
 from rekindle._src.core.config import EngineConfig, cache_folder
 from rekindle._src.kvcache.persist.segment import LeafSpec
-from rekindle._src.kvcache.tiers.disk import DiskTier
-from rekindle._src.kvcache.tiers.divided_disk import part_identity
+from rekindle._src.kvcache.tiers.disk import DiskTier, part_identity
 from rekindle._src.models.base import LoadedModel
 from rekindle._src.processes import joining
-from rekindle._src.processes.channel import Channel
+from rekindle._src.processes.channel import Channel, Kind
 from rekindle._src.processes.facts import Facts, as_json, encoded, from_json
 from rekindle._src.processes.greeting import Place
-from rekindle._src.processes.kinds import Kind
 from rekindle._src.processes.replay import LONGEST_ERROR, LoadedWeights, Replay
 from rekindle._src.processes.team import PING_SECONDS
 from rekindle._src.programs.page_parts import PageParts
-from rekindle._src.session.parts import OpenRequest, Parts, make_parts
+from rekindle._src.session.builder import Parts, make_parts
+from rekindle._src.session.open_request import OpenRequest
 from rekindle._src.session.weights import delete, page_identity, replacement
 from rekindle.errors import ProcessLost, RekindleError
 from rekindle_kernels import configure
@@ -93,11 +92,11 @@ def _build_parts(
 
 def _disk(parts: Parts) -> DiskTier | None:
     """Return the disk tier for this process's parts of pages, or None."""
-    config, page_parts = parts.config, PageParts(parts.programs.parts, parts.programs.kv)
+    config, page_parts = parts.config, PageParts.of(parts.programs.parts, parts.programs.kv)
     if not (config.prefix_cache and config.disk_memory):
         return None
     leaves = [LeafSpec(tuple(shape[1:]), str(np.dtype(dtype))) for shape, dtype in page_parts.layout]
-    identity = part_identity(page_identity(parts.model, config), page_parts.own_heads, leaves)
+    identity = part_identity(page_identity(parts.model, config), [own.tolist() for own in page_parts.own_heads], leaves)
     disk = DiskTier(cache_folder(config.cache_dir), config.disk_memory, identity)
     disk.scan()
     return disk
@@ -109,7 +108,7 @@ def _loaded(model: LoadedModel) -> LoadedWeights:
 
 def _loader(parts: Parts) -> Callable[[str], LoadedWeights]:
     def load(weights: str) -> LoadedWeights:
-        return _loaded(replacement(parts.model, weights, parts.config, parts.programs.parts.placement))
+        return _loaded(replacement(parts.model, weights, parts.config))
 
     return load
 

@@ -6,23 +6,22 @@ import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 from rekindle._src.core import html
 from rekindle._src.core.activity import Activity
-from rekindle._src.core.interrupts import interrupted
-from rekindle._src.core.records import Completion, FinishReason, Status, Timings, Usage
+from rekindle._src.core.own_failure import interrupted
+from rekindle._src.core.records import Completion, FinishReason, Status, TextDelta, Timings, TokenLogprobs, Usage
+from rekindle._src.core.reply import ToolCall
 from rekindle._src.core.sampling import Sampling
+from rekindle._src.core.taps import Captured
 from rekindle._src.dispatch.host import Host, wait
 from rekindle._src.dispatch.mailbox import Mailbox, OneShot, fresh
 from rekindle._src.dispatch.messages import Submission
 from rekindle._src.dispatch.wakeups import run_sync
 from rekindle._src.session.call import Call
-from rekindle._src.session.completions import Completions
-from rekindle._src.session.produced import Produced
 from rekindle._src.session.prompts import Prompt, at_index
-from rekindle._src.session.streams import Stream, SyncStream
 from rekindle.errors import InvalidRequest, QueueFull, RequestAborted, RequestFailed, SessionClosed
 
 if TYPE_CHECKING:
@@ -31,6 +30,68 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 # Unique in the process, so that an id never means two requests, not even of two sessions.
 _ids = itertools.count()
+
+
+class Produced:
+    """Text, tokens and log-probabilities of a request. They stay when it is interrupted."""
+
+    id: str
+    _mailbox: Mailbox
+    _submitted: bool
+    _queued: bool  # submitted, or waiting for a place
+
+    @property
+    def text(self) -> str:
+        """The text so far, of the first sequence; it stays when the request is interrupted.
+
+        This and the other results raise `InvalidRequest` if the request was neither submitted nor awaited.
+        """
+        return "".join(delta.text for delta in self._first)
+
+    @property
+    def content(self) -> str:
+        """The answer so far, of the first sequence: the text without reasoning and calls of tools."""
+        return "".join(delta.content for delta in self._first)
+
+    @property
+    def reasoning(self) -> str:
+        """The reasoning so far, of the first sequence."""
+        return "".join(delta.reasoning for delta in self._first)
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """The calls of tools so far, of the first sequence."""
+        return tuple(call for delta in self._first for call in delta.tool_calls)
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The token ids so far, of the first sequence."""
+        return tuple(token for delta in self._first for token in delta.token_ids)
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprobs, ...]:
+        """The log-probabilities so far, of the first sequence, if the request has them."""
+        return tuple(entry for delta in self._first for entry in delta.logprobs)
+
+    @property
+    def deltas(self) -> tuple[TextDelta, ...]:
+        """Every delta so far, of all sequences."""
+        self._check_submitted()
+        return tuple(self._mailbox.deltas)
+
+    @property
+    def _first(self) -> list[TextDelta]:
+        self._check_submitted()
+        return [delta for delta in self._mailbox.deltas if delta.index == 0]
+
+    def _check_submitted(self) -> None:
+        if not (self._queued or self._submitted or self._mailbox.ended):
+            raise InvalidRequest(
+                "handle",
+                self.id,
+                "has no results, because it was neither awaited nor submitted",
+                "Write done = await session.generate(…) and done.text, or handle = session.submit(…) for text so far",
+            )
 
 
 class Handle(Produced, Call[T]):
@@ -117,7 +178,7 @@ class Handle(Produced, Call[T]):
             return Status.QUEUED
         first = self.request_ids[next((i for i, result in enumerate(results) if result is None), 0)]
         try:
-            status = wait(self._host.call(lambda dispatch: dispatch.engine.scheduler.status(first)))
+            status = wait(self._host.call(lambda dispatch: dispatch.backend.status(first)))
         except SessionClosed:
             return Status.ABORTED
         # The scheduler does not know it before intake has tokenized it.
@@ -256,6 +317,7 @@ class Handle(Produced, Call[T]):
             logprobs=tuple(entry for delta in deltas for entry in delta.logprobs) or None,
             index=index,
             covered=self.covered,
+            captured=_captured(deltas),
         )
 
     def wait_for_more(self, seen: int) -> int:
@@ -310,6 +372,12 @@ class Handle(Produced, Call[T]):
                 )
             )
         )
+
+
+def _captured(deltas: Sequence[TextDelta]) -> Captured | None:
+    """Return what deltas have captured; None if the request captures nothing."""
+    parts = [delta.captured for delta in deltas if delta.captured is not None]
+    return Captured.joined([part for part in parts if len(part.positions)], parts[0].layers) if parts else None
 
 
 def keep_partial(error: BaseException, handles: Sequence[Handle[Any]], so_far: Callable[[], Any]) -> None:
@@ -410,3 +478,123 @@ class Batch(Call[list[T]]):
             for handle in self.handles
         ]
         return str(html.table(["request", "status", "tokens", "text"], rows))
+
+
+class Stream(AsyncIterator[TextDelta]):
+    """An iterator over the deltas of a handle; several can read the same handle, each at its own pace."""
+
+    # Any: the signature of a public class names no private type.
+    def __init__(self, handle: Handle[Any], mailbox: Any, following: Any, *, scoped: bool) -> None:
+        self._handle = handle
+        self._mailbox: Mailbox = mailbox
+        self._following: Callable[[int], Awaitable[None]] = following  # waits for more deltas than this number
+        self._scoped = scoped  # the request ends with the loop over it
+        self._seen = 0
+        self._ended = False
+
+    def __repr__(self) -> str:
+        return f"<Stream of {self._handle!r}, {self._seen} deltas read>"
+
+    def _repr_html_(self) -> str:
+        return str(html.line(repr(self)))
+
+    async def __anext__(self) -> TextDelta:
+        """Wait for the next delta and return it."""
+        mailbox, seen = self._mailbox, self._seen
+        if seen >= len(mailbox.deltas):
+            await self._following(seen)
+        if seen < len(mailbox.deltas):
+            self._seen = seen + 1
+            return mailbox.deltas[seen]
+        self._ended = True
+        if mailbox.error is not None:
+            raise fresh(mailbox.error)
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        """Stop reading. The request of `session.stream` is aborted, as it is by `break`."""
+        self._leave()
+
+    def _leave(self) -> None:
+        if not self._ended and self._scoped:
+            self._ended = True
+            self._handle.cancel()
+
+    def __del__(self) -> None:
+        self._leave()
+
+
+class SyncStream(Iterator[TextDelta]):
+    """A stream for code without an event loop: `for` over it blocks this thread."""
+
+    # Any: a `ToolLoop` has such a stream, too.
+    def __init__(self, handle: Any) -> None:
+        self._stream: Any = aiter(handle)
+
+    def __repr__(self) -> str:
+        return f"<Sync{repr(self._stream)[1:]}"
+
+    def _repr_html_(self) -> str:
+        return str(html.line(repr(self)))
+
+    def __next__(self) -> TextDelta:
+        """Return the next delta. Blocks this thread until it is there."""
+        try:
+            delta: TextDelta = run_sync(self._stream.__anext__())
+            return delta
+        except StopAsyncIteration:
+            raise StopIteration from None
+
+    def close(self) -> None:
+        """Stop reading. The request of `session.stream` is aborted, as it is by `break`."""
+        self._stream._leave()
+
+    if not TYPE_CHECKING:
+
+        def __aiter__(self) -> NoReturn:
+            raise TypeError("stream_sync(…) is for plain `for`; with `async for` use session.stream(…)")
+
+
+class Completions(list[T]):
+    """A list in every respect; only a notebook shows it otherwise. With n above 1 its items are lists."""
+
+    def __reduce__(self) -> tuple[type[list[T]], tuple[list[T]]]:
+        return list, (list(self),)  # pickled as a plain list, so that it is read without this class
+
+    def __repr__(self) -> str:
+        text = super().__repr__()
+        if len(text) <= 200:
+            return text
+        completions = [completion for _, completion in _each(self)]
+        tokens = html.count(sum(len(completion.token_ids) for completion in completions), "token")
+        return f"<Completions: a list of {html.count(len(completions), 'completion')}, {tokens}>"
+
+    def _repr_html_(self) -> str:
+        rows: list[tuple[object, ...]] = []
+        tokens = 0
+        for number, completion in _each(self):
+            tokens += len(completion.token_ids)
+            prompt = html.shorten(completion.prompt or "", 60)
+            cached = f"{completion.usage.cached_tokens:,} of {completion.usage.prompt_tokens:,}"
+            rate = completion.timings.decode_rate(len(completion.token_ids))
+            speed = f"{rate:,.0f}" if rate else ""
+            text = html.shorten(completion.text, 200)
+            rows.append((number, prompt, text, len(completion.token_ids), str(completion.finish_reason), cached, speed))
+        heads = ["", "prompt", "text", "tokens", "ended by", "cached", "tokens/s"]
+        size = html.line(html.count(len(rows), "completion"), html.count(tokens, "token"))
+        for index, item in enumerate(self):
+            if isinstance(item, BaseException):  # generate(..., errors="return") puts errors in place of completions
+                rows.append((str(index), "", f"{type(item).__name__}: {item}", 0, "failed", "", ""))
+        rows.sort(key=lambda row: int(str(row[0]).partition(".")[0]))
+        return str(html.block(size, html.table(heads, rows)))
+
+
+def _each(found: list[T]) -> Iterator[tuple[str, Completion]]:
+    """Yield completions with their places: `2`, or `2.1` for the second completion of one prompt."""
+    for index, item in enumerate(found):
+        if isinstance(item, Completion):
+            yield str(index), item
+        elif isinstance(item, list):
+            for place, part in enumerate(item):
+                if isinstance(part, Completion):
+                    yield f"{index}.{place}", part

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from rekindle import tiny
 from rekindle._src.core.config import EngineConfig, cache_folder
-from rekindle._src.models.loading import kept_file, kept_place, stored
-from rekindle._src.models.loading.kept_file import Brought, Mapped
+from rekindle._src.models.loading import kept_weights, stored
+from rekindle._src.models.loading.kept_weights import Brought, Mapped
 from rekindle._src.models.loading.stored import Stored
 
 MOST = 1 << 30  # bytes of weights; larger files are read by several threads later, with a progress bar
@@ -70,21 +70,21 @@ class HeadStart:
         checkpoint = self.seen = stored.look(folder)
         dtype = "bfloat16" if config.dtype == "auto" else config.dtype
         for native in (True, False):
-            unpacked = not native and kept_place.has_room(checkpoint, dtype, config.device_memory)
-            options = kept_place.options(
+            unpacked = not native and kept_weights.has_room(checkpoint, dtype, config.device_memory)
+            options = kept_weights.options(
                 checkpoint, config.dtype, config.quantize, True, False, resolved=dtype, unpacked=unpacked
             )
-            self._kept = kept_place.place(
+            self._kept = kept_weights.place(
                 cache_folder(config.cache_dir), checkpoint.fingerprint, *options,
-                platform="cpu", native=native, digest=kept_place.sources(),
+                platform="cpu", native=native, digest=kept_weights.sources(),
             )  # fmt: skip
-            self._mapped = kept_file.find(self._kept, MOST)
+            self._mapped = kept_weights.find(self._kept, MOST)
             if self._mapped is not None:
                 return
 
     def _bring(self, mapped: Mapped) -> None:
         with contextlib.suppress(Exception):
-            self._brought = kept_file.bring(mapped)
+            self._brought = kept_weights.bring(mapped)
         with self._lock:
             self._read = True
             release = self._over

@@ -3,33 +3,35 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from rekindle._src.core.activity import Activity
 from rekindle._src.core.config import EngineConfig
-from rekindle._src.core.gc_pause import gc_paused
-from rekindle._src.core.interrupts import interrupted
-from rekindle._src.dispatch import forked
+from rekindle._src.core.memory import gc_paused
+from rekindle._src.core.own_failure import interrupted
+from rekindle._src.core.taps import Steer
+from rekindle._src.dispatch.backend import Front
 from rekindle._src.dispatch.device import capture_contexts
-from rekindle._src.dispatch.host import Host
-from rekindle._src.dispatch.messages import Engine
+from rekindle._src.dispatch.host import Host, note_opening
 from rekindle._src.session.call import Call
-from rekindle._src.session.opening_progress import OpeningProgress
+from rekindle._src.session.open_request import OpeningProgress, OpenRequest
 from rekindle._src.session.signatures import takes_options
 from rekindle.errors import ConfigError
 
 if TYPE_CHECKING:
     from typing import Unpack
 
-    from rekindle._src.core.options import OpenOptions
+    from rekindle._src.core.config import OpenOptions
     from rekindle._src.models.base import LoadedModel
     from rekindle._src.models.loading.load_progress import LoadProgress
+    from rekindle._src.programs.custom_taps import Tap
     from rekindle._src.programs.processors import LogitsProcessor
     from rekindle._src.session.head_start import HeadStart
     from rekindle._src.session.session import Session
@@ -39,7 +41,7 @@ class Opening(Call["Session"]):
     """`session = await rekindle.open(...)`, or `async with rekindle.open(...) as session`."""
 
     def __init__(
-        self, build: Callable[[], Engine], progress: Activity | None = None, given_up: threading.Event | None = None
+        self, build: Callable[[], Front], progress: Activity | None = None, given_up: threading.Event | None = None
     ) -> None:
         self._build, self._progress, self._given_up = build, progress, given_up or threading.Event()
         # Captured here, in the caller's thread and inside its `with` blocks.
@@ -52,8 +54,8 @@ class Opening(Call["Session"]):
             host.start()
             try:
                 with self._progress or contextlib.nullcontext():
-                    engine = await host.opened.get()
-                    self._session = _session().attached(host, engine)
+                    front = await host.opened.get()
+                    self._session = _session().attached(host, front)
             except BaseException as error:
                 self._given_up.set()
                 host.close()  # an interrupt does not wait until a compilation ends
@@ -95,18 +97,36 @@ def open(
     model: str | Path | LoadedModel = "tiny",
     *,
     processors: Sequence[LogitsProcessor] | None = None,
+    taps: Sequence[Tap] | None = None,
+    steering: Mapping[str, Steer | Sequence[Steer] | str | Path] | None = None,
+    adapters: Mapping[str, Any] | None = None,
+    merge: Any = None,
     progress: Callable[[LoadProgress], None] | None = None,
     **options: Unpack[OpenOptions],
 ) -> Opening:
     """Open a model: `session = await rekindle.open(model)`, or `async with rekindle.open(model) as session`.
 
     `model` is a local Hugging Face folder, a GGUF file, a hub id, a model that `rekindle.models` loaded, or "tiny" for
-    the embedded one. `processors` are `LogitsProcessor`s that requests may name. `progress` is called in another thread
-    with the share of the weights that was read.
+    the embedded one. `processors` are `LogitsProcessor`s that requests may name, `taps` are `Tap`s, and `steering` maps
+    names to `Steer`s, lists of them, or safetensors files of vectors. `adapters` are LoRAs by name, each as
+    `session.load_adapter` takes it; one more, `merge`, is added to the weights, which have to be floats, and then costs
+    nothing. `progress` is called in another thread with the share of the weights that was read.
     """
-    forked.opening()  # before an event loop is asked for anything
+    note_opening()  # before an event loop is asked for anything
     config, shown, given_up = EngineConfig.of(options), OpeningProgress(model), threading.Event()
-    build = functools.partial(_build, model, config, _listed(processors), progress, given_up, shown)
+    request = OpenRequest(
+        model,
+        config,
+        _listed("processors", processors, "LogitsProcessor"),
+        _listed("taps", taps, "Tap"),
+        named_changes(steering),
+        _named(adapters),
+        merge,
+        progress,
+        given_up=given_up.is_set,
+        shown=shown,
+    )
+    build = functools.partial(_build, request)
     first = "jax" not in sys.modules  # its import takes a second, in which other threads hardly run
     return Opening(build, Activity(shown.look, quiet=config.quiet, at_once=first), given_up)
 
@@ -116,21 +136,63 @@ def open_sync(
     model: str | Path | LoadedModel = "tiny",
     *,
     processors: Sequence[LogitsProcessor] | None = None,
+    taps: Sequence[Tap] | None = None,
+    steering: Mapping[str, Steer | Sequence[Steer] | str | Path] | None = None,
+    adapters: Mapping[str, Any] | None = None,
+    merge: Any = None,
     progress: Callable[[LoadProgress], None] | None = None,
     **options: Unpack[OpenOptions],
 ) -> Session:
     """Open a model in code without an event loop: `with rekindle.open_sync(model) as session`. See `open`."""
-    return open(model, processors=processors, progress=progress, **options).result_sync()
+    return open(
+        model,
+        processors=processors,
+        taps=taps,
+        steering=steering,
+        adapters=adapters,
+        merge=merge,
+        progress=progress,
+        **options,
+    ).result_sync()
 
 
-def _listed(processors: Any) -> tuple[Any, ...]:
-    if processors is None:
+def _listed(name: str, entries: Any, kind: str) -> tuple[Any, ...]:
+    if entries is None:
         return ()
     try:
-        return tuple(processors)
+        return tuple(entries)
     except TypeError:
-        fix = "Pass a list of rekindle.LogitsProcessor(function, name='…')"
-        raise ConfigError("processors", processors, "is not a list", fix) from None
+        fix = f"Pass a list of rekindle.{kind}(function, name='…')"
+        raise ConfigError(name, entries, "is not a list", fix) from None
+
+
+def named_changes(steering: Any) -> dict[str, tuple[Steer, ...]]:
+    """Return the changes of each name. Raise ConfigError for anything else."""
+    if steering is None:
+        return {}
+    fix = 'Pass {"name": rekindle.Steer(layer=…, vector=…)}'
+    if not isinstance(steering, Mapping):
+        raise ConfigError("steering", steering, "does not map names to changes", fix)
+    named = {}
+    for name, entry in steering.items():
+        if isinstance(entry, str | Path):
+            from rekindle._src.core.steering_files import read_changes  # numpy's, which `import rekindle` does without
+
+            changes = read_changes(entry)
+        else:
+            changes = tuple(entry) if isinstance(entry, Sequence) else (entry,)
+        if not (isinstance(name, str) and name and changes and all(isinstance(change, Steer) for change in changes)):
+            raise ConfigError("steering", {name: entry}, "is not a name with a Steer, a list of them, or a file", fix)
+        named[name] = changes
+    return named
+
+
+def _named(adapters: Any) -> dict[str, Any]:
+    if adapters is None:
+        return {}
+    if not isinstance(adapters, Mapping):
+        raise ConfigError("adapters", adapters, "does not map names to adapters", 'Pass {"name": folder}')
+    return dict(adapters)
 
 
 def _session() -> type[Session]:
@@ -140,27 +202,21 @@ def _session() -> type[Session]:
     return Session
 
 
-def _build(
-    model: Any,
-    config: EngineConfig,
-    processors: Any,
-    progress: Any,
-    given_up: threading.Event,
-    shown: OpeningProgress,
-) -> Engine:
+def _build(request: OpenRequest) -> Front:
     # Modules are imported on the session's thread: `import rekindle` and the caller's loop stay quick.
     first, ahead = "jax" not in sys.modules, None
     try:
         with gc_paused(stays=first):
             if first:
-                ahead = _head_start(model, config)
+                ahead = _head_start(request.model, request.config)
             _session()  # before JAX, whose library is loaded meanwhile
+            from rekindle._src.programs.custom_taps import check_taps
             from rekindle._src.programs.processors import check_processors
             from rekindle._src.session.builder import build
-            from rekindle._src.session.parts import OpenRequest
 
-        checked = check_processors(processors)
-        return build(OpenRequest(model, config, checked, progress, capture_contexts(), given_up.is_set, shown, ahead))
+        processors, taps = check_processors(request.processors), check_taps(request.taps)
+        contexts = capture_contexts()
+        return build(dataclasses.replace(request, processors=processors, taps=taps, contexts=contexts, ahead=ahead))
     finally:
         if ahead is not None:
             ahead.close()

@@ -39,7 +39,7 @@ def parse(prompt: Any, *, keep_errors: bool = False) -> tuple[list[Prompt], bool
 
     An entry of a list that is no prompt raises, or is in the list with its error if errors are kept.
     """
-    if isinstance(prompt, str) or _is_ids(prompt):
+    if isinstance(prompt, str) or is_ids(prompt):
         return [parse_one(prompt)], False
     if isinstance(prompt, Sequence | np.ndarray) and not isinstance(prompt, bytes) and getattr(prompt, "ndim", 1) != 0:
         check_batch(len(prompt))
@@ -69,7 +69,7 @@ def parse_one(prompt: Any) -> Prompt:
     if isinstance(prompt, str):
         check_prompt(len(prompt), "characters")
         return Prompt(prompt, None)
-    if not _is_ids(prompt):
+    if not is_ids(prompt):
         raise InvalidRequest("prompt", prompt, "is neither text nor token ids", "Pass a str or a list of ints")
     ids = np.asarray(prompt)
     if ids.min() < 0 or ids.max() >= 2**31:
@@ -77,7 +77,8 @@ def parse_one(prompt: Any) -> Prompt:
     return Prompt(None, ids.astype(np.int32))
 
 
-def _is_ids(prompt: Any) -> bool:
+def is_ids(prompt: Any) -> bool:
+    """True if a prompt is a list of token ids."""
     if isinstance(prompt, str | bytes | Mapping):
         return False
     if hasattr(prompt, "dtype"):

@@ -12,27 +12,28 @@ and a type checker knows this for a literal 1 only. An `n` inside a `Sampling` i
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+from rekindle._src.core.activity import Activity, State
 from rekindle._src.core.bounds import check_batch
 from rekindle._src.core.records import Completion
 from rekindle._src.core.sampling import Sampling
+from rekindle._src.dispatch.backend import Front
 from rekindle._src.dispatch.host import Host
-from rekindle._src.dispatch.messages import Engine
-from rekindle._src.session.batch_progress import shown
-from rekindle._src.session.handle import Batch, Handle, chat_of
-from rekindle._src.session.new_handle import new_handle, structure_in
-from rekindle._src.session.prompts import PromptLike, parse
-from rekindle._src.session.sampling_defaults import sampling_of
+from rekindle._src.dispatch.mailbox import Mailbox
+from rekindle._src.session.handle import Batch, Handle, SyncStream, chat_of
+from rekindle._src.session.prompts import PromptLike, parse, parse_one
 from rekindle._src.session.signatures import takes_options
-from rekindle._src.session.streams import SyncStream
 from rekindle.errors import InvalidRequest, RekindleError
 
 if TYPE_CHECKING:
     from typing import Unpack
 
-    from rekindle._src.core.options import SamplingOptions
+    from rekindle._src.core.sampling import SamplingOptions
+    from rekindle._src.structured.spec import Structure
+    from rekindle._src.text.replies import ReplyPlan
 
 Completions = list[Completion]
 One = Literal[1] | None
@@ -42,7 +43,7 @@ class Requests:
     """The requests to an open model."""
 
     _host: Host
-    _engine: Engine
+    _front: Front
     # The output of the last interrupted call: an "aborted" completion, or a list in the form of the call's result.
     last: Any = None
 
@@ -120,15 +121,15 @@ class Requests:
         """
         if errors not in ("raise", "return"):
             raise InvalidRequest("errors", errors, "is not known", "Use 'raise' or 'return'")
-        options_ = sampling_of(self._engine, sampling, options)
+        options_ = sampling_of(self._front, sampling, options)
         self._host.check()
         prompts, many = parse(prompt, keep_errors=errors == "return")
         check_batch(len(prompts), options_.n)
         if errors == "return" and not many:
             raise InvalidRequest("errors", errors, "is for a list of prompts", "Pass [prompt], or leave it out")
-        structure = structure_in(self._engine, options_)
+        structure = structure_in(self._front, options_)
         handles: list[Handle[Any]] = [Handle(self._host, self, item, options_, structure=structure) for item in prompts]
-        batch: Batch[Any] = Batch(handles, progress=shown(self._engine, options_), keep_errors=errors == "return")
+        batch: Batch[Any] = Batch(handles, progress=shown(self._front, options_), keep_errors=errors == "return")
         return batch if many else handles[0]
 
     @overload
@@ -239,7 +240,7 @@ class Requests:
             raise InvalidRequest("source", source.id, "has not started", "Wait for its first token")
         if not 0 <= at <= len(tokens):
             raise InvalidRequest("at", at, f"is outside of the {len(tokens)} tokens so far", f"Use 0 to {len(tokens)}")
-        tokenizer = self._engine.tokenizer
+        tokenizer = self._front.tokenizer
         edited = tokenizer.encode(edit, add_special_tokens=False) if isinstance(edit, str) else list(edit or ())
         if sampling is None:
             remaining = max(1, base.max_tokens - at - len(edited))
@@ -255,7 +256,7 @@ class Requests:
         return handle
 
     def _handle(self, prompt: PromptLike, sampling: Sampling | None, options: Mapping[str, Any], **more: Any) -> Any:
-        return new_handle(self, self._host, self._engine, prompt, sampling, options, **more)
+        return new_handle(self, self._host, self._front, prompt, sampling, options, **more)
 
     @overload
     def generate_sync(
@@ -341,3 +342,120 @@ class Requests:
         """Run `stream` from code without an event loop: `for` over it blocks this thread."""
         merged = options if n is None else {**options, "n": n}
         return self._handle(prompt, sampling, merged, scoped=True).stream_sync()
+
+
+def new_handle(
+    session: object,
+    host: Host,
+    front: Front,
+    prompt: PromptLike,
+    sampling: Sampling | None,
+    options: Mapping[str, Any],
+    *,
+    scoped: bool = False,
+    base: Sampling | None = None,
+    covered: int = 0,
+    reply: ReplyPlan | None = None,
+    messages: Sequence[Mapping[str, Any]] | None = None,
+) -> Handle[Any]:
+    """Return a handle that is not submitted yet.
+
+    In a fork the last `covered` tokens of the prompt belong to the structured text of the options `base`, which goes on
+    if the request has the same structure. A fork of a chat has its `messages`, and its `reply` goes on.
+    """
+    merged = sampling_of(front, sampling, options)
+    host.check()
+    parsed, structure = parse_one(prompt), structure_in(front, merged)
+    parsed = dataclasses.replace(parsed, reply=reply, messages=messages)
+    if base is not None and same_structure(merged, base):
+        parsed = dataclasses.replace(parsed, covered=covered)
+    return Handle(host, session, parsed, merged, scoped=scoped, structure=structure)
+
+
+def structure_in(front: Front, sampling: Sampling) -> Structure | None:
+    """Return the structure that the options require of the text, checked as far as possible without compiling it."""
+    if not sampling.structured:
+        return None
+    from rekindle._src.structured.spec import structure_of  # few requests need it
+
+    structure = structure_of(sampling)
+    if structure is not None and not front.tokenizer.has_text:
+        kind = structure.spec.kind
+        raise InvalidRequest(kind, getattr(sampling, kind), "needs a tokenizer", "Open a model with tokenizer.json")
+    return structure
+
+
+def same_structure(left: Sampling, right: Sampling) -> bool:
+    """True if both have the same structure, so that a fork continues that of its source."""
+    from rekindle._src.structured.spec import structure_of
+
+    first, second = structure_of(left), structure_of(right)
+    return first is not None and second is not None and first.spec == second.spec
+
+
+def sampling_of(front: Front, sampling: Sampling | None, options: Mapping[str, Any]) -> Sampling:
+    """Return the request's options. Without a `Sampling`, they default to those of the checkpoint.
+
+    In that case None leaves an option at the checkpoint's value, as leaving it out does.
+    """
+    if sampling is not None or front.sampling is None:
+        return Sampling.of(sampling, options)
+    return Sampling.of(front.sampling, {name: value for name, value in options.items() if value is not None})
+
+
+def shown(front: Front, sampling: Sampling) -> Callable[[Sequence[Mailbox]], Activity]:
+    """Return a function that shows a batch of requests with these options while it runs."""
+
+    def show(mailboxes: Sequence[Mailbox]) -> Activity:
+        return Activity(BatchProgress(mailboxes, sampling, front.program_wait.describe).look, quiet=front.config.quiet)
+
+    return show
+
+
+class BatchProgress:
+    """Reads the mailboxes of a batch. The cost of a look is that of the deltas since the last one."""
+
+    def __init__(self, mailboxes: Sequence[Mailbox], sampling: Sampling, compiling: Callable[[], str] = str) -> None:
+        self._mailboxes, self._pace = mailboxes, Pace(compiling)
+        self._most = max(1, sampling.max_tokens) * sampling.n  # tokens of a prompt
+        self._read = [0] * len(mailboxes)  # deltas that were counted
+        self._tokens = [0] * len(mailboxes)
+
+    def look(self) -> State:
+        """Return the batch's progress as one line, and the share that is complete."""
+        for index, mailbox in enumerate(self._mailboxes):
+            new = mailbox.deltas[self._read[index] :]
+            self._read[index] += len(new)
+            self._tokens[index] += sum(len(delta.token_ids) for delta in new)
+        ended = [mailbox.ended for mailbox in self._mailboxes]
+        # A running prompt counts for its share of max_tokens.
+        shares = zip(ended, self._tokens, strict=True)
+        fraction = sum(1.0 if end else min(1.0, tokens / self._most) for end, tokens in shares) / len(ended)
+        words = self._pace.look(sum(self._tokens), fraction)
+        return State(", ".join([f"{sum(ended)} of {len(ended)} prompts", *words]), fraction)
+
+
+class Pace:
+    """The rate of tokens since the first of them, without the time in which all requests waited for a program."""
+
+    def __init__(self, compiling: Callable[[], str] = str) -> None:
+        self._compiling = compiling
+        self._first: tuple[int, float] | None = None  # the first count of tokens above zero, and the share then
+        self._latest = (0.0, 0)  # the time of the last look, and its count of tokens
+        self._running = 0.0  # seconds
+
+    def look(self, total: int, fraction: float | None) -> list[str]:
+        """Return the rate, the time left and the program in compilation, from all tokens and the share so far."""
+        now, compiling, words = time.monotonic(), self._compiling(), []
+        previous, counted = self._latest
+        self._latest = now, total
+        if self._first is None:
+            self._first = (total, fraction or 0.0) if total else None
+        else:
+            self._running += now - previous if total > counted or not compiling else 0.0
+            tokens, share = total - self._first[0], (fraction or 0.0) - self._first[1]
+            if tokens and self._running:
+                words.append(f"{tokens / self._running:,.0f} tokens/s")
+            if share > 0 and fraction is not None and not compiling:
+                words.append(f"{self._running / share * (1 - fraction):,.0f} s left")
+        return [*words, compiling] if compiling else words

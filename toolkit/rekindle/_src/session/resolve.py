@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 from typing import Any, cast
 
 import jax
 
+from rekindle._src.core import memory
 from rekindle._src.core.config import EngineConfig
-from rekindle._src.core.options import DType, KVDType
+from rekindle._src.core.dtypes import DType, KVDType
 from rekindle._src.kvcache.pool import pages_for
+from rekindle._src.models.base import ALONE, Placement
 from rekindle._src.models.config import ModelConfig
-from rekindle._src.models.placement import Placement
+from rekindle._src.programs import state_moves
 from rekindle._src.programs.buckets import SMALLEST_ROWS
-from rekindle._src.programs.kv_layout import page_bytes
+from rekindle._src.programs.kv_layout import page_bytes, state_bytes
 from rekindle.errors import ConfigError, OutOfMemory
 from rekindle_kernels import implementation_names
 
@@ -28,7 +29,7 @@ CACHED_CONTEXTS = 4  # the default keeps at most this many full contexts per run
 
 
 def resolve(
-    config: EngineConfig, model: ModelConfig, *, weight_bytes: int = 0, placement: Placement | None = None
+    config: EngineConfig, model: ModelConfig, *, weight_bytes: int = 0, placement: Placement = ALONE
 ) -> EngineConfig:
     """Return the config for this model and platform. `weight_bytes` per device stay free for weights to load."""
     platform = jax.default_backend()
@@ -42,7 +43,9 @@ def resolve(
             f"is beyond the {model.max_position_embeddings} positions of the model",
             f"Use at most {model.max_position_embeddings}",
         )
-    shards = 1 if placement is None else placement.data
+    shards = placement.data
+    if model.is_bidirectional:  # a text is computed in one step
+        config = dataclasses.replace(config, max_tokens_per_step=max(config.max_tokens_per_step, length * shards))
     config = _evenly(config, shards)
     if config.max_tokens_per_step < config.max_requests:
         raise ConfigError(
@@ -54,6 +57,8 @@ def resolve(
     if config.kernels is not None and config.kernels not in implementation_names():
         known = ", ".join(map(repr, implementation_names()))
         raise ConfigError("kernels", config.kernels, "is not an implementation", f"Use one of {known}, or None")
+    if model.is_recurrent:
+        _check_recurrent(config, model, placement)
     rows = max(config.max_requests // shards, SMALLEST_ROWS)
     if config.prompt_lookup >= rows:
         raise ConfigError(
@@ -70,10 +75,27 @@ def resolve(
         kv_dtype=cast(KVDType, kv_dtype),
         max_model_len=length,
         page_size=page_size,
-        prefix_cache=config.prefix_cache and _shareable(model, length),
-        mesh=None if placement is None else config.mesh,
+        prefix_cache=config.prefix_cache and not model.is_bidirectional and _shareable(model, length),
+        mesh=config.mesh if placement.divided else None,
     )
     return dataclasses.replace(resolved, **_pages(resolved, model, platform, weight_bytes, placement))
+
+
+def _check_recurrent(config: EngineConfig, model: ModelConfig, placement: Placement) -> None:
+    """Raise ConfigError for options that models with states do not have yet."""
+    what = f"the states of this {model.model_type} model"
+    if placement.divided:
+        raise ConfigError("mesh", config.mesh, f"can't be had, since {what} are not divided", "Use one device")
+    if config.deterministic and any(spec is not None and spec.heads for spec in model.recurrent):
+        ways = "take one token at a time while it generates, and add up many at once where its text is part of a prompt"
+        raise ConfigError("deterministic", True, f"can't be had, since {what} {ways}: the last bits differ", "Leave it")
+    if config.prompt_lookup:
+        raise ConfigError(
+            "prompt_lookup",
+            config.prompt_lookup,
+            f"can't be had, since {what} can't be taken back",
+            "Use prompt_lookup=0",
+        )
 
 
 def of_one_shard(config: EngineConfig, shards: int) -> EngineConfig:
@@ -97,7 +119,10 @@ def _each(shards: int) -> str:
 
 
 def _shareable(model: ModelConfig, length: int) -> bool:
-    """True if equal tokens have equal keys. Dynamic and longrope models rotate the keys of long prompts differently."""
+    """True if pages of equal tokens can stand for them.
+
+    Dynamic and longrope models rotate the keys of long prompts differently.
+    """
     if model.rope_regime(length) == model.rope_regime(1):
         return True
     log.warning("no prefix cache: at prompts up to %d tokens this model rotates keys by the prompt's length", length)
@@ -115,21 +140,25 @@ def _kind(platform: str) -> str:
 
 
 def _pages(
-    config: EngineConfig, model: ModelConfig, platform: str, weight_bytes: int, placement: Placement | None
+    config: EngineConfig, model: ModelConfig, platform: str, weight_bytes: int, placement: Placement
 ) -> dict[str, Any]:
     """Return the fields `device_pages` and `device_memory`, which follow from each other; both are for each device."""
     assert config.max_model_len is not None, "resolved before"
     assert config.page_size is not None, "resolved before"
-    size = page_bytes(model if placement is None else placement.local.config, config.page_size, config.kv_dtype)
+    size = page_bytes(placement.local_config(model), config.page_size, config.kv_dtype)
+    requests = config.max_requests // placement.data
+    states = (1 + state_moves.slots(model, requests, shared=config.prefix_cache)) * state_bytes(model)
     if config.device_pages is not None:
         return {"device_pages": config.device_pages, "device_memory": config.device_pages * size}
     per_request = pages_for(config.max_model_len, config.page_size)
     if config.device_memory is not None:
-        pages = config.device_memory // size
+        pages = (config.device_memory - states) // size
     else:
-        budget = _free_memory(platform, weight_bytes, placement)
-        shards = 1 if placement is None else placement.data
-        pages = min(budget // size, 1 + CACHED_CONTEXTS * config.max_requests // shards * per_request)
+        budget = _free_memory(platform, weight_bytes, placement) - states
+        most = CACHED_CONTEXTS * config.max_requests // placement.data * per_request
+        if model.is_bidirectional:  # nothing is cached: what two steps in flight have, and a text that waits
+            most = 2 * (config.max_tokens_per_step // placement.data // config.page_size + requests) + per_request
+        pages = min(budget // size, 1 + most)
     if pages < 2:
         raise OutOfMemory(
             f"KV pages of {size:,} bytes do not fit: there is room for {pages}, and two are needed. "
@@ -138,13 +167,11 @@ def _pages(
     return {"device_pages": pages, "device_memory": pages * size}
 
 
-def _free_memory(platform: str, weight_bytes: int, placement: Placement | None) -> int:
+def _free_memory(platform: str, weight_bytes: int, placement: Placement) -> int:
     """Return the bytes that each device of this process has for pages; the fullest decides."""
-    devices = jax.local_devices()[:1]
-    if placement is not None:
-        devices = [device for device in placement.devices if device.process_index == jax.process_index()]
+    devices = placement.local_devices
     if platform == "cpu":
-        return int(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * CPU_SHARE) // len(devices)
+        return int(memory.total() * CPU_SHARE) // len(devices)
     free = []
     for device in devices:
         statistics = device.memory_stats() or {}

@@ -32,6 +32,7 @@ class Serving:
         body_limit: int = 32 << 20,
         max_queued_tokens: int = 1 << 20,
         trust_request_chat_template: bool = False,
+        adapter_loading: bool = False,
         metrics_names: Literal["rekindle", "vllm", "both"] = "rekindle",
     ) -> Call[Server]:
         """Await it to serve this session over HTTP as OpenAI's API, beside the cells that use it.
@@ -55,6 +56,7 @@ class Serving:
                 "body_limit": body_limit,
                 "max_queued_tokens": max_queued_tokens,
                 "trust_request_chat_template": trust_request_chat_template,
+                "adapter_loading": adapter_loading,
                 "metrics_names": metrics_names,
             },
             name="serve",

@@ -2,50 +2,221 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, Self, TypeVar
 
 from rekindle._src.core import html
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.contracts import DetokenizerLike, RunnerLike, SchedulerLike, TokenizerLike
-from rekindle._src.core.mesh_report import describe_share
+from rekindle._src.core.mesh_shape import describe_share
 from rekindle._src.core.records import Completion
 from rekindle._src.core.sampling import Sampling
+from rekindle._src.dispatch.backend import Front
 from rekindle._src.dispatch.dispatch import Dispatch
+from rekindle._src.dispatch.engine import Engine
 from rekindle._src.dispatch.host import Host, wait
 from rekindle._src.dispatch.mailbox import OneShot
-from rekindle._src.dispatch.messages import Engine, StepOnce, Stepped
-from rekindle._src.dispatch.wakeups import run_sync
+from rekindle._src.dispatch.messages import Pause, Resume, StepOnce, Stepped
+from rekindle._src.dispatch.wakeups import caller, run_sync
+from rekindle._src.kvcache import AnyCache, trees
+from rekindle._src.session.adapters import Adapting
 from rekindle._src.session.allowed import AllowedTokens, allowed_tokens
 from rekindle._src.session.cache_view import CacheView
 from rekindle._src.session.cache_writer import SaveReport
 from rekindle._src.session.call import Call, Once
+from rekindle._src.session.chats import Conversations
 from rekindle._src.session.client import Client
-from rekindle._src.session.conversations import Conversations
 from rekindle._src.session.embedding import Embedding
 from rekindle._src.session.handle import Handle
-from rekindle._src.session.pausing import Paused
-from rekindle._src.session.profiling import Profiling
+from rekindle._src.session.lens import AttentionCall, LensCall
 from rekindle._src.session.prompts import PromptLike
-from rekindle._src.session.row_mapping import RowMapping
+from rekindle._src.session.rollouts import RolloutRequests
+from rekindle._src.session.rows import RowMapping
+from rekindle._src.session.scoring import ScoreRequests
 from rekindle._src.session.serving import Serving
-from rekindle._src.session.views import Views, dashboard
+from rekindle._src.session.sleeping import Sleeping
 from rekindle._src.text.detokenizer import real_detokenizer
 from rekindle._src.text.generation_config import describe
 from rekindle._src.text.tokenizer import Tokenizer
 from rekindle.errors import InvalidRequest, NotPicklable
 
 if TYPE_CHECKING:
+    from rekindle._src.notebook.chat import ChatView
+    from rekindle._src.notebook.dashboard import Dashboard, TreeView
+    from rekindle._src.notebook.live import StreamView
+    from rekindle._src.notebook.shown import SessionLike
     from rekindle._src.scheduling.explain import Explanation
     from rekindle._src.serve.server import Server
     from rekindle._src.session.stats import ProgramReport, SessionStats, StepReport
 
 
-class Session(RowMapping, Embedding, Conversations, Serving, Profiling):
+S = TypeVar("S")
+
+
+class Paused(Generic[S]):
+    """A block in which no step runs but those of `step()`. Entering waits for the steps in flight.
+
+    Entering returns the session.
+    """
+
+    # Any: the signature of a public class names no private type.
+    def __init__(self, client: Any, session: S) -> None:
+        self._client: Client = client
+        self._session = session
+        self._caller: object = None
+
+    def __repr__(self) -> str:
+        return f"<Paused {self._session!r}: use it in `async with` or `with`>"
+
+    def _repr_html_(self) -> str:
+        return str(html.line(repr(self)))
+
+    async def __aenter__(self) -> S:
+        host = self._client.host
+        host.check()
+        quiet: OneShot[None] = OneShot()
+        host.send(Pause(quiet), quiet)
+        self._client.pauses += 1
+        try:
+            await quiet.get()
+        except BaseException:
+            self._resume()
+            raise
+        self._caller = caller()
+        host.paused_by.append(self._caller)
+        return self._session
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._resume()
+
+    def _resume(self) -> None:
+        host = self._client.host
+        if self._caller is not None:
+            host.paused_by.remove(self._caller)
+            self._caller = None
+        self._client.pauses -= 1
+        host.send(Resume(), OneShot())
+
+    def __enter__(self) -> S:
+        return run_sync(self.__aenter__())
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._resume()
+
+
+class Profiling:
+    """Traces of the work of device and host."""
+
+    _host: Host
+
+    @contextlib.contextmanager
+    def profile(self, folder: str | os.PathLike[str], *, python_calls: bool = False) -> Iterator[Path]:
+        """Record the work of the device and the host within a `with` block, which may contain `await`.
+
+        `xprof --logdir FOLDER` (`pip install xprof`) then shows programs, kernels and their parts, such as "attention"
+        and "sample". Everything in this process is recorded, other sessions too. `python_calls` adds calls of Python
+        functions, which slows the host down. Yields the folder.
+        """
+        import jax
+
+        self._host.check()
+        path = Path(folder).expanduser()
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = int(python_calls)
+        try:
+            jax.profiler.start_trace(str(path), profiler_options=options)
+        except RuntimeError as error:
+            fix = "One is recorded at a time in a process: end that one first"
+            raise InvalidRequest("folder", str(folder), f"no profile was begun: {error}", fix) from None
+        try:
+            yield path
+        finally:
+            jax.profiler.stop_trace()
+
+
+NAMES = ("stream", "chat", "tree", "lens", "attention")
+
+
+class Views:
+    """`session.view`: widgets for a notebook that show the session at work."""
+
+    # Any: the signature of a public class names no private type.
+    def __init__(self, client: Any, session: Any) -> None:
+        self._client: Client = client
+        self._session: SessionLike = session
+
+    def __repr__(self) -> str:
+        return f"<Views of {self._session!r}: stream(prompt), chat(), tree(), lens(prompt), attention(prompt)>"
+
+    def _repr_html_(self) -> str:
+        rows = [(f"session.view.{name}", getattr(type(self), name).__doc__.partition("\n")[0]) for name in NAMES]
+        return str(html.table(["view", "shows"], rows))
+
+    def stream(self, prompt: PromptLike, **options: Any) -> StreamView:
+        """A request's text while it is made, with a button that stops it."""
+        self._client.host.check()  # a view of a closed session would never change
+        from rekindle._src.notebook.live import StreamView
+
+        return StreamView(self._session, prompt, **options)
+
+    def chat(self, *, system: str | None = None, restore: str | None = None, **options: Any) -> ChatView:
+        """A conversation with buttons to stop, answer again, edit, and fork an answer at a token.
+
+        It is kept in the cache folder while it goes on. `restore` is the `name` of one to continue, after a
+        restart too, or "auto" for the newest.
+        """
+        self._client.host.check()
+        from rekindle._src.notebook.chat import ChatView
+
+        return ChatView(self._session, system=system, restore=restore, **options)
+
+    def tree(self, *, limit: int = 200, restored: bool = False) -> TreeView:
+        """The prefix tree, live: fold and unfold it, and type a prompt to see what it would hit.
+
+        The text of other sessions, which `open(..., restore=...)` brings back, is shown only with `restored`.
+        """
+        self._client.host.check()
+        from rekindle._src.notebook.dashboard import TreeView
+
+        return TreeView(self._session.cache, self._session.model, limit=limit, restored=restored)
+
+    def lens(self, prompt: PromptLike, *, positions: Any = None, **options: Any) -> LensCall:
+        """The logit lens: the likeliest next tokens at each position of a prompt, layer by layer. Await it.
+
+        `positions` are as in `Capture`, all of the prompt by default. `options` are the request's, such as `steer`.
+        """
+        return LensCall(self._session, self._client.front, prompt, positions, options)
+
+    def attention(self, prompt: PromptLike, *, layer: int, positions: Any = None, **options: Any) -> AttentionCall:
+        """The weights with which each position of a prompt reads the others, in one layer. Await it.
+
+        `positions` are those that read, as in `Capture`; all of the prompt by default.
+        """
+        return AttentionCall(self._session, self._client.front, prompt, layer, positions, options)
+
+
+def dashboard(client: Client, session: SessionLike) -> Dashboard:
+    """Return the dashboard of `session.watch()`: throughput, queue, the batch over time and pages by tier."""
+    client.host.check()
+    from rekindle._src.notebook.dashboard import Dashboard
+
+    return Dashboard(session, client)
+
+
+class Session(
+    RowMapping, Embedding, ScoreRequests, RolloutRequests, Conversations, Adapting, Serving, Sleeping, Profiling
+):
     """An open model. Make one with `rekindle.open` or `rekindle.open_sync`; close it with `aclose` or a `with` block.
 
     Its work happens in a thread of its own, so it can be used from any number of threads and event loops, asyncio or
@@ -67,9 +238,8 @@ class Session(RowMapping, Embedding, Conversations, Serving, Profiling):
         """Make a session over parts that exist already, such as fakes; `open` makes the real ones."""
         from rekindle._src.structured.grammar import Grammars
 
-        engine = Engine(
-            scheduler,
-            runner,
+        front = Front(
+            Engine(scheduler, runner, config),
             tokenizer,
             real_detokenizer(tokenizer) if detokenizer is None else lambda sampling, visible: detokenizer(sampling),
             config,
@@ -80,20 +250,21 @@ class Session(RowMapping, Embedding, Conversations, Serving, Profiling):
             if isinstance(tokenizer, Tokenizer)
             else None,
         )
-        host = Host(lambda: engine)
+        host = Host(lambda: front)
         host.start()
         self._attach(host, wait(host.opened))
 
     @classmethod
-    def attached(cls, host: Host, engine: Engine) -> Self:
+    def attached(cls, host: Host, front: Front) -> Self:
         """Return a session over a host that has already opened."""
         session = cls.__new__(cls)
-        session._attach(host, engine)
+        session._attach(host, front)
         return session
 
-    def _attach(self, host: Host, engine: Engine) -> None:
-        self._client = Client(host, engine)
-        self._host, self._engine, self._cache_writer = host, engine, self._client.writer
+    def _attach(self, host: Host, front: Front) -> None:
+        self._client = Client(host, front)
+        self._host, self._front, self._engine = host, front, self._client.engine
+        self._cache_writer = self._client.writer
         self._servers: list[Server] = []
         # The host knows nothing of the client, so that dropping the last reference to the session, its views and its
         # handles closes it.
@@ -102,17 +273,17 @@ class Session(RowMapping, Embedding, Conversations, Serving, Profiling):
     @property
     def config(self) -> EngineConfig:
         """The options it was opened with, with every default resolved."""
-        return self._engine.config
+        return self._front.config
 
     @property
     def tokenizer(self) -> Any:
         """The model's tokenizer: `encode(text)` and `decode(ids)`."""
-        return self._engine.tokenizer
+        return self._front.tokenizer
 
     @property
     def model(self) -> str:
         """The name or folder it was opened with."""
-        return self._engine.model
+        return self._front.model
 
     @property
     def closed(self) -> bool:
@@ -126,25 +297,25 @@ class Session(RowMapping, Embedding, Conversations, Serving, Profiling):
         from rekindle._src.session.stats import SessionStats  # a first token needs none of the reports
 
         limiter, engine = self._host.limiter, self._engine
+        collective_seconds = engine.resources.collective_seconds
 
-        def snapshot(dispatch: Dispatch) -> SessionStats:
+        def snapshot() -> SessionStats:
             scheduler: Any = engine.scheduler.statistics()
             runner: Any = engine.runner.statistics()
             return SessionStats(
-                model=engine.model,
+                model=self._front.model,
                 live=limiter.inside,
                 places=limiter.places,
                 waiting_for_a_place=limiter.waiting,
                 paused=self._client.pauses > 0,
                 scheduler=scheduler,
                 runner=runner,
-                mesh=engine.mesh,
-                collective_seconds=engine.collective_seconds and engine.collective_seconds(runner.programs),
-                **dispatch.watchdog.figures()._asdict(),
+                mesh=engine.resources.mesh,
+                collective_seconds=collective_seconds and collective_seconds(runner.programs),
+                **engine.watchdog.figures()._asdict(),
             )
 
-        self._host.check()
-        return wait(self._host.call(snapshot))
+        return self._client.ask(snapshot)
 
     def watch(self) -> Any:
         """Return a live dashboard: throughput, queue, batch over time, pages by tier. Show it at the end of a cell."""
@@ -165,12 +336,12 @@ class Session(RowMapping, Embedding, Conversations, Serving, Profiling):
     def explain(self, request: Handle[Any] | Completion | str) -> Explanation:
         """Explain why a request (handle, completion or id) waits, was preempted, or hit or missed the cache."""
         request_id = request if isinstance(request, str) else getattr(request, "request_ids", (request.id,))[0]
-        explanation: Explanation | None = self._client.ask(lambda: self._engine.scheduler.explain(request_id))
+        explanation: Explanation | None = self._client.ask(lambda: self._engine.explain(request_id))
         if explanation is None:
             raise InvalidRequest(
                 "request", request_id, "is not known: not submitted yet, or over for long", "Ask while it is recent"
             )
-        mesh = self._engine.mesh
+        mesh = self._engine.resources.mesh
         if mesh is None:
             return explanation
         share = describe_share(self.stats().as_dict())
@@ -180,14 +351,14 @@ class Session(RowMapping, Embedding, Conversations, Serving, Profiling):
     def allowed(self, request: Handle[Any] | Completion, *, at: int | None = None) -> AllowedTokens:
         """Return the tokens that a structured text's grammar allows after its first `at` tokens; None means all."""
         self._host.check()
-        return allowed_tokens(self._engine, request, at)
+        return allowed_tokens(self._front, request, at)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if pages or requests are unaccounted for; for tests, between requests."""
         limiter = self._host.limiter
 
         def check(dispatch: Dispatch) -> None:
-            dispatch.engine.scheduler.check_integrity()
+            self._engine.scheduler.check_integrity()
             alive = sum(len(mailbox.results) for mailbox in dispatch.mailboxes)
             assert len(dispatch.outputs) <= alive <= limiter.inside, "requests and places disagree"
 
@@ -208,33 +379,55 @@ class Session(RowMapping, Embedding, Conversations, Serving, Profiling):
         """
         return Once(self._cache_writer.save, name, name="save")
 
-    def pin(self, prompt: PromptLike, *, salt: str | None = None) -> int:
+    def pin(
+        self, prompt: PromptLike, *, salt: str | None = None, adapter: str | Mapping[str, float] | None = None
+    ) -> int:
         """Keep the cached pages of a prompt until `unpin`. Return how many of its tokens that covers.
 
-        With `salt`, the pages are those of requests with that salt.
+        With `salt` or `adapter`, the pages are those of requests with these options.
 
         Only computed pages can be kept: `await session.generate(prompt, max_tokens=1)` first, if it is new.
         """
-        return self._client.pin(prompt, salt)
+        return self._client.pin(prompt, salt, adapter)
 
-    def unpin(self, prompt: PromptLike, *, salt: str | None = None) -> int:
-        """Undo one `pin` with this `salt`. Return how many tokens are no longer kept."""
-        return self._client.unpin(prompt, salt)
+    def unpin(
+        self, prompt: PromptLike, *, salt: str | None = None, adapter: str | Mapping[str, float] | None = None
+    ) -> int:
+        """Undo one `pin` with these options. Return how many tokens are no longer kept."""
+        return self._client.unpin(prompt, salt, adapter)
 
-    def swap_weights(self, weights: Any) -> Call[None]:
+    def swap_weights(self, weights: Any, *, cache: Literal["drop", "keep"] = "drop") -> Call[int]:
         """Await it to go on with other weights of the same shapes; nothing is compiled.
 
-        `weights` is a folder, a hub id, "tiny", a loaded model, an nnx module or state, or arrays by path. Requests
-        that run keep the tokens they have and go on with the new weights; their pages are computed again, and the
-        cache starts anew.
-        """
-        return Once(self._swap, weights, name="swap_weights")
+        `weights` is a folder, a hub id, "tiny", a loaded model, an nnx module or state, or arrays by path. JAX arrays
+        on the session's device are used as they are, without a copy; don't donate them to a program before the next
+        swap. Requests that run keep the tokens they have and go on with the new weights; their pages are computed
+        again. An adapter that the session was opened to `merge` is added to them, too.
 
-    async def _swap(self, weights: Any) -> None:
-        swap = self._engine.swap
-        if swap is None:
+        The cache starts anew. With cache="keep" its pages go to host memory under the old weights' name, and are there
+        again when these come back with "keep": the same folder, loaded model or arrays, as for a policy and its
+        reference by turns. Pages of other weights are never used. Of the last four weights they are kept, as far as
+        `host_memory` has room.
+
+        Returns the new version, the number of swaps so far. `weights_versions` of a completion has that of each token.
+        """
+        if cache not in ("drop", "keep"):
+            raise InvalidRequest("cache", cache, "is not known", "Use 'drop' or 'keep'")
+        return Once(self._swap, weights, cache == "keep", name="swap_weights")
+
+    async def _swap(self, weights: Any, keep: bool) -> int:
+        resources, client = self._engine.resources, self._client
+        if resources.swap is None:
             raise InvalidRequest("weights", weights, "can't be swapped in this session", "Make it with rekindle.open")
-        await self._client.swap_weights(partial(swap, weights))
+        if keep:
+            tree = self._engine.scheduler.cache
+            if resources.set_aside is None or not isinstance(tree, AnyCache) or not self.config.host_memory:
+                problem = "needs a prefix cache with host memory, in a session of one process"
+                raise InvalidRequest("cache", "keep", problem, "Open it with host_memory, or use 'drop'")
+            pinned = client.ask(lambda: sum(one.pinned_pages for one in trees(tree)))
+            if pinned:
+                raise InvalidRequest("cache", "keep", f"can't move {pinned} pinned pages", "Unpin them first")
+        return await client.swap_weights(partial(resources.swap, weights), resources.set_aside if keep else None)
 
     # One step at a time.
 
@@ -304,37 +497,43 @@ class Session(RowMapping, Embedding, Conversations, Serving, Profiling):
     @property
     def sampling(self) -> Sampling:
         """The options of a request without options of its own: those of generation_config.json, or greedy."""
-        return self._engine.sampling or Sampling()
+        return self._front.sampling or Sampling()
 
     def __reduce__(self) -> NoReturn:
         raise NotPicklable("a session")
 
     def __repr__(self) -> str:
-        sampling = "" if self._engine.sampling is None else f", samples with {describe(self._engine.sampling)}"
-        devices = "" if self._engine.mesh is None else f" on {html.count(self._engine.mesh.size, 'device')}"
+        mesh = self._engine.resources.mesh
+        sampling = "" if self._front.sampling is None else f", samples with {describe(self._front.sampling)}"
+        devices = "" if mesh is None else f" on {html.count(mesh.size, 'device')}"
         name = f"{self.model or 'over given parts'}{devices}"
         return f"<rekindle.Session {name}{sampling}{', closed' if self.closed else ''}>"
 
     def _repr_html_(self) -> str:
-        config = self.config
+        config, resources = self.config, self._engine.resources
         return str(
             html.block(
                 html.line(
                     "closed" if self.closed else "open",
-                    f"weights: {self._engine.weights}" if self._engine.weights else f"{config.dtype} weights",
+                    f"weights: {resources.weights}" if resources.weights else f"{config.dtype} weights",
                     html.with_hint(f"up to {config.max_requests} requests at once", html.SLOTS),
                     f"{config.max_tokens_per_step} tokens a step",
                     f"{config.max_model_len} positions",
                     _kernels(),
-                    "" if self._engine.mesh is None else str(self._engine.mesh),
+                    "" if resources.mesh is None else str(resources.mesh),
                     ""
-                    if self._engine.sampling is None
-                    else f"samples with {describe(self._engine.sampling)}, by the checkpoint",
+                    if self._front.sampling is None
+                    else f"samples with {describe(self._front.sampling)}, by the checkpoint",
                 ),
                 *([] if self.closed else self.stats().shown()),
                 title=f"rekindle session: {self.model or 'over given parts'}",
             )
         )
+
+
+def client_of(session: Session) -> Client:
+    """Return the access to an open session that the rest of the toolkit has, such as the replicas of a fleet."""
+    return session._client
 
 
 def _kernels() -> str:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from rekindle._src.core import html
 from rekindle._src.core.contracts import RunnerLike
-from rekindle._src.core.mesh_report import MeshReport, describe_share
+from rekindle._src.core.figures import FIGURES, EngineFigures, Group, figure
+from rekindle._src.core.mesh_shape import MeshReport, describe_share
 from rekindle._src.core.records import FinishReason, StepResult, TokenEvent
-from rekindle._src.session.stat_figures import Figures
-from rekindle._src.session.stat_groups import foremost, grouped
 
 if TYPE_CHECKING:
     from rekindle._src.execution.runner import RunnerStatistics
+    from rekindle._src.kvcache.tree import CacheStatistics
     from rekindle._src.scheduling.explain import SchedulerStatistics
 
 
@@ -152,6 +152,141 @@ def _ranges(pages: Sequence[int]) -> str:
     return ", ".join(str(low) if low == high else f"{low}–{high}" for low, high in runs) or "none"
 
 
+class Figures(EngineFigures):
+    """The figures that `SessionStats` takes over from its two parts."""
+
+    __slots__ = ()
+
+    if TYPE_CHECKING:
+
+        @property
+        def scheduler(self) -> SchedulerStatistics:
+            """The scheduler's own figures."""
+            ...
+
+        @property
+        def runner(self) -> RunnerStatistics:
+            """The runner's own figures."""
+            ...
+
+    @property
+    @figure("requests")
+    def waiting(self) -> int:
+        """Sequences in the queue, parked and preempted ones included."""
+        return self.scheduler.waiting
+
+    @property
+    @figure("requests")
+    def parked(self) -> int:
+        """Waiting sequences that wait for a prefix which another request computes."""
+        return self.scheduler.parked
+
+    @property
+    @figure("requests")
+    def leaving(self) -> int:
+        """Sequences that ended while a step in flight still contains them."""
+        return self.scheduler.leaving
+
+    @property
+    @figure("steps")
+    def steps_in_flight(self) -> int:
+        """Steps that were submitted to the device and not read yet."""
+        return self.scheduler.steps_in_flight
+
+    @property
+    @figure("pages")
+    def pages_free(self) -> int:
+        """Empty KV pages."""
+        return self.scheduler.pages_free
+
+    @property
+    @figure("pages")
+    def pages_cached(self) -> int:
+        """KV pages kept by the prefix cache alone, until room is needed."""
+        return self.scheduler.pages_cached
+
+    @property
+    @figure("pages")
+    def reserve_fraction(self) -> float:
+        """Share of the tokens that running requests may still make for which pages are reserved."""
+        return self.scheduler.reserve_fraction
+
+    @property
+    @figure("requests")
+    def submitted(self) -> int:
+        """Sequences submitted so far."""
+        return self.scheduler.submitted
+
+    @property
+    @figure("requests")
+    def finished(self) -> int:
+        """Sequences that ended by themselves, or at max_tokens."""
+        return self.scheduler.finished
+
+    @property
+    @figure("tokens")
+    def prefill_tokens(self) -> int:
+        """Prompt tokens computed; a preempted sequence counts again."""
+        return self.scheduler.prefill_tokens
+
+    @property
+    def shards(self) -> tuple[SchedulerStatistics, ...]:
+        """The figures of each data shard of a mesh that has several; their sums are those of the session."""
+        return self.scheduler.shards
+
+    @property
+    def cache(self) -> CacheStatistics | None:
+        """Counts of the prefix cache; None without one."""
+        return self.scheduler.cache
+
+    @property
+    @figure("tokens")
+    def padding(self) -> int:
+        """Padding positions computed because a program was larger than its step."""
+        return self.runner.padding
+
+    @property
+    @figure("steps")
+    def host_seconds(self) -> float:
+        """Seconds of packing and dispatch, compiling included."""
+        return self.runner.host_seconds
+
+    @property
+    @figure("steps")
+    def device_seconds(self) -> float:
+        """Seconds in which a step ran, as far as the host can tell."""
+        return self.runner.device_seconds
+
+    @property
+    @figure("steps")
+    def traces(self) -> int:
+        """Python functions traced by JAX."""
+        return self.runner.traces
+
+    @property
+    @figure("steps")
+    def compilations(self) -> int:
+        """Programs compiled; the others came from disk."""
+        return self.runner.compilations
+
+    @property
+    def programs(self) -> dict[str, int]:
+        """Steps by program."""
+        return self.runner.programs
+
+    @property
+    @figure("pages")
+    def pages_out(self) -> int:
+        """Pages copied from the device to host memory."""
+        return self.runner.pages_out
+
+    @property
+    @figure("pages")
+    def pages_in(self) -> int:
+        """Pages copied from host memory to the device."""
+        return self.runner.pages_in
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class SessionStats(Figures):
     """A snapshot of a session. The figures of `scheduler` and `runner` have their names here, too: `stats.running`."""
@@ -170,7 +305,11 @@ class SessionStats(Figures):
     mesh: MeshReport | None = None  # the devices that share the model; None for one
     collective_seconds: float | None = None  # of all steps' collectives alone; None where not measured
 
+    def _figure(self, name: str) -> Any:
+        return getattr(self.scheduler if hasattr(self.scheduler, name) else self.runner, name)
+
     @property
+    @figure("steps")
     def collective_share(self) -> float | None:
         """The collectives' share of `device_seconds`, as far as they take as long in a step as they do alone."""
         if self.collective_seconds is None or not self.device_seconds:
@@ -313,3 +452,82 @@ def as_mapping(figures: Any) -> Mapping[str, Any]:
 
 def _shown(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+# Words for figures that are fields.
+_FIELDS: dict[str, dict[str, str]] = {
+    "requests": {
+        "live": "between submit and their end; n=3 counts three times",
+        "places": "how many may be live at once: max_requests + max_queue",
+        "waiting_for_a_place": "callers that await a place",
+    },
+    "steps": {
+        "collective_seconds": "what the collectives of these steps take alone: sums over devices, gathering logits",
+        "idle_seconds": "the device had nothing to do although requests were there",
+        "idle_share": "of the time in which requests were there",
+        "slow_steps": "that took longer than step_timeout",
+        "paused": "inside a paused() block",
+        "stalled": "what has been running for longer than step_timeout",
+    },
+    "cache": {
+        "nodes": "pages in the tree, on all tiers",
+        "device_pages": "of them, on the device",
+        "evictable_pages": "of them, those that no request holds",
+        "pinned_pages": "kept by pin()",
+        "forgotten_nodes": "gone from every tier",
+        "matches": "prompts looked up",
+        "hits": "of them, those that found something",
+        "device_hit_pages": "found on the device",
+        "host_hit_pages": "found in host memory or on disk",
+        "published_pages": "put into the tree",
+        "merged_pages": "computed twice and then kept once",
+        "evicted_pages": "left the device",
+        "offloaded_pages": "of them, to host memory",
+        "states": "on the device, in models with states",
+        "states_taken": "left by requests for later ones",
+        "states_restored": "brought back from host memory",
+        "states_evicted": "left the device",
+        "stateless_pages": "cached, and computed again because no state was there",
+    },
+}
+GROUPS: dict[str, dict[str, str]] = {  # the meanings of figures, in the order in which a notebook shows them
+    group: {entry.name: entry.words for entry in FIGURES.values() if entry.group == group} | _FIELDS.get(group, {})
+    for group in (*get_args(Group), "cache")
+}
+
+
+def foremost(figures: Mapping[str, Any]) -> html.Markup:
+    """Show the six figures that summarise a session; the others are for a closer look."""
+    prompted, cached = figures.get("prompt_tokens", 0), figures.get("cached_tokens", 0)
+    pairs = {
+        "requests running": figures.get("running", 0),
+        "waiting": figures.get("waiting", 0),
+        "finished": figures.get("finished", 0),
+        "tokens generated": figures.get("generated_tokens", 0),
+        "prompt tokens cached": f"{cached:,} of {prompted:,}" + (f" ({cached / prompted:.0%})" if prompted else ""),
+        "programs compiled": figures.get("compilations", 0),
+    }
+    return html.pairs(pairs)
+
+
+def grouped(figures: Mapping[str, Any]) -> list[html.Markup]:
+    """Return one table for each group that has figures, and one for the figures of no group."""
+    remaining = dict(figures)
+    parts: list[html.Markup] = []
+    for title, words in GROUPS.items():
+        present = {name: remaining.pop(name) for name in words if name in remaining}
+        present = {
+            name: value for name, value in present.items() if value is not False and value != ""
+        }  # paused, stalled
+        if present:
+            parts.append(_table(title, present, words))
+    if remaining:
+        parts.append(_table("more", remaining, {}))
+    return parts
+
+
+def _table(title: str, figures: Mapping[str, Any], words: Mapping[str, str]) -> html.Markup:
+    pairs = {name.replace("_", " "): value for name, value in figures.items()}
+    titles = {name.replace("_", " "): meaning for name, meaning in words.items()}
+    block = html.block(html.pairs(pairs, titles), title=title)
+    return html.Markup(f'<div style="display:inline-block;vertical-align:top;margin-right:1em">{block}</div>')

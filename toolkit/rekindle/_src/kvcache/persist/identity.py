@@ -15,6 +15,7 @@ from rekindle._src.kvcache.persist.segment import LeafSpec
 from rekindle.errors import StoreError
 
 VERSION = 1
+STATES, CAPTURES = ", states of ", ", captures of "  # in the layouts of what is stored beside pages
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -30,6 +31,11 @@ class Identity:
     # Compared with pages from outside; not stored. Not compared while empty or 0, which means unknown.
     leaves: tuple[LeafSpec, ...] = ()
     vocab_size: int = 0
+
+    @property
+    def beside_pages(self) -> bool:
+        """True if it is that of states or captures, which belong to pages."""
+        return STATES in self.layout or CAPTURES in self.layout
 
     @property
     def root(self) -> bytes:

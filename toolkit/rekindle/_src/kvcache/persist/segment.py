@@ -9,12 +9,15 @@ belongs to this model, and each page to its tokens, is verified before a page be
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
 import json
 import math
 import os
+import time
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -245,6 +248,43 @@ def write_index(path: Path, header: dict[str, Any], pages: Sequence[Page], page_
     write_checkpoint(path, write)
 
 
+@contextlib.contextmanager
+def exclusively(pages_folder: Path) -> Iterator[bool]:
+    """Yield True if this process alone may remove segments now. Other processes get False until the block ends."""
+    try:
+        private_files.make_folder(pages_folder)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(pages_folder.parent / ".pages.lock", flags, 0o600)
+    except OSError:
+        yield False
+        return
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            yield False
+            return
+        yield True
+    finally:
+        os.close(descriptor)
+
+
+def size_of(path: Path) -> tuple[int, float]:
+    """Return bytes and time of last use. A path that can't be read counts as just used, so that it is not removed."""
+    total = 0
+    try:
+        for folder, _, files in os.walk(path, onerror=_raise):
+            total += sum(os.stat(os.path.join(folder, file)).st_size for file in files)
+        return total, path.stat().st_mtime
+    except OSError:
+        return total, time.time()
+
+
+def age_of(name: str) -> str:
+    """Return the sort key of segments: the time in the name, "" for other names."""
+    return name.split("-")[1] if name.count("-") == 2 else ""
+
+
 def _dtype(name: str) -> np.dtype[Any]:
     try:
         return np.dtype(name)
@@ -253,3 +293,7 @@ def _dtype(name: str) -> np.dtype[Any]:
 
         dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
         return dtype
+
+
+def _raise(error: OSError) -> None:
+    raise error

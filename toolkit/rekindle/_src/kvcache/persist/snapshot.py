@@ -3,6 +3,8 @@
 A snapshot lists pages; their payloads are in the segments of the disk tier, where each is kept once however many
 snapshots list it. Saving under a name that exists writes a new version beside the old one and removes that afterwards,
 so at any moment one complete version can be found. Versions of other models and configurations stay.
+
+In a cache that machines share, one machine saves, and any other with the same model restores.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,10 +27,10 @@ from rekindle._src.kvcache.caches import AnyCache, trees
 from rekindle._src.kvcache.digest import is_salted
 from rekindle._src.kvcache.node import Node
 from rekindle._src.kvcache.persist.identity import Identity, verify
-from rekindle._src.kvcache.persist.segment import Page, Segment, pages_of, write_index
+from rekindle._src.kvcache.persist.segment import Page, Segment, pages_of, size_of, write_index
 from rekindle._src.kvcache.tree import PrefixCache
 from rekindle.errors import ConfigError, SnapshotRefused, StoreError
-from rekindle_kernels import private_files
+from rekindle_kernels import private_files, read_through
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _ATTEMPTS = 20  # to read a snapshot that another process saves again and again
@@ -179,6 +181,8 @@ def describe_all(folder: Path, identity: Identity) -> list[SnapshotInfo]:
         with contextlib.suppress(StoreError, OSError):
             index = Segment.open(path)
             saved_for, name, count = Identity.stored_in(index.header), _name(path), len(index.records)
+            if saved_for.beside_pages:
+                continue  # it belongs to a snapshot of pages
             saved, refused = float(index.header.get("saved", 0.0)), identity.mismatch(saved_for)
             info = SnapshotInfo(name, count, count * saved_for.page_size, saved_for.model, saved, refused)
             infos_by_key.setdefault((name, saved_for.root), info)
@@ -253,6 +257,32 @@ def connected(pages: Sequence[Page], root: bytes) -> list[Page]:
     return connected_pages
 
 
+def fetch_shared(folder: Path, name: str, identity: Identity, limit: int) -> None:
+    """Fetch snapshot `name` from behind the cache folder before a restore, and up to `limit` bytes of its pages.
+
+    Both are verified as those of this machine are.
+    """
+    behind = read_through.behind(folder)
+    if behind is None:
+        return
+    if name != "auto":
+        version = tagged(behind.names("snapshots"), name, identity)
+        if version is not None:
+            _fetch(folder / "snapshots" / version)
+    root, total = identity.root.hex(), 0
+    for segment in reversed(behind.names("pages")):
+        if segment.startswith(root) and total < limit:
+            _fetch(folder / "pages" / segment)
+            total += size_of(folder / "pages" / segment)[0]
+
+
+def keep_shared(snapshot: Path, segments: Iterable[Path]) -> None:
+    """Copy a saved snapshot, and the segments with its pages, behind the cache folder as well."""
+    for segment in segments:
+        read_through.keep(segment)
+    read_through.keep(snapshot)
+
+
 def _all(folder: Path) -> list[Path]:
     with contextlib.suppress(OSError):
         names = sorted(entry.name for entry in os.scandir(folder / "snapshots"))
@@ -271,3 +301,8 @@ def _name(path: Path) -> str:
 def _number(path: Path) -> int:
     digits = path.name.rpartition("@")[2].partition("-")[0]
     return int(digits) if digits.isdigit() else 0
+
+
+def _fetch(path: Path) -> None:
+    if not path.exists():
+        read_through.fetch(path)

@@ -3,6 +3,10 @@
 Everything is content-addressed and nothing is changed in place, so processes that share the folder at worst write a
 page twice. Only removing needs order: one process at a time collects, and a process that reads a removed page
 computes it. In a folder that other users could have written to, nothing is read or written.
+
+Where several processes share a model, the leader's disk has whole pages (`DividedDiskTier`), and the others' have their
+own parts. So a snapshot serves any other mesh, and one device. Where the parts are on disk as well, pages come back
+without travelling between processes. A part that is missing, damaged or of another division is sent by the leader.
 """
 
 from __future__ import annotations
@@ -16,16 +20,27 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from rekindle._src.core import html
 from rekindle._src.core.atomic_checkpoint import PARTIAL, is_finished, is_stale, remove, set_aside
 from rekindle._src.kvcache.persist.identity import Identity, verify
-from rekindle._src.kvcache.persist.segment import Memory, Page, Payload, Segment, fresh, pages_of, write_segment
+from rekindle._src.kvcache.persist.segment import (
+    LeafSpec,
+    Memory,
+    Page,
+    Payload,
+    Segment,
+    age_of,
+    exclusively,
+    fresh,
+    pages_of,
+    size_of,
+    write_segment,
+)
 from rekindle._src.kvcache.persist.snapshot import protected
-from rekindle._src.kvcache.tiers.disk_usage import age_of, exclusively, size_of
 from rekindle.errors import StoreError
 from rekindle_kernels import private_files
 
@@ -386,3 +401,39 @@ class DiskTier:
                 for partial in folder.glob(f"{PARTIAL}*") if folder.is_dir() else ():
                     if is_stale(partial):
                         shutil.rmtree(partial, ignore_errors=True)
+
+
+class OtherDisks(Protocol):
+    """The other processes, which keep parts of the pages that this one writes."""
+
+    def store(self, pages: Sequence[Page]) -> None: ...
+    def forget(self) -> None: ...
+
+
+class DividedDiskTier(DiskTier):
+    """The leader's disk tier; the other processes write and clear along with it."""
+
+    def __init__(self, folder: Path, budget: int, identity: Identity, others: OtherDisks) -> None:
+        super().__init__(folder, budget, identity)
+        self._others = others
+
+    def write(self, pages: Iterable[tuple[Page, Payload]]) -> int:
+        pairs = list(pages)
+        fresh = [page for page, _ in pairs if page.digest not in self]
+        written = super().write(pairs)
+        if written:
+            self._others.store(fresh)
+        return written
+
+    def clear(self) -> int:
+        self._others.forget()
+        return super().clear()
+
+
+def part_identity(identity: Identity, heads: Sequence[Sequence[int]], leaves: Sequence[LeafSpec]) -> Identity:
+    """Return the identity of the parts of pages with these kv heads, which are never taken for whole pages.
+
+    `heads` are those of each array of a page.
+    """
+    different = ", ".join(dict.fromkeys(str(list(own)) for own in heads))
+    return dataclasses.replace(identity, layout=f"{identity.layout} heads {different}", leaves=tuple(leaves))

@@ -2,23 +2,32 @@
 
 Payloads arrive from the thread that fetches steps and from the one that reads the disk. They leave in the scheduler's
 thread alone, in `trim`, so that a page which a plan counts on is still there when the step is dispatched.
+
+They lie in slots of one size in large pieces. Fresh memory makes transfers slow: the system maps and zeroes it at first
+touch, 4 KiB at a time for an array of a page's size. Reading 63 MB of pages took 15,400 such faults, 17 ms to 190 ms;
+from large pieces, which numpy asks huge pages for, it takes 30, and from slots that were used before none.
+
+Where several processes share a model, each keeps its own part of a page, and one of them leads (`DividedHostTier`). The
+budget is that of each process. From the devices each process gets its own part of a page. Whole pages, from disk or
+other sessions, are divided on their way in, and joined again for saving and sharing.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import threading
-from collections import Counter, OrderedDict
+import weakref
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rekindle._src.core import html
-from rekindle._src.kvcache.tiers.host_slots import Slots
 
 Payload = tuple[Any, ...]  # arrays with a leading page axis of 1
+PIECE, LINE = 16 << 20, 64
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
@@ -32,6 +41,62 @@ class HostStatistics(html.Record):
     stored: int
     read: int
     dropped: int
+
+
+class _Piece:
+    def __init__(self, slot: int, count: int) -> None:
+        memory = np.empty(slot * count + LINE, np.uint8)
+        self.memory = memory[-memory.ctypes.data % LINE :][: slot * count]
+        self.count = count
+        self.free = list(range(count - 1, -1, -1))
+
+
+class Slots:
+    """Memory for payloads. Any thread may take a slot; it comes back by itself when the last array in it is gone.
+
+    Slots begin on cache lines, so that XLA:CPU reads payloads in place instead of copying them first.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._size = 0  # bytes of a slot, set by the first payload
+        self._pieces: list[_Piece] = []
+        # Filled when arrays are collected, which may happen at any time, also while this thread has the lock.
+        self._returned: deque[tuple[_Piece, int]] = deque()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pieces, whether used or not."""
+        return sum(piece.memory.nbytes for piece in self._pieces)
+
+    def take(self, size: int) -> NDArray[np.uint8]:
+        """Return memory for `size` bytes: a slot if they fill one, as a session's payloads do, else fresh memory."""
+        with self._lock:
+            self._size = self._size or -(-size // LINE) * LINE
+            if not 0 <= self._size - size < LINE:
+                return np.empty(size, np.uint8)
+            self._reclaim()
+            piece = next((piece for piece in self._pieces if piece.free), None)
+            if piece is None:
+                piece = _Piece(self._size, max(1, PIECE // self._size))
+                self._pieces.append(piece)
+            index = piece.free.pop()
+        start = index * self._size
+        # Not a slice of the array: numpy lets views of a slice refer to the whole, and the slot would seem unused.
+        slot = np.frombuffer(memoryview(piece.memory)[start : start + size], np.uint8)  # type: ignore[arg-type]
+        weakref.finalize(slot, self._returned.append, (piece, index)).atexit = False
+        return slot
+
+    def reclaim(self) -> None:
+        """Give unused pieces back to the system."""
+        with self._lock:
+            self._reclaim()
+            self._pieces = [piece for piece in self._pieces if len(piece.free) < piece.count]
+
+    def _reclaim(self) -> None:
+        while self._returned:
+            piece, index = self._returned.popleft()
+            piece.free.append(index)
 
 
 class HostTier:
@@ -194,3 +259,68 @@ class Held:
 def size(payload: Payload) -> int:
     """Return the bytes of a payload."""
     return sum(leaf.nbytes for leaf in payload)
+
+
+class OtherHosts(Protocol):
+    """The other processes, which keep their parts of the pages that this one keeps."""
+
+    def note_arrival(self, digest: bytes) -> bool:
+        """Note that a part came from the devices. True if it is still to be kept."""
+        ...
+
+    def own_part(self, whole: Payload) -> Payload: ...
+    def keep(self, digest: bytes, whole: Payload) -> None: ...
+    def drop(self, digests: Sequence[bytes]) -> None: ...
+    def whole(self, digest: bytes, own_part: Payload) -> Payload | None: ...
+    def forget_read(self) -> None: ...
+    def read(self, digests: Sequence[bytes]) -> None:
+        """Let each process read its parts of these pages from its own disk; `keep` then sends the missing ones."""
+
+
+class DividedHostTier(HostTier):
+    """A host tier of parts, whose `put` takes and whose `peek` returns whole pages."""
+
+    def __init__(self, budget: int, others: OtherHosts) -> None:
+        super().__init__(budget)
+        self._others = others
+        # All processes keep and drop pages in one order: a change here is sent before anything else changes.
+        self._telling = threading.RLock()
+        self.memory = Slots().take  # whole pages are of another size than the parts that stay
+
+    def put(self, digest: bytes, payload: Payload, *, owned: bool = False, cold: bool = False) -> None:
+        with self._telling:
+            if not self.touch(digest):
+                self._others.keep(digest, payload)
+                super().put(digest, self._others.own_part(payload), cold=cold)
+
+    def put_part(self, digest: bytes, part: Payload) -> None:
+        with self._telling:
+            if self._others.note_arrival(digest):
+                super().put(digest, part)
+
+    def announce(self, digests: Sequence[bytes]) -> None:
+        with self._telling:  # pages that were read before and not put yet are forgotten
+            self._others.forget_read()
+        if digests:
+            self._others.read(digests)
+
+    def peek(self, digest: bytes) -> Payload | None:
+        part = super().peek(digest)
+        return None if part is None else self._others.whole(digest, part)
+
+    def discard(self, digest: bytes) -> None:
+        with self._telling:
+            super().discard(digest)
+
+    def trim(self, to: int | None = None) -> int:
+        if self.nbytes <= (self.budget if to is None else to):
+            return 0
+        with self._telling:
+            return super().trim(to)
+
+    def clear(self) -> None:
+        with self._telling:
+            super().clear()
+
+    def _on_drop(self, digests: Sequence[bytes]) -> None:
+        self._others.drop(digests)

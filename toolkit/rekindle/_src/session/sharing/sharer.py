@@ -21,9 +21,9 @@ from rekindle._src.kvcache.persist.identity import Identity
 from rekindle._src.kvcache.persist.segment import Page, Payload, encode, records_of
 from rekindle._src.kvcache.persist.snapshot import connected
 from rekindle._src.kvcache.tiers.restoring import likeliest
-from rekindle._src.processes import handshake
+from rekindle._src.processes import greeting
 from rekindle._src.processes.bulk import BulkChannel
-from rekindle._src.processes.kinds import Kind
+from rekindle._src.processes.channel import Kind
 from rekindle._src.session.cache_writer import SLICE, CacheWriter, PageRecord
 from rekindle._src.session.sharing.source import SILENCE, WANTED, PageAddress, introduction, read_introduction
 from rekindle.errors import ConfigError, RekindleError
@@ -124,7 +124,7 @@ class SharedPages:
     def _serve(self, connection: socket.socket) -> None:
         try:
             with connection:
-                channel = BulkChannel(connection, handshake.listen(connection, self._secret), silence=SILENCE)
+                channel = BulkChannel(connection, greeting.listen(connection, self._secret), silence=SILENCE)
                 with contextlib.closing(channel):
                     self._talk(channel)
         except (RekindleError, OSError) as error:
@@ -224,6 +224,11 @@ class SharedPages:
                 ahead = None if following is None else reader.submit(self._writer.payloads, following, count)
                 if pairs:
                     yield pairs
+
+
+def page_address(shared: SharedPages) -> PageAddress:
+    """Return the address at which other replicas of a fleet take these pages."""
+    return shared._page_address()
 
 
 def parts(writer: CacheWriter) -> tuple[PrefixCache, Tiers]:

@@ -15,9 +15,9 @@ from rekindle._src.kvcache.digest import DIGEST_SIZE
 from rekindle._src.kvcache.persist.identity import Identity, shown, verify
 from rekindle._src.kvcache.persist.segment import Memory, Page, Payload, decode, from_bytes, leaves_in, pages_of
 from rekindle._src.kvcache.persist.snapshot import connected
-from rekindle._src.processes import handshake
+from rekindle._src.processes import greeting
 from rekindle._src.processes.bulk import BulkChannel
-from rekindle._src.processes.kinds import Kind
+from rekindle._src.processes.channel import Kind
 from rekindle.errors import ProcessLost, SnapshotRefused, StoreError
 
 WANTED = np.dtype([("digest", "u1", (DIGEST_SIZE,)), ("key", "<u8")])
@@ -83,7 +83,7 @@ class Source:
         except OSError as error:
             raise ProcessLost(f"no pages are shared at {address!r}: {error}. Check the address") from error
         try:
-            keys = handshake.call(connection, address.secret)
+            keys = greeting.call(connection, address.secret)
             self._channel = BulkChannel(connection, keys, silence=SILENCE)
             self._channel.send(Kind.IDENTITY, introduction(identity, sealed=self._channel.sealed))
             peer = read_introduction(identity, self._next(Kind.IDENTITY))

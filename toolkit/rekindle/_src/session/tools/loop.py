@@ -4,19 +4,31 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
+import logging
+import threading
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
+
+import anyio
+import anyio.to_thread
 
 from rekindle._src.core import html
 from rekindle._src.core.records import Completion, TextDelta, Usage
 from rekindle._src.core.reply import ToolCall
+from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.mailbox import fresh
+from rekindle._src.dispatch.wakeups import blocks
 from rekindle._src.session.call import Call
-from rekindle._src.session.handle import Handle
-from rekindle._src.session.streams import SyncStream
-from rekindle._src.session.tools.running import run_calls
+from rekindle._src.session.handle import Handle, SyncStream
 from rekindle._src.session.tools.tool import Tool
+from rekindle._src.text.replies import ReplyFormat
+from rekindle._src.text.replies.call_grammars import call_grammar
+from rekindle._src.text.tokenizer import Tokenizer
 from rekindle.errors import InvalidRequest, RequestAborted
+
+log = logging.getLogger("rekindle.tools")
 
 Message = dict[str, Any]
 
@@ -236,3 +248,141 @@ class ToolStream(AsyncIterator[TextDelta]):
 
     def _repr_html_(self) -> str:
         return str(html.line(repr(self)))
+
+
+ToolChoice = str | Mapping[str, Any] | Callable[..., Any]
+
+
+class Choice(NamedTuple):
+    """The meaning of a `tool_choice` for a chat's tools."""
+
+    value: ToolChoice | None
+    shown: tuple[Tool, ...]  # to the model
+    required: tuple[Tool, ...] = ()  # one of these has to be called
+    parallel: bool = False  # more than one may be called
+
+
+def resolve_choice(choice: ToolChoice | None, tools: Sequence[Tool], *, parallel: bool = True) -> Choice:
+    """Return the choice among tools; several may be called if `parallel`. Raise `InvalidRequest` for no tool."""
+    tools = tuple(tools)
+    if choice is None or choice == "auto":
+        return Choice(choice, tools)
+    if choice == "none":
+        return Choice(choice, ())
+    if not tools:
+        raise InvalidRequest("tool_choice", choice, "needs tools", "Pass tools=[…]")
+    if choice == "required":
+        return Choice(choice, tools, tools, parallel=parallel)
+    matches = tuple(tool for tool in tools if _names(choice, tool))
+    if not matches:
+        known = ", ".join(tool.name for tool in tools)
+        raise InvalidRequest(
+            "tool_choice", choice, "names no tool", f"Use 'auto', 'none', 'required', or one of: {known}"
+        )
+    return Choice(choice, tools, matches)
+
+
+def _names(choice: ToolChoice, tool: Tool) -> bool:
+    if isinstance(choice, Mapping):
+        function = choice.get("function")
+        choice = (function if isinstance(function, Mapping) else choice).get("name", "")
+    return choice == tool.name or (tool.function is not None and choice == tool.function)
+
+
+def forcing(choice: Choice, sampling: Sampling, format: ReplyFormat, tokenizer: object) -> Sampling:
+    """Return the options of a request whose reply has to be a call, by a grammar of the family's syntax."""
+    if sampling.structured:
+        raise InvalidRequest(
+            "tool_choice", choice.value, "can't be combined with a schema or grammar of the text", "Leave one out"
+        )
+    if format.calls is None or not isinstance(tokenizer, Tokenizer):
+        raise InvalidRequest(
+            "tool_choice", choice.value, "needs a model with a tokenizer and a chat template", "Use 'auto'"
+        )
+    schemas = [tool.schema for tool in choice.required]
+    grammar = call_grammar(format.calls, schemas, tokenizer.added_id, several=choice.parallel)
+    return dataclasses.replace(sampling, grammar=grammar)
+
+
+async def run_calls(calls: Sequence[ToolCall], tools: Mapping[str, Tool]) -> list[dict[str, Any]]:
+    """Run the calls. Return the messages that answer them, in order. A function's error becomes its answer's text."""
+    if blocks():
+        return [_run_blocking(call, tools) for call in calls]
+    answers: list[dict[str, Any]] = [{}] * len(calls)
+
+    async def run(index: int) -> None:
+        answers[index] = await _run(calls[index], tools)
+
+    try:
+        async with anyio.create_task_group() as tasks:
+            for index in range(len(calls)):
+                tasks.start_soon(run, index)
+    except BaseExceptionGroup as group:
+        raise group.exceptions[0] from None  # SystemExit and the like; all other errors are answers
+    return answers
+
+
+async def _run(call: ToolCall, tools: Mapping[str, Tool]) -> dict[str, Any]:
+    try:
+        function = _bound(call, tools)
+        if _is_async(function.func):
+            result = await function()
+        else:
+            # A cancelled wait does not wait for the thread.
+            result = await anyio.to_thread.run_sync(function, abandon_on_cancel=True)
+        return call.answer(await result if inspect.isawaitable(result) else result)
+    except Exception as error:
+        return _failed(call, error)
+
+
+def _run_blocking(call: ToolCall, tools: Mapping[str, Tool]) -> dict[str, Any]:
+    """Run a call in this thread, for code without an event loop. Async functions run on a loop of their own."""
+    try:
+        function = _bound(call, tools)
+        result = None if _is_async(function.func) else function()
+        if _is_async(function.func) or inspect.isawaitable(result):
+            result = _on_own_loop(function if result is None else lambda: result)
+        return call.answer(result)
+    except Exception as error:
+        return _failed(call, error)
+
+
+def _bound(call: ToolCall, tools: Mapping[str, Tool]) -> partial[Any]:
+    tool = tools.get(call.name)
+    if tool is None or tool.function is None:
+        raise LookupError(f"there is no tool {call.name!r}. The tools are: {', '.join(tools)}")
+    return partial(tool.function, **tool.arguments(call.arguments))
+
+
+def _is_async(function: Any) -> bool:
+    while isinstance(function, partial):
+        function = function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def _on_own_loop(function: Callable[[], Any]) -> Any:
+    """Run an async function on a new loop, in a thread of its own: this thread may have a running loop."""
+    outcome: list[Any] = []
+
+    async def awaited() -> Any:
+        return await function()
+
+    def run() -> None:
+        try:
+            outcome.append((anyio.run(awaited), None))
+        except BaseException as error:
+            outcome.append((None, error))
+
+    thread = threading.Thread(target=run, name="rekindle tool", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(0.1)  # in slices, so that an interrupt is seen everywhere
+    result, error = outcome[0]
+    if error is not None:
+        raise error
+    return result
+
+
+def _failed(call: ToolCall, error: Exception) -> dict[str, Any]:
+    log.warning("tool %s failed, and the model was told: %s: %s", call.name, type(error).__name__, error)
+    return call.answer(f"Error: {type(error).__name__}: {error}")

@@ -8,6 +8,7 @@ import datetime
 import enum
 import inspect
 import json
+import re
 import sys
 import types
 import typing
@@ -171,3 +172,151 @@ def default_of(value: object) -> Schema:
 
 def _name(kind: Any) -> str:
     return kind.__qualname__ if isinstance(kind, type) and not typing.get_args(kind) else str(kind)
+
+
+def convert(kind: Any, value: Any) -> Any:
+    """Convert `value` to `kind`: dataclasses, enums, sets, dates and numbers that the model wrote as text.
+
+    A value of any other kind stays as it is. A value that contradicts the annotation raises ValueError or TypeError.
+    """
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Annotated:
+        return convert(arguments[0], value)
+    if origin in (typing.Union, types.UnionType):
+        return _member(arguments, value)
+    base = origin or kind
+    if base in (list, tuple, set, frozenset, collections.abc.Sequence, collections.abc.Set) and isinstance(value, list):
+        return _items(base, arguments, value)
+    if base in (dict, collections.abc.Mapping) and isinstance(value, dict):
+        return {key: convert(arguments[1], item) for key, item in value.items()} if arguments else value
+    return _single(base, value) if isinstance(base, type) else value
+
+
+def _items(base: Any, arguments: tuple[Any, ...], value: list[Any]) -> Any:
+    if base is tuple and arguments and arguments[-1] is not Ellipsis:
+        kinds: list[Any] = list(arguments)
+        if len(kinds) != len(value):
+            raise ValueError(f"{len(value)} items where {len(kinds)} are expected")
+    else:
+        kinds = [arguments[0] if arguments else Any] * len(value)
+    items = [convert(kind, item) for kind, item in zip(kinds, value, strict=True)]
+    collection = {tuple: tuple, set: set, frozenset: frozenset, collections.abc.Set: set}.get(base, list)
+    return collection(items)
+
+
+def _member(kinds: tuple[Any, ...], value: Any) -> Any:
+    """Convert a value to the first member of a union whose instance it is, or else to the first that takes it."""
+    if any(isinstance(kind, type) and type(value) is kind for kind in kinds):
+        return value
+    for kind in kinds:
+        try:
+            return convert(kind, value)
+        except (TypeError, ValueError):
+            continue
+    raise ValueError(f"{value!r} is none of {', '.join(map(str, kinds))}")
+
+
+def _single(kind: type, value: Any) -> Any:
+    if hasattr(kind, "model_validate"):  # a pydantic model
+        return kind.model_validate(value)
+    if issubclass(kind, enum.Enum):
+        return kind(value)
+    if kind in (int, float) and isinstance(value, str):
+        return kind(value)
+    if kind is int and isinstance(value, float) and value.is_integer():
+        return int(value)
+    if kind is float and type(value) is int:
+        return float(value)
+    if kind is bool and value in ("true", "false", "True", "False"):
+        return value in ("true", "True")
+    if isinstance(value, str):
+        if kind in (datetime.datetime, datetime.date, datetime.time):
+            return kind.fromisoformat(value)  # type: ignore[attr-defined]
+        if kind is uuid.UUID or issubclass(kind, PurePath):
+            return kind(value)
+    if kind is type(None) and value is not None:
+        raise ValueError(f"{value!r} is not None")
+    if isinstance(value, dict) and kind is not dict and (fields := fields_of(kind)) is not None:
+        values = {name: convert(fields[name][0], item) if name in fields else item for name, item in value.items()}
+        return values if typing.is_typeddict(kind) else kind(**values)
+    return value
+
+
+_SECTION = re.compile(r"(?:Args|Arguments|Parameters|Params):\s*")
+_OTHER = re.compile(r"[A-Z][A-Za-z ]+:\s*")  # another section of the Google style ends that of the parameters
+_ENTRY = re.compile(r"\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)")
+_FIELD = re.compile(r":param(?:\s+[^:]*?)?\s+(\w+)\s*:\s*(.*)")
+_NUMPY = re.compile(r"\*{0,2}(\w+(?:\s*,\s*\w+)*)\s*(?::.*)?")
+
+
+def read_docstring(documented: object) -> tuple[str, dict[str, str]]:
+    """Return the description of the object, and those of its parameters by name."""
+    lines = (inspect.getdoc(documented) or "").splitlines()
+    description: list[str] = []
+    parameters: dict[str, str] = {}
+    index = 0
+    while index < len(lines):
+        line = lines[index]
+        field = _FIELD.fullmatch(line.strip())
+        if _SECTION.fullmatch(line):
+            index = _read_entries(lines, index + 1, parameters)
+        elif line.strip() == "Parameters" and index + 1 < len(lines) and re.fullmatch(r"-{3,}\s*", lines[index + 1]):
+            index = _read_numpy(lines, index + 2, parameters)
+        elif field is not None:
+            index = _read_more(lines, index + 1, parameters, field[1], field[2], 1)
+        elif line.startswith(":") or _begins_section(line, lines[index + 1] if index + 1 < len(lines) else ""):
+            break
+        else:
+            description.append(line)
+            index += 1
+    return " ".join("\n".join(description).split()), parameters
+
+
+def _begins_section(line: str, below: str) -> bool:
+    return bool(_OTHER.fullmatch(line) and below[:1] == " ") or re.fullmatch(r"-{3,}\s*", below) is not None
+
+
+def _indent(line: str) -> int:
+    return len(line) - len(line.lstrip())
+
+
+def _read_more(lines: list[str], index: int, entries: dict[str, str], name: str, text: str, least: int) -> int:
+    """Add an entry with the lines that are indented below it. Return the index of the next entry."""
+    parts = [text]
+    while index < len(lines) and lines[index].strip() and _indent(lines[index]) >= least:
+        parts.append(lines[index].strip())
+        index += 1
+    entries[name] = " ".join(" ".join(parts).split())
+    return index
+
+
+def _read_entries(lines: list[str], index: int, entries: dict[str, str]) -> int:
+    base = None
+    while index < len(lines) and (not lines[index].strip() or _indent(lines[index]) > 0):
+        if not lines[index].strip():
+            index += 1
+            continue
+        base = _indent(lines[index]) if base is None else base
+        entry = _ENTRY.fullmatch(lines[index].strip())
+        if entry is None or _indent(lines[index]) != base:
+            index += 1
+            continue
+        index = _read_more(lines, index + 1, entries, entry[1], entry[2], base + 1)
+    return index
+
+
+def _read_numpy(lines: list[str], index: int, entries: dict[str, str]) -> int:
+    while index < len(lines):
+        if not lines[index].strip():
+            index += 1
+            continue
+        if index + 1 < len(lines) and re.fullmatch(r"-{3,}\s*", lines[index + 1]):
+            return index  # the next section
+        entry = _NUMPY.fullmatch(lines[index])
+        if entry is None:
+            return index
+        names: dict[str, str] = {}
+        index = _read_more(lines, index + 1, names, entry[1], "", 1)
+        for name in entry[1].split(","):
+            entries[name.strip()] = names[entry[1]]
+    return index

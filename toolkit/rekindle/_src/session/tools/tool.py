@@ -10,9 +10,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rekindle._src.session.tools.conversions import convert
-from rekindle._src.session.tools.docstrings import read_docstring
-from rekindle._src.session.tools.schemas import NoSchema, default_of, schema_of
+from rekindle._src.session.tools.schemas import NoSchema, convert, default_of, read_docstring, schema_of
 from rekindle.errors import InvalidRequest
 
 ToolLike = Callable[..., Any] | Mapping[str, Any]

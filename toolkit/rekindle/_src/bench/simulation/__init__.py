@@ -1,1 +1,0 @@
-"""Offline simulations of cache policies on synthetic traces."""

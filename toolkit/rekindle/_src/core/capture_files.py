@@ -1,0 +1,141 @@
+"""Captures in files: safetensors that grow while a request runs, and are mapped when it has ended.
+
+A request has a folder of its own within the one it names, and each site and layer a file in it. A file has two tensors:
+the array, whose lines are appended as they arrive, and their positions behind it. The header is written last, into room
+that was left for it, and then the file gets its name: one that ends in ".safetensors" is whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rekindle._src.core import html
+from rekindle._src.core.activity import Activity, State
+from rekindle._src.core.capture_format import HEADER, SUFFIX, TYPES, name_of
+from rekindle._src.core.tapped import CapturedPart, Tapped
+from rekindle._src.core.taps import Captured, Key
+
+PARTIAL = ".partial"
+_NAMES = {dtype: name for name, dtype in TYPES.items()}
+
+
+class CaptureFiles:
+    """The files of one request's captures."""
+
+    def __init__(self, tapped: Tapped, length: int, *, quiet: bool = True) -> None:
+        """Make nothing yet. `length` are the positions that the request has at most."""
+        assert tapped.into is not None, "the request names no folder"
+        self._into, self._layers = Path(tapped.into).expanduser(), tapped.layers
+        self._expected = sum(max(0, min(stop, length) - start) for start, stop in tapped.wanted)
+        self._folder: Path | None = None
+        self._files: dict[Key, _Growing] = {}
+        self._positions: list[NDArray[np.int32]] = []
+        self._written = 0
+        self._activity = Activity(self.look, quiet=quiet)
+
+    def add(self, part: CapturedPart) -> None:
+        """Append a part of the request's captures. Raise OSError if it can't be written."""
+        if self._folder is None:
+            self._folder = _new_folder(self._into)
+            self._activity.start()
+        for key, array in part.arrays.items():
+            if key not in self._files:
+                self._files[key] = _Growing(self._folder / f"{name_of(key)}{SUFFIX}", array)
+            self._files[key].append(array)
+        self._positions.append(part.positions)
+        self._written += len(part.positions)
+
+    def finish(self, end: int) -> Captured:
+        """Complete the files with the positions before `end`, and return them mapped. Raise OSError."""
+        self._activity.stop()
+        positions = np.concatenate([np.empty(0, np.int32), *self._positions])
+        positions = positions[: np.searchsorted(positions, end)]
+        if self._folder is None:  # nothing was computed
+            return Captured(positions, {}, self._layers)
+        for key in tuple(self._files):
+            self._files[key].finish(positions, name_of(key), {"layers": str(self._layers)})
+            del self._files[key]
+        return Captured.load(self._folder)
+
+    def discard(self) -> None:
+        """Remove the files of a request that failed."""
+        self._activity.stop()
+        for file in self._files.values():
+            file.discard()
+        self._files = {}
+        if self._folder is not None:
+            with contextlib.suppress(OSError):
+                self._folder.rmdir()
+
+    def look(self) -> State:
+        """Return the progress as one line, and the share of positions that are written."""
+        size = html.mebibytes(sum(file.nbytes for file in tuple(self._files.values())))
+        share = self._written / self._expected if self._expected else None
+        return State(f"capturing {self._written:,} of {self._expected:,} positions, {size} in {self._into}", share)
+
+
+class _Growing:
+    """A safetensors file whose array is appended to."""
+
+    def __init__(self, path: Path, like: NDArray[Any]) -> None:
+        self._path, self._shape, self._dtype = path, like.shape[1:], like.dtype.newbyteorder("<")
+        self._row = self._dtype.itemsize * int(np.prod(self._shape))
+        self._partial = path.with_name(path.name + PARTIAL)
+        self._file: BinaryIO = self._partial.open("xb", buffering=0)
+        self._file.write(bytes(8 + HEADER))
+        self.nbytes = 0
+
+    def append(self, array: NDArray[Any]) -> None:
+        data = memoryview(np.ascontiguousarray(array, self._dtype)).cast("B")  # type: ignore[arg-type]
+        while len(data):  # a file system may take a part of it
+            written = self._file.write(data)
+            data = data[written:]
+            self.nbytes += written
+
+    def finish(self, positions: NDArray[np.int32], name: str, metadata: Mapping[str, str]) -> None:
+        size = len(positions) * self._row
+        self._file.truncate(8 + HEADER + size)
+        self._file.seek(0, os.SEEK_END)
+        self._file.write(positions.astype("<i4").tobytes())
+        header = json.dumps(
+            {
+                "__metadata__": dict(metadata),
+                name: _entry(_NAMES[self._dtype], (len(positions), *self._shape), 0, size),
+                "positions": _entry("I32", positions.shape, size, size + 4 * len(positions)),
+            }
+        ).encode()
+        assert len(header) <= HEADER, "a header has room for the shapes of any site"
+        self._file.seek(0)
+        self._file.write(struct.pack("<Q", HEADER) + header.ljust(HEADER))
+        self._file.close()
+        self._partial.rename(self._path)
+
+    def discard(self) -> None:
+        self._file.close()
+        self._partial.unlink(missing_ok=True)
+
+
+def _entry(dtype: str, shape: Sequence[int], start: int, stop: int) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": [start, stop]}
+
+
+def _new_folder(into: Path) -> Path:
+    """Make and return the first numbered folder that is free."""
+    into.mkdir(parents=True, exist_ok=True)
+    number = 1 + max((int(name) for name in os.listdir(into) if name.isdecimal()), default=-1)
+    while True:
+        folder = into / f"{number:05d}"
+        try:
+            folder.mkdir()
+            return folder
+        except FileExistsError:  # by another process
+            number += 1

@@ -1,0 +1,335 @@
+"""Taps of one request, resolved for its prompt: what the engine reads and changes, and the parts that come back."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rekindle._src.core.taps import (
+    END,
+    LOGITS,
+    Capture,
+    Captured,
+    Key,
+    Positions,
+    Run,
+    Steer,
+    SteerLike,
+    layer_of,
+    layers_of,
+    position_of,
+    runs_of,
+)
+from rekindle.errors import ConfigError, InvalidRequest
+
+STREAM = ("residual_before", "residual", LOGITS, "norm")  # of what layers hand over; other sites are inside them
+INNER = ("attention", "mlp")  # modules of a layer whose outputs can be changed
+MAX_RUNS = 64  # of positions that one request changes: each is looked at in every step
+MAX_VECTORS = 64  # of one request, beside MAX_PATCHES for each of its positions
+MAX_PATCHES = 4
+
+
+class Edit(NamedTuple):
+    """A change for one prompt: x becomes a · x + b · v + c · (x · v) · v in its runs of positions."""
+
+    place: int  # in the residual stream: 0 is before the first layer, n behind the n-th one; see `place_of`
+    factors: tuple[float, float, float]
+    vectors: NDArray[np.float32]  # [1, hidden], or with `each` one for each position
+    runs: tuple[Run, ...]
+    each: bool
+
+
+def place_of(site: str, layer: int, layers: int) -> int:
+    """Return the number of a place where a model can be changed: first those of the residual stream, then the outputs
+    of each layer's attention and MLP.
+    """
+    if site in INNER:
+        return layers + 1 + len(INNER) * layer + INNER.index(site)
+    return layer + (site == "residual")
+
+
+def places_of(layers: int) -> int:
+    """Return the number of places of a model."""
+    return layers + 1 + len(INNER) * layers
+
+
+class TapFacts(NamedTuple):
+    """The sites of a session's model that can be tapped."""
+
+    layers: int
+    hidden_size: int
+    sites: Mapping[str, Sequence[int]]  # the layers that have each site
+    reason: str = ""  # why other sites are missing
+    steers: str = ""  # why nothing can be changed
+    attention: Sequence[Any] = ()  # of each layer: scale, window and soft cap; None where it has other attention
+    custom: Mapping[str, str] = MappingProxyType({})  # digests of the taps that the session was opened with, by name
+    steering: Mapping[str, tuple[Steer, ...]] = MappingProxyType({})  # changes that have a name
+    keeps: str = ""  # why captures can't be kept
+    elsewhere: bool = False  # the model is in another process, which resolves names and takes nothing else
+
+    def missing(self, site: str) -> str:
+        """Return the reason why no layer has a site."""
+        return self.reason or "is in no layer of this model"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Tapped:
+    """The taps of one request, resolved for its prompt."""
+
+    keys: tuple[Key, ...] = ()
+    wanted: tuple[Run, ...] = ()  # positions that are captured
+    edits: tuple[Edit, ...] = ()
+    digest: str = ""  # of all that changes the model; empty without any
+    layers: int = 0  # of the model
+    custom: tuple[str, ...] = ()  # names of the session's taps
+    into: str | None = None  # the folder for what is captured
+    keep: bool = False  # what is captured
+
+    @property
+    def altered(self) -> tuple[str, ...]:
+        """Its part of `Request.altered`."""
+        return (f"steer-{self.digest}",) if self.digest else ()
+
+    @property
+    def inner(self) -> bool:
+        """True if it captures more than the residual stream."""
+        return any(key[0] not in STREAM for key in self.keys if key != "norm")
+
+    @property
+    def edits_inside(self) -> bool:
+        """True if it changes more than the residual stream."""
+        return any(edit.place > self.layers for edit in self.edits)
+
+    def next_wanted(self, position: int) -> int:
+        """Return the first position from this one on that is captured, or END."""
+        return min((max(start, position) for start, stop in self.wanted if stop > position), default=END)
+
+    def wanted_in(self, start: int, stop: int) -> NDArray[np.int32]:
+        """Return the captured positions in [start, stop)."""
+        parts = [np.arange(max(first, start), min(last, stop), dtype=np.int32) for first, last in self.wanted]
+        parts = [part for part in parts if len(part)]
+        return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.int32), *parts])
+
+    def captures(self, start: int, stop: int) -> bool:
+        """True if a position in [start, stop) is captured."""
+        return self.next_wanted(start) < stop
+
+    def edits_in(self, start: int, stop: int) -> bool:
+        """True if a position in [start, stop) is changed."""
+        return any(first < stop and start < last for edit in self.edits for first, last in edit.runs)
+
+
+def resolve(
+    capture: Capture | None,
+    steers: Sequence[SteerLike],
+    patch: Captured | None,
+    prompt_length: int,
+    facts: TapFacts | None,
+    custom: Sequence[str] = (),
+) -> Tapped | None:
+    """Return the taps of a request; None without any. Raise `InvalidRequest` for what can't be had.
+
+    `custom` are the names of the session's taps that the request uses.
+    """
+    if capture is None and patch is None and not steers and not custom:
+        return None
+    if facts is None or facts.elsewhere:
+        arrays = tuple(steer for steer in steers if facts is None or isinstance(steer, Steer))
+        options = (("capture", capture), ("steer", arrays), ("patch", patch), ("taps", custom))
+        for name, value in options:
+            if value is not None and value != ():
+                fix = "Use a session of one process, in its own process"
+                raise InvalidRequest(name, value, "needs the model's own process, which is another one", fix)
+        assert facts is not None
+        tuple(_named(steers, facts))  # raises for an unknown name
+        return None
+    for name in custom:
+        if name not in facts.custom:
+            raise InvalidRequest("taps", name, "is not a tap of this session", _registered("taps=[…]", facts.custom))
+    changes = (*_named(steers, facts), *(() if patch is None else patch.steers()))
+    if changes and facts.steers:
+        raise InvalidRequest("steer", changes, facts.steers, "Use a session of one device")
+    if capture is not None and capture.keep and facts.keeps:
+        fix = "Capture with keep=False"
+        raise InvalidRequest("capture", capture, f"can't be kept: {facts.keeps}", fix)
+    edits = tuple(sorted((edit_of(steer, facts, prompt_length) for steer in changes), key=lambda edit: edit.place))
+    _check_size(edits)
+    wanted = () if capture is None else runs_of("capture", capture.positions, prompt_length)
+    names = tuple(name for name in facts.custom if name in custom)
+    return Tapped(
+        () if capture is None else keys_of(capture, facts),
+        wanted,
+        edits,
+        _digest(edits, [facts.custom[name] for name in names]) if edits or names else "",
+        facts.layers,
+        names,
+        None if capture is None else _folder(capture),
+        capture is not None and capture.keep,
+    )
+
+
+def _folder(capture: Capture) -> str | None:
+    """Return the folder for what is captured. Raise `InvalidRequest` for one that can't be made."""
+    if capture.into is None:
+        return None
+    folder = Path(capture.into).expanduser()
+    if any(path.exists() and not path.is_dir() for path in (folder, *folder.parents)):
+        raise InvalidRequest("capture", str(capture.into), "is a file, or inside one", "Name a folder")
+    return str(folder)
+
+
+def _named(steers: Sequence[SteerLike], facts: TapFacts) -> Iterator[Steer]:
+    """Yield changes, with those of the session in the place of their names."""
+    for steer in steers:
+        if isinstance(steer, Steer):
+            yield steer
+            continue
+        for name, weight in ({steer: 1.0} if isinstance(steer, str) else steer).items():
+            if name not in facts.steering:
+                fix = _registered("steering={…}", facts.steering)
+                raise InvalidRequest("steer", name, "is not a steering vector of this session", fix)
+            for change in facts.steering[name]:
+                yield change if weight == 1.0 else dataclasses.replace(change, scale=change.scale * weight)
+
+
+def _registered(option: str, names: Iterable[str]) -> str:
+    known = ", ".join(map(repr, names)) or "none"
+    return f"Give it to open({option}); known: {known}"
+
+
+def _check_size(edits: Sequence[Edit]) -> None:
+    """Raise `InvalidRequest` for more changes than a step has room for."""
+    runs = sum(len(edit.runs) for edit in edits)
+    if runs > MAX_RUNS:
+        problem = f"are over the {MAX_RUNS} runs of positions that one request may change"
+        raise InvalidRequest("steer", f"{runs} runs", problem, "Change fewer layers, or adjacent positions")
+    beyond = sum(not edit.each for edit in edits)
+    bounds = sorted({bound for edit in edits if edit.each for run in edit.runs for bound in run})
+    for first, last in itertools.pairwise(bounds):
+        covers = sum(start <= first < stop for edit in edits if edit.each for start, stop in edit.runs)
+        beyond += max(0, covers - MAX_PATCHES) * (last - first)
+    if beyond > MAX_VECTORS:
+        problem = f"are over {MAX_VECTORS}, beside {MAX_PATCHES} for each position"
+        raise InvalidRequest("steer", f"{beyond} vectors", problem, "Change fewer layers or positions in one request")
+
+
+def _digest(edits: Iterable[Edit], custom: Sequence[str]) -> str:
+    state = hashlib.blake2b("\0".join(custom).encode(), digest_size=16)
+    for edit in edits:
+        state.update(repr((edit.place, edit.factors, edit.runs, edit.each, edit.vectors.shape)).encode())
+        state.update(np.ascontiguousarray(edit.vectors).astype("<f4").tobytes())
+    return state.hexdigest()
+
+
+class CapturedPart(NamedTuple):
+    """Captured arrays of one row: a line for each of the positions."""
+
+    positions: NDArray[np.int32]
+    arrays: Mapping[Key, NDArray[Any]]
+
+    @classmethod
+    def joined(cls, parts: Sequence[CapturedPart]) -> CapturedPart:
+        """Return the parts of one request, one behind the other."""
+        if len(parts) == 1:
+            return parts[0]
+        arrays = {key: np.concatenate([part.arrays[key] for part in parts]) for key in parts[0].arrays}
+        return cls(np.concatenate([part.positions for part in parts]), arrays)
+
+    def behind(self, position: int) -> CapturedPart | None:
+        """Return the part from a position on; None if it is empty."""
+        first = int(np.searchsorted(self.positions, position))
+        if not first:
+            return self
+        if first == len(self.positions):
+            return None
+        return CapturedPart(self.positions[first:], {key: array[first:] for key, array in self.arrays.items()})
+
+
+def keys_of(capture: Capture, facts: TapFacts) -> tuple[Key, ...]:
+    """Return what is captured of a model. Raise `InvalidRequest` for what the model does not have."""
+    keys: list[Key] = []
+    for site, layers in capture.sites.items():
+        present = facts.sites.get(site)
+        if present is None:
+            raise InvalidRequest("capture", site, facts.missing(site), "Leave it out")
+        if site == "norm":
+            keys.append(site)
+            continue
+        chosen = present if layers == "all" else layers_of(site, layers, facts.layers)
+        for layer in chosen:
+            if layer not in present:
+                raise InvalidRequest("capture", {site: layer}, "is not in that layer", f"Its layers: {present}")
+        keys += [(site, layer) for layer in chosen]
+    return tuple(dict.fromkeys(keys))
+
+
+def edit_of(steer: Steer, facts: TapFacts, prompt_length: int) -> Edit:
+    """Return the change for a prompt. Raise `InvalidRequest` for what the model does not have."""
+    layer = check_steer(steer, facts)
+    vectors = np.zeros((1, facts.hidden_size), np.float32) if steer.vector is None else np.atleast_2d(steer.vector)
+    runs, each = runs_of("steer", steer.positions, prompt_length), False
+    if steer.vector is not None and steer.vector.ndim == 2:
+        vectors, runs = _in_order(steer.positions, vectors, runs, prompt_length)
+        each = len(vectors) > 1
+    factors = (1.0, steer.scale, 0.0)
+    if steer.mode == "replace":
+        factors = (0.0, steer.scale, 0.0)
+    elif steer.mode == "scale" and steer.vector is None:
+        factors = (steer.scale, 0.0, 0.0)
+    elif steer.mode != "add":
+        vectors = vectors / np.linalg.norm(vectors, axis=-1, keepdims=True)
+        factors = (1.0, 0.0, -steer.scale if steer.mode == "project_out" else steer.scale - 1.0)
+    return Edit(place_of(steer.site, layer, facts.layers), factors, vectors, runs, each)
+
+
+def check_steer(steer: Steer, facts: TapFacts) -> int:
+    """Return the layer of a change, counted from 0. Raise `InvalidRequest` if it does not fit the model."""
+    layer = layer_of("steer", steer.layer, facts.layers)
+    present = facts.sites.get(steer.site)
+    if present is None or layer not in present:
+        raise InvalidRequest("steer", steer.site, facts.missing(steer.site), "Change the residual stream")
+    if steer.vector is not None and steer.vector.shape[-1] != facts.hidden_size:
+        problem = f"has {steer.vector.shape[-1]} numbers, and the model's residual stream {facts.hidden_size}"
+        raise InvalidRequest("steer", steer.vector, problem, "Take a vector of this model")
+    return layer
+
+
+def check_named(steering: Mapping[str, Sequence[Steer]], facts: TapFacts | None) -> None:
+    """Raise ConfigError for named changes that do not fit the model or the session."""
+    if not steering:
+        return
+    if facts is None or facts.steers:
+        reason = "needs a model in one process" if facts is None else facts.steers
+        raise ConfigError("steering", list(steering), reason, "Use a session of one device")
+    for name, changes in steering.items():
+        for change in changes:
+            try:
+                check_steer(change, facts)
+            except InvalidRequest as error:
+                raise ConfigError(
+                    "steering", name, f"does not fit the model: {error}", "Take one of this model"
+                ) from None
+
+
+def _in_order(
+    positions: Positions, vectors: NDArray[np.float32], runs: tuple[Run, ...], prompt_length: int
+) -> tuple[NDArray[np.float32], tuple[Run, ...]]:
+    """Return the rows of a matrix in the order of their positions."""
+    if isinstance(positions, Sequence) and not isinstance(positions, str):
+        numbers = [position_of("steer", position, prompt_length) for position in positions]
+        if len(numbers) == len(vectors):
+            vectors = vectors[np.argsort(numbers, kind="stable")]
+    count = sum(stop - start for start, stop in runs)
+    if count != len(vectors):
+        many = "positions without an end" if runs and runs[-1][1] == END else f"{count} different positions"
+        problem = f"of {len(vectors)} rows are for {many}"
+        raise InvalidRequest("steer", vectors, problem, "Pass one row for each position")
+    return vectors, runs

@@ -1,0 +1,156 @@
+"""The two sides of a session: a front, which turns prompts into requests and tokens into text, over any backend.
+
+The front is the same for a session and for a fleet; only what runs the requests differs. A backend is an `Engine` over
+one device or mesh, or the replicas of a fleet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+
+from rekindle._src.core.activity import NO_WAIT, ProgramWait
+from rekindle._src.core.adapters import AdapterLike
+from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.contracts import ChatLike, DetokenizerLike, TokenizerLike
+from rekindle._src.core.embedder import Embedder
+from rekindle._src.core.own_failure import own_failure
+from rekindle._src.core.records import FinishReason, Request, Status
+from rekindle._src.core.sampling import Sampling
+from rekindle._src.core.tapped import TapFacts
+from rekindle._src.dispatch.device import DeviceThread
+from rekindle._src.dispatch.messages import Abort, BackendMessage, Control, Drain, Events, Finish, ScheduleMessage
+from rekindle.errors import RekindleError
+
+if TYPE_CHECKING:
+    from rekindle._src.structured.compilers import Job
+    from rekindle._src.structured.guide import Reasoning
+    from rekindle._src.structured.spec import Spec
+
+
+class GrammarLike(Protocol):
+    """A structure that texts can follow: compiled, or in a fleet only described."""
+
+    @property
+    def spec(self) -> Spec: ...
+    def guide(self, eos_ids: Collection[int], reasoning: Reasoning | None = None, budget: int | None = None) -> Any:
+        """Return a guide for one sequence, a `GuideLike` whose counts can be set back."""
+        ...
+
+
+class GrammarsLike(Protocol):
+    """The grammars of a front; `find` knows all of them where nothing is compiled."""
+
+    def find(self, spec: Spec) -> GrammarLike | None: ...
+    def begin(self, spec: Spec, caller: str = "") -> Job[Any]: ...
+    def leave(self, job: Job[Any]) -> None: ...
+    def compile(self, spec: Spec, *, patience: float | None = None) -> GrammarLike: ...
+    def close(self) -> None: ...
+
+
+class AdaptersLike(Protocol):
+    """The adapters of a session."""
+
+    def find(self, value: str | Mapping[str, float]) -> tuple[AdapterLike, tuple[str, ...]]:
+        """Return the adapter that a request's option means, and the digests that its pages depend on.
+
+        Raises `InvalidRequest` for an unknown name.
+        """
+        ...
+
+
+class Backend(Protocol):
+    """Runs requests. It is owned by the host's loop, on which all methods but `close` are called and return at once."""
+
+    @property
+    def places(self) -> int:
+        """Sequences that callers may have in it at once, running or queued."""
+        ...
+
+    @property
+    def bound(self) -> int:
+        """The most that `places` may ever be."""
+        ...
+
+    def submit(self, request: Request) -> None:
+        """Queue a request."""
+
+    def abort(self, request_id: str) -> None:
+        """End a request in any state; nothing happens if it has ended."""
+
+    def finish(self, request_id: str, reason: FinishReason) -> None:
+        """End a request whose text is complete, because it has a stop string."""
+
+    def fail(self, request_id: str, error: RekindleError) -> None:
+        """End a request by an error of the backend's own work for it."""
+
+    def control(self, message: Control | Drain) -> None:
+        """Pause, resume, run one step, call a job between two steps, or end after the last request."""
+
+    def events(self) -> Events | None:
+        """Return the events since the last call; None if there are none."""
+
+    def status(self, request_id: str) -> Status | None:
+        """Return the state of a request; None if it is unknown."""
+
+    def explain(self, request_id: str) -> Any:
+        """Return why a request is in its state, in words and numbers; None if it is unknown."""
+
+    async def serve(
+        self,
+        inbox: MemoryObjectReceiveStream[ScheduleMessage],
+        post: MemoryObjectSendStream[ScheduleMessage],
+        outbox: MemoryObjectSendStream[Events],
+        device: DeviceThread,
+    ) -> None:
+        """Take messages and send events until a `Drain` has come and no request is left; `post` feeds the inbox."""
+
+    def attach(self, lost: Callable[[BaseException], object], resize: Callable[[int], object]) -> None:
+        """Take the host's callbacks: `lost` ends the session, in any thread; `resize` changes the number of places."""
+
+    def close(self) -> None:
+        """Free its resources. Called on the device thread, last of all."""
+
+
+class Front(NamedTuple):
+    """Takes requests in and returns their text. Tests and tutorials put fakes in place of its parts."""
+
+    backend: Backend
+    tokenizer: TokenizerLike
+    detokenizer: Callable[[Sampling, frozenset[str]], DetokenizerLike]  # the second: special tokens with a text
+    config: EngineConfig  # resolved
+    vocab_size: int
+    chat: ChatLike | None = None  # where the model brings a template
+    model: str = ""
+    processors: tuple[str, ...] = ()  # names that requests may use
+    adapters: AdaptersLike | None = None  # those that requests may use; None: there can't be any
+    # Most characters that one token can stand for, computed at first use; None: longer prompts are encoded.
+    characters_per_token: Callable[[], int] | None = None
+    longest: int | None = None  # positions of the model
+    embedder: Embedder = Embedder()  # what becomes of a text's hidden states
+    sampling: Sampling | None = None  # default of requests without their own, from the checkpoint
+    program_wait: ProgramWait = NO_WAIT  # how long steps waited for programs
+    grammars: GrammarsLike | None = None  # compiles the structures of requests' texts
+    taps: TapFacts | None = None  # what requests may read and change inside the model; None: nothing
+    think_ids: tuple[int, int] | None = None  # tokens around a model's reasoning, if it has them
+
+
+def take(backend: Backend, message: BackendMessage) -> None:
+    """Hand a message to a backend. An exception of any kind in a request's own work ends that request and no other."""
+    match message:
+        case Request():
+            request_id, change = message.id, partial(backend.submit, message)
+        case Abort(request_id):
+            change = partial(backend.abort, request_id)
+        case Finish(request_id, reason):
+            change = partial(backend.finish, request_id, reason)
+        case _:
+            backend.control(message)
+            return
+    try:
+        change()
+    except BaseException as error:
+        backend.fail(request_id, own_failure(error, f"request {request_id} could not be scheduled"))

@@ -1,0 +1,406 @@
+"""The engine: the only owner of a scheduler and a runner, and the one loop over them.
+
+    plan      who runs in the next step, on which pages      scheduler, on the loop
+    dispatch  hand the step to the device                    runner, on the device thread
+    fetch     wait for the result of the step before it      runner, on the device thread
+    commit    tokens, ends, pages for the prefix cache       scheduler, on the loop
+
+`turn()` is this loop in one thread. A session runs the same three parts in two threads: `begin` and `end` on its event
+loop, `advance` on its device thread, so that messages are taken while the device works.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import anyio
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+
+from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.contracts import InFlightLike, RunnerLike, SchedulerLike
+from rekindle._src.core.mesh_shape import MeshReport
+from rekindle._src.core.records import FinishReason, PageMove, Request, Status, StepPlan, StepResult, TokenEvent
+from rekindle._src.dispatch.backend import take
+from rekindle._src.dispatch.device import DeviceThread
+from rekindle._src.dispatch.mailbox import OneShot
+from rekindle._src.dispatch.messages import (
+    Control,
+    Drain,
+    Events,
+    Exclusive,
+    Outcome,
+    Pause,
+    Resume,
+    ScheduleMessage,
+    StepOnce,
+    Stepped,
+    Turn,
+    next_waiting,
+)
+from rekindle._src.dispatch.step_watchdog import ON_DEVICE, StepWatchdog
+from rekindle.errors import RekindleError
+
+Observer = Callable[[StepResult], object]
+STALL_SECONDS = 30.0  # how long a scheduler may have work and plan nothing before that counts as a defect
+
+
+class Resources(NamedTuple):
+    """The parts that a real model has beside its steps; `BARE`, of an engine over fakes, has none of them."""
+
+    weights: str = ""  # their format, in words
+    mesh: MeshReport | None = None  # the devices that share the model; None for one
+    swap: Callable[[Any], bytes] | None = None  # on the device thread: takes weights, returns the cache's new root key
+    set_aside: Callable[[Sequence[PageMove]], None] | None = None  # on the device thread: reads pages out
+    model: Callable[[], Any] | None = None  # the loaded model that is in use
+    # On the device thread: reads pages out and gives device memory back; the flag drops the weights, to be read again.
+    # Returns the bytes of weights and of pages. `wake` takes None, or other weights, whose root key it returns.
+    sleep: Callable[[Sequence[PageMove], bool], Any] | None = None
+    wake: Callable[[Any], bytes | None] | None = None
+    recover: Callable[[], bool] | None = None  # on the device thread after a failed step: true if pages were lost
+    # From numbers of steps by program: seconds that their collectives alone take; None where unknown.
+    collective_seconds: Callable[[Mapping[str, int]], float] | None = None
+    # Makes and stores one program that a restart needs and this process did not, in any thread; false if none is left.
+    # The argument is True if a caller requested it; otherwise nothing is made in a process that may be about to end.
+    prepare_restart: Callable[[bool], bool] | None = None
+    # Has its argument called, from any thread, when a process that shares the model is gone, which ends the session.
+    watch: Callable[[Callable[[BaseException], object]], None] | None = None
+    # On the host's loop: drops the cached pages that depend on a digest, such as an adapter's.
+    drop_altered: Callable[[str], object] | None = None
+    # On the device thread, last of all: frees resources that the runner does not own.
+    release: Callable[[], None] | None = None
+
+
+BARE = Resources()
+_DEFAULTS = EngineConfig()
+
+
+class Engine:
+    """A backend over one device or mesh. Steps are dispatched one ahead of their results, unless `ahead` is False."""
+
+    def __init__(
+        self,
+        scheduler: SchedulerLike,
+        runner: RunnerLike,
+        config: EngineConfig = _DEFAULTS,
+        resources: Resources = BARE,
+        *,
+        ahead: bool = True,
+    ) -> None:
+        self.scheduler, self.runner, self.resources = scheduler, runner, resources
+        self.places: int = config.max_queue + config.max_requests
+        self.bound: int = self.places
+        self.watchdog = StepWatchdog(scheduler, runner, config)
+        self.observers: list[Observer] = [self.watchdog]  # called with every committed step; they must be quick
+        self._ahead = ahead
+        self._in_flight: InFlightLike | None = None  # on the device; only `advance` changes it
+        self._last: StepPlan | None = None  # dispatched, but its result was not requested yet
+        self._turning = False  # a turn has begun and not ended
+        self._pauses = 0
+        self._quiet: list[OneShot[None]] = []  # callers that paused and wait for the steps in flight
+        self._steps: deque[OneShot[Stepped]] = deque()  # requested single steps
+        self._stepping: OneShot[Stepped] | None = None  # the one that runs
+        self._exclusive: deque[Exclusive] = deque()
+        self._job: Exclusive | None = None  # the one that runs
+        self._draining = False
+        self._events: list[TokenEvent] = []
+        self._started: list[str] = []
+        self._then: list[Callable[[], object]] = []  # called when callers have received all events so far
+        self._stalled_since: float | None = None
+
+    # The loop.
+
+    def turn(self) -> tuple[TokenEvent, ...] | None:
+        """Plan a step, dispatch it, fetch the step before it, and commit that one.
+
+        Returns the events since the last turn; None if there was nothing to do.
+        """
+        turn = self.begin()
+        if turn is None:
+            return None
+        self.end(self.advance(turn))
+        batch = self.events()
+        return () if batch is None else batch.events
+
+    def begin(self) -> Turn | None:
+        """Plan the next step. Return the device's next turn, if it may have one now."""
+        if self._turning:
+            return None
+        plan = self._plan()
+        if plan is None and self._last is None:
+            self._then += [partial(slot.put, None) for slot in self._quiet]
+            self._quiet.clear()
+            if not self._exclusive:
+                return None
+            self._job = self._exclusive.popleft()
+            self._turning = True
+            return Turn(None, self._job.job)
+        self._last, self._turning = plan, True
+        return Turn(plan)
+
+    def advance(self, turn: Turn) -> Outcome:
+        """Dispatch the turn's plan, then fetch the step that it awaits. Blocks until the device has finished that.
+
+        The only place that waits for the device; dispatching may compile a program.
+        """
+        if turn.job is not None:
+            assert self._in_flight is None, "a job runs while no step is in flight"
+            try:
+                return Outcome(returned=turn.job())
+            except Exception as error:
+                return Outcome(error=error)
+        plan, last, result, failed = turn.plan, self._in_flight, None, []
+        current, dispatch_error = None, None
+        if plan is not None:
+            self.watchdog.enter(plan, "in preparation (compiling included)")
+            try:
+                current = self.runner.dispatch(plan)
+            except Exception as error:
+                dispatch_error = error
+        awaited = last
+        if last is None and current is not None and self.awaited(turn) is plan:
+            awaited, current = current, None
+        if awaited is not None:
+            self.watchdog.enter(awaited.plan, ON_DEVICE)
+            try:
+                result = self.runner.fetch(awaited)
+            except Exception as error:
+                failed.append((awaited.plan, error))
+        if plan is not None and dispatch_error is not None:
+            failed.append((plan, dispatch_error))
+        self.watchdog.leave()
+        self._in_flight = current
+        return Outcome(result, tuple(failed))
+
+    def awaited(self, turn: Turn) -> StepPlan | None:
+        """Return the step whose result a turn fetches: the one in flight, or its own if the next plan needs it."""
+        if self._in_flight is not None:
+            return self._in_flight.plan
+        # Reading a step with drafts right away saves a round trip to the scheduler.
+        return turn.plan if turn.plan is not None and (turn.plan.drafted or not self._ahead) else None
+
+    def end(self, outcome: Outcome) -> None:
+        """Commit the results of a turn."""
+        self._turning = False
+        if self._job is not None:
+            job, self._job = self._job, None
+            _end_job(job, outcome)
+            return
+        events: list[TokenEvent] = []
+        if outcome.result is not None:
+            events += self.scheduler.commit(outcome.result)
+            if self._last is outcome.result.plan:
+                self._last = None
+            for observe in self.observers:
+                observe(outcome.result)
+        for plan, cause in outcome.failed:
+            events += self.scheduler.fail(plan, cause)
+            if self._last is plan:
+                self._last = None
+        if outcome.failed and self.resources.recover is not None:
+            self._exclusive.appendleft(Exclusive(self.resources.recover, self._recovered, OneShot(), vital=True))
+        self._events += events
+        if self._stepping is None:
+            return
+        if outcome.failed:
+            self._stepping.fail(outcome.failed[0][1])
+            self._stepping = None
+        elif outcome.result is not None:
+            self._report(Stepped(outcome.result, tuple(events)))
+
+    def events(self) -> Events | None:
+        """Return the events since the last call; None if there are none."""
+        if not (self._events or self._started or self._then):
+            return None
+        started = dict.fromkeys(self._started, time.perf_counter()) if self._started else {}
+        batch = Events(tuple(self._events), started, tuple(self._then))
+        self._events, self._started, self._then = [], [], []
+        return batch
+
+    # Requests and controls.
+
+    def submit(self, request: Request) -> None:
+        """Queue a request. Raises `PromptTooLong`, `OutOfPages` or `QueueFull`."""
+        self.scheduler.submit(request)
+
+    def abort(self, request_id: str) -> None:
+        """End a request in any state."""
+        self._add(self.scheduler.abort(request_id))
+
+    def finish(self, request_id: str, reason: FinishReason) -> None:
+        """End a request whose text is complete, because it has a stop string."""
+        self._add(self.scheduler.finish(request_id, reason))
+
+    def fail(self, request_id: str, error: RekindleError) -> None:
+        """End a request that the scheduler did not take."""
+        self._add(TokenEvent(request_id, finish_reason=FinishReason.FAILED, error=error))
+
+    def control(self, message: Control | Drain) -> None:
+        """Pause, resume, run one step, call a job between two steps, or drain."""
+        match message:
+            case Pause(quiet):
+                self._pauses += 1
+                self._quiet.append(quiet)
+            case Resume():
+                self._pauses = max(0, self._pauses - 1)
+                self._refuse_steps()
+            case StepOnce(report):
+                self._steps.append(report)
+                self._refuse_steps()
+            case Exclusive():
+                self._exclusive.append(message)
+            case Drain():
+                # A paused session that is closed runs freely again: no caller is left to step it.
+                self._draining, self._pauses = True, 0
+                self._refuse_steps()
+
+    def status(self, request_id: str) -> Status | None:
+        """Return the state of a request; None if it is unknown."""
+        return self.scheduler.status(request_id)
+
+    def explain(self, request_id: str) -> Any:
+        """Return why a request is in its state, in words and numbers; None if it is unknown."""
+        return self.scheduler.explain(request_id)
+
+    def attach(self, lost: Callable[[BaseException], object], resize: Callable[[int], object]) -> None:
+        """Have `lost` called, from any thread, when a process that shares the model is gone."""
+        if self.resources.watch is not None:
+            self.resources.watch(lost)
+
+    def close(self) -> None:
+        """Free the device memory, then what the runner does not own."""
+        try:
+            self.runner.close()
+        finally:
+            if self.resources.release is not None:
+                self.resources.release()
+
+    # The tasks of a session.
+
+    async def serve(
+        self,
+        inbox: MemoryObjectReceiveStream[ScheduleMessage],
+        post: MemoryObjectSendStream[ScheduleMessage],
+        outbox: MemoryObjectSendStream[Events],
+        device: DeviceThread,
+    ) -> None:
+        """Run until a `Drain` has come and no request is left: schedule and step, which exchange turns and outcomes."""
+        turns, turned = anyio.create_memory_object_stream[Turn](1)
+        with turns, turned:
+            async with anyio.create_task_group() as watching:
+                watching.start_soon(self.watchdog.run)
+                async with anyio.create_task_group() as group:
+                    group.start_soon(self.schedule, inbox, turns, outbox)
+                    group.start_soon(self.step, turned, post, device)
+                watching.cancel_scope.cancel()
+
+    async def schedule(
+        self,
+        inbox: MemoryObjectReceiveStream[ScheduleMessage],
+        turns: MemoryObjectSendStream[Turn],
+        outbox: MemoryObjectSendStream[Events],
+    ) -> None:
+        """Decide after every message whether the device gets another turn."""
+        async with inbox, turns, outbox:
+            while True:
+                with anyio.move_on_after(None if self._stalled_since is None else 0.005):
+                    self._take(await inbox.receive())
+                while (message := next_waiting(inbox)) is not None:
+                    self._take(message)
+                turn = self.begin()
+                if (events := self.events()) is not None:
+                    await outbox.send(events)
+                if turn is not None:
+                    await turns.send(turn)
+                elif self._drained:
+                    return
+                elif self._idle and (self._pauses > 0 or not self.scheduler.has_work):
+                    self.watchdog.rest()
+
+    async def step(
+        self,
+        inbox: MemoryObjectReceiveStream[Turn],
+        outbox: MemoryObjectSendStream[ScheduleMessage],
+        device: DeviceThread,
+    ) -> None:
+        """Answer every turn with its outcome until the inbox ends."""
+        async with inbox, outbox:
+            async for turn in inbox:
+                self.watchdog.wake()
+                await outbox.send(await device.run(partial(self.advance, turn)))
+
+    # Inside.
+
+    @property
+    def _idle(self) -> bool:
+        return self._last is None and not self._turning
+
+    @property
+    def _drained(self) -> bool:
+        return self._draining and self._idle and not self.scheduler.has_work and not self._exclusive
+
+    def _take(self, message: ScheduleMessage) -> None:
+        if isinstance(message, Outcome):
+            self.end(message)
+        else:
+            take(self, message)
+
+    def _add(self, event: TokenEvent | None) -> None:
+        if event is not None:
+            self._events.append(event)
+
+    def _plan(self) -> StepPlan | None:
+        paused = self._pauses and (self._last is not None or not self._steps)
+        if self._exclusive or self._stepping is not None or paused:
+            self._stalled_since = None
+            return None
+        if self._pauses:
+            self._stepping = self._steps.popleft()
+        plan = self.scheduler.plan()
+        if plan is not None:
+            self._started += [row.request.id for row in plan.rows if row.fresh]
+        elif self._stepping is not None:
+            self._report(Stepped(None, ()))
+        self._check_progress(plan)
+        return plan
+
+    def _check_progress(self, plan: StepPlan | None) -> None:
+        """Raise if a scheduler with work and no plan, which waits for a copy, waits longer than any copy takes."""
+        if plan is not None or self._last is not None or not self.scheduler.has_work:
+            self._stalled_since = None
+        elif self._stalled_since is None:
+            self._stalled_since = time.monotonic()
+        elif time.monotonic() - self._stalled_since > STALL_SECONDS:
+            raise AssertionError(f"requests wait, but no step was planned for {STALL_SECONDS:.0f} s")
+
+    def _recovered(self, lost: bool) -> None:
+        if lost:
+            self.scheduler.flush_cache(recompute=True)
+
+    def _report(self, stepped: Stepped) -> None:
+        assert self._stepping is not None
+        self._then.append(partial(self._stepping.put, stepped))
+        self._stepping = None
+
+    def _refuse_steps(self) -> None:
+        while not self._pauses and self._steps:
+            self._steps.popleft().fail(
+                RekindleError("step() was called while the session runs freely. Use it within session.paused()")
+            )
+
+
+def _end_job(job: Exclusive, outcome: Outcome) -> None:
+    if outcome.error is not None:
+        job.done.fail(outcome.error)
+        if job.vital:
+            raise outcome.error
+        return
+    try:
+        job.after(outcome.returned)
+    except Exception as error:
+        job.done.fail(error)
+    else:
+        job.done.put(outcome.returned)

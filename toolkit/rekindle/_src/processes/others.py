@@ -1,0 +1,48 @@
+"""The other processes of a session, as the one that leads it sees them: here none. `Team` is for several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rekindle._src.execution.device_calls import Recorder
+from rekindle._src.kvcache.persist.identity import Identity
+from rekindle._src.kvcache.tiers.disk import DiskTier
+from rekindle._src.kvcache.tiers.host import HostTier
+from rekindle._src.programs.programs import Programs
+
+if TYPE_CHECKING:
+    from rekindle._src.processes.facts import Facts
+
+Say = Callable[[str], object]
+
+
+class OtherProcesses(Recorder):
+    """Nothing is sent or divided: this process makes all calls, and has whole pages and all weights."""
+
+    @property
+    def agreement(self) -> Callable[[Facts], int] | None:
+        """A function that agrees with the others on the KV pages that all have room for; None without others."""
+        return None
+
+    def begin(self, programs: Programs, say: Say = lambda stage: None) -> None:
+        """Wait until all others have their weights. `say` is called with what is waited for."""
+
+    def host(self, budget: int) -> HostTier:
+        """Return the tier of host memory."""
+        return HostTier(budget)
+
+    def disk(self, folder: Path, budget: int, identity: Identity) -> DiskTier:
+        """Return the disk tier."""
+        return DiskTier(folder, budget, identity)
+
+    def load_weights(self, weights: Any, load: Callable[[], str]) -> None:
+        """Have all others read other weights while `load` does so here, which returns their fingerprint."""
+        load()
+
+    def watch(self, watcher: Callable[[BaseException], object]) -> None:
+        """Call `watcher`, from any thread, when another process is lost."""
+
+    def close(self) -> None:
+        """Tell the others that the session ends."""

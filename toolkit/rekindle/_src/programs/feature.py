@@ -1,0 +1,232 @@
+"""A feature of steps: what one capability adds to a row, to a step's buffers, to its program, and to its results.
+
+Log-probabilities, penalties, processors, pooling and masks are features, each of them one class in a file of its own.
+The modules that pack, run and read steps go through the session's `features.Features` in order and name none of them.
+A new feature overrides the methods that it needs, and is added to `features.features_of`.
+
+Axes: R decode rows, S prefill sequences, N = R + S, T prefill tokens, W pages of a sequence, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import numpy as np
+from jax import Array, lax
+from jax import numpy as jnp
+from numpy.typing import NDArray
+
+from rekindle._src.core.adapters import AdapterLoad
+from rekindle._src.core.records import IntArray, Request, Row, StepPlan
+from rekindle._src.models.base import Model
+from rekindle._src.programs.device_layout import WHOLE
+from rekindle._src.programs.request_state import RequestState
+from rekindle_kernels import Choice
+
+
+class Paging(NamedTuple):
+    """The paging of a step for attention: the slots its tokens are written to, and the pages its sequences read."""
+
+    page_ids: Array  # [R + T]
+    offsets: Array  # [R + T]
+    page_table: Array  # [N, W]
+    lengths: Array  # [N]
+    cu_lengths: Array  # [S + 1]
+    num_prefills: Array  # []
+    states: tuple[Array, Array] | None  # two slots for each sequence [N]: of the state it reads, and of that it writes
+
+
+class StepInputs(NamedTuple):
+    """The unpacked inputs of a step, on the device."""
+
+    slots: Array  # [N]
+    lengths: Array  # [N]: tokens of the sequence, this step's included; 0 in an empty row
+    tokens: Array  # [R + T]
+    positions: Array  # [R + T]
+    page_ids: Array  # [R + T]: the page for each token's keys and values
+    offsets: Array  # [R + T]: their place in that page
+    prompt_lengths: Array  # [R + T]: of the token's sequence
+    page_table: Array  # [N, W]
+    cu_lengths: Array  # [S + 1]: half-open offsets of the prefills within the prefill tokens
+    num_prefills: Array  # []
+    last: Array  # [N]: index of each sequence's last token
+    flags: Array  # [N]: flags.Flag of each row
+    any_flags: Any  # []: the union of `flags`, or a Flag where it is known while the program is traced
+    choice: Choice
+    own: tuple[Any, ...]  # of each feature: the result of its `unpack`
+    states: tuple[Array, Array] | None = None  # in models with states; see `Paging`
+
+    def flag(self, flag: int) -> Array:
+        return (self.flags & flag) != 0
+
+    @property
+    def decode_rows(self) -> int:
+        return self.lengths.shape[0] - self.cu_lengths.shape[0] + 1
+
+    def of_tokens(self, values: Array) -> Array:
+        """Return the value of each token's row [R + T], of integers [N] of rows; 0 for padding."""
+        rows = self.decode_rows
+        tokens = self.tokens.shape[0] - rows
+        decoded = values[:rows]
+        if not tokens:
+            return decoded
+        index = lax.iota(jnp.int32, tokens)
+        sequence = (index[:, None] >= self.cu_lengths[1:]).astype(jnp.int32).sum(axis=1)
+        sequences = len(values) - rows
+        prefilled = jnp.where(sequence < sequences, values[rows:][sequence.clip(max=sequences - 1)], 0)
+        return jnp.concatenate([decoded, prefilled])
+
+    @property
+    def paging(self) -> Paging:
+        return Paging(*(getattr(self, name) for name in Paging._fields))
+
+    @property
+    def rope_lengths(self) -> Array:
+        """The length of the sequence that each token's rope assumes, as in `rope.tables` [R + T]."""
+        return jnp.maximum(self.prompt_lengths, self.positions + 1)
+
+
+class Columns(NamedTuple):
+    """A feature's part of a step's buffers, on the device; None for what it does not have."""
+
+    flags: Array  # [N]
+    ints: Any  # [N, Feature.ints]
+    row_ints: Any  # [N, Feature.row_ints]
+    floats: Any  # [N, len(Feature.neutral)]
+    tokens: Any  # [T]
+
+
+class Read(NamedTuple):
+    """The results that the host reads for a feature, of the rows of a step, or of one data shard's."""
+
+    plan: StepPlan
+    tokens: Sequence[int | None]  # the token that each row chose, if any
+    places: Sequence[int]  # of each row in the program
+    columns: NDArray[np.int32]  # [rows of the program, Feature.width]
+    output: Any  # as `on_host` returns it; None if the program has none
+
+
+class Helpers(Protocol):
+    """Programs that are no steps, which a feature may call while it reads results."""
+
+    def lens(self, rows: NDArray[Any]) -> NDArray[Any]:
+        """Return the logits of rows of the residual stream."""
+        ...
+
+
+Fields = list[dict[str, Any]]  # of each row's `RowResult`
+
+
+class Feature:
+    """A feature that does nothing, and the base of all others."""
+
+    bits: int = 0  # flags of its rows; a step without one of them reads no results of it
+    steady: int = 0  # those flags that hold in rows, too, which choose no token
+    changing: int = 0  # flags of steps in which it changes logits
+    variant: str = ""  # the letter of programs that contain it (`buckets.VARIANTS`); "": all do
+    instead: str = ""  # the letters of features that no program contains beside it
+    warmed: bool = False  # the variant is part of the lattice that is compiled ahead; if not, as needed
+    inside: bool = False  # it replaces layers or has operands, so that its variant is not made of parts
+    matrices: str = ""  # the dtype of matrices among its operands that its variant multiplies rows by
+    operands: Any = ()  # arrays beside the weights, a pytree; others of the same shapes may replace them between steps
+    operand_layout: Any = WHOLE  # how these lie on the devices of a mesh, or a tree of it
+
+    # Of a row: integers and floats that are constant while its request has its slot, integers of its own, and one for
+    # each of its prefill tokens
+    ints: int = 0
+    neutral: tuple[float, ...] = ()  # a float for each column, and its value in an empty row
+    row_ints: int = 0
+    per_token: bool = False
+
+    # Of the result: columns of integers beside each row's token, and an array of its own
+    width: int = 0
+    has_output: bool = False
+    copied: bool = True  # the array is copied to the host as soon as it is there, in programs of the variant
+    shard_axis: int = 0  # of the array, along which data shards follow each other
+
+    @property
+    def operand_shapes(self) -> Any:
+        """The shapes of `operands`."""
+        return jax.eval_shape(lambda: self.operands)
+
+    def attach(self, helpers: Helpers) -> None:
+        """Take the programs that it may call while it reads results. Called once."""
+
+    # -- a request enters its slot
+
+    def flags(self, request: Request) -> int:
+        """Return the bits of a request's rows."""
+        return 0
+
+    def row_flags(self, request: Request) -> Callable[[Row], int] | None:
+        """Return a function for bits that change from row to row, of a request that has such."""
+        return None
+
+    def constants(self, request: Request) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        """Return the request's integers and floats, one for each column."""
+        return (), self.neutral
+
+    def reads_slot(self, request: Request) -> bool:
+        """True if it reads more of the request's slot than its last token (`request_state.admit` writes it)."""
+        return False
+
+    # -- a step is packed
+
+    def load(self, loads: Sequence[AdapterLoad]) -> None:
+        """Take the adapters that a plan puts on the device, on the device's thread and in the order of plans."""
+
+    def free(self) -> None:
+        """Let go of arrays on the device, because the session goes to sleep or ends; a later step makes them again."""
+
+    def in_plan(self, plan: StepPlan) -> bool:
+        """True if a step needs a program of the feature's variant."""
+        return False
+
+    def prepare(self, plan: StepPlan, rows: int) -> None:
+        """Replace `operands` by those of a step that contains the feature. Its prompts begin behind `rows` tokens."""
+
+    def write_row(self, row: Row, out: IntArray) -> None:
+        """Write the integers of a row [row_ints], each 0 so far."""
+
+    def write_tokens(self, row: Row, out: IntArray) -> None:
+        """Write the integers of a prefill row's tokens, each -1 so far, if its flags have one of `bits`."""
+
+    # -- its part of the program, each a pure function
+
+    def unpack(self, columns: Columns) -> Any:
+        """Return the feature's inputs, a pytree."""
+        return None
+
+    def model(self, model: Model, inputs: StepInputs, own: Any, operands: Any) -> tuple[Model, Any]:
+        """Before the layers: return the model that runs, and an object for `output`. Its layers may be replaced."""
+        return model, None
+
+    def change(self, logits: Array, inputs: StepInputs, own: Any, state: RequestState) -> Array:
+        """Before the choice: return logits [N, V], in steps that have a flag of `changing`."""
+        return logits
+
+    def columns(self, logits: Array, tokens: Array, inputs: StepInputs, chosen_from: Callable[[], Array]) -> Array:
+        """After the choice: return integers [N, width] for the host, from the model's own logits and the tokens [N].
+
+        `chosen_from` computes the logits behind all changes, those of masks included, of which tokens are chosen.
+        """
+        raise NotImplementedError
+
+    def output(self, model: Model, hidden: Array, inputs: StepInputs, own: Any, kept: Any) -> Any:
+        """At the end: return an array for the host, or a pytree of arrays. `hidden` [R + T, E] follows the final norm;
+        see `model` for `kept`.
+
+        It is copied to the host in each step of the feature's variant; without one, in steps that have its flags.
+        """
+        raise NotImplementedError
+
+    # -- its result is read
+
+    def on_host(self, output: Any, plan: StepPlan) -> Any:
+        """Wait for the output of a step. Return it in the host's memory: an array, or a dict of arrays."""
+        return np.asarray(output)
+
+    def read(self, read: Read, fields: Fields) -> None:
+        """Add the feature's fields of each row's `RowResult`."""

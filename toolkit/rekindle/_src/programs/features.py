@@ -1,0 +1,162 @@
+"""The features of a session's steps, in the order in which their columns and results lie."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax import Array
+
+from rekindle._src.core.records import Request, Row, StepPlan
+from rekindle._src.programs.distribution import Distribution
+from rekindle._src.programs.feature import Feature, Helpers
+from rekindle._src.programs.guides import Guides
+from rekindle._src.programs.logit_shaping import LogitShaping
+from rekindle._src.programs.logprobs import Logprobs, PromptLogprobs
+from rekindle._src.programs.pooling import Pooling
+from rekindle._src.programs.processors import LogitsProcessor, Processors
+from rekindle._src.programs.state_slots import StateSlots
+
+
+def _overrides(feature: Feature, method: str) -> bool:
+    return getattr(type(feature), method) is not getattr(Feature, method)
+
+
+def _excluded(features: Sequence[Feature]) -> str:
+    """Return the letters of features that another one names."""
+    return "".join(feature.instead for feature in features)
+
+
+class Features:
+    """Features, and what they add to steps together. Logits pass them in this order."""
+
+    def __init__(self, entries: Sequence[Feature], late: Guides) -> None:
+        self.entries, self.late = tuple(entries), late
+        self.ints = sum(feature.ints for feature in entries)
+        self.row_ints = sum(feature.row_ints for feature in entries)
+        self.neutral = tuple(value for feature in entries for value in feature.neutral)
+        self.per_token = tuple(feature for feature in entries if feature.per_token)
+        self.outputs = tuple(feature for feature in entries if feature.has_output)
+        self.copied = tuple(bool(feature.variant) and feature.copied for feature in self.outputs)  # in every step
+        self.steady = functools.reduce(lambda bits, feature: bits | feature.steady, entries, 0)
+        self.changing = functools.reduce(lambda bits, feature: bits | feature.changing, entries, 0)
+        self.warmed = tuple(feature.variant for feature in entries if feature.variant and feature.warmed)
+        as_needed = tuple(feature for feature in entries if feature.variant and not feature.warmed)
+        self.matrices: str | None = next(
+            (feature.matrices for feature in entries if feature.warmed and feature.matrices), None
+        )
+        self.as_needed = tuple(feature.variant for feature in as_needed)
+        self.choices = tuple(  # letters of which a program has one at most, for each such group
+            feature.variant + feature.instead for feature in as_needed if feature.variant not in _excluded(as_needed)
+        )
+        letters = sorted((feature for feature in entries if feature.variant), key=lambda feature: not feature.warmed)
+        self._planned = tuple((feature.variant, feature.in_plan) for feature in letters)  # as in the names of programs
+        self._prepared = tuple(feature for feature in entries if _overrides(feature, "prepare"))
+        self._reading = tuple(feature for feature in entries if _overrides(feature, "read"))
+        self._read_bits = functools.reduce(lambda bits, feature: bits | feature.bits, self._reading, 0)
+        self._read_by: dict[tuple[int, str], tuple[Feature, ...]] = {}
+        self._compiled: dict[str, tuple[Feature, ...]] = {}
+        self._states = next((index for index, one in enumerate(entries) if isinstance(one, StateSlots)), None)
+
+    # -- a request enters its slot
+
+    def flags(self, request: Request) -> int:
+        return functools.reduce(lambda bits, feature: bits | feature.flags(request), self.entries, 0)
+
+    def row_flags(self, request: Request) -> tuple[Callable[[Row], int], ...]:
+        functions = (feature.row_flags(request) for feature in self.entries)
+        return tuple(function for function in functions if function is not None)
+
+    def constants(self, request: Request) -> tuple[list[int], list[float]]:
+        """Return the values of all columns of a request."""
+        pairs = [feature.constants(request) for feature in self.entries]
+        return [value for ints, _ in pairs for value in ints], [value for _, floats in pairs for value in floats]
+
+    def reads_slot(self, request: Request) -> bool:
+        return any(feature.reads_slot(request) for feature in self.entries)
+
+    # -- a step
+
+    def variants(self, plan: StepPlan) -> str:
+        """Return the letters of the program that a plan needs."""
+        return "".join([letter for letter, in_plan in self._planned if in_plan(plan)])
+
+    def load(self, plan: StepPlan) -> None:
+        """Take the adapters that a plan puts on the device."""
+        for feature in self.entries:
+            feature.load(plan.loads)
+
+    def free(self) -> None:
+        """Let go of the features' arrays on the device."""
+        for feature in self.entries:
+            feature.free()
+
+    def attach(self, helpers: Helpers) -> None:
+        """Let features call programs that are no steps."""
+        for feature in self.entries:
+            feature.attach(helpers)
+
+    def prepare(self, plan: StepPlan, variants: str, rows: int) -> None:
+        """Replace the operands of features in a program by those of a step; see `Feature.prepare`."""
+        for feature in self._prepared:
+            if feature.variant in variants:
+                feature.prepare(plan, rows)
+
+    def states(self, own: Sequence[Any]) -> tuple[Array, Array] | None:
+        """Return the slots of states among the inputs of the features; None for models without states."""
+        slots: tuple[Array, Array] | None = None if self._states is None else own[self._states]
+        return slots
+
+    def operands(self, variants: str) -> tuple[Any, ...]:
+        """Return the operands of each feature in a program."""
+        return tuple([feature.operands for feature in self.compiled(variants)])
+
+    def operand_shapes(self, variants: str) -> tuple[Any, ...]:
+        """Return the shapes of the operands of each feature in a program."""
+        return tuple([feature.operand_shapes for feature in self.compiled(variants)])
+
+    def operand_layouts(self, variants: str) -> tuple[Any, ...]:
+        """Return the layouts of the operands of each feature in a program."""
+        return tuple([feature.operand_layout for feature in self.compiled(variants)])
+
+    def compiled(self, variants: str) -> tuple[Feature, ...]:
+        """Return the features that a program contains."""
+        known = self._compiled.get(variants)
+        if known is None:
+            chosen = (feature for feature in self.entries if not feature.variant or feature.variant in variants)
+            known = self._compiled[variants] = tuple(chosen)
+        return known
+
+    def columns_of(self, feature: Feature, variants: str) -> slice:
+        """Return where a feature's columns are beside each row's token, in a program."""
+        compiled = self.compiled(variants)
+        first = sum(one.width for one in compiled[: compiled.index(feature)])
+        return slice(first, first + feature.width)
+
+    def read_in(self, flags: int, variants: str) -> tuple[Feature, ...]:
+        """Return the features with results to read: of a step whose rows have these flags, in a program."""
+        key = flags & self._read_bits, variants
+        reading = self._read_by.get(key)
+        if reading is None:
+            reading = self._read_by[key] = tuple(
+                feature
+                for feature in self._reading
+                if feature.bits & flags or (feature.variant and feature.variant in variants)
+            )
+        return reading
+
+    def on_host(self, feature: Feature, extra: Sequence[Any], plan: StepPlan) -> Any:
+        """Wait for a feature's output, among those of a step; None if the feature or the program has none."""
+        output = extra[self.outputs.index(feature)] if feature.has_output else None
+        return None if output is None else feature.on_host(output, plan)
+
+
+def features_of(processors: Sequence[LogitsProcessor] = (), vocab_size: int = 0, *more: Feature) -> Features:
+    """Return the features of a session with these logits processors, and `more` that depend on its model."""
+    own = (Processors(processors),) if processors else ()
+    usual = LogitShaping(), Logprobs(), PromptLogprobs(), Pooling(), Distribution(vocab_size)
+    return Features((*own, *usual, *more), Guides())
+
+
+PLAIN = features_of()

@@ -1,0 +1,190 @@
+"""Guides: which tokens each guided row may choose, as masks that the host fills while the model of the step runs.
+
+Axes: N rows, V vocabulary, W = ceil(V / 32) words of a mask. A row without a guide has all bits set.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from rekindle._src.core.guides import Guided, GuideLike, Mask, mask_words
+from rekindle._src.core.records import Row, RowResult, StepPlan
+from rekindle._src.programs.data_shards import ALONE, DataShards
+from rekindle._src.programs.feature import Feature
+from rekindle._src.programs.request_state import BIAS_LIMIT
+from rekindle._src.programs.sampling import Choose, Take
+from rekindle.errors import NoTokenLeft, RekindleError
+from rekindle_kernels import gated_masks
+
+NO_TOKEN = -2  # read by the host in place of a token where mask and options together leave none
+SLOWEST_TOKEN = 0.2  # seconds of a processor that a guide may take for a token; ordinary ones take a thousandth
+
+
+class Guides(Feature):
+    """The late feature of a session: its operand, masks [N, W], depends on tokens of the step before, which the host
+    reads while the model runs.
+
+    A program that can wait takes the operand after the model, through a gate. Where no program can wait, such a step is
+    two programs, up to the logits and the choice. Steps with the feature have sizes of their own.
+    """
+
+    def operand_width(self, vocab_size: int) -> int:
+        """Return the integers of a row's operand, which is all ones in rows without a guide."""
+        return mask_words(vocab_size)
+
+    def in_plan(self, plan: StepPlan) -> bool:
+        return any(row.request.guide is not None and row.samples for row in plan.rows)
+
+    def wait(self, gate: Array, logits: Array) -> Array:
+        """Return the operand of a program that waits, from its gate, once the logits are computed."""
+        return gated_masks(gate, logits)
+
+    def take(self, masks: Array) -> Take:
+        """Return a function for tokens [N] that the masks [N, W] allow, and their logits; minus infinity is "never"."""
+
+        def take(logits: Array, choose: Choose) -> tuple[Array, Array]:
+            tokens = choose(logits, masks)
+            words = jnp.take_along_axis(masks, tokens[:, None] >> 5, axis=1)[:, 0]
+            chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
+            return tokens, jnp.where((words >> (tokens & 31)) & 1 != 0, chosen, -jnp.inf)
+
+        return take
+
+    def allow(self, logits: Array, masks: Array) -> Array:
+        """Return the logits [N, V], minus infinity where the masks [N, W] allow no token."""
+        bits = (masks[:, :, None] >> lax.iota(jnp.int32, 32)) & 1
+        allowed = bits.reshape(masks.shape[0], -1)[:, : logits.shape[1]]
+        return jnp.where(allowed != 0, logits, -jnp.inf)
+
+    def mark(self, tokens: Array, masks: Array, values: Array) -> Array:
+        """Return `tokens` [N] with NO_TOKEN in guided rows whose token was chosen with a logit that means "never".
+
+        Where all logits are minus infinity a token is chosen nevertheless, and an infinite bias is a finite number.
+        """
+        never = values < -BIAS_LIMIT / 2
+        dead = lax.cond(jnp.any(never), lambda: never & jnp.any(masks != -1, axis=1), lambda: never)
+        return jnp.where(dead, NO_TOKEN, tokens)
+
+    def needs_unread_token(self, plan: StepPlan) -> bool:
+        """True if a mask of the plan needs a token that has not been read yet."""
+        return any(guide.consumed < row.generated for _, row, guide in _guided(plan, 0) if not row.draft)
+
+    def fill(self, plan: StepPlan, rows: int, masks: Mask, shards: DataShards = ALONE) -> dict[str, Exception]:
+        """Write the masks [N, W] of a step's rows, N for each data shard, where the program has so many decode `rows`.
+
+        Returns the errors of requests whose guides can't continue.
+
+        Rows of requests that ended meanwhile get any mask: their results are dropped. A draft's mask is that behind the
+        draft; where the drafts leave the grammar, no row behind can be accepted.
+        """
+        masks.fill(-1)
+        errors: dict[str, Exception] = {}
+        for shard, part in enumerate(shards.split(plan)):
+            _fill(part, rows, shards.part(shard, masks), errors)
+        return errors
+
+    def advance(
+        self, plan: StepPlan, results: tuple[RowResult, ...], errors: dict[str, Exception]
+    ) -> tuple[RowResult, ...]:
+        """Return the results of a step with each guide's report on its token. `errors` are those of `fill`."""
+        updated: list[RowResult] = []
+        follows = False  # True while all rows of the request so far were right
+        before = time.thread_time()
+        for row, result in zip(plan.rows, results, strict=True):
+            guide = row.request.guide
+            if guide is None or not row.samples:
+                updated.append(result)
+                continue
+            if row.draft:
+                assert row.token_ids is not None, "a draft has its token"
+                follows = follows and updated[-1].token_id == row.token_ids[0]
+            else:
+                follows = guide.consumed == row.generated
+            if follows and row.request.id in errors:
+                result = dataclasses.replace(result, token_id=None, error=errors[row.request.id])
+            if follows and result.token_id is not None and not guide.ended:
+                report = guide.consume(result.token_id)
+                now = time.thread_time()
+                report = _with_time(report, guide.spent + now - before)
+                guide.spent, before = 0.0, now
+                result = result.following(report, _guide_error(row, report.problem) if report.problem else result.error)
+            else:
+                follows = False
+            updated.append(result)
+        return tuple(updated)
+
+    def no_token(self, row: Row) -> RekindleError:
+        """Return the error of a row for which the grammar and the request's other options leave no token."""
+        sampling, causes = row.request.sampling, []
+        if row.generated < sampling.min_tokens:
+            causes.append(f"min_tokens={sampling.min_tokens}")
+        if sampling.logit_bias:
+            causes.append("logit_bias")
+        if sampling.processors:
+            causes.append(f"processors={list(sampling.processors)}")
+        options = " and ".join(causes) or "the other options"
+        return NoTokenLeft(
+            f"After {row.generated} tokens of request {row.request.id}, none is left that both its {_limits(row)} and "
+            f"{options} allow. Change one of them."
+        )
+
+
+def _fill(plan: StepPlan, rows: int, masks: Mask, errors: dict[str, Exception]) -> None:
+    ahead: GuideLike | None = None
+    before = time.thread_time()  # read once a row: it takes as long as a quick mask
+    for index, row, guide in _guided(plan, rows):
+        if not row.draft:
+            ahead = guide if guide.consumed == row.generated and not guide.ended else None
+        elif ahead is not None:
+            assert row.token_ids is not None, "a draft has its token"
+            ahead = ahead.copy()
+            report = ahead.consume(int(row.token_ids[0]))
+            if report.ended or report.problem:
+                ahead = None
+        problem = "" if ahead is None else ahead.fill(masks[index])
+        now = time.thread_time()
+        guide.spent += now - before
+        before = now
+        if problem and not row.draft:
+            errors[row.request.id] = _guide_error(row, problem)
+        if problem:
+            masks[index].fill(-1)
+            ahead = None
+
+
+def _with_time(report: Guided, seconds: float) -> Guided:
+    """Add the time to a guide's report; a guide that is too slow gets a problem, so that it can't continue."""
+    if seconds > SLOWEST_TOKEN and not report.problem and not report.ended:
+        problem = f"following one token took {seconds:.2f} s, and {SLOWEST_TOKEN:g} s are possible: it is ambiguous"
+        report = report._replace(problem=problem)
+    return Guided._make((*report[:-1], seconds))  # a third of the time of `_replace`
+
+
+def _limits(row: Row) -> str:
+    """Name the options that the row's guide follows, for messages."""
+    sampling = row.request.sampling
+    restrictions = {"allowed_token_ids": sampling.allowed_token_ids, "bad_words": sampling.bad_words}
+    return " with ".join((["grammar"] if sampling.structured or not sampling.restricted else [])
+                         + [name for name, value in restrictions.items() if value])  # fmt: skip
+
+
+def _guide_error(row: Row, problem: str) -> RekindleError:
+    return NoTokenLeft(
+        f"The {_limits(row)} of request {row.request.id} can't go on after {row.generated} tokens: {problem}. "
+        + ("Change one of them." if row.request.sampling.restricted else "Simplify it.")
+    )
+
+
+def _guided(plan: StepPlan, decode_rows: int) -> Iterator[tuple[int, Row, GuideLike]]:
+    """Yield the rows that choose among allowed tokens, with their places in the program."""
+    for index, row in enumerate(plan.decode):
+        if row.request.guide is not None and row.samples:
+            yield index, row, row.request.guide
+    for index, row in enumerate(plan.prefill, start=decode_rows):
+        if row.request.guide is not None and row.samples:
+            yield index, row, row.request.guide

@@ -1,0 +1,448 @@
+"""Taps in a step: what passes between the layers and inside them as a result, and changes of the residual stream.
+
+A program with the capturing variant returns every residual, each as an array of its own, and the host reads those that
+a request wants: so no capture compiles anything, and the layers stay joined. A program with the other sites also
+returns what attention and MLP compute, apart from the residual that they are otherwise added to at once.
+
+In a program with a steering variant a table says which tokens are changed behind which layer or module, and by which
+vectors. All of it is in operands of one size, so that other layers, vectors, scales and positions compile nothing.
+
+Axes: R decode rows, T prefill tokens, N = R + T, E hidden size, B vectors, M changes of a step.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.records import Row, StepPlan
+from rekindle._src.core.tapped import (
+    INNER,
+    MAX_PATCHES,
+    MAX_RUNS,
+    MAX_VECTORS,
+    STREAM,
+    CapturedPart,
+    Edit,
+    TapFacts,
+    Tapped,
+    place_of,
+    places_of,
+)
+from rekindle._src.core.taps import LOGITS, Key
+from rekindle._src.models.base import Model
+from rekindle._src.models.config import Cache, ModelConfig, Pages
+from rekindle._src.models.loading.hugepages import aligned
+from rekindle._src.programs.buckets import CAPTURES, CAPTURES_MORE, STEERS, STEERS_MORE
+from rekindle._src.programs.feature import Feature, Fields, Helpers, Read, StepInputs
+
+Hook = Callable[[int, Array], Array]
+Sites = dict[str, dict[int, Array]]  # what was captured, by layer
+
+
+class Hooked:
+    """A model that passes its residual stream through a function: before the layers (0), and behind the n-th (n)."""
+
+    def __init__(self, model: Any, hook: Hook) -> None:
+        self._model, self._hook = model, hook
+        self.layers = [self._hooked(number, layer) for number, layer in enumerate(model.layers, start=1)]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def _hooked(self, number: int, layer: Callable[..., Array]) -> Callable[..., Array]:
+        return lambda *arguments: self._hook(number, layer(*arguments))
+
+    def begin(self, tokens: Array, positions: Array, lengths: Array | None = None) -> tuple[Array, Any]:
+        x, tables = self._model.begin(tokens, positions, lengths)
+        return self._hook(0, x), tables
+
+    def __call__(self, tokens: Array, positions: Array, attend: Any, lengths: Array | None = None) -> Array:
+        x, tables = self.begin(tokens, positions, lengths)
+        for layer in self.layers:
+            x = layer(x, tables, attend)
+        return jnp.asarray(self._model.end(x))
+
+
+class Apart:
+    """A module that computes its output apart from the residual, and passes it through functions before the two are
+    added.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        self.passes: list[Callable[[Array], Array]] = []
+        self._signature = inspect.signature(module.__call__)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, name)
+
+    def __call__(self, *arguments: Any, **options: Any) -> Array:
+        bound = self._signature.bind(*arguments, **options)
+        residual = bound.arguments.pop("residual", None)
+        rest = {name: bound.arguments[name] for name in list(bound.arguments)}
+        y: Array = self.module(**rest)
+        for function in self.passes:
+            y = function(y)
+        return y if residual is None else residual + y
+
+
+def apart(model: Any, layer: int, site: str) -> Apart | None:
+    """Return the attention or the MLP of a layer, computed apart from the residual from now on; None where it has none.
+
+    The model is one that was made for this trace.
+    """
+    while isinstance(model, Hooked):
+        model = model._model
+    owner = model.layers[layer]
+    name = "down" if site == "mlp" and not hasattr(owner, "mlp") else site
+    module = getattr(owner, name, None)
+    if module is not None and not isinstance(module, Apart):
+        module = Apart(module)
+        object.__setattr__(owner, name, module)
+    return module
+
+
+class _Attending:
+    """Attention that keeps its queries, keys and values."""
+
+    def __init__(self, attend: Any, kept: Sites) -> None:
+        self._attend, self._kept = attend, kept
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._attend, name)
+
+    def __call__(self, layer: int, q: Array, k: Array | None, v: Array | None, /, *more: Any) -> Any:
+        for site, array in (("q", q), ("k", k), ("v", v)):
+            if array is not None:
+                self._kept[site][layer] = array
+        return self._attend(layer, q, k, v, *more)
+
+
+class _Inside(Hooked):
+    """A model that also keeps what its layers compute inside."""
+
+    def __init__(self, model: Any, hook: Hook, kept: Sites) -> None:
+        super().__init__(model, hook)
+        self._kept = kept
+
+    def __call__(self, tokens: Array, positions: Array, attend: Any, lengths: Array | None = None) -> Array:
+        return super().__call__(tokens, positions, _Attending(attend, self._kept), lengths)
+
+
+def _keep_inside(model: Any, kept: Sites) -> None:
+    """Let the layers of a model, which was made for this trace, keep the outputs of their modules."""
+    for number in range(len(model.layers)):
+        for site in ("attention", "mlp"):
+            module = apart(model, number, site)
+            if module is None:
+                continue
+            module.passes.append(_keeping(kept[site], number))
+            if hasattr(module, "route"):
+                object.__setattr__(module.module, "route", _keeping_choices(module.route, number, kept))
+
+
+def _keeping(kept: dict[int, Array], layer: int) -> Callable[[Array], Array]:
+    def keeping(y: Array) -> Array:
+        kept[layer] = y
+        return y
+
+    return keeping
+
+
+def _keeping_choices(route: Callable[..., Any], layer: int, kept: Sites) -> Callable[..., Any]:
+    def keeping(*arguments: Any) -> Any:
+        gates, experts = route(*arguments)
+        kept["gates"][layer], kept["experts"][layer] = gates, experts
+        return gates, experts
+
+    return keeping
+
+
+class Captures(Feature):
+    """The residual stream behind every layer, as arrays [N, E]; the host takes the rows that requests want of them."""
+
+    variant, instead = CAPTURES, CAPTURES_MORE
+    inside = has_output = True
+    copied = False  # on a device with memory of its own: few of them are wanted
+    _helpers: Helpers
+
+    def attach(self, helpers: Helpers) -> None:
+        self._helpers = helpers
+
+    def in_plan(self, plan: StepPlan) -> bool:
+        rows = _tapped(plan)
+        return bool(rows) and any(map(_captures, rows)) and not any(map(_captures_inside, rows))
+
+    def model(self, model: Any, inputs: StepInputs, own: Any, operands: Any) -> tuple[Any, Any]:
+        stream: list[Array] = []
+
+        def keep(place: int, x: Array) -> Array:
+            stream.append(x)
+            return x
+
+        return Hooked(model, keep), (stream, {})
+
+    def output(self, model: Model, hidden: Array, inputs: StepInputs, own: Any, kept: Any) -> Any:
+        stream, sites = kept
+        inside = {site: {str(layer): array for layer, array in arrays.items()} for site, arrays in sites.items()}
+        return {"stream": stream, "norm": hidden, **inside}  # keys are text, in which stored programs describe results
+
+    def on_host(self, output: Any, plan: StepPlan) -> Any:
+        wanted = {key for row in filter(_captures, plan.rows) for key in (row.request.tapped or Tapped()).keys}
+        return {key: np.asarray(_of(output, key)) for key in wanted}
+
+    def read(self, read: Read, fields: Fields) -> None:
+        assert read.output is not None, "a program that does not capture ran a request with captures"
+        decode, rows = len(read.plan.decode), read.plan.rows
+        first = read.places[decode] if decode < len(rows) else 0  # prompts begin behind the program's decode rows
+        parts: list[tuple[int, Sequence[Key], Any, Any]] = []  # row, its keys, positions, and lines of the output
+        for index, row in enumerate(rows):
+            place = read.places[index] if index < decode else first
+            first += row.length if index >= decode else 0
+            tapped = row.request.tapped
+            if tapped is None or not tapped.keys:
+                continue
+            positions = tapped.wanted_in(row.start, row.start + row.length)
+            if len(positions):
+                parts.append((index, tapped.keys, positions, positions - row.start + place))
+        logits = self._logits(read.output, parts)
+        for index, keys, positions, lines in parts:
+            arrays = {key: logits[index, key] if key[0] == LOGITS else _floats(read.output[key][lines]) for key in keys}
+            fields[index]["captured"] = CapturedPart(positions, arrays)
+
+    def _logits(self, output: Any, parts: Sequence[tuple[int, Sequence[Key], Any, Any]]) -> dict[Any, Any]:
+        """Return the logits of rows by row and key. Rows of a step go through the head together."""
+        found = {}
+        for key in {key for _, keys, *_ in parts for key in keys if key[0] == LOGITS}:
+            several = [(index, lines) for index, keys, _, lines in parts if key in keys]
+            computed = self._helpers.lens(output[key][np.concatenate([lines for _, lines in several])])
+            ends = np.cumsum([len(lines) for _, lines in several])[:-1]
+            for (index, _), own in zip(several, np.split(computed, ends), strict=True):
+                found[index, key] = own.copy() if len(several) > 1 else own  # a view would keep the others' logits
+        return found
+
+
+def _floats(lines: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return what a request gets of an output; 16-bit floats, which numpy lacks, as float32."""
+    return lines if lines.dtype in (np.float32, np.int32) else lines.astype(np.float32)
+
+
+class InnerCaptures(Captures):
+    """The same, and what attention and MLP compute."""
+
+    variant, instead = CAPTURES_MORE, ""
+
+    def in_plan(self, plan: StepPlan) -> bool:
+        return any(map(_captures_inside, _tapped(plan)))
+
+    def model(self, model: Any, inputs: StepInputs, own: Any, operands: Any) -> tuple[Any, Any]:
+        _, (stream, _) = super().model(model, inputs, own, operands)
+        sites: Sites = {site: {} for site in ("q", "k", "v", "attention", "mlp", "experts", "gates")}
+        _keep_inside(model, sites)
+
+        def keep(place: int, x: Array) -> Array:
+            stream.append(x)
+            return x
+
+        return _Inside(model, keep, sites), (stream, sites)
+
+
+def _tapped(plan: StepPlan) -> list[Row]:
+    return [row for rows in (plan.decode, plan.prefill) for row in rows if row.request.tapped is not None]
+
+
+def _captures(row: Row) -> bool:
+    tapped = row.request.tapped
+    return tapped is not None and bool(tapped.keys) and tapped.captures(row.start, row.start + row.length)
+
+
+def _captures_inside(row: Row) -> bool:
+    return _captures(row) and row.request.tapped is not None and row.request.tapped.inner
+
+
+def _of(output: Any, key: Key) -> Any:
+    """Return the array of a site and layer, or of a site without layers."""
+    if isinstance(key, str):
+        return output[key]
+    site, layer = key
+    return output["stream"][layer + (site != "residual_before")] if site in STREAM else output[site][str(layer)]
+
+
+class Edits(NamedTuple):
+    """The operands of steps with changes."""
+
+    starts: Any  # int32 [places + 1]: the first change of each place; see `Edit.place`
+    where: Any  # int32 [M, 4]: its tokens, half-open; its vector; and 1 if each token has a vector of its own
+    factors: Any  # float32 [M, 3], as in `Edit`
+    vectors: Any  # float32 [B, E]
+
+
+class Steering(Feature):
+    """Changes of the residual stream of some tokens behind some layers."""
+
+    variant, instead = STEERS, STEERS_MORE
+    inside = True
+
+    def __init__(self, model: ModelConfig, config: EngineConfig) -> None:
+        self._places = places_of(model.num_layers)
+        self._most = MAX_RUNS * config.max_requests
+        vectors = MAX_VECTORS * config.max_requests + MAX_PATCHES * config.max_tokens_per_step
+        self._shape = vectors, model.hidden_size
+        self._held: list[tuple[Edit, int, int]] = []  # whose vectors are in the operands, from where on, how many
+        self._operands: Edits | None = None
+
+    @property
+    def operands(self) -> Edits:
+        """The changes of the step that was prepared last; before any, none."""
+        if self._operands is None:
+            self._operands = self._none(aligned(self._shape, np.float32))
+        return self._operands
+
+    def _none(self, vectors: Any) -> Edits:
+        starts, where = np.zeros(self._places + 1, np.int32), np.zeros((self._most, 4), np.int32)
+        return Edits(starts, where, np.zeros((self._most, 3), np.float32), vectors)
+
+    def in_plan(self, plan: StepPlan) -> bool:
+        rows = _tapped(plan)
+        return bool(rows) and any(map(_edits, rows)) and not any(map(_edits_inside, rows))
+
+    def prepare(self, plan: StepPlan, rows: int) -> None:
+        entries: list[tuple[int, int, int, Edit, int]] = []  # place, tokens, the change, the first vector it reads
+        needed: list[tuple[Edit, int, int]] = []  # vectors of a change
+        numbers: dict[Any, int] = {}
+        count = 0
+        first = rows
+        for index, row in enumerate(plan.rows):
+            token = index if index < len(plan.decode) else first
+            first += row.length if index >= len(plan.decode) else 0
+            tapped = row.request.tapped
+            if tapped is None or not tapped.edits:
+                continue
+            for number, edit in enumerate(tapped.edits):
+                passed = 0  # positions of the runs before
+                for start, stop in edit.runs:
+                    begin, end = max(start, row.start), min(stop, row.start + row.length)
+                    if begin < end:
+                        vector = passed + begin - start if edit.each else 0
+                        length = end - begin if edit.each else 1
+                        key = (id(tapped), number, vector, length)
+                        if key not in numbers:
+                            numbers[key] = count
+                            needed.append((edit, vector, length))
+                            count += length
+                        offset = token - row.start
+                        entries.append((edit.place, begin + offset, end + offset, edit, numbers[key]))
+                    passed += stop - start if edit.each else 0
+        entries.sort(key=lambda entry: entry[0])
+        vectors = self.operands.vectors
+        if [(id(edit), *part) for edit, *part in needed] != [(id(edit), *part) for edit, *part in self._held]:
+            vectors, place = aligned(self._shape, np.float32), 0  # steps in flight read the others
+            for edit, begin, length in needed:
+                vectors[place : place + length] = edit.vectors[begin : begin + length]
+                place += length
+            self._held = needed
+        changes = self._none(vectors)
+        for place, (_, begin, end, edit, vector) in enumerate(entries):
+            changes.where[place] = begin, end, vector, edit.each
+            changes.factors[place] = edit.factors
+        changes.starts[:] = np.searchsorted([entry[0] for entry in entries], np.arange(self._places + 1))
+        self._operands = changes
+
+    def model(self, model: Any, inputs: StepInputs, own: Any, operands: Edits) -> tuple[Any, Any]:
+        return Hooked(model, self.hook(inputs, operands)), None
+
+    def hook(self, inputs: StepInputs, operands: Edits) -> Hook:
+        """Return the function that makes the changes of one place."""
+        index = lax.iota(jnp.int32, inputs.tokens.shape[0])
+
+        def change(place: int, x: Array) -> Array:
+            def one(number: Array, x: Array) -> Array:
+                first, stop, vector, each = (operands.where[number, column] for column in range(4))
+                a, b, c = (operands.factors[number, column] for column in range(3))
+                v = operands.vectors[jnp.clip(vector + each * (index - first), 0, operands.vectors.shape[0] - 1)]
+                wide = x.astype(jnp.float32)
+                changed = a * wide + b * v + c * jnp.sum(wide * v, axis=-1, keepdims=True) * v
+                return jnp.where(((index >= first) & (index < stop))[:, None], changed.astype(x.dtype), x)
+
+            with jax.named_scope("steer"):
+                return lax.fori_loop(operands.starts[place], operands.starts[place + 1], one, x)
+
+        return change
+
+
+class InnerSteering(Feature):
+    """The same, and changes of the outputs of attention and MLP. The operands are those of `Steering`."""
+
+    variant = STEERS_MORE
+    inside = True
+
+    def __init__(self, stream: Steering) -> None:
+        self._stream = stream
+
+    @property
+    def operands(self) -> Edits:  # type: ignore[override]
+        return self._stream.operands
+
+    def in_plan(self, plan: StepPlan) -> bool:
+        return any(map(_edits_inside, _tapped(plan)))
+
+    def prepare(self, plan: StepPlan, rows: int) -> None:
+        self._stream.prepare(plan, rows)
+
+    def model(self, model: Any, inputs: StepInputs, own: Any, operands: Edits) -> tuple[Any, Any]:
+        change, layers = self._stream.hook(inputs, operands), len(model.layers)
+        for layer in range(layers):
+            for site in INNER:
+                if (module := apart(model, layer, site)) is not None:
+                    module.passes.append(functools.partial(change, place_of(site, layer, layers)))
+        return Hooked(model, change), None
+
+
+def _edits(row: Row) -> bool:
+    tapped = row.request.tapped
+    return tapped is not None and tapped.edits_in(row.start, row.start + row.length)
+
+
+def _edits_inside(row: Row) -> bool:
+    tapped = row.request.tapped
+    return tapped is not None and tapped.edits_inside and _edits(row)
+
+
+def tap_features(model: ModelConfig, config: EngineConfig, *custom: Feature) -> tuple[Feature, ...]:
+    """Return the features of taps, changes before captures, which see what was changed; `custom` are between them."""
+    steering = Steering(model, config)
+    return steering, InnerSteering(steering), *custom, Captures(), InnerCaptures()
+
+
+def tap_facts(model: ModelConfig, *, divided: bool, shards: int, processes: int) -> TapFacts | None:
+    """Return what can be tapped in a session; None if nothing."""
+    if processes > 1:
+        return None
+    layers = tuple(range(model.num_layers))
+    caches = model.caches
+    attention = tuple(layer for layer in layers if caches[layer].pages is not None)
+    mlps = tuple(layer for layer in layers if model.mlp_size(layer))
+    mixing = tuple(layer for layer in layers if caches[layer] != Cache())
+    keys = {layer: pages for layer in layers if isinstance(pages := caches[layer].pages, Pages)}  # others have no own
+    values = [layer for layer, pages in keys.items() if not pages.latent]
+    experts = tuple(layer for layer in layers if model.moe and model.moe[layer] is not None)
+    sites: dict[str, Sequence[int]] = {"residual": layers, "residual_before": layers, LOGITS: layers, "norm": ()}
+    reason = ""
+    if divided:
+        reason = "is divided among the devices of the mesh"
+    else:
+        sites |= {"attention": mixing, "mlp": mlps, "q": attention, "k": tuple(keys), "v": tuple(values)}
+        sites |= {"experts": experts, "gates": experts} if experts else {}
+    steers = "can't be had with several data shards" if shards > 1 else ""
+    plain = [layer for layer in values if not model.attention[layer].sinks]
+    specs = [model.attention[layer] if layer in plain else None for layer in layers]
+    return TapFacts(model.num_layers, model.hidden_size, sites, reason, steers, specs)

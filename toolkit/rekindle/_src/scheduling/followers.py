@@ -1,0 +1,242 @@
+"""Followers: what a feature of steps keeps of one request from step to step, and how it takes the request's results.
+
+Most requests have none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rekindle._src.core.guides import Guided
+from rekindle._src.core.records import IntArray, Request, Row, RowResult
+from rekindle._src.core.tapped import CapturedPart, Tapped
+from rekindle._src.kvcache.kept import KeptCaptures, parts_by_page
+
+MAX_DRAFTS = 7  # drafts of one step
+_PAUSE_BELOW = 0.5  # share of accepted drafts below which a model is assumed to spell otherwise
+_TRIED = 16  # drafts after which that share is judged
+_LATEST = 0.25  # weight of the latest token's time
+_SPIKE = 0.005  # seconds that a grammar may take for a single token and not be slow
+
+
+class Follower:
+    """Follows one request; the base of all others."""
+
+    __slots__ = ()
+    keeps = False  # what it follows goes to the cache, too: `published` is called
+
+    def reusable(self, known: int) -> int:
+        """Return how many of the `known` tokens may have pages from the cache: of others results are still needed."""
+        return known
+
+    def begin(self, start: int) -> None:
+        """Begin anew: the request was admitted, with the positions before `start` from the cache."""
+
+    def take(self, row: Row, output: RowResult) -> RowResult:
+        """Take the result of a committed row. Return what the caller gets of it."""
+        return output
+
+    def published(self, names: Sequence[bytes]) -> None:
+        """Note that the request's leading pages are in the cache by these names."""
+
+
+def followers_of(request: Request, kept: KeptCaptures | None = None) -> tuple[Follower, ...]:
+    """Return the followers of a new request. `kept` are the captures of earlier ones, if any are."""
+    followers: list[Follower] = []
+    if request.sampling.prompt_logprobs is not None:
+        followers.append(PromptScores(request))
+    if request.pooling is not None:
+        followers.append(Pooled(request))
+    if request.tapped is not None and request.tapped.keys:
+        if kept is not None and request.tapped.keep:
+            followers.append(CapturesToKeep(request, kept))
+        else:
+            followers.append(Captures(request.tapped))
+    if request.guide is not None:
+        followers.append(ForcedTokens())
+    return tuple(followers)
+
+
+class PromptScores(Follower):
+    """Delivers each position's log-probabilities once: after a preemption, positions are computed again."""
+
+    __slots__ = ("_first", "_length", "_scored")
+
+    def __init__(self, request: Request) -> None:
+        self._first, self._length = request.scored_from, request.prompt_length
+        # Positions that were delivered, or that need not be.
+        self._scored = self._first + (0 if request.resumed is None else request.resumed.scored)
+
+    def reusable(self, known: int) -> int:
+        return min(known - 1, self._scored) if self._scored < self._length else known
+
+    def take(self, row: Row, output: RowResult) -> RowResult:
+        before = max(0, self._scored - max(row.start, self._first))
+        self._scored = max(self._scored, min(row.start + row.length, self._length))
+        return dataclasses.replace(output, prompt_logprobs=output.prompt_logprobs[before:]) if before else output
+
+
+class Captures(Follower):
+    """Delivers what each wanted position has captured once: after a preemption, positions are computed again."""
+
+    __slots__ = ("_delivered", "_tapped")
+
+    def __init__(self, tapped: Tapped) -> None:
+        self._tapped = tapped
+        self._delivered = 0  # positions before it were delivered
+
+    def reusable(self, known: int) -> int:
+        return min(known, self._tapped.next_wanted(self._delivered))
+
+    def take(self, row: Row, output: RowResult) -> RowResult:
+        before, self._delivered = self._delivered, max(self._delivered, row.start + row.length)
+        if output.captured is None or before <= row.start:
+            return output
+        return dataclasses.replace(output, captured=output.captured.behind(before))
+
+
+class CapturesToKeep(Captures):
+    """The same, and keeps them: pages whose captures are kept may come from the cache."""
+
+    __slots__ = ("_answer", "_from_cache", "_kept", "_names", "_parts", "_request")
+    keeps = True
+
+    def __init__(self, request: Request, kept: KeptCaptures) -> None:
+        assert request.tapped is not None, "it captures"
+        super().__init__(request.tapped)
+        self._request, self._kept = request, kept
+        self._names: tuple[bytes | None, list[bytes]] = None, []  # of the prompt's pages, with the cache's root
+        self._answer = (-1, -1), 0  # the latest of `reusable`, and what it was for
+        self._from_cache: CapturedPart | None = None  # to be delivered with the first row
+        self._parts: defaultdict[int, list[CapturedPart]] = defaultdict(list)  # by page, until it is published
+
+    def reusable(self, known: int) -> int:
+        if self._answer[0] != (self._kept.version, self._delivered):
+            reached = self._kept.reach(self._prompt_names(), self._tapped.keys, self._tapped, self._delivered)
+            self._answer = (self._kept.version, self._delivered), reached
+        return min(known, self._answer[1])
+
+    def _prompt_names(self) -> list[bytes]:
+        root, names = self._names
+        if root != self._kept.root_key:
+            names = self._kept.names(self._request.root, self._request.token_ids)
+            self._names = self._kept.root_key, names
+        return names
+
+    def begin(self, start: int) -> None:
+        self._parts.clear()
+        self._from_cache = None
+        size, keys = self._kept.page_size, self._tapped.keys
+        positions = self._tapped.wanted_in(self._delivered, start)
+        if not len(positions):
+            return
+        names, pages = self._prompt_names(), positions // size
+        read = [self._kept.get(names[page], keys, positions[pages == page] % size) for page in np.unique(pages)]
+        self._kept.use(names)
+        arrays = {key: np.concatenate([lines[key] for lines in read]) for key in keys}
+        self._from_cache = CapturedPart(positions, arrays)
+
+    def take(self, row: Row, output: RowResult) -> RowResult:
+        if output.captured is not None:
+            for page, part in parts_by_page(output.captured, self._kept.page_size):
+                self._parts[page].append(part)
+        output, first = super().take(row, output), self._from_cache
+        if first is None:
+            return output
+        self._from_cache = None
+        parts = [first] if output.captured is None else [first, output.captured]
+        return dataclasses.replace(output, captured=CapturedPart.joined(parts))
+
+    def published(self, names: Sequence[bytes]) -> None:
+        for page in [page for page in self._parts if page < len(names)]:
+            part = CapturedPart.joined(self._parts.pop(page))
+            self._kept.put(names[page], part.positions % self._kept.page_size, dict(part.arrays))
+        self._kept.use(names)
+
+
+class Pooled(Follower):
+    """Adds up the vectors of a prompt's chunks, or keeps the last or the first one. The first chunk begins anew.
+
+    The vector of the last token needs no other position's, so that these may come from the cache.
+    """
+
+    __slots__ = ("_length", "_pooling", "_vector")
+
+    def __init__(self, request: Request) -> None:
+        self._length, self._pooling = request.prompt_length, request.pooling
+        self._vector: NDArray[np.float64] | None = None
+
+    def reusable(self, known: int) -> int:
+        return known - 1 if self._pooling == "last" else 0
+
+    def take(self, row: Row, output: RowResult) -> RowResult:
+        assert output.pooled is not None, f"{row.request.id} was not pooled"
+        chunk = output.pooled.astype(np.float64)
+        if self._pooling == "last" or self._vector is None or row.start == 0:
+            self._vector = chunk
+        elif self._pooling == "mean":
+            self._vector += chunk
+        whole = (self._vector / self._length if self._pooling == "mean" else self._vector).astype(np.float32)
+        return dataclasses.replace(output, pooled=whole if row.start + row.length >= self._length else None)
+
+
+class ForcedTokens(Follower):
+    """Of a guided request: the tokens that its grammar forces, in the tokenizer's usual spelling, and its cost.
+
+    They are proposed as drafts, as `PromptLookup` proposes others.
+    """
+
+    __slots__ = ("_ahead", "_before", "_usual", "accepted", "cost", "count", "drafted", "turn")
+
+    def __init__(self) -> None:
+        self._ahead: tuple[int, ...] = ()
+        self.count = 0  # generated tokens that were forced
+        self.drafted = self.accepted = 0
+        self._before = 0.0  # seconds that it took for the token before
+        self._usual = 0.0  # seconds that the grammar takes for a token
+        self.cost = 0.0  # seconds that it is likely to take for the next one
+        self.turn = 0  # when it last ran although it is slow
+
+    def take(self, row: Row, output: RowResult) -> RowResult:
+        if output.guided is not None:
+            self.add(output.guided)
+        return output
+
+    def add(self, report: Guided) -> None:
+        """Add the guide's report on the request's next token."""
+        self._ahead = report.ahead
+        self.count += report.forced
+        # Single tokens of any text in JSON take a millisecond; an ambiguous grammar takes longer with every token.
+        seconds = report.seconds - report.searched
+        latest = seconds if seconds > _SPIKE else min(seconds, self._before)
+        self._before = seconds
+        self._usual += _LATEST * (latest - self._usual)
+        self.cost = self._usual + report.due
+
+    def ready(self, skip: int) -> bool:
+        """True if there are tokens to propose from `skip` positions past the known ones on."""
+        return len(self._ahead) > skip and not (self.drafted >= _TRIED and self._rate < _PAUSE_BELOW)
+
+    def max_drafts(self, skip: int) -> int:
+        return min(MAX_DRAFTS, len(self._ahead) - skip)
+
+    def expected(self, skip: int) -> float:
+        """Return how many drafts are likely to be accepted."""
+        return self.max_drafts(skip) * self._rate
+
+    def propose(self, skip: int, count: int) -> IntArray:
+        return np.array(self._ahead[skip : skip + count], np.int32)
+
+    def learn(self, drafted: int, accepted: int) -> None:
+        """Count the drafts that a step checked."""
+        self.drafted += drafted
+        self.accepted += accepted
+
+    @property
+    def _rate(self) -> float:
+        return (self.accepted + 1) / (self.drafted + 1)

@@ -1,0 +1,161 @@
+"""A session's adapters: by name in host memory, from where the device gets those that requests need.
+
+A request has the adapter that its name meant when it was taken in, until it ends. A name that is loaded again, or
+unloaded, changes later requests alone.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from rekindle._src.core.adapters import UNIT, AdapterLike, units_for
+from rekindle._src.dispatch.backend import Front
+from rekindle._src.dispatch.host import Host
+from rekindle._src.models.adapters.adapter import Adapter, combined
+from rekindle._src.models.adapters.reading import read_adapter
+from rekindle._src.models.config import ModelConfig
+from rekindle._src.session.call import Call, Once
+from rekindle.errors import ConfigError, InvalidRequest
+
+if TYPE_CHECKING:
+    from rekindle._src.session.client import Client
+
+_SUMS = 16  # sums of adapters that are kept
+
+
+class AdapterShelf:
+    """The adapters that a session has by name. Its methods may be called from any thread."""
+
+    def __init__(self, model: ModelConfig, most: int, rank: int, *, refused: str = "") -> None:
+        self._model, self._most, self._units = model, most, most * units_for(rank)
+        self._refused = refused if most else "the session was opened with max_adapters=0"
+        self._adapters: dict[str, Adapter] = {}
+        self._sums: OrderedDict[tuple[tuple[str, float], ...], Adapter] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names, in the order of their first load."""
+        return tuple(self._adapters)
+
+    def all(self) -> dict[str, Adapter]:
+        """Return the adapters by name."""
+        with self._lock:
+            return dict(self._adapters)
+
+    def read(self, name: str, source: Any, alpha: float | None = None) -> Adapter:
+        """Read an adapter and check that it fits; nothing is changed."""
+        if not isinstance(name, str) or not name or not name.isprintable():
+            raise ConfigError("adapter", name, "is not a name", "Pass printable text")
+        if self._refused:
+            raise ConfigError("adapter", name, f"can't be loaded: {self._refused}", "Open another session for it")
+        adapter = read_adapter(source, name, self._model, alpha=alpha)
+        self._check_rank(adapter, name)
+        return adapter
+
+    def merge(self, source: Any) -> Adapter:
+        """Read an adapter that is added to the weights, of any rank."""
+        return read_adapter(source, "merged", self._model)
+
+    def put(self, adapter: Adapter) -> Adapter | None:
+        """Enter an adapter under its name. Return the one that had it, if it is another."""
+        with self._lock:
+            old = self._adapters.get(adapter.name)
+            self._adapters[adapter.name] = adapter
+            return old if old is not None and not self._has(old.digest) else None
+
+    def remove(self, name: str) -> Adapter | None:
+        """Forget an adapter. Return it, unless another name means the same weights."""
+        with self._lock:
+            if name not in self._adapters:
+                raise self._unknown("name", name)
+            old = self._adapters.pop(name)
+            return None if self._has(old.digest) else old
+
+    def find(self, value: str | Mapping[str, float]) -> tuple[AdapterLike, tuple[str, ...]]:
+        """Return the adapter that a request's option means, and the digests that its pages depend on."""
+        with self._lock:
+            if isinstance(value, str):
+                adapter = self._adapters.get(value)
+                if adapter is None:
+                    raise self._unknown("adapter", value)
+                return adapter, (adapter.digest,)
+            parts: list[tuple[Adapter, float]] = []
+            for name, weight in value.items():
+                if name not in self._adapters:
+                    raise self._unknown("adapter", name)
+                parts.append((self._adapters[name], float(weight)))
+            key = tuple((adapter.digest, weight) for adapter, weight in parts)
+            whole = self._sums.pop(key, None) or combined(parts)
+            self._sums[key] = whole
+            if len(self._sums) > _SUMS:
+                self._sums.popitem(last=False)
+        self._check_rank(whole, value)
+        return whole, tuple(dict.fromkeys((whole.digest, *(adapter.digest for adapter, _ in parts))))
+
+    def _has(self, digest: str) -> bool:
+        return any(adapter.digest == digest for adapter in self._adapters.values())
+
+    def _check_rank(self, adapter: Adapter, value: object) -> None:
+        if units_for(adapter.rank) > self._units:
+            room = self._units * UNIT
+            problem = f"has rank {adapter.rank}, and all adapters on the device together have room for {room}"
+            raise ConfigError("adapter", value, problem, f"Open with max_adapter_rank={adapter.rank} or more")
+
+    def _unknown(self, field: str, name: str) -> InvalidRequest:
+        known = ", ".join(map(repr, self._adapters)) or "none"
+        fix = f"Load it with await session.load_adapter({name!r}, folder)"
+        return InvalidRequest(field, name, f"is not an adapter of this session; known: {known}", fix)
+
+
+class Adapting:
+    """The part of a session that loads and unloads adapters."""
+
+    _host: Host
+    _front: Front
+    _client: Client
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names of the adapters that requests may use."""
+        shelf: Any = self._front.adapters
+        return () if shelf is None else shelf.names
+
+    def load_adapter(self, name: str, source: Any, *, alpha: float | None = None) -> Call[None]:
+        """Await it to load an adapter (LoRA) under a name, for `generate(…, adapter=name)`; nothing is compiled.
+
+        `source` is a PEFT folder, a GGUF file of llama.cpp, or a trainer's arrays: by PEFT's names, or an nnx state
+        with `lora_a` and `lora_b` at paths of the model such as `layers.0.attention.qkv`; `alpha` divided by the rank
+        is then its scale, by default 1. A name that is in use means the new weights from now on; requests that run
+        keep the old ones.
+        """
+        return Once(self._load_adapter, name, source, alpha, name="load_adapter")
+
+    def unload_adapter(self, name: str) -> Call[None]:
+        """Await it to forget an adapter and its cached pages. Requests that run with it go on."""
+        return Once(self._unload_adapter, name, name="unload_adapter")
+
+    async def _load_adapter(self, name: str, source: Any, alpha: float | None) -> None:
+        shelf = self._shelf()
+        adapter = await self._client.writer.run(partial(shelf.read, name, source, alpha))
+        self._drop(shelf.put(adapter))
+
+    async def _unload_adapter(self, name: str) -> None:
+        self._drop(self._shelf().remove(name))
+
+    def _shelf(self) -> AdapterShelf:
+        self._host.check()
+        shelf: Any = self._front.adapters
+        if shelf is None:
+            raise ConfigError("adapter", None, "can't be used in this session", "Open one with rekindle.open")
+        assert isinstance(shelf, AdapterShelf), "a session's own"
+        return shelf
+
+    def _drop(self, old: Adapter | None) -> None:
+        drop = self._client.engine.resources.drop_altered
+        if old is not None and drop is not None:
+            self._client.ask(partial(drop, old.digest))

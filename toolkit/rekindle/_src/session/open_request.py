@@ -1,0 +1,88 @@
+"""A request to open a model: the arguments of `rekindle.open`, and the line that shows how far it is. Needs no JAX."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rekindle._src.core.activity import State, in_notebook
+from rekindle._src.core.config import EngineConfig
+from rekindle._src.dispatch.device import Contexts
+
+if TYPE_CHECKING:
+    from rekindle._src.core.taps import Steer
+    from rekindle._src.models.base import LoadedModel
+    from rekindle._src.models.loading.load_progress import LoadProgress, Report
+    from rekindle._src.programs.custom_taps import Tap
+    from rekindle._src.programs.processors import LogitsProcessor
+    from rekindle._src.programs.warming import Warmed
+    from rekindle._src.session.head_start import HeadStart
+
+
+class OpeningProgress:
+    """The state of one opening. The threads that work on it write; the one that draws reads."""
+
+    def __init__(self, model: Any) -> None:
+        self._name = Path(model).name if isinstance(model, str | Path) else "model"
+        self.stage: str = "importing JAX"
+        self.hidden: bool = False  # something else shows its own progress
+        self.compiling: Callable[[], str] = str  # returns what is being compiled, in words; empty if nothing is
+        self._weights: LoadProgress | None = None
+        self._warmed: Warmed | None = None
+
+    def weights(self, report: LoadProgress) -> None:
+        """Record how much of the weights was read."""
+        self._weights = report
+
+    def warmed(self, report: Warmed) -> None:
+        """Record that a program is ready."""
+        self._warmed = report
+
+    def look(self) -> State | None:
+        """Return the state as one line; None while there is nothing to show."""
+        if self.hidden:
+            return None
+        weights, warmed, compiling = self._weights, self._warmed, self.compiling()
+        reading = weights is not None and weights.done < weights.total
+        # A compilation takes a core from the reading threads, and its words take the place of a rate.
+        weights_text = "" if not reading or weights is None else f"weights {weights.share if compiling else weights}"
+        programs = "" if warmed is None else f"programs {warmed.done} of {warmed.total}"
+        # The opening waits for the weights, which come first; programs are compiled beside them.
+        words = [part for part in (weights_text, programs) if part] or [self.stage]
+        words += [compiling] if compiling else []
+        shares = [report.done / report.total for report in (weights if reading else None, warmed) if report]
+        return State(f"opening {self._name}: {', '.join(words)}", min(shares, default=None))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OpenRequest:
+    """The arguments of `open`, checked."""
+
+    model: str | Path | LoadedModel
+    config: EngineConfig
+    processors: Sequence[LogitsProcessor] = ()
+    taps: Sequence[Tap] = ()
+    steering: Mapping[str, tuple[Steer, ...]] = dataclasses.field(default_factory=dict)  # changes that have a name
+    adapters: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # sources by name
+    merge: Any = None  # an adapter that is added to the weights
+    progress: Report | None = None
+    contexts: Contexts = contextlib.nullcontext
+    given_up: Callable[[], bool] = lambda: False  # True when the caller no longer waits for the session
+    shown: OpeningProgress = dataclasses.field(default_factory=lambda: OpeningProgress("model"))
+    ahead: HeadStart | None = None
+
+    def report(self, progress: LoadProgress) -> None:
+        """Show how much of the weights was read, and tell the caller."""
+        self.shown.weights(progress)
+        if self.progress is not None:
+            self.progress(progress)
+
+
+def precompiles(option: str) -> str:
+    """Resolve the option `precompile` for this process: "auto" is "background" in notebooks and "lazy" elsewhere."""
+    if option != "auto":
+        return option
+    return "background" if in_notebook() else "lazy"

@@ -1,0 +1,343 @@
+"""`session.score`: how likely a model finds given continuations of a prompt, which is computed once for all of them."""
+
+# A str is a sequence of strings: these overlaps are meant, and the overload that is taken stands first.
+# mypy: disable-error-code="overload-overlap"
+# pyright: reportOverlappingOverload=false
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, TypeVar, overload
+
+import numpy as np
+
+from rekindle._src.core import html
+from rekindle._src.core.activity import Activity
+from rekindle._src.core.bounds import check_batch
+from rekindle._src.core.records import Completion, IntArray, Usage
+from rekindle._src.core.sampling import Sampling
+from rekindle._src.dispatch.backend import Front
+from rekindle._src.dispatch.host import Host
+from rekindle._src.dispatch.intake import LONG_TEXT, check_beginning, check_characters
+from rekindle._src.dispatch.mailbox import Mailbox, OneShot
+from rekindle._src.session.call import Call
+from rekindle._src.session.embedding import EmbeddingProgress
+from rekindle._src.session.handle import Batch, Handle
+from rekindle._src.session.prompts import Prompt, PromptLike, is_ids, parse, parse_one
+from rekindle.errors import InvalidRequest
+
+T = TypeVar("T")
+Measure = Literal["logprob", "per_token", "per_byte"]
+MEASURES = ("logprob", "per_token", "per_byte")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class Score(html.Record):
+    """The log-probability of one choice behind its prompt."""
+
+    id: str  # of its request, for `session.explain`
+    text: str  # of the choice; empty where it was passed as token ids
+    token_ids: tuple[int, ...]  # the tokens that were scored
+    logprobs: tuple[float, ...]  # of each of them, after all before it
+    greedy: bool  # each is the most likely token at its place, so that greedy text begins with this choice
+    prompt_tokens: int  # before the first of them
+    cached_tokens: int  # of these, taken from the cache
+
+    @property
+    def logprob(self) -> float:
+        """The log-probability of the whole choice."""
+        return math.fsum(self.logprobs)
+
+    @property
+    def per_token(self) -> float:
+        """The log-probability, divided by the number of tokens."""
+        return self.logprob / len(self.logprobs)
+
+    @property
+    def per_byte(self) -> float:
+        """The log-probability, divided by the bytes of the choice's text."""
+        return self.logprob / max(1, len(self.text.encode()))
+
+
+class Scores(list[Score]):
+    """The scores of a prompt's choices, in the order of the choices; a list in every respect."""
+
+    def rank(self, by: Measure = "logprob") -> list[int]:
+        """Return the places of the choices, the best one first. `per_token` and `per_byte` do not favour short ones."""
+        _check_measure(by)
+        if by == "per_byte" and not all(score.text for score in self):
+            raise InvalidRequest("by", by, "needs the choices' texts", "Pass them as text, or rank by 'per_token'")
+        return sorted(range(len(self)), key=lambda place: -float(getattr(self[place], by)))
+
+    def choose(self, by: Measure = "logprob") -> Score:
+        """Return the score of the best choice; of equal ones, the first."""
+        return self[self.rank(by)[0]]
+
+    def __reduce__(self) -> tuple[type[Scores], tuple[list[Score]]]:
+        return Scores, (list(self),)
+
+    def __repr__(self) -> str:
+        best = f", the best is {html.shorten(self.choose().text, 60)!r}" if self else ""
+        return f"<Scores of {html.count(len(self), 'choice')}{best}>"
+
+    def _repr_html_(self) -> str:
+        best = self.choose() if self else None
+        rows = [
+            (
+                "→" if score is best else "",
+                html.shorten(score.text, 100),
+                f"{score.logprob:.3f}",
+                f"{score.per_token:.3f}",
+                len(score.token_ids),
+                "yes" if score.greedy else "",
+            )
+            for score in self
+        ]
+        heads = ("", "choice", "log-probability", "per token", "tokens", "greedy")
+        prompt = f"prompt of {html.count(self[0].prompt_tokens, 'token')}" if self else ""
+        return str(html.block(html.line(html.count(len(self), "choice"), prompt), html.table(heads, rows)))
+
+
+class Scoring(Call[T]):
+    """The call that `session.score` returns: await it for the scores. After that, `usage` counts its tokens."""
+
+    # Any: only score() makes one, and the signature of a public class names no private type.
+    def __init__(self, prepare: Any, finish: Any, *, long: bool = False) -> None:
+        self._prepare: Callable[[], Batch[Completion]] = prepare
+        self._finish: Callable[[list[Completion]], T] = finish
+        self._long = long  # encoding the texts takes so long that a thread of its own does it
+        self._batch: Batch[Completion] | None = None
+        self._cancelled = False
+
+    @property
+    def _awaited(self) -> str:
+        return "await session.score(…)"
+
+    async def _result(self) -> T:
+        if self._batch is None:
+            batch = await _apart(self._prepare) if self._long else self._prepare()
+            self._batch = self._batch or batch  # the same call may be awaited twice at once
+            if self._cancelled:
+                self._batch.cancel()
+        return self._finish(await self._batch)
+
+    def cancel(self) -> None:
+        """Abort the choices that have not been scored, from any thread."""
+        self._cancelled = True
+        if self._batch is not None:
+            self._batch.cancel()
+
+    @property
+    def done(self) -> bool:
+        """True once all choices have been scored, or have failed."""
+        return self._batch is not None and self._batch.done
+
+    @property
+    def usage(self) -> Usage:
+        """The tokens of the choices that have been scored so far, those of their prompts included."""
+        ended = [] if self._batch is None else [one for one in self._batch.handles if one.done and one.error is None]
+        used = [handle.completion().usage for handle in ended]
+        return Usage(sum(one.prompt_tokens for one in used), sum(one.cached_tokens for one in used), 0)
+
+    def __repr__(self) -> str:
+        handles = [] if self._batch is None else self._batch.handles
+        return f"<Scoring: {sum(handle.done for handle in handles)} of {html.count(len(handles), 'choice')} scored>"
+
+
+class ScoreRequests:
+    """The part of a session that scores."""
+
+    _host: Host
+    _front: Front
+
+    @overload
+    def score(
+        self, prompt: PromptLike, choices: Sequence[PromptLike], *, salt: str | None = None, priority: int = 0
+    ) -> Scoring[Scores]: ...
+    @overload
+    def score(
+        self,
+        prompt: Sequence[PromptLike],
+        choices: Sequence[PromptLike] | Sequence[Sequence[PromptLike]],
+        *,
+        salt: str | None = None,
+        priority: int = 0,
+    ) -> Scoring[list[Scores]]: ...
+    def score(self, prompt: Any, choices: Any, *, salt: str | None = None, priority: int = 0) -> Any:
+        """Await it for the log-probabilities of several continuations of a prompt, as `Scores`.
+
+            scores = await session.score("The capital of France is", [" Paris", " Rome"])
+            scores.choose().text, scores[0].logprob, scores.rank(by="per_token")
+
+        The prompt is computed once: its choices share its pages and run together, as do prompts with a common
+        beginning. For a list of prompts, `choices` are those of all of them, or a list for each, and the result is a
+        list of `Scores`. Prompts and choices are text or token ids.
+
+        Texts are encoded together, as the model would meet them. Where a choice changes the last tokens of its prompt
+        (as a word after a prompt that ends with a space does), the tokens from there on are scored, of all choices of
+        this prompt. Numbers are those of the model's own distribution, before any sampling option.
+        """
+        sampling = Sampling(max_tokens=0, prompt_logprobs=1, salt=salt, priority=priority)
+        self._host.check()
+        prompts, many = parse(prompt)
+        lists = _choices(choices, prompts, many)
+        questions = [_Question(one, entries) for one, entries in zip(prompts, lists, strict=True)]
+        check_batch(sum(len(question.choices) for question in questions))
+        encoded: list[_Encoded] = []
+
+        def prepare() -> Batch[Completion]:
+            encoded[:] = [_encode(question, self._front) for question in questions]
+            handles: list[Handle[Completion]] = [
+                Handle(
+                    self._host, self, Prompt(None, tokens), dataclasses.replace(sampling, logprob_start=question.start)
+                )
+                for question in encoded
+                for tokens in question.tokens
+            ]
+            return Batch(handles, progress=progress)
+
+        def progress(mailboxes: Sequence[Mailbox]) -> Activity:
+            return Activity(EmbeddingProgress(mailboxes).look, quiet=self._front.config.quiet)
+
+        def finish(results: list[Completion]) -> Any:
+            ended = iter(results)
+            scores = [
+                Scores(
+                    _score(next(ended), choice.text or "", ids[encoding.start :])
+                    for choice, ids in zip(question.choices, encoding.tokens, strict=True)
+                )
+                for question, encoding in zip(questions, encoded, strict=True)
+            ]
+            return scores if many else scores[0]
+
+        return Scoring(prepare, finish, long=sum(question.characters for question in questions) >= LONG_TEXT)
+
+    @overload
+    def score_sync(
+        self, prompt: PromptLike, choices: Sequence[PromptLike], *, salt: str | None = None, priority: int = 0
+    ) -> Scores: ...
+    @overload
+    def score_sync(
+        self,
+        prompt: Sequence[PromptLike],
+        choices: Sequence[PromptLike] | Sequence[Sequence[PromptLike]],
+        *,
+        salt: str | None = None,
+        priority: int = 0,
+    ) -> list[Scores]: ...
+    def score_sync(self, prompt: Any, choices: Any, *, salt: str | None = None, priority: int = 0) -> Any:
+        """Run `score` from code without an event loop: blocks this thread until the scores are there."""
+        call: Scoring[Any] = self.score(prompt, choices, salt=salt, priority=priority)
+        return call.result_sync()
+
+
+class _Question(NamedTuple):
+    """A prompt with its choices."""
+
+    prompt: Prompt
+    choices: list[Prompt]
+
+    @property
+    def characters(self) -> int:
+        """Characters to encode."""
+        before = len(self.prompt.text or "")
+        return before + sum(before + len(choice.text or "") for choice in self.choices)
+
+
+class _Encoded(NamedTuple):
+    """The tokens of a prompt with each of its choices."""
+
+    tokens: list[IntArray]
+    start: int  # of the tokens that are scored; those before are the same in all of them
+
+
+def _choices(choices: Any, prompts: list[Prompt], many: bool) -> list[list[Prompt]]:
+    """Return the choices of each prompt. Raise `InvalidRequest` for anything else than lists of them."""
+    fix = "Pass a list of texts, or of lists of token ids"
+    if isinstance(choices, str | bytes) or is_ids(choices) or not isinstance(choices, Sequence):
+        raise InvalidRequest("choices", choices, "is not a list of choices", fix)
+    if not many or all(isinstance(entry, str) or is_ids(entry) for entry in choices):
+        return [_parsed(choices)] * len(prompts)
+    if len(choices) != len(prompts):
+        problem = f"is a list of {len(choices)} lists for {len(prompts)} prompts"
+        raise InvalidRequest("choices", choices, problem, "Pass one list of choices for each prompt, or one for all")
+    for entry in choices:
+        if isinstance(entry, str | bytes) or is_ids(entry) or not isinstance(entry, Sequence):
+            raise InvalidRequest("choices", entry, "is not a list of choices", fix)
+    return [_parsed(entry) for entry in choices]
+
+
+def _parsed(choices: Sequence[Any]) -> list[Prompt]:
+    if not choices:
+        raise InvalidRequest("choices", choices, "is empty", "Pass at least one choice")
+    parsed = []
+    for choice in choices:
+        try:
+            parsed.append(parse_one(choice))
+        except InvalidRequest as error:
+            raise InvalidRequest("choices", choice, error.problem, error.fix) from None
+        if choice == "":
+            raise InvalidRequest("choices", choice, "has no tokens", "Pass at least one character or token id")
+    return parsed
+
+
+def _encode(question: _Question, front: Front) -> _Encoded:
+    """Encode a prompt together with each of its choices."""
+    prompt, encode = question.prompt, front.tokenizer.encode
+    text = prompt.text
+    if text is not None:
+        check_characters(text, front)
+        check_beginning(text, front)
+    before = np.asarray(encode(text) if text is not None else prompt.token_ids, np.int32)
+    tokens, start = [], len(before)
+    for choice in question.choices:
+        if text is not None and choice.text is not None:
+            whole = np.asarray(encode(text + choice.text), np.int32)
+        else:
+            end = encode(choice.text, add_special_tokens=False) if choice.text is not None else choice.token_ids
+            whole = np.concatenate([before, np.asarray(end, np.int32)])
+        tokens.append(whole)
+        shared = min(start, len(whole))
+        differs = np.flatnonzero(before[:shared] != whole[:shared])
+        start = min(int(differs[0]) if len(differs) else shared, len(whole) - 1)
+    if start < 1:
+        raise InvalidRequest(
+            "prompt", text, "has no token before the choices", "Begin it with a token that stands before texts"
+        )
+    return _Encoded(tokens, start)
+
+
+def _score(done: Completion, text: str, tokens: IntArray) -> Score:
+    entries = done.prompt_logprobs or ()
+    assert [entry.token_id for entry in entries] == tokens.tolist(), f"{done.id} was scored from another token on"
+    return Score(
+        id=done.id,
+        text=text,
+        token_ids=tuple(tokens.tolist()),
+        logprobs=tuple(entry.logprob for entry in entries),
+        greedy=all(entry.top_ids[0] == entry.token_id for entry in entries),
+        prompt_tokens=len(done.prompt_token_ids) - len(tokens),
+        cached_tokens=done.usage.cached_tokens,
+    )
+
+
+def _check_measure(by: object) -> None:
+    if by not in MEASURES:
+        raise InvalidRequest("by", by, "is not known", f"Use one of {', '.join(map(repr, MEASURES))}")
+
+
+async def _apart(function: Callable[[], T]) -> T:
+    """Run a function in a thread of its own, so that the caller's event loop goes on."""
+    reply: OneShot[T] = OneShot()
+
+    def run() -> None:
+        try:
+            reply.put(function())
+        except BaseException as error:
+            reply.fail(error)
+
+    threading.Thread(target=run, name="rekindle scoring", daemon=True).start()
+    return await reply.get()
