@@ -90,7 +90,7 @@ def parity(family: str, folder: Path) -> dict[str, Any]:
 
     from golden.make import NEW, PROMPT, run
     from helpers import checkpoints
-    from rekindle._src.bench import reference
+    from workshop import reference
 
     worst, same, cases = 0.0, 0, cases_of(family)
     for name in cases:
@@ -125,9 +125,9 @@ def agreement(case: str, folder: Path, tokens: int) -> dict[str, Any]:
     import jax
     import numpy as np
 
-    from rekindle._src.bench import reference
     from rekindle._src.models import LoadedModel
     from rekindle._src.models.loading import checkpoint
+    from workshop import reference
 
     def logits(model: LoadedModel) -> np.ndarray:
         return np.asarray(reference.prefill(model, text, reference.empty_cache(model, tokens))[0])
@@ -150,7 +150,7 @@ def perplexity() -> None:
 
     from rekindle import tiny
     from rekindle._src.models.loading import checkpoint
-    from rekindle._src.tiny_training.evaluate import held_out
+    from workshop.tiny.evaluate import held_out
 
     words = Tokenizer.from_file(str(tiny.folder() / "tokenizer.json"))
     print("\n| tiny, held-out documents | perplexity | first guesses right | MB |")

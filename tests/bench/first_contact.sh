@@ -38,13 +38,13 @@ right=$?
 part sessions 90 python -m pytest -q -m gpu tests/session/test_on_gpu.py
 part story 40 python -m rekindle generate "Once upon a time" --max-tokens 32
 if [ $right = 0 ]; then
-  part attention 70 python -m rekindle_kernels.bench.gpu
+  part attention 70 python -m kernel_workshop.gpu
   part engine_06b 80 python -m rekindle bench --model 0.6b --workloads W1,W2,W3 --repeat 1 --json
   part engine_8b 110 python -m rekindle bench --model 8b --workloads W1,W3 --repeat 1 --json
 fi
 # The prefill that is chosen by its name alone comes last, so that nothing else waits for it.
 part mosaic 60 python -m pytest -q -x -m gpu tests/kernels/test_mosaic_on_gpu.py \
-  && part mosaic_speed 40 python -m rekindle_kernels.bench.gpu --mosaic
+  && part mosaic_speed 40 python -m kernel_workshop.gpu --mosaic
 
 python - "$out" <<'PYTHON'
 import json

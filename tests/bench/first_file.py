@@ -44,7 +44,8 @@ with rekindle.open_sync(model) as session:
         texts.append(text)
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     megabytes = {name: int(status[name].split()[0]) // 1000 for name in ("VmRSS", "RssAnon", "VmHWM")}
-    found = {"opened": opened, "times": times, "spent": spent, "first": texts[0], "weights": session._engine.weights}
+    weights = session._engine.resources.weights
+    found = {"opened": opened, "times": times, "spent": spent, "first": texts[0], "weights": weights}
     print(json.dumps(found | megabytes))
 """
 PEER = """

@@ -18,10 +18,19 @@ import anyio
 
 import rekindle
 from rekindle._src.bench.shapes import random_shape
-from rekindle._src.bench.simulation.fleet import HEAD, Outcome, Watch, simulate
-from rekindle._src.bench.simulation.loads import SimulatedRequest, chats, percentile
-from rekindle._src.bench.simulation.measuring import measure, replay
-from rekindle._src.bench.simulation.step_cost import StepCost, StepTimes
+from rekindle._src.bench.simulation import (
+    HEAD,
+    Outcome,
+    SimulatedRequest,
+    StepCost,
+    StepTimes,
+    Watch,
+    chats,
+    measure,
+    percentile,
+    replay,
+    simulate,
+)
 
 OPTIONS: dict[str, Any] = {
     "max_requests": 16, "max_tokens_per_step": 256, "max_model_len": 1024, "disk_memory": 0, "host_memory": 0,
@@ -79,9 +88,9 @@ async def prediction(arguments: argparse.Namespace) -> None:
             print(f"{cost}; a tenth of the steps take {spread[len(spread) * 9 // 10]:.2f} times as long or longer")
             await session.cache.clear()
             before, times = session.stats(), StepTimes()
-            session._host.observe(times)
+            session._client.observe(times)
             watch, seconds = await replay(session, asks)
-            session._host.unobserve(times)
+            session._client.unobserve(times)
             real = outcome(watch, seconds, session.stats(), before, len(asks))
             told = simulate(asks, session.config, cost, spread=spread)
             if not number:

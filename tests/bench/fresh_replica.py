@@ -86,10 +86,10 @@ def watch(begun: float) -> None:
 
     say("import jax", at)
     at = time.time()
-    from rekindle._src.core.shared_cache.shared_cache import SharedCache
+    from rekindle._src.core.shared_cache import SharedCache
     from rekindle._src.models.loading import prepared
     from rekindle._src.programs.store import ExecutableStore
-    from rekindle._src.session import builder, parts
+    from rekindle._src.session import builder
     from rekindle._src.text.tokenizer import Tokenizer
 
     say("import the session's parts", at)
@@ -97,8 +97,8 @@ def watch(begun: float) -> None:
     jax.devices()
     say("JAX's devices", at)
     watched_ones: list[tuple[Any, str]] = [
-        (SharedCache, "fetch"), (ExecutableStore, "load"), (prepared, "load"), (parts, "_describe"),
-        (parts, "stored_programs"), (builder, "make_parts"), (builder, "_engine"), (Tokenizer, "load"),
+        (SharedCache, "fetch"), (ExecutableStore, "load"), (prepared, "load"), (builder, "_describe"),
+        (builder, "stored_programs"), (builder, "make_parts"), (builder, "_build"), (Tokenizer, "load"),
     ]  # fmt: skip
     for owner, name in watched_ones:
         told = f"{owner.__name__.rpartition('.')[2]}.{name}"

@@ -31,13 +31,16 @@ import numpy as np  # noqa: E402
 from rekindle._src.core.records import Request, RowResult, StepPlan, StepResult  # noqa: E402
 from rekindle._src.core.sampling import Sampling  # noqa: E402
 from rekindle._src.kvcache import PagePool  # noqa: E402
-from rekindle._src.processes.channel import Channel, Keys  # noqa: E402
-from rekindle._src.processes.kinds import Kind  # noqa: E402
-from rekindle._src.processes.step_codec import StepCodec  # noqa: E402
+from rekindle._src.processes.channel import Channel, Keys, Kind  # noqa: E402
+from rekindle._src.processes.codec import StepCodec  # noqa: E402
 from rekindle._src.programs.buckets import Bucket  # noqa: E402
 from rekindle._src.programs.data_shards import DataShards  # noqa: E402
-from rekindle._src.programs.data_upload import DataUpload  # noqa: E402
-from rekindle._src.programs.packing import Constants, Layout, Upload  # noqa: E402
+from rekindle._src.programs.packing import (  # noqa: E402
+    Constants,
+    DataUpload,
+    Layout,
+    Upload,
+)
 from rekindle._src.scheduling.data_scheduler import DataScheduler  # noqa: E402
 from rekindle._src.scheduling.limits import Limits  # noqa: E402
 from rekindle._src.scheduling.scheduler import Scheduler  # noqa: E402
@@ -128,7 +131,7 @@ def told_to(followers: int, rows: int, context: int) -> list[Step]:
     scheduler = Scheduler(limits, PagePool(rows * context // PAGE + 1), cache=None)
     for request in requests(rows, context):
         scheduler.submit(request)
-    codec, constants, uploads = StepCodec(rows, context // PAGE, PAGE), Constants(rows, ()), dict[Bucket, Upload]()
+    codec, constants, uploads = StepCodec(rows, context // PAGE, PAGE), Constants(rows), dict[Bucket, Upload]()
     found = list[Step]()
     with Connected(followers) as channels:
         while len(found) < STEPS:
@@ -207,7 +210,7 @@ def sharded(count: int, rows: int, context: int) -> list[Step]:
         )
     for request in requests(count * rows, context):
         scheduler.submit(request)
-    constants, uploads, found = Constants(count * rows, ()), dict[Bucket, Any](), list[Step]()
+    constants, uploads, found = Constants(count * rows), dict[Bucket, Any](), list[Step]()
     while len(found) < STEPS // 2:
         start = time.perf_counter()
         plan = scheduler.plan()

@@ -25,9 +25,14 @@ sys.path[:0] = [str(ROOT / name) for name in ("toolkit", "kernels", "tests/bench
 
 import rekindle  # noqa: E402
 from rekindle._src.bench.shapes import random_shape  # noqa: E402
-from rekindle._src.bench.simulation.fleet import HEAD, Watch, simulate  # noqa: E402
-from rekindle._src.bench.simulation.loads import SimulatedRequest  # noqa: E402
-from rekindle._src.bench.simulation.measuring import measure, replay  # noqa: E402
+from rekindle._src.bench.simulation import (  # noqa: E402  # noqa: E402
+    HEAD,
+    SimulatedRequest,
+    Watch,
+    measure,
+    replay,
+    simulate,
+)
 from rekindle._src.processes.bulk import BulkChannel  # noqa: E402
 from rekindle._src.session.sharing.pulling import Puller  # noqa: E402
 from rekindle._src.session.sharing.source import PageAddress  # noqa: E402

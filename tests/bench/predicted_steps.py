@@ -99,8 +99,7 @@ def counted_now(shape: str) -> Counted:
     from helpers import compilers
     from rekindle._src.core.config import EngineConfig
     from rekindle._src.programs.buckets import Bucket
-    from rekindle._src.programs.device_graphs import compiler_options
-    from rekindle._src.programs.programs import Programs
+    from rekindle._src.programs.programs import Programs, compiler_options
     from rekindle_kernels import deprecated
 
     totals, syncs = [], 0

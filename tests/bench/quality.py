@@ -3,7 +3,7 @@
     python tests/bench/quality.py [--model FOLDER] [--text FILE] [--tokens 16384] [--only int4 int4+calibrated]
 
 Without a model it is the embedded one. Without a text, held-out documents of the corpus that it was trained on are
-measured, and some of its training calibrate; `--model` may then be what `python -m rekindle.tiny --size 30m` made.
+measured, and some of its training calibrate; `--model` may then be of `python -m workshop.tiny.train --size 30m`.
 With one, the first half of the text calibrates and the other is measured. KL is that of float32 against the precision,
 in nats per token. Activations are computed as a session computes them on this machine.
 """
@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 import rekindle
-from rekindle._src.bench import reference
+from workshop import reference
 
 LENGTH = 512
 PRECISIONS: dict[str, dict[str, Any]] = {
@@ -70,8 +70,8 @@ def tiny_texts(folder: Path, tokens: int) -> tuple[list[list[int]], list[list[in
     """Windows that calibrate, of the training documents, and held-out ones."""
     from tokenizers import Tokenizer
 
-    from rekindle._src.tiny_training.batches import PAD, encoded, pack
-    from rekindle._src.tiny_training.corpus import HELD_OUT, TRAIN
+    from workshop.tiny.corpus import HELD_OUT, TRAIN
+    from workshop.tiny.tokenizer import PAD, encoded, pack
 
     words = Tokenizer.from_file(str(folder / "tokenizer.json"))
     packed = (pack(encoded(words, name), tokens // LENGTH, LENGTH) for name in (f"{TRAIN} quality", HELD_OUT))

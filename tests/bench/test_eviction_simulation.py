@@ -6,9 +6,8 @@ import random
 
 import pytest
 
-from rekindle._src.bench.simulation import eviction
-from rekindle._src.bench.simulation.eviction import DEFAULT, POLICIES, Hindsight, Lru, replay
-from rekindle._src.bench.simulation.traces import TRACES, Trace
+from workshop import eviction
+from workshop.eviction import DEFAULT, POLICIES, TRACES, Hindsight, Lru, Trace, replay
 
 
 def trace_of(*requests: str) -> Trace:

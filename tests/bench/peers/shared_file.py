@@ -16,10 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rekindle._src.models.loading.gguf.block_types import BY_NAME, BlockType, K
-from rekindle._src.models.loading.gguf.export import GgufExport, export
-from rekindle._src.models.loading.gguf.quantize import quantize
-from rekindle._src.models.loading.gguf.write import write_gguf
+from rekindle._src.models.loading.gguf.blocks import BY_NAME, BlockType, K, quantize
+from rekindle._src.models.loading.gguf.export import GgufExport, export, write_gguf
 from rekindle._src.models.loading.stored import look
 from rekindle._src.models.registry import config_from_hf
 from rekindle.models import export as export_model
@@ -48,7 +46,7 @@ def mix(wide: Path, file: Path) -> Path:
     made = export(stored, config, "auto", lambda count: None)
     kinds = [kind_of(tensor.name, tensor.shape, config.num_layers) for tensor in made.tensors]
     tensors = [tensor._replace(kind=kind) for tensor, kind in zip(made.tensors, kinds, strict=True)]
-    metadata = made.metadata | {"general.file_type": FILE_TYPE, "general.quantization_version": 2}
+    metadata = made.metadata | {"questions.file_type": FILE_TYPE, "questions.quantization_version": 2}
     write_gguf(file, metadata, tensors, _pieces(made, kinds))
     return file
 

@@ -1,0 +1,167 @@
+"""The cost of taps: tokens/s of 16 requests that capture or steer, beside the same requests without.
+
+    python tests/bench/taps.py MODEL [--rounds 5] [--vectors 1000] [--only decode]
+    python tests/bench/taps.py MODEL --before FOLDER [--rounds 3]
+
+All kinds take turns in a session, in an order that turns from round to round: decode with short prompts, and prefill
+of long ones. Ratios are those of the best rounds, since other work on the machine only ever slows a round down, and of
+the medians. `--only` does one part: decode, prefill or vectors.
+`--vectors` are the different steering vectors, layers and scales that follow, of which none may compile anything.
+`--before` compares this tree with another one, whose folder has `toolkit` and `kernels`, in pairs of processes:
+requests that never tap, decode with 1 and 16 rows, and prefill.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROWS, PROMPT, NEW, LONG = 16, 12, 64, 128
+ROOT = Path(__file__).parents[2]
+GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
+
+
+def opened(model: str) -> Any:
+    import rekindle
+
+    return rekindle.open(model, max_requests=ROWS, max_tokens_per_step=512, max_model_len=1024, quiet=True)
+
+
+def prompts(rng: np.random.Generator, count: int, length: int) -> list[list[int]]:
+    return [rng.integers(100, 10_000, length).tolist() for _ in range(count)]
+
+
+async def rate(session: Any, inputs: list[list[int]], new: int, **options: Any) -> float:
+    """Return the new tokens/s, or the prompts' where only one token is generated."""
+    await session.cache.clear(tier="memory")
+    start = time.perf_counter()
+    await session.generate(inputs, max_tokens=new, **GREEDY, **options)
+    seconds = time.perf_counter() - start
+    return len(inputs) * (new if new > 1 else len(inputs[0])) / seconds
+
+
+async def compare(
+    session: Any, kinds: dict[str, dict[str, Any]], inputs: list[list[int]], new: int, rounds: int
+) -> None:
+    """Print the rates of several kinds of requests, and their ratios to the first kind's."""
+    for options in kinds.values():
+        await rate(session, inputs, new, **options)
+    rates: dict[str, list[float]] = {name: [] for name in kinds}
+    for number in range(rounds):
+        names = list(kinds)
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            rates[name].append(await rate(session, inputs, new, **kinds[name]))
+    plain = rates[next(iter(kinds))]
+    print("decode" if new > 1 else "prefill")
+    for name, values in rates.items():
+        ratios = max(values) / max(plain), statistics.median(values) / statistics.median(plain)
+        print(f"{name:22} {max(values):8.1f} tokens/s, {ratios[0]:.3f} of plain; medians {ratios[1]:.3f}", flush=True)
+
+
+async def taps(model: str, rounds: int, vectors: int, only: str) -> None:
+    import rekindle
+
+    async with opened(model) as session:
+        facts, rng = session._front.taps, np.random.default_rng(0)
+        every = range(min(24, facts.layers))
+        layer, direction = facts.layers // 2, rng.standard_normal(facts.hidden_size)
+        kinds: dict[str, dict[str, Any]] = {
+            "plain": {},
+            "one residual": {"capture": {"residual": layer}},
+            "24 residuals": {"capture": {"residual": list(every)}},
+            "all residuals": {"capture": {"residual": "all"}},
+            "attention of a layer": {"capture": {"attention": layer}},
+            "one vector": {"steer": rekindle.Steer(layer, direction, 0.01)},
+            "a vector per layer": {"steer": [rekindle.Steer(i, direction, 0.001) for i in every]},
+            "attention's output": {"steer": rekindle.Steer(layer, direction, 0.01, site="attention")},
+        }
+        inputs = prompts(rng, ROWS, PROMPT)
+        if only in ("", "decode"):
+            await compare(session, kinds, inputs, NEW, rounds)
+        if only in ("", "prefill"):
+            await compare(session, kinds, prompts(rng, ROWS, LONG), 1, rounds)
+        if only not in ("", "vectors"):
+            return
+
+        async def sweep(count: int) -> None:
+            for start in range(0, count, ROWS):
+                steers = [
+                    rekindle.Steer(int(rng.integers(facts.layers)), rng.standard_normal(facts.hidden_size), scale)
+                    for scale in rng.uniform(-4, 4, min(ROWS, count - start))
+                ]
+                calls = (session.generate(inputs[0], max_tokens=2, **GREEDY, steer=steer) for steer in steers)
+                await asyncio.gather(*calls)
+
+        programs = session._engine.runner.programs
+        sizes = programs.lattice_for("s", late=False)
+        for size in sizes:  # a sweep's first requests compile them, one for each number of rows and tokens that come up
+            programs.get(size)
+        await sweep(ROWS)
+        print(f"{len(sizes)} programs of steps with changes")
+        compiled, start = session.stats().compilations, time.perf_counter()
+        await sweep(vectors)
+        seconds = time.perf_counter() - start
+        print(f"{vectors} vectors: {seconds:.1f} s, {session.stats().compilations - compiled} programs compiled")
+
+
+async def untapped(model: str, rounds: int) -> dict[str, float]:
+    async with opened(model) as session:
+        rng = np.random.default_rng(0)
+        loads = {
+            "decode of 1": (prompts(rng, 1, PROMPT), 2 * NEW),
+            "decode of 16": (prompts(rng, ROWS, PROMPT), NEW),
+            "prefill": (prompts(rng, 4, 512), 1),
+        }
+        for inputs, new in loads.values():
+            await rate(session, inputs, new)
+        best = {}
+        for name, (inputs, new) in loads.items():
+            best[name] = max([await rate(session, inputs, new) for _ in range(rounds)])
+        return best
+
+
+def pairs(model: str, before: Path, rounds: int) -> None:
+    """Compare two trees, in an order that turns."""
+    reports: dict[Path, list[dict[str, float]]] = {ROOT: [], before: []}
+    for number in range(rounds):
+        for tree in (ROOT, before) if number % 2 else (before, ROOT):
+            paths = os.pathsep.join(str(tree / name) for name in ("toolkit", "kernels"))
+            command = [sys.executable, __file__, model, "--untapped", "--rounds", "3"]
+            done = subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}, stdout=subprocess.PIPE, check=True)
+            reports[tree].append(json.loads(done.stdout))
+    for name in reports[ROOT][0]:
+        ratios = [now[name] / then[name] for now, then in zip(reports[ROOT], reports[before], strict=True)]
+        shown = " ".join(f"{ratio:.3f}" for ratio in ratios)
+        median = statistics.median(report[name] for report in reports[ROOT])
+        print(f"{name:14} {median:8.1f} tokens/s, {statistics.median(ratios):.3f} of the tree before ({shown})")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--vectors", type=int, default=1000)
+    parser.add_argument("--only", default="", choices=("decode", "prefill", "vectors"))
+    parser.add_argument("--before", type=Path, help="another tree")
+    parser.add_argument("--untapped", action="store_true", help="print the rates of one tree as JSON")
+    options = parser.parse_args()
+    if options.before is not None:
+        pairs(options.model, options.before, options.rounds)
+    elif options.untapped:
+        print(json.dumps(asyncio.run(untapped(options.model, options.rounds))))
+    else:
+        asyncio.run(taps(options.model, options.rounds, options.vectors, options.only))
+
+
+if __name__ == "__main__":
+    main()
