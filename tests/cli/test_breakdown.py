@@ -9,8 +9,8 @@ import anyio
 import jax
 import pytest
 
-from rekindle._src.bench import breakdown, operations
-from rekindle._src.bench.operations import PARTS, Interval
+from rekindle._src.bench import breakdown
+from rekindle._src.bench.breakdown import PARTS, Interval
 from rekindle._src.bench.shapes import random_shape
 from rekindle._src.bench.workloads import Prompts
 from rekindle._src.cli import bench
@@ -44,20 +44,20 @@ ENTRY %main.7 (args_0: f32[2,4]) -> (f32[2]) {
 
 
 def test_an_instruction_is_what_it_calls_or_where_it_was_written() -> None:
-    found = operations.parts_of(PROGRAM)
+    found = breakdown.parts_of(PROGRAM)
     expected = {
         "rows": "products", "dot.1": "products", "call.1": "products", "call.2": "logits", "call.3": "attention",
         "call.4": "pages", "call.5": "norms", "while.1": "attention", "scatter.1": "pages", "dot.2": "logits",
         "copy.1": "small", "tuple.1": "sampling",
     }  # fmt: skip
     assert {name: found[name] for name in expected} == expected
-    assert set(operations.KERNELS.values()) | set(operations.SCOPES.values()) <= set(PARTS)
+    assert set(breakdown.KERNELS.values()) | set(breakdown.SCOPES.values()) <= set(PARTS)
 
 
 def test_a_moment_counts_once() -> None:
     parts = {"loop": "attention", "body": "sampling", "side": "products"}
     run = [Interval(10, 50, "loop"), Interval(15, 25, "body"), Interval(20, 60, "side"), Interval(70, 75, "unknown")]
-    times = operations.own_times(run, parts)
+    times = breakdown.own_times(run, parts)
     assert times == dict.fromkeys(PARTS, 0.0) | {
         "attention": 5, "sampling": 5, "products": 40, "between": 10, "small": 5,
     }  # fmt: skip

@@ -80,7 +80,7 @@ def test_the_conversation_is_kept_when_nothing_may_be_dropped(
 def test_a_model_that_can_not_chat_says_so_before_a_word_is_typed(
     session: Session, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    session._engine = session._engine._replace(chat=None)
+    session._front = session._front._replace(chat=None)
     prompts = said(monkeypatch, "hello")
     assert main(["chat"]) == 1
     assert "template" in capsys.readouterr().err

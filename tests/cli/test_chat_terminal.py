@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from rekindle._src.cli import terminal
+from rekindle._src.cli import chat as command
 from rekindle._src.cli.main import main
 
 pexpect = pytest.importorskip("pexpect")
@@ -182,7 +182,7 @@ def test_ctrl_c_keeps_the_conversation_and_twice_leaves(chat: Chat, tmp_path: Pa
 
 
 def test_typed_messages_are_kept_for_this_user_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    terminal._history(tmp_path / "chats").append_string("a secret")
+    command._history(tmp_path / "chats").append_string("a secret")
     (file,) = (tmp_path / "chats").iterdir()
     assert "a secret" in file.read_text()
     assert file.stat().st_mode & 0o077 == 0 and file.parent.stat().st_mode & 0o077 == 0
@@ -192,11 +192,11 @@ def test_typed_messages_are_kept_for_this_user_alone(tmp_path: Path, capsys: pyt
 
 def wrapped(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[[str], list[str]]:
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
-    monkeypatch.setattr(terminal, "terminal_columns", lambda out: 20)
+    monkeypatch.setattr(command, "terminal_columns", lambda out: 20)
     capsys.readouterr()
 
     def lines(text: str) -> list[str]:
-        writer = terminal.Writer()
+        writer = command.Writer()
         for piece in re.findall(".{1,3}", text, re.DOTALL):
             writer.write(piece)
         return Screen(20).feed(capsys.readouterr().out)

@@ -10,9 +10,15 @@ from pathlib import Path
 import pytest
 
 from rekindle import ConfigError
-from rekindle._src.bench.simulation.fleet import simulate
-from rekindle._src.bench.simulation.loads import LOADS, SimulatedRequest, chats, read_trace
-from rekindle._src.bench.simulation.step_cost import StepCost, StepWork
+from rekindle._src.bench.simulation import (
+    LOADS,
+    SimulatedRequest,
+    StepCost,
+    StepWork,
+    chats,
+    read_trace,
+    simulate,
+)
 from rekindle._src.cli.main import main
 from rekindle._src.core.config import EngineConfig
 

@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 
-from rekindle._src.core import activity, program_wait
-from rekindle._src.core.activity import Activity, State
-from rekindle._src.core.program_wait import ProgramWait
+from rekindle._src.core import activity
+from rekindle._src.core.activity import Activity, ProgramWait, State
 
 
 class Clock:
@@ -32,7 +31,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """Time that stands still, and no thread that draws: the tests say when."""
     made = Clock()
     monkeypatch.setattr(activity, "time", made)
-    monkeypatch.setattr(program_wait, "time", made)
     monkeypatch.setattr(Activity, "_run", lambda self: None)
     return made
 

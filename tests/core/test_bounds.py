@@ -52,6 +52,8 @@ class Huge(dict[int, float]):
         ({"stop_token_ids": range(10**9)}, "stop_token_ids"),
         ({"logit_bias": Huge()}, "logit_bias"),
         ({"processors": Endless("p")}, "processors"),
+        ({"taps": Endless("t")}, "taps"),
+        ({"steer": Endless("s")}, "steer"),
     ],
 )
 def test_options_that_are_too_much_are_refused_before_they_cost_memory(options: dict[str, Any], field: str) -> None:

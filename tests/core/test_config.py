@@ -39,7 +39,7 @@ from rekindle.errors import ConfigError, InvalidRequest, MissingExtra, RekindleE
         ({"logit_bias": {-1: 0.0}}, "logit_bias"),
         ({"logit_bias": {1: "much"}}, "logit_bias"),
         ({"logit_bias": dict.fromkeys(range(301), 1.0)}, "logit_bias"),
-        ({"logprobs": 21}, "logprobs"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
         ({"prompt_logprobs": -1}, "prompt_logprobs"),
     ],
 )
@@ -92,7 +92,7 @@ def test_a_bad_engine_option_names_itself(options: dict[str, Any], field: str) -
 
 
 @pytest.mark.parametrize(
-    "error", [InvalidRequest("top_p", 2, "is too large", "Use 1"), MissingExtra("optax", "train"), RekindleError("x")]
+    "error", [InvalidRequest("top_p", 2, "is too large", "Use 1"), MissingExtra("numba", "cpu"), RekindleError("x")]
 )
 def test_errors_survive_pickling(error: Exception) -> None:
     again = pickle.loads(pickle.dumps(error))

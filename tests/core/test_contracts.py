@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from helpers.fakes import ByteTokenizer, FakeInFlight
-from helpers.sessions import byte_tokenizer, opened, parts
+from helpers.sessions import byte_tokenizer, fake_engine, opened, parts
 from rekindle._src.core import contracts
 from rekindle._src.core.sampling import Sampling
+from rekindle._src.dispatch import backend
 from rekindle._src.execution.runner import Runner, RunnerStatistics
 from rekindle._src.notebook import shown
 from rekindle._src.programs.programs import Programs
+from rekindle._src.replicas.fleet_backend import FleetBackend, Parts
+from rekindle._src.replicas.remote_grammars import RemoteGrammars
+from rekindle._src.replicas.routing import router
 from rekindle._src.scheduling.explain import SchedulerStatistics
 from rekindle._src.session.cache_report import CacheStats, CacheTree, NodeView
+from rekindle._src.structured.grammar import Grammars
 from rekindle._src.text.chat import ChatTemplate
 from rekindle._src.text.detokenizer import real_detokenizer
 
@@ -40,6 +46,12 @@ def fields_of(implementation: object) -> set[str]:
     return set(getattr(implementation, "__annotations__", {}))
 
 
+def fleet_backend() -> FleetBackend:
+    """The backend of a fleet without replicas."""
+    nothing: Any = None
+    return FleetBackend(Parts((), SimpleNamespace(places=1), nothing, nothing, "test"), router("affinity"))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("contract", "implementations"),
     [
@@ -52,6 +64,8 @@ def fields_of(implementation: object) -> set[str]:
         (contracts.TokenizerLike, (byte_tokenizer(), ByteTokenizer())),
         (contracts.DetokenizerLike, (real_detokenizer(byte_tokenizer())(Sampling()),)),
         (contracts.ChatLike, (ChatTemplate,)),
+        (backend.Backend, (fake_engine(), fleet_backend())),
+        (backend.GrammarsLike, (Grammars, RemoteGrammars())),
         (shown.NodeLike, (NodeView,)),
         (shown.TreeLike, (CacheTree,)),
         (shown.TierSizes, (CacheStats,)),

@@ -1,12 +1,22 @@
-"""What is left of memory: of the machine's, and of a container's."""
+"""The memory left to a process, freed memory that goes back to the system, and pauses of the garbage collector."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import gc
+import os
+import sys
+import threading
+import types
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rekindle._src.core import memory
+from rekindle._src.core.memory import gc_paused
 
 MB = 1 << 20
 
@@ -51,3 +61,151 @@ def test_a_group_of_version_1_does_so_too(root: Path) -> None:
 def test_where_nobody_tells_it_is_unknown(root: Path) -> None:
     (root / "proc/meminfo").unlink()
     assert memory.available() is None
+
+
+BLOCK, COUNT = 60_000, 1_000  # too small for mappings of their own
+
+
+def resident() -> int:
+    """Bytes of this process's own memory."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc/self/status")
+def test_what_lies_below_a_block_that_is_used_goes_back() -> None:
+    if memory._trim() is None:
+        pytest.skip("this C library has no malloc_trim")
+    memory.give_back()
+    blocks = [bytearray(b"x") * BLOCK for _ in range(COUNT)]
+    last = blocks[-1]
+    before = resident()
+    del blocks
+    memory.give_back()
+    assert before - resident() > BLOCK * COUNT // 2
+    assert len(last) == BLOCK
+
+
+def test_elsewhere_it_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_trim", lambda: None)
+    memory.give_back()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_was_freed_inside_goes_back_at_the_end(monkeypatch: pytest.MonkeyPatch, fails: bool) -> None:
+    happened: list[str] = []
+
+    @contextlib.contextmanager
+    def context() -> Iterator[None]:
+        happened.append("begun")
+        try:
+            yield
+        finally:
+            happened.append("ended")
+
+    monkeypatch.setattr(memory, "give_back", lambda: happened.append("given back"))
+    contexts = memory.given_back(context)
+    for _ in range(2):
+        with contextlib.suppress(KeyError), contexts():
+            happened.append("inside")
+            if fails:
+                raise KeyError
+    assert happened == 2 * ["begun", "inside", "ended", "given back"]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_frozen() -> None:
+    """Unfreeze the objects that `tests/conftest.py` froze after other modules."""
+    gc.unfreeze()
+
+
+def test_it_is_off_until_the_last_thread_is_done() -> None:
+    inside, leave = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with gc_paused():
+            inside.set()
+            leave.wait(10)
+
+    thread = threading.Thread(target=other)
+    with gc_paused():
+        thread.start()
+        assert inside.wait(10)
+        with gc_paused():
+            assert not gc.isenabled()
+    assert not gc.isenabled()
+    leave.set()
+    thread.join()
+    assert gc.isenabled()
+
+
+def test_an_error_turns_it_on_again() -> None:
+    with pytest.raises(ValueError, match="so"), gc_paused():
+        raise ValueError("so")
+    assert gc.isenabled()
+
+
+def test_who_turned_it_off_before_finds_it_off() -> None:
+    gc.disable()
+    try:
+        with gc_paused():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_what_stays_is_not_looked_through_next(stays: bool) -> None:
+    before = gc.get_threshold()
+    gc.set_threshold(1 << 30)
+    try:
+        with gc_paused(stays=stays):
+            made: list[list[object]] = [[]]
+        young = {id(one) for one in gc.get_objects(generation=0)}
+    finally:
+        gc.set_threshold(*before)
+    assert (id(made) in young) is not stays
+
+
+def test_what_somebody_froze_stays_frozen() -> None:
+    kept: list[list[int]] = [[]]
+    gc.freeze()
+    try:
+        with gc_paused(stays=True):
+            pass
+        assert id(kept) not in map(id, gc.get_objects()), "it is in a generation again"
+    finally:
+        gc.unfreeze()
+
+
+def test_in_a_process_of_its_own_what_stays_is_frozen_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command line froze its imports; those of JAX come later, in another thread."""
+    monkeypatch.setattr(memory, "own_process", True)
+    gc.freeze()
+    try:
+        with gc_paused(stays=True):
+            made: list[list[int]] = [[]]
+        assert id(made) not in map(id, gc.get_objects())
+    finally:
+        gc.unfreeze()
+
+
+@pytest.mark.skipif(not hasattr(os, "sysconf"), reason="Windows has no other source to compare with")
+def test_windows_reports_its_memory_where_sysconf_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`GlobalMemoryStatusEx` fills in a structure of 64 bytes, whose length it checks."""
+    expected = memory.total()
+
+    def fill(reference: Any) -> int:
+        status = reference._obj
+        assert status.length == ctypes.sizeof(status) == 64
+        status.total, status.available = expected, 3 * MB
+        return 1
+
+    kernel32 = types.SimpleNamespace(GlobalMemoryStatusEx=fill)
+    monkeypatch.setattr(ctypes, "windll", types.SimpleNamespace(kernel32=kernel32), raising=False)
+    monkeypatch.setattr(os, "name", "nt")
+    monkeypatch.delattr(os, "sysconf")
+    total, available = memory.total(), memory.available()
+    monkeypatch.undo()
+    assert (total, available) == (expected, 3 * MB)

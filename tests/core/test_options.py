@@ -7,7 +7,7 @@ import inspect
 import os
 import re
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, get_args, get_type_hints
 
 import jax.numpy as jnp
@@ -16,10 +16,16 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from rekindle._src.cli.main import parser
+from rekindle._src.cli.usage import engine_options, sampling_options
 from rekindle._src.core import foreign_names
-from rekindle._src.core.config import EngineConfig
-from rekindle._src.core.options import DTypeLike, KVDTypeLike, OpenOptions, Quantize, SamplingOptions
-from rekindle._src.core.sampling import Sampling
+from rekindle._src.core.config import EngineConfig, OpenOptions
+from rekindle._src.core.dtypes import DTypeLike, KVDTypeLike, Quantize
+from rekindle._src.core.options import Place, options_of, words_of
+from rekindle._src.core.sampling import Sampling, SamplingOptions
+from rekindle._src.core.taps import Capture, SteerLike
+from rekindle._src.serve.openai_fields import SAMPLING
+from rekindle._src.text import generation_config
 from rekindle.errors import ConfigError, InvalidRequest
 
 # Where an option takes more than the field holds.
@@ -29,6 +35,10 @@ WIDER = {
     "allowed_token_ids": Sequence[int] | None,
     "bad_words": str | Sequence[str] | None,
     "processors": str | Sequence[str] | None,
+    "logprob_token_ids": Sequence[int] | None,
+    "capture": Capture | Mapping[str, Any] | None,
+    "steer": SteerLike | Sequence[SteerLike] | None,
+    "taps": str | Sequence[str] | None,
     "choice": Sequence[str] | None,
     "cache_dir": str | os.PathLike[str] | None,
     "shared_cache": str | os.PathLike[str] | None,
@@ -60,10 +70,43 @@ def test_the_docstring_has_every_option_with_its_default(record: type) -> None:
     assert list(told) == [field.name for field in dataclasses.fields(record)]
     plain = record()
     for name, text in told.items():
-        if name.endswith("_memory") and "GiB" in text:
-            assert getattr(plain, name) == int(text.split()[0]) << 30
+        if name.endswith("_memory") and "iB" in text:
+            count, unit = text.split()
+            assert getattr(plain, name) == int(count) << {"MiB": 20, "GiB": 30}[unit]
         else:
             assert eval(text) == getattr(plain, name), name
+
+
+@pytest.mark.parametrize("record", [Sampling, EngineConfig])
+def test_the_words_of_an_option_are_those_of_the_docstring(record: type) -> None:
+    words = words_of(record)
+    assert list(words) == [option.name for option in options_of(record)]
+    assert all(text.endswith(".") and "  " not in text for text in words.values())
+    assert Sampling.__doc__ is not None and "Options:" in Sampling.__doc__
+    assert words_of(Sampling)["top_p"] == (
+        "draw from the most likely tokens that have this probability together; 1 is off."
+    )
+
+
+def test_an_option_is_offered_wherever_its_declaration_says(capsys: pytest.CaptureFixture[str]) -> None:
+    """The command line, the server's fields and the defaults of checkpoints come from the declarations alone."""
+
+    def names(place: Place, record: type) -> set[str]:
+        return {option.name for option in options_of(record) if place in option.also}
+
+    for command, flags in (
+        ("generate", names("command", Sampling) | names("command", EngineConfig)),
+        ("serve", names("command", EngineConfig) | names("serve", EngineConfig)),
+    ):
+        with pytest.raises(SystemExit):
+            parser().parse_args([command, "--help"])
+        shown = set(re.findall(r"^  --([\w-]+)", capsys.readouterr().out, re.MULTILINE))
+        assert {name.replace("_", "-") for name in flags} <= shown
+    chosen = parser().parse_args(["generate", "x", "--min-p", "0.25", "--top-k", "3", "--max-requests", "2"])
+    assert sampling_options(chosen)["min_p"] == 0.25 and sampling_options(chosen)["top_k"] == 3
+    assert engine_options(chosen)["max_requests"] == 2
+    assert {field.option or field.name for field in SAMPLING} == names("http", Sampling)
+    assert set(generation_config.NAMES) == names("checkpoint", Sampling)
 
 
 @pytest.mark.parametrize("record", [Sampling, EngineConfig])

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from rekindle._src.core import progress
-from rekindle._src.core.progress import Progress
+from rekindle._src.core import activity
+from rekindle._src.core.activity import Progress
 from rekindle._src.models.loading.load_progress import LoadProgress as Loaded
 
 
@@ -23,7 +23,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(progress, "time", made)
+    monkeypatch.setattr(activity, "time", made)
     return made
 
 
@@ -40,7 +40,7 @@ def test_a_terminal_gets_a_bar_on_one_line(clock: Clock) -> None:
     assert text.count("\n") == 1
     assert text.endswith("\n")
     assert "[████████████████████] loading" in text.split("\r")[-1]
-    assert 2 < text.count("\r") <= 4.0 / progress.INTERVAL + 1
+    assert 2 < text.count("\r") <= 4.0 / activity.BAR_INTERVAL + 1
 
 
 def test_what_is_quick_shows_nothing(clock: Clock) -> None:

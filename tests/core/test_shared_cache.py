@@ -13,10 +13,17 @@ from typing import Any
 import pytest
 
 from rekindle import ConfigError, MissingExtra, StoreError
-from rekindle._src.core.shared_cache import places, shared_cache
-from rekindle._src.core.shared_cache.blobs import MAGIC, pack, unpack
-from rekindle._src.core.shared_cache.places import FolderPlace, Place, place_of
-from rekindle._src.core.shared_cache.shared_cache import SharedCache, attach
+from rekindle._src.core import shared_cache
+from rekindle._src.core.shared_cache import (
+    MAGIC,
+    FolderPlace,
+    Place,
+    SharedCache,
+    attach,
+    pack,
+    place_of,
+    unpack,
+)
 from rekindle_kernels import private_files, read_through
 
 KEY = b"k" * 32
@@ -200,7 +207,7 @@ def test_a_shared_cache_needs_a_key_or_privacy(tmp_path: Path, monkeypatch: pyte
         assert isinstance(read_through.behind(folder), SharedCache)
         (tmp_path / "open").mkdir()
         (tmp_path / "open").chmod(0o777)
-        with pytest.raises(ConfigError, match="whoever can write there"):
+        with pytest.raises(ConfigError, match="anyone who can write there"):
             attach(str(tmp_path / "open"), [folder])
         pytest.importorskip("fsspec", reason="the extra `shared`")
         with pytest.raises(ConfigError, match="REKINDLE_SIGNING_KEY"):
@@ -239,8 +246,8 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_times_of_stores_are_read() -> None:
     for value in (5.0, "1970-01-01T00:00:05+00:00", __import__("datetime").datetime.fromtimestamp(5.0)):
-        assert places._write_time({"LastModified": value}) == 5.0
-    assert abs(places._write_time({}) - time.time()) < 5
+        assert shared_cache._write_time({"LastModified": value}) == 5.0
+    assert abs(shared_cache._write_time({}) - time.time()) < 5
 
 
 def test_large_files_come_back_as_they_were(tmp_path: Path) -> None:

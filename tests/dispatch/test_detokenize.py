@@ -31,7 +31,7 @@ class TestDetokenize:
         feedback, said = anyio.create_memory_object_stream[Any](100)
         self.outputs = {"r": output}
         for event in events:
-            send.send_nowait(Events((event,), ("r",), 2.0))
+            send.send_nowait(Events((event,), {"r": 2.0}))
         send.close()
         with anyio.fail_after(10):
             await detokenize.run(receive, feedback, self.outputs)

@@ -14,7 +14,7 @@ import pytest
 from helpers import vocabularies
 from helpers.asgi import until
 from helpers.fakes import EOS
-from helpers.sessions import byte_tokenizer, fake_engine
+from helpers.sessions import byte_tokenizer, fake_front
 from helpers.task_streams import rest, submission
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch import intake
@@ -36,7 +36,7 @@ class TestIntake:
             send.send_nowait(one)
         send.close()
         with anyio.fail_after(10):
-            await intake.run(receive, out, fake_engine(), outputs)
+            await intake.run(receive, out, fake_front(), outputs)
             return await rest(messages), outputs
 
     async def test_hands_on_requests_then_drains(self) -> None:
@@ -100,17 +100,17 @@ class TestIntake:
         monkeypatch.setattr(
             tokenizer, "encode", lambda text, **_: threads.append(threading.get_ident()) or [1] * len(text)
         )
-        ids = await intake.tokenize(submission("x" * intake.LONG_TEXT), fake_engine())
+        ids = await intake.tokenize(submission("x" * intake.LONG_TEXT), fake_front())
         assert len(ids) == intake.LONG_TEXT and threads != [threading.get_ident()]
 
 
 async def test_preparing_is_a_plain_function() -> None:
-    (request,) = intake.prepare(submission("abc"), np.array([1, 2], np.int32), fake_engine(), random.Random(0))
+    (request,) = intake.prepare(submission("abc"), np.array([1, 2], np.int32), fake_front(), random.Random(0))
     assert request.prompt_length == 2 and request.sampling.seed is not None
 
 
 async def test_a_panic_of_the_tokenizer_fails_its_request_and_the_next_one_is_served() -> None:
-    engine = fake_engine()._replace(tokenizer=Tokenizer(vocabularies.llama3_regex(), eos_ids=(EOS,)))
+    engine = fake_front()._replace(tokenizer=Tokenizer(vocabularies.llama3_regex(), eos_ids=(EOS,)))
     engine = engine._replace(config=dataclasses.replace(engine.config, max_model_len=1 << 22))
     bad, good = submission(vocabularies.PANICS), submission("fine")
     outputs: dict[str, OutputState] = {}
@@ -127,7 +127,7 @@ async def test_a_panic_of_the_tokenizer_fails_its_request_and_the_next_one_is_se
 
 
 async def test_a_text_that_can_not_fit_is_refused_without_being_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = fake_engine()._replace(characters_per_token=lambda: 7)
+    engine = fake_front()._replace(characters_per_token=lambda: 7)
     limit = engine.config.max_model_len
     assert limit is not None
     monkeypatch.setattr(byte_tokenizer(), "encode", lambda text, **_: [1])
@@ -147,7 +147,7 @@ async def test_a_text_that_is_far_too_long_is_refused_by_its_beginning(monkeypat
 
     monkeypatch.setattr(byte_tokenizer(), "encode", encode)
     with pytest.raises(PromptTooLong, match="first 4,096 of its 200,000"):
-        await intake.tokenize(submission("a" * 200_000), fake_engine())
+        await intake.tokenize(submission("a" * 200_000), fake_front())
     assert encoded == [4096]
 
 
@@ -168,7 +168,7 @@ async def test_long_prompts_are_taken_in_by_turns_while_short_ones_go_on() -> No
     send, receive = anyio.create_memory_object_stream[Submission](10)
     out, messages = anyio.create_memory_object_stream[Any](100)
     async with anyio.create_task_group() as group, messages:
-        group.start_soon(intake.run, receive, out, fake_engine(), outputs)
+        group.start_soon(intake.run, receive, out, fake_front(), outputs)
         for submitted in (*several, submission("short")):
             send.send_nowait(submitted)
         send.close()

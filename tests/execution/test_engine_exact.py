@@ -17,11 +17,12 @@ from helpers.scheduling import NoReserve
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.records import FinishReason, Request, TokenEvent
 from rekindle._src.core.sampling import Sampling
-from rekindle._src.execution.runner import InFlight, Runner
+from rekindle._src.dispatch.engine import Engine
+from rekindle._src.execution.runner import Runner
 from rekindle._src.kvcache import PagePool, PrefixCache, root_digest
 from rekindle._src.programs import sampling as device
 from rekindle._src.programs.buckets import prefill_rows
-from rekindle._src.programs.flags import flags_of
+from rekindle._src.programs.flags import drawing_flags
 from rekindle._src.programs.programs import Programs
 from rekindle._src.programs.warming import warm
 from rekindle._src.scheduling.scheduler import Limits, Scheduler
@@ -31,8 +32,8 @@ VOCAB = MODEL.config.vocab_size
 MARGIN = 1e-3  # a smaller distance between the best two is a tie, which rounding may decide either way
 
 
-class Engine:
-    """The dispatch loop of a session, without its tasks: plans a step before the one in flight is committed."""
+class Turns:
+    """The engine of a session, without its tasks, and the events of each request."""
 
     def __init__(self, config: EngineConfig, programs: Programs, tier: DictTier) -> None:
         assert config.device_pages is not None
@@ -43,7 +44,7 @@ class Engine:
         limits = Limits.of(config, max_prefill_rows=most, padded=False)
         self.scheduler = Scheduler(limits, self.pool, cache=self.cache, reserve=NoReserve())
         self.runner = Runner(MODEL, config, programs=programs, host_tier=tier)
-        self.flights: list[InFlight] = []
+        self.engine = Engine(self.scheduler, self.runner)
         self.events: dict[str, list[TokenEvent]] = {}
 
     def submit(self, request: Request) -> None:
@@ -56,14 +57,12 @@ class Engine:
             self.events[request.id].append(event)
 
     def turn(self) -> bool:
-        plan = self.scheduler.plan()
-        if plan is not None:
-            self.flights.append(self.runner.dispatch(plan))
-        if self.flights and (plan is None or len(self.flights) > 1):
-            for event in self.scheduler.commit(self.runner.fetch(self.flights.pop(0))):
-                self.events[event.request_id].append(event)
-            return True
-        return plan is not None
+        events = self.engine.turn()
+        for event in events or ():
+            if event.error is not None:
+                raise event.error
+            self.events[event.request_id].append(event)
+        return events is not None
 
     def output(self, request: Request) -> list[int]:
         return [token for event in self.events[request.id] for token in event.token_ids]
@@ -103,7 +102,7 @@ class Plain:
             seed=jnp.tile(jnp.array([seed >> 32, seed & 0xFFFFFFFF], jnp.uint32), (8, 1)),
             position=jnp.full(8, len(prompt) + len(output), jnp.int32),
         )  # fmt: skip
-        tokens = np.asarray(_chooser()(rows, choice, jnp.int32(flags_of(sampling, {}))))
+        tokens = np.asarray(_chooser()(rows, choice, jnp.int32(drawing_flags(sampling))))
         self.ties.append(len(set(tokens.tolist())) > 1)
         return int(tokens[0])
 
@@ -144,7 +143,7 @@ class Tally:
     reasons: set[FinishReason] = dataclasses.field(default_factory=set)
 
 
-def compare(engine: Engine, request: Request, longest: int, tally: Tally) -> None:
+def compare(engine: Turns, request: Request, longest: int, tally: Tally) -> None:
     found, reason = engine.output(request), engine.reason(request)
     assert reason is not None, f"{request.id} never ended"
     tally.reasons.add(reason)
@@ -184,7 +183,7 @@ def test_two_hundred_requests_equal_the_plain_loop_and_compile_nothing(setup: st
     programs = Programs(MODEL.config, MODEL.graph, MODEL.leaves, config)
     warm(programs)
     counts = programs.traces, programs.compilations
-    engine = Engine(config, programs, tier)
+    engine = Turns(config, programs, tier)
     longest = config.max_model_len or 0
     stems = [rng.integers(3, VOCAB, length) for length in (20, 33, 55)]
     requests: list[Request] = []

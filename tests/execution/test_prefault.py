@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rekindle._src.execution.prefault import prefault
+from rekindle._src.execution.page_transfers import prefault
 
 PAGES, PER_PAGE = 64, 16 * mmap.PAGESIZE
 
@@ -57,7 +57,7 @@ def test_the_first_pages_are_there_and_no_others() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="there is nothing to be touched")
 def test_no_more_than_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rekindle._src.execution.prefault.MAX_BYTES", 8 * PER_PAGE)
+    monkeypatch.setattr("rekindle._src.execution.page_transfers.MAX_BYTES", 8 * PER_PAGE)
     leaves = [Leaf(), Leaf()]
     touched(leaves, 60)
     assert sum(leaves[0].resident()) in (0, 5)

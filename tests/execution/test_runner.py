@@ -16,7 +16,6 @@ import pytest
 from helpers import driving, plain_sampling
 from helpers.driving import CONTEXT, Driver, plain_logits, plain_tokens, tiny_config, tiny_model
 from helpers.fakes import DictTier
-from rekindle._src.bench import reference
 from rekindle._src.core.records import PageMove, Row, StepPlan
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.execution.runner import Runner
@@ -26,6 +25,7 @@ from rekindle._src.programs.packing import Constants, Upload
 from rekindle._src.programs.processors import LogitsProcessor
 from rekindle._src.programs.programs import Programs
 from rekindle.errors import ConfigError, InvalidRequest, SessionClosed, StoreError
+from workshop import reference
 
 MODEL = tiny_model()
 SEVENS = LogitsProcessor(lambda logits, context: logits.at[:, 7].add(1e6), "sevens")

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import jax.numpy as jnp
 import numpy as np
 
-from rekindle._src.bench import reference
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.records import Request, Row, StepPlan, StepResult, TokenLogprobs
 from rekindle._src.core.sampling import Sampling
+from rekindle._src.dispatch.engine import Engine
 from rekindle._src.execution.runner import Runner
 from rekindle._src.models.base import LoadedModel, random_model
 from rekindle._src.models.registry import config_from_hf
+from workshop import reference
 
 TINY = {
     "model_type": "llama", "vocab_size": 320, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -89,6 +91,27 @@ class Live:
     @property
     def done(self) -> bool:
         return self.planned >= self.request.sampling.max_tokens
+
+
+class Plans:
+    """The driver in the place of a scheduler: every turn has the next chunk of each request."""
+
+    def __init__(self, driver: Driver, lives: Sequence[Live], chunk: int) -> None:
+        self.driver, self.lives, self.chunk = driver, lives, chunk
+
+    @property
+    def has_work(self) -> bool:
+        return any(not live.done for live in self.lives)
+
+    def plan(self) -> StepPlan | None:
+        return self.driver.plan([(live, self.chunk) for live in self.lives if not live.done]) if self.has_work else None
+
+    def commit(self, result: StepResult) -> tuple[()]:
+        self.driver.commit(result, self.lives)
+        return ()
+
+    def fail(self, plan: StepPlan, cause: BaseException) -> tuple[()]:
+        raise cause
 
 
 class Driver:
@@ -167,15 +190,10 @@ class Driver:
         return result
 
     def finish(self, lives: Sequence[Live], chunk: int = 7) -> None:
-        """Run them all to their ends, one step in flight while the next is planned, as the real loop does."""
-        before = None
-        while any(not live.done for live in lives):
-            current = self.runner.dispatch(self.plan([(live, chunk) for live in lives if not live.done]))
-            if before is not None:
-                self.commit(self.runner.fetch(before), lives)
-            before = current
-        if before is not None:
-            self.commit(self.runner.fetch(before), lives)
+        """Run them all to their ends, in turns of the engine."""
+        engine = Engine(cast(Any, Plans(self, lives, chunk)), self.runner)
+        while engine.turn() is not None:
+            pass
 
     def solo(self, prompt: Sequence[int], sampling: Sampling, *, ends: Sequence[int] = (), chunk: int = 64) -> Live:
         live = self.add(prompt, sampling, ends=ends)

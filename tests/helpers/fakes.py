@@ -33,8 +33,7 @@ from rekindle._src.core.records import (
     TokenLogprobs,
 )
 from rekindle._src.core.sampling import Sampling
-from rekindle._src.execution import guiding
-from rekindle._src.programs.packing import Layout
+from rekindle._src.programs.guides import Guides
 
 EOS = 256
 KV = NDArray[np.uint64]
@@ -192,6 +191,8 @@ class FakeInFlight:
     rows: tuple[RowResult, ...] | None  # None: a guide waits for tokens of the step before
     leaving: tuple[tuple[bytes, KV], ...]
     lost: tuple[LostPage, ...] = ()
+    leaving_states: tuple[tuple[bytes, KV], ...] = ()
+    lost_states: tuple[LostPage, ...] = ()
     guide_errors: dict[str, Exception] = dataclasses.field(default_factory=dict)
 
 
@@ -224,7 +225,13 @@ class FakeRunner:
         refuse: Callable[[Row], Exception | None] = lambda row: None,
         lose: Callable[[PageMove], Exception | None] = lambda move: None,
         gate: threading.Event | None = None,
+        states: int = 0,
+        state_tier: DictTier | None = None,
+        lose_state: Callable[[PageMove], Exception | None] = lambda move: None,
     ) -> None:
+        """With `states`, slots beside the scratch one, the model continues a state: the last value of the prefix."""
+        self.states: KV = np.full(states + 1, 0xDEAD, np.uint64)
+        self.state_tier, self.lose_state = state_tier, lose_state
         self.programs = None  # nothing is compiled
         self.model = model if model is not None else FakeModel()
         self.page_size, self.max_requests = page_size, max_requests
@@ -254,8 +261,16 @@ class FakeRunner:
                 lost.append(LostPage(move, reason))
                 continue
             self.memory[move.page] = self.host_tier.get(move.digest)[0][0]
-        in_flight = FakeInFlight(plan, None, leaving, tuple(lost))
-        if guiding.needs_unread_token(plan):
+        leaving_states = tuple((move.digest, self.states[move.page : move.page + 1].copy()) for move in plan.states_out)
+        lost_states = []
+        for move in plan.states_in:
+            assert self.state_tier is not None
+            if (reason := self.lose_state(move)) is not None:
+                lost_states.append(LostPage(move, reason))
+                continue
+            self.states[move.page] = self.state_tier.get(move.digest)[0][0]
+        in_flight = FakeInFlight(plan, None, leaving, tuple(lost), leaving_states, tuple(lost_states))
+        if GUIDES.needs_unread_token(plan):
             assert self.waiting is None, "two steps wait for tokens"
             self.waiting = in_flight
         else:
@@ -264,9 +279,10 @@ class FakeRunner:
 
     def run_rows(self, in_flight: FakeInFlight) -> None:
         plan, rows = in_flight.plan, []
-        layout = Layout(len(plan.decode), len(plan.prefill), 0, 0, 0)
-        masks = guiding.new_masks(layout, mask_words(EOS + 1))
-        in_flight.guide_errors = guiding.fill_masks(plan, layout, masks)
+        self.states_read = self.states.copy()  # before any row writes
+        self.states_lost = {lost.move.page for lost in in_flight.lost_states}
+        masks = np.empty((len(plan.rows), mask_words(EOS + 1)), np.int32)
+        in_flight.guide_errors = GUIDES.fill(plan, len(plan.decode), masks)
         for index, row in enumerate(plan.rows):
             refused = self.refuse(row)
             mask = masks[index] if row.request.guide is not None else None
@@ -283,12 +299,15 @@ class FakeRunner:
         for digest, values in in_flight.leaving:
             assert self.host_tier is not None
             self.host_tier.put(digest, (values[None],))
+        for digest, values in in_flight.leaving_states:
+            assert self.state_tier is not None
+            self.state_tier.put(digest, (values,))
         self.fetched += 1
         if in_flight is self.waiting:  # what it waited for failed
             self.waiting = None
             self.run_rows(in_flight)
         assert in_flight.rows is not None
-        rows = guiding.advance_guides(in_flight.plan, in_flight.rows, in_flight.guide_errors)
+        rows = GUIDES.advance(in_flight.plan, in_flight.rows, in_flight.guide_errors)
         if self.waiting is not None:
             waiting, self.waiting = self.waiting, None
             self.run_rows(waiting)
@@ -298,11 +317,15 @@ class FakeRunner:
             program="fake",
             device_seconds=self.step_seconds,
             lost=in_flight.lost,
+            lost_states=in_flight.lost_states,
             seconds=self.step_seconds,
         )
 
     def program(self, plan: StepPlan) -> str:
         return "fake"
+
+    def read_states(self, slots: Sequence[int]) -> list[tuple[KV, ...]]:
+        return [(self.states[slot : slot + 1].copy(),) for slot in slots]
 
     def read_pages(self, pages: Sequence[int], digests: Sequence[bytes] = ()) -> list[tuple[KV, ...]]:
         return [(self.memory[page][None].copy(),) for page in pages]
@@ -335,6 +358,11 @@ class FakeRunner:
         else:
             self.memory[places] = written
         values = self.memory[row.pages].reshape(-1)[:end]
+        if len(self.states) > 1:
+            assert row.reads and row.writes and not row.kept, "a row without its state"
+            if row.start and row.reads not in self.states_lost:
+                assert self.states_read[row.reads] == before[-1], f"{request.id} continues the state of another prefix"
+            self.states[row.writes] = written[-1]
         self.computed[request.id] = self.computed.get(request.id, 0) + row.length
         token, logprobs = None, None
         if row.samples:
@@ -347,11 +375,12 @@ class FakeRunner:
                 logprobs = self.logprobs(token, request.sampling.logprobs)
         prompt: tuple[TokenLogprobs, ...] = ()
         if request.sampling.prompt_logprobs is not None:
-            scored = request.token_ids[row.start + 1 : end + 1].tolist()
+            scored = request.token_ids[max(row.start, request.scored_from) + 1 : end + 1].tolist()
             prompt = tuple(self.logprobs(scored_token, request.sampling.prompt_logprobs) for scored_token in scored)
         pooled = None
-        if request.pooling is not None:  # a vector of two numbers: of the tokens that were computed, or of the last one
-            part = values[-1:] if request.pooling == "last" else values[row.start : end]
+        if request.pooling is not None:  # a vector of two numbers: of the tokens that were computed, or of one of them
+            of_one = {"last": values[-1:], "cls": values[row.start : row.start + 1]}
+            part = of_one.get(request.pooling, values[row.start : end])
             pooled = np.array([(part >> np.uint64(40)).sum(), (part & np.uint64(0xFF)).sum()], np.float32)
         return RowResult(request.id, row.epoch, token, logprobs, prompt, pooled=pooled)
 
@@ -412,6 +441,7 @@ class ByteTokenizer:
         return bytes(token for token in ids if token < EOS).decode("utf-8", errors="replace")
 
 
+GUIDES = Guides()
 _counter = iter(range(1 << 62))
 
 

@@ -14,11 +14,11 @@ import anyio
 from helpers.sessions import CONFIG, eventually, fake_session
 from rekindle._src.dispatch.wakeups import run_sync
 from rekindle._src.replicas.autoscaling import Range
-from rekindle._src.replicas.fleet import Fleet, FleetOpening, Parts
+from rekindle._src.replicas.fleet import Fleet, FleetOpening
+from rekindle._src.replicas.fleet_backend import Parts
 from rekindle._src.replicas.replica import Replica, _info_of
-from rekindle._src.replicas.request_codec import Sent
 from rekindle._src.replicas.roles import Role, roles_of
-from rekindle._src.replicas.wire import Mail, ReplicaGone, ReplicaInfo
+from rekindle._src.replicas.wire import Mail, ReplicaGone, ReplicaInfo, Sent
 from rekindle._src.session.session import Session
 
 _names = itertools.count()
@@ -88,6 +88,15 @@ class LocalReplica:
             raise ReplicaGone("died of the weights")
         await self._alive(lambda: self._now.swap_weights(weights))
 
+    async def load_adapter(self, entry: Any) -> None:
+        if self.refuses is not None:
+            raise self.refuses
+        entry = pickle.loads(pickle.dumps(entry))
+        await self._alive(lambda: self._now.load_adapter(entry))
+
+    async def unload_adapter(self, name: str) -> None:
+        await self._alive(lambda: self._now.unload_adapter(name))
+
     async def mail(self, sender: str, patience: float) -> Mail:
         await self._alive(lambda: self._now._look())
         mail: Mail = await self._alive(lambda: self._now.mail(sender, patience))
@@ -127,6 +136,7 @@ class LocalReplica:
         self.hangs = False
         if session is not None:
             session._host.close()
+            session._cache_writer.stop()  # its thread would wait for ever
 
     def kill(self) -> None:
         self.killed += 1
@@ -163,7 +173,7 @@ def local_fleet(
     def parts() -> Parts:
         given = [another() for _ in range(replicas)]
         session = make()
-        info = _info_of(session)
+        info = _info_of(session._client)
         session.close()
 
         def close() -> None:

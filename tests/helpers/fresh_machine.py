@@ -31,7 +31,7 @@ from rekindle_kernels.native import build  # noqa: E402
 def native(session: Session) -> dict[str, bool]:
     """Whether each step program that is ready calls native kernels."""
     programs: Any = session._engine.runner.programs
-    ready = [(key, programs.get(key)) for key in programs._ready if hasattr(key, "rows")]
+    ready = [(key, programs.get(key)) for key in programs.ledger.ready if hasattr(key, "rows")]
     return {key.name: 'custom_call_target="rekindle_' in str(program.as_text()) for key, program in ready}
 
 

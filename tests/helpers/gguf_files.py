@@ -11,9 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from helpers import checkpoints
-from rekindle._src.models.loading.gguf.block_types import BY_NAME, BlockType
-from rekindle._src.models.loading.gguf.export import export
-from rekindle._src.models.loading.gguf.write import write_gguf
+from rekindle._src.models.loading.gguf.blocks import BY_NAME, BlockType
+from rekindle._src.models.loading.gguf.export import export, write_gguf
 from rekindle._src.models.loading.stored import look
 from rekindle._src.models.registry import config_from_hf
 

@@ -36,6 +36,8 @@ class Case:
     soft_cap: float | None = None
     sinks: bool = False
     scale: float | None = None  # None: head_dim ** -0.5
+    value_size: int | None = None  # of latent pages
+    causal: bool = True
 
 
 MIXED = {"decode": (1, 17, 0, 40), "prefill": ((5, 5), (16, 33), (1, 20)), "idle_prefills": 1, "padding": 10}
@@ -79,6 +81,26 @@ CASES = (
     Case("mixed_bfloat16_pages", **MIXED, kv_dtype="bfloat16", head_dim=64),
     Case("mixed_int8_pages", **MIXED, kv_dtype="int8", head_dim=64),
     Case("mixed_int8_pages_bfloat16_queries", **MIXED, dtype="bfloat16", kv_dtype="int8", head_dim=64),
+)
+
+# Pages whose keys are values too, which some implementations leave to others.
+LATENT = (
+    Case("latent_mixed", **MIXED, kv_heads=1, head_dim=24, value_size=16),
+    Case("latent_group_16", **MIXED, heads=16, kv_heads=1, head_dim=72, value_size=64, sliding_window=21),
+    Case("latent_one_decode_row", decode=(9,), kv_heads=1, head_dim=24, value_size=8),
+    Case("latent_bfloat16_pages", **MIXED, kv_heads=1, head_dim=72, value_size=64, kv_dtype="bfloat16"),
+    Case("latent_int8_pages", **MIXED, kv_heads=1, head_dim=72, value_size=64, kv_dtype="int8"),
+)
+
+# Queries that see the keys behind them: texts that are embedded, each whole in its step.
+WHOLE = {"prefill": ((5, 5), (33, 33), (1, 1), (200, 200)), "idle_prefills": 1, "padding": 10, "causal": False}
+BIDIRECTIONAL = (
+    Case("bidirectional", **WHOLE),
+    Case("bidirectional_one", prefill=((600, 600),), page_size=32, padding=8, causal=False),
+    Case("bidirectional_window_1", **WHOLE, sliding_window=1),
+    Case("bidirectional_window_across_pages", **WHOLE, sliding_window=21),
+    Case("bidirectional_window_in_a_long_one", prefill=((900, 900),), sliding_window=40, causal=False),
+    Case("bidirectional_soft_cap_bfloat16_pages", **WHOLE, soft_cap=2.0, kv_dtype="bfloat16", head_dim=64),
 )
 
 # Against the float32 oracle that reads the same (rounded, quantised) pages, with values of unit variance, so that
@@ -131,7 +153,9 @@ def build(case: Case, seed: int = 0, *, poison: bool = True) -> Problem:
         jnp.asarray(random.standard_normal(case.heads), jnp.float32) if case.sinks else None,
     )
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
-    options = AttentionOptions(len(case.decode), scale, case.sliding_window, case.soft_cap)
+    options = AttentionOptions(
+        len(case.decode), scale, case.sliding_window, case.soft_cap, value_size=case.value_size, causal=case.causal
+    )
     return Problem(inputs, options, used)
 
 
@@ -145,7 +169,7 @@ def filled_pages(
 ) -> LayerKV:
     """Pages with random keys and values at every position that some sequence owns."""
     shape = (case.kv_heads, case.page_size, case.head_dim)
-    kv = init_pages(num_pages, *shape, case.kv_dtype or case.dtype)
+    kv = init_pages(num_pages, *shape, case.kv_dtype or case.dtype, latent=case.value_size is not None)
     if poison:
         if kv.scales is not None:
             kv = LayerKV(jnp.full_like(kv.pages, 127), jnp.full_like(kv.scales, jnp.nan))
@@ -158,7 +182,8 @@ def filled_pages(
     page_ids = jnp.asarray([table[row, at // case.page_size] for row, at in where], jnp.int32)
     offsets = jnp.asarray([at % case.page_size for _, at in where], jnp.int32)
     values = random.standard_normal((2, len(where), case.kv_heads, case.head_dim)).astype(np.float32)
-    return jax.jit(write_kv)(kv, jnp.asarray(values[0]), jnp.asarray(values[1]), page_ids, offsets)
+    v = None if kv.latent else jnp.asarray(values[1])
+    return jax.jit(write_kv)(kv, jnp.asarray(values[0]), v, page_ids, offsets)
 
 
 def in_float32(case: Case) -> Case:

@@ -20,7 +20,7 @@ import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
 import rekindle  # noqa: E402
-from helpers import checkpoints, mesh_data_checks, mesh_models  # noqa: E402, F401  data checks say what they are
+from helpers import adapters, checkpoints, mesh_data_checks, mesh_models, tapping  # noqa: E402, F401  data checks say so
 from helpers.mesh_checking import BOTH, CHECKS, CLOSE, EXPERTS, check, compare, opened  # noqa: E402
 from helpers.mesh_models import OPTIONS, PROMPT, case, difference, generated  # noqa: E402
 from rekindle._src.core.config import EngineConfig  # noqa: E402
@@ -53,7 +53,6 @@ def sums_of_a_step(folder: Path) -> None:
     ):
         model = case(name)
         placement = placement_of(checked_mesh(mesh), model.graph)
-        assert placement is not None
         config = resolve(EngineConfig(**OPTIONS), model.config, placement=placement)
         programs = Programs(model.config, model.graph, placement.shapes(model.leaves), config, placement=placement)
         decode = next(bucket for bucket in programs.lattice if not bucket.tokens)
@@ -238,7 +237,6 @@ def loaded_in_parts(folder: Path) -> None:
         options: dict[str, Any] = {"dtype": "bfloat16", "quantize": quantize}
         described = checkpoint.describe(path, **options)
         placement = placement_of(checked_mesh(mesh), described.graph)
-        assert placement is not None
         found = checkpoint.read(described, placement=placement)
         expected = placement.model(rekindle.models.load(path, **options))
         assert found.fingerprint == expected.fingerprint
@@ -296,6 +294,86 @@ def random_models(folder: Path) -> None:
         assert difference([before], [session.generate_sync(PROMPT, max_tokens=10, logprobs=3)]) > CLOSE
         session.swap_weights(random_model(config)).result_sync()
         assert difference([before], [session.generate_sync(PROMPT, max_tokens=10, logprobs=3)]) < CLOSE
+
+
+@check
+def taps(folder: Path) -> None:
+    """Residuals and changes of them are those of one device on two; data shards capture, too."""
+    model, prompt = case("llama"), PROMPT
+    size, layers = model.config.hidden_size, model.config.num_layers
+    steer = rekindle.Steer(0, np.random.default_rng(0).standard_normal(size), 3.0)
+    options: dict[str, Any] = {"max_tokens": 6, "temperature": 0.0, "capture": {"residual": "all", "norm": True}}
+    with opened(model, None) as session:
+        expected = [session.generate_sync(prompt, **options, steer=change) for change in ((), steer)]
+    assert expected[0].token_ids != expected[1].token_ids
+    for mesh, changes in ((2, ((), steer)), ({"data": 2}, ((),))):
+        with opened(model, mesh) as session:
+            for change, wanted in zip(changes, expected, strict=False):
+                many = [session.submit(prompt, **options, steer=change) for _ in range(2)]
+                for done in [handle.result_sync() for handle in many]:
+                    assert done.token_ids == wanted.token_ids
+                    assert {*done.captured} == {*(("residual", layer) for layer in range(layers)), "norm"}
+                    for key, array in done.captured.items():
+                        np.testing.assert_allclose(array, wanted.captured[key], rtol=1e-3, atol=1e-4)
+            keep = rekindle.Capture({"residual": "all", "norm": True}, keep=True)
+            twice = [session.generate_sync(3 * prompt, max_tokens=1, capture=keep, salt="kept") for _ in range(2)]
+            assert [bool(done.usage.cached_tokens) for done in twice] == [False, True]
+            for key, array in twice[0].captured.items():
+                np.testing.assert_allclose(twice[1].captured[key], array, rtol=1e-3, atol=1e-4)
+            logits = session.generate_sync(prompt, max_tokens=1, capture={"logits": -1}).captured["logits", -1]
+            assert logits[-1].argmax() == expected[0].token_ids[0]
+            with pytest.raises(rekindle.InvalidRequest, match="is divided among the devices"):
+                session.generate_sync(prompt, capture={"q": 0})
+            if mesh != 2:
+                with pytest.raises(rekindle.InvalidRequest, match="several data shards"):
+                    session.generate_sync(prompt, steer=steer)
+
+
+@check
+def with_adapters(folder: Path) -> None:
+    """Rows with adapters, of experts too, give the tokens of one device on two, and padded parts change nothing."""
+    for name, meshes in (("llama", (2, 4)), ("qwen3-moe", (2, EXPERTS)), ("gpt2", (2,))):
+        model = case(name)
+        experts = ("gate_up_proj", "down_proj") if name.endswith("moe") else ()
+        folders: dict[str, Path] = {
+            str(seed): adapters.write(folder / f"{name}{seed}", model.config, seed=seed, experts=experts[seed:])
+            for seed in range(2)
+        }
+        texts = []
+        for mesh in (None, *meshes):
+            with opened(model, mesh, adapters=folders, max_adapters=2) as session:
+                asked = (*folders, None) * 2
+                handles = [session.submit(PROMPT, adapter=one, max_tokens=8, logprobs=1) for one in asked]
+                done = [handle.result_sync() for handle in handles]
+                session.sleep().result_sync()
+                session.wake().result_sync()
+                again = session.generate_sync(PROMPT, adapter="1", max_tokens=8)
+                session.load_adapter("1", folders["0"]).result_sync()
+                other = session.generate_sync(PROMPT, adapter="1", max_tokens=8)
+                assert (again.token_ids, other.token_ids) == (done[1].token_ids, done[0].token_ids)
+            texts.append([list(one.token_ids) for one in done])
+            assert difference(done[:3], done[3:]) < CLOSE
+        assert texts[0] == texts[1] == texts[-1], (name, texts)
+        assert len({*map(tuple, texts[0])}) == 3, "the adapters change little"
+    with opened(case("llama"), {"data": 2}) as session, pytest.raises(rekindle.ConfigError, match="data shards"):
+        session.load_adapter("a", folder / "llama0").result_sync()
+
+
+@check
+def taps_of_families(folder: Path) -> None:
+    """Residuals of a case of each family on two devices are those of one."""
+    for name in sorted(set(checkpoints.ONE_EACH.values()) - mesh_models.LEFT_OUT):
+        options: dict[str, Any] = {"max_tokens": 4, "temperature": 0.0, "capture": {"residual": "all", "norm": True}}
+        several = []
+        for mesh in (None, 2):
+            with opened(case(name), mesh) as session:
+                several.append(session.generate_sync(PROMPT, **options))
+        one, two = several
+        assert one.token_ids == two.token_ids, name
+        assert {*one.captured} == {*two.captured} and len(one.captured.positions) == len(PROMPT) + 3, name
+        found = max(tapping.difference(two.captured[key], array) for key, array in one.captured.items())
+        print(f"{name}: {found:.1e}", flush=True)
+        assert found < 1e-4, (name, found)
 
 
 @check

@@ -11,6 +11,7 @@ import rekindle
 from helpers import checkpoints
 from rekindle import Completion
 from rekindle._src.models.base import LoadedModel
+from rekindle._src.models.registry import config_from_hf
 
 # Eight heads; a vocabulary and an MLP that eight devices can't share without padding.
 SIZES = {"num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 64, "intermediate_size": 84}
@@ -20,10 +21,10 @@ OPTIONS: dict[str, Any] = {
     "device_pages": 24, "precompile": "lazy", "disk_memory": 0, "seed": 0, "quiet": True,
 }  # fmt: skip
 PROMPT = [1, 5, 9, 33, 7, 8, 9, 10, 11, 12, 13]
-LEFT_OUT = {
-    "llama-dynamic-rope-past-length",
-    "phi3-longrope-past-length",
-}  # their few positions are less than a context
+# Their few positions are less than a context, or their states are not divided.
+LEFT_OUT = {"llama-dynamic-rope-past-length", "phi3-longrope-past-length"} | {
+    name for name, raw in checkpoints.CASES.items() if config_from_hf(raw).is_recurrent
+}
 
 
 def raw(name: str, kv_heads: int = 4, experts: int = 8) -> dict[str, Any]:
@@ -32,7 +33,10 @@ def raw(name: str, kv_heads: int = 4, experts: int = 8) -> dict[str, Any]:
     if found["model_type"] == "gpt2":
         return found | GPT2
     found |= SIZES | {"vocab_size": 157, "num_key_value_heads": kv_heads}
-    return found | {key: experts for key in ("num_local_experts", "num_experts") if key in found}
+    found |= {key: 157 for key in ("vocab_size_per_layer_input",) if key in found}
+    counts = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    found |= {"n_group": 4} if found.get("n_group", 1) > 1 else {}
+    return found | {key: experts for key in counts if found.get(key)}
 
 
 @functools.cache

@@ -33,7 +33,7 @@ import pytest  # noqa: E402
 import rekindle  # noqa: E402
 from helpers import checkpoints, mesh_models  # noqa: E402
 from helpers.mesh_models import PROMPT, difference  # noqa: E402
-from rekindle._src.kvcache.tiers.divided_host import DividedHostTier  # noqa: E402
+from rekindle._src.kvcache.tiers.host import DividedHostTier  # noqa: E402
 from rekindle._src.processes import joining  # noqa: E402
 from rekindle._src.session.session import Session  # noqa: E402
 

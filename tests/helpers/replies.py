@@ -132,6 +132,46 @@ EXAMPLES = [
         "",
         [ROME, ("write", {"path": None, "text": ["a", {"b": True}]})],
     ),
+    Example("harmony", "<|channel|>final<|message|>Yes.\n", "Yes.\n"),
+    Example(
+        "harmony",
+        "<|channel|>analysis<|message|>Is it?\n<|end|><|start|>assistant<|channel|>final<|message|>Yes.<|return|>",
+        "Yes.",
+        (),
+        "Is it?\n",
+    ),
+    Example(
+        "harmony",
+        "<|channel|>analysis<|message|>Look.<|end|><|start|>assistant<|channel|>commentary<|message|>One moment.<|end|>"
+        f"<|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{_P}<|call|>",
+        "One moment.",
+        [PARIS],
+        "Look.",
+    ),
+    Example("harmony", f" to=functions.weather<|channel|>commentary json<|message|>{_R}<|call|>", "", [ROME]),
+    Example(
+        "harmony",
+        f"<|channel|>commentary to=functions.write <|constrain|>json<|message|>{json.dumps(CODE[1])}<|call|>"
+        "<|start|>assistant<|channel|>commentary to=functions.time <|constrain|>json<|message|>{}<|call|>",
+        "",
+        [CODE, ("time", {})],
+    ),
+    Example(
+        "harmony",
+        "<|channel|>commentary<|message|>One.<|end|><|start|>assistant<|channel|>final<|message|>Two.",
+        "One.\n\nTwo.",
+    ),
+    Example("harmony", "No channels at all.", "No channels at all."),
+    Example("harmony", "<|channel|>final", ""),
+    Example("harmony", "<|channel|>analysis<|message|>still thinking", "", (), "still thinking"),
+    Example(
+        "harmony",
+        '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Par',
+        '{"city": "Par',
+    ),
+    Example(
+        "harmony", "<|channel|>commentary to=functions.time code<|message|>print(1)<|call|>", "print(1)"
+    ),
 ]  # fmt: skip
 
 # What looks like a call and is none, or was cut: everything is content.

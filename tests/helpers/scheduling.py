@@ -1,4 +1,4 @@
-"""A dispatch loop in twenty lines, for tests that drive the scheduler with the fake runner."""
+"""The engine without tasks, for tests that drive the scheduler with the fake runner."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any, cast
 
 from helpers.fakes import DictTier, FakeInFlight, FakeModel, FakeRunner
 from rekindle._src.core.records import FinishReason, Request, StepPlan, TokenEvent
-from rekindle._src.kvcache import PagePool, PrefixCache, root_digest
+from rekindle._src.dispatch.engine import Engine
+from rekindle._src.kvcache import PagePool, PrefixCache, TreeStates, root_digest
 from rekindle._src.scheduling.data_scheduler import DataScheduler
 from rekindle._src.scheduling.reserve import Reserve
 from rekindle._src.scheduling.scheduler import Limits, Scheduler
@@ -24,7 +25,10 @@ class NoReserve(Reserve):
 
 
 class Loop:
-    """Plans, dispatches and commits; with `overlap` a step is planned before the one in flight is committed."""
+    """Runs turns of an engine; with `overlap` a step is planned before the one in flight is committed.
+
+    A test that wants other depths plans by itself, appends to `in_flight` and calls `commit`.
+    """
 
     def __init__(
         self,
@@ -48,10 +52,16 @@ class Loop:
         prompt_lookup: int = 0,
         max_beside_decode: int = 1 << 30,
         shards: int = 1,
+        states: int | None = None,
+        state_step: int = 1,
+        edge: int = 1,
+        state_tier: DictTier | None = None,
+        whole: bool = False,
     ) -> None:
-        """`pages`, `max_requests` and what bounds a step are those of each of the data shards."""
+        """With `states`, the slots of the tree, a model has states, and the tree some at every `state_step` pages.
+
+        `pages`, `max_requests` and what bounds a step are those of each of the data shards."""
         self.model = model if model is not None else FakeModel()
-        self.overlap = overlap
         limits = Limits(
             max_requests,
             max_tokens_per_step,
@@ -61,21 +71,34 @@ class Loop:
             max_queue,
             prompt_lookup,
             max_beside_decode,
+            edge=edge,
+            whole=whole,
         )
+        own = 1 + max_requests
+        tree_states = None
+        if states is not None:
+            slots = range(own, own + states) if prefix_cache else range(own, own)
+            tree_states = TreeStates(slots, state_step * page_size, page_size, state_tier)
+        self.states = tree_states
         self.pools = [PagePool(pages + 1, first=shard * (pages + 1)) for shard in range(shards)]
         self.pool = self.pools[0]
         self.pool_page_size = page_size
         self.ticks = itertools.count(1)
         self.caches = [
             PrefixCache(
-                pool, page_size, root_digest("fake"), host_tier=host_tier, clock=lambda: float(next(self.ticks))
+                pool,
+                page_size,
+                root_digest("fake"),
+                host_tier=host_tier,
+                states=tree_states if prefix_cache else None,
+                clock=lambda: float(next(self.ticks)),
             )
             for pool in self.pools
         ]
         self.cache = self.caches[0]
         options: dict[str, Any] = {"policy": policy, "seed": seed, "max_overtakes": max_overtakes, "reserve": reserve}
         cached = [cache if prefix_cache else None for cache in self.caches]
-        self.scheduler = Scheduler(limits, self.pool, cache=cached[0], **options)
+        self.scheduler = Scheduler(limits, self.pool, cache=cached[0], states=tree_states, **options)
         self.shards: list[ShardScheduler] = []
         if shards > 1:
             arrivals = itertools.count()
@@ -93,9 +116,12 @@ class Loop:
             model=self.model,
             host_tier=host_tier,
             fail=fail,
+            states=0 if states is None else max_requests + states,
+            state_tier=state_tier,
         )
         self.events: dict[str, list[TokenEvent]] = {}
-        self.in_flight: list[FakeInFlight] = []
+        self.engine = Engine(self.scheduler, self.runner, ahead=overlap)
+        self.in_flight: list[FakeInFlight] = []  # dispatched by a test
 
     def submit(self, request: Request) -> None:
         self.scheduler.submit(request)
@@ -104,23 +130,21 @@ class Loop:
     def take(self, *events: TokenEvent | None) -> None:
         for event in events:
             if event is not None:
+                cause = None if event.error is None else event.error.__cause__
+                if isinstance(cause, AssertionError):  # raised by the fake runner
+                    raise cause
                 past = self.events[event.request_id]
                 assert not past or past[-1].finish_reason is None, f"{event} after the end"
                 past.append(event)
 
     def step(self) -> bool:
         """One turn; False when there is nothing to do."""
-        plan = self.scheduler.plan()
-        if plan is not None:
-            try:
-                self.in_flight.append(self.runner.dispatch(plan))
-            except RuntimeError as error:
-                self.take(*self.scheduler.fail(plan, error))
-                return True
-        if self.in_flight and (plan is None or len(self.in_flight) > self.overlap):
+        if self.in_flight:
             self.commit()
             return True
-        return plan is not None
+        events = self.engine.turn()
+        self.take(*events or ())
+        return events is not None
 
     def commit(self) -> None:
         self.take(*self.scheduler.commit(self.runner.fetch(self.in_flight.pop(0))))

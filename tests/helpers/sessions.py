@@ -15,7 +15,8 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from helpers.fakes import EOS, FakeModel, FakeRunner
 from rekindle._src.core.config import EngineConfig
-from rekindle._src.dispatch.messages import Engine
+from rekindle._src.dispatch.backend import Front
+from rekindle._src.dispatch.engine import BARE, Engine, Resources
 from rekindle._src.kvcache import PagePool, PrefixCache
 from rekindle._src.scheduling.scheduler import Limits, Scheduler
 from rekindle._src.session.session import Session
@@ -62,11 +63,16 @@ def fake_session(config: EngineConfig = CONFIG, **options: Any) -> Session:
     return Session(scheduler, runner, byte_tokenizer(), config, model="fake")
 
 
-def fake_engine(config: EngineConfig = CONFIG, **options: Any) -> Engine:
+def fake_engine(config: EngineConfig = CONFIG, resources: Resources = BARE, **options: Any) -> Engine:
+    """An engine over fakes; keyword options are the runner's and `num_pages`."""
+    return Engine(*parts(config, **options), config, resources)
+
+
+def fake_front(config: EngineConfig = CONFIG, **options: Any) -> Front:
     """The parts of such a session, as `open` would build them."""
-    scheduler, runner = parts(config, **options)
     tokenizer = byte_tokenizer()
-    return Engine(scheduler, runner, tokenizer, real_detokenizer(tokenizer), config, EOS + 1, model="fake")
+    engine = fake_engine(config, **options)
+    return Front(engine, tokenizer, real_detokenizer(tokenizer), config, EOS + 1, model="fake")
 
 
 @contextmanager
@@ -113,6 +119,7 @@ __all__ = [
     "eventually",
     "expected",
     "fake_engine",
+    "fake_front",
     "fake_session",
     "opened",
     "parts",

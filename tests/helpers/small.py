@@ -11,8 +11,8 @@ import numpy as np
 import rekindle
 from helpers.driving import tiny_model
 from rekindle import LogitsProcessor
-from rekindle._src.bench import reference
 from rekindle._src.session.opening import Opening
+from workshop import reference
 
 MODEL = tiny_model(seed=5)
 VOCAB = MODEL.config.vocab_size

@@ -21,8 +21,8 @@ import numpy as np  # noqa: E402
 
 import rekindle  # noqa: E402
 from helpers import checkpoints  # noqa: E402
-from rekindle._src.bench.reference import generate  # noqa: E402
 from rekindle._src.session.session import Session  # noqa: E402
+from workshop.reference import generate  # noqa: E402
 
 MODEL = checkpoints.case("llama")
 LENGTH, NEW = 70, 6

@@ -15,8 +15,8 @@ import jax
 import pytest
 
 from helpers.tiered import MODEL, NEW, ask, opened, prompt
-from rekindle._src.bench.reference import generate
 from rekindle._src.models import LoadedModel
+from workshop.reference import generate
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 

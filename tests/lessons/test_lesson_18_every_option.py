@@ -40,6 +40,16 @@ ELSEWHERE = {  # each has a test of its own, below or where it says
     "prompt_logprobs", "priority", "processors", "salt",
     # tests/session/test_token_rules.py
     "allowed_token_ids", "bad_words",
+    # tests/session/test_scoring.py
+    "logprob_start",
+    # tests/session/test_logprobs.py
+    "logprob_token_ids", "logprobs_of",
+    # tests/session/test_taps.py
+    "capture", "steer", "patch",
+    # tests/session/test_custom_taps.py
+    "taps",
+    # tests/session/test_adapters.py
+    "adapter",
     # tests/session/test_structured.py
     "schema", "regex", "choice", "grammar", "json", "lenient", "whitespace_flexible",
 }  # fmt: skip

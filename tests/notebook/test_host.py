@@ -16,8 +16,7 @@ import pytest
 
 from helpers.browsing import blank_page
 from helpers.sessions import opened
-from rekindle._src.notebook.live import Live
-from rekindle._src.notebook.panel import _SCRIPT, _STYLE
+from rekindle._src.notebook.live import _SCRIPT, _STYLE, Live
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
 sync_api = pytest.importorskip("playwright.sync_api")

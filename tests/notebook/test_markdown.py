@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rekindle._src.notebook.markdown import has_markup, render
+from rekindle._src.notebook.bubbles import has_markup, render
 
 ALLOWED = {
     "div": {"style"}, "span": {"style"}, "pre": {"style"}, "code": set(), "b": set(), "i": set(), "br": set(),

@@ -10,10 +10,10 @@ import pytest
 
 import rekindle
 from helpers.sessions import opened
-from rekindle._src.notebook import panel
-from rekindle._src.notebook.panel import Panel, button, field
+from rekindle._src.notebook import live
+from rekindle._src.notebook.live import Panel, button, field
 
-SCRIPT = panel._SCRIPT
+SCRIPT = live._SCRIPT
 CODE = re.sub(r"^\s*//.*$", "", SCRIPT, flags=re.MULTILINE)
 
 
@@ -26,10 +26,10 @@ def test_the_script_needs_nothing_but_the_model_and_a_dom() -> None:
 
 
 def test_the_style_fits_every_theme_and_touches_nothing_else() -> None:
-    for rule in re.findall(r"^([^{}\n]+)\{", panel._STYLE, flags=re.MULTILINE):
+    for rule in re.findall(r"^([^{}\n]+)\{", live._STYLE, flags=re.MULTILINE):
         assert all(selector.strip().startswith(".rekindle-") for selector in rule.split(",")), rule
-    assert set(re.findall(r"(?<![-\w])color: ([^;]+);", panel._STYLE)) == {"inherit"}
-    assert all(value.startswith("rgba(128") for value in re.findall(r"background: ([^;]+);", panel._STYLE))
+    assert set(re.findall(r"(?<![-\w])color: ([^;]+);", live._STYLE)) == {"inherit"}
+    assert all(value.startswith("rgba(128") for value in re.findall(r"background: ([^;]+);", live._STYLE))
 
 
 def test_script_and_style_are_installed_with_the_package() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from helpers.sessions import opened
-from rekindle._src.notebook.recorder import Recorder
+from rekindle._src.notebook.dashboard import Recorder
 
 
 class Steps:

@@ -14,9 +14,8 @@ from helpers.sessions import eventually, opened
 from rekindle import Sampling, Session
 from rekindle._src.core.records import Status
 from rekindle._src.notebook import ChatView, Dashboard, StreamView, bubbles
+from rekindle._src.notebook.dashboard import StepRecord, Timeline
 from rekindle._src.notebook.live import Live
-from rekindle._src.notebook.recorder import StepRecord
-from rekindle._src.notebook.timeline import Timeline
 from rekindle.errors import InvalidRequest, QueueFull, RequestAborted
 
 
@@ -438,7 +437,7 @@ class TestChat:
 
 
 def test_a_chat_without_a_template_is_refused_before_somebody_types(session: Session) -> None:
-    assert session._engine.chat is None
+    assert session._front.chat is None
     for make in (session.view.chat, session.conversation):
         with pytest.raises(InvalidRequest, match=r"model='fake': has no chat template.*generate\(prompt\).*template="):
             make()

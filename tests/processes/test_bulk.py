@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from rekindle._src.processes import handshake
+from rekindle._src.processes import greeting
 from rekindle._src.processes.bulk import BulkChannel, on_loopback
-from rekindle._src.processes.channel import Keys
-from rekindle._src.processes.kinds import Kind
+from rekindle._src.processes.channel import Keys, Kind
 from rekindle.errors import ProcessLost, ProcessRefused
 
 SECRET, OTHER = b"0123456789abcdef", b"fedcba9876543210"
@@ -40,7 +39,7 @@ def together(*functions: Callable[[], Any]) -> list[Any]:
 def greeted(secret: bytes) -> list[Any]:
     near, far = socket.socketpair()
     with near, far:
-        return together(lambda: handshake.listen(near, SECRET), lambda: handshake.call(far, secret))
+        return together(lambda: greeting.listen(near, SECRET), lambda: greeting.call(far, secret))
 
 
 def channels(*, sealed: bool) -> tuple[BulkChannel, BulkChannel]:
@@ -67,12 +66,12 @@ def test_a_listener_that_only_pretends_is_refused() -> None:
     near, far = socket.socketpair()
 
     def pretend() -> None:
-        near.sendall(handshake.MAGIC + bytes(32))
+        near.sendall(greeting.PAGES_MAGIC + bytes(32))
         near.recv(1000)
         near.sendall(bytes([1]) + bytes(32))
 
     with near, far:
-        found = together(pretend, lambda: handshake.call(far, SECRET))[1]
+        found = together(pretend, lambda: greeting.call(far, SECRET))[1]
     assert isinstance(found, ProcessRefused) and "does not know the secret" in str(found)
 
 

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from rekindle._src.processes import greeting
-from rekindle._src.processes.channel import Channel, Keys
+from rekindle._src.processes.channel import LIMITS, Channel, Keys, Kind
 from rekindle._src.processes.greeting import MAGIC, Place
-from rekindle._src.processes.kinds import LIMITS, Kind
 from rekindle.errors import ConfigError, ProcessLost, ProcessRefused
 
 SECRET, OTHER = b"0123456789abcdef", b"fedcba9876543210"

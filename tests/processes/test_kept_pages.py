@@ -14,14 +14,13 @@ import pytest
 from rekindle._src.kvcache.digest import page_digest
 from rekindle._src.kvcache.persist.identity import Identity
 from rekindle._src.kvcache.persist.segment import LeafSpec, Page
-from rekindle._src.kvcache.tiers.disk import DiskTier
-from rekindle._src.kvcache.tiers.divided_disk import part_identity
-from rekindle._src.processes.kept_pages import KeptPages
-from rekindle._src.processes.kinds import Kind
+from rekindle._src.kvcache.tiers.disk import DiskTier, part_identity
+from rekindle._src.processes.channel import Kind
+from rekindle._src.processes.replay import KeptPages
 from rekindle.errors import ProcessLost
 
 IDENTITY = part_identity(
-    Identity("weights", "float32", 4, "layout", vocab_size=99), [1], [LeafSpec((1, 2, 1, 4), "float32")]
+    Identity("weights", "float32", 4, "layout", vocab_size=99), [[1]], [LeafSpec((1, 2, 1, 4), "float32")]
 )
 A, B = b"a" * 16, b"b" * 16
 
@@ -148,7 +147,7 @@ def test_parts_of_other_heads_and_whole_pages_are_not_taken_for_these(tmp_path: 
     one = page(5)
     disk = DiskTier(tmp_path, 1 << 20, IDENTITY)
     disk.write([(one, part(1.0))])
-    for other in (part_identity(IDENTITY, [0], IDENTITY.leaves), Identity("weights", "float32", 4, "layout")):
+    for other in (part_identity(IDENTITY, [[0]], IDENTITY.leaves), Identity("weights", "float32", 4, "layout")):
         elsewhere = DiskTier(tmp_path, 1 << 20, other)
         assert elsewhere.scan() == 0 and elsewhere.other_models()
 

@@ -20,23 +20,21 @@ from rekindle._src.core.records import PageMove, StepPlan
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.execution.runner import Runner
 from rekindle._src.models.placement import placement_of
-from rekindle._src.processes.channel import Channel, Keys
-from rekindle._src.processes.kinds import Kind
+from rekindle._src.processes.channel import Channel, Keys, Kind
 from rekindle._src.processes.replay import LoadedWeights, Replay
 from rekindle._src.processes.team import Team
 from rekindle._src.programs.programs import Programs
 from rekindle.errors import ProcessLost
 
 MODEL, OTHER = tiny_model(), tiny_model(seed=9)
+PLACEMENT = placement_of(jax.make_mesh((1,), ("model",)), MODEL.graph)
 OUT, BACK = b"o" * 32, b"b" * 32
 
 
 @pytest.fixture(scope="module")
 def programs() -> Programs:
-    placement = placement_of(jax.make_mesh((1,), ("model",)), MODEL.graph)
-    assert placement is not None
-    shapes = placement.shapes(MODEL.leaves)
-    return Programs(MODEL.config, MODEL.graph, shapes, tiny_config(host_memory=1 << 20), placement=placement)
+    shapes = PLACEMENT.shapes(MODEL.leaves)
+    return Programs(MODEL.config, MODEL.graph, shapes, tiny_config(host_memory=1 << 20), placement=PLACEMENT)
 
 
 class Both(NamedTuple):
@@ -71,11 +69,9 @@ class Both(NamedTuple):
 def both(programs: Programs) -> Iterator[Both]:
     near, far = socket.socketpair()
     team = Team({1: Channel(near, Keys(OUT, BACK), silence=30)})
-    placement = programs.parts.placement
-    assert placement is not None
 
     def weights(model: Any) -> LoadedWeights:
-        return LoadedWeights(placement.model(model).leaves, model.fingerprint, lambda: None)
+        return LoadedWeights(PLACEMENT.model(model).leaves, model.fingerprint, lambda: None)
 
     channel = Channel(far, Keys(BACK, OUT), silence=30)
     replay = Replay(channel, programs, weights(MODEL), lambda name: weights({"other": OTHER}[name]))
@@ -91,9 +87,9 @@ def both(programs: Programs) -> Iterator[Both]:
     thread = threading.Thread(target=run, daemon=True)
     channel.send(Kind.LOADED)
     team.begin(programs)
-    team.pages._heads[1] = np.arange(MODEL.config.num_kv_heads)  # all of them, as the only process of JAX
+    team.pages._heads[1] = [np.arange(MODEL.config.num_kv_heads)]  # all of them, as the only process of JAX
     thread.start()
-    runner = Runner(placement.model(MODEL), programs.config, programs=programs, host_tier=DictTier(), recorder=team)
+    runner = Runner(PLACEMENT.model(MODEL), programs.config, programs=programs, host_tier=DictTier(), recorder=team)
     yield Both(Driver(runner), team, replay, thread, raised)
     if not team.lost:
         runner.close()
@@ -166,12 +162,11 @@ def test_a_page_that_is_not_kept_ends_the_follower(both: Both) -> None:
 
 
 def test_new_memory_and_other_weights(both: Both, programs: Programs) -> None:
-    driver, prompt, placement = both.driver, prompt_of(3, 12), programs.parts.placement
-    assert placement is not None
+    driver, prompt = both.driver, prompt_of(3, 12)
     driver.solo(prompt, Sampling(max_tokens=4))
     driver.runner.reset()
     both.team.load_weights("other", lambda: OTHER.fingerprint)
-    driver.runner.swap_weights(placement.model(OTHER).leaves)
+    driver.runner.swap_weights(PLACEMENT.model(OTHER).leaves)
     assert driver.solo(prompt, Sampling(max_tokens=5)).outputs == plain_tokens(OTHER, prompt, 5)[0]
     both.compare()
 

@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 
 from helpers.driving import tiny_config
-from rekindle._src.processes.channel import Channel, Keys
+from rekindle._src.processes.channel import Channel, Keys, Kind
+from rekindle._src.processes.codec import DONE, checksum
 from rekindle._src.processes.facts import Facts, as_json, encoded, facts
-from rekindle._src.processes.kinds import Kind
-from rekindle._src.processes.results import DONE, checksum
 from rekindle._src.processes.team import Team
 from rekindle.errors import CheckpointError, ProcessLost, ProcessRefused
 

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.programs.buckets import (
     GATED,
+    POOLS,
+    PROCESSED,
     Bucket,
     bucket_for,
     gated,
@@ -39,7 +41,7 @@ def test_the_default_lattice_is_small_and_has_no_row_bucket_of_one() -> None:
 @pytest.mark.parametrize("requests", [1, 2, 3, 16, 100, 256])
 @pytest.mark.parametrize("tokens", [1, 8, 32, 33, 512, 5000])
 def test_names_differ_and_the_largest_sizes_are_there(requests: int, tokens: int) -> None:
-    buckets = lattice(EngineConfig(max_requests=requests, max_tokens_per_step=tokens), processed=True)
+    buckets = lattice(EngineConfig(max_requests=requests, max_tokens_per_step=tokens), [PROCESSED])
     assert len({bucket.name for bucket in buckets}) == len(buckets)
     assert max(bucket.tokens for bucket in buckets) == tokens
     assert {max(requests, 2)} == {max(b.rows for b in buckets if b.tokens == t) for t in {b.tokens for b in buckets}}
@@ -77,7 +79,7 @@ def test_steps_with_guided_rows_have_fewer_sizes_and_two_programs_each() -> None
     guided = guided_lattice(lattice(EngineConfig(max_requests=16, max_tokens_per_step=512), single=True))
     assert [bucket.name for bucket in guided] == ["r1t0g", "r8t0g", "r16t0g", "r16t32g", "r16t128g", "r16t512g"]
     assert [half.name for half in guided[0].halves] == ["r1t0f", "r1t0c"]
-    processed = guided_lattice(lattice(EngineConfig(max_requests=2, max_tokens_per_step=32), processed=True))
+    processed = guided_lattice(lattice(EngineConfig(max_requests=2, max_tokens_per_step=32), [PROCESSED]))
     assert [bucket.name for bucket in processed] == ["r2t0g", "r2t0pg", "r2t32g", "r2t32pg"]
     assert [half.name for half in processed[1].halves] == ["r2t0f", "r2t0pc"], "the model is the same"
 
@@ -92,5 +94,5 @@ def test_where_a_program_can_wait_for_its_masks_a_guided_step_is_one() -> None:
     assert {gated(half, single) for half in halves} <= {*one}
     larger = lattice(EngineConfig(max_requests=16), single=True)
     assert gated(Bucket(2, 0, part="f"), larger).name == "r1t0m", "the smallest without padding"
-    names = {program.name for program in guided_programs((single, padded))}
+    names = {program.name for program in guided_programs((single, padded), [POOLS])}
     assert names >= {"r1t0m", "r2t32m", "r2t32em", "r2t0f", "r2t32ef", "r2t32c"}

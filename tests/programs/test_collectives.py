@@ -22,7 +22,6 @@ def test_a_step_has_its_sums_and_one_gathering() -> None:
 
 def test_one_device_has_none() -> None:
     placement = placement_of(jax.make_mesh((1,), ("model",)), MODEL.graph)
-    assert placement is not None
     assert collective_times(placement, 4, 64) is None
 
 

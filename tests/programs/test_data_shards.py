@@ -10,9 +10,8 @@ import pytest
 from rekindle._src.core.records import PageMove, Request, Row, StepPlan
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.programs.data_shards import ALONE, DataShards
-from rekindle._src.programs.data_upload import DataUpload
 from rekindle._src.programs.flags import Flag
-from rekindle._src.programs.packing import Constants, Layout, Upload, sections
+from rekindle._src.programs.packing import Constants, DataUpload, Layout, Upload, sections
 from rekindle._src.programs.request_state import NOWHERE
 
 SHARDS = DataShards(count=3, slots=4, pages=10)
@@ -82,7 +81,7 @@ def test_a_slot_is_admitted_in_its_own_shard_and_others_write_scratch() -> None:
 
 @pytest.mark.parametrize("again", [False, True])
 def test_each_shard_gets_the_buffers_that_it_would_have_alone(again: bool) -> None:
-    constants = Constants(SHARDS.count * SHARDS.slots, ())
+    constants = Constants(SHARDS.count * SHARDS.slots)
     for each in PLAN.rows:
         constants.put(each)
     upload = DataUpload(LAYOUT, SHARDS)
@@ -98,15 +97,17 @@ def test_each_shard_gets_the_buffers_that_it_would_have_alone(again: bool) -> No
             tuple(dataclasses.replace(one, slot=one.slot % 4, pages=one.pages % 10) for one in part.decode),
             tuple(dataclasses.replace(one, slot=one.slot % 4, pages=one.pages % 10) for one in part.prefill),
         )
-        alone, here = Upload(LAYOUT), Constants(4, ())
+        alone, here = Upload(LAYOUT), Constants(4)
         for each in own.rows:
             here.put(each)
         alone.pack(own, here)
         expected = sections(LAYOUT, alone.ints)
         found = sections(LAYOUT, SHARDS.part(shard, upload.ints))
-        assert int(found.features[0]) & ~wanted == 0 and found.features[0] == sections(LAYOUT, upload.ints).features[0]
+        assert (
+            int(found.any_flags[0]) & ~wanted == 0 and found.any_flags[0] == sections(LAYOUT, upload.ints).any_flags[0]
+        )
         used = [len(part.decode), len(part.prefill)]
-        for name in ("varying", "offsets", "tokens", "targets"):
+        for name in ("varying", "offsets", "tokens", "extra"):
             assert (getattr(found, name) == getattr(expected, name)).all(), (shard, name)
         for index, each in enumerate((*part.decode, *part.prefill)):
             place = index if index < used[0] else LAYOUT.rows + index - used[0]

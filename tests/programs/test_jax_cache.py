@@ -12,8 +12,9 @@ from jax.experimental.compilation_cache import compilation_cache
 from helpers.dict_store import DictStore
 from helpers.driving import tiny_config, tiny_model
 from rekindle._src.programs.buckets import Bucket
-from rekindle._src.programs.jax_cache import KEPT_THERE
+from rekindle._src.programs.ledger import Form
 from rekindle._src.programs.programs import Programs
+from rekindle._src.programs.store import KEPT_THERE
 
 MODEL = tiny_model()
 OPTIONS = {
@@ -47,7 +48,7 @@ def test_what_came_from_that_cache_is_not_stored(parts: bool) -> None:
         store = DictStore()
         programs = Programs(MODEL.config, MODEL.graph, MODEL.leaves, tiny_config(), store=store)
         if parts:
-            programs.begin_parts()
+            programs.settle_for(Form.PARTS)
         programs.get(decode)
         programs.flush()
         return programs, store
@@ -56,4 +57,4 @@ def test_what_came_from_that_cache_is_not_stored(parts: bool) -> None:
     assert fresh.kept
     again, cached = made()
     assert again.traces and not cached.kept
-    assert parts or again.record(decode).why == KEPT_THERE
+    assert parts or again.manifest()[0].why == KEPT_THERE

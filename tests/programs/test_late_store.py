@@ -12,9 +12,12 @@ import pytest
 
 from helpers.dict_store import DictStore
 from helpers.driving import tiny_config, tiny_model
+from rekindle._src.programs import store as program_store
 from rekindle._src.programs.buckets import Bucket
-from rekindle._src.programs.late_store import LateStore
+from rekindle._src.programs.helpers import ADMIT
+from rekindle._src.programs.ledger import Form
 from rekindle._src.programs.programs import Programs
+from rekindle._src.programs.store import LateStore
 
 MODEL = tiny_model()
 
@@ -40,9 +43,10 @@ def test_it_writes_at_once_unless_it_is_late() -> None:
     assert kept.kept == {"a": 1, "b": 2}
 
 
-def test_what_nothing_flushes_is_written_after_a_moment() -> None:
+def test_what_nothing_flushes_is_written_after_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program_store, "DELAY", 0.05)
     kept = Recorded()
-    store = LateStore(kept, delay=0.05)
+    store = LateStore(kept)
     store.late = True
     for round_ in range(2):  # each time with a thread of its own
         store.save(f"a{round_}", 1, 0.0)
@@ -54,7 +58,8 @@ def test_what_nothing_flushes_is_written_after_a_moment() -> None:
     assert {*kept.writers} == {"rekindle store"}
 
 
-def test_flush_returns_when_what_a_thread_writes_is_written() -> None:
+def test_flush_returns_when_what_a_thread_writes_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program_store, "DELAY", 0.0)
     began, go = threading.Event(), threading.Event()
 
     class Slow(Recorded):
@@ -64,7 +69,7 @@ def test_flush_returns_when_what_a_thread_writes_is_written() -> None:
             return super().save(name, compiled, compile_seconds)
 
     kept = Slow()
-    store = LateStore(kept, delay=0.0)
+    store = LateStore(kept)
     store.late = True
     store.save("a", 1, 0.0)
     assert began.wait(60)
@@ -78,11 +83,11 @@ def test_flush_returns_when_what_a_thread_writes_is_written() -> None:
 
 
 @pytest.mark.parametrize("end", ["close", "flush", "whole"])
-def test_programs_write_late_while_they_are_made_of_parts(end: str) -> None:
+def test_programs_write_late_while_they_are_made_of_parts(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program_store, "DELAY", 600)
     kept = DictStore()
-    store = LateStore(kept, delay=600)
-    programs = Programs(MODEL.config, MODEL.graph, MODEL.leaves, tiny_config(), store=store)
-    programs.begin_parts()
+    programs = Programs(MODEL.config, MODEL.graph, MODEL.leaves, tiny_config(), store=kept)
+    programs.settle_for(Form.PARTS)
     programs.get(Bucket(2, 0))
     assert not kept.kept
     match end:
@@ -91,11 +96,13 @@ def test_programs_write_late_while_they_are_made_of_parts(end: str) -> None:
         case "flush":
             programs.flush()
         case "whole":
-            programs.end_parts(lambda: True)
-            assert not store.late
+            programs.replace_parts(lambda: True)
+            programs.get(ADMIT)
+            assert [*kept.kept] == ["admit"], "from now on at once"
             programs.flush()
+            del kept.kept["admit"]
     assert len(kept.kept) == 3
-    assert programs.compilations == 3
+    assert programs.compilations == 3 + (end == "whole")
 
 
 @pytest.mark.slow
@@ -105,7 +112,7 @@ def test_a_process_that_ends_at_once_has_written(tmp_path: Path) -> None:
         import sys, rekindle
         from rekindle._src.programs import layered, warming
 
-        layered.MANY_LAYERS, layered.ALIKE, warming.PEACE, warming.LONGER_PEACE = 1, 1, 60, 60
+        layered.MANY_LAYERS, layered.ALIKE, warming.seconds_of_parts = 1, 1, lambda *_: 60
         session = rekindle.open_sync("tiny", cache_dir=sys.argv[1], quiet=True, max_model_len=64, precompile="lazy")
         session.generate_sync([3, 4, 5], max_tokens=1, ignore_eos=True)
     """

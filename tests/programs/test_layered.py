@@ -22,13 +22,14 @@ from rekindle._src.execution.runner import Runner
 from rekindle._src.models.base import LoadedModel, abstract_model, merge
 from rekindle._src.models.registry import config_from_hf
 from rekindle._src.programs import layered, warming
-from rekindle._src.programs.buckets import FORWARD, Bucket
+from rekindle._src.programs.buckets import FORWARD, POOLS, PROCESSED, Bucket
 from rekindle._src.programs.layered_step import LayeredForward, LayeredStep
+from rekindle._src.programs.ledger import Form
 from rekindle._src.programs.packing import Constants, Upload
 from rekindle._src.programs.processors import LogitsProcessor
 from rekindle._src.programs.programs import Programs
 from rekindle._src.programs.step_parts import Cut
-from rekindle._src.programs.store import ExecutableStore, ProgramStore
+from rekindle._src.programs.store import ExecutableStore, LateStore, ProgramStore
 from rekindle._src.programs.warming import Warming, first_needed, warm
 from rekindle.errors import CompileError
 
@@ -52,7 +53,7 @@ KINDS = {
 
 def programs_of(model: LoadedModel = MODEL, **changes: Any) -> Programs:
     programs = Programs(model.config, model.graph, model.leaves, tiny_config(), **changes)
-    programs.begin_parts()
+    programs.ledger.least = Form.PARTS  # not `settle_for`, after which programs are stored later
     return programs
 
 
@@ -62,13 +63,13 @@ def whole_programs_of(model: LoadedModel = MODEL) -> Programs:
 
 def smallest_guided(programs: Programs) -> Bucket:
     """The smallest step with guided rows; native kernels give one row a program of its own."""
-    return programs.lattice_for(guided=True, pools=False)[0]
+    return programs.lattice_for("", late=True)[0]
 
 
 def many_layers(monkeypatch: pytest.MonkeyPatch, peace: float = 60.0) -> None:
     """Sessions of the small model begin in parts, which serve for so many seconds."""
-    monkeypatch.setattr(warming, "PEACE", peace)
-    monkeypatch.setattr(warming, "LONGER_PEACE", peace)
+    monkeypatch.setattr(warming, "seconds_of_parts", lambda programs, precompile: peace)
+    monkeypatch.setattr(LateStore, "late", property(lambda self: False, lambda self, late: None), raising=False)
     monkeypatch.setattr(layered, "MANY_LAYERS", 2)
     monkeypatch.setattr(layered, "ALIKE", 1)
     monkeypatch.setattr(Programs, "kernels", lambda self: ["some"])
@@ -151,7 +152,7 @@ def test_pages_and_state_are_donated_and_all_options_apply() -> None:
     programs = programs_of(processors=[sevens])
     kv, state = programs.memory()
     step, upload = programs.get(DECODE), [np.zeros(leaf.shape, leaf.dtype) for leaf in _upload(programs, DECODE)]
-    new_kv, new_state, output = step(MODEL.leaves, kv, state, *upload)
+    new_kv, new_state, output = step(MODEL.leaves, kv, state, *upload, programs.features.operands(""))
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves((kv, state.last_token)))
     assert [leaf.shape for leaf in jax.tree.leaves((new_kv, new_state))] == [
         leaf.shape for leaf in jax.tree.leaves((programs.kv, programs.state))
@@ -200,7 +201,7 @@ def test_processors_were_traced_if_a_part_with_them_is_stored() -> None:
     plain, processed = (programs_of(store=store, processors=sevens) for _ in range(2))
     plain.get(DECODE)
     assert not plain.traced_processors
-    processed.get(dataclasses.replace(DECODE, processed=True))
+    processed.get(dataclasses.replace(DECODE, variants=PROCESSED))
     assert plain.traced_processors and "r2t0p parts closing" in store.kept
     assert not programs_of(store=store).traced_processors, "a session without any"
 
@@ -239,7 +240,7 @@ def test_halves_and_pooling_programs_are_made_of_parts_too() -> None:
 
     Of empty rows no logits are computed, and their tokens go to the scratch slot.
     """
-    pooling, forward = Bucket(2, 32, pools=True), Bucket(4, 32, part=FORWARD)
+    pooling, forward = Bucket(2, 32, POOLS), Bucket(4, 32, part=FORWARD)
     programs = programs_of()
     runner = Runner(MODEL, programs.config, programs=programs)
     driver = Driver(runner)
@@ -247,7 +248,7 @@ def test_halves_and_pooling_programs_are_made_of_parts_too() -> None:
     driver.step([(lives[0], None)])
     plan = driver.plan([(live, None) for live in lives])
     runner.close()
-    constants = Constants(programs.config.max_requests, ())
+    constants = Constants(programs.config.max_requests, programs.features)
     for row in plan.rows:
         constants.put(row)
 
@@ -258,15 +259,17 @@ def test_halves_and_pooling_programs_are_made_of_parts_too() -> None:
             upload.pack(plan, constants)
             kv, state = programs.memory()
             given = state.last_token if key.part else state
-            kv, *rest = programs.get(key)(MODEL.leaves, kv, given, upload.ints, upload.floats)
+            operands = programs.features.operands(key.variants)
+            kv, *rest = programs.get(key)(MODEL.leaves, kv, given, upload.ints, upload.floats, operands)
             rows = np.array([0, upload.layout.rows])  # one that decodes, one that prefills
             if key.part:
-                (logits, last), prompt, _ = rest
+                (logits, last), (prompt, *_) = rest
                 found += [kv, logits[rows], last[rows], prompt]
             else:
                 state, output = rest
                 slots = [leaf[: upload.layout.slots] for leaf in jax.tree.leaves(state)]
-                found += [kv, slots, output.rows[rows], output.prompt, output.pooled[:, :1]]
+                prompt, pooled, *_ = output.extra
+                found += [kv, slots, output.rows[rows], prompt, pooled[:, :1]]
         return [np.asarray(leaf) for leaf in jax.tree.leaves(found)]
 
     parts = results(programs)
@@ -386,10 +389,10 @@ def test_a_first_text_is_made_of_parts_where_kernels_are_there_too(mode: str, mo
     before = written(MODEL, programs)
     pause = threading.Event()
     for _ in range(600):
-        if not programs._provisional:  # a whole program serves a moment before that, while it is being stored
+        if not programs.ledger.provisional:  # a whole program serves a moment before that, while it is being stored
             break
         pause.wait(0.1)
-    assert not any(isinstance(programs.get(key), LayeredStep) for key in first) and not programs._provisional
+    assert not any(isinstance(programs.get(key), LayeredStep) for key in first) and not programs.ledger.provisional
     assert written(MODEL, programs) == before
     going.stop(60)
     assert {key.name for key in first} <= {*store.kept} and f"{first[0].name} parts layer 0" in store.kept
@@ -398,7 +401,7 @@ def test_a_first_text_is_made_of_parts_where_kernels_are_there_too(mode: str, mo
     assert not any(isinstance(programs.get(key), LayeredStep) for key in first) and programs.traces == 0
     going.stop(60)
     # One whose predecessor ended too soon finds its parts, or parts of one program and the whole of another.
-    monkeypatch.setattr(Programs, "end_parts", lambda self, stopped: None)
+    monkeypatch.setattr(Programs, "replace_parts", lambda self, stopped: None)
     parts = {name: program for name, program in store.kept.items() if " parts " in name}
     for whole in ({}, {first[1].name: store.kept[first[1].name]}):
         store.kept = parts | whole
@@ -430,7 +433,7 @@ def test_whole_programs_wait_for_the_opening(monkeypatch: pytest.MonkeyPatch) ->
     """A session that is still reading its weights has better uses for the cores."""
     many_layers(monkeypatch, 0.0)
     replaced = threading.Event()
-    monkeypatch.setattr(Programs, "end_parts", lambda self, stopped: replaced.set())
+    monkeypatch.setattr(Programs, "replace_parts", lambda self, stopped: replaced.set())
     programs = Programs(MODEL.config, MODEL.graph, MODEL.leaves, tiny_config())
     going = Warming(programs, "lazy")
     try:
@@ -446,13 +449,13 @@ def test_few_layers_are_compiled_whole_where_kernels_are_there(monkeypatch: pyte
     monkeypatch.setattr(Programs, "kernels", lambda self: ["some"])
     programs = Programs(MODEL.config, MODEL.graph, MODEL.leaves, tiny_config())
     first = first_needed(programs, restoring=False)[:2]
-    assert not programs.starts_anew(first)
+    assert not programs.quicker_in_parts(first)
     monkeypatch.setattr(layered, "MANY_LAYERS", 2)
-    assert not programs.starts_anew(first), "three of a kind are worth it"
+    assert not programs.quicker_in_parts(first), "three of a kind are worth it"
     monkeypatch.setattr(layered, "ALIKE", 2)
-    assert programs.starts_anew(first)
+    assert programs.quicker_in_parts(first)
     monkeypatch.setattr(Programs, "kernels", lambda self: [])
-    assert not programs.starts_anew(first)
+    assert not programs.quicker_in_parts(first)
 
 
 def test_one_that_is_being_made_is_replaced_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -469,7 +472,7 @@ def test_one_that_is_being_made_is_replaced_too(monkeypatch: pytest.MonkeyPatch)
     making = threading.Thread(target=programs.get, args=[DECODE])
     making.start()
     assert begun.wait(60)
-    replacing = threading.Thread(target=programs.end_parts)
+    replacing = threading.Thread(target=programs.replace_parts)
     replacing.start()
     go.set()
     making.join()
@@ -488,7 +491,7 @@ def test_one_whose_successor_does_not_compile_goes_on(
 
     monkeypatch.setattr(Programs, "compile", fail)
     with caplog.at_level(logging.WARNING, "rekindle.engine"):
-        programs.end_parts()
+        programs.replace_parts()
     assert "r2t0 goes on in parts: no" in caplog.text
     assert programs.get(DECODE) is provisional
 
@@ -498,17 +501,17 @@ async def test_a_text_goes_on_where_it_was_when_its_program_is_replaced() -> Non
     """Float32 tokens are the plain loop's, before and after, alone and in a batch."""
     async with opening(precompile="lazy", cache_dir=None, disk_memory=0) as session:
         programs: Any = session._engine.runner.programs  # type: ignore[attr-defined]
-        programs.begin_parts()
+        programs.settle_for(Form.PARTS)
         handles = [session.submit(prompt(seed, 9), max_tokens=40, ignore_eos=True) for seed in range(3)]
         replacing = None
         async for _ in handles[0]:
             if replacing is None:
-                replacing = threading.Thread(target=programs.end_parts)
+                replacing = threading.Thread(target=programs.replace_parts)
                 replacing.start()
         assert replacing is not None
         replacing.join()
         for seed, handle in enumerate(handles):
             assert (await handle).token_ids == plain(prompt(seed, 9), 40)
         assert (await session.generate(prompt(5, 9), max_tokens=40)).token_ids == plain(prompt(5, 9), 40)
-        assert not programs._provisional
+        assert not programs.ledger.provisional
         session.check_integrity()

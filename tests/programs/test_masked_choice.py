@@ -13,15 +13,17 @@ from helpers import plain_sampling
 from rekindle import LogitsProcessor, Sampling
 from rekindle._src.core.guides import mask_words
 from rekindle._src.core.records import Request, Row, StepPlan
+from rekindle._src.programs.buckets import PROCESSED
+from rekindle._src.programs.features import features_of
+from rekindle._src.programs.guides import NO_TOKEN
 from rekindle._src.programs.packing import Constants, Layout, Upload
 from rekindle._src.programs.request_state import RequestState, abstract_state, admit, pack_admission
 from rekindle._src.programs.step import Scores, make_choice
-from rekindle._src.programs.token_masks import NO_TOKEN
 from rekindle_kernels import unavailable_reason
 
 VOCAB, CONTEXT, HIDDEN = 1000, 40, 16
 ENDS = frozenset({2, 9})
-HALVED = LogitsProcessor(lambda logits, context: logits / 2, "halved")
+FEATURES = features_of([LogitsProcessor(lambda logits, context: logits / 2, "halved")])
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"temperature": 1.0},
@@ -61,8 +63,8 @@ class Step:
     def __init__(self) -> None:
         random = np.random.default_rng(0)
         count = len(CASES)
-        self.layout = Layout(count, 0, 0, 8, count)
-        constants = Constants(count, (HALVED.name,))
+        self.layout = Layout(count, 0, 0, 8, count, features=FEATURES, variants=PROCESSED)
+        constants = Constants(count, FEATURES)
         rng = np.random.default_rng(1)
         shapes = jax.tree.leaves(abstract_state(count, VOCAB))
         leaves = [rng.integers(1, 9, leaf.shape).astype(leaf.dtype) for leaf in shapes]
@@ -88,7 +90,7 @@ class Step:
         self.masks = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
 
     def run(self, implementation: str) -> tuple[RequestState, np.ndarray]:
-        choice = make_choice(self.layout, 8, implementation=implementation, processors=(HALVED,))
+        choice = make_choice(self.layout, 8, implementation=implementation)
         scores = Scores(jnp.asarray(self.logits), jnp.ones((len(CASES), HIDDEN)))
         state, rows = jax.jit(choice)(self.state, scores, self.upload.ints, self.upload.floats, self.masks)
         return state, np.asarray(rows)

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 
 from rekindle._src.core.records import Request, Row, StepPlan
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.programs.buckets import Bucket
+from rekindle._src.programs.feature import Feature, StepInputs
+from rekindle._src.programs.features import features_of
 from rekindle._src.programs.flags import FIRST_PROCESSOR, Flag
-from rekindle._src.programs.packing import Constants, Layout, StepInputs, Upload, unpack
+from rekindle._src.programs.logit_shaping import LogitShaping
+from rekindle._src.programs.logprobs import PromptLogprobs
+from rekindle._src.programs.packing import Constants, Layout, Upload, unpack
+from rekindle._src.programs.processors import LogitsProcessor
 
 PAGE, SLOTS, WIDTH = 8, 8, 4
-LAYOUT = Layout.of(Bucket(4, 32), max_requests=SLOTS, width=WIDTH)
+FEATURES = features_of([LogitsProcessor(lambda logits, context: logits, name) for name in ("mine", "yours")])
+LAYOUT = Layout.of(Bucket(4, 32), max_requests=SLOTS, width=WIDTH, features=FEATURES)
 
 
 def row(slot: int, start: int, tokens: list[int] | None, sampling: Sampling | None = None, **changes: object) -> Row:
@@ -26,12 +34,17 @@ def row(slot: int, start: int, tokens: list[int] | None, sampling: Sampling | No
 
 
 def inputs_of(upload: Upload, plan: StepPlan) -> StepInputs:
-    constants = Constants(SLOTS, ("mine", "yours"))
+    constants = Constants(SLOTS, FEATURES)
     for each in plan.rows:
         constants.put(each)
     upload.pack(plan, constants)
     last_token = jnp.arange(1000, 1000 + SLOTS + 1, dtype=jnp.int32)
     return unpack(LAYOUT, PAGE, jnp.array(upload.ints), jnp.array(upload.floats), last_token)
+
+
+def own(step: StepInputs, kind: type[Feature]) -> Any:
+    """The inputs of a feature."""
+    return next(own for feature, own in zip(FEATURES.entries, step.own, strict=True) if isinstance(feature, kind))
 
 
 def test_a_mixed_step_is_read_back_and_padding_goes_to_scratch() -> None:
@@ -53,10 +66,10 @@ def test_a_mixed_step_is_read_back_and_padding_goes_to_scratch() -> None:
     assert step.cu_lengths.tolist() == [0, 3, 4, 4, 4]
     assert int(step.num_prefills) == 2
     assert step.last.tolist()[:6] == [0, 1, 2, 3, 6, 7]
-    assert step.targets.tolist() == [-1] * 32
+    assert own(step, PromptLogprobs).tolist() == [-1] * 32
     assert step.choice.position.tolist() == [18, 10, 0, 0, 9, 1, 0, 0]
     assert step.flag(Flag.SAMPLES).tolist() == [True, True, False, False, True, True, False, False]
-    assert int(step.features) == Flag.SAMPLES | Flag.CHOOSES
+    assert int(step.any_flags) == Flag.SAMPLES | Flag.CHOOSES
 
 
 def test_options_and_seeds_arrive_and_empty_rows_are_neutral() -> None:
@@ -65,15 +78,15 @@ def test_options_and_seeds_arrive_and_empty_rows_are_neutral() -> None:
         frequency_penalty=0.75, logit_bias={3: 1.0}, logprobs=2, min_tokens=5, processors=("yours",), max_tokens=9,
     )  # fmt: skip
     step = inputs_of(Upload(LAYOUT), StepPlan(0, (row(2, 4, None, sampling, generated=4),), ()))
-    choice, shaping = step.choice, step.shaping
+    choice, shaping = step.choice, own(step, LogitShaping)
     assert np.asarray(choice.seed[0]).tolist() == [2**31 - 1, 2**32 - 2]
     assert [float(x[0]) for x in (choice.temperature, choice.top_p, choice.min_p)] == [0.5, 0.25, 0.125]
     assert [float(x[0]) for x in (shaping.repetition, shaping.presence, shaping.frequency)] == [1.5, -1.0, 0.75]
     assert int(choice.top_k[0]) == 7
     assert [bool(x[0]) for x in (shaping.biased, shaping.barred, step.flag(Flag.LOGPROBS))] == [True] * 3
     assert int(step.flags[0]) >> FIRST_PROCESSOR == 2
-    assert int(step.features) == int(step.flags[0])
-    assert Flag(int(step.features) & 0xFFF) == Flag(0x3FF) ^ Flag.CHOOSES ^ Flag.LARGE_K ^ Flag.PROMPT_LOGPROBS
+    assert int(step.any_flags) == int(step.flags[0])
+    assert Flag(int(step.any_flags) & 0xFFF) == Flag(0x3FF) ^ Flag.CHOOSES ^ Flag.LARGE_K ^ Flag.PROMPT_LOGPROBS
     assert choice.temperature.tolist()[1:] == [0.0] * 7
     assert choice.top_p.tolist()[1:] == [1.0] * 7
     assert step.flags.tolist()[1:] == [0] * 7
@@ -83,7 +96,7 @@ def test_min_tokens_bars_until_that_many_were_generated() -> None:
     sampling = Sampling(min_tokens=5)
     for generated, barred in ((0, True), (4, True), (5, False)):
         step = inputs_of(Upload(LAYOUT), StepPlan(0, (row(2, 4, None, sampling, generated=generated),), ()))
-        assert bool(step.shaping.barred[0]) is barred
+        assert bool(own(step, LogitShaping).barred[0]) is barred
 
 
 def test_a_draft_chooses_as_its_request_does_but_is_no_writer_of_its_slot() -> None:
@@ -95,7 +108,7 @@ def test_a_draft_chooses_as_its_request_does_but_is_no_writer_of_its_slot() -> N
     assert step.choice.position.tolist()[:2] == [21, 22]
     assert step.choice.seed.tolist()[:2] == [[0, 9], [0, 9]]
     assert step.choice.temperature.tolist()[:2] == [0.5, 0.5]
-    assert step.shaping.barred.tolist()[:2] == [True, False]
+    assert own(step, LogitShaping).barred.tolist()[:2] == [True, False]
     assert step.flag(Flag.SAMPLES).tolist()[:2] == [True, False]
     assert step.flag(Flag.CHOOSES).tolist()[:2] == [True, True]
     assert step.flag(Flag.DRAWS).tolist()[:2] == [True, True]
@@ -106,4 +119,4 @@ def test_targets_look_one_token_past_the_chunk_and_end_with_the_prompt() -> None
     plain = row(1, 0, [1, 2])
     middle, end = row(2, 10, [110, 111, 112], sampling), row(3, 28, [128, 129], sampling)
     step = inputs_of(Upload(LAYOUT), StepPlan(0, (), (plain, middle, end)))
-    assert step.targets.tolist() == [-1, -1, 111, 112, 113, 129] + [-1] * 26
+    assert own(step, PromptLogprobs).tolist() == [-1, -1, 111, 112, 113, 129] + [-1] * 26

@@ -10,9 +10,10 @@ from jax.sharding import PartitionSpec
 from helpers.driving import tiny_config, tiny_model
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.mesh_shape import checked_mesh
-from rekindle._src.models.placement import Placement, placement_of
+from rekindle._src.models.placement import MeshPlacement, placement_of
+from rekindle._src.programs.device_layout import PAGES, WHOLE
 from rekindle._src.programs.helpers import ADMIT, GATHER, MEMORY, SCATTER
-from rekindle._src.programs.partitioning import PAGES, WHOLE, Partitioning, Recipe
+from rekindle._src.programs.partitioning import Partitioning, Recipe
 from rekindle._src.programs.program_key import config_fields
 from rekindle._src.programs.programs import Programs
 
@@ -20,10 +21,10 @@ MODEL = tiny_model()
 ALONE = Programs(MODEL.config, MODEL.graph, MODEL.leaves, tiny_config())
 
 
-def mesh_of_one() -> Placement:
-    found = placement_of(checked_mesh(jax.make_mesh((1,), ("model",))), MODEL.graph)
-    assert found is not None
-    return found
+def mesh_of_one() -> MeshPlacement:
+    placement = placement_of(checked_mesh(jax.make_mesh((1,), ("model",))), MODEL.graph)
+    assert isinstance(placement, MeshPlacement)
+    return placement
 
 
 def test_on_one_device_nothing_is_wrapped() -> None:
@@ -37,7 +38,7 @@ def test_on_one_device_nothing_is_wrapped() -> None:
         assert parts.arguments(recipe) is recipe.arguments
     assert parts.pages(ALONE.kv) is ALONE.kv
     payload = (np.zeros((1, 2, 2, 4, 8, 16)),)
-    assert parts.to_device(payload) is payload
+    assert parts.to_device(payload)[0] is payload[0]
     assert parts.to_host(payload)[0] is payload[0]
 
 
@@ -56,14 +57,14 @@ def test_every_kind_of_program_says_how_all_of_its_operands_lie() -> None:
 
 def test_a_new_kind_of_program_is_wrapped_by_what_it_declares() -> None:
     """Pages are divided by kv heads; everything else is whole."""
-    parts = Partitioning(mesh_of_one())
+    parts = Partitioning.of(mesh_of_one())
 
     def function(kv: object, mask: jax.Array) -> tuple[object, jax.Array]:
         return kv, mask + 1
 
     recipe = Recipe(function, (ALONE.kv, jax.ShapeDtypeStruct((4,), jnp.int32)), (0,), (PAGES, WHOLE), (PAGES, WHOLE))
     kv, mask = parts.arguments(recipe)
-    assert kv[0].pages.sharding.spec == PartitionSpec(None, None, ("expert", "model"))
+    assert kv[0].pages.pages.sharding.spec == PartitionSpec(None, None, ("expert", "model"))
     assert mask.sharding.spec == PartitionSpec()
     with parts.tracing():
         lowered = jax.jit(parts.wrap(recipe, function)).lower(kv, mask)

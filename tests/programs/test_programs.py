@@ -21,10 +21,10 @@ from helpers.driving import TINY, tiny_config
 from rekindle._src.models.base import abstract_model
 from rekindle._src.models.registry import config_from_hf
 from rekindle._src.programs import warming
-from rekindle._src.programs.buckets import Bucket
-from rekindle._src.programs.helpers import ADMIT, MEMORY
-from rekindle._src.programs.keys import Key
-from rekindle._src.programs.partitioning import WHOLE, Recipe
+from rekindle._src.programs.buckets import PROCESSED, Bucket
+from rekindle._src.programs.device_layout import WHOLE
+from rekindle._src.programs.helpers import ADMIT, MEMORY, Key
+from rekindle._src.programs.partitioning import Recipe
 from rekindle._src.programs.processors import LogitsProcessor
 from rekindle._src.programs.programs import Programs
 from rekindle._src.programs.recipes import Recipes
@@ -50,6 +50,15 @@ def test_a_program_compiles_without_weights_and_only_once() -> None:
     assert programs.ready(SMALL)
     assert programs.get(SMALL) is first
     assert (programs.traces, programs.compilations) == (1, 1)
+
+
+def test_steps_without_taps_are_the_programs_of_a_session_that_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    programs = programs_of()
+    monkeypatch.setattr("rekindle._src.programs.programs.tap_features", lambda *arguments: ())
+    untapped = programs_of()
+    assert len(programs.known) > len(untapped.known), "the patch took them away"
+    for size in (untapped.lattice[0], untapped.lattice[-1]):
+        assert programs.build(size).as_text() == untapped.build(size).as_text()
 
 
 def test_threads_that_want_one_program_share_one_compilation() -> None:
@@ -81,16 +90,16 @@ def test_an_error_while_compiling_surfaces_with_its_cause_and_can_be_tried_again
 
     programs = programs_of(processors=[LogitsProcessor(function, "mine")])
     with pytest.raises(CompileError, match=r"r2t0p .*no such op") as caught:
-        programs.get(Bucket(2, 0, True))
+        programs.get(Bucket(2, 0, PROCESSED))
     assert isinstance(caught.value.__cause__, RuntimeError)
     broken[0] = False
-    assert programs.get(Bucket(2, 0, True)) is not None
+    assert programs.get(Bucket(2, 0, PROCESSED)) is not None
 
 
 def test_a_processor_that_changes_the_shape_is_named() -> None:
     programs = programs_of(processors=[LogitsProcessor(lambda logits, context: logits[:, :-1], "shorter")])
     with pytest.raises(CompileError, match="shorter"):
-        programs.get(Bucket(2, 0, True))
+        programs.get(Bucket(2, 0, PROCESSED))
 
 
 @pytest.mark.parametrize("names", [("a", "a"), tuple("abcdefghijklmnopq")])
@@ -186,7 +195,7 @@ def test_a_lazy_session_loads_what_its_first_request_needs_and_compiles_nothing(
 def test_a_lazy_session_of_many_layers_compiles_for_a_first_text_before_it_is_open(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(warming, "DEEP", CONFIG.num_layers)
+    monkeypatch.setattr(warming, "is_deep", lambda programs: True)
     monkeypatch.setattr(warming, "build_kernels", lambda names: None)
     monkeypatch.setattr(Programs, "kernels", lambda self: ["norm"])
     store = DictStore()
@@ -246,7 +255,7 @@ def test_a_restart_needs_what_restores_pages_the_smallest_prefill_and_decoding()
 def test_a_program_that_does_not_compile_ends_the_warming() -> None:
     programs = programs_of(processors=[LogitsProcessor(lambda logits, context: logits[:, :-1], "shorter")])
     with pytest.raises(CompileError, match="shorter"):
-        warm(programs, [Bucket(2, 0, True)])
+        warm(programs, [Bucket(2, 0, PROCESSED)])
 
 
 def test_an_interpreter_that_exits_while_programs_warm_ends_cleanly() -> None:
@@ -277,11 +286,11 @@ def test_memory_is_made_without_the_kernel_that_xla_would_not_run(monkeypatch: p
     def refused() -> Any:
         raise jax.errors.JaxRuntimeError("UNIMPLEMENTED: this version is not supported any more")
 
-    programs._ready[MEMORY] = refused
+    programs.ledger.ready[MEMORY] = refused
     made = jax.tree.leaves(programs.memory())
     assert made and not any(np.asarray(leaf.astype(jnp.float32)).any() for leaf in made)
     assert "rekindle_zeros" not in programs.get(MEMORY).as_text()
-    programs._ready[MEMORY] = refused
+    programs.ledger.ready[MEMORY] = refused
     with pytest.raises(jax.errors.JaxRuntimeError):  # nothing is left that could be given up
         programs.memory()
 
@@ -294,7 +303,7 @@ def test_memory_that_there_is_not_is_no_refusal(monkeypatch: pytest.MonkeyPatch)
     def exhausted() -> Any:
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 1 bytes")
 
-    programs._ready[MEMORY] = exhausted
+    programs.ledger.ready[MEMORY] = exhausted
     with pytest.raises(jax.errors.JaxRuntimeError, match="RESOURCE_EXHAUSTED"):
         programs.memory()
     assert not build._failed

@@ -14,8 +14,7 @@ from rekindle._src.programs import sampling as device
 from rekindle._src.programs.flags import Flag
 from rekindle._src.programs.logprobs import WIDTH, logprobs_of, prompt_logprobs
 from rekindle_kernels import SMALL_TOP_K, Choice, Wanted, greedy, unavailable_reason
-from rekindle_kernels.xla.random import uniforms
-from rekindle_kernels.xla.sampling import _kth_largest
+from rekindle_kernels.xla.sampling import _kth_largest, uniforms
 
 VOCAB = 300  # more than one block, and no multiple of one
 _choose = jax.jit(device.choose, static_argnames="implementation")

@@ -53,7 +53,7 @@ def test_a_stored_program_loads_without_tracing(tmp_path: Path) -> None:
     before = TRACES
     assert call(ExecutableStore(tmp_path).load(key)) == 6.0
     assert before == TRACES
-    (entry,) = store.entries()
+    (entry,) = store.stored()
     assert (entry.key, entry.name, entry.model, entry.compile_seconds) == (key, "r2t0", "llama", 1.5)
 
 
@@ -200,10 +200,10 @@ def test_the_least_recently_used_program_leaves_first(tmp_path: Path) -> None:
         os.utime(tmp_path / key, (1e9 + age, 1e9 + age))
     store.load("old")
     save(store, "newest")
-    assert {entry.key for entry in store.entries()} == {"old", "newest"}
+    assert {entry.key for entry in store.stored()} == {"old", "newest"}
     store.max_bytes = 1
     store.prune()
-    assert store.entries() == []
+    assert store.stored() == []
 
 
 def test_orbax_finds_the_checkpoint_that_is_read_without_it(tmp_path: Path) -> None:
@@ -336,11 +336,11 @@ def test_programs_are_kept_by_age_and_not_by_number(tmp_path: Path) -> None:
     made = compiled()
     for number in range(70):
         assert store.save(f"{number:032}", made, name="r2t0", model="llama", compile_seconds=1.5)
-    assert len(store.entries()) == 70
+    assert len(store.stored()) == 70
     store.max_age = 3600.0
     os.utime(tmp_path / f"{3:032}", (1000.0, 1000.0))
     store.prune()
-    assert len(store.entries()) == 69
+    assert len(store.stored()) == 69
 
 
 def test_a_program_with_an_operation_that_has_no_stored_form_is_left_out(

@@ -143,4 +143,4 @@ def test_damage_is_set_aside_and_bounded(folder: Path, compiled: Any) -> None:
     aside = list(folder.glob(f"{DAMAGED}*"))
     assert len(aside) == KEPT_DAMAGED
     assert all((path / PROGRAM).read_bytes() == b"damaged" for path in aside)
-    assert len(ExecutableStore(folder).entries()) == 1
+    assert len(ExecutableStore(folder).stored()) == 1

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import pytest
 
-from rekindle._src.programs import stored_trees
 from rekindle._src.programs.request_state import RequestState
+from rekindle._src.programs.store import decode_tree, encode_tree
 from rekindle_kernels import LayerKV
 
 TREES: list[Any] = [
@@ -23,7 +23,7 @@ TREES: list[Any] = [
 
 @pytest.mark.parametrize("tree", [jax.tree.structure(tree) for tree in TREES], ids=range(len(TREES)))
 def test_a_tree_survives(tree: Any) -> None:
-    assert stored_trees.decode(json.loads(json.dumps(stored_trees.encode(tree)))) == tree
+    assert decode_tree(json.loads(json.dumps(encode_tree(tree)))) == tree
 
 
 Foreign = collections.namedtuple("Foreign", "x")
@@ -32,7 +32,7 @@ Foreign = collections.namedtuple("Foreign", "x")
 @pytest.mark.parametrize("tree", [Foreign(1), {1: 2}, collections.OrderedDict(a=1)])
 def test_other_nodes_are_not_stored(tree: Any) -> None:
     with pytest.raises(TypeError):
-        stored_trees.encode(jax.tree.structure(tree))
+        encode_tree(jax.tree.structure(tree))
 
 
 @pytest.mark.parametrize(
@@ -40,4 +40,4 @@ def test_other_nodes_are_not_stored(tree: Any) -> None:
 )
 def test_nothing_else_is_looked_up(found: Any) -> None:
     with pytest.raises(ValueError, match=r"describes no tree|not a record"):
-        stored_trees.decode(found)
+        decode_tree(found)

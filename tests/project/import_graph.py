@@ -36,8 +36,6 @@ FOLDERS = (
     "rekindle._src.session",
     "rekindle._src.replicas",
     "rekindle._src.bench",
-    "rekindle._src.tiny_training",
-    "rekindle.tiny.__main__",  # a command: it trains the model that rekindle.tiny holds
     "rekindle._src.cli",
     "rekindle",
 )

@@ -70,6 +70,23 @@ def test_notebooks_keep_their_outputs(site: ModuleType) -> None:
     assert "```python\n" in text and "```text\n" in text and 'src="data:image/png;base64,' in text
 
 
+def test_notebooks_can_be_downloaded_and_opened_where_the_repository_is_known(site: ModuleType) -> None:
+    path = ROOT / "tutorials" / "02_what_a_step_does.ipynb"
+    plain, linked = site.notebook(path), site.notebook(path, "https://github.com/someone/rekindle/")
+    assert '<a href="../02_what_a_step_does.ipynb" download>' in plain
+    assert "colab" not in plain
+    assert "(https://colab.research.google.com/github/someone/rekindle/blob/HEAD/tutorials/02_what_a_step" in linked
+
+
+def test_formulas_are_drawn_in_the_colour_of_the_text(site: ModuleType) -> None:
+    drawn = site.folded("Weights $w$ cost $5 or\n\n$$\\frac{a}{b}$$\n\n<details>x</details>")
+    assert drawn.count("<svg") == 2
+    assert drawn.count("currentColor") == 2
+    assert "cost $5 or" in drawn
+    assert "<style" not in drawn
+    assert '<details markdown="1">' in drawn
+
+
 def test_it_builds_without_a_warning(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs")
     pytest.importorskip("mkdocstrings")

@@ -49,9 +49,10 @@ print(json.dumps([before[:4], after[:4]]))
     assert seen[0] == seen[1]
 
 
-def test_import_loads_neither_jax_nor_optional_packages() -> None:
-    loaded = python("import sys, rekindle; print(*sys.modules)").split()
-    heavy = {"jax", "flax", "orbax", "tokenizers", "IPython", "ipywidgets", "anywidget", "matplotlib", "torch"}
+def test_import_and_a_command_line_load_neither_jax_nor_optional_packages() -> None:
+    parsing = "from rekindle._src.cli.main import parser; parser()"
+    loaded = python(f"import sys, rekindle; {parsing}; print(*sys.modules)").split()
+    heavy = {"numpy", "jax", "flax", "orbax", "tokenizers", "IPython", "ipywidgets", "anywidget", "matplotlib", "torch"}
     assert not heavy & set(loaded)
 
 

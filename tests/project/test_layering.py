@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import re
 
-from project.import_graph import FOLDERS, ROOT, circles, edges, folder_of, graph_of, modules
+from project.import_graph import FOLDERS, PACKAGES, ROOT, circles, edges, folder_of, graph_of, modules
 
-HOST = tuple(f"rekindle._src.{folder}" for folder in ("core", "dispatch", "session", "notebook", "serve", "cli"))
+HOST = tuple(
+    f"rekindle._src.{folder}" for folder in ("core", "dispatch", "session", "notebook", "serve", "replicas", "cli")
+)
 
 
 def test_a_folder_imports_only_from_those_below_it() -> None:
@@ -36,7 +39,10 @@ PUBLIC_UNDERSCORED = {"_asdict", "_fields", "_replace"}  # of named tuples
 
 
 def test_no_module_reaches_into_the_privates_of_another() -> None:
-    """Private attributes are used where they are defined: through `self`, or in the same file."""
+    """Private attributes are used where they are defined: through `self`, or in the same file.
+
+    Those of other packages (`os._exit`, `ray._private`) are another matter.
+    """
     reaches: list[str] = []
     for module, path in modules().items():
         if not module.startswith(HOST):
@@ -52,9 +58,18 @@ def test_no_module_reaches_into_the_privates_of_another() -> None:
             and not node.attr.startswith("__")
             and node.attr not in defined | PUBLIC_UNDERSCORED
             and not node.attr.endswith("_")  # Jupyter's names, such as _repr_html_
-            and not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"))
+            and not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls", "os", "ray"))
         ]
     assert not reaches, "\n".join(reaches)
+
+
+def test_packages_do_not_need_the_workshops() -> None:
+    """No installation has the folders beside the packages."""
+    names = {path.name for folder in ("toolkit", "kernels") for path in (ROOT / folder).iterdir()} - set(PACKAGES)
+    assert {"workshop", "kernel_workshop"} <= names
+    for path in modules().values():
+        imports = re.findall(r"^\s*(?:from|import) (\w+)", path.read_text(), re.MULTILINE)
+        assert not names & set(imports), f"{path.relative_to(ROOT)} imports from a folder that the wheel does not have"
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
@@ -74,7 +89,10 @@ def test_the_top_level_holds_only_what_is_public() -> None:
     entries = {path.name for path in package.iterdir() if path.name != "__pycache__"}
     assert len(entries) <= 18, sorted(entries)
     loose = {name for name in entries if name.endswith(".py")}
-    assert loose <= {"__init__.py", "__main__.py", "errors.py", "models.py", "ray.py", "serve.py"}, sorted(loose)
+    public = {
+        "errors.py", "inspect_ai.py", "lm_eval.py", "models.py", "ray.py", "serve.py", "trl.py", "tunix.py"
+    }  # fmt: skip
+    assert loose <= {"__init__.py", "__main__.py", *public}, sorted(loose)
 
 
 def test_kernels_import_nothing_of_the_toolkit() -> None:

@@ -52,6 +52,8 @@ def test_the_wheel_has_what_the_packages_have(checkout: Path, tmp_path: Path) ->
         if path.is_file()
     }
     assert packed == sources
+    assert {name.partition("/")[0] for name in packed} == {"rekindle", "rekindle_kernels"}  # and no workshop
+    assert not [name for name in packed if name.endswith((".cpp", ".c", ".h"))]
     assert {"rekindle/py.typed", "rekindle_kernels/py.typed", "rekindle/_src/notebook/static/panel.js"} <= packed
     assert "rekindle/tiny/model/config.json" in packed
     assert f"\nVersion: {rekindle.__version__}\n" in metadata

@@ -12,6 +12,8 @@ import pytest
 FOLDER = Path(__file__).parents[2] / "tutorials"
 sys.path.append(str(FOLDER))
 import build  # noqa: E402
+import course  # noqa: E402
+import diagrams  # noqa: E402
 
 SOURCES = build.sources()
 
@@ -53,6 +55,71 @@ def test_it_is_short_and_explained(source: Path) -> None:
     assert 5 <= len(cells) <= 45
     assert 4 <= len(code) <= 30
     assert cells[0].cell_type == "markdown" and cells[0].source.startswith(f"# {source.name[:2]} ")
+
+
+@pytest.mark.parametrize("page", course.pages(), ids=lambda page: page.path.stem)
+def test_a_page_of_the_course_has_all_its_parts(page: course.Page) -> None:
+    if page.of_the_course:
+        assert not page.problems()
+    else:
+        assert int(page.path.name[:2]) > 16, "the first sixteen pages are the course's"
+
+
+def test_the_index_is_made_of_the_pages() -> None:
+    assert (FOLDER / "README.md").read_text() == course.index(), "run python tutorials/course.py"
+
+
+def test_an_answer_is_asserted_by_the_cell_below_it(tmp_path: Path) -> None:
+    """A page whose answers, claims or exercise are checked by nothing is refused."""
+    head = "\n\n".join((*course.HEAD, *course.ENDS))
+    asked = "**Predict.** How many? <details><summary>Answer</summary>**1,024** of them.</details>"
+
+    def problems(*cells: tuple[str, str]) -> str:
+        notebook = nbformat.v4.new_notebook()
+        notebook.cells = [nbformat.v4.new_markdown_cell(f"# 01 X\n\n{head}")]
+        for kind, text in cells:
+            new = nbformat.v4.new_markdown_cell if kind == "words" else nbformat.v4.new_code_cell
+            notebook.cells.append(new(text, metadata={"tags": ["solution"]} if kind == "solution" else {}))
+        path = tmp_path / "01_x.ipynb"
+        nbformat.write(notebook, path)
+        return "; ".join(course.Page.read(path).problems())
+
+    right = ("code", 'assert len(x) == 1024, "there are many"')
+    solution = ("solution", 'assert f(2) == 4, "it doubles"')
+    assert problems(("words", asked), right, ("words", asked), right, ("words", "## Exercise"), solution) == ""
+    assert "1 predictions" in problems(("words", asked), right, solution)
+    wrong = ("code", 'assert len(x) == 11024, "there are more"')
+    assert "answers 1,024" in problems(("words", asked), wrong, ("words", asked), right, solution)
+    exercise = ("words", "## Exercise")
+    assert "tag solution" in problems(("words", asked), right, ("words", asked), right, exercise)
+    idle = ("solution", "print(2)")
+    assert "tag solution" in problems(("words", asked), right, ("words", asked), right, exercise, idle)
+    silent = ("code", "assert await f() == 1024")
+    assert "without saying" in problems(("words", asked), silent, ("words", asked), right, solution)
+
+
+@pytest.mark.parametrize("name", diagrams.DIAGRAMS)
+def test_diagrams_are_drawn_by_their_code(name: str) -> None:
+    import xml.etree.ElementTree as ElementTree
+
+    svg = diagrams.DIAGRAMS[name]().svg()
+    assert (FOLDER / "pictures" / f"{name}.svg").read_text() == svg, "run python tutorials/diagrams.py"
+    assert "prefers-color-scheme: dark" in svg
+    assert ElementTree.fromstring(svg).attrib["role"] == "img"
+
+
+def test_words_are_taken_over_without_executing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "02_x.py"
+    source.write_text((FOLDER / "02_what_a_step_does.py").read_text().replace("# # 02 What", "# # 02 Really, what"))
+    source.with_suffix(".ipynb").write_text((FOLDER / "02_what_a_step_does.ipynb").read_text())
+    notebook = build.reworded(source)
+    assert notebook.cells[0].source.startswith("# 02 Really, what")
+    assert any(cell.get("outputs") for cell in notebook.cells)
+    source.write_text(source.read_text().replace("reports = []", "reports = []\n    assert True"))
+    assert any("assert True" in cell.source for cell in build.reworded(source).cells)
+    source.write_text(source.read_text().replace("max_tokens=12", "max_tokens=13"))
+    with pytest.raises(build.CellError, match="its code changed"):
+        build.reworded(source)
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)

@@ -14,7 +14,7 @@ from helpers.fleets import local_fleet
 from helpers.sessions import CONFIG, eventually, fake_session
 from rekindle import ConfigError
 from rekindle._src.cli.main import parser
-from rekindle._src.replicas import fleet_dispatch
+from rekindle._src.replicas import fleet_backend
 from rekindle._src.replicas.autoscaling import Autoscaler, Demand, Range, Room, replicas_for
 
 ROOM = Room(sequences=8, tokens=64)
@@ -81,8 +81,8 @@ def test_a_range_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet_dispatch, "Autoscaler", partial(Autoscaler, more=0.05, fewer=0.5))
-    monkeypatch.setattr(fleet_dispatch, "LOOK", 0.02)
+    monkeypatch.setattr(fleet_backend, "Autoscaler", partial(Autoscaler, more=0.05, fewer=0.5))
+    monkeypatch.setattr(fleet_backend, "LOOK", 0.02)
 
 
 def slow_session() -> Any:

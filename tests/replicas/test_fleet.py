@@ -10,8 +10,10 @@ from collections import Counter
 from typing import Any
 
 import anyio
+import numpy as np
 import pytest
 
+from helpers import small
 from helpers.fleets import local_fleet
 from helpers.sessions import CONFIG, eventually, fake_session
 from rekindle import (
@@ -23,8 +25,11 @@ from rekindle import (
     ReplicaLost,
     RequestAborted,
     RequestQuarantined,
+    Session,
     SessionClosed,
+    Steer,
     StepFailed,
+    open_sync,
 )
 from rekindle._src.replicas import routes
 from rekindle._src.replicas.mailing import failed
@@ -242,6 +247,14 @@ async def test_errors_of_requests_have_their_types() -> None:
             await fleet.generate("a" * 600)
         with pytest.raises(InvalidRequest, match="not a processor"):
             await fleet.generate("a", processors=["x"])
+        for options, words in (
+            ({"capture": {"residual": [0]}}, "capture=.*: needs the model's own process"),
+            ({"steer": Steer(0, scale=2.0, mode="scale")}, "steer=.*: needs the model's own process"),
+            ({"steer": "polite"}, "steer='polite': is not a steering vector of this session"),
+            ({"taps": "mine"}, "taps=.*: needs the model's own process"),
+        ):
+            with pytest.raises(InvalidRequest, match=words):
+                await fleet.generate("a", **options)
         with pytest.raises(ConfigError, match="replicas"):
             fleet.scale(0)
 
@@ -376,3 +389,21 @@ def test_a_step_that_failed_with_a_lost_process_is_no_end_of_the_request() -> No
     error.__cause__ = ValueError("too large")
     told_error = failed("a", error).error
     assert isinstance(told_error, StepFailed) and "too large" in str(told_error)
+
+
+@pytest.mark.usefixtures("shared_programs")
+async def test_changes_that_replicas_were_opened_with_are_used_by_name() -> None:
+    change = Steer(0, np.random.default_rng(0).standard_normal(small.MODEL.config.hidden_size), 5.0)
+    ids = small.prompt(1, 9)
+    options: dict[str, Any] = {"max_tokens": 6, "ignore_eos": True, "temperature": 0.0}
+
+    def make() -> Session:
+        return open_sync(small.MODEL, steering={"polite": change}, **{**small.OPTIONS, "precompile": "lazy"})
+
+    with make() as session:
+        expected = [session.generate_sync(ids, **options, steer=steer).token_ids for steer in ((), change)]
+        expected.append(session.generate_sync(ids, **options, steer={"polite": -1.0}).token_ids)
+    with local_fleet(make, replicas=1) as (fleet, _):
+        for steer, tokens in zip(((), "polite", {"polite": -1.0}), expected, strict=True):
+            assert (await fleet.generate(ids, **options, steer=steer)).token_ids == tokens
+    assert len({*expected}) == 3

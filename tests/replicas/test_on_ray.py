@@ -289,7 +289,7 @@ def test_what_can_not_be_opened_is_told_at_once() -> None:
 
 
 def test_cores_are_divided() -> None:
-    from rekindle._src.replicas.cores import cores_of, shares
+    from rekindle._src.replicas.on_ray import cores_of, shares
 
     cores = sorted(os.sched_getaffinity(0))
     for replicas in (1, 2, 3):

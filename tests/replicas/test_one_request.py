@@ -20,10 +20,10 @@ from helpers.sessions import CONFIG, byte_tokenizer, eventually, parts
 from rekindle import Fleet, RekindleError, RequestFailed, RequestQuarantined, Session
 from rekindle._src.dispatch import intake
 from rekindle._src.dispatch.detokenize import OutputState
-from rekindle._src.replicas import fleet_dispatch, replica, routes
+from rekindle._src.replicas import replica, routes
 from rekindle._src.replicas.remote_grammars import RemoteGuide
-from rekindle._src.replicas.request_codec import decode, encode
 from rekindle._src.replicas.routes import Routes
+from rekindle._src.replicas.wire import decode, encode
 from rekindle._src.scheduling.scheduler import Scheduler
 from rekindle._src.structured.guide import Reasoning
 from rekindle._src.structured.spec import Spec
@@ -209,8 +209,8 @@ def concerns(victim: str, values: tuple[Any, ...]) -> bool:
 
 
 PLACES: list[tuple[Any, str]] = [
-    (fleet_dispatch, "keys_of_messages"),
-    (fleet_dispatch, "keys_of_tokens"),
+    (routes, "keys_of_messages"),
+    (routes, "keys_of_tokens"),
     (routes, "encode"),
     (Routes, "_take"),
     (replica, "decode"),

@@ -12,11 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rekindle import ConfigError
-from rekindle._src.replicas.keys import keys_of_messages, keys_of_tokens
 from rekindle._src.replicas.routing import (
     Keys,
     Load,
     affinity,
+    keys_of_messages,
+    keys_of_tokens,
     most,
     rendezvous,
     round_robin,

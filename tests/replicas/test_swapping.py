@@ -48,7 +48,7 @@ class Swaps:
                 self._now -= 1
             return name.encode()
 
-        session._engine = session._engine._replace(swap=swap)
+        session._engine.resources = session._engine.resources._replace(swap=swap)
         return session
 
 

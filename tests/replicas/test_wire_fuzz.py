@@ -18,7 +18,7 @@ from helpers.fakes import EOS, make_request
 from helpers.fleets import local_fleet
 from helpers.sessions import CONFIG, byte_tokenizer, parts
 from rekindle import Fleet, InvalidRequest, RekindleError, Sampling, Session
-from rekindle._src.replicas.request_codec import STRUCTURE, decode, encode
+from rekindle._src.replicas.wire import STRUCTURE, decode, encode
 from rekindle._src.text.chat import ChatTemplate
 
 FIELDS = sorted(field.name for field in dataclasses.fields(Sampling))

@@ -13,6 +13,8 @@ from helpers.fakes import FakeModel, make_request
 from helpers.guides import RuleGuide, letters
 from helpers.scheduling import Loop, NoReserve
 from rekindle._src.core.records import FinishReason, Request
+from rekindle._src.dispatch.messages import Turn
+from rekindle._src.programs.guides import Guides
 from rekindle.errors import RequestFailed
 
 MODEL = FakeModel()
@@ -95,7 +97,7 @@ def test_drafts_wait_for_the_device_only_where_there_are_some() -> None:
     loop.submit(request)
     loop.run()
     assert not any(plan.drafted for plan in loop.runner.plans)
-    assert loop.runner.plans[1].guided
+    assert Guides().in_plan(loop.runner.plans[1])
 
 
 @pytest.mark.parametrize("option", [{"presence_penalty": 0.5}, {"repetition_penalty": 1.2}])
@@ -196,19 +198,9 @@ def test_a_failed_step_does_not_hold_up_the_next(monkeypatch: pytest.MonkeyPatch
         loop.submit(request)
     for _ in range(3):
         loop.step()
-    before = loop.in_flight[0].plan
+    before = loop.engine.awaited(Turn(None))
     loop.runner.fail_fetch = lambda plan: RuntimeError("broken") if plan is before else None
-    while loop.in_flight or loop.scheduler.has_work:
-        plan = loop.scheduler.plan()
-        if plan is not None:
-            loop.in_flight.append(loop.runner.dispatch(plan))
-        if loop.in_flight and (plan is None or len(loop.in_flight) > 1):
-            last = loop.in_flight.pop(0)
-            try:
-                loop.take(*loop.scheduler.commit(loop.runner.fetch(last)))
-            except RuntimeError as error:
-                loop.take(*loop.scheduler.fail(last.plan, error))
-    loop.scheduler.check_integrity()
+    loop.run()
     assert loop.reason(first) is FinishReason.FAILED
     third = guided("third", 9)
     loop.submit(third)

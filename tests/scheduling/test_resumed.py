@@ -12,16 +12,16 @@ from helpers.fakes import EOS, FakeModel, make_request
 from helpers.sessions import CONFIG, parts
 from rekindle import FinishReason
 from rekindle._src.core.records import Request, Resumed, TokenEvent
+from rekindle._src.dispatch.engine import Engine
 
 PROMPT = "Once upon a time there was"
 
 
 def run(request: Request, **options: Any) -> list[TokenEvent]:
     scheduler, runner = parts(CONFIG, **options)
-    scheduler.submit(request)
-    events: list[TokenEvent] = []
-    while (plan := scheduler.plan()) is not None:
-        events += scheduler.commit(runner.fetch(runner.dispatch(plan)))
+    engine = Engine(scheduler, runner)
+    engine.submit(request)
+    events = [event for batch in iter(engine.turn, None) for event in batch]
     scheduler.check_integrity()
     return events
 
@@ -61,16 +61,17 @@ def test_it_goes_on_behind_what_it_has(options: dict[str, Any], made: int) -> No
 
 def test_it_is_told_apart_in_the_counts() -> None:
     scheduler, runner = parts(CONFIG)
+    engine = Engine(scheduler, runner)
     request = make_request(PROMPT, max_tokens=10)
     scheduler.submit(dataclasses.replace(request, resumed=Resumed(np.asarray([65] * 4, np.int32))))
-    while (plan := scheduler.plan()) is not None:
-        scheduler.commit(runner.fetch(runner.dispatch(plan)))
+    while engine.turn() is not None:
+        pass
     figures = scheduler.statistics()
     assert (figures.prompt_tokens, figures.generated_tokens) == (request.prompt_length, 6)
     assert figures.prefill_tokens == request.prompt_length + 4
     again = dataclasses.replace(request, id="again", resumed=Resumed(np.asarray([65] * 9, np.int32)))
     scheduler.submit(again)
-    while (plan := scheduler.plan()) is not None:
-        scheduler.commit(runner.fetch(runner.dispatch(plan)))
+    while engine.turn() is not None:
+        pass
     assert scheduler.statistics().cached_tokens <= request.prompt_length  # what it had generated is no prompt
     assert EOS > 0

@@ -221,13 +221,18 @@ def test_prompt_logprobs_skip_the_cache_and_come_once_each() -> None:
     loop = Loop(pages=12, max_requests=3, max_tokens_per_step=8, reserve=NoReserve())
     plain = make_request("the very same prompt", max_tokens=30)
     options = {"max_tokens": 30, "temperature": 1.0, "prompt_logprobs": 2, "logprobs": 1}
-    scored = [make_request("the very same prompt", seed=seed, **options) for seed in range(2)]
+    starts = (0, 13)
+    scored = [
+        make_request("the very same prompt", seed=seed, logprob_start=start, **options)
+        for seed, start in enumerate(starts)
+    ]
     submit(loop, plain, *scored)
     loop.run()
     exact(loop, plain, *scored)
-    for request in scored:
+    for request, start in zip(scored, starts, strict=True):
         events = loop.events[request.id]
-        assert [score.token_id for event in events for score in event.prompt_logprobs] == request.token_ids[1:].tolist()
+        expected = request.token_ids[max(1, start) :].tolist()
+        assert [score.token_id for event in events for score in event.prompt_logprobs] == expected
         assert [score.token_id for event in events for score in event.logprobs] == loop.output(request)
     assert loop.scheduler.statistics().preemptions > 0, "the load is meant to preempt"
 

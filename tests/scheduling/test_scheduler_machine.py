@@ -38,6 +38,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         overtakes=st.integers(0, 3),
         greedy=st.booleans(),
         drafts=st.sampled_from([0, 1, 4]),
+        states=st.sampled_from([None, 0, 1, 3, 10]),
+        state_step=st.sampled_from([1, 2]),
+        edge=st.sampled_from([1, 2, 4]),
+        state_tier=st.sampled_from([None, 2, 1000]),
     )
     def start(
         self,
@@ -55,6 +59,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         overtakes: int,
         greedy: bool,
         drafts: int,
+        states: int | None,
+        state_step: int,
+        edge: int,
+        state_tier: int | None,
     ) -> None:
         self.depth = depth
         self.turns = 0
@@ -69,8 +77,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_model_len=max_model_len,
             max_queue=6,
             model=model(eos_rate=eos_rate, alphabet=tuple(range(4))),
-            prompt_lookup=drafts,
+            prompt_lookup=drafts if states is None else 0,
             prefix_cache=cached,
+            states=states,
+            state_step=state_step,
+            edge=edge if states is not None and edge <= budget - max_requests else 1,
+            state_tier=None if state_tier is None else DictTier(state_tier),
             host_tier=None if tier is None else DictTier(tier),
             policy=policy,
             seed=0,

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from helpers.fakes import make_request
 from helpers.scheduling import Loop
 from rekindle._src.core.records import Request
-from rekindle._src.scheduling.shortest_first import AGEING
+from rekindle._src.scheduling.policies import AGEING
 
 
 def prompt(rng: random.Random, length: int) -> list[int]:

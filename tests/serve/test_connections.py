@@ -22,8 +22,8 @@ from rekindle.errors import ConfigError
 from serve.conftest import chatting_session, checked
 
 pytest.importorskip("uvicorn", reason="the server is the extra `serve`")
-from rekindle._src.serve import connections
-from rekindle._src.serve.hosts import Hosts
+from rekindle._src.serve import listening
+from rekindle._src.serve.life import Hosts
 from rekindle.serve import app
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
@@ -41,10 +41,10 @@ def server(slow: Session, request: pytest.FixtureRequest) -> Iterator[Server]:
     """A server with 16 places, 12 of them for one address."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "h11":
-            patch.setattr(connections, "HttpToolsProtocol", None)
-        elif connections.HttpToolsProtocol is None:
+            patch.setattr(listening, "HttpToolsProtocol", None)
+        elif listening.HttpToolsProtocol is None:
             pytest.skip("needs httptools")
-        patch.setattr(connections, "_SWEEP_SECONDS", 0.05)
+        patch.setattr(listening, "_SWEEP_SECONDS", 0.05)
         made = slow.serve(max_connections=16, api_key="secret").result_sync()
         yield made
         made.close()
@@ -130,7 +130,7 @@ def test_a_whole_head_that_is_too_large_is_431_and_names_the_bounds(server: Serv
 
 
 def test_half_a_head_and_silence_are_timed_out(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.3)
+    monkeypatch.setattr(listening, "HEAD_SECONDS", 0.3)
     with neighbour(server, tokens=200), contextlib.ExitStack() as stack:
         silent, half, second = (stack.enter_context(opened(server)) for _ in range(3))
         half.sendall(HEAD + b"X-Ha")
@@ -158,7 +158,7 @@ def test_polls_every_five_seconds_over_one_connection(server: Server) -> None:
 
 
 def test_a_client_that_reads_nothing_loses_its_connection(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "STALLED_SECONDS", 0.3)
+    monkeypatch.setattr(listening, "STALLED_SECONDS", 0.3)
     body = json.dumps({"prompt": "x" * 400, "max_tokens": 1, "n": 24, "echo": True, "logprobs": 20}).encode()
     head = HEAD + MINE + b"Connection: close\r\n"
     client = socket.socket()
@@ -216,7 +216,7 @@ def test_requests_sent_ahead_are_bounded(server: Server) -> None:
         with contextlib.suppress(OSError):
             while data := client.recv(65_536):
                 answers += data
-                if answers.count(b"200 OK") > connections.AHEAD + 2:
+                if answers.count(b"200 OK") > listening.AHEAD + 2:
                     break
                 if server._listener.connections.count == 1:
                     break
@@ -225,7 +225,7 @@ def test_requests_sent_ahead_are_bounded(server: Server) -> None:
 
 
 def test_ipv6_networks_and_mapped_addresses_are_one_address() -> None:
-    of = connections.address_of
+    of = listening.address_of
     assert of(("2001:db8::1", 5)) == of(("2001:db8::ffff:2", 6)) != of(("2001:db8:0:1::1", 5))
     assert of(("::ffff:10.0.0.1", 5)) == of(("10.0.0.1", 9)) != of(("::ffff:10.0.0.2", 5))
     assert of(("fe80::1%eth0", 5)) == of(("fe80::2", 5)) and of(None) == "" and of(("unix", 0)) == "unix"

@@ -11,7 +11,7 @@ import pytest
 from helpers.asgi import post
 from helpers.sessions import wait_until_idle
 from rekindle import Session
-from rekindle._src.serve.embeddings import EMBEDDINGS
+from rekindle._src.serve.completions import EMBEDDINGS
 
 pytestmark = pytest.mark.anyio
 
@@ -38,7 +38,7 @@ async def test_floats_and_base64(app: Any, session: Session) -> None:
         ({"input": ["x", ""]}, "input", "has no tokens"),
         ({"input": [[999]]}, "input", "is not a token id of this model"),
         ({"input": "x" * 600}, "input", "is longer than max_model_len, which is 512"),
-        ({"input": "x", "pooling": "max"}, "pooling", "Use one of mean, last"),
+        ({"input": "x", "pooling": "max"}, "pooling", "Use one of mean, last, cls"),
         ({"input": "x", "priority": 2}, "priority", "means nothing under policy"),
         ({"input": "x", "truncate_prompt_tokens": 3}, "truncate_prompt_tokens", "is not supported"),
     ],

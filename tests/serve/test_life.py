@@ -12,7 +12,7 @@ import pytest
 from helpers.asgi import Answer, get, post, until
 from helpers.sessions import CONFIG
 from rekindle import Session
-from rekindle._src.serve.contract import SessionLike
+from rekindle._src.serve.models import SessionLike
 from rekindle.serve import app
 from serve.conftest import chatting_session, checked
 

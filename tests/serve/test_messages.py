@@ -72,7 +72,7 @@ async def test_errors_have_anthropics_form(session: Session) -> None:
 
 
 async def test_results_of_tools_come_before_what_the_user_says() -> None:
-    from rekindle._src.serve.anthropic_in import messages_of
+    from rekindle._src.serve.anthropic import messages_of
 
     call = {"type": "tool_use", "id": "c1", "name": "look", "input": {"at": 1}}
     result = {"type": "tool_result", "tool_use_id": "c1", "content": [{"type": "text", "text": "a door"}]}

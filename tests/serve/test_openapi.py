@@ -14,7 +14,7 @@ from helpers.asgi import get, post
 from rekindle import Session
 from rekindle._src.serve.app import GETS, POSTS
 from rekindle._src.serve.fields import Endpoint
-from rekindle._src.serve.grafana import dashboard
+from rekindle._src.serve.metrics import dashboard
 from rekindle.serve import app as make_app
 
 VALUES = st.recursive(

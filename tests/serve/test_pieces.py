@@ -11,8 +11,8 @@ import pytest
 
 from helpers.asgi import Answer, post
 from rekindle import Session
-from rekindle._src.serve import pieces
-from rekindle._src.serve.pieces import Entries
+from rekindle._src.serve import bodies
+from rekindle._src.serve.bodies import Entries
 from rekindle.serve import app
 
 pytestmark = pytest.mark.anyio
@@ -38,7 +38,7 @@ MESSAGES = [{"role": "user", "content": "Hello"}]
     ],
 )
 async def test_it_is_the_same_json(value: Any, short: Any) -> None:
-    text = await pieces.text_of(value)
+    text = await bodies.text_of(value)
     assert json.loads(text) == short and ": " not in text and ", " not in text
     assert text == json.dumps(short, separators=(",", ":"), ensure_ascii=False)
 
@@ -48,8 +48,8 @@ async def test_others_run_while_a_large_answer_is_written(
     session: Session, path: str, streamed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A task that only counts turns of the loop gets many of them between an answer's first and last byte."""
-    monkeypatch.setattr(pieces, "SLICE_SECONDS", 0.0)
-    written, turns, ended, finished = pieces.paced, 0, 0, False
+    monkeypatch.setattr(bodies, "SLICE_SECONDS", 0.0)
+    written, turns, ended, finished = bodies.paced, 0, 0, False
 
     async def counting(parts: Any) -> Any:
         nonlocal ended

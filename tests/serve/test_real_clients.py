@@ -16,7 +16,7 @@ MESSAGES: Any = [{"role": "user", "content": "Who are you?"}]
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[tuple[rekindle.Session, rekindle.Server]]:
-    with rekindle.open_sync("tiny", max_model_len=256, max_requests=4, quiet=True) as session:
+    with rekindle.open_sync("tiny", dtype="float32", max_model_len=256, max_requests=4, quiet=True) as session:
         server = session.serve().result_sync()
         yield session, server
         server.close()

@@ -11,7 +11,7 @@ from helpers.sessions import expected
 from rekindle._src.core.records import FinishReason, TextDelta
 from rekindle._src.core.reply import ContentDelta, ReasoningDelta, ToolCallArguments, ToolCallStarted
 from rekindle._src.serve.errors import Refused
-from rekindle._src.serve.kept import KeptItems
+from rekindle._src.serve.service import KeptItems
 from rekindle.serve import app as rekindle_app
 from serve.replies import completion, exchange_for, sent
 
@@ -60,7 +60,7 @@ async def test_conversations_become_messages(app: Any) -> None:
         {"type": "function_call_output", "call_id": "c1", "output": "sunny"},
         {"type": "message", "role": "developer", "content": "Be nice"},
     ]
-    from rekindle._src.serve.responses_in import messages_of
+    from rekindle._src.serve.responses import messages_of
 
     found = messages_of({"input": items})
     assert [one["role"] for one in found] == ["user", "assistant", "tool", "developer"]
@@ -194,7 +194,7 @@ async def test_allowed_tools_and_parameters_that_are_null(app: Any, monkeypatch:
 async def test_an_effort_that_the_template_does_not_know_changes_nothing(session: Any) -> None:
     from rekindle._src.text.chat import ChatTemplate
 
-    session._engine = session._engine._replace(chat=ChatTemplate("{{ messages[0].content }}"))
+    session._front = session._front._replace(chat=ChatTemplate("{{ messages[0].content }}"))
     served = rekindle_app(session)
     request = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3, "temperature": 0}
     plain, tried = [

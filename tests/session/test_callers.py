@@ -13,8 +13,7 @@ import anyio
 import pytest
 import trio
 
-from helpers.fakes import EOS
-from helpers.sessions import CONFIG, expected
+from helpers.sessions import expected
 from rekindle import Sampling, Session
 from rekindle._src.dispatch.wakeups import AsyncioWakeup
 
@@ -89,15 +88,10 @@ def test_callers_on_several_loops_and_none_at_once(session: Session) -> None:
 
 @pytest.mark.parametrize(("backend", "options"), [("asyncio", {"use_uvloop": True}), ("trio", None)])
 def test_the_host_runs_on_other_loops_too(backend: str, options: Any) -> None:
-    from helpers.sessions import byte_tokenizer, parts
+    from helpers.sessions import fake_front
     from rekindle._src.dispatch.host import Host, wait
-    from rekindle._src.dispatch.messages import Engine
-    from rekindle._src.text.detokenizer import real_detokenizer
 
-    tokenizer = byte_tokenizer()
-    scheduler, runner = parts()
-    engine = Engine(scheduler, runner, tokenizer, real_detokenizer(tokenizer), CONFIG, EOS + 1)
-    host = Host(lambda: engine, backend=backend, backend_options=options)
+    host = Host(fake_front, backend=backend, backend_options=options)
     host.start()
     with Session.attached(host, wait(host.opened)) as session:
         assert list(session.generate_sync("hello", max_tokens=20).token_ids) == expected("hello", max_tokens=20)

@@ -12,7 +12,7 @@ from typing import Any
 import anyio
 import pytest
 
-from helpers.sessions import eventually, fake_engine, fake_session, threads
+from helpers.sessions import eventually, fake_front, fake_session, threads
 from rekindle import Session
 from rekindle._src.core.records import Status
 from rekindle._src.session.opening import Opening
@@ -125,7 +125,7 @@ def test_a_hanging_device_does_not_hang_closing(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.anyio
 async def test_async_with_and_with_close() -> None:
-    async with Opening(fake_engine) as session:
+    async with Opening(fake_front) as session:
         await session.generate("x", max_tokens=1)
     assert session.closed
     with fake_session() as other:
@@ -161,7 +161,7 @@ def test_ten_sessions_side_by_side() -> None:
 
 def test_a_session_that_is_used_after_its_loop_has_ended() -> None:
     async def open_and_leave() -> Session:
-        session = await Opening(fake_engine)
+        session = await Opening(fake_front)
         await session.generate("x", max_tokens=1)
         return session
 

@@ -17,9 +17,10 @@ import rekindle
 from helpers import checkpoints
 from helpers.driving import tiny_model
 from helpers.sessions import wait_until_idle
-from rekindle._src.bench import reference
 from rekindle._src.models.base import Graph, LoadedModel, merge
+from rekindle._src.models.nn.layers import AttendOwn
 from rekindle.errors import InvalidRequest, OutOfPages, PromptTooLong
+from workshop import reference
 
 OPTIONS: dict[str, Any] = {
     "max_requests": 4, "max_tokens_per_step": 32, "max_model_len": 128, "page_size": 16, "device_pages": 64,
@@ -37,10 +38,10 @@ def prompts(vocab: int, lengths: Sequence[int] = LENGTHS) -> list[list[int]]:
 def _dense(graph: Graph, leaves: Any, tokens: jax.Array, length: jax.Array) -> jax.Array:
     module, positions = merge(graph, leaves), jnp.arange(len(tokens))
 
-    def attend(layer: int, q: Any, k: Any, v: Any) -> Any:
-        return reference.attention(q, k, v, positions, graph.config.attention[layer])
+    def attention(q: Any, k: Any, v: Any, spec: Any, sinks: Any) -> Any:
+        return reference.attention(q, k, v, positions, spec, sinks)
 
-    return module(tokens, positions, attend, lengths=jnp.full(len(tokens), length))
+    return module(tokens, positions, AttendOwn(graph.config, attention), lengths=jnp.full(len(tokens), length))
 
 
 def plain_states(model: LoadedModel, tokens: list[int]) -> NDArray[np.float32]:
@@ -59,14 +60,15 @@ def test_it_equals_a_plain_forward_pass_beside_generation(family: str, tmp_path:
     texts = prompts(model.config.vocab_size)
     with rekindle.open_sync(model, cache_dir=str(tmp_path), **OPTIONS) as session:
         alone = session.generate_sync(texts[3][:20], max_tokens=40).token_ids
-        for pooling in ("mean", "last"):
+        for pooling in ("mean", "last", "cls"):
             beside = [session.submit(texts[3][:20], max_tokens=40) for _ in range(2)]
             vectors = session.embed_sync(texts, pooling=pooling, normalize=False)
             assert [handle.result_sync().token_ids for handle in beside] == [alone, alone]
             assert vectors.shape == (len(texts), model.config.hidden_size) and vectors.dtype == np.float32
             for tokens, vector in zip(texts, vectors, strict=True):
                 states = plain_states(model, tokens)
-                expected = states[-1] if pooling == "last" else states.astype(np.float64).mean(axis=0)
+                one = {"last": states[-1], "cls": states[0]}.get(pooling)
+                expected = states.astype(np.float64).mean(axis=0) if one is None else one
                 np.testing.assert_allclose(vector, expected, rtol=0, atol=1e-5 * max(1.0, float(np.abs(states).max())))
         wait_until_idle(session)
 
@@ -95,6 +97,13 @@ async def test_one_text_is_a_row_and_rows_have_length_one(cache_dir: str) -> Non
         compiled = session.stats().compilations
         await session.embed(texts)
         assert session.stats().compilations == compiled
+        # A vector of the last token takes the pages of a prompt that was generated from; a mean takes none.
+        cold = [await session.embed(texts[6], pooling=pooling) for pooling in ("last", "mean")]
+        await session.generate(texts[6], max_tokens=0)
+        for pooling, before, cached in (("last", cold[0], 112), ("mean", cold[1], 0)):
+            call = session.embed(texts[6], pooling=pooling)
+            np.testing.assert_allclose(await call, before, atol=1e-6)
+            assert call.usage.cached_tokens == cached
 
 
 @pytest.mark.anyio

@@ -21,11 +21,11 @@ from rekindle.errors import InvalidRequest, RequestAborted, StepFailed
 def plain(text: str, pooling: str = "mean") -> np.ndarray:
     values = FakeModel().extend(np.zeros(0, np.uint64), text.encode())
     parts = np.stack([values >> np.uint64(40), values & np.uint64(0xFF)], axis=1).astype(np.float64)
-    return parts[-1] if pooling == "last" else parts.mean(axis=0)
+    return parts.mean(axis=0) if pooling == "mean" else parts[-1 if pooling == "last" else 0]
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("pooling", ["mean", "last"])
+@pytest.mark.parametrize("pooling", ["mean", "last", "cls"])
 async def test_thousands_wait_for_places(session: Session, pooling: Any) -> None:
     """More texts than the session has places, beside generation, which keeps its tokens."""
     places = session.stats().places
@@ -85,7 +85,9 @@ async def test_a_failed_step_fails_its_texts_and_the_rest_goes_on() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"pooling": "max"}, "pooling='max': is not known. Use 'mean' or 'last'"),
+        ({"pooling": "max"}, "pooling='max': is not known. Use 'mean' or 'last' or 'cls'"),
+        ({"prompt_name": ["query"]}, "prompt_name=['query']: is not a prompt of this model"),
+        ({"prompt_name": "query"}, "prompt_name='query': is not a prompt of this model. Leave it out, or use"),
         ({"normalize": 1}, "normalize=1: is neither True nor False"),
         ({"dimensions": 0}, "dimensions=0: is not a whole number from 1"),
         ({"errors": "ignore"}, "errors='ignore': is not known"),

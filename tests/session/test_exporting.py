@@ -14,7 +14,6 @@ import pytest
 import rekindle
 from helpers import checkpoints, vocabularies
 from rekindle import tiny
-from rekindle._src.bench import reference
 from rekindle._src.cli.main import main
 from rekindle._src.models import LoadedModel
 from rekindle._src.models.loading.checkpoint import inspect, load
@@ -23,6 +22,7 @@ from rekindle._src.session.exporting import export
 from rekindle._src.text import ChatTemplate, Tokenizer
 from rekindle._src.text.generation_config import checkpoint_sampling
 from rekindle.errors import CheckpointError, ConfigError
+from workshop import reference
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 PROMPT = "Once upon a time"

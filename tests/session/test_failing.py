@@ -7,10 +7,9 @@ from typing import Any
 import anyio
 import pytest
 
-from helpers.sessions import CONFIG, byte_tokenizer, eventually, fake_engine, fake_session, opened, parts, threads
-from rekindle._src.dispatch.messages import Engine
+from helpers.sessions import CONFIG, eventually, fake_front, fake_session, opened, parts, threads
+from rekindle._src.dispatch.engine import Engine, Resources
 from rekindle._src.session.opening import Opening
-from rekindle._src.text.detokenizer import real_detokenizer
 from rekindle.errors import RequestFailed, SessionClosed, StepFailed
 
 
@@ -46,7 +45,7 @@ async def test_a_crash_reaches_every_waiter_and_another_session_opens() -> None:
     assert isinstance(later.value.__cause__, ZeroDivisionError)
     await session.aclose()
     eventually(lambda: threads() <= before)
-    async with Opening(fake_engine) as again:
+    async with Opening(fake_front) as again:
         assert (await again.generate("x", max_tokens=1)).text
 
 
@@ -81,8 +80,8 @@ async def test_after_a_failed_step_lost_pages_are_computed_again() -> None:
         runner.memory[:] = 0xBAD
         return True
 
-    tokenizer = byte_tokenizer()
-    made = Engine(scheduler, runner, tokenizer, real_detokenizer(tokenizer), CONFIG, 257, recover=recover)
+    engine = Engine(scheduler, runner, CONFIG, Resources(recover=recover))
+    made = fake_front()._replace(backend=engine)
     session = await Opening(lambda: made)
     long = session.submit("a prompt that has several pages", max_tokens=4)
     await long
@@ -109,7 +108,7 @@ async def test_a_recovery_that_fails_closes_the_session_with_its_cause() -> None
     def recover() -> bool:
         raise MemoryError("no pages")
 
-    made = fake_engine(fail=lambda plan: ValueError("broke"))._replace(recover=recover)
+    made = fake_front(resources=Resources(recover=recover), fail=lambda plan: ValueError("broke"))
     session = await Opening(lambda: made)
     with pytest.raises(StepFailed):
         await session.generate("x")

@@ -16,7 +16,7 @@ import pytest
 from helpers.sessions import eventually
 from helpers.small import opening, plain, prompt
 from rekindle._src.execution.runner import Runner
-from rekindle._src.kvcache.tiers import promoting
+from rekindle._src.kvcache.tiers import restoring
 from rekindle._src.programs import layered, warming
 from rekindle._src.programs.programs import Programs
 from rekindle._src.session import cache_writer
@@ -84,7 +84,7 @@ async def test_a_process_that_may_end_soon_prepares_a_restart_only_when_it_saves
 ) -> None:
     """Parts serve it, and would serve the next one: nothing is compiled beside them that nobody asked for."""
     monkeypatch.setattr(warming, "build_kernels", lambda names: None)
-    monkeypatch.setattr(warming, "LONGER_PEACE", 60.0)
+    monkeypatch.setattr(warming, "seconds_of_parts", lambda *_: 60.0)
     monkeypatch.setattr(layered, "MANY_LAYERS", 2)
     monkeypatch.setattr(layered, "ALIKE", 1)
     monkeypatch.setattr(Programs, "kernels", lambda self: ["some"])
@@ -137,7 +137,7 @@ async def test_restored_pages_are_on_the_device_when_the_session_is_open(
 
     ended = threading.Event()
     monkeypatch.setattr(Runner, "rehearse", patiently)
-    monkeypatch.setattr(promoting, "MIN_BYTES", 0)
+    monkeypatch.setattr(restoring, "MIN_BYTES", 0)
     async with opening(**options, precompile=mode, restore="mine") as session:
         assert session.cache.stats().device_pages == 6
         done = await session.generate(prompt(0, 44), max_tokens=8, ignore_eos=True)

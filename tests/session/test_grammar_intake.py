@@ -11,7 +11,7 @@ import pytest
 
 from helpers.sessions import byte_tokenizer, expected, fake_session, opened
 from rekindle import FinishReason, Session
-from rekindle._src.dispatch import guided_intake
+from rekindle._src.dispatch import intake
 from rekindle._src.structured import compilers
 from rekindle._src.structured.compilers import Compilers
 from rekindle._src.structured.guide import Reasoning
@@ -75,7 +75,7 @@ async def test_a_grammar_that_takes_too_long_is_refused_and_its_process_ended(
 async def test_a_request_whose_grammar_gets_no_place_is_told_to_come_again(
     session: Session, slowly: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guided_intake, "PATIENCE", 0.1)
+    monkeypatch.setattr(intake, "PATIENCE", 0.1)
     handles = [session.submit("x", regex=f"[0-9]{{{count}}}") for count in range(1, 4)]
     for handle in handles[:2]:
         assert (await handle).text.isdigit()
@@ -131,6 +131,6 @@ class Parts:
 )
 def test_where_a_models_reasoning_is(prompt: list[int], chat: bool, found: Reasoning | None) -> None:
     parts: Any = Parts()
-    assert guided_intake._reasoning(prompt, parts, chat=chat) == found
+    assert intake._reasoning(prompt, parts, chat=chat) == found
     parts.think_ids = None
-    assert guided_intake._reasoning(prompt, parts, chat=chat) is None
+    assert intake._reasoning(prompt, parts, chat=chat) is None

@@ -11,8 +11,8 @@ from helpers import checkpoints
 from helpers.sessions import eventually
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.models.base import LoadedModel
-from rekindle._src.models.loading import checkpoint, kept_file, prepared
-from rekindle._src.models.loading.kept_file import Brought, Mapped
+from rekindle._src.models.loading import checkpoint, kept_weights, prepared
+from rekindle._src.models.loading.kept_weights import Brought, Mapped
 from rekindle._src.session import head_start, opening
 from rekindle._src.session.head_start import HeadStart
 
@@ -55,7 +55,7 @@ def test_its_weights_are_those_that_were_kept(
 ) -> None:
     first = loaded(folder, config)
     ahead = HeadStart(folder, config)
-    monkeypatch.setattr(kept_file, "map_it", lambda header: pytest.fail("it was mapped again"))
+    monkeypatch.setattr(kept_weights, "map_it", lambda header: pytest.fail("it was mapped again"))
     assert same(loaded(folder, config, ahead), first)
     ahead.close()
 
@@ -79,8 +79,8 @@ def test_a_file_whose_checksums_can_not_be_read_is_released(
     first = loaded(folder, config)
     (sums,) = Path(str(config.cache_dir)).rglob("checksums.json")
     sums.write_text("{")
-    mapped, bring = list[Mapped](), kept_file.bring
-    monkeypatch.setattr(kept_file, "bring", lambda found: (mapped.append(found), bring(found))[1])
+    mapped, bring = list[Mapped](), kept_weights.bring
+    monkeypatch.setattr(kept_weights, "bring", lambda found: (mapped.append(found), bring(found))[1])
     with pytest.warns(UserWarning, match="weights"):
         assert same(loaded(folder, config, HeadStart(folder, config)), first)
     assert [lease_of(one) for one in mapped] == [None]
@@ -91,7 +91,7 @@ def test_many_bytes_are_left_to_several_threads_that_tell_of_it(
 ) -> None:
     first = loaded(folder, config)
     monkeypatch.setattr(head_start, "MOST", 1000)
-    monkeypatch.setattr(kept_file, "bring", lambda found: pytest.fail("one thread reads them all"))
+    monkeypatch.setattr(kept_weights, "bring", lambda found: pytest.fail("one thread reads them all"))
     assert same(loaded(folder, config, HeadStart(folder, config)), first)
 
 
@@ -100,7 +100,7 @@ def test_nothing_is_read_for_another_platform(
 ) -> None:
     loaded(folder, config)
     monkeypatch.setenv("JAX_PLATFORMS", "cuda,cpu")
-    monkeypatch.setattr(kept_file, "find", lambda kept, most: pytest.fail("it was looked for"))
+    monkeypatch.setattr(kept_weights, "find", lambda kept, most: pytest.fail("it was looked for"))
     assert HeadStart(folder, config).seen is None
 
 
@@ -109,14 +109,14 @@ def test_what_is_not_taken_is_released(
     read: bool, folder: Path, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded(folder, config)
-    go_on, bring, mapped = threading.Event(), kept_file.bring, list[Mapped]()
+    go_on, bring, mapped = threading.Event(), kept_weights.bring, list[Mapped]()
 
     def slowly(found: Mapped) -> Brought:
         mapped.append(found)
         assert go_on.wait(60)
         return bring(found)
 
-    monkeypatch.setattr(kept_file, "bring", slowly)
+    monkeypatch.setattr(kept_weights, "bring", slowly)
     ahead = HeadStart(folder, config)
     eventually(lambda: bool(mapped))
     if read:

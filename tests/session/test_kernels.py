@@ -206,7 +206,7 @@ def test_a_list_of_prompts_shows_a_bar_that_goes(notebook: Kernel) -> None:
 
 def test_a_compilation_inside_a_call_is_shown_in_its_cell(notebook: Kernel) -> None:
     """The session's own thread draws it, while the cell waits."""
-    notebook.ok("from rekindle._src.core.program_wait import ProgramWait\nprograms = ProgramWait(quiet=False)")
+    notebook.ok("from rekindle._src.core.activity import ProgramWait\nprograms = ProgramWait(quiet=False)")
     cell = notebook.run("""
 def compile():
     with programs.waiting("r2t32"):

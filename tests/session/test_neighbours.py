@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from helpers.tiered import MODEL, NEW, ask, opened, plain, prompt
-from rekindle._src.bench.reference import generate
 from rekindle._src.session.session import Session
 from rekindle.errors import InvalidRequest, RekindleError, StoreError
+from workshop.reference import generate
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 NEIGHBOUR = 3
@@ -32,7 +32,7 @@ def beside(session: Session, offending: list[int], **options: Any) -> Any:
 
 def test_more_end_tokens_than_min_tokens_can_mask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(tmp_path) as session:
-        monkeypatch.setattr(session._engine.tokenizer, "eos_ids", frozenset(range(100, 140)))
+        monkeypatch.setattr(session._front.tokenizer, "eos_ids", frozenset(range(100, 140)))
         failed = beside(session, [5, 6, 7, 8], max_tokens=4, min_tokens=2)
         assert isinstance(failed, InvalidRequest) and "40 end tokens" in str(failed)
         assert beside(session, [5, 6, 7, 8], max_tokens=4).token_ids, "without min_tokens nothing has to be masked"
@@ -42,7 +42,7 @@ def test_more_end_tokens_than_min_tokens_can_mask(tmp_path: Path, monkeypatch: p
 
 def test_end_ids_beyond_any_vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(tmp_path) as session:
-        monkeypatch.setattr(session._engine.tokenizer, "eos_ids", frozenset({2**70, -5}))
+        monkeypatch.setattr(session._front.tokenizer, "eos_ids", frozenset({2**70, -5}))
         assert len(beside(session, [5, 6, 7, 8], max_tokens=4, min_tokens=2).token_ids) == 4
 
 

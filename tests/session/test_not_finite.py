@@ -14,7 +14,7 @@ import pytest
 import rekindle
 from helpers import checkpoints
 from rekindle._src.models.base import LoadedModel
-from rekindle._src.programs.finite import NOT_FINITE, marked
+from rekindle._src.programs.sampling import NOT_FINITE, marked
 from rekindle.errors import RequestFailed
 
 pytestmark = pytest.mark.usefixtures("shared_programs")

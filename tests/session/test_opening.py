@@ -13,15 +13,15 @@ import anyio
 import pytest
 
 from helpers import checkpoints
-from helpers.sessions import eventually, fake_engine, threads
-from rekindle._src.dispatch.messages import Engine
+from helpers.sessions import eventually, fake_front, threads
+from rekindle._src.dispatch.backend import Front
 from rekindle._src.session.opening import Opening
 from rekindle.errors import OutOfMemory
 
 
 @pytest.mark.anyio
 async def test_opening_is_awaited_once_and_reused() -> None:
-    opening = Opening(fake_engine)
+    opening = Opening(fake_front)
     session = await opening
     assert await opening is session
     await session.aclose()
@@ -32,7 +32,7 @@ async def test_opening_is_awaited_once_and_reused() -> None:
 async def test_errors_while_opening_reach_the_caller_and_leave_nothing(error: Exception) -> None:
     before = threads()
 
-    def build() -> Engine:
+    def build() -> Front:
         raise error
 
     with pytest.raises(type(error), match=str(error)):
@@ -43,19 +43,19 @@ async def test_errors_while_opening_reach_the_caller_and_leave_nothing(error: Ex
 @pytest.mark.anyio
 async def test_interrupting_open_returns_at_once_and_frees_what_was_built() -> None:
     before = threads()
-    built: list[Engine] = []
+    built: list[Front] = []
     go_on = threading.Event()
 
-    def build() -> Engine:
+    def build() -> Front:
         assert go_on.wait(60)
-        built.append(fake_engine())
+        built.append(fake_front())
         return built[0]
 
     with anyio.move_on_after(0.05) as scope:
         await Opening(build)
     assert scope.cancelled_caught and not built, "it waited for the build"
     go_on.set()
-    eventually(lambda: bool(built) and built[0].runner.closed)  # type: ignore[attr-defined]
+    eventually(lambda: bool(built) and built[0].backend.runner.closed)  # type: ignore[attr-defined]
     eventually(lambda: threads() <= before)
 
 
@@ -63,9 +63,9 @@ async def test_interrupting_open_returns_at_once_and_frees_what_was_built() -> N
 async def test_opening_does_not_block_the_loop() -> None:
     ticked = threading.Event()
 
-    def build() -> Engine:
+    def build() -> Front:
         assert ticked.wait(60), "the loop stood still"
-        return fake_engine()
+        return fake_front()
 
     async def tick() -> None:
         for _ in range(10):
@@ -82,9 +82,9 @@ def test_contexts_are_captured_and_entered_again() -> None:
     jax = pytest.importorskip("jax")
     seen: list[Any] = []
 
-    def build() -> Engine:
+    def build() -> Front:
         seen.append((jax.config.jax_default_matmul_precision, jax.config.jax_default_device))
-        return fake_engine()
+        return fake_front()
 
     device = jax.devices()[0]
     with jax.default_matmul_precision("highest"), jax.default_device(device):
@@ -99,9 +99,9 @@ def test_a_mesh_is_captured_too() -> None:
     jax = pytest.importorskip("jax")
     seen: list[Any] = []
 
-    def build() -> Engine:
+    def build() -> Front:
         seen.append(jax.sharding.get_mesh())
-        return fake_engine()
+        return fake_front()
 
     mesh = jax.make_mesh((1,), ("x",))
     with jax.set_mesh(mesh):
@@ -126,9 +126,9 @@ def test_a_start_that_finds_everything_imports_what_its_first_token_needs(size: 
     folder = checkpoints.write(tmp_path / "model", checkpoints.CASES["llama"])
     program = """if True:
         import gc, sys, rekindle
-        from rekindle._src.models.loading import kept_place
+        from rekindle._src.models.loading import kept_weights
         if sys.argv[3] == "real":
-            kept_place.MIN_BYTES = 0  # as if it were a real model
+            kept_weights.MIN_BYTES = 0  # as if it were a real model
         searched = []
         gc.callbacks.append(lambda phase, found: searched.append("jax" in sys.modules))
         opened = rekindle.open_sync

@@ -101,6 +101,11 @@ def test_what_processes_cannot_share_is_refused_at_once(monkeypatch: pytest.Monk
     greedy = rekindle.LogitsProcessor(lambda logits, context: logits, name="same")
     with pytest.raises(rekindle.ConfigError, match=r"processors=\['same'\]: are functions of this process"):
         rekindle.open_sync("tiny", processors=[greedy], **several)
+    same = rekindle.Tap(lambda x, context: x, name="same")
+    with pytest.raises(rekindle.ConfigError, match=r"taps=\['same'\]: are functions of this process"):
+        rekindle.open_sync("tiny", taps=[same], **several)
+    with pytest.raises(rekindle.ConfigError, match=r"steering=\['up'\]: needs a model in one process"):
+        rekindle.open_sync("tiny", steering={"up": rekindle.Steer(0, scale=2.0, mode="scale")}, **several)
     jax.devices()
     with pytest.raises(rekindle.ConfigError, match=r"JAX's devices are in use in this process already"):
         rekindle.open_sync("tiny", **several)

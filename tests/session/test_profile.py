@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from helpers import small
-from rekindle._src.bench.operations import executions
+from rekindle._src.bench.breakdown import executions
 from rekindle.errors import InvalidRequest, SessionClosed
 
 

@@ -27,9 +27,9 @@ from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.mailbox import Mailbox
 from rekindle._src.models.loading.load_progress import LoadProgress
 from rekindle._src.programs.warming import Warming
-from rekindle._src.session import batch_progress
-from rekindle._src.session.batch_progress import BatchProgress
-from rekindle._src.session.opening_progress import OpeningProgress
+from rekindle._src.session import requests
+from rekindle._src.session.open_request import OpeningProgress
+from rekindle._src.session.requests import BatchProgress
 
 OPTIONS: dict[str, Any] = {
     "max_model_len": 64, "device_pages": 8, "page_size": 16, "max_requests": 2, "max_tokens_per_step": 32,
@@ -45,7 +45,7 @@ class Terminal(io.StringIO):
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     """A terminal as standard error, where everything that lasts a moment is shown."""
     made = Terminal()
-    monkeypatch.setattr(activity, "sys", SimpleNamespace(stderr=made))
+    monkeypatch.setattr(activity, "sys", SimpleNamespace(stderr=made, modules=sys.modules))
     monkeypatch.setattr(activity, "PATIENCE", 0.0)
     monkeypatch.setattr(activity, "INTERVAL", 0.01)
     return made
@@ -109,7 +109,7 @@ async def test_a_list_of_prompts_has_a_bar(terminal: Terminal) -> None:
 
 def test_rate_and_time_left_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr(batch_progress, "time", type("Clock", (), {"monotonic": staticmethod(lambda: now[0])}))
+    monkeypatch.setattr(requests, "time", type("Clock", (), {"monotonic": staticmethod(lambda: now[0])}))
     boxes, compiling = [Mailbox(1), Mailbox(1)], ["compiling program r2"]
     progress = BatchProgress(boxes, Sampling(max_tokens=100), lambda: compiling[0])
     assert progress.look() == State("0 of 2 prompts, compiling program r2", 0.0)

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import rekindle
+from helpers import adapters
 from rekindle import Session
 from rekindle._src.models.loading.checkpoint import load
 from rekindle._src.session.cache_view import CacheView
@@ -31,7 +32,7 @@ OPTIONS: dict[str, Any] = {
 Recipe = Callable[[Any, Path], Any]
 ENDS = {"aclose", "close", "attached"}  # of a session, or its beginning: nothing comes back that has not been seen
 # No session gives them to a user: types of options, and what a logits processor is called with while it is traced.
-UNSEEN = {"SamplingOptions", "OpenOptions", "LogitsContext", "DeviceMesh"}
+UNSEEN = {"SamplingOptions", "OpenOptions", "LogitsContext", "TapContext", "DeviceMesh"}
 LIVE = {"watch", "view"}  # widgets, which tests/notebook looks at
 
 
@@ -44,6 +45,10 @@ def abs_of(x: int) -> int:
 
 def awaited(call: Call[Any]) -> list[Any]:
     return [call, call.result_sync()]
+
+
+def adapter_folder(path: Path) -> Path:
+    return adapters.write(path, load(tiny_folder()).config, targets=["q_proj"])
 
 
 def served(session: Session) -> list[Any]:
@@ -98,6 +103,10 @@ SESSION: dict[str, Recipe] = {
     "conversation": lambda session, path: [chat := session.conversation(system=EVIL), *awaited(chat.say(EVIL)), chat],
     "embed": lambda session, path: awaited(session.embed([EVIL, "two"])),
     "embed_sync": lambda session, path: session.embed_sync(EVIL),
+    "score": lambda session, path: awaited(session.score(EVIL, [EVIL, "two"])),
+    "score_sync": lambda session, path: session.score_sync([EVIL, "two"], [EVIL]),
+    "rollout": lambda session, path: awaited(session.rollout([EVIL, "two"], n=2, max_tokens=3)),
+    "rollout_sync": lambda session, path: session.rollout_sync(EVIL, n=1, max_tokens=2),
     "map": lambda session, path: awaited(session.map([{"text": EVIL}, {}], "{text}", max_tokens=2)),
     "map_sync": lambda session, path: session.map_sync([{"text": EVIL}], "{text}", max_tokens=2),
     "fork": lambda session, path: awaited(session.fork(session.generate_sync(EVIL, max_tokens=4), at=2)),
@@ -112,7 +121,16 @@ SESSION: dict[str, Recipe] = {
     "save": lambda session, path: awaited(session.save("kept")),
     "pin": lambda session, path: session.pin(EVIL * 3),
     "unpin": lambda session, path: session.unpin(EVIL * 3),
+    "adapters": lambda session, path: session.adapters,
+    "load_adapter": lambda session, path: awaited(session.load_adapter(EVIL, adapter_folder(path / "adapter"))),
+    "unload_adapter": lambda session, path: [
+        session.load_adapter("one", adapter_folder(path / "adapter")).result_sync(),
+        *awaited(session.unload_adapter("one")),
+    ],
     "swap_weights": lambda session, path: never_started(session.swap_weights("x")),
+    "asleep": lambda session, path: session.asleep,
+    "sleep": lambda session, path: [*awaited(session.sleep()), *awaited(session.wake())],
+    "wake": lambda session, path: never_started(session.wake()),
     "paused": lambda session, path: session.paused(),
     "profile": lambda session, path: session.profile(path / "profile"),
     "step": lambda session, path: stepped(session, lambda: awaited(session.step())),
@@ -248,6 +266,7 @@ def test_what_is_made_before_a_session(tmp_path: Path) -> None:
     check(rekindle.Sampling(stop=(EVIL,)))
     check(rekindle.EngineConfig(cache_dir=EVIL))
     check(rekindle.LogitsProcessor(lambda logits, context: logits, EVIL))
+    check(rekindle.Tap(lambda x, context: x, EVIL))
     model = load(tiny_folder())
     assert "parameters" in check(model)
 

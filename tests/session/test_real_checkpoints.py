@@ -131,13 +131,13 @@ import rekindle
 from rekindle._src.programs import layered, warming
 
 path, folder, parts = sys.argv[1:]
-warming.PEACE = warming.LONGER_PEACE = 600
+warming.seconds_of_parts = lambda *_: 600
 if parts == "False":
     layered.MANY_LAYERS = 1000
 with rekindle.open_sync(path, cache_dir=folder, quiet=True) as session:
     done = session.generate_sync("The history of the city begins", max_tokens=40, ignore_eos=True, logprobs=2)
     programs = session._engine.runner.programs
-    assert (parts == "True") == any(isinstance(one, layered.LayeredProgram) for one in programs._ready.values())
+    assert (parts == "True") == any(isinstance(one, layered.LayeredProgram) for one in programs.ledger.ready.values())
 print(done.logprobs)
 """
 
@@ -158,12 +158,16 @@ def test_a_first_session_in_parts_has_the_bits_of_whole_programs(opened: Opened,
 
 READING = """
 import sys
+import threading
 import rekindle
 
 path, folder = sys.argv[1:]
 with rekindle.open_sync(path, cache_dir=folder, quiet=True) as session:
     for prompt in ("The capital of France is", "Once upon a time", "A list of three colours:"):
         session.generate_sync(prompt, max_tokens=60)
+    for thread in threading.enumerate():
+        if thread.name == "rekindle warming":
+            thread.join()  # the compiler takes up to 80 MB while it works
     with open("/proc/self/status") as status:
         print(next(line.split()[1] for line in status if line.startswith("VmRSS:")))
 """
@@ -171,13 +175,13 @@ with rekindle.open_sync(path, cache_dir=folder, quiet=True) as session:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells what is resident")
 def test_a_file_in_four_bits_takes_its_size_and_400_megabytes(tmp_path: Path) -> None:
-    """The first process compiles its programs and packs the weights; the second maps what is kept."""
+    """The first process packs the weights, and what its compiler leaves behind counts; the second maps what is kept."""
     path = real_checkpoints.path_or_reason("gemma3")
     if isinstance(path, str):
         pytest.skip(path)
-    for start in ("first", "second"):
+    for start, allowed in ("first", 420e6), ("second", 400e6):
         command = [sys.executable, "-c", READING, str(path), str(tmp_path / "cache")]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         held = int(done.stdout.split()[-1]) << 10
         print(f"{path.name}, {start} start: {held / 1e6:.0f} MB")
-        assert held <= path.stat().st_size + 400e6, start
+        assert held <= path.stat().st_size + allowed, start

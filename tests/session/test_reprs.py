@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -10,7 +11,9 @@ import pytest
 
 from helpers.sessions import fake_session, opened
 from rekindle import Session
-from rekindle._src.session import stat_groups
+from rekindle._src.core.figures import FIGURES, EngineFigures
+from rekindle._src.replicas.fleet_stats import FleetStats
+from rekindle._src.session.stats import GROUPS
 
 EVIL = "<script>alert('x')</script>"
 
@@ -97,12 +100,23 @@ def test_the_session_its_figures_and_its_explanations(session: Session) -> None:
     done = session.generate_sync("hello", max_tokens=2)
     stats = session.stats()
     assert "pages total" in shown(stats)
-    known = {name for group in stat_groups.GROUPS.values() for name in group}
+    known = {name for group in GROUPS.values() for name in group}
     nested = {*stats.as_dict()["cache"].__dataclass_fields__} if stats.as_dict()["cache"] else set()
     assert {*stats.as_dict(), *nested} - {"model", "programs", "cache"} <= known, "a figure that nobody explains"
     assert "fake" in shown(session)
     assert "came from the cache" in shown(session.explain(done)) or "cached" in shown(session.explain(done))
     assert "0 of 0 programs" in shown(session.programs())
+
+
+def test_a_figure_is_declared_once(session: Session) -> None:
+    """Its property has the words, the name and the metrics; a session and a fleet have the same ones."""
+    stats = session.stats()
+    for name, entry in FIGURES.items():
+        assert entry.words.endswith(".") and entry.words == " ".join(
+            (inspect.getdoc(getattr(type(stats), name)) or "").split()
+        )
+    shared = {name for name, member in vars(EngineFigures).items() if isinstance(member, property)}
+    assert shared <= set(FIGURES) and all(isinstance(getattr(FleetStats, name), property) for name in shared)
 
 
 def test_six_figures_come_first_and_the_others_are_folded(session: Session) -> None:

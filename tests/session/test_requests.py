@@ -41,10 +41,10 @@ async def test_a_prompt_is_text_or_token_ids(session: Session, prompt: Any) -> N
 @anyio_test
 async def test_a_list_in_is_a_list_out_and_one_batch(session: Session) -> None:
     prompts = [f"prompt {i}" for i in range(6)]
-    call = session.generate(prompts, max_tokens=8)
+    call = session.generate(prompts, max_tokens=64)  # the first is still under way when the last comes
     assert isinstance(call, Batch)
     many = await call
-    assert [list(done.token_ids) for done in many] == [expected(prompt, max_tokens=8) for prompt in prompts]
+    assert [list(done.token_ids) for done in many] == [expected(prompt, max_tokens=64) for prompt in prompts]
     rows = [len(plan.rows) for plan in session._engine.runner.plans]
     assert max(rows) == 6, "they did not run together"
     assert await session.generate([]) == []
@@ -160,7 +160,7 @@ async def test_chat_renders_its_template(session: Session) -> None:
     from rekindle._src.text.chat import ChatTemplate
 
     template = ChatTemplate("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>")
-    session._engine = session._engine._replace(chat=template)
+    session._front = session._front._replace(chat=template)
     handle = session.chat([{"role": "user", "content": "hi"}], max_tokens=5)
     done = await handle
     assert done.prompt == handle.prompt == "<user>hi<assistant>"
@@ -175,7 +175,7 @@ async def test_an_endless_chat_template_fails_its_own_request_and_leaves_the_cal
 
     monkeypatch.setattr(template_limits, "SECONDS", 1.0)
     loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-    session._engine = session._engine._replace(chat=chat.ChatTemplate(loop))
+    session._front = session._front._replace(chat=chat.ChatTemplate(loop))
     neighbour = await session.admit("hello", max_tokens=5)
     ticks = 0
 

@@ -6,9 +6,10 @@ import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import pytest
 
-from helpers.checkpoints import CASES
+from helpers.checkpoints import CASES, OF_FAMILY
 from helpers.driving import TINY
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.models.registry import config_from_hf
@@ -34,6 +35,15 @@ def test_a_long_model_is_cut_to_the_default_length() -> None:
     assert resolve(EngineConfig(max_model_len=8192), longer).max_model_len == 8192
 
 
+def test_a_text_whose_tokens_see_those_behind_them_fits_a_step() -> None:
+    model = config_from_hf(OF_FAMILY["modernbert"][0])
+    resolved = resolve(EngineConfig(max_requests=4, max_tokens_per_step=32), model)
+    assert resolved.max_model_len == resolved.max_tokens_per_step == model.max_position_embeddings == 256
+    assert not resolved.prefix_cache and resolve(resolved, model) == resolved
+    assert resolved.device_pages == 1 + 2 * (256 // 32 + 4) + 256 // 32  # two steps in flight, and a text that waits
+    assert resolve(EngineConfig(max_model_len=40), model).max_tokens_per_step == EngineConfig().max_tokens_per_step
+
+
 def test_prefixes_are_not_shared_where_keys_depend_on_the_length_of_the_prompt(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -49,7 +59,7 @@ def test_memory_becomes_whole_pages() -> None:
     resolved = resolve(EngineConfig(page_size=16, kv_dtype="float32", device_memory=10 * size + 7), MODEL)
     assert (resolved.device_pages, resolved.device_memory) == (10, 10 * size)
     kv = abstract(MODEL, 10, 16, "float32")
-    assert sum(leaf.size * leaf.dtype.itemsize for layer in kv for leaf in layer if leaf is not None) == 10 * size
+    assert sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(kv)) == 10 * size
 
 
 def test_given_pages_are_kept() -> None:
@@ -73,7 +83,7 @@ def test_what_cannot_work_is_refused(changes: dict[str, int], error: type[Except
 
 def test_data_shards_have_equal_shares_of_a_step() -> None:
     """Sizes are rounded up, so that the session has what was asked for; pages are those of each device."""
-    placement: Any = SimpleNamespace(data=3, local=SimpleNamespace(config=MODEL))
+    placement: Any = SimpleNamespace(data=3, divided=True, local_config=lambda model: model)
     asked = EngineConfig(max_requests=4, max_tokens_per_step=32, device_pages=9, mesh={"data": 3})
     resolved = resolve(asked, MODEL, placement=placement)
     assert (resolved.max_requests, resolved.max_tokens_per_step, resolved.device_pages) == (6, 33, 9)

@@ -18,8 +18,8 @@ import pytest
 import rekindle
 from helpers.sessions import CONFIG, expected, fake_session, opened, wait_until_idle
 from rekindle import Session
-from rekindle._src.session import batch_progress
-from rekindle._src.session.row_answers import RowAnswer
+from rekindle._src.session import requests
+from rekindle._src.session.rows import RowAnswer
 from rekindle.errors import InvalidRequest, MissingExtra, PromptTooLong, SessionClosed, StepFailed
 
 ROWS = [{"text": f"number {number}", "number": number} for number in range(40)]
@@ -218,7 +218,7 @@ def test_a_killed_process_loses_no_answer(session: Session, tmp_path: Path) -> N
 
 def test_its_progress_tells_rows_tokens_and_the_time_left(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     now, compiling = [100.0], ["compiling program r16"]
-    monkeypatch.setattr(batch_progress, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(requests, "time", SimpleNamespace(monotonic=lambda: now[0]))
     call = session.map(ROWS, "{text}", max_tokens=6)
     call._compiling = lambda: compiling[0]
     look = call._progress()

@@ -9,7 +9,7 @@ import pytest
 
 from helpers.tiered import ask, opened
 from rekindle import ConfigError, Session
-from rekindle._src.core.shared_cache.shared_cache import SharedCache
+from rekindle._src.core.shared_cache import SharedCache
 from rekindle._src.models.loading import prepared
 from rekindle_kernels import private_files, read_through
 
@@ -140,7 +140,7 @@ def test_a_model_is_known_before_its_weights_are_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from helpers import checkpoints, mesh_models
-    from rekindle._src.core.shared_cache import shared_cache
+    from rekindle._src.core import shared_cache
     from rekindle._src.models.loading import checkpoint, known_models
 
     monkeypatch.setattr(prepared, "MIN_BYTES", 0)

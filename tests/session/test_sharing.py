@@ -22,10 +22,9 @@ from helpers.tiered import LENGTH, NEW, ask, opened, plain, prompt
 from rekindle import ConfigError, ProcessLost, ProcessRefused, Session, SharedPages, SnapshotRefused
 from rekindle._src.kvcache.caches import PrefixCaches
 from rekindle._src.kvcache.persist import segment
-from rekindle._src.processes import handshake
-from rekindle._src.processes.bulk import BulkChannel
-from rekindle._src.processes.kinds import Kind
-from rekindle._src.processes.shared_parts import ReceiveMemory, SendMemory
+from rekindle._src.processes import greeting
+from rekindle._src.processes.bulk import BulkChannel, ReceiveMemory, SendMemory
+from rekindle._src.processes.channel import Kind
 from rekindle._src.session.sharing.pulling import Puller
 from rekindle._src.session.sharing.sharer import parts
 from rekindle._src.session.sharing.source import SILENCE, PageAddress, Source, introduction
@@ -206,7 +205,7 @@ class Liar:
 
     def _serve(self) -> None:
         with self._server, self._server.accept()[0] as connection:
-            channel = BulkChannel(connection, handshake.listen(connection, SECRET.encode()), silence=SILENCE)
+            channel = BulkChannel(connection, greeting.listen(connection, SECRET.encode()), silence=SILENCE)
             channel.receive()
             channel.send(Kind.IDENTITY, introduction(self.identity, sealed=False))
             channel.receive()

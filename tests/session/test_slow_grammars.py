@@ -11,7 +11,7 @@ import pytest
 from helpers.sessions import opened
 from rekindle import Session
 from rekindle._src.core.guides import Guided
-from rekindle._src.execution import guiding
+from rekindle._src.programs import guides
 from rekindle._src.structured import endings
 from rekindle._src.structured.guide import Guide
 from rekindle.errors import NoTokenLeft
@@ -27,7 +27,7 @@ def session() -> Iterator[Session]:
 
 
 class Clock:
-    """The processor's time of a guide, as `guiding` reads it."""
+    """The processor's time of a guide, as `guides` reads it."""
 
     now = 0.0
 
@@ -45,7 +45,7 @@ def slowly(monkeypatch: pytest.MonkeyPatch) -> None:
         return consume(self, token)
 
     monkeypatch.setattr(Guide, "consume", slow)
-    monkeypatch.setattr(guiding, "time", clock)
+    monkeypatch.setattr(guides, "time", clock)
 
 
 async def test_rows_of_slow_grammars_wait_outside_the_batch(session: Session, slowly: None) -> None:
@@ -76,7 +76,7 @@ async def test_looking_for_the_ends_of_texts_waits_for_its_turn(
 
     monkeypatch.setattr(endings.Ending, "_shortest", slow)
     monkeypatch.setattr(endings, "time", clock)
-    monkeypatch.setattr(guiding, "time", clock)
+    monkeypatch.setattr(guides, "time", clock)
     objects = session.submit("x", schema={"type": "object"}, n=6, max_tokens=160)
     async for delta in session.stream("hello", max_tokens=900, ignore_eos=True):
         neighbours += delta.token_ids
@@ -93,7 +93,7 @@ async def test_looking_for_the_ends_of_texts_waits_for_its_turn(
 async def test_a_grammar_that_takes_too_long_for_a_token_fails_with_the_reason(
     session: Session, slowly: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guiding, "SLOWEST_TOKEN", 0.01)
+    monkeypatch.setattr(guides, "SLOWEST_TOKEN", 0.01)
     free = session.submit("hello", max_tokens=20, ignore_eos=True)
     with pytest.raises(NoTokenLeft, match=r"following one token took 0.02 s, and 0.01 s are possible.*ambiguous"):
         await session.generate("x", regex="[0-9]{200}", max_tokens=100)

@@ -12,7 +12,7 @@ from rekindle import Completion, ToolCall, ToolCallArguments, ToolCallDropped, T
 from rekindle._src.core.reply import fold
 from rekindle._src.text.replies import ReplyFormat
 from rekindle._src.text.replies.families import SYNTAXES
-from rekindle._src.text.replies.history import format_calls
+from rekindle._src.text.replies.format import format_calls
 from rekindle.errors import InvalidRequest
 
 anyio_test = pytest.mark.anyio
@@ -259,6 +259,7 @@ def test_a_completion_shows_calls_and_folds_its_reasoning_away() -> None:
         ('{{ tools }} as {"name": function name, "parameters": dictionary of arguments}', "llama3_json", False),
         ("{{ tools }} as [func_name1(params_name1=params_value1), func_name2(params)]", "pythonic", False),
         ("{{ tools }} inside <function_calls></function_calls>", "olmo", False),
+        ("{{ tools }}<|start|>assistant<|channel|>final<|message|>", "harmony", False),
         ("{{ tools }}{{ content.split('</think>')[-1] }}", "hermes", True),
         ("{{ messages }} no tools", None, False),
         ("{{ messages }}[THINK]x[/THINK]", None, True),

@@ -22,6 +22,7 @@ TEMPLATES = {
     "mistral": "{{ tools }}[TOOL_CALLS]",
     "phi4mini": "{{ tools }}functools[",
     "olmo": "{{ tools }}<function_calls>",
+    "harmony": "{{ tools }}<|channel|>",
 }
 BODY = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 

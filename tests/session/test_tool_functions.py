@@ -14,9 +14,7 @@ from typing import Annotated, Any, Literal, NamedTuple, NotRequired, Optional, T
 
 import pytest
 
-from rekindle._src.session.tools.conversions import convert
-from rekindle._src.session.tools.docstrings import read_docstring
-from rekindle._src.session.tools.schemas import NoSchema, schema_of
+from rekindle._src.session.tools.schemas import NoSchema, convert, read_docstring, schema_of
 from rekindle._src.session.tools.tool import function_tool
 from rekindle.errors import InvalidRequest
 

@@ -13,7 +13,7 @@ import pytest
 
 from helpers.sessions import eventually
 from rekindle import tiny
-from rekindle._src.structured import bounds, compilers
+from rekindle._src.structured import compilers
 from rekindle._src.structured.grammar import Grammars
 from rekindle._src.structured.guide import Guide
 from rekindle._src.structured.spec import Kind, Spec
@@ -69,7 +69,7 @@ def test_a_chain_of_references_or_rules_is_refused_before_it_is_compiled(grammar
 
 @pytest.mark.parametrize("kind", CHAINS)
 def test_a_chain_within_the_bound_leaves_half_of_the_stack(grammars: Grammars, kind: str) -> None:
-    grammar = grammars.compile(CHAINS[kind](bounds.MOST_LEVELS - 1))
+    grammar = grammars.compile(CHAINS[kind](compilers.MOST_LEVELS - 1))
     guides: list[Guide] = []
 
     def follow() -> None:
@@ -86,7 +86,7 @@ def test_a_chain_within_the_bound_leaves_half_of_the_stack(grammars: Grammars, k
 
 
 def test_a_stack_that_overflows_ends_its_request_alone(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounds, "MOST_LEVELS", 1 << 30)
+    monkeypatch.setattr(compilers, "MOST_LEVELS", 1 << 30)
     with pytest.raises(InvalidRequest, match="nests too deeply: its compiler's stack overflowed"):
         grammars.compile(CHAINS["properties"](4_000))
     assert grammars.compile(Spec("regex", "[ab]{3}")), "another process takes its place"
@@ -169,14 +169,14 @@ def test_simple_grammars_never_wait_for_others_and_places_are_shared_between_cal
     ],
 )
 def test_which_schemas_are_compiled_without_a_trial(schema: Any, simple: bool) -> None:
-    assert bounds.is_simple(Spec("schema", json.dumps(schema))) is simple
+    assert compilers.is_simple(Spec("schema", json.dumps(schema))) is simple
 
 
 def test_levels_are_counted_as_they_are_followed() -> None:
-    assert bounds.rule_levels('start: a b\na: "x" b\nb: c\nc: "c c"') == 4
-    assert bounds.rule_levels('root ::= [a-z] b # c\nb ::= ("c" |\n d)\nd ::= root') == 3
+    assert compilers.rule_levels('start: a b\na: "x" b\nb: c\nc: "c c"') == 4
+    assert compilers.rule_levels('root ::= [a-z] b # c\nb ::= ("c" |\n d)\nd ::= root') == 3
     tree = {"$ref": "#/$defs/n", "$defs": {"n": {"type": "array", "items": {"$ref": "#/$defs/n"}}}}
-    assert bounds.schema_levels(tree) == 1
+    assert compilers.schema_levels(tree) == 1
 
 
 def test_a_compiler_ends_with_its_parent() -> None:

@@ -16,10 +16,9 @@ import pytest
 
 from rekindle import Sampling, tiny
 from rekindle._src.core.guides import Guided
-from rekindle._src.structured import plain_types, schemas
+from rekindle._src.structured import spec
 from rekindle._src.structured.grammar import Grammars
-from rekindle._src.structured.schemas import closed, type_schema
-from rekindle._src.structured.spec import Spec, structure_of
+from rekindle._src.structured.spec import Spec, closed, structure_of, type_schema
 from rekindle._src.text.tokenizer import Tokenizer
 from rekindle.errors import InvalidRequest, MissingExtra
 
@@ -68,7 +67,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     else:
         find = importlib.util.find_spec
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "pydantic" else find(name))
-    schemas._cached_type_schema.cache_clear()
+    spec._cached_type_schema.cache_clear()
     return str(request.param)
 
 
@@ -199,8 +198,8 @@ def test_closing_leaves_values_alone() -> None:
 
 
 def test_a_type_that_contains_itself_needs_pydantic() -> None:
-    with pytest.raises(plain_types.NoSchema, match="contains itself"):
-        plain_types.schema_of(Node)
+    with pytest.raises(spec.NoSchema, match="contains itself"):
+        spec.schema_of(Node)
 
 
 @dataclasses.dataclass

@@ -10,11 +10,11 @@ from random import Random
 
 import pytest
 
-from rekindle._src.tiny_training import asking, facts, general, lists, sums, unknown
-from rekindle._src.tiny_training.corpus import HELD_OUT, SHARES, TRAIN, documents, talk
-from rekindle._src.tiny_training.people import FACTS, WHO, ask, people, state
-from rekindle._src.tiny_training.stories import plot_of, request, story
-from rekindle._src.tiny_training.words import BOYS, GIRLS, HEROES, a, count, fill, join, plural
+from workshop.tiny import evaluate, facts, lists, questions
+from workshop.tiny.corpus import HELD_OUT, SHARES, TRAIN, documents, talk
+from workshop.tiny.facts import FACTS, WHO, ask, people, state
+from workshop.tiny.stories import plot_of, request, story
+from workshop.tiny.words import BOYS, GIRLS, HEROES, a, count, fill, join, plural
 
 CALCULATION = re.compile(r"(\d+) (plus|minus|times|[-+*]) (\d+)")
 
@@ -109,7 +109,7 @@ def test_sums_are_right() -> None:
     rng = Random(0)
     operations = {"+": int.__add__, "plus": int.__add__, "-": int.__sub__, "minus": int.__sub__}
     for _ in range(500):
-        asked, answer = sums.question(rng)
+        asked, answer = questions.sum_question(rng)
         if found := CALCULATION.search(asked):
             left, sign, right = found.groups()
             result = operations.get(sign, int.__mul__)(int(left), int(right))
@@ -155,7 +155,7 @@ def test_a_general_question_has_one_answer() -> None:
     rng = Random(0)
     answers: dict[str, set[str]] = {}
     for _ in range(5000):
-        kind = rng.choice([kind for kind in general.TABLES if kind is not general.chatter])
+        kind = rng.choice([kind for kind in questions.TABLES if kind is not questions.chatter])
         asked, answer = kind(rng)
         answers.setdefault(asked, set()).add(answer)
     assert len(answers) > 250
@@ -216,17 +216,17 @@ def test_who_they_are_is_told_first_and_asked_last_with_other_talk_between() -> 
 
 def test_what_is_outside_of_the_world_has_one_answer_and_is_nowhere_answered() -> None:
     rng = Random(0)
-    asked = {unknown.question(rng) for _ in range(4000)}
+    asked = {questions.unknown_question(rng) for _ in range(4000)}
     assert len(asked) > 1200
-    assert {answer for _, answer in asked} == {unknown.ANSWER}
-    known = {general.question(rng)[0] for _ in range(4000)}
+    assert {answer for _, answer in asked} == {questions.UNKNOWN_ANSWER}
+    known = {questions.general_question(rng)[0] for _ in range(4000)}
     assert not known & {question for question, _ in asked}
 
 
 def test_what_is_asked_by_hand_is_not_in_the_corpus() -> None:
     rng = Random(0)
-    assert not set(asking.NAMES) & {*GIRLS, *BOYS}
-    asked = {unknown.question(rng)[0] for _ in range(20_000)}
-    assert not set(asking.OUTSIDE) & asked
+    assert not set(evaluate.NAMES) & {*GIRLS, *BOYS}
+    asked = {questions.unknown_question(rng)[0] for _ in range(20_000)}
+    assert not set(evaluate.OUTSIDE) & asked
     text = "\n".join(islice(documents(TRAIN), 1000))
-    assert not [name for name in asking.NAMES if re.search(rf"\b{name}\b", text)]
+    assert not [name for name in evaluate.NAMES if re.search(rf"\b{name}\b", text)]

@@ -11,14 +11,15 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from rekindle._src.bench import reference
+import rekindle
 from rekindle._src.models.base import LoadedModel
 from rekindle._src.models.loading.checkpoint import load
-from rekindle._src.tiny_training import asking, evaluate
-from rekindle._src.tiny_training.batches import encoded, pack
-from rekindle._src.tiny_training.corpus import chat
-from rekindle._src.tiny_training.recipe import CONTEXT, Recipe
 from rekindle.tiny import folder
+from workshop import reference
+from workshop.tiny import evaluate
+from workshop.tiny.corpus import chat
+from workshop.tiny.tokenizer import encoded, pack
+from workshop.tiny.train import CONTEXT, Recipe
 
 
 @pytest.fixture(scope="module")
@@ -75,14 +76,15 @@ def test_chat_answers_the_question_asked(model: LoadedModel, words: Tokenizer, k
     assert evaluate.exact_answers(model.graph, model.leaves, words, kind, rows=16) >= share
 
 
-def test_it_is_worth_talking_to(model: LoadedModel, words: Tokenizer) -> None:
+def test_it_is_worth_talking_to(words: Tokenizer) -> None:
     """On prompts written by hand; the model before this corpus recalled no name and refused nothing."""
-    ask = asking.asker(model, words)
-    outside = [([(question, "")], asking.REFUSAL) for question in asking.OUTSIDE]
-    inside = [([(question, "")], answer) for question, answer in asking.INSIDE]
-    assert asking.share(ask, asking.names(), 16).right >= 14
-    assert asking.share(ask, outside, 16).right >= 30
-    assert asking.share(ask, inside, 24).right >= 14
+    outside = [([(question, "")], evaluate.REFUSAL) for question in evaluate.OUTSIDE]
+    inside = [([(question, "")], answer) for question, answer in evaluate.INSIDE]
+    with rekindle.open_sync("tiny", dtype="float32", quiet=True) as session:
+        ask = evaluate.asker(session, words)
+        assert evaluate.share(ask, evaluate.names(), 16).right >= 14
+        assert evaluate.share(ask, outside, 16).right >= 30
+        assert evaluate.share(ask, inside, 24).right >= 14
 
 
 def test_a_story_is_a_story_and_the_prompt_matters(model: LoadedModel, words: Tokenizer) -> None:

@@ -11,9 +11,9 @@ from tokenizers import Tokenizer
 
 from rekindle._src.text.chat import ChatTemplate
 from rekindle._src.text.tokenizer import Tokenizer as LoadedTokenizer
-from rekindle._src.tiny_training import tokenizer
-from rekindle._src.tiny_training.corpus import HELD_OUT, chat, documents
 from rekindle.tiny import folder
+from workshop.tiny import tokenizer
+from workshop.tiny.corpus import HELD_OUT, chat, documents
 
 SHIPPED = Tokenizer.from_file(str(folder() / "tokenizer.json"))
 

@@ -11,14 +11,26 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from rekindle._src.models.base import abstract_model
+from rekindle._src.models.base import abstract_model, merge
 from rekindle._src.models.loading.checkpoint import load
 from rekindle._src.models.registry import config_from_hf
-from rekindle._src.tiny_training import evaluate, export, native, tokenizer
-from rekindle._src.tiny_training.batches import PAD, batch, encoded, pack
-from rekindle._src.tiny_training.objective import causal, logits, losses
-from rekindle._src.tiny_training.recipe import Recipe, Stage
-from rekindle._src.tiny_training.train import TrainingProgress, initial, train
+from rekindle.tiny import folder
+from workshop.tiny import evaluate, tokenizer
+from workshop.tiny.tokenizer import PAD, encoded, pack
+from workshop.tiny.train import (
+    SIZES,
+    Recipe,
+    Stage,
+    batch,
+    causal,
+    export,
+    initial,
+    is_matrix,
+    logits,
+    losses,
+    orthogonal,
+    train,
+)
 
 SMALL = Recipe(
     stages=(Stage(2, 48, 3, copying=0.5), Stage(1, 96, 3)),  # each compiles once, most of this file's time
@@ -41,9 +53,10 @@ def words() -> Tokenizer:
 
 
 def run(words: Tokenizer, work: Path, stop_after: int | None = None) -> tuple[list[float], list[np.ndarray]]:
-    progress: list[TrainingProgress] = []
-    _, leaves = train(SMALL, words, work, stop_after=stop_after, report=progress.append)
-    return [step.loss for step in progress], [np.asarray(leaf) for leaf in leaves]
+    history: list[float] = []
+    report = lambda number, loss: history.append(loss)  # noqa: E731
+    _, leaves = train(SMALL, words, work, stop_after=stop_after, report=report)
+    return history, [np.asarray(leaf) for leaf in leaves]
 
 
 def test_a_run_repeats_to_the_bit_and_a_resumed_one_equals_it(words: Tokenizer, tmp_path: Path) -> None:
@@ -104,6 +117,12 @@ def test_rates_rise_stay_and_fall_to_zero() -> None:
     assert [recipe.rate(step) for step in (0, 9, 60, 80, 100)] == pytest.approx([0.1, 1.0, 1.0, 0.5, 0.0])
 
 
+def test_the_recipe_is_that_of_the_shipped_weights() -> None:
+    recipe, card = Recipe(), (folder() / "README.md").read_text()
+    tokens = sum(stage.steps * stage.rows * stage.length for stage in recipe.stages)
+    assert f"{recipe.steps:,} steps over\n{tokens / 1e6:.1f} million tokens" in card
+
+
 def test_a_recipe_is_scaled_in_all_its_parts() -> None:
     whole = Recipe()
     half = whole.scaled(whole.steps // 2)
@@ -113,18 +132,25 @@ def test_a_recipe_is_scaled_in_all_its_parts() -> None:
 
 
 def test_a_larger_model_has_the_corpus_and_the_steps_of_the_shipped_one() -> None:
-    recipe = Recipe.of_size("30m")
-    graph, leaves = abstract_model(config_from_hf(recipe.config([0], 0)), "float32")
+    recipe = Recipe(**SIZES["30m"])
+    _, leaves = abstract_model(config_from_hf(recipe.config([0], 0)), "float32")
     assert 30e6 < sum(leaf.size for leaf in leaves) < 31e6
-    assert native.Steps.fit(graph, [(stage.rows, stage.length) for stage in recipe.stages])
-    assert recipe.stages == Recipe().stages and Recipe.of_size("tiny") == Recipe()
+    assert recipe.stages == Recipe().stages and Recipe(**SIZES["tiny"]) == Recipe()
+
+
+def test_muon_makes_singular_values_about_one() -> None:
+    for shape in ((96, 64), (64, 96)):
+        matrix = orthogonal(jnp.asarray(np.random.default_rng(2).standard_normal(shape), jnp.float32))
+        values = np.linalg.svd(np.asarray(matrix), compute_uv=False)
+        assert values.min() > 0.5 and values.max() < 1.3
+    assert is_matrix("layers.0.mlp.down.weight") and not is_matrix("layers.0.mlp_norm.weight")
 
 
 @pytest.mark.slow
 def test_the_exported_folder_computes_what_was_trained(words: Tokenizer, tmp_path: Path) -> None:
     graph, leaves = initial(SMALL, config_from_hf(SMALL.config([0], 0)))
     rounded = tuple(leaf.astype(jnp.bfloat16).astype(jnp.float32) if leaf.ndim == 2 else leaf for leaf in leaves)
-    export.write(SMALL, words, graph, leaves, tmp_path)
+    export(SMALL, words, graph, leaves, tmp_path)
     model = load(tmp_path, dtype="float32")
     tokens = jnp.arange(24, dtype=jnp.int32).reshape(2, 12)
     np.testing.assert_allclose(
@@ -136,3 +162,31 @@ def test_exact_answers_are_those_that_greedy_decoding_gives(words: Tokenizer) ->
     ids, start = evaluate.last_answer(words, [("What is your name?", "My name is Ember.")])
     assert words.decode(ids[start:], skip_special_tokens=False) == "My name is Ember.<|im_end|>"
     assert words.decode(ids[:start], skip_special_tokens=False).endswith("<|im_start|>assistant\n")
+
+
+def looked_at(tokens: list[int]) -> np.ndarray:
+    """[2, H, T]: where each head of the first two blocks looks most, from each position."""
+    recipe = Recipe()
+    config = config_from_hf(recipe.config([0], 0))
+    T, found = len(tokens), []
+
+    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        k, v = (jnp.repeat(x, q.shape[1] // k.shape[1], axis=1) for x in (k, v))
+        scores = jnp.einsum("qhd,khd->hqk", q, k) * config.attention[layer].scale
+        weights = jax.nn.softmax(jnp.where(jnp.tril(jnp.ones((T, T), bool)), scores, -jnp.inf), axis=-1)
+        found.append(np.asarray(weights.argmax(-1)))
+        return jnp.einsum("hqk,khd->qhd", weights, v)
+
+    merge(*initial(recipe, config))(jnp.asarray(tokens), jnp.arange(T), attend)
+    return np.stack(found[:2])
+
+
+def test_heads_look_back_by_position_and_then_by_what_they_found() -> None:
+    line = [int(token) for token in np.random.default_rng(0).choice(2048, 24, replace=False)]
+    found = looked_at(line * 3)
+    at = np.arange(72)
+    for head, distance in enumerate((1, 2, 3)):
+        assert np.mean(found[0, head, 8:] == at[8:] - distance) > 0.8
+    # From the second line on: the token that followed this one a line, or two lines, ago. Chance is about 3 %.
+    followed = found[1, 0, 24:]
+    assert np.mean((followed == at[24:] - 23) | (followed == at[24:] - 47)) > 0.5

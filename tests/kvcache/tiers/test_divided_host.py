@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rekindle._src.kvcache import CostModel, Tiers
-from rekindle._src.kvcache.tiers.divided_host import DividedHostTier
-from rekindle._src.kvcache.tiers.host import Payload
+from rekindle._src.kvcache.tiers.host import DividedHostTier, Payload
 
 A, B = b"a" * 16, b"b" * 16
 

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from rekindle._src.kvcache.tiers.host_slots import LINE, PIECE, Slots
+from rekindle._src.kvcache.tiers.host import LINE, PIECE, Slots
 
 SIZE = 96 << 10
 

@@ -10,8 +10,8 @@ import pytest
 from helpers.stored_pages import IDENTITY, payload_of
 from rekindle._src.core.records import IntArray, LostPage, PageMove
 from rekindle._src.kvcache import CostModel, HostTier, PagePool, PrefixCache, Tiers
-from rekindle._src.kvcache.tiers import promoting
-from rekindle._src.kvcache.tiers.promoting import promote
+from rekindle._src.kvcache.tiers import restoring
+from rekindle._src.kvcache.tiers.restoring import promote
 
 SIZE = 4
 LONG, OTHER = (np.repeat(np.array(values, np.int32), SIZE) for values in ((1, 2, 3, 4), (1, 2, 7)))
@@ -19,7 +19,7 @@ LONG, OTHER = (np.repeat(np.array(values, np.int32), SIZE) for values in ((1, 2,
 
 @pytest.fixture(autouse=True)
 def few_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(promoting, "MIN_BYTES", 0)
+    monkeypatch.setattr(restoring, "MIN_BYTES", 0)
 
 
 def grafted(pages: int, *, missing: int = 0) -> tuple[PrefixCache, Tiers]:
@@ -50,7 +50,7 @@ def test_pages_come_parents_first_as_far_as_there_is_room(pages: int, missing: i
 
     count = promote(cache, fill, page_bytes=64)
     assert (on_device(cache, LONG), on_device(cache, OTHER)) == expected
-    assert count == len(filled) == cache.pool.cached <= pages // promoting.SHARE
+    assert count == len(filled) == cache.pool.cached <= pages // restoring.SHARE
     assert not cache.pool.held and not tiers.host.statistics().held
     cache.check_integrity()
     cache.evict(count + promote(cache, fill, page_bytes=64))
@@ -73,8 +73,8 @@ def test_a_page_that_can_not_be_filled_stays_away_with_all_below_it() -> None:
 
 
 def test_bytes_are_limited_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(promoting, "MAX_BYTES", 200)
+    monkeypatch.setattr(restoring, "MAX_BYTES", 200)
     cache, _ = grafted(40)
     assert promote(cache, lambda moves: (), page_bytes=64) == 3
-    monkeypatch.setattr(promoting, "MIN_BYTES", 1000)
+    monkeypatch.setattr(restoring, "MIN_BYTES", 1000)
     assert promote(cache, lambda moves: (), page_bytes=64) == 0

@@ -1,0 +1,161 @@
+"""One set of rules for all kinds of cache entries: trust, damage, room, and the shared cache behind them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.faults import NAMES, PASSING
+from rekindle._src.core.atomic_checkpoint import DAMAGED, ITEM, PARTIAL
+from rekindle._src.core.store import Sound, Store, Unusable
+from rekindle_kernels import read_through
+from rekindle_kernels.private_files import tell_once
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tell_once.cache_clear()
+    return tmp_path / "cache" / "weights"
+
+
+def write(store: Store, name: str, text: str = "content", used: float | None = None) -> None:
+    def fill(files: Path) -> None:
+        (files / "file").write_text(text)
+
+    store.write(name, fill)
+    if used is not None:
+        os.utime(store.path(name), (used, used))
+
+
+def text_of(path: Path) -> str:
+    return (path / ITEM / "file").read_text()
+
+
+def failing(error: Exception) -> Any:
+    def reader(path: Path) -> None:
+        raise error
+
+    return reader
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_files_and_folders_come_back(folder: Path) -> None:
+    store = Store(folder)
+    assert store.get("a") is None and not store.holds("b")
+    assert store.put("a", b"bytes") and store.get("a") == b"bytes"
+    write(store, "b")
+    assert store.holds("b") and store.read("b", text_of) == "content"
+    assert store.content("b", f"{ITEM}/file") == b"content"
+    store.remove("a")
+    store.remove("b")
+    assert names(folder) == set()
+
+
+def test_nothing_is_read_or_written_where_others_can_write(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    before = Store(folder)
+    assert before.put("a", b"bytes")
+    write(before, "b")
+    folder.chmod(0o777)
+    for _ in range(2):
+        store = Store(folder)
+        assert store.distrusted and store.get("a") is None and not store.put("c", b"") and not store.holds("b")
+    assert names(folder) == {"a", "b"} and caplog.text.count("the cache is not used") == 1
+
+
+@pytest.mark.parametrize("number", PASSING, ids=NAMES)
+def test_an_error_that_passes_leaves_the_entry(folder: Path, number: int) -> None:
+    store = Store(folder)
+    write(store, "a")
+    with pytest.raises(Unusable) as caught:
+        store.read("a", failing(OSError(number, os.strerror(number))))
+    assert caught.value.passing and store.read("a", text_of) == "content"
+
+
+def test_damage_is_set_aside_and_only_so_much_of_it_is_kept(folder: Path) -> None:
+    store = Store(folder, kept_damaged=1)
+    for _ in range(3):
+        write(store, "a")
+        with pytest.raises(Unusable, match="ValueError: cut off"):
+            store.read("a", failing(ValueError("cut off")))
+        assert not store.holds("a")
+    assert len(names(folder)) == 1 and all(name.startswith(DAMAGED) for name in names(folder))
+
+
+def test_what_is_sound_stays_and_errors_of_others_pass(folder: Path) -> None:
+    store = Store(folder)
+    write(store, "a")
+    with pytest.raises(Sound):
+        store.read("a", failing(Sound("for other devices")))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        store.read("a", failing(RuntimeError("out of memory")), (ValueError,))
+    assert store.holds("a")
+
+
+@pytest.mark.parametrize("bound", ["most", "max_bytes", "max_age"])
+def test_the_least_recently_used_leave_first(folder: Path, bound: str) -> None:
+    store = Store(folder, max_bytes=1 << 40)
+    for used, name in enumerate("abc"):
+        write(store, name, used=1e8 + used)
+    size = store.entries()[0].size
+    bounds: dict[str, Any] = {"most": 2, "max_bytes": 2 * size, "max_age": 1e9}
+    store = Store(folder, **{bound: bounds[bound]})
+    now = os.stat(folder).st_mtime
+    for name in "ab":  # used again; c was not
+        store.read(name, text_of)
+    (folder / f"{PARTIAL}old").mkdir()
+    (folder / f"{PARTIAL}new").mkdir()
+    os.utime(folder / f"{PARTIAL}old", (now - 1e6, now - 1e6))
+    store.prune()
+    assert names(folder) == {"a", "b", f"{PARTIAL}new"}
+    if bound == "most":
+        os.utime(store.path("a"), (1e8, 1e8))
+        store.prune(room=1)
+        assert names(folder) == {"b", f"{PARTIAL}new"}
+
+
+def test_an_entry_that_another_process_wrote_meanwhile_is_no_failure(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_late(path: Path, fill: Any) -> None:
+        if path.name == "a":
+            (path / ITEM).mkdir(parents=True)
+        raise OSError("it is there")
+
+    monkeypatch.setattr("rekindle._src.core.store.write_checkpoint", too_late)
+    Store(folder).write("a", lambda files: None)
+    with pytest.raises(OSError, match="it is there"):
+        Store(folder).write("b", lambda files: None)
+
+
+def test_missing_entries_come_from_behind_and_used_ones_go_there(folder: Path) -> None:
+    class Behind:
+        def __init__(self) -> None:
+            self.kept: list[tuple[str, str]] = []
+
+        def fetch(self, kind: str, name: str) -> bool:
+            if name == "b":
+                write(Store(folder), name, "from behind")
+            return name == "b"
+
+        def keep(self, kind: str, name: str) -> None:
+            self.kept.append((kind, name))
+
+        def names(self, kind: str) -> list[str]:
+            return []
+
+    behind = Behind()
+    store = Store(folder)
+    folder.mkdir(parents=True)
+    read_through.attach(folder.parent, behind)
+    try:
+        assert not store.holds("a") and store.holds("b")
+        behind.kept.clear()
+        assert store.read("b", text_of) == "from behind" and behind.kept == [("weights", "b")]
+    finally:
+        read_through.attach(folder.parent, None)

@@ -1,0 +1,37 @@
+"""Masks on the device: tokens among those that are allowed, and rows that are left without one."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+
+from rekindle._src.core.guides import mask_words
+from rekindle._src.programs.guides import NO_TOKEN, Guides
+from rekindle._src.programs.sampling import plainly
+from rekindle_kernels import greedy
+
+
+def mask_of(allowed: list[list[int]], vocab: int) -> np.ndarray:
+    masks = np.zeros((len(allowed), mask_words(vocab)), np.uint32)
+    for row, tokens in enumerate(allowed):
+        for token in tokens:
+            masks[row, token // 32] |= np.uint32(1 << token % 32)
+    return masks.view(np.int32)
+
+
+def test_tokens_come_with_the_logits_that_they_were_chosen_with() -> None:
+    logits = jnp.asarray(np.random.default_rng(0).standard_normal((3, 70)), jnp.float32)
+    tokens, values = Guides().take(jnp.asarray(mask_of([[3, 69], [31, 32], []], 70)))(logits, greedy)
+    rows = np.asarray(logits)
+    assert np.asarray(tokens).tolist() == [max(3, 69, key=rows[0].__getitem__), max(31, 32, key=rows[1].__getitem__), 0]
+    assert np.asarray(values).tolist() == [rows[0, tokens[0]], rows[1, tokens[1]], -np.inf]
+    assert np.array_equal(plainly(logits, greedy), rows.argmax(axis=1))
+
+
+def test_a_row_without_a_token_is_told_and_no_other() -> None:
+    logits = jnp.asarray([[1.0, 2.0, -1e9], [1.0, 2.0, -1e9], [-1e9, -1e9, -1e9], [0.0, 1.0, 2.0]], jnp.float32)
+    masks = mask_of([[2], [0, 2], [], []], 3)
+    masks[2] = -1  # unguided, with a bias on everything
+    tokens, values = Guides().take(jnp.asarray(masks))(logits, greedy)
+    told = Guides().mark(tokens, jnp.asarray(masks), values)
+    assert np.asarray(told).tolist() == [NO_TOKEN, 0, 0, NO_TOKEN]

@@ -1,0 +1,98 @@
+"""Adapters over HTTP: served under their names, listed with their model, and loaded only where that was allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+import rekindle
+from helpers import adapters
+from helpers.asgi import get, post
+from helpers.small import MODEL, OPTIONS, plain, prompt
+from rekindle.serve import app
+
+pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("shared_programs")]
+IDS = prompt(1, 9)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    root = tmp_path_factory.mktemp("adapters")
+    return [adapters.write(root / str(seed), MODEL.config, seed=seed) for seed in range(2)]
+
+
+@pytest.fixture(scope="module")
+def session(folders: list[Path]) -> Iterator[Any]:
+    options = {**OPTIONS, "precompile": "lazy", "max_adapters": 2, "max_adapter_rank": 16}
+    with rekindle.open_sync(MODEL, adapters={"first": folders[0]}, **options) as opened:
+        yield opened
+
+
+async def tokens(served: Any, model: str) -> list[int]:
+    body = {"prompt": IDS, "model": model, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    answer = await post(served, "/v1/completions", {**body, "return_token_ids": True})
+    assert answer.status == 200, answer.body
+    assert answer.json()["model"] == model
+    ids: list[int] = answer.json()["choices"][0]["token_ids"]
+    return ids
+
+
+async def test_an_adapter_is_a_model_with_a_parent(session: Any, folders: list[Path]) -> None:
+    served = app(session, name="base")
+    listed = (await get(served, "/v1/models")).json()["data"]
+    assert [(entry["id"], entry.get("parent")) for entry in listed] == [("base", None), ("first", "base")]
+    assert (await get(served, "/v1/models/base:first")).json()["parent"] == "base"
+    expected = adapters.plain(MODEL, folders[0], IDS, 4)
+    assert await tokens(served, "first") == await tokens(served, "base:first") == expected
+    assert await tokens(served, "base") == list(plain(IDS, 4)) != expected
+    missing = await post(served, "/v1/completions", {"prompt": IDS, "model": "second"})
+    assert (missing.status, missing.error["code"]) == (404, "model_not_found")
+    embedded = await post(served, "/v1/embeddings", {"input": [IDS], "model": "first"})
+    assert embedded.status == 400 and "makes no embeddings" in embedded.error["message"]
+
+
+async def test_metrics_name_the_adapters_of_requests(session: Any) -> None:
+    pytest.importorskip("prometheus_client", reason="metrics are a part of the extra `serve`")
+    served = app(session, name="base", metrics_names="both")
+
+    async def info() -> str:
+        lines = (await get(served, "/metrics")).body.decode().splitlines()
+        (line,) = [line for line in lines if line.startswith("vllm:lora_requests_info{")]
+        return line.partition(" ")[0]
+
+    label = 'vllm:lora_requests_info{{max_lora="2",running_lora_adapters="{}",waiting_lora_adapters="{}"}}'
+    idle = label.format("", "")
+    assert await info() == idle
+    async with session.paused(), anyio.create_task_group() as group:  # requests wait there, and steps are ours
+        group.start_soon(tokens, served, "first")
+        group.start_soon(tokens, served, "base")
+        with anyio.fail_after(60):
+            while (line := await info()) == idle:  # noqa: ASYNC110  no event says it
+                await anyio.sleep(0.001)
+            assert line == label.format("", "first")
+            while (line := await info()) != label.format("first", ""):
+                assert line in (idle, label.format("", "first"))
+                await session.step()
+            while await info() != idle:
+                await session.step()
+
+
+async def test_requests_load_adapters_only_where_that_was_allowed(session: Any, folders: list[Path]) -> None:
+    body = {"lora_name": "second", "lora_path": str(folders[1])}
+    assert (await post(app(session), "/v1/load_lora_adapter", body)).status in (404, 405)
+    served = app(session, name="base", adapter_loading=True)
+    assert (await post(served, "/v1/load_lora_adapter", body)).status == 200
+    assert await tokens(served, "second") == adapters.plain(MODEL, folders[1], IDS, 4)
+    again = await post(served, "/v1/load_lora_adapter", body)
+    assert again.status == 400 and "load_inplace" in again.error["message"]
+    body["lora_path"] = str(folders[0])
+    assert (await post(served, "/v1/load_lora_adapter", {**body, "load_inplace": True})).status == 200
+    assert await tokens(served, "second") == adapters.plain(MODEL, folders[0], IDS, 4)
+    bad = await post(served, "/v1/load_lora_adapter", {**body, "lora_path": "/nowhere", "load_inplace": True})
+    assert bad.status == 400 and "not a folder" in bad.error["message"]
+    assert (await post(served, "/v1/unload_lora_adapter", {"lora_name": "second"})).status == 200
+    assert (await post(served, "/v1/unload_lora_adapter", {"lora_name": "second"})).status == 404

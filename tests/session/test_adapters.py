@@ -1,0 +1,258 @@
+"""Adapters: many over one base, in one batch, each with its own cache; every text is that of merged weights."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+
+import rekindle
+from helpers import adapters
+from helpers.small import MODEL, OPTIONS, PAGE, plain, prompt
+from rekindle._src.models import random_model
+from rekindle.errors import CheckpointError, ConfigError, InvalidRequest
+
+pytestmark = pytest.mark.usefixtures("shared_programs")
+anyio_test = pytest.mark.anyio
+NEW = 8
+GREEDY: dict[str, Any] = {"max_tokens": NEW, "ignore_eos": True}
+# Different targets, ranks, scales and layers.
+KINDS: tuple[dict[str, Any], ...] = (
+    {"rank": 4},
+    {"rank": 8, "targets": ("q_proj", "v_proj"), "use_rslora": True},
+    {"rank": 2, "targets": ("down_proj", "o_proj", "k_proj"), "lora_alpha": 6},
+    {"rank": 24, "targets": ("gate_proj",)},
+    {"rank": 4, "layers": (1,)},
+    {"rank": 4, "rank_pattern": {"q_proj": 6}, "alpha_pattern": {"q_proj": 3}},
+)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    root = tmp_path_factory.mktemp("adapters")
+    return [adapters.write(root / str(seed), MODEL.config, seed=seed, **kind) for seed, kind in enumerate(KINDS)]
+
+
+@functools.cache
+def expected(folder: Path | None, ids: tuple[int, ...]) -> list[int]:
+    return list(plain(ids, NEW)) if folder is None else adapters.plain(MODEL, folder, ids, NEW)
+
+
+def opening(**changes: Any) -> Any:
+    return rekindle.open(
+        MODEL, **{**OPTIONS, "precompile": "lazy", "max_adapters": 4, "max_adapter_rank": 16} | changes
+    )
+
+
+def same(done: Any, folder: Path | None, ids: Sequence[int]) -> None:
+    assert list(done.token_ids) == expected(folder, tuple(ids))
+
+
+@anyio_test
+async def test_rows_with_different_adapters_and_with_none_share_a_batch(folders: list[Path]) -> None:
+    names = {f"a{index}": folder for index, folder in enumerate(folders)}
+    async with opening(adapters=names, max_adapters=8) as session:
+        assert session.adapters == tuple(names)
+        prompts = [prompt(seed, 5 + 4 * seed, shared=5) for seed in range(len(names) + 1)]
+        handles = [
+            session.submit(ids, adapter=name, **GREEDY) for ids, name in zip(prompts, (*names, None), strict=True)
+        ]
+        done = [await handle for handle in handles]
+        for one, folder, ids in zip(done, (*folders, None), prompts, strict=True):
+            same(one, folder, ids)
+        texts = {tuple((await session.generate(prompts[0], adapter=name, **GREEDY)).token_ids) for name in names}
+        assert len(texts) > 3, "the adapters change little"
+        whole = await session.generate(prompts[0], adapter="a0", logprobs=40, **GREEDY)  # letters have one order
+        same(whole, folders[0], prompts[0])
+        session.check_integrity()
+    # A long prompt is computed unit by unit, a short one by whole chunks: see `programs.adapters`.
+    async with opening(adapters=names, max_adapters=8, max_tokens_per_step=128, max_model_len=128) as session:
+        ids = prompt(3, 100)
+        many = [session.submit(ids, adapter=name, max_tokens=2) for name in (*names, None)]
+        for handle, folder in zip(many, (*folders, None), strict=True):
+            assert list((await handle).token_ids) == adapters.plain(MODEL, folder, ids, 2)
+
+
+@anyio_test
+async def test_more_adapters_than_slots_take_turns_and_nothing_is_compiled(folders: list[Path]) -> None:
+    names = {f"a{index}": folder for index, folder in enumerate(folders)}
+    async with opening(max_adapters=2, max_adapter_rank=16, adapters=names, precompile="all") as session:
+        compiled = session.stats().runner.compilations
+        for first in range(2):
+            handles = [
+                (index, seed, session.submit(prompt(seed, 9 + seed), adapter=f"a{index}", **GREEDY))
+                for seed in range(first, first + 3)
+                for index in range(len(folders))
+            ]
+            plain_one = session.submit(prompt(1, 20), **GREEDY)
+            for index, seed, handle in handles:
+                same(await handle, folders[index], prompt(seed, 9 + seed))
+            same(await plain_one, None, prompt(1, 20))
+            for index in range(len(folders)):
+                await session.unload_adapter(f"a{index}")
+                await session.load_adapter(f"a{index}", folders[index])
+        assert session.stats().runner.compilations == compiled
+        session.check_integrity()
+
+
+@anyio_test
+async def test_pages_belong_to_weights_and_not_to_names(folders: list[Path]) -> None:
+    ids = prompt(7, 30)
+    async with opening() as session:
+        await session.load_adapter("x", folders[0])
+        cold = await session.generate(ids, adapter="x", **GREEDY)
+        warm = await session.generate(ids, adapter="x", **GREEDY)
+        assert (cold.usage.cached_tokens, warm.usage.cached_tokens) == (0, 30 // PAGE * PAGE)
+        assert cold.token_ids == warm.token_ids
+        assert (await session.generate(ids, **GREEDY)).usage.cached_tokens == 0
+        await session.load_adapter("y", folders[0])  # the same weights under another name
+        assert (await session.generate(ids, adapter="y", **GREEDY)).usage.cached_tokens == 24
+        assert session.cache.explain(ids, adapter="y").device_tokens == 24
+        await session.load_adapter("x", folders[1])  # trained again
+        again = await session.generate(ids, adapter="x", **GREEDY)
+        assert again.usage.cached_tokens == 0
+        same(again, folders[1], ids)
+        same(await session.generate(ids, adapter="y", **GREEDY), folders[0], ids)
+        # A salt divides the pages of an adapter as it does those of the base.
+        assert (await session.generate(ids, adapter="y", salt="s", **GREEDY)).usage.cached_tokens == 0
+        assert (await session.generate(ids, adapter="y", salt="s", **GREEDY)).usage.cached_tokens == 24
+        pages = session.cache.tree(limit=1000).total_pages
+        await session.unload_adapter("y")
+        assert session.cache.tree(limit=1000).total_pages <= pages - 2 * 3
+        with pytest.raises(InvalidRequest, match=r"adapter='y': is not an adapter.*load_adapter"):
+            await session.generate(ids, adapter="y", **GREEDY)
+        await session.load_adapter("y", folders[0])
+        assert session.cache.explain(ids, adapter="y").device_tokens == 0
+        assert (await session.generate(ids, adapter="y", **GREEDY)).usage.cached_tokens == 0
+        same(await session.generate(ids, **GREEDY), None, ids)
+        session.check_integrity()
+
+
+@anyio_test
+async def test_loads_unloads_and_swaps_while_requests_run_mix_nothing_up(folders: list[Path]) -> None:
+    rng = np.random.default_rng(0)
+    async with opening(max_adapters=2, device_pages=24) as session:
+        await session.load_adapter("a", folders[0])
+        versions = {"a": folders[0]}
+        running: list[tuple[Any, Path | None, list[int]]] = []
+        for round_ in range(24):
+            name = str(rng.choice(["a", "b", "c"]))
+            match int(rng.integers(4)):
+                case 0:
+                    versions[name] = folders[int(rng.integers(len(folders)))]
+                    await session.load_adapter(name, versions[name])
+                case 1 if name in versions and len(versions) > 1:
+                    del versions[name]
+                    await session.unload_adapter(name)
+            for _ in range(2):
+                chosen = str(rng.choice([*versions]))
+                ids = prompt(int(rng.integers(3)), 12 + round_ % 5, shared=8)
+                running.append((session.submit(ids, adapter=chosen, **GREEDY), versions[chosen], ids))
+            ids = prompt(round_ % 4, 10, shared=8)
+            running.append((session.submit(ids, **GREEDY), None, ids))
+            await anyio.sleep(0.002 * int(rng.integers(3)))
+            # What its name means is fixed when a request is taken in.
+            with anyio.fail_after(60):
+                while any(not handle.prompt_token_ids for handle, _, _ in running):  # noqa: ASYNC110  no event says it
+                    await anyio.sleep(0.001)
+            if round_ % 6 == 5:
+                for handle, folder, ids in running:
+                    same(await handle, folder, ids)
+                running.clear()
+        session.check_integrity()
+
+
+@anyio_test
+async def test_sums_of_adapters_have_their_weights(folders: list[Path]) -> None:
+    from rekindle._src.models.adapters.adapter import combined
+    from rekindle._src.models.adapters.reading import read_adapter
+
+    ids = prompt(4, 15)
+    parts = [(read_adapter(folders[index], "x", MODEL.config), weight) for index, weight in ((0, 0.5), (1, -1.0))]
+    async with opening(adapters={"a": folders[0], "b": folders[1]}) as session:
+        done = await session.generate(ids, adapter={"a": 0.5, "b": -1.0}, **GREEDY)
+        assert list(done.token_ids) == adapters.plain(MODEL, combined(parts), ids, NEW)
+        again = await session.generate(ids, adapter={"a": 0.5, "b": -1.0}, **GREEDY)
+        other = await session.generate(ids, adapter={"a": 0.5, "b": -0.5}, **GREEDY)
+        assert (again.usage.cached_tokens, other.usage.cached_tokens) == (8, 0)
+
+
+@anyio_test
+@pytest.mark.parametrize("quantize", ["int8", "int8-weight", {"attention": "int4-32"}])
+async def test_a_quantised_base_has_adapters_of_floats(folders: list[Path], quantize: Any) -> None:
+    ids, model = prompt(6, 15), random_model(MODEL.config, seed=5, quantize=quantize)
+    named = adapters.tensors(MODEL.config, adapters.modules(MODEL.config), 0, {})
+    zero = {name: value * np.float32("lora_A" in name) for name, value in named.items()}
+    async with rekindle.open(model, **{**OPTIONS, "precompile": "lazy"}) as session:
+        await session.load_adapter("zero", zero)
+        await session.load_adapter("own", folders[0])
+        handles = [session.submit(ids, adapter=name, **GREEDY) for name in (None, "zero", "own")]
+        base, none, own = [await handle for handle in handles]
+        assert none.token_ids == base.token_ids != own.token_ids
+        alone = await session.generate(ids, adapter="own", **GREEDY)
+        assert alone.token_ids == own.token_ids
+
+
+@anyio_test
+async def test_one_adapter_may_be_part_of_the_weights(folders: list[Path]) -> None:
+    ids = prompt(6, 15)
+    async with opening(merge=folders[0]) as session:
+        same(await session.generate(ids, max_tokens=NEW, ignore_eos=True), folders[0], ids)
+        assert session.stats().runner.programs.keys() <= {"r1t0", "r2t0", "r2t32"}, "it costs a program"
+    assert list(plain(ids, NEW)) == adapters.plain(MODEL, None, ids, NEW), "the caller's weights have changed"
+
+
+def test_adapters_are_loaded_without_an_event_loop(folders: list[Path]) -> None:
+    ids = prompt(6, 15)
+    with rekindle.open_sync(
+        MODEL, **{**OPTIONS, "precompile": "lazy", "max_adapters": 4, "max_adapter_rank": 16}
+    ) as it:
+        it.load_adapter("a", folders[0]).result_sync()
+        same(it.generate_sync(ids, adapter="a", **GREEDY), folders[0], ids)
+        it.unload_adapter("a").result_sync()
+        assert it.adapters == ()
+
+
+@anyio_test
+async def test_a_trainers_arrays_are_an_adapter_without_a_file() -> None:
+    rng, E, ids = np.random.default_rng(3), MODEL.config.hidden_size, prompt(5, 15)
+    rows = (MODEL.config.num_heads + 2 * MODEL.config.num_kv_heads) * MODEL.config.head_dim
+    state = {
+        "layers.0.attention.qkv.lora_a": rng.standard_normal((E, 4), np.float32),
+        "layers.0.attention.qkv.lora_b": rng.standard_normal((4, rows), np.float32) * 0.2,
+    }
+    async with opening() as session:
+        await session.load_adapter("trained", state)
+        done = await session.generate(ids, adapter="trained", **GREEDY)
+        assert list(done.token_ids) == adapters.plain(MODEL, state, ids, NEW) != list(plain(ids, NEW))
+        named = adapters.tensors(MODEL.config, adapters.modules(MODEL.config, ("v_proj",)), 1, {})
+        await session.load_adapter("trained", named, alpha=8)
+        done = await session.generate(ids, adapter="trained", **GREEDY)
+        assert list(done.token_ids) == adapters.plain(
+            MODEL, {k: v * (2 if "_B" in k else 1) for k, v in named.items()}, ids, NEW
+        )
+
+
+@anyio_test
+async def test_what_can_not_be_is_refused_by_name(folders: list[Path], tmp_path: Path) -> None:
+    async with opening(adapters={"a": folders[0]}) as session:
+        with pytest.raises(InvalidRequest, match="known: 'a'"):
+            await session.generate([1, 2], adapter="b")
+        with pytest.raises(InvalidRequest, match="neither a name nor a mapping"):
+            await session.generate([1, 2], adapter=3)  # type: ignore[call-overload]
+        with pytest.raises(CheckpointError, match="not a folder"):
+            await session.load_adapter("b", tmp_path / "none")
+        big = adapters.write(tmp_path / "big", MODEL.config, rank=80)
+        with pytest.raises(ConfigError, match=r"has rank 80.*room for 64.*max_adapter_rank"):
+            await session.load_adapter("b", big)
+        with pytest.raises(InvalidRequest, match="is not an adapter"):
+            await session.unload_adapter("b")
+        assert session.adapters == ("a",)
+    async with opening(max_adapters=0) as session:
+        with pytest.raises(ConfigError, match="max_adapters=0"):
+            await session.load_adapter("b", folders[0])

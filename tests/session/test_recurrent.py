@@ -1,0 +1,81 @@
+"""Models with states: every text is the plain loop's, whatever is batched, cut, preempted, forked and cancelled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rekindle
+from helpers import checkpoints
+from rekindle.errors import ConfigError
+from workshop import reference
+
+anyio_test = pytest.mark.anyio
+# States beside pages in each layer come with every run; the others differ in the layers' arithmetic.
+OTHERS = ("nemotron-h-experts-in-groups", "granite4", "lfm3", "qwen3.5-moe")
+NAMES = (
+    "qwen3.5-tied-biases", "lfm2", "falcon-h1", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)
+)  # fmt: skip
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32", "max_requests": 4, "max_tokens_per_step": 64, "max_model_len": 256, "cache_dir": None,
+    "precompile": "lazy", "seed": 0, "quiet": True,
+}  # fmt: skip
+PROMPTS = [np.random.default_rng(count).integers(3, 160, count).tolist() for count in (5, 24, 70, 130, 200, 33)]
+GREEDY: dict[str, Any] = {"max_tokens": 24, "temperature": 0.0, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def model(request: pytest.FixtureRequest) -> Any:
+    return checkpoints.case(request.param)
+
+
+def plain(model: Any, prompt: list[int], count: int = 24) -> list[int]:
+    return reference.generate(model, prompt, count)
+
+
+@anyio_test
+async def test_a_batch_cut_into_steps_has_the_texts_of_the_plain_loop(model: Any) -> None:
+    async with rekindle.open(model, **OPTIONS) as session:
+        many = await session.generate(PROMPTS, **GREEDY)
+        assert [list(done.token_ids) for done in many] == [plain(model, prompt) for prompt in PROMPTS]
+        again = await session.generate(PROMPTS[3], **GREEDY)  # its slot has had other requests
+        assert list(again.token_ids) == plain(model, PROMPTS[3])
+        done, source = await session.generate(PROMPTS[1], n=2, **GREEDY), plain(model, PROMPTS[1])
+        assert [list(one.token_ids) for one in done] == [source, source]
+        forked = await session.fork(many[1], at=7)
+        assert list(forked.token_ids) == source[7:]
+        edited = await session.fork(many[1], at=7, edit=[9, 11])
+        assert list(edited.token_ids) == plain(model, [*PROMPTS[1], *source[:7], 9, 11], 15)
+
+
+@anyio_test
+async def test_preempted_requests_begin_again(model: Any) -> None:
+    options = {**OPTIONS, "page_size": 16, "device_pages": 22}
+    async with rekindle.open(model, **options) as session:
+        many = await session.generate(PROMPTS[:4], **{**GREEDY, "max_tokens": 80})
+        assert [list(done.token_ids) for done in many] == [plain(model, prompt, 80) for prompt in PROMPTS[:4]]
+        assert session.stats().preemptions > 0, "there was room for all of them"
+
+
+@anyio_test
+async def test_a_cancelled_request_leaves_nothing_in_its_slot(model: Any) -> None:
+    async with rekindle.open(model, **{**OPTIONS, "max_requests": 1}) as session:
+        handle = session.submit(PROMPTS[2], **{**GREEDY, "max_tokens": 150})
+        async for _ in handle:
+            break
+        handle.cancel()
+        done = await session.generate(PROMPTS[0], **GREEDY)
+        assert list(done.token_ids) == plain(model, PROMPTS[0])
+
+
+@anyio_test
+async def test_what_is_not_there_yet_is_refused_by_name(model: Any) -> None:
+    with pytest.raises(ConfigError, match="prompt_lookup=3: can't be had, since the states"):
+        await rekindle.open(model, **OPTIONS, prompt_lookup=3)
+    if any(
+        spec is not None and spec.heads for spec in model.config.states
+    ):  # a convolution's results do not depend on cuts
+        with pytest.raises(ConfigError, match="deterministic=True: can't be had, since the states"):
+            await rekindle.open(model, **OPTIONS, deterministic=True)

@@ -1,0 +1,218 @@
+"""`session.score`: the log-probabilities of a plain loop, with the prompt computed once for all of its choices."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import rekindle
+from helpers import checkpoints
+from helpers.driving import plain_logits
+from helpers.sessions import wait_until_idle
+from helpers.small import CONTEXT, MODEL, PAGE, opening, plain, prompt
+from rekindle import Score, Scores, Session
+from rekindle.errors import InvalidRequest, PromptTooLong
+from workshop import reference
+
+anyio_test = pytest.mark.anyio
+QUESTION = prompt(1, 20)  # two pages and a half
+CHOICES = [prompt(2, 1), prompt(3, 3), prompt(4, 9), list(plain(QUESTION, 3))]
+
+
+@pytest.fixture
+async def session() -> AsyncIterator[Session]:
+    async with opening(precompile="lazy") as made:
+        yield made
+        wait_until_idle(made)
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
+    folder = str(tmp_path_factory.mktemp("cache"))
+    options: dict[str, Any] = {"max_requests": 4, "max_tokens_per_step": 64, "max_model_len": 128, "precompile": "lazy"}
+    with rekindle.open_sync("tiny", dtype="float32", cache_dir=folder, **options) as made:
+        yield made
+
+
+def plain_logprobs(ids: list[int]) -> np.ndarray:
+    """Return the log-probabilities of the plain loop before each token of `ids` but the first [n - 1, V]."""
+    logits, _ = plain_logits(MODEL, ids, reference.empty_cache(MODEL, CONTEXT))
+    return np.asarray(jax.nn.log_softmax(logits[:-1], axis=-1))
+
+
+def check(score: Score, before: list[int], choice: list[int]) -> None:
+    expected = plain_logprobs([*before, *choice])[len(before) - 1 :]
+    assert score.token_ids == tuple(choice) and score.prompt_tokens == len(before)
+    assert score.logprobs == pytest.approx([row[token] for row, token in zip(expected, choice, strict=True)], abs=2e-5)
+    assert score.greedy == (expected.argmax(axis=-1).tolist() == choice)
+    assert score.logprob == pytest.approx(sum(score.logprobs))
+    assert score.per_token == pytest.approx(np.mean(score.logprobs))
+
+
+@anyio_test
+async def test_scores_are_those_of_the_plain_loop_and_the_prompt_is_computed_once(session: Session) -> None:
+    call = session.score(QUESTION, CHOICES)
+    scores = await call
+    for score, choice in zip(scores, CHOICES, strict=True):
+        check(score, QUESTION, choice)
+    assert scores[-1].greedy and not scores[2].greedy
+    assert scores.choose() == max(scores, key=lambda one: one.logprob)
+    assert scores.rank("per_token") == sorted(range(4), key=lambda place: -scores[place].per_token)
+    shared = len(QUESTION) // PAGE * PAGE
+    assert [score.cached_tokens for score in scores] == [0, shared, shared, shared]
+    assert [session.explain(score.id).cached_tokens for score in scores] == [0, shared, shared, shared]
+    computed = session.stats().scheduler.prefill_tokens
+    rest = len(QUESTION) - shared
+    assert computed == len(QUESTION) + 3 * rest + sum(map(len, CHOICES))
+    assert call.usage.cached_tokens == 3 * shared and call.done
+    # Warm, each choice begins with the page that holds the prompt's last token.
+    again = await session.score(QUESTION, CHOICES)
+    assert [score.cached_tokens for score in again] == [shared] * 4
+    for first, second in zip(scores, again, strict=True):
+        assert second.logprobs == pytest.approx(first.logprobs, abs=1e-5)
+
+
+@anyio_test
+async def test_lists_of_prompts_beside_generation(session: Session) -> None:
+    """Prompts with a common beginning, more of them than the session runs at once."""
+    questions = [prompt(10 + seed, 26, shared=17) for seed in range(6)]
+    own = [[prompt(20 + seed, 1 + seed), prompt(40 + seed, 2)] for seed in range(6)]
+    beside = session.submit(prompt(5, 9), max_tokens=20)
+    scores = await session.score(questions, own)
+    assert (await beside).token_ids == plain(prompt(5, 9), 20)
+    for question, choices, result in zip(questions, own, scores, strict=True):
+        for score, choice in zip(result, choices, strict=True):
+            check(score, question, choice)
+    assert all(score.cached_tokens >= 2 * PAGE for result in scores[1:] for score in result)
+    for question, result in zip(questions, await session.score(questions, own[0]), strict=True):
+        check(result[0], question, own[0][0])
+        check(result[1], question, own[0][1])
+    assert await session.score([], CHOICES) == []
+
+
+@anyio_test
+async def test_prompt_logprobs_begin_where_they_are_wanted(session: Session) -> None:
+    """Any start, over hits, chunks and preemptions, gives the end of what scoring the whole prompt gives."""
+    ids = prompt(7, 45)
+    whole = (await session.generate(ids, max_tokens=0, prompt_logprobs=2)).prompt_logprobs
+    assert whole is not None
+    starts = [0, 1, 2, PAGE, PAGE + 1, 17, 31, 44, 45, 60]
+    many = [session.submit(ids, max_tokens=8, prompt_logprobs=2, logprob_start=start) for start in starts]
+    for start, handle in zip(starts, many, strict=True):
+        done = await handle
+        assert done.token_ids == plain(ids, 8)
+        assert done.prompt_logprobs is not None
+        expected = whole[max(0, start - 1) :]
+        assert [entry.token_id for entry in done.prompt_logprobs] == [entry.token_id for entry in expected]
+        assert [entry.top_ids for entry in done.prompt_logprobs] == [entry.top_ids for entry in expected]
+        assert [entry.logprob for entry in done.prompt_logprobs] == pytest.approx(
+            [entry.logprob for entry in expected], abs=1e-5
+        )
+        hits = min(max(0, start - 1), len(ids)) // PAGE * PAGE
+        assert done.usage.cached_tokens == (hits if start < len(ids) + 1 else 5 * PAGE)
+
+
+@anyio_test
+async def test_all_logits_of_a_text_are_a_mapped_file(session: Session, tmp_path: Path) -> None:
+    ids, last = prompt(8, 45), MODEL.config.num_layers - 1
+    await session.generate(ids, max_tokens=0)
+    wanted = rekindle.Capture({"logits": -1}, positions="prompt", into=tmp_path)
+    done = await session.generate(ids, max_tokens=0, prompt_logprobs=0, capture=wanted)
+    (file,) = (tmp_path / "00000").glob("*.safetensors")
+    logits = load_file(file)[f"logits.{last}"]
+    assert isinstance(done.captured["logits", last], np.memmap)
+    np.testing.assert_array_equal(done.captured["logits", last], logits)
+    np.testing.assert_allclose(logits, plain_logits(MODEL, ids, reference.empty_cache(MODEL, CONTEXT))[0], atol=1e-4)
+    scored = np.asarray(jax.nn.log_softmax(logits[:-1], axis=-1))[np.arange(44), ids[1:]]
+    assert [entry.logprob for entry in done.prompt_logprobs or ()] == pytest.approx(scored.tolist(), abs=1e-5)
+    # Of the last ones alone, what lies before comes from the cache.
+    end = await session.generate(ids, max_tokens=0, capture=rekindle.Capture({"logits": -1}, slice(-5, None), tmp_path))
+    assert end.usage.cached_tokens == 40
+    np.testing.assert_allclose(end.captured["logits", last], logits[-5:], atol=1e-4)
+
+
+def test_texts_are_encoded_as_the_model_would_meet_them(texts: Session) -> None:
+    scores = texts.score_sync("Once upon a", [" time", " chair"])
+    assert scores.choose().text == " time" and scores[0].greedy
+    encode = texts.tokenizer.encode
+    assert scores[0].token_ids == tuple(encode("Once upon a time")[len(encode("Once upon a")) :])
+    # A prompt that ends with a space: its last token depends on the word behind it.
+    spaced = texts.score_sync("Once upon a ", ["time", "chair"])
+    assert spaced[0].token_ids[-len(scores[0].token_ids) :] == scores[0].token_ids
+    assert spaced.choose().text == "time"
+    whole = texts.generate_sync("Once upon a time", max_tokens=0, prompt_logprobs=0).prompt_logprobs or ()
+    assert scores[0].logprobs == pytest.approx([one.logprob for one in whole[-len(scores[0].logprobs) :]], abs=1e-4)
+    assert scores[0].per_byte == pytest.approx(scores[0].logprob / len(" time"))
+    assert scores.rank(by="per_byte")[0] == 0
+    assert pickle.loads(pickle.dumps(scores)) == scores
+    # Long texts are encoded in a thread of their own.
+    many = texts.score_sync(["Once upon a"] * 600, [" time", " chair"])
+    assert len(many) == 600 and {result.choose().text for result in many} == {" time"}
+
+
+@pytest.mark.parametrize(
+    ("prompt_", "choices", "field"),
+    [
+        ("Hey", "one", "choices"),
+        ("Hey", [], "choices"),
+        ("Hey", ["one", ""], "choices"),
+        ("Hey", [3.5], "choices"),
+        ("Hey", [1, 2], "choices"),
+        ("Hey", None, "choices"),
+        (["Hey", "Ho"], [["a"], ["b"], ["c"]], "choices"),
+        (["Hey", "Ho"], [["a"], "b"], "choices"),
+        (["Hey", 3], ["a"], "prompt"),
+        (7, ["a"], "prompt"),
+    ],
+)
+def test_what_is_no_question_is_refused(texts: Session, prompt_: Any, choices: Any, field: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        texts.score(prompt_, choices)
+    assert caught.value.field == field
+
+
+def test_a_choice_beyond_the_context_fails_with_its_reason(texts: Session) -> None:
+    with pytest.raises(PromptTooLong):
+        texts.score_sync("Hey", [" you", " one two" * 100])
+    assert texts.score_sync("Hey", [" you"])[0].logprob < 0
+    with pytest.raises(InvalidRequest, match="by"):
+        Scores(texts.score_sync("Hey", [" you"])).rank("length")  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequest, match="texts"):
+        texts.score_sync("Hey", [[5]]).rank("per_byte")
+
+
+@pytest.mark.filterwarnings("ignore")  # transformers deprecates as it likes
+@pytest.mark.parametrize("family", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
+def test_the_choices_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    """Four-way questions with a shared beginning, in float32."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    folder = checkpoints.write(tmp_path / "model", checkpoints.CASES[family], seed=3)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    rng = np.random.default_rng(0)
+    vocab = theirs.config.vocab_size
+    stem = rng.integers(3, vocab, 40).tolist()
+    questions = [[*stem, *rng.integers(3, vocab, rng.integers(1, 20)).tolist()] for _ in range(24)]
+    choices = [[rng.integers(3, vocab, rng.integers(1, 5)).tolist() for _ in range(4)] for _ in questions]
+
+    def logprob(question: list[int], choice: list[int]) -> float:
+        with torch.no_grad():
+            logits = theirs(torch.tensor([[*question, *choice]])).logits[0].log_softmax(-1).numpy()
+        return float(sum(logits[len(question) - 1 + place, token] for place, token in enumerate(choice)))
+
+    options: dict[str, Any] = {"dtype": "float32", "max_requests": 4, "max_tokens_per_step": 64, "max_model_len": 96}
+    with rekindle.open_sync(
+        str(folder), precompile="lazy", page_size=8, cache_dir=str(tmp_path / "cache"), **options
+    ) as opened:
+        scores = opened.score_sync(questions, choices)
+    for question, entries, result in zip(questions, choices, scores, strict=True):
+        expected = [logprob(question, choice) for choice in entries]
+        assert [score.logprob for score in result] == pytest.approx(expected, abs=1e-3)
+        assert result.rank()[0] == int(np.argmax(expected))

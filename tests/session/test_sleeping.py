@@ -1,0 +1,145 @@
+"""`session.sleep` and `session.wake`: device memory comes back, programs stay, and the same tokens follow."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import anyio
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import rekindle
+from helpers import checkpoints
+from helpers.driving import tiny_model
+from helpers.sessions import wait_until_idle
+from helpers.small import MODEL, PAGE, opening, plain, prompt
+from rekindle.errors import CheckpointError, InvalidRequest, RekindleError
+from rekindle.models import merge
+
+pytestmark = pytest.mark.anyio
+IDS = prompt(1, 30)
+
+
+def device_bytes() -> int:
+    gc.collect()
+    return sum(array.nbytes for array in jax.live_arrays())
+
+
+@pytest.mark.parametrize("mode", ["host", "drop"])
+async def test_memory_comes_back_and_the_same_tokens_follow(mode: Any, tmp_path: Path) -> None:
+    folder = checkpoints.write(tmp_path / "model", checkpoints.CASES["llama"])
+    options: dict[str, Any] = {
+        "dtype": "float32", "max_requests": 2, "max_tokens_per_step": 32, "max_model_len": 64, "page_size": 8,
+        "device_pages": 32, "precompile": "lazy", "host_memory": 1 << 22, "cache_dir": str(tmp_path / "cache"),
+    }  # fmt: skip
+    before = device_bytes()
+    async with rekindle.open(str(folder), **options) as session:
+        ids = [token % 150 for token in IDS]
+        want = (await session.generate(ids, max_tokens=12)).token_ids
+        again = await session.generate(ids, max_tokens=12)
+        assert again.token_ids == want
+        held = device_bytes() - before
+        report = await session.sleep(weights=mode)
+        assert session.asleep and report.weights_bytes > 0 and report.page_bytes > 0
+        left = device_bytes() - before
+        # What is left are outputs of the last step, and on CPU pages that went to host memory.
+        assert left < held / 4 and abs(held - left - report.freed_bytes) < held / 4
+        assert report.pages_kept == (len(ids) + len(want) - 1) // 8
+        assert await session.wake() > 0
+        assert session.cache.explain(ids).host_tokens > 0
+        assert (await session.generate(ids, max_tokens=12)).token_ids == want
+        assert device_bytes() - before <= held + held / 4
+        compiled = session.stats().compilations  # those that move pages, too
+        await session.sleep(weights=mode)
+        await session.wake()
+        assert (await session.generate(ids, max_tokens=12)).token_ids == want
+        assert session.stats().compilations == compiled
+        wait_until_idle(session)
+
+
+async def test_requests_wait_and_go_on_with_their_tokens() -> None:
+    async with opening(precompile="lazy") as session:
+        running = session.submit(IDS, max_tokens=25)
+        async for _ in running:
+            break
+        await session.sleep()
+        late = session.submit(prompt(2, 9), max_tokens=5)
+        with pytest.raises(RekindleError, match="sleep"):
+            await late  # by the task that put it to sleep
+        late = session.submit(prompt(2, 9), max_tokens=5)
+        with anyio.move_on_after(0.05) as scope:
+            await anyio.sleep(1)
+        assert scope.cancelled_caught and not running.done and not late.done
+        with pytest.raises(InvalidRequest, match="sleeps already"):
+            await session.sleep()
+        with pytest.raises(InvalidRequest, match="wake"):
+            await session.swap_weights(tiny_model(seed=6))
+        await session.wake()
+        assert (await running).token_ids == plain(IDS, 25)
+        assert (await late).token_ids == plain(prompt(2, 9), 5)
+        with pytest.raises(InvalidRequest, match="does not sleep"):
+            await session.wake()
+        wait_until_idle(session)
+
+
+async def test_it_wakes_with_other_weights() -> None:
+    """A trainer had the device meanwhile; its arrays take the place of the old ones."""
+    other = tiny_model(seed=6)
+    async with opening(precompile="lazy") as session:
+        first = await session.generate(IDS, max_tokens=4)
+        await session.sleep()
+        await session.wake(nnx.state(merge(other.graph, other.leaves), nnx.Param))
+        done = await session.rollout(IDS, n=1, max_tokens=4, temperature=0.0)
+        assert done.completions[0].weights_versions == (1, 1, 1, 1) != first.weights_versions
+        async with rekindle.open(other, **_options()) as plainly:
+            assert (await plainly.generate(IDS, max_tokens=4)).token_ids == done.completions[0].token_ids
+        leaves = session._engine.runner._calls.leaves  # type: ignore[attr-defined]
+        assert [leaf.unsafe_buffer_pointer() for leaf in leaves] == [
+            leaf.unsafe_buffer_pointer() for leaf in other.leaves
+        ]
+
+
+async def test_what_can_not_be_brought_back_is_refused() -> None:
+    async with opening(precompile="lazy") as session:
+        with pytest.raises(InvalidRequest, match="folder"):
+            await session.sleep(weights="drop")
+        with pytest.raises(InvalidRequest, match="weights"):
+            session.sleep(weights="away")  # type: ignore[arg-type]
+        await session.generate(IDS, max_tokens=1)
+        assert not session.asleep and session.pin(IDS) == len(IDS) // PAGE * PAGE
+        with pytest.raises(InvalidRequest, match="pinned"):
+            await session.sleep()
+        session.unpin(IDS)
+        await session.sleep()
+        with pytest.raises(CheckpointError):
+            await session.wake({"nothing": np.zeros(3)})
+        assert session.asleep
+        await session.wake()
+        assert (await session.generate(IDS, max_tokens=4)).token_ids == plain(IDS, 4)
+        await session.sleep()  # a sleeping session can be closed
+
+
+@pytest.mark.parametrize("cycles", [3, pytest.param(100, marks=pytest.mark.slow)])
+async def test_cycles_leak_nothing(cycles: int) -> None:
+    async with opening(precompile="lazy", host_memory=1 << 20) as session:
+        want = plain(IDS, 6)
+        sizes = []
+        for _ in range(cycles):
+            assert (await session.generate(IDS, max_tokens=6)).token_ids == want
+            sizes.append(device_bytes())
+            await session.sleep()
+            await session.wake()
+        # But for the outputs of the last step, and pages in host memory, which on CPU are arrays, too.
+        assert sizes[-1] <= 1.25 * sizes[min(1, cycles - 2)]
+        session.check_integrity()
+        assert MODEL.leaves[0].is_deleted() is False, "the caller's arrays are the caller's"
+
+
+def _options() -> dict[str, Any]:
+    from helpers.small import OPTIONS
+
+    return OPTIONS | {"precompile": "lazy"}
