@@ -3,6 +3,12 @@
 #
 # *How do I get text out of a language model in a notebook?*
 #
+# **Before:** Python, and `await` in a notebook's cells. **Afterwards you can** generate, stream and chat, read what a completion says about itself, and end a stream early.
+#
+# **Also called:** `max_tokens` = `max_new_tokens` (transformers), `n_predict` (llama.cpp); a greedy text = temperature 0; a completion's `finish_reason` is OpenAI's.
+#
+# ![Text becomes tokens, tokens a distribution, and the drawn token is appended](pictures/01_generation.svg)
+#
 # `rekindle.open` gives you a **session**: a model, its compiled programs and its cache, in a thread of its own. Notebooks
 # allow `await` at the top level of a cell, so nothing more is needed. `"tiny"` is a small model that ships with the
 # package. It knows little, but it needs no download and no GPU.
@@ -19,20 +25,33 @@ session = await rekindle.open("tiny")
 # The very first call takes some seconds, in which XLA compiles a program for your CPU. Steps of other sizes have programs of
 # their own, so the first longer prompt and the first batch further down may wait once more. They are stored, and the next
 # kernel loads them in milliseconds.
+#
+# What is computed is a product of conditional probabilities, one factor for each token:
+#
+# $$p(x_1, \ldots, x_n) = \prod_{i=1}^{n} p(x_i \mid x_1, \ldots, x_{i-1})$$
 
 # %%
 done = await session.generate("Once upon a time", max_tokens=60)
 print("Once upon a time" + done.text)
 
 # %% [markdown]
-# The result is a `Completion`. Its text is one of several things that it can tell you. It was ended by `length` because it
-# has the 60 tokens that were asked for; `eos` means that the model itself came to an end, and `stop` that a stop string did.
+# The result is a `Completion`. `finish_reason` says why it ended: `length` after the 60 tokens of `max_tokens`, `eos` if the
+# model came to an end, `stop` at a stop string.
+#
+# **Predict.** How many tokens is “Once upon a time”, which has 16 characters?
+#
+# <details><summary>Answer</summary>
+#
+# **4**: a frequent word is one token, with its leading space. The 60 of the output are less regular: a rare name is cut into pieces (` R`, `obert`).
+#
+# </details>
 
 # %%
 print("ended by    ", done.finish_reason)
 print("tokens      ", done.usage.prompt_tokens, "in,", done.usage.completion_tokens, "out")
 print("first ids   ", done.token_ids[:6])
 print("their texts ", done.token_texts[:6])
+assert done.usage.prompt_tokens == 4, "four frequent words are four tokens"
 
 # %% [markdown]
 # Ask for `logprobs`, and the notebook shades every token by how sure the model was: green is nearly certain, red is a
@@ -86,6 +105,14 @@ print(reply.text)
 # A conversation is nothing but a longer prompt: what was said before, and the next question. `session.conversation()` keeps
 # what was said, and `say` goes on from there. The model reads the whole conversation again, in principle. In practice its
 # beginning is found in the prefix cache, in pages of 32 tokens here (tutorial 05).
+#
+# **Predict.** The third question's prompt has about 90 tokens. Which number divides the number of those that come from the cache?
+#
+# <details><summary>Answer</summary>
+#
+# **32**: pages are shared whole. The page that the newest question begins in is computed again.
+#
+# </details>
 
 # %%
 conversation = session.conversation(max_tokens=40)
@@ -94,6 +121,8 @@ for question in ("My name is Anna and I live in Rome.", "Tell me a story about a
     print(f"you:   {question}")
     print(f"model: {reply.text}")
     print(f"       ({reply.usage.prompt_tokens} prompt tokens, {reply.usage.cached_tokens} of them from the cache)\n")
+assert reply.usage.cached_tokens > 0, "the third question reuses the conversation"
+assert reply.usage.cached_tokens % 32 == 0, "only whole pages of 32 tokens are reused"
 
 # %% [markdown]
 # `session.view.chat()` is a conversation with buttons: answer again, take the last message back, and click a token of an
@@ -150,6 +179,17 @@ dashboard.join(5)
 
 # %%
 session.stats()
+
+# %% [markdown]
+# ## In production
+#
+# Servers keep the model in a process of its own and speak HTTP (tutorial 13); a tokenizer there runs in other processes, since thousands of requests a second would keep one interpreter busy. Chat templates and stop strings are the same.
+#
+# ## Further reading
+#
+# - Vaswani et al., *Attention Is All You Need*, 2017, [arXiv:1706.03762](https://arxiv.org/abs/1706.03762)
+# - Radford et al., *Language Models are Unsupervised Multitask Learners*, 2019 (byte-level BPE)
+# - Pope et al., *Efficiently Scaling Transformer Inference*, 2022, [arXiv:2211.05102](https://arxiv.org/abs/2211.05102)
 
 # %% [markdown]
 # Close the session to give its memory back. In scripts, `async with rekindle.open("tiny") as session:` does that for you,

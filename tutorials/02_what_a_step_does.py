@@ -3,6 +3,12 @@
 #
 # *What does the machine compute between two tokens?*
 #
+# **Before:** page 01; a matrix product and a softmax. **Afterwards you can** name what prefill and decode compute, say how large a KV cache is, and say why decode is bound by reading weights.
+#
+# **Also called:** KV cache = past key values (transformers); prefill = prompt processing, decode = token generation (llama.cpp's `pp` and `tg`); grouped queries = GQA.
+#
+# ![Prefill computes all prompt positions; decode computes one and reads the rest](pictures/02_step.svg)
+#
 # We write a language model's forward pass in a few lines of `jax.numpy`, generate with it the slow way, make it fast with a
 # KV cache, and then watch the engine do the same thing one step at a time. Names from `rekindle._src` are private; they are
 # shown here for teaching and may change.
@@ -30,6 +36,10 @@ for name, array in list(weights.items())[:8]:
 
 # %% [markdown]
 # ## A transformer in forty lines
+#
+# Each of $H$ heads computes
+#
+# $$\mathrm{attention}(q, K, V) = \mathrm{softmax}\left(\frac{q K^T}{\sqrt{D}}\right) V$$
 #
 # Three ingredients: a norm, a rotation that tells positions apart, and attention. Shapes: `T` tokens of `E` numbers each, `H`
 # query heads, `K` key and value heads, `D` numbers per head, `S` positions that attention looks at. Query heads share key and
@@ -112,6 +122,14 @@ print(tokenizer.decode(tokens))
 #
 # - **prefill** computes the whole prompt at once and fills the cache,
 # - **decode** computes one token, writes its row, and reads all rows before it.
+#
+# **Predict.** The cache keeps a key and a value for each layer and KV head, in 4 bytes a number. How many bytes is that for one token?
+#
+# <details><summary>Answer</summary>
+#
+# **5,120** = 2 · 5 layers · 2 heads · 64 numbers · 4 bytes. A model of 8 billion weights needs 128 KiB in 16 bits.
+#
+# </details>
 
 # %%
 CONTEXT = 256
@@ -138,9 +156,15 @@ while len(cached) < len(tokens):
     logits, cache = step(weights, cache, jnp.array(cached[-1:]), len(cached) - 1)  # decode
     cached.append(int(logits[-1].argmax()))
 print(cached == tokens, tokenizer.decode(cached))
+assert empty.nbytes // CONTEXT == 5120, "a token's keys and values are 2 L K D numbers"
+assert cached == tokens, "a KV cache gives the same tokens as computing everything again"
 
 # %% [markdown]
 # The same tokens. Now measure: time per token over the length of the text, after compiling.
+#
+# A decode step can't be quicker than reading what it reads, all weights and all keys and values of its $B$ texts:
+#
+# $$\mathrm{tokens/s} \leq B \cdot \frac{\mathrm{bandwidth}}{\mathrm{weights} + B \cdot \mathrm{cache}}$$
 
 # %%
 lengths = [16, 32, 64, 128, 240]
@@ -191,14 +215,25 @@ reports[0]
 #
 # The first step is the prefill: all positions of the prompt at once, written to the first page, and one token sampled from the
 # last row of logits. The rest are decode steps, one position each. When a page is full the next one is taken from the pool.
+#
+# **Predict.** The prompt has 4 tokens, pages have 8, and 12 tokens were asked for. How many steps, how many pages?
+#
+# <details><summary>Answer</summary>
+#
+# **12** steps: the prefill gives the first token already. **2** pages: 4 + 11 positions, since the last token is never read.
+#
+# </details>
 
 # %%
 for report in reports:
     print(report.rows[0])
+assert len(reports) == 12, "the prefill step gives the first token"
+assert -(-(len(prompt) + len(reports) - 1) // 8) == 2, "fifteen positions need two pages of eight"
 
 # %%
 done = await handle
 print(list(done.token_ids) == tokens[len(prompt) :], repr(done.text))
+assert list(done.token_ids) == tokens[len(prompt) :], "the engine gives the tokens of the plain loop"
 
 # %% [markdown]
 # The engine gives the tokens of our forty lines.
@@ -206,6 +241,14 @@ print(list(done.token_ids) == tokens[len(prompt) :], repr(done.text))
 # ## Two texts in one step
 #
 # Let a second request arrive while the first is decoding. The next step carries both: one decode row and one whole prompt.
+#
+# **Predict.** The newcomer's prompt has 6 tokens. How many tokens does the step with both compute?
+#
+# <details><summary>Answer</summary>
+#
+# **7**: one for the text that is being decoded, and six for the prompt.
+#
+# </details>
 
 # %%
 async with session.paused():
@@ -214,6 +257,7 @@ async with session.paused():
     await session.step()
     two = session.submit("The little bird sat on the", max_tokens=6)
     mixed = await session.step()
+assert mixed.tokens == 7, "a step carries a decode row and a prompt together"
 mixed
 
 # %% [markdown]
@@ -225,6 +269,18 @@ mixed
 # %%
 print((await one).text, "|", (await two).text)
 session.programs()
+
+# %% [markdown]
+# ## In production
+#
+# They fuse norms, rotations and projections into fewer kernels, keep weights and cache in 16 or 8 bits, and split matrices over devices. The two phases stay: some systems even run prefill and decode on different machines (DistServe).
+#
+# ## Further reading
+#
+# - Shazeer, *Fast Transformer Decoding: One Write-Head is All You Need*, 2019, [arXiv:1911.02150](https://arxiv.org/abs/1911.02150)
+# - Ainslie et al., *GQA*, 2023, [arXiv:2305.13245](https://arxiv.org/abs/2305.13245)
+# - Su et al., *RoFormer*, 2021, [arXiv:2104.09864](https://arxiv.org/abs/2104.09864)
+# - Zhong et al., *DistServe*, 2024, [arXiv:2401.09670](https://arxiv.org/abs/2401.09670)
 
 # %%
 await session.aclose()

@@ -3,6 +3,10 @@
 #
 # *What does each sampling option do to the distribution that the next token is drawn from?*
 #
+# **Before:** page 01. **Afterwards you can** write the formula of each sampling option, choose among `top_k`, `top_p` and `min_p`, and read a perplexity.
+#
+# **Also called:** `top_p` = nucleus sampling; `logit_bias` and the penalties are OpenAI's; `repetition_penalty` is CTRL's; a *seed* here belongs to a request.
+#
 # A language model gives a number for every token of its vocabulary, the *logits*. Sampling options change these numbers,
 # one after the other, before a token is drawn. Here we see each of them on real logits.
 
@@ -16,7 +20,7 @@ plt.rcParams.update(
     {"figure.figsize": (7, 2.6), "figure.dpi": 90, "axes.spines.top": False, "axes.spines.right": False}
 )
 session = await rekindle.open("tiny", seed=0)
-PROMPT = "One cold day, Anna saw a"
+PROMPT = "The dog ran to the"
 
 # %% [markdown]
 # `logprobs=20` reports the twenty most likely tokens at each position, before any option was applied. That is the model's
@@ -34,17 +38,30 @@ plt.title(f"after {PROMPT!r}")
 plt.show()
 
 # %% [markdown]
-# ## Measuring what an option does
+# ## The formula, and what is drawn
 #
-# We could write down the formulas. Instead, let us ask the engine: draw the next token a few hundred times and count. One
-# prompt with `n=…` is prefilled once, and its sequences run as one batch.
+# Logits $z_i$ become probabilities by a softmax at temperature $T$:
+#
+# $$p_i = \frac{\exp(z_i / T)}{\sum_j \exp(z_j / T)}$$
+#
+# We compute that from the logits, which `capture` returns, and draw 1,200 tokens to compare: then a share of 0.16 has a standard error of
+# 0.011. One prompt with `n=…` is prefilled once, and its sequences run as one batch.
 
 # %%
 from collections import Counter
 
+captured = await session.generate(PROMPT, max_tokens=1, capture=rekindle.Capture({"logits": -1}, positions=-1))
+logits = captured.captured["logits", -1][0].astype(np.float64)
 
-async def drawn(count: int = 240, **options) -> np.ndarray:
-    """How often each of the twenty words came."""
+
+def softmax(temperature: float = 1.0) -> np.ndarray:
+    """The probabilities of all tokens."""
+    shares = np.exp((logits - logits.max()) / temperature)
+    return shares / shares.sum()
+
+
+async def drawn(count: int = 1200, **options) -> np.ndarray:
+    """The share of each of the twenty words among `count` draws."""
     seen = Counter()
     for start in range(0, count, 60):
         for one in await session.generate(PROMPT, n=60, max_tokens=1, seed=start, **options):
@@ -61,7 +78,11 @@ def compare(title: str, **series) -> None:
     plt.legend()
 
 
-compare("temperature 1 draws what the model says", model=model, drawn=await drawn(temperature=1.0))
+exact, shares = softmax()[list(top.top_ids)], await drawn(temperature=1.0)
+compare("temperature 1 draws what the model says", formula=exact, drawn=shares)
+distance = np.abs(exact - shares).sum() / 2
+print(f"{exact[0]:.3f} by the formula, {shares[0]:.3f} drawn; distance of the distributions {distance:.3f}")
+assert distance < 0.1, "1,200 draws at temperature 1 follow the softmax"
 
 # %% [markdown]
 # ## Temperature
@@ -80,28 +101,49 @@ compare(
 #
 # A vocabulary has thousands of unlikely tokens, and together they are likely enough to derail a text. Three options cut them
 # off: `top_k` keeps the k most likely, `top_p` the smallest set whose probabilities add up to p, `min_p` those that are at
-# least p times as likely as the first. They apply in this order, after the temperature.
+# least p times as likely as the first. They apply in this order, after the temperature. The sets that they keep are
+#
+# $$\mathrm{top\_p}: \min \{k : \sum_{i \leq k} p_i \geq p\} \qquad \mathrm{min\_p}: \{i : p_i \geq p \cdot \max_j p_j\}$$
+#
+# **Predict.** With `top_k=4`, which share of the draws is outside of the four most likely tokens?
+#
+# <details><summary>Answer</summary>
+#
+# **0**: what is cut can't be drawn, whatever the temperature.
+#
+# </details>
 
 # %%
-compare(
-    "three ways to cut",
-    **{
-        "top_k=4": await drawn(temperature=1.5, top_k=4),
-        "top_p=0.6": await drawn(temperature=1.5, top_p=0.6),
-        "min_p=0.2": await drawn(temperature=1.5, min_p=0.2),
-    },
-)
+cuts = {
+    "top_k=4": await drawn(temperature=1.5, top_k=4),
+    "top_p=0.6": await drawn(temperature=1.5, top_p=0.6),
+    "min_p=0.2": await drawn(temperature=1.5, min_p=0.2),
+}
+compare("three ways to cut", **cuts)
+assert cuts["top_k=4"][4:].sum() == 0, "top_k=4 leaves four tokens"
 
 # %% [markdown]
 # `min_p` adapts: where the model is sure it keeps one token, where it is not it keeps many. That is easy to see without drawing,
 # from the probabilities at two places.
+#
+# **Predict.** After “The cat was” the model gives one token 98 %. How many does `min_p=0.2` keep there, and how many after our prompt: fewer or more than 5?
+#
+# <details><summary>Answer</summary>
+#
+# **1** there, and more than **5** here.
+#
+# </details>
 
 # %%
-for prompt in ("The plural of duck is", PROMPT):
+remaining = {}
+for prompt in ("The cat was", PROMPT):
     done = await session.generate(prompt, max_tokens=1, logprobs=20)
     ordered = np.exp(done.logprobs[0].top_logprobs)
-    kept = {p: int(np.sum(ordered >= p * ordered[0])) for p in (0.1, 0.3, 0.6)}
+    kept = {p: int(np.sum(ordered >= p * ordered[0])) for p in (0.1, 0.2, 0.6)}
+    remaining[prompt] = kept[0.2]
     print(f"{prompt!r}, kept by min_p: " + ", ".join(f"{count} tokens at {p}" for p, count in kept.items()))
+assert remaining["The cat was"] == 1, "min_p keeps one token where the model is sure"
+assert remaining[PROMPT] > 5, "min_p keeps many where it is not"
 
 # %% [markdown]
 # ## Biases and masks
@@ -140,8 +182,8 @@ for prompt in ("Lily likes apples. Tom likes apples. Lily likes", "The old clock
 
 # %% [markdown]
 # In the first text every penalty helps. (It has become a conversation: the model has read many, and `ignore_eos` lets it run
-# on into one.) The second is a loop that the model is so sure of that a single penalty is not enough. `frequency_penalty`
-# pushes harder with every repetition, until the loop breaks.
+# on into one.) In the second the model is so sure of its loop that a single penalty is not enough; `frequency_penalty` grows
+# with every repetition, until the loop breaks.
 
 # %% [markdown]
 # ## Where a text ends
@@ -179,6 +221,8 @@ drawn_by_chance = await repeatable.generate("In the garden", **options)
 again = await repeatable.generate("In the garden", seed=drawn_by_chance.seed, **options)
 print(again.text == drawn_by_chance.text, f"seed {drawn_by_chance.seed}")
 await repeatable.aclose()
+assert alone.text == together[0].text, "a deterministic session draws the same text in any batch"
+assert again.text == drawn_by_chance.text, "a completion's seed draws it again"
 
 # %% [markdown]
 # ## How sure was it, and how surprised by the prompt?
@@ -211,6 +255,36 @@ for wrong in ({"temprature": 0.7}, {"top_p": 1.5}):
         session.generate("x", **wrong)
     except rekindle.errors.InvalidRequest as error:
         print(error)
+
+# %% [markdown]
+# ## Exercise
+#
+# Write `nucleus(probabilities, p)`, the set of tokens that `top_p` keeps, and check with draws that the engine never leaves it.
+
+
+# %% jupyter={"source_hidden": true} tags=["solution"]
+def nucleus(probabilities: np.ndarray, p: float) -> set[int]:
+    order = np.argsort(-probabilities)
+    before = np.cumsum(probabilities[order]) - probabilities[order]  # the sum of those that are likelier
+    return set(order[before < p + 0.02].tolist())  # 16-bit logits differ a little from step to step
+
+
+kept = nucleus(softmax(), 0.6)
+many = await session.generate(PROMPT, n=60, max_tokens=1, temperature=1.0, top_p=0.6, seed=5)
+print(len(kept), "tokens:", [session.tokenizer.decode([token]) for token in kept])
+assert {one.token_ids[0] for one in many} <= kept, "top_p draws from its nucleus alone"
+
+# %% [markdown]
+# ## In production
+#
+# Servers sample on the device, for all rows at once, and sort only where an option needs it; speculative decoding accepts drafts with a rule that keeps the distribution as it is. Few of them promise the same text for the same seed in another batch.
+#
+# ## Further reading
+#
+# - Holtzman et al., *The Curious Case of Neural Text Degeneration*, 2019 (top-p), [arXiv:1904.09751](https://arxiv.org/abs/1904.09751)
+# - Nguyen et al., *Turning Up the Heat: Min-p Sampling for Creative and Coherent LLM Outputs*, 2024, [arXiv:2407.01082](https://arxiv.org/abs/2407.01082)
+# - Keskar et al., *CTRL*, 2019 (repetition penalty), [arXiv:1909.05858](https://arxiv.org/abs/1909.05858)
+# - Leviathan et al., *Fast Inference from Transformers via Speculative Decoding*, 2022, [arXiv:2211.17192](https://arxiv.org/abs/2211.17192)
 
 # %%
 await session.aclose()

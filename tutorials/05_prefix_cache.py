@@ -3,6 +3,12 @@
 #
 # *When is a prompt's beginning not computed again, and how can I see it?*
 #
+# **Before:** pages 01 and 02. **Afterwards you can** predict how many tokens of a prompt come from the cache, and write prompts that hit.
+#
+# **Also called:** prefix cache = automatic prefix caching (vLLM), RadixAttention (SGLang), prompt caching (hosted APIs); a *page* = a block (vLLM).
+#
+# ![Pages of three prompts in a prefix tree](pictures/05_tree.svg)
+#
 # The keys and values of a token depend on the tokens before it and on nothing else. Two prompts with the same beginning have
 # the same keys and values there. The engine keeps them by page in a tree, and a new request starts where the tree ends.
 
@@ -31,11 +37,21 @@ story = (
 length = len(session.tokenizer.encode(story))
 print(f"{length} tokens, {length // PAGE} full pages and {length % PAGE} tokens more")
 
+# %% [markdown]
+# **Predict.** Two prompts begin with these 83 tokens. How many of the second one's tokens come from the cache?
+#
+# <details><summary>Answer</summary>
+#
+# **80**: five whole pages. The other three are on a page that continues differently.
+#
+# </details>
+
 # %%
 miss = await session.generate(story + " Then", max_tokens=8)
 hit = await session.generate(story + " Suddenly", max_tokens=8)
 for done in (miss, hit):
     print(done.usage)
+assert hit.usage.cached_tokens == 80, "a prompt reuses the whole pages that it shares"
 
 # %% [markdown]
 # The second request found the full pages that both prompts share. `explain` says it in words.
@@ -60,12 +76,21 @@ report
 # ## Why the last token is computed again
 #
 # Send a prompt that is cached *completely*, and still not all of it is taken from the cache.
+#
+# **Predict.** How many of its 48 tokens?
+#
+# <details><summary>Answer</summary>
+#
+# **47**: see below.
+#
+# </details>
 
 # %%
 exact = session.tokenizer.encode(story)[: 3 * PAGE]
 await session.generate(exact, max_tokens=1)
 again = await session.generate(exact, max_tokens=1)
 print(again.usage)
+assert again.usage.cached_tokens == 47, "the last position is computed for its logits"
 
 # %% [markdown]
 # The cache holds keys and values, and not what comes out at the end of the network. To choose the next token the engine
@@ -77,6 +102,14 @@ print(again.usage)
 #
 # Below, prompts share a beginning and then part. Every branch is stored once. `session.stats()` counts the nodes of the
 # tree, which are its pages.
+#
+# **Predict.** Four prompts of 2, 3, 3 and 4 whole pages share beginnings. How many pages are in the tree at the end, and how many would be without sharing?
+#
+# <details><summary>Answer</summary>
+#
+# **5** instead of 12.
+#
+# </details>
 
 # %%
 await session.cache.clear()
@@ -88,6 +121,7 @@ for ids in (base, left, right, [*left, *three]):
     print(
         f"{len(ids) + 1:3} tokens, {done.usage.cached_tokens:3} cached, {session.stats().cache.nodes} pages in the tree"
     )
+assert session.stats().cache.nodes == 5, "every branch is stored once"
 
 # %% [markdown]
 # `session.view.tree()` draws the tree: runs of pages without a branch, the tier that holds them, and how often they were
@@ -126,6 +160,10 @@ plt.show()
 # ## What it saves
 #
 # The time to the first token, with and without a hit, over the length of the shared beginning.
+#
+# A hit of $h$ of $n$ tokens saves about $h$ tokens' work; what is left is
+#
+# $$\mathrm{time} \approx \frac{2 \cdot \mathrm{weights} \cdot (n - h)}{\mathrm{FLOP/s}}$$
 
 # %%
 rng = np.random.default_rng(0)
@@ -157,6 +195,7 @@ plt.show()
 ids = rng.integers(300, 1500, 320).tolist()
 first, second = await session.generate([[*ids, 1], [*ids, 2]], max_tokens=2)
 print(first.usage.cached_tokens, "and", second.usage.cached_tokens, "tokens from the cache")
+assert second.usage.cached_tokens == 320, "of two that arrive together, one computes and the other waits"
 
 # %% [markdown]
 # ## Keeping and forgetting
@@ -185,6 +224,17 @@ small.cache.stats()
 
 # %% [markdown]
 # Tutorial 06 follows the pages that leave the device, and tutorial 07 takes the cache through a restart of the kernel.
+
+# %% [markdown]
+# ## In production
+#
+# Routers send a request to the replica that has its prefix. Names of pages are hashes of everything before them, so that replicas and disks can share them. Hosted APIs charge cached tokens less, and ask you to put what is constant first.
+#
+# ## Further reading
+#
+# - Zheng et al., *SGLang: Efficient Execution of Structured Language Model Programs*, 2023 (RadixAttention), [arXiv:2312.07104](https://arxiv.org/abs/2312.07104)
+# - Kwon et al., *PagedAttention*, 2023, [arXiv:2309.06180](https://arxiv.org/abs/2309.06180)
+# - Qin et al., *Mooncake: A KVCache-centric Disaggregated Architecture for LLM Serving*, 2024, [arXiv:2407.00079](https://arxiv.org/abs/2407.00079)
 
 # %%
 await small.aclose()

@@ -3,6 +3,10 @@
 #
 # *I restarted the kernel. What do I get back, and how fast?*
 #
+# **Before:** page 05; what a kernel's restart loses. **Afterwards you can** say what lies on disk after a kill, restore it by name or automatically, and read why a program was compiled again.
+#
+# **Also called:** compiled programs on disk = JAX's persistent compilation cache, here without tracing; a snapshot = a saved KV cache (llama.cpp's `--prompt-cache`).
+#
 # Kernels are restarted all the time. What was expensive lies on disk: compiled programs, and pages of the prefix cache. To show it
 # honestly, this notebook starts *other kernels* and runs code in them, so that nothing is warm by accident.
 
@@ -68,13 +72,14 @@ done = await session.generate(prompt + "One day", max_tokens=8)
 print(imported - began, opened - imported, done.timings.first_token, done.usage.cached_tokens)
 """
 
-results = {}
+results, reused = {}, {}
 
 
 async def measure(name: str, kernel: Kernel) -> None:
     printed = await kernel.run(CELL)
     *seconds, cached = map(float, printed.split())
     results[name] = seconds
+    reused[name] = int(cached)
     print(
         f"{name:20} import {seconds[0]:.2f} s, open {seconds[1]:5.2f} s, first token {seconds[2] * 1e3:3.0f} ms, "
         f"{cached:.0f} tokens from the cache"
@@ -117,34 +122,52 @@ print(await kernel.run("print(session.cache.explain(prompt)); print(session.cach
 # ## What each part is worth
 #
 # Start once more, without the pages: programs from disk, and the prompt computed again.
+#
+# **Predict.** The pages are on disk, and this session is opened without `restore`. How many of the 682 tokens come from them?
+#
+# <details><summary>Answer</summary>
+#
+# **0**: nothing is restored unless you ask for it.
+#
+# </details>
 
 # %%
 await kernel.kill()
 kernel = await Kernel().start()
 CELL, whole = CELL.replace('restore="auto", ', ""), CELL
 await measure("programs, no pages", kernel)
+assert int(await kernel.run("print(done.usage.cached_tokens)")) == 0, "pages are restored on demand alone"
 
 # %%
-figure, axis = plt.subplots(layout="constrained")
-left = [0.0] * len(results)
-for index, part in enumerate(("import", "open", "first token")):
-    width = [seconds[index] for seconds in results.values()]
-    axis.barh(list(results), width, left=left, label=part)
-    left = [a + b for a, b in zip(left, width, strict=True)]
-axis.invert_yaxis()
-axis.set_xlabel("seconds")
-axis.legend()
+figure, (start, first) = plt.subplots(1, 2, layout="constrained", sharey=True)
+start.barh(list(results), [seconds[1] for seconds in results.values()])
+start.set_xlabel("seconds to open: programs")
+first.barh(list(results), [seconds[2] * 1e3 for seconds in results.values()], color="C1")
+first.set_xlabel("ms to the first token: pages")
+start.invert_yaxis()
 plt.show()
 
 # %% [markdown]
-# Here the programs are worth seconds and the pages are worth milliseconds, hardly to be seen in the picture: the model is so small
-# that 640 tokens are computed in no time. What pages save grows with the model and the prompt.
+# Two scales, because programs save seconds here and pages save about 20 ms: this model computes 672 tokens in that time. The
+# pages' share grows with the weights,
+#
+# $$t_{\mathrm{prefill}} \approx \frac{2 \cdot \mathrm{weights} \cdot \mathrm{tokens}}{\mathrm{FLOP/s}}$$
+#
+# so a model with 250 times as many weights, one of a billion, takes seconds for the same prompt.
 
 # %% [markdown]
 # ## Snapshots with a name
 #
 # `restore="auto"` is for yesterday's work. A *snapshot* is for work that you want to come back to: it lists the pages that the session
 # knows now, under a name, and keeps them from being thrown away.
+#
+# **Predict.** The snapshot is restored in a kernel that knows nothing else. How many of the 682 tokens does it have?
+#
+# <details><summary>Answer</summary>
+#
+# **672**: 42 whole pages of 16. Ten tokens are computed.
+#
+# </details>
 
 # %%
 print(await kernel.run("print(await session.save('zoe'))"))
@@ -154,6 +177,7 @@ kernel = await Kernel().start()
 CELL = whole.replace('restore="auto"', 'restore="zoe"')
 await measure("from the snapshot", kernel)
 print(await kernel.run("print(*session.cache.snapshots(), sep='\\n')"))
+assert int(await kernel.run("print(done.usage.cached_tokens)")) == 672, "a snapshot brings whole pages"
 
 # %% [markdown]
 # ## When it does not fit
@@ -178,6 +202,40 @@ await kernel.kill()
 # `session.programs()` says why.
 #
 # All of it lies in one folder, `cache_dir`, which is bounded in size. `rekindle cache` on the command line shows and cleans it.
+
+# %% [markdown]
+# ## Exercise
+#
+# Show that a cache folder is worth nothing to other weights: what does a session on a model with other weights find of this prompt? (`rekindle.models.random_model` makes one.)
+
+# %% jupyter={"source_hidden": true} tags=["solution"]
+kernel = await Kernel().start()
+found = await kernel.run(f"""
+    import rekindle
+    tiny = rekindle.models.load(rekindle.tiny.folder())
+    other = rekindle.models.random_model(tiny.config, dtype="bfloat16")
+    session = await rekindle.open(other, cache_dir={cache!r}, restore="auto", page_size=16, max_requests=2)
+    text = "Zoe the dragon lived in a cave by the river and liked to paint. " * 40 + "One day"
+    ids = rekindle.models.Tokenizer.load(rekindle.tiny.folder()).encode(text)  # this page's prompt
+    done = await session.generate(ids, max_tokens=2)
+    again = await session.generate(ids, max_tokens=2)
+    print(done.usage.cached_tokens, again.usage.cached_tokens)
+    """)
+await kernel.kill()
+print(found)
+assert found.split()[0] == "0", "pages of other weights are never used"
+assert found.split()[1] != "0", "its own are"
+
+# %% [markdown]
+# ## In production
+#
+# Engines store compiled programs per machine image (torch.compile's and XLA's caches) and start from snapshots of memory, because loading tens of gigabytes takes longer than compiling. Prefix caches survive in host memory of other machines or in object storage.
+#
+# ## Further reading
+#
+# - Fu et al., *ServerlessLLM: Low-Latency Serverless Inference for Large Language Models*, 2024, [arXiv:2401.14351](https://arxiv.org/abs/2401.14351)
+# - Qin et al., *Mooncake*, 2024, [arXiv:2407.00079](https://arxiv.org/abs/2407.00079)
+# - JAX documentation, *Persistent compilation cache*
 
 # %%
 shutil.rmtree(cache)

@@ -3,6 +3,10 @@
 #
 # *How do I run many requests at once, stop some of them, and keep everything tidy?*
 #
+# **Before:** page 01; `async` and `await`. **Afterwards you can** run many requests at once, bound them, stop some of them, and work off a table that survives a kill.
+#
+# **Also called:** task group = nursery (trio); a handle = a future; backpressure = admission control; `session.map` = batch inference.
+#
 # A session is safe to use from any number of tasks, threads and event loops. This page uses [anyio](https://anyio.readthedocs.io),
 # which works on asyncio (what Jupyter runs) and on trio.
 
@@ -24,15 +28,20 @@ ready = [await handle for handle in handles]
 # `submit` returns at once. The handle tells where the request is and what it has produced so far. Await it for the result.
 
 # %%
-handle = session.submit("Once upon a time", max_tokens=80)
-await anyio.sleep(0.05)
-print(handle.status, len(handle.token_ids), "tokens so far")
+handle = session.submit("Once upon a time", max_tokens=400, ignore_eos=True)
+for _ in range(2000):
+    if len(handle.token_ids) >= 20:
+        break
+    await anyio.sleep(0.005)
+so_far = len(handle.token_ids)
+print(handle.status, so_far, "tokens so far")
 done = await handle
+assert 20 <= so_far <= 400, "a handle shows tokens while the request runs"
 print(handle.status, len(done.token_ids), "tokens")
 
 # %% [markdown]
-# In fact every call returns a handle. So does `generate`: a call that you forget to await gives no warning and computes
-# nothing.
+# In fact every call returns a handle. So does `generate`: without `await` nothing runs, and `not submitted` means that you forgot
+# it.
 
 # %%
 session.generate("nobody waits for this")
@@ -82,6 +91,12 @@ except RequestAborted as error:
 # A task group runs many things side by side and waits for all of them. Each task here asks for a name, then for a story about
 # it: two requests that depend on each other, times twelve. The engine mixes all requests that are there into one batch at
 # every step.
+#
+# By Little's law, requests in flight are arrivals times their time in the system:
+#
+# $$L = \lambda \cdot W$$
+#
+# so a full batch needs as many tasks as the session has slots, and more of them only wait.
 
 # %%
 stories: dict[int, str] = {}
@@ -148,6 +163,14 @@ print(session.stats().aborted - before, "requests were aborted")
 #
 # A session bounds what it takes in: `max_queue` requests may wait beside those that run. Awaiting calls wait for a place. `submit`
 # can't wait, so it raises.
+#
+# **Predict.** How many submissions does a session with `max_requests=2, max_queue=2` take before it refuses one?
+#
+# <details><summary>Answer</summary>
+#
+# **4**: two run and two wait.
+#
+# </details>
 
 # %%
 small = await rekindle.open("tiny", max_requests=2, max_queue=2)
@@ -163,6 +186,8 @@ for handle in handles:
 many = await small.generate([f"Story {number}:" for number in range(10)], max_tokens=4)  # waits in turn
 print(len(many), "completions")
 await small.aclose()
+assert len(handles) == 4, "places are those that run and those that wait"
+assert len(many) == 10, "awaiting calls wait for a place"
 
 # %% [markdown]
 # ## A table of rows
@@ -170,11 +195,20 @@ await small.aclose()
 # `session.map` asks once for each row: of a list of dicts as here, of a DataFrame, of anything that yields mappings. The
 # template is a format string, or a function of a row. A bar shows rows, tokens per second and the time left. A row that fails
 # does not stop the others.
+#
+# **Predict.** Ten rows, and the last one has no animal. How many fail?
+#
+# <details><summary>Answer</summary>
+#
+# **1**, the row that can't be filled in.
+#
+# </details>
 
 # %%
 rows = [{"name": name, "animal": animal} for name in ("Anna", "Tom", "Lily") for animal in ("dog", "cat", "duck")]
 rows.append({"name": "Max"})  # it has no animal
 answers = await session.map(rows, "{name} had a {animal}. The {animal}", max_tokens=12)
+assert len(answers.errors) == 1, "a row that fails does not stop the others"
 answers
 
 # %% [markdown]
@@ -192,6 +226,7 @@ with anyio.move_on_after(0.4):
 print(len(kept.read_text().splitlines()), "answers were written")
 answers = await session.map(names, "Story {number}:", out=kept, max_tokens=24)
 print(answers)
+assert len(answers) == 60, "the second call completes what the first one left"
 
 # %% [markdown]
 # `answers.to_pandas()` makes a DataFrame of the rows and their answers. For searching and sorting
@@ -215,6 +250,40 @@ with ThreadPoolExecutor(4) as pool:
         lambda n: len(session.generate_sync("Count:", max_tokens=n, ignore_eos=True).token_ids), (3, 5, 7)
     )
     print(list(lengths))
+
+# %% [markdown]
+# ## Exercise
+#
+# Be polite: generate twelve texts with never more than three requests at once, and prove it by counting.
+
+# %% jupyter={"source_hidden": true} tags=["solution"]
+limiter = anyio.CapacityLimiter(3)
+at_once: list[int] = []
+
+
+async def polite(number: int) -> None:
+    async with limiter:
+        at_once.append(int(limiter.borrowed_tokens))
+        await session.generate(f"Tale {number}:", max_tokens=8)
+
+
+async with anyio.create_task_group() as group:
+    for number in range(12):
+        group.start_soon(polite, number)
+print(at_once)
+assert len(at_once) == 12, "all twelve ran"
+assert max(at_once) == 3, "three at once is as much as it gets"
+
+# %% [markdown]
+# ## In production
+#
+# They have the same four ideas at the edge of a server: a bounded queue, timeouts, cancelling when the client goes away, and fairness among tenants. What a notebook adds is that a forgotten cell must not keep the device busy.
+#
+# ## Further reading
+#
+# - Nathaniel J. Smith, *Notes on structured concurrency, or: Go statement considered harmful*, 2018
+# - anyio documentation, *Cancellation and timeouts*
+# - Little, *A Proof for the Queuing Formula L = λW*, Operations Research, 1961
 
 # %% [markdown]
 # Nothing was left behind. `check_integrity` counts every page and every place.

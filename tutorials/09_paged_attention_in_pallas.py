@@ -3,6 +3,12 @@
 #
 # *How does one write a kernel that reads keys and values from scattered pages?*
 #
+# **Before:** page 02; array programming in JAX. **Afterwards you can** follow a page table, write an online softmax, and split one text's work.
+#
+# **Also called:** page = block; page table = block table (vLLM); split-KV = flash decoding; the scratch page = the null block.
+#
+# ![A page table maps a text's tokens to pages anywhere in one array](pictures/09_pages.svg)
+#
 # In the engine, the cache of a text is a list of pages somewhere in one big array. Attention has to follow that list. We write
 # the decode case (one query per text) as a [Pallas](https://docs.jax.dev/en/latest/pallas/index.html) kernel, in four steps, in interpret mode, so that it
 # runs on any CPU. Every step is compared with the *oracle*, a plain implementation that is slow and obviously right.
@@ -105,8 +111,11 @@ compare("all at once", found)
 # ## Step 2: the softmax that can wait
 #
 # To go page by page, the softmax must be computed without having seen all scores. Keep three things: the largest score so far,
-# the sum of exponentials relative to it, and the weighted sum of values. When a larger score turns up, scale the old sums down. In
-# numpy, on one row:
+# the sum of exponentials relative to it, and the weighted sum of values. When a larger score turns up, scale the old sums down:
+#
+# $$m' = \max(m, s) \qquad \ell' = \ell e^{m - m'} + e^{s - m'} \qquad o' = o e^{m - m'} + v e^{s - m'}$$
+#
+# In numpy, on one row:
 
 # %%
 scores, values = rng.standard_normal(32), rng.standard_normal((32, D))
@@ -135,6 +144,14 @@ plt.show()
 #
 # The kernel now loops over the pages that a text really has; the trip count is `ceil(length / S)`, read from memory. Inside the loop
 # it touches one page.
+#
+# **Predict.** Step 1 read `N * W` pages. How many does a loop over each text's own pages read, for 19, 5 and 32 tokens?
+#
+# <details><summary>Answer</summary>
+#
+# **8** = 3 + 1 + 4, instead of 12.
+#
+# </details>
 
 
 # %%
@@ -172,6 +189,8 @@ def decode(kernel, q, kv, table, lengths):
 
 
 compare("page by page", decode(attend_paged, q, kv, table, lengths))
+assert sum(-(-int(length) // S) for length in lengths) == 8, "a loop reads the pages that a text has"
+assert float(jnp.abs(decode(attend_paged, q, kv, table, lengths) - expected).max()) < 1e-5, "page by page is exact"
 
 # %% [markdown]
 # ## Step 4: more parallel work
@@ -235,12 +254,21 @@ def decode_split(q, kv, table, lengths):
 
 
 compare("split", decode_split(q, kv, table, lengths))
+assert float(jnp.abs(decode_split(q, kv, table, lengths) - expected).max()) < 1e-5, "so is splitting"
 
 # %% [markdown]
 # ## Can the test fail?
 #
 # A comparison is worth something if it notices mistakes. Here are three classic ones: an off-by-one in the mask, a page table read
 # from the wrong row, and scores that are not divided by √D.
+#
+# **Predict.** Right kernels differ from the oracle by less than 0.000001. Do mistakes differ by more or less than 0.1?
+#
+# <details><summary>Answer</summary>
+#
+# By more than **0.1** each.
+#
+# </details>
 
 # %%
 mistakes = {
@@ -250,6 +278,7 @@ mistakes = {
 }
 for name, found in mistakes.items():
     compare(name, found)
+assert all(float(jnp.abs(found - expected).max()) > 0.1 for found in mistakes.values()), "classic mistakes show"
 
 # %% [markdown]
 # ## From here to a real kernel
@@ -263,3 +292,15 @@ for name, found in mistakes.items():
 #
 # Each of them is compared with this oracle over one shared set of cases, on a CPU in interpret mode; on a machine with the device,
 # `pytest -m gpu` and `pytest -m tpu` do the same there.
+
+# %% [markdown]
+# ## In production
+#
+# FlashInfer, FlashAttention and vLLM's kernels choose the number of splits per batch from lengths, read pages with asynchronous copies, and pack the queries of a group into one matrix product so that decode uses the matrix units.
+#
+# ## Further reading
+#
+# - Milakov and Gimelshein, *Online normalizer calculation for softmax*, 2018, [arXiv:1805.02867](https://arxiv.org/abs/1805.02867)
+# - Dao et al., *FlashAttention*, 2022, [arXiv:2205.14135](https://arxiv.org/abs/2205.14135)
+# - Dao, *FlashAttention-2*, 2023, [arXiv:2307.08691](https://arxiv.org/abs/2307.08691)
+# - Kwon et al., *PagedAttention*, 2023, [arXiv:2309.06180](https://arxiv.org/abs/2309.06180)

@@ -3,6 +3,10 @@
 #
 # *How do I run a Hugging Face checkpoint, quantise it, and know what that cost?*
 #
+# **Before:** page 01. **Afterwards you can** open a folder or a hub's name, read what is wrong with a checkpoint, and measure what quantising costs on a text that the model hasn't seen.
+#
+# **Also called:** `int8` = W8A8, `int8-weight` = W8A16; a checkpoint's folder is transformers' format; perplexity = exp of the mean cross entropy.
+#
 # `rekindle.open` takes the folder of a checkpoint: `config.json`, one or more `.safetensors` files, and `tokenizer.json`. A name like
 # `"org/model"` is looked up in the Hugging Face cache, and downloaded if it isn't there (that needs the extra `rekindle[hub]`). This
 # page is offline, so we write a checkpoint ourselves. It is a good way to see what is in one.
@@ -121,10 +125,20 @@ except rekindle.errors.CheckpointError as error:
 # ## Quantise
 #
 # `dtype` chooses the type of the weights; `quantize` stores matrices as 8-bit integers with one scale per row. `"int8"` also
-# multiplies in integers, `"int8-weight"` only stores in them.
+# multiplies in integers, `"int8-weight"` only stores in them. A row $w$ becomes
+#
+# $$s = \frac{\max |w|}{127} \qquad q = \mathrm{round}(w / s) \qquad w \approx s \cdot q$$
 #
 # `rekindle.models.load` reads a checkpoint without opening a session, here to see how large its weights are. From here on we
 # use the tiny model, since a random one has no predictions that quantising could spoil.
+#
+# **Predict.** The tiny model has 4,000,512 weights. How many MB are they in float32?
+#
+# <details><summary>Answer</summary>
+#
+# **16**, and **8** in bfloat16.
+#
+# </details>
 
 # %%
 from rekindle.models import load
@@ -140,37 +154,54 @@ megabytes = {name: model.nbytes / 1e6 for name, model in models.items()}
 plt.bar(megabytes.keys(), megabytes.values())
 plt.ylabel("MB of weights")
 plt.show()
+assert round(megabytes["float32"]) == 16, "float32 takes four bytes a weight"
+assert round(megabytes["bfloat16"]) == 8, "bfloat16 takes two"
+assert megabytes["int8"] < megabytes["bfloat16"], "int8 takes about one"
 
 # %% [markdown]
 # ## What did it cost?
 #
-# The right measure is how much the model's predictions change: on a text that it wrote itself, the *perplexity*, and how
-# often the most likely token stays the same. `prompt_logprobs` reports both for every token of a text.
+# The right measure is how much the model's predictions change on a text that it has *not* written: a model is sure of its own words
+# in any precision. We take the perplexity of a story written for this page, and how often the most likely token stays the
+# same. `prompt_logprobs` reports both for every token of a text.
+#
+# **Predict.** In which share of the positions does the most likely token stay the same with 8-bit weights: more or less than 0.9?
+#
+# <details><summary>Answer</summary>
+#
+# More than **0.9**, and perplexity changes by less than **0.05** of itself.
+#
+# </details>
 
 # %%
 options = {"max_requests": 2, "max_tokens_per_step": 128, "precompile": "lazy"}
-async with rekindle.open("tiny", dtype="float32", **options) as session:
-    told = await session.generate("Once upon a time", max_tokens=200, temperature=1.0, seed=7)
-text = [*told.prompt_token_ids, *told.token_ids]
+text = (
+    "Once upon a time, there was a kind girl named Lily. She lived in the village with her family. Lily had a red ball. "
+    "She took it everywhere.\n\nOne day, Lily found a map in the garden. It was for Tom, who lived in the forest. Lily was "
+    'afraid, but she walked to the forest. Tom was happy. "Thank you," he said. "You are very kind." Then they played.'
+)
 results = {}
 for name, precision in settings.items():
     async with rekindle.open("tiny", **options, **precision) as session:
         scored = await session.generate(text, max_tokens=1, prompt_logprobs=1)
-        runs = [await session.generate("Once upon a time", max_tokens=64, ignore_eos=True) for _ in range(3)]
-        speed = max(run.timings.decode_rate(64) for run in runs)  # tokens per second after the first of 64
+        run = await session.generate("Once upon a time", max_tokens=64, ignore_eos=True)
         logprobs = np.array([entry.logprob for entry in scored.prompt_logprobs])
         favourites = np.array([entry.top_ids[0] for entry in scored.prompt_logprobs])
-        results[name] = (np.exp(-logprobs.mean()), favourites, speed, runs[0].text)
+        results[name] = (np.exp(-logprobs.mean()), favourites, run.text)
 
 exact = results["float32"][1]
-print(f"{'':12} perplexity  same favourite  tokens/s")
-for name, (perplexity, favourites, speed, _) in results.items():
-    print(f"{name:12} {perplexity:10.3f}  {np.mean(favourites == exact):14.0%}  {speed:8.0f}")
+print(f"{'':12} perplexity  same favourite      MB")
+for name, (perplexity, favourites, _) in results.items():
+    print(f"{name:12} {perplexity:10.3f}  {np.mean(favourites == exact):14.0%}  {megabytes[name]:6.1f}")
+same = {name: float(np.mean(favourites == exact)) for name, (_, favourites, _) in results.items()}
+assert min(same.values()) > 0.9, "most likely tokens stay the same"
+change = max(abs(perplexity / results["float32"][0] - 1) for perplexity, *_ in results.values())
+assert change < 0.05, "perplexity on an unseen text hardly moves"
 
 # %% [markdown]
-# Perplexity hardly moves. The last column says little here: all of this model fits into the processor's caches, so what counts
-# is the work around the weights. On a checkpoint of a hundred million weights or more, decoding is bound by reading them from
-# memory, and half the bytes mean nearly twice the speed; `rekindle bench --model 135m` measures that on your machine.
+# There is no column for speed, because this model can't show it: all of it fits into the processor's caches, and then fewer bytes
+# save nothing. From a hundred million weights on, decoding is bound by reading them, and half the bytes mean up to twice the
+# speed; `rekindle bench --model 135m --quantize int8` measures it on your machine.
 #
 # Greedy texts may part ways although perplexity is the same, since one close call is enough. Do these?
 
@@ -183,6 +214,14 @@ for name, (*_, story) in results.items():
 #
 # While you train, you want to look at the newest weights again and again. `swap_weights` puts them into an open session: nothing is
 # compiled, and the prefix cache is invalidated, because its keys contain the weights' fingerprint.
+#
+# **Predict.** How many programs are compiled for the new weights?
+#
+# <details><summary>Answer</summary>
+#
+# **0**: weights are arguments of a program.
+#
+# </details>
 
 # %%
 session = await rekindle.open("tiny", dtype="float32", max_requests=2, max_tokens_per_step=64, precompile="lazy")
@@ -195,6 +234,31 @@ compiled = session.stats().compilations
 await session.swap_weights(noisy)
 after = await session.generate("Once upon a time", max_tokens=12)
 print(repr(before.text), repr(after.text), f"{session.stats().compilations - compiled} programs compiled", sep="\n")
+assert session.stats().compilations - compiled == 0, "other weights need no other programs"
+
+# %% [markdown]
+# ## Exercise
+#
+# Quantise one matrix of our random checkpoint by the formula, a scale for each row, and find the largest error in units of the scale.
+
+# %% jupyter={"source_hidden": true} tags=["solution"]
+matrix = weights["model.layers.0.mlp.up_proj.weight"]
+scale = np.abs(matrix).max(axis=1, keepdims=True) / 127
+stored = np.round(matrix / scale).astype(np.int8)
+error = np.abs(stored * scale - matrix) / scale
+print(f"{error.max():.2f} scales at most, {matrix.nbytes // stored.nbytes} times smaller")
+assert error.max() < 0.501, "rounding is off by half a step at most"
+
+# %% [markdown]
+# ## In production
+#
+# They use 4 bits for weights, with a scale for each group of 32 to 128 numbers, chosen to keep outputs rather than weights (GPTQ, AWQ), and 8 bits for weights, activations and the cache on devices that multiply in them. Quality is measured on tasks besides perplexity.
+#
+# ## Further reading
+#
+# - Dettmers et al., *LLM.int8()*, 2022, [arXiv:2208.07339](https://arxiv.org/abs/2208.07339)
+# - Frantar et al., *GPTQ*, 2022, [arXiv:2210.17323](https://arxiv.org/abs/2210.17323)
+# - Lin et al., *AWQ*, 2023, [arXiv:2306.00978](https://arxiv.org/abs/2306.00978)
 
 # %%
 await session.aclose()

@@ -3,11 +3,17 @@
 #
 # *How do I change what the model may say, in my own code, at full speed?*
 #
+# **Before:** page 04; pure functions in JAX. **Afterwards you can** write a logits processor, ask for it by name, and know what it costs the other rows.
+#
+# **Also called:** logits processor = transformers' and vLLM's word; a mask of minus infinity = constrained decoding; a bonus = `logit_bias` that depends on the position.
+#
 # A logits processor is a pure JAX function. It gets the logits of all rows that want it and some context, and returns new
 # logits. The engine compiles it into its step programs, so there is no trip to the host between two tokens, and rows that did
 # not ask for it are left alone.
 
 # %%
+import itertools
+
 import jax.numpy as jnp
 import numpy as np
 
@@ -34,6 +40,8 @@ async with rekindle.open("tiny", processors=[LogitsProcessor(no_echo, name="no-e
     for names in ((), "no-echo"):
         done = await session.generate("The old clock\nwagon wagon wagon wagon", max_tokens=14, processors=names)
         print(f"{names!s:10}{done.text!r}")
+ids = done.token_ids
+assert all(one != two for one, two in itertools.pairwise(ids)), "no token comes twice in a row"
 
 # %% [markdown]
 # The *name* is what a request says to ask for it. The first text is a loop of one token; the second one got
@@ -60,6 +68,20 @@ def fresh_words(logits, context):
 #
 # Arrays from outside can be closed over; they become constants of the program. Here is one that allows only tokens without the
 # letter *e*, as in Georges Perec's novel.
+#
+# As a formula, with $A$ the set of allowed tokens: $z'_i = z_i$ for tokens of $A$, and
+#
+# $$z'_i = -\infty \quad \mathrm{for} \quad i \notin A$$
+#
+# so the softmax gives the others all of the probability.
+#
+# **Predict.** Which share of the 2,048 tokens has an *e*: more or less than a fourth?
+#
+# <details><summary>Answer</summary>
+#
+# More: **728** of 2,048.
+#
+# </details>
 
 # %%
 texts = [tokenizer.decode([token], skip_special_tokens=False) for token in range(tokenizer.vocab_size)]
@@ -70,6 +92,8 @@ print(f"{has_e.sum()} of {len(has_e)} tokens have an e")
 def lipogram(logits, context):
     return jnp.where(has_e, -jnp.inf, logits)
 
+
+assert has_e.sum() == 728, "a third of the tokens has an e"
 
 # %% [markdown]
 # ## One that looks at the position
@@ -109,11 +133,22 @@ for names in ((), "no-e", ("no-e", "fresh-words")):
     print(f"{names!s:25}{done.text!r}\n")
 
 # %% [markdown]
-# Is there an *e*? The engine's claim is easy to check.
+# The longer texts read like gibberish, and they should: a sentence without *e* is a place where the model has hardly ever been, and
+# each next word is drawn from what is left there. A mask guarantees the form and costs sense; a larger model has more to
+# choose from.
+#
+# **Predict.** Four texts of 40 tokens, drawn at temperature 1. How many letters *e* have they?
+#
+# <details><summary>Answer</summary>
+#
+# **0**: a masked token has no probability at any temperature.
+#
+# </details>
 
 # %%
 many = await session.generate("Max had a", n=4, temperature=1.0, seed=0, max_tokens=40, processors="no-e")
 print([done.text.lower().count("e") for done in many])
+assert sum(done.text.lower().count("e") for done in many) == 0, "a masked token is never drawn"
 
 # %% [markdown]
 # Here is the impatient one, on a question whose answer runs on:
@@ -123,6 +158,8 @@ question = [{"role": "user", "content": "Tell me a story about a cat."}]
 for names in ((), "impatient"):
     reply = await session.chat(question, max_tokens=200, processors=names)
     print(f"{names!s:12} {len(reply.token_ids):3} tokens, {reply.finish_reason}: …{reply.text[-40:]!r}")
+assert reply.finish_reason == "eos", "a growing bonus ends the answer"
+assert len(reply.token_ids) < 200, "long before max_tokens"
 
 # %% [markdown]
 # ## Mixed batches
@@ -152,6 +189,36 @@ try:
     await session.generate("x", processors="no-f")
 except rekindle.errors.RekindleError as error:
     print(error)
+
+# %% [markdown]
+# ## Exercise
+#
+# Write a processor that never lets the model use digits, and ask it for a sum.
+
+# %% jupyter={"source_hidden": true} tags=["solution"]
+digits = np.array([any(char.isdigit() for char in text) for text in texts])
+
+
+def no_digits(logits, context):
+    return jnp.where(digits, -jnp.inf, logits)
+
+
+question = "What is 2 + 3?"
+async with rekindle.open("tiny", processors=[LogitsProcessor(no_digits, name="no-digits")], **options) as other:
+    sums = await other.generate(question, n=4, temperature=1.0, seed=0, max_tokens=16, processors="no-digits")
+print([done.text for done in sums])
+assert not any(char.isdigit() for done in sums for char in done.text), "a mask from the vocabulary holds"
+
+# %% [markdown]
+# ## In production
+#
+# Servers run a fixed set of processors fused into sampling, and apply grammars as bit masks that are computed on the host while the device works (tutorial 14). Arbitrary Python in the loop, as in transformers, costs a trip to the host for each token.
+#
+# ## Further reading
+#
+# - Kirchenbauer et al., *A Watermark for Large Language Models*, 2023 (a logits processor), [arXiv:2301.10226](https://arxiv.org/abs/2301.10226)
+# - Keskar et al., *CTRL*, 2019, [arXiv:1909.05858](https://arxiv.org/abs/1909.05858)
+# - Willard and Louf, *Efficient Guided Generation for Large Language Models*, 2023, [arXiv:2307.09702](https://arxiv.org/abs/2307.09702)
 
 # %%
 await session.aclose()

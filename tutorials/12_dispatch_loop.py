@@ -3,14 +3,20 @@
 #
 # *What are the parts between `submit` and the text, and can I put them together myself?*
 #
-# A request travels in one direction through four tasks, connected by bounded streams:
+# **Before:** pages 03 and 05; anyio's task groups. **Afterwards you can** name the parts between `submit` and the text, plan steps by hand, and say why the host reads tokens one step late.
+#
+# **Also called:** the dispatch loop = engine loop, `step()` (vLLM), with asynchronous scheduling; overlap scheduling (SGLang); a runner = a model runner or executor.
+#
+# ![The host plans step N+1 while the device runs step N](pictures/12_loop.svg)
+#
+# A request travels in one direction, through tasks that are connected by bounded streams:
 #
 # ```
-# submissions          requests              turns
-# ──────────▶ intake ──────────▶ schedule ◀────────▶ step ── device thread
-#                                 │   ▲    outcomes
-#                          events ▼   │ stop strings
-#                              detokenize ──▶ mailboxes
+#              front                 backend              front
+# submissions         requests                   events
+# ──────────▶ intake ─────────▶ engine ────────────────▶ detokenize ──▶ mailboxes
+#                               schedule ⇄ step          (text, stop strings)
+#                               (loop)     (device thread)
 # ```
 #
 # None of them knows the others, and the device side is behind a contract of two methods. So we can build an engine without a
@@ -36,6 +42,18 @@ from rekindle._src.scheduling.scheduler import Limits, Scheduler
 #
 # It is plain host code without tasks: `submit`, `plan`, `commit`. A pool of sixteen pages of eight tokens, at most three requests
 # at once, at most eight tokens in a step.
+#
+# With the overlap, a step takes
+#
+# $$\max(t_{\mathrm{host}}, t_{\mathrm{device}}) \quad \mathrm{instead\ of} \quad t_{\mathrm{host}} + t_{\mathrm{device}}$$
+#
+# **Predict.** *a* has 11 tokens, *b* has 2, a step has room for 8. How many tokens does the first plan hold?
+#
+# <details><summary>Answer</summary>
+#
+# **8**, all of them of *a*.
+#
+# </details>
 
 # %%
 limits = Limits(max_requests=3, max_tokens_per_step=8, max_model_len=48, page_size=8)
@@ -61,14 +79,24 @@ def show(plan: StepPlan) -> None:
 
 plan = scheduler.plan()
 show(plan)
+assert sum(row.length for row in plan.rows) == 8, "a plan fills its budget in order of arrival"
 
 # %% [markdown]
 # Eight tokens of budget: the first eight of *a*'s eleven go into this step. Nothing has been computed yet, but the next step
 # can be planned already. It assumes that this one succeeds.
+#
+# **Predict.** And the second?
+#
+# <details><summary>Answer</summary>
+#
+# **5**: the last 3 of *a* and both of *b*.
+#
+# </details>
 
 # %%
 following = scheduler.plan()
 show(following)
+assert sum(row.length for row in following.rows) == 5, "the next request comes along"
 
 # %% [markdown]
 # The second plan finishes *a*'s prompt, and *b* comes along. This is what keeps a device busy: when step N ends, step N+1 has been
@@ -132,42 +160,54 @@ class Poet:
 # %% [markdown]
 # ## The whole engine in one loop
 #
-# The loop below is all of it: plan, dispatch, then commit what the step before has made. Everything else is plumbing around it.
+# An `Engine` owns a scheduler and a runner. Its `turn()` is all of the loop: plan a step, dispatch it, fetch the step before it
+# and commit that one. Everything else is plumbing around it.
 
 # %%
-scheduler, runner = make_scheduler(), Poet()
-for name in "abcde":
-    scheduler.submit(Request(name, np.array([ord("t")], np.int32), Sampling(max_tokens=6, seed=0)))
+from rekindle._src.dispatch.engine import Engine
 
-last, texts = None, {}
-while scheduler.has_work:
-    plan = scheduler.plan()
-    current = runner.dispatch(plan) if plan is not None else None
-    if last is not None:
-        for event in scheduler.commit(runner.fetch(last)):
-            texts[event.request_id] = texts.get(event.request_id, "") + bytes(event.token_ids).decode()
-    last = current
+scheduler, runner = make_scheduler(), Poet()
+engine = Engine(scheduler, runner)
+for name in "abcde":
+    engine.submit(Request(name, np.array([ord("t")], np.int32), Sampling(max_tokens=6, seed=0)))
+
+texts = dict.fromkeys("abcde", "")
+while (events := engine.turn()) is not None:
+    for event in events:
+        texts[event.request_id] += bytes(event.token_ids).decode()
 print(texts)
 scheduler.check_integrity()
 
 # %% [markdown]
 # Five requests, three slots, and all of them spelled. Look at the order of the first calls: the next step is dispatched *before* the
 # last one is fetched.
+#
+# **Predict.** How many steps are dispatched before the first is fetched?
+#
+# <details><summary>Answer</summary>
+#
+# **2**.
+#
+# </details>
 
 # %%
 print([f"{what} {step}" for what, step, _ in runner.log[:7]])
+assert [what for what, *_ in runner.log].index("fetch") == 2, (
+    "the next step is dispatched before the last one is fetched"
+)
 
 # %% [markdown]
-# ## The four tasks
+# ## The tasks
 #
-# Now with text. `step.run` answers every *turn* with one *outcome*, `schedule.run` is the only owner of the scheduler,
-# `intake.run` tokenizes, `detokenize.run` makes text and puts it into mailboxes. We need a tokenizer of letters.
+# Now with text. `intake.run` tokenizes, `engine.serve` runs the same turns in two tasks, of which one waits for the device in a
+# thread of its own, and `detokenize.run` makes text and puts it into mailboxes. We need a tokenizer of letters.
 
 # %%
-from rekindle._src.dispatch import detokenize, intake, schedule, step
+from rekindle._src.dispatch import detokenize, intake
+from rekindle._src.dispatch.backend import Front
 from rekindle._src.dispatch.device import DeviceThread
 from rekindle._src.dispatch.mailbox import Mailbox
-from rekindle._src.dispatch.messages import Engine, Submission
+from rekindle._src.dispatch.messages import Submission
 
 
 class Letters:
@@ -198,7 +238,8 @@ class LetterByLetter:
 
 
 config = EngineConfig(max_requests=3, max_tokens_per_step=8, max_model_len=48, page_size=8)
-engine = Engine(make_scheduler(), Poet(), Letters(), LetterByLetter, config, vocab_size=256)
+engine = Engine(make_scheduler(), Poet(), config)
+front = Front(engine, Letters(), LetterByLetter, config, vocab_size=256)
 
 # %% [markdown]
 # Streams connect them. Each is bounded, so a slow consumer slows its producer down instead of filling the memory. Closing the
@@ -214,16 +255,14 @@ def submission(name: str, text: str, **options) -> Submission:
 async def run(submissions: list[Submission]) -> None:
     outputs: dict[str, detokenize.OutputState] = {}
     submit, submitted = anyio.create_memory_object_stream(16)
-    to_schedule, inbox = anyio.create_memory_object_stream(64)
-    turns, turned = anyio.create_memory_object_stream(1)
+    to_engine, inbox = anyio.create_memory_object_stream(64)
     events, happened = anyio.create_memory_object_stream(1)
     device = DeviceThread()
     async with anyio.create_task_group() as group:
-        group.start_soon(intake.run, submitted, to_schedule.clone(), engine, outputs)
-        group.start_soon(schedule.run, inbox, turns, events, engine.scheduler)
-        group.start_soon(step.run, turned, to_schedule.clone(), engine.runner, device)
-        group.start_soon(detokenize.run, happened, to_schedule.clone(), outputs)
-        to_schedule.close()
+        group.start_soon(intake.run, submitted, to_engine.clone(), front, outputs)
+        group.start_soon(engine.serve, inbox, to_engine.clone(), events, device)
+        group.start_soon(detokenize.run, happened, to_engine.clone(), outputs)
+        to_engine.close()
         async with submit:
             for one in submissions:
                 await submit.send(one)
@@ -245,7 +284,7 @@ print([delta.text for delta in asked[0].mailbox.deltas])
 # %% [markdown]
 # ## A session is this, in a thread
 #
-# `Session` takes the same parts and runs the tasks in a daemon thread with an event loop of its own. So a cell that blocks the
+# `Session` takes the same parts, a front over an engine, and runs the tasks in a daemon thread with an event loop of its own. So a cell that blocks the
 # notebook does not stop generation, a slow step does not make widgets lag, and callers may sit on asyncio, on trio or on no loop.
 
 # %%
@@ -257,3 +296,14 @@ with Session(make_scheduler(), Poet(), Letters(), config, detokenizer=LetterByLe
     stats = session.stats()
 print(done.text)
 stats
+
+# %% [markdown]
+# ## In production
+#
+# The loop is the same; it spans processes. Tokenizing, scheduling and detokenizing run beside each other, because Python holds one lock, and plans travel to workers over shared memory. The one step of lateness is what vLLM calls asynchronous scheduling.
+#
+# ## Further reading
+#
+# - Yu et al., *Orca*, OSDI 2022
+# - Zheng et al., *SGLang*, 2023, [arXiv:2312.07104](https://arxiv.org/abs/2312.07104)
+# - Nathaniel J. Smith, *Notes on structured concurrency*, 2018

@@ -3,6 +3,10 @@
 #
 # *How do my colleagues' tools use the model that I have open here, while I go on working with it?*
 #
+# **Before:** pages 01 and 05; HTTP. **Afterwards you can** serve an open session to OpenAI's clients, and watch cells and clients share one batch and one cache.
+#
+# **Also called:** the API = OpenAI's, as vLLM, SGLang, llama.cpp and Ollama speak it; events = server-sent events (SSE); `/metrics` = Prometheus' format.
+#
 # Editors, agents and evaluation suites speak OpenAI's API: they want a URL. A session has one, if you ask for it. The server
 # runs in a thread beside the cells and works on the same session, so that both share its programs, its prefix cache
 # and its dashboard. It needs the extra `serve`: `pip install "rekindle[serve]"`.
@@ -41,11 +45,20 @@ print(answer["choices"][0]["message"]["content"])
 # %%
 own = await session.chat(question["messages"], temperature=0, max_tokens=40)
 print(own.text == answer["choices"][0]["message"]["content"])
+assert own.text == answer["choices"][0]["message"]["content"], "client and cell get the same answer"
 
 # %% [markdown]
 # ## One prefix cache
 #
 # A cell reads a long text once. A client that asks about the same text finds its pages computed.
+#
+# **Predict.** The client's prompt has 114 tokens, and pages have 32. How many come from the cache that a cell filled?
+#
+# <details><summary>Answer</summary>
+#
+# **96**: three pages.
+#
+# </details>
 
 # %%
 story = (
@@ -57,6 +70,7 @@ done = await anyio.to_thread.run_sync(post, "/v1/completions", body)
 print(done["choices"][0]["text"])
 usage = done["usage"]
 print(f"{usage['prompt_tokens_details']['cached_tokens']} of {usage['prompt_tokens']} prompt tokens were cached")
+assert usage["prompt_tokens_details"]["cached_tokens"] == 96, "clients hit what cells computed"
 
 # %% [markdown]
 # ## One batch, one dashboard
@@ -107,6 +121,14 @@ print(session.stats().running, "requests run")
 #
 # What the server can't do it refuses with OpenAI's error object, which names the client's field. What asks for nothing, such as
 # `user`, is ignored.
+#
+# **Predict.** Which HTTP status does a client see that sends `top_p=7`?
+#
+# <details><summary>Answer</summary>
+#
+# **400**, with the field's name.
+#
+# </details>
 
 # %%
 import urllib.error
@@ -115,6 +137,7 @@ try:
     await anyio.to_thread.run_sync(post, "/v1/completions", {"prompt": "Hello", "top_p": 7})
 except urllib.error.HTTPError as error:
     print(error.code, json.load(error)["error"])
+    assert error.code == 400, "a client's mistake is a client's error"
 
 # %% [markdown]
 # ## What it costs to look
@@ -126,6 +149,17 @@ except urllib.error.HTTPError as error:
 with urllib.request.urlopen(server.url + "/metrics") as response:
     lines = response.read().decode().splitlines()
 print("\n".join(line for line in lines if line.startswith(("rekindle_request_success", "rekindle_generation_tokens"))))
+
+# %% [markdown]
+# ## In production
+#
+# In front of several replicas stands a router that knows prefixes and loads; keys have budgets; answers outlive a connection. The API is the same, so a client moves by changing one URL.
+#
+# ## Further reading
+#
+# - OpenAI, *API reference*
+# - Kwon et al., *PagedAttention*, 2023 (the vLLM server), [arXiv:2309.06180](https://arxiv.org/abs/2309.06180)
+# - WHATWG, *HTML: Server-sent events*
 
 # %% [markdown]
 # ## Closing

@@ -3,6 +3,10 @@
 #
 # *How do I get an object instead of text?*
 #
+# **Before:** page 01; dataclasses. **Afterwards you can** get a typed object from a model, know when there is none, and read which tokens a grammar allowed.
+#
+# **Also called:** structured output = guided decoding, constrained decoding, JSON mode; the mask = token bitmask (XGrammar); forced tokens = jump-forward decoding (SGLang).
+#
 # A language model writes tokens. If what you need is a record with three fields, you can ask for JSON in the prompt, parse what
 # comes back, and try again when it doesn't parse. Or you pass the type, and the model can't write anything else. This needs one
 # package more: `pip install "rekindle[structured]"`.
@@ -27,6 +31,14 @@ done.parsed
 # %% [markdown]
 # `done.parsed` is a `Person`; `done.text` is what the model wrote. The embedded model knows little stories and no JSON at all, so
 # don't expect it to be *right* about Tom. It is the *form* that is guaranteed, with any model, at any temperature:
+#
+# **Predict.** Four objects at temperature 1, from a model that has never seen JSON. How many of them are a `Person`?
+#
+# <details><summary>Answer</summary>
+#
+# **4**, unless `max_tokens` cuts one. None of them needs to be true.
+#
+# </details>
 
 # %%
 many = await session.generate(
@@ -34,6 +46,9 @@ many = await session.generate(
 )
 for one in many:
     print(one.finish_reason, one.parsed)
+assert sum(isinstance(one.parsed, Person) or one.parse_error is not None for one in many) == 4, (
+    "each is a Person, or says why not"
+)
 
 # %% [markdown]
 # The first request took some seconds, in which its programs were compiled; they are kept, as all programs are.
@@ -73,8 +88,21 @@ print((await session.generate("Tom and Anna. ", grammar='root ::= ("Tom" | "Anna
 #
 # Before each token is chosen, a bit mask says which tokens may come; all others get a probability of zero. `session.allowed` shows
 # the mask at any position. At the beginning of a `Person` there is no choice at all:
+#
+# With $A_t$ the tokens that the grammar allows at position $t$, the model's probabilities are renormalised over them:
+#
+# $$p'(x) = \frac{p(x)}{\sum_{y \in A_t} p(y)} \quad \mathrm{for} \quad x \in A_t$$
+#
+# **Predict.** How many tokens are allowed as the first one of a `Person`?
+#
+# <details><summary>Answer</summary>
+#
+# **1**.
+#
+# </details>
 
 # %%
+assert len(session.allowed(done, at=0).token_ids) == 1, "an object begins in one way"
 session.allowed(done, at=0)
 
 # %% [markdown]
@@ -99,6 +127,7 @@ again = await session.generate("Tom is a boy. He is six years old. As JSON: ", s
 after = session.stats()
 print(after.steps - before.steps, "steps for", len(again.token_ids), "tokens")
 print(session.explain(again))
+assert after.steps - before.steps < len(again.token_ids), "forced tokens save steps"
 
 # %% [markdown]
 # The mask is found on the host, with [llguidance](https://github.com/guidance-ai/llguidance), while the device computes the
@@ -116,6 +145,17 @@ place = next(
 )
 fork = await session.fork(done, at=place, edit=head)
 fork.parsed
+
+# %% [markdown]
+# ## In production
+#
+# vLLM and SGLang take the same forms (JSON schema, regex, grammar) from XGrammar or llguidance, compile grammars in the background and keep them. Hosted APIs accept a subset of JSON schema.
+#
+# ## Further reading
+#
+# - Willard and Louf, *Efficient Guided Generation for Large Language Models*, 2023 (Outlines), [arXiv:2307.09702](https://arxiv.org/abs/2307.09702)
+# - Dong et al., *XGrammar*, 2024, [arXiv:2411.15100](https://arxiv.org/abs/2411.15100)
+# - Zheng et al., *SGLang*, 2023 (jump-forward), [arXiv:2312.07104](https://arxiv.org/abs/2312.07104)
 
 # %%
 await session.aclose()

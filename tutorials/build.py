@@ -1,17 +1,21 @@
 """`python tutorials/build.py [01 05 …]`: execute tutorials from a fresh kernel and keep their outputs beside them.
 
-The `.py` files are the source. A notebook holds no widget state (nothing could revive it), no execution times and no
-machine's paths, so that building it twice on one machine changes little but the measured numbers.
+The `.py` files are the source. A notebook holds no widget state (nothing could revive it), no cell's execution time and
+no machine's paths, so that building it twice on one machine changes little but the measured numbers. Its metadata has
+the seconds that the whole page took. `--text` takes over words and assertions, which show nothing, for a
+later build or test to run: other code that changed is refused.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import course
 import jupytext
 import nbclient
 import nbformat
@@ -53,6 +57,33 @@ def execute(source: Path, *, seconds: float = SECONDS) -> Any:
     return notebook
 
 
+def reworded(source: Path) -> Any:
+    """The notebook that is there with the source's words and assertions; raises `CellError` if other code changed."""
+    notebook = jupytext.read(source)
+    saved = nbformat.read(source.with_suffix(".ipynb"), as_version=4)
+    executed = [cell for cell in saved.cells if cell.cell_type == "code"]
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    if [shown(cell.source) for cell in code] != [shown(cell.source) for cell in executed]:
+        raise CellError(f"{source.name}: its code changed, so it has to be executed: build it without --text")
+    for cell, before in zip(code, executed, strict=True):
+        cell.outputs, cell.execution_count = before.outputs, before.execution_count
+    for index, cell in enumerate(notebook.cells):
+        cell.id = f"{source.stem[:2]}-{index:02d}"
+    notebook.metadata = saved.metadata
+    return notebook
+
+
+def shown(code: str) -> str:
+    """A cell's code without what can't change its outputs: assertions and layout."""
+
+    class Silent(ast.NodeTransformer):
+        def visit_Assert(self, node: ast.Assert) -> None:
+            return None
+
+    tree = compile(code, "cell", "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    return ast.unparse(Silent().visit(tree))
+
+
 def kept(output: Any) -> Any:
     """An output without what only a live kernel can show; None if nothing is left of it."""
     data = output.get("data")
@@ -77,18 +108,25 @@ def check(source: Path, cell: Any) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help="numbers of tutorials; all of them by default")
+    parser.add_argument(
+        "--text", action="store_true", help="only words and assertions changed: keep the outputs that are there"
+    )
+    arguments = parser.parse_args()
     failed = 0
-    for source in sources(parser.parse_args().names):
+    for source in sources(arguments.names):
         began = time.monotonic()
         try:
-            notebook = execute(source)
+            notebook = reworded(source) if arguments.text else execute(source)
         except (CellError, nbclient.exceptions.CellExecutionError, nbclient.exceptions.CellTimeoutError) as error:
             print(f"{source.name}: {error}", file=sys.stderr)
             failed += 1
             continue
+        if not arguments.text:
+            notebook.metadata["seconds"] = round(time.monotonic() - began)
         target = source.with_suffix(".ipynb")
         nbformat.write(notebook, target)
         print(f"{target.name}: {time.monotonic() - began:.0f} s, {target.stat().st_size // 1024} KiB", flush=True)
+    course.write()
     return 1 if failed else 0
 
 

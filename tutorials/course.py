@@ -1,0 +1,173 @@
+"""`python tutorials/course.py`: the course's index, made of what its pages say; `problems` is what its tests ask.
+
+A page of the course has, besides its cells:
+
+- a head: what to know before, what a reader can do afterwards, and what others call the things on the page,
+- perhaps predictions: a question with a folded answer, in front of the cell that shows it. Every figure that the answer has in
+  bold stands in an assertion of that cell, so that an answer can't differ from what is computed,
+- perhaps an exercise, whose solution is a cell with the tag `solution` that asserts what it claims,
+- what production systems do differently, and further reading.
+
+An assertion's message is a claim of the page, and the index lists both.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import jupytext
+
+FOLDER = Path(__file__).resolve().parent
+HEAD = ("**Before:**", "**Afterwards you can**", "**Also called:**")
+ENDS = ("## In production", "## Further reading")
+PREDICTION = re.compile(r"\*\*Predict\.\*\*(.*?)<details><summary>Answer</summary>(.*?)</details>", re.DOTALL)
+FIGURE = re.compile(r"\*\*([\d.,]+)\*\*")
+FIRST, LAST = "<!-- course -->", "<!-- end -->"
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    text: str
+    code: bool
+    solution: bool
+
+    def assertions(self) -> list[tuple[str, str]]:
+        """Each assertion of the cell: its message, or nothing, and its condition."""
+        if not self.code:
+            return []
+        tree = compile(self.text, "cell", "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        found = [node for node in ast.walk(tree) if isinstance(node, ast.Assert)]
+        found.sort(key=lambda node: node.lineno)
+        return [(str(ast.literal_eval(node.msg)) if node.msg else "", ast.unparse(node.test)) for node in found]
+
+
+@dataclasses.dataclass(frozen=True)
+class Page:
+    path: Path
+    cells: tuple[Cell, ...]
+
+    @classmethod
+    def read(cls, path: Path) -> Page:
+        cells = jupytext.read(path).cells
+        return cls(
+            path,
+            tuple(
+                Cell(cell.source, cell.cell_type == "code", "solution" in cell.metadata.get("tags", ()))
+                for cell in cells
+            ),
+        )
+
+    @property
+    def prose(self) -> str:
+        return "\n\n".join(cell.text for cell in self.cells if not cell.code)
+
+    @property
+    def title(self) -> str:
+        return self.prose.partition("\n")[0].removeprefix("# ")
+
+    @property
+    def question(self) -> str:
+        return next(line.strip("*") for line in self.prose.splitlines() if line.startswith("*"))
+
+    @property
+    def of_the_course(self) -> bool:
+        return HEAD[0] in self.prose
+
+    @property
+    def predictions(self) -> int:
+        return len(PREDICTION.findall(self.prose))
+
+    @property
+    def asks(self) -> bool:
+        """True if the page has questions or an exercise."""
+        return "**Predict.**" in self.prose or any(cell.solution for cell in self.cells)
+
+    @property
+    def diagrams(self) -> int:
+        return len(re.findall(r"!\[[^\]]+\]\(pictures/[^)]+\.svg\)", self.prose))
+
+    @property
+    def claims(self) -> list[tuple[str, str]]:
+        return [claim for cell in self.cells for claim in cell.assertions()]
+
+    @property
+    def seconds(self) -> int | None:
+        """How long the page took when its notebook was built."""
+        metadata = json.loads(self.path.with_suffix(".ipynb").read_text())["metadata"]
+        seconds: int | None = metadata.get("seconds")
+        return seconds
+
+    def problems(self) -> list[str]:
+        """What a page of the course must have and this one doesn't."""
+        wrong = [f"has no {part}" for part in (*HEAD, *ENDS) if part not in self.prose]
+        if not self.asks:
+            return [f"{self.path.name} {problem}" for problem in wrong]
+        if not 2 <= self.predictions <= 5:
+            wrong.append(f"asks for {self.predictions} predictions, not 2 to 5")
+        wrong += [f"asserts {test} without saying what it claims" for message, test in self.claims if not message]
+        for index, cell in enumerate(self.cells):
+            for _, answer in [] if cell.code else PREDICTION.findall(cell.text):
+                shown = next((later for later in self.cells[index:] if later.code), cell)
+                asserted = " ".join(test for _, test in shown.assertions())
+                figures = FIGURE.findall(answer)
+                if not figures:
+                    wrong.append(f"has an answer without a figure in bold: {answer.strip()[:60]}")
+                wrong += [
+                    f"answers {figure}, and the next cell asserts no such figure"
+                    for figure in figures
+                    if not re.search(rf"(?<![\d.]){re.escape(figure.replace(',', ''))}(?![\d.])", asserted)
+                ]
+        solutions = [cell for cell in self.cells if cell.solution]
+        if len(solutions) != self.prose.count("## Exercise") or not all(cell.assertions() for cell in solutions):
+            wrong.append("needs a cell with the tag solution for its exercise, which asserts something")
+        return [f"{self.path.name} {problem}" for problem in wrong]
+
+
+def pages() -> list[Page]:
+    return [Page.read(path) for path in sorted(FOLDER.glob("[0-9][0-9]_*.py"))]
+
+
+def table() -> str:
+    """The index: a line for each page, then every claim with the assertion that checks it."""
+    names = ("page", "question", "diagrams", "predictions", "exercises", "seconds to build")
+    rows, claims = [], []
+    for page in pages():
+        link = f"[{page.title}]({page.path.stem}.ipynb)"
+        exercises = sum(cell.solution for cell in page.cells)
+        rows.append((link, page.question, page.diagrams, page.predictions, exercises, page.seconds))
+        for message, test in page.claims if page.asks else ():
+            claims.append(f"| {page.title[:2]} | {escaped(message)} | <code>{escaped(test)}</code> |")
+    shown = [column for column in range(len(names)) if any(row[column] for row in rows)]
+    lines = ["| " + " | ".join(str(row[column] or "") for column in shown) + " |" for row in (names, *rows)]
+    lines.insert(1, "|" + "---|" * len(shown))
+    head = ["", "## What the pages claim, and what checks it", ""]
+    head += ["Building a page runs its assertions.", "", "| page | claim | assertion |", "|---|---|---|"]
+    return "\n".join([*lines, *(head if claims else ()), *claims])
+
+
+def escaped(text: str) -> str:
+    """`text` as it can stand in a table's cell, as code or not."""
+    for char, entity in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("|", "&#124;"), ("*", "&#42;"), ("_", "&#95;")):
+        text = text.replace(char, entity)
+    return text.replace("[", "&#91;").replace("]", "&#93;").replace("\n", " ")
+
+
+def index() -> str:
+    """The text of README.md as it should be."""
+    before, _, rest = (FOLDER / "README.md").read_text().partition(FIRST)
+    return f"{before}{FIRST}\n\n{table()}\n\n{LAST}{rest.partition(LAST)[2]}"
+
+
+def write() -> None:
+    (FOLDER / "README.md").write_text(index())
+
+
+if __name__ == "__main__":
+    for page in pages():
+        if page.of_the_course:
+            print(*page.problems(), sep="\n", end="")
+    write()
