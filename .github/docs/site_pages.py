@@ -6,6 +6,8 @@ a page leads to the page; any other leads to the repository, or becomes plain te
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 import posixpath
 import re
@@ -22,6 +24,7 @@ PAPERS = {
     ".github/CHANGELOG.md": "changelog.md",
 }
 PICTURE = re.compile(r'((?:src|srcset)=")([^":]+\.png)(")')
+FORMULA = re.compile(r"^\$\$(.+?)\$\$$|(?<![\w$`])\$([^$`\n]+)\$(?![\w$])", re.MULTILINE)
 LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^()\s]+)\)")
 
 
@@ -68,15 +71,50 @@ def relink(text: str, source: str, pages: dict[str, str], repository: str | None
     return "".join(outside_code)
 
 
-def notebook(path: Path) -> str:
+def drawn(match: re.Match[str]) -> str:
+    """A formula as an SVG in the text's colour: pages load no scripts to set it."""
+    from matplotlib import rc_context
+    from matplotlib.font_manager import FontProperties
+    from matplotlib.mathtext import math_to_image
+
+    block, inline = match.groups()
+    target = io.StringIO()
+    with rc_context({"svg.fonttype": "path", "mathtext.fontset": "cm"}):
+        math_to_image(f"${block or inline}$", target, prop=FontProperties(size=15 if block else 12), format="svg")
+    svg = target.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->|<\?xml.*?\?>|<style.*?</style>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'<g id="patch_1">.*?</g>', "", svg, flags=re.DOTALL)  # a white background
+    name = hashlib.sha256((block or inline).encode()).hexdigest()[:8]  # identifiers are the whole page's
+    svg = re.sub(r'((?:id=|href=)"#?)', rf"\g<1>f{name}-", svg)
+    svg = re.sub(r"\s*\n\s*", " ", svg).replace("<svg ", '<svg style="fill: currentColor; vertical-align: middle" ', 1)
+    return f"<p>{svg}</p>" if block else svg
+
+
+def folded(source: str) -> str:
+    """Markdown of a cell for the site: answers fold with Markdown inside, formulas are drawn."""
+    return FORMULA.sub(drawn, source.replace("<details>", '<details markdown="1">'))
+
+
+def notebook(path: Path, repository: str | None = None) -> str:
     """A notebook with its outputs as Markdown."""
+    links = f'<a href="../{path.name}" download>Download the notebook</a>'  # beside the page's folder
+    if repository and (match := re.match(r"https://github\.com/([^/]+/[^/]+?)/?$", repository)):
+        colab = f"https://colab.research.google.com/github/{match[1]}/blob/HEAD/tutorials/{path.name}"
+        links += f" · [Open in Colab]({colab})"
     parts = []
     for cell in json.loads(path.read_text())["cells"]:
         source = "".join(cell["source"])
         if cell["cell_type"] == "markdown":
-            parts.append(source)
+            parts.append(folded(source))
+            if len(parts) == 1:
+                title, _, rest = parts[0].partition("\n")
+                parts[0] = f"{title}\n\n{links}\n{rest}"
             continue
-        parts.append(f"```python\n{source}\n```")
+        code = f"```python\n{source}\n```"
+        if "solution" in cell["metadata"].get("tags", ()):
+            code = f'<details markdown="1"><summary>Solution</summary>\n\n{code}\n\n</details>'
+        parts.append(code)
         for output in cell["outputs"]:
             data = {kind: "".join(value) for kind, value in output.get("data", {}).items() if "json" not in kind}
             if "image/png" in data:
@@ -107,9 +145,11 @@ def on_files(files: Any, config: Any) -> Any:
     for source, page in sources().items():
         if not source.startswith(DOCS):
             path = ROOT / source
-            text = notebook(path) if path.suffix == ".ipynb" else path.read_text()
+            text = notebook(path, config.repo_url) if path.suffix == ".ipynb" else path.read_text()
             files.append(File.generated(config, page, content=text))
-    for picture in sorted((ROOT / "tutorials/pictures").glob("*.png")):
+            if path.suffix == ".ipynb":
+                files.append(File.generated(config, f"tutorials/{path.name}", abs_src_path=str(path)))
+    for picture in sorted((ROOT / "tutorials/pictures").glob("*.[ps][nv]g")):
         files.append(File.generated(config, f"tutorials/pictures/{picture.name}", abs_src_path=str(picture)))
     return files
 
