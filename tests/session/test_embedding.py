@@ -17,6 +17,7 @@ import rekindle
 from helpers import checkpoints
 from helpers.driving import tiny_model
 from helpers.sessions import wait_until_idle
+from rekindle._src.core.records import Pooling
 from rekindle._src.models.base import Graph, LoadedModel, merge
 from rekindle._src.models.nn.layers import AttendOwn
 from rekindle.errors import InvalidRequest, OutOfPages, PromptTooLong
@@ -104,6 +105,24 @@ async def test_one_text_is_a_row_and_rows_have_length_one(cache_dir: str) -> Non
             call = session.embed(texts[6], pooling=pooling)
             np.testing.assert_allclose(await call, before, atol=1e-6)
             assert call.usage.cached_tokens == cached
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("pooling", ["mean", "last", "cls"])
+async def test_kept_states_spare_a_common_beginning(pooling: Pooling, cache_dir: str) -> None:
+    beginning, *ends = prompts(320, (96, 5, 32, 1))
+    texts = [*([*beginning, *end] for end in ends), prompts(320)[-1]]
+    async with rekindle.open(tiny_model(), cache_dir=cache_dir, **OPTIONS) as session:
+        expected = await session.embed(texts, pooling=pooling)
+        for cached in ([0, 96, 96, 0], [96, 127, 96, 127]):
+            for text, vector, tokens in zip(texts, expected, cached, strict=True):
+                call = session.embed(text, pooling=pooling, keep=True)
+                np.testing.assert_allclose(await call, vector, atol=1e-6)
+                assert call.usage.cached_tokens == tokens
+        captures = session.cache.stats().captures
+        assert captures is not None and captures.reused == 2 * 96 + 127 + 96 + 127 + 96
+        with pytest.raises(InvalidRequest, match="keep"):
+            session.embed(texts, keep=1)  # type: ignore[call-overload]
 
 
 @pytest.mark.anyio

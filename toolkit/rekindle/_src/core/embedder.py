@@ -18,6 +18,13 @@ ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+def pool(states: NDArray[Any], pooling: Pooling) -> Vector:
+    """Return one vector of a text's hidden states [tokens, hidden]."""
+    if pooling == "mean":
+        return states.mean(axis=0, dtype=np.float32)
+    return states[0 if pooling == "cls" else -1].astype(np.float32)
+
+
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Projection:
     """A linear layer behind the pooling, computed in float32 on the host."""

@@ -12,8 +12,10 @@ import numpy as np
 from rekindle._src.core import html
 from rekindle._src.core.activity import Activity, State
 from rekindle._src.core.bounds import check_batch
-from rekindle._src.core.records import Embedded, Pooling, Usage, Vector
+from rekindle._src.core.embedder import pool
+from rekindle._src.core.records import Completion, Embedded, Pooling, Usage, Vector
 from rekindle._src.core.sampling import Sampling
+from rekindle._src.core.taps import Capture
 from rekindle._src.dispatch.backend import Front
 from rekindle._src.dispatch.host import Host
 from rekindle._src.dispatch.mailbox import Mailbox
@@ -31,7 +33,7 @@ class Embeddings(Call[T]):
 
     # Any: only embed() makes one, and the signature of a public class names no private type.
     def __init__(self, batch: Any, finish: Any) -> None:
-        self._batch: Batch[Embedded] = batch
+        self._batch: Batch[Embedded | Completion] = batch
         self._finish = finish
 
     @property
@@ -39,7 +41,7 @@ class Embeddings(Call[T]):
         return "await session.embed(…)"
 
     async def _result(self) -> T:
-        results: list[Embedded | RekindleError] = list(await self._batch)
+        results: list[Embedded | Completion | RekindleError] = list(await self._batch)
         vectors: T = self._finish(results)
         return vectors
 
@@ -79,6 +81,7 @@ class Embedding:
         normalize: bool | None = None,
         dimensions: int | None = None,
         prompt_name: str | None = None,
+        keep: bool = False,
         priority: int = 0,
         errors: Literal["raise"] = "raise",
     ) -> Embeddings[Vector]: ...
@@ -91,6 +94,7 @@ class Embedding:
         normalize: bool | None = None,
         dimensions: int | None = None,
         prompt_name: str | None = None,
+        keep: bool = False,
         priority: int = 0,
         errors: Literal["return"],
     ) -> Embeddings[list[Vector | RekindleError]]: ...
@@ -102,6 +106,7 @@ class Embedding:
         normalize: bool | None = None,
         dimensions: int | None = None,
         prompt_name: str | None = None,
+        keep: bool = False,
         priority: int = 0,
         errors: Literal["raise", "return"] = "raise",
     ) -> Any:
@@ -115,10 +120,12 @@ class Embedding:
         each text, or "" for none where they have a default; token ids have none. `dimensions` keeps only the first
         numbers, for models trained for that.
 
-        Texts run in the same steps as other requests, and nothing of them is cached. The prefix cache keeps keys and
-        values, not hidden states, so that a mean needs every token of a text to be computed; with pooling="last" the
-        beginning of a text may come from the cache. The first call compiles programs of its own. A text that fails ends
-        the whole list; with errors="return" the result is a list, and the error stands in the place of its vector.
+        Texts run in the same steps as other requests. The prefix cache keeps keys and values, not hidden states, so
+        that a mean needs every token of a text to be computed, but with pooling="last" the beginning of a text may come
+        from the cache. With `keep` hidden states stay in host memory too (`capture_memory` of `open()`): then texts
+        that begin alike, such as chunks behind one description of their document, compute their beginning once,
+        whatever the pooling. The first call compiles programs of its own. A text that fails ends the whole list; with
+        errors="return" the result is a list, and the error stands in the place of its vector.
         """
         embedder = self._front.embedder
         size = embedder.size
@@ -140,7 +147,14 @@ class Embedding:
             fix = f"Leave it out, or use a prompt of the checkpoint: {known}"
             raise InvalidRequest("prompt_name", prompt_name, "is not a prompt of this model", fix)
         before = prompts_by_name[name]
+        if not isinstance(keep, bool):
+            raise InvalidRequest("keep", keep, "is neither True nor False", "Pass one of them")
+        if keep and embedder.alone:
+            raise InvalidRequest("keep", keep, "is not for a model that only embeds: it has no cache", "Leave it out")
         sampling = Sampling(max_tokens=1, priority=priority)
+        if keep:
+            sampling = Sampling(max_tokens=0, priority=priority, capture=Capture({"norm": True}, keep=True))
+        way = pooling or embedder.pooling
         self._host.check()
         prompts, many = parse(texts, keep_errors=errors == "return")
         check_batch(len(prompts))
@@ -151,22 +165,25 @@ class Embedding:
 
         def pooled(prompt: Prompt) -> Prompt:
             text = before + prompt.text if prompt.text else prompt.text
-            return dataclasses.replace(prompt, text=text, pooling=pooling or embedder.pooling)
+            return dataclasses.replace(prompt, text=text, pooling=None if keep else way)
 
-        handles = [Handle[Embedded](self._host, self, pooled(prompt), sampling) for prompt in prompts]
+        handles: list[Handle[Any]] = [Handle(self._host, self, pooled(prompt), sampling) for prompt in prompts]
 
         def progress(mailboxes: Sequence[Mailbox]) -> Activity:
             return Activity(EmbeddingProgress(mailboxes).look, quiet=self._front.config.quiet)
 
-        def vector(one: Embedded) -> Vector:
-            return embedder.finish(
-                one.vector, dimensions, normalize=embedder.normalize if normalize is None else normalize
-            )
+        def vector(one: Embedded | Completion) -> Vector:
+            if isinstance(one, Completion):
+                assert one.captured is not None
+                states = pool(one.captured["norm"], way)
+            else:
+                states = one.vector
+            return embedder.finish(states, dimensions, normalize=embedder.normalize if normalize is None else normalize)
 
-        def finish(results: list[Embedded | RekindleError]) -> Any:
+        def finish(results: list[Embedded | Completion | RekindleError]) -> Any:
             if errors == "return":
                 return [result if isinstance(result, RekindleError) else vector(result) for result in results]
-            vectors = [vector(result) for result in results if isinstance(result, Embedded)]
+            vectors = [vector(result) for result in results if not isinstance(result, RekindleError)]
             if not many:
                 return vectors[0]
             return np.stack(vectors) if vectors else np.zeros((0, dimensions or size), np.float32)
@@ -182,6 +199,7 @@ class Embedding:
         normalize: bool | None = None,
         dimensions: int | None = None,
         prompt_name: str | None = None,
+        keep: bool = False,
         priority: int = 0,
         errors: Literal["raise"] = "raise",
     ) -> Vector: ...
@@ -194,6 +212,7 @@ class Embedding:
         normalize: bool | None = None,
         dimensions: int | None = None,
         prompt_name: str | None = None,
+        keep: bool = False,
         priority: int = 0,
         errors: Literal["return"],
     ) -> list[Vector | RekindleError]: ...
