@@ -160,10 +160,22 @@ for one in many:
 
 # %% [markdown]
 # `n` asks for several continuations of one prompt. They share the prompt's computation.
+#
+# **Predict.** Three continuations at temperature 0: how many different texts are they? And at temperature 1?
+#
+# <details><summary>Answer</summary>
+#
+# **1** at temperature 0, where every position has one most likely token; **3** at temperature 1.
+#
+# </details>
 
 # %%
-for one in await session.generate("One day, Tom found a", n=3, max_tokens=14, temperature=1.0, seed=1):
+greedy = await session.generate("One day, Tom found a", n=3, max_tokens=14)
+drawn = await session.generate("One day, Tom found a", n=3, max_tokens=14, temperature=1.0, seed=1)
+for one in drawn:
     print(f"seed {one.seed}: {one.text!r}")
+assert len({one.text for one in greedy}) == 1, "greedy continuations are equal"
+assert len({one.text for one in drawn}) == 3, "drawn ones differ"
 
 # %% [markdown]
 # ## What the session has done
@@ -179,6 +191,27 @@ dashboard.join(5)
 
 # %%
 session.stats()
+
+# %% [markdown]
+# ## Exercise
+#
+# Write `one_by_one(prompt, count)`, which generates a text with `count` requests of one token each, and show that it writes what one request writes. `session.render(messages)` is a chat's prompt.
+
+
+# %% jupyter={"source_hidden": true} tags=["solution"]
+async def one_by_one(prompt: str, count: int) -> str:
+    ids = list(session.tokenizer.encode(prompt))
+    start = len(ids)
+    for _ in range(count):
+        ids += (await session.generate(ids, max_tokens=1)).token_ids
+    return session.tokenizer.decode(ids[start:])
+
+
+asked = [{"role": "user", "content": "What is the capital of Italy?"}]
+whole = await session.chat(asked, max_tokens=40)
+pieces = await one_by_one(session.render(asked), len(whole.token_ids))
+print(pieces)
+assert pieces == whole.text, "a text is a loop over single tokens"
 
 # %% [markdown]
 # ## In production

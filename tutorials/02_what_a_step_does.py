@@ -271,6 +271,22 @@ print((await one).text, "|", (await two).text)
 session.programs()
 
 # %% [markdown]
+# ## Exercise
+#
+# Write `cache_bytes(layers, kv_heads, head_dim, bytes_each)`, the cache of one token. Check it on our model. Then: how many tokens fit into 8 GiB for Llama 3 8B, which has 32 layers, 8 KV heads of 128 numbers, in 16 bits?
+
+
+# %% jupyter={"source_hidden": true} tags=["solution"]
+def cache_bytes(layers: int, kv_heads: int, head_dim: int, bytes_each: int) -> int:
+    return 2 * layers * kv_heads * head_dim * bytes_each
+
+
+llama = cache_bytes(32, 8, 128, 2)
+print(f"{llama // 1024} KiB a token, {2**33 // llama:,} tokens in 8 GiB")
+assert cache_bytes(config.num_layers, K, D, 4) * CONTEXT == empty.nbytes, "the formula is our cache's size"
+assert 2**33 // llama == 65536, "8 GiB hold 65,536 tokens of Llama 3 8B"
+
+# %% [markdown]
 # ## In production
 #
 # They fuse norms, rotations and projections into fewer kernels, keep weights and cache in 16 or 8 bits, and split matrices over devices. The two phases stay: some systems even run prefill and decode on different machines (DistServe).

@@ -9,6 +9,8 @@
 #
 # A language model gives a number for every token of its vocabulary, the *logits*. Sampling options change these numbers,
 # one after the other, before a token is drawn. Here we see each of them on real logits.
+#
+# ![Options change the logits one after the other, then one token is drawn](pictures/04_sampling.svg)
 
 # %%
 import matplotlib.pyplot as plt
@@ -89,12 +91,21 @@ assert distance < 0.1, "1,200 draws at temperature 1 follow the softmax"
 #
 # Logits are divided by the temperature. Below 1 the likely gets likelier, above 1 everything becomes more equal, and 0 means
 # *greedy*: always the top token.
+#
+# **Predict.** The likeliest token has a share of 0.16 at temperature 1. Is it more or less than 0.5 at temperature 0.4?
+#
+# <details><summary>Answer</summary>
+#
+# More than **0.5**: each share is raised to the power 1 / 0.4 = 2.5 and divided by the sum, which favours the largest.
+#
+# </details>
 
 # %%
 compare(
     "temperature",
     **{f"{value}": await drawn(temperature=value) for value in (0.4, 1.0, 2.0)},
 )
+assert softmax(0.4).max() > 0.5, "a temperature of 0.4 nearly quadruples the largest share"
 
 # %% [markdown]
 # ## Cutting the tail

@@ -226,6 +226,30 @@ small.cache.stats()
 # Tutorial 06 follows the pages that leave the device, and tutorial 07 takes the cache through a restart of the kernel.
 
 # %% [markdown]
+# ## Exercise
+#
+# Write `predicted(prompts, page)`: how many tokens of each prompt come from an empty cache, if they are sent one after the other? Check it against the engine.
+
+
+# %% jupyter={"source_hidden": true} tags=["solution"]
+def predicted(prompts: list[list[int]], page: int) -> list[int]:
+    seen, found = set(), []
+    for ids in prompts:
+        beginnings = [tuple(ids[:end]) for end in range(page, len(ids) + 1, page)]
+        hits = next((at for at, one in enumerate(beginnings) if one not in seen), len(beginnings))
+        found.append(min(hits * page, len(ids) - 1))  # the last position is computed for its logits
+        seen.update(beginnings)
+    return found
+
+
+await small.cache.clear()
+first, second, third = (rng.integers(300, 1500, 2 * PAGE).tolist() for _ in range(3))
+prompts = [[*first, *second, 7], [*first, *third, 7], [*second, *first, 7], [*first, *second], [*first, *third[:5]]]
+measured = [(await small.generate(ids, max_tokens=1)).usage.cached_tokens for ids in prompts]
+print(predicted(prompts, PAGE), measured)
+assert predicted(prompts, PAGE) == measured, "whole pages of a common beginning are found, and nothing else"
+
+# %% [markdown]
 # ## In production
 #
 # Routers send a request to the replica that has its prefix. Names of pages are hashes of everything before them, so that replicas and disks can share them. Hosted APIs charge cached tokens less, and ask you to put what is constant first.

@@ -9,6 +9,8 @@
 #
 # Kernels are restarted all the time. What was expensive lies on disk: compiled programs, and pages of the prefix cache. To show it
 # honestly, this notebook starts *other kernels* and runs code in them, so that nothing is warm by accident.
+#
+# ![A kernel writes programs and pages to disk; the next one reads them](pictures/07_restarts.svg)
 
 # %%
 import shutil
@@ -104,11 +106,20 @@ await kernel.kill()
 
 # %% [markdown]
 # ## The second start
+#
+# **Predict.** Kernel and session are new, the folder is the same. How many programs does XLA compile?
+#
+# <details><summary>Answer</summary>
+#
+# **0**: all nine are loaded from disk.
+#
+# </details>
 
 # %%
 kernel = await Kernel().start()
 await measure("after a kill", kernel)
 print(await kernel.run("print(session.programs())"))
+assert int(await kernel.run("print(session.stats().compilations)")) == 0, "a second start compiles nothing"
 
 # %% [markdown]
 # Programs came from disk, without tracing or compiling, and so did the pages of the prompt. `restore="auto"` makes everything known

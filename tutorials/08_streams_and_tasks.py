@@ -9,6 +9,8 @@
 #
 # A session is safe to use from any number of tasks, threads and event loops. This page uses [anyio](https://anyio.readthedocs.io),
 # which works on asyncio (what Jupyter runs) and on trio.
+#
+# ![A request waits, runs and finishes; cancelling, timeouts and break abort it](pictures/08_tasks.svg)
 
 # %%
 import time
@@ -143,6 +145,14 @@ async with anyio.create_task_group() as group, receive:
 # ## The fastest of several
 #
 # Cancelling the task group's scope aborts the losers.
+#
+# **Predict.** Three requests race, and the first to finish cancels the scope. How many are aborted?
+#
+# <details><summary>Answer</summary>
+#
+# **2**: the losers, within one step.
+#
+# </details>
 
 # %%
 before = session.stats().aborted
@@ -157,6 +167,7 @@ async with anyio.create_task_group() as group:
         group.start_soon(race, prompt)
 await anyio.sleep(0.1)  # aborts are carried out within a step
 print(session.stats().aborted - before, "requests were aborted")
+assert session.stats().aborted - before == 2, "leaving a scope aborts what it holds"
 
 # %% [markdown]
 # ## Backpressure

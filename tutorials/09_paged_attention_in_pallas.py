@@ -198,6 +198,14 @@ assert float(jnp.abs(decode(attend_paged, q, kv, table, lengths) - expected).max
 # Three texts are three programs, but a GPU has more than a hundred processors. A long text alone would keep one of them busy while
 # the rest are idle. So split each text into chunks of pages that run in parallel. Each gives its partial sums, and a second,
 # tiny pass joins them with the same correction as before. This is known as *split-KV* or *flash decoding*.
+#
+# **Predict.** The slowest program decides the time. In step 3 it read 4 pages, those of the text of 32 tokens. How many with two splits?
+#
+# <details><summary>Answer</summary>
+#
+# **2**: six programs read at most two pages each.
+#
+# </details>
 
 # %%
 SPLITS = 2
@@ -255,6 +263,7 @@ def decode_split(q, kv, table, lengths):
 
 compare("split", decode_split(q, kv, table, lengths))
 assert float(jnp.abs(decode_split(q, kv, table, lengths) - expected).max()) < 1e-5, "so is splitting"
+assert max(pl.cdiv(pl.cdiv(int(length), S), SPLITS) for length in lengths) == 2, "two splits halve the longest program"
 
 # %% [markdown]
 # ## Can the test fail?
@@ -292,6 +301,42 @@ assert all(float(jnp.abs(found - expected).max()) > 0.1 for found in mistakes.va
 #
 # Each of them is compared with this oracle over one shared set of cases, on a CPU in interpret mode; on a machine with the device,
 # `pytest -m gpu` and `pytest -m tpu` do the same there.
+
+# %% [markdown]
+# ## Exercise
+#
+# Models such as Gemma let most layers look at the last few tokens only. Change `attend_paged` to a window of 8 tokens, and skip pages that lie before it. The oracle has `sliding_window=8`.
+
+# %% jupyter={"source_hidden": true} tags=["solution"]
+WINDOW = 8
+
+
+def attend_window(table_ref, length_ref, q_ref, kv_ref, out_ref):
+    n = pl.program_id(0)
+    length = length_ref[n]
+    queries = q_ref[0].reshape(K, G, D) * scale
+    first_seen = jnp.maximum(length - WINDOW, 0)
+
+    def page(w, carry):
+        largest, total, weighted = carry
+        keys, values = kv_ref[table_ref[n, w], 0], kv_ref[table_ref[n, w], 1]
+        position = w * S + jax.lax.broadcasted_iota(jnp.int32, (1, 1, S), 2)
+        seen = (position >= first_seen) & (position < length)
+        scores = jnp.where(seen, jnp.einsum("kgd,ksd->kgs", queries, keys), -jnp.inf)
+        new = jnp.maximum(largest, scores.max(axis=-1, keepdims=True))
+        weights, correction = jnp.exp(scores - new), jnp.exp(largest - new)
+        total = total * correction + weights.sum(axis=-1, keepdims=True)
+        return new, total, weighted * correction + jnp.einsum("kgs,ksd->kgd", weights, values)
+
+    start = (jnp.full((K, G, 1), -1e30), jnp.zeros((K, G, 1)), jnp.zeros((K, G, D)))
+    _, total, weighted = jax.lax.fori_loop(first_seen // S, pl.cdiv(length, S), page, start)
+    out_ref[0] = (weighted / total).reshape(H, D)
+
+
+windowed = reference.attention(batch, AttentionOptions(decode_rows=N, scale=scale, sliding_window=WINDOW))
+off = float(jnp.abs(decode(attend_window, q, kv, table, lengths) - windowed).max())
+print(f"largest difference {off:.1e}")
+assert off < 1e-5, "a window is one more condition, and fewer pages"
 
 # %% [markdown]
 # ## In production

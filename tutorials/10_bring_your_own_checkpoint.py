@@ -10,6 +10,8 @@
 # `rekindle.open` takes the folder of a checkpoint: `config.json`, one or more `.safetensors` files, and `tokenizer.json`. A name like
 # `"org/model"` is looked up in the Hugging Face cache, and downloaded if it isn't there (that needs the extra `rekindle[hub]`). This
 # page is offline, so we write a checkpoint ourselves. It is a good way to see what is in one.
+#
+# ![Files are checked, read, perhaps quantised, and become a session's weights](pictures/10_checkpoint.svg)
 
 # %%
 import json

@@ -298,6 +298,30 @@ print(done.text)
 stats
 
 # %% [markdown]
+# ## Exercise
+#
+# Write a runner `Shouter` whose tokens are the poem's in capitals, and run an engine with it. Nothing but `fetch` differs from `Poet`.
+
+
+# %% jupyter={"source_hidden": true} tags=["solution"]
+class Shouter(Poet):
+    def fetch(self, in_flight: InFlight) -> StepResult:
+        result = super().fetch(in_flight)
+        loud = [
+            dataclasses.replace(row, token_id=row.token_id and ord(chr(row.token_id).upper())) for row in result.rows
+        ]
+        return dataclasses.replace(result, rows=tuple(loud))
+
+
+engine = Engine(make_scheduler(), Shouter())
+engine.submit(Request("loud", np.array([ord("t")], np.int32), Sampling(max_tokens=6, seed=0)))
+shouted = ""
+while (events := engine.turn()) is not None:
+    shouted += "".join(bytes(event.token_ids).decode() for event in events)
+print(shouted)
+assert shouted == POEM[1:7].upper(), "an engine runs any runner that keeps the contract"
+
+# %% [markdown]
 # ## In production
 #
 # The loop is the same; it spans processes. Tokenizing, scheduling and detokenizing run beside each other, because Python holds one lock, and plans travel to workers over shared memory. The one step of lateness is what vLLM calls asynchronous scheduling.

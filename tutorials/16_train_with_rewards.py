@@ -10,6 +10,8 @@
 # Reinforcement learning of a language model is a loop of two halves. The model writes many answers to each question, and each answer gets
 # a reward; then its weights change a little, so that answers with more reward become likelier. The first half is inference and takes most
 # of the time, so it needs an engine. The second half is a few lines of JAX. Here both run on one device and share one set of arrays.
+#
+# ![Answers, marks, an update, and again with the new weights](pictures/16_rollouts.svg)
 
 # %%
 import re
@@ -77,9 +79,18 @@ assert marks("6 + 5 = 12", 6, 5) == 0.4, "part marks for reading the question"
 #
 # `session.rollout` draws `n` answers to each prompt, which is computed once, and returns arrays of one shape: tokens, a mask of those
 # that were drawn, and the log-probability that each had when it was drawn. `pad_to` keeps the shape the same from step to step.
+#
+# **Predict.** Eight answers of up to 12 tokens to one prompt. How many rows and columns has `batch.tokens` with `pad_to=32`?
+#
+# <details><summary>Answer</summary>
+#
+# **8** rows of **32**.
+#
+# </details>
 
 # %%
 batch = await session.rollout(ask(6, 5), n=8, max_tokens=12, pad_to=32, seed=0)
+assert batch.tokens.shape == (8, 32), "a row for each answer, padded to one length"
 batch
 
 # %% [markdown]
@@ -216,6 +227,22 @@ print(
 # A larger model would share an accelerator with its optimizer the same way, or sleep during updates: `session.sleep()` gives the device's
 # memory back, and `session.wake(weights=params)` goes on. A session with `deterministic=True` draws with the trainer's log-probabilities to
 # the last bit (`rekindle.models.logprobs_like`).
+
+# %% [markdown]
+# ## Exercise
+#
+# Write `advantages(rewards)` by the formula. What does a group get in which all answers earn the same? And the only right one among eight?
+
+
+# %% jupyter={"source_hidden": true} tags=["solution"]
+def advantages_of(rewards: list[float]) -> np.ndarray:
+    marks = np.array(rewards)
+    return (marks - marks.mean()) / (marks.std() + 1e-4)
+
+
+print(advantages_of([0.4] * 8).round(2), advantages_of([1.0] + [0.0] * 7).round(2), sep="\n")
+assert np.all(advantages_of([0.4] * 8) == 0), "a group that agrees teaches nothing"
+assert abs(advantages_of([1.0] + [0.0] * 7)[0] - np.sqrt(7)) < 0.01, "one right among eight is worth the root of seven"
 
 # %% [markdown]
 # ## In production

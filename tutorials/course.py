@@ -3,9 +3,10 @@
 A page of the course has, besides its cells:
 
 - a head: what to know before, what a reader can do afterwards, and what others call the things on the page,
-- perhaps predictions: a question with a folded answer, in front of the cell that shows it. Every figure that the answer has in
+- a diagram and a formula,
+- predictions: a question with a folded answer, in front of the cell that shows it. Every figure that the answer has in
   bold stands in an assertion of that cell, so that an answer can't differ from what is computed,
-- perhaps an exercise, whose solution is a cell with the tag `solution` that asserts what it claims,
+- an exercise, whose solution is a cell with the tag `solution` that asserts what it claims,
 - what production systems do differently, and further reading.
 
 An assertion's message is a claim of the page, and the index lists both.
@@ -74,17 +75,8 @@ class Page:
         return next(line.strip("*") for line in self.prose.splitlines() if line.startswith("*"))
 
     @property
-    def of_the_course(self) -> bool:
-        return HEAD[0] in self.prose
-
-    @property
     def predictions(self) -> int:
         return len(PREDICTION.findall(self.prose))
-
-    @property
-    def asks(self) -> bool:
-        """True if the page has questions or an exercise."""
-        return "**Predict.**" in self.prose or any(cell.solution for cell in self.cells)
 
     @property
     def diagrams(self) -> int:
@@ -103,11 +95,11 @@ class Page:
 
     def problems(self) -> list[str]:
         """What a page of the course must have and this one doesn't."""
-        wrong = [f"has no {part}" for part in (*HEAD, *ENDS) if part not in self.prose]
-        if not self.asks:
-            return [f"{self.path.name} {problem}" for problem in wrong]
-        if not 2 <= self.predictions <= 5:
-            wrong.append(f"asks for {self.predictions} predictions, not 2 to 5")
+        wrong = [f"has no {part}" for part in (*HEAD, "$$", *ENDS, "## Exercise") if part not in self.prose]
+        if not self.diagrams:
+            wrong.append("has no diagram")
+        if not 3 <= self.predictions <= 5:
+            wrong.append(f"asks for {self.predictions} predictions, not 3 to 5")
         wrong += [f"asserts {test} without saying what it claims" for message, test in self.claims if not message]
         for index, cell in enumerate(self.cells):
             for _, answer in [] if cell.code else PREDICTION.findall(cell.text):
@@ -139,14 +131,13 @@ def table() -> str:
         link = f"[{page.title}]({page.path.stem}.ipynb)"
         exercises = sum(cell.solution for cell in page.cells)
         rows.append((link, page.question, page.diagrams, page.predictions, exercises, page.seconds))
-        for message, test in page.claims if page.asks else ():
+        for message, test in page.claims:
             claims.append(f"| {page.title[:2]} | {escaped(message)} | <code>{escaped(test)}</code> |")
-    shown = [column for column in range(len(names)) if any(row[column] for row in rows)]
-    lines = ["| " + " | ".join(str(row[column] or "") for column in shown) + " |" for row in (names, *rows)]
-    lines.insert(1, "|" + "---|" * len(shown))
+    lines = ["| " + " | ".join(str(entry or "") for entry in row) + " |" for row in (names, *rows)]
+    lines.insert(1, "|" + "---|" * len(names))
     head = ["", "## What the pages claim, and what checks it", ""]
     head += ["Building a page runs its assertions.", "", "| page | claim | assertion |", "|---|---|---|"]
-    return "\n".join([*lines, *(head if claims else ()), *claims])
+    return "\n".join([*lines, *head, *claims])
 
 
 def escaped(text: str) -> str:
@@ -168,6 +159,6 @@ def write() -> None:
 
 if __name__ == "__main__":
     for page in pages():
-        if page.of_the_course:
-            print(*page.problems(), sep="\n", end="")
+        for problem in page.problems():
+            print(problem)
     write()

@@ -59,10 +59,7 @@ def test_it_is_short_and_explained(source: Path) -> None:
 
 @pytest.mark.parametrize("page", course.pages(), ids=lambda page: page.path.stem)
 def test_a_page_of_the_course_has_all_its_parts(page: course.Page) -> None:
-    if page.of_the_course:
-        assert not page.problems()
-    else:
-        assert int(page.path.name[:2]) > 16, "the first sixteen pages are the course's"
+    assert not page.problems()
 
 
 def test_the_index_is_made_of_the_pages() -> None:
@@ -71,10 +68,10 @@ def test_the_index_is_made_of_the_pages() -> None:
 
 def test_an_answer_is_asserted_by_the_cell_below_it(tmp_path: Path) -> None:
     """A page whose answers, claims or exercise are checked by nothing is refused."""
-    head = "\n\n".join((*course.HEAD, *course.ENDS))
+    head = "\n\n".join((*course.HEAD, "$$x$$", "![a](pictures/a.svg)", *course.ENDS))
     asked = "**Predict.** How many? <details><summary>Answer</summary>**1,024** of them.</details>"
 
-    def problems(*cells: tuple[str, str]) -> str:
+    def problems(*cells: tuple[str, str], head: str = head) -> str:
         notebook = nbformat.v4.new_notebook()
         notebook.cells = [nbformat.v4.new_markdown_cell(f"# 01 X\n\n{head}")]
         for kind, text in cells:
@@ -86,16 +83,20 @@ def test_an_answer_is_asserted_by_the_cell_below_it(tmp_path: Path) -> None:
 
     right = ("code", 'assert len(x) == 1024, "there are many"')
     solution = ("solution", 'assert f(2) == 4, "it doubles"')
-    assert problems(("words", asked), right, ("words", asked), right, ("words", "## Exercise"), solution) == ""
-    assert "1 predictions" in problems(("words", asked), right, solution)
-    wrong = ("code", 'assert len(x) == 11024, "there are more"')
-    assert "answers 1,024" in problems(("words", asked), wrong, ("words", asked), right, solution)
+    thrice = (("words", asked), right) * 3
     exercise = ("words", "## Exercise")
-    assert "tag solution" in problems(("words", asked), right, ("words", asked), right, exercise)
+    assert problems(*thrice, exercise, solution) == ""
+    assert "2 predictions" in problems(*thrice[2:], exercise, solution)
+    for part, missing in ((course.HEAD[1], course.HEAD[1]), ("$$x$$", "$$"), ("![a](pictures/a.svg)", "diagram")):
+        assert f"has no {missing}" in problems(*thrice, exercise, solution, head=head.replace(part, ""))
+    wrong = ("code", 'assert len(x) == 11024, "there are more"')
+    assert "answers 1,024" in problems(("words", asked), wrong, *thrice, exercise, solution)
+    assert "tag solution" in problems(*thrice, exercise)
+    assert "has no ## Exercise" in problems(*thrice, solution)
     idle = ("solution", "print(2)")
-    assert "tag solution" in problems(("words", asked), right, ("words", asked), right, exercise, idle)
+    assert "tag solution" in problems(*thrice, exercise, idle)
     silent = ("code", "assert await f() == 1024")
-    assert "without saying" in problems(("words", asked), silent, ("words", asked), right, solution)
+    assert "without saying" in problems(("words", asked), silent, *thrice, exercise, solution)
 
 
 @pytest.mark.parametrize("name", diagrams.DIAGRAMS)
