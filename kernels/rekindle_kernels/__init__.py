@@ -45,7 +45,18 @@ if TYPE_CHECKING:
         traits,
         unavailable_reason,
     )
-    from rekindle_kernels.ops.recurrence import EDGE, RaggedBatch, causal_convolution, gated_delta, selective_scan
+    from rekindle_kernels.ops.recurrence import (
+        EDGE,
+        ConvolutionOptions,
+        DeltaOptions,
+        DeltaWeights,
+        RaggedBatch,
+        ScanOptions,
+        ScanWeights,
+        causal_convolution,
+        gated_delta,
+        selective_scan,
+    )
     from rekindle_kernels.ops.registry import Implementation, Registry, current_platform
     from rekindle_kernels.ops.rope import RopeCall, rope
     from rekindle_kernels.ops.sampling import (
@@ -104,7 +115,18 @@ _HOMES = {  # modules and their public names; loaded at first use, since they im
         "traits",
         "unavailable_reason",
     ),
-    "ops.recurrence": ("EDGE", "RaggedBatch", "causal_convolution", "gated_delta", "selective_scan"),
+    "ops.recurrence": (
+        "ConvolutionOptions",
+        "DeltaOptions",
+        "DeltaWeights",
+        "EDGE",
+        "RaggedBatch",
+        "ScanOptions",
+        "ScanWeights",
+        "causal_convolution",
+        "gated_delta",
+        "selective_scan",
+    ),
     "ops.registry": ("Implementation", "Registry", "current_platform"),
     "ops.rope": ("RopeCall", "rope"),
     "ops.sampling": (
@@ -125,7 +147,10 @@ _HOMES = {  # modules and their public names; loaded at first use, since they im
 }
 _MODULES = {name: f"rekindle_kernels.{module}" for module, names in _HOMES.items() for name in names}
 
-__all__ = [  # noqa: RUF022  in the order of `sorted`, as every package's
+__all__ = [
+    "EDGE",
+    "OPERATIONS",
+    "SMALL_TOP_K",
     "AdaptedTokens",
     "AdapterCall",
     "AttentionCall",
@@ -133,7 +158,9 @@ __all__ = [  # noqa: RUF022  in the order of `sorted`, as every package's
     "AttentionOptions",
     "BackgroundBuild",
     "Choice",
-    "EDGE",
+    "ConvolutionOptions",
+    "DeltaOptions",
+    "DeltaWeights",
     "GateCall",
     "GroupedCall",
     "Implementation",
@@ -142,12 +169,12 @@ __all__ = [  # noqa: RUF022  in the order of `sorted`, as every package's
     "LinearOptions",
     "MaskGate",
     "NormCall",
-    "OPERATIONS",
     "RaggedBatch",
     "Registry",
     "RopeCall",
-    "SMALL_TOP_K",
     "SamplingCall",
+    "ScanOptions",
+    "ScanWeights",
     "Traits",
     "Wanted",
     "WriteCall",

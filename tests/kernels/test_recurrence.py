@@ -14,63 +14,113 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from rekindle_kernels.ops.recurrence import RaggedBatch, causal_convolution, gated_delta, selective_scan
+from rekindle_kernels.ops.recurrence import (
+    ConvolutionOptions,
+    DeltaOptions,
+    DeltaWeights,
+    RaggedBatch,
+    ScanOptions,
+    ScanWeights,
+    causal_convolution,
+    gated_delta,
+    selective_scan,
+)
 
-HEADS, KEY, VALUE, GROUPS, CHANNELS, TAPS = 4, 8, 12, 2, 10, 4
+HEADS, KEY_HEADS, KEY, VALUE, GROUPS, CHANNELS, TAPS = 4, 2, 16, 32, 2, 144, 4  # one vector more than a block has
+EPS, FIRST = 1e-5, 3  # columns of `projected` in front of what is read
+GATE, STEP = FIRST, FIRST + HEADS * VALUE
+BETA = STEP + HEADS
+IMPLEMENTATIONS = ["native", "rows", "xla"]
 Array = NDArray[Any]
 Tokens = dict[str, Any]
 
 
 def tokens(count: int, seed: int) -> Tokens:
     rng = np.random.default_rng(seed)
-    k = rng.standard_normal((count, HEADS, KEY)).astype(np.float32)
-    return {
-        "q": rng.standard_normal((count, HEADS, KEY)).astype(np.float32),
-        "k": k / np.linalg.norm(k, axis=-1, keepdims=True),
-        "v": rng.standard_normal((count, HEADS, VALUE)).astype(np.float32),
-        "decay": -rng.gamma(1.0, 0.3, (count, HEADS)).astype(np.float32),
-        "beta": rng.uniform(0, 1, (count, HEADS)).astype(np.float32),
-        "b": rng.standard_normal((count, GROUPS, KEY)).astype(np.float32),
-        "c": rng.standard_normal((count, GROUPS, KEY)).astype(np.float32),
-        "step": rng.gamma(1.0, 0.5, (count, HEADS)).astype(np.float32),
-        "x": rng.standard_normal((count, CHANNELS)).astype(np.float32),
+    widths = {
+        "qkv": 2 * KEY_HEADS * KEY + HEADS * VALUE,
+        "projected": BETA + HEADS,
+        "channels": HEADS * VALUE + 2 * GROUPS * KEY,
+        "x": 3 * CHANNELS + FIRST,
     }
+    return {name: rng.standard_normal((count, width)).astype(np.float32) for name, width in widths.items()}
 
 
-WEIGHT = np.random.default_rng(99).standard_normal((CHANNELS, TAPS)).astype(np.float32)
-BIAS = np.random.default_rng(98).standard_normal(CHANNELS).astype(np.float32)
-RATES = -np.random.default_rng(97).uniform(0.1, 2.0, HEADS).astype(np.float32)
+def drawn(seed: int, *shape: int) -> Array:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+WEIGHT, BIAS, NORM, SKIP = drawn(99, CHANNELS, TAPS), drawn(98, CHANNELS), drawn(96, VALUE), drawn(95, HEADS)
+STEP_BIAS, LOG_RATE = drawn(94, HEADS) - 1, np.log(np.asarray([0.1, 0.6, 1.0, 2.0], np.float32))
+DELTA = DeltaOptions(KEY_HEADS, GATE, BETA, STEP, EPS)
+FACTORS = ConvolutionOptions(first=2 * CHANNELS, before=FIRST, behind=CHANNELS + FIRST)
 
 
 def delta(t: Tokens, states: Any, batch: RaggedBatch, **options: Any) -> Any:
-    return gated_delta(t["q"], t["k"], t["v"], t["decay"], t["beta"], states, batch, **options)
+    weights = DeltaWeights(*map(jnp.asarray, (STEP_BIAS, LOG_RATE, NORM)))
+    return gated_delta(t["qkv"], t["projected"], weights, states, batch, DELTA, **options)
 
 
 def scan(t: Tokens, states: Any, batch: RaggedBatch, **options: Any) -> Any:
-    return selective_scan(t["v"], t["step"], jnp.asarray(RATES), t["b"], t["c"], states, batch, **options)
+    weights = ScanWeights(*map(jnp.asarray, (STEP_BIAS, LOG_RATE, SKIP)))
+    return selective_scan(t["channels"], t["projected"], weights, states, batch, ScanOptions(GROUPS, STEP), **options)
 
 
 def convolve(t: Tokens, states: Any, batch: RaggedBatch, **options: Any) -> Any:
-    return causal_convolution(t["x"], jnp.asarray(WEIGHT), jnp.asarray(BIAS), states, batch, **options)
+    silu = ConvolutionOptions(first=FIRST, silu=True)
+    return causal_convolution(t["x"], jnp.asarray(WEIGHT), jnp.asarray(BIAS), states, batch, options=silu, **options)
+
+
+def between_factors(t: Tokens, states: Any, batch: RaggedBatch, **options: Any) -> Any:
+    return causal_convolution(t["x"], jnp.asarray(WEIGHT), None, states, batch, options=FACTORS, **options)
+
+
+def sigmoid(x: Array) -> Array:
+    return 1 / (1 + np.exp(-x))
+
+
+def steps_of(t: Tokens, i: int) -> tuple[Array, Array]:
+    """The steps of a token, and the factors of the states."""
+    steps = np.log1p(np.exp(t["projected"][i, STEP : STEP + HEADS] + STEP_BIAS))
+    return steps, np.exp(-np.exp(LOG_RATE) * steps)[:, None, None]
 
 
 def one_delta(t: Tokens, i: int, state: Array) -> tuple[Array, Array]:
-    state = state * np.exp(t["decay"][i])[:, None, None]
-    change = t["beta"][i][:, None] * (t["v"][i] - np.einsum("hd,hdv->hv", t["k"][i], state))
-    state = state + t["k"][i][..., None] * change[:, None]
-    return np.einsum("hd,hdv->hv", t["q"][i], state), state
+    keys, row = KEY_HEADS * KEY, t["projected"][i]
+    q, k = (t["qkv"][i, at : at + keys].reshape(KEY_HEADS, KEY) for at in (0, keys))
+    q, k = (x / np.sqrt(np.sum(x * x, axis=-1, keepdims=True) + 1e-6) for x in (q * 1.0, k * 1.0))
+    q, k = (np.repeat(x, HEADS // KEY_HEADS, axis=0) for x in (q * KEY**-0.5, k))
+    v, gate = t["qkv"][i, 2 * keys :].reshape(HEADS, VALUE), row[GATE:STEP].reshape(HEADS, VALUE)
+    state = state * steps_of(t, i)[1]
+    change = sigmoid(row[BETA:])[:, None] * (v - np.einsum("hd,hdv->hv", k, state))
+    state = state + k[..., None] * change[:, None]
+    out = np.einsum("hd,hdv->hv", q, state)
+    normed = out / np.sqrt(np.mean(out * out, axis=-1, keepdims=True) + EPS) * NORM
+    return (normed * gate * sigmoid(gate)).reshape(-1), state
 
 
 def one_scan(t: Tokens, i: int, state: Array) -> tuple[Array, Array]:
-    b, c = (np.repeat(t[name][i], HEADS // GROUPS, axis=0) for name in "bc")
-    state = state * np.exp(RATES * t["step"][i])[:, None, None]
-    state = state + b[..., None] * (t["v"][i] * t["step"][i][:, None])[:, None]
-    return np.einsum("hd,hdv->hv", c, state), state
+    values, keys, row = HEADS * VALUE, GROUPS * KEY, t["channels"][i]
+    x = row[:values].reshape(HEADS, VALUE)
+    b, c = (
+        np.repeat(row[at : at + keys].reshape(GROUPS, KEY), HEADS // GROUPS, axis=0) for at in (values, values + keys)
+    )
+    steps, factors = steps_of(t, i)
+    state = state * factors + b[..., None] * (x * steps[:, None])[:, None]
+    return (np.einsum("hd,hdv->hv", c, state) + SKIP[:, None] * x).reshape(-1), state
 
 
 def one_convolution(t: Tokens, i: int, state: Array) -> tuple[Array, Array]:
-    inputs = np.concatenate([state, t["x"][i][None]])
-    return np.sum(inputs * WEIGHT.T, axis=0) + BIAS, inputs[1:]
+    inputs = np.concatenate([state, t["x"][i][None, FIRST : FIRST + CHANNELS]])
+    sums = np.sum(inputs * WEIGHT.T, axis=0) + BIAS
+    return sums * sigmoid(sums), inputs[1:]
+
+
+def one_between_factors(t: Tokens, i: int, state: Array) -> tuple[Array, Array]:
+    row = t["x"][i]
+    before, behind, x = (row[at : at + CHANNELS] for at in (FIRST, CHANNELS + FIRST, 2 * CHANNELS))
+    inputs = np.concatenate([state, (before * x)[None]])
+    return behind * np.sum(inputs * WEIGHT.T, axis=0), inputs[1:]
 
 
 MATRIX, TAIL = (HEADS, KEY, VALUE), (TAPS - 1, CHANNELS)
@@ -78,12 +128,13 @@ LAYERS: dict[str, tuple[Any, Any, tuple[int, ...]]] = {
     "gated_delta": (delta, one_delta, MATRIX),
     "selective_scan": (scan, one_scan, MATRIX),
     "convolution": (convolve, one_convolution, TAIL),
+    "between_factors": (between_factors, one_between_factors, TAIL),
 }
 
 
 def expected(one: Callable[..., tuple[Array, Array]], t: Tokens, state: Array) -> tuple[Array, Array]:
     results = []
-    for i in range(len(t["q"])):
+    for i in range(len(t["x"])):
         result, state = one(t, i, state)
         results.append(result)
     return np.stack(results), state
@@ -102,7 +153,7 @@ def batch_of(decodes: list[int], prefills: list[tuple[int, int]], *, rows: int =
     )
 
 
-@pytest.mark.parametrize("implementation", ["rows", "xla"])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_batch_of_decode_rows_and_prefills_is_what_single_tokens_give(name: str, implementation: str) -> None:
     run, one, shape = LAYERS[name]
@@ -193,12 +244,29 @@ def test_a_sequence_has_the_same_bits_whatever_runs_beside_it(name: str) -> None
     np.testing.assert_array_equal(after[1], own[0])
 
 
-def test_strong_decay_and_full_corrections_stay_finite() -> None:
-    t = tokens(128, seed=6)
-    t["decay"] = np.full_like(t["decay"], -60.0)
-    t["beta"] = np.ones_like(t["beta"])
-    t["k"] = np.broadcast_to(t["k"][:1], t["k"].shape).copy()  # one key again and again: the worst system
-    out, after = delta(t, jnp.zeros((1, *MATRIX)), batch_of([], [(0, 128)]))
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_strong_decay_and_full_corrections_stay_finite(implementation: str) -> None:
+    t, keys = tokens(128, seed=6), KEY_HEADS * KEY
+    t["projected"][:, STEP:BETA] = 60.0
+    t["projected"][:, BETA:] = 30.0
+    t["qkv"][:, keys : 2 * keys] = t["qkv"][:1, keys : 2 * keys]  # one key again and again: the worst system
+    out, after = delta(t, jnp.zeros((1, *MATRIX)), batch_of([], [(0, 128)]), implementation=implementation)
     result, state = expected(one_delta, t, np.zeros(MATRIX, np.float32))
     np.testing.assert_allclose(out, result, atol=3e-5)
     np.testing.assert_allclose(after[0], state, atol=3e-5)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_native_states_have_the_same_bits_as_a_prompt_and_as_generated_text(name: str) -> None:
+    run, _, shape = LAYERS[name]
+    run, t = partial(run, implementation="native"), tokens(90, seed=7)
+    state = jnp.zeros((1, *shape), jnp.float32)
+    whole, last = jax.jit(run)(t, state, batch_of([], [(0, 90)]))
+    cut, step = jax.jit(run), jax.jit(run)
+    out, state = cut({k: v[:37] for k, v in t.items()}, state, batch_of([], [(0, 37)]))
+    pieces = [out]
+    for i in range(37, 90):
+        out, state = step({k: v[i : i + 1] for k, v in t.items()}, state, batch_of([i], []))
+        pieces.append(out)
+    np.testing.assert_array_equal(np.concatenate(pieces), whole)
+    np.testing.assert_array_equal(state, last)

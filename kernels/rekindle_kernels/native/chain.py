@@ -234,7 +234,7 @@ def _made_one(run: Sequence[Operation], leaving: set[Value]) -> list[Operation |
     if sum(operation.kernel is not None for operation in run) < 2:
         return list(run)
     attention = _attention(run)
-    tokens = None if attention is None else attention.operand("q").shape[0]
+    tokens = None if attention is None else _tokens(attention)
     gap = Value((2,), jnp.dtype(jnp.int32))
     run = [_stepping_over(gap, operation) if _is_product_of(operation, tokens) else operation for operation in run]
     buffers, inputs = _buffers(run, gap)
@@ -313,8 +313,15 @@ def _step(operation: Operation, buffers: dict[Value, Buffer], tokens: int | None
     return Step(operation.kernel.name, operands, results)
 
 
+def _tokens(operation: Operation) -> int:
+    """Return the number of the step's tokens: the rows of the first operand that has some for each."""
+    assert operation.kernel is not None, "an operation of XLA's"
+    return next(operation.operand(each.name) for each in operation.kernel.spec.operands if each.is_per_token).shape[0]
+
+
 def _attention(run: Sequence[Operation]) -> Operation | None:
-    """Return the run's first attention, of prompts if there are any, if all of them are over the same sequences."""
+    """Return the run's first attention or layer with a state, one that knows of prompts if there are any, if all of
+    them are over the same sequences."""
     found = [operation for operation in run if operation.has("lens")]
     if any(operation.setting("decode_rows") is None for operation in found):
         return None
@@ -328,7 +335,7 @@ def _rows(attention: Operation, buffers: dict[Value, Buffer]) -> chain_plan.Rows
     """Return where the chain finds how many rows there are."""
     names = ("lens", "ends", "prompts") if attention.has("ends") else ("lens",)
     places = {name: buffers[attention.operand(name)].number for name in names}
-    tokens = attention.operand("q").shape[0]
+    tokens = _tokens(attention)
     most_prompts = attention.operand("ends").shape[0] - 1 if attention.has("ends") else 0
     return chain_plan.Rows(attention.setting("decode_rows") or 0, **places, tokens=tokens, most_prompts=most_prompts)
 

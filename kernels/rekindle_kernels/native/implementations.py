@@ -11,23 +11,27 @@ import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from rekindle_kernels import native
-from rekindle_kernels.native import adapters, attention, fill_pages, rope_kv, zeros
+from rekindle_kernels.native import adapters, attention, fill_pages, kernel_table, recurrence, rope_kv, zeros
+from rekindle_kernels.native.kernel_spec import KernelSpec
+from rekindle_kernels.native.recurrence import Results
 from rekindle_kernels.ops.adapters import AdaptedTokens, AdapterCall
 from rekindle_kernels.ops.linear import GateCall, LinearCall, LinearOptions, NormCall, gated
 from rekindle_kernels.ops.memory import FillCall, ZerosCall
+from rekindle_kernels.ops.recurrence import RecurrenceCall
 from rekindle_kernels.ops.registry import Facts, Implementation
 from rekindle_kernels.ops.rope import RopeCall
 from rekindle_kernels.ops.sampling import Choice, SamplingCall, Wanted, block_size
 from rekindle_kernels.ops.write_kv import WriteCall
 from rekindle_kernels.xla import adapters as plain_adapters
 from rekindle_kernels.xla import linear as plain_linear
+from rekindle_kernels.xla import recurrence as plain_recurrence
 from rekindle_kernels.xla import rope as plain_rope
 
 NOT_BUILT = "its kernel can't be built here: the log says why"
@@ -296,6 +300,33 @@ def fills(call: FillCall) -> str | None:
     return NOT_BUILT if refused or not native.builds(fill_pages.NAME) else None
 
 
+def recurs(spec: KernelSpec, call: RecurrenceCall) -> str | None:
+    """Why a layer with a state can't be native: it takes float32, and states of whole vectors."""
+    dtypes = {array.dtype.name for array in (call.x, call.projected, call.state)}
+    if dtypes != {"float32"}:
+        return f"{' and '.join(sorted(dtypes))} are not float32 alone"
+    *_, keys, values = call.state.shape
+    whole = (
+        values % recurrence.KEYS == 0
+        if spec is kernel_table.CONVOLUTION
+        else keys % recurrence.KEYS == values % recurrence.VALUES == 0
+    )
+    if not whole:
+        return f"states of {keys} x {values} are not whole vectors"
+    return unavailable(call) or (None if native.builds(spec.variant().name) else NOT_BUILT)
+
+
+def _recurrent(spec: KernelSpec, run: Callable[..., Results], plain: Implementation) -> Implementation:
+    """Return an implementation of a layer with a state; its last argument are static options."""
+
+    def either(*arguments: Any) -> Results:
+        *arrays, options = arguments
+        fast, slow = (lambda *arrays, form=form: form(*arrays, options) for form in (run, plain.run))
+        return differentiable(fast, slow)(*arrays)
+
+    return Implementation("native", either, partial(recurs, spec), deterministic=True)
+
+
 ATTENTION = Implementation("native", attention.paged_attention, attention.supports, deterministic=True)
 WRITE_KV = Implementation("native", rope_kv.write, writes)
 LINEAR = Implementation("native", linear, multiplies, deterministic=True)
@@ -307,6 +338,11 @@ GREEDY = Implementation("native", greedy, chooses, one_call=True)
 DRAW = Implementation("native", draw, chooses, one_call=True)
 ZEROS = Implementation("native", untouched, has_untouched, give_up=partial(native.give_up, zeros.NAME))
 FILL_PAGES = Implementation("native", fill, fills)
+CONVOLUTION = _recurrent(kernel_table.CONVOLUTION, recurrence.convolve, plain_recurrence.CONVOLUTION_ROWS)
+GATED_DELTA = _recurrent(kernel_table.GATED_DELTA, recurrence.gated_delta, plain_recurrence.GATED_DELTA_ROWS)
+SELECTIVE_SCAN = _recurrent(
+    kernel_table.SELECTIVE_SCAN, recurrence.selective_scan, plain_recurrence.SELECTIVE_SCAN_ROWS
+)
 
 
 Out = TypeVar("Out")

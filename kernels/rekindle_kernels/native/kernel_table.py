@@ -1,8 +1,9 @@
 """The tables of all kernels, and a kernel's table by its name.
 
 Axes: T tokens of the step, R rows, E width, N outputs of a matrix, M results of a row, V vocabulary, F frequencies,
-H query heads, K kv heads or the width of a matrix, D head size, P pages, S page size, W page-table width or words of a
-mask, U units, L modules of an adapter's site.
+H query heads, K kv heads or the width of a matrix, D head size, P pages or states, S page size or sequences, W
+page-table width or words of a mask, U units, L modules of an adapter's site. Of a layer with a state: C channels, K
+taps, H heads of D keys and V values.
 """
 
 from __future__ import annotations
@@ -152,6 +153,65 @@ PREFILL = KernelSpec(
     parameters=DTYPE_AND_HEAD_DIM,
 )
 
+# Layers with states. A step's sequences are those of attention: `lens`, `ends` and `prompts` say whose its tokens are,
+# `reads` and `writes` where each one's state lies.
+_SEQUENCES = (
+    Operand("reads", "S", "int32"),
+    Operand("writes", "S", "int32"),
+    Operand("lens", "S", "int32"),
+    Operand("ends", "L", "int32"),
+    Operand("prompts", "", "int32"),
+)
+
+# A convolution of each of the C channels that begin at column `first` of x, over the last K tokens. Inputs and results
+# may have a factor, whose columns begin at `before` and at `behind`; -1 is none. `tails` are the last inputs.
+CONVOLUTION = KernelSpec(
+    "convolution",
+    operands=(
+        Operand("x", "T N"),
+        Operand("weight", "C K"),
+        Operand("bias", "C", optional=True),
+        Operand("tails", "P J C"),
+        *_SEQUENCES,
+    ),
+    results=(Result("out", "T C"), Result("after", "P J C", into="tails")),
+    settings=dict.fromkeys(("decode_rows", "first", "before", "behind", "silu"), "int32"),
+)
+
+# The gated delta rule, from what the convolution returned to the gated norm of its results. Of a row of `projected`,
+# the gates [H V], the weights of corrections [H] and the steps [H] begin at the columns of those names.
+GATED_DELTA = KernelSpec(
+    "delta",
+    operands=(
+        Operand("qkv", "T C"),
+        Operand("projected", "T N"),
+        Operand("step_bias", "H"),
+        Operand("log_rate", "H"),
+        Operand("norm", "V"),
+        Operand("states", "P H D V"),
+        *_SEQUENCES,
+    ),
+    results=(Result("out", "T M"), Result("after", "P H D V", into="states")),
+    settings={**dict.fromkeys(("decode_rows", "key_heads", "gate", "beta", "step"), "int32"), "eps": "float32"},
+)
+
+# Mamba-2's scan. `channels` are x of all H heads, then b and c of all groups; of a row of `projected`, the steps [H]
+# begin at a column.
+SELECTIVE_SCAN = KernelSpec(
+    "scan",
+    operands=(
+        Operand("channels", "T C"),
+        Operand("projected", "T N"),
+        Operand("step_bias", "H"),
+        Operand("log_rate", "H"),
+        Operand("skip", "H"),
+        Operand("states", "P H D V"),
+        *_SEQUENCES,
+    ),
+    results=(Result("out", "T M"), Result("after", "P H D V", into="states")),
+    settings=dict.fromkeys(("decode_rows", "groups", "step"), "int32"),
+)
+
 # The first index of each row's largest; the last one in a row of NaN.
 ARGMAX = KernelSpec("argmax", (Operand("x", "R V"),), (Result("out", "R", "int32"),))
 
@@ -187,7 +247,7 @@ KERNELS = {
     spec.kind: spec
     for spec in (
         *(MATVEC, GEMM, *GROUPED.values(), RMS_NORM, ROPE, WRITE_KV, DECODE, PREFILL),
-        *(ARGMAX, SAMPLE, GATE, SILU_GATE, ADAPTER),
+        *(ARGMAX, SAMPLE, GATE, SILU_GATE, ADAPTER, CONVOLUTION, GATED_DELTA, SELECTIVE_SCAN),
     )
 }  # by kind; those of chains and of zeros have no table, since they take any number of operands
 

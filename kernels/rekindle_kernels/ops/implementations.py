@@ -83,6 +83,7 @@ FILL_PAGES.register("joined", XLA_MEMORY, "FILL_JOINED", platforms=GPU)
 FILL_PAGES.register("xla", XLA_MEMORY, "FILL_PAGES", platforms=ANYWHERE)
 
 for recurrent in (CONVOLUTION, GATED_DELTA, SELECTIVE_SCAN):
+    recurrent.register("native", NATIVE, recurrent.operation.upper(), platforms=CPU)
     recurrent.register("rows", XLA_RECURRENCE, f"{recurrent.operation.upper()}_ROWS", platforms=CPU)
     recurrent.register("xla", XLA_RECURRENCE, recurrent.operation.upper(), platforms=ANYWHERE)
 

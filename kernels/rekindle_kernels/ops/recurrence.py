@@ -4,7 +4,7 @@ All three take a ragged batch and the state of each sequence before it, and retu
 states after it. A sequence whose tokens begin at position 0 begins with zeros, whatever its state holds.
 
 Axes: T tokens, N sequences, R decode rows, C channels, L taps of a convolution, H heads, D size of a key, V size of a
-value, G groups of heads, P slots.
+value, K heads of keys, G groups of heads, P slots.
 
 A batch may say where its sequences' states are: `slots` are the places in an array of states [P, ...] that are read and
 written. Then an operation takes the whole array and returns it with the new states, written in place where it can. What
@@ -15,15 +15,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from rekindle_kernels.ops.registry import Registry, current_platform
 
-CONVOLUTION = Registry("convolution")  # run(x, weight, bias, tails, batch) -> y, tails
-GATED_DELTA = Registry("gated_delta")  # run(q, k, v, decay, beta, states, batch) -> o, states
-SELECTIVE_SCAN = Registry("selective_scan")  # run(x, step, decay, b, c, states, batch) -> y, states
+CONVOLUTION = Registry("convolution")  # run(x, weight, bias, tails, batch, options) -> y, tails
+GATED_DELTA = Registry("gated_delta")  # run(qkv, projected, weights, states, batch, options) -> y, states
+SELECTIVE_SCAN = Registry("selective_scan")  # run(channels, projected, weights, states, batch, options) -> y, states
 
 EDGE = 64  # positions whose multiples are the edges of chunks: then cold, cached and cut prompts add in the same order
 
@@ -69,19 +70,63 @@ class RaggedBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class ConvolutionOptions:
+    """The static options of a convolution; columns are those of x."""
+
+    first: int = 0  # the column where the channels begin
+    silu: bool = False  # results are silu of the sums
+    before: int | None = None  # the column where factors of the inputs begin, one for each channel
+    behind: int | None = None  # that of the factors of the results
+
+
+class DeltaWeights(NamedTuple):
+    """The parameters of a gated delta rule."""
+
+    step_bias: jax.Array  # [H]
+    log_rate: jax.Array  # [H]
+    norm: jax.Array  # [V]
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaOptions:
+    """The static options of a gated delta rule; columns are those of `projected`."""
+
+    key_heads: int
+    gate: int  # the column where the gates [H · V] begin
+    beta: int  # that of the weights of corrections [H]
+    step: int  # that of the steps [H]
+    eps: float  # of the norm
+
+
+class ScanWeights(NamedTuple):
+    """The parameters of a selective scan."""
+
+    step_bias: jax.Array  # [H]
+    log_rate: jax.Array  # [H]
+    skip: jax.Array  # [H]
+
+
+@dataclass(frozen=True, slots=True)
+class ScanOptions:
+    """The static options of a selective scan."""
+
+    groups: int  # G
+    step: int  # the column of `projected` where the steps [H] begin
+
+
+@dataclass(frozen=True, slots=True)
 class RecurrenceCall:
     """The static facts that select an implementation."""
 
     platform: str
-    tokens: int
-    decode_rows: int
-    sequences: int
+    x: jax.ShapeDtypeStruct  # rows of the tokens
+    projected: jax.ShapeDtypeStruct  # other rows of the tokens
     state: jax.ShapeDtypeStruct
 
 
-def _call(batch: RaggedBatch, tokens: jax.Array, states: jax.Array, platform: str | None) -> RecurrenceCall:
-    shape = jax.ShapeDtypeStruct(states.shape, states.dtype)
-    return RecurrenceCall(platform or current_platform(), tokens.shape[0], batch.decode_rows, batch.sequences, shape)
+def _call(x: jax.Array, projected: jax.Array, states: jax.Array, platform: str | None) -> RecurrenceCall:
+    shapes = (jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (x, projected, states))
+    return RecurrenceCall(platform or current_platform(), *shapes)
 
 
 def causal_convolution(
@@ -91,57 +136,61 @@ def causal_convolution(
     tails: jax.Array,
     batch: RaggedBatch,
     *,
+    options: ConvolutionOptions = ConvolutionOptions(),
     implementation: str | None = None,
     platform: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Convolve each channel of x [T, C] with weight [C, L] over the positions of its sequence.
+    """Convolve each channel, a column of x [T, N], with weight [C, L] over the positions of its sequence.
 
-    `tails` [N or P, L-1, C] are the last inputs before this step. Returns y [T, C] in float32 and the new tails.
+    `tails` [N or P, L-1, C] are the last inputs before this step, factors included. Returns y [T, C] in float32 and the
+    new tails.
     """
-    chosen = CONVOLUTION.choose(_call(batch, x, tails, platform), implementation)
-    y, after = chosen.run(x, weight, bias, tails, batch)
+    chosen = CONVOLUTION.choose(_call(x, x, tails, platform), implementation)
+    y, after = chosen.run(x, weight, bias, tails, batch, options)
     return y, after
 
 
 def gated_delta(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    decay: jax.Array,
-    beta: jax.Array,
+    qkv: jax.Array,
+    projected: jax.Array,
+    weights: DeltaWeights,
     states: jax.Array,
     batch: RaggedBatch,
+    options: DeltaOptions,
     *,
     implementation: str | None = None,
     platform: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Apply the gated delta rule: S ← S·exp(decay); S ← S + k ⊗ beta·(v - kᵀS); o = qᵀS.
 
-    q and k [T, H, D], v [T, H, V], decay ≤ 0 and beta [T, H], states [N or P, H, D, V] in float32. The caller norms and
-    scales q and k. Returns o [T, H, V] in float32 and the new states.
+    Rows of qkv are q [K, D], k [K, D] and v [H, V], for K heads of keys that H/K heads of values share. q and k get
+    length one, and q a factor of D^-½. beta is the sigmoid of a column of `projected`, and decay is
+    -exp(log_rate)·softplus(step + step_bias). States [N or P, H, D, V] are in float32.
+
+    Returns norm(o)·silu(gate) [T, H · V] in float32, with an RMS norm of each head, and the new states.
     """
-    chosen = GATED_DELTA.choose(_call(batch, q, states, platform), implementation)
-    o, after = chosen.run(q, k, v, decay, beta, states, batch)
-    return o, after
+    chosen = GATED_DELTA.choose(_call(qkv, projected, states, platform), implementation)
+    y, after = chosen.run(qkv, projected, weights, states, batch, options)
+    return y, after
 
 
 def selective_scan(
-    x: jax.Array,
-    step: jax.Array,
-    decay: jax.Array,
-    b: jax.Array,
-    c: jax.Array,
+    channels: jax.Array,
+    projected: jax.Array,
+    weights: ScanWeights,
     states: jax.Array,
     batch: RaggedBatch,
+    options: ScanOptions,
     *,
     implementation: str | None = None,
     platform: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Apply Mamba-2's scan: S ← S·exp(decay·step) + step·b ⊗ x; y = cᵀS.
+    """Apply Mamba-2's scan: S ← S·exp(decay·step) + step·b ⊗ x; y = cᵀS + skip·x.
 
-    x [T, H, V], step ≥ 0 [T, H], decay < 0 [H], b and c [T, G, D] for H/G heads each, states [N or P, H, D, V] in
-    float32. Returns y [T, H, V] in float32 and the new states.
+    Rows of `channels` are x [H, V], b [G, D] and c [G, D], for H/G heads each. Steps are softplus of columns of
+    `projected` and `step_bias`, and decay is -exp(log_rate). States [N or P, H, D, V] are in float32. Returns
+    y [T, H · V] in float32 and the new states.
     """
-    chosen = SELECTIVE_SCAN.choose(_call(batch, x, states, platform), implementation)
-    y, after = chosen.run(x, step, decay, b, c, states, batch)
+    chosen = SELECTIVE_SCAN.choose(_call(channels, projected, states, platform), implementation)
+    y, after = chosen.run(channels, projected, weights, states, batch, options)
     return y, after

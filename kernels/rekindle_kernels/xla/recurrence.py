@@ -22,9 +22,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rekindle_kernels.ops.recurrence import EDGE, RaggedBatch
+from rekindle_kernels.ops.recurrence import (
+    EDGE,
+    ConvolutionOptions,
+    DeltaOptions,
+    DeltaWeights,
+    RaggedBatch,
+    ScanOptions,
+    ScanWeights,
+)
 from rekindle_kernels.ops.registry import Implementation, anything
+from rekindle_kernels.xla.linear import rms_norm
 
+UNIT_EPS = 1e-6  # of the norms of q and k
 _BLOCK = 16  # rows of a triangle that are inverted one after the other
 
 
@@ -160,6 +170,23 @@ def _scan(moves: _Moves, rows: Rows, states: jax.Array, batch: RaggedBatch, step
 
 
 def _convolution(
+    moves: _Moves,
+    rows: jax.Array,
+    weight: jax.Array,
+    bias: jax.Array | None,
+    tails: jax.Array,
+    batch: RaggedBatch,
+    options: ConvolutionOptions,
+) -> Results:
+    C = len(weight)
+    x = rows[:, options.first : options.first + C]
+    x = x if options.before is None else rows[:, options.before : options.before + C] * x
+    y, tails = _convolved(moves, x, weight, bias, tails, batch)
+    y = jax.nn.silu(y) if options.silu else y
+    return (y if options.behind is None else _columns(rows, options.behind, C) * y), tails
+
+
+def _convolved(
     moves: _Moves, x: jax.Array, weight: jax.Array, bias: jax.Array | None, tails: jax.Array, batch: RaggedBatch
 ) -> Results:
     reads, writes = _slots(batch)
@@ -191,16 +218,42 @@ def _convolution(
 
 def _gated_delta(
     moves: _Moves,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    decay: jax.Array,
-    beta: jax.Array,
+    qkv: jax.Array,
+    projected: jax.Array,
+    weights: DeltaWeights,
     states: jax.Array,
     batch: RaggedBatch,
+    options: DeltaOptions,
 ) -> Results:
-    rows = tuple(row.astype(jnp.float32) for row in (q, k, v, decay, beta))
-    return _scan(moves, rows, states, batch, _delta_step, _delta_chunk)
+    H, D = states.shape[1:3]
+    K = options.key_heads
+    q, k, v = jnp.split(qkv.astype(jnp.float32), [K * D, 2 * K * D], axis=-1)
+    q, k = (jnp.repeat(_unit(_heads(array, K)), H // K, axis=1) for array in (q, k))
+    decay = -jnp.exp(weights.log_rate) * _steps(projected, options.step, weights.step_bias)
+    beta = jax.nn.sigmoid(_columns(projected, options.beta, H))
+    rows = (q * D**-0.5, k, _heads(v, H), decay, beta)
+    o, states = _scan(moves, rows, states, batch, _delta_step, _delta_chunk)
+    gate = _heads(_columns(projected, options.gate, H * states.shape[3]), H)
+    return (rms_norm(o, weights.norm, options.eps) * jax.nn.silu(gate)).reshape(len(qkv), -1), states
+
+
+def _columns(rows: jax.Array, first: int, count: int) -> jax.Array:
+    """Return some columns of rows [T, N] in float32."""
+    return rows[:, first : first + count].astype(jnp.float32)
+
+
+def _heads(rows: jax.Array, heads: int) -> jax.Array:
+    return rows.reshape(rows.shape[0], heads, -1)
+
+
+def _unit(heads: jax.Array) -> jax.Array:
+    """Return vectors of length one."""
+    return heads * lax.rsqrt(jnp.sum(heads * heads, axis=-1, keepdims=True) + UNIT_EPS)
+
+
+def _steps(projected: jax.Array, first: int, bias: jax.Array) -> jax.Array:
+    """Return the steps of each head, of columns from the first on."""
+    return jax.nn.softplus(_columns(projected, first, len(bias)) + bias)
 
 
 def _delta_step(rows: Rows, states: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -262,18 +315,21 @@ def _inverse(lower: jax.Array) -> jax.Array:
 
 def _selective_scan(
     moves: _Moves,
-    x: jax.Array,
-    step: jax.Array,
-    decay: jax.Array,
-    b: jax.Array,
-    c: jax.Array,
+    channels: jax.Array,
+    projected: jax.Array,
+    weights: ScanWeights,
     states: jax.Array,
     batch: RaggedBatch,
-) -> tuple[jax.Array, jax.Array]:
-    step = step.astype(jnp.float32)
-    scaled = x.astype(jnp.float32) * step[..., None]
-    rows = (scaled, step * decay.astype(jnp.float32), b.astype(jnp.float32), c.astype(jnp.float32))
-    return _scan(moves, rows, states, batch, _scan_step, _scan_chunk)
+    options: ScanOptions,
+) -> Results:
+    H, D, V = states.shape[1:]
+    G = options.groups
+    x, b, c = jnp.split(channels.astype(jnp.float32), [H * V, H * V + G * D], axis=-1)
+    x, b, c = _heads(x, H), _heads(b, G), _heads(c, G)
+    step = _steps(projected, options.step, weights.step_bias)
+    rows = (x * step[..., None], step * -jnp.exp(weights.log_rate), b, c)
+    y, states = _scan(moves, rows, states, batch, _scan_step, _scan_chunk)
+    return (y + weights.skip[:, None] * x).reshape(len(channels), -1), states
 
 
 def _grouped(heads: jax.Array, groups: int) -> jax.Array:

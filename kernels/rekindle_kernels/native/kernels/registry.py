@@ -11,7 +11,9 @@ from rekindle_kernels.native.kernel_spec import KernelSpec, Variant
 from rekindle_kernels.native.kernels import (
     adapter,
     argmax,
+    convolution,
     decode,
+    delta,
     gemm,
     int4,
     mask_gate,
@@ -20,6 +22,7 @@ from rekindle_kernels.native.kernels import (
     rms_norm,
     rope,
     sample,
+    scan,
     silu_gate,
     write_kv,
 )
@@ -81,5 +84,8 @@ MAKERS: dict[KernelSpec, Callable[[Variant], Kernel]] = {
     table.SAMPLE: lambda kernel: sample.kernel(),
     table.GATE: lambda kernel: mask_gate.kernel(),
     table.SILU_GATE: lambda kernel: silu_gate.kernel(),
+    table.CONVOLUTION: lambda kernel: convolution.kernel(),
+    table.GATED_DELTA: lambda kernel: delta.kernel(),
+    table.SELECTIVE_SCAN: lambda kernel: scan.kernel(),
     table.ADAPTER: lambda kernel: adapter.kernel(STORAGE[kernel.dtype]),
 }

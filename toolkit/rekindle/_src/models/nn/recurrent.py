@@ -16,9 +16,19 @@ from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.nn.layers import Attend, Attention, Recur, RopeTables, States
 from rekindle._src.models.nn.linear import Linear, RMSNorm, parameter
 from rekindle._src.models.precision import Precision
-from rekindle_kernels import RaggedBatch, causal_convolution, gated_delta, selective_scan
+from rekindle_kernels import (
+    ConvolutionOptions,
+    DeltaOptions,
+    DeltaWeights,
+    RaggedBatch,
+    ScanOptions,
+    ScanWeights,
+    causal_convolution,
+    gated_delta,
+    selective_scan,
+)
 
-NORM_EPS = 1e-6  # of the norms of q and k
+SILU = ConvolutionOptions(silu=True)
 
 
 class GatedDeltaNet(nnx.Module):
@@ -27,9 +37,11 @@ class GatedDeltaNet(nnx.Module):
     def __init__(self, config: ModelConfig, layer: int, precision: Precision) -> None:
         spec, E = config.states[layer], config.hidden_size
         assert spec is not None, "the layer has a state"
-        self.spec, self.layer = spec, layer
-        self.sizes = (spec.channels, spec.heads * spec.value_size, spec.heads, spec.heads)
-        self.inputs = Linear(sum(self.sizes), E, precision)
+        self.layer, gate = layer, spec.channels
+        beta = gate + spec.heads * spec.value_size
+        step = beta + spec.heads
+        self.options = DeltaOptions(spec.key_heads, gate, beta, step, config.norm_eps)
+        self.inputs = Linear(step + spec.heads, E, precision)
         self.convolution = parameter((spec.channels, 1, spec.taps), jnp.float32)
         self.step_bias = parameter((spec.heads,), jnp.float32)
         self.log_rate = parameter((spec.heads,), jnp.float32)
@@ -45,28 +57,18 @@ class GatedDeltaNet(nnx.Module):
         norm: RMSNorm | None = None,
     ) -> jax.Array:
         """Compute the layer's result for norm(x), plus `residual`."""
-        spec, places = self.spec, [sum(self.sizes[: index + 1]) for index in range(3)]
-        qkv, gate, beta, step = jnp.split(self.inputs(x, norm=norm), places, axis=-1)
-        rates = jax.nn.softplus(step.astype(jnp.float32) + self.step_bias[...])
-        decay = -jnp.exp(self.log_rate[...]) * rates
+        projected = self.inputs(x, norm=norm)
+        weights = DeltaWeights(self.step_bias[...], self.log_rate[...], self.norm.weight[...])
 
         def compute(states: States, batch: RaggedBatch) -> tuple[jax.Array, States]:
             tail, matrices = states
-            mixed, tail = causal_convolution(qkv, self.convolution[...][:, 0], None, tail, batch)
-            keys = spec.key_heads * spec.key_size
-            q, k, v = jnp.split(jax.nn.silu(mixed), [keys, 2 * keys], axis=-1)
-            q, k = (_unit(_heads(array, spec.key_heads)) for array in (q, k))
-            q, k = (jnp.repeat(array, spec.heads // spec.key_heads, axis=1) for array in (q, k))
-            weights = jax.nn.sigmoid(beta.astype(jnp.float32))
-            out, matrices = gated_delta(
-                q * spec.key_size**-0.5, k, _heads(v, spec.heads), decay, weights, matrices, batch
-            )
-            return out, (tail, matrices)
+            qkv, tail = causal_convolution(projected, _taps(self.convolution), None, tail, batch, options=SILU)
+            y, matrices = gated_delta(qkv, projected, weights, matrices, batch, self.options)
+            return y, (tail, matrices)
 
         with jax.named_scope("recur"):
             y = cast(Recur, attend).recur(self.layer, compute)
-        y = self.norm(y).astype(jnp.float32) * jax.nn.silu(_heads(gate, spec.heads).astype(jnp.float32))
-        return self.out(y.reshape(x.shape[0], -1).astype(x.dtype), residual=residual)
+        return self.out(y.astype(x.dtype), residual=residual)
 
 
 class StateSpace(nnx.Module):
@@ -85,6 +87,7 @@ class StateSpace(nnx.Module):
         self.skip = parameter((spec.heads,), jnp.float32)
         self.norm = nnx.data(RMSNorm(inner, config.norm_eps, precision) if spec.normed else None)
         self.out = Linear(E, inner, precision, partial=True)
+        self.options = ScanOptions(spec.key_heads, inner + spec.channels)
         self.factors = None if config.multipliers is None else config.multipliers.inputs
 
     def __call__(
@@ -102,23 +105,19 @@ class StateSpace(nnx.Module):
             keys = spec.key_heads * spec.key_size
             sizes = np.asarray([inner, inner, keys, keys, spec.heads])
             projected = projected * jnp.asarray(np.repeat(np.asarray(self.factors, np.float32), sizes), projected.dtype)
-        gate, channels, step = jnp.split(projected, [inner, inner + spec.channels], axis=-1)
-        steps = jax.nn.softplus(step.astype(jnp.float32) + self.step_bias[...])
+        weights = ScanWeights(self.step_bias[...], self.log_rate[...], self.skip[...])
 
         def compute(states: States, batch: RaggedBatch) -> tuple[jax.Array, States]:
             tail, matrices = states
-            weight, bias = self.convolution[...][:, 0], self.convolution_bias[...]
-            mixed, tail = causal_convolution(channels, weight, bias, tail, batch)
-            groups = inner + spec.key_heads * spec.key_size
-            values, b, c = jnp.split(jax.nn.silu(mixed), [inner, groups], axis=-1)
-            values, b, c = _heads(values, spec.heads), _heads(b, spec.key_heads), _heads(c, spec.key_heads)
-            rates = -jnp.exp(self.log_rate[...])
-            out, matrices = selective_scan(values, steps, rates, b, c, matrices, batch)
-            return out + self.skip[...][:, None] * values, (tail, matrices)
+            options = ConvolutionOptions(first=inner, silu=True)
+            taps, bias = _taps(self.convolution), self.convolution_bias[...]
+            channels, tail = causal_convolution(projected, taps, bias, tail, batch, options=options)
+            y, matrices = selective_scan(channels, projected, weights, matrices, batch, self.options)
+            return y, (tail, matrices)
 
         with jax.named_scope("recur"):
             y = cast(Recur, attend).recur(self.layer, compute)
-        y, gates = y.reshape(x.shape[0], -1), jax.nn.silu(gate.astype(jnp.float32))
+        gates = jax.nn.silu(projected[:, :inner].astype(jnp.float32))
         y = self._normed(y) * gates if spec.norm_first else self._normed(y * gates)
         return self.out(y.astype(x.dtype), residual=residual)
 
@@ -138,7 +137,8 @@ class ShortConvolution(nnx.Module):
         spec, E = config.states[layer], config.hidden_size
         assert spec is not None, "the layer has a state"
         self.layer = layer
-        self.inputs = Linear(3 * E, E, precision)
+        self.inputs = Linear(3 * E, E, precision)  # factors of its inputs, factors of its results, and the inputs
+        self.options = ConvolutionOptions(first=2 * E, before=0, behind=E)
         self.convolution = parameter((E, 1, spec.taps), jnp.float32)
         self.out = Linear(E, E, precision, partial=True)
 
@@ -151,15 +151,17 @@ class ShortConvolution(nnx.Module):
         norm: RMSNorm | None = None,
     ) -> jax.Array:
         """Compute the layer's result for norm(x), plus `residual`."""
-        before, after, inner = jnp.split(self.inputs(x, norm=norm), 3, axis=-1)
+        projected = self.inputs(x, norm=norm)
 
         def compute(states: States, batch: RaggedBatch) -> tuple[jax.Array, States]:
-            mixed, tail = causal_convolution(before * inner, self.convolution[...][:, 0], None, states[0], batch)
-            return mixed, (tail,)
+            y, tail = causal_convolution(
+                projected, _taps(self.convolution), None, states[0], batch, options=self.options
+            )
+            return y, (tail,)
 
         with jax.named_scope("recur"):
             y = cast(Recur, attend).recur(self.layer, compute)
-        return self.out(after * y.astype(x.dtype), residual=residual)
+        return self.out(y.astype(x.dtype), residual=residual)
 
 
 class GatedAttention(Attention):
@@ -189,10 +191,6 @@ class HeadGatedAttention(Attention):
         return qkv, self.gate(x, norm=norm)[..., None]
 
 
-def _heads(x: jax.Array, heads: int) -> jax.Array:
-    return x.reshape(x.shape[0], heads, -1)
-
-
-def _unit(x: jax.Array) -> jax.Array:
-    """Return vectors of length one."""
-    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + NORM_EPS)
+def _taps(convolution: nnx.Param) -> jax.Array:
+    """Return the weights [C, L] of a convolution that checkpoints store with an axis more."""
+    return convolution[...].reshape(convolution.shape[0], -1)

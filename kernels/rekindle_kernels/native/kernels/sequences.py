@@ -1,0 +1,61 @@
+"""The sequences of a step's tokens, for kernels of recurrent layers: whose tokens lie where, and whose state is which.
+
+Rows that decode have a token each, then come the prompts' tokens. Kernels look at sequences that have tokens, which
+`prepare` lists, so that the many empty rows of a large program cost nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from rekindle_kernels.native.language.jit import inline
+from rekindle_kernels.native.language.memory import i32, malloc, set_f32, set_i32
+from rekindle_kernels.native.language.records import dim
+
+ZERO = np.float32(0)
+FIELDS = {
+    "active": "int32 [count, SEQUENCE], of the sequences that have tokens",
+    "count": "",
+}
+SEQUENCE = 5  # first token, tokens, slots that are read and written, whether the state begins as zeros
+FIRST, TOKENS, READ, WRITTEN, BEGINS = range(SEQUENCE)
+
+
+@inline
+def list_sequences(frame: Any, job: Any, tokens: int, slots: int) -> None:
+    """Note the sequences that have some of the step's `tokens`; their memory is freed by the kernel."""
+    decode_rows, prompts = frame.settings.decode_rows, min(i32(frame.prompts.data, 0), dim(frame.ends, 0) - 1)
+    lens, ends, reads, writes = frame.lens.data, frame.ends.data, frame.reads.data, frame.writes.data
+    sequences = dim(frame.lens, 0)
+    active = malloc(4 * SEQUENCE * max(1, sequences))
+    count = 0
+    for sequence in range(sequences):
+        first, own, length = sequence, 1, i32(lens, sequence)
+        if sequence >= decode_rows:
+            prompt = sequence - decode_rows
+            first, own = tokens, 0
+            if prompt < prompts:
+                first = decode_rows + i32(ends, prompt)
+                own = decode_rows + i32(ends, prompt + 1) - first
+        own = min(own, tokens - first)
+        if length > 0 and own > 0:
+            at = SEQUENCE * count
+            set_i32(active, at + FIRST, first)
+            set_i32(active, at + TOKENS, own)
+            set_i32(active, at + READ, min(max(i32(reads, sequence), 0), slots - 1))
+            set_i32(active, at + WRITTEN, min(max(i32(writes, sequence), 0), slots - 1))
+            set_i32(active, at + BEGINS, 1 if length <= own else 0)
+            count += 1
+    job.active = active
+    job.count = count
+
+
+@inline
+def clear_rows_without(frame: Any, out: int, tokens: int, width: int) -> None:
+    """Write zeros to the results [tokens, width] of rows that decode and have no sequence."""
+    for row in range(min(frame.settings.decode_rows, tokens)):
+        if i32(frame.lens.data, row) <= 0:
+            for at in range(row * width, (row + 1) * width):
+                set_f32(out, at, ZERO)
