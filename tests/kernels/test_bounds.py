@@ -100,6 +100,26 @@ for far in FAR:
     ):
         call(y, x, down, up, ints(owners), ints(order), ints(slots)).block_until_ready()
 """,
+    "recurrence": """
+from rekindle_kernels.native import recurrence
+from rekindle_kernels.ops import recurrence as ops
+options = ops.ConvolutionOptions(first=3, before=0, behind=1, silu=True)
+delta, scan = ops.DeltaOptions(2, 1, 66, 68, 1e-6), ops.ScanOptions(1, 2)
+weights, skip = ops.DeltaWeights(floats(2), floats(2), floats(32)), ops.ScanWeights(floats(2), floats(2), floats(2))
+x, taps, tails, states = floats(9, 35), floats(32, 4), floats(3, 3, 32), floats(3, 2, 16, 32)
+for far in FAR:
+    for lens, ends, prompts, slots in (
+        ([far] * 4, [0, 3, 7], 2, [0, 1, 2, 2]),
+        ([5] * 4, [far, 3, 7], 2, [0, 1, 2, 2]),
+        ([5] * 4, [0, far, far], 2, [0, 1, 2, 2]),
+        ([5] * 4, [0, 3, 7], far, [0, 1, 2, 2]),
+        ([5] * 4, [0, 3, 7], 2, [far] * 4),
+    ):
+        batch = ops.RaggedBatch(ints(lens), ints(ends), ints(prompts), 2, (ints(slots), ints(slots)))
+        recurrence.convolve(x, taps, None, tails, batch, options)[0].block_until_ready()
+        recurrence.gated_delta(floats(9, 128), floats(9, 70), weights, states, batch, delta)[0].block_until_ready()
+        recurrence.selective_scan(floats(9, 96), floats(9, 4), skip, states, batch, scan)[0].block_until_ready()
+""",
     "masks": """
 draw = jax.jit(native.draw, static_argnums=7)
 for width in (1, 33, 300, 5000):

@@ -27,6 +27,7 @@ KERNEL_TESTS = (
     "deterministic",
     "fill_pages",
     "levels",
+    "recurrence",
     "top_k",
 )
 ONE_TOO_FAR = """

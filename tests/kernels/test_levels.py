@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 LOWER = cpu.levels()[1:]  # the best one is what the other tests run with
 FEW = ["test_native.py", "test_int4.py", "-k", "few_rows and 964-576-2 or normed and (bfloat16-20 or False-16)"]
 WHOLE = ["test_native.py", "test_paged_attention.py", "test_ops.py", "test_deterministic.py", "test_chain.py"]
-WHOLE += ["test_int4.py", "test_masked_draws.py"]
+WHOLE += ["test_int4.py", "test_masked_draws.py", "test_recurrence.py"]
 
 
 def passes(level: cpu.Level, tests: list[str]) -> None:

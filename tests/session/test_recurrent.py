@@ -14,9 +14,9 @@ from workshop import reference
 
 anyio_test = pytest.mark.anyio
 # States beside pages in each layer come with every run; the others differ in the layers' arithmetic.
-OTHERS = ("nemotron-h-experts-in-groups", "granite4", "lfm3", "qwen3.5-moe")
+OTHERS = ("qwen3.5-tied-biases", "nemotron-h-experts-in-groups", "granite4", "lfm3", "qwen3.5-moe")
 NAMES = (
-    "qwen3.5-tied-biases", "lfm2", "falcon-h1", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)
+    "qwen3.5", "lfm2", "falcon-h1", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)
 )  # fmt: skip
 OPTIONS: dict[str, Any] = {
     "dtype": "float32", "max_requests": 4, "max_tokens_per_step": 64, "max_model_len": 256, "cache_dir": None,

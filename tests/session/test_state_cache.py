@@ -21,9 +21,9 @@ from workshop import reference
 
 EDGE = 64  # at multiples of it there may be states
 # States beside pages in each layer come with every run; the others differ in the layers' arithmetic.
-OTHERS = ("nemotron-h-experts-in-groups", "granite4", "lfm3", "qwen3.5-moe")
+OTHERS = ("qwen3.5-tied-biases", "nemotron-h-experts-in-groups", "granite4", "lfm3", "qwen3.5-moe")
 NAMES = (
-    "qwen3.5-tied-biases", "lfm2", "falcon-h1", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)
+    "qwen3.5", "lfm2", "falcon-h1", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)
 )  # fmt: skip
 OPTIONS: dict[str, Any] = {
     "dtype": "float32", "max_requests": 4, "max_tokens_per_step": 128, "max_model_len": 512, "page_size": 16,
@@ -195,7 +195,7 @@ print(json.dumps([counts, [list(text.token_ids) for text in texts]]))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3.5-tied-biases", "lfm2", "falcon-h1"])
+@pytest.mark.parametrize("name", ["qwen3.5", "lfm2", "falcon-h1"])
 def test_twenty_turns_behind_a_long_system_prompt_compute_what_is_new(name: str, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])}
     reports = []

@@ -56,15 +56,16 @@ def all_kernels(head_dims: Iterable[int] = HEAD_DIMS) -> list[str]:
 
 def likely_kernels() -> list[str]:
     """Return those that an installation waits for: pages of float32 and int8 for the commonest heads, none of
-    float16. Those of adapters are compiled where a session has some."""
+    float16. Those of adapters and of states are compiled where a session has some."""
     common = {f"_{dtype}_{size}" for dtype in ("float32", "int8") for size in HEAD_DIMS[:3]}
     specs = kernel_table.KERNELS.values()
     attention = {spec.kind for spec in specs if spec.parameters == kernel_table.DTYPE_AND_HEAD_DIM}
-    adapters = {kernel_table.ADAPTER.kind, kernel_table.SILU_GATE.kind}
+    rare = {kernel_table.ADAPTER, kernel_table.SILU_GATE, *kernel_table.RECURRENT}
+    kinds = {spec.kind for spec in rare}
 
     def likely(name: str) -> bool:
         kind, _, pages = name.partition("_")
-        if kind in adapters:
+        if kind in kinds:
             return False
         return kind not in attention or pages.startswith("bfloat16") or f"_{pages}" in common
 

@@ -212,6 +212,8 @@ SELECTIVE_SCAN = KernelSpec(
     settings=dict.fromkeys(("decode_rows", "groups", "step"), "int32"),
 )
 
+RECURRENT = (CONVOLUTION, GATED_DELTA, SELECTIVE_SCAN)
+
 # The first index of each row's largest; the last one in a row of NaN.
 ARGMAX = KernelSpec("argmax", (Operand("x", "R V"),), (Result("out", "R", "int32"),))
 
@@ -247,7 +249,7 @@ KERNELS = {
     spec.kind: spec
     for spec in (
         *(MATVEC, GEMM, *GROUPED.values(), RMS_NORM, ROPE, WRITE_KV, DECODE, PREFILL),
-        *(ARGMAX, SAMPLE, GATE, SILU_GATE, ADAPTER, CONVOLUTION, GATED_DELTA, SELECTIVE_SCAN),
+        *(ARGMAX, SAMPLE, GATE, SILU_GATE, ADAPTER, *RECURRENT),
     )
 }  # by kind; those of chains and of zeros have no table, since they take any number of operands
 

@@ -24,6 +24,7 @@ from rekindle_kernels.native.kernel_table import (
     GROUPED,
     MATVEC,
     PREFILL,
+    RECURRENT,
     RMS_NORM,
     ROPE,
     SAMPLE,
@@ -69,10 +70,11 @@ def kernels_for(
     head_dim: int | Iterable[int],
     scaled: Iterable[tuple[str, str]] = (),
     adapters: str | None = None,
+    recurrent: bool = False,
 ) -> list[str]:
     """Return the kernels that a step calls, by their names, for matrices and pages of these dtypes, with
     heads of one or of several sizes; `scaled` are those of matrices with scales, and of their scales, and `adapters` is
-    that of adapters, if there may be any."""
+    that of adapters, if there may be any. `recurrent` is True for models with states."""
     matrices, scaled = set(matrices), set(scaled)
     kinds = [dtype for dtype in DTYPES if dtype in matrices]
     products = [MATVEC.variant(dtype) for dtype in kinds]
@@ -82,6 +84,7 @@ def kernels_for(
         products += [spec.variant(scale) for scale in scales] if stored in matrices else []
     own = [spec.variant() for spec in (RMS_NORM, ROPE, ARGMAX, SAMPLE, GATE)]
     own += [SILU_GATE.variant(), ADAPTER.variant(adapters)] if adapters in STORED else []
+    own += [spec.variant() for spec in RECURRENT] if recurrent else []
     sizes = [size for size in ([head_dim] if isinstance(head_dim, int) else head_dim) if size % 16 == 0]
     if pages in DTYPES and sizes:
         own += [spec.variant(pages, size) for size in sizes for spec in (DECODE, PREFILL)]

@@ -82,15 +82,16 @@ def kernels_for(
     head_dim: int | Iterable[int],
     scaled: Iterable[tuple[str, str]] = (),
     adapters: str | None = None,
+    recurrent: bool = False,
 ) -> list[str]:
     """Return the names of the native kernels that a model's steps call, for matrices and pages of these dtypes.
 
     `head_dim` is the size of the pages' heads, or the sizes where layers differ. `scaled` are the dtypes of matrices
     with scales, each with that of the scales; matrices in groups that it omits have float16. `adapters` is the dtype of
-    adapters, if steps may have any. The result may have too many; a missing kernel is compiled when a program that
-    calls it is traced.
+    adapters, if steps may have any, and `recurrent` is True for models with states. The result may have too many; a
+    missing kernel is compiled when a program that calls it is traced.
     """
-    return native.kernels_for(matrices, pages, head_dim, scaled, adapters)
+    return native.kernels_for(matrices, pages, head_dim, scaled, adapters, recurrent)
 
 
 def build_kernels(names: Iterable[str]) -> BackgroundBuild | None:

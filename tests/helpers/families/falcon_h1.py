@@ -15,9 +15,10 @@ STATES = {
     "mamba_d_ssm": 72, "mamba_n_heads": 6, "mamba_d_head": 12, "mamba_n_groups": 2, "mamba_d_state": 10,
     "mamba_d_conv": 4, "head_dim": 12,
 }  # fmt: skip
+WHOLE_VECTORS = STATES | {"mamba_d_ssm": 192, "mamba_d_head": 32, "mamba_d_state": 16}  # which native kernels take
 CASES: dict[str, dict[str, Any]] = {
     "falcon-h1": case(
-        "falcon_h1", "FalconH1ForCausalLM", rope_theta=1e11, mamba_rms_norm=False, **FACTORS, **STATES
+        "falcon_h1", "FalconH1ForCausalLM", rope_theta=1e11, mamba_rms_norm=False, **FACTORS, **WHOLE_VECTORS
     ),
     "falcon-h1-norm-behind-gate": case(
         "falcon_h1", "FalconH1ForCausalLM", tie_word_embeddings=True, mamba_rms_norm=True,

@@ -10,8 +10,9 @@ STATES = {
     "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
     "linear_value_head_dim": 12, "linear_conv_kernel_dim": 4,
 }  # fmt: skip
+WHOLE_VECTORS = STATES | {"linear_key_head_dim": 16, "linear_value_head_dim": 32}  # which native kernels take
 CASES: dict[str, dict[str, Any]] = {
-    "qwen3.5": case("qwen3_5_text", "Qwen3_5ForCausalLM", num_hidden_layers=4, **STATES),
+    "qwen3.5": case("qwen3_5_text", "Qwen3_5ForCausalLM", num_hidden_layers=4, **WHOLE_VECTORS),
     "qwen3.5-tied-biases": case(
         "qwen3_5_text", "Qwen3_5ForCausalLM", layer_types=["full_attention", "linear_attention"],
         attention_bias=True, tie_word_embeddings=True, **STATES,

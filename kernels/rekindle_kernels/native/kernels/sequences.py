@@ -37,7 +37,7 @@ def list_sequences(frame: Any, job: Any, tokens: int, slots: int) -> None:
             prompt = sequence - decode_rows
             first, own = tokens, 0
             if prompt < prompts:
-                first = decode_rows + i32(ends, prompt)
+                first = decode_rows + min(max(i32(ends, prompt), 0), tokens)
                 own = decode_rows + i32(ends, prompt + 1) - first
         own = min(own, tokens - first)
         if length > 0 and own > 0:

@@ -219,6 +219,7 @@ PARTS = {
     "products": "the layers' matrices; native ones with norms and gates",
     "attention": "",
     "pages": "writing keys and values",
+    "states": "layers with a state, between their products",
     "norms": "those that are not part of a product",
     "rope": "",
     "logits": "the product with the head",
@@ -230,11 +231,12 @@ PARTS = {
 KERNELS = {
     "matvec": "products", "gemm": "products", "int4": "products", "int6groups": "products", "int8groups": "products",
     "decode": "attention", "prefill": "attention", "write": "pages",
+    "convolution": "states", "delta": "states", "scan": "states",
     "norm": "norms", "rope": "rope", "argmax": "sampling", "sample": "sampling",
 }  # fmt: skip
 SCOPES = {
-    "attend": "attention", "write_kv": "pages", "rope": "rope", "logits": "logits", "sample": "sampling",
-    "draw": "sampling", "logprobs": "sampling", "prompt_logprobs": "sampling",
+    "attend": "attention", "recur": "states", "write_kv": "pages", "rope": "rope", "logits": "logits",
+    "sample": "sampling", "draw": "sampling", "logprobs": "sampling", "prompt_logprobs": "sampling",
 }  # fmt: skip
 
 

@@ -90,7 +90,9 @@ class Recipes:
         pairs = ((leaf, leaves.get(f"{path.removesuffix('weight')}scale")) for path, leaf in matrices.items())
         scaled = [(leaf.dtype.name, scale.dtype.name) for leaf, scale in pairs if scale is not None]
         dtypes = [leaf.dtype.name for leaf in matrices.values()]
-        return kernels_for(dtypes, self._pages.dtype.name, self._head_sizes, scaled, self.features.matrices)
+        recurrent = any(layer.states for layer in self.local_kv)
+        pages = self._pages.dtype.name
+        return kernels_for(dtypes, pages, self._head_sizes, scaled, self.features.matrices, recurrent)
 
     def layout(self, bucket: Bucket) -> Layout:
         most, features = self.config.max_requests, self.features
