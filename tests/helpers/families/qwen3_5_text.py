@@ -10,7 +10,8 @@ STATES = {
     "head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
     "linear_value_head_dim": 12, "linear_conv_kernel_dim": 4,
 }  # fmt: skip
-WHOLE_VECTORS = STATES | {"linear_key_head_dim": 16, "linear_value_head_dim": 32}  # which native kernels take
+# Whole vectors, which native kernels take.
+WHOLE_VECTORS = STATES | {"linear_key_head_dim": 16, "linear_value_head_dim": 32, "hidden_size": 64}
 CASES: dict[str, dict[str, Any]] = {
     "qwen3.5": case("qwen3_5_text", "Qwen3_5ForCausalLM", num_hidden_layers=4, **WHOLE_VECTORS),
     "qwen3.5-tied-biases": case(

@@ -6,7 +6,12 @@ columns of a state at a time stay in the first level of cache, through up to TOK
 do the same arithmetic, so a state has the same bits however its text came.
 
 XLA's chunked form of a prompt is products of [64, 128] matrices, which is not less arithmetic than this where a key is
-as wide as 128; and its step of a row passes over the state five times.
+as wide as 128; and its step of a row passes over the state five times. Milliseconds of a layer of Qwen3.5-0.8B (16
+heads, 128 x 128) with its convolution, medians of eight turns on a busy Zen 4 with two cores:
+
+                   1 row   8 rows   prompt of 512
+    XLA, in loops   0.44     2.98     125
+    this            0.22     1.04      59
 """
 
 from __future__ import annotations
