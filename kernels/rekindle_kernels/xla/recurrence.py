@@ -7,9 +7,10 @@ between tokens i ≥ j is exp(G_i - G_j), with G the running sum of the logarith
 The gated delta rule's corrections depend on each other, u_i = beta_i·(v_i - k_iᵀS_{i-1}): a triangular system, whose
 inverse is built of blocks of 16. XLA:CPU has no call of its own for it, and LAPACK's would not be in a stored program.
 
-On a CPU, where it has no native kernels, states are moved in loops, and decode rows take their steps one after the other. XLA:CPU would read an array of
-states inside the fusion that writes it, and copy it as a whole before each layer: with 18 layers of 1 MiB a sequence, a
-step of one row took three times as long. Loops are never fused, and a row's state stays in the processor's cache.
+On a CPU, where it has no native kernels, states are moved in loops, and decode rows take their steps one after the
+other. XLA:CPU would read an array of states inside the fusion that writes it, and copy it as a whole before each
+layer: with 18 layers of 1 MiB a sequence, a step of one row took three times as long. Loops are never fused, and a
+row's state stays in the processor's cache.
 """
 
 from __future__ import annotations

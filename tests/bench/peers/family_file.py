@@ -99,6 +99,8 @@ def write_folder(folder: Path, raw: dict[str, Any]) -> None:
             state[part.name] = values.astype(ml_dtypes.bfloat16)
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({**raw, "torch_dtype": "bfloat16"}))
+    vocabulary = {f"<|{number}|>": number for number in range(raw["vocab_size"])}  # Gemma's converter counts them
+    (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}, "added_tokens": []}))
     save_file(fused(raw, state), folder / "model.safetensors", metadata={"format": "pt"})
 
 
