@@ -89,8 +89,8 @@ class Page:
     @property
     def seconds(self) -> int | None:
         """How long the page took when its notebook was built."""
-        metadata = json.loads(self.path.with_suffix(".ipynb").read_text())["metadata"]
-        seconds: int | None = metadata.get("seconds")
+        built = self.path.with_suffix(".ipynb")
+        seconds: int | None = json.loads(built.read_text())["metadata"].get("seconds") if built.exists() else None
         return seconds
 
     def problems(self) -> list[str]:

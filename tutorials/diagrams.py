@@ -318,7 +318,7 @@ def mask() -> Drawing:
     d.arrow(235, 40, 263, 40)
     d.box(265, 24, 110, 32, "grammar", fill="b")
     d.arrow(375, 40, 403, 40)
-    for index, (token, allowed) in enumerate((('"', 1), ("my", 1), ("}", 1), ("\\n", 0), ("ue", 1), ("<eos>", 0))):
+    for index, (token, allowed) in enumerate((('"', 1), ("my", 1), ("}", 1), ("\\n", 0), ("er", 1), ("<eos>", 0))):
         d.box(405 + index * 47, 24, 44, 32, token, fill="c" if allowed else "n")
     d.words(545, 72, "grey: forbidden at this place", "small")
     d.box(115, 95, 120, 32, '…"Sam"', fill="a")

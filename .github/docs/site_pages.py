@@ -131,9 +131,10 @@ def on_config(config: Any) -> Any:
     """The navigation's folders, one entry for each of their pages."""
     pages = sources().values()
     for section in config.nav:
-        for entry in next(iter(section.values())):
+        inside = next(iter(section.values()))
+        for entry in (section, *(inside if isinstance(inside, list) else ())):
             for title, value in entry.items() if isinstance(entry, dict) else ():
-                if value.endswith("/"):
+                if isinstance(value, str) and value.endswith("/"):
                     entry[title] = [page for page in pages if page.startswith(value)]
     return config
 

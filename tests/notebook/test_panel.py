@@ -34,7 +34,7 @@ def test_the_style_fits_every_theme_and_touches_nothing_else() -> None:
 
 def test_script_and_style_are_installed_with_the_package() -> None:
     static = Path(rekindle.__file__).parent / "_src" / "notebook" / "static"
-    assert {path.name for path in static.iterdir()} == {"panel.js", "panel.css"}
+    assert {path.name for path in static.iterdir()} == {"panel.js", "panel.css", "figures.js"}
 
 
 def test_every_control_has_a_name_the_script_knows() -> None:

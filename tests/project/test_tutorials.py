@@ -9,6 +9,8 @@ from pathlib import Path
 import nbformat
 import pytest
 
+from helpers import real_checkpoints
+
 FOLDER = Path(__file__).parents[2] / "tutorials"
 sys.path.append(str(FOLDER))
 import build  # noqa: E402
@@ -26,7 +28,23 @@ def test_it_runs(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("PYTHONPATH", f"{root / 'toolkit'}:{root / 'kernels'}")
     monkeypatch.setenv("REKINDLE_CACHE", str(tmp_path))  # nothing was compiled before: a new user's first run
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.delenv("REKINDLE_SMOLLM2", raising=False)
     build.execute(source)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_its_page_runs_with_a_real_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = real_checkpoints.path_or_reason("smollm2")
+    if isinstance(path, str):
+        pytest.skip(path)
+    root = FOLDER.parent
+    monkeypatch.setenv("PYTHONPATH", f"{root / 'toolkit'}:{root / 'kernels'}")
+    monkeypatch.setenv("REKINDLE_CACHE", str(tmp_path))
+    monkeypatch.setenv("REKINDLE_SMOLLM2", str(path))
+    (source,) = build.sources(["18"])
+    outputs = str([cell.get("outputs") for cell in build.execute(source).cells])
+    assert path.name in outputs
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)

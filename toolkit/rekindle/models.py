@@ -22,6 +22,7 @@ from rekindle._src.models.loading.checkpoint import load
 from rekindle._src.models.loading.load_progress import LoadProgress
 from rekindle._src.models.placement import random_model
 from rekindle._src.models.plain import logits, token_logprobs
+from rekindle._src.models.registry import config_from_hf
 from rekindle._src.session.calibrating import calibrate
 from rekindle._src.session.exact import logprobs_like
 from rekindle._src.session.exporting import export
@@ -39,6 +40,7 @@ __all__ = [
     "TokenDifference",
     "Tokenizer",
     "calibrate",
+    "config_from_hf",
     "export",
     "load",
     "logits",

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -48,8 +48,11 @@ from rekindle._src.text.tokenizer import Tokenizer
 from rekindle.errors import InvalidRequest, NotPicklable
 
 if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
     from rekindle._src.notebook.chat import ChatView
     from rekindle._src.notebook.dashboard import Dashboard, TreeView
+    from rekindle._src.notebook.figures import Figure
     from rekindle._src.notebook.live import StreamView
     from rekindle._src.notebook.shown import SessionLike
     from rekindle._src.scheduling.explain import Explanation
@@ -145,7 +148,7 @@ class Profiling:
             jax.profiler.stop_trace()
 
 
-NAMES = ("stream", "chat", "tree", "lens", "attention")
+NAMES = ("stream", "chat", "tree", "lens", "attention", "steps", "distribution", "prefixes")
 
 
 class Views:
@@ -157,7 +160,8 @@ class Views:
         self._session: SessionLike = session
 
     def __repr__(self) -> str:
-        return f"<Views of {self._session!r}: stream(prompt), chat(), tree(), lens(prompt), attention(prompt)>"
+        calls = "stream(prompt), chat(), tree(), lens(prompt), attention(prompt)"
+        return f"<Views of {self._session!r}: {calls}, steps(reports), distribution(logits), prefixes(texts)>"
 
     def _repr_html_(self) -> str:
         rows = [(f"session.view.{name}", getattr(type(self), name).__doc__.partition("\n")[0]) for name in NAMES]
@@ -204,6 +208,27 @@ class Views:
         `positions` are those that read, as in `Capture`; all of the prompt by default.
         """
         return AttentionCall(self._session, self._client.front, prompt, layer, positions, options)
+
+    def steps(self, reports: Iterable[StepReport]) -> Figure:
+        """A batch over time, from the reports of its steps: go from one to the next, or play them.
+
+        This figure and the next two have all that they show, so that they act in a saved notebook without a kernel.
+        """
+        from rekindle._src.notebook import figures
+
+        return figures.steps(reports)
+
+    def distribution(self, logits: ArrayLike) -> Figure:
+        """The next token's distribution, from its logits, under a temperature, `top_p` and `min_p` that you turn."""
+        from rekindle._src.notebook import figures
+
+        return figures.distribution(logits, self._session.tokenizer)
+
+    def prefixes(self, texts: Sequence[str], *, page: int = 4) -> Figure:
+        """A prefix tree of prompts in pages of so many words. Type another one to see what it hits, and to grow it."""
+        from rekindle._src.notebook import figures
+
+        return figures.prefixes(texts, page)
 
 
 def dashboard(client: Client, session: SessionLike) -> Dashboard:

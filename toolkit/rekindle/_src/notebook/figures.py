@@ -1,0 +1,103 @@
+"""Interactive figures over recorded data: widgets beside a kernel, and pages with their own script in a saved notebook.
+
+Views follow a session; a figure has all that it shows, so it acts in a documentation page as well. Where scripts are
+stripped, its saved form is one line that says what it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import anywidget
+import numpy as np
+import traitlets
+from numpy.typing import ArrayLike
+
+from rekindle._src.core import html
+from rekindle._src.core.contracts import TokenizerLike
+from rekindle._src.session.stats import StepReport
+
+_SCRIPT = (Path(__file__).parent / "static" / "figures.js").read_text()
+_PLAIN = _SCRIPT.partition("\nexport default")[0]  # without what makes it a module
+_LIKELY = 16  # tokens of a distribution that have a bar of their own
+_BINS = 64  # of the others: enough to know how much of the tail a temperature or a cut-off keeps
+
+
+class FigureWidget(anywidget.AnyWidget):
+    """The figure in a notebook whose kernel lives."""
+
+    _esm = traitlets.Unicode(_SCRIPT).tag(sync=True)
+    kind = traitlets.Unicode().tag(sync=True)
+    data: Any = traitlets.Dict().tag(sync=True)
+
+
+class Figure:
+    """A figure of one kind over its data. The last expression of a cell shows it."""
+
+    def __init__(self, kind: str, data: dict[str, Any], summary: str) -> None:
+        self.kind, self.data, self.summary = kind, data, summary
+
+    def __repr__(self) -> str:
+        return f"<Figure: {self.summary}>"
+
+    def _repr_mimebundle_(self, **options: Any) -> Any:
+        widget: Any = FigureWidget(kind=self.kind, data=self.data)  # Any: anywidget has no types
+        bundle = widget._repr_mimebundle_(**options)
+        data, *metadata = bundle if isinstance(bundle, tuple) else (bundle,)
+        whole = {**(data or {}), "text/html": self.saved(), "text/plain": repr(self)}
+        return (whole, *metadata) if metadata else whole
+
+    def saved(self) -> str:
+        """Return the figure as HTML that needs nothing else."""
+        data = json.dumps(self.data).replace("<", "\\u003c")  # no text of a model ends the script
+        name = f"rekindle-{hashlib.sha256(data.encode()).hexdigest()[:12]}"  # the same in every build of a page
+        line = html.line(f"{self.summary}. An interactive figure: it needs a page that runs scripts.")
+        call = f"mount(document.getElementById({json.dumps(name)}), {json.dumps(self.kind)}, {data});"
+        return f'<div id="{name}">{line}</div><script>(() => {{\n{_PLAIN}\n{call}\n}})();</script>'
+
+
+def steps(reports: Iterable[StepReport]) -> Figure:
+    """Return the figure of a batch over time, from the reports of its steps."""
+    slots: dict[str, int] = {}
+    recorded = []
+    for report in reports:
+        rows = []
+        for row in report.rows:
+            if row.request_id not in slots:
+                slots[row.request_id] = min(set(range(len(slots) + 1)) - set(slots.values()))
+            rows.append(
+                {
+                    "id": row.request_id, "kind": row.kind, "slot": slots[row.request_id], "start": row.start,
+                    "stop": row.stop, "text": row.text, "ended": row.finish_reason,
+                }
+            )  # fmt: skip
+        for row in report.rows:
+            if row.finish_reason is not None:
+                slots.pop(row.request_id, None)
+        recorded.append({"tokens": report.tokens, "rows": rows})
+    return Figure("steps", {"steps": recorded}, f"{html.count(len(recorded), 'step')} of a batch")
+
+
+def distribution(logits: ArrayLike, tokenizer: TokenizerLike) -> Figure:
+    """Return the figure of a next token's distribution, from its logits."""
+    values = np.asarray(logits, np.float64).reshape(-1)
+    order = np.argsort(-values, kind="stable")
+    likely, others = order[:_LIKELY], values[order[_LIKELY:]]
+    rest = []
+    for part in np.array_split(others, min(_BINS, len(others))) if len(others) else ():
+        weights = np.exp(part - part.max())
+        rest.append([float(part.max() + np.log(weights.mean())), len(part)])  # the same sum at temperature 1
+    texts = [tokenizer.decode([int(token)], skip_special_tokens=False) for token in likely]
+    data = {"texts": texts, "logits": [float(values[token]) for token in likely], "rest": rest}
+    return Figure("distribution", data, f"the next token's distribution over {len(values):,} tokens")
+
+
+def prefixes(texts: Sequence[str], page: int) -> Figure:
+    """Return the figure of a prefix tree that grows by typing; its pages hold `page` words each."""
+    return Figure(
+        "prefixes", {"texts": list(texts), "page": page}, f"a prefix tree of {html.count(len(texts), 'prompt')}"
+    )

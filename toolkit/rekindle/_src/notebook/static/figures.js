@@ -1,0 +1,184 @@
+// Figures over recorded data: steps of a batch, a distribution, a growing prefix tree. They ask no kernel for anything, so
+// the same code runs as a widget and in a saved page. Text from models and readers is only ever set as text.
+
+const COLOURS = ["#4c8ed9", "#e0903a", "#57a35f", "#c264a8", "#8a79d6", "#b3a02f", "#4fa5a5", "#cf6a5f"];
+
+function make(tag, properties = {}, ...children) {
+  const { style, ...rest } = properties;
+  const made = Object.assign(document.createElement(tag), rest);
+  if (style) made.style.cssText = style;
+  made.append(...children);
+  return made;
+}
+
+function shape(tag, attributes, title) {
+  const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  if (title) made.append(Object.assign(document.createElementNS("http://www.w3.org/2000/svg", "title"), { textContent: title }));
+  return made;
+}
+
+function slider(label, low, high, step, value, changed) {
+  const input = make("input", { type: "range", min: low, max: high, step, ariaLabel: label, style: "flex:1;min-width:6em" });
+  input.value = value;
+  const shown = make("output", { style: "min-width:3em", textContent: value });
+  input.addEventListener("input", () => {
+    shown.textContent = input.value;
+    changed(Number(input.value));
+  });
+  const whole = make("label", { style: "display:flex;gap:8px;align-items:center;max-width:32em;margin:4px 0" },
+    make("span", { textContent: label, style: "min-width:7em" }), input, shown);
+  return { whole, input, set: (next) => ((input.value = next), (shown.textContent = next)) };
+}
+
+// The batch over time, one line for each slot; a slider or a button goes from step to step.
+function steps(el, { steps }) {
+  const slots = Math.max(1, ...steps.map((step) => Math.max(0, ...step.rows.map((row) => row.slot + 1))));
+  const width = 640, height = slots * 22 + 4, each = width / steps.length;
+  const svg = shape("svg", { viewBox: `0 0 ${width} ${height}`, style: "width:100%;max-width:640px;display:block" });
+  const names = new Map();
+  steps.forEach((step, at) => {
+    for (const row of step.rows) {
+      if (!names.has(row.id)) names.set(row.id, names.size);
+      svg.append(shape("rect", {
+        x: at * each, y: row.slot * 22 + 3, width: Math.max(each - 0.5, 0.5), height: 18, fill: COLOURS[names.get(row.id) % COLOURS.length],
+        opacity: row.kind === "prefill" ? 1 : 0.5,
+      }, `${row.id}: ${row.kind}`));
+    }
+  });
+  const marker = shape("rect", { y: 0, height, width: Math.max(each, 2), fill: "none", stroke: "currentColor", "stroke-width": 1.5 });
+  svg.append(marker);
+  const texts = new Map(), words = make("div"), head = make("div", { style: "font-weight:600;margin:4px 0" });
+  function show(at) {
+    const step = steps[at];
+    marker.setAttribute("x", at * each);
+    head.textContent = `step ${at + 1} of ${steps.length}: ${step.tokens} ${step.tokens > 1 ? "tokens" : "token"} in ${step.rows.length} ${step.rows.length > 1 ? "rows" : "row"}`;
+    texts.clear();
+    for (const earlier of steps.slice(0, at + 1)) {
+      for (const row of earlier.rows) texts.set(row.id, (texts.get(row.id) ?? "") + row.text);
+    }
+    words.replaceChildren(...step.rows.map((row) => make("div", { style: "font-family:monospace;font-size:85%;white-space:pre-wrap" },
+      make("span", { style: `display:inline-block;width:.8em;height:.8em;margin-right:.5em;background:${COLOURS[names.get(row.id) % COLOURS.length]}` }),
+      `${row.id} ${row.kind} ${row.start}–${row.stop - 1}${row.ended ? `, ended by ${row.ended}` : ""}: …${texts.get(row.id).slice(-60)}`)));
+  }
+  let timer = 0;
+  const bar = slider("step", 1, steps.length, 1, 1, (at) => show(at - 1));
+  const go = (by) => {
+    bar.set(Math.min(steps.length, Math.max(1, Number(bar.input.value) + by)));
+    show(Number(bar.input.value) - 1);
+  };
+  const play = make("button", { type: "button", textContent: "play" });
+  const stop = () => (clearInterval(timer), (timer = 0), (play.textContent = "play"));
+  play.addEventListener("click", () => {
+    if (timer) return stop();
+    if (Number(bar.input.value) === steps.length) go(-steps.length);
+    play.textContent = "stop";
+    timer = setInterval(() => (!el.isConnected || Number(bar.input.value) === steps.length ? stop() : go(1)), 180);
+  });
+  const button = (label, by) => {
+    const made = make("button", { type: "button", textContent: label });
+    made.addEventListener("click", () => (stop(), go(by)));
+    return made;
+  };
+  el.append(svg, bar.whole, make("div", { style: "display:flex;gap:6px" }, button("back", -1), button("on", 1), play), head, words);
+  show(0);
+}
+
+// Probabilities of the next token under temperature, top_p and min_p. Unlikely tokens stand together, by how likely they are.
+function distribution(el, { texts, logits, rest }) {
+  let temperature = 1, top = 1, least = 0;
+  const bars = make("div"), note = make("div", { style: "margin:4px 0" });
+  function show() {
+    const largest = logits[0];
+    const weigh = (logit) => Math.exp((logit - largest) / temperature);
+    const all = logits.map((logit) => [weigh(logit), 1]).concat(rest.map(([logit, count]) => [weigh(logit), count]));
+    const total = all.reduce((sum, [weight, count]) => sum + weight * count, 0);
+    let before = 0, kept = 0, mass = 0;
+    const shares = all.map(([weight, count]) => {
+      const share = weight / total, inside = before < top && share >= least * all[0][0] / total;
+      const some = inside ? Math.min(count, Math.max(1, Math.ceil((top - before) / share))) : 0;
+      before += share * count;
+      kept += some;
+      mass += some * share;
+      return [share, inside];
+    });
+    bars.replaceChildren(...texts.map((text, at) => {
+      const [share, inside] = shares[at];
+      const drawn = inside ? share / mass : 0;
+      return make("div", { style: "display:flex;gap:8px;align-items:center;font-size:85%" },
+        make("code", { textContent: JSON.stringify(text), style: "width:8em;text-align:right;overflow:hidden" }),
+        make("div", { style: `height:.8em;width:${drawn * 60}%;background:${COLOURS[0]};opacity:${inside ? 1 : 0.3}` }),
+        make("span", { textContent: inside ? `${(100 * drawn).toFixed(1)} %` : "cut", style: "opacity:.7" }));
+    }));
+    note.textContent = `${kept.toLocaleString("en")} tokens can be drawn; what was cut had ${(100 * Math.max(0, 1 - mass)).toFixed(1)} % of the probability.`;
+  }
+  const controls = [
+    slider("temperature", 0.1, 3, 0.1, 1, (value) => ((temperature = value), show())),
+    slider("top_p", 0.05, 1, 0.05, 1, (value) => ((top = value), show())),
+    slider("min_p", 0, 0.5, 0.01, 0, (value) => ((least = value), show())),
+  ];
+  el.append(...controls.map((one) => one.whole), note, bars);
+  show();
+}
+
+// Prompts in pages of a few words, as a tree: what begins alike is stored once.
+function prefixes(el, { texts, page }) {
+  let size = page;
+  const prompts = [...texts], picture = make("div", { style: "font-size:85%;overflow-x:auto" });
+  const note = make("div", { style: "margin:4px 0" });
+  const input = make("input", { type: "text", ariaLabel: "a prompt", placeholder: "type a prompt, and press Enter to send it",
+    style: "width:min(32em,95%);font:inherit;color:inherit;background:rgba(128,128,128,.12);border:1px solid rgba(128,128,128,.5);padding:3px 8px" });
+  const pagesOf = (text) => {
+    const words = text.split(/\s+/).filter(Boolean), pages = [];
+    for (let at = 0; at + size <= words.length; at += size) pages.push(words.slice(at, at + size).join(" "));
+    return [pages, words.length];
+  };
+  function grow() {
+    const root = { pages: new Map() };
+    let stored = 0, sent = 0;
+    for (const text of prompts) {
+      let node = root;
+      for (const name of pagesOf(text)[0]) {
+        sent += 1;
+        if (!node.pages.has(name)) node.pages.set(name, { pages: new Map(), visits: 0 }), (stored += 1);
+        node = node.pages.get(name);
+        node.visits += 1;
+      }
+    }
+    return { root, stored, sent };
+  }
+  function show() {
+    const { root, stored, sent } = grow(), [mine, words] = pagesOf(input.value);
+    const hits = new Set();
+    for (let node = root, at = 0; at < mine.length && node.pages.has(mine[at]); at += 1) hits.add((node = node.pages.get(mine[at])));
+    const draw = (node, depth) => [...node.pages].flatMap(([name, below]) => [
+      make("div", { style: `margin-left:${depth * 1.6}em;padding:1px 6px;margin-bottom:2px;width:fit-content;border-radius:3px;` +
+        `background:${hits.has(below) ? COLOURS[2] : "rgba(128,128,128,.2)"}`, textContent: `${name}${below.visits > 1 ? `  ×${below.visits}` : ""}` }),
+      ...draw(below, depth + 1)]);
+    picture.replaceChildren(...draw(root, 0));
+    note.textContent = `${prompts.length} prompts of ${sent} whole pages, ${stored} pages stored. ` +
+      (words ? `What you type has ${words} words, and ${Math.min(hits.size * size, words - 1)} of them are cached.` : "");
+  }
+  input.addEventListener("input", show);
+  input.addEventListener("keydown", (event) => {
+    event.stopPropagation(); // a notebook's own shortcuts are not meant while somebody types
+    if (event.key !== "Enter" || event.isComposing || !input.value.trim()) return;
+    prompts.push(input.value);
+    input.value = "";
+    show();
+  });
+  const bar = slider("words in a page", 1, 8, 1, size, (value) => ((size = value), show()));
+  el.append(input, bar.whole, note, picture);
+  show();
+}
+
+const FIGURES = { steps, distribution, prefixes };
+
+function mount(el, kind, data) {
+  const inner = make("div", { className: "rekindle-figure", style: "line-height:1.5;max-width:100%" });
+  el.replaceChildren(inner);
+  const draw = FIGURES[kind];
+  draw(inner, data);
+}
+
+export default { render: ({ model, el }) => mount(el, model.get("kind"), model.get("data")) };
