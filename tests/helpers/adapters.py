@@ -11,12 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
+from helpers.plain_loop import plain_loop
 from rekindle._src.models import LoadedModel
 from rekindle._src.models.adapters.merging import merged
 from rekindle._src.models.adapters.reading import read_adapter
 from rekindle._src.models.adapters.sites import sites_of
 from rekindle._src.models.config import ModelConfig
-from workshop import reference
 
 CONFIG: dict[str, Any] = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "base_model_name_or_path": ""}
 
@@ -111,4 +111,4 @@ def write(
 def plain(model: LoadedModel, source: Any, prompt: Sequence[int], count: int) -> list[int]:
     """The plain loop's text of a model with an adapter in its weights, or without one."""
     changed = model if source is None else merged(model, read_adapter(source, "it", model.config))
-    return reference.generate(changed, prompt, count, chunk=1)
+    return plain_loop(changed, prompt, count, context=128)

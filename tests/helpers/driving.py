@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-import jax.numpy as jnp
 import numpy as np
 
 from rekindle._src.core.config import EngineConfig
@@ -45,13 +44,15 @@ CONTEXT = 64
 def plain_logits(
     model: LoadedModel, tokens: Sequence[int], cache: reference.Cache, start: int = 0
 ) -> tuple[np.ndarray, reference.Cache]:
-    """Logits of each of `tokens`, one at a time over a cache of one size: a single compiled program for every test."""
-    rows = []
-    for position, token in enumerate(tokens, start=start):
-        arguments = jnp.asarray([token], jnp.int32), jnp.int32(position), jnp.int32(position + 1)
-        logits, cache = reference.forward(model.graph, model.leaves, cache, *arguments)
-        rows.append(np.asarray(logits[0]))
-    return np.stack(rows), cache
+    """Logits of each of `tokens`, eight or one at a time over a cache of one size: two programs for every test."""
+    parts, done = [], 0
+    while done < len(tokens):
+        some = np.array(tokens[done : done + (8 if len(tokens) - done >= 8 else 1)], np.int32)
+        position = np.int32(start + done)
+        logits, cache = reference.forward(model.graph, model.leaves, cache, some, position, position + np.int32(1))
+        parts.append(np.asarray(logits))
+        done += len(some)
+    return np.concatenate(parts), cache
 
 
 def plain_tokens(

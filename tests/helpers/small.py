@@ -10,9 +10,9 @@ import numpy as np
 
 import rekindle
 from helpers.driving import tiny_model
+from helpers.plain_loop import plain_loop
 from rekindle import LogitsProcessor
 from rekindle._src.session.opening import Opening
-from workshop import reference
 
 MODEL = tiny_model(seed=5)
 VOCAB = MODEL.config.vocab_size
@@ -46,5 +46,4 @@ def plain(ids: Sequence[int], count: int | None = None) -> tuple[int, ...]:
 
 @functools.cache
 def _continuation(ids: tuple[int, ...]) -> tuple[int, ...]:
-    # One token at a time over a cache of one size, so that one compiled program serves every prompt.
-    return tuple(reference.generate(MODEL, ids, CONTEXT - len(ids), chunk=1))
+    return tuple(plain_loop(MODEL, ids, CONTEXT - len(ids), context=CONTEXT))

@@ -21,8 +21,8 @@ import numpy as np  # noqa: E402
 
 import rekindle  # noqa: E402
 from helpers import checkpoints  # noqa: E402
+from helpers.plain_loop import plain_loop  # noqa: E402
 from rekindle._src.session.session import Session  # noqa: E402
-from workshop.reference import generate  # noqa: E402
 
 MODEL = checkpoints.case("llama")
 LENGTH, NEW = 70, 6
@@ -39,7 +39,7 @@ def prompt(index: int) -> tuple[int, ...]:
 
 @functools.cache
 def plain(index: int) -> tuple[int, ...]:
-    return tuple(generate(MODEL, prompt(index), NEW))
+    return tuple(plain_loop(MODEL, prompt(index), NEW, context=128))
 
 
 def opened(folder: Path, *, model: Any = MODEL, **options: Any) -> Session:

@@ -37,6 +37,14 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         one.wait()
 
 
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that take half a second of waiting: compiling one takes five of a core."""
+    keep = "b.build.keep = lambda name: (b.time.sleep(0.5), b.build._store(name, b'code')); b.main()"
+    monkeypatch.setattr(background_build, "_CODE", background_build._CODE.replace("b.main()", keep))
+    monkeypatch.setattr(build, "keep", lambda name: build._store(name, b"code"))
+
+
 def test_kernels_are_there_afterwards_and_sessions_share_the_work() -> None:
     names = ["argmax", "norm"]
     first = build_kernels(names)
@@ -75,7 +83,7 @@ def claimed() -> Iterator[None]:
         yield
 
 
-def test_another_program_waits_for_those_at_work_and_compiles_what_they_leave() -> None:
+def test_another_program_waits_for_those_at_work_and_compiles_what_they_leave(quick: None) -> None:
     with claimed():
         found = build_kernels(["argmax", "norm"])
         assert found is not None and found.running and build_kernels(["norm"]) is found
@@ -85,14 +93,14 @@ def test_another_program_waits_for_those_at_work_and_compiles_what_they_leave() 
     assert build.is_there("argmax")
 
 
-def test_another_program_starts_nothing_where_nothing_is_left() -> None:
+def test_another_program_starts_nothing_where_nothing_is_left(quick: None) -> None:
     with claimed():
         found = build_kernels(["norm"])
         build.keep("norm")
     assert found is not None and found.wait() and not found._processes
 
 
-def test_its_processes_keep_others_waiting_until_the_last_one_has_ended() -> None:
+def test_its_processes_keep_others_waiting_until_the_last_one_has_ended(quick: None) -> None:
     found = build_kernels(["argmax", "norm"])
     assert found is not None
     with background_build._claimed() as claim:
@@ -102,7 +110,7 @@ def test_its_processes_keep_others_waiting_until_the_last_one_has_ended() -> Non
         pass
 
 
-def test_without_locks_each_program_compiles_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_locks_each_program_compiles_for_itself(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: object) -> None:
         raise OSError(errno.EBADF, "no lock on a folder")
 
@@ -119,7 +127,7 @@ def test_a_process_that_hangs_is_ended_and_lets_others_go_on() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "getsid"), reason="a matter of Unix")
-def test_its_processes_leave_the_cores_to_the_user_and_the_keyboard_to_the_program() -> None:
+def test_its_processes_leave_the_cores_to_the_user_and_the_keyboard_to_the_program(quick: None) -> None:
     found = build_kernels(["norm"])
     assert found is not None
     process = found._processes[0][0]

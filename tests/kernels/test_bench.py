@@ -12,6 +12,7 @@ SIZES = {"rows": 2, "context": 64, "chunk": 16, "heads": 4, "kv-heads": 2, "head
 TOY = [*(f"--{name}={size}" for name, size in SIZES.items()), "--repeats=1"]
 
 
+@pytest.mark.slow
 def test_json_has_every_line(capsys: pytest.CaptureFixture[str]) -> None:
     bench.main([*TOY, "--dtypes=float32,int8", "--json"])
     told = json.loads(capsys.readouterr().out)

@@ -31,6 +31,7 @@ async def fill(session: Session) -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])  # the loop has no say in it
 async def test_lesson_01_hits_and_misses_in_one_prefill_step_equal_their_solo_outputs(order: str) -> None:
     prompts = ORDERS[order]
     async with opening() as session:
@@ -49,6 +50,7 @@ async def test_lesson_01_hits_and_misses_in_one_prefill_step_equal_their_solo_ou
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_lesson_01_long_misses_are_cut_into_chunks_beside_hits_and_decoding_rows() -> None:
     """Budgets end in the middle of a prompt, so that one step holds a chunk of a miss, a hit and decode rows."""
     long = [prompt(seed, 50) for seed in (5, 6, 7)]

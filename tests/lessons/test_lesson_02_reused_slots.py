@@ -28,6 +28,7 @@ def late_rows(session: Session) -> int:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("at_once", [1, 4])
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])  # the loop has no say in it
 async def test_lesson_02_every_request_in_a_reused_slot_gets_its_own_tokens_and_its_own_end(at_once: int) -> None:
     prompts = [prompt(seed, 2 + seed % 5) for seed in range(24)]
     # Every other one ends by a token value, which the host learns when the next step is on its way.

@@ -31,6 +31,7 @@ async def padded(session: Session, ids: list[int]) -> None:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("room", ROOM)
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])  # the loop has no say in it
 async def test_lesson_03_a_hit_at_the_end_of_the_window_equals_the_cold_output(room: int) -> None:
     ids = prompt(room, CONTEXT - room, shared=SHARED)
     other = prompt(50 + room, CONTEXT - room, shared=SHARED)
@@ -44,6 +45,7 @@ async def test_lesson_03_a_hit_at_the_end_of_the_window_equals_the_cold_output(r
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_lesson_03_several_hits_at_capacity_prefill_together() -> None:
     prompts = [prompt(room, CONTEXT - room, shared=SHARED) for room in range(1, PAGE)]
     async with opening() as session:

@@ -16,6 +16,7 @@ LENGTHS = [1, PAGE, 31, 33, CONTEXT - PAGE, CONTEXT - 2, CONTEXT - 1]
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])  # the loop has no say in it
 async def test_lesson_04_each_request_ends_at_the_limit_with_the_plain_loops_tokens() -> None:
     prompts = [prompt(length, length) for length in LENGTHS]
     async with opening() as session:

@@ -44,6 +44,7 @@ def test_lesson_06_prompts_of_whole_pages_that_are_cached_share_one_decode_step(
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("options", [{}, {"prompt_logprobs": 1}, {"repetition_penalty": 1.3}], ids=str)
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])  # the loop has no say in it
 async def test_lesson_06_the_tokens_after_a_prompt_that_is_cached_whole_are_those_of_a_cold_one(
     options: dict[str, Any],
 ) -> None:

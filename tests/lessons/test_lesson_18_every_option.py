@@ -89,6 +89,7 @@ def test_lesson_18_no_option_is_forgotten_here() -> None:
 
 @anyio_test
 @pytest.mark.parametrize("name", SHAPING)
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_lesson_18_options_that_shape_the_logits_are_applied_exactly(session: Session, name: str) -> None:
     sampling = Sampling(max_tokens=NEW, **SHAPING[name])
     before = dataclasses.replace(sampling, **{name: getattr(Sampling(), name)})
@@ -107,6 +108,7 @@ async def test_lesson_18_options_that_shape_the_logits_are_applied_exactly(sessi
 
 @anyio_test
 @pytest.mark.parametrize("name", DRAWING)
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])  # the loop has no say in it
 async def test_lesson_18_options_that_narrow_a_draw_exclude_the_rest(session: Session, name: str) -> None:
     """Every token is among those that the option leaves, which without it is not so."""
     narrow = Sampling(temperature=1.0, **DRAWING[name])

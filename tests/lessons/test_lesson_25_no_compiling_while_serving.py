@@ -73,6 +73,7 @@ async def odd_sizes(session: Session) -> None:
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])  # the loop has no say in it
 async def test_lesson_25_nothing_compiles_over_the_whole_lattice_with_every_option() -> None:
     want = plain(prompt(0, 5), 4)  # compiled before it counts
     async with opening(processors=[LEAST], host_memory=1 << 20) as session:

@@ -28,7 +28,9 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize(("precompile", "anyio_backend"), [("all", "asyncio"), ("lazy", "trio")])
+@pytest.mark.parametrize(
+    ("precompile", "anyio_backend"), [("lazy", "trio"), pytest.param("all", "asyncio", marks=pytest.mark.slow)]
+)
 async def test_lesson_26_nothing_is_traced_from_open_to_the_hundredth_request(
     precompile: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

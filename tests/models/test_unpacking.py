@@ -14,6 +14,7 @@ import pytest
 
 import rekindle
 from helpers import checkpoints, gguf_files
+from helpers.plain_loop import plain_loop
 from rekindle._src.core import memory
 from rekindle._src.models import LoadedModel, unpacking
 from rekindle._src.models.base import kinds_in
@@ -22,7 +23,6 @@ from rekindle._src.models.loading.checkpoint import describe, load, read
 from rekindle._src.models.unpacking import unpacked_model
 from rekindle.errors import CheckpointError
 from rekindle_kernels import int4
-from workshop import reference
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "moe_intermediate_size": 64}
 PLANS: list[tuple[str, Any]] = [
@@ -153,7 +153,7 @@ def test_texts_are_those_of_a_plain_loop_over_the_unpacked_weights(
     unpacked = load(folder, dtype="float32", quantize="int4")
     packed = read(describe(folder, dtype="float32", quantize="int4", unpack=False))
     ids = np.random.default_rng(3).integers(3, unpacked.config.vocab_size, 20).tolist()
-    wanted = tuple(reference.generate(unpacked, ids, 8, chunk=1))
+    wanted = tuple(plain_loop(unpacked, ids, 8, context=64))
     caplog.set_level(logging.INFO, "rekindle.engine")
     with rekindle.open_sync(str(folder), quantize="int4", **options) as session:
         assert session.generate_sync(ids, max_tokens=8, ignore_eos=True).token_ids == wanted

@@ -172,6 +172,7 @@ with opening(max_requests=1, precompile="lazy", cache_dir=sys.argv[1]).result_sy
 """
 
 
+@pytest.mark.slow
 def test_a_backend_that_can_not_serialise_leaves_its_programs_to_the_cache_of_jax(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     runs = []

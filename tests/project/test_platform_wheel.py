@@ -56,6 +56,7 @@ def test_where_they_cannot_be_compiled_one_line_says_why(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="its tag is Linux's")
 @pytest.mark.skipif(unavailable_reason("cpu") is not None, reason="no native kernels here")
+@pytest.mark.slow  # CI installs it
 def test_an_installation_compiles_them_once_and_the_wheel_is_for_this_platform(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

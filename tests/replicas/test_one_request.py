@@ -144,6 +144,7 @@ async def outcome(target: Any, call: str, given: Any, options: dict[str, Any]) -
     return done.text, done.parsed
 
 
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])  # the loop has no say in it
 async def test_a_fleet_answers_odd_requests_as_a_session_does(fleet: Fleet, session: Session) -> None:
     async with neighbours(fleet):
         for name, (call, given, options) in ODD.items():

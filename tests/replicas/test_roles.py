@@ -76,6 +76,7 @@ async def expected(alone: Session, index: int, options: dict[str, Any]) -> Any:
     return told(await alone.generate(list(prompt(index)), **{"max_tokens": 24, "ignore_eos": True, **options}))
 
 
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])  # the loop has no say in it
 async def test_tokens_are_those_of_one_session(folder: str, alone: Session) -> None:
     with apart(folder) as (fleet, replicas):
         for index, options in enumerate(VARIANTS):
@@ -213,6 +214,7 @@ def test_what_goes_two_ways() -> None:
     assert not goes_two_ways(Request("a", tokens, Sampling(), pooling="mean"), 512)
 
 
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_an_end_with_the_first_token_is_an_end(folder: str, alone: Session) -> None:
     first = (await expected(alone, 90, {}))[0][0]
     with apart(folder) as (fleet, _):

@@ -54,6 +54,7 @@ def same(done: Any, folder: Path | None, ids: Sequence[int]) -> None:
 
 
 @anyio_test
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_rows_with_different_adapters_and_with_none_share_a_batch(folders: list[Path]) -> None:
     names = {f"a{index}": folder for index, folder in enumerate(folders)}
     async with opening(adapters=names, max_adapters=8) as session:
@@ -79,6 +80,7 @@ async def test_rows_with_different_adapters_and_with_none_share_a_batch(folders:
 
 
 @anyio_test
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_more_adapters_than_slots_take_turns_and_nothing_is_compiled(folders: list[Path]) -> None:
     names = {f"a{index}": folder for index, folder in enumerate(folders)}
     async with opening(max_adapters=2, max_adapter_rank=16, adapters=names, precompile="all") as session:
@@ -101,6 +103,7 @@ async def test_more_adapters_than_slots_take_turns_and_nothing_is_compiled(folde
 
 
 @anyio_test
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_pages_belong_to_weights_and_not_to_names(folders: list[Path]) -> None:
     ids = prompt(7, 30)
     async with opening() as session:
@@ -184,6 +187,7 @@ async def test_sums_of_adapters_have_their_weights(folders: list[Path]) -> None:
 
 @anyio_test
 @pytest.mark.parametrize("quantize", ["int8", "int8-weight", {"attention": "int4-32"}])
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])  # the loop has no say in it
 async def test_a_quantised_base_has_adapters_of_floats(folders: list[Path], quantize: Any) -> None:
     ids, model = prompt(6, 15), random_model(MODEL.config, seed=5, quantize=quantize)
     named = adapters.tensors(MODEL.config, adapters.modules(MODEL.config), 0, {})

@@ -82,6 +82,7 @@ async def test_an_nnx_module_and_its_state_are_adapters() -> None:
             assert await tokens(session, adapter="trained") == want
 
 
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_a_snapshot_keeps_adapters_apart(folders: list[Path], tmp_path: Path) -> None:
     kept: dict[str, Any] = {"cache_dir": str(tmp_path), "disk_memory": 1 << 24}
     want = {name: adapters.plain(MODEL, folders[name == "b"], IDS, NEW) for name in "ab"}
@@ -100,6 +101,7 @@ async def test_a_snapshot_keeps_adapters_apart(folders: list[Path], tmp_path: Pa
         session.check_integrity()
 
 
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_the_base_is_the_same_to_the_bit_when_an_adapter_is_loaded(folders: list[Path]) -> None:
     wanted: dict[str, Any] = {"capture": {"norm": True, "residual": "all"}}
     async with opening() as session:
@@ -114,6 +116,7 @@ async def test_the_base_is_the_same_to_the_bit_when_an_adapter_is_loaded(folders
             np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])  # the loop has no say in it
 async def test_captures_of_rows_with_adapters_are_those_of_merged_weights(folders: list[Path]) -> None:
     wanted: dict[str, Any] = {"capture": {"residual": "all", "residual_before": 0, "norm": True}}
     models = [MODEL, *(merged(MODEL, read_adapter(folder, "it", MODEL.config)) for folder in folders)]
@@ -133,6 +136,7 @@ def stacks() -> int:
     return sum(array.nbytes for array in jax.live_arrays() if array.ndim == 2 and array.shape[0] % CHUNK == 0)
 
 
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_a_session_that_sleeps_has_no_adapters_on_the_device(folders: list[Path]) -> None:
     others = stacks()
     async with opening(adapters={"a": folders[0]}) as session:
@@ -150,6 +154,7 @@ async def test_a_session_that_sleeps_has_no_adapters_on_the_device(folders: list
         session.check_integrity()
 
 
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_other_weights_get_the_merged_adapter_too(folders: list[Path], tmp_path: Path) -> None:
     other = tiny_model(seed=6)
     async with opening(merge=folders[0]) as session:

@@ -19,7 +19,7 @@ anyio_test = pytest.mark.anyio
 MODEL = checkpoints.case("llama")
 OPTIONS: dict[str, Any] = {
     "dtype": "float32", "max_requests": 4, "max_tokens_per_step": 32, "max_model_len": 96, "page_size": 8,
-    "cache_dir": None, "precompile": "lazy", "seed": 0, "quiet": True,
+    "disk_memory": 0, "precompile": "lazy", "seed": 0, "quiet": True,
 }  # fmt: skip
 RNG = np.random.default_rng(8)
 PROMPTS = [RNG.integers(3, 160, count).tolist() for count in (5, 41)]

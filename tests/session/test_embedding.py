@@ -109,6 +109,7 @@ async def test_one_text_is_a_row_and_rows_have_length_one(cache_dir: str) -> Non
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("pooling", ["mean", "last", "cls"])
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])  # the loop has no say in it
 async def test_kept_states_spare_a_common_beginning(pooling: Pooling, cache_dir: str) -> None:
     beginning, *ends = prompts(320, (96, 5, 32, 1))
     texts = [*([*beginning, *end] for end in ends), prompts(320)[-1]]
@@ -126,6 +127,7 @@ async def test_kept_states_spare_a_common_beginning(pooling: Pooling, cache_dir:
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_preempted_texts_have_the_same_vectors(cache_dir: str) -> None:
     """Texts and long generations that don't fit beside each other: some are preempted amid their chunks."""
     texts = prompts(320, [120] * 12)

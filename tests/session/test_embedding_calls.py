@@ -26,6 +26,7 @@ def plain(text: str, pooling: str = "mean") -> np.ndarray:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("pooling", ["mean", "last", "cls"])
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])  # the loop has no say in it
 async def test_thousands_wait_for_places(session: Session, pooling: Any) -> None:
     """More texts than the session has places, beside generation, which keeps its tokens."""
     places = session.stats().places

@@ -79,6 +79,7 @@ def test_nothing_is_compiled_for_the_first_restored_prompt(mode: str, saving: st
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_a_process_that_may_end_soon_prepares_a_restart_only_when_it_saves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,6 +119,7 @@ async def test_a_process_that_may_end_soon_prepares_a_restart_only_when_it_saves
 @pytest.mark.parametrize(
     "mode", ["lazy", pytest.param("background", marks=pytest.mark.slow), pytest.param("all", marks=pytest.mark.slow)]
 )
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])  # the loop has no say in it
 async def test_restored_pages_are_on_the_device_when_the_session_is_open(
     mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,6 +151,7 @@ async def test_restored_pages_are_on_the_device_when_the_session_is_open(
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_where_what_was_expected_fails_nothing_is_left_running(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

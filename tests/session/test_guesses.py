@@ -94,6 +94,7 @@ async def test_single_steps_show_what_was_guessed(guessing: Session) -> None:
 
 
 @anyio_test
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])  # the loop has no say in it
 async def test_a_real_model_with_few_tokens_to_choose_from_compiles_nothing() -> None:
     """The same with the option and without: greedy and drawn, from a model in float32."""
     requests: list[dict[str, Any]] = [

@@ -9,12 +9,12 @@ import pytest
 
 import rekindle
 from helpers.driving import tiny_model
+from helpers.plain_loop import plain_loop
 from helpers.sessions import wait_until_idle
 from helpers.small import CONTEXT, MODEL, opening, plain, prompt
 from rekindle import Session
 from rekindle._src.models import LoadedModel
 from rekindle.errors import CheckpointError, InvalidRequest
-from workshop import reference
 
 pytestmark = pytest.mark.anyio
 OTHER = tiny_model(seed=6)
@@ -27,7 +27,7 @@ def arrays(model: LoadedModel) -> dict[str, Any]:
 
 
 def plain_other(ids: list[int], count: int) -> tuple[int, ...]:
-    return tuple(reference.generate(OTHER, tuple(ids), CONTEXT - len(ids), chunk=1))[:count]
+    return tuple(plain_loop(OTHER, ids, CONTEXT - len(ids), context=CONTEXT))[:count]
 
 
 async def ask(session: Session) -> tuple[int, tuple[int, ...]]:

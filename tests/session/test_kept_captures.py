@@ -21,12 +21,13 @@ from rekindle._src.models.base import LoadedModel
 from rekindle.errors import ConfigError, InvalidRequest
 
 anyio_test = pytest.mark.anyio
+pytestmark = pytest.mark.usefixtures("shared_programs")
 MODEL = checkpoints.case("llama")
 PLAIN = Plain(MODEL)
 E = MODEL.config.hidden_size
 OPTIONS: dict[str, Any] = {
     "dtype": "float32", "max_requests": 4, "max_tokens_per_step": 32, "max_model_len": 96, "page_size": 8,
-    "cache_dir": None, "precompile": "lazy", "seed": 0, "quiet": True,
+    "disk_memory": 0, "precompile": "lazy", "seed": 0, "quiet": True,
 }  # fmt: skip
 RNG = np.random.default_rng(11)
 GREEDY: dict[str, Any] = {"max_tokens": 6, "temperature": 0.0, "ignore_eos": True}
@@ -182,7 +183,7 @@ def test_captures_come_back_with_pages_and_a_small_budget_keeps_the_beginnings_o
 
 def test_a_snapshot_has_what_was_kept_of_its_pages(tmp_path: Path) -> None:
     text, other = prompt(), prompt()
-    options = {**OPTIONS, "cache_dir": str(tmp_path)}
+    options = {**OPTIONS, "cache_dir": str(tmp_path), "disk_memory": 1 << 26}
     with rekindle.open_sync(MODEL, **options) as before:
         first = before.generate_sync(text, **keep())
         before.generate_sync(other, **keep({"residual": 1}, slice(0, 30)))
@@ -204,7 +205,7 @@ def test_a_snapshot_has_what_was_kept_of_its_pages(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_damaged_captures_are_computed_again_and_those_of_other_weights_are_not_taken(tmp_path: Path) -> None:
-    text, options = prompt(), {**OPTIONS, "cache_dir": str(tmp_path)}
+    text, options = prompt(), {**OPTIONS, "cache_dir": str(tmp_path), "disk_memory": 1 << 26}
     for _ in range(2):
         with rekindle.open_sync(MODEL, **options) as before:
             before.generate_sync(text, **keep())

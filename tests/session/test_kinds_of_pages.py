@@ -9,9 +9,9 @@ import pytest
 
 import rekindle
 from helpers import checkpoints
+from helpers.plain_loop import plain_loop
 from rekindle._src.models.config import Pages, SharedWith
 from rekindle.errors import ConfigError
-from workshop import reference
 
 anyio_test = pytest.mark.anyio
 NAMES = ("gemma4-shared-pages-and-embeddings-of-layers", "deepseek-v2")
@@ -34,10 +34,11 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def plain(model: Any, prompt: list[int], count: int = 24) -> list[int]:
-    return reference.generate(model, prompt, count)
+    return plain_loop(model, prompt, count, context=192)
 
 
 @anyio_test
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])  # arithmetic: the loop has no say in it
 async def test_batches_chunks_forks_and_the_cache_have_the_texts_of_the_plain_loop(model: Any, programs: str) -> None:
     async with rekindle.open(model, **OPTIONS, cache_dir=programs) as session:
         many = await session.generate(PROMPTS, **GREEDY)
@@ -60,6 +61,7 @@ async def test_batches_chunks_forks_and_the_cache_have_the_texts_of_the_plain_lo
 
 
 @anyio_test
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])  # arithmetic: the loop has no say in it
 async def test_preempted_requests_go_on_with_pages_from_host_memory(model: Any, programs: str) -> None:
     options = {**OPTIONS, "device_pages": 18, "host_memory": 1 << 24}
     async with rekindle.open(model, **options, cache_dir=programs) as session:
@@ -76,6 +78,7 @@ async def test_preempted_requests_go_on_with_pages_from_host_memory(model: Any, 
 
 
 @anyio_test
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])  # arithmetic: the loop has no say in it
 async def test_a_snapshot_of_all_shapes_is_restored(model: Any, programs: str) -> None:
     options = {**OPTIONS, "cache_dir": programs, "disk_memory": 1 << 26}
     async with rekindle.open(model, **options) as session:

@@ -51,6 +51,7 @@ def probabilities(entry: TokenLogprobs) -> np.ndarray:
     return result
 
 
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_what_was_drawn_from_is_the_plain_distribution_behind_every_option(session: Session) -> None:
     """All options at once in one batch, beside a row that wants the model's own log-probabilities."""
     ids = prompt(3, 9)
@@ -95,6 +96,7 @@ async def test_processors_change_what_is_drawn_from(session: Session) -> None:
         np.testing.assert_allclose(probabilities(entry), expected, atol=2e-5)
 
 
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_named_tokens_and_many_alternatives_are_the_models_own(session: Session) -> None:
     ids, named = prompt(2, 6), (5, VOCAB - 1, 17)
     options: dict[str, Any] = {"max_tokens": 5, "temperature": 0.5, "top_k": 3, "seed": 2, "ignore_eos": True}
@@ -131,6 +133,7 @@ async def test_tokens_beyond_the_vocabulary_are_refused(session: Session) -> Non
         session.generate(prompt(1, 3), prompt_logprobs=21)
 
 
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])  # the loop has no say in it
 async def test_a_grammar_bounds_the_support() -> None:
     pytest.importorskip("llguidance", reason="structured output needs the extra `structured`")
     options: dict[str, Any] = {"max_requests": 2, "max_tokens_per_step": 32, "max_model_len": 128, "precompile": "lazy"}

@@ -12,6 +12,7 @@ from rekindle.errors import InvalidRequest, SessionClosed
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])  # the loop has no say in it
 async def test_a_profile_has_the_steps_of_the_block(tmp_path: Path) -> None:
     async with small.opening() as session:
         with session.profile(tmp_path / "traces") as folder:

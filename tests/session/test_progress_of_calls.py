@@ -61,6 +61,7 @@ def shown(terminal: Terminal) -> str:
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_opening_and_the_first_call_say_what_is_compiled(terminal: Terminal, tmp_path: Path) -> None:
     async with rekindle.open(tiny_model(), precompile="lazy", cache_dir=str(tmp_path), **OPTIONS) as session:
         shown(terminal)
@@ -80,6 +81,7 @@ async def test_opening_and_the_first_call_say_what_is_compiled(terminal: Termina
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_precompiling_counts_its_programs(terminal: Terminal, tmp_path: Path) -> None:
     async with rekindle.open(tiny_model(), precompile="all", cache_dir=str(tmp_path), **OPTIONS) as session:
         text = shown(terminal)
@@ -88,6 +90,7 @@ async def test_precompiling_counts_its_programs(terminal: Terminal, tmp_path: Pa
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])  # the loop has no say in it
 async def test_quiet_shows_nothing(terminal: Terminal, tmp_path: Path) -> None:
     async with rekindle.open(tiny_model(), quiet=True, cache_dir=str(tmp_path), **OPTIONS) as session:
         await session.generate([[5, 6], [7, 8]], max_tokens=8)

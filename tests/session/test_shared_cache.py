@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,22 @@ def origins(session: Session) -> set[str]:
     return {record.origin for record in session.programs()}
 
 
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Those of these sessions, without any shared cache."""
+    folder = tmp_path_factory.mktemp("programs")
+    with opened(folder) as session:
+        ask(session, 0)
+        assert session.stats().compilations > 0
+    return folder / "programs"
+
+
+def machine(folder: Path, programs: Path) -> Path:
+    """A machine that has had such sessions before."""
+    shutil.copytree(programs, folder / "programs")
+    return folder
+
+
 def test_a_fresh_machine_compiles_nothing(tmp_path: Path, shared: str) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     with opened(one, shared_cache=shared) as session:
@@ -60,17 +77,9 @@ def test_a_fresh_machine_compiles_nothing(tmp_path: Path, shared: str) -> None:
         assert session.stats().compilations == 0
 
 
-def test_without_it_a_fresh_machine_compiles(tmp_path: Path) -> None:
-    with opened(tmp_path / "three") as session:
-        ask(session, 0)
-        assert session.stats().compilations > 0
-
-
-def test_what_a_machine_had_before_is_shared_too(tmp_path: Path) -> None:
+def test_what_a_machine_had_before_is_shared_too(tmp_path: Path, programs: Path) -> None:
     shared = tmp_path / "shared"
-    with opened(tmp_path / "one") as session:
-        ask(session, 0)
-    with opened(tmp_path / "one", shared_cache=shared) as session:
+    with opened(machine(tmp_path / "one", programs), shared_cache=shared) as session:
         ask(session, 0)
         assert session.stats().compilations == 0
     assert kept(tmp_path / "one") > 0
@@ -79,9 +88,9 @@ def test_what_a_machine_had_before_is_shared_too(tmp_path: Path) -> None:
         assert session.stats().compilations == 0
 
 
-def test_damage_costs_a_compilation(tmp_path: Path) -> None:
+def test_damage_costs_a_compilation(tmp_path: Path, programs: Path) -> None:
     shared = tmp_path / "shared"
-    with opened(tmp_path / "one", shared_cache=shared) as session:
+    with opened(machine(tmp_path / "one", programs), shared_cache=shared) as session:
         ask(session, 0)
     kept(tmp_path / "one")
     for blob in (shared / "programs").iterdir():
@@ -94,8 +103,8 @@ def test_damage_costs_a_compilation(tmp_path: Path) -> None:
     assert behind(tmp_path / "two").refused > 0
 
 
-def test_a_snapshot_is_restored_on_another_machine(tmp_path: Path, shared: str) -> None:
-    one, two = tmp_path / "one", tmp_path / "two"
+def test_a_snapshot_is_restored_on_another_machine(tmp_path: Path, shared: str, programs: Path) -> None:
+    one, two = machine(tmp_path / "one", programs), tmp_path / "two"
     with opened(one, shared_cache=shared) as session:
         ask(session, 0), ask(session, 1)
         session.save("chats").result_sync()

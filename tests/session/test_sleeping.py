@@ -30,6 +30,7 @@ def device_bytes() -> int:
 
 
 @pytest.mark.parametrize("mode", ["host", "drop"])
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])  # the loop has no say in it
 async def test_memory_comes_back_and_the_same_tokens_follow(mode: Any, tmp_path: Path) -> None:
     folder = checkpoints.write(tmp_path / "model", checkpoints.CASES["llama"])
     options: dict[str, Any] = {

@@ -16,9 +16,11 @@ import pytest
 
 import rekindle
 from helpers import checkpoints
+from helpers.plain_loop import plain_loop
 from rekindle import Session
-from workshop import reference
 
+# Sessions with folders of their own find programs of the other tests.
+pytestmark = pytest.mark.usefixtures("shared_programs")
 EDGE = 64  # at multiples of it there may be states
 # States beside pages in each layer come with every run; the others differ in the layers' arithmetic.
 OTHERS = ("qwen3.5-tied-biases", "nemotron-h-experts-in-groups", "granite4", "lfm3", "qwen3.5-moe")
@@ -48,12 +50,12 @@ def model(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture(scope="module")
 def session(model: Any) -> Iterator[Session]:
-    with rekindle.open_sync(model, **OPTIONS, cache_dir=None, disk_memory=0) as session:
+    with rekindle.open_sync(model, **OPTIONS, disk_memory=0) as session:
         yield session
 
 
 def plain(model: Any, prompt: list[int], count: int = 24) -> list[int]:
-    return reference.generate(model, prompt, count)
+    return plain_loop(model, prompt, count)
 
 
 def ask(session: Session, model: Any, prompt: list[int], count: int = 24) -> Any:
@@ -124,7 +126,7 @@ def test_a_cancelled_request_leaves_states_that_are_right(session: Session, mode
 
 
 def test_preempted_requests_continue_what_the_tree_kept(model: Any) -> None:
-    options = {**OPTIONS, "cache_dir": None, "disk_memory": 0, "device_pages": 34, "host_memory": 64 << 20}
+    options = {**OPTIONS, "disk_memory": 0, "device_pages": 34, "host_memory": 64 << 20}
     prompts = [tokens(count, seed=20 + count) for count in (70, 130, 150, 33)]
     with rekindle.open_sync(model, **options) as session:
         many = session.generate_sync(prompts, **{**GREEDY, "max_tokens": 120})

@@ -13,13 +13,13 @@ import pytest
 
 import rekindle
 from helpers import checkpoints
+from helpers.plain_loop import plain_loop
 from helpers.tapping import Plain, difference
 from rekindle import Capture, Completion, Session, Steer
 from rekindle._src.core.tapped import MAX_RUNS, MAX_VECTORS
 from rekindle._src.programs import buckets
 from rekindle._src.session.lens import _most_likely
 from rekindle.errors import InvalidRequest
-from workshop import reference
 
 anyio_test = pytest.mark.anyio
 MODEL = checkpoints.case("llama")
@@ -27,7 +27,7 @@ PLAIN = Plain(MODEL)
 E, LAYERS = MODEL.config.hidden_size, MODEL.config.num_layers
 OPTIONS: dict[str, Any] = {
     "dtype": "float32", "max_requests": 4, "max_tokens_per_step": 32, "max_model_len": 96, "page_size": 8,
-    "cache_dir": None, "precompile": "lazy", "seed": 0, "quiet": True,
+    "disk_memory": 0, "precompile": "lazy", "seed": 0, "quiet": True,
 }  # fmt: skip
 RNG = np.random.default_rng(5)
 PROMPTS = [RNG.integers(3, 160, count).tolist() for count in (5, 24, 41, 60)]
@@ -46,7 +46,7 @@ def session() -> Iterator[Session]:
 
 
 def plain_tokens(prompt: list[int], count: int = NEW) -> list[int]:
-    return reference.generate(MODEL, prompt, count)
+    return plain_loop(MODEL, prompt, count, context=128)
 
 
 def check(done: Completion, start: int = 0, plain: Plain = PLAIN) -> None:
@@ -193,6 +193,7 @@ STEERS: dict[str, list[Steer]] = {
 
 
 @anyio_test
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])  # the loop has no say in it
 async def test_changes_are_those_of_a_plain_forward_whatever_runs_beside(session: Session) -> None:
     prompt = PROMPTS[2]
     handles = {
@@ -396,7 +397,7 @@ def test_programs_with_taps_are_stored(tmp_path: Path) -> None:
     options: dict[str, Any] = {**GREEDY, "max_tokens": 2, "capture": {"q": 0}, "steer": Steer(0, VECTORS[0])}
     texts = []
     for _ in range(2):
-        with rekindle.open_sync(MODEL, **{**OPTIONS, "cache_dir": str(tmp_path)}) as opened:
+        with rekindle.open_sync(MODEL, **{**OPTIONS, "cache_dir": str(tmp_path), "disk_memory": 1 << 26}) as opened:
             texts.append(opened.generate_sync(PROMPTS[0], **options).token_ids)
             compiled = opened.stats().compilations
     assert texts[0] == texts[1] and not compiled

@@ -14,6 +14,7 @@ PAIRS = [("The sky is", " red."), ("Grass is", " red."), ("Snow is", " red.")]
 FEW: dict[str, Any] = {"rank": 2, "steps": 20, "batch": 3}
 
 
+@pytest.mark.slow
 def test_what_was_learned_is_said_by_rows_with_the_adapter_alone() -> None:
     losses: list[float] = []
     lora = rekindle.tiny.train_lora(PAIRS, **FEW, report=lambda step, loss: losses.append(loss))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
-from itertools import islice
+from itertools import islice, takewhile
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +12,7 @@ import pytest
 from tokenizers import Tokenizer
 
 import rekindle
+from helpers.plain_loop import plain_loop
 from rekindle._src.models.base import LoadedModel
 from rekindle._src.models.loading.checkpoint import load
 from rekindle.tiny import folder
@@ -34,8 +35,11 @@ def words() -> Tokenizer:
 
 def answer(model: LoadedModel, words: Tokenizer, *turns: tuple[str, str]) -> str:
     prompt = chat([*turns[:-1], (turns[-1][0], "")]).removesuffix("<|im_end|>")
-    found = reference.generate(model, words.encode(prompt).ids, 48, eos_ids=(0, 2))
-    return words.decode(found)
+    return words.decode(greedy(model, words.encode(prompt).ids, 48))
+
+
+def greedy(model: LoadedModel, ids: list[int], count: int) -> list[int]:
+    return list(takewhile(lambda token: token not in (0, 2), plain_loop(model, ids, count, context=128)))
 
 
 def test_the_folder_is_complete_and_small() -> None:
@@ -69,6 +73,7 @@ def test_perplexity_on_held_out_documents(model: LoadedModel, words: Tokenizer) 
     assert score.perplexity < 1.7
 
 
+@pytest.mark.slow  # CI asks them: they change when the weights do
 @pytest.mark.parametrize(
     ("kind", "share"), [("me", 0.8), ("general", 0.8), ("people", 0.5)]
 )  # the weights that ship: 0.625
@@ -76,6 +81,7 @@ def test_chat_answers_the_question_asked(model: LoadedModel, words: Tokenizer, k
     assert evaluate.exact_answers(model.graph, model.leaves, words, kind, rows=16) >= share
 
 
+@pytest.mark.slow
 def test_it_is_worth_talking_to(words: Tokenizer) -> None:
     """On prompts written by hand; the model before this corpus recalled no name and refused nothing."""
     outside = [([(question, "")], evaluate.REFUSAL) for question in evaluate.OUTSIDE]
@@ -89,11 +95,11 @@ def test_it_is_worth_talking_to(words: Tokenizer) -> None:
 
 def test_a_story_is_a_story_and_the_prompt_matters(model: LoadedModel, words: Tokenizer) -> None:
     start = words.encode("Once upon a time").ids
-    greedy = words.decode(reference.generate(model, start, 60, eos_ids=(0, 2)))
+    told = words.decode(greedy(model, start, 60))
     sampled = words.decode(reference.generate(model, start, 60, eos_ids=(0, 2), temperature=0.8, seed=1))
-    assert greedy.startswith(", ")
-    assert " lived " in greedy
-    assert greedy != sampled
+    assert told.startswith(", ")
+    assert " lived " in told
+    assert told != sampled
     assert "Rome" in answer(model, words, ("Anna lives in Rome. Where does Anna live?", ""))
     assert "Paris" in answer(model, words, ("Tom lives in Paris. Where does Tom live?", ""))
 

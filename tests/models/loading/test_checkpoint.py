@@ -153,7 +153,14 @@ def heavier(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak of resident memory from /proc")
-@pytest.mark.parametrize(("dtype", "quantize"), [("float32", None), ("bfloat16", None), ("bfloat16", "int8")])
+@pytest.mark.parametrize(
+    ("dtype", "quantize"),
+    [
+        pytest.param("float32", None, marks=pytest.mark.slow),
+        pytest.param("bfloat16", None, marks=pytest.mark.slow),
+        ("bfloat16", "int8"),
+    ],
+)
 def test_peak_memory_is_the_weights(heavier: Path, tmp_path: Path, dtype: str, quantize: str | None) -> None:
     program = """if True:
         import sys
