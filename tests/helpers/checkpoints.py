@@ -32,6 +32,14 @@ OF_FAMILY = {  # the configs of each family
 ONE_EACH = {raw["model_type"]: name for name, raw in reversed(CASES.items())}  # a case of each family
 
 
+def one_each(*others: str) -> list[Any]:
+    """All cases, of which those that vary a family's options are slow, but for `others`."""
+    import pytest  # which benchmarks do without
+
+    quick = {*ONE_EACH.values(), *others}
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+
+
 def tensors(raw: Mapping[str, Any], seed: int = 0) -> Tensors:
     """A random state under Hugging Face's names: matrices [out, in] (GPT-2's transposed), float32."""
     config = config_from_hf(raw)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from rekindle._src.models.base import LoadedModel, merge
+from rekindle._src.models.base import Graph, LoadedModel, merge
 from workshop import reference
 
 LENGTH = 96  # tokens at most: one compiled program for all sequences of a model and a change
@@ -42,6 +42,8 @@ def _nothing(place: int, x: jax.Array, positions: jax.Array) -> jax.Array:
 class Plain:
     """A model without the engine: whole sequences from their first token on, with a change of the residual stream."""
 
+    _programs: ClassVar[dict[tuple[Graph, Change], Any]] = {}  # models that differ in their weights share one
+
     def __init__(self, model: LoadedModel, change: Change = _nothing) -> None:
         self._model = model
 
@@ -63,7 +65,7 @@ class Plain:
             norm = network.end(stream[-1])
             return jnp.stack(stream), norm, network.logits(norm), kept
 
-        self._forward = jax.jit(forward)
+        self._forward = self._programs.setdefault((model.graph, change), jax.jit(forward))
 
     def inside(self, tokens: Sequence[int]) -> Inside:
         """The numbers at each of the tokens."""

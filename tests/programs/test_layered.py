@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from helpers.checkpoints import CASES, case
+from helpers.checkpoints import CASES, case, one_each
 from helpers.dict_store import DictStore
 from helpers.driving import Driver, tiny_config, tiny_model
 from helpers.small import opening, plain, prompt
@@ -122,7 +122,7 @@ def test_what_goes_into_the_first_layer_has_the_same_bits_in_a_program_of_its_ow
     np.testing.assert_array_equal(joined, run(begin, model.leaves) + added)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", one_each(*KINDS))
 def test_layers_of_one_kind_are_traced_alike(name: str) -> None:
     model = case(name)
     made = programs_of(model)._layered

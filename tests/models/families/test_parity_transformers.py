@@ -19,13 +19,7 @@ TOLERANCE = 2e-4  # of the logits' standard deviation
 
 
 @pytest.mark.filterwarnings("ignore")  # transformers deprecates as it likes
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name in checkpoints.ONE_EACH.values() else pytest.param(name, marks=pytest.mark.slow)
-        for name in checkpoints.CASES
-    ],
-)
+@pytest.mark.parametrize("name", checkpoints.one_each())
 def test_matches_live_transformers(name: str, tmp_path: Path) -> None:
     raw = checkpoints.CASES[name]
     state = checkpoints.tensors(raw, seed=7)
