@@ -12,14 +12,17 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from helpers.dict_store import DictStore
 from helpers.driving import Driver, Live, plain_tokens, tiny_config, tiny_model
 from helpers.guides import RuleGuide
 from rekindle import LogitsProcessor, Sampling
 from rekindle._src.execution import late_steps
 from rekindle._src.execution.runner import Runner
+from rekindle._src.programs.programs import Programs
 from rekindle.errors import RequestFailed
 
 MODEL = tiny_model(seed=3)
+STORE = DictStore()  # of what both kinds of steps need
 LEAST = LogitsProcessor(lambda logits, context: -logits, "least")
 
 
@@ -30,7 +33,11 @@ def rule(position: int, last: int) -> tuple[int, ...]:
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one program", "two programs"])
 def runner(request: pytest.FixtureRequest) -> Iterator[Runner]:
-    made = Runner(MODEL, tiny_config(), processors=[LEAST])
+    made = Runner(
+        MODEL,
+        tiny_config(),
+        programs=Programs(MODEL.config, MODEL.graph, MODEL.leaves, tiny_config(), processors=[LEAST], store=STORE),
+    )
     made.programs.gated = made.programs.gated and request.param == 1
     if request.param == 1 and not made.programs.gated:
         made.close()

@@ -219,7 +219,7 @@ def test_rows_of_eight_bits_are_multiplied_exactly(
     assert certain.mean() > 0.9
     expected = (stored @ values.T)[certain]
     np.testing.assert_allclose(whole[certain], expected, rtol=1e-5, atol=2e-6 * np.abs(expected).max())
-    for rows in (1, 2, 3, 4, 5, 8, 11, 12, 13, 24, 29, 100, 192):
+    for rows in (1, 3, 4, 5, 11, 12, 13, 100):  # each compiles a program
         got = multiply(x[:rows], *packed)
         np.testing.assert_array_equal(got, whole[:rows], err_msg=f"{rows} rows differ from all together")
 

@@ -26,8 +26,8 @@ from rekindle_kernels import int4
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16, "moe_intermediate_size": 64}
 PLANS: list[tuple[str, Any]] = [
-    ("qwen3", "int4"), ("llama", "int4-32"), ("qwen3", {"mlp": "int4-32", "attention": "int8-weight"}),
-    ("llama", "int8-weight"), ("qwen3-moe", "int4"), ("qwen3-moe", "int8-weight"),
+    ("llama", "int4"), ("qwen3", {"mlp": "int4-32", "attention": "int8-weight"}), ("qwen3-moe", "int4"),
+    ("qwen3-moe", "int8-weight"),
 ]  # fmt: skip
 
 

@@ -90,6 +90,7 @@ def slow_session() -> Any:
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])  # the loop has no say in it
 async def test_a_fleet_grows_under_a_load_and_shrinks_after_it(quick: None) -> None:
     with local_fleet(slow_session, replicas=1, size=Range(1, 3)) as (fleet, replicas):
         places = fleet.stats().places

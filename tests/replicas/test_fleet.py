@@ -84,6 +84,7 @@ async def test_it_answers_as_a_session_does() -> None:
 
 @pytest.mark.parametrize("options", VARIANTS)
 @pytest.mark.parametrize("after", [0, 7])
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])  # the loop has no say in it
 async def test_a_request_goes_on_where_its_replica_died(options: dict[str, Any], after: int) -> None:
     given = {"max_tokens": 60, **options}
     with local_fleet(slow_session) as (fleet, replicas):
@@ -99,6 +100,7 @@ async def test_a_request_goes_on_where_its_replica_died(options: dict[str, Any],
             assert stats.lost == 1 and stats.moved >= 1
 
 
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_many_streams_and_deaths_at_random(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routes, "DEATHS", 9)  # deaths a tenth of a second apart say nothing about a request
     draw = random.Random(4)
@@ -144,6 +146,7 @@ async def test_a_replica_that_hangs_is_replaced() -> None:
         assert hanging.lives == 1 + hanging.killed
 
 
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_a_device_that_hangs_is_replaced() -> None:
     gates: list[threading.Event] = []
 
@@ -342,6 +345,7 @@ async def test_a_replica_that_fails_to_open_now_and_then_is_not_given_up() -> No
             await fleet.generate("a", max_tokens=2)
 
 
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_metrics_of_a_fleet() -> None:
     pytest.importorskip("prometheus_client", reason="metrics need the extra `serve`")
     from rekindle._src.serve.life import Life

@@ -317,6 +317,7 @@ def slow_session() -> Session:
     return Session(scheduler, runner, byte_tokenizer(), CONFIG, model="fake")
 
 
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_a_request_is_not_quarantined_for_replicas_that_die_anyway() -> None:
     """Four die without it. Then those that it is sent to die, before its first token."""
     with local_fleet(slow_session, replicas=3) as (fleet, replicas):

@@ -100,6 +100,7 @@ async def test_tokens_are_those_of_one_session(folder: str, alone: Session) -> N
         assert "decode" in stats._repr_html_()
 
 
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_many_streams_at_once(folder: str, alone: Session) -> None:
     found: dict[int, Any] = {}
     with apart(folder, prefill=1, decode=2) as (fleet, _):
@@ -126,6 +127,7 @@ async def test_where_pages_can_not_be_taken_the_prompt_is_computed(folder: str, 
         assert pulls is not None and (pulls.failed, pulls.pages) == (1, 0)
 
 
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_a_death_on_either_side_costs_a_pause(folder: str, alone: Session) -> None:
     wanted = await expected(alone, 60, {"max_tokens": 60, "temperature": 0.9, "seed": 3})
     for victim in (0, 1):
@@ -166,6 +168,7 @@ def whole(session: Any) -> bool:
     return bool(stats.live == 0)
 
 
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_a_replica_that_was_replaced_takes_pages_from_its_neighbour(folder: str) -> None:
     make = lambda: rekindle.open_sync(MODEL, cache_dir=folder, **OPTIONS)  # noqa: E731
     with local_fleet(make, replicas=2, router="round-robin") as (fleet, replicas):

@@ -176,6 +176,7 @@ async def test_other_weights_get_the_merged_adapter_too(folders: list[Path], tmp
         assert await tokens(session, ids) == want
 
 
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_other_weights_come_while_adapters_are_loaded_and_trained_again(folders: list[Path]) -> None:
     other, running = tiny_model(seed=6), 24
     async with opening(adapters={"a": folders[0]}) as session:

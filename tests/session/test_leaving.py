@@ -115,8 +115,12 @@ def test_opening_in_a_forked_child_is_refused_at_once(parent: str) -> None:
 
 @pytest.mark.parametrize(
     "ending",
-    ["", "raise SystemExit(0)", "del session", "os.kill(os.getpid(), signal.SIGINT); time.sleep(5)"],
-    ids=["falls off", "exits", "drops", "interrupted"],
+    [
+        pytest.param("", id="falls off"),
+        pytest.param("raise SystemExit(0)", id="exits", marks=pytest.mark.slow),
+        pytest.param("del session", id="drops", marks=pytest.mark.slow),
+        pytest.param("os.kill(os.getpid(), signal.SIGINT); time.sleep(5)", id="interrupted"),
+    ],
 )
 def test_leaving_the_interpreter_with_work_in_flight(ending: str) -> None:
     done = run_script(

@@ -77,6 +77,7 @@ async def test_pinned_prompts_stay(session: Session) -> None:
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])  # the loop has no say in it
 async def test_swapped_weights_are_used_at_once_without_compiling(cache_dir: Path) -> None:
     async with rekindle.open(tiny_model(), cache_dir=str(cache_dir), **OPTIONS) as session:
         before = await session.generate(PROMPT, max_tokens=10)

@@ -62,6 +62,7 @@ async def test_rows_of_slow_grammars_wait_outside_the_batch(session: Session, sl
     assert len((await slow[0]).token_ids) == 150, "it goes on, and faster where nothing else runs"
 
 
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])  # the loop has no say in it
 async def test_looking_for_the_ends_of_texts_waits_for_its_turn(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
