@@ -17,7 +17,7 @@ anyio_test = pytest.mark.anyio
 NAMES = ("gemma4-shared-pages-and-embeddings-of-layers", "deepseek-v2")
 OPTIONS: dict[str, Any] = {
     "dtype": "float32", "max_requests": 4, "max_tokens_per_step": 64, "max_model_len": 192, "page_size": 16,
-    "device_pages": 40, "precompile": "lazy", "seed": 0, "quiet": True, "disk_memory": 0,
+    "device_pages": 18, "precompile": "lazy", "seed": 0, "quiet": True, "disk_memory": 0,
 }  # fmt: skip
 PROMPTS = [np.random.default_rng(count).integers(3, 160, count).tolist() for count in (5, 24, 70, 130, 33)]
 GREEDY: dict[str, Any] = {"max_tokens": 24, "temperature": 0.0, "ignore_eos": True}
@@ -40,7 +40,8 @@ def plain(model: Any, prompt: list[int], count: int = 24) -> list[int]:
 @anyio_test
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])  # arithmetic: the loop has no say in it
 async def test_batches_chunks_forks_and_the_cache_have_the_texts_of_the_plain_loop(model: Any, programs: str) -> None:
-    async with rekindle.open(model, **OPTIONS, cache_dir=programs) as session:
+    async with rekindle.open(model, **OPTIONS, host_memory=1 << 24, cache_dir=programs) as session:
+        session._cache_writer.tiers.costs.mode = "always"  # copying, whatever it costs here
         many = await session.generate(PROMPTS, **GREEDY)
         expected = [plain(model, prompt) for prompt in PROMPTS]
         assert [list(done.token_ids) for done in many] == expected
@@ -63,7 +64,7 @@ async def test_batches_chunks_forks_and_the_cache_have_the_texts_of_the_plain_lo
 @anyio_test
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])  # arithmetic: the loop has no say in it
 async def test_preempted_requests_go_on_with_pages_from_host_memory(model: Any, programs: str) -> None:
-    options = {**OPTIONS, "device_pages": 18, "host_memory": 1 << 24}
+    options = {**OPTIONS, "host_memory": 1 << 24}
     async with rekindle.open(model, **options, cache_dir=programs) as session:
         session._cache_writer.tiers.costs.mode = "always"  # copying, whatever it costs here
         many = await session.generate(PROMPTS[:4], **{**GREEDY, "max_tokens": 60})
@@ -104,9 +105,9 @@ def test_a_page_has_the_bytes_of_the_layers_that_keep_some() -> None:
     options = {**OPTIONS, "cache_dir": None}
     with rekindle.open_sync(checkpoints.case(NAMES[0]), **options) as session:
         numbers = 2 * 16 * (16 + 32 + 16)  # keys and values of 16 tokens
-        assert session.config.device_memory == 40 * numbers * 4
+        assert session.config.device_memory == 18 * numbers * 4
     with rekindle.open_sync(checkpoints.case(NAMES[1]), **options) as session:
-        assert session.config.device_memory == 40 * 2 * 16 * (24 + 8) * 4, "one vector and one key for each token"
+        assert session.config.device_memory == 18 * 2 * 16 * (24 + 8) * 4, "one vector and one key for each token"
 
 
 def test_deterministic_is_refused_for_latent_pages() -> None:
