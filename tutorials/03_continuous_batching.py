@@ -154,6 +154,12 @@ axes[1].set_xlabel("step")
 plt.show()
 
 # %% [markdown]
+# Go through the second one step by step: which requests are in it, which positions they compute, and what they have written by then.
+
+# %%
+session.view.steps(continuous)
+
+# %% [markdown]
 # ## Long prompts
 #
 # A prompt of hundreds of tokens is a long step, and every text that is being decoded would wait for it. The engine gives

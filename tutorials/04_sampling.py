@@ -157,6 +157,13 @@ assert remaining["The cat was"] == 1, "min_p keeps one token where the model is 
 assert remaining[PROMPT] > 5, "min_p keeps many where it is not"
 
 # %% [markdown]
+# Turn all three on the distribution after our prompt. At which temperature does `top_p=0.9` keep more than a hundred tokens, and how many
+# does `min_p=0.1` keep there?
+
+# %%
+session.view.distribution(logits)
+
+# %% [markdown]
 # ## Biases and masks
 #
 # `logit_bias` adds to chosen logits: `-inf` forbids a token, a few units make it common.

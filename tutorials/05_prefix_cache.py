@@ -134,6 +134,19 @@ session.view.tree()
 session.cache.explain([*left, *three, 1])
 
 # %% [markdown]
+# Here is a tree that you can grow: its pages have four words each. Type a prompt that begins like one of these three and see what it would
+# hit; Enter sends it. Then make the pages smaller: more is shared, and more pages have to be kept in order.
+
+# %%
+session.view.prefixes(
+    [
+        "You are a friendly helper . Answer in one sentence . What is the capital of Italy ?",
+        "You are a friendly helper . Answer in one sentence . Why is the sky blue ?",
+        "You are a friendly helper . Tell me a long story about a dragon .",
+    ]
+)
+
+# %% [markdown]
 # ## A conversation
 #
 # Each turn sends the whole conversation again. Without a cache the work per turn would grow with its length; with one, only

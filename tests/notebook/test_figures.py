@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
+from helpers import fakes
 from helpers.sessions import CONFIG, opened
 from rekindle._src.notebook import figures
 from rekindle._src.session.stats import RowReport, StepReport
+from rekindle.errors import InvalidRequest
 
 
 def report(name: str, kind: str, start: int, stop: int, text: str) -> StepReport:
@@ -65,15 +67,26 @@ async def test_a_batch_is_recorded_step_by_step() -> None:
 
 @pytest.mark.anyio
 async def test_a_distribution_keeps_its_sum_at_any_number_of_bins() -> None:
-    logits = np.random.default_rng(0).normal(0, 3, 256)
+    logits = np.random.default_rng(0).normal(0, 3, 257)
     with opened() as session:
         data = recorded(session.view.distribution(logits))
         assert data["texts"][0] == session.tokenizer.decode([int(logits.argmax())])
     likely = np.exp(data["logits"])
     rest = sum(count * np.exp(logit) for logit, count in data["rest"])
-    assert len(likely) + sum(count for _, count in data["rest"]) == 256
+    assert len(likely) + sum(count for _, count in data["rest"]) == 257
     assert likely.sum() + rest == pytest.approx(np.exp(logits).sum())
     assert data["logits"] == sorted(logits, reverse=True)[: len(likely)]
+
+
+def test_mistakes_are_told_by_name() -> None:
+    tokenizer, objects = fakes.ByteTokenizer(), cast("Any", [object()])
+    with pytest.raises(InvalidRequest, match=r"must be one row of 257 numbers. Pass captured ones"):
+        figures.distribution([0.5, 0.1], tokenizer)
+    with pytest.raises(InvalidRequest, match="must be one row"):
+        figures.distribution(objects, tokenizer)
+    with pytest.raises(InvalidRequest, match="must be a list of texts"):
+        figures.prefixes("one text", 4)
+    assert recorded(figures.steps([None, report("r0", "decode", 1, 2, "x"), None]))["steps"][0]["tokens"] == 1
 
 
 def test_no_text_ends_the_script() -> None:
@@ -94,14 +107,15 @@ def test_a_saved_notebook_has_the_page_and_a_live_one_the_widget() -> None:
 @pytest.mark.browser
 def test_saved_figures_act_without_a_kernel() -> None:
     api = pytest.importorskip("playwright.sync_api")
-    from helpers import browsing, fakes
+    from helpers import browsing
 
     reports = [
         report("r0", "prefill", 0, 4, " there"),
         report("r0", "decode", 4, 5, " was"),
         report("r0", "decode", 5, 6, " a"),
     ]
-    logits = np.array([3.0, 2.0, 0.0, -1.0])
+    logits = np.full(257, -30.0)
+    logits[:4] = 3.0, 2.0, 0.0, -1.0
     saved = [
         figures.steps(reports).saved(),
         figures.distribution(logits, fakes.ByteTokenizer()).saved(),

@@ -20,6 +20,7 @@ from numpy.typing import ArrayLike
 from rekindle._src.core import html
 from rekindle._src.core.contracts import TokenizerLike
 from rekindle._src.session.stats import StepReport
+from rekindle.errors import InvalidRequest
 
 _SCRIPT = (Path(__file__).parent / "static" / "figures.js").read_text()
 _PLAIN = _SCRIPT.partition("\nexport default")[0]  # without what makes it a module
@@ -60,11 +61,11 @@ class Figure:
         return f'<div id="{name}">{line}</div><script>(() => {{\n{_PLAIN}\n{call}\n}})();</script>'
 
 
-def steps(reports: Iterable[StepReport]) -> Figure:
-    """Return the figure of a batch over time, from the reports of its steps."""
+def steps(reports: Iterable[StepReport | None]) -> Figure:
+    """Return the figure of a batch over time, from the reports of its steps; None, a step without work, is left out."""
     slots: dict[str, int] = {}
     recorded = []
-    for report in reports:
+    for report in filter(None, reports):
         rows = []
         for row in report.rows:
             if row.request_id not in slots:
@@ -84,7 +85,13 @@ def steps(reports: Iterable[StepReport]) -> Figure:
 
 def distribution(logits: ArrayLike, tokenizer: TokenizerLike) -> Figure:
     """Return the figure of a next token's distribution, from its logits."""
-    values = np.asarray(logits, np.float64).reshape(-1)
+    try:
+        values = np.asarray(logits, np.float64)
+    except (TypeError, ValueError):
+        values = np.empty(0)
+    if values.ndim != 1 or len(values) != tokenizer.vocab_size:
+        wanted = 'Pass captured ones: generate(…, capture=Capture({"logits": -1}, -1)).captured["logits", -1][0]'
+        raise InvalidRequest("logits", type(logits), f"must be one row of {tokenizer.vocab_size:,} numbers", wanted)
     order = np.argsort(-values, kind="stable")
     likely, others = order[:_LIKELY], values[order[_LIKELY:]]
     rest = []
@@ -98,6 +105,8 @@ def distribution(logits: ArrayLike, tokenizer: TokenizerLike) -> Figure:
 
 def prefixes(texts: Sequence[str], page: int) -> Figure:
     """Return the figure of a prefix tree that grows by typing; its pages hold `page` words each."""
+    if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
+        raise InvalidRequest("texts", texts, "must be a list of texts", "Pass [text, …]")
     return Figure(
         "prefixes", {"texts": list(texts), "page": page}, f"a prefix tree of {html.count(len(texts), 'prompt')}"
     )

@@ -209,7 +209,7 @@ class Views:
         """
         return AttentionCall(self._session, self._client.front, prompt, layer, positions, options)
 
-    def steps(self, reports: Iterable[StepReport]) -> Figure:
+    def steps(self, reports: Iterable[StepReport | None]) -> Figure:
         """A batch over time, from the reports of its steps: go from one to the next, or play them.
 
         This figure and the next two have all that they show, so that they act in a saved notebook without a kernel.
