@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -18,6 +19,9 @@ from helpers.tapping import Plain, difference
 from rekindle import Capture, Completion, Session, Steer
 from rekindle._src.core.tapped import MAX_RUNS, MAX_VECTORS
 from rekindle._src.programs import buckets
+from rekindle._src.programs.features import Features
+from rekindle._src.programs.guides import Guides
+from rekindle._src.programs.programs import Programs
 from rekindle._src.session.lens import _most_likely
 from rekindle.errors import InvalidRequest
 
@@ -412,16 +416,20 @@ def test_changes_that_differ_in_their_numbers_alone_have_different_texts(session
     assert repr(part[0]) == repr(part[1]) and str(part[0]) != str(part[1])
 
 
-def test_programs_without_taps_are_what_they_were(session: Session) -> None:
-    """Features of taps have no columns and no results in other programs."""
+def test_programs_without_taps_are_those_of_a_session_that_has_none(session: Session) -> None:
+    """Their text, as XLA gets it, is the same without the features of taps."""
     programs: Any = session._engine.runner.programs
-    assert not any(bucket.variants for bucket in programs.lattice)
-    features = programs.features
-    taps = [entry for entry in features.entries if entry.variant in ("s", "i", "t", "u")]
-    assert len(taps) == 4
-    for entry in taps:
-        assert (entry.ints, entry.row_ints, entry.neutral, entry.per_token, entry.width) == (0, 0, (), False, 0)
-        assert entry not in features.compiled("")
+    letters = (buckets.STEERS, buckets.STEERS_MORE, buckets.CAPTURES, buckets.CAPTURES_MORE)
+    others = [entry for entry in programs.features.entries if entry.variant not in letters]
+    assert len(others) == len(programs.features.entries) - len(letters)
+    none = Programs(MODEL.config, MODEL.graph, MODEL.leaves, programs.config, features=Features(others, Guides()))
+    assert none.lattice == programs.lattice and not any(bucket.variants for bucket in none.lattice)
+    for bucket in (none.lattice[0], none.lattice[-1]):
+        texts = []
+        for made in (programs, none):
+            recipe = made._recipes.recipe(bucket)
+            texts.append(jax.jit(recipe.function).lower(*recipe.arguments).as_text())
+        assert texts[0] == texts[1]
 
 
 @anyio_test
