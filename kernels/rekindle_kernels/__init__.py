@@ -17,13 +17,11 @@ if TYPE_CHECKING:
     )
     from rekindle_kernels.ops.implementations import OPERATIONS
     from rekindle_kernels.ops.linear import (
-        GateCall,
         GroupedCall,
         LinearCall,
         LinearOptions,
         NormCall,
         activate,
-        gate_rows,
         gated,
         grouped_linear,
         linear,
@@ -87,13 +85,11 @@ _HOMES = {  # modules and their public names; loaded at first use, since they im
     ),
     "native.mask_gate": ("MaskGate",),
     "ops.linear": (
-        "GateCall",
         "GroupedCall",
         "LinearCall",
         "LinearOptions",
         "NormCall",
         "activate",
-        "gate_rows",
         "gated",
         "grouped_linear",
         "linear",
@@ -148,9 +144,6 @@ _HOMES = {  # modules and their public names; loaded at first use, since they im
 _MODULES = {name: f"rekindle_kernels.{module}" for module, names in _HOMES.items() for name in names}
 
 __all__ = [
-    "EDGE",
-    "OPERATIONS",
-    "SMALL_TOP_K",
     "AdaptedTokens",
     "AdapterCall",
     "AttentionCall",
@@ -161,7 +154,7 @@ __all__ = [
     "ConvolutionOptions",
     "DeltaOptions",
     "DeltaWeights",
-    "GateCall",
+    "EDGE",
     "GroupedCall",
     "Implementation",
     "LayerKV",
@@ -169,9 +162,11 @@ __all__ = [
     "LinearOptions",
     "MaskGate",
     "NormCall",
+    "OPERATIONS",
     "RaggedBatch",
     "Registry",
     "RopeCall",
+    "SMALL_TOP_K",
     "SamplingCall",
     "ScanOptions",
     "ScanWeights",
@@ -192,7 +187,6 @@ __all__ = [
     "exact_precision",
     "fill_pages",
     "fuse",
-    "gate_rows",
     "gated",
     "gated_delta",
     "gated_masks",

@@ -139,6 +139,26 @@ def test_a_second_signal_cuts(capsys: pytest.CaptureFixture[str], monkeypatch: p
     assert run(opening, act, capsys, monkeypatch, "--drain", "60") == 0
 
 
+def test_a_fleet_loads_the_adapters_before_it_is_ready(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opening, loaded = Opening(), list[tuple[str, str]]()
+    opening.ready.set()
+
+    async def load(name: str, folder: str) -> None:
+        loaded.append((name, folder))
+
+    def act(client: Client) -> None:
+        eventually(lambda: client.ask("GET", "/health")[0] == 200)
+        assert loaded == [("a", "one"), ("b", "two")]
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(opening.session, "load_adapter", load)
+    monkeypatch.setattr(serve, "fleet", lambda model, **given: opening)
+    options = ("--replicas", "2", "--adapter", "a=one", "--adapter", "b=two")
+    assert run(opening, act, capsys, monkeypatch, *options) == 0
+
+
 def test_a_model_that_can_not_be_opened_ends_it(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 FOLDER, PACKAGE = "REKINDLE_LLAMA_CPP", "llama-cpp-python==0.3.36"
-KEPT = ("models", "conversion", "gguf-py")
+KEPT = ("models/", "conversion/", "gguf-py/", "convert_lora_to_gguf.py")
 
 
 def llama_cpp_source() -> Path:
@@ -29,7 +29,7 @@ def llama_cpp_source() -> Path:
             if not sources:
                 pytest.skip(f"the package index gave no {PACKAGE}: {(done.stderr.strip() or 'pip failed')[-200:]}")
             with tarfile.open(sources[0]) as archive:
-                parts = tuple(f"/vendor/llama.cpp/{part}/" for part in KEPT)
+                parts = tuple(f"/vendor/llama.cpp/{part}" for part in KEPT)
                 members = [member for member in archive.getmembers() if any(part in member.name for part in parts)]
                 archive.extractall(folder, members, filter="data")
     return next(folder.glob("*/vendor/llama.cpp"))

@@ -10,14 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rekindle_kernels import AdaptedTokens, AdapterCall, GateCall, add_adapters, gate_rows, gated, native
+from rekindle_kernels import AdaptedTokens, AdapterCall, add_adapters, gated, native
+from rekindle_kernels.native.cpu import has_feature
 from rekindle_kernels.ops.adapters import ADAPTERS
-from rekindle_kernels.ops.linear import GATE
 
 needs_numba = pytest.mark.skipif(native.unavailable_reason() is not None, reason="numba is not installed")
 implementations = pytest.mark.parametrize("implementation", [pytest.param("native", marks=needs_numba), "xla"])
 RANDOM = np.random.default_rng(0)
 INPUTS, OUTPUTS, ROWS = 96, (80, 16, 32), 64
+HALVES: tuple[tuple[int, ...], ...] = ((80, 80), (160,))  # gates and ups of two modules, or of one
 OWNERS = np.array([[9, 9, 9, 9], [1, 3, 0, 1], [0, 0, 0, 0]], np.int32)  # two units of the first, one of the third
 PLACE = 1
 
@@ -27,34 +28,42 @@ class Case(NamedTuple):
     x: Any
     down: Any
     up: Any
+    outputs: tuple[int, ...]
 
-    def run(self, slots: Any, implementation: str | None, place: int = PLACE) -> np.ndarray:
-        def call(arrays: Case, slots: jax.Array) -> jax.Array:
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        return self[:-1]
+
+    def run(self, slots: Any, implementation: str | None, place: int = PLACE, gate: str | None = None) -> np.ndarray:
+        def call(arrays: tuple[Any, ...], slots: jax.Array) -> jax.Array:
+            options: dict[str, Any] = {"place": place, "outputs": self.outputs, "gate": gate}
             tokens = AdaptedTokens.of(slots)
-            return add_adapters(
-                *arrays, jnp.asarray(OWNERS), tokens, place=place, outputs=OUTPUTS, implementation=implementation
-            )
+            return add_adapters(*arrays, jnp.asarray(OWNERS), tokens, **options, implementation=implementation)
 
-        return np.asarray(jax.jit(call)(self, jnp.asarray(slots, jnp.int32)))
+        return np.asarray(jax.jit(call)(self.arrays, jnp.asarray(slots, jnp.int32)))
 
-    def expected(self, slots: Any) -> np.ndarray:
-        y, x, down, up = (np.asarray(array.astype(jnp.float32), np.float64) for array in self)
-        stacked, y = down.reshape(len(OUTPUTS), ROWS, -1), y.copy()
+    def expected(self, slots: Any, implementation: str) -> np.ndarray:
+        arrays = self.arrays
+        if implementation == "native" and self.up.dtype == jnp.bfloat16 and has_feature("avx512bf16"):
+            arrays = self.y, self.x.astype(jnp.bfloat16), self.down, self.up  # it multiplies pairs
+        y, x, down, up = (np.asarray(array.astype(jnp.float32), np.float64) for array in arrays)
+        stacked, y = down.reshape(len(self.outputs), ROWS, -1), y.copy()
         for token, slot in enumerate(slots):
             own = np.repeat(OWNERS[PLACE] == slot, ROWS // OWNERS.shape[1]) & (slot > 0)
             begin = 0
-            for module, count in enumerate(OUTPUTS):
+            for module, count in enumerate(self.outputs):
                 y[token, begin : begin + count] += x[token] @ stacked[module, own].T @ up[own, begin : begin + count]
                 begin += count
         return y
 
 
-def case(tokens: int, dtype: str = "float32") -> Case:
+def case(tokens: int, dtype: str = "float32", outputs: tuple[int, ...] = OUTPUTS) -> Case:
     def floats(*shape: int) -> jax.Array:
         return jnp.asarray(RANDOM.standard_normal(shape, np.float32) / np.float32(shape[-1] ** 0.5))
 
-    down, up = floats(len(OUTPUTS) * ROWS, INPUTS), floats(ROWS, sum(OUTPUTS))
-    return Case(floats(tokens, sum(OUTPUTS)), floats(tokens, INPUTS) * 8, down.astype(dtype), up.astype(dtype))
+    down, up = floats(len(outputs) * ROWS, INPUTS), floats(ROWS, sum(outputs))
+    y, x = floats(tokens, sum(outputs)), floats(tokens, INPUTS) * 8
+    return Case(y, x, down.astype(dtype), up.astype(dtype), outputs)
 
 
 @implementations
@@ -67,7 +76,7 @@ def test_each_token_has_the_rows_of_its_own_adapter(implementation: str, dtype: 
     arrays, slots = case(tokens, dtype), RANDOM.integers(0, 5, tokens)  # 2 and 4 have no rows here
     got = arrays.run(slots, implementation)
     near = 1e-5 if dtype == "float32" or implementation == "native" else 0.2  # rows of XLA's products are rounded
-    np.testing.assert_allclose(got, arrays.expected(slots), rtol=0, atol=near)
+    np.testing.assert_allclose(got, arrays.expected(slots, implementation), rtol=0, atol=near)
     others = ~np.isin(slots, OWNERS[PLACE][OWNERS[PLACE] > 0])
     np.testing.assert_array_equal(got[others], np.asarray(arrays.y)[others])
     np.testing.assert_array_equal(arrays.run(slots, implementation, place=2), np.asarray(arrays.y))
@@ -78,23 +87,42 @@ def test_a_row_does_not_depend_on_those_beside_it() -> None:
     arrays, slots = case(150), np.array([1, 3, 0, 1, 2] * 30)
     whole = arrays.run(slots, "native")
     for chosen in ([3], [0, 3], [1, 4, 6], list(range(0, 150, 7))):
-        some = Case(arrays.y[np.array(chosen)], arrays.x[np.array(chosen)], arrays.down, arrays.up)
+        some = arrays._replace(y=arrays.y[np.array(chosen)], x=arrays.x[np.array(chosen)])
         np.testing.assert_array_equal(some.run(slots[chosen], "native"), whole[chosen])
+
+
+@implementations
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("outputs", HALVES)
+def test_what_is_added_may_be_gated(implementation: str, dtype: str, outputs: tuple[int, ...]) -> None:
+    for tokens, gate in ((1, "silu"), (3, "silu"), (67, "silu"), (67, "gelu")):
+        arrays, slots = case(tokens, dtype, outputs), RANDOM.integers(0, 5, tokens)
+        got = arrays.run(slots, implementation, gate=gate)
+        added = arrays.run(slots, implementation)
+        # XLA rounds elsewhere where it sees all at once.
+        near = 1e-5 if dtype == "float32" or implementation == "native" else 0.2
+        np.testing.assert_allclose(got, np.asarray(gated(jnp.asarray(added), gate)), rtol=near, atol=near)
+        np.testing.assert_allclose(added, arrays.expected(slots, implementation), rtol=0, atol=near)
+        plain = arrays.run(np.zeros(tokens, np.int32), implementation, gate=gate)  # to the bit, whatever is beside it
+        others = ~np.isin(slots, OWNERS[PLACE][OWNERS[PLACE] > 0])
+        np.testing.assert_array_equal(got[others], plain[others])
 
 
 @needs_numba
 def test_a_run_of_native_calls_goes_through_adapters_and_gates() -> None:
-    arrays, slots = case(6), jnp.asarray([1, 0, 3, 1, 0, 0], jnp.int32)
-    weight = jnp.asarray(RANDOM.standard_normal((sum(OUTPUTS), INPUTS), np.float32))
-    down = jnp.asarray(RANDOM.standard_normal((INPUTS, sum(OUTPUTS) // 2), np.float32))
+    outputs = HALVES[0]
+    arrays, slots = case(6, outputs=outputs), jnp.asarray([1, 0, 3, 1, 0, 0], jnp.int32)
+    weight = jnp.asarray(RANDOM.standard_normal((sum(outputs), INPUTS), np.float32))
+    down = jnp.asarray(RANDOM.standard_normal((INPUTS, sum(outputs) // 2), np.float32))
 
     def function(x: jax.Array, slots: jax.Array) -> jax.Array:
         tokens = AdaptedTokens.of(slots)
         norm = native.differentiable(partial(native.rms_norm, eps=1e-5), lambda x, weight: x)
         y = native.multiply(norm(x, weight[0]), weight)
-        for place in (1, 2):
-            y = add_adapters(y, x, arrays.down, arrays.up, jnp.asarray(OWNERS), tokens, place=place, outputs=OUTPUTS)
-        return native.multiply(gate_rows(y, "silu"), down)
+        for place, gate in ((2, None), (1, "silu")):
+            _, _, *stacks = arrays.arrays
+            y = add_adapters(y, x, *stacks, jnp.asarray(OWNERS), tokens, place=place, outputs=outputs, gate=gate)
+        return native.multiply(y, down)
 
     equations = jax.make_jaxpr(native.chained(function))(arrays.x, slots).jaxpr.eqns
     calls = [eqn.params["target_name"] for eqn in equations if eqn.primitive.name == "ffi_call"]
@@ -103,27 +131,22 @@ def test_a_run_of_native_calls_goes_through_adapters_and_gates() -> None:
     np.testing.assert_array_equal(np.asarray(alone), np.asarray(together))
 
 
-@implementations
-def test_a_gate_by_itself(implementation: str) -> None:
-    for rows, width in ((1, 2), (5, 70), (40, 3072)):
-        x = jnp.asarray(RANDOM.standard_normal((rows, width), np.float32) * 5)
-        got = jax.jit(partial(gate_rows, activation="silu", implementation=implementation))(x)
-        np.testing.assert_allclose(np.asarray(got), np.asarray(gated(x, "silu")), rtol=1e-5, atol=1e-5)
-
-
 @needs_numba
 def test_what_is_native() -> None:
-    def shape(*sizes: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(sizes, dtype)
+    def call(
+        platform: str = "cpu", inputs: int = 96, outputs: tuple[int, ...] = (80, 16), units: int = 4, **more: Any
+    ) -> AdapterCall:
+        y, x, up = (jax.ShapeDtypeStruct((n, m), jnp.float32) for n, m in ((3, sum(outputs)), (3, inputs), (ROWS, 0)))
+        down = jax.ShapeDtypeStruct((len(outputs) * ROWS, inputs), jnp.float32)
+        return AdapterCall(platform, y, x, down, up, units, outputs, **more)
 
-    def chosen(platform: str = "cpu", inputs: int = 96, outputs: tuple[int, ...] = (80, 16), units: int = 4) -> str:
-        y, x, up = shape(3, sum(outputs)), shape(3, inputs), shape(ROWS, sum(outputs))
-        call = AdapterCall(platform, y, x, shape(len(outputs) * ROWS, inputs), up, units, outputs)
-        return ADAPTERS.choose(call).name
+    def chosen(**changes: Any) -> str:
+        return ADAPTERS.choose(call(**changes)).name
 
     assert chosen() == "native"
-    others = chosen("gpu"), chosen(inputs=100), chosen(outputs=(80, 12)), chosen(units=32)
+    others = chosen(platform="gpu"), chosen(inputs=100), chosen(outputs=(80, 12)), chosen(units=32)
     assert set(others) == {"xla"}
-    assert GATE.choose(GateCall("cpu", shape(3, 64), "silu")).name == "native"
-    assert GATE.choose(GateCall("cpu", shape(3, 64), "gelu")).name == "xla"
-    assert GATE.choose(GateCall("cpu", shape(3, 64, dtype=jnp.bfloat16), "silu")).name == "xla"
+    halves: tuple[tuple[int, ...], ...] = ((32, 32), (64,), (32, 16), (16, 16, 32))
+    with_gates = [(outputs, gate) for outputs in halves for gate in ("silu", "gelu")]
+    taken = [(outputs, gate) for outputs, gate in with_gates if chosen(outputs=outputs, gate=gate) == "native"]
+    assert taken == [((32, 32), "silu"), ((64,), "silu")]

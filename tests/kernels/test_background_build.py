@@ -148,9 +148,9 @@ def test_the_kernels_of_a_model_follow_from_its_dtypes() -> None:
     names = kernels_for(["bfloat16", "bfloat16", "uint32"], "bfloat16", 64)
     assert len(set(names)) == len(names)
     assert {"chain", "matvec_bfloat16", "decode_bfloat16_64", "prefill_bfloat16_64", "write_bfloat16"} <= {*names}
-    assert not {"matvec_float32", "gemm_int8", "silugate", "adapter_bfloat16"} & {*names}
+    assert not {"matvec_float32", "gemm_int8", "adaptergate_bfloat16", "adapter_bfloat16"} & {*names}
     adapted = kernels_for(["uint8"], "bfloat16", 64, adapters="bfloat16")
-    assert {"silugate", "adapter_bfloat16"} <= {*adapted}
+    assert {"adaptergate_bfloat16", "adapter_bfloat16"} <= {*adapted}
     assert not [name for name in kernels_for(["int8"], "int8", 8) if name.startswith(("decode", "write"))]
     scaled = [("uint8", "int8"), ("uint32", "int8"), ("uint32", "float32"), ("int8", "float32")]
     grouped = kernels_for(["uint8", "uint32", "int32", "int8"], "bfloat16", 64, scaled)

@@ -91,14 +91,15 @@ for rows in (3, 40, 300):
 """,
     "adapters": """
 from rekindle_kernels.native.adapters import add_adapters
-call = jax.jit(partial(add_adapters, place=1, outputs=(32, 16)))
-y, x, down, up = floats(7, 48), floats(7, 64), floats(64, 64), floats(32, 48)
+calls = [jax.jit(partial(add_adapters, place=1, outputs=(32, 32), gated=gated)) for gated in (False, True)]
+y, x, down, up = floats(7, 64), floats(7, 64), floats(64, 64), floats(32, 64)
 for far in FAR:
     for owners, order, slots in (
         ([[far, 1]] * 2, [0, 1, 2, 3, 4, 5, 6], [far, 0, 1, 1, 1, 1, 1]),
         ([[1, far]] * 2, [far, 1, 2, far, 4, 5, 6], [1] * 7),
     ):
-        call(y, x, down, up, ints(owners), ints(order), ints(slots)).block_until_ready()
+        for call in calls:
+            call(y, x, down, up, ints(owners), ints(order), ints(slots)).block_until_ready()
 """,
     "recurrence": """
 from rekindle_kernels.native import recurrence

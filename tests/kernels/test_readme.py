@@ -35,7 +35,6 @@ def _called(operation: str) -> str:
         "attention": "paged_attention",
         "convolution": "causal_convolution",
         "adapters": "add_adapters",
-        "gate": "gate_rows",
     }.get(operation, operation)
 
 

@@ -40,7 +40,7 @@ def all_kernels(head_dims: Iterable[int] = HEAD_DIMS) -> list[str]:
         dtypes: tuple[str, ...] = WRITTEN if spec is kernel_table.WRITE_KV else DTYPES
         if spec in kernel_table.GROUPED.values():
             dtypes = int4_format.STORED
-        if spec is kernel_table.ADAPTER:
+        if spec in (kernel_table.ADAPTER, kernel_table.ADAPTER_GATE):
             dtypes = DTYPES[:3]
         if spec is kernel_table.GEMM:
             dtypes = tuple(cpu.DOT_PRODUCTS)
@@ -60,7 +60,7 @@ def likely_kernels() -> list[str]:
     common = {f"_{dtype}_{size}" for dtype in ("float32", "int8") for size in HEAD_DIMS[:3]}
     specs = kernel_table.KERNELS.values()
     attention = {spec.kind for spec in specs if spec.parameters == kernel_table.DTYPE_AND_HEAD_DIM}
-    rare = {kernel_table.ADAPTER, kernel_table.SILU_GATE, *kernel_table.RECURRENT}
+    rare = {kernel_table.ADAPTER, kernel_table.ADAPTER_GATE, *kernel_table.RECURRENT}
     kinds = {spec.kind for spec in rare}
 
     def likely(name: str) -> bool:

@@ -22,7 +22,7 @@ from rekindle_kernels.native import adapters, attention, fill_pages, kernel_tabl
 from rekindle_kernels.native.kernel_spec import KernelSpec
 from rekindle_kernels.native.recurrence import Results
 from rekindle_kernels.ops.adapters import AdaptedTokens, AdapterCall
-from rekindle_kernels.ops.linear import GateCall, LinearCall, LinearOptions, NormCall, gated
+from rekindle_kernels.ops.linear import LinearCall, LinearOptions, NormCall, gated
 from rekindle_kernels.ops.memory import FillCall, ZerosCall
 from rekindle_kernels.ops.recurrence import RecurrenceCall
 from rekindle_kernels.ops.registry import Facts, Implementation
@@ -164,19 +164,6 @@ def norms(call: NormCall) -> str | None:
     return f"{call.x.dtype.name} {list(call.x.shape)} is not float32 [T, multiple of 32], or {NOT_BUILT}"
 
 
-def gate(gate_up: jax.Array, activation: str) -> jax.Array:
-    """Implement `ops.linear.gate_rows`."""
-    return differentiable(adapters.gate_rows, partial(gated, activation=activation))(gate_up)
-
-
-def gates(call: GateCall) -> str | None:
-    """Why a gate by itself can't be native: it is silu of rows of float32."""
-    reason = unavailable(call)
-    if reason is not None or (call.activation == "silu" and adapters.gates_rows(_like(call.x))):
-        return reason
-    return f"{call.activation} of {call.x.dtype.name} {list(call.x.shape)} is not silu of float32 rows, or {NOT_BUILT}"
-
-
 def add_adapters(
     y: jax.Array,
     x: jax.Array,
@@ -186,31 +173,33 @@ def add_adapters(
     tokens: AdaptedTokens,
     place: int,
     outputs: tuple[int, ...],
+    gate: str | None,
 ) -> jax.Array:
     """Implement `ops.adapters.add_adapters`."""
 
     def plain(
         y: jax.Array, x: jax.Array, down: jax.Array, up: jax.Array, owners: jax.Array, *of: jax.Array
     ) -> jax.Array:
-        return plain_adapters.add_adapters(y, x, down, up, owners, AdaptedTokens(*of), place, outputs)
+        return plain_adapters.add_adapters(y, x, down, up, owners, AdaptedTokens(*of), place, outputs, gate)
 
     def fast(
         y: jax.Array, x: jax.Array, down: jax.Array, up: jax.Array, owners: jax.Array, *of: jax.Array
     ) -> jax.Array:
         each = AdaptedTokens(*of)
         return adapters.add_adapters(
-            y, x, down, up, owners, each.order, each.sorted_slots, place=place, outputs=outputs
+            y, x, down, up, owners, each.order, each.sorted_slots, place=place, outputs=outputs, gated=gate is not None
         )
 
     return differentiable(fast, plain)(y, x, down, up, owners, *tokens)
 
 
 def adds(call: AdapterCall) -> str | None:
-    """Why adapters can't be native: they add whole vectors of float32."""
+    """Why adapters can't be native, or can't take their gate along: they add whole vectors of float32."""
     reason, y, x = unavailable(call), _like(call.y), _like(call.x)
-    if reason is not None or adapters.adds(y, x, _like(call.down), _like(call.up), call.units, call.outputs):
+    if reason is not None or adapters.adds(y, x, _like(call.down), _like(call.up), call.units, call.outputs, call.gate):
         return reason
-    return f"{call.x.dtype.name} {list(call.x.shape)} and {list(call.outputs)} are not whole vectors, or {NOT_BUILT}"
+    shapes = f"{call.x.dtype.name} {list(call.x.shape)} and {list(call.outputs)}"
+    return f"{shapes} are not whole vectors, or not gated by silu, or {NOT_BUILT}"
 
 
 def rope(
@@ -331,7 +320,6 @@ ATTENTION = Implementation("native", attention.paged_attention, attention.suppor
 WRITE_KV = Implementation("native", rope_kv.write, writes)
 LINEAR = Implementation("native", linear, multiplies, deterministic=True)
 RMS_NORM = Implementation("native", rms_norm, norms)
-GATE = Implementation("native", gate, gates)
 ADAPTERS = Implementation("native", add_adapters, adds)
 ROPE = Implementation("native", rope, splits)
 GREEDY = Implementation("native", greedy, chooses, one_call=True)

@@ -68,29 +68,33 @@ RMS_NORM = KernelSpec(
     "norm", (Operand("x", "T E"), Operand("weight", "E")), (Result("out", "T E"),), settings={"eps": "float32"}
 )
 
-# silu of the first half of each row times the other.
-SILU_GATE = KernelSpec("silugate", (Operand("x", "T N"),), (Result("out", "T M"),))
 
 # What adapters add to the rows of y, the product of x. Of the L modules whose outputs lie in a row one behind the
 # other, each up to its end in `spans`, `down` has the B rows of rank of the first, then those of the next; `up` has
 # these rows' weights of all outputs. U units share the B rows alike: row `place` of `owners` says whose each is.
-# `order` holds the tokens sorted by their adapters, and `slots` the adapters in that order; 0 is none.
-ADAPTER = KernelSpec(
-    "adapter",
-    operands=(
-        Operand("y", "T N"),
-        Operand("x", "T K"),
-        Operand("down", "A K", dtype=None),
-        Operand("up", "B N", dtype=None),
-        Operand("owners", "C U", "int32"),
-        Operand("order", "J", "int32"),
-        Operand("slots", "J", "int32"),
-        Operand("spans", "L", "int32"),
-    ),
-    results=(Result("out", "T N", into="y"),),
-    settings={"place": "int32"},
-    parameters=DTYPE,
-)
+# `order` holds the tokens sorted by their adapters, and `slots` the adapters in that order; 0 is none. Gated, the
+# result is silu of the first half of each row times the other.
+def _adapter(kind: str, result: Result) -> KernelSpec:
+    return KernelSpec(
+        kind,
+        operands=(
+            Operand("y", "T N"),
+            Operand("x", "T K"),
+            Operand("down", "A K", dtype=None),
+            Operand("up", "B N", dtype=None),
+            Operand("owners", "C U", "int32"),
+            Operand("order", "J", "int32"),
+            Operand("slots", "J", "int32"),
+            Operand("spans", "L", "int32"),
+        ),
+        results=(result,),
+        settings={"place": "int32"},
+        parameters=DTYPE,
+    )
+
+
+ADAPTER = _adapter("adapter", Result("out", "T N", into="y"))
+ADAPTER_GATE = _adapter("adaptergate", Result("out", "T M"))
 
 # Queries and keys, normed if there is a norm, rotated; values as they are. qk may be qkv itself.
 ROPE = KernelSpec(
@@ -249,7 +253,7 @@ KERNELS = {
     spec.kind: spec
     for spec in (
         *(MATVEC, GEMM, *GROUPED.values(), RMS_NORM, ROPE, WRITE_KV, DECODE, PREFILL),
-        *(ARGMAX, SAMPLE, GATE, SILU_GATE, ADAPTER, *RECURRENT),
+        *(ARGMAX, SAMPLE, GATE, ADAPTER, ADAPTER_GATE, *RECURRENT),
     )
 }  # by kind; those of chains and of zeros have no table, since they take any number of operands
 

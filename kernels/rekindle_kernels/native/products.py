@@ -17,6 +17,7 @@ from rekindle_kernels.native.cpu import has_feature, multiplies_many, multiplies
 from rekindle_kernels.native.kernel_spec import Variant
 from rekindle_kernels.native.kernel_table import (
     ADAPTER,
+    ADAPTER_GATE,
     ARGMAX,
     DECODE,
     GATE,
@@ -28,7 +29,6 @@ from rekindle_kernels.native.kernel_table import (
     RMS_NORM,
     ROPE,
     SAMPLE,
-    SILU_GATE,
     WRITE_KV,
 )
 
@@ -83,7 +83,7 @@ def kernels_for(
         scales = sorted(scale for dtype, scale in scaled if dtype == stored) or ["float16"]
         products += [spec.variant(scale) for scale in scales] if stored in matrices else []
     own = [spec.variant() for spec in (RMS_NORM, ROPE, ARGMAX, SAMPLE, GATE)]
-    own += [SILU_GATE.variant(), ADAPTER.variant(adapters)] if adapters in STORED else []
+    own += [ADAPTER.variant(adapters), ADAPTER_GATE.variant(adapters)] if adapters in STORED else []
     own += [spec.variant() for spec in RECURRENT] if recurrent else []
     sizes = [size for size in ([head_dim] if isinstance(head_dim, int) else head_dim) if size % 16 == 0]
     if pages in DTYPES and sizes:

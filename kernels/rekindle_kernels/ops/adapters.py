@@ -6,15 +6,16 @@ share these rows alike, C places: rows of `owners`, of which a call reads one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from rekindle_kernels.ops.linear import gated
 from rekindle_kernels.ops.registry import Registry, current_platform
 
-ADAPTERS = Registry("adapters")  # run(y, x, down, up, owners, tokens, place, outputs) -> [T, O]
+ADAPTERS = Registry("adapters")  # run(y, x, down, up, owners, tokens, place, outputs, gate) -> [T, O], gated [T, O / 2]
 
 
 class AdaptedTokens(NamedTuple):
@@ -42,6 +43,7 @@ class AdapterCall:
     up: jax.ShapeDtypeStruct
     units: int
     outputs: tuple[int, ...]
+    gate: str | None = None
 
 
 def add_adapters(
@@ -54,6 +56,7 @@ def add_adapters(
     *,
     place: int,
     outputs: tuple[int, ...],
+    gate: str | None = None,
     implementation: str | None = None,
     platform: str | None = None,
 ) -> jax.Array:
@@ -61,14 +64,19 @@ def add_adapters(
 
     `down` [M · B, I] has the B rows of the first module, then those of the next; `up` [B, O] has their weights of the
     `outputs` of all modules. Unit u of the rows belongs to the adapter `owners[place, u]` (int32 [C, U], 0 for none).
-    Rows of tokens without an adapter are those of y, to the last bit.
+    Rows of tokens without an adapter are those of y, to the last bit. With the name of an activation as `gate`, the
+    result is `gated(…, gate)`, of all tokens.
     """
     call = AdapterCall(
         platform or current_platform(), _shape(y), _shape(x), _shape(down), _shape(up), owners.shape[1], outputs
     )
     chosen = ADAPTERS.choose(call, implementation)
-    added: jax.Array = chosen.run(y, x, down, up, owners, tokens, place, outputs)
-    return added
+    separate_gate = gate
+    if separate_gate is not None and chosen.supports(replace(call, gate=separate_gate)) is None:
+        separate_gate = None
+    own_gate = gate if separate_gate is None else None
+    added: jax.Array = chosen.run(y, x, down, up, owners, tokens, place, outputs, own_gate)
+    return added if separate_gate is None else gated(added, separate_gate)
 
 
 def _shape(array: jax.Array) -> jax.ShapeDtypeStruct:

@@ -128,28 +128,6 @@ def gated(gate_up: jax.Array, activation: str) -> jax.Array:
     return activate(gate, activation) * up
 
 
-GATE = Registry("gate")  # run(gate_up, activation) -> [..., I]
-
-
-@dataclass(frozen=True, slots=True)
-class GateCall:
-    """The static facts that select an implementation."""
-
-    platform: str
-    x: jax.ShapeDtypeStruct
-    activation: str
-
-
-def gate_rows(
-    gate_up: jax.Array, activation: str, *, implementation: str | None = None, platform: str | None = None
-) -> jax.Array:
-    """Compute `gated(gate_up, activation)` [..., 2·I] → [..., I] where no product ends in it."""
-    shape = jax.ShapeDtypeStruct(gate_up.shape, gate_up.dtype)
-    call = GateCall(platform or current_platform(), shape, activation)
-    result: jax.Array = GATE.choose(call, implementation).run(gate_up, activation)
-    return result
-
-
 RMS_NORM = Registry("rms_norm")  # run(x, weight, eps) -> like x
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from rekindle_kernels.ops.adapters import AdaptedTokens
+from rekindle_kernels.ops.linear import gated
 from rekindle_kernels.ops.registry import Implementation, anything
 from rekindle_kernels.xla.linear import exact_precision
 
@@ -28,6 +29,7 @@ def add_adapters(
     tokens: AdaptedTokens,
     place: int,
     outputs: tuple[int, ...],
+    gate: str | None,
 ) -> jax.Array:
     """Implement `ops.adapters.add_adapters`."""
     mine = owners[place]
@@ -35,7 +37,7 @@ def add_adapters(
     needed = ((mine[:, None] == tokens.slots) & (mine[:, None] > 0)).any(axis=1)
     stacked = down.reshape(len(outputs), *up.shape[:1], -1)
     result: jax.Array = lax.cond(needed.any(), lambda: add(y, x, stacked, up, mine, needed, tokens, outputs), lambda: y)
-    return result
+    return result if gate is None else gated(result, gate)
 
 
 def _all_rows(

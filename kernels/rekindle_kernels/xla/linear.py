@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from rekindle_kernels import int4
-from rekindle_kernels.ops.linear import LinearCall, LinearOptions, gated
+from rekindle_kernels.ops.linear import LinearCall, LinearOptions
 from rekindle_kernels.ops.registry import Implementation, anything, current_platform
 from rekindle_kernels.pages import largest_magnitude
 
@@ -86,7 +86,6 @@ def supports(call: LinearCall) -> str | None:
 
 
 LINEAR = Implementation("xla", run, supports)
-GATE = Implementation("xla", gated, anything)
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:

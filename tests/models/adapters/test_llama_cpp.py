@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from helpers import adapters
+from helpers import adapters, checkpoints
 from helpers.driving import tiny_model
+from helpers.llama_cpp_source import llama_cpp_source
 from rekindle._src.models.adapters.adapter import Adapter
 from rekindle._src.models.adapters.reading import read_adapter
 from rekindle._src.models.adapters.sites import sites_of
@@ -17,7 +20,7 @@ from rekindle._src.models.loading.gguf.blocks import BY_NAME
 from rekindle._src.models.loading.gguf.export import Outgoing, write_gguf
 from rekindle._src.models.loading.gguf.names import place
 from rekindle._src.models.loading.gguf.rows import paired_rows
-from rekindle._src.models.registry import gguf_form
+from rekindle._src.models.registry import config_from_hf, gguf_form
 from rekindle.errors import CheckpointError
 
 CONFIG = tiny_model().config
@@ -55,6 +58,21 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Adapter:
 def test_a_file_is_the_same_adapter(adapter: Adapter, tmp_path: Path) -> None:
     again = read_adapter(convert(adapter, tmp_path / "a.gguf"), "x", CONFIG)
     assert again.digest == adapter.digest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["llama", "qwen3", "gemma2"])
+def test_llama_cpps_own_converter_writes_the_same_adapter(case: str, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    script = llama_cpp_source() / "convert_lora_to_gguf.py"
+    raw = checkpoints.CASES[case]
+    config, base = config_from_hf(raw), checkpoints.write(tmp_path / "base", raw)
+    folder, file = adapters.write(tmp_path / "peft", config, rank=4), tmp_path / "adapter.gguf"
+    command = [sys.executable, str(script), "--base", str(base), "--outfile", str(file), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert read_adapter(file, "x", config).digest == read_adapter(folder, "x", config).digest
 
 
 def test_what_does_not_fit_is_named(adapter: Adapter, tmp_path: Path) -> None:

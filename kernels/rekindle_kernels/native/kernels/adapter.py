@@ -2,9 +2,13 @@
 
 XLA would multiply all tokens with all adapters, or make a loop of products, and end a run of native calls.
 
-Threads take tiles of tokens with one adapter, module by module. Four tokens are multiplied together, with the last one
-several times where there are fewer: reading the weights takes longer than that, and a token's numbers are added in the
-same order whatever is beside it.
+Threads take tiles of tokens with one adapter. Four tokens are multiplied together, for all modules that have the same
+x, with the last one several times where there are fewer: reading the weights takes longer than that, and a token's
+numbers are added in the same order whatever is beside it.
+
+Where a gate follows, y is read once for both, and tokens without an adapter are gated, too.
+
+Where the processor multiplies pairs of bfloat16, x is rounded for matrices of bfloat16, as it is for those of the base.
 """
 
 from __future__ import annotations
@@ -14,22 +18,41 @@ from typing import Any
 import numpy as np
 
 from rekindle_kernels.native import kernel_table
-from rekindle_kernels.native.language.handler import Kernel, job_layout
+from rekindle_kernels.native.language.dot_products import add_pairs, store_rounded
+from rekindle_kernels.native.language.handler import Kernel, first_unit, job_layout
 from rekindle_kernels.native.language.jit import inline, jit
-from rekindle_kernels.native.language.memory import f32, free, i32, malloc, set_f32, set_word, word
+from rekindle_kernels.native.language.memory import f32, free, i32, malloc, prefetcher, set_word, word
 from rekindle_kernels.native.language.records import dim
-from rekindle_kernels.native.language.vector import LANES, Storage, add, load_f32, multiply_add, splat, store, total
+from rekindle_kernels.native.language.vector import (
+    LANES,
+    Storage,
+    add,
+    fold_1,
+    fold_2,
+    fold_4,
+    fold_8,
+    load_f32,
+    multiply,
+    multiply_add,
+    splat,
+    store,
+)
+from rekindle_kernels.native.language.vector_math import silu
 from rekindle_kernels.native.layout import WORD
 
 TILE = 16  # tokens at most
 TOGETHER = 4  # tokens, and rows of rank
-WIDE = 4 * LANES  # outputs that are summed in registers
+HALF = 2 * LANES  # outputs of half a strip; where results are gated, one half are gates and the other their ups
+STRIP = 2 * HALF  # outputs that are summed in registers
+GATED_PARTS = 2  # of a tile's results, where there are fewer tiles than threads
 ZERO = np.float32(0)
+fetch = prefetcher(1)  # into the first cache
 
 JOB = job_layout(
     "adapter",
     {
         "y": "[tokens, outputs]",
+        "out": "[tokens, results]",
         "x": "[tokens, inputs]",
         "down": "[modules · rows, inputs]",
         "up": "[rows, outputs]",
@@ -38,20 +61,22 @@ JOB = job_layout(
         "slots": "the adapter of each token in that order",
         "spans": "[modules]: where the outputs of each end",
         "tiles": "[2] of each tile: where it begins and ends in the order",
+        "parts": "blocks of a tile: its modules, or parts of the gated results",
         "modules": "",
         "rows": "of rank",
         "units": "that share these rows",
         "inputs": "",
         "outputs": "",
+        "results": "of a token: as many as outputs, or half as many",
     },
 )
 
 
 @inline
-def adapter_at(order: int, slots: int, index: int, tokens: int) -> int:
-    """Return the adapter slot of the token at an index of the sorted order, or 0 if that entry is padding."""
+def is_token(order: int, index: int, tokens: int) -> bool:
+    """True if an entry of the sorted order is not padding."""
     token = i32(order, index)
-    return i32(slots, index) if token >= 0 and token < tokens else 0
+    return token >= 0 and token < tokens
 
 
 @inline
@@ -59,7 +84,7 @@ def owns(owners: int, units: int, slot: int) -> bool:
     """True if a unit is that adapter's."""
     has = False
     for unit in range(units):
-        has = has or i32(owners, unit) == slot
+        has = has or (slot > 0 and i32(owners, unit) == slot)
     return has
 
 
@@ -68,20 +93,11 @@ def list_rows(owners: int, units: int, each: int, slot: int, rows: int) -> int:
     """List the rows of rank that are an adapter's, and return how many there are."""
     count = 0
     for unit in range(units):
-        if i32(owners, unit) == slot:
+        if slot > 0 and i32(owners, unit) == slot:
             for row in range(unit * each, (unit + 1) * each):
                 set_word(rows, count, row)
                 count += 1
     return count
-
-
-@inline
-def set_four(narrow: int, a: Any, b: Any, c: Any, d: Any) -> None:
-    """Store the sums of four vectors."""
-    set_f32(narrow, 0, total(a))
-    set_f32(narrow, 1, total(b))
-    set_f32(narrow, 2, total(c))
-    set_f32(narrow, 3, total(d))
 
 
 @inline
@@ -90,101 +106,125 @@ def add_to(y: int, at: int, delta: Any) -> None:
     store(y, at, add(load_f32(y, at), delta))
 
 
-def kernel(storage: Storage) -> Kernel:
-    """y + x · downᵀ · up, with the rows of rank of each token's own adapter."""
-    load, size = storage.load, storage.size
+@inline
+def put_gated(y: int, out: int, gate: int, up: int, gates: Any, ups: Any) -> None:
+    """Add to a vector of gates and to their ups, and store what they make."""
+    store(out, gate, multiply(silu(add(load_f32(y, gate), gates)), add(load_f32(y, up), ups)))
+
+
+@inline
+def add_product(x: Any, w: Any, total: Any) -> Any:
+    """Multiply two vectors of numbers."""
+    return multiply_add(x, w, total)
+
+
+@inline
+def add_pair(x: Any, w: Any, total: Any) -> Any:
+    """Multiply two vectors of pairs."""
+    return add_pairs(total, x, w)
+
+
+def narrower(load: Any, add_to_total: Any) -> Any:
+    """Return `narrowed(x0, x1, x2, x3, weights, width, step, narrow)`: four tokens times four rows of rank, which lie
+    `step` bytes apart, as narrow [row, token]. `load` takes an index of elements, of which a row has `width`."""
 
     @jit
-    def narrowed(x0: int, x1: int, x2: int, x3: int, weights: int, inputs: int, narrow: int, stride: int) -> None:
-        """Four tokens times four rows of rank; the next token's results are `stride` numbers on."""
-        w1, w2, w3 = weights + size * inputs, weights + 2 * size * inputs, weights + 3 * size * inputs
+    def narrowed(x0: int, x1: int, x2: int, x3: int, weights: int, width: int, step: int, narrow: int) -> None:
+        w1, w2, w3 = weights + step, weights + 2 * step, weights + 3 * step
         a0 = a1 = a2 = a3 = splat(ZERO)
         b0 = b1 = b2 = b3 = splat(ZERO)
         c0 = c1 = c2 = c3 = splat(ZERO)
         d0 = d1 = d2 = d3 = splat(ZERO)
-        for i in range(0, inputs, LANES):
-            a, b, c, d = load_f32(x0, i), load_f32(x1, i), load_f32(x2, i), load_f32(x3, i)
+        for i in range(0, width, LANES):
+            s, t, u, v = load_f32(x0, i), load_f32(x1, i), load_f32(x2, i), load_f32(x3, i)
             w = load(weights, i)
-            a0, b0 = multiply_add(a, w, a0), multiply_add(b, w, b0)
-            c0, d0 = multiply_add(c, w, c0), multiply_add(d, w, d0)
+            a0, a1 = add_to_total(s, w, a0), add_to_total(t, w, a1)
+            a2, a3 = add_to_total(u, w, a2), add_to_total(v, w, a3)
             w = load(w1, i)
-            a1, b1 = multiply_add(a, w, a1), multiply_add(b, w, b1)
-            c1, d1 = multiply_add(c, w, c1), multiply_add(d, w, d1)
+            b0, b1 = add_to_total(s, w, b0), add_to_total(t, w, b1)
+            b2, b3 = add_to_total(u, w, b2), add_to_total(v, w, b3)
             w = load(w2, i)
-            a2, b2 = multiply_add(a, w, a2), multiply_add(b, w, b2)
-            c2, d2 = multiply_add(c, w, c2), multiply_add(d, w, d2)
+            c0, c1 = add_to_total(s, w, c0), add_to_total(t, w, c1)
+            c2, c3 = add_to_total(u, w, c2), add_to_total(v, w, c3)
             w = load(w3, i)
-            a3, b3 = multiply_add(a, w, a3), multiply_add(b, w, b3)
-            c3, d3 = multiply_add(c, w, c3), multiply_add(d, w, d3)
-        set_four(narrow, a0, a1, a2, a3)
-        set_four(narrow + 4 * stride, b0, b1, b2, b3)
-        set_four(narrow + 8 * stride, c0, c1, c2, c3)
-        set_four(narrow + 12 * stride, d0, d1, d2, d3)
+            d0, d1 = add_to_total(s, w, d0), add_to_total(t, w, d1)
+            d2, d3 = add_to_total(u, w, d2), add_to_total(v, w, d3)
+        a, b = fold_2(fold_1(a0, a1), fold_1(a2, a3)), fold_2(fold_1(b0, b1), fold_1(b2, b3))
+        c, d = fold_2(fold_1(c0, c1), fold_1(c2, c3)), fold_2(fold_1(d0, d1), fold_1(d2, d3))
+        store(narrow, 0, fold_8(fold_4(a, b), fold_4(c, d)))
+
+    return narrowed
+
+
+def kernel(storage: Storage, *, gated: bool = False, paired: bool = False) -> Kernel:
+    """y + x · downᵀ · up, with the rows of rank of each token's own adapter; if `gated`, silu of the first half of it
+    times the other. Matrices are of bfloat16 if x may be rounded to it and multiplied pair by pair (`paired`)."""
+    load, size = storage.load, storage.size
+    narrowed = narrower(load, add_product)
+    narrowed_by_pairs = narrower(load_f32, add_pair) if paired else narrowed
+
+    @inline
+    def put(y: int, out: int, a: int, b: int, first: int, second: int, s0: Any, s1: Any, s2: Any, s3: Any) -> None:
+        """One token's sums of a strip."""
+        if gated:
+            put_gated(y, out, a, b, s0, s2)
+            if first > 1:
+                put_gated(y, out, a + LANES, b + LANES, s1, s3)
+        else:
+            add_to(y, a, s0)
+            if first > 1:
+                add_to(y, a + LANES, s1)
+            if second > 0:
+                add_to(y, b, s2)
+            if second > 1:
+                add_to(y, b + LANES, s3)
 
     @jit
     def widened(
-        y0: int, y1: int, y2: int, y3: int, tokens: int, up: int, begin: int, end: int, outputs: int,
-        narrow: int, stride: int, rows: int, count: int,
+        four: int, tokens: int, a: int, b: int, first: int, second: int, narrow_a: int, narrow_b: int, places: int,
+        count: int,
     ) -> None:  # fmt: skip
-        """Add the outputs [begin, end) of the first `tokens` of four."""
-        n1, n2, n3 = narrow + 4 * stride, narrow + 8 * stride, narrow + 12 * stride
-        wide = begin + (end - begin) // WIDE * WIDE
-        for o in range(begin, wide, WIDE):
-            a0 = a1 = a2 = a3 = splat(ZERO)
-            b0 = b1 = b2 = b3 = splat(ZERO)
-            c0 = c1 = c2 = c3 = splat(ZERO)
-            d0 = d1 = d2 = d3 = splat(ZERO)
-            for r in range(count):
-                w = up + size * (word(rows, r) * outputs + o)
-                w0, w1, w2, w3 = load(w, 0), load(w, LANES), load(w, 2 * LANES), load(w, 3 * LANES)
-                n = splat(f32(narrow, r))
-                a0, a1 = multiply_add(n, w0, a0), multiply_add(n, w1, a1)
-                a2, a3 = multiply_add(n, w2, a2), multiply_add(n, w3, a3)
-                n = splat(f32(n1, r))
-                b0, b1 = multiply_add(n, w0, b0), multiply_add(n, w1, b1)
-                b2, b3 = multiply_add(n, w2, b2), multiply_add(n, w3, b3)
-                n = splat(f32(n2, r))
-                c0, c1 = multiply_add(n, w0, c0), multiply_add(n, w1, c1)
-                c2, c3 = multiply_add(n, w2, c2), multiply_add(n, w3, c3)
-                n = splat(f32(n3, r))
-                d0, d1 = multiply_add(n, w0, d0), multiply_add(n, w1, d1)
-                d2, d3 = multiply_add(n, w2, d2), multiply_add(n, w3, d3)
-            add_to(y0, o, a0)
-            add_to(y0, o + LANES, a1)
-            add_to(y0, o + 2 * LANES, a2)
-            add_to(y0, o + 3 * LANES, a3)
-            if tokens > 1:
-                add_to(y1, o, b0)
-                add_to(y1, o + LANES, b1)
-                add_to(y1, o + 2 * LANES, b2)
-                add_to(y1, o + 3 * LANES, b3)
-            if tokens > 2:
-                add_to(y2, o, c0)
-                add_to(y2, o + LANES, c1)
-                add_to(y2, o + 2 * LANES, c2)
-                add_to(y2, o + 3 * LANES, c3)
-            if tokens > 3:
-                add_to(y3, o, d0)
-                add_to(y3, o + LANES, d1)
-                add_to(y3, o + 2 * LANES, d2)
-                add_to(y3, o + 3 * LANES, d3)
-        for o in range(wide, end, LANES):
-            a = b = c = d = splat(ZERO)
-            for r in range(count):
-                w = load(up + size * (word(rows, r) * outputs + o), 0)
-                a, b = multiply_add(splat(f32(narrow, r)), w, a), multiply_add(splat(f32(n1, r)), w, b)
-                c, d = multiply_add(splat(f32(n2, r)), w, c), multiply_add(splat(f32(n3, r)), w, d)
-            add_to(y0, o, a)
-            if tokens > 1:
-                add_to(y1, o, b)
-            if tokens > 2:
-                add_to(y2, o, c)
-            if tokens > 3:
-                add_to(y3, o, d)
+        """Add to the outputs of a strip: `first` vectors from output a on, and `second` from b on. At `four` are the
+        addresses of four tokens' y, of which the first `tokens` count, then of their results; at `places` is where
+        each row of rank begins."""
+        from_b = b if second > 0 else a
+        next_a, next_b = a + (LANES if first > 1 else 0), from_b + (LANES if second > 1 else 0)
+        a0 = a1 = a2 = a3 = splat(ZERO)
+        b0 = b1 = b2 = b3 = splat(ZERO)
+        c0 = c1 = c2 = c3 = splat(ZERO)
+        d0 = d1 = d2 = d3 = splat(ZERO)
+        for token in range(TOGETHER):  # the products below take longer than y comes from the last cache
+            y = word(four, token)
+            fetch(y + 4 * a)
+            fetch(y + 4 * next_a)
+            fetch(y + 4 * from_b)
+            fetch(y + 4 * next_b)
+        for r in range(count):
+            w, n, m = word(places, r), narrow_a + 4 * TOGETHER * r, narrow_b + 4 * TOGETHER * r
+            w0, w1, w2, w3 = load(w, a), load(w, next_a), load(w, from_b), load(w, next_b)
+            s, t = splat(f32(n, 0)), splat(f32(m, 0))
+            a0, a1 = multiply_add(s, w0, a0), multiply_add(s, w1, a1)
+            a2, a3 = multiply_add(t, w2, a2), multiply_add(t, w3, a3)
+            s, t = splat(f32(n, 1)), splat(f32(m, 1))
+            b0, b1 = multiply_add(s, w0, b0), multiply_add(s, w1, b1)
+            b2, b3 = multiply_add(t, w2, b2), multiply_add(t, w3, b3)
+            s, t = splat(f32(n, 2)), splat(f32(m, 2))
+            c0, c1 = multiply_add(s, w0, c0), multiply_add(s, w1, c1)
+            c2, c3 = multiply_add(t, w2, c2), multiply_add(t, w3, c3)
+            s, t = splat(f32(n, 3)), splat(f32(m, 3))
+            d0, d1 = multiply_add(s, w0, d0), multiply_add(s, w1, d1)
+            d2, d3 = multiply_add(t, w2, d2), multiply_add(t, w3, d3)
+        put(word(four, 0), word(four, TOGETHER), a, b, first, second, a0, a1, a2, a3)
+        if tokens > 1:
+            put(word(four, 1), word(four, TOGETHER + 1), a, b, first, second, b0, b1, b2, b3)
+        if tokens > 2:
+            put(word(four, 2), word(four, TOGETHER + 2), a, b, first, second, c0, c1, c2, c3)
+        if tokens > 3:
+            put(word(four, 3), word(four, TOGETHER + 3), a, b, first, second, d0, d1, d2, d3)
 
     @jit
     def prepare(frame: Any, job: Any, threads: int) -> int:
-        job.y, job.x = frame.out.data, frame.x.data
+        job.y, job.x, job.out = frame.y.data, frame.x.data, frame.out.data
         job.down, job.up = frame.down.data, frame.up.data
         job.order, job.slots, job.spans = frame.order.data, frame.slots.data, frame.spans.data
         job.modules = dim(frame.spans, 0)
@@ -193,6 +233,7 @@ def kernel(storage: Storage) -> Kernel:
         job.units = units
         job.inputs = dim(frame.x, 1)
         job.outputs = dim(frame.y, 1)
+        job.results = dim(frame.out, 1)
         owners = frame.owners.data + 4 * units * frame.settings.place
         job.owners = owners
         order, slots = job.order, job.slots
@@ -204,40 +245,102 @@ def kernel(storage: Storage) -> Kernel:
         job.tiles = tiles
         count = begin = 0
         while begin < listed:
-            slot = adapter_at(order, slots, begin, tokens)
-            end = begin + 1
-            while end < listed and end - begin < most and adapter_at(order, slots, end, tokens) == slot:
+            slot = i32(slots, begin)
+            end = begin
+            while end < listed and end - begin < most and i32(slots, end) == slot and is_token(order, end, tokens):
                 end += 1
-            if slot > 0 and owns(owners, units, slot):
+            if end > begin and (gated or owns(owners, units, slot)):
                 set_word(tiles, 2 * count, begin)
                 set_word(tiles, 2 * count + 1, end)
                 count += 1
-            begin = end
-        return count * job.modules
+            begin = max(end, begin + 1)
+        parts = 1
+        if count < threads:
+            parts = GATED_PARTS if gated else job.modules
+        job.parts = parts
+        return count * parts
+
+    @inline
+    def widen_gated(
+        job: Any, four: int, tokens: int, begin: int, end: int, narrow: int, places: int, count: int
+    ) -> None:
+        """Add to the gates [begin, end) and their ups, and put what they make into the results."""
+        narrow_ups = narrow + (job.modules - 1) * 4 * TOGETHER * count
+        for a in range(begin, end, HALF):
+            vectors = min(HALF, end - a) // LANES
+            widened(four, tokens, a, a + job.results, vectors, vectors, narrow, narrow_ups, places, count)
+
+    @inline
+    def widen_module(job: Any, four: int, tokens: int, module: int, narrow: int, places: int, count: int) -> None:
+        """The outputs of a module."""
+        begin, end = 0 if module == 0 else i32(job.spans, module - 1), min(i32(job.spans, module), job.outputs)
+        for a in range(begin, end, STRIP):
+            vectors = min(STRIP, end - a) // LANES
+            first = min(HALF // LANES, vectors)
+            widened(four, tokens, a, a + HALF, first, vectors - first, narrow, narrow, places, count)
+
+    @inline
+    def round_row(x: int, out: int, inputs: int) -> int:
+        """Round a row to bfloat16."""
+        for i in range(0, inputs, LANES):
+            if paired:
+                store_rounded(out, i, load_f32(x, i))
+        return out
+
+    @inline
+    def gate_alone(job: Any, at: int, behind: int, begin: int, end: int) -> None:
+        """The results [begin, end) of tokens without an adapter."""
+        for token in range(at, behind):
+            t = i32(job.order, token)
+            y, out = job.y + 4 * job.outputs * t, job.out + 4 * job.results * t
+            for o in range(begin, end, LANES):
+                store(out, o, multiply(silu(load_f32(y, o)), load_f32(y, job.results + o)))
 
     @jit
     def block(job: Any, index: int) -> None:
-        modules, all_rows, inputs, outputs = job.modules, job.rows, job.inputs, job.outputs
-        x, y, order, up = job.x, job.y, job.order, job.up
-        tile, module = index // modules, index % modules
+        modules, all_rows, inputs, parts = job.modules, job.rows, job.inputs, job.parts
+        order, vectors = job.order, job.results // LANES
+        tile, part = index // parts, index % parts
         at, behind = word(job.tiles, 2 * tile), word(job.tiles, 2 * tile + 1)
-        begin = 0 if module == 0 else i32(job.spans, module - 1)
-        end = min(i32(job.spans, module), outputs)
-        down = job.down + size * module * all_rows * inputs
-        rows = malloc((WORD + 4 * TOGETHER) * all_rows)
-        narrow = rows + WORD * all_rows
+        begin, end = LANES * first_unit(part, parts, vectors), LANES * first_unit(part + 1, parts, vectors)
+        first, last = (part, part + 1) if parts > 1 and not gated else (0, modules)
+        pairs = inputs // 2 if paired and inputs % (2 * LANES) == 0 else 0
+        rows = malloc((2 * all_rows + 2 * TOGETHER) * WORD + 4 * TOGETHER * (all_rows * modules + pairs))
+        places = rows + WORD * all_rows
+        four = places + WORD * all_rows
+        rounded = four + 2 * WORD * TOGETHER
+        narrow = rounded + 4 * TOGETHER * pairs
         count = list_rows(job.owners, job.units, all_rows // job.units, i32(job.slots, at), rows)
+        for r in range(count):
+            set_word(places, r, job.up + size * job.outputs * word(rows, r))
+        if gated and count == 0:
+            gate_alone(job, at, behind, begin, end)
+            at = behind
         while at < behind:
-            last = behind - 1
-            t0, t1 = i32(order, at), i32(order, min(at + 1, last))
-            t2, t3 = i32(order, min(at + 2, last)), i32(order, min(at + 3, last))
-            x0, x1, x2, x3 = x + 4 * inputs * t0, x + 4 * inputs * t1, x + 4 * inputs * t2, x + 4 * inputs * t3
-            for r in range(0, count, TOGETHER):
-                weights = down + size * inputs * word(rows, r)
-                narrowed(x0, x1, x2, x3, weights, inputs, narrow + 4 * r, all_rows)
-            y0, y1, y2, y3 = y + 4 * outputs * t0, y + 4 * outputs * t1, y + 4 * outputs * t2, y + 4 * outputs * t3
+            for i in range(TOGETHER):
+                token = i32(order, min(at + i, behind - 1))
+                set_word(four, i, job.y + 4 * job.outputs * token)
+                set_word(four, TOGETHER + i, job.out + 4 * job.results * token)
+            x0, x1 = job.x + 4 * inputs * i32(order, at), job.x + 4 * inputs * i32(order, min(at + 1, behind - 1))
+            x2 = job.x + 4 * inputs * i32(order, min(at + 2, behind - 1))
+            x3 = job.x + 4 * inputs * i32(order, min(at + 3, behind - 1))
+            if pairs > 0:
+                x0, x1 = round_row(x0, rounded, inputs), round_row(x1, rounded + 4 * pairs, inputs)
+                x2, x3 = round_row(x2, rounded + 8 * pairs, inputs), round_row(x3, rounded + 12 * pairs, inputs)
             tokens = min(TOGETHER, behind - at)
-            widened(y0, y1, y2, y3, tokens, up, begin, end, outputs, narrow, all_rows, rows, count)
+            for module in range(first, last):
+                own = narrow + 4 * TOGETHER * count * module
+                for r in range(0, count, TOGETHER):
+                    weights = job.down + size * inputs * (module * all_rows + word(rows, r))
+                    out = own + 4 * TOGETHER * r
+                    if pairs > 0:
+                        narrowed_by_pairs(x0, x1, x2, x3, weights, pairs, 4 * pairs, out)
+                    else:
+                        narrowed(x0, x1, x2, x3, weights, inputs, size * inputs, out)
+                if not gated:
+                    widen_module(job, four, tokens, module, own, places, count)
+            if gated:
+                widen_gated(job, four, tokens, begin, end, narrow, places, count)
             at += TOGETHER
         free(rows)
 
@@ -245,4 +348,4 @@ def kernel(storage: Storage) -> Kernel:
     def finish(job: Any) -> None:
         free(job.tiles)
 
-    return Kernel(kernel_table.ADAPTER, JOB, prepare, block, finish)
+    return Kernel(kernel_table.ADAPTER_GATE if gated else kernel_table.ADAPTER, JOB, prepare, block, finish)

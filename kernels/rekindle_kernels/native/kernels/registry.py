@@ -23,7 +23,6 @@ from rekindle_kernels.native.kernels import (
     rope,
     sample,
     scan,
-    silu_gate,
     write_kv,
 )
 from rekindle_kernels.native.kernels.attention_job import StoredHeads
@@ -69,6 +68,11 @@ def _prefill(kernel: Variant) -> Kernel:
     return prefill.kernel(_stored(kernel), paired)
 
 
+def _adapter(kernel: Variant) -> Kernel:
+    paired = kernel.dtype == "bfloat16" and has_feature("avx512bf16")
+    return adapter.kernel(STORAGE[kernel.dtype], gated=kernel.spec is table.ADAPTER_GATE, paired=paired)
+
+
 MAKERS: dict[KernelSpec, Callable[[Variant], Kernel]] = {
     table.MATVEC: _matvec,
     table.GEMM: _gemm,
@@ -83,9 +87,9 @@ MAKERS: dict[KernelSpec, Callable[[Variant], Kernel]] = {
     table.ARGMAX: lambda kernel: argmax.kernel(),
     table.SAMPLE: lambda kernel: sample.kernel(),
     table.GATE: lambda kernel: mask_gate.kernel(),
-    table.SILU_GATE: lambda kernel: silu_gate.kernel(),
     table.CONVOLUTION: lambda kernel: convolution.kernel(),
     table.GATED_DELTA: lambda kernel: delta.kernel(),
     table.SELECTIVE_SCAN: lambda kernel: scan.kernel(),
-    table.ADAPTER: lambda kernel: adapter.kernel(STORAGE[kernel.dtype]),
+    table.ADAPTER: _adapter,
+    table.ADAPTER_GATE: _adapter,
 }

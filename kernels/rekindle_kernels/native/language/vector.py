@@ -112,6 +112,19 @@ def llvm_call(name: str, result: ir.Type, *operands: ir.Type) -> Any:
     return emit
 
 
+def _folder(step: int) -> Any:
+    """Return what folds two vectors into one: the sums of lanes `step` apart, those of the second vector in the lanes
+    whose number has the bit `step`."""
+    low = [LANES + lane - step if lane & step else lane for lane in range(LANES)]
+    high = [LANES + lane if lane & step else lane + step for lane in range(LANES)]
+
+    def emit(builder: Any, a: Any, b: Any) -> Any:
+        first, second = (builder.shuffle_vector(a, b, ir.Constant(_WORDS, lanes)) for lanes in (low, high))
+        return builder.fadd(first, second)
+
+    return _operation(2, emit)
+
+
 def _power_of_two(builder: Any, exponent: Any) -> Any:
     integers = ir.VectorType(ir.IntType(32), LANES)
     biased = builder.add(builder.fptosi(exponent, integers), ir.Constant(integers, [127] * LANES))
@@ -139,6 +152,8 @@ with_sign_of = _operation(2, llvm_call(f"llvm.copysign.v{LANES}f32", FLOATS, FLO
 where_negative = _operation(  # a where x < 0, b elsewhere
     3, lambda builder, x, a, b: builder.select(builder.fcmp_ordered("<", x, ir.Constant(FLOATS, [0.0] * LANES)), a, b)
 )
+# Sixteen vectors folded by 1, 2, 4 and 8 are one: lane i has the total of the i-th.
+fold_1, fold_2, fold_4, fold_8 = (_folder(step) for step in (1, 2, 4, 8))
 power_of_two = _operation(1, _power_of_two)  # of an integer from -126 to 127
 
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from typing import Any
+from collections.abc import Awaitable, Generator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import anyio
 
 from rekindle._src.cli.usage import adapters_by_name, api_keys, engine_options, models_by_name, paths_by_name
 from rekindle._src.replicas.opening_fleet import fleet
@@ -14,6 +17,30 @@ from rekindle._src.serve.metrics import dashboard
 from rekindle._src.serve.server import address, warn_if_open
 from rekindle._src.session.opening import open
 from rekindle.errors import MissingExtra, RekindleError
+
+if TYPE_CHECKING:
+    from rekindle._src.replicas.fleet import Fleet
+
+
+class _FleetOpening:
+    """A fleet that is being opened, and loads adapters before it takes requests."""
+
+    def __init__(self, opening: Awaitable[Fleet], adapters: Mapping[str, str]) -> None:
+        self._opening, self._adapters = opening, adapters
+
+    def __await__(self) -> Generator[Any, Any, Fleet]:
+        return self._open().__await__()
+
+    async def _open(self) -> Fleet:
+        opened = await self._opening
+        try:
+            for name, folder in self._adapters.items():
+                await opened.load_adapter(name, folder)
+        except BaseException:
+            with anyio.CancelScope(shield=True):
+                await opened.aclose()
+            raise
+        return opened
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -42,7 +69,9 @@ def run(arguments: argparse.Namespace) -> int:
         if any(roles.values()):
             replica_options["roles"] = {name: count for name, count in roles.items() if count is not None}
         openings = {
-            name: fleet(model, steering={} if index else steering, **replica_options)
+            name: _FleetOpening(
+                fleet(model, steering={} if index else steering, **replica_options), {} if index else adapters
+            )
             for index, (name, model) in enumerate(models.items())
         }
     failures: list[BaseException] = []

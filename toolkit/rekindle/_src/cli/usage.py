@@ -252,13 +252,8 @@ def paths_by_name(option: str, texts: Sequence[str], kind: str) -> dict[str, str
 
 
 def adapters_by_name(arguments: argparse.Namespace) -> dict[str, str]:
-    """Return the folders of adapters by their names. Raise ConfigError for a fleet, which takes none."""
-    by_name = paths_by_name("--adapter", arguments.adapter, "folder")
-    replicated = any((arguments.replicas, arguments.prefill, arguments.decode))
-    if replicated and (by_name or arguments.adapter_loading):
-        fix = "Leave them out, or serve without --replicas"
-        raise ConfigError("--adapter", [*by_name], "can't be had by a fleet: adapters belong to one session", fix)
-    return by_name
+    """Return the folders of adapters by their names."""
+    return paths_by_name("--adapter", arguments.adapter, "folder")
 
 
 def api_keys(arguments: argparse.Namespace) -> list[str]:

@@ -118,13 +118,14 @@ class _Delta:
         implementation: str | None,
     ) -> None:
         self._chunks, self._owners, self._outputs, self._first = chunks, owners, outputs, first
-        self._tokens, self.implementation = tokens, implementation
+        self._tokens, self._implementation = tokens, implementation
 
-    def add(self, y: Array, x: Array) -> Array:
-        """Return y [T, out] plus what the adapters make of x [T, in]."""
+    def add(self, y: Array, x: Array, gate: str | None = None) -> Array:
+        """Return y [T, out] plus what the adapters make of x [T, in]; with the name of an activation, gated by it."""
         flat, rows = y.reshape(-1, y.shape[-1]), x.reshape(-1, x.shape[-1])
         with jax.named_scope("adapters"):
-            return self._added(flat, rows, self._owners, self._tokens, self._first).reshape(y.shape)
+            added = self._added(flat, rows, self._owners, self._tokens, self._first, gate)
+        return added.reshape(*y.shape[:-1], -1)
 
     @property
     def needed(self) -> Array:
@@ -150,7 +151,10 @@ class _Delta:
         own: Array = self._owners[self._first : self._first + len(self._chunks)]
         return own
 
-    def _added(self, y: Array, x: Array, owners: Array, tokens: AdaptedTokens, first: int) -> Array:
+    def _added(
+        self, y: Array, x: Array, owners: Array, tokens: AdaptedTokens, first: int, gate: str | None = None
+    ) -> Array:
+        last = len(self._chunks) - 1
         for index, chunk in enumerate(self._chunks):
             y = rekindle_kernels.add_adapters(
                 y,
@@ -161,6 +165,7 @@ class _Delta:
                 tokens,
                 place=first + index,
                 outputs=self._outputs,
-                implementation=self.implementation,
+                gate=gate if index == last else None,
+                implementation=self._implementation,
             )
         return y

@@ -8,16 +8,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-import rekindle_kernels
+from rekindle_kernels import gated
 
 
 class Delta(Protocol):
     """An addition at one site."""
 
-    implementation: str | None  # of a gate that follows
-
-    def add(self, y: Array, x: Array) -> Array:
-        """Return y [T, out] plus what is made of x [T, in]."""
+    def add(self, y: Array, x: Array, gate: str | None = None) -> Array:
+        """Return y [T, out] plus what is made of x [T, in], gated [T, out / 2] if an activation is named."""
         ...
 
 
@@ -67,18 +65,15 @@ class _Adapted:
 
     def __call__(self, x: Array, *, norm: Any = None, gate: str | None = None, residual: Array | None = None) -> Array:
         x = x if norm is None else norm(x)
-        y = self._added(self._layer(x, residual=residual if gate is None else None), x)
-        if gate is None:
-            return y
-        y = rekindle_kernels.gate_rows(y, gate, implementation=self._delta.implementation)
-        return y if residual is None else residual + y
+        y = self._added(self._layer(x, residual=residual if gate is None else None), x, gate)
+        return y if gate is None or residual is None else residual + y
 
-    def _added(self, y: Array, x: Array) -> Array:
+    def _added(self, y: Array, x: Array, gate: str | None) -> Array:
         shards = getattr(self._layer, "shards", None)
         if shards is None:
-            return self._delta.add(y, x)
+            return self._delta.add(y, x, gate)
         whole: Array = y + shards.sum(self._delta.add(jnp.zeros_like(y), x))  # x is a device's part of the inputs
-        return whole
+        return whole if gate is None else gated(whole, gate)
 
 
 class _AdaptedExperts:

@@ -17,6 +17,7 @@ from rekindle._src.models.adapters.adapted import adapt
 from rekindle._src.models.adapters.sites import Site, sites_of
 from rekindle._src.models.base import Graph, LoadedModel, merge
 from rekindle._src.models.plain import token_logprobs
+from rekindle_kernels import gated
 
 Line = tuple[Sequence[int], int]  # token ids, and how many of them are a prompt that is not learned
 Pair = tuple[Array, Array]  # lora_a [in, rank], lora_b [rank, out]
@@ -102,12 +103,10 @@ def _loss(params: dict[str, Pair], graph: Graph, leaves: Any, tokens: Array, mas
 class _Trained:
     """The product of the matrices that are trained."""
 
-    implementation: str | None = "xla"
-
     def __init__(self, pair: Pair) -> None:
         self._pair = pair
 
-    def add(self, y: Array, x: Array) -> Array:
+    def add(self, y: Array, x: Array, gate: str | None = None) -> Array:
         down, up = self._pair
-        delta = jnp.matmul(jnp.matmul(x.astype(jnp.float32), down), up)
-        return y + delta.astype(y.dtype)
+        y = y + jnp.matmul(jnp.matmul(x.astype(jnp.float32), down), up).astype(y.dtype)
+        return y if gate is None else gated(y, gate)
