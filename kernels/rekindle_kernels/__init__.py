@@ -143,7 +143,7 @@ _HOMES = {  # modules and their public names; loaded at first use, since they im
 }
 _MODULES = {name: f"rekindle_kernels.{module}" for module, names in _HOMES.items() for name in names}
 
-__all__ = [
+__all__ = [  # noqa: RUF022  in the order of `sorted`, as every package's
     "AdaptedTokens",
     "AdapterCall",
     "AttentionCall",
