@@ -100,3 +100,27 @@ def test_a_page_that_can_not_be_restored_fails_who_holds_it_and_is_computed_the_
     loop.submit(later)
     loop.run()
     exact(loop, later)
+
+
+def test_all_pages_can_be_taken_after_a_restore_has_failed_while_a_step_was_in_flight() -> None:
+    """The request that fails holds pages whose children have left the device: these can be evicted when it ends."""
+    loop = Loop(pages=24, page_size=4, max_tokens_per_step=16, host_tier=DictTier(1000))
+
+    def run(prompt: list[int]) -> None:
+        request = make_request(prompt, max_tokens=4)
+        loop.submit(request)
+        loop.run()
+        assert loop.output(request) == loop.model.generate(request)
+
+    first = [position * 7 % 90 for position in range(60)]
+    run(first)
+    run([(50 + 3 * position) % 89 for position in range(64)])
+    loop.runner.lose = lambda move: StoreError("it is gone")
+    loop.submit(make_request([*first, 91], max_tokens=4))
+    for _ in range(2):
+        plan = loop.scheduler.plan()
+        assert plan is not None
+        loop.in_flight.append(loop.runner.dispatch(plan))
+    loop.run()
+    loop.runner.lose = lambda move: None
+    run([(30 + 3 * position) % 89 for position in range(88)])

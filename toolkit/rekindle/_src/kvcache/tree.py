@@ -346,6 +346,8 @@ class PrefixCache:
         """Note that a sequence has released its pages, the deepest of which is that of `node`."""
         # It was in use until now. Its ancestors may keep an older time, since they leave after it in any case.
         self._leaves.record_use(node, self.clock())
+        while not node.page and node.parent is not None:  # taken off the device meanwhile: a restore has failed
+            node = node.parent
         self._leaves.offer(node)
 
     def evict(self, count: int, *, read_out: bool = True) -> list[PageMove]:
