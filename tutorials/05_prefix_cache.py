@@ -42,7 +42,7 @@ print(f"{length} tokens, {length // PAGE} full pages and {length % PAGE} tokens 
 #
 # <details><summary>Answer</summary>
 #
-# **80**: five whole pages. The other three are on a page that continues differently.
+# **80**: five whole pages. The other three are on a page that continues differently; from four tokens on, that page would be copied, too.
 #
 # </details>
 
@@ -257,7 +257,7 @@ def predicted(prompts: list[list[int]], page: int) -> list[int]:
 
 await small.cache.clear()
 first, second, third = (rng.integers(300, 1500, 2 * PAGE).tolist() for _ in range(3))
-prompts = [[*first, *second, 7], [*first, *third, 7], [*second, *first, 7], [*first, *second], [*first, *third[:5]]]
+prompts = [[*first, *second, 7], [*first, *third, 7], [*second, *first, 7], [*first, *second], [*first, *third[:4]]]
 measured = [(await small.generate(ids, max_tokens=1)).usage.cached_tokens for ids in prompts]
 print(predicted(prompts, PAGE), measured)
 assert predicted(prompts, PAGE) == measured, "whole pages of a common beginning are found, and nothing else"

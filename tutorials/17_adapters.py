@@ -183,7 +183,7 @@ story = "Tom had a red ball. Anna had a blue ball. They played in the garden eve
 cached = {}
 await session.load_adapter("corsair", loras["pirate"])
 for name in (None, "pirate", "butler", "pirate", "corsair"):
-    done = await session.generate(story, adapter=name, max_tokens=8)
+    done = await session.generate(story, adapter=name, max_tokens=1)
     cached[name] = [*cached.get(name, []), done.usage.cached_tokens]
     print(f"{name or 'base':8} {done.usage.cached_tokens:2} of {done.usage.prompt_tokens} tokens from the cache")
 assert cached[None] == cached["butler"] == [0], "other weights find nothing"

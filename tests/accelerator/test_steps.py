@@ -21,7 +21,7 @@ from rekindle._src.models.base import abstract_model
 from rekindle._src.models.registry import config_from_hf
 from rekindle._src.programs import pinned_pages
 from rekindle._src.programs.buckets import Bucket
-from rekindle._src.programs.helpers import Helper
+from rekindle._src.programs.helpers import COPY, Helper
 from rekindle._src.programs.programs import Programs, compiler_options
 from rekindle_kernels import deprecated
 
@@ -96,14 +96,14 @@ def test_a_step_is_one_graph_and_copies_no_pages(step: Step, platform: str, row:
         assert layer <= step.kernels
 
 
-@pytest.mark.parametrize("name", ["tables", "gather", "scatter"])
+@pytest.mark.parametrize("name", ["tables", "gather", "scatter", "copy"])
 def test_pages_and_tables_move_in_few_kernels(
     name: str, platform: str, row: Row, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pinned_pages, "used", lambda parts: True)  # a GPU that is not there has no list of memories
     with compilers.target(platform), deprecated.known():
         own = programs.__wrapped__(platform, "8b", None)
-        pages = own.moved_pages[0] if name != "tables" else 0
+        pages = {"tables": 0, "copy": COPY.pages}.get(name, own.moved_pages[0])
         key = Helper(name, pages)
         made = compilers.compiled(own.build(key), platform, compiler_options())
     kv = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(own.kv))
@@ -115,7 +115,7 @@ def test_pages_and_tables_move_in_few_kernels(
     )  # fmt: skip
     assert not made.moves(kv // len(own.kv) // 2)
     assert memory.temp_size_in_bytes <= 3 * moving + MIB
-    if name == "scatter":
+    if name in ("scatter", "copy"):
         assert memory.alias_size_in_bytes >= kv, "pages are not updated in place"
     if platform == "gpu":
         assert kernels <= 4 * len(own.kv), "a kernel for each page and layer"

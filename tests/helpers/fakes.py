@@ -261,6 +261,8 @@ class FakeRunner:
                 lost.append(LostPage(move, reason))
                 continue
             self.memory[move.page] = self.host_tier.get(move.digest)[0][0]
+        for copy in plan.copies:
+            self.memory[copy.page] = self.memory[copy.source]
         leaving_states = tuple((move.digest, self.states[move.page : move.page + 1].copy()) for move in plan.states_out)
         lost_states = []
         for move in plan.states_in:
@@ -424,6 +426,9 @@ class FakeRunner:
                 written |= dict.fromkeys(mine, row.request.id)
         restored = {move.page for move in plan.restore}
         assert len(restored) == len(plan.restore) and restored.isdisjoint(written)
+        copied = {copy.page for copy in plan.copies}
+        assert len(copied) == len(plan.copies) and copied.isdisjoint(restored), "a page is filled twice"
+        assert copied.isdisjoint(copy.source for copy in plan.copies), "a copy is copied in the same step"
 
 
 class ByteTokenizer:

@@ -57,6 +57,7 @@ class Loop:
         edge: int = 1,
         state_tier: DictTier | None = None,
         whole: bool = False,
+        least_copied: int | None = None,
     ) -> None:
         """With `states`, the slots of the tree, a model has states, and the tree some at every `state_step` pages.
 
@@ -91,6 +92,7 @@ class Loop:
                 root_digest("fake"),
                 host_tier=host_tier,
                 states=tree_states if prefix_cache else None,
+                least_copied=least_copied,
                 clock=lambda: float(next(self.ticks)),
             )
             for pool in self.pools

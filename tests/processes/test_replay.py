@@ -16,7 +16,7 @@ import pytest
 from helpers.driving import Driver, plain_tokens, tiny_config, tiny_model
 from helpers.fakes import DictTier
 from helpers.guides import RuleGuide
-from rekindle._src.core.records import PageMove, StepPlan
+from rekindle._src.core.records import PageCopy, PageMove, StepPlan
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.execution.runner import Runner
 from rekindle._src.models.placement import placement_of
@@ -34,7 +34,9 @@ OUT, BACK = b"o" * 32, b"b" * 32
 @pytest.fixture(scope="module")
 def programs() -> Programs:
     shapes = PLACEMENT.shapes(MODEL.leaves)
-    return Programs(MODEL.config, MODEL.graph, shapes, tiny_config(host_memory=1 << 20), placement=PLACEMENT)
+    return Programs(
+        MODEL.config, MODEL.graph, shapes, tiny_config(host_memory=1 << 20, page_size=16), placement=PLACEMENT
+    )
 
 
 class Both(NamedTuple):
@@ -123,6 +125,8 @@ def test_a_follower_makes_every_kind_of_call(both: Both) -> None:
     driver.runner.fetch(driver.runner.dispatch(StepPlan(0, (), (), offload=moves)))
     back = tuple(PageMove(page, move.digest) for page, move in zip((37, 38), moves, strict=True))
     driver.runner.fetch(driver.runner.dispatch(StepPlan(0, (), (), restore=back)))
+    copies = tuple(PageCopy(page, 36 - place) for place, page in enumerate((*pages, *pages, *pages)))  # two calls
+    driver.runner.fetch(driver.runner.dispatch(StepPlan(0, (), (), copies=copies)))
     for live in lives:
         driver.remove(live)
     driver.solo(prompt_of(7, 5), Sampling(max_tokens=2))
@@ -130,7 +134,8 @@ def test_a_follower_makes_every_kind_of_call(both: Both) -> None:
     both.compare()
     kv = both.replay._calls.kv if both.replay._calls else ()
     for leaf in jax.tree.leaves(kv):
-        np.testing.assert_array_equal(np.asarray(leaf)[pages], np.asarray(leaf)[[37, 38]])
+        for places in ([37, 38], [36, 35], [34, 33], [32, 31]):
+            np.testing.assert_array_equal(np.asarray(leaf)[pages], np.asarray(leaf)[places])
     driver.runner.close()
     both.team.close()
     both.thread.join(10)

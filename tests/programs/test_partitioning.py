@@ -12,7 +12,7 @@ from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.mesh_shape import checked_mesh
 from rekindle._src.models.placement import MeshPlacement, placement_of
 from rekindle._src.programs.device_layout import PAGES, WHOLE
-from rekindle._src.programs.helpers import ADMIT, GATHER, MEMORY, SCATTER
+from rekindle._src.programs.helpers import ADMIT, COPY, GATHER, MEMORY, SCATTER
 from rekindle._src.programs.partitioning import Partitioning, Recipe
 from rekindle._src.programs.program_key import config_fields
 from rekindle._src.programs.programs import Programs
@@ -32,7 +32,7 @@ def test_on_one_device_nothing_is_wrapped() -> None:
 
     def function() -> None: ...
 
-    for key in (*ALONE.lattice, MEMORY, ADMIT, GATHER, SCATTER):
+    for key in (*ALONE.lattice, MEMORY, ADMIT, COPY, GATHER, SCATTER):
         recipe = ALONE._recipes.recipe(key)
         assert parts.wrap(recipe, function) is function
         assert parts.arguments(recipe) is recipe.arguments
@@ -47,7 +47,7 @@ def test_the_option_is_in_no_key_of_one_device() -> None:
 
 
 def test_every_kind_of_program_says_how_all_of_its_operands_lie() -> None:
-    for key in (*ALONE.lattice, MEMORY, ADMIT, GATHER, SCATTER):
+    for key in (*ALONE.lattice, MEMORY, ADMIT, COPY, GATHER, SCATTER):
         recipe = ALONE._recipes.recipe(key)
         assert len(recipe.operands) == len(recipe.arguments), key
         made = jax.eval_shape(recipe.function, *recipe.arguments)

@@ -23,7 +23,7 @@ from rekindle._src.models.registry import config_from_hf
 from rekindle._src.programs import warming
 from rekindle._src.programs.buckets import PROCESSED, Bucket
 from rekindle._src.programs.device_layout import WHOLE
-from rekindle._src.programs.helpers import ADMIT, MEMORY, Key
+from rekindle._src.programs.helpers import ADMIT, COPY, MEMORY, Key
 from rekindle._src.programs.partitioning import Recipe
 from rekindle._src.programs.processors import LogitsProcessor
 from rekindle._src.programs.programs import Programs
@@ -145,6 +145,12 @@ def test_moves_are_compiled_only_where_pages_can_leave() -> None:
     names = {key.name for key in programs_of().keys}
     bare = Programs(CONFIG, GRAPH, LEAVES, tiny_config(host_memory=0, disk_memory=0))
     assert names - {key.name for key in bare.keys} == {"gather", *FILLS}
+
+
+def test_copies_are_compiled_only_where_pages_are_shared_in_part() -> None:
+    for options, there in (({"page_size": 16}, True), ({"page_size": 8}, False), ({"prefix_cache": False}, False)):
+        programs = Programs(CONFIG, GRAPH, LEAVES, tiny_config(**{"page_size": 16, **options}))
+        assert (COPY in programs.keys) == there, options
 
 
 def test_warming_in_the_background_gets_everything_and_can_be_stopped() -> None:
@@ -324,3 +330,17 @@ def test_jax_deprecating_the_gpu_kernels_stops_no_program(monkeypatch: pytest.Mo
     monkeypatch.setattr(Recipes, "recipe", saying("something else is deprecated"))
     with pytest.raises(DeprecationWarning, match="something else"):
         programs.build(MEMORY)
+
+
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8"])
+def test_pages_are_copied_in_place_in_every_layer(kv_dtype: str) -> None:
+    programs = Programs(CONFIG, GRAPH, LEAVES, tiny_config(kv_dtype=kv_dtype, page_size=16))
+    program, draw = programs.get(COPY), np.random.default_rng(1)
+    leaves, tree = jax.tree.flatten(programs.kv)
+    before = [(draw.random(leaf.shape) * 99).astype(leaf.dtype) for leaf in leaves]
+    sources, ids = np.array([5, 5, 2, 0], np.int32), np.array([7, 9, 30, 0], np.int32)
+    memory = jax.tree.unflatten(tree, [jnp.asarray(leaf) for leaf in before])
+    for leaf, array in zip(before, jax.tree.leaves(program(memory, sources, ids)), strict=True):
+        leaf[ids] = leaf[sources]
+        np.testing.assert_array_equal(array, leaf)
+    assert program.memory_analysis().alias_size_in_bytes >= sum(leaf.nbytes for leaf in before)

@@ -42,6 +42,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         state_step=st.sampled_from([1, 2]),
         edge=st.sampled_from([1, 2, 4]),
         state_tier=st.sampled_from([None, 2, 1000]),
+        least_copied=st.sampled_from([0, 1, 2]),
     )
     def start(
         self,
@@ -63,6 +64,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         state_step: int,
         edge: int,
         state_tier: int | None,
+        least_copied: int,
     ) -> None:
         self.depth = depth
         self.turns = 0
@@ -81,6 +83,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             prefix_cache=cached,
             states=states,
             state_step=state_step,
+            least_copied=least_copied,
             edge=edge if states is not None and edge <= budget - max_requests else 1,
             state_tier=None if state_tier is None else DictTier(state_tier),
             host_tier=None if tier is None else DictTier(tier),

@@ -169,9 +169,16 @@ class PageMove(NamedTuple):
     digest: bytes
 
 
+class PageCopy(NamedTuple):
+    """A page of a row, whose first tokens another page on the device has already."""
+
+    source: int
+    page: int
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The work of one step. Order on the device: offload reads, then restore writes, then the rows."""
+    """The work of one step. Order on the device: offload reads, then restore writes, then copies, then the rows."""
 
     step: int
     decode: tuple[Row, ...]
@@ -181,6 +188,7 @@ class StepPlan:
     states_out: tuple[PageMove, ...] = ()  # slots of states to read out, as `offload`
     states_in: tuple[PageMove, ...] = ()  # slots of states to fill, as `restore`
     loads: tuple[AdapterLoad, ...] = ()  # adapters to put on the device before the rows run
+    copies: tuple[PageCopy, ...] = ()  # pages to copy on the device before the rows run
 
     @property
     def rows(self) -> tuple[Row, ...]:

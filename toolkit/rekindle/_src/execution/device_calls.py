@@ -17,7 +17,18 @@ from rekindle._src.core.records import IntArray
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs import pinned_pages
 from rekindle._src.programs.buckets import Bucket
-from rekindle._src.programs.helpers import COLLECT, GATHER, LENS, SCATTER, STATE_IN, STATE_OUT, TABLES, Helper, Key
+from rekindle._src.programs.helpers import (
+    COLLECT,
+    COPY,
+    GATHER,
+    LENS,
+    SCATTER,
+    STATE_IN,
+    STATE_OUT,
+    TABLES,
+    Helper,
+    Key,
+)
 from rekindle._src.programs.page_tables import PUT
 from rekindle._src.programs.programs import Programs
 from rekindle._src.programs.sent_tables import SentTables
@@ -57,6 +68,9 @@ class Recorder:
 
     def scatter(self, ids: np.ndarray, digests: Sequence[bytes]) -> None:
         """Note that pages are filled with the parts that each process has kept."""
+
+    def copy(self, sources: np.ndarray, ids: np.ndarray) -> None:
+        """Note that pages are copied to others on the device."""
 
     def scatter_pinned(self) -> None:
         """Note that pages are filled from one payload for all of them."""
@@ -216,6 +230,13 @@ class DeviceCalls:
         self._recorder.scatter_pinned()
         program = self.program(self._mover(SCATTER, ids))
         self.kv = program(self.kv, ids, pinned_pages.begin_to_device(self.programs.parts, payload))
+
+    def copy(self, sources: np.ndarray, ids: np.ndarray) -> None:
+        """Copy the pages `sources` to the pages `ids`, as many for each shard as one call copies."""
+        program = self.program(COPY)
+        self._recorder.copy(sources, ids)
+        with self._reported:
+            self.kv = program(self.kv, sources, ids)
 
     def state_out(self, slot: int) -> Any:
         """Begin to read the states in a slot, and to copy them to the host."""

@@ -13,11 +13,12 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from rekindle._src.core.records import LostPage, PageMove
+from rekindle._src.core.records import LostPage, PageCopy, PageMove
 from rekindle._src.execution.device_calls import DeviceCalls
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs import pinned_pages
 from rekindle._src.programs.data_shards import Batch
+from rekindle._src.programs.helpers import COPY
 from rekindle._src.programs.page_parts import PageParts
 from rekindle.errors import StoreError
 
@@ -115,6 +116,17 @@ class PageTransfers:
             assert self._host_tier is not None, "a page is restored without a host tier"
             self._host_tier.record_copy(len(payloads), time.perf_counter() - start)
         return tuple(lost)
+
+    def copy(self, copies: Sequence[PageCopy]) -> None:
+        """Copy pages on the device, in the order of the calls."""
+        if not copies:
+            return
+        sources = {copy.page: copy.source for copy in copies}
+        for batch in self._shards.batches([PageMove(page, b"") for page in sources], (COPY.pages,)):
+            from_ids = np.zeros_like(batch.ids)
+            for move, place in zip(batch.moves, batch.places, strict=True):
+                from_ids[place] = sources[move.page] % self._shards.pages
+            self._calls.copy(from_ids, batch.ids)
 
     def _fill(self, batch: Batch, pages: Mapping[int, paged.Payload]) -> None:
         """Fill the pages of a batch, each with the payload for its place among them."""

@@ -98,6 +98,7 @@ class Runner:
         self._poll(start)
         leaving = self._transfers.read_out(plan.offload)
         lost = self._transfers.restore(plan.restore)
+        self._transfers.copy(plan.copies)
         leaving_states = self._states.read_out(plan.states_out)
         lost_states = self._states.restore(plan.states_in)
         if plan.loads:

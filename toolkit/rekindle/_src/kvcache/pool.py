@@ -66,6 +66,10 @@ class PagePool:
         """Return how many of `pages` only the prefix cache references."""
         return int(np.count_nonzero(self._refs[np.asarray(pages, np.int32)] == 1)) if len(pages) else 0
 
+    def held_alone(self, pages: IntArray, counts: NDArray[np.intp]) -> int:
+        """Return how many of `pages`, which differ, have as many holders as `counts` says, beside the prefix cache."""
+        return int(np.count_nonzero(self._refs[pages] - self._kept[pages] == counts))
+
     def can_take(self, count: int) -> bool:
         return count <= len(self._free)
 

@@ -23,6 +23,8 @@ from numpy.typing import NDArray
 
 from rekindle._src.core import html
 from rekindle._src.core.records import IntArray, PageMove
+from rekindle._src.kvcache.beginnings import Beginnings, common
+from rekindle._src.kvcache.beginnings import least_copied as least_of
 from rekindle._src.kvcache.digest import altered_by, page_keys, salt_key, salted_root
 from rekindle._src.kvcache.eviction import EvictionQueue
 from rekindle._src.kvcache.kept import KeptCaptures
@@ -93,8 +95,11 @@ class PrefixCache:
         host_tier: TierLike | None = None,
         states: TreeStates | None = None,
         kept: KeptCaptures | None = None,
+        least_copied: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`least_copied` tokens at the beginning of a page are worth a copy of it; 0: none are, None: the page size
+        decides. In models with states none are: a state would be there at the end of whole pages alone."""
         self.pool, self.page_size, self.root_key = pool, page_size, root_key
         self.host_tier, self.clock, self.states, self.kept = host_tier, clock, states, kept
         if states is not None:
@@ -102,12 +107,16 @@ class PrefixCache:
         self.version = 0  # changes whenever a match may turn out differently
         self.generation = 0  # counts resets: a sequence of an older generation neither publishes nor releases
         self.pinned_pages = 0
+        self.least_copied = least_of(page_size) if least_copied is None else least_copied
+        if states is not None:
+            self.least_copied = 0
         self._forgotten = 0
         self._counts = {field.name: 0 for field in dataclasses.fields(CacheStatistics)[6:]}
         self._leaves = EvictionQueue(pool)
         self._altered: dict[str, set[bytes]] = {}  # roots by what changes their pages
         self._aside: dict[bytes, tuple[NodeTable, OffloadedNodes]] = {}  # by root, those of other weights
         self._table, self._offloaded = self._empty()
+        self._beginnings = Beginnings(self.least_copied)
 
     def __len__(self) -> int:
         return len(self._table)
@@ -217,6 +226,14 @@ class PrefixCache:
         count = self.states.deepest(nodes[:usable], self.states.usable)
         return PrefixMatch(nodes[:count], min(on_device, count), usable)
 
+    def beginning(self, key: int, tokens: IntArray) -> tuple[Node | None, int]:
+        """Return a page on the device, behind the one with this key, that has the first of `tokens`, and how many.
+
+        None and 0 if there is none from which a copy is worth it. The tokens before the page are not compared.
+        """
+        node = self._beginnings.find(key, tokens)
+        return (None, 0) if node is None else (node, common(self._table.tokens_of(node), tokens))
+
     def to_fetch(self, keys: Sequence[int], tokens: IntArray, salt: str | None = None) -> tuple[list[bytes], int]:
         """Return the digests of pages to fetch from disk, so that every known page of `tokens` can be matched.
 
@@ -293,12 +310,14 @@ class PrefixCache:
         for node in added:
             node.requested = True
             self._leaves.record_use(node, now)
+            self._beginnings.add(node, self._table.tokens_of(node))
         used, shared, duplicates = list(pages), [], []
         for index, node in enumerate(known):
             node.requested = True
             self._leaves.record_use(node, now)
             if not node.page:
                 self._attach(node, pages[index])
+                self._beginnings.add(node, self._table.tokens_of(node))
                 keep.append(pages[index])
             else:
                 used[index] = node.page
@@ -349,6 +368,12 @@ class PrefixCache:
         while not node.page and node.parent is not None:  # taken off the device meanwhile: a restore has failed
             node = node.parent
         self._leaves.offer(node)
+
+    def offer(self, key: int, page: int) -> None:
+        """Note that a page has one holder less, which is that of the node with this key if it is in the tree."""
+        node = self._table.get(key)
+        if node is not None and node.page == page:
+            self._leaves.offer(node)
 
     def evict(self, count: int, *, read_out: bool = True) -> list[PageMove]:
         """Free up to `count` device pages; returns those whose content has to be read out before it is overwritten."""
@@ -463,6 +488,7 @@ class PrefixCache:
         self._offloaded.forgotten = 0
         kept = self._aside.pop(self.root_key, None)
         self._table, self._offloaded = self._empty() if kept is None else kept
+        self._beginnings = Beginnings(self.least_copied)
         self._altered.clear()
         self._leaves.clear()
         if self.host_tier is not None and not keep:
@@ -515,6 +541,7 @@ class PrefixCache:
         assert sum(bool(node.state) for node in self) == (0 if self.states is None else len(self.states)), (
             "a state is in the tree twice, or kept without a node"
         )
+        self._beginnings.check_integrity()
         if self.kept is not None:
             self.kept.check_integrity()
 
@@ -536,6 +563,7 @@ class PrefixCache:
             self.states.leave(node, read_out=read_out)
         if node.pins:
             self.pool.release([node.page])
+        self._beginnings.remove(node, self._table.tokens_of(node))
         self.pool.drop(node.page)
         node.page = 0
         parent.device_children -= 1

@@ -93,6 +93,7 @@ class Kind(enum.IntEnum):
     HAVE = 34
     STORE = 35
     FORGET = 36
+    COPY = 37
 
 
 # Bytes of a message's content. Nothing is allocated for a longer one.
@@ -133,6 +134,7 @@ LIMITS = {
     Kind.HAVE: 64 * _MIB,
     Kind.STORE: 64 * _MIB,
     Kind.FORGET: 0,
+    Kind.COPY: _KIB,
 }
 
 

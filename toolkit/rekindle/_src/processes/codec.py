@@ -334,6 +334,15 @@ class CallCodec:
             raise ProcessLost(f"{len(digests)} pages are named, {FEW} are the most")
         return ids, digests
 
+    def encode_copy(self, sources: np.ndarray, ids: np.ndarray) -> bytes:
+        return packed(sources) + packed(ids)
+
+    def read_copy(self, content: bytes) -> tuple[np.ndarray, np.ndarray]:
+        reader = Reader(content)
+        sources, ids = self._ids(reader), self._ids(reader)
+        reader.end()
+        return sources, ids
+
     def encode_digests(self, digests: Sequence[bytes]) -> bytes:
         return b"".join(digests)
 

@@ -155,6 +155,8 @@ class Replay:
                 ids, digests = codec.read_move(content)
                 pages = [codec.parts.to_scatter(self._pages.get(digest)) for digest in digests]
                 self._device_calls.scatter(ids, pages, digests)
+            case Kind.COPY:
+                self._device_calls.copy(*codec.read_copy(content))
             case Kind.KEEP:
                 digest, part = codec.read_part(content)
                 self._pages.keep(digest, part)

@@ -289,6 +289,9 @@ class Team(OtherProcesses):
     def scatter(self, ids: np.ndarray, digests: Sequence[bytes]) -> None:
         self._broadcast(Kind.SCATTER, self._encoder().encode_move(ids, digests))
 
+    def copy(self, sources: np.ndarray, ids: np.ndarray) -> None:
+        self._broadcast(Kind.COPY, self._encoder().encode_copy(sources, ids))
+
     def scatter_pinned(self) -> None:
         raise AssertionError("processes exchange pages one by one")
 

@@ -23,7 +23,7 @@ class Helper:
 
     "memory" makes pages and state, "admit" writes a request's history into its slot, "tables" writes whole page tables,
     "gather" and "scatter" move pages; "collect" is a gather that gives each process of several the whole pages.
-    "lens" computes logits of rows of the residual stream.
+    "copy" copies pages on the device. "lens" computes logits of rows of the residual stream.
     "state_out" and "state_in" move the states of one sequence.
     """
 
@@ -39,6 +39,7 @@ Key = Bucket | Helper  # the name of a program: a step is named by its bucket
 STATE_OUT, STATE_IN = Helper("state_out", 1), Helper("state_in", 1)
 MEMORY, ADMIT, TABLES = Helper("memory"), Helper("admit"), Helper("tables")
 GATHER, SCATTER, COLLECT = Helper("gather", FEW), Helper("scatter", FEW), Helper("collect", FEW)
+COPY = Helper("copy", FEW)
 
 
 LENS = Helper("lens", 32)

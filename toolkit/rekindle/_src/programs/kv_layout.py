@@ -157,6 +157,12 @@ def scatter(kv: KV, ids: Array, pages: Sequence[Payload]) -> KV:
     return tuple(filled)
 
 
+def copy(kv: KV, sources: Array, ids: Array) -> KV:
+    """Write the pages `sources` to the pages `ids`; ids that pad both are 0."""
+    payload = gather(kv, sources)
+    return scatter(kv, ids, [tuple(leaf[at : at + 1] for leaf in payload) for at in range(ids.shape[0])])
+
+
 def _pages(kv: KV, number: int) -> LayerKV:
     pages = kv[number].pages
     assert pages is not None, "the layer has pages"

@@ -21,6 +21,7 @@ import jax
 from rekindle._src.core.adapters import units_for
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.memory import gc_paused, give_back
+from rekindle._src.kvcache.beginnings import least_copied
 from rekindle._src.models.adapters.sites import sites_of
 from rekindle._src.models.base import ALONE, Graph, Placement
 from rekindle._src.models.config import ModelConfig
@@ -33,6 +34,7 @@ from rekindle._src.programs.data_shards import DataShards
 from rekindle._src.programs.features import Features, features_of
 from rekindle._src.programs.helpers import (
     ADMIT,
+    COPY,
     LENS,
     MEMORY,
     STATE_IN,
@@ -145,7 +147,9 @@ class Programs:
         moves = [Helper(kind, pages) for kind in kinds for pages in sizes]
         tables = (TABLES,) if self.resident else ()
         states = (STATE_OUT, STATE_IN) if sizes and self.model.is_recurrent and self.config.prefix_cache else ()
-        return (*self._lattice, MEMORY, ADMIT, *tables, *moves, *(self.fills if sizes else ()), *states)
+        shared = self.config.prefix_cache and not self.model.is_recurrent and least_copied(self.page_size)
+        copies = (COPY,) if shared else ()
+        return (*self._lattice, MEMORY, ADMIT, *tables, *copies, *moves, *(self.fills if sizes else ()), *states)
 
     @property
     def guided_keys(self) -> tuple[Key, ...]:

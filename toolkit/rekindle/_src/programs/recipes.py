@@ -18,7 +18,7 @@ from rekindle._src.programs import page_tables, pinned_pages, request_state, sta
 from rekindle._src.programs.buckets import FORWARD, GATED, Bucket
 from rekindle._src.programs.device_layout import PAGES, PAYLOAD, POOLED, ROWS, WEIGHTS, WHOLE, DeviceLayout
 from rekindle._src.programs.features import Features
-from rekindle._src.programs.helpers import ADMIT, COLLECT, GATHER, LENS, MEMORY, STATE_IN, STATE_OUT, TABLES, Key
+from rekindle._src.programs.helpers import ADMIT, COLLECT, COPY, GATHER, LENS, MEMORY, STATE_IN, STATE_OUT, TABLES, Key
 from rekindle._src.programs.packing import Layout
 from rekindle._src.programs.partitioning import Partitioning, Recipe
 from rekindle._src.programs.step import Scores, StepOutput, make_choice, make_forward, make_step
@@ -151,6 +151,8 @@ class Recipes:
         if key == STATE_IN:
             states = jax.ShapeDtypeStruct((1, state_moves.numbers(self.kv)), jnp.float32)
             return Recipe(state_moves.scatter, (self.kv, ids, states), (0,), (PAGES, ROWS, ROWS), PAGES)
+        if key == COPY:
+            return Recipe(paged.copy, (self.kv, ids, ids), (0,), (PAGES, ROWS, ROWS), PAGES)
         if key.kind in (GATHER.kind, COLLECT.kind):
             gather = Recipe(paged.gather, (self.kv, ids), (), (PAGES, ROWS), PAYLOAD)
             return gather if key.kind == GATHER.kind else self.parts.whole_everywhere(gather)

@@ -12,7 +12,7 @@ from rekindle._src.scheduling.disk_reads import DiskReads
 from rekindle._src.scheduling.limits import Limits
 from rekindle._src.scheduling.page_ledger import PageLedger
 from rekindle._src.scheduling.policies import ShortestFirst
-from rekindle._src.scheduling.prefix_claims import PrefixClaims
+from rekindle._src.scheduling.prefix_claims import Beginning, PrefixClaims
 from rekindle._src.scheduling.reserve import Reserve
 from rekindle._src.scheduling.running_set import RunningSet
 from rekindle._src.scheduling.sequence import Sequence
@@ -40,7 +40,7 @@ class Admission:
         max_overtakes: int = 64,
     ) -> None:
         self._limits, self._ledger, self._running_set, self._queue = limits, ledger, running_set, queue
-        self._claims = PrefixClaims(limits.page_size)
+        self._claims = PrefixClaims(limits.page_size, ledger.least_copied)
         self._loading = DiskReads(ledger)
         self._shortest = shortest  # the ranks of the policy sjf
         self._unplaced: dict[Sequence, None] = {}  # wait for room for their adapters, the first to wait first
@@ -155,18 +155,30 @@ class Admission:
         self._queue.put_back(sequence)
 
     def published(self, sequence: Sequence, first: int, last: int) -> None:
-        """Try sequences again that waited for the sequence's pages [first, last), which are in the tree now."""
-        self._wake(self._claims.resolve(sequence, first, last))
+        """Try sequences again that waited for the sequence's pages [first, last), which are in the tree now.
+
+        Those that share the beginning of a page get it to copy, once it is full or the prompt is computed.
+        """
+        if sequence.claimed and sequence.computed >= sequence.target:
+            woken = self._claims.resolve(sequence, first, sequence.claimed)
+            sequence.claimed = 0
+        else:
+            woken = self._claims.resolve(sequence, first, last)
+        for waiter, index, tokens in woken:
+            if tokens:
+                self._ledger.lend(sequence, waiter, index, tokens)
+        self._wake(waiter for waiter, _, _ in woken)
 
     def abandon(self, sequence: Sequence) -> None:
         """Give up the claims on pages that the sequence will not publish; those that waited compute them."""
-        self.published(sequence, sequence.published, sequence.claimed)
+        self._wake(waiter for waiter, _, _ in self._claims.resolve(sequence, sequence.published, sequence.claimed))
         sequence.claimed = 0
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence that ended from wherever it is."""
         loading = sequence in self._loading
         self._loading.discard(sequence)
+        self._ledger.give_back(sequence)
         if loading:
             pass  # it was nowhere else
         elif sequence in self._queue:
@@ -194,7 +206,7 @@ class Admission:
         needed = sum(pages_for(member.known, size) for member in (*beside, sequence)) - self._ledger.cached(sequence)
         spare = self.reserve.pages((*running, *beside, sequence)) if running or beside else 0
         longest = pages_for(sequence.request.prompt_length + max(1, sequence.limit) - 1, size)
-        return needed + spare <= self._ledger.available and longest <= self._ledger.usable(sequence.request)
+        return self._ledger.has(needed + spare) and longest <= self._ledger.usable(sequence.request)
 
     def take(self, sequence: Sequence) -> None:
         """Queue a sequence that waited in another shard."""
@@ -250,18 +262,24 @@ class Admission:
 
     def _park(self, sequence: Sequence) -> bool:
         """Park the sequence if a running one computes a prefix that is worth waiting for. True if it was parked."""
-        keys = self._ledger.keys(sequence)
-        shared = self._claims.worth_waiting(
-            keys, self._ledger.cached(sequence), sequence.known, there=self._ledger.on_device(keys)
-        )
-        if shared:
-            shared = self._ledger.states.shared(self._claims.owner(keys[shared - 1]), shared)
-        if not shared or self._claims.owner(keys[shared - 1]) is None:
+        keys, cached = self._ledger.keys(sequence), self._ledger.cached(sequence)
+        there, copied = self._ledger.on_device(keys), self._ledger.copied(sequence, keys[:cached])
+        beginning = self._claims.worth_waiting(sequence, keys, cached, there=there, copied=copied)
+        if beginning is None:
             return False
+        if not beginning.tokens:
+            owner = self._claims.owner(keys[beginning.pages - 1])
+            pages = self._ledger.states.shared(owner, beginning.pages)
+            owner = self._claims.owner(keys[pages - 1]) if pages else None
+            if owner is None:
+                return False
+            beginning = Beginning(owner, pages)
         self._queue.discard(sequence)
-        owner = self._claims.park(sequence, keys[shared - 1])
-        tokens = shared * self._limits.page_size
-        sequence.reason = f"waits for request {owner.id}, which computes the first {tokens} tokens that both share"
+        self._claims.park(sequence, keys, beginning)
+        tokens = beginning.pages * self._limits.page_size + beginning.tokens
+        sequence.reason = (
+            f"waits for request {beginning.owner.id}, which computes the first {tokens} tokens that both share"
+        )
         return True
 
     def _wake(self, sequences: Iterable[Sequence]) -> None:

@@ -116,6 +116,7 @@ class DataScheduler:
             tuple(row for part in planned for row in part.prefill),
             tuple(move for part in planned for move in part.offload),
             tuple(move for part in planned for move in part.restore),
+            copies=tuple(copy for part in planned for copy in part.copies),
         )
         self._flights.append(_Flight(plan, tuple(parts)))
         self._step += 1

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
-from rekindle._src.core.records import IntArray, PageMove, Request
+from rekindle._src.core.records import IntArray, PageCopy, PageMove, Request
+from rekindle._src.kvcache.digest import salt_key
 from rekindle._src.kvcache.node import Node
 from rekindle._src.kvcache.pool import PagePool, pages_for
 from rekindle._src.kvcache.tiers.tiers import DiskFetch, Tiers
@@ -37,8 +40,28 @@ PageMoves = tuple[PageMove, ...]
 StepMoves = tuple[PageMoves, PageMoves, PageMoves, PageMoves]
 
 
+class Loan(NamedTuple):
+    """A page whose first tokens a sequence copies when it is admitted, of another sequence or of the tree.
+
+    Until then the pages before it are held as well: a cached page can be evicted unless one behind it is held.
+    """
+
+    owner: Sequence | Node
+    pages: IntArray  # up to and including the one to copy; that one alone if it is the tree's
+    tokens: int
+
+    @property
+    def page(self) -> int:
+        return int(self.pages[-1])
+
+
 class PageLedger:
-    """The page pool and the prefix cache behind one interface; collects the page moves of the step being planned."""
+    """The page pool and the prefix cache behind one interface; collects the page moves of the step being planned.
+
+    Full pages are shared. Where two sequences part within a page, the second one gets a copy of the first one's page,
+    and computes the rest. If the first one is still running, the second one holds that page until it is admitted: see
+    `lend`.
+    """
 
     def __init__(
         self, pool: PagePool, cache: PrefixCache | None, page_size: int, states: NoStates | None = None
@@ -50,6 +73,9 @@ class PageLedger:
         self._offload: list[PageMove] = []
         self._restore: list[PageMove] = []
         self._retired: list[tuple[int, list[int]]] = []  # (last step that reads them, merged duplicates)
+        self._lent: dict[Sequence, Loan] = {}
+        self._copied: list[tuple[Loan, int]] = []  # copied in the step being planned: the loan and the new page
+        self._copying: list[tuple[int, Loan]] = []  # (the step that copies it, the loan)
 
     @property
     def available(self) -> int:
@@ -59,7 +85,12 @@ class PageLedger:
     @property
     def retiring(self) -> bool:
         """True if pages become free when the steps in flight are committed."""
-        return bool(self._retired)
+        return bool(self._retired or self._copying)
+
+    @property
+    def least_copied(self) -> int:
+        """How many tokens at the beginning of a page are worth a copy of it; 0 if none are."""
+        return 0 if self.cache is None else self.cache.least_copied
 
     def usable(self, request: Request) -> int:
         """Return how many pages `request` could have if it were alone: all except those pinned for other prefixes."""
@@ -133,31 +164,108 @@ class PageLedger:
         None if they do not fit. Some were `fetched` from disk before.
         """
         pages = pages_for(sequence.known, self._page_size)
-        if pages - self.cached(sequence) + spare > self.available:
+        if not self.has(pages - self.cached(sequence) + spare):
             return None  # without the exact match, which a long prompt that waits would pay for in each step
         match = _NOTHING
         cache = self.cache if sequence.request.generates or sequence.reusable else None
         if cache is not None:
             match = cache.match(self.keys(sequence), sequence.tokens(0, sequence.known), sequence.root)
         count = pages - match.on_device
-        if count + spare > self.available - self.pool.unheld(match.pages):
+        if not self.has(count + spare, match):
             return None
         if cache is not None:
             sequence.add_pages(cache.lock(match))
             sequence.node = match.nodes[-1] if match.nodes else cache.root_of(sequence.root)
             sequence.generation = cache.generation
         self.states.admit(sequence, match, fetched=fetched)
+        loan = self._loan(sequence, len(match.nodes), spare=self.available - count)
         fresh = self._take(count)
         sequence.add_pages(fresh)
         if cache is not None:
             self._restore += cache.restore(match, fresh[: len(match.nodes) - match.on_device])
         sequence.published = len(match.nodes)
+        start = sequence.published * self._page_size
+        if loan is not None:
+            self._copied.append((loan, int(sequence.pages[sequence.published])))
+            start += loan.tokens
         # The last token is computed even if its page is there: its logits choose the next one.
-        return min(sequence.published * self._page_size, sequence.known - 1)
+        return min(start, sequence.known - 1)
+
+    def _loan(self, sequence: Sequence, pages: int, spare: int) -> Loan | None:
+        """Take the longest beginning of the page behind the matched `pages`, holding one of `spare` pages if need be.
+
+        A sequence's own loan ends, unless that is it.
+        """
+        own = self._lent.get(sequence)
+        lent = self._lent_behind(sequence, pages)
+        node, tokens = self._in_tree(sequence, sequence.keys(pages))
+        if tokens > lent and node is not None and node.parent is sequence.node:
+            page = np.array([node.page], np.int32)
+            if spare or not self.pool.unheld(page):
+                self.give_back(sequence)
+                self.pool.share(page)
+                return Loan(node, page, tokens)
+        if own is None or not lent:
+            self.give_back(sequence)
+            return None
+        del self._lent[sequence]
+        return own._replace(tokens=lent)
+
+    def has(self, count: int, match: PrefixMatch = _NOTHING) -> bool:
+        """True if `count` pages beside those of `match` can be taken now; ends all loans if that is necessary."""
+        if count <= self.available - self.pool.unheld(match.pages):
+            return True
+        if not self._lent:
+            return False
+        lent, loans = np.unique(np.concatenate([loan.pages for loan in self._lent.values()]), return_counts=True)
+        if count > self.available + self.pool.held_alone(lent, loans):
+            return False  # running sequences hold most of these pages as well
+        self.reclaim()
+        return count <= self.available - self.pool.unheld(match.pages)
+
+    def lend(self, owner: Sequence, waiter: Sequence, index: int, tokens: int) -> None:
+        """Let a waiting sequence copy the first `tokens` of another one's page when it is admitted."""
+        start = index * self._page_size
+        stop = start + tokens
+        if self._node(owner) is None or owner.computed < stop or owner.root != waiter.root:
+            return
+        if not np.array_equal(owner.tokens(0, stop), waiter.tokens(0, stop)):
+            return  # keys agreed by chance
+        self.give_back(waiter)
+        loan = self._lent[waiter] = Loan(owner, owner.pages[: index + 1].copy(), tokens)
+        self.pool.share(loan.pages)
+
+    def copied(self, sequence: Sequence, keys: list[int]) -> int:
+        """Return how many tokens a waiting sequence can copy behind its first pages, which have these keys."""
+        return max(self._lent_behind(sequence, len(keys)), self._in_tree(sequence, keys)[1])
+
+    def _lent_behind(self, sequence: Sequence, pages: int) -> int:
+        loan = self._lent.get(sequence)
+        if loan is None or len(loan.pages) != pages + 1:
+            return 0
+        return max(0, min(loan.tokens, sequence.reusable - pages * self._page_size))
+
+    def _in_tree(self, sequence: Sequence, keys: list[int]) -> tuple[Node | None, int]:
+        """Return a page of the tree that can be copied behind the first pages of a sequence, and its common tokens."""
+        start, stop = len(keys) * self._page_size, min(sequence.reusable, sequence.known - 1)
+        if not self.least_copied or self.cache is None or stop - start < self.least_copied:
+            return None, 0
+        return self.cache.beginning(keys[-1] if keys else salt_key(sequence.root), sequence.tokens(start, stop))
+
+    def give_back(self, sequence: Sequence) -> None:
+        """End the loan of a sequence, if it has one; it computes those tokens."""
+        loan = self._lent.pop(sequence, None)
+        if loan is not None:
+            self._repay(loan)
+
+    def reclaim(self) -> None:
+        """End all loans, because pages are short or their content is of no use."""
+        for sequence in tuple(self._lent):
+            self.give_back(sequence)
 
     def grow(self, sequence: Sequence) -> bool:
         """Give the sequence one more page; False if there is none."""
-        if not self.available:
+        if not self.has(1):
             return False
         sequence.add_pages(self._take(1))
         return True
@@ -211,6 +319,12 @@ class PageLedger:
             else:
                 retired.append((step, pages))
         self._retired = retired
+        copying, self._copying = self._copying, []
+        for step, loan in copying:
+            if oldest_step is None or step < oldest_step:
+                self._repay(loan)
+            else:
+                self._copying.append((step, loan))
 
     def moves(self) -> StepMoves:
         """Take out the moves of the step being planned: offload and restore, of pages and then of states."""
@@ -218,13 +332,20 @@ class PageLedger:
         self._offload, self._restore = [], []
         return *moves, *self.states.moves()
 
+    def copies(self, step: int) -> tuple[PageCopy, ...]:
+        """Take out the copies of `step`, which is being planned; their sources are held until it is committed."""
+        copied, self._copied = self._copied, []
+        self._copying += ((step, loan) for loan, _ in copied)
+        return tuple(PageCopy(loan.page, page) for loan, page in copied)
+
     def references(self, sequences: list[Sequence]) -> NDArray[np.int32]:
         """Return the reference count of each page if only `sequences` hold pages; for integrity checks."""
         counts = np.zeros(self.pool.num_pages, np.int32)
         if self.cache is not None:
             counts += self.cache.references()
         held: list[IntArray | list[int]] = [sequence.pages for sequence in sequences]
-        for pages in (*held, *(pages for _, pages in self._retired)):
+        loans = [*self._lent.values(), *(loan for loan, _ in self._copied), *(loan for _, loan in self._copying)]
+        for pages in (*held, *(pages for _, pages in self._retired), *(loan.pages for loan in loans)):
             np.add.at(counts, np.asarray(pages, np.int32), 1)
         return counts
 
@@ -233,6 +354,17 @@ class PageLedger:
         if self.cache is None or sequence.generation != self.cache.generation:
             return None
         return sequence.node
+
+    def _repay(self, loan: Loan) -> None:
+        """Return the pages of a loan, so that those in the tree can be evicted again."""
+        self.pool.release(loan.pages)
+        assert self.cache is not None, "pages are lent without a cache"
+        if isinstance(loan.owner, Node):
+            self.cache.offer(loan.owner.key, loan.page)
+            return
+        full = min(len(loan.pages), loan.owner.known // self._page_size)
+        for key, page in list(zip(loan.owner.keys(full), loan.pages.tolist(), strict=False))[-2:]:
+            self.cache.offer(key, page)
 
     def _take(self, count: int) -> list[int]:
         shortage = count - self.pool.free

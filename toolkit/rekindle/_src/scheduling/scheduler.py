@@ -192,6 +192,7 @@ class Scheduler:
             tuple(prefill_rows),
             *self._ledger.moves(),
             self._running_set.adapters.loads(),
+            self._ledger.copies(self._step),
         )
         self._flights.append(_Flight(plan, (*decode, *prefill)))
         self._step += 1
@@ -293,6 +294,7 @@ class Scheduler:
             return
         if self.cache is not None:
             self.cache.reset(root_key, keep=keep)
+            self._ledger.reclaim()
         for sequence in tuple(self._running_set.running):
             self._admission.abandon(sequence)
             if recompute:
@@ -303,6 +305,7 @@ class Scheduler:
         computed again. Return the pages that have to be read out before; `vacated` follows when that is done."""
         for sequence in tuple(self._running_set.running):
             self._admission.preempt(sequence, "gave its pages up, because the session sleeps")
+        self._ledger.reclaim()
         if self.cache is not None:
             self._leaving = tuple(self.cache.evict(self.pool.cached))
         self._states.vacate()

@@ -55,6 +55,7 @@ class StepReport:
     restored: tuple[int, ...]
     host_seconds: float
     device_seconds: float
+    copied: tuple[int, ...] = ()  # pages whose first tokens came from another page on the device
 
     @classmethod
     def of(cls, result: StepResult, events: tuple[TokenEvent, ...], decode: Callable[[list[int]], str]) -> StepReport:
@@ -88,6 +89,7 @@ class StepReport:
             restored=tuple(move.page for move in plan.restore),
             host_seconds=result.host_seconds,
             device_seconds=result.device_seconds,
+            copied=tuple(copy.page for copy in plan.copies),
         )
 
     @property
@@ -105,6 +107,8 @@ class StepReport:
             lines.append(f"  pages {_ranges(sorted(self.offloaded))} left for host memory")
         if self.restored:
             lines.append(f"  pages {_ranges(sorted(self.restored))} came back from host memory")
+        if self.copied:
+            lines.append(f"  pages {_ranges(sorted(self.copied))} begin as copies of others")
         return "\n".join(lines)
 
     def _size(self) -> str:
