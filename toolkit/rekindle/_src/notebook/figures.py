@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import anywidget
 import numpy as np
@@ -19,13 +19,38 @@ from numpy.typing import ArrayLike
 
 from rekindle._src.core import html
 from rekindle._src.core.contracts import TokenizerLike
-from rekindle._src.session.stats import StepReport
 from rekindle.errors import InvalidRequest
 
 _SCRIPT = (Path(__file__).parent / "static" / "figures.js").read_text()
 _PLAIN = _SCRIPT.partition("\nexport default")[0]  # without what makes it a module
 _LIKELY = 16  # tokens of a distribution that have a bar of their own
 _BINS = 64  # of the others: enough to know how much of the tail a temperature or a cut-off keeps
+
+
+class RowLike(Protocol):
+    """What the figure of a batch shows of one row of a step."""
+
+    @property
+    def request_id(self) -> str: ...
+    @property
+    def kind(self) -> str: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def stop(self) -> int: ...
+    @property
+    def text(self) -> str: ...
+    @property
+    def finish_reason(self) -> str | None: ...
+
+
+class ReportLike(Protocol):
+    """What it shows of one step: `session.step()` returns such reports."""
+
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def rows(self) -> Sequence[RowLike]: ...
 
 
 class FigureWidget(anywidget.AnyWidget):
@@ -61,7 +86,7 @@ class Figure:
         return f'<div id="{name}">{line}</div><script>(() => {{\n{_PLAIN}\n{call}\n}})();</script>'
 
 
-def steps(reports: Iterable[StepReport | None]) -> Figure:
+def steps(reports: Iterable[ReportLike | None]) -> Figure:
     """Return the figure of a batch over time, from the reports of its steps; None, a step without work, is left out."""
     slots: dict[str, int] = {}
     recorded = []
