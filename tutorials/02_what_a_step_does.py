@@ -236,8 +236,13 @@ print(list(done.token_ids) == tokens[len(prompt) :], repr(done.text))
 assert list(done.token_ids) == tokens[len(prompt) :], "the engine gives the tokens of the plain loop"
 
 # %% [markdown]
-# The engine gives the tokens of our forty lines.
-#
+# The engine gives the tokens of our forty lines. Here is its run once more, to go through: the first step computes four positions, each
+# other step one, and the text grows by a token a step.
+
+# %%
+session.view.steps(reports)
+
+# %% [markdown]
 # ## Two texts in one step
 #
 # Let a second request arrive while the first is decoding. The next step carries both: one decode row and one whole prompt.
