@@ -160,6 +160,9 @@ class Row:
     draft: bool = False  # its token was proposed by prompt lookup and follows the row before, of the same request
     reads: int = 0  # the slot of the state before it, in models with states; 0: the model has none
     writes: int = 0  # the slot of the state behind it
+    # In models whose layers give pages back: those pages that it needs of them, and the place of the first
+    tails: IntArray | None = None
+    first: int = 0
 
 
 class PageMove(NamedTuple):
@@ -167,6 +170,7 @@ class PageMove(NamedTuple):
 
     page: int
     digest: bytes
+    beside: bool = False  # it is a slot of what nodes have beside their pages, among moves of both
 
 
 class PageCopy(NamedTuple):
@@ -185,8 +189,9 @@ class StepPlan:
     prefill: tuple[Row, ...]
     offload: tuple[PageMove, ...] = ()  # pages to read out, because this step may overwrite them
     restore: tuple[PageMove, ...] = ()  # pages to fill from the host tier before the rows run
-    states_out: tuple[PageMove, ...] = ()  # slots of states to read out, as `offload`
-    states_in: tuple[PageMove, ...] = ()  # slots of states to fill, as `restore`
+    # Slots of states, or pages of layers that give some back: to read out as `offload`, and to fill as `restore`
+    states_out: tuple[PageMove, ...] = ()
+    states_in: tuple[PageMove, ...] = ()
     loads: tuple[AdapterLoad, ...] = ()  # adapters to put on the device before the rows run
     copies: tuple[PageCopy, ...] = ()  # pages to copy on the device before the rows run
 

@@ -26,6 +26,8 @@ from rekindle._src.programs.helpers import (
     STATE_IN,
     STATE_OUT,
     TABLES,
+    TAILS_IN,
+    TAILS_OUT,
     Helper,
     Key,
 )
@@ -237,6 +239,20 @@ class DeviceCalls:
         self._recorder.copy(sources, ids)
         with self._reported:
             self.kv = program(self.kv, sources, ids)
+
+    def tails_out(self, ids: np.ndarray) -> paged.Payload:
+        """Begin to read out pages of layers that give some back."""
+        return self._reading(self.program(TAILS_OUT), ids)
+
+    def tails_in(self, ids: np.ndarray, payload: Any) -> None:
+        """Fill such pages from what `scatter` takes for others, or `scatter_pinned`."""
+        program = self.program(TAILS_IN)
+        if self.programs.pinned:
+            payload = pinned_pages.begin_to_device(self.programs.parts, payload)
+        else:
+            payload = (*payload, *[payload[0]] * (TAILS_IN.pages - len(payload)))
+        with self._reported:
+            self.kv = program(self.kv, ids, payload)
 
     def state_out(self, slot: int) -> Any:
         """Begin to read the states in a slot, and to copy them to the host."""

@@ -9,7 +9,6 @@ from rekindle._src.core import html
 from rekindle._src.core.records import IntArray, LostPage, RowResult, StepPlan
 from rekindle._src.execution.device_calls import Forwarded
 from rekindle._src.execution.page_transfers import Leaving
-from rekindle._src.execution.state_transfers import LeavingStates
 from rekindle._src.programs.buckets import Bucket
 from rekindle._src.programs.packing import AnyUpload
 from rekindle._src.programs.step import StepOutput
@@ -45,7 +44,7 @@ class InFlight:
     operand: IntArray | MaskGate | None = None  # the step reads it until it has ended
     results: tuple[RowResult, ...] | None = None  # once they have been read
     lost: tuple[LostPage, ...] = ()
-    leaving_states: LeavingStates = dataclasses.field(default_factory=list)
+    leaving_states: Any = dataclasses.field(default_factory=list)
     lost_states: tuple[LostPage, ...] = ()
     began: float = 0.0  # when the host began to prepare it
     idle_seconds: float = 0.0  # the device had nothing to do before it

@@ -18,7 +18,7 @@ from rekindle._src.execution.device_calls import DeviceCalls
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs import pinned_pages
 from rekindle._src.programs.data_shards import Batch
-from rekindle._src.programs.helpers import COPY
+from rekindle._src.programs.helpers import COPY, TAILS_IN
 from rekindle._src.programs.page_parts import PageParts
 from rekindle.errors import StoreError
 
@@ -45,7 +45,7 @@ class PayloadStore(Protocol):
 
 
 class PageTransfers:
-    """Reads pages out of the device and fills them from the host."""
+    """Reads pages out of the device and fills them from the host. `TailTransfers` does so for the others' tails."""
 
     def __init__(self, calls: DeviceCalls, host_tier: PayloadStore | None) -> None:
         self._calls, self._host_tier = calls, host_tier
@@ -164,6 +164,41 @@ class PageTransfers:
                 f"{_describe(self._layout)}. Submit the request again; the page is computed then"
             )
         return payload
+
+
+class TailTransfers(PageTransfers):
+    """Reads pages of layers that give some back out of the device, and fills them from the host."""
+
+    def __init__(self, calls: DeviceCalls, host_tier: PayloadStore | None) -> None:
+        super().__init__(calls, host_tier)
+        self._layout = self._whole.payload_layout(calls.programs.kv, tails=True)
+        self._sizes = self._fills = (TAILS_IN.pages,)
+
+    def read_out(self, moves: Sequence[PageMove]) -> Leaving:
+        if not moves:
+            return []
+        return [(batch, self._calls.tails_out(batch.ids)) for batch in self._shards.batches(moves, self._sizes)]
+
+    def store(self, leaving: Leaving) -> None:
+        for batch, payload in leaving:
+            assert self._host_tier is not None, "a page was offloaded without a host tier"
+            for move, page in zip(batch.moves, self._arrived(batch, payload), strict=True):
+                self._host_tier.put(move.digest, page)
+
+    def read(self, pages: Sequence[int]) -> list[paged.Payload]:
+        """Return the content of pages; called between steps."""
+        leaving = self.read_out([PageMove(page, b"") for page in pages])
+        return [page for batch, payload in leaving for page in self._arrived(batch, payload)]
+
+    def _arrived(self, batch: Batch, payload: paged.Payload) -> list[paged.Payload]:
+        self._calls.arrive(payload)
+        arrays = self._whole.to_host(payload, tails=True)
+        return [tuple(array[place : place + 1] for array in arrays) for place in batch.places]
+
+    def _fill(self, batch: Batch, pages: Mapping[int, paged.Payload]) -> None:
+        ready = {place: self._whole.to_device(page, tails=True) for place, page in pages.items()}
+        pinned = self._calls.programs.pinned
+        self._calls.tails_in(batch.ids, pinned_pages.join(ready, len(batch.ids)) if pinned else tuple(ready.values()))
 
 
 def _describe(layout: list[tuple[tuple[int, ...], Any]]) -> str:

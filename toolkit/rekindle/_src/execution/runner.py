@@ -21,7 +21,7 @@ from rekindle._src.core.records import LostPage, PageMove, Request, Row, RowResu
 from rekindle._src.execution.device_calls import DeviceCalls, Recorder
 from rekindle._src.execution.in_flight import Choice, InFlight, RunnerStatistics
 from rekindle._src.execution.late_steps import LateSteps, Started
-from rekindle._src.execution.page_transfers import PageTransfers, PayloadStore, prefault
+from rekindle._src.execution.page_transfers import PageTransfers, PayloadStore, TailTransfers, prefault
 from rekindle._src.execution.rehearsal import rehearse
 from rekindle._src.execution.results import drop_rows, pack_rows, row_results, with_refused
 from rekindle._src.execution.state_transfers import StateTransfers
@@ -64,7 +64,8 @@ class Runner:
         self.program_wait = ProgramWait(quiet=config.quiet)
         self._calls = DeviceCalls(programs, model.leaves, recorder)
         self._transfers = PageTransfers(self._calls, host_tier)
-        self._states = StateTransfers(self._calls, state_tier)
+        beside = TailTransfers if programs.tails else StateTransfers
+        self._states: TailTransfers | StateTransfers = beside(self._calls, state_tier)
         self.prefer_ready = prefer_ready  # use a larger ready program before the best fit is compiled
         self._shards = programs.shards
         slots = self._shards.count * self._shards.slots
@@ -274,8 +275,10 @@ class Runner:
         self._asleep = True
 
     def set_aside(self, leaving: Sequence[PageMove]) -> None:
-        """Hand pages over to the host tier between steps."""
-        self._transfers.store(self._transfers.read_out(leaving))
+        """Hand pages, and what nodes have beside them, over to the host tiers between steps."""
+        self._transfers.store(self._transfers.read_out([move for move in leaving if not move.beside]))
+        beside = self._states.read_out([move for move in leaving if move.beside])
+        self._states.store(beside)
 
     def wake(self, leaves: Sequence[Any]) -> None:
         """Use new pages and state, and these weights, which have the shapes of the old ones."""

@@ -6,7 +6,7 @@ from rekindle._src.kvcache.digest import page_digest, page_keys, root_digest
 from rekindle._src.kvcache.node import Node
 from rekindle._src.kvcache.offloaded import TierLike
 from rekindle._src.kvcache.pool import PagePool, pages_for
-from rekindle._src.kvcache.states import TreeStates
+from rekindle._src.kvcache.states import TreeStates, TreeTails
 from rekindle._src.kvcache.tiers.host import HostTier
 from rekindle._src.kvcache.tiers.tiers import Tiers
 from rekindle._src.kvcache.tree import CacheStatistics, PrefixCache, PrefixMatch, Published
@@ -25,6 +25,7 @@ __all__ = [
     "TierLike",
     "Tiers",
     "TreeStates",
+    "TreeTails",
     "distinct",
     "page_digest",
     "page_keys",

@@ -33,7 +33,7 @@ class Node:
         self.row = row  # where the table keeps its tokens
         self.depth: int = 0 if parent is None else parent.depth + 1  # pages up to and including this one
         self.page = 0  # on the device; 0 is none
-        self.state = 0  # the slot on the device that has the state behind it, in models with states; 0 is none
+        self.state = 0  # the slot of what it has beside its page (`TreeStates`); 0 is none
         self.children = 0
         self.device_children = 0  # children that have a device page
         self.visits = 0  # admissions that hit it

@@ -1,8 +1,11 @@
-"""States in the prefix tree: which nodes have one, in which slots of the device, and which one leaves next.
+"""What nodes of the prefix tree have beside their pages: in which slots of the device, and which one leaves next.
 
 Layers with states have no pages: all that they know of a prefix is one state, which each token changes. So a prompt can
-continue a cached prefix only at a node that has the state behind it. States are large beside pages and few nodes have
-one. They have slots of their own, and leave them by their own order: the least recently used first, whatever pages do.
+continue a cached prefix only at a node that has the state behind it. Layers with a window give back the pages behind
+it: a prompt can continue only at a node before which all pages of the window are there. Both are `TreeStates`: a prompt
+continues behind a node if the last few nodes up to it have theirs, one for states, and as many as a window has pages.
+
+They have slots of their own, and leave them by their own order: the least recently used first, whatever pages do.
 
     take ─► attach          a step writes a state to a free slot; once it is committed, a node gets it
     hold, release           a sequence is going to read a slot: it keeps its content until then
@@ -28,21 +31,34 @@ Moves = tuple[tuple[PageMove, ...], tuple[PageMove, ...]]
 class TreeStates:
     """The slots for states that the tree may have. Nodes at multiples of `step` tokens can have one."""
 
-    def __init__(self, slots: range, step: int, page_size: int, tier: TierLike | None = None) -> None:
+    def __init__(self, slots: range, step: int, page_size: int, tier: TierLike | None = None, span: int = 1) -> None:
+        """A prompt continues behind a node if the last `span` nodes up to it that can have a slot have one."""
         assert step % page_size == 0, "states belong to whole pages"
-        self.step, self.tier = step, tier
+        self.step, self.tier, self.span = step, tier, span
         self.digest_of: Callable[[Node], bytes]  # set by the tree
         self._pages = step // page_size
         self._slots = slots
         self._free = list(reversed(slots))
         self._holds: Counter[int] = Counter()
-        self._owners: OrderedDict[int, Node] = OrderedDict()  # by slot, the least recently used first
+        self._owners: dict[int, Node] = {}  # by slot
+        self._idle: OrderedDict[int, None] = OrderedDict()  # those that nobody holds, the first to leave first
+        self._cold: set[int] = set()  # those of them that are dropped when they leave
         self._out: list[PageMove] = []
         self._in: list[PageMove] = []
         self.taken = self.restored = self.evicted = 0
 
     def __len__(self) -> int:
         return len(self._owners)
+
+    @property
+    def available(self) -> int:
+        """Slots that can be taken now, at least so many."""
+        return max(0, len(self._free) + len(self._idle) - self.pinned)
+
+    @property
+    def pinned(self) -> int:
+        """Nodes that keep their slot."""
+        return 0
 
     def floor(self, position: int) -> int:
         """Return the last position up to `position` at which there may be a state."""
@@ -65,11 +81,32 @@ class TreeStates:
         return self.tier is not None and self._may_have(node) and self.tier.has(self.digest_of(node))
 
     def deepest(self, nodes: Sequence[Node], test: Callable[[Node], bool]) -> int:
-        """Return how many of `nodes`, a path from the root, end with the deepest one whose state passes `test`."""
-        for count in range(len(nodes) // self._pages * self._pages, 0, -self._pages):
-            if test(nodes[count - 1]):
-                return count
-        return 0
+        """Return how many of `nodes`, a path from the root, end with the deepest one that a prompt can continue behind:
+        it passes `test`, and so do the `span` last ones up to it."""
+        return self.deepest_of(len(nodes), lambda index: test(nodes[index]))
+
+    def deepest_of(self, count: int, test: Callable[[int], bool]) -> int:
+        """Return the same for nodes by their index."""
+        step = self._pages
+        end = count // step * step
+        at = end
+        while at:
+            if not test(at - 1):
+                end = at - step
+            elif end - at >= (self.span - 1) * step:
+                return end
+            at -= step
+        return end
+
+    def ends_pin(self, nodes: Sequence[Node]) -> int:
+        """Return how many leading pages of `nodes`, all of them pinned, a prompt can continue behind at any time."""
+        return self.deepest(nodes, lambda node: bool(node.state))
+
+    def pin(self, nodes: Sequence[Node]) -> None:
+        """Note that a path was pinned."""
+
+    def unpin(self, nodes: Sequence[Node]) -> None:
+        """Note that a path was unpinned once."""
 
     def take(self) -> int:
         """Take a slot for a state, held once; 0 if all are held, or belong to pinned nodes."""
@@ -86,15 +123,23 @@ class TreeStates:
     def hold(self, slot: int) -> None:
         """Keep the content of a slot until as many calls of `release`."""
         self._holds[slot] += 1
+        self._idle.pop(slot, None)
+        self._cold.discard(slot)
 
-    def release(self, slot: int) -> None:
-        """Undo one `hold`, or the one of `take`."""
+    def release(self, slot: int, *, cold: bool = False) -> None:
+        """Undo one `hold`, or the one of `take`. A `cold` slot is the next to leave, and is not read out then."""
         self._holds[slot] -= 1
         assert self._holds[slot] >= 0, f"slot {slot} is released too often"
-        if not self._holds[slot]:
-            del self._holds[slot]
-            if slot not in self._owners:
-                self._free.append(slot)
+        if self._holds[slot]:
+            return
+        del self._holds[slot]
+        if slot not in self._owners:
+            self._free.append(slot)
+            return
+        self._idle[slot] = None
+        if cold:
+            self._idle.move_to_end(slot, last=False)
+            self._cold.add(slot)
 
     def attach(self, node: Node, slot: int) -> None:
         """Give `node` the state in a slot that the caller holds; a node that has one keeps its own."""
@@ -108,7 +153,9 @@ class TreeStates:
 
     def touch(self, node: Node) -> None:
         """Record that the state of `node` is used now."""
-        self._owners.move_to_end(node.state)
+        if node.state in self._idle:
+            self._idle.move_to_end(node.state)
+            self._cold.discard(node.state)
 
     def restore(self, node: Node) -> int:
         """Bring the state of `node` from host memory to a slot, which the caller holds then. `usable` was checked."""
@@ -130,9 +177,12 @@ class TreeStates:
             return
         del self._owners[slot]
         arriving = any(move.page == slot for move in self._in)  # planned in this very step: the payload is below still
-        if read_out and not arriving and self.tier is not None and self.tier.should_offload(self.digest_of(node)):
+        read_out = read_out and not arriving and slot not in self._cold
+        if read_out and self.tier is not None and self.tier.should_offload(self.digest_of(node)):
             self._out.append(PageMove(slot, self.digest_of(node)))
         if slot not in self._holds:
+            del self._idle[slot]
+            self._cold.discard(slot)
             self._free.append(slot)
 
     def owner(self, slot: int) -> Node | None:
@@ -168,6 +218,8 @@ class TreeStates:
         assert sorted([*self._free, *used]) == list(self._slots), "a slot for states is lost, or free and used"
         assert all(node.state == slot for slot, node in self._owners.items()), "a node has the state of another"
         assert all(node.page for node in self._owners.values()), "a state is on the device without its node's page"
+        assert set(self._idle) == set(self._owners) - set(self._holds), "a state that nobody holds can't leave"
+        assert self._cold <= set(self._idle), "a state that is held would be dropped"
         assert held is None or held == self._holds, f"slots are held {self._holds}, expected {held}"
 
     def _may_have(self, node: Node) -> bool:
@@ -175,4 +227,44 @@ class TreeStates:
 
     def _evictable(self) -> int:
         """Return the slot whose state leaves next; 0 if there is none."""
-        return next((slot for slot, node in self._owners.items() if not (self._holds.get(slot) or node.pins)), 0)
+        return next((slot for slot in self._idle if not self._keeps(self._owners[slot])), 0)
+
+    def _keeps(self, node: Node) -> bool:
+        """True if a node keeps its slot."""
+        return bool(node.pins)
+
+
+class TreeTails(TreeStates):
+    """The pages of layers with a window. Of a pinned path, the pages stay that its end needs, if there is room."""
+
+    def __init__(self, pages: int, page_size: int, tier: TierLike | None = None, *, span: int, least: int) -> None:
+        """Number the pages from 1 on: the first one is scratch. Sequences may need `least` of them at once."""
+        super().__init__(range(1, pages), page_size, page_size, tier, span)
+        self._most_pinned = pages - 1 - least
+        self._pinned: Counter[Node] = Counter()
+
+    @property
+    def pinned(self) -> int:
+        return len(self._pinned)
+
+    def ends_pin(self, nodes: Sequence[Node]) -> int:
+        return self.deepest(nodes, lambda node: bool(node.state) and node in self._pinned)
+
+    def pin(self, nodes: Sequence[Node]) -> None:
+        needed = nodes[-self.span :]
+        room = self._most_pinned - len(self._pinned)
+        if all(node.state for node in needed) and sum(node not in self._pinned for node in needed) <= room:
+            self._pinned.update(needed)
+
+    def unpin(self, nodes: Sequence[Node]) -> None:
+        self._pinned.subtract(node for node in nodes[-self.span :] if node in self._pinned)
+        for node in nodes:
+            if node in self._pinned and not (node.pins and self._pinned[node]):
+                del self._pinned[node]
+
+    def clear(self, *, keep: bool = False) -> None:
+        self._pinned.clear()
+        super().clear(keep=keep)
+
+    def _keeps(self, node: Node) -> bool:
+        return node in self._pinned

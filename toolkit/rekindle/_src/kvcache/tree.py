@@ -193,14 +193,10 @@ class PrefixCache:
 
         Of pages on the device those count that a request can use: in a model with states, up to the deepest state.
         """
-        depth = self._table.depth(keys, on_device=on_device)
+        depth, get = self._table.depth(keys, on_device=on_device), self._table.get
         if self.states is None or not on_device:
             return depth
-        step = self.states.step // self.page_size
-        depth -= depth % step
-        while depth and not ((node := self._table.get(keys[depth - 1])) and node.state):
-            depth -= step
-        return depth
+        return self.states.deepest_of(depth, lambda index: bool((node := get(keys[index])) and node.state))
 
     def depth(self, keys: Sequence[int]) -> int:
         """Return how many leading pages are on the device, whether they have a state or not; approximate."""
@@ -251,12 +247,13 @@ class PrefixCache:
                 break
         return digests, in_host
 
-    def state_to_fetch(self, keys: Sequence[int], tokens: IntArray, salt: str | None = None) -> bytes | None:
-        """Return the digest of the state that `to_fetch` goes up to, if it has to be fetched from disk too."""
-        nodes = self.with_state(self._table.find(self.root_of(salt), keys, tokens))
-        if self.states is None or not nodes or nodes[-1].state or self.states.in_host_memory(nodes[-1]):
-            return None
-        return self.digest_of(nodes[-1])
+    def states_to_fetch(self, keys: Sequence[int], tokens: IntArray, salt: str | None = None) -> list[bytes]:
+        """Return the digests of the states that `to_fetch` goes up to, as far as they have to be fetched from disk."""
+        states = self.states
+        if states is None:
+            return []
+        nodes = self.with_state(self._table.find(self.root_of(salt), keys, tokens))[-states.span :]
+        return [self.digest_of(node) for node in nodes if not (node.state or states.in_host_memory(node))]
 
     def with_state(self, nodes: list[Node]) -> list[Node]:
         """Return `nodes` up to the deepest with a state in any tier; all of them in a model without states."""
@@ -421,6 +418,8 @@ class PrefixCache:
         self.pool.share([node.page for node in fresh if node.page])
         for node in nodes:
             node.pins += 1
+        if self.states is not None:
+            self.states.pin(nodes)
         if self.host_tier is not None:
             for node in fresh:
                 self.host_tier.hold(self.digest_of(node))
@@ -432,6 +431,8 @@ class PrefixCache:
         nodes = [node for node in self.find(tokens, salt) if node.pins]
         for node in nodes:
             node.pins -= 1
+        if self.states is not None:
+            self.states.unpin(nodes)
         unpinned = [node for node in nodes if not node.pins]
         self.pool.release([node.page for node in unpinned if node.page])
         for node in unpinned:
@@ -447,7 +448,7 @@ class PrefixCache:
         A pinned node keeps its state on the device.
         """
         pinned = [node for node in self.find(tokens, salt) if node.pins]
-        return len(pinned) if self.states is None else self.states.deepest(pinned, lambda node: bool(node.state))
+        return len(pinned) if self.states is None else self.states.ends_pin(pinned)
 
     def drop_altered(self, altered: str, discard: Callable[[bytes], object] | None = None) -> None:
         """Drop the pages that depend on a digest, except those in use. `discard` drops a payload in host memory."""

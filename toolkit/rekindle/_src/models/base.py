@@ -92,6 +92,11 @@ class Placement:
         return 1
 
     @property
+    def pages_apart(self) -> bool:
+        """True if layers that give pages back have ids of their own: there is one pool, and one process."""
+        return self.data == 1 and self.processes == 1
+
+    @property
     def processes(self) -> int:
         """The number of processes that have some of the devices."""
         return 1

@@ -211,6 +211,15 @@ class ModelConfig:
         """The distinct pages of layers, in order of first use."""
         return tuple(dict.fromkeys(cache.pages for cache in self.caches if isinstance(cache.pages, Pages)))
 
+    @property
+    def kinds_apart(self) -> tuple[tuple[Pages, ...], tuple[Pages, ...]]:
+        """The same for layers that keep all of their pages, and for those that give some back."""
+        both: tuple[dict[Pages, None], dict[Pages, None]] = {}, {}
+        for cache, windowed in zip(self.caches, self.windowed, strict=True):
+            if isinstance(cache.pages, Pages):
+                both[windowed][cache.pages] = None
+        return tuple(both[0]), tuple(both[1])
+
     def source(self, layer: int) -> int:
         """Return the layer whose pages a layer attends to: itself, or an earlier one."""
         cache = self.pages[layer] if self.pages else None
@@ -221,6 +230,22 @@ class ModelConfig:
         pages = self.caches[self.source(layer)].pages
         assert isinstance(pages, Pages), "the layer has no pages"
         return pages
+
+    @property
+    def windowed(self) -> tuple[bool, ...]:
+        """True for each layer that gives back its pages behind a window; none does unless others keep all of theirs."""
+        kept = {self.source(layer) for layer, spec in enumerate(self.attention) if spec.sliding_window is None}
+        windowed = tuple(
+            isinstance(cache.pages, Pages) and layer not in kept for layer, cache in enumerate(self.caches)
+        )
+        whole = any(isinstance(cache.pages, Pages) for layer, cache in enumerate(self.caches) if layer in kept)
+        return windowed if whole and not (self.is_recurrent or self.is_bidirectional) else (False,) * self.num_layers
+
+    @property
+    def window(self) -> int:
+        """The widest window of layers that give pages back; 0 if none does."""
+        windowed, specs = self.windowed, enumerate(self.attention)
+        return max((spec.sliding_window or 0 for layer, spec in specs if windowed[self.source(layer)]), default=0)
 
     def mlp_size(self, layer: int) -> int:
         """Return the intermediate size of a layer's MLP."""

@@ -36,6 +36,7 @@ class Paging(NamedTuple):
     cu_lengths: Array  # [S + 1]
     num_prefills: Array  # []
     states: tuple[Array, Array] | None  # two slots for each sequence [N]: of the state it reads, and of that it writes
+    tails: tuple[Array, Array] | None = None  # `page_ids` and `page_table` of layers that give pages back
 
 
 class StepInputs(NamedTuple):
@@ -57,6 +58,7 @@ class StepInputs(NamedTuple):
     choice: Choice
     own: tuple[Any, ...]  # of each feature: the result of its `unpack`
     states: tuple[Array, Array] | None = None  # in models with states; see `Paging`
+    tails: tuple[Array, Array] | None = None  # in models whose layers give pages back
 
     def flag(self, flag: int) -> Array:
         return (self.flags & flag) != 0

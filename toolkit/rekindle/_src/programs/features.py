@@ -17,6 +17,7 @@ from rekindle._src.programs.logprobs import Logprobs, PromptLogprobs
 from rekindle._src.programs.pooling import Pooling
 from rekindle._src.programs.processors import LogitsProcessor, Processors
 from rekindle._src.programs.state_slots import StateSlots
+from rekindle._src.programs.tail_tables import TailTables
 
 
 def _overrides(feature: Feature, method: str) -> bool:
@@ -58,6 +59,7 @@ class Features:
         self._read_by: dict[tuple[int, str], tuple[Feature, ...]] = {}
         self._compiled: dict[str, tuple[Feature, ...]] = {}
         self._states = next((index for index, one in enumerate(entries) if isinstance(one, StateSlots)), None)
+        self._tails = next((index for index, one in enumerate(entries) if isinstance(one, TailTables)), None)
 
     # -- a request enters its slot
 
@@ -107,6 +109,10 @@ class Features:
         """Return the slots of states among the inputs of the features; None for models without states."""
         slots: tuple[Array, Array] | None = None if self._states is None else own[self._states]
         return slots
+
+    def tails(self, own: Sequence[Any], width: int) -> Array | None:
+        """Return the page table [N, width] of layers that give pages back; None for models without such."""
+        return None if self._tails is None else own[self._tails].spread(width)
 
     def operands(self, variants: str) -> tuple[Any, ...]:
         """Return the operands of each feature in a program."""

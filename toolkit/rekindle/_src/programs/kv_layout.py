@@ -1,7 +1,8 @@
 """The layout of keys and values in device memory, which the engine sees as an opaque pytree, one entry per layer.
 
-A page id stands for a page of every layer that has some, and each layer's array has the shape that
-`ModelConfig.caches` gives it. In transfers, layers whose pages are alike are one array.
+A page id stands for a page of every layer that keeps all of its pages, and each layer's array has the shape that
+`ModelConfig.caches` gives it. Layers that give pages back behind a window have ids of their own, for `tails`. In
+transfers, layers of one kind whose pages are alike are one array.
 
 Axes: P pages, n pages of a transfer, S tokens per page.
 """
@@ -34,32 +35,39 @@ from rekindle_kernels import (
 class Layer(NamedTuple):
     """The pages of one layer, and an array [slots + 1, …] for each part of its states, scratch slot first."""
 
-    pages: LayerKV | None = None  # None: it attends to the pages of another layer, or to none
+    pages: LayerKV | None = None  # None: it has a tail, or attends to the pages of another layer, or to none
     states: tuple[Any, ...] = ()
+    tail: LayerKV | None = None  # its pages, if it gives back those behind its window
 
 
 KV = tuple[Layer, ...]
 Payload = tuple[Any, ...]  # of each group of layers, [n, layers, …] for each leaf of a layer
 
 
-def abstract(model: ModelConfig, pages: int, page_size: int, dtype: str, slots: int = 0) -> KV:
-    """Return shapes and dtypes of every layer's pages, or of its states in `slots`. Nothing is allocated."""
+def abstract(model: ModelConfig, pages: int, page_size: int, dtype: str, slots: int = 0, tails: int = 0) -> KV:
+    """Return shapes and dtypes of every layer's pages, or of its states in `slots`. Nothing is allocated.
 
-    def layer(cache: Cache) -> Layer:
+    Layers with a window have `tails` pages; with 0, as many as all others, under the same ids.
+    """
+
+    def layer(cache: Cache, windowed: bool) -> Layer:
         shapes = () if cache.state is None else cache.state.shapes
         states = tuple(jax.ShapeDtypeStruct((slots + 1, *shape), jnp.float32) for shape in shapes)
         own = cache.pages
         if not isinstance(own, Pages):
             return Layer(None, states)
-        return Layer(abstract_pages(pages, own.heads, page_size, own.key_size, dtype, latent=own.latent), states)
+        apart = windowed and tails > 0
+        count = tails if apart else pages
+        kept = abstract_pages(count, own.heads, page_size, own.key_size, dtype, latent=own.latent)
+        return Layer(None, states, kept) if apart else Layer(kept, states)
 
-    return tuple(map(layer, model.caches))
+    return tuple(map(layer, model.caches, model.windowed))
 
 
-def page_bytes(model: ModelConfig, page_size: int, dtype: str) -> int:
-    """Return the bytes of one page over all layers."""
-    layers = pages_of(abstract(model, 1, page_size, dtype))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(layers))
+def page_bytes(model: ModelConfig, page_size: int, dtype: str, tails: bool | None = None) -> int:
+    """Return the bytes of one page over all layers; with `tails`, over those with a window or over all others."""
+    kv = abstract(model, 1, page_size, dtype, tails=0 if tails is None else 1)
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pages_of(kv, tails=bool(tails))))
 
 
 def state_bytes(model: ModelConfig) -> int:
@@ -67,17 +75,19 @@ def state_bytes(model: ModelConfig) -> int:
     return sum(4 * math.prod(shape) for spec in model.states if spec is not None for shape in spec.shapes)
 
 
-def pages_of(kv: KV) -> tuple[LayerKV, ...]:
-    """Return the layers that have pages."""
-    return tuple(layer.pages for layer in kv if layer.pages is not None)
+def pages_of(kv: KV, *, tails: bool = False) -> tuple[LayerKV, ...]:
+    """Return the pages of layers that keep all of them, or the `tails` of the others."""
+    pages = (layer.tail if tails else layer.pages for layer in kv)
+    return tuple(each for each in pages if each is not None)
 
 
-def groups_of(kv: KV) -> list[list[int]]:
-    """Return the numbers of layers with pages of each shape, in order of their first layers."""
+def groups_of(kv: KV, *, tails: bool = False) -> list[list[int]]:
+    """Return the numbers of layers with pages, or `tails`, of each shape, in order of their first layers."""
     groups: dict[Any, list[int]] = {}
     for number, layer in enumerate(kv):
-        if layer.pages is not None:
-            groups.setdefault(layer.pages.pages.shape[1:], []).append(number)
+        pages = layer.tail if tails else layer.pages
+        if pages is not None:
+            groups.setdefault(pages.pages.shape[1:], []).append(number)
     return list(groups.values())
 
 
@@ -100,13 +110,18 @@ class PagedAttention:
     def __call__(self, layer: int, q: Array, k: Array | None, v: Array | None, sinks: Array | None = None, /) -> Array:
         step, spec, source = self._paging, self._model.attention[layer], self._model.source(layer)
         entry, cache = self.kv[source], self._model.pages_of(layer)
-        pages = entry.pages
+        apart = entry.tail is not None
+        pages = entry.tail if apart else entry.pages
         assert pages is not None, "the layer has pages"
+        page_ids, page_table = step.page_ids, step.page_table
+        if apart:
+            assert step.tails is not None, "the step has a table of tails"
+            page_ids, page_table = step.tails
         if k is not None:
             assert source == layer, "the layer has pages of its own"
-            pages = write_kv(pages, k, v, step.page_ids, step.offsets)
-            self.kv[layer] = entry._replace(pages=pages)
-        inputs = AttentionInputs(q, pages, step.page_table, step.lengths, step.cu_lengths, step.num_prefills, sinks)
+            pages = write_kv(pages, k, v, page_ids, step.offsets)
+            self.kv[layer] = entry._replace(tail=pages) if apart else entry._replace(pages=pages)
+        inputs = AttentionInputs(q, pages, page_table, step.lengths, step.cu_lengths, step.num_prefills, sinks)
         options = AttentionOptions(
             self._rows,
             spec.scale,
@@ -130,29 +145,32 @@ class PagedAttention:
         return out
 
 
-def payload_layout(kv: KV) -> list[tuple[tuple[int, ...], Any]]:
+def payload_layout(kv: KV, *, tails: bool = False) -> list[tuple[tuple[int, ...], Any]]:
     """Return shape and dtype of each array of one page's payload, as `gather` returns them for a single page."""
-    groups = [(len(layers), jax.tree.leaves(_pages(kv, layers[0]))) for layers in groups_of(kv)]
+    groups = [
+        (len(layers), jax.tree.leaves(_pages(kv, layers[0], tails=tails))) for layers in groups_of(kv, tails=tails)
+    ]
     return [((1, count, *leaf.shape[1:]), leaf.dtype) for count, leaves in groups for leaf in leaves]
 
 
-def gather(kv: KV, ids: Array) -> Payload:
-    """Return the pages `ids` [n] of every layer, in their stored dtype."""
+def gather(kv: KV, ids: Array, *, tails: bool = False) -> Payload:
+    """Return the pages `ids` [n] of every layer that keeps all, or of those with `tails`, in their stored dtype."""
     payload: list[Array] = []
-    for numbers in groups_of(kv):
-        layers = [jax.tree.leaves(gather_pages(_pages(kv, number), ids)) for number in numbers]
+    for numbers in groups_of(kv, tails=tails):
+        layers = [jax.tree.leaves(gather_pages(_pages(kv, number, tails=tails), ids)) for number in numbers]
         payload += [jnp.stack(leaves, axis=1) for leaves in zip(*layers, strict=True)]
     return tuple(payload)
 
 
-def scatter(kv: KV, ids: Array, pages: Sequence[Payload]) -> KV:
+def scatter(kv: KV, ids: Array, pages: Sequence[Payload], *, tails: bool = False) -> KV:
     """Write payloads of `gather`, one for each page, to the pages `ids`; ids that pad the transfer are 0."""
     filled, at = list(kv), 0
-    for numbers in groups_of(kv):
-        layers = [_pages(kv, number) for number in numbers]
+    for numbers in groups_of(kv, tails=tails):
+        layers = [_pages(kv, number, tails=tails) for number in numbers]
         stop = at + len(jax.tree.leaves(layers[0]))
         for number, layer in zip(numbers, fill_pages(layers, ids, [page[at:stop] for page in pages]), strict=True):
-            filled[number] = filled[number]._replace(pages=layer)
+            entry = filled[number]
+            filled[number] = entry._replace(tail=layer) if tails else entry._replace(pages=layer)
         at = stop
     return tuple(filled)
 
@@ -163,7 +181,17 @@ def copy(kv: KV, sources: Array, ids: Array) -> KV:
     return scatter(kv, ids, [tuple(leaf[at : at + 1] for leaf in payload) for at in range(ids.shape[0])])
 
 
-def _pages(kv: KV, number: int) -> LayerKV:
-    pages = kv[number].pages
+def gather_tails(kv: KV, ids: Array) -> Payload:
+    """Return the pages `ids` [n] of every layer that gives pages back, as `gather` does for all others."""
+    return gather(kv, ids, tails=True)
+
+
+def scatter_tails(kv: KV, ids: Array, pages: Sequence[Payload]) -> KV:
+    """Write payloads of `gather_tails`, as `scatter` does those of `gather`."""
+    return scatter(kv, ids, pages, tails=True)
+
+
+def _pages(kv: KV, number: int, *, tails: bool) -> LayerKV:
+    pages = kv[number].tail if tails else kv[number].pages
     assert pages is not None, "the layer has pages"
     return pages

@@ -292,6 +292,7 @@ def unpack(
         tokens_all, positions, owners = decode_tokens, decode_positions, rows
     pages = table[owners, positions // page_size]
     own = _own(layout, flags, constant, values, extra, row_extra)
+    tails = layout.features.tails(own, layout.width)
     return StepInputs(
         slots=slots,
         lengths=lengths,
@@ -311,6 +312,7 @@ def unpack(
         ),
         own=own,
         states=layout.features.states(own),
+        tails=None if tails is None else (jnp.where(valid, tails[owners, positions // page_size], 0), tails),
     )
 
 

@@ -67,7 +67,7 @@ class Partitioning:
         """True if several processes share the devices."""
         return False
 
-    def copies(self, arrays: int) -> tuple[int, ...]:
+    def copies(self, arrays: int, *, tails: bool = False) -> tuple[int, ...]:
         """Return for each of the arrays of a payload how many devices have the same kv heads."""
         return (1,) * arrays
 
@@ -107,11 +107,11 @@ class Partitioning:
 
         return recipe._replace(function=whole, results=WHOLE)
 
-    def payload_layout(self, kv: paged.KV) -> list[tuple[tuple[int, ...], Any]]:
+    def payload_layout(self, kv: paged.KV, *, tails: bool = False) -> list[tuple[tuple[int, ...], Any]]:
         """Return shape and dtype of each array of one page on the host, which do not depend on the mesh."""
-        everywhere = paged.payload_layout(kv)
+        everywhere = paged.payload_layout(kv, tails=tails)
         layout = []
-        for (shape, dtype), copies in zip(everywhere, self.copies(len(everywhere)), strict=True):
+        for (shape, dtype), copies in zip(everywhere, self.copies(len(everywhere), tails=tails), strict=True):
             heads = shape[PAYLOAD_HEADS] // copies
             layout.append(((*shape[:PAYLOAD_HEADS], heads, *shape[PAYLOAD_HEADS + 1 :]), dtype))
         return layout
@@ -121,15 +121,15 @@ class Partitioning:
         devices have."""
         return [np.arange(shape[PAYLOAD_HEADS]) for shape, _ in paged.payload_layout(kv)]
 
-    def to_host(self, payload: paged.Payload) -> list[np.ndarray[Any, Any]]:
+    def to_host(self, payload: paged.Payload, *, tails: bool = False) -> list[np.ndarray[Any, Any]]:
         """Wait for a payload that this process has whole, and return it in host memory, with each kv head once."""
-        pairs = zip(payload, self.copies(len(payload)), strict=True)
+        pairs = zip(payload, self.copies(len(payload), tails=tails), strict=True)
         arrays = ((np.asarray(leaf), copies) for leaf, copies in pairs)
         return [array if copies == 1 else array[:, :, :, ::copies] for array, copies in arrays]
 
-    def to_device(self, payload: paged.Payload) -> paged.Payload:
+    def to_device(self, payload: paged.Payload, *, tails: bool = False) -> paged.Payload:
         """Return a page from the host in the form that `scatter` takes: with a copy of each kv head for each device."""
-        pairs = zip(payload, self.copies(len(payload)), strict=True)
+        pairs = zip(payload, self.copies(len(payload), tails=tails), strict=True)
         return tuple(leaf if copies == 1 else np.repeat(leaf, copies, axis=PAYLOAD_HEADS) for leaf, copies in pairs)
 
 
@@ -151,9 +151,10 @@ class MeshPartitioning(Partitioning):
     def multi_process(self) -> bool:
         return self.placement.processes > 1
 
-    def copies(self, arrays: int) -> tuple[int, ...]:
-        kinds, partition = self.placement.config.kinds_of_pages, self.placement.partition
-        return tuple(partition.kv_copies(pages.heads) for pages in kinds for _ in range(arrays // len(kinds)))
+    def copies(self, arrays: int, *, tails: bool = False) -> tuple[int, ...]:
+        placement = self.placement
+        kinds = placement.config.kinds_apart[tails] if placement.pages_apart else placement.config.kinds_of_pages
+        return tuple(placement.partition.kv_copies(each.heads) for each in kinds for _ in range(arrays // len(kinds)))
 
     def wrap(self, recipe: Recipe, function: Callable[..., Any]) -> Callable[..., Any]:
         operands = tuple(

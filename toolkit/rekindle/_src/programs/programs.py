@@ -40,6 +40,8 @@ from rekindle._src.programs.helpers import (
     STATE_IN,
     STATE_OUT,
     TABLES,
+    TAILS_IN,
+    TAILS_OUT,
     Helper,
     Key,
     fills,
@@ -53,6 +55,7 @@ from rekindle._src.programs.processors import LogitsProcessor, check_processors
 from rekindle._src.programs.recipes import Recipes
 from rekindle._src.programs.state_slots import StateSlots
 from rekindle._src.programs.store import KEPT_THERE, NOT_STORED, Executables, LateStore, NoStore, watching_hits
+from rekindle._src.programs.tail_tables import TailTables, tail_pages
 from rekindle._src.programs.taps import tap_features
 from rekindle.errors import CompileError, StoreError
 from rekindle_kernels import (
@@ -107,7 +110,10 @@ class Programs:
         single = traits(graph.precision.implementation).single_rows
         adapters = _adapters(graph, config, placement, ahead=adapters_ahead)
         custom = (CustomTaps(taps, model.num_layers, divided=placement.divided),) if taps else ()
-        more = (*adapters, *tap_features(model, config, *custom), *((StateSlots(),) if model.is_recurrent else ()))
+        self.tails = tail_pages(model, config, config.device_pages, apart=placement.pages_apart)
+        tables = (TailTables.of(model, config),) if self.tails else ()
+        states = (StateSlots(),) if model.is_recurrent else ()
+        more = (*adapters, *tap_features(model, config, *custom), *states, *tables)
         self.features = features or features_of(self.processors, model.vocab_size, *more)
         self._lattice = buckets.lattice(config, self.features.warmed, single=single)
         self._recipes = Recipes.of(model, graph, leaves, config, self.features, placement)
@@ -146,10 +152,13 @@ class Programs:
         kinds = ("gather", "collect") if self.parts.multi_process else ("gather",)
         moves = [Helper(kind, pages) for kind in kinds for pages in sizes]
         tables = (TABLES,) if self.resident else ()
-        states = (STATE_OUT, STATE_IN) if sizes and self.model.is_recurrent and self.config.prefix_cache else ()
-        shared = self.config.prefix_cache and not self.model.is_recurrent and least_copied(self.page_size)
-        copies = (COPY,) if shared else ()
-        return (*self._lattice, MEMORY, ADMIT, *tables, *copies, *moves, *(self.fills if sizes else ()), *states)
+        shared = not self.model.is_recurrent and not self.tails and least_copied(self.page_size)
+        copies = (COPY,) if self.config.prefix_cache and shared else ()
+        beside: tuple[Key, ...] = ()
+        if sizes and self.config.prefix_cache:
+            beside += (STATE_OUT, STATE_IN) if self.model.is_recurrent else ()
+            beside += (TAILS_OUT, TAILS_IN) if self.tails else ()
+        return (*self._lattice, MEMORY, ADMIT, *tables, *copies, *moves, *(self.fills if sizes else ()), *beside)
 
     @property
     def guided_keys(self) -> tuple[Key, ...]:

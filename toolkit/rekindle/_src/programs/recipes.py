@@ -18,10 +18,24 @@ from rekindle._src.programs import page_tables, pinned_pages, request_state, sta
 from rekindle._src.programs.buckets import FORWARD, GATED, Bucket
 from rekindle._src.programs.device_layout import PAGES, PAYLOAD, POOLED, ROWS, WEIGHTS, WHOLE, DeviceLayout
 from rekindle._src.programs.features import Features
-from rekindle._src.programs.helpers import ADMIT, COLLECT, COPY, GATHER, LENS, MEMORY, STATE_IN, STATE_OUT, TABLES, Key
+from rekindle._src.programs.helpers import (
+    ADMIT,
+    COLLECT,
+    COPY,
+    GATHER,
+    LENS,
+    MEMORY,
+    STATE_IN,
+    STATE_OUT,
+    TABLES,
+    TAILS_IN,
+    TAILS_OUT,
+    Key,
+)
 from rekindle._src.programs.packing import Layout
 from rekindle._src.programs.partitioning import Partitioning, Recipe
 from rekindle._src.programs.step import Scores, StepOutput, make_choice, make_forward, make_step
+from rekindle._src.programs.tail_tables import tail_pages
 from rekindle_kernels import LayerKV, kernels_for, zeros
 
 
@@ -63,6 +77,7 @@ class Recipes:
             config.page_size,
             config.kv_dtype,
             state_moves.slots(model, config.max_requests, shared=config.prefix_cache),
+            tail_pages(model, config, config.device_pages, apart=placement.pages_apart),
         )
         width, resident = pages_for(config.max_model_len, config.page_size), page_tables.stay(parts)
         return cls(
@@ -153,14 +168,18 @@ class Recipes:
             return Recipe(state_moves.scatter, (self.kv, ids, states), (0,), (PAGES, ROWS, ROWS), PAGES)
         if key == COPY:
             return Recipe(paged.copy, (self.kv, ids, ids), (0,), (PAGES, ROWS, ROWS), PAGES)
-        if key.kind in (GATHER.kind, COLLECT.kind):
-            gather = Recipe(paged.gather, (self.kv, ids), (), (PAGES, ROWS), PAYLOAD)
-            return gather if key.kind == GATHER.kind else self.parts.whole_everywhere(gather)
+        tails = key.kind in (TAILS_OUT.kind, TAILS_IN.kind)
+        read_out = paged.gather_tails if tails else paged.gather
+        if key.kind in (GATHER.kind, COLLECT.kind, TAILS_OUT.kind):
+            gather = Recipe(read_out, (self.kv, ids), (), (PAGES, ROWS), PAYLOAD)
+            return self.parts.whole_everywhere(gather) if key.kind == COLLECT.kind else gather
         if self.pinned:
-            payload = jax.eval_shape(paged.gather, self.kv, ids)
-            return Recipe(pinned_pages.scatter, (self.kv, ids, payload), (0,), (PAGES, ROWS, PAYLOAD), PAGES)
-        page = jax.eval_shape(paged.gather, self.kv, _ints(1))
-        return Recipe(paged.scatter, (self.kv, ids, (page,) * key.pages), (0,), (PAGES, ROWS, PAYLOAD), PAGES)
+            payload = jax.eval_shape(read_out, self.kv, ids)
+            fill = pinned_pages.scatter_tails if tails else pinned_pages.scatter
+            return Recipe(fill, (self.kv, ids, payload), (0,), (PAGES, ROWS, PAYLOAD), PAGES)
+        page = jax.eval_shape(read_out, self.kv, _ints(1))
+        fill = paged.scatter_tails if tails else paged.scatter
+        return Recipe(fill, (self.kv, ids, (page,) * key.pages), (0,), (PAGES, ROWS, PAYLOAD), PAGES)
 
     def _lens(self, leaves: Sequence[Any], rows: jax.Array) -> jax.Array:
         """Return the logits that the head makes of rows of the residual stream."""

@@ -46,6 +46,7 @@ class Drafts:
         counts = self._counts(drafting, len(rows), budget, mixed=mixed) if drafting else {}
         for sequence in drafting:
             if count := self._within_pages(sequence, counts.get(sequence, 0)):
+                self._ledger.states.cover(sequence, sequence.planned + count)
                 after = sequences.index(sequence) + 1
                 drafts = sequence.drafts(_drafter(sequence).propose(_skip(sequence), count))
                 rows[after:after] = drafts
@@ -67,7 +68,7 @@ class Drafts:
         """True if a sequence has drafts to propose; sets the drafter that proposes them."""
         if sequence.forced is None and not self._limits.prompt_lookup:
             return False
-        if sequence.trail is not None:
+        if not self._ledger.states.drafts:
             return False  # its state can't be taken back from behind a rejected draft
         sampling = sequence.request.sampling
         if sequence.remaining <= 0 or sampling.penalised or sampling.processors:

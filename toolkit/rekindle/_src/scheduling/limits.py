@@ -32,6 +32,7 @@ class Limits:
     longest: int | None = None  # positions of the model; None: not known
     edge: int = 1  # prompts are cut at multiples of it, if their model has states
     whole: bool = False  # prompts are not cut: tokens see those behind them
+    window: int = 0  # tokens that layers see which give pages back; 0: none does
 
     @classmethod
     def of(
@@ -42,6 +43,7 @@ class Limits:
         padded: bool = True,
         edge: int = 1,
         whole: bool = False,
+        window: int = 0,
     ) -> Limits:
         """Return the limits of a resolved config; `padded` if a step costs its program's size, however few its rows.
 
@@ -62,6 +64,7 @@ class Limits:
             prompt_lookup=config.prompt_lookup,
             edge=edge if fits else 1,
             whole=whole,
+            window=window,
         )
 
     def room(self, request: Request, usable_pages: int) -> tuple[int, FinishReason]:

@@ -69,7 +69,6 @@ class PageLedger:
         assert cache is None or cache.pool is pool, "the cache keeps pages of another pool"
         self.pool, self.cache, self._page_size = pool, cache, page_size
         self.states = states or NoStates()
-        self._has_states = states is not None
         self._offload: list[PageMove] = []
         self._restore: list[PageMove] = []
         self._retired: list[tuple[int, list[int]]] = []  # (last step that reads them, merged duplicates)
@@ -98,7 +97,7 @@ class PageLedger:
         if cache is None or not cache.pinned_pages:
             return self.pool.total
         # A state behind a prompt's last token is of no use, see `keys`.
-        reusable = min(request.reusable, request.prompt_length - 1) if self._has_states else request.reusable
+        reusable = request.reusable if self.states.inside else min(request.reusable, request.prompt_length - 1)
         pinned = cache.pinned_prefix(request.token_ids[:reusable], request.root)
         return self.pool.total - cache.pinned_pages + pinned
 
@@ -107,7 +106,7 @@ class PageLedger:
         if self.cache is None:
             return []
         # A state behind the last token is of no use: that token is computed, since its logits choose the next one.
-        reusable = min(sequence.reusable, sequence.known - 1) if self._has_states else sequence.reusable
+        reusable = sequence.reusable if self.states.inside else min(sequence.reusable, sequence.known - 1)
         return sequence.keys(reusable // self._page_size)
 
     def cached_path(self, sequence: Sequence) -> list[int]:
@@ -121,7 +120,7 @@ class PageLedger:
 
     def on_device(self, keys: list[int]) -> int | None:
         """Return how many leading pages are on the device where that may be more than can be used; else None."""
-        return self.cache.depth(keys) if self.cache is not None and self._has_states else None
+        return self.cache.depth(keys) if self.cache is not None and self.states.on_tree else None
 
     def uncached(self, sequence: Sequence) -> int:
         """Return how many tokens the sequence would have to compute if it were admitted now, at least 1."""
@@ -152,8 +151,8 @@ class PageLedger:
         pages = self.cache.host_tier.fetch(digests, in_host_memory)
         if self._state_tiers is None or (digests and pages is None):
             return pages
-        digest = self.cache.state_to_fetch(*prompt)
-        state = None if digest is None else self._state_tiers.fetch([digest], 0)
+        needed = self.cache.states_to_fetch(*prompt)
+        state = self._state_tiers.fetch(needed, 0) if needed else None
         if state is None:
             return pages
         return state if pages is None else Together(pages, state)
@@ -276,8 +275,9 @@ class PageLedger:
         `last_step` is the step that was planned last: merged duplicates are kept until it is committed.
         """
         published = self._publish(sequence, last_step)
-        if self._has_states:
-            self.states.publish(sequence, self._node(sequence))
+        if self.states.on_tree:
+            self.states.publish(sequence, self._node(sequence), last_step)
+            self.states.recede(sequence)
         return published
 
     def _publish(self, sequence: Sequence, last_step: int) -> tuple[int, int]:
@@ -312,6 +312,7 @@ class PageLedger:
 
     def collect(self, oldest_step: int | None) -> None:
         """Release merged duplicates that no step in flight reads; `oldest_step` is the oldest one in flight."""
+        self.states.collect(oldest_step)
         retired = []
         for step, pages in self._retired:
             if oldest_step is None or step < oldest_step:

@@ -28,7 +28,7 @@ from rekindle._src.core.records import (
     TokenEvent,
 )
 from rekindle._src.kvcache.pool import PagePool, pages_for
-from rekindle._src.kvcache.states import TreeStates
+from rekindle._src.kvcache.states import TreeStates, TreeTails
 from rekindle._src.kvcache.tree import PrefixCache
 from rekindle._src.scheduling.adapter_slots import AdapterSlots
 from rekindle._src.scheduling.admission import Admission
@@ -43,6 +43,7 @@ from rekindle._src.scheduling.running_set import RunningSet
 from rekindle._src.scheduling.sequence import Sequence
 from rekindle._src.scheduling.slow_rows import SlowRows
 from rekindle._src.scheduling.states import NoStates, States, WholePrompts
+from rekindle._src.scheduling.tails import Tails
 from rekindle._src.scheduling.waiting import WaitingQueue
 from rekindle.errors import (
     InvalidRequest,
@@ -76,11 +77,12 @@ class Scheduler:
         adapters: AdapterSlots | None = None,
         states: TreeStates | None = None,
     ) -> None:
-        """`states` are the slots of the cache, in models whose layers have states; without a cache, none."""
+        """`states` are the slots of the cache, in models whose layers have states or give pages back."""
         self.limits, self.pool, self.cache = limits, pool, cache
-        without = WholePrompts() if limits.whole else NoStates()
-        self._states = without if states is None else States(limits, states)
-        self._ledger = PageLedger(pool, cache, limits.page_size, None if states is None else self._states)
+        self._states: NoStates = WholePrompts() if limits.whole else NoStates()
+        if states is not None:
+            self._states = Tails(limits, states) if isinstance(states, TreeTails) else States(limits, states)
+        self._ledger = PageLedger(pool, cache, limits.page_size, self._states)
         self._running_set = RunningSet(limits.max_requests, self._ledger, seniority(policy), adapters)
         shortest = ShortestFirst(self._ledger.uncached) if policy == "sjf" else None
         path = self._ledger.cached_path
@@ -308,8 +310,7 @@ class Scheduler:
         self._ledger.reclaim()
         if self.cache is not None:
             self._leaving = tuple(self.cache.evict(self.pool.cached))
-        self._states.vacate()
-        return self._leaving
+        return self._leaving + tuple(move._replace(beside=True) for move in self._states.vacate())
 
     def vacated(self) -> None:
         """End the read-out of pages that `vacate` returned: the tiers below the device decide from now on."""
@@ -376,6 +377,7 @@ class Scheduler:
             return self._fail(sequence, not_finite(sequence))
         if not request.generates:
             if sequence.computed < request.prompt_length:
+                self._states.recede(sequence)
                 return None
             self._end(sequence, FinishReason.LENGTH)
             return output.event(sequence.cached_tokens, FinishReason.LENGTH)
@@ -438,8 +440,9 @@ class Scheduler:
                 if row.reads in slots:
                     continuing[sequence] = row.reads
         for sequence in self._running_set.holders:
-            if sequence.trail is not None and sequence.trail.held in slots:
-                continuing[sequence] = sequence.trail.held
+            for slot in self._states.held(sequence):
+                if slot in slots:
+                    continuing[sequence] = slot
         return continuing
 
     def _row(self, sequence: Sequence, length: int) -> Row:

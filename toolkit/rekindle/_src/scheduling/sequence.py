@@ -17,6 +17,7 @@ from rekindle._src.kvcache.pool import pages_for
 from rekindle._src.scheduling.followers import ForcedTokens, followers_of
 from rekindle._src.scheduling.prompt_lookup import PromptLookup
 from rekindle._src.scheduling.state_trail import StateTrail
+from rekindle._src.scheduling.tail import Tail
 
 _GROWTH = 64  # tokens or pages by which a buffer grows, at least
 
@@ -28,7 +29,7 @@ class Sequence:
         "_keys", "_pages", "_table", "_tokens", "arrived", "cached_tokens", "claimed", "computed", "drafter", "epoch",
         "followers", "forced", "fresh", "generated", "generation", "in_flight", "known", "limit", "limit_reason",
         "lookup", "node", "num_pages", "overtaken", "page_size", "planned", "preemptions", "published", "queued_at",
-        "reason", "request", "root", "sampled", "slot", "status", "target", "trail", "waits_for",
+        "reason", "request", "root", "sampled", "slot", "status", "tail", "target", "trail", "waits_for",
     )  # fmt: skip
 
     def __init__(
@@ -81,6 +82,7 @@ class Sequence:
         self.published = 0  # leading pages that are in the tree
         self.claimed = 0  # leading pages that are claimed in PrefixClaims
         self.trail: StateTrail | None = None  # its states since the latest admission, in models that have some
+        self.tail: Tail | None = None  # its pages of layers with a window, in models that give such back
 
     @property
     def id(self) -> str:
@@ -193,6 +195,7 @@ class Sequence:
         samples = end >= self.target and self.request.generates
         if self._table is None:
             self._table = self._pages[: self.num_pages].copy()
+        tails, first = (None, 0) if self.tail is None else self.tail.of(start, end)
         row = Row(
             self.request,
             self.epoch,
@@ -209,6 +212,8 @@ class Sequence:
             start < self.published * self.page_size,
             reads=reads,
             writes=writes,
+            tails=tails,
+            first=first,
         )
         self.fresh = False
         self.planned = end
@@ -223,21 +228,27 @@ class Sequence:
         if self._table is None:
             self._table = self._pages[: self.num_pages].copy()
         self.in_flight += len(tokens)
-        return [
-            Row(
-                self.request,
-                self.epoch,
-                self.slot,
-                start + index,
-                1,
-                self._table,
-                tokens[index : index + 1],
-                True,
-                generated=self.sampled + index,
-                draft=True,
+        rows = []
+        for index in range(len(tokens)):
+            at = start + index
+            tails, first = (None, 0) if self.tail is None else self.tail.of(at, at + 1)
+            rows.append(
+                Row(
+                    self.request,
+                    self.epoch,
+                    self.slot,
+                    at,
+                    1,
+                    self._table,
+                    tokens[index : index + 1],
+                    True,
+                    generated=self.sampled + index,
+                    draft=True,
+                    tails=tails,
+                    first=first,
+                )
             )
-            for index in range(len(tokens))
-        ]
+        return rows
 
     def drafts_checked(self) -> None:
         """Continue after the last accepted token, now that the drafts were checked."""

@@ -34,6 +34,9 @@ from rekindle._src.scheduling.state_trail import StateTrail
 class NoStates:
     """The states of models that have none: rows have no slots, and prompts are cut anywhere."""
 
+    on_tree = False  # nodes of the tree have something of theirs
+    inside = True  # a sequence may continue before its last cached token, which it then computes for its logits
+    drafts = True  # tokens can be taken back
     ahead = False  # requests that wait for others' pages are parked before the step's rows are planned
     least = 1  # tokens that have to be left of a step's budget for another prompt
 
@@ -45,6 +48,9 @@ class NoStates:
         """Return the slots that the next row reads and writes; it computes `length` tokens."""
         return 0, 0
 
+    def cover(self, sequence: Sequence, end: int) -> None:
+        """Take what rows up to the position `end` need."""
+
     def admit(self, sequence: Sequence, match: PrefixMatch, *, fetched: bool) -> None:
         """Take what a sequence that is admitted now continues."""
 
@@ -52,8 +58,21 @@ class NoStates:
         """Return how many of `pages`, which `owner` computes, another sequence will be able to use."""
         return pages
 
-    def publish(self, sequence: Sequence, node: Node | None) -> None:
-        """Give a committed state to `node`, the sequence's deepest one; None: its tree is gone."""
+    def publish(self, sequence: Sequence, node: Node | None, last_step: int) -> None:
+        """Give what was committed to `node`, the sequence's deepest one, and those before it; None: its tree is gone.
+
+        `last_step` is the step that was planned last.
+        """
+
+    def recede(self, sequence: Sequence) -> None:
+        """Return what a sequence has left behind, now that a row was committed."""
+
+    def collect(self, oldest_step: int | None) -> None:
+        """Release what no step in flight reads; `oldest_step` is the oldest one in flight."""
+
+    def held(self, sequence: Sequence) -> Iterable[int]:
+        """Return the slots of the tree that a sequence continues."""
+        return ()
 
     def release(self, sequence: Sequence) -> None:
         """Return what a sequence holds that no step in flight contains."""
@@ -62,8 +81,9 @@ class NoStates:
         """Take out the transfers of the step being planned, whose rows are all there."""
         return (), ()
 
-    def vacate(self) -> None:
-        """Give up states that wait to be read out, because the slots are about to be freed."""
+    def vacate(self) -> tuple[PageMove, ...]:
+        """Return what waits to be read out, because the slots are about to be freed."""
+        return ()
 
     def done(self, plan: StepPlan) -> None:
         """End the transfers of a step that was committed or has failed."""
@@ -86,13 +106,45 @@ class WholePrompts(NoStates):
         return length if length <= budget else 0
 
 
-class States(NoStates):
+class OnTree(NoStates):
+    """The base of those whose slots nodes of the tree have, too."""
+
+    on_tree = True
+
+    def __init__(self, tree: TreeStates) -> None:
+        self._tree = tree
+
+    def moves(self) -> Moves:
+        return self._tree.moves()
+
+    def vacate(self) -> tuple[PageMove, ...]:
+        return self._tree.moves()[0]
+
+    def done(self, plan: StepPlan) -> None:
+        self._tree.done(plan.states_in)
+
+    def lose(self, moves: Iterable[PageMove]) -> None:
+        for move in moves:
+            node = self._tree.owner(move.page)
+            if node is not None:
+                self._tree.leave(node, read_out=False)
+
+    def discard(self, lost: Iterable[LostPage]) -> None:
+        if self._tree.tier is not None:
+            for one in lost:
+                self._tree.tier.discard(one.move.digest)
+
+
+class States(OnTree):
     """The states of models that have some, over the slots of the tree."""
 
+    inside = False
+    drafts = False
     ahead = True
 
     def __init__(self, limits: Limits, tree: TreeStates) -> None:
-        self._edge, self._page_size, self._tree = limits.edge, limits.page_size, tree
+        super().__init__(tree)
+        self._edge, self._page_size = limits.edge, limits.page_size
         self.least = limits.edge
         self._ending: list[int] = []  # slots that rows of the step being planned read
 
@@ -150,7 +202,7 @@ class States(NoStates):
             return 0  # it was left, and is not there any more
         return position // self._page_size
 
-    def publish(self, sequence: Sequence, node: Node | None) -> None:
+    def publish(self, sequence: Sequence, node: Node | None, last_step: int) -> None:
         trail, tree = sequence.trail, self._tree
         if trail is None or not trail.pending or trail.pending[0][0] != sequence.computed:
             return
@@ -175,31 +227,17 @@ class States(NoStates):
         for slot in self._ending:
             self._tree.release(slot)
         self._ending = []
-        return self._tree.moves()
+        return super().moves()
 
-    def vacate(self) -> None:
-        self._tree.moves()
-
-    def done(self, plan: StepPlan) -> None:
-        self._tree.done(plan.states_in)
-
-    def lose(self, moves: Iterable[PageMove]) -> None:
-        for move in moves:
-            node = self._tree.owner(move.page)
-            if node is not None:
-                self._tree.leave(node, read_out=False)
-
-    def discard(self, lost: Iterable[LostPage]) -> None:
-        if self._tree.tier is not None:
-            for one in lost:
-                self._tree.tier.discard(one.move.digest)
+    def held(self, sequence: Sequence) -> Iterable[int]:
+        return [sequence.trail.held] if sequence.trail is not None and sequence.trail.held else []
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         held = Counter(self._ending)
         for sequence in sequences:
             if sequence.trail is not None:
                 held.update(slot for _, slot in sequence.trail.pending)
-                held.update([sequence.trail.held] if sequence.trail.held else [])
+                held.update(self.held(sequence))
         self._tree.check_integrity(held)
 
     def _leaves_state(self, sequence: Sequence, end: int) -> bool:

@@ -32,7 +32,7 @@ from rekindle._src.core.tapped import TapFacts, check_named
 from rekindle._src.dispatch.backend import Front
 from rekindle._src.dispatch.engine import Engine, Resources
 from rekindle._src.execution.runner import Runner
-from rekindle._src.kvcache import AnyCache, CostModel, HostTier, PagePool, PrefixCache, Tiers, TreeStates
+from rekindle._src.kvcache import AnyCache, CostModel, HostTier, PagePool, PrefixCache, Tiers, TreeStates, TreeTails
 from rekindle._src.kvcache.caches import trees
 from rekindle._src.kvcache.kept import KeptCaptures
 from rekindle._src.kvcache.persist import snapshot
@@ -59,6 +59,7 @@ from rekindle._src.programs.helpers import Key
 from rekindle._src.programs.processors import LogitsProcessor, check_results
 from rekindle._src.programs.programs import Programs
 from rekindle._src.programs.store import ExecutableStore, ProgramStore
+from rekindle._src.programs.tail_tables import least_pages, span, tail_pages
 from rekindle._src.programs.taps import tap_facts
 from rekindle._src.programs.warming import Warming, needed_after_restart, warm
 from rekindle._src.scheduling.adapter_slots import AdapterSlots
@@ -87,7 +88,7 @@ log = logging.getLogger("rekindle.engine")
 OWN = frozenset(
     {"cache_dir", "coordinator", "restore", "quiet", "log_every", "step_timeout", "policy", "seed", "max_queue"}
 )
-STATE_SHARE = 4  # one of so many bytes of host memory is for states, in models that have some
+STATE_SHARE = 4  # one of so many bytes of host memory is for what is stored beside pages, in models that have such
 Agree = Callable[["Facts"], int]  # with the other processes, on the KV pages that all have room for
 
 
@@ -446,6 +447,9 @@ def stored_programs(
         "taps": [tap.key for tap in taps],
         **placement.key(),
     }
+    assert config.device_pages is not None, "resolved"
+    if tails := tail_pages(model, config, config.device_pages, apart=placement.pages_apart):
+        fields["tails"] = tails
     folder = cache_folder(config.cache_dir) / "programs"
     digest, devices = program_key.digest(fields), tuple(placement.devices)
     store = ProgramStore(ExecutableStore(folder), name or model.model_type, digest, devices)
@@ -501,19 +505,24 @@ def _tiers(model: LoadedModel, config: EngineConfig, name: str, others: OtherPro
     disk, identity = None, page_identity(model, config, name)
     if config.disk_memory:
         disk = others.disk(cache_folder(config.cache_dir), config.disk_memory, identity)
-    host = others.host(config.host_memory - (_state_budget(config) if model.config.is_recurrent else 0))
+    host = others.host(config.host_memory - (_state_budget(config) if _beside_pages(model) else 0))
     return Tiers(host, CostModel(config.page_size), disk, identity=identity)
 
 
 def _state_tiers(model: LoadedModel, config: EngineConfig, pages: Tiers | None) -> Tiers | None:
-    """Return the tiers below the device for states; they share the disk and its budget with `pages`."""
-    if pages is None or pages.identity is None or not model.config.is_recurrent:
+    """Return the tiers for what is stored beside pages; they share the disk and its budget with `pages`."""
+    if pages is None or pages.identity is None or not _beside_pages(model):
         return None
     assert config.page_size is not None, "resolved"
-    costs, identity = CostModel(config.page_size), state_identity(pages.identity, model)
-    costs.mode = "always"  # one state stands for all the tokens before it
+    costs, identity = CostModel(config.page_size), state_identity(pages.identity, model, config)
+    costs.mode = "always"  # one state, or one window, stands for all the tokens before it
     disk = None if pages.disk is None else DiskTier(pages.disk.folder, pages.disk.budget, identity)
     return Tiers(HostTier(_state_budget(config)), costs, disk, identity=identity)
+
+
+def _beside_pages(model: LoadedModel) -> bool:
+    """True if nodes of the tree have more than pages: states, or pages of layers with a window."""
+    return model.config.is_recurrent or (model.placement.pages_apart and model.config.window > 0)
 
 
 def _state_budget(config: EngineConfig) -> int:
@@ -539,7 +548,7 @@ def make_scheduling(
     `config` is the session's, resolved. Without `tiers` requests share no pages.
     """
     limits = _limits(config, model, programs)
-    shards, states = programs.shards, _tree_states(limits, model, tiers, state_tiers)
+    shards, states = programs.shards, _tree_states(limits, model, programs, tiers, state_tiers)
     caches: list[PrefixCache] = []
     root = b"" if tiers is None else page_identity(model, config).root
     kept = KeptCaptures(config.capture_memory, limits.page_size, root)  # of all shards: a digest says enough
@@ -577,9 +586,16 @@ def make_scheduling(
 
 
 def _tree_states(
-    limits: Limits, model: LoadedModel, tiers: Tiers | None, state_tiers: Tiers | None
+    limits: Limits, model: LoadedModel, programs: Programs, tiers: Tiers | None, state_tiers: Tiers | None
 ) -> TreeStates | None:
-    """Return the slots for states that the tree may have, none without `tiers`; None for a model without states."""
+    """Return the slots for what nodes have beside pages; None for a model without such.
+
+    Those of states are none without `tiers`; pages of layers with a window are those of sequences, too.
+    """
+    if programs.tails:
+        size, needed = limits.page_size, least_pages(model.config, programs.config)
+        spare = 0 if programs.tails == programs.config.device_pages else needed - 1
+        return TreeTails(programs.tails, size, state_tiers, span=span(model.config, size), least=spare)
     if not model.config.is_recurrent:
         return None
     first = 1 + limits.max_requests  # behind the scratch slot and those of running requests
@@ -628,6 +644,7 @@ def _limits(config: EngineConfig, model: LoadedModel, programs: Programs) -> Lim
         padded=padded,
         edge=EDGE if model.config.is_recurrent else 1,
         whole=model.config.is_bidirectional,
+        window=model.config.window if programs.tails else 0,
     )
     # The admission limiter bounds the queue; a burst may be queued whole before the first of it runs.
     return dataclasses.replace(

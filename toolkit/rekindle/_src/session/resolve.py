@@ -17,6 +17,7 @@ from rekindle._src.models.config import ModelConfig
 from rekindle._src.programs import state_moves
 from rekindle._src.programs.buckets import SMALLEST_ROWS
 from rekindle._src.programs.kv_layout import page_bytes, state_bytes
+from rekindle._src.programs.tail_tables import tail_pages
 from rekindle.errors import ConfigError, OutOfMemory
 from rekindle_kernels import implementation_names
 
@@ -145,26 +146,41 @@ def _pages(
     """Return the fields `device_pages` and `device_memory`, which follow from each other; both are for each device."""
     assert config.max_model_len is not None, "resolved before"
     assert config.page_size is not None, "resolved before"
-    size = page_bytes(placement.local_config(model), config.page_size, config.kv_dtype)
+    local, apart = placement.local_config(model), placement.pages_apart and bool(model.window)
+    size = page_bytes(local, config.page_size, config.kv_dtype, tails=False if apart else None)
+    windowed = page_bytes(local, config.page_size, config.kv_dtype, tails=True) if apart else 0
     requests = config.max_requests // placement.data
+
+    def nbytes(pages: int) -> int:
+        """Return the bytes of so many pages, and of those that layers with a window have beside them."""
+        return pages * size + tail_pages(model, config, pages, apart=apart) * windowed
+
+    def fitting(budget: int) -> int:
+        """Return how many pages fit."""
+        low, high = 0, budget // size + 1
+        while apart and low + 1 < high:
+            middle = (low + high) // 2
+            low, high = (middle, high) if nbytes(middle) <= budget else (low, middle)
+        return low if apart else budget // size
+
     states = (1 + state_moves.slots(model, requests, shared=config.prefix_cache)) * state_bytes(model)
     if config.device_pages is not None:
-        return {"device_pages": config.device_pages, "device_memory": config.device_pages * size}
+        return {"device_pages": config.device_pages, "device_memory": nbytes(config.device_pages)}
     per_request = pages_for(config.max_model_len, config.page_size)
     if config.device_memory is not None:
-        pages = (config.device_memory - states) // size
+        pages = fitting(config.device_memory - states)
     else:
         budget = _free_memory(platform, weight_bytes, placement) - states
         most = CACHED_CONTEXTS * config.max_requests // placement.data * per_request
         if model.is_bidirectional:  # nothing is cached: what two steps in flight have, and a text that waits
             most = 2 * (config.max_tokens_per_step // placement.data // config.page_size + requests) + per_request
-        pages = min(budget // size, 1 + most)
+        pages = min(fitting(budget), 1 + most)
     if pages < 2:
         raise OutOfMemory(
             f"KV pages of {size:,} bytes do not fit: there is room for {pages}, and two are needed. "
             "Raise device_memory or lower page_size"
         )
-    return {"device_pages": pages, "device_memory": pages * size}
+    return {"device_pages": pages, "device_memory": nbytes(pages)}
 
 
 def _free_memory(platform: str, weight_bytes: int, placement: Placement) -> int:

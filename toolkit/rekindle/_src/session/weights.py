@@ -22,7 +22,7 @@ from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.records import PageMove
 from rekindle._src.execution.runner import Runner
 from rekindle._src.kvcache import Tiers
-from rekindle._src.kvcache.persist.identity import STATES, Identity
+from rekindle._src.kvcache.persist.identity import STATES, WINDOWS, Identity
 from rekindle._src.kvcache.persist.segment import LeafSpec
 from rekindle._src.models.adapters.adapter import Adapter
 from rekindle._src.models.adapters.merging import merged
@@ -44,8 +44,7 @@ if TYPE_CHECKING:
 def page_identity(model: LoadedModel, config: EngineConfig, name: str = "") -> Identity:
     """Return the identity of this model's pages, which those of other processes are compared with."""
     assert config.page_size is not None, "resolved"
-    kv = [layer for layer in paged.abstract(model.config, 1, config.page_size, config.kv_dtype) if layer.pages]
-    layers = tuple(layer._replace(states=()) for layer in kv)
+    layers = tuple(layer._replace(states=()) for layer in _one_page(model, config) if layer.pages)
     leaves = [(leaf.shape[1:], str(leaf.dtype)) for leaf in jax.tree.leaves(layers)]
     layout = f"{jax.default_backend()} {len(layers)} layers {sorted(set(leaves))}"
     if len(model.config.kinds_of_pages) > 1:
@@ -64,11 +63,23 @@ def page_identity(model: LoadedModel, config: EngineConfig, name: str = "") -> I
     )
 
 
-def state_identity(pages: Identity, model: LoadedModel) -> Identity:
-    """Return the identity of this model's states, which are stored beside its pages."""
-    count = state_bytes(model.config) // 4
-    leaves = (LeafSpec((count,), "float32"),)
-    return dataclasses.replace(pages, layout=f"{pages.layout}{STATES}{count} numbers", leaves=leaves)
+def state_identity(pages: Identity, model: LoadedModel, config: EngineConfig) -> Identity:
+    """Return the identity of what is stored beside this model's pages: states, or pages of layers with a window."""
+    if model.config.is_recurrent:
+        count = state_bytes(model.config) // 4
+        leaves, what = (LeafSpec((count,), "float32"),), f"{STATES}{count} numbers"
+    else:
+        layout = paged.payload_layout(_one_page(model, config), tails=True)
+        leaves = tuple(LeafSpec(tuple(shape[1:]), str(dtype)) for shape, dtype in layout)
+        what = f"{WINDOWS}{model.config.window} tokens"
+    return dataclasses.replace(pages, layout=f"{pages.layout}{what}", leaves=leaves)
+
+
+def _one_page(model: LoadedModel, config: EngineConfig) -> paged.KV:
+    """Return the shapes of one page of each layer."""
+    assert config.page_size is not None, "resolved"
+    tails = int(model.placement.pages_apart and model.config.window > 0)
+    return paged.abstract(model.config, 1, config.page_size, config.kv_dtype, tails=tails)
 
 
 def replacement(model: LoadedModel, weights: Any, config: EngineConfig) -> LoadedModel:
@@ -205,7 +216,7 @@ class Weights:
         if self._tiers is not None:
             self._tiers.identity = identity
         if self._state_tiers is not None:
-            self._state_tiers.identity = state_identity(identity, model)
+            self._state_tiers.identity = state_identity(identity, model, self._config)
         return identity.root
 
     def sleep(self, leaving: Sequence[PageMove], drop: bool) -> Freed:

@@ -15,7 +15,8 @@ from rekindle._src.kvcache.persist.segment import LeafSpec
 from rekindle.errors import StoreError
 
 VERSION = 1
-STATES, CAPTURES = ", states of ", ", captures of "  # in the layouts of what is stored beside pages
+# In the layouts of what is stored beside pages
+STATES, WINDOWS, CAPTURES = ", states of ", ", windows of ", ", captures of "
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,8 +35,8 @@ class Identity:
 
     @property
     def beside_pages(self) -> bool:
-        """True if it is that of states or captures, which belong to pages."""
-        return STATES in self.layout or CAPTURES in self.layout
+        """True if it is that of states, windows or captures, which belong to pages."""
+        return any(what in self.layout for what in (STATES, WINDOWS, CAPTURES))
 
     @property
     def root(self) -> bytes:
