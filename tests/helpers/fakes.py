@@ -228,9 +228,15 @@ class FakeRunner:
         states: int = 0,
         state_tier: DictTier | None = None,
         lose_state: Callable[[PageMove], Exception | None] = lambda move: None,
+        tails: int = 0,
+        window: int = 0,
     ) -> None:
-        """With `states`, slots beside the scratch one, the model continues a state: the last value of the prefix."""
-        self.states: KV = np.full(states + 1, 0xDEAD, np.uint64)
+        """With `states`, slots beside the scratch one, the model continues a state: the last value of the prefix.
+
+        With `tails`, it has so many pages of a layer that reads the last `window` values of the prefix."""
+        self.states: KV = np.full((tails, page_size) if tails else states + 1, 0xDEAD, np.uint64)
+        self.window = window if tails else 0
+        self.lost: set[int] = set()  # pages of a window that could not be filled, and other pages, as negative numbers
         self.state_tier, self.lose_state = state_tier, lose_state
         self.programs = None  # nothing is compiled
         self.model = model if model is not None else FakeModel()
@@ -259,7 +265,9 @@ class FakeRunner:
             assert self.host_tier is not None
             if (reason := self.lose(move)) is not None:
                 lost.append(LostPage(move, reason))
+                self.lost.add(-move.page)
                 continue
+            self.lost.discard(-move.page)
             self.memory[move.page] = self.host_tier.get(move.digest)[0][0]
         for copy in plan.copies:
             self.memory[copy.page] = self.memory[copy.source]
@@ -269,7 +277,9 @@ class FakeRunner:
             assert self.state_tier is not None
             if (reason := self.lose_state(move)) is not None:
                 lost_states.append(LostPage(move, reason))
+                self.lost.add(move.page)
                 continue
+            self.lost.discard(move.page)
             self.states[move.page] = self.state_tier.get(move.digest)[0][0]
         in_flight = FakeInFlight(plan, None, leaving, tuple(lost), leaving_states, tuple(lost_states))
         if GUIDES.needs_unread_token(plan):
@@ -355,12 +365,16 @@ class FakeRunner:
         positions = np.arange(row.start, end)
         before = self.memory[row.pages].reshape(-1)[: row.start]
         places, written = (row.pages[positions // size], positions % size), self.model.extend(before, tokens)
+        if not self.lost.intersection((-row.pages[: row.start // size]).tolist()):
+            self.lost -= set((-places[0]).tolist())
         if row.kept:
             assert (self.memory[places] == written).all(), "a page that is kept has another content"
         else:
             self.memory[places] = written
         values = self.memory[row.pages].reshape(-1)[:end]
-        if len(self.states) > 1:
+        if self.window:
+            self.run_window(row, values)
+        elif len(self.states) > 1:
             assert row.reads and row.writes and not row.kept, "a row without its state"
             if row.start and row.reads not in self.states_lost:
                 assert self.states_read[row.reads] == before[-1], f"{request.id} continues the state of another prefix"
@@ -385,6 +399,18 @@ class FakeRunner:
             part = of_one.get(request.pooling, values[row.start : end])
             pooled = np.array([(part >> np.uint64(40)).sum(), (part & np.uint64(0xFF)).sum()], np.float32)
         return RowResult(request.id, row.epoch, token, logprobs, prompt, pooled=pooled)
+
+    def run_window(self, row: Row, values: KV) -> None:
+        """Check the values of the window before a row, and write its own."""
+        assert row.tails is not None, "a row without pages of a window"
+        oldest, end = max(0, row.start - self.window + 1), row.start + row.length
+        at = np.arange(oldest, end)
+        places = row.tails[at // self.page_size - row.first], at % self.page_size
+        own = slice(row.start - oldest if not row.kept else len(at), None)
+        self.states[places[0][own], places[1][own]] = values[at][own]
+        self.lost -= set(places[0][own].tolist())
+        if not self.lost.intersection([*row.tails.tolist(), *(-row.pages).tolist()]):
+            assert (self.states[places] == values[at]).all(), f"{row.request.id} sees another window"
 
     def logprobs(self, token: int, count: int) -> TokenLogprobs:
         top = self.model.alphabet[:count]
@@ -424,6 +450,16 @@ class FakeRunner:
                     "a page has two writers"
                 )
                 written |= dict.fromkeys(mine, row.request.id)
+        tails: dict[int, str] = {}
+        for row in rows:
+            if row.tails is None or row.kept:
+                continue
+            assert row.tails.min() > 0 and row.tails.max() < len(self.states), "a page of a window is out of range"
+            mine = set(row.tails[row.start // self.page_size - row.first :].tolist())
+            assert all(tails.get(page, row.request.id) == row.request.id for page in mine), "a page has two writers"
+            tails |= dict.fromkeys(mine, row.request.id)
+        if tails:
+            assert not {move.page for move in plan.states_in} & set(tails), "a page is filled and written"
         restored = {move.page for move in plan.restore}
         assert len(restored) == len(plan.restore) and restored.isdisjoint(written)
         copied = {copy.page for copy in plan.copies}

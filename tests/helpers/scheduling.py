@@ -9,7 +9,8 @@ from typing import Any, cast
 from helpers.fakes import DictTier, FakeInFlight, FakeModel, FakeRunner
 from rekindle._src.core.records import FinishReason, Request, StepPlan, TokenEvent
 from rekindle._src.dispatch.engine import Engine
-from rekindle._src.kvcache import PagePool, PrefixCache, TreeStates, root_digest
+from rekindle._src.kvcache import PagePool, PrefixCache, TreeStates, TreeTails, root_digest
+from rekindle._src.programs.tail_tables import STEPS
 from rekindle._src.scheduling.data_scheduler import DataScheduler
 from rekindle._src.scheduling.reserve import Reserve
 from rekindle._src.scheduling.scheduler import Limits, Scheduler
@@ -58,8 +59,11 @@ class Loop:
         state_tier: DictTier | None = None,
         whole: bool = False,
         least_copied: int | None = None,
+        window: int = 0,
+        tails: int = 0,
     ) -> None:
         """With `states`, the slots of the tree, a model has states, and the tree some at every `state_step` pages.
+        With a `window`, it has layers that give pages back, and `tails` of them beside those that are never short.
 
         `pages`, `max_requests` and what bounds a step are those of each of the data shards."""
         self.model = model if model is not None else FakeModel()
@@ -74,12 +78,21 @@ class Loop:
             max_beside_decode,
             edge=edge,
             whole=whole,
+            window=window,
         )
         own = 1 + max_requests
-        tree_states = None
+        tree_states: TreeStates | None = None
         if states is not None:
             slots = range(own, own + states) if prefix_cache else range(own, own)
             tree_states = TreeStates(slots, state_step * page_size, page_size, state_tier)
+        most = 0
+        if window:
+            span = -(-window // page_size)
+            least = 1 + max_requests * (span + 2) + -(-STEPS * max_tokens_per_step // page_size)
+            most = min(pages + 1, least + tails)
+            tree_states = TreeTails(
+                most, page_size, state_tier, span=span, least=0 if most == pages + 1 else least - 1
+            )
         self.states = tree_states
         self.pools = [PagePool(pages + 1, first=shard * (pages + 1)) for shard in range(shards)]
         self.pool = self.pools[0]
@@ -120,6 +133,8 @@ class Loop:
             fail=fail,
             states=0 if states is None else max_requests + states,
             state_tier=state_tier,
+            tails=most,
+            window=window,
         )
         self.events: dict[str, list[TokenEvent]] = {}
         self.engine = Engine(self.scheduler, self.runner, ahead=overlap)

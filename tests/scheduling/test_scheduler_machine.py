@@ -38,11 +38,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         overtakes=st.integers(0, 3),
         greedy=st.booleans(),
         drafts=st.sampled_from([0, 1, 4]),
-        states=st.sampled_from([None, 0, 1, 3, 10]),
+        states=st.sampled_from([None, None, 0, 1, 3, 10]),
         state_step=st.sampled_from([1, 2]),
         edge=st.sampled_from([1, 2, 4]),
         state_tier=st.sampled_from([None, 2, 1000]),
         least_copied=st.sampled_from([0, 1, 2]),
+        window=st.sampled_from([0, 1, 3, 8, 13]),
+        tails=st.sampled_from([0, 3, 1000]),
     )
     def start(
         self,
@@ -65,6 +67,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         edge: int,
         state_tier: int | None,
         least_copied: int,
+        window: int,
+        tails: int,
     ) -> None:
         self.depth = depth
         self.turns = 0
@@ -82,6 +86,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             prompt_lookup=drafts if states is None else 0,
             prefix_cache=cached,
             states=states,
+            window=window if states is None else 0,
+            tails=tails,
             state_step=state_step,
             least_copied=least_copied,
             edge=edge if states is not None and edge <= budget - max_requests else 1,

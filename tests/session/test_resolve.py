@@ -83,7 +83,7 @@ def test_what_cannot_work_is_refused(changes: dict[str, int], error: type[Except
 
 def test_data_shards_have_equal_shares_of_a_step() -> None:
     """Sizes are rounded up, so that the session has what was asked for; pages are those of each device."""
-    placement: Any = SimpleNamespace(data=3, divided=True, local_config=lambda model: model)
+    placement: Any = SimpleNamespace(data=3, divided=True, pages_apart=False, local_config=lambda model: model)
     asked = EngineConfig(max_requests=4, max_tokens_per_step=32, device_pages=9, mesh={"data": 3})
     resolved = resolve(asked, MODEL, placement=placement)
     assert (resolved.max_requests, resolved.max_tokens_per_step, resolved.device_pages) == (6, 33, 9)

@@ -1,0 +1,181 @@
+"""Models whose layers give back their pages behind a window: every text is the plain loop's, and memory is less."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import rekindle
+from helpers import checkpoints
+from rekindle import Session
+from workshop import reference
+
+anyio_test = pytest.mark.anyio
+OTHERS = (
+    "gemma2", "gemma3", "gemma4-values-of-keys", "gemma4-moe", "gpt-oss", "olmo3", "cohere2", "exaone4", "lfm3",
+    "smollm3-window",
+)  # fmt: skip
+NAMES = (
+    "gemma4-shared-pages-and-embeddings-of-layers", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)
+)  # fmt: skip
+WINDOW, SIZE = 24, 8
+SPAN = WINDOW // SIZE  # pages
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32", "max_requests": 4, "max_tokens_per_step": 32, "max_model_len": 512, "page_size": SIZE,
+    "device_pages": 200, "precompile": "lazy", "seed": 0, "quiet": True,
+}  # fmt: skip
+GREEDY: dict[str, Any] = {"max_tokens": 24, "temperature": 0.0, "ignore_eos": True}
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(3, 160, count).tolist()  # type: ignore[no-any-return]
+
+
+def of_context(name: str) -> Any:
+    raw = {**checkpoints.CASES[name], "max_position_embeddings": 512, "sliding_window": WINDOW}
+    return checkpoints.model(raw, checkpoints.tensors(raw))
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def model(request: pytest.FixtureRequest) -> Any:
+    return of_context(request.param)
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture
+def session(model: Any, programs: str) -> Iterator[Session]:
+    with rekindle.open_sync(model, **OPTIONS, cache_dir=programs, disk_memory=0) as session:
+        yield session
+
+
+def plain(model: Any, prompt: list[int], count: int = 24) -> list[int]:
+    return reference.generate(model, prompt, count)
+
+
+def ask(session: Session, model: Any, prompt: list[int], count: int = 24) -> Any:
+    done = session.generate_sync(prompt, **{**GREEDY, "max_tokens": count})
+    assert list(done.token_ids) == plain(model, prompt, count)
+    session.check_integrity()
+    return done
+
+
+def test_a_chat_goes_on_where_its_last_turn_ended(session: Session, model: Any) -> None:
+    chat, known = tokens(150, seed=1), 0
+    for turn in range(3):
+        done = ask(session, model, chat, 60)
+        assert done.usage.cached_tokens == known // SIZE * SIZE
+        known = len(chat) + 60 - 1
+        chat = [*chat, *done.token_ids, *tokens(9, seed=turn)]
+    assert ask(session, model, chat[:150]).usage.cached_tokens == 144, "the end of the first prompt is there still"
+
+
+@anyio_test
+async def test_batches_chunks_forks_and_drafts_have_the_texts_of_the_plain_loop(model: Any, programs: str) -> None:
+    options = {**OPTIONS, "prompt_lookup": 3, "disk_memory": 0, "cache_dir": programs}
+    prompts = [tokens(count, seed=count) for count in (5, 24, 270, 130, 33)]
+    repeats = tokens(11, seed=2) * 8
+    async with rekindle.open(model, **options) as session:
+        many = await session.generate(prompts, **GREEDY)
+        expected = [plain(model, prompt) for prompt in prompts]
+        assert [list(done.token_ids) for done in many] == expected
+        session.check_integrity()
+        twins = await session.generate(prompts[3], n=3, **GREEDY)
+        assert [list(done.token_ids) for done in twins] == [expected[3]] * 3
+        forked = await session.fork(many[2], at=7)
+        assert list(forked.token_ids) == expected[2][7:]
+        edited = await session.fork(many[2], at=7, edit=[9, 11])
+        assert list(edited.token_ids) == plain(model, [*prompts[2], *expected[2][:7], 9, 11], 15)
+        drafted = await session.generate(repeats, **{**GREEDY, "max_tokens": 60})
+        assert list(drafted.token_ids) == plain(model, repeats, 60)
+        handle = session.submit(prompts[2], **{**GREEDY, "max_tokens": 100})
+        async for _ in handle:
+            break
+        handle.cancel()
+        scored = await session.generate(prompts[3], **GREEDY, prompt_logprobs=1)
+        assert list(scored.token_ids) == expected[3]
+        session.check_integrity()
+
+
+@anyio_test
+async def test_preempted_requests_go_on_with_pages_from_host_memory(model: Any, programs: str) -> None:
+    options = {**OPTIONS, "device_pages": 50, "host_memory": 1 << 24, "disk_memory": 0, "cache_dir": programs}
+    prompts = [tokens(count, seed=20 + count) for count in (70, 130, 150, 33)]
+    async with rekindle.open(model, **options) as session:
+        session._cache_writer.tiers.costs.mode = "always"  # copying, whatever it costs here
+        many = await session.generate(prompts, **{**GREEDY, "max_tokens": 100})
+        assert [list(done.token_ids) for done in many] == [plain(model, prompt, 100) for prompt in prompts]
+        assert session.stats().preemptions > 0, "there was room for all of them"
+        session.check_integrity()
+        await session.generate(tokens(200, seed=3), **{**GREEDY, "max_tokens": 150})
+        done = await session.generate(prompts[2], **GREEDY)
+        assert list(done.token_ids) == plain(model, prompts[2])
+        assert session.stats().cache.host_hit_pages > 0, "nothing came back from host memory"
+        session.check_integrity()
+
+
+@anyio_test
+async def test_a_sleeping_session_keeps_the_end_of_each_turn(model: Any, programs: str) -> None:
+    async with rekindle.open(model, **OPTIONS, disk_memory=0, cache_dir=programs) as session:
+        done = await session.generate(tokens(150, seed=4), **GREEDY)
+        await session.sleep()
+        await session.wake()
+        session._cache_writer.tiers.costs.mode = "always"
+        turn = [*tokens(150, seed=4), *done.token_ids, *tokens(9, seed=5)]
+        again = await session.generate(turn, **GREEDY)
+        assert again.usage.cached_tokens == 168
+        assert list(again.token_ids) == plain(model, turn)
+        session.check_integrity()
+
+
+SCRIPT = """
+import sys
+import rekindle
+from session import test_window_pages as own
+name, folder, restore = sys.argv[1:]
+model = own.of_context(name)
+with rekindle.open_sync(model, **own.OPTIONS, cache_dir=folder, restore=restore or None) as session:
+    prompt = own.tokens(150, seed=6)
+    done = own.ask(session, model, prompt)
+    turn = own.ask(session, model, [*prompt, *done.token_ids, *own.tokens(9, seed=7)])
+    report = session.save("chat").result_sync()
+    print(done.usage.cached_tokens, turn.usage.cached_tokens, report.states)
+"""
+
+
+@pytest.mark.slow
+def test_a_chat_goes_on_in_a_new_process(request: pytest.FixtureRequest, model: Any, tmp_path: Path) -> None:
+    name = request.node.callspec.params["model"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])}
+    reports = []
+    for restore in ("", "chat", "auto"):
+        command = [sys.executable, "-c", SCRIPT, name, str(tmp_path), restore]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+        assert done.returncode == 0, done.stderr
+        reports.append([*map(int, done.stdout.split()[-3:])])
+    assert [report[:2] for report in reports] == [[0, 168], [144, 200], [144, 200]]
+    assert reports[0][2] >= SPAN
+
+
+@anyio_test
+async def test_a_long_text_has_the_pages_of_its_window_alone(model: Any, programs: str) -> None:
+    if model.config.is_recurrent:
+        pytest.skip("layers beside states keep all of their pages")
+    async with rekindle.open(model, **OPTIONS, disk_memory=0, cache_dir=programs) as session:
+        scheduler, held = session._client.engine.scheduler, []
+        handle = session.submit(tokens(400, seed=8), **GREEDY)
+        async for _ in handle:
+            held += [len(sequence.tail.pages) for sequence in scheduler._running_set.holders]
+        assert held
+        assert max(held) <= SPAN + 2
+        assert session.stats().cache.device_pages >= 400 // SIZE
