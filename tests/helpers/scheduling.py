@@ -90,9 +90,7 @@ class Loop:
             span = -(-window // page_size)
             least = 1 + max_requests * (span + 2) + -(-STEPS * max_tokens_per_step // page_size)
             most = min(pages + 1, least + tails)
-            tree_states = TreeTails(
-                most, page_size, state_tier, span=span, least=0 if most == pages + 1 else least - 1
-            )
+            tree_states = TreeTails(most, page_size, state_tier, span=span, least=0 if most == pages + 1 else least - 1)
         self.states = tree_states
         self.pools = [PagePool(pages + 1, first=shard * (pages + 1)) for shard in range(shards)]
         self.pool = self.pools[0]

@@ -56,7 +56,8 @@ def test_a_forged_prefix_is_not_imported(tmp_path: Path, forge: Any, reason: str
 
 def test_an_honest_prefix_is_imported(tmp_path: Path) -> None:
     prefix_file.write(tmp_path / "prefix", IDENTITY, chain(0, 3))
-    found = prefix_file.read(tmp_path / "prefix", STRICT)
+    found, states = prefix_file.read(tmp_path / "prefix", STRICT)
+    assert not states
     assert [page.digest for page, _ in found] == [page.digest for page, _ in chain(0, 3)]
     assert all(same(mine, theirs) for (_, mine), (_, theirs) in zip(found, chain(0, 3), strict=True))
     with pytest.raises(SnapshotRefused):

@@ -16,6 +16,7 @@ import numpy as np
 
 from rekindle._src.bench.shapes import SHAPES, hf_config
 from rekindle._src.core import html
+from rekindle._src.kvcache.pool import pages_for
 from rekindle._src.models.base import abstract_model
 from rekindle._src.models.config import ModelConfig, Pages
 from rekindle._src.models.loading.gguf.files import is_gguf
@@ -23,6 +24,7 @@ from rekindle._src.models.loading.stored import look
 from rekindle._src.models.partition import Partition, roles_of
 from rekindle._src.models.registry import config_from_hf, manifest
 from rekindle._src.models.roles import local_shape
+from rekindle._src.programs.tail_tables import span
 from rekindle.errors import ConfigError
 
 USABLE = 0.9  # of a device's memory: the rest is for programs, their temporary arrays and the runtime
@@ -88,7 +90,9 @@ class Plan(html.Record):
     shards: int  # groups of devices, each with the whole model and its own requests
     weight_bytes: int  # on each device
     read_bytes: int  # of them, read by a step of one row: an embedding is looked up, and few experts are chosen
-    token_bytes: int  # keys and values of a token, on each device
+    # Keys and values of a token, on each device; of layers with a window, the share that a request of half the context
+    # has of them
+    token_bytes: int
     memory_bytes: int  # usable, of each device
     page_size: int  # tokens
     context: int  # tokens of a request
@@ -167,17 +171,23 @@ def make_plan(
     cache_dtype = kv_dtype or dtype
     itemsize = {"int8": 1, "float32": 4}.get(cache_dtype, 2)
     scales = 4 if cache_dtype == "int8" else 0
-    token = sum(
-        (1 if pages.latent else 2) * partition.kv_heads(pages.heads) * (pages.key_size * itemsize + scales)
-        for pages in (cache.pages for cache in config.caches)
-        if isinstance(pages, Pages)
-    )
+    by_kind = [0, 0]  # of layers that keep everything, and of those that give pages back
+    apart = shards == 1 and config.window > 0
+    for cache, windowed in zip(config.caches, config.windowed, strict=True):
+        if isinstance(pages := cache.pages, Pages):
+            of_layer = pages.key_size * itemsize + scales
+            by_kind[windowed and apart] += (1 if pages.latent else 2) * partition.kv_heads(pages.heads) * of_layer
+    token = by_kind[0]
+    if apart:
+        half = max(1, pages_for(length, 2 * device.page_size))
+        token += int(by_kind[1] * min(1.0, (span(config, device.page_size) + 2) / half))
     numbers = _weights(config, partition, "int8", None, 1)[1]  # multiplied with each token on one device
     speed = (device.int8 if quantize == "int8" else device.bf16) * 1e12
     sums = 1 + 2 * config.num_layers
 
     def seconds(rows: int, read: int) -> float:
-        moved = (read + rows * length * token) / (device.read * 1e9)
+        seen = length * by_kind[0] + min(length, config.window) * by_kind[1]
+        moved = (read + rows * seen) / (device.read * 1e9)
         return max(moved, 2 * rows * numbers / speed) + summing(rows)
 
     def summing(rows: int) -> float:

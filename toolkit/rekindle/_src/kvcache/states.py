@@ -51,6 +51,11 @@ class TreeStates:
         return len(self._owners)
 
     @property
+    def reach(self) -> int:
+        """How many pages up to the end of a text may have what its continuation needs."""
+        return self.span * self._pages
+
+    @property
     def available(self) -> int:
         """Slots that can be taken now, at least so many."""
         return max(0, len(self._free) + len(self._idle) - self.pinned)
@@ -73,6 +78,10 @@ class TreeStates:
     def in_host_memory(self, node: Node) -> bool:
         """True if the state of `node` is in host memory."""
         return self.tier is not None and self._may_have(node) and self.digest_of(node) in self.tier
+
+    def worth_keeping(self, node: Node) -> bool:
+        """True if the state of `node` is on the device and not the next to be dropped, or in host memory."""
+        return (node.state > 0 and node.state not in self._cold) or self.in_host_memory(node)
 
     def kept(self, node: Node) -> bool:
         """True if the state of `node` is on the device, or in a tier that can bring it."""

@@ -95,10 +95,12 @@ class CacheStats:
     offloaded_pages: int
     refused_copies: int  # copies not made, because computing was expected to be faster
     rates: Rates | None
-    states: int = 0  # on the device, for other requests to continue, in models with states
+    # On the device, for other requests to continue: states, or pages of layers with a window, in models with such
+    states: int = 0
     state_bytes: int = 0  # of each
     stateless_tokens: int = 0  # prompt tokens that were cached and computed again, because no state was behind them
     captures: KeptStatistics | None = None  # kept by requests with Capture(…, keep=True)
+    windows: bool = False  # `states` are pages of layers with a window
 
     @property
     def saved_tokens(self) -> int:
@@ -128,9 +130,10 @@ class CacheStats:
             f"disk    {mib(self.disk_bytes)}, {self.disk_hit_tokens} tokens read",
         ]
         if self.state_bytes:
+            what, one = ("windows", "the window before them") if self.windows else ("states ", "one")
             lines.append(
-                f"states  {mib(self.states * self.state_bytes)} on the device, {self.states} of them; "
-                f"{self.stateless_tokens} cached tokens were computed again without one"
+                f"{what} {mib(self.states * self.state_bytes)} on the device, {self.states} of them; "
+                f"{self.stateless_tokens} cached tokens were computed again without {one}"
             )
         if self.captures is not None and self.captures.bytes:
             lines.append(f"captures {mib(self.captures.bytes)}, {self.captures.reused} positions reused")
@@ -165,7 +168,9 @@ class PrefixExplanation:
     copies: bool  # True if pages below the device would be copied there rather than computed again
     fetch_seconds: float  # expected, for the pages below the device
     compute_seconds: float | None  # expected for the same pages; None until it is measured
-    stateless_tokens: int = 0  # cached behind these, but of no use without a state, in models that have some
+    # Cached behind these, but of no use without a state or the window before their end, in models with such
+    stateless_tokens: int = 0
+    windows: bool = False  # it is the window
 
     @property
     def cached_tokens(self) -> int:
@@ -189,7 +194,8 @@ class PrefixExplanation:
         text = f"{self.cached_tokens} of {self.prompt_tokens} prompt tokens are cached"
         text += f" ({where})" if where else ""
         if self.stateless_tokens:
-            text += f"; {self.stateless_tokens} more are, without a state behind them, and would be computed again"
+            lacks = "the window before their end" if self.windows else "a state behind them"
+            text += f"; {self.stateless_tokens} more are, without {lacks}, and would be computed again"
         if self.host_tokens + self.disk_tokens:
             choice = "copied" if self.copies else "computed again"
             text += (

@@ -13,7 +13,7 @@ import numpy as np
 from rekindle._src.core import html
 from rekindle._src.core.mesh_shape import address as host_and_port
 from rekindle._src.core.records import IntArray
-from rekindle._src.kvcache import AnyCache, Node, Tiers
+from rekindle._src.kvcache import AnyCache, Node, Tiers, TreeTails
 from rekindle._src.kvcache.persist import snapshot
 from rekindle._src.session.cache_report import TIERS, CacheStats, CacheTree, NodeView, PrefixExplanation, Snapshots
 from rekindle._src.session.call import Call, Once
@@ -58,10 +58,11 @@ class CacheView:
         def collect() -> CacheStats:
             counts, size = cache.statistics(), cache.page_size
             config = self._client.front.config
-            page_bytes = (config.device_memory or 0) // (config.device_pages or 1)
             state_tiers = self._client.writer.state_tiers
-            leaves = () if state_tiers is None or state_tiers.identity is None else state_tiers.identity.leaves
-            state_bytes = sum(leaf.nbytes for leaf in leaves)
+            state_bytes = _payload_bytes(state_tiers)
+            page_bytes = (config.device_memory or 0) // (config.device_pages or 1)
+            if self._windows:  # whose pages are not those of all layers
+                page_bytes = _payload_bytes(tiers)
             return CacheStats(
                 page_size=size,
                 page_bytes=page_bytes,
@@ -81,6 +82,7 @@ class CacheView:
                 state_bytes=state_bytes,
                 stateless_tokens=counts.stateless_pages * size,
                 captures=cache.kept.statistics() if cache.kept is not None else None,
+                windows=self._windows,
             )
 
         return self._client.ask(collect)
@@ -120,6 +122,7 @@ class CacheView:
                 fetch_seconds=fetch,
                 compute_seconds=compute,
                 stateless_tokens=(len(nodes) - len(with_state)) * size,
+                windows=self._windows,
             )
 
         return self._client.ask(explain)
@@ -242,6 +245,11 @@ class CacheView:
                 if each is not None and each.disk is not None:
                     await self._client.writer.run(each.disk.clear)
 
+    @property
+    def _windows(self) -> bool:
+        """True if layers with a window have pages of their own."""
+        return isinstance(self._client.writer.states, TreeTails)
+
     def _parts(self) -> tuple[AnyCache, Tiers | None]:
         writer = self._client.writer
         if writer.cache is None:
@@ -254,6 +262,10 @@ class CacheView:
             return " ".join(map(str, tokens[:8])) + " …"
         text = tokenizer.decode(tokens.tolist())
         return text if len(text) <= _PREVIEW else text[: _PREVIEW - 1] + "…"
+
+
+def _payload_bytes(tiers: Tiers | None) -> int:
+    return 0 if tiers is None or tiers.identity is None else sum(leaf.nbytes for leaf in tiers.identity.leaves)
 
 
 def _tier(cache: AnyCache, tiers: Tiers | None, node: Node) -> str:

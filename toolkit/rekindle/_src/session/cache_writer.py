@@ -294,7 +294,7 @@ class CacheWriter:
         stored = kept.stored if isinstance(kept.stored, StoredCaptures) else StoredCaptures(self._disk)
         stored.save(name, pages, lines)
 
-    # -- states, in models that have some
+    # -- what nodes have beside their pages: states, or pages of layers with a window
 
     def _save_states(self, cold: float = 0.0, deadline: float | None = None) -> tuple[int, bool]:
         """Write the states that are not on disk yet and were not used for `cold` seconds.
@@ -310,9 +310,9 @@ class CacheWriter:
         def look() -> tuple[list[PageRecord], float]:
             now = cache.clock()
             return [
-                self.page_record(node)._replace(on_device=node.state)
+                self._state_record(node)
                 for node in cache
-                if (node.state or states.in_host_memory(node)) and cache.digest_of(node) not in disk
+                if states.worth_keeping(node) and cache.digest_of(node) not in disk
             ], now
 
         found, now = self._host.ask(look)
@@ -321,8 +321,11 @@ class CacheWriter:
         while records and (deadline is None or time.monotonic() < deadline):
             pairs: list[tuple[Page, Payload]] = []
             total = 0
+            each = max(1, sum(leaf.nbytes for leaf in disk.identity.leaves))
             while records and total < SEGMENT_BYTES:
-                pairs += self._state(records.pop())
+                count = max(1, PAUSE_BYTES // each)
+                part, records = records[:count], records[count:]
+                pairs += self._states(part)
                 total = sum(size(payload) for _, payload in pairs)
             if disk.room(total) < total:
                 disk.log_once("full", f"disk_memory of {disk.budget >> 20} MiB is full; newer states are not saved")
@@ -331,23 +334,42 @@ class CacheWriter:
             written += total
         return written, later or bool(records)
 
-    def _state(self, record: PageRecord) -> list[tuple[Page, Payload]]:
-        """Return the state of a node, from host memory or the device; nothing if it is gone by now."""
+    def _state_record(self, node: Node) -> PageRecord:
+        return self.page_record(node)._replace(on_device=node.state)
+
+    def _states(self, records: Sequence[PageRecord]) -> list[tuple[Page, Payload]]:
+        """Return the states of nodes, from host memory, disk or the device, without those that are gone by now."""
         assert self.state_tiers is not None
-        payload = self.state_tiers.host.peek(record.page.digest)
-        if payload is not None:
-            return [(record.page, payload)]
         pairs: list[tuple[Page, Payload]] = []
+        on_device: list[PageRecord] = []
+        for record in records:
+            payload = self.state_tiers.host.peek(record.page.digest)
+            if payload is None and not record.on_device:
+                payload = self.state_tiers.read(record.page.digest)
+            if payload is not None:
+                pairs.append((record.page, tuple(np.asarray(leaf) for leaf in payload)))
+            elif record.on_device:
+                on_device.append(record)
 
         def check(payloads: Sequence[Payload]) -> None:
-            if record.node.state == record.on_device:
-                pairs.append((record.page, payloads[0]))
+            read = zip(on_device, payloads, strict=True)
+            pairs.extend((record.page, payload) for record, payload in read if record.node.state == record.on_device)
 
-        if record.on_device:
+        if on_device:
             reply: OneShot[Any] = OneShot()
-            job = partial(self._engine.runner.read_states, [record.on_device])
+            job = partial(self._engine.runner.read_states, [record.on_device for record in on_device])
             wait(self._host.send(Exclusive(job, check, reply), reply))
         return pairs
+
+    def states_of(self, nodes: Sequence[Node]) -> list[tuple[Page, Payload]]:
+        """Return what nodes have beside their pages, in any tier. Call it in any thread but the session's own."""
+        tiers = self.state_tiers
+        if tiers is None or tiers.identity is None:
+            return []
+        count = max(1, PAUSE_BYTES // max(1, sum(leaf.nbytes for leaf in tiers.identity.leaves)))
+        records: list[PageRecord] = self._host.ask(lambda: [self._state_record(node) for node in nodes])
+        parts = (records[start : start + count] for start in range(0, len(records), count))
+        return [pair for part in parts for pair in self._states(part)]
 
     def _snapshot_states(self, name: str, pages: Sequence[Page]) -> int:
         """Save states, and list those of `pages` under `name`. Return how many are listed."""
@@ -374,14 +396,22 @@ class CacheWriter:
         digests = {page.digest for page, _ in pairs}
         chain = snapshot.connected([entry.page for entry in matches if entry.page.digest in digests], cache.root_key)
         payloads = {page.digest: payload for page, payload in pairs}
-        prefix_file.write(path, disk.identity, [(page, payloads[page.digest]) for page in chain])
+        beside = self.states_of([entry.node for entry in matches[: len(chain)]])
+        named = None if self.state_tiers is None else self.state_tiers.identity
+        prefix_file.write(
+            path, disk.identity, [(page, payloads[page.digest]) for page in chain], beside=named, states=beside
+        )
         return len(chain) * cache.page_size
 
     def import_prefix(self, path: Path) -> int:
         """Take over the pages of a file. Return how many tokens. Raise SnapshotRefused if they are of another model."""
         cache, disk = self._parts()
-        pairs = prefix_file.read(path, disk.identity)
+        named = None if self.state_tiers is None else self.state_tiers.identity
+        pairs, states = prefix_file.read(path, disk.identity, beside=named)
         assert self.tiers is not None
+        for page, payload in states:
+            assert self.state_tiers is not None, "the session has such, too"
+            self.state_tiers.host.put(page.digest, payload)
         host = self.tiers.host
         if sum(size(payload) for _, payload in pairs) <= host.budget:
             for page, payload in pairs:
@@ -393,11 +423,6 @@ class CacheWriter:
     def _parts(self) -> tuple[AnyCache, DiskTier]:
         if self.cache is None or self._disk is None:
             raise ConfigError("disk_memory", 0, "is needed to export and import prefixes", "Open with disk_memory")
-        if self.states is not None:
-            model = self._front.model
-            raise ConfigError(
-                "model", model, "has states, which prefix files do not hold", "Use save(name), and open(restore=name)"
-            )
         return self.cache, self._disk
 
     # -- looking at the tree, on the session's loop

@@ -487,11 +487,11 @@ _FIELDS: dict[str, dict[str, str]] = {
         "merged_pages": "computed twice and then kept once",
         "evicted_pages": "left the device",
         "offloaded_pages": "of them, to host memory",
-        "states": "on the device, in models with states",
+        "states": "on the device, in models with states; pages of layers with a window",
         "states_taken": "left by requests for later ones",
         "states_restored": "brought back from host memory",
         "states_evicted": "left the device",
-        "stateless_pages": "cached, and computed again because no state was there",
+        "stateless_pages": "cached, and computed again because no state or no window was there",
     },
 }
 GROUPS: dict[str, dict[str, str]] = {  # the meanings of figures, in the order in which a notebook shows them

@@ -1,4 +1,7 @@
-"""A prefix as one file, to hand to a colleague who has the same model: its index, then its payloads."""
+"""A prefix as one file, to hand to a colleague who has the same model: its index, then its payloads.
+
+What nodes have beside their pages, states or pages of layers with a window, follows in the same form.
+"""
 
 from __future__ import annotations
 
@@ -30,31 +33,60 @@ _MAGIC = b"rekindle prefix\n"
 _LENGTH = 8
 
 
-def write(path: Path, identity: Identity, pages: Sequence[tuple[Page, Payload]]) -> None:
-    """Write pages that follow each other; the file is complete or absent. Raises StoreError if it can't be written."""
+Pairs = list[tuple[Page, Payload]]
+
+
+def write(
+    path: Path,
+    identity: Identity,
+    pages: Sequence[tuple[Page, Payload]],
+    *,
+    beside: Identity | None = None,
+    states: Sequence[tuple[Page, Payload]] = (),
+) -> None:
+    """Write pages that follow each other, and `states` of some, whose identity is `beside`; the file is complete or
+    absent. Raises StoreError if it can't be written."""
     if not pages:
         raise StoreError("nothing of the prompt is cached. Generate with it first")
-    records = records_of([page for page, _ in pages], identity.page_size)
-    data = [to_bytes(payload) for _, payload in pages]
-    records["sum"] = [checksum(page.digest, content) for (page, _), content in zip(pages, data, strict=True)]
-    index = encode(identity.fields() | {"leaves": leaves_of(pages[0][1])}, records)
+    content = [_MAGIC, *_part(identity, pages)]
+    if beside is not None and states:
+        content += _part(beside, states)
     try:
-        private_files.write(path, [_MAGIC, len(index).to_bytes(_LENGTH, "little"), index, *data], mode=0o666)
+        private_files.write(path, content, mode=0o666)
     except OSError as error:
         raise StoreError(f"the prefix was not exported: {error}. Free some space, or check the folder") from error
 
 
-def read(path: Path, identity: Identity) -> list[tuple[Page, Payload]]:
-    """Read and verify the pages of a file. Raises StoreError if it can't be read or is damaged, SnapshotRefused
-    if `identity` can't use it."""
+def _part(identity: Identity, pages: Sequence[tuple[Page, Payload]]) -> list[Any]:
+    records = records_of([page for page, _ in pages], identity.page_size)
+    data = [to_bytes(payload) for _, payload in pages]
+    records["sum"] = [checksum(page.digest, content) for (page, _), content in zip(pages, data, strict=True)]
+    index = encode(identity.fields() | {"leaves": leaves_of(pages[0][1])}, records)
+    return [len(index).to_bytes(_LENGTH, "little"), index, *data]
+
+
+def read(path: Path, identity: Identity, *, beside: Identity | None = None) -> tuple[Pairs, Pairs]:
+    """Read and verify the pages of a file, and the states of some. Raises StoreError if it can't be read or is damaged,
+    SnapshotRefused if `identity`, and `beside` for states, can't use it."""
     try:
         data = path.read_bytes()
     except OSError as error:
         raise StoreError(f"the prefix was not imported: {error}. Check the path") from error
     if not data.startswith(_MAGIC):
         raise StoreError(f"{path} is not an exported prefix")
-    start = len(_MAGIC) + _LENGTH
-    end = start + int.from_bytes(data[len(_MAGIC) : start], "little")
+    pages, end = _read(path, data, len(_MAGIC), identity, chained=True)
+    states: Pairs = []
+    if end < len(data) and beside is not None:
+        states, end = _read(path, data, end, beside, chained=False)
+    if end != len(data):
+        raise StoreError(f"{path} has {len(data)} bytes and should have {end}. Export it again")
+    return pages, states
+
+
+def _read(path: Path, data: bytes, at: int, identity: Identity, *, chained: bool) -> tuple[Pairs, int]:
+    """Read the pages whose index begins at `at`. Return them, and where they end."""
+    start = at + _LENGTH
+    end = start + int.from_bytes(data[at:start], "little")
     try:
         header, records = decode(data[start:end])
         reason = identity.mismatch(Identity.stored_in(header))
@@ -62,13 +94,14 @@ def read(path: Path, identity: Identity) -> list[tuple[Page, Payload]]:
             raise SnapshotRefused(f"{path} can't be imported: {reason}. Export it from a session like this one")
         leaves = leaves_in(header)
         verify(identity, records, leaves)
-        _check_chain(identity, records)
+        if chained:
+            _check_chain(identity, records)
     except SnapshotRefused:
         raise
     except StoreError as error:
         raise StoreError(f"{path} can't be imported: {error}. Export it again") from error
     step = sum(leaf.nbytes for leaf in leaves)
-    if len(data) != end + step * len(records):
+    if len(data) < end + step * len(records):
         raise StoreError(f"{path} has {len(data)} bytes and should have {end + step * len(records)}. Export it again")
     pages = []
     for index, page in enumerate(pages_of(records)):
@@ -76,7 +109,7 @@ def read(path: Path, identity: Identity) -> list[tuple[Page, Payload]]:
         if checksum(page.digest, payload) != records[index]["sum"]:
             raise StoreError(f"page {index} of {path} does not match its checksum. Export it again")
         pages.append((page, from_bytes(payload, leaves)))
-    return pages
+    return pages, end + step * len(records)
 
 
 def _check_chain(identity: Identity, records: NDArray[Any]) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -25,7 +26,9 @@ from rekindle._src.kvcache.tiers.restoring import likeliest
 from rekindle._src.session.cache_writer import SLICE, CacheWriter
 from rekindle._src.session.sharing.sharer import parts
 from rekindle._src.session.sharing.source import PageAddress, Source
-from rekindle.errors import ProcessLost
+from rekindle.errors import ProcessLost, RekindleError
+
+log = logging.getLogger("rekindle.cache")
 
 WARM_PAGES = 4096  # the most that a new session takes from each neighbour
 
@@ -54,6 +57,7 @@ class Puller:
     def __init__(self, host: Host, writer: CacheWriter) -> None:
         self._host = host
         self._cache, self._tiers = parts(writer)
+        self._beside = writer.state_tiers
 
     @property
     def identity(self) -> Identity:
@@ -77,11 +81,15 @@ class Puller:
         missing = self._missing(tokens, salt)
         held = Held(host, missing.digests)
         arrived: set[int] = set()
+
+        def source_keys_of(lookup: bytes) -> list[int]:
+            keys = page_keys(tokens, self._cache.page_size, previous=salt_key(salt), secret=lookup)
+            return keys[missing.present : missing.present + len(missing.digests)]
+
         try:
             if missing.digests:
                 with Source(address, identity) as source:
-                    keys = page_keys(tokens, self._cache.page_size, previous=salt_key(salt), secret=source.lookup)
-                    source_keys = keys[missing.present : missing.present + len(missing.digests)]
+                    source_keys = source_keys_of(source.lookup)
                     for index, payload in source.fetch(missing.digests, source_keys, host.memory):
                         host.put(missing.digests[index], payload, owned=True)
                         arrived.add(index)
@@ -95,6 +103,9 @@ class Puller:
         leading = 0
         while leading in arrived:
             leading += 1
+        if leading and self._cache.states is not None:
+            last = slice(max(0, leading - self._cache.states.reach), leading)
+            self._take_beside(address, missing.digests[last], lambda lookup: source_keys_of(lookup)[last])
         grafted = self._host.ask(partial(self._graft, tokens, salt, missing, leading)) if leading else 0
         seconds = time.perf_counter() - start
         return Pulled(grafted * identity.page_size, len(arrived), len(arrived) * self.page_bytes, seconds, held)
@@ -117,6 +128,8 @@ class Puller:
                 for index, payload in source.fetch(digests, [source_keys[digest] for digest in digests], host.memory):
                     host.put(digests[index], payload, owned=True, cold=True)
                     arrived.append(by_digest[digests[index]])
+                wanted = [page.digest for page in arrived]
+                self._take_beside(address, wanted, lambda _: [source_keys[digest] for digest in wanted])
                 stored = existing | {page.digest for page in arrived}
                 order = [page for page in listed if page.digest in stored]
 
@@ -127,6 +140,18 @@ class Puller:
                     self._host.ask(graft)
         seconds, size = time.perf_counter() - start, identity.page_size
         return Pulled(len(arrived) * size, len(arrived), len(arrived) * self.page_bytes, seconds, Held(host, ()))
+
+    def _take_beside(self, address: PageAddress, digests: Sequence[bytes], keys: Callable[[bytes], list[int]]) -> None:
+        """Take what the other session has beside pages, `keys` being theirs by its secret; do without if that fails."""
+        tiers = self._beside
+        if tiers is None or tiers.identity is None or not digests:
+            return
+        try:
+            with Source(address, tiers.identity) as source:
+                for index, payload in source.fetch(digests, keys(source.lookup), tiers.host.memory):
+                    tiers.host.put(digests[index], payload, owned=True)
+        except RekindleError as error:
+            log.debug("pages came without what is beside them: %s", error)
 
     def _missing(self, tokens: IntArray, salt: str | None) -> _Missing:
         cache, tiers, size = self._cache, self._tiers, self._cache.page_size

@@ -135,13 +135,19 @@ class SharedPages:
 
     def _talk(self, channel: BulkChannel) -> None:
         """Answer requests until the other side ends the connection, which raises."""
-        identity = self._tiers.identity
+        tiers = self._tiers
+        identity = tiers.identity
         assert identity is not None, "checked when sharing began"
         kind, content = channel.receive()
         if kind is not Kind.IDENTITY:
             channel.send(Kind.FAILED, b"it did not introduce itself")
             return
         peer = read_introduction(identity, content)
+        beside = self._writer.state_tiers
+        if peer.refused is not None and beside is not None and beside.identity is not None:
+            other = read_introduction(beside.identity, content)
+            if other.refused is None:  # it comes for what nodes have beside their pages
+                peer, tiers, identity = other, beside, beside.identity
         channel.sealed = channel.sealed or peer.sealed
         if peer.refused is not None:
             channel.send(Kind.FAILED, peer.refused.encode())
@@ -150,7 +156,7 @@ class SharedPages:
         channel.send(Kind.IDENTITY, introduction(identity, sealed=channel.sealed, memory=memory, lookup=LOOKUP_SECRET))
         while True:
             kind, content = channel.receive()
-            if self._tiers.identity != identity:
+            if tiers.identity != identity:
                 channel.send(Kind.FAILED, b"its weights were swapped")
                 return
             if kind is Kind.MAPPED:
@@ -160,7 +166,7 @@ class SharedPages:
                 records = records_of(pages, identity.page_size)
                 channel.send(Kind.LISTED, encode(identity.fields() | {"leaves": identity.leaves}, records))
             elif kind is Kind.WANT and len(content) % WANTED.itemsize == 0:
-                self._send(channel, self._lookup(np.frombuffer(content, WANTED)))
+                self._send(channel, self._lookup(np.frombuffer(content, WANTED)), beside=tiers is not self._tiers)
             else:
                 channel.send(Kind.FAILED, b"it does not understand what came")
                 return
@@ -197,10 +203,10 @@ class SharedPages:
             matches += self._host.ask(partial(look, requests[start : start + SLICE]))
         return matches
 
-    def _send(self, channel: BulkChannel, requests: Sequence[_PageRequest]) -> None:
-        """Send the contents of pages. The next piece is read while one is being sent."""
+    def _send(self, channel: BulkChannel, requests: Sequence[_PageRequest], *, beside: bool) -> None:
+        """Send the contents of pages, or what is `beside` them. The next piece is read while one is being sent."""
         indexes = {entry.record.page.digest: entry.place for entry in requests}
-        for pairs in self._read(requests):
+        for pairs in self._read(requests, beside=beside):
             content = np.array([indexes[page.digest] for page, _ in pairs], "<i4").tobytes()
             pieces = [_bytes_of(leaf) for _, payload in pairs for leaf in payload]
             channel.send_followed(Kind.PAGES, content, pieces)
@@ -208,20 +214,28 @@ class SharedPages:
             self.sent_bytes += sum(len(piece) for piece in pieces)
         channel.send(Kind.SENT)
 
-    def _read(self, requests: Sequence[_PageRequest]) -> Iterator[list[tuple[Page, Payload]]]:
-        identity = self._tiers.identity
+    def _read(self, requests: Sequence[_PageRequest], *, beside: bool) -> Iterator[list[tuple[Page, Payload]]]:
+        tiers = self._writer.state_tiers if beside else self._tiers
+        assert tiers is not None, "the other side came for it"
+        identity = tiers.identity
         assert identity is not None, "checked when sharing began"
+
+        def read(records: Sequence[PageRecord], most: int) -> list[tuple[Page, Payload]]:
+            if beside:
+                return self._writer.states_of([record.node for record in records])
+            return self._writer.payloads(records, most)
+
         count = max(1, PIECE_BYTES // max(1, sum(leaf.nbytes for leaf in identity.leaves)))
         parts = [
             [entry.record for entry in requests[start : start + count]] for start in range(0, len(requests), count)
         ]
         with ThreadPoolExecutor(1, thread_name_prefix="rekindle sharing") as reader:
-            ahead = reader.submit(self._writer.payloads, parts[0], count) if parts else None
+            ahead = reader.submit(read, parts[0], count) if parts else None
             for following in [*parts[1:], None]:
                 if ahead is None:
                     return
                 pairs = ahead.result()
-                ahead = None if following is None else reader.submit(self._writer.payloads, following, count)
+                ahead = None if following is None else reader.submit(read, following, count)
                 if pairs:
                     yield pairs
 
