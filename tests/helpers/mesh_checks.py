@@ -197,6 +197,37 @@ def tiers_and_preemption(folder: Path) -> None:
 
 
 @check
+def windows(folder: Path) -> None:
+    """Pages behind a window are given back on a mesh, too: chats go on, from host memory and a snapshot as well."""
+    options = mesh_models.raw("gemma4-shared-pages-and-embeddings-of-layers") | {"sliding_window": 12}
+    options["max_position_embeddings"] = 256
+    model = checkpoints.model(options, checkpoints.tensors(options))
+    sizes = {"max_requests": 4, "max_model_len": 192, "cache_dir": str(folder), "disk_memory": 1 << 26}
+    prompts = [np.random.default_rng(count).integers(3, 150, count).tolist() for count in (70, 90, 50, 60, 33)]
+    greedy: dict[str, Any] = {"max_tokens": 40, "temperature": 0.0, "ignore_eos": True}
+    with opened(model, None, **sizes | {"device_pages": 200}) as session:
+        expected = [session.generate_sync(prompt, **greedy).token_ids for prompt in prompts]
+    for mesh in (None, 2):
+        with opened(model, mesh, **sizes | {"device_pages": 34}) as session:
+            tiers = session._cache_writer.tiers
+            assert tiers is not None
+            tiers.costs.mode = "always"
+            for _ in range(2):
+                assert [one.token_ids for one in session.generate_sync(prompts, **greedy)] == expected, mesh
+                session.check_integrity()
+            stats = session.stats()
+            assert stats.preemptions and stats.pages_out and stats.pages_in and stats.cache.states_restored, mesh
+            session.generate_sync(prompts[1], **greedy)
+            session.save("chat").result_sync()
+        for other in (None, 2):
+            with opened(model, other, **sizes | {"device_pages": 200}, restore="chat") as session:
+                chat = [*prompts[1], *expected[1]]
+                done = session.generate_sync(chat[:129], **greedy)
+                assert done.usage.cached_tokens == 128, (mesh, other, done.usage)
+                assert list(done.token_ids[:1]) == chat[129:130]
+
+
+@check
 def loaded_weights(folder: Path) -> None:
     """A folder is read onto a mesh; weights kept for one mesh serve every other; others are swapped in."""
     prepared.MIN_BYTES = 0

@@ -180,6 +180,26 @@ def test_a_chat_goes_on_after_a_restart(model: Any, tmp_path: Path) -> None:
             assert ask(session, model, [*system, *tokens(12, seed=1000)]).usage.cached_tokens in (0, 128)
 
 
+def test_sleep_and_other_sessions_keep_the_states(model: Any, tmp_path: Path) -> None:
+    options, prompt = {**OPTIONS, "cache_dir": str(tmp_path)}, tokens(150, seed=40)
+    with rekindle.open_sync(model, **options) as one, rekindle.open_sync(model, **options) as two:
+        done = ask(one, model, prompt)
+        chat = [*prompt, *done.token_ids, *tokens(40, seed=41)]
+        one.sleep().result_sync()
+        one.wake().result_sync()
+        one._cache_writer.tiers.costs.mode = "always"
+        assert ask(one, model, prompt).usage.cached_tokens == 128
+        shared = one.cache.share(secret="of a test of states").result_sync()
+        assert two.cache.pull(shared.address, chat, secret="of a test of states").result_sync() >= 128
+        assert ask(two, model, chat).usage.cached_tokens == 128
+        one.cache.export_prefix(chat, tmp_path / "chat").result_sync()
+        two.cache.clear().result_sync()
+        assert ask(two, model, chat).usage.cached_tokens == 0
+        two.cache.clear().result_sync()
+        assert two.cache.import_prefix(tmp_path / "chat").result_sync() >= 128
+        assert ask(two, model, chat).usage.cached_tokens == 128
+
+
 SCRIPT = """
 import json, sys
 import rekindle

@@ -19,7 +19,7 @@ from workshop import reference
 
 anyio_test = pytest.mark.anyio
 OTHERS = (
-    "gemma2", "gemma3", "gemma4-values-of-keys", "gemma4-moe", "gpt-oss", "olmo3", "cohere2", "exaone4", "lfm3",
+    "gemma2", "gemma3", "gemma4-values-of-keys", "gemma4-moe", "gpt-oss", "olmo3", "cohere2", "exaone4",
     "smollm3-window",
 )  # fmt: skip
 NAMES = (
@@ -138,6 +138,27 @@ async def test_a_sleeping_session_keeps_the_end_of_each_turn(model: Any, program
         session.check_integrity()
 
 
+@anyio_test
+async def test_other_sessions_get_the_window_with_the_pages(model: Any, programs: str, tmp_path: Path) -> None:
+    options = {**OPTIONS, "disk_memory": 1 << 26, "cache_dir": programs}
+    prompt = tokens(150, seed=9)
+    async with rekindle.open(model, **options) as one, rekindle.open(model, **options) as two:
+        done = await one.generate(prompt, **GREEDY)
+        chat = [*prompt, *done.token_ids, *tokens(9, seed=10)]
+        shared = await one.cache.share(secret="of a test of windows")
+        assert await two.cache.pull(shared.address, chat, secret="of a test of windows") == 168
+        there = await two.generate(chat, **GREEDY)
+        assert there.usage.cached_tokens == 168
+        assert list(there.token_ids) == plain(model, chat)
+        shared.close()
+        assert await one.cache.export_prefix(chat, tmp_path / "chat") == 168
+    async with rekindle.open(model, **options) as three:
+        await three.cache.clear()
+        assert await three.cache.import_prefix(tmp_path / "chat") == 168
+        again = await three.generate(chat, **GREEDY)
+        assert (again.usage.cached_tokens, again.token_ids) == (168, there.token_ids)
+
+
 SCRIPT = """
 import sys
 import rekindle
@@ -169,8 +190,6 @@ def test_a_chat_goes_on_in_a_new_process(request: pytest.FixtureRequest, model: 
 
 @anyio_test
 async def test_a_long_text_has_the_pages_of_its_window_alone(model: Any, programs: str) -> None:
-    if model.config.is_recurrent:
-        pytest.skip("layers beside states keep all of their pages")
     async with rekindle.open(model, **OPTIONS, disk_memory=0, cache_dir=programs) as session:
         scheduler, held = session._client.engine.scheduler, []
         handle = session.submit(tokens(400, seed=8), **GREEDY)

@@ -18,6 +18,7 @@ is being planned: reading out comes first, then filling, then the step's rows.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 
@@ -42,7 +43,7 @@ class TreeStates:
         self._holds: Counter[int] = Counter()
         self._owners: dict[int, Node] = {}  # by slot
         self._idle: OrderedDict[int, None] = OrderedDict()  # those that nobody holds, the first to leave first
-        self._cold: set[int] = set()  # those of them that are dropped when they leave
+        self._cold: OrderedDict[int, None] = OrderedDict()  # the same, but they leave before the others and are dropped
         self._out: list[PageMove] = []
         self._in: list[PageMove] = []
         self.taken = self.restored = self.evicted = 0
@@ -58,7 +59,7 @@ class TreeStates:
     @property
     def available(self) -> int:
         """Slots that can be taken now, at least so many."""
-        return max(0, len(self._free) + len(self._idle) - self.pinned)
+        return max(0, len(self._free) + len(self._idle) + len(self._cold) - self.pinned)
 
     @property
     def pinned(self) -> int:
@@ -132,8 +133,7 @@ class TreeStates:
     def hold(self, slot: int) -> None:
         """Keep the content of a slot until as many calls of `release`."""
         self._holds[slot] += 1
-        self._idle.pop(slot, None)
-        self._cold.discard(slot)
+        self._unlist(slot)
 
     def release(self, slot: int, *, cold: bool = False) -> None:
         """Undo one `hold`, or the one of `take`. A `cold` slot is the next to leave, and is not read out then."""
@@ -145,10 +145,7 @@ class TreeStates:
         if slot not in self._owners:
             self._free.append(slot)
             return
-        self._idle[slot] = None
-        if cold:
-            self._idle.move_to_end(slot, last=False)
-            self._cold.add(slot)
+        (self._cold if cold else self._idle)[slot] = None
 
     def attach(self, node: Node, slot: int) -> None:
         """Give `node` the state in a slot that the caller holds; a node that has one keeps its own."""
@@ -162,9 +159,9 @@ class TreeStates:
 
     def touch(self, node: Node) -> None:
         """Record that the state of `node` is used now."""
-        if node.state in self._idle:
-            self._idle.move_to_end(node.state)
-            self._cold.discard(node.state)
+        if node.state not in self._holds:
+            self._unlist(node.state)
+            self._idle[node.state] = None
 
     def restore(self, node: Node) -> int:
         """Bring the state of `node` from host memory to a slot, which the caller holds then. `usable` was checked."""
@@ -190,8 +187,7 @@ class TreeStates:
         if read_out and self.tier is not None and self.tier.should_offload(self.digest_of(node)):
             self._out.append(PageMove(slot, self.digest_of(node)))
         if slot not in self._holds:
-            del self._idle[slot]
-            self._cold.discard(slot)
+            self._unlist(slot)
             self._free.append(slot)
 
     def owner(self, slot: int) -> Node | None:
@@ -227,8 +223,8 @@ class TreeStates:
         assert sorted([*self._free, *used]) == list(self._slots), "a slot for states is lost, or free and used"
         assert all(node.state == slot for slot, node in self._owners.items()), "a node has the state of another"
         assert all(node.page for node in self._owners.values()), "a state is on the device without its node's page"
-        assert set(self._idle) == set(self._owners) - set(self._holds), "a state that nobody holds can't leave"
-        assert self._cold <= set(self._idle), "a state that is held would be dropped"
+        leaving = sorted([*self._cold, *self._idle])
+        assert leaving == sorted(set(self._owners) - set(self._holds)), "a state that nobody holds can't leave"
         assert held is None or held == self._holds, f"slots are held {self._holds}, expected {held}"
 
     def _may_have(self, node: Node) -> bool:
@@ -236,7 +232,12 @@ class TreeStates:
 
     def _evictable(self) -> int:
         """Return the slot whose state leaves next; 0 if there is none."""
-        return next((slot for slot in self._idle if not self._keeps(self._owners[slot])), 0)
+        leaving = itertools.chain(self._cold, self._idle)
+        return next((slot for slot in leaving if not self._keeps(self._owners[slot])), 0)
+
+    def _unlist(self, slot: int) -> None:
+        self._idle.pop(slot, None)
+        self._cold.pop(slot, None)
 
     def _keeps(self, node: Node) -> bool:
         """True if a node keeps its slot."""

@@ -19,7 +19,7 @@ class Tail:
         self.pages: list[int] = []
         self._array: IntArray | None = None  # the pages, once a row has read them
         self.attached = 0  # places that the tree knows
-        self.stops: list[int] = []  # pages before which others are likely to continue
+        self.stops: set[int] = set()  # pages before which others are likely to continue
         self.source = ""  # where the pages came from that it continued
         self.again = 0  # cached tokens that it computes again, since these pages were not there
 

@@ -68,11 +68,11 @@ class Tails(OnTree):
             tail.source = "on the device" if there else "on disk" if fetched else "in host memory"
         tail.pages = [node.state or tree.restore(node) for node in needed]
         tail.again = (match.reached - depth) * self._page_size
-        tail.stops = [sequence.known // self._page_size, match.reached]
+        tail.stops = {sequence.known // self._page_size, match.reached}
 
     def shared(self, owner: Sequence | None, pages: int) -> int:
         if owner is not None and owner.tail is not None:
-            owner.tail.stops.append(pages)
+            owner.tail.stops.add(pages)
         return pages
 
     def publish(self, sequence: Sequence, node: Node | None, last_step: int) -> None:

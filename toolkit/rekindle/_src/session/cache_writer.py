@@ -324,7 +324,7 @@ class CacheWriter:
             each = max(1, sum(leaf.nbytes for leaf in disk.identity.leaves))
             while records and total < SEGMENT_BYTES:
                 count = max(1, PAUSE_BYTES // each)
-                part, records = records[:count], records[count:]
+                part, records = records[-count:], records[:-count]  # those at ends of texts first
                 pairs += self._states(part)
                 total = sum(size(payload) for _, payload in pairs)
             if disk.room(total) < total:
