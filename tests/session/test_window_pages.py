@@ -184,7 +184,7 @@ def test_a_chat_goes_on_in_a_new_process(request: pytest.FixtureRequest, model: 
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
         assert done.returncode == 0, done.stderr
         reports.append([*map(int, done.stdout.split()[-3:])])
-    assert [report[:2] for report in reports] == [[0, 168], [144, 200], [144, 200]]
+    assert [report[:2] for report in reports] == [[0, 168], [144, 176], [144, 176]]
     assert reports[0][2] >= SPAN
 
 
@@ -196,5 +196,5 @@ async def test_a_long_text_has_the_pages_of_its_window_alone(model: Any, program
         async for _ in handle:
             held += [len(sequence.tail.pages) for sequence in scheduler._running_set.holders]
         assert held
-        assert max(held) <= SPAN + 2
+        assert max(held) <= SPAN + 2 + 2 * 32 // SIZE, "the window, and two steps in flight"
         assert session.stats().cache.device_pages >= 400 // SIZE
