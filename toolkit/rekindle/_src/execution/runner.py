@@ -64,8 +64,8 @@ class Runner:
         self.program_wait = ProgramWait(quiet=config.quiet)
         self._calls = DeviceCalls(programs, model.leaves, recorder)
         self._transfers = PageTransfers(self._calls, host_tier)
-        beside = TailTransfers if programs.tails else StateTransfers
-        self._states: TailTransfers | StateTransfers = beside(self._calls, state_tier)
+        beside: Any = TailTransfers if programs.tails else StateTransfers  # they answer to the same
+        self._states = beside(self._calls, state_tier)
         self.prefer_ready = prefer_ready  # use a larger ready program before the best fit is compiled
         self._shards = programs.shards
         slots = self._shards.count * self._shards.slots

@@ -175,8 +175,8 @@ class Recipes:
             return self.parts.whole_everywhere(gather) if key.kind == COLLECT.kind else gather
         if self.pinned:
             payload = jax.eval_shape(read_out, self.kv, ids)
-            fill = pinned_pages.scatter_tails if tails else pinned_pages.scatter
-            return Recipe(fill, (self.kv, ids, payload), (0,), (PAGES, ROWS, PAYLOAD), PAGES)
+            join = pinned_pages.scatter_tails if tails else pinned_pages.scatter
+            return Recipe(join, (self.kv, ids, payload), (0,), (PAGES, ROWS, PAYLOAD), PAGES)
         page = jax.eval_shape(read_out, self.kv, _ints(1))
         fill = paged.scatter_tails if tails else paged.scatter
         return Recipe(fill, (self.kv, ids, (page,) * key.pages), (0,), (PAGES, ROWS, PAYLOAD), PAGES)
