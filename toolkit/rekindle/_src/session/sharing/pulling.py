@@ -49,6 +49,7 @@ class _Missing(NamedTuple):
     root_key: bytes  # of this session's tree at the look-up
     present: int  # leading pages that are here
     digests: list[bytes]
+    before: list[bytes]  # the digests of the latest that are here
 
 
 class Puller:
@@ -82,14 +83,14 @@ class Puller:
         held = Held(host, missing.digests)
         arrived: set[int] = set()
 
-        def source_keys_of(lookup: bytes) -> list[int]:
-            keys = page_keys(tokens, self._cache.page_size, previous=salt_key(salt), secret=lookup)
-            return keys[missing.present : missing.present + len(missing.digests)]
+        def keys_of(pages: slice, lookup: bytes) -> list[int]:
+            return page_keys(tokens, self._cache.page_size, previous=salt_key(salt), secret=lookup)[pages]
 
         try:
             if missing.digests:
                 with Source(address, identity) as source:
-                    source_keys = source_keys_of(source.lookup)
+                    wanted = slice(missing.present, missing.present + len(missing.digests))
+                    source_keys = keys_of(wanted, source.lookup)
                     for index, payload in source.fetch(missing.digests, source_keys, host.memory):
                         host.put(missing.digests[index], payload, owned=True)
                         arrived.add(index)
@@ -104,8 +105,9 @@ class Puller:
         while leading in arrived:
             leading += 1
         if leading and self._cache.states is not None:
-            last = slice(max(0, leading - self._cache.states.reach), leading)
-            self._take_beside(address, missing.digests[last], lambda lookup: source_keys_of(lookup)[last])
+            end = missing.present + leading
+            last = [*missing.before, *missing.digests[:leading]][-self._cache.states.reach :]
+            self._take_beside(address, last, partial(keys_of, slice(end - len(last), end)))
         grafted = self._host.ask(partial(self._graft, tokens, salt, missing, leading)) if leading else 0
         seconds = time.perf_counter() - start
         return Pulled(grafted * identity.page_size, len(arrived), len(arrived) * self.page_bytes, seconds, held)
@@ -156,22 +158,23 @@ class Puller:
     def _missing(self, tokens: IntArray, salt: str | None) -> _Missing:
         cache, tiers, size = self._cache, self._tiers, self._cache.page_size
 
-        def look() -> tuple[bytes, int, bytes]:
-            """Return the tree's root, the number of leading pages that are here, and the digest of the last of them."""
-            last, count = cache.root_of(salt), 0
+        def look() -> tuple[bytes, list[bytes]]:
+            """Return the tree's root, and the digests of the root of `tokens` and of leading pages that are here."""
+            here = [cache.digest_of(cache.root_of(salt))]
             for node in cache.find(tokens, salt):
                 if not (node.page or tiers.has(cache.digest_of(node))):
                     break
-                last, count = node, count + 1
-            return cache.root_key, count, cache.digest_of(last)
+                here.append(cache.digest_of(node))
+            return cache.root_key, here
 
-        root_key, count, parent = self._host.ask(look)
+        root_key, here = self._host.ask(look)
+        count, parent, reach = len(here) - 1, here[-1], 0 if cache.states is None else cache.states.reach
         digests = []
         most = count + self.budget // max(1, self.page_bytes)
         for page in range(count, min(len(tokens) // size, most)):
             parent = page_digest(parent, tokens[page * size : (page + 1) * size])
             digests.append(parent)
-        return _Missing(root_key, count, digests)
+        return _Missing(root_key, count, digests, here[max(1, len(here) - reach) :])
 
     def _graft(self, tokens: IntArray, salt: str | None, missing: _Missing, leading: int) -> int:
         """Add the pages to the tree, on the session's loop. Return how many."""
