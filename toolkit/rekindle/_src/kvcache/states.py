@@ -1,4 +1,4 @@
-"""What nodes of the prefix tree have beside their pages: in which slots of the device, and which one leaves next.
+"""States in the prefix tree, or pages of layers with a window: which nodes have one, in which slots, and which leaves.
 
 Layers with states have no pages: all that they know of a prefix is one state, which each token changes. So a prompt can
 continue a cached prefix only at a node that has the state behind it. Layers with a window give back the pages behind
