@@ -19,12 +19,10 @@ from workshop import reference
 
 anyio_test = pytest.mark.anyio
 OTHERS = (
-    "gemma2", "gemma3", "gemma4-values-of-keys", "gemma4-moe", "gpt-oss", "olmo3", "cohere2", "exaone4",
-    "smollm3-window",
+    "gemma2", "gemma4-shared-pages-and-embeddings-of-layers", "gemma4-values-of-keys", "gemma4-moe", "gpt-oss", "olmo3",
+    "cohere2", "exaone4", "smollm3-window",
 )  # fmt: skip
-NAMES = (
-    "gemma4-shared-pages-and-embeddings-of-layers", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)
-)  # fmt: skip
+NAMES = ("gemma3", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS))
 WINDOW, SIZE = 24, 8
 SPAN = WINDOW // SIZE  # pages
 OPTIONS: dict[str, Any] = {
