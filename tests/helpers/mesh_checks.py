@@ -25,6 +25,7 @@ from helpers.mesh_checking import BOTH, CHECKS, CLOSE, EXPERTS, check, compare, 
 from helpers.mesh_models import OPTIONS, PROMPT, case, difference, generated  # noqa: E402
 from rekindle._src.core.config import EngineConfig  # noqa: E402
 from rekindle._src.core.mesh_shape import checked_mesh  # noqa: E402
+from rekindle._src.core.taps import SITES  # noqa: E402
 from rekindle._src.models.loading import checkpoint, prepared  # noqa: E402
 from rekindle._src.models.placement import placement_of  # noqa: E402
 from rekindle._src.programs.programs import Programs  # noqa: E402
@@ -329,35 +330,38 @@ def random_models(folder: Path) -> None:
 
 @check
 def taps(folder: Path) -> None:
-    """Residuals and changes of them are those of one device on two; data shards capture, too."""
-    model, prompt = case("llama"), PROMPT
-    size, layers = model.config.hidden_size, model.config.num_layers
-    steer = rekindle.Steer(0, np.random.default_rng(0).standard_normal(size), 3.0)
-    options: dict[str, Any] = {"max_tokens": 6, "temperature": 0.0, "capture": {"residual": "all", "norm": True}}
-    with opened(model, None) as session:
-        expected = [session.generate_sync(prompt, **options, steer=change) for change in ((), steer)]
-    assert expected[0].token_ids != expected[1].token_ids
-    for mesh, changes in ((2, ((), steer)), ({"data": 2}, ((),))):
-        with opened(model, mesh) as session:
-            for change, wanted in zip(changes, expected, strict=False):
-                many = [session.submit(prompt, **options, steer=change) for _ in range(2)]
-                for done in [handle.result_sync() for handle in many]:
-                    assert done.token_ids == wanted.token_ids
-                    assert {*done.captured} == {*(("residual", layer) for layer in range(layers)), "norm"}
-                    for key, array in done.captured.items():
-                        np.testing.assert_allclose(array, wanted.captured[key], rtol=1e-3, atol=1e-4)
-            keep = rekindle.Capture({"residual": "all", "norm": True}, keep=True)
-            twice = [session.generate_sync(3 * prompt, max_tokens=1, capture=keep, salt="kept") for _ in range(2)]
-            assert [bool(done.usage.cached_tokens) for done in twice] == [False, True]
-            for key, array in twice[0].captured.items():
-                np.testing.assert_allclose(twice[1].captured[key], array, rtol=1e-3, atol=1e-4)
-            logits = session.generate_sync(prompt, max_tokens=1, capture={"logits": -1}).captured["logits", -1]
-            assert logits[-1].argmax() == expected[0].token_ids[0]
-            with pytest.raises(rekindle.InvalidRequest, match="is divided among the devices"):
-                session.generate_sync(prompt, capture={"q": 0})
-            if mesh != 2:
-                with pytest.raises(rekindle.InvalidRequest, match="several data shards"):
-                    session.generate_sync(prompt, steer=steer)
+    """Captures and changes at every site are those of one device: on two, where they share kv heads, and with data
+    shards, each of which has changes of its own."""
+    rng = np.random.default_rng(0)
+    vectors = rng.standard_normal((3, case("llama").config.hidden_size))
+    steer = rekindle.Steer(0, vectors[0], 3.0)
+    inside = rekindle.Steer(0, vectors[1], 2.0, site="attention"), rekindle.Steer(1, scale=0.5, mode="scale", site="mlp")
+    patches = rekindle.Steer(1, vectors, positions=[0, 3, 7], mode="replace"), steer
+    tap = rekindle.Tap(lambda x, context: x * context.arrays, "more", layers=0, site="mlp", arrays=np.float32(-3))
+    changes: list[dict[str, Any]] = [{}, {"steer": steer}, {"steer": inside}, {"steer": patches}, {"taps": "more"}]
+    for model, meshes in ((case("llama"), (2, {"data": 2}, BOTH)), (case("llama", 1), (2,))):
+        sites = {site: "all" for site in SITES if site not in ("experts", "gates")}
+        options: dict[str, Any] = {"max_tokens": 6, "temperature": 0.0, "capture": sites}
+        with opened(model, None, taps=[tap]) as session:
+            expected = [session.generate_sync(PROMPT, **options, **change) for change in changes]
+            weights = session.view.attention(PROMPT, layer=1).result_sync().weights
+        assert len({done.token_ids for done in expected}) == len(changes), "they change little"
+        for mesh in meshes:
+            with opened(model, mesh, taps=[tap]) as session:
+                many = [session.submit(PROMPT, **options, **change) for change in changes for _ in range(2)]
+                for wanted, handles in zip(expected, zip(many[::2], many[1::2], strict=True), strict=True):
+                    for done in [handle.result_sync() for handle in handles]:
+                        assert done.token_ids == wanted.token_ids, mesh
+                        assert {*done.captured} == {*wanted.captured}
+                        for key, array in done.captured.items():
+                            assert tapping.difference(array, wanted.captured[key]) < 1e-4, (mesh, key)
+                found = session.view.attention(PROMPT, layer=1).result_sync().weights
+                np.testing.assert_allclose(found, weights, rtol=1e-3, atol=1e-5)
+                keep = rekindle.Capture({"residual": "all", "k": 0, "norm": True}, keep=True)
+                twice = [session.generate_sync(3 * PROMPT, max_tokens=1, capture=keep, salt="kept") for _ in range(2)]
+                assert [bool(done.usage.cached_tokens) for done in twice] == [False, True]
+                for key, array in twice[0].captured.items():
+                    assert tapping.difference(twice[1].captured[key], array) < 1e-4, (mesh, key)
 
 
 @check
@@ -392,19 +396,31 @@ def with_adapters(folder: Path) -> None:
 
 @check
 def taps_of_families(folder: Path) -> None:
-    """Residuals of a case of each family on two devices are those of one."""
+    """Captures of a case of each family at every site on two devices are those of one, and changes change the same."""
     for name in sorted(set(checkpoints.ONE_EACH.values()) - mesh_models.LEFT_OUT):
-        options: dict[str, Any] = {"max_tokens": 4, "temperature": 0.0, "capture": {"residual": "all", "norm": True}}
         several = []
         for mesh in (None, 2):
             with opened(case(name), mesh) as session:
-                several.append(session.generate_sync(PROMPT, **options))
-        one, two = several
-        assert one.token_ids == two.token_ids, name
-        assert {*one.captured} == {*two.captured} and len(one.captured.positions) == len(PROMPT) + 3, name
-        found = max(tapping.difference(two.captured[key], array) for key, array in one.captured.items())
-        print(f"{name}: {found:.1e}", flush=True)
-        assert found < 1e-4, (name, found)
+                facts = session._front.taps
+                assert facts is not None
+                changed = {site: facts.sites[site][-1] for site in ("attention", "mlp") if facts.sites[site]}
+                options: dict[str, Any] = {"max_tokens": 4, "temperature": 0.0, "capture": dict.fromkeys(facts.sites, "all")}
+                steer = [rekindle.Steer(layer, scale=0.0, mode="scale", site=site) for site, layer in changed.items()]
+                handles = [session.submit(PROMPT, **options, steer=change) for change in ((), steer)]
+                several.append([handle.result_sync() for handle in handles])
+        for one, two in zip(*several, strict=True):
+            assert one.token_ids == two.token_ids, name
+            assert {*one.captured} == {*two.captured} and len(one.captured.positions) == len(PROMPT) + 3, name
+            for key, array in one.captured.items():
+                if key[0] == "experts":
+                    np.testing.assert_array_equal(two.captured[key], array)
+                elif array.any():
+                    assert (found := tapping.difference(two.captured[key], array)) < 1e-4, (name, key, found)
+                else:
+                    assert not two.captured[key].any(), (name, key)
+        off = several[1][1].captured
+        assert not any(off[place].any() for place in changed.items()), name
+        print(f"{name}: {len(off)} arrays", flush=True)
 
 
 @check

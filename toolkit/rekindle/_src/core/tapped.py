@@ -32,6 +32,7 @@ from rekindle.errors import ConfigError, InvalidRequest
 
 STREAM = ("residual_before", "residual", LOGITS, "norm")  # of what layers hand over; other sites are inside them
 INNER = ("attention", "mlp")  # modules of a layer whose outputs can be changed
+MISSING = "is in no layer of this model"
 MAX_RUNS = 64  # of positions that one request changes: each is looked at in every step
 MAX_VECTORS = 64  # of one request, beside MAX_PATCHES for each of its positions
 MAX_PATCHES = 4
@@ -67,17 +68,11 @@ class TapFacts(NamedTuple):
     layers: int
     hidden_size: int
     sites: Mapping[str, Sequence[int]]  # the layers that have each site
-    reason: str = ""  # why other sites are missing
-    steers: str = ""  # why nothing can be changed
     attention: Sequence[Any] = ()  # of each layer: scale, window and soft cap; None where it has other attention
     custom: Mapping[str, str] = MappingProxyType({})  # digests of the taps that the session was opened with, by name
     steering: Mapping[str, tuple[Steer, ...]] = MappingProxyType({})  # changes that have a name
     keeps: str = ""  # why captures can't be kept
     elsewhere: bool = False  # the model is in another process, which resolves names and takes nothing else
-
-    def missing(self, site: str) -> str:
-        """Return the reason why no layer has a site."""
-        return self.reason or "is in no layer of this model"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -155,8 +150,6 @@ def resolve(
         if name not in facts.custom:
             raise InvalidRequest("taps", name, "is not a tap of this session", _registered("taps=[…]", facts.custom))
     changes = (*_named(steers, facts), *(() if patch is None else patch.steers()))
-    if changes and facts.steers:
-        raise InvalidRequest("steer", changes, facts.steers, "Use a session of one device")
     if capture is not None and capture.keep and facts.keeps:
         fix = "Capture with keep=False"
         raise InvalidRequest("capture", capture, f"can't be kept: {facts.keeps}", fix)
@@ -259,7 +252,7 @@ def keys_of(capture: Capture, facts: TapFacts) -> tuple[Key, ...]:
     for site, layers in capture.sites.items():
         present = facts.sites.get(site)
         if present is None:
-            raise InvalidRequest("capture", site, facts.missing(site), "Leave it out")
+            raise InvalidRequest("capture", site, MISSING, "Leave it out")
         if site == "norm":
             keys.append(site)
             continue
@@ -295,7 +288,7 @@ def check_steer(steer: Steer, facts: TapFacts) -> int:
     layer = layer_of("steer", steer.layer, facts.layers)
     present = facts.sites.get(steer.site)
     if present is None or layer not in present:
-        raise InvalidRequest("steer", steer.site, facts.missing(steer.site), "Change the residual stream")
+        raise InvalidRequest("steer", steer.site, MISSING, "Change the residual stream")
     if steer.vector is not None and steer.vector.shape[-1] != facts.hidden_size:
         problem = f"has {steer.vector.shape[-1]} numbers, and the model's residual stream {facts.hidden_size}"
         raise InvalidRequest("steer", steer.vector, problem, "Take a vector of this model")
@@ -306,9 +299,9 @@ def check_named(steering: Mapping[str, Sequence[Steer]], facts: TapFacts | None)
     """Raise ConfigError for named changes that do not fit the model or the session."""
     if not steering:
         return
-    if facts is None or facts.steers:
-        reason = "needs a model in one process" if facts is None else facts.steers
-        raise ConfigError("steering", list(steering), reason, "Use a session of one device")
+    if facts is None:
+        problem = "needs a model in one process"
+        raise ConfigError("steering", list(steering), problem, "Use a session of one process")
     for name, changes in steering.items():
         for change in changes:
             try:

@@ -130,7 +130,7 @@ class Runner:
         self._admit(admissions, refused)
         dispatched = time.perf_counter()
         if bucket.variants:
-            self._features.prepare(ran_plan, bucket.variants, bucket.rows)
+            self._features.prepare(self._shards.split(ran_plan), bucket.variants, bucket.rows)
         if bucket.part:
             started = self._late.start(bucket, programs, upload, ran_plan, self._latest, self._read)
         else:

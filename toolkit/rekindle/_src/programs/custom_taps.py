@@ -21,7 +21,7 @@ from jax import Array, lax
 
 from rekindle._src.core import html
 from rekindle._src.core.records import Request, StepPlan
-from rekindle._src.core.tapped import INNER, TapFacts, place_of
+from rekindle._src.core.tapped import INNER, MISSING, TapFacts, place_of
 from rekindle._src.core.taps import STEER_SITES, Layers, SteerSite, layer_of, layers_of
 from rekindle._src.programs.buckets import TAPPED
 from rekindle._src.programs.feature import Columns, Feature, StepInputs
@@ -117,13 +117,13 @@ def check_places(taps: Sequence[Tap], facts: TapFacts | None) -> Mapping[str, st
     """Return the digests of taps by name. Raise ConfigError for a tap that does not fit the model or the session."""
     if not taps:
         return {}
-    if facts is None or facts.steers:
-        reason = "can't be had with several processes" if facts is None else facts.steers
-        raise ConfigError("taps", [tap.name for tap in taps], reason, "Use a session of one device")
+    if facts is None:
+        problem = "can't be had with several processes"
+        raise ConfigError("taps", [tap.name for tap in taps], problem, "Use a session of one process")
     for tap in taps:
         present = facts.sites.get(tap.site)
         if present is None:
-            raise ConfigError("taps", tap.name, f"{tap.site} {facts.missing(tap.site)}", 'Use site="residual"')
+            raise ConfigError("taps", tap.name, f"{tap.site} {MISSING}", 'Use site="residual"')
         try:
             layers = present if tap.layers == "all" else _layers(tap, facts.layers)
         except InvalidRequest as error:

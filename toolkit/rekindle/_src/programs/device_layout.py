@@ -6,6 +6,7 @@
     ROWS      uploads, request state, masks, tokens and all else of rows or slots: the same on every device,
               and with several data shards one part for each of them along the first axis
     POOLED    the same with the parts along the second axis
+    HEADS     heads of attention by rows, [rows, heads, …]: divided by heads, and rows as in ROWS
     WHOLE     the same on every device
     PARTS     different on each of the devices that share a model, along an axis of its own in front
 
@@ -25,10 +26,11 @@ class DeviceLayout(enum.Enum):
     PAYLOAD = enum.auto()
     ROWS = enum.auto()
     POOLED = enum.auto()
+    HEADS = enum.auto()
     WHOLE = enum.auto()
     PARTS = enum.auto()
 
 
 WEIGHTS, PAGES, PAYLOAD = DeviceLayout.WEIGHTS, DeviceLayout.PAGES, DeviceLayout.PAYLOAD
-ROWS, POOLED, WHOLE = DeviceLayout.ROWS, DeviceLayout.POOLED, DeviceLayout.WHOLE
-PARTS = DeviceLayout.PARTS
+ROWS, POOLED, HEADS = DeviceLayout.ROWS, DeviceLayout.POOLED, DeviceLayout.HEADS
+WHOLE, PARTS = DeviceLayout.WHOLE, DeviceLayout.PARTS

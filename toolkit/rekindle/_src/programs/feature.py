@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from rekindle._src.core.adapters import AdapterLoad
 from rekindle._src.core.records import IntArray, Request, Row, StepPlan
 from rekindle._src.models.base import Model
-from rekindle._src.programs.device_layout import WHOLE
+from rekindle._src.programs.device_layout import POOLED, ROWS, WHOLE
 from rekindle._src.programs.request_state import RequestState
 from rekindle_kernels import Choice
 
@@ -150,8 +150,13 @@ class Feature:
 
     @property
     def operand_shapes(self) -> Any:
-        """The shapes of `operands`."""
+        """The shapes of `operands`, of one data shard where each has its own."""
         return jax.eval_shape(lambda: self.operands)
+
+    @property
+    def output_layout(self) -> Any:
+        """The layout of `output` on the devices of a mesh, or a tree of it."""
+        return POOLED if self.shard_axis else ROWS
 
     def attach(self, helpers: Helpers) -> None:
         """Take the programs that it may call while it reads results. Called once."""
@@ -186,8 +191,11 @@ class Feature:
         """True if a step needs a program of the feature's variant."""
         return False
 
-    def prepare(self, plan: StepPlan, rows: int) -> None:
-        """Replace `operands` by those of a step that contains the feature. Its prompts begin behind `rows` tokens."""
+    def prepare(self, plans: Sequence[StepPlan], rows: int) -> None:
+        """Replace `operands` by those of a step that contains the feature, from its plan for each data shard.
+
+        Prompts begin behind `rows` tokens.
+        """
 
     def write_row(self, row: Row, out: IntArray) -> None:
         """Write the integers of a row [row_ints], each 0 so far."""

@@ -9,6 +9,7 @@ from typing import Any
 from jax import Array
 
 from rekindle._src.core.records import Request, Row, StepPlan
+from rekindle._src.programs.device_layout import ROWS
 from rekindle._src.programs.distribution import Distribution
 from rekindle._src.programs.feature import Feature, Helpers
 from rekindle._src.programs.guides import Guides
@@ -99,11 +100,11 @@ class Features:
         for feature in self.entries:
             feature.attach(helpers)
 
-    def prepare(self, plan: StepPlan, variants: str, rows: int) -> None:
+    def prepare(self, plans: Sequence[StepPlan], variants: str, rows: int) -> None:
         """Replace the operands of features in a program by those of a step; see `Feature.prepare`."""
         for feature in self._prepared:
             if feature.variant in variants:
-                feature.prepare(plan, rows)
+                feature.prepare(plans, rows)
 
     def states(self, own: Sequence[Any]) -> tuple[Array, Array] | None:
         """Return the slots of states among the inputs of the features; None for models without states."""
@@ -125,6 +126,11 @@ class Features:
     def operand_layouts(self, variants: str) -> tuple[Any, ...]:
         """Return the layouts of the operands of each feature in a program."""
         return tuple([feature.operand_layout for feature in self.compiled(variants)])
+
+    def output_layouts(self, variants: str) -> tuple[Any, ...]:
+        """Return the layouts of the outputs of all features that have one, as a program returns them."""
+        compiled = self.compiled(variants)
+        return tuple([feature.output_layout if feature in compiled else ROWS for feature in self.outputs])
 
     def compiled(self, variants: str) -> tuple[Feature, ...]:
         """Return the features that a program contains."""

@@ -27,7 +27,7 @@ from rekindle._src.models.base import Placement
 from rekindle._src.models.placement import MeshPlacement
 from rekindle._src.models.roles import ALL
 from rekindle._src.programs import kv_layout as paged
-from rekindle._src.programs.device_layout import PAGES, PARTS, PAYLOAD, POOLED, ROWS, WEIGHTS, WHOLE, DeviceLayout
+from rekindle._src.programs.device_layout import HEADS, PAGES, PARTS, PAYLOAD, POOLED, ROWS, WEIGHTS, WHOLE, DeviceLayout
 
 _KV_HEADS = 2  # the axis of a layer's pages, and of their scales
 PAYLOAD_HEADS = 3
@@ -211,6 +211,8 @@ class MeshPartitioning(Partitioning):
             return PartitionSpec(over, *[None] * (_KV_HEADS - 1), ALL)
         if kind is PAYLOAD:
             return PartitionSpec(over, *[None] * (PAYLOAD_HEADS - 1), ALL)
+        if kind is HEADS:
+            return PartitionSpec(over, ALL)
         if over is None or kind is WHOLE:
             return PartitionSpec()
         return PartitionSpec(None, over) if kind is POOLED else PartitionSpec(over)

@@ -113,7 +113,7 @@ class Programs:
         self.tails = tail_pages(model, config, config.device_pages, apart=placement.pages_apart)
         tables = (TailTables.of(model, config),) if self.tails else ()
         states = (StateSlots(),) if model.is_recurrent else ()
-        more = (*adapters, *tap_features(model, config, *custom), *states, *tables)
+        more = (*adapters, *tap_features(model, config, *custom, shards=placement.data), *states, *tables)
         self.features = features or features_of(self.processors, model.vocab_size, *more)
         self._lattice = buckets.lattice(config, self.features.warmed, single=single)
         self._recipes = Recipes.of(model, graph, leaves, config, self.features, placement)

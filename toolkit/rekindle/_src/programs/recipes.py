@@ -16,7 +16,7 @@ from rekindle._src.models.config import ModelConfig
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs import page_tables, pinned_pages, request_state, state_moves
 from rekindle._src.programs.buckets import FORWARD, GATED, Bucket
-from rekindle._src.programs.device_layout import PAGES, PAYLOAD, POOLED, ROWS, WEIGHTS, WHOLE, DeviceLayout
+from rekindle._src.programs.device_layout import PAGES, PAYLOAD, ROWS, WEIGHTS, WHOLE
 from rekindle._src.programs.features import Features
 from rekindle._src.programs.helpers import (
     ADMIT,
@@ -127,11 +127,6 @@ class Recipes:
         """The sizes of heads of the layers' pages."""
         return list(dict.fromkeys(layer.head_dim for layer in paged.pages_of(self.kv)))
 
-    @property
-    def _extra(self) -> tuple[DeviceLayout, ...]:
-        """The layouts of features' outputs."""
-        return tuple(POOLED if feature.shard_axis else ROWS for feature in self.features.outputs)
-
     def _layouts(self, key: Bucket) -> tuple[Any, ...]:
         """Return the layouts of features' operands."""
         return self.features.operand_layouts(key.variants)
@@ -194,7 +189,7 @@ class Recipes:
         if key.part == GATED:
             assert not self.parts.divided, "no program on a mesh waits for an operand"
             arguments, operands = (*arguments, _ints(2)), (*operands, ROWS)
-        results = (PAGES, ROWS, StepOutput._make((ROWS, self._extra)))
+        results = (PAGES, ROWS, StepOutput._make((ROWS, self.features.output_layouts(key.variants))))
         return Recipe(step, arguments, (1, 2), operands, results)
 
     def _half(self, key: Bucket) -> Recipe:
@@ -205,7 +200,7 @@ class Recipes:
             forward = make_forward(self.graph, layout, self.page_size, implementation=self.config.kernels)
             arguments = (self.leaves, self.kv, self.state.last_token, *upload, self._operands(key))
             operands: tuple[Any, ...] = (WEIGHTS, PAGES, ROWS, ROWS, ROWS, self._layouts(key))
-            results: tuple[Any, ...] = (PAGES, ROWS, self._extra)
+            results: tuple[Any, ...] = (PAGES, ROWS, self.features.output_layouts(key.variants))
             if not self.resident:
                 return Recipe(forward, arguments, (1,), operands, results)
             return Recipe(forward, (*arguments, self.state.tables), (1, 6), (*operands, ROWS), (*results, ROWS))

@@ -42,10 +42,12 @@ from rekindle._src.models.base import Model
 from rekindle._src.models.config import Cache, ModelConfig, Pages
 from rekindle._src.models.loading.hugepages import aligned
 from rekindle._src.programs.buckets import CAPTURES, CAPTURES_MORE, STEERS, STEERS_MORE
+from rekindle._src.programs.device_layout import HEADS, ROWS
 from rekindle._src.programs.feature import Feature, Fields, Helpers, Read, StepInputs
 
 Hook = Callable[[int, Array], Array]
 Sites = dict[str, dict[int, Array]]  # what was captured, by layer
+INSIDE = ("q", "k", "v", "attention", "mlp", "experts", "gates")
 
 
 class Hooked:
@@ -240,13 +242,18 @@ class InnerCaptures(Captures):
     """The same, and what attention and MLP compute."""
 
     variant, instead = CAPTURES_MORE, ""
+    # Outputs of modules are whole on each device of a mesh, since they were summed there; each has its own heads.
+    output_layout = dict.fromkeys(("stream", "norm", *INSIDE), ROWS) | dict.fromkeys("qkv", HEADS)
+
+    def __init__(self, model: ModelConfig) -> None:
+        self._config = model
 
     def in_plan(self, plan: StepPlan) -> bool:
         return any(map(_captures_inside, _tapped(plan)))
 
     def model(self, model: Any, inputs: StepInputs, own: Any, operands: Any) -> tuple[Any, Any]:
         _, (stream, _) = super().model(model, inputs, own, operands)
-        sites: Sites = {site: {} for site in ("q", "k", "v", "attention", "mlp", "experts", "gates")}
+        sites: Sites = {site: {} for site in INSIDE}
         _keep_inside(model, sites)
 
         def keep(place: int, x: Array) -> Array:
@@ -254,6 +261,14 @@ class InnerCaptures(Captures):
             return x
 
         return _Inside(model, keep, sites), (stream, sites)
+
+    def on_host(self, output: Any, plan: StepPlan) -> Any:
+        arrays = super().on_host(output, plan)
+        return {key: self._once(array, *key) if key[0] in ("k", "v") else array for key, array in arrays.items()}
+
+    def _once(self, array: np.ndarray[Any, Any], site: str, layer: int) -> np.ndarray[Any, Any]:
+        """Return each kv head once: where a mesh has more devices than a layer has heads, several have the same one."""
+        return array[:, :: array.shape[1] // self._config.pages_of(layer).heads]
 
 
 def _tapped(plan: StepPlan) -> list[Row]:
@@ -286,38 +301,75 @@ class Edits(NamedTuple):
     vectors: Any  # float32 [B, E]
 
 
+class _Part(NamedTuple):
+    """The vector of a change, or those of some of its positions."""
+
+    edit: Edit
+    first: int
+    count: int
+
+
 class Steering(Feature):
-    """Changes of the residual stream of some tokens behind some layers."""
+    """Changes of the residual stream of some tokens behind some layers. Each data shard has operands of its own."""
 
     variant, instead = STEERS, STEERS_MORE
-    inside = True
+    inside, operand_layout = True, ROWS
 
-    def __init__(self, model: ModelConfig, config: EngineConfig) -> None:
-        self._places = places_of(model.num_layers)
+    def __init__(self, model: ModelConfig, config: EngineConfig, shards: int = 1) -> None:
+        self._places, self._shards = places_of(model.num_layers), shards
         self._most = MAX_RUNS * config.max_requests
         vectors = MAX_VECTORS * config.max_requests + MAX_PATCHES * config.max_tokens_per_step
         self._shape = vectors, model.hidden_size
-        self._held: list[tuple[Edit, int, int]] = []  # whose vectors are in the operands, from where on, how many
+        self._held: list[list[_Part]] = []  # what is among the operands' vectors, of each shard
         self._operands: Edits | None = None
 
     @property
     def operands(self) -> Edits:
         """The changes of the step that was prepared last; before any, none."""
         if self._operands is None:
-            self._operands = self._none(aligned(self._shape, np.float32))
+            self._operands = self._none(self._shards, self._vectors())
         return self._operands
 
-    def _none(self, vectors: Any) -> Edits:
-        starts, where = np.zeros(self._places + 1, np.int32), np.zeros((self._most, 4), np.int32)
-        return Edits(starts, where, np.zeros((self._most, 3), np.float32), vectors)
+    @property
+    def operand_shapes(self) -> Any:
+        return jax.eval_shape(lambda: self._none(1, np.zeros(self._shape, np.float32)))
+
+    def _none(self, shards: int, vectors: Any) -> Edits:
+        starts = np.zeros(shards * (self._places + 1), np.int32)
+        where = np.zeros((shards * self._most, 4), np.int32)
+        return Edits(starts, where, np.zeros((shards * self._most, 3), np.float32), vectors)
+
+    def _vectors(self) -> Any:
+        return aligned((self._shards * self._shape[0], self._shape[1]), np.float32)
 
     def in_plan(self, plan: StepPlan) -> bool:
         rows = _tapped(plan)
         return bool(rows) and any(map(_edits, rows)) and not any(map(_edits_inside, rows))
 
-    def prepare(self, plan: StepPlan, rows: int) -> None:
-        entries: list[tuple[int, int, int, Edit, int]] = []  # place, tokens, the change, the first vector it reads
-        needed: list[tuple[Edit, int, int]] = []  # vectors of a change
+    def prepare(self, plans: Sequence[StepPlan], rows: int) -> None:
+        entries, needed = zip(*(self._entries(plan, rows) for plan in plans), strict=True)
+        vectors = self.operands.vectors
+        if [*map(_identities, needed)] != [*map(_identities, self._held)]:
+            vectors = self._vectors()  # steps in flight read the others
+            for shard, parts in enumerate(needed):
+                place = shard * self._shape[0]
+                for edit, first, count in parts:
+                    vectors[place : place + count] = edit.vectors[first : first + count]
+                    place += count
+            self._held = list(needed)
+        changes = self._none(self._shards, vectors)
+        for shard, own in enumerate(entries):
+            for line, (_, begin, end, edit, vector) in enumerate(own, start=shard * self._most):
+                changes.where[line] = begin, end, vector, edit.each
+                changes.factors[line] = edit.factors
+            starts = np.searchsorted([entry[0] for entry in own], np.arange(self._places + 1))
+            changes.starts[shard * (self._places + 1) :][: self._places + 1] = starts
+        self._operands = changes
+
+    def _entries(self, plan: StepPlan, rows: int) -> tuple[list[tuple[int, int, int, Edit, int]], list[_Part]]:
+        """Return the changes of a plan by place: place, tokens, the change, and its first vector; and all vectors."""
+        entries: list[tuple[int, int, int, Edit, int]] = []
+        needed: list[_Part] = []
         numbers: dict[Any, int] = {}
         count = 0
         first = rows
@@ -337,25 +389,13 @@ class Steering(Feature):
                         key = (id(tapped), number, vector, length)
                         if key not in numbers:
                             numbers[key] = count
-                            needed.append((edit, vector, length))
+                            needed.append(_Part(edit, vector, length))
                             count += length
                         offset = token - row.start
                         entries.append((edit.place, begin + offset, end + offset, edit, numbers[key]))
                     passed += stop - start if edit.each else 0
         entries.sort(key=lambda entry: entry[0])
-        vectors = self.operands.vectors
-        if [(id(edit), *part) for edit, *part in needed] != [(id(edit), *part) for edit, *part in self._held]:
-            vectors, place = aligned(self._shape, np.float32), 0  # steps in flight read the others
-            for edit, begin, length in needed:
-                vectors[place : place + length] = edit.vectors[begin : begin + length]
-                place += length
-            self._held = needed
-        changes = self._none(vectors)
-        for place, (_, begin, end, edit, vector) in enumerate(entries):
-            changes.where[place] = begin, end, vector, edit.each
-            changes.factors[place] = edit.factors
-        changes.starts[:] = np.searchsorted([entry[0] for entry in entries], np.arange(self._places + 1))
-        self._operands = changes
+        return entries, needed
 
     def model(self, model: Any, inputs: StepInputs, own: Any, operands: Edits) -> tuple[Any, Any]:
         return Hooked(model, self.hook(inputs, operands)), None
@@ -379,11 +419,15 @@ class Steering(Feature):
         return change
 
 
+def _identities(parts: Sequence[_Part]) -> list[tuple[int, int, int]]:
+    return [(id(edit), first, count) for edit, first, count in parts]
+
+
 class InnerSteering(Feature):
     """The same, and changes of the outputs of attention and MLP. The operands are those of `Steering`."""
 
     variant = STEERS_MORE
-    inside = True
+    inside, operand_layout = True, ROWS
 
     def __init__(self, stream: Steering) -> None:
         self._stream = stream
@@ -392,11 +436,15 @@ class InnerSteering(Feature):
     def operands(self) -> Edits:  # type: ignore[override]
         return self._stream.operands
 
+    @property
+    def operand_shapes(self) -> Any:
+        return self._stream.operand_shapes
+
     def in_plan(self, plan: StepPlan) -> bool:
         return any(map(_edits_inside, _tapped(plan)))
 
-    def prepare(self, plan: StepPlan, rows: int) -> None:
-        self._stream.prepare(plan, rows)
+    def prepare(self, plans: Sequence[StepPlan], rows: int) -> None:
+        self._stream.prepare(plans, rows)
 
     def model(self, model: Any, inputs: StepInputs, own: Any, operands: Edits) -> tuple[Any, Any]:
         change, layers = self._stream.hook(inputs, operands), len(model.layers)
@@ -417,13 +465,15 @@ def _edits_inside(row: Row) -> bool:
     return tapped is not None and tapped.edits_inside and _edits(row)
 
 
-def tap_features(model: ModelConfig, config: EngineConfig, *custom: Feature) -> tuple[Feature, ...]:
+def tap_features(
+    model: ModelConfig, config: EngineConfig, *custom: Feature, shards: int = 1
+) -> tuple[Feature, ...]:
     """Return the features of taps, changes before captures, which see what was changed; `custom` are between them."""
-    steering = Steering(model, config)
-    return steering, InnerSteering(steering), *custom, Captures(), InnerCaptures()
+    steering = Steering(model, config, shards)
+    return steering, InnerSteering(steering), *custom, Captures(), InnerCaptures(model)
 
 
-def tap_facts(model: ModelConfig, *, divided: bool, shards: int, processes: int) -> TapFacts | None:
+def tap_facts(model: ModelConfig, *, processes: int) -> TapFacts | None:
     """Return what can be tapped in a session; None if nothing."""
     if processes > 1:
         return None
@@ -436,13 +486,8 @@ def tap_facts(model: ModelConfig, *, divided: bool, shards: int, processes: int)
     values = [layer for layer, pages in keys.items() if not pages.latent]
     experts = tuple(layer for layer in layers if model.moe and model.moe[layer] is not None)
     sites: dict[str, Sequence[int]] = {"residual": layers, "residual_before": layers, LOGITS: layers, "norm": ()}
-    reason = ""
-    if divided:
-        reason = "is divided among the devices of the mesh"
-    else:
-        sites |= {"attention": mixing, "mlp": mlps, "q": attention, "k": tuple(keys), "v": tuple(values)}
-        sites |= {"experts": experts, "gates": experts} if experts else {}
-    steers = "can't be had with several data shards" if shards > 1 else ""
+    sites |= {"attention": mixing, "mlp": mlps, "q": attention, "k": tuple(keys), "v": tuple(values)}
+    sites |= {"experts": experts, "gates": experts} if experts else {}
     plain = [layer for layer in values if not model.attention[layer].sinks]
     specs = [model.attention[layer] if layer in plain else None for layer in layers]
-    return TapFacts(model.num_layers, model.hidden_size, sites, reason, steers, specs)
+    return TapFacts(model.num_layers, model.hidden_size, sites, specs)

@@ -315,7 +315,7 @@ def make_parts(request: OpenRequest, agree: Agree | None = None) -> Parts:
         config = _agreed(config, described, agree)
     if config.deterministic:
         graph = deterministic(graph, config)
-    taps = _tap_facts(request, model, config, placement)
+    taps = _tap_facts(request, model, config)
     programs = stored_programs(
         model, graph, shapes, config, request.processors, placement=placement, name=_name_of(described),
         adapters_ahead=bool(request.adapters), taps=request.taps,
@@ -345,9 +345,9 @@ def make_parts(request: OpenRequest, agree: Agree | None = None) -> Parts:
     return Parts(config, loaded, programs, warming, taps, prefer_ready=precompile == "background")
 
 
-def _tap_facts(request: OpenRequest, model: ModelConfig, config: EngineConfig, placement: Placement) -> TapFacts | None:
+def _tap_facts(request: OpenRequest, model: ModelConfig, config: EngineConfig) -> TapFacts | None:
     """Return what can be tapped; None if nothing. Raise ConfigError for taps that do not fit the model."""
-    facts = tap_facts(model, divided=placement.divided, shards=placement.data, processes=config.processes)
+    facts = tap_facts(model, processes=config.processes)
     custom = check_places(request.taps, facts)
     check_named(request.steering, facts)
     keeps = "" if config.prefix_cache else "prefix_cache is off"
