@@ -335,7 +335,10 @@ def taps(folder: Path) -> None:
     rng = np.random.default_rng(0)
     vectors = rng.standard_normal((3, case("llama").config.hidden_size))
     steer = rekindle.Steer(0, vectors[0], 3.0)
-    inside = rekindle.Steer(0, vectors[1], 2.0, site="attention"), rekindle.Steer(1, scale=0.5, mode="scale", site="mlp")
+    inside = (
+        rekindle.Steer(0, vectors[1], 2.0, site="attention"),
+        rekindle.Steer(1, scale=0.5, mode="scale", site="mlp"),
+    )
     patches = rekindle.Steer(1, vectors, positions=[0, 3, 7], mode="replace"), steer
     tap = rekindle.Tap(lambda x, context: x * context.arrays, "more", layers=0, site="mlp", arrays=np.float32(-3))
     changes: list[dict[str, Any]] = [{}, {"steer": steer}, {"steer": inside}, {"steer": patches}, {"taps": "more"}]
@@ -404,7 +407,8 @@ def taps_of_families(folder: Path) -> None:
                 facts = session._front.taps
                 assert facts is not None
                 changed = {site: facts.sites[site][-1] for site in ("attention", "mlp") if facts.sites[site]}
-                options: dict[str, Any] = {"max_tokens": 4, "temperature": 0.0, "capture": dict.fromkeys(facts.sites, "all")}
+                everything = dict.fromkeys(facts.sites, "all")
+                options: dict[str, Any] = {"max_tokens": 4, "temperature": 0.0, "capture": everything}
                 steer = [rekindle.Steer(layer, scale=0.0, mode="scale", site=site) for site, layer in changed.items()]
                 handles = [session.submit(PROMPT, **options, steer=change) for change in ((), steer)]
                 several.append([handle.result_sync() for handle in handles])

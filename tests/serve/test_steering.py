@@ -33,6 +33,19 @@ def session() -> Iterator[Any]:
         yield opened
 
 
+def kinds_ahead(session: Any) -> set[str]:
+    """The kinds of the steps whose programs are made ahead, by the letters in their names."""
+    programs = session._engine.runner.programs
+    assert {*programs.lattice} <= {*programs.keys}
+    return {bucket.variants for bucket in programs.lattice}
+
+
+async def test_programs_of_steps_with_named_changes_are_made_ahead(session: Any) -> None:
+    assert kinds_ahead(session) == {"", "s"}
+    with rekindle.open_sync(MODEL, **{**OPTIONS, "precompile": "lazy"}) as without:
+        assert kinds_ahead(without) == {""}
+
+
 async def test_names_change_what_is_served(session: Any) -> None:
     served = app(session)
 
@@ -86,10 +99,14 @@ async def test_vectors_may_come_from_files(tmp_path: Path, session: Any) -> None
     ]  # fmt: skip
     arguments = main.parser().parse_args(["serve", "--steering", f"polite={file}"])
     assert paths_by_name("--steering", arguments.steering, "file") == {"polite": str(file)}
-    with rekindle.open_sync(MODEL, steering={"polite": file}, **{**OPTIONS, "precompile": "lazy"}) as opened:
+    two = tmp_path / "two.safetensors"
+    with rekindle.open_sync(
+        MODEL, steering={"polite": file, "two": two}, **{**OPTIONS, "precompile": "lazy"}
+    ) as opened:
         options: dict[str, Any] = {"max_tokens": 6, "ignore_eos": True, "temperature": 0.0, "steer": "polite"}
         expected = await session.generate(IDS, **options)
         assert opened.generate_sync(IDS, **options).token_ids == expected.token_ids != plain(IDS, 6)
+        assert kinds_ahead(opened) == {"", "s", "i"}
 
 
 @pytest.mark.parametrize(

@@ -316,6 +316,23 @@ async def test_a_fork_may_be_steered_otherwise(session: Session) -> None:
     plain = await session.fork(done, at=5, steer=[])
     prompt = [*done.prompt_token_ids, *done.token_ids[:5]]
     assert list(plain.token_ids) == plain_tokens(prompt, NEW - 5)
+    other = [Steer(1, VECTORS[2], 6.0, mode="replace", positions=[2, -1])]
+    turned = await session.fork(done, at=5, steer=other)
+    assert list(turned.token_ids) == Plain(MODEL, change_of(other, len(prompt))).generate(prompt, NEW - 5)
+    assert len({plain.token_ids, again.token_ids, turned.token_ids}) == 3
+
+
+def test_numbers_of_a_deterministic_session_are_the_same_to_the_last_bit_in_any_batch() -> None:
+    sites: dict[str, Any] = {"residual": "all", "attention": 0, "mlp": 1, "q": 1, "norm": True}
+    ask = {**GREEDY, "capture": sites, "steer": [Steer(0, VECTORS[0], 2.0), Steer(1, VECTORS[1], site="mlp")]}
+    with rekindle.open_sync(MODEL, **{**OPTIONS, "deterministic": True}) as fixed:
+        alone = fixed.generate_sync(PROMPTS[2], **ask)
+        handles = [fixed.submit(prompt, **GREEDY, salt="beside") for prompt in (PROMPTS[0], PROMPTS[3])]
+        beside = fixed.submit(PROMPTS[2], **ask, salt="beside").result_sync()
+        assert all(handle.result_sync().token_ids for handle in handles)
+    assert beside.token_ids == alone.token_ids
+    for key, array in alone.captured.items():
+        np.testing.assert_array_equal(beside.captured[key], array, err_msg=str(key))
 
 
 @anyio_test

@@ -165,6 +165,7 @@ class Steer:
     def __repr__(self) -> str:
         shape = "" if self.vector is None else f", vector of {'×'.join(map(str, self.vector.shape))}"
         where = "" if self.positions is None else f", positions={self.positions!r}"
+        where += "" if self.site == "residual" else f", site={self.site!r}"
         return f"Steer(layer={self.layer}{shape}, scale={self.scale:g}, mode={self.mode!r}{where})"
 
     def __str__(self) -> str:

@@ -25,9 +25,12 @@ def _overrides(feature: Feature, method: str) -> bool:
     return getattr(type(feature), method) is not getattr(Feature, method)
 
 
-def _excluded(features: Sequence[Feature]) -> str:
-    """Return the letters of features that another one names."""
-    return "".join(feature.instead for feature in features)
+def _choices(features: Sequence[Feature]) -> tuple[str, ...]:
+    """Return the letters of features in groups, of which a program has one letter at most."""
+    letters = {feature.variant for feature in features}
+    others = {letter for feature in features for letter in feature.instead}
+    groups = (feature.variant + feature.instead for feature in features if feature.variant not in others)
+    return tuple("".join(letter for letter in group if letter in letters) for group in groups)
 
 
 class Features:
@@ -43,15 +46,13 @@ class Features:
         self.copied = tuple(bool(feature.variant) and feature.copied for feature in self.outputs)  # in every step
         self.steady = functools.reduce(lambda bits, feature: bits | feature.steady, entries, 0)
         self.changing = functools.reduce(lambda bits, feature: bits | feature.changing, entries, 0)
-        self.warmed = tuple(feature.variant for feature in entries if feature.variant and feature.warmed)
+        ahead = tuple(feature for feature in entries if feature.variant and feature.warmed)
         as_needed = tuple(feature for feature in entries if feature.variant and not feature.warmed)
         self.matrices: str | None = next(
             (feature.matrices for feature in entries if feature.warmed and feature.matrices), None
         )
         self.as_needed = tuple(feature.variant for feature in as_needed)
-        self.choices = tuple(  # letters of which a program has one at most, for each such group
-            feature.variant + feature.instead for feature in as_needed if feature.variant not in _excluded(as_needed)
-        )
+        self.warmed, self.choices = _choices(ahead), _choices(as_needed)
         letters = sorted((feature for feature in entries if feature.variant), key=lambda feature: not feature.warmed)
         self._planned = tuple((feature.variant, feature.in_plan) for feature in letters)  # as in the names of programs
         self._prepared = tuple(feature for feature in entries if _overrides(feature, "prepare"))

@@ -27,7 +27,17 @@ from rekindle._src.models.base import Placement
 from rekindle._src.models.placement import MeshPlacement
 from rekindle._src.models.roles import ALL
 from rekindle._src.programs import kv_layout as paged
-from rekindle._src.programs.device_layout import HEADS, PAGES, PARTS, PAYLOAD, POOLED, ROWS, WEIGHTS, WHOLE, DeviceLayout
+from rekindle._src.programs.device_layout import (
+    HEADS,
+    PAGES,
+    PARTS,
+    PAYLOAD,
+    POOLED,
+    ROWS,
+    WEIGHTS,
+    WHOLE,
+    DeviceLayout,
+)
 
 _KV_HEADS = 2  # the axis of a layer's pages, and of their scales
 PAYLOAD_HEADS = 3

@@ -96,24 +96,24 @@ class Programs:
         processors: Sequence[LogitsProcessor] = (),
         taps: Sequence[Tap] = (),
         features: Features | None = None,
-        adapters_ahead: bool = False,
+        ahead: str = "",
         store: Executables | None = None,
         placement: Placement = ALONE,
     ) -> None:
         """Make no program yet. `leaves` are the whole model's, as they lie on `placement`; `config` is one shard's.
 
-        With `adapters_ahead`, programs for rows with adapters are among those that are made ahead.
+        `ahead` are letters of variants whose programs are made ahead although most sessions make them as needed.
         """
         assert config.device_pages is not None, "the config is not resolved"
         self.model, self.graph, self.config = model, graph, config
         self.processors = check_processors(processors)
         single = traits(graph.precision.implementation).single_rows
-        adapters = _adapters(graph, config, placement, ahead=adapters_ahead)
+        adapters = _adapters(graph, config, placement, ahead=buckets.ADAPTED in ahead)
         custom = (CustomTaps(taps, model.num_layers, divided=placement.divided),) if taps else ()
         self.tails = tail_pages(model, config, config.device_pages, apart=placement.pages_apart)
         tables = (TailTables.of(model, config),) if self.tails else ()
         states = (StateSlots(),) if model.is_recurrent else ()
-        more = (*adapters, *tap_features(model, config, *custom, shards=placement.data), *states, *tables)
+        more = (*adapters, *tap_features(model, config, *custom, shards=placement.data, ahead=ahead), *states, *tables)
         self.features = features or features_of(self.processors, model.vocab_size, *more)
         self._lattice = buckets.lattice(config, self.features.warmed, single=single)
         self._recipes = Recipes.of(model, graph, leaves, config, self.features, placement)

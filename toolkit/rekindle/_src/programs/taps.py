@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -37,7 +37,7 @@ from rekindle._src.core.tapped import (
     place_of,
     places_of,
 )
-from rekindle._src.core.taps import LOGITS, Key
+from rekindle._src.core.taps import LOGITS, Key, Steer
 from rekindle._src.models.base import Model
 from rekindle._src.models.config import Cache, ModelConfig, Pages
 from rekindle._src.models.loading.hugepages import aligned
@@ -315,8 +315,8 @@ class Steering(Feature):
     variant, instead = STEERS, STEERS_MORE
     inside, operand_layout = True, ROWS
 
-    def __init__(self, model: ModelConfig, config: EngineConfig, shards: int = 1) -> None:
-        self._places, self._shards = places_of(model.num_layers), shards
+    def __init__(self, model: ModelConfig, config: EngineConfig, shards: int = 1, *, ahead: bool = False) -> None:
+        self._places, self._shards, self.warmed = places_of(model.num_layers), shards, ahead
         self._most = MAX_RUNS * config.max_requests
         vectors = MAX_VECTORS * config.max_requests + MAX_PATCHES * config.max_tokens_per_step
         self._shape = vectors, model.hidden_size
@@ -429,8 +429,8 @@ class InnerSteering(Feature):
     variant = STEERS_MORE
     inside, operand_layout = True, ROWS
 
-    def __init__(self, stream: Steering) -> None:
-        self._stream = stream
+    def __init__(self, stream: Steering, *, ahead: bool = False) -> None:
+        self._stream, self.warmed = stream, ahead
 
     @property
     def operands(self) -> Edits:  # type: ignore[override]
@@ -466,11 +466,18 @@ def _edits_inside(row: Row) -> bool:
 
 
 def tap_features(
-    model: ModelConfig, config: EngineConfig, *custom: Feature, shards: int = 1
+    model: ModelConfig, config: EngineConfig, *custom: Feature, shards: int = 1, ahead: str = ""
 ) -> tuple[Feature, ...]:
     """Return the features of taps, changes before captures, which see what was changed; `custom` are between them."""
-    steering = Steering(model, config, shards)
-    return steering, InnerSteering(steering), *custom, Captures(), InnerCaptures(model)
+    steering = Steering(model, config, shards, ahead=STEERS in ahead)
+    inner = InnerSteering(steering, ahead=STEERS_MORE in ahead)
+    return steering, inner, *custom, Captures(), InnerCaptures(model)
+
+
+def variants_of(steering: Mapping[str, Sequence[Steer]]) -> str:
+    """Return the letters of the programs in which requests that name these changes run."""
+    inside = {any(change.site in INNER for change in changes) for changes in steering.values()}
+    return "".join(STEERS_MORE if inner else STEERS for inner in sorted(inside))
 
 
 def tap_facts(model: ModelConfig, *, processes: int) -> TapFacts | None:

@@ -51,7 +51,7 @@ from rekindle._src.models.unpacking import unpacked_model, words
 from rekindle._src.processes.others import OtherProcesses
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs import program_key, state_moves
-from rekindle._src.programs.buckets import prefill_rows
+from rekindle._src.programs.buckets import ADAPTED, prefill_rows
 from rekindle._src.programs.collectives import collective_times
 from rekindle._src.programs.custom_taps import Tap, check_places
 from rekindle._src.programs.determinism import deterministic
@@ -60,7 +60,7 @@ from rekindle._src.programs.processors import LogitsProcessor, check_results
 from rekindle._src.programs.programs import Programs
 from rekindle._src.programs.store import ExecutableStore, ProgramStore
 from rekindle._src.programs.tail_tables import least_pages, span, tail_pages
-from rekindle._src.programs.taps import tap_facts
+from rekindle._src.programs.taps import tap_facts, variants_of
 from rekindle._src.programs.warming import Warming, needed_after_restart, warm
 from rekindle._src.scheduling.adapter_slots import AdapterSlots
 from rekindle._src.scheduling.data_scheduler import DataScheduler
@@ -318,7 +318,7 @@ def make_parts(request: OpenRequest, agree: Agree | None = None) -> Parts:
     taps = _tap_facts(request, model, config)
     programs = stored_programs(
         model, graph, shapes, config, request.processors, placement=placement, name=_name_of(described),
-        adapters_ahead=bool(request.adapters), taps=request.taps,
+        ahead=ADAPTED * bool(request.adapters) + variants_of(request.steering), taps=request.taps,
     )  # fmt: skip
     if not programs.traced_processors:
         check_results(request.processors, model.vocab_size)
@@ -429,12 +429,12 @@ def stored_programs(
     *,
     placement: Placement = ALONE,
     name: str = "",
-    adapters_ahead: bool = False,
+    ahead: str = "",
     taps: Sequence[Tap] = (),
 ) -> Programs:
     """Return the programs of a resolved config, those of earlier sessions too. Only the shapes of leaves are read.
 
-    `name` is the model's name in `rekindle cache ls`, and `adapters_ahead` as for `Programs`.
+    `name` is the model's name in `rekindle cache ls`, and `ahead` as for `Programs`.
     """
     config = of_one_shard(config, placement.data)
     fields = {
@@ -454,7 +454,7 @@ def stored_programs(
     digest, devices = program_key.digest(fields), tuple(placement.devices)
     store = ProgramStore(ExecutableStore(folder), name or model.model_type, digest, devices)
     return Programs(
-        model, graph, leaves, config, processors=processors, taps=taps, adapters_ahead=adapters_ahead, store=store,
+        model, graph, leaves, config, processors=processors, taps=taps, ahead=ahead, store=store,
         placement=placement,
     )  # fmt: skip
 
