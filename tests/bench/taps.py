@@ -2,15 +2,15 @@
 
     python tests/bench/taps.py MODEL [--rounds 5] [--vectors 1000] [--only decode]
     python tests/bench/taps.py MODEL --before FOLDER [--rounds 3]
-    python tests/bench/taps.py MODEL --none [--rounds 3]
+    python tests/bench/taps.py MODEL --none [--rounds 9]
 
 All kinds take turns in a session, in an order that turns from round to round: decode with short prompts, and prefill
 of long ones. Ratios are those of the best rounds, since other work on the machine only ever slows a round down, and of
 the medians. `--only` does one part: decode, prefill or vectors.
 `--vectors` are the different steering vectors, layers and scales that follow, of which none may compile anything.
 `--before` compares this tree with another one, whose folder has `toolkit` and `kernels`, in pairs of processes:
-requests that never tap, decode with 1 and 16 rows, and prefill. `--none` does so with this tree without its features of
-taps.
+requests that never tap, decode with 1 and 16 rows, and prefill. `--none` compares two sessions in one process, of which
+one has no features of taps, and takes turns between them.
 """
 
 from __future__ import annotations
@@ -116,41 +116,62 @@ async def taps(model: str, rounds: int, vectors: int, only: str) -> None:
         print(f"{vectors} vectors: {seconds:.1f} s, {session.stats().compilations - compiled} programs compiled")
 
 
-async def untapped(model: str, rounds: int, *, none: bool) -> dict[str, float]:
-    if none:
-        from rekindle._src.programs import programs
+def loads() -> dict[str, tuple[list[list[int]], int]]:
+    """Return requests that never tap: prompts, and the number of new tokens."""
+    rng = np.random.default_rng(0)
+    return {
+        "decode of 1": (prompts(rng, 1, PROMPT), 2 * NEW),
+        "decode of 16": (prompts(rng, ROWS, PROMPT), NEW),
+        "prefill": (prompts(rng, 4, 512), 1),
+    }
 
-        programs.tap_features = lambda *_, **__: ()
+
+async def untapped(model: str, rounds: int) -> dict[str, float]:
     async with opened(model) as session:
-        rng = np.random.default_rng(0)
-        loads = {
-            "decode of 1": (prompts(rng, 1, PROMPT), 2 * NEW),
-            "decode of 16": (prompts(rng, ROWS, PROMPT), NEW),
-            "prefill": (prompts(rng, 4, 512), 1),
-        }
-        for inputs, new in loads.values():
+        for inputs, new in loads().values():
             await rate(session, inputs, new)
         best = {}
-        for name, (inputs, new) in loads.items():
+        for name, (inputs, new) in loads().items():
             best[name] = max([await rate(session, inputs, new) for _ in range(rounds)])
         return best
 
 
-def pairs(model: str, before: Path | None, rounds: int) -> None:
-    """Compare two trees, or this one with and without features of taps, in an order that turns."""
-    reports: tuple[list[dict[str, float]], ...] = ([], [])  # with taps, and without
+def pairs(model: str, before: Path, rounds: int) -> None:
+    """Compare two trees, in an order that turns."""
+    reports: dict[Path, list[dict[str, float]]] = {ROOT: [], before: []}
     for number in range(rounds):
-        for side in (0, 1) if number % 2 else (1, 0):
-            paths = os.pathsep.join(str((before or ROOT if side else ROOT) / name) for name in ("toolkit", "kernels"))
+        for tree in (ROOT, before) if number % 2 else (before, ROOT):
+            paths = os.pathsep.join(str(tree / name) for name in ("toolkit", "kernels"))
             command = [sys.executable, __file__, model, "--untapped", "--rounds", "3"]
-            command += ["--none"] * (side == 1 and before is None)
             done = subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}, stdout=subprocess.PIPE, check=True)
-            reports[side].append(json.loads(done.stdout))
-    for name in reports[0][0]:
-        ratios = [now[name] / then[name] for now, then in zip(*reports, strict=True)]
-        shown = " ".join(f"{ratio:.3f}" for ratio in ratios)
-        median = statistics.median(report[name] for report in reports[0])
-        print(f"{name:14} {median:8.1f} tokens/s, {statistics.median(ratios):.3f} of that without ({shown})")
+            reports[tree].append(json.loads(done.stdout))
+    for name in reports[ROOT][0]:
+        show_pairs(name, *([report[name] for report in reports[tree]] for tree in (ROOT, before)))
+
+
+async def beside_none(model: str, rounds: int) -> None:
+    """Compare a session with one that has no features of taps, in an order that turns."""
+    from rekindle._src.programs import programs
+
+    async with opened(model) as tapping:
+        programs.tap_features = lambda *_, **__: ()
+        async with opened(model) as none:
+            for name, (inputs, new) in loads().items():
+                rates: dict[Any, list[float]] = {tapping: [], none: []}
+                for number in range(-1, rounds):
+                    for session in (tapping, none) if number % 2 else (none, tapping):
+                        found = await rate(session, inputs, new)
+                        rates[session] += [found] * (number >= 0)
+                show_pairs(name, *rates.values())
+
+
+def show_pairs(name: str, now: list[float], then: list[float]) -> None:
+    ratios = [one / other for one, other in zip(now, then, strict=True)]
+    shown = " ".join(f"{ratio:.3f}" for ratio in ratios)
+    print(
+        f"{name:14} {statistics.median(now):8.1f} tokens/s, {statistics.median(ratios):.3f} of the other ({shown})",
+        flush=True,
+    )
 
 
 def main() -> None:
@@ -160,13 +181,15 @@ def main() -> None:
     parser.add_argument("--vectors", type=int, default=1000)
     parser.add_argument("--only", default="", choices=("decode", "prefill", "vectors"))
     parser.add_argument("--before", type=Path, help="another tree")
-    parser.add_argument("--none", action="store_true", help="compare with sessions without features of taps")
+    parser.add_argument("--none", action="store_true", help="compare with a session without features of taps")
     parser.add_argument("--untapped", action="store_true", help="print the rates of one tree as JSON")
     options = parser.parse_args()
     if options.untapped:
-        print(json.dumps(asyncio.run(untapped(options.model, options.rounds, none=options.none))))
-    elif options.before is not None or options.none:
+        print(json.dumps(asyncio.run(untapped(options.model, options.rounds))))
+    elif options.before is not None:
         pairs(options.model, options.before, options.rounds)
+    elif options.none:
+        asyncio.run(beside_none(options.model, options.rounds))
     else:
         asyncio.run(taps(options.model, options.rounds, options.vectors, options.only))
 
