@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
 
+from helpers import small
+from helpers.driving import tiny_config
 from rekindle._src.core.records import PageMove, Request, Row, StepPlan
 from rekindle._src.core.sampling import Sampling
+from rekindle._src.core.tapped import Edit, Tapped
 from rekindle._src.programs.data_shards import ALONE, DataShards
 from rekindle._src.programs.flags import Flag
 from rekindle._src.programs.packing import Constants, DataUpload, Layout, Upload, sections
 from rekindle._src.programs.request_state import NOWHERE
+from rekindle._src.programs.taps import Steering
 
 SHARDS = DataShards(count=3, slots=4, pages=10)
 LAYOUT = Layout(rows=2, prefills=2, tokens=8, width=3, slots=4)
@@ -115,3 +120,37 @@ def test_each_shard_gets_the_buffers_that_it_would_have_alone(again: bool) -> No
             assert found.table[place, : len(each.pages)].tolist() == (each.pages % 10).tolist()
         floats = SHARDS.part(shard, upload.floats).reshape(LAYOUT.sequences, -1)
         assert (floats == alone.floats.reshape(LAYOUT.sequences, -1)).all()
+
+
+def test_each_shard_gets_the_changes_that_it_would_have_alone() -> None:
+    """Also in a second step, whose vectors are those of the first in some shards."""
+    rng, config, model = np.random.default_rng(0), tiny_config(), small.MODEL.config
+
+    def tapped(each: Row, seed: int) -> Row:
+        if each.slot in (3, 9):
+            return each
+        vectors = rng.standard_normal((1 + each.length, model.hidden_size)).astype(np.float32)
+        edits = (
+            Edit(seed % 2, (1.0, 2.0, 0.0), vectors[:1], ((0, 99),), False),
+            Edit(1, (0.0, 1.0, 0.0), vectors[1:], ((each.start, each.start + each.length),), True),
+        )
+        request = dataclasses.replace(each.request, tapped=Tapped(edits=edits, layers=model.num_layers))
+        return dataclasses.replace(each, request=request)
+
+    together = Steering(model, config, SHARDS.count)
+    first = dataclasses.replace(
+        PLAN, decode=tuple(tapped(one, one.slot) for one in DECODE), prefill=tuple(tapped(one, 0) for one in PREFILL)
+    )
+    second = dataclasses.replace(first, prefill=tuple(tapped(one, 1) for one in PREFILL))
+    for plan in (first, first, second):
+        together.prepare(SHARDS.split(plan), LAYOUT.rows)
+        alone = [Steering(model, config) for _ in range(SHARDS.count)]
+        for one, part in zip(alone, SHARDS.split(plan), strict=True):
+            one.prepare((part,), LAYOUT.rows)
+        for name in together.operands._fields:
+            parts: Any = [getattr(one.operands, name) for one in alone]
+            np.testing.assert_array_equal(getattr(together.operands, name), np.concatenate(parts), err_msg=name)
+            assert any(part.any() for part in parts), "nothing is changed"
+        shapes, times = together.operand_shapes, SHARDS.count
+        for shape, array in zip(shapes, together.operands, strict=True):
+            assert (times * shape.shape[0], *shape.shape[1:]) == array.shape and shape.dtype == array.dtype
