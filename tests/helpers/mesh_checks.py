@@ -348,7 +348,8 @@ def taps(folder: Path) -> None:
         with opened(model, None, taps=[tap]) as session:
             expected = [session.generate_sync(PROMPT, **options, **change) for change in changes]
             weights = session.view.attention(PROMPT, layer=1).result_sync().weights
-        assert len({done.token_ids for done in expected}) == len(changes), "they change little"
+        plain = expected[0].captured["norm"][: len(PROMPT)]
+        assert all(tapping.difference(done.captured["norm"][: len(PROMPT)], plain) > 0.1 for done in expected[1:])
         for mesh in meshes:
             with opened(model, mesh, taps=[tap]) as session:
                 many = [session.submit(PROMPT, **options, **change) for change in changes for _ in range(2)]
