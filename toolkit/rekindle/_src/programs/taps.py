@@ -306,7 +306,7 @@ class _Part(NamedTuple):
 
     edit: Edit
     first: int
-    count: int
+    length: int
 
 
 class Steering(Feature):
