@@ -324,10 +324,11 @@ async def test_a_fork_may_be_steered_otherwise(session: Session) -> None:
 
 @pytest.mark.slow
 def test_numbers_of_a_deterministic_session_are_the_same_to_the_last_bit_in_any_batch() -> None:
-    raw = checkpoints.CASES["llama"] | {"head_dim": 16}  # its kernels take multiples of 16
+    raw = checkpoints.CASES["llama"] | {"hidden_size": 64, "head_dim": 16}  # its kernels take multiples of 32 and 16
     model = checkpoints.model(raw, checkpoints.tensors(raw))
     sites: dict[str, Any] = {"residual": "all", "attention": 0, "mlp": 1, "q": 1, "norm": True}
-    ask = {**GREEDY, "capture": sites, "steer": [Steer(0, VECTORS[0], 2.0), Steer(1, VECTORS[1], site="mlp")]}
+    first, second = np.random.default_rng(6).standard_normal((2, 64)).astype(np.float32)
+    ask = {**GREEDY, "capture": sites, "steer": [Steer(0, first, 2.0), Steer(1, second, site="mlp")]}
     with rekindle.open_sync(model, **OPTIONS, deterministic=True) as fixed:
         alone = fixed.generate_sync(PROMPTS[2], **ask)
         handles = [fixed.submit(prompt, **GREEDY, salt="beside") for prompt in (PROMPTS[0], PROMPTS[3])]
