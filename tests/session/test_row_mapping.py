@@ -53,6 +53,18 @@ def test_templates_are_text_or_functions(session: Session) -> None:
     assert session.map_sync([], "{text}") == []
 
 
+def test_a_cell_without_a_value_is_an_error_of_its_row(session: Session) -> None:
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame({"text": ["one", None, "three", "four"], "note": pandas.array([1, 2, None, 4], "Int64")})
+    answers = session.map_sync(frame, "{text} {note}", max_tokens=6)
+    assert answers.texts == [answer("one 1"), "", "", answer("four 4")]
+    assert "rows[1]=" in str(answers.errors[1]) and "has nothing in 'text'" in str(answers.errors[1])
+    assert "has nothing in 'note'" in str(answers.errors[2])
+    nan = session.map_sync([{"text": float("nan")}, {"text": [1.0, 2.0]}], "{text}", max_tokens=6)
+    assert "has nothing in 'text'" in str(nan.errors[0]) and nan[1].text == answer("[1.0, 2.0]")
+    assert session.map_sync(frame, lambda row: str(row["note"]), max_tokens=6).errors == {}  # a function decides itself
+
+
 def test_errors_name_their_row_and_leave_the_others(session: Session) -> None:
     rows = [{"text": "one"}, {"txt": "two"}, "three", {"text": "x" * 600}, {"text": ""}, {"text": "six"}]
     answers = session.map_sync(rows, "{text}", max_tokens=6)

@@ -178,6 +178,21 @@ def test_what_is_no_question_is_refused(texts: Session, prompt_: Any, choices: A
     assert caught.value.field == field
 
 
+def test_columns_of_a_table_are_lists(texts: Session) -> None:
+    pandas = pytest.importorskip("pandas")
+    prompts, choices = ["Once upon", "There was"], [" a time", " a cat"]
+    table = pandas.DataFrame({"prompt": prompts, "choice": choices})
+    scores = texts.score_sync(table["prompt"], table["choice"])
+    assert [[one.logprob for one in row] for row in scores] == [
+        [one.logprob for one in row] for row in texts.score_sync(prompts, choices)
+    ]
+    assert [done.text for done in texts.generate_sync(table["prompt"], max_tokens=2)] == [
+        done.text for done in texts.generate_sync(prompts, max_tokens=2)
+    ]
+    with pytest.raises(InvalidRequest, match="is neither text nor token ids"):
+        texts.score_sync(pandas.Series(["Once upon", None]), choices)
+
+
 def test_a_choice_beyond_the_context_fails_with_its_reason(texts: Session) -> None:
     with pytest.raises(PromptTooLong):
         texts.score_sync("Hey", [" you", " one two" * 100])

@@ -39,12 +39,18 @@ def parse(prompt: Any, *, keep_errors: bool = False) -> tuple[list[Prompt], bool
 
     An entry of a list that is no prompt raises, or is in the list with its error if errors are kept.
     """
+    prompt = from_column(prompt)
     if isinstance(prompt, str) or is_ids(prompt):
         return [parse_one(prompt)], False
     if isinstance(prompt, Sequence | np.ndarray) and not isinstance(prompt, bytes) and getattr(prompt, "ndim", 1) != 0:
         check_batch(len(prompt))
         return [_numbered(entry, index, keep_errors) for index, entry in enumerate(prompt)], True
     raise InvalidRequest("prompt", prompt, "is neither text nor token ids", "Pass a str, a list of ints, or a list")
+
+
+def from_column(values: Any) -> Any:
+    """Return the values of a column of a DataFrame as an array, and anything else as it is."""
+    return values.to_numpy() if hasattr(values, "to_numpy") and hasattr(values, "dtype") else values
 
 
 def _numbered(prompt: Any, index: int, keep_errors: bool) -> Prompt:
@@ -85,7 +91,7 @@ def is_ids(prompt: Any) -> bool:
         return (
             getattr(prompt, "ndim", 0) == 1
             and len(_bounded_ids(prompt)) > 0
-            and bool(np.issubdtype(prompt.dtype, np.integer))
+            and getattr(prompt.dtype, "kind", "") in ("i", "u")
         )
     return (
         isinstance(prompt, Sequence)

@@ -225,6 +225,10 @@ class RowPrompts:
                 raise InvalidRequest(
                     field, dict(row), f"has no {missing[0]!r}, which the template names", f"Its fields are {names}"
                 )
+            empty = [name for name in self.fields if _is_missing(row[name])]
+            if empty:
+                fix = "Drop such rows, fill their cells, or pass a function of a row as template"
+                raise InvalidRequest(field, dict(row), f"has nothing in {empty[0]!r}, which the template names", fix)
         filled: Any
         try:
             filled = self._template.format_map(row) if isinstance(self._template, str) else self._template(row)
@@ -248,6 +252,16 @@ class RowPrompts:
 
     def _messages(self, messages: Messages) -> Messages:
         return messages if self._system is None else [{"role": "system", "content": self._system}, *messages]
+
+
+def _is_missing(value: Any) -> bool:
+    """True for None, NaN, and what else DataFrames have in cells without a value."""
+    if value is None:
+        return True
+    try:
+        return bool(value != value)  # NaN and NaT are not equal to themselves
+    except (TypeError, ValueError):  # neither pandas' NA nor an array says whether it is
+        return type(value).__name__ == "NAType"
 
 
 def _fields(template: str) -> tuple[str, ...]:

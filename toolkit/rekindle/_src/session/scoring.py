@@ -26,7 +26,7 @@ from rekindle._src.dispatch.mailbox import Mailbox, OneShot
 from rekindle._src.session.call import Call
 from rekindle._src.session.embedding import EmbeddingProgress
 from rekindle._src.session.handle import Batch, Handle
-from rekindle._src.session.prompts import Prompt, PromptLike, is_ids, parse, parse_one
+from rekindle._src.session.prompts import Prompt, PromptLike, from_column, is_ids, parse, parse_one
 from rekindle.errors import InvalidRequest
 
 T = TypeVar("T")
@@ -257,6 +257,8 @@ class _Encoded(NamedTuple):
 def _choices(choices: Any, prompts: list[Prompt], many: bool) -> list[list[Prompt]]:
     """Return the choices of each prompt. Raise `InvalidRequest` for anything else than lists of them."""
     fix = "Pass a list of texts, or of lists of token ids"
+    if isinstance(column := from_column(choices), np.ndarray):
+        choices = column.tolist()
     if isinstance(choices, str | bytes) or is_ids(choices) or not isinstance(choices, Sequence):
         raise InvalidRequest("choices", choices, "is not a list of choices", fix)
     if not many or all(isinstance(entry, str) or is_ids(entry) for entry in choices):
