@@ -28,7 +28,7 @@ _BINS = 64  # of the others: enough to know how much of the tail a temperature o
 
 
 class RowLike(Protocol):
-    """What the figure of a batch shows of one row of a step."""
+    """One row of a step, as far as the figure of a batch shows it."""
 
     @property
     def request_id(self) -> str: ...
@@ -45,7 +45,7 @@ class RowLike(Protocol):
 
 
 class ReportLike(Protocol):
-    """What it shows of one step: `session.step()` returns such reports."""
+    """One step, as far as the figure shows it: `session.step()` returns such reports."""
 
     @property
     def tokens(self) -> int: ...
