@@ -65,7 +65,9 @@ class Figure:
     """A figure of one kind over its data. The last expression of a cell shows it."""
 
     def __init__(self, kind: str, data: dict[str, Any], summary: str) -> None:
-        self.kind, self.data, self.summary = kind, data, summary
+        self.kind: str = kind
+        self.data: dict[str, Any] = data
+        self.summary: str = summary
 
     def __repr__(self) -> str:
         return f"<Figure: {self.summary}>"
