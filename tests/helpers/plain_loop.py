@@ -1,4 +1,4 @@
-"""What the plain loop says: two programs for each model, whatever is asked, and nothing is computed twice."""
+"""Run the plain loop of a model with two programs, and keep its texts, so that none is computed twice."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def test_siblings_compute_the_last_token_of_their_prompt_alone() -> None:
 
 
 def test_what_is_copied_is_what_the_request_may_reuse() -> None:
-    """Of these positions log-probabilities are read, so that they are computed."""
+    """Positions whose log-probabilities are wanted are computed, not copied."""
     loop = opened()
     scored = choices("a prompt of some tokens, or a few more", prompt_logprobs=1, logprob_start=30)
     assert run(loop, *scored) == [0, 29, 29, 29]

@@ -42,7 +42,7 @@ class TreeStates:
         self._free = list(reversed(slots))
         self._holds: Counter[int] = Counter()
         self._owners: dict[int, Node] = {}  # by slot
-        self._idle: OrderedDict[int, None] = OrderedDict()  # those that nobody holds, the first to leave first
+        self._idle: OrderedDict[int, None] = OrderedDict()  # slots without a holder, in the order in which they leave
         self._cold: OrderedDict[int, None] = OrderedDict()  # the same, but they leave before the others and are dropped
         self._out: list[PageMove] = []
         self._in: list[PageMove] = []
@@ -224,7 +224,7 @@ class TreeStates:
         assert all(node.state == slot for slot, node in self._owners.items()), "a node has the state of another"
         assert all(node.page for node in self._owners.values()), "a state is on the device without its node's page"
         leaving = sorted([*self._cold, *self._idle])
-        assert leaving == sorted(set(self._owners) - set(self._holds)), "a state that nobody holds can't leave"
+        assert leaving == sorted(set(self._owners) - set(self._holds)), "a state without a holder cannot leave"
         assert held is None or held == self._holds, f"slots are held {self._holds}, expected {held}"
 
     def _may_have(self, node: Node) -> bool:
