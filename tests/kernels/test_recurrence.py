@@ -200,6 +200,23 @@ def _check_slots(run: Any, t: Tokens, states: Array, batch: RaggedBatch, out: An
     np.testing.assert_array_equal(np.asarray(kept)[1:], slots[1:])  # slot 0 belongs to rows without a sequence
 
 
+@pytest.mark.parametrize("name", LAYERS)
+def test_native_results_of_rows_without_a_sequence_are_zeros(name: str) -> None:
+    """What memory held before stood there, and NaN in a row of padding spread to others in XLA's next layer."""
+    run, _, shape = LAYERS[name]
+    batch = batch_of([7, -1], [(0, 3)], most=3)
+    states = jnp.zeros((len(batch.lengths), *shape), jnp.float32)
+    t = {key: jnp.asarray(value) for key, value in tokens(14, seed=1).items()}
+    step = jax.jit(partial(run, implementation="native"))
+    out = step(t, states, batch)[0]
+    for _ in range(20):
+        dirty = [jnp.full(out.shape, jnp.nan).block_until_ready() for _ in range(20)]
+        del dirty
+        out = np.asarray(step(t, states, batch)[0])
+        assert np.isfinite(out).all()
+        assert not out[[1, *range(5, 14)]].any()
+
+
 def test_on_a_cpu_no_array_of_states_is_copied() -> None:
     batch = dataclasses.replace(batch_of([7], []), slots=(jnp.asarray([3]), jnp.asarray([5])))
     t = {name: jnp.asarray(value) for name, value in tokens(1, seed=8).items()}

@@ -64,7 +64,8 @@ def test_langchain(url: str, tmp_path: Path) -> None:
     require("langchain_tests", "langchain_openai")
     suite = shutil.copy(CLIENTS / "langchain_suite.py", tmp_path)  # away from this project's own conftest.py
     said = run(
-        "-m", "pytest", "-q", "-rsx", "-o", "asyncio_mode=auto", "-p", "no:codspeed", "--benchmark-disable",
+        "-m", "pytest", "-q", "-rsx", "-p", "no:codspeed", "--benchmark-disable", "-o", "asyncio_mode=auto",
+        "-o", "asyncio_default_test_loop_scope=session",  # LangChain keeps connections, which belong to their loop
         "--rootdir", str(tmp_path), str(suite), url=url, cwd=tmp_path,
     )  # fmt: skip
     print(said[-4_000:])
