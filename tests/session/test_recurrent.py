@@ -84,8 +84,3 @@ def test_a_cancelled_request_leaves_nothing_in_its_slot(session: Session, model:
 async def test_what_is_not_there_yet_is_refused_by_name(model: Any) -> None:
     with pytest.raises(ConfigError, match="prompt_lookup=3: can't be had, since the states"):
         await rekindle.open(model, **OPTIONS, prompt_lookup=3)
-    if any(
-        spec is not None and spec.heads for spec in model.config.states
-    ):  # a convolution's results do not depend on cuts
-        with pytest.raises(ConfigError, match="deterministic=True: can't be had, since the states"):
-            await rekindle.open(model, **OPTIONS, deterministic=True)

@@ -1,8 +1,8 @@
 """Layers with a state that each token changes: short convolutions, the gated delta rule, and Mamba-2's selective scan.
 
 All three take a ragged batch and the state of each sequence before it, and return a result for each token and the
-states after it. A sequence whose tokens begin at position 0 begins with zeros, whatever its state holds. Results of rows
-that are no sequence's are finite.
+states after it. A sequence whose tokens begin at position 0 begins with zeros, whatever its state holds. Results of
+rows that are no sequence's are finite.
 
 Axes: T tokens, N sequences, R decode rows, C channels, L taps of a convolution, H heads, D size of a key, V size of a
 value, K heads of keys, G groups of heads, P slots.
@@ -78,6 +78,7 @@ class ConvolutionOptions:
     silu: bool = False  # results are silu of the sums
     before: int | None = None  # the column where factors of the inputs begin, one for each channel
     behind: int | None = None  # that of the factors of the results
+    deterministic: bool = False  # a token's result is the same to the last bit in prompts and in decode rows
 
 
 class DeltaWeights(NamedTuple):
@@ -97,6 +98,7 @@ class DeltaOptions:
     beta: int  # that of the weights of corrections [H]
     step: int  # that of the steps [H]
     eps: float  # of the norm
+    deterministic: bool = False  # a token's result is the same to the last bit in prompts and in decode rows
 
 
 class ScanWeights(NamedTuple):
@@ -113,6 +115,7 @@ class ScanOptions:
 
     groups: int  # G
     step: int  # the column of `projected` where the steps [H] begin
+    deterministic: bool = False  # a token's result is the same to the last bit in prompts and in decode rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +126,18 @@ class RecurrenceCall:
     x: jax.ShapeDtypeStruct  # rows of the tokens
     projected: jax.ShapeDtypeStruct  # other rows of the tokens
     state: jax.ShapeDtypeStruct
+    deterministic: bool = False
 
 
-def _call(x: jax.Array, projected: jax.Array, states: jax.Array, platform: str | None) -> RecurrenceCall:
-    shapes = (jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (x, projected, states))
-    return RecurrenceCall(platform or current_platform(), *shapes)
+def _call(
+    x: jax.Array,
+    projected: jax.Array,
+    states: jax.Array,
+    platform: str | None,
+    options: ConvolutionOptions | DeltaOptions | ScanOptions,
+) -> RecurrenceCall:
+    rows, others, state = (jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (x, projected, states))
+    return RecurrenceCall(platform or current_platform(), rows, others, state, options.deterministic)
 
 
 def causal_convolution(
@@ -146,7 +156,7 @@ def causal_convolution(
     `tails` [N or P, L-1, C] are the last inputs before this step, factors included. Returns y [T, C] in float32 and the
     new tails.
     """
-    chosen = CONVOLUTION.choose(_call(x, x, tails, platform), implementation)
+    chosen = CONVOLUTION.choose(_call(x, x, tails, platform, options), implementation)
     y, after = chosen.run(x, weight, bias, tails, batch, options)
     return y, after
 
@@ -170,7 +180,7 @@ def gated_delta(
 
     Returns norm(o)·silu(gate) [T, H · V] in float32, with an RMS norm of each head, and the new states.
     """
-    chosen = GATED_DELTA.choose(_call(qkv, projected, states, platform), implementation)
+    chosen = GATED_DELTA.choose(_call(qkv, projected, states, platform, options), implementation)
     y, after = chosen.run(qkv, projected, weights, states, batch, options)
     return y, after
 
@@ -192,6 +202,6 @@ def selective_scan(
     `projected` and `step_bias`, and decay is -exp(log_rate). States [N or P, H, D, V] are in float32. Returns
     y [T, H · V] in float32 and the new states.
     """
-    chosen = SELECTIVE_SCAN.choose(_call(channels, projected, states, platform), implementation)
+    chosen = SELECTIVE_SCAN.choose(_call(channels, projected, states, platform, options), implementation)
     y, after = chosen.run(channels, projected, weights, states, batch, options)
     return y, after

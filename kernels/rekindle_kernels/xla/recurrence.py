@@ -365,7 +365,7 @@ def _scan_chunk(rows: Rows, real: jax.Array, state: jax.Array) -> tuple[jax.Arra
 
 def _implementation(run: Any, *, looped: bool = False) -> Implementation:
     name, moves = ("rows", IN_LOOPS) if looped else ("xla", TOGETHER)
-    return Implementation(name, partial(run, moves), anything, deterministic=True)
+    return Implementation(name, partial(run, moves), anything)
 
 
 CONVOLUTION, CONVOLUTION_ROWS = _implementation(_convolution), _implementation(_convolution, looped=True)

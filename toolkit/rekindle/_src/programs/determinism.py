@@ -13,6 +13,7 @@ from rekindle.errors import ConfigError
 from rekindle_kernels import unavailable_reason
 
 HEAD_DIM, WIDTH = 16, 32  # native attention and native norms take multiples of these sizes
+KEYS, VALUES = 16, 32  # and native kernels of states those of these
 
 
 def deterministic(graph: Graph, config: EngineConfig) -> Graph:
@@ -42,6 +43,10 @@ def reason_against(model: ModelConfig, config: EngineConfig) -> str | None:
         return "XLA attends to latent pages, for which nothing is promised"
     if model.is_bidirectional:
         return "XLA attends to tokens behind a query, for which nothing is promised"
+    for state in (spec for spec in model.states if spec is not None):
+        if state.channels % KEYS or state.key_size % KEYS or state.value_size % VALUES:
+            sizes = f"states of {state.key_size} x {state.value_size} beside {state.channels} channels"
+            return f"{sizes} are not whole vectors, and XLA takes a prompt through them in another order than a token"
     uneven = [pages.key_size for pages in model.kinds_of_pages if pages.key_size % HEAD_DIM]
     if uneven:
         return f"the head size {uneven[0]} is not a multiple of {HEAD_DIM}"

@@ -87,9 +87,6 @@ def _check_recurrent(config: EngineConfig, model: ModelConfig, placement: Placem
     what = f"the states of this {model.model_type} model"
     if placement.divided:
         raise ConfigError("mesh", config.mesh, f"can't be had, since {what} are not divided", "Use one device")
-    if config.deterministic and any(spec is not None and spec.heads for spec in model.recurrent):
-        ways = "take one token at a time while it generates, and add up many at once where its text is part of a prompt"
-        raise ConfigError("deterministic", True, f"can't be had, since {what} {ways}: the last bits differ", "Leave it")
     if config.prompt_lookup:
         raise ConfigError(
             "prompt_lookup",

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+import rekindle_kernels
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.nn.layers import Attend, Attention, Recur, RopeTables, States
 from rekindle._src.models.nn.linear import Linear, RMSNorm, parameter
@@ -28,8 +29,6 @@ from rekindle_kernels import (
     selective_scan,
 )
 
-SILU = ConvolutionOptions(silu=True)
-
 
 class GatedDeltaNet(nnx.Module):
     """A gated delta rule behind a short convolution, with a gated norm before the output projection."""
@@ -40,7 +39,9 @@ class GatedDeltaNet(nnx.Module):
         self.layer, gate = layer, spec.channels
         beta = gate + spec.heads * spec.value_size
         step = beta + spec.heads
-        self.options = DeltaOptions(spec.key_heads, gate, beta, step, config.norm_eps)
+        fixed = precision.deterministic
+        self.options = DeltaOptions(spec.key_heads, gate, beta, step, config.norm_eps, fixed)
+        self.convolved = ConvolutionOptions(silu=True, deterministic=fixed)
         self.inputs = Linear(step + spec.heads, E, precision)
         self.convolution = parameter((spec.channels, 1, spec.taps), jnp.float32)
         self.step_bias = parameter((spec.heads,), jnp.float32)
@@ -62,7 +63,9 @@ class GatedDeltaNet(nnx.Module):
 
         def compute(states: States, batch: RaggedBatch) -> tuple[jax.Array, States]:
             tail, matrices = states
-            qkv, tail = causal_convolution(projected, _taps(self.convolution), None, tail, batch, options=SILU)
+            qkv, tail = causal_convolution(
+                projected, _taps(self.convolution), None, tail, batch, options=self.convolved
+            )
             y, matrices = gated_delta(qkv, projected, weights, matrices, batch, self.options)
             return y, (tail, matrices)
 
@@ -87,7 +90,8 @@ class StateSpace(nnx.Module):
         self.skip = parameter((spec.heads,), jnp.float32)
         self.norm = nnx.data(RMSNorm(inner, config.norm_eps, precision) if spec.normed else None)
         self.out = Linear(E, inner, precision, partial=True)
-        self.options = ScanOptions(spec.key_heads, inner + spec.channels)
+        self.options = ScanOptions(spec.key_heads, inner + spec.channels, precision.deterministic)
+        self.convolved = ConvolutionOptions(first=inner, silu=True, deterministic=precision.deterministic)
         self.factors = None if config.multipliers is None else config.multipliers.inputs
 
     def __call__(
@@ -109,9 +113,8 @@ class StateSpace(nnx.Module):
 
         def compute(states: States, batch: RaggedBatch) -> tuple[jax.Array, States]:
             tail, matrices = states
-            options = ConvolutionOptions(first=inner, silu=True)
             taps, bias = _taps(self.convolution), self.convolution_bias[...]
-            channels, tail = causal_convolution(projected, taps, bias, tail, batch, options=options)
+            channels, tail = causal_convolution(projected, taps, bias, tail, batch, options=self.convolved)
             y, matrices = selective_scan(channels, projected, weights, matrices, batch, self.options)
             return y, (tail, matrices)
 
@@ -125,9 +128,10 @@ class StateSpace(nnx.Module):
         """Return y [T, H · V] normed over the values of each head of keys."""
         if self.norm is None:
             return y
-        grouped = y.reshape(y.shape[0], self.spec.key_heads, -1)
-        scale = jax.lax.rsqrt(jnp.mean(grouped * grouped, axis=-1, keepdims=True) + self.norm.eps)
-        return (grouped * scale).reshape(y.shape) * self.norm.weight[...]
+        grouped = y.reshape(-1, y.shape[1] // self.spec.key_heads)
+        ones, norm = jnp.ones(grouped.shape[1], jnp.float32), self.norm
+        normed = rekindle_kernels.rms_norm(grouped, ones, norm.eps, implementation=norm.implementation)
+        return normed.reshape(y.shape) * norm.weight[...]
 
 
 class ShortConvolution(nnx.Module):
@@ -138,7 +142,7 @@ class ShortConvolution(nnx.Module):
         assert spec is not None, "the layer has a state"
         self.layer = layer
         self.inputs = Linear(3 * E, E, precision)  # factors of its inputs, factors of its results, and the inputs
-        self.options = ConvolutionOptions(first=2 * E, before=0, behind=E)
+        self.options = ConvolutionOptions(first=2 * E, before=0, behind=E, deterministic=precision.deterministic)
         self.convolution = parameter((E, 1, spec.taps), jnp.float32)
         self.out = Linear(E, E, precision, partial=True)
 
