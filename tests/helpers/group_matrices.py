@@ -27,6 +27,14 @@ ONE_FORM = [_USUAL[0], *(pytest.param(*form, marks=pytest.mark.slow) for form in
 Matrix = tuple[jax.Array, jax.Array, jax.Array | None]
 
 
+INDICES = (0, 1, 2, -1, -3, -4, 3, 2**31 - 1, -(2**31))  # of a stack of three, and others
+
+
+def clamped(index: int) -> int:
+    """Which of a stack of three `jax.lax.dynamic_index_in_dim` takes."""
+    return int(jax.lax.dynamic_index_in_dim(jnp.arange(3), jnp.int32(index), keepdims=False))
+
+
 def integers(*shape: int, bits: int = 4) -> np.ndarray:
     half = 1 << (bits - 1)
     return RANDOM.integers(0, 16, shape).astype(np.uint8) if bits == 4 else RANDOM.integers(-half, half, shape, np.int8)

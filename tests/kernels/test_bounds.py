@@ -75,6 +75,7 @@ for dtype in ("float32", "bfloat16", "int8"):
             product = jax.jit(partial(native.multiply, quantize_rows=True))
             for far in FAR:
                 product(floats(rows, 128), weight, count=jnp.int32(far)).block_until_ready()
+                product(floats(rows, 128), jnp.stack([weight] * 2), expert=jnp.int32(far)).block_until_ready()
 """,
     "int4": """
 for rows in (3, 40, 300):
@@ -84,6 +85,8 @@ for rows in (3, 40, 300):
         for far in FAR:
             product = jax.jit(native.multiply_int4)
             product(floats(rows, 128), weight, scale, count=jnp.int32(far)).block_until_ready()
+            stacks = jnp.stack([weight] * 2), jnp.stack([scale] * 2)
+            product(floats(rows, 128), *stacks, expert=jnp.int32(far)).block_until_ready()
         weight = jnp.asarray(random.integers(0, 2**32, (blocks, 768)), jnp.uint32)
         scale = jnp.asarray(random.integers(-9, 9, (blocks, 288)), jnp.int8)
         for far in FAR:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from helpers.absent_devices import ABSENT
-from helpers.group_matrices import FORMS, RANDOM, RARER, integers, matrix, stored
+from helpers.group_matrices import FORMS, INDICES, RANDOM, RARER, clamped, integers, matrix, stored
 from rekindle_kernels import LinearOptions, deprecated, int4, linear, native
 from rekindle_kernels.native import products
 from rekindle_kernels.native.cpu import has_feature
@@ -288,6 +288,21 @@ def test_only_the_first_rows_are_computed(rows: int) -> None:
 
 
 @needs_numba
+@pytest.mark.parametrize(("bits", "group", "kind", "minimums"), FORMS)
+def test_one_matrix_of_a_stack_is_read_in_place(bits: int, group: int, kind: str, minimums: bool) -> None:
+    each = [matrix(96, 256, group, kind, minimums, bits)[0] for _ in range(3)]
+    arrays = [None if parts[0] is None else jnp.stack(parts) for parts in zip(*each, strict=True)]
+    multiply = jax.jit(partial(native.multiply_int4, eps=1.0), static_argnames="gated")
+    for rows, gated in ((1, True), (50, False)):  # each compiles two programs
+        x = jnp.asarray(RANDOM.standard_normal((rows, 256), np.float32))
+        alone = [np.asarray(multiply(x, *parts, gated=gated)) for parts in each]
+        assert not np.array_equal(alone[0], alone[1])
+        for index in INDICES:
+            got = multiply(x, *arrays, expert=jnp.int32(index), gated=gated)
+            np.testing.assert_array_equal(got, alone[clamped(index)], err_msg=f"expert {index}, {rows} rows")
+
+
+@needs_numba
 def test_products_run_in_a_chain() -> None:
     first, second = matrix(512, 256, 64)[0], matrix(256, 256, 64)[0]
     norm = jnp.ones(256)
@@ -321,6 +336,22 @@ def test_a_derivative_is_that_of_the_values() -> None:
         return jnp.sum(linear(x, weight, scale=scale, options=LinearOptions("int4")))
 
     np.testing.assert_allclose(jax.grad(total)(jnp.ones((2, 128))), np.tile(values.sum(0), (2, 1)), rtol=1e-4)
+
+
+@pytest.mark.parametrize("implementation", ["xla", None])
+def test_an_expert_of_a_stack_has_the_product_and_the_derivative_of_its_matrix(implementation: str | None) -> None:
+    each = [matrix(64, 128, 64)[0] for _ in range(3)]
+    weight, scale = (jnp.stack([parts[part] for parts in each]) for part in range(2))
+    x = jnp.asarray(RANDOM.standard_normal((2, 128), np.float32))
+
+    def product(x: jax.Array, weight: jax.Array, scale: jax.Array, expert: jax.Array | None = None) -> jax.Array:
+        options = LinearOptions("int4", "silu")
+        return linear(x, weight, scale=scale, expert=expert, options=options, implementation=implementation)
+
+    got = jax.vjp(jax.jit(product), x, weight, scale, jnp.int32(1))
+    want = jax.vjp(jax.jit(product), x, *each[1][:2])
+    np.testing.assert_array_equal(got[0], want[0])
+    np.testing.assert_array_equal(got[1](got[0])[0], want[1](want[0])[0])
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])

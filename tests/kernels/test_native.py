@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from helpers.group_matrices import INDICES, clamped
 from helpers.python import run_python
 from rekindle_kernels import init_pages, native, pages
 from rekindle_kernels.native import build, cpu, library, products, rope_kv
@@ -114,6 +115,25 @@ def test_an_llvm_that_would_end_the_process_is_left_alone(
     reason = native.unavailable_reason()
     assert (reason is None) == works
     assert works or (version in str(reason) and "pip install --upgrade" in str(reason))
+
+
+@pytest.mark.parametrize(("rows", "gated"), [(1, True), (8, False), (40, True)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8"])
+def test_one_matrix_of_a_stack_is_read_in_place(dtype: str, rows: int, gated: bool) -> None:
+    each = [weights(dtype, 96, 128)[:2] for _ in range(3)]
+    if not native.multiplies(rows, each[0][0], quantize_rows=True):
+        pytest.skip("this processor has no instruction for it")
+    weight, scale = (None if parts[0] is None else jnp.stack(parts) for parts in zip(*each, strict=True))
+    values = dtype if dtype in ("bfloat16", "float16") else None
+    bits = weight if values is None else jax.lax.bitcast_convert_type(weight, jnp.uint16)
+    multiply = jax.jit(partial(native.multiply, quantize_rows=True, gated=gated))
+    in_place = jax.jit(partial(native.multiply, quantize_rows=True, gated=gated, values=values))
+    x = jnp.asarray(RANDOM.standard_normal((rows, 128), np.float32))
+    alone = [np.asarray(multiply(x, *parts)) for parts in each]
+    assert not np.array_equal(alone[0], alone[1])
+    for index in INDICES:
+        got = in_place(x, bits, scale, expert=jnp.int32(index))
+        np.testing.assert_array_equal(got, alone[clamped(index)], err_msg=f"expert {index}")
 
 
 def test_what_it_does_not_multiply() -> None:

@@ -166,6 +166,8 @@ def test_what_a_native_product_takes_along() -> None:
     assert "240 outputs" in str(native.supports(replace(whole, weight=SHAPE((240, 128), jnp.bfloat16))))
     assert "normed before" in str(native.supports(replace(whole, x=SHAPE((1, 2, 128), jnp.float32))))
     assert LINEAR.load("xla").supports(replace(whole, norm=False)) is not None
+    assert native.supports(replace(whole, expert=True)) is None
+    assert "one matrix" in str(LINEAR.load("xla").supports(replace(whole, norm=False, gate=None, expert=True)))
 
 
 @NUMBA

@@ -12,7 +12,7 @@ import numpy as np
 from rekindle_kernels.native.build import ensure
 from rekindle_kernels.native.kernel_spec import Operand, Result, Variant
 
-SAME_BITS = {"bfloat16": "uint16"}  # what pages are stored as on CPU
+SAME_BITS = {"bfloat16": "uint16", "float16": "uint16"}  # what pages and stacks of experts are stored as on CPU
 
 
 class Shapes:
@@ -62,13 +62,13 @@ def call(
         value = operands.get(operand.name)
         if value is None:
             assert operand.optional, f"kernel {kernel.name} needs {operand.name}"
-            values.append(np.zeros((1,), kernel.dtype_of(operand)))
+            values += [] if operand.behind else [np.zeros((1,), kernel.dtype_of(operand))]
             continue
         shapes.check(operand, value)
         present |= spec.present_bit(operand.name) if operand.optional else 0
         values.append(value)
     if spec.settings_layout is not None:
-        values.append(spec.pack_settings(present, settings or {}))
+        values.insert(spec.index("settings"), spec.pack_settings(present, settings or {}))
     results = [shapes.of(result) for result in spec.results]
     into = {
         spec.index(result.into): index

@@ -22,7 +22,7 @@ from rekindle_kernels.native import adapters, attention, fill_pages, kernel_tabl
 from rekindle_kernels.native.kernel_spec import KernelSpec
 from rekindle_kernels.native.recurrence import Results
 from rekindle_kernels.ops.adapters import AdaptedTokens, AdapterCall
-from rekindle_kernels.ops.linear import LinearCall, LinearOptions, NormCall, gated
+from rekindle_kernels.ops.linear import LinearCall, LinearOptions, NormCall, gated, matrix_of_expert
 from rekindle_kernels.ops.memory import FillCall, ZerosCall
 from rekindle_kernels.ops.recurrence import RecurrenceCall
 from rekindle_kernels.ops.registry import Facts, Implementation
@@ -76,6 +76,7 @@ def linear(
     residual: jax.Array | None,
     count: jax.Array | None,
     norm: jax.Array | None,
+    expert: jax.Array | None,
     options: LinearOptions,
     dtype: jnp.dtype,
 ) -> jax.Array:
@@ -90,7 +91,10 @@ def linear(
         residual: jax.Array | None,
         count: jax.Array | None,
         norm: jax.Array | None,
+        expert: jax.Array | None,
     ) -> jax.Array:
+        if expert is not None:
+            weight, scale, minimum = matrix_of_expert(expert, weight, scale, minimum, options.values)
         x = x if norm is None else plain_linear.rms_norm(x, norm, eps)
         y = plain_linear.multiply(x, weight, scale, options.quantize, jnp.float32, minimum)
         y = y if gate is None else gated(y, gate)
@@ -120,10 +124,11 @@ def linear(
             gated=gate is not None,
             quantize_rows=options.quantize == "int8",
             deterministic=options.deterministic,
+            values=options.values,
         )
 
     flat = None if residual is None else residual.reshape(rows, -1).astype(jnp.float32)
-    y = differentiable(product, plain)(x.reshape(rows, -1), weight, scale, minimum, flat, count, norm)
+    y = differentiable(product, plain)(x.reshape(rows, -1), weight, scale, minimum, flat, count, norm, expert)
     return y.reshape(*x.shape[:-1], -1).astype(dtype)
 
 

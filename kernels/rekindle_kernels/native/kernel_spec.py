@@ -2,7 +2,8 @@
 
 A call has the operands of the table in the table's order, then one more that holds the kernel's settings, if it has
 any: numbers that are known when the program is traced, and a bit for each optional operand that is there. An optional
-operand that is not there is replaced by one element that is never read.
+operand that is not there is replaced by one element that is never read. One that stands behind the settings is left
+out: programs without it are as if the table had none.
 
 Axes are named. An axis has the same size wherever its name stands, T is the axis of a step's tokens, and a digit is a
 size by itself.
@@ -31,6 +32,7 @@ class Operand:
     dtype: str | None = "float32"
     optional: bool = False
     fields: tuple[str, ...] = ()  # of an array that is a record of int32
+    behind: bool = False  # it is optional and stands behind the settings; tables list such operands last
 
     @property
     def is_per_token(self) -> bool:
@@ -78,7 +80,7 @@ class KernelSpec:
 
     @cached_property
     def settings_layout(self) -> Layout | None:
-        """The last operand: `present`, the bits of the optional operands that are there, and the settings."""
+        """The operand of settings: `present`, the bits of the optional operands that are there, and the settings."""
         kinds = {"present": "int32", **self.settings} if self.optional or self.settings else {}
         return consecutive(f"{self.kind} settings", kinds) if kinds else None
 
@@ -92,16 +94,16 @@ class KernelSpec:
         return any(each.name == operand for each in self.operands)
 
     def index(self, operand: str) -> int:
-        """Return an operand's place in a call; "settings" stands behind all others."""
-        names = [each.name for each in self.operands]
-        return len(names) if operand == "settings" else names.index(operand)
+        """Return an operand's place in a call, also that of "settings"."""
+        names = [each.name for each in self.operands if not each.behind]
+        return [*names, "settings", *(each.name for each in self.operands if each.behind)].index(operand)
 
     def present_bit(self, operand: str) -> int:
         """Return the bit of an optional operand in `present`."""
         return 1 << self.optional.index(operand)
 
     def pack_settings(self, present: int, values: Mapping[str, float]) -> np.ndarray:
-        """Return the last operand."""
+        """Return the operand of settings."""
         assert self.settings_layout is not None, f"{self.kind} has no settings"
         return self.settings_layout.pack({"present": present, **values})
 

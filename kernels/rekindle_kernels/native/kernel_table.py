@@ -12,6 +12,10 @@ from rekindle_kernels.native.kernel_spec import KernelSpec, Operand, Result, Var
 
 DTYPE, DTYPE_AND_HEAD_DIM = ("dtype",), ("dtype", "head_dim")
 
+# The number of the matrix that is multiplied, where those of a product are a stack: all rows of the first, then those
+# of the next.
+_EXPERT = Operand("expert", "", "int32", optional=True, behind=True)
+
 
 # Rows times a matrix. `rows` says which rows are computed: the first `before`, and those behind the next `gap`. Results
 # of the others are undefined; without `rows` all are computed. Gated products have half as many results as outputs:
@@ -26,6 +30,7 @@ def _product(kind: str, **settings: str) -> KernelSpec:
             Operand("residual", "T M", optional=True),
             Operand("rows", "2", "int32", optional=True, fields=("before", "gap")),
             Operand("norm", "K", optional=True),
+            _EXPERT,
         ),
         results=(Result("out", "T M"),),
         settings={"eps": "float32", "gated": "int32", **settings},
@@ -51,6 +56,7 @@ def _grouped(kind: str, weight: str) -> KernelSpec:
             Operand("residual", "T M", optional=True),
             Operand("rows", "2", "int32", optional=True, fields=("before", "gap")),
             Operand("norm", "K", optional=True),
+            _EXPERT,
         ),
         results=(Result("out", "T M"),),
         settings={"eps": "float32", "gated": "int32", "amx": "int32", "widened": "int32"},

@@ -36,16 +36,17 @@ FEW_ROWS = 4  # float32 arithmetic on them is faster than reading the matrix, wh
 SOME_ROWS = 8  # it still beats XLA, which packs the matrix first
 GATED_UNIT = 32  # outputs: whole vectors of gates and of ups
 DTYPES = ("float32", "bfloat16", "float16", "int8")
+Described = jax.Array | jax.ShapeDtypeStruct
 _GROUPED = {int4.DTYPES[bits]: spec for bits, spec in GROUPED.items()}  # by the dtype of matrices in groups
 
 
-def multiplies(rows: int, weight: jax.Array, *, quantize_rows: bool = False, deterministic: bool = False) -> bool:
+def multiplies(rows: int, weight: Described, *, quantize_rows: bool = False, deterministic: bool = False) -> bool:
     """True if `multiply` takes so many rows and this weight, and beats XLA unless it has to be deterministic."""
     kernel = _kernel(rows, weight, quantize_rows, deterministic)
     return kernel is not None and builds(kernel.name)
 
 
-def _kernel(rows: int, weight: jax.Array, quantize_rows: bool, deterministic: bool = False) -> Variant | None:
+def _kernel(rows: int, weight: Described, quantize_rows: bool, deterministic: bool = False) -> Variant | None:
     """Return the kernel that multiplies; None where XLA is better. Where results have to be deterministic, the
     number of rows has no say in it."""
     if weight.ndim != 2 or weight.dtype.name not in DTYPES:
@@ -59,7 +60,7 @@ def _kernel(rows: int, weight: jax.Array, quantize_rows: bool, deterministic: bo
     return MATVEC.variant(weight.dtype.name) if rows <= SOME_ROWS or deterministic else None
 
 
-def _has_gemm(weight: jax.Array) -> bool:
+def _has_gemm(weight: Described) -> bool:
     N, K = weight.shape
     return K % 64 == 0 and N % 16 == 0 and multiplies_many(weight.dtype.name)
 
@@ -111,6 +112,7 @@ def multiply_int4(
     residual: jax.Array | None = None,
     count: jax.Array | None = None,
     norm: jax.Array | None = None,
+    expert: jax.Array | None = None,
     *,
     eps: float = 0.0,
     gated: bool = False,
@@ -118,13 +120,13 @@ def multiply_int4(
 ) -> jax.Array:
     """x [R, K] · a matrix [N, K] of four, six or eight bits in groups + residual -> float32 [R, N].
 
-    Norm and gate are those of `multiply`.
+    Norm, gate and `expert` are those of `multiply`.
 
     Rows become 8-bit integers with a scale for each group of inputs. A row's results do not depend on the number of
     rows, to the last bit; with `widened`, many rows and the matrix become bfloat16 where that is faster. Results behind
     the first `count` rows are undefined.
     """
-    R, (N, K) = x.shape[0], int4.matrix_shape(weight)
+    R, (N, K) = x.shape[0], int4.matrix_shape(weight)[-2:]
     assert norm is None or norms(x), f"rows of {x.dtype}{list(x.shape)} have to be normed before"
     assert not gated or N % GATED_UNIT == 0, f"{N} outputs have to be gated behind"
     assert x.shape[1] == K, f"rows of {x.shape[1]} and a matrix of {K} inputs"
@@ -133,9 +135,7 @@ def multiply_int4(
     (product,) = call(
         _GROUPED[weight.dtype.name].variant(scale.dtype.name),
         {
-            "weight": weight,
-            "scale": scale,
-            "minimum": minimum,
+            **_arrays(expert, weight=weight, scale=scale, minimum=minimum),
             "x": x.astype(jnp.float32),
             "residual": None if residual is None else residual.astype(jnp.float32),
             "rows": None if count is None else jnp.stack([count, R - count]).astype(jnp.int32),
@@ -147,9 +147,17 @@ def multiply_int4(
     return product
 
 
+def _arrays(expert: jax.Array | None, **arrays: jax.Array | None) -> dict[str, jax.Array | None]:
+    """Return the operands that hold a matrix, or a stack of them: its axis joined with that of the matrices' rows."""
+    if expert is None:
+        return arrays
+    joined = {name: None if one is None else one.reshape(-1, *one.shape[2:]) for name, one in arrays.items()}
+    return {**joined, "expert": expert.astype(jnp.int32)}
+
+
 def gates(weight: jax.Array) -> bool:
     """True if `multiply` by this weight can end in a gate."""
-    return weight.shape[0] % GATED_UNIT == 0
+    return weight.shape[-2] % GATED_UNIT == 0
 
 
 def multiply(
@@ -159,31 +167,35 @@ def multiply(
     residual: jax.Array | None = None,
     count: jax.Array | None = None,
     norm: jax.Array | None = None,
+    expert: jax.Array | None = None,
     *,
     eps: float = 0.0,
     gated: bool = False,
     quantize_rows: bool = False,
     deterministic: bool = False,
+    values: str | None = None,
 ) -> jax.Array:
     """x [R, K] · weight [N, K] · scale [N] + residual -> float32 [R, N]. With `norm`, x is `rms_norm(x, norm,
     eps)` first; `gated` results are silu of the first half of the outputs times the other, [R, N / 2]. Many rows are
     rounded to bfloat16 where the weight is, unless the processor has AVX2 alone; where it is int8 and `quantize_rows`,
     they become int8 with a scale of their own. With `deterministic`, a row's results do not depend on the number
-    of rows, to the last bit. Results behind the first `count` rows are undefined."""
+    of rows, to the last bit. Results behind the first `count` rows are undefined. With `expert`, weight and scale have
+    an axis of matrices in front, of which it chooses one as `jax.lax.dynamic_index_in_dim` does, without a copy; 16-bit
+    weights may then be the bits of `values`, as uint16."""
     assert norm is None or norms(x), f"rows of {x.dtype}{list(x.shape)} have to be normed before"
-    assert not gated or gates(weight), f"{weight.shape[0]} outputs have to be gated behind"
-    R, N = x.shape[0], weight.shape[0]
-    kernel = _kernel(R, weight, quantize_rows, deterministic)
-    assert kernel is not None, f"{R} rows times {weight.dtype}{list(weight.shape)} are XLA's"
+    assert not gated or gates(weight), f"{weight.shape[-2]} outputs have to be gated behind"
+    R, (N, K) = x.shape[0], weight.shape[-2:]
+    one = jax.ShapeDtypeStruct((N, K), jnp.dtype(values or weight.dtype))
+    kernel = _kernel(R, one, quantize_rows, deterministic)
+    assert kernel is not None, f"{R} rows times {one.dtype}{list(one.shape)} are XLA's"
     # AMX adds the products of a row in another order than what a program of fewer rows has.
     own = {"invariant": deterministic} if kernel.spec is MATVEC else {"amx": has_amx() and not deterministic}
     if scale is None and weight.dtype == jnp.int8:
-        scale = jnp.ones((N,), jnp.float32)
+        scale = jnp.ones(weight.shape[:-1], jnp.float32)
     (product,) = call(
         kernel,
         {
-            "weight": weight,
-            "scale": None if scale is None else scale.astype(jnp.float32),
+            **_arrays(expert, weight=weight, scale=None if scale is None else scale.astype(jnp.float32)),
             "x": x.astype(jnp.float32),
             "residual": None if residual is None else residual.astype(jnp.float32),
             "rows": None if count is None else jnp.stack([count, R - count]).astype(jnp.int32),

@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from rekindle_kernels import int4
 from rekindle_kernels.ops.registry import Registry, current_platform
 
-LINEAR = Registry("linear")  # run(x, weight, scale, minimum, residual, count, norm, options, dtype) -> [..., O]
+LINEAR = Registry("linear")  # run(x, weight, scale, minimum, residual, count, norm, expert, options, dtype) -> [..., O]
 CLAMP, CLAMP_SLOPE = 7.0, 1.702  # of "clamped_silu", in `gated`
 
 
@@ -32,6 +32,7 @@ class LinearOptions:
     gate: str | None = None  # an activation: the result is `gated(…, gate)`, half as wide
     eps: float = 0.0  # of the norm
     deterministic: bool = False  # a row's result is the same to the last bit for any number of rows
+    values: str | None = None  # the dtype of a stack that is uint16 and holds the bits of 16-bit floats
 
 
 PLAIN = LinearOptions()
@@ -49,6 +50,7 @@ class LinearCall:
     gate: str | None = None
     deterministic: bool = False
     scale: str | None = None  # the dtype of its scales, if there are any
+    expert: bool = False  # the weight is one of a stack, which is read in place
 
     @property
     def outputs(self) -> int:
@@ -70,6 +72,7 @@ def linear(
     norm: jax.Array | None = None,
     residual: jax.Array | None = None,
     count: jax.Array | None = None,
+    expert: jax.Array | None = None,
     options: LinearOptions = PLAIN,
     dtype: DTypeLike | None = None,
     implementation: str | None = None,
@@ -81,28 +84,52 @@ def linear(
 
     With `norm` [I], x is RMS-normed before. With `options.gate`, the result is the activation of its first half times
     its second half. `residual`, shaped like the result, is added last. Rows after the first `count` are undefined.
+
+    With `expert`, an int32 scalar, `weight`, `scale` and `minimum` are stacks [G, …], of which it chooses one matrix as
+    `jax.lax.dynamic_index_in_dim` does. Where an implementation can, that is read in place, else it is copied first.
     """
     dtype = jnp.dtype(dtype or x.dtype)
     call = LinearCall(
         platform or current_platform(),
         jax.ShapeDtypeStruct(x.shape, x.dtype),
-        jax.ShapeDtypeStruct(weight.shape, weight.dtype),
+        jax.ShapeDtypeStruct(weight.shape if expert is None else weight.shape[1:], options.values or weight.dtype),
         options.quantize,
         deterministic=options.deterministic,
         scale=None if scale is None else scale.dtype.name,
     )
     chosen = LINEAR.choose(call, implementation)
+    if expert is not None and chosen.supports(replace(call, expert=True)) is not None:
+        weight, scale, minimum = matrix_of_expert(expert, weight, scale, minimum, options.values)
+        expert, options = None, replace(options, values=None)
     if norm is not None and chosen.supports(replace(call, norm=True)) is not None:
         x, norm = rms_norm(x, norm, options.eps, implementation=implementation, platform=platform), None
     separate_gate = options.gate
     if separate_gate is not None and chosen.supports(replace(call, gate=separate_gate)) is None:
         separate_gate = None
     if separate_gate is None:
-        y: jax.Array = chosen.run(x, weight, scale, minimum, residual, count, norm, options, dtype)
+        y: jax.Array = chosen.run(x, weight, scale, minimum, residual, count, norm, expert, options, dtype)
         return y
-    y = chosen.run(x, weight, scale, minimum, None, count, norm, replace(options, gate=None), dtype)
+    y = chosen.run(x, weight, scale, minimum, None, count, norm, expert, replace(options, gate=None), dtype)
     y = gated(y, separate_gate)
     return y if residual is None else residual + y
+
+
+def matrix_of_expert(
+    expert: jax.Array,
+    weight: jax.Array,
+    scale: jax.Array | None,
+    minimum: jax.Array | None,
+    values: str | None,
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """Return one matrix of a stack, its scale and its minimum; `values` are those of `LinearOptions`."""
+
+    def one(stack: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_index_in_dim(stack, expert, keepdims=False)
+
+    weight = one(weight)
+    if values is not None:
+        weight = jax.lax.bitcast_convert_type(weight, jnp.dtype(values))
+    return weight, None if scale is None else one(scale), None if minimum is None else one(minimum)
 
 
 def activate(x: jax.Array, name: str) -> jax.Array:

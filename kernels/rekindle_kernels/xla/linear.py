@@ -66,18 +66,23 @@ def run(
     residual: jax.Array | None,
     count: jax.Array | None,
     norm: jax.Array | None,
+    expert: jax.Array | None,
     options: LinearOptions,
     dtype: jnp.dtype,
 ) -> jax.Array:
     """Implement `ops.linear.linear`; every row is computed, whatever `count` says."""
     assert norm is None, "the operation norms before"
     assert options.gate is None, "the operation gates behind"
+    assert expert is None, "the operation takes the matrix out of the stack"
     y = multiply(x, weight, scale, options.quantize, dtype, minimum)
     return y if residual is None else residual + y
 
 
 def supports(call: LinearCall) -> str | None:
-    """Return None for every plain product. Norms and gates are separate operations, which XLA fuses by itself."""
+    """Return None for every plain product. Norms and gates are separate operations, which XLA fuses by itself, and so
+    is the slice of a stack, at least of some."""
+    if call.expert:
+        return "it takes one matrix"
     if call.norm:
         return "it takes rows that are normed"
     if call.gate is not None:

@@ -38,10 +38,10 @@ def kernel(size: int, add: Any) -> Kernel:
     word of x and one of the weights hold. int8 rows get a scale each, and results are multiplied by it and by the
     output's."""
     if multiplies_widened():
-        return _of_one_form(*gemm_widened.functions(size))
+        return _of_one_form(size, *gemm_widened.functions(size))
     prepare_panels, pack_panels, multiply_panels = gemm_panels.functions(size, add)
     if on_arm():  # strips are written for the registers of AVX-512
-        return _of_one_form(prepare_panels, pack_panels, multiply_panels)
+        return _of_one_form(size, prepare_panels, pack_panels, multiply_panels)
     prepare_strips, pack_rows, multiply_strip = gemm_strips.functions(size)
     prepare_tiles, pack_for_tiles, multiply_by_tiles = gemm_amx.functions(size)
     # Whether the code for AMX is there; a caller says whether it runs.
@@ -49,7 +49,7 @@ def kernel(size: int, add: Any) -> Kernel:
 
     @jit
     def prepare(frame: Any, job: Any, threads: int) -> int:
-        describe(frame, job)
+        describe(frame, job, size)
         job.striped = 0
         if may_be_tiled and frame.settings.amx > 0 and allowed() > 0:
             job.tiled = 1
@@ -84,12 +84,12 @@ def kernel(size: int, add: Any) -> Kernel:
     return Kernel(kernel_table.GEMM, JOB, prepare, block, finish)
 
 
-def _of_one_form(prepare_rows: Any, pack: Any, multiply: Any) -> Kernel:
+def _of_one_form(size: int, prepare_rows: Any, pack: Any, multiply: Any) -> Kernel:
     """Return the kernel that multiplies any number of rows in the same way."""
 
     @jit
     def prepare(frame: Any, job: Any, threads: int) -> int:
-        describe(frame, job)
+        describe(frame, job, size)
         return prepare_rows(job, threads)
 
     @jit

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from rekindle_kernels.native.kernels.rms_norm import normalise
+from rekindle_kernels.native.kernels.stacks import first_row
 from rekindle_kernels.native.language.dot_products import (
     from_ints,
     store_i8,
@@ -72,8 +73,8 @@ JOB = job_layout(
 
 
 @inline
-def describe(frame: Any, job: Any) -> None:
-    """Note in the job what the operands say."""
+def describe(frame: Any, job: Any, size: int) -> None:
+    """Note in the job what the operands say; weights are numbers of `size` bytes."""
     rows = dim(frame.x, 0)
     before, gap = rows, 0
     if frame.has_rows:
@@ -85,12 +86,13 @@ def describe(frame: Any, job: Any) -> None:
     job.width = dim(frame.weight, 1)
     job.norm = frame.norm.data if frame.has_norm else 0
     job.eps = frame.settings.eps
-    job.weight = frame.weight.data
-    job.scale = frame.scale.data
     job.residual = frame.residual.data if frame.has_residual else 0
     job.out = frame.out.data
     job.results = dim(frame.out, 1)
     job.ups = job.results if frame.settings.gated > 0 else 0
+    first = first_row(frame, job.results + job.ups)
+    job.weight = frame.weight.data + first * job.width * size
+    job.scale = frame.scale.data + first * 4
     job.tiled = 0
 
 

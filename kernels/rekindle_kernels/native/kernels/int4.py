@@ -50,6 +50,7 @@ from rekindle_kernels.native.kernels.int4_tile import (
     unpacker,
 )
 from rekindle_kernels.native.kernels.rms_norm import normalise
+from rekindle_kernels.native.kernels.stacks import first_row
 from rekindle_kernels.native.language.amx import allowed
 from rekindle_kernels.native.language.dot_products import store_i8
 from rekindle_kernels.native.language.handler import Kernel, first_unit, job_layout, wait_for_blocks
@@ -117,6 +118,12 @@ JOB = job_layout(
 def row_of(job: Any, r: int) -> int:
     """Return where the r-th row that is multiplied is among all rows."""
     return r if r < job.before else r + job.gap
+
+
+@inline
+def blocks_of(job: Any) -> int:
+    """Return how many blocks of 16 outputs the matrix has: gates and ups, or results."""
+    return job.results // LANES + job.ups
 
 
 @jit
@@ -244,20 +251,21 @@ def job_reader(form: Int4Form) -> Any:
         job.width = dim(frame.weight, 1) // columns
         job.norm = frame.norm.data if frame.has_norm else 0
         job.eps = frame.settings.eps
-        job.weight = frame.weight.data
-        job.scale = frame.scale.data
-        job.minimum = frame.minimum.data if frame.has_minimum else 0
-        job.offset = offset if bits > 4 or job.minimum == 0 else 0
+        job.results = dim(frame.out, 1)
+        job.ups = job.results // LANES if frame.settings.gated > 0 else 0
         job.block_bytes = dim(frame.weight, 1) * word
         job.scale_bytes = dim(frame.scale, 1) * scale_word
+        first = first_row(frame, blocks_of(job))
+        job.weight = frame.weight.data + first * job.block_bytes
+        job.scale = frame.scale.data + first * job.scale_bytes
+        job.minimum = frame.minimum.data + first * job.scale_bytes if frame.has_minimum else 0
+        job.offset = offset if bits > 4 or job.minimum == 0 else 0
         job.groups = dim(frame.scale, 1) // LANES
         if stepped:  # with steps between them
             job.groups = job.groups - job.width // SPAN * STEP_BYTES
         job.steps = job.width // (job.groups * step_inputs)
         job.residual = frame.residual.data if frame.has_residual else 0
         job.out = frame.out.data
-        job.results = dim(frame.out, 1)
-        job.ups = job.results // LANES if frame.settings.gated > 0 else 0
 
     return read
 
@@ -289,7 +297,7 @@ def planner(form: Int4Form, units: Any) -> Any:
         else:
             job.packs = (rows + job.per_pack - 1) // job.per_pack
         # Parts of the outputs, and groups of rows where many have the same weights.
-        nbytes = dim(frame.weight, 0) * job.block_bytes
+        nbytes = blocks_of(job) * job.block_bytes
         rounds = (nbytes + threads * BLOCK_BYTES - 1) // (threads * BLOCK_BYTES)
         if rows >= ROWS:
             rounds = max(rounds, 4)

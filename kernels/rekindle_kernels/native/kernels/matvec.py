@@ -24,6 +24,7 @@ import numpy as np
 from rekindle_kernels.native import cpu
 from rekindle_kernels.native.kernel_table import MATVEC
 from rekindle_kernels.native.kernels.rms_norm import normalise
+from rekindle_kernels.native.kernels.stacks import first_row
 from rekindle_kernels.native.language.handler import Kernel, first_unit, job_layout
 from rekindle_kernels.native.language.jit import inline, jit
 from rekindle_kernels.native.language.memory import LINE, f32, free, malloc, prefetcher, set_f32
@@ -321,15 +322,17 @@ def kernel(storage: Storage, scaled: bool) -> Kernel:
 
     @jit
     def prepare(frame: Any, job: Any, threads: int) -> int:
-        job.weight = frame.weight.data
-        job.scale = frame.scale.data
         set_rows(frame, job)
         job.residual = frame.residual.data if frame.has_residual else 0
         job.out = frame.out.data
         job.height = dim(frame.out, 1)
         job.gated = frame.settings.gated
         job.invariant = frame.settings.invariant
-        rounds = (dim(frame.weight, 0) * job.width * size + threads * BLOCK_BYTES - 1) // (threads * BLOCK_BYTES)
+        outputs = 2 * job.height if job.gated > 0 else job.height
+        first = first_row(frame, outputs)
+        job.weight = frame.weight.data + first * job.width * size
+        job.scale = frame.scale.data + first * 4
+        rounds = (outputs * job.width * size + threads * BLOCK_BYTES - 1) // (threads * BLOCK_BYTES)
         return min(rounds * threads, units(job))
 
     @jit

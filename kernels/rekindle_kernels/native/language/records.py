@@ -41,7 +41,7 @@ class Frame(types.Type):
 
     def __init__(self, spec: KernelSpec) -> None:
         self.spec = spec
-        self.arrays = {array.name: ("operands", index) for index, array in enumerate(spec.operands)}
+        self.arrays = {array.name: ("operands", spec.index(array.name)) for array in spec.operands}
         self.arrays |= {array.name: ("results", index) for index, array in enumerate(spec.results)}
         assert len(self.arrays) == len(spec.operands) + len(spec.results), f"{spec.kind} has two arrays of one name"
         self.records = {array.name: array.record for array in spec.operands if array.record is not None}

@@ -75,7 +75,7 @@ def supports(call: LinearCall) -> str | None:
         return "it takes rows that are normed"
     if call.gate is not None:
         return "it gates nothing"
-    if len(call.weight.shape) != 2:
+    if call.expert or len(call.weight.shape) != 2:
         return "it takes one matrix"
     if max(call.weight.size, call.rows * call.outputs) >= 2**31:
         return f"{call.weight.size} columns of weights, or {call.rows} rows of results, are more than 31 bits count"
@@ -223,6 +223,7 @@ def run(
     residual: jax.Array | None,
     count: jax.Array | None,
     norm: jax.Array | None,
+    expert: jax.Array | None,
     options: LinearOptions,
     dtype: jnp.dtype,
     *,
@@ -230,6 +231,7 @@ def run(
 ) -> jax.Array:
     """Compute `ops.linear.linear`; every row is computed, regardless of `count`."""
     assert scale is not None, "integers have scales"
+    assert expert is None, "the operation takes the matrix out of the stack"
     y = multiply(x.reshape(-1, x.shape[-1]), weight, scale, minimum, dtype, interpret=interpret)
     y = y.reshape(*x.shape[:-1], y.shape[-1]).astype(dtype)
     return y if residual is None else residual + y

@@ -39,18 +39,15 @@ class Stack(Matrix):
 
     def of_expert(self, x: jax.Array, expert: jax.Array) -> jax.Array:
         """Compute x [rows, in] · one expert's matrix → [rows, out]."""
-        weight, scale, minimum = (
-            None if array is None else jax.lax.dynamic_index_in_dim(array, expert, keepdims=False)
-            for array in self.arrays
-        )
-        assert weight is not None, "a stack has weights"
-        if self.values is not None:
-            weight = jax.lax.bitcast_convert_type(weight, jnp.dtype(self.values))
+        weight, scale, minimum = self.arrays
         # XLA's product takes the slice of the stack into its loop, where others have to copy it first. But XLA would
         # widen a whole slice of four bits in memory, eight times the size of the copy.
         name = self.implementation if self.packing is not None else "xla"
-        options = LinearOptions(self.quantize, deterministic=self.packing is not None and self.deterministic)
-        y = rekindle_kernels.linear(x, weight, scale=scale, minimum=minimum, options=options, implementation=name)
+        deterministic = self.packing is not None and self.deterministic
+        options = LinearOptions(self.quantize, deterministic=deterministic, values=self.values)
+        y = rekindle_kernels.linear(
+            x, weight, scale=scale, minimum=minimum, expert=expert, options=options, implementation=name
+        )
         return y if self.bias is None else y + self.bias[...][expert].astype(y.dtype)
 
     def grouped(self, x: jax.Array, sizes: jax.Array) -> jax.Array:
