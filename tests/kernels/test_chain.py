@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -86,6 +87,27 @@ def test_other_operations_end_a_run_only_if_they_need_its_results() -> None:
 
     assert calls(native.chained(function), rows(), matrix()) == ["chain", "chain"]
     same(function, rows(), matrix())
+
+
+@needs_numba
+def test_a_run_in_the_body_of_a_loop_becomes_one_call() -> None:
+    weights = jnp.stack([matrix() for _ in range(3)])
+
+    def function(x: jax.Array, weights: jax.Array, count: jax.Array) -> jax.Array:
+        def body(index: jax.Array, x: jax.Array) -> jax.Array:
+            x = native.multiply(norm(x, weights[0, 0]), weights, expert=index)
+            return native.multiply(x, weights, residual=x, expert=index) / 8
+
+        return jax.lax.fori_loop(0, count, body, x)
+
+    arguments = rows(), weights, jnp.int32(3)
+    same(function, *arguments)
+    (loop,) = [
+        eqn for eqn in jax.make_jaxpr(native.chained(function))(*arguments).eqns if eqn.primitive.name == "while"
+    ]
+    assert calls(jax.extend.core.jaxpr_as_fun(loop.params["body_jaxpr"]), *loop.params["body_jaxpr"].in_avals) == [
+        "chain"
+    ]
 
 
 @needs_numba

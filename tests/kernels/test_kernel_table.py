@@ -37,6 +37,14 @@ def test_settings_are_read_as_they_were_packed() -> None:
         PREFILL.pack_settings(0, {"window": 7})
 
 
+def test_an_operand_behind_the_settings_changes_no_call_without_it() -> None:
+    assert MATVEC.index("settings") == 6 and MATVEC.index("expert") == 7
+    assert MATVEC.present_bit("expert") == max(map(MATVEC.present_bit, MATVEC.optional)), "other bits stay as they are"
+    for spec in KERNELS.values():
+        behind = [operand.behind for operand in spec.operands]
+        assert behind == sorted(behind) and all(each.optional for each in spec.operands if each.behind), spec.kind
+
+
 def test_a_program_calls_the_kernels_that_it_names_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     ready = {"decode_bfloat16_6", "decode_bfloat16_64", "decode_bfloat16_640", "norm", "chain"}
     monkeypatch.setattr(build, "_ready", ready)

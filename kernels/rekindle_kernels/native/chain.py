@@ -3,7 +3,7 @@
 A step of a model of 30 layers is 270 native calls with nothing between them but reshapes. To XLA each is an instruction
 to load and to schedule, and threads to wake. `chained` looks through a function's jaxpr for such runs and replaces each
 by a single call, whose kernel (kernels/chain_runner.py) makes the calls of the run; what flows between them lies in
-scratch memory.
+scratch memory. It does the same in the bodies of loops.
 
 A program has a fixed number of tokens, and a prompt seldom has as many. In a run with prefill attention, whose operands
 say how many there are, no kernel computes the rows behind them: they are left undefined. In a run with any attention,
@@ -169,12 +169,23 @@ def _flattened(jaxpr: Jaxpr, inputs: Sequence[Value]) -> tuple[list[Operation], 
             inner = equation.params["call_jaxpr"]
             inside, results = _flattened(inner.jaxpr, [*map(_described, inner.consts, inner.consts), *operands])
             operations += inside
+        elif equation.primitive.name == "while":
+            operations.append(Operation(jaxpr, _with_joined_body(equation), operands, results))
         elif equation.primitive.name == "broadcast_in_dim" and _small(operands[0], results[0]):
             results[0].constant = np.full(results[0].shape, operands[0].constant, results[0].dtype)
         else:
             operations.append(Operation(jaxpr, equation, operands, results))
         names.update(zip(equation.outvars, results, strict=True))
     return operations, [value(atom) for atom in jaxpr.outvars]
+
+
+def _with_joined_body(loop: JaxprEqn) -> JaxprEqn:
+    """Return a loop in whose body runs of native calls are one call each."""
+    from jax.extend.core import jaxpr_as_fun  # it imports Pallas, which only tracing can afford
+
+    body = loop.params["body_jaxpr"]
+    joined = jax.make_jaxpr(chained(jaxpr_as_fun(body)))(*body.in_avals)
+    return loop.replace(params={**loop.params, "body_jaxpr": joined})
 
 
 def _described(kind: Any, constant: Any = None) -> Value:
