@@ -104,7 +104,7 @@ class Recipes:
         matrices = {path: leaf for path, leaf in leaves.items() if path.endswith("weight") and len(leaf.shape) > 1}
         pairs = ((leaf, leaves.get(f"{path.removesuffix('weight')}scale")) for path, leaf in matrices.items())
         scaled = [(leaf.dtype.name, scale.dtype.name) for leaf, scale in pairs if scale is not None]
-        dtypes = [leaf.dtype.name for leaf in matrices.values()]
+        dtypes = [self.graph.precision.value_dtype(leaf.dtype).name for leaf in matrices.values()]
         recurrent = any(layer.states for layer in self.local_kv)
         pages = self._pages.dtype.name
         return kernels_for(dtypes, pages, self._head_sizes, scaled, self.features.matrices, recurrent)
