@@ -30,7 +30,10 @@ from rekindle_kernels.ops.linear import matrix_of_expert
 PLAIN = {"model_type": "llama", "vocab_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
 OSS = MoeSpec(num_experts=32, top_k=4, intermediate_size=2880, normalize=True, bias=True)
 QWEN = MoeSpec(num_experts=64, top_k=8, intermediate_size=768, normalize=True)
-SHAPES = {"gpt-oss-20b": (2880, "clamped_silu", OSS), "qwen3-30b": (2048, "silu", QWEN)}  # by name: hidden size, ...
+SHAPES = {  # hidden size, activation, experts
+    "gpt-oss-20b": (2880, "clamped_silu", OSS),
+    "qwen3-30b": (2048, "silu", QWEN),
+}
 
 
 def layer(name: str, kind: str) -> moe.Experts:
