@@ -99,6 +99,16 @@ def test_why_not(name: str, changes: dict[str, Any], words: str) -> None:
 
 @native
 @pytest.mark.anyio
+async def test_heads_that_xla_norms_are_refused() -> None:
+    """With 16 of 64 numbers rotated, 11 of 40 log-probabilities had other last bits behind a prompt that was cut."""
+    raw = checkpoints.CASES["qwen3.5"] | {"head_dim": 64}
+    with pytest.raises(ConfigError, match="can't be kept: layer 3 rotates 16 numbers of each head"):
+        async with rekindle.open(checkpoints.model(raw, checkpoints.tensors(raw)), **OPTIONS):
+            pass
+
+
+@native
+@pytest.mark.anyio
 async def test_states_that_xla_computes_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"deterministic=True: can't be kept: states of 8 x 12.*Leave it out"):
         async with rekindle.open(checkpoints.case("qwen3.5-tied-biases"), **OPTIONS):

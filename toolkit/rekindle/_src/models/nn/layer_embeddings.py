@@ -12,11 +12,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-import rekindle_kernels
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.nn.decoders import Decoder, SandwichBlock
 from rekindle._src.models.nn.layers import Attend, Attention, GatedMlp, RopeTables
-from rekindle._src.models.nn.linear import Embedding, Linear, RMSNorm, parameter
+from rekindle._src.models.nn.linear import Embedding, Linear, RMSNorm, parameter, rms_norm
 from rekindle._src.models.nn.moe import ScaledExperts
 from rekindle._src.models.precision import Precision
 from rekindle_kernels import activate
@@ -37,7 +36,7 @@ class NormedValuesAttention(Attention):
         rows = H + (K if self.keys_as_values else 2 * K)
         self.qkv = Linear(rows * D, config.hidden_size, precision, bias=config.qkv_bias)
         self.qk_norm = RMSNorm((H + K, D), config.norm_eps, precision)
-        self.eps = config.norm_eps
+        self.eps, self.deterministic = config.norm_eps, precision.deterministic
 
     def project(self, x: jax.Array, norm: RMSNorm | None) -> tuple[jax.Array, jax.Array | None]:
         qkv = self.qkv(x, norm=norm).reshape(x.shape[0], -1, self.head_dim)
@@ -51,7 +50,7 @@ class NormedValuesAttention(Attention):
     def normed_values(self, v: jax.Array) -> jax.Array:
         """Return values [T, K, D] divided by the root of their mean square."""
         ones = jnp.ones(v.shape[-1:], jnp.float32)
-        return rekindle_kernels.rms_norm(v, ones, self.eps, implementation=self.implementation)
+        return rms_norm(v, ones, self.eps, self.implementation, deterministic=self.deterministic)
 
 
 class LayerEmbeddingBlock(SandwichBlock):

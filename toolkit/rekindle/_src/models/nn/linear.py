@@ -50,10 +50,18 @@ class RMSNorm(nnx.Module):
 
     def __init__(self, shape: int | tuple[int, ...], eps: float, precision: Precision) -> None:
         self.weight = parameter((shape,) if isinstance(shape, int) else shape, jnp.float32)
-        self.eps, self.implementation = eps, precision.implementation
+        self.eps, self.implementation, self.deterministic = eps, precision.implementation, precision.deterministic
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return rekindle_kernels.rms_norm(x, self.weight[...], self.eps, implementation=self.implementation)
+        return rms_norm(x, self.weight[...], self.eps, self.implementation, deterministic=self.deterministic)
+
+
+def rms_norm(
+    x: jax.Array, weight: jax.Array, eps: float, implementation: str | None, *, deterministic: bool
+) -> jax.Array:
+    """Norm x over its last axis. Native norms, which deterministic steps need, take rows [T, E]."""
+    rows = x.reshape(-1, x.shape[-1]) if deterministic and weight.ndim == 1 else x
+    return rekindle_kernels.rms_norm(rows, weight, eps, implementation=implementation).reshape(x.shape)
 
 
 class Matrix(nnx.Module):
