@@ -262,7 +262,8 @@ def _made_one(run: Sequence[Operation], leaving: set[Value]) -> list[Operation |
             aliases[buffers[value].number] = index
         else:
             buffers[value].where, buffers[value].number = RESULT, index
-    scratch = chain_plan.place({buffer for buffer in buffers.values() if buffer.where == chain_plan.SCRATCH})
+    in_scratch = dict.fromkeys(buffer for buffer in buffers.values() if buffer.where == chain_plan.SCRATCH)
+    scratch = chain_plan.place(in_scratch)
     rows = None if attention is None else _rows(attention, buffers)
     return [Chain(steps, inputs, outputs, aliases, scratch, rows), *views]
 

@@ -84,11 +84,6 @@ class KernelSpec:
         kinds = {"present": "int32", **self.settings} if self.optional or self.settings else {}
         return consecutive(f"{self.kind} settings", kinds) if kinds else None
 
-    @property
-    def operand_count(self) -> int:
-        """How many operands a call has, its settings included."""
-        return len(self.operands) + (self.settings_layout is not None)
-
     def has(self, operand: str) -> bool:
         """True if there is an operand of that name."""
         return any(each.name == operand for each in self.operands)
