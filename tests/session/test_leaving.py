@@ -142,6 +142,30 @@ def test_leaving_the_interpreter_with_work_in_flight(ending: str) -> None:
         assert done.stderr == ""
 
 
+def test_leaving_while_pages_are_saved_waits_for_them() -> None:
+    """Python ends threads that are not waited for wherever they are: inside XLA that aborted the process."""
+    done = run_script(
+        """
+        import sys, threading, time
+        import rekindle
+        from rekindle._src.session.cache_writer import CacheWriter
+        saving, keep = threading.Event(), CacheWriter._keep
+        def slow(writer, *arguments, **options):
+            saving.set()
+            time.sleep(0.5)
+            keep(writer, *arguments, **options)
+            print("saved")
+        CacheWriter._keep = slow
+        session = rekindle.open_sync("tiny", cache_dir=sys.argv[1], precompile="lazy", quiet=True)
+        session.generate_sync(list(range(5, 150)), max_tokens=1)
+        saving.wait(20)
+        """,
+        tempfile.mkdtemp(),
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == ["saved"]
+
+
 def test_exit_is_bounded_when_the_device_hangs() -> None:
     start = time.perf_counter()
     done = run_script(

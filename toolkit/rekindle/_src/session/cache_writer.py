@@ -6,11 +6,13 @@ memory, and has the device read pages between two steps, a few at a time.
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import logging
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import islice
@@ -47,6 +49,7 @@ SEGMENT_BYTES = 64 << 20
 SLICE = 1024  # nodes looked at in one turn of the loop: about 1 ms
 BUSY_SLICES = 4  # in one tick while requests run, so that the cost does not grow with the tree
 CLOSE_SECONDS = 1.5  # the most that saving may delay the end of a session that was opened with restore
+EXIT_SECONDS = 5.0  # the most that the interpreter's exit waits for what all sessions are saving
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
@@ -100,6 +103,8 @@ class CacheWriter:
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], OneShot[Any]]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
+        self._at_work = threading.Lock()  # held during a job, and while something is saved in the background
+        self._leaving = False  # the interpreter exits: nothing more is saved in the background
         self._stopped = False
         self._complete_at = -1  # the tree's version when everything cold in it was on disk
         self._restart_ready = engine.resources.prepare_restart is None  # a restart finds its programs in the store
@@ -150,11 +155,18 @@ class CacheWriter:
         self._stopped = True
         self._jobs.put((lambda: None, OneShot()))
 
+    def rest(self, seconds: float) -> None:
+        """Save nothing more in the background, and wait for what is being saved; jobs are done as before."""
+        self._leaving = True
+        if self._at_work.acquire(timeout=seconds):
+            self._at_work.release()
+
     # -- the thread
 
     def _start(self) -> None:
         with self._starting:
             if self._thread is None:
+                _rest_at_exit(self)
                 self._thread = threading.Thread(target=self._work, name="rekindle cache writer", daemon=True)
                 self._thread.start()
 
@@ -163,23 +175,28 @@ class CacheWriter:
             try:
                 job, reply = self._jobs.get(timeout=TICK_SECONDS if self._disk is not None else None)
             except queue.Empty:
-                self._tick()
+                with self._at_work:
+                    self._tick()
                 continue
-            try:
-                reply.put(job())
-            except OSError as error:
-                typed = StoreError(f"the cache folder can't be used now: {error}. Check the disk, and try again")
-                typed.__cause__ = error
-                reply.fail(typed)
-            except BaseException as error:
-                reply.fail(error)
+            with self._at_work:
+                self._do(job, reply)
         while not self._jobs.empty():
             self._jobs.get()[1].fail(self._host.refusal())
+
+    def _do(self, job: Callable[[], Any], reply: OneShot[Any]) -> None:
+        try:
+            reply.put(job())
+        except OSError as error:
+            typed = StoreError(f"the cache folder can't be used now: {error}. Check the disk, and try again")
+            typed.__cause__ = error
+            reply.fail(typed)
+        except BaseException as error:
+            reply.fail(error)
 
     def _tick(self) -> None:
         """Save some of the pages that are due. If writing fails, warn once and stop saving in the background."""
         cache = self.cache
-        if self._failed or cache is None or self._host.closing:
+        if self._failed or self._leaving or cache is None or self._host.closing:
             return
         if cache.version == self._complete_at:
             if self.saved_bytes:
@@ -515,3 +532,27 @@ class CacheWriter:
         job = partial(runner.read_pages, [entry.on_device for entry in part], [entry.page.digest for entry in part])
         wait(self._host.send(Exclusive(job, check, reply), reply))
         return pairs
+
+
+_writers: weakref.WeakSet[CacheWriter] = weakref.WeakSet()
+_registered: list[bool] = []
+
+
+def _rest_at_exit(writer: CacheWriter) -> None:
+    """Have the interpreter's exit wait for what the writer saves.
+
+    A thread that is ended inside XLA aborts the process, and Orbax, which stores programs, needs thread pools: they
+    take no more work once threading's own exit functions have run, the last registered first.
+    """
+    _writers.add(writer)
+    if not _registered:
+        import concurrent.futures.thread  # noqa: F401  registers the end of thread pools, which has to come later
+
+        getattr(threading, "_register_atexit", atexit.register)(_rest)
+        _registered.append(True)
+
+
+def _rest() -> None:
+    deadline = time.monotonic() + EXIT_SECONDS
+    for writer in tuple(_writers):
+        writer.rest(max(0.0, deadline - time.monotonic()))
