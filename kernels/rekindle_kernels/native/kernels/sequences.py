@@ -55,10 +55,11 @@ def list_sequences(frame: Any, job: Any, tokens: int, slots: int) -> None:
 @inline
 def clear_rows_without(frame: Any, out: int, tokens: int, width: int) -> None:
     """Write zeros to the results [tokens, width] of rows that are no sequence's: NaN in them would spread."""
-    decode_rows, prompts = frame.settings.decode_rows, min(i32(frame.prompts.data, 0), dim(frame.ends, 0) - 1)
+    decode_rows, prompts = frame.settings.decode_rows, min(max(i32(frame.prompts.data, 0), 0), dim(frame.ends, 0) - 1)
     for row in range(min(decode_rows, tokens)):
         if i32(frame.lens.data, row) <= 0:
             for at in range(row * width, (row + 1) * width):
                 set_f32(out, at, ZERO)
-    for at in range(min(decode_rows + i32(frame.ends.data, prompts), tokens) * width, tokens * width):
+    used = min(max(i32(frame.ends.data, prompts), 0), tokens - min(decode_rows, tokens))
+    for at in range((min(decode_rows, tokens) + used) * width, tokens * width):
         set_f32(out, at, ZERO)
