@@ -30,6 +30,7 @@ from soak.test_http import Attackers
 pytest.importorskip("uvicorn", reason="the server is the extra `serve`")
 
 SECONDS = float(os.environ.get("REKINDLE_SOAK_SECONDS", "1800")) / 3
+ANSWERS = 20
 LONG = [pytest.param(30.0, marks=pytest.mark.slow), pytest.param(SECONDS, marks=pytest.mark.soak)]
 OPTIONS: dict[str, Any] = {
     "dtype": "float32", "max_model_len": 256, "max_requests": 8, "max_tokens_per_step": 128, "deterministic": True,
@@ -177,7 +178,9 @@ def test_replicas_that_are_killed_cut_no_stream(tmp_path: Path, seconds: float) 
 
         async def kill(until: float) -> None:
             nonlocal deaths
-            while asyncio.get_running_loop().time() < until:
+            clock = asyncio.get_running_loop().time
+            # On busy cores a replica is a while in coming back, so that half a minute may see few answers.
+            while clock() < until or (clients.counts.finished <= ANSWERS and clock() < until + 120):
                 await asyncio.sleep(draw.uniform(1.0, 4.0))
                 stats = await asyncio.to_thread(fleet.stats)
                 alive = [one for one in stats.replicas if one.state == "ready"]
@@ -189,6 +192,6 @@ def test_replicas_that_are_killed_cut_no_stream(tmp_path: Path, seconds: float) 
         asyncio.run(clients.run(seconds, kill))
         stats = fleet.stats()
         print(f"{deaths} deaths, {stats.moved} requests moved; {clients.counts}; {clients.outcomes}")
-        assert deaths >= 3 and stats.moved > 0 and clients.counts.finished > 20
+        assert deaths >= 3 and stats.moved > 0 and clients.counts.finished > ANSWERS
         assert set(clients.counts.statuses) == {200} and not fleet.closed
         server.close()
