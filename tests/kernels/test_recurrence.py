@@ -202,7 +202,7 @@ def _check_slots(run: Any, t: Tokens, states: Array, batch: RaggedBatch, out: An
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_native_results_of_rows_without_a_sequence_are_zeros(name: str) -> None:
-    """What memory held before stood there, and NaN in a row of padding spread to others in XLA's next layer."""
+    """Rows of padding used to be left uninitialised. A NaN in one of them spread to real rows in XLA's scan."""
     run, _, shape = LAYERS[name]
     batch = batch_of([7, -1], [(0, 3)], most=3)
     states = jnp.zeros((len(batch.lengths), *shape), jnp.float32)

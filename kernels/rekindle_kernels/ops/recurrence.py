@@ -1,8 +1,8 @@
 """Layers with a state that each token changes: short convolutions, the gated delta rule, and Mamba-2's selective scan.
 
 All three take a ragged batch and the state of each sequence before it, and return a result for each token and the
-states after it. A sequence whose tokens begin at position 0 begins with zeros, whatever its state holds. Results of
-rows that are no sequence's are finite.
+states after it. A sequence whose tokens begin at position 0 begins with zeros, whatever its state holds. Rows
+of padding have finite results.
 
 Axes: T tokens, N sequences, R decode rows, C channels, L taps of a convolution, H heads, D size of a key, V size of a
 value, K heads of keys, G groups of heads, P slots.

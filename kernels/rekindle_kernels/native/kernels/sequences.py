@@ -54,12 +54,12 @@ def list_sequences(frame: Any, job: Any, tokens: int, slots: int) -> None:
 
 @inline
 def clear_rows_without(frame: Any, out: int, tokens: int, width: int) -> None:
-    """Write zeros to the results [tokens, width] of rows that are no sequence's: NaN in them would spread."""
-    decode_rows, prompts = frame.settings.decode_rows, min(max(i32(frame.prompts.data, 0), 0), dim(frame.ends, 0) - 1)
-    for row in range(min(decode_rows, tokens)):
+    """Write zeros to the results [tokens, width] of rows without a sequence: a NaN in one of them would spread."""
+    rows, prompts = min(frame.settings.decode_rows, tokens), min(i32(frame.prompts.data, 0), dim(frame.ends, 0) - 1)
+    for row in range(rows):
         if i32(frame.lens.data, row) <= 0:
             for at in range(row * width, (row + 1) * width):
                 set_f32(out, at, ZERO)
-    used = min(max(i32(frame.ends.data, prompts), 0), tokens - min(decode_rows, tokens))
-    for at in range((min(decode_rows, tokens) + used) * width, tokens * width):
+    used = rows + min(max(i32(frame.ends.data, max(prompts, 0)), 0), tokens - rows)
+    for at in range(used * width, tokens * width):
         set_f32(out, at, ZERO)
