@@ -14,6 +14,7 @@ from helpers import plain_sampling
 from helpers.driving import plain_tokens, tiny_config, tiny_model
 from helpers.fakes import DictTier
 from helpers.scheduling import NoReserve
+from helpers.thorough import by_default
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.records import FinishReason, Request, TokenEvent
 from rekindle._src.core.sampling import Sampling
@@ -177,7 +178,7 @@ SETUPS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("setup", SETUPS)
+@pytest.mark.parametrize("setup", by_default(SETUPS, 2))
 def test_two_hundred_requests_equal_the_plain_loop_and_compile_nothing(setup: str) -> None:
     config, tier, rng = tiny_config(**SETUPS[setup]), DictTier(limit=40), np.random.default_rng(7)
     programs = Programs(MODEL.config, MODEL.graph, MODEL.leaves, config)

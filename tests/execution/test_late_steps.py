@@ -15,6 +15,7 @@ import pytest
 from helpers.dict_store import DictStore
 from helpers.driving import Driver, Live, plain_tokens, tiny_config, tiny_model
 from helpers.guides import RuleGuide
+from helpers.thorough import by_default
 from rekindle import LogitsProcessor, Sampling
 from rekindle._src.execution import late_steps
 from rekindle._src.execution.runner import Runner
@@ -31,7 +32,7 @@ def rule(position: int, last: int) -> tuple[int, ...]:
     return tuple(range(7, 320, 7)) if position % 2 == 0 else (last + 1, 300, 319)
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["one program", "two programs"])
+@pytest.fixture(scope="module", params=by_default([1, 2]), ids=["one program", "two programs"])
 def runner(request: pytest.FixtureRequest) -> Iterator[Runner]:
     made = Runner(
         MODEL,

@@ -58,6 +58,7 @@ def test_mixed_steps_and_slots_used_again(driver: Driver) -> None:
             driver.remove(live)
 
 
+@pytest.mark.thorough
 def test_a_prompt_with_more_pages_than_a_step_can_bring(driver: Driver) -> None:
     programs = driver.runner.programs
     assert not programs.ready(TABLES)
@@ -117,6 +118,7 @@ def test_after_a_step_that_failed_tables_are_sent_again(driver: Driver) -> None:
     assert live.outputs == expected(prompt, 6)
 
 
+@pytest.mark.thorough
 def test_pages_move_in_transfers_of_many_and_of_few(driver: Driver) -> None:
     prompt = prompt_of(40, 120)
     live = driver.add(prompt, Sampling(max_tokens=6))

@@ -57,6 +57,7 @@ def test_kernels_are_there_afterwards_and_sessions_share_the_work() -> None:
     assert sorted(path.name.split("-")[0] for path in build.folder().glob("*.o")) == names
 
 
+@pytest.mark.thorough
 def test_a_failure_is_said_and_not_tried_again(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, build.__name__):
         found = build_kernels(["nothing_float32"])
@@ -83,6 +84,7 @@ def claimed() -> Iterator[None]:
         yield
 
 
+@pytest.mark.thorough
 def test_another_program_waits_for_those_at_work_and_compiles_what_they_leave(quick: None) -> None:
     with claimed():
         found = build_kernels(["argmax", "norm"])
@@ -110,6 +112,7 @@ def test_its_processes_keep_others_waiting_until_the_last_one_has_ended(quick: N
         pass
 
 
+@pytest.mark.thorough
 def test_without_locks_each_program_compiles_for_itself(quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: object) -> None:
         raise OSError(errno.EBADF, "no lock on a folder")
@@ -126,6 +129,7 @@ def test_a_process_that_hangs_is_ended_and_lets_others_go_on() -> None:
     assert done.returncode == -signal.SIGALRM
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not hasattr(os, "getsid"), reason="a matter of Unix")
 def test_its_processes_leave_the_cores_to_the_user_and_the_keyboard_to_the_program(quick: None) -> None:
     found = build_kernels(["norm"])

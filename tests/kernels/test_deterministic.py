@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from helpers.kernel_cases import Case, build
+from helpers.thorough import by_default
 from rekindle_kernels import AttentionInputs, LinearOptions, linear, paged_attention, unavailable_reason
 
 pytestmark = pytest.mark.skipif(unavailable_reason() is not None, reason="numba is not installed")
@@ -18,7 +19,7 @@ WEIGHTS = [("float32", None), ("bfloat16", None), ("float16", None), ("int8", "i
 
 
 @pytest.mark.parametrize(("weight", "quantize"), WEIGHTS)
-@pytest.mark.parametrize("shape", [(192, 128), (128, 192), (30, 40)], ids=str)
+@pytest.mark.parametrize("shape", by_default(map(pytest.param, [(192, 128), (128, 192), (30, 40)])), ids=str)
 def test_a_product_does_not_depend_on_the_number_of_rows(
     weight: str, quantize: str | None, shape: tuple[int, int]
 ) -> None:
@@ -65,7 +66,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", by_default(CASES, 2), ids=lambda case: case.name)
 def test_a_query_is_the_same_in_a_chunk_and_alone(case: Case) -> None:
     problem = build(case)
     options = replace(problem.options, deterministic=True)

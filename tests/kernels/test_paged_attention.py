@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from helpers.kernel_cases import BIDIRECTIONAL, CASES, LATENT, MIXED, Case, Problem, build, in_wide_queries, tolerance
+from helpers.thorough import by_default
 from rekindle_kernels import LayerKV, native, paged_attention
 from rekindle_kernels.native.attention import LANES
 from rekindle_kernels.native.products import DTYPES
@@ -28,14 +30,21 @@ IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
 # Building a native kernel takes seconds. By default without these, whose loops a case of another size goes through as
 # often, and those that an installation does not compile: 256 is mixed_head_dim_128 with more turns.
 SLOW = {("native", "mixed_head_dim_256"), ("native", "mixed_float16"), ("native", "mixed_head_dim_80")}
+# Other sizes of what is there already.
+THOROUGH = {
+    "mixed_page_64", "mixed_page_128", "mixed_head_dim_64", "mixed_group_1", "mixed_group_3", "mixed_group_16",
+    "mixed_window_1", "mixed_window_of_a_page", "mixed_window_wider_than_all", "prefill_wide_table",
+    "decode_single_row", "prefill_one_token_chunks", "mixed_scale",
+}  # fmt: skip
 
 
-def implementations() -> list[object]:
-    return [
+def implementations() -> list[Any]:
+    cases = [
         pytest.param(name, case, id=f"{name}-{case.name}", marks=pytest.mark.slow if (name, case.name) in SLOW else ())
         for name in IMPLEMENTATIONS
         for case in CASES
     ]
+    return by_default(cases, lambda case: case.values[1].name not in THOROUGH)
 
 
 @cache
@@ -74,7 +83,7 @@ def test_implementation_matches_the_reference(name: str, case: Case) -> None:
     assert not got[~problem.used].any(), "padding must give zeros"
 
 
-@pytest.mark.parametrize("case", BIDIRECTIONAL, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", by_default(BIDIRECTIONAL, 2), ids=lambda case: case.name)
 def test_queries_may_see_the_keys_behind_them(case: Case) -> None:
     """The oracle is a plain softmax over all keys of a sequence that are within the window."""
     problem, want = expected(case)
@@ -106,7 +115,7 @@ def test_native_kernels_take_heads_of_512(kv_dtype: str) -> None:
     np.testing.assert_allclose(got, want, rtol=0, atol=tolerance(case))
 
 
-@pytest.mark.parametrize("case", LATENT, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", by_default(LATENT, 2), ids=lambda case: case.name)
 def test_values_may_be_a_part_of_the_keys(case: Case) -> None:
     """The oracle is the one for keys and values, with the first numbers of the keys stored again as values."""
     problem = build(case)

@@ -39,6 +39,7 @@ def test_rows_are_written_as_by_the_scatter(kv_heads: int, dtype: str) -> None:
     assert WRITE_KV.choose(call).name == "rows"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "implementation", [pytest.param("pallas_tpu_interpret", marks=pytest.mark.slow), "xla", "reference"]
 )
@@ -53,6 +54,7 @@ def test_wider_pages_give_the_same_attention(implementation: str) -> None:
     np.testing.assert_allclose(np.asarray(got), np.asarray(want), rtol=0, atol=tolerance(case))
 
 
+@pytest.mark.thorough
 def test_a_page_table_larger_than_scalar_memory_is_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(
         "many_rows", decode=tuple(range(19)), prefill=tuple((1 + n % 5, 5 + 3 * n) for n in range(11)),

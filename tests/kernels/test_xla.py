@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from helpers.kernel_cases import CASES, Case, build, tolerance
+from helpers.thorough import by_default
 from rekindle_kernels import AttentionOptions, LayerKV, paged_attention
 from rekindle_kernels.xla import attention as xla
 
@@ -34,7 +35,7 @@ def outputs(case: Case, name: str) -> np.ndarray:
     return np.asarray(run(problem.inputs).astype("float32"))
 
 
-@pytest.mark.parametrize("name", CUT)
+@pytest.mark.parametrize("name", by_default(CUT, 3))
 def test_many_small_blocks_agree_with_the_reference(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(xla, "BLOCKS", SMALL)
     case = BY_NAME[name]
@@ -81,6 +82,7 @@ def test_a_window_reads_only_what_it_shows(monkeypatch: pytest.MonkeyPatch) -> N
     assert keys_read(case, monkeypatch) == 32 + 32
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("length", [1, 2000])
 def test_int8_attention_keeps_the_tail_of_many_small_weights(length: int) -> None:
     """One key outweighs each of the others 255 times: in eight bits their weights would vanish, half of the result."""

@@ -73,6 +73,7 @@ def test_a_layer_that_overflows_with_finite_weights_is_named() -> None:
     assert diagnosis.first_broken_stage(model, PROMPT) == "layers.1"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_the_doctor_names_them(tmp_path: Path, capsys: pytest.CaptureFixture[str], dtype: str) -> None:
     folder = checkpoints.write(tmp_path, checkpoints.CASES["qwen3-moe"], dtype=dtype)
@@ -86,6 +87,7 @@ def test_the_doctor_names_them(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "layers.1.mlp.down.weight holds 1 NaN" in found[0]["detail"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["scale", "minimum"])
 def test_a_step_that_is_infinite_is_named(name: str, tmp_path: Path) -> None:
     raw = checkpoints.CASES["llama"] | {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4}

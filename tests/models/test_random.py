@@ -10,12 +10,15 @@ import pytest
 import rekindle
 from helpers import checkpoints
 from helpers.plain_loop import plain_loop
+from helpers.thorough import by_default
 from rekindle._src.models import abstract_model, config_from_hf, random_model
 from rekindle._src.models.base import ALONE, drawn_on_device
 from rekindle._src.models.placement import random_model as on_mesh
 
 
-@pytest.mark.parametrize(("name", "dtype", "quantize"), [("llama", "bfloat16", None), ("mixtral", "float32", "int8")])
+@pytest.mark.parametrize(
+    ("name", "dtype", "quantize"), by_default([("llama", "bfloat16", None), ("mixtral", "float32", "int8")])
+)
 def test_a_device_draws_what_the_host_draws(name: str, dtype: str, quantize: str | None) -> None:
     config = config_from_hf(checkpoints.CASES[name])
     graph, shapes = abstract_model(config, dtype, quantize)
@@ -34,6 +37,7 @@ def test_a_device_draws_what_the_host_draws(name: str, dtype: str, quantize: str
     assert not np.array_equal(np.asarray(other), np.asarray(device[at])), "the seed changes nothing"
 
 
+@pytest.mark.thorough
 def test_a_model_made_on_a_mesh_is_the_model_of_one_device() -> None:
     config = config_from_hf(checkpoints.CASES["llama"])
     mesh = jax.make_mesh((1,), ("model",))

@@ -15,6 +15,7 @@ import pytest
 import rekindle
 from helpers import checkpoints, gguf_files
 from helpers.plain_loop import plain_loop
+from helpers.thorough import by_default
 from rekindle._src.core import memory
 from rekindle._src.models import LoadedModel, unpacking
 from rekindle._src.models.base import kinds_in
@@ -72,7 +73,7 @@ def assert_same(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray], tol
         np.testing.assert_allclose(ours, theirs, rtol=tolerance, atol=0, err_msg=path)
 
 
-@pytest.mark.parametrize(("case", "plan"), PLANS)
+@pytest.mark.parametrize(("case", "plan"), by_default(PLANS))
 def test_weights_are_what_their_integers_stand_for(
     case: str, plan: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_kernels: None
 ) -> None:

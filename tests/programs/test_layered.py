@@ -17,6 +17,7 @@ from helpers.checkpoints import CASES, case, one_each
 from helpers.dict_store import DictStore
 from helpers.driving import Driver, tiny_config, tiny_model
 from helpers.small import opening, plain, prompt
+from helpers.thorough import by_default, trio_in_ci
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.execution.runner import Runner
 from rekindle._src.models.base import LoadedModel, abstract_model, merge
@@ -166,6 +167,7 @@ def _upload(programs: Programs, key: Bucket) -> tuple[Any, Any]:
     return programs._recipes.upload(programs.layout(key))
 
 
+@pytest.mark.thorough
 def test_greedy_steps_need_a_small_part_of_what_comes_after_the_layers() -> None:
     store = DictStore()
     programs = programs_of(store=store)
@@ -195,6 +197,7 @@ def test_what_a_store_lacks_is_compiled_and_nothing_else() -> None:
     assert programs.compilations == 1 and "r2t0 parts layer 0" in store.kept
 
 
+@pytest.mark.thorough
 def test_processors_were_traced_if_a_part_with_them_is_stored() -> None:
     """An opening session does without tracing them then."""
     store, sevens = DictStore(), [LogitsProcessor(lambda logits, context: logits.at[:, 7].add(1e6), "sevens")]
@@ -206,6 +209,7 @@ def test_processors_were_traced_if_a_part_with_them_is_stored() -> None:
     assert not programs_of(store=store).traced_processors, "a session without any"
 
 
+@pytest.mark.thorough
 def test_parts_go_through_a_folder(tmp_path: Path) -> None:
     def stored() -> Programs:
         return programs_of(store=ProgramStore(ExecutableStore(tmp_path / "programs"), "llama", "identity"))
@@ -235,6 +239,7 @@ def test_programs_of_one_size_share_their_layers() -> None:
     assert programs.compilations == 5, "an opening, a layer, two closings, and the choice, which has no layers"
 
 
+@pytest.mark.thorough
 def test_halves_and_pooling_programs_are_made_of_parts_too() -> None:
     """What they give for a step that prefills beside a row that decodes is what whole programs give.
 
@@ -294,7 +299,7 @@ def test_a_part_that_fails_is_named_and_can_be_tried_again(monkeypatch: pytest.M
         program.complete()
 
 
-@pytest.mark.parametrize("mode", ["lazy", "background"])
+@pytest.mark.parametrize("mode", by_default(["lazy", "background"]))
 def test_what_the_first_text_needs_is_made_at_once(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With "lazy" nothing is made that greedy steps do without."""
     many_layers(monkeypatch)
@@ -320,6 +325,7 @@ def test_what_the_first_text_needs_is_made_at_once(mode: str, monkeypatch: pytes
     assert again.compilations == 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "value"), [("xla_never_heard_of_it", True), ("xla_backend_optimization_level", "much")]
 )
@@ -331,6 +337,7 @@ def test_options_that_xla_does_not_take_are_left_out(name: str, value: Any, monk
     assert name in layered._unknown
 
 
+@pytest.mark.thorough
 def test_the_first_text_waits_for_the_program_of_its_prompt_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Until the program that decodes is there, tokens come from that one."""
     made, release = threading.Event(), threading.Event()
@@ -411,6 +418,7 @@ def test_a_first_text_is_made_of_parts_where_kernels_are_there_too(mode: str, mo
         going.stop(60)
 
 
+@pytest.mark.thorough
 def test_a_short_process_that_finds_parts_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole programs are for those that go on: one short process after the other uses the parts of the first."""
     many_layers(monkeypatch)
@@ -429,6 +437,7 @@ def test_a_short_process_that_finds_parts_compiles_nothing(monkeypatch: pytest.M
     assert seen[0][1] > 0 and seen[1:] == [(0, 0, seen[0][2])] * 2
 
 
+@pytest.mark.thorough
 def test_whole_programs_wait_for_the_opening(monkeypatch: pytest.MonkeyPatch) -> None:
     """A session that is still reading its weights has better uses for the cores."""
     many_layers(monkeypatch, 0.0)
@@ -496,6 +505,7 @@ def test_one_whose_successor_does_not_compile_goes_on(
     assert programs.get(DECODE) is provisional
 
 
+@trio_in_ci
 @pytest.mark.anyio
 async def test_a_text_goes_on_where_it_was_when_its_program_is_replaced() -> None:
     """Float32 tokens are the plain loop's, before and after, alone and in a batch."""

@@ -18,6 +18,7 @@ import pytest
 
 from helpers.dict_store import DictStore
 from helpers.driving import TINY, tiny_config
+from helpers.thorough import by_default
 from rekindle._src.models.base import abstract_model
 from rekindle._src.models.registry import config_from_hf
 from rekindle._src.programs import warming
@@ -153,6 +154,7 @@ def test_copies_are_compiled_only_where_pages_are_shared_in_part() -> None:
         assert (COPY in programs.keys) == there, options
 
 
+@pytest.mark.thorough
 def test_warming_in_the_background_gets_everything_and_can_be_stopped() -> None:
     store = DictStore()
     warm(programs_of(store=store))
@@ -173,6 +175,7 @@ def test_all_programs_are_ready_when_the_session_is_open() -> None:
     assert len(programs.manifest()) == len(programs.keys)
 
 
+@pytest.mark.thorough
 def test_a_program_that_has_to_be_ready_and_does_not_compile_fails_the_opening() -> None:
     programs = programs_of(processors=[LogitsProcessor(lambda logits, context: logits[:, :-1], "shorter")])
     with pytest.raises(CompileError, match="shorter"):
@@ -182,7 +185,7 @@ def test_a_program_that_has_to_be_ready_and_does_not_compile_fails_the_opening()
     background.stop(timeout=60)
 
 
-@pytest.mark.parametrize("restoring", [False, True])
+@pytest.mark.parametrize("restoring", by_default([False, True]))
 def test_a_lazy_session_loads_what_its_first_request_needs_and_compiles_nothing(restoring: bool) -> None:
     store = DictStore()
     warm(programs_of(store=store))
@@ -198,6 +201,7 @@ def test_a_lazy_session_loads_what_its_first_request_needs_and_compiles_nothing(
     assert again.compilations == programs.compilations == 0
 
 
+@pytest.mark.thorough
 def test_a_lazy_session_of_many_layers_compiles_for_a_first_text_before_it_is_open(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -218,7 +222,7 @@ def test_a_lazy_session_of_many_layers_compiles_for_a_first_text_before_it_is_op
     assert again.compilations == 0
 
 
-@pytest.mark.parametrize("mode", ["lazy", "background"])
+@pytest.mark.parametrize("mode", by_default(["lazy", "background"]))
 def test_a_session_that_restores_opens_with_the_programs_of_its_first_request(mode: str) -> None:
     """Even where loading them has hardly begun: two threads share it, from both ends."""
     store = DictStore()
@@ -264,6 +268,7 @@ def test_a_program_that_does_not_compile_ends_the_warming() -> None:
         warm(programs, [Bucket(2, 0, PROCESSED)])
 
 
+@pytest.mark.thorough
 def test_an_interpreter_that_exits_while_programs_warm_ends_cleanly() -> None:
     """A daemon thread inside XLA would abort the process."""
     code = (

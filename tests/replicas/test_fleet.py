@@ -100,6 +100,7 @@ async def test_a_request_goes_on_where_its_replica_died(options: dict[str, Any],
             assert stats.lost == 1 and stats.moved >= 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_many_streams_and_deaths_at_random(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routes, "DEATHS", 9)  # deaths a tenth of a second apart say nothing about a request
@@ -146,6 +147,7 @@ async def test_a_replica_that_hangs_is_replaced() -> None:
         assert hanging.lives == 1 + hanging.killed
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_a_device_that_hangs_is_replaced() -> None:
     gates: list[threading.Event] = []
@@ -332,6 +334,7 @@ async def test_figures() -> None:
         assert "<Fleet over fake: 2 of 2" in repr(fleet)
 
 
+@pytest.mark.thorough
 async def test_a_replica_that_fails_to_open_now_and_then_is_not_given_up() -> None:
     with local_fleet(slow_session, replicas=1) as (fleet, replicas):
         for lives in range(2, 6):
@@ -345,6 +348,7 @@ async def test_a_replica_that_fails_to_open_now_and_then_is_not_given_up() -> No
             await fleet.generate("a", max_tokens=2)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_metrics_of_a_fleet() -> None:
     pytest.importorskip("prometheus_client", reason="metrics need the extra `serve`")
@@ -395,6 +399,7 @@ def test_a_step_that_failed_with_a_lost_process_is_no_end_of_the_request() -> No
     assert isinstance(told_error, StepFailed) and "too large" in str(told_error)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("shared_programs")
 async def test_changes_that_replicas_were_opened_with_are_used_by_name() -> None:
     change = Steer(0, np.random.default_rng(0).standard_normal(small.MODEL.config.hidden_size), 5.0)

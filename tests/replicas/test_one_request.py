@@ -144,6 +144,7 @@ async def outcome(target: Any, call: str, given: Any, options: dict[str, Any]) -
     return done.text, done.parsed
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])  # the loop has no say in it
 async def test_a_fleet_answers_odd_requests_as_a_session_does(fleet: Fleet, session: Session) -> None:
     async with neighbours(fleet):
@@ -317,6 +318,7 @@ def slow_session() -> Session:
     return Session(scheduler, runner, byte_tokenizer(), CONFIG, model="fake")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_a_request_is_not_quarantined_for_replicas_that_die_anyway() -> None:
     """Four die without it. Then those that it is sent to die, before its first token."""

@@ -100,6 +100,7 @@ async def test_tokens_are_those_of_one_session(folder: str, alone: Session) -> N
         assert "decode" in stats._repr_html_()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_many_streams_at_once(folder: str, alone: Session) -> None:
     found: dict[int, Any] = {}
@@ -117,6 +118,7 @@ async def test_many_streams_at_once(folder: str, alone: Session) -> None:
         assert found[index] == (await expected(alone, index, {}))[0]
 
 
+@pytest.mark.thorough
 async def test_where_pages_can_not_be_taken_the_prompt_is_computed(folder: str, alone: Session) -> None:
     with apart(folder) as (fleet, replicas):
         shared = replicas[0].session._client.shared[0]  # type: ignore[union-attr]
@@ -168,6 +170,7 @@ def whole(session: Any) -> bool:
     return bool(stats.live == 0)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_a_replica_that_was_replaced_takes_pages_from_its_neighbour(folder: str) -> None:
     make = lambda: rekindle.open_sync(MODEL, cache_dir=folder, **OPTIONS)  # noqa: E731

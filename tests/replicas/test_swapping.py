@@ -126,6 +126,7 @@ async def test_the_same_folder_may_hold_other_weights() -> None:
         assert swaps.names == {"other": 4}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_new_replicas_have_the_weights() -> None:
     with local_fleet(Swaps().session) as (fleet, replicas):
@@ -149,6 +150,7 @@ async def test_a_replica_that_dies_meanwhile_takes_them_later() -> None:
         assert weights_of(fleet) == ["other"] * 2
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])  # the loop has no say in it
 async def test_weights_that_kill_every_replica_are_given_up() -> None:
     with local_fleet(Swaps().session) as (fleet, replicas):
@@ -160,6 +162,7 @@ async def test_weights_that_kill_every_replica_are_given_up() -> None:
         assert (await fleet.generate("Once", max_tokens=30)).text == text("Once")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_a_single_replica_that_can_not_take_them_is_given_up() -> None:
     with local_fleet(Swaps().session) as (fleet, replicas):

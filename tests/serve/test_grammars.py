@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from helpers.sessions import eventually
+from helpers.thorough import trio_in_ci
 from rekindle import Server, Session
 from rekindle._src.dispatch import intake
 from rekindle._src.structured import compilers
@@ -46,6 +47,7 @@ def answer(server: Server, schema: Any = None, *, key: str = "none", **fields: A
         connection.close()
 
 
+@trio_in_ci
 async def test_a_grammar_that_overflows_or_takes_too_long_gets_400_and_others_their_answers(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -65,6 +67,7 @@ async def test_a_grammar_that_overflows_or_takes_too_long_gets_400_and_others_th
         assert answer(server, structured_outputs={"regex": "[0-9]{3}"})[0] == 200
 
 
+@trio_in_ci
 async def test_sixty_that_wait_for_a_compiler_slow_nothing_down_and_are_told_to_come_again(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,6 +103,7 @@ async def test_sixty_that_wait_for_a_compiler_slow_nothing_down_and_are_told_to_
     assert "grammars of other requests are being compiled" in busy["error"]["message"]
 
 
+@trio_in_ci
 async def test_compilers_are_shared_between_keys_whatever_their_salts(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:

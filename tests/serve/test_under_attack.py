@@ -124,6 +124,7 @@ def test_chains_of_references_and_rules(server: Server, cases: list[Case]) -> No
     beside_streams(server.port, cases, attack)
 
 
+@pytest.mark.thorough
 def test_grammars_that_take_too_long_leave_others_a_place(
     server: Server, cases: list[Case], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,6 +169,7 @@ def test_heads_without_end_and_names_of_others(server: Server, cases: list[Case]
     beside_streams(server.port, cases, attack)
 
 
+@pytest.mark.thorough
 def test_large_requests_and_large_answers(server: Server, cases: list[Case]) -> None:
     fields = b'{"prompt":"a",' + b",".join(b'"x%d":1' % one for one in range(1_000_000)) + b"}"
     scores = {"prompt": "Hi", "n": 64, "max_tokens": 60, "logprobs": 20, "temperature": 1.0}

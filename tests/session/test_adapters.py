@@ -14,6 +14,7 @@ import pytest
 import rekindle
 from helpers import adapters
 from helpers.small import MODEL, OPTIONS, PAGE, plain, prompt
+from helpers.thorough import by_default, trio_in_ci
 from rekindle._src.models import random_model
 from rekindle.errors import CheckpointError, ConfigError, InvalidRequest
 
@@ -79,6 +80,7 @@ async def test_rows_with_different_adapters_and_with_none_share_a_batch(folders:
             assert list((await handle).token_ids) == adapters.plain(MODEL, folder, ids, 2)
 
 
+@pytest.mark.thorough
 @anyio_test
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_more_adapters_than_slots_take_turns_and_nothing_is_compiled(folders: list[Path]) -> None:
@@ -102,6 +104,7 @@ async def test_more_adapters_than_slots_take_turns_and_nothing_is_compiled(folde
         session.check_integrity()
 
 
+@pytest.mark.thorough
 @anyio_test
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_pages_belong_to_weights_and_not_to_names(folders: list[Path]) -> None:
@@ -136,6 +139,7 @@ async def test_pages_belong_to_weights_and_not_to_names(folders: list[Path]) -> 
         session.check_integrity()
 
 
+@trio_in_ci
 @anyio_test
 async def test_loads_unloads_and_swaps_while_requests_run_mix_nothing_up(folders: list[Path]) -> None:
     rng = np.random.default_rng(0)
@@ -170,6 +174,7 @@ async def test_loads_unloads_and_swaps_while_requests_run_mix_nothing_up(folders
         session.check_integrity()
 
 
+@trio_in_ci
 @anyio_test
 async def test_sums_of_adapters_have_their_weights(folders: list[Path]) -> None:
     from rekindle._src.models.adapters.adapter import combined
@@ -186,7 +191,7 @@ async def test_sums_of_adapters_have_their_weights(folders: list[Path]) -> None:
 
 
 @anyio_test
-@pytest.mark.parametrize("quantize", ["int8", "int8-weight", {"attention": "int4-32"}])
+@pytest.mark.parametrize("quantize", by_default(["int8", "int8-weight", {"attention": "int4-32"}]))
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])  # the loop has no say in it
 async def test_a_quantised_base_has_adapters_of_floats(folders: list[Path], quantize: Any) -> None:
     ids, model = prompt(6, 15), random_model(MODEL.config, seed=5, quantize=quantize)
@@ -222,6 +227,7 @@ def test_adapters_are_loaded_without_an_event_loop(folders: list[Path]) -> None:
         assert it.adapters == ()
 
 
+@trio_in_ci
 @anyio_test
 async def test_a_trainers_arrays_are_an_adapter_without_a_file() -> None:
     rng, E, ids = np.random.default_rng(3), MODEL.config.hidden_size, prompt(5, 15)

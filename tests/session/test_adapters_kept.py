@@ -17,6 +17,7 @@ from helpers import adapters, checkpoints
 from helpers.driving import tiny_model
 from helpers.small import MODEL, OPTIONS, PAGE, plain, prompt
 from helpers.tapping import Plain, difference
+from helpers.thorough import trio_in_ci
 from rekindle._src.models.adapters.merging import merged
 from rekindle._src.models.adapters.reading import read_adapter
 from rekindle._src.models.loading.checkpoint import load
@@ -67,6 +68,7 @@ class Trained(nnx.Module):
             product.lora_b[...] = jax.numpy.asarray(random * 0.3)
 
 
+@trio_in_ci
 async def test_an_nnx_module_and_its_state_are_adapters() -> None:
     module = Trained()
     named = {
@@ -116,6 +118,7 @@ async def test_the_base_is_the_same_to_the_bit_when_an_adapter_is_loaded(folders
             np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])  # the loop has no say in it
 async def test_captures_of_rows_with_adapters_are_those_of_merged_weights(folders: list[Path]) -> None:
     wanted: dict[str, Any] = {"capture": {"residual": "all", "residual_before": 0, "norm": True}}
@@ -154,6 +157,7 @@ async def test_a_session_that_sleeps_has_no_adapters_on_the_device(folders: list
         session.check_integrity()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_other_weights_get_the_merged_adapter_too(folders: list[Path], tmp_path: Path) -> None:
     other = tiny_model(seed=6)
@@ -176,6 +180,7 @@ async def test_other_weights_get_the_merged_adapter_too(folders: list[Path], tmp
         assert await tokens(session, ids) == want
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_other_weights_come_while_adapters_are_loaded_and_trained_again(folders: list[Path]) -> None:
     other, running = tiny_model(seed=6), 24

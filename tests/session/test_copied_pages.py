@@ -12,6 +12,7 @@ import pytest
 
 from helpers.sessions import wait_until_idle
 from helpers.small import opening, plain, prompt
+from helpers.thorough import by_default, trio_in_ci
 from rekindle import Session
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
@@ -35,6 +36,7 @@ async def together(session: Session, call: Callable[[], Awaitable[T]], requests:
     return results[0]
 
 
+@trio_in_ci
 @anyio_test
 async def test_texts_and_scores_are_those_of_a_plain_loop() -> None:
     async with opening(**OPTIONS) as session:
@@ -57,7 +59,7 @@ async def test_texts_and_scores_are_those_of_a_plain_loop() -> None:
         wait_until_idle(session)
 
 
-@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("kv_dtype", by_default(["bfloat16", "int8"]))
 def test_pages_of_any_type_are_copied_with_their_scales(kv_dtype: str) -> None:
     async def texts(**options: Any) -> list[tuple[int, ...]]:
         async with opening(kv_dtype=kv_dtype, **OPTIONS | options) as session:
@@ -69,6 +71,7 @@ def test_pages_of_any_type_are_copied_with_their_scales(kv_dtype: str) -> None:
     assert asyncio.run(texts()) == asyncio.run(texts(prefix_cache=False))
 
 
+@trio_in_ci
 @anyio_test
 async def test_drafts_a_preemption_and_steps_that_are_watched() -> None:
     """Pages for half of the requests: some are preempted, and copy or compute their beginnings again."""

@@ -84,6 +84,7 @@ def streamed(session: Any, run: Callable[[Callable[[], Awaitable[float]]], float
     return run(main), statistics.median(latencies)
 
 
+@pytest.mark.thorough
 def test_streaming_costs_little_of_the_callers_loop() -> None:
     """A delta costs 1.2 to 2 bare wake-ups from another thread, which take 16 to 90 µs, as the machine goes."""
     with fake_session() as session:

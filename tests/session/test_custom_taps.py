@@ -15,6 +15,7 @@ import rekindle
 from helpers import checkpoints
 from helpers.plain_loop import plain_loop
 from helpers.tapping import Plain, difference
+from helpers.thorough import trio_in_ci
 from rekindle import Session, Steer, Tap
 from rekindle.errors import ConfigError, InvalidRequest
 
@@ -87,6 +88,7 @@ def tokens_of(plain: Plain, prompt: list[int]) -> list[int]:
     return plain.generate(prompt, NEW)
 
 
+@trio_in_ci
 @anyio_test
 async def test_taps_are_those_of_a_plain_forward_whatever_runs_beside(session: Session) -> None:
     for prompt in PROMPTS[1:]:  # the second is cut into chunks
@@ -105,6 +107,7 @@ async def test_taps_are_those_of_a_plain_forward_whatever_runs_beside(session: S
         assert len({tuple(text) for text in texts.values()}) >= 4, "most of them change the text"
 
 
+@pytest.mark.thorough
 @anyio_test
 async def test_several_taps_a_change_and_a_capture_meet_in_one_step(session: Session) -> None:
     prompt = PROMPTS[0]
@@ -127,6 +130,7 @@ async def test_several_taps_a_change_and_a_capture_meet_in_one_step(session: Ses
         assert difference(done.captured["residual", layer], inside.of(("residual", layer))) < 2e-5
 
 
+@pytest.mark.thorough
 @anyio_test
 async def test_prompts_with_different_taps_never_share_pages(session: Session) -> None:
     prompt = RNG.integers(3, 160, 60).tolist()

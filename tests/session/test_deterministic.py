@@ -16,6 +16,7 @@ import pytest
 
 import rekindle
 from helpers.driving import tiny_model
+from helpers.thorough import by_default
 from rekindle import Session
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.models.config import ModelConfig, MoeSpec
@@ -39,7 +40,7 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
-@pytest.fixture(scope="module", params=[None, "int8", "int4"], ids=["bfloat16", "int8", "int4"])
+@pytest.fixture(scope="module", params=by_default([None, "int8", "int4"]), ids=["bfloat16", "int8", "int4"])
 def quantize(request: pytest.FixtureRequest) -> str | None:
     quantize: str | None = request.param
     return quantize

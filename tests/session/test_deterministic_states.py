@@ -10,6 +10,7 @@ import pytest
 
 import rekindle
 from helpers import checkpoints
+from helpers.thorough import by_default
 from rekindle import Completion
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.programs.determinism import reason_against
@@ -30,7 +31,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "nemotron-h": {"head_dim": 32, "mamba_head_dim": 32, "ssm_state_size": 16},
 }
 QUICK = ("qwen3.5", "falcon-h1")
-NAMES = [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in SIZES]
+NAMES = [*by_default(QUICK), *(pytest.param(name, marks=pytest.mark.slow) for name in SIZES if name not in QUICK)]
 OPTIONS: dict[str, Any] = {
     "dtype": "float32", "max_requests": 4, "max_tokens_per_step": 64, "max_model_len": 256, "page_size": 16,
     "device_pages": 28, "precompile": "lazy", "seed": 0, "quiet": True, "disk_memory": 0, "deterministic": True,

@@ -15,6 +15,7 @@ import rekindle
 from helpers import embedders
 from helpers.asgi import post
 from helpers.sessions import wait_until_idle
+from helpers.thorough import by_default
 from rekindle import Session
 from rekindle.errors import ConfigError, InvalidRequest, PromptTooLong
 from rekindle_kernels import unavailable_reason
@@ -57,7 +58,11 @@ VARIED = ("qwen3-without-head", "modernbert-mean")  # CI asks them
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in VARIED else ()) for name in embedders.CASES]
+    "name",
+    [
+        *by_default(name for name in embedders.CASES if name not in VARIED),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in VARIED),
+    ],
 )
 def test_vectors_are_those_of_sentence_transformers(
     name: str, golden: dict[str, NDArray[np.float32]], cache_dir: str, tmp_path: Path
@@ -173,6 +178,7 @@ def test_the_last_bits_of_attention_in_both_directions_are_not_promised(cache_di
         rekindle.open_sync(embedders.write(tmp_path, "gemma3"), cache_dir=cache_dir, deterministic=True, **OPTIONS)
 
 
+@pytest.mark.thorough
 def test_without_files_of_sentence_transformers_it_is_the_mean(
     golden: dict[str, NDArray[np.float32]], cache_dir: str, tmp_path: Path
 ) -> None:

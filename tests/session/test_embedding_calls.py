@@ -12,6 +12,7 @@ import pytest
 from helpers.fakes import FakeModel
 from helpers.scheduling import NoReserve
 from helpers.sessions import CONFIG, opened, wait_until_idle
+from helpers.thorough import by_default
 from rekindle import Session
 from rekindle._src.dispatch.mailbox import Mailbox
 from rekindle._src.session.embedding import EmbeddingProgress
@@ -25,7 +26,7 @@ def plain(text: str, pooling: str = "mean") -> np.ndarray:
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("pooling", ["mean", "last", "cls"])
+@pytest.mark.parametrize("pooling", by_default(["mean", "last", "cls"]))
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])  # the loop has no say in it
 async def test_thousands_wait_for_places(session: Session, pooling: Any) -> None:
     """More texts than the session has places, beside generation, which keeps its tokens."""

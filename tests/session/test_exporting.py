@@ -179,6 +179,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.thorough
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["export", "tiny", str(tmp_path / "tiny.gguf"), "--type", "q8_0"]) == 0
     assert "tiny.gguf (4 MB)" in capsys.readouterr().out

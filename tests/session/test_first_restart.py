@@ -78,6 +78,7 @@ def test_nothing_is_compiled_for_the_first_restored_prompt(mode: str, saving: st
         assert (second["compiled"], second["events"]) == ([0, 0], 0)
 
 
+@pytest.mark.thorough
 @pytest.mark.anyio
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_a_process_that_may_end_soon_prepares_a_restart_only_when_it_saves(
@@ -115,6 +116,7 @@ async def test_a_process_that_may_end_soon_prepares_a_restart_only_when_it_saves
     assert {"scatter", "r2t32"} <= stored() and looked[:3] == [False] * 3 and looked[-1]
 
 
+@pytest.mark.thorough
 @pytest.mark.anyio
 @pytest.mark.parametrize(
     "mode", ["lazy", pytest.param("background", marks=pytest.mark.slow), pytest.param("all", marks=pytest.mark.slow)]
@@ -150,6 +152,7 @@ async def test_restored_pages_are_on_the_device_when_the_session_is_open(
     assert {"scatter", "r2t32"} < {*ready}
 
 
+@pytest.mark.thorough
 @pytest.mark.anyio
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_where_what_was_expected_fails_nothing_is_left_running(

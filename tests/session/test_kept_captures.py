@@ -223,6 +223,7 @@ def test_damaged_captures_are_computed_again_and_those_of_other_weights_are_not_
             check(done, Plain(other_weights()))
 
 
+@pytest.mark.thorough
 def test_steered_plain_and_capturing_requests_never_exchange_pages_when_they_run_out() -> None:
     """Many share few prompts, with and without changes, salts and captures, under preemption, eviction and aborts."""
     changes: list[tuple[Any, Plain]] = [((), PLAIN), *((Steer(0, VECTOR, n), steered(n)) for n in (3.0, -4.0))]

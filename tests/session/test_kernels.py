@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from helpers.kernels_under_test import Kernel, kernel
+from helpers.thorough import by_default
 
 # jupyter_client leaves event loops and their sockets to the garbage collector.
 pytestmark = [
@@ -37,7 +38,7 @@ def asyncio_kernel(running: Kernel) -> Kernel:
     return running
 
 
-@pytest.fixture(params=["asyncio", "trio"])
+@pytest.fixture(params=by_default(["asyncio", "trio"]))
 def notebook(running: Kernel, request: pytest.FixtureRequest) -> Kernel:
     running.ok(f"%autoawait {request.param}")
     return running
@@ -181,7 +182,7 @@ print([type(answer).__name__ + '/' + type(answer.__cause__).__name__ for answer 
     asyncio_kernel.ok("await again.aclose()")
 
 
-@pytest.mark.parametrize("now", [True, False])
+@pytest.mark.parametrize("now", by_default([True, False]))
 def test_restart(now: bool) -> None:
     with kernel() as notebook:
         notebook.ok(SETUP)

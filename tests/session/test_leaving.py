@@ -63,6 +63,7 @@ def run_script(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 @pytest.mark.parametrize("parent", ["open", pytest.param("closed", marks=pytest.mark.slow)])
 def test_opening_in_a_forked_child_is_refused_at_once(parent: str) -> None:
@@ -142,6 +143,7 @@ def test_leaving_the_interpreter_with_work_in_flight(ending: str) -> None:
         assert done.stderr == ""
 
 
+@pytest.mark.thorough
 def test_leaving_while_pages_are_saved_waits_for_them() -> None:
     """Python ends threads that are not waited for wherever they are: inside XLA that aborted the process."""
     done = run_script(

@@ -13,6 +13,7 @@ import rekindle
 from helpers import plain_sampling
 from helpers.driving import plain_tokens
 from helpers.small import LEAST, MODEL, VOCAB, opening, plain, prompt
+from helpers.thorough import trio_in_ci
 from rekindle import Sampling, Session, TokenLogprobs
 from rekindle.errors import InvalidRequest
 
@@ -86,6 +87,7 @@ async def test_what_was_drawn_from_is_the_plain_distribution_behind_every_option
         assert len(entry.top_ids) == 2 and entry.support == b"" and not len(entry.support_ids)
 
 
+@trio_in_ci
 async def test_processors_change_what_is_drawn_from(session: Session) -> None:
     ids = prompt(6, 5)
     done = await session.generate(
@@ -111,6 +113,7 @@ async def test_named_tokens_and_many_alternatives_are_the_models_own(session: Se
         np.testing.assert_allclose(logprobs[list(wide.top_ids)], wide.top_logprobs, atol=1e-4)
 
 
+@trio_in_ci
 async def test_only_steps_that_need_it_run_in_other_programs(session: Session) -> None:
     before = dict(session.programs().steps)
     await session.generate(prompt(2, 6), max_tokens=3, logprobs=20)
@@ -133,6 +136,7 @@ async def test_tokens_beyond_the_vocabulary_are_refused(session: Session) -> Non
         session.generate(prompt(1, 3), prompt_logprobs=21)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])  # the loop has no say in it
 async def test_a_grammar_bounds_the_support() -> None:
     pytest.importorskip("llguidance", reason="structured output needs the extra `structured`")

@@ -13,6 +13,7 @@ import pytest
 
 import rekindle
 from helpers import checkpoints
+from helpers.thorough import by_default
 from rekindle._src.models.base import LoadedModel
 from rekindle._src.programs.sampling import NOT_FINITE, marked
 from rekindle.errors import RequestFailed
@@ -35,7 +36,7 @@ def spoiled(path: str, index: Any, value: float) -> LoadedModel:
     return dataclasses.replace(model, leaves=leaves, fingerprint=f"spoiled-{path}-{value}")
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("value", by_default([np.nan, np.inf]))
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "drawn"])
 def test_the_request_fails_and_its_neighbours_do_not(value: float, sampling: dict[str, Any], tmp_path: Any) -> None:
     options = {**OPTIONS, "cache_dir": tmp_path}
@@ -60,6 +61,7 @@ def test_a_model_that_is_broken_everywhere_fails_every_request(tmp_path: Any) ->
         session.check_integrity()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("quantize", ["int8", "int4-32"])
 def test_rounding_rows_to_integers_hides_nothing(quantize: str, tmp_path: Path) -> None:
     """A norm's weights stay what they are, and the products behind them round rows."""
@@ -79,6 +81,7 @@ def test_rounding_rows_to_integers_hides_nothing(quantize: str, tmp_path: Path) 
         session.check_integrity()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("pages", [None, "int8"])
 def test_a_nan_in_keys_or_a_gate_alone_is_found(pages: str | None, tmp_path: Path) -> None:
     """An exponential that bounds its argument must not lose it."""

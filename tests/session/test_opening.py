@@ -120,6 +120,7 @@ rekindle._src.text.gguf.reading rekindle._src.text.replies
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("size", [pytest.param("small", marks=pytest.mark.slow), "real"])
 def test_a_start_that_finds_everything_imports_what_its_first_token_needs(size: str, tmp_path: Path) -> None:
     """And garbage is searched for before and after, but not while it imports."""

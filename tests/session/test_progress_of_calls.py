@@ -18,6 +18,7 @@ import pytest
 import rekindle
 from helpers.driving import tiny_model
 from helpers.sessions import fake_session
+from helpers.thorough import trio_in_ci
 from rekindle import tiny
 from rekindle._src.cli.main import main
 from rekindle._src.core import activity
@@ -89,6 +90,7 @@ async def test_precompiling_counts_its_programs(terminal: Terminal, tmp_path: Pa
         assert f"programs 1 of {len(session.programs())}, compiling " in text
 
 
+@pytest.mark.thorough
 @pytest.mark.anyio
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])  # the loop has no say in it
 async def test_quiet_shows_nothing(terminal: Terminal, tmp_path: Path) -> None:
@@ -98,6 +100,7 @@ async def test_quiet_shows_nothing(terminal: Terminal, tmp_path: Path) -> None:
     assert terminal.getvalue() == ""
 
 
+@trio_in_ci
 @pytest.mark.anyio
 async def test_a_list_of_prompts_has_a_bar(terminal: Terminal) -> None:
     async with fake_session(step_seconds=0.02) as session:
@@ -169,6 +172,7 @@ def test_the_command_line_shows_the_wait(
     assert printed.out.startswith("Once")
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(sys.platform == "win32", reason="terminals of POSIX")
 def test_a_terminal_shows_the_seconds_of_an_opening_however_long_its_line_is(tmp_path: Path) -> None:
     """The stages that end within a picture are seen or not; importing JAX comes first in every process."""

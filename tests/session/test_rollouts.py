@@ -14,6 +14,7 @@ from flax import nnx
 from helpers.driving import plain_logits, tiny_model
 from helpers.sessions import eventually, wait_until_idle
 from helpers.small import CONTEXT, MODEL, opening, prompt
+from helpers.thorough import trio_in_ci
 from rekindle import FinishReason, RolloutBatch, Session
 from rekindle._src.models import LoadedModel
 from rekindle.errors import InvalidRequest
@@ -61,6 +62,7 @@ def check(batch: RolloutBatch, models: list[LoadedModel]) -> None:
             assert batch.logprobs[line, place] == pytest.approx(expected[version][place - 1, ids[place]], abs=2e-4)
 
 
+@trio_in_ci
 async def test_the_arrays_are_those_of_the_completions(session: Session) -> None:
     batch = await session.rollout(PROMPTS, n=3, max_tokens=10, pad_id=7, pad_to=40)
     assert batch.tokens.shape == (9, 40) and batch.groups.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
@@ -100,6 +102,7 @@ async def test_log_probabilities_are_those_of_the_draws(session: Session) -> Non
     assert (await session.rollout(PROMPTS[0], n=1, max_tokens=2)).support is None, "all tokens were possible"
 
 
+@trio_in_ci
 async def test_groups_come_as_they_end(session: Session) -> None:
     seen: list[int] = []
     # More sequences than the session runs at once, of different lengths.
@@ -123,6 +126,7 @@ async def test_options_are_checked(session: Session) -> None:
             session.rollout(PROMPTS[0], **wrong)  # type: ignore[arg-type]
 
 
+@trio_in_ci
 @pytest.mark.parametrize("swaps", [6, pytest.param(200, marks=pytest.mark.slow)])
 async def test_weights_swapped_under_load_are_told_apart_token_by_token(session: Session, swaps: int) -> None:
     """A trainer's arrays take the place of the weights, without a copy or a program, while sequences go on."""

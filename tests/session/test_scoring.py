@@ -17,6 +17,7 @@ from helpers import checkpoints
 from helpers.driving import plain_logits
 from helpers.sessions import wait_until_idle
 from helpers.small import CONTEXT, MODEL, PAGE, opening, plain, prompt
+from helpers.thorough import trio_in_ci
 from rekindle import Score, Scores, Session
 from rekindle.errors import InvalidRequest, PromptTooLong
 from workshop import reference
@@ -97,6 +98,7 @@ async def test_lists_of_prompts_beside_generation(session: Session) -> None:
     assert await session.score([], CHOICES) == []
 
 
+@trio_in_ci
 @anyio_test
 async def test_prompt_logprobs_begin_where_they_are_wanted(session: Session) -> None:
     """Any start, over hits, chunks and preemptions, gives the end of what scoring the whole prompt gives."""
@@ -119,6 +121,7 @@ async def test_prompt_logprobs_begin_where_they_are_wanted(session: Session) -> 
         assert done.usage.cached_tokens == (hits if start < len(ids) + 1 else 5 * PAGE)
 
 
+@pytest.mark.thorough
 @anyio_test
 async def test_all_logits_of_a_text_are_a_mapped_file(session: Session, tmp_path: Path) -> None:
     ids, last = prompt(8, 45), MODEL.config.num_layers - 1
@@ -138,6 +141,7 @@ async def test_all_logits_of_a_text_are_a_mapped_file(session: Session, tmp_path
     np.testing.assert_allclose(end.captured["logits", last], logits[-5:], atol=1e-4)
 
 
+@pytest.mark.thorough
 def test_texts_are_encoded_as_the_model_would_meet_them(texts: Session) -> None:
     scores = texts.score_sync("Once upon a", [" time", " chair"])
     assert scores.choose().text == " time" and scores[0].greedy

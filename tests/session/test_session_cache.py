@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.thorough import by_default
 from helpers.tiered import MODEL, NEW, ask, opened, plain, prompt
 from rekindle._src.core.records import Status
 from rekindle._src.dispatch.host import wait
@@ -91,6 +92,7 @@ def test_pages_for_something_else_are_refused_or_left_alone(tmp_path: Path, capl
     assert sum("nothing is kept for this model" in record.message for record in caplog.records) == 1
 
 
+@pytest.mark.thorough
 def test_configurations_and_models_have_their_own_snapshot_under_one_name(tmp_path: Path) -> None:
     other = dataclasses.replace(MODEL, fingerprint="other weights")
     for options, model in (({}, MODEL), ({"page_size": 16}, MODEL), ({}, other), ({}, MODEL)):
@@ -261,7 +263,7 @@ def test_a_tree_looked_through_in_parts_is_listed_once_and_not_taken_for_saved(
         assert writer._complete_at == session._engine.scheduler.cache.version
 
 
-@pytest.mark.parametrize("kind", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("kind", by_default(["int8", "float8_e4m3fn"]))
 def test_narrow_pages_are_kept_as_such(kind: str, tmp_path: Path) -> None:
     options = {"max_tokens": NEW, "ignore_eos": True}
     with opened(tmp_path, kv_dtype=kind) as session:

@@ -88,6 +88,7 @@ def test_what_a_machine_had_before_is_shared_too(tmp_path: Path, programs: Path)
         assert session.stats().compilations == 0
 
 
+@pytest.mark.thorough
 def test_damage_costs_a_compilation(tmp_path: Path, programs: Path) -> None:
     shared = tmp_path / "shared"
     with opened(machine(tmp_path / "one", programs), shared_cache=shared) as session:
@@ -122,6 +123,7 @@ def test_an_untrusted_place_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
         opened(tmp_path / "one", shared_cache=tmp_path / "open")
 
 
+@pytest.mark.thorough
 def test_kept_weights_are_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import rekindle
     from helpers import checkpoints, mesh_models

@@ -286,6 +286,7 @@ with tiered.opened(Path({folder!r}), disk_memory=0) as session:
 """
 
 
+@pytest.mark.thorough
 def test_between_two_processes(cache: Path) -> None:
     root = Path(__file__).parents[2]
     path = [str(root / name) for name in ("toolkit", "kernels", "tests")]

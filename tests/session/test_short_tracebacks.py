@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from helpers.kernels_under_test import Kernel, kernel
+from helpers.thorough import by_default
 
 # jupyter_client leaves event loops and their sockets to the garbage collector.
 pytestmark = [
@@ -127,7 +128,7 @@ CALLS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", by_default(CALLS, 2))
 def test_an_interrupted_cell_keeps_its_text_and_says_where(notebook: Kernel, name: str) -> None:
     code, error, words = CALLS[name]
     notebook.ok("slow = slow if 'slow' in globals() else fake_session(step_seconds=0.01)\nslow.last = None")

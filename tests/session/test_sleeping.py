@@ -17,6 +17,7 @@ from helpers import checkpoints
 from helpers.driving import tiny_model
 from helpers.sessions import wait_until_idle
 from helpers.small import MODEL, PAGE, opening, plain, prompt
+from helpers.thorough import by_default
 from rekindle.errors import CheckpointError, InvalidRequest, RekindleError
 from rekindle.models import merge
 
@@ -29,7 +30,7 @@ def device_bytes() -> int:
     return sum(array.nbytes for array in jax.live_arrays())
 
 
-@pytest.mark.parametrize("mode", ["host", "drop"])
+@pytest.mark.parametrize("mode", by_default(["host", "drop"]))
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])  # the loop has no say in it
 async def test_memory_comes_back_and_the_same_tokens_follow(mode: Any, tmp_path: Path) -> None:
     folder = checkpoints.write(tmp_path / "model", checkpoints.CASES["llama"])

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from helpers.sessions import opened
+from helpers.thorough import trio_in_ci
 from rekindle import Session
 from rekindle._src.core.guides import Guided
 from rekindle._src.programs import guides
@@ -48,6 +49,7 @@ def slowly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(guides, "time", clock)
 
 
+@trio_in_ci
 async def test_rows_of_slow_grammars_wait_outside_the_batch(session: Session, slowly: None) -> None:
     slow = [session.submit("x", regex="[0-9]{200}", max_tokens=150) for _ in range(3)]
     async for _ in slow[0]:
@@ -62,6 +64,7 @@ async def test_rows_of_slow_grammars_wait_outside_the_batch(session: Session, sl
     assert len((await slow[0]).token_ids) == 150, "it goes on, and faster where nothing else runs"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])  # the loop has no say in it
 async def test_looking_for_the_ends_of_texts_waits_for_its_turn(
     session: Session, monkeypatch: pytest.MonkeyPatch

@@ -17,6 +17,7 @@ import pytest
 import rekindle
 from helpers import checkpoints
 from helpers.plain_loop import plain_loop
+from helpers.thorough import by_default
 from rekindle import Session
 
 # Sessions with folders of their own find programs of the other tests.
@@ -25,7 +26,7 @@ EDGE = 64  # at multiples of it there may be states
 # States beside pages in each layer come with every run; the others differ in the layers' arithmetic.
 OTHERS = ("qwen3.5-tied-biases", "nemotron-h-experts-in-groups", "granite4", "lfm3", "qwen3.5-moe")
 NAMES = (
-    "qwen3.5", "lfm2", "falcon-h1", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)
+    *by_default(["qwen3.5", "lfm2", "falcon-h1"]), *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)
 )  # fmt: skip
 OPTIONS: dict[str, Any] = {
     "dtype": "float32", "max_requests": 4, "max_tokens_per_step": 128, "max_model_len": 512, "page_size": 16,

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import rekindle
+from helpers.thorough import trio_in_ci
 from rekindle import FinishReason, Sampling, Session
 from rekindle.errors import InvalidRequest, RequestFailed
 
@@ -154,6 +155,7 @@ async def test_what_does_not_validate_is_no_object(session: Session) -> None:
         assert pickle.loads(pickle.dumps(done.parse_error)).reason == "invalid"
 
 
+@trio_in_ci
 @anyio_test
 async def test_free_rows_keep_their_tokens_beside_guided_ones(session: Session) -> None:
     free: list[dict[str, Any]] = [

@@ -16,6 +16,7 @@ import rekindle
 from helpers import checkpoints
 from helpers.plain_loop import plain_loop
 from helpers.tapping import Plain, difference
+from helpers.thorough import trio_in_ci
 from rekindle import Capture, Completion, Session, Steer
 from rekindle._src.core.tapped import MAX_RUNS, MAX_VECTORS
 from rekindle._src.programs import buckets
@@ -127,6 +128,7 @@ async def test_streams_deliver_what_was_computed_with_their_tokens(session: Sess
     np.testing.assert_array_equal(joined, done.captured["residual", 1])
 
 
+@trio_in_ci
 @anyio_test
 async def test_a_preempted_request_delivers_each_position_once() -> None:
     async with rekindle.open(MODEL, **{**OPTIONS, "device_pages": 18, "prefix_cache": False}) as small:
@@ -139,6 +141,7 @@ async def test_a_preempted_request_delivers_each_position_once() -> None:
         check(done)
 
 
+@trio_in_ci
 @anyio_test
 async def test_with_prompt_lookup_and_a_stop_string_there_is_a_line_for_each_token() -> None:
     async with rekindle.open(MODEL, **{**OPTIONS, "prompt_lookup": 2}) as drafting:
@@ -222,6 +225,7 @@ def without(path: str) -> Plain:
     return Plain(dataclasses.replace(MODEL, leaves=leaves))
 
 
+@pytest.mark.thorough
 @anyio_test
 async def test_outputs_of_attention_and_mlp_are_changed_before_they_are_added(session: Session) -> None:
     prompt = PROMPTS[2]
@@ -253,6 +257,7 @@ async def test_outputs_of_attention_and_mlp_are_changed_before_they_are_added(se
     assert same.token_ids == source.token_ids, "what was there is put there"
 
 
+@trio_in_ci
 @anyio_test
 async def test_steered_and_plain_prompts_never_share_pages(session: Session) -> None:
     prompt = RNG.integers(3, 160, 60).tolist()
@@ -271,6 +276,7 @@ async def test_steered_and_plain_prompts_never_share_pages(session: Session) -> 
     session.check_integrity()
 
 
+@pytest.mark.thorough
 @anyio_test
 async def test_a_sweep_compiles_nothing(session: Session) -> None:
     capture = {"residual": [0]}
@@ -339,6 +345,7 @@ def test_numbers_of_a_deterministic_session_are_the_same_to_the_last_bit_in_any_
         np.testing.assert_array_equal(beside.captured[key], array, err_msg=str(key))
 
 
+@pytest.mark.thorough
 @anyio_test
 async def test_structured_texts_and_several_sequences(session: Session) -> None:
     allowed = list(range(40, 60))
@@ -418,6 +425,7 @@ def test_captured_arrays_are_selected_shown_and_turned_into_tables(session: Sess
         session.generate_sync(PROMPTS[0], patch=captured.select(positions=[1]))
 
 
+@pytest.mark.thorough
 def test_programs_with_taps_are_stored(tmp_path: Path) -> None:
     options: dict[str, Any] = {**GREEDY, "max_tokens": 2, "capture": {"q": 0}, "steer": Steer(0, VECTORS[0])}
     texts = []

@@ -14,6 +14,7 @@ import pytest
 
 import rekindle
 from helpers import checkpoints
+from helpers.thorough import trio_in_ci
 from rekindle import Session
 from workshop import reference
 
@@ -68,6 +69,7 @@ def ask(session: Session, model: Any, prompt: list[int], count: int = 24) -> Any
     return done
 
 
+@pytest.mark.thorough
 def test_a_chat_goes_on_where_its_last_turn_ended(session: Session, model: Any) -> None:
     chat, known = tokens(150, seed=1), 0
     for turn in range(3):
@@ -78,6 +80,7 @@ def test_a_chat_goes_on_where_its_last_turn_ended(session: Session, model: Any) 
     assert ask(session, model, chat[:150]).usage.cached_tokens == 144, "the end of the first prompt is there still"
 
 
+@trio_in_ci
 @anyio_test
 async def test_batches_chunks_forks_and_drafts_have_the_texts_of_the_plain_loop(model: Any, programs: str) -> None:
     options = {**OPTIONS, "prompt_lookup": 3, "disk_memory": 0, "cache_dir": programs}
@@ -125,6 +128,7 @@ def test_preempted_requests_go_on_with_pages_from_host_memory(model: Any, progra
         session.check_integrity()
 
 
+@pytest.mark.thorough
 def test_a_sleeping_session_keeps_the_end_of_each_turn(model: Any, programs: str) -> None:
     with rekindle.open_sync(model, **OPTIONS, disk_memory=0, cache_dir=programs) as session:
         done = session.generate_sync(tokens(150, seed=4), **GREEDY)

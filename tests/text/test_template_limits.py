@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from helpers.thorough import by_default
 from rekindle._src.text import ChatTemplate, template_limits
 from rekindle.errors import CheckpointError, InvalidRequest, RekindleError
 
@@ -114,7 +115,7 @@ def stopped(template: str, **options: Any) -> RekindleError:
     return caught.value
 
 
-@pytest.mark.parametrize("name", ENDLESS)
+@pytest.mark.parametrize("name", by_default(ENDLESS, 3))
 def test_a_template_that_does_not_end_is_stopped(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template_limits, "SECONDS", 0.5)
     assert "was stopped" in str(stopped(ENDLESS[name]))

@@ -15,6 +15,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 import rekindle
 from helpers import vocabularies
+from helpers.thorough import trio_in_ci
 from rekindle import tiny
 from rekindle._src.models.loading.gguf.export import write_gguf
 from rekindle._src.text import Tokenizer, encoding_process, tokenizer_limits
@@ -162,6 +163,7 @@ def test_a_costly_text_fails_alone_and_others_are_encoded(
         assert tokenizer.encode("xyz") == tokenizer.backend.encode("xyz").ids
 
 
+@trio_in_ci
 @pytest.mark.anyio
 async def test_a_neighbours_stream_goes_on_while_a_text_is_encoded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 import rekindle
 from helpers import adapters, checkpoints
+from helpers.thorough import by_default
 from rekindle._src.models import config_from_hf, random_model
 from rekindle._src.models.adapters.merging import merged
 from rekindle._src.models.adapters.reading import read_adapter
@@ -101,6 +102,7 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
         read_adapter(folder, "x", CONFIG)
 
 
+@pytest.mark.thorough
 def test_rows_with_and_without_them_share_a_batch(tmp_path: Path) -> None:
     model = checkpoints.case("qwen3-moe")
     experts, other = fused(tmp_path / "experts", seed=1), adapters.write(tmp_path / "other", CONFIG, seed=2)
@@ -137,7 +139,7 @@ def test_rows_with_and_without_them_share_a_batch(tmp_path: Path) -> None:
         session.check_integrity()
 
 
-@pytest.mark.parametrize("quantize", ["int8", "int8-weight"])
+@pytest.mark.parametrize("quantize", by_default(["int8", "int8-weight"]))
 def test_quantised_experts_have_adapters_of_floats(tmp_path: Path, quantize: str) -> None:
     model, ids = random_model(CONFIG, quantize=quantize), [5, 9, 33, 7, 8]
     folder = fused(tmp_path / "a")

@@ -10,10 +10,16 @@ from numpy.typing import NDArray
 
 from golden.make import KEPT, NEW, PROMPT
 from helpers import checkpoints
+from helpers.thorough import by_default
 from workshop import reference
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 TOLERANCE = 2e-4  # of the logits' standard deviation
+# Each has arithmetic that those before it lack.
+UNLIKE = (
+    "llama", "gpt2", "qwen2", "cohere", "olmo2", "glm", "gemma2", "mixtral", "deepseek-v2", "gpt-oss", "lfm2",
+    "granite4", "qwen3.5", "gemma4-shared-pages-and-embeddings-of-layers",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +31,7 @@ def golden() -> dict[str, NDArray[np.float32]]:
     return arrays
 
 
-@pytest.mark.parametrize("name", checkpoints.one_each())  # the others in CI
+@pytest.mark.parametrize("name", by_default(checkpoints.one_each(), lambda name: name in UNLIKE))
 def test_matches_transformers(name: str, golden: dict[str, NDArray[np.float32]]) -> None:
     model = checkpoints.case(name)
     expected, greedy = golden[f"{name}/logits"], golden[f"{name}/greedy"].tolist()

@@ -152,6 +152,7 @@ def heavier(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoints.write(tmp_path_factory.mktemp("heavier"), {**RAW, **sizes})
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak of resident memory from /proc")
 @pytest.mark.parametrize(
     ("dtype", "quantize"),

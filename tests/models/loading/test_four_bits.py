@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from helpers import checkpoints, gguf_files, quantized_checkpoints
+from helpers.thorough import by_default
 from rekindle._src.models import LoadedModel
 from rekindle._src.models.loading import checkpoint, prepared, reading
 from rekindle._src.models.loading.checkpoint import describe, load, read
@@ -53,7 +54,7 @@ needs_numba = pytest.mark.skipif(not native, reason="groups of more bits are kep
 
 
 @pytest.mark.parametrize(("kind", "expected"), list(KINDS.items()))
-@pytest.mark.parametrize("case", ["qwen3", "llama", "qwen3-moe"])
+@pytest.mark.parametrize("case", by_default(["qwen3", "llama", "qwen3-moe"]))
 def test_blocks_of_gguf_are_kept(
     case: str, kind: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -140,6 +140,7 @@ def test_the_weights_are_compared_before_anything_is_made_for_them(tmp_path: Pat
         checkpoint.describe(folder)
 
 
+@pytest.mark.thorough
 def test_hundreds_of_thousands_of_surplus_tensors_are_one_short_error(tmp_path: Path) -> None:
     folder = checkpoints.write(tmp_path, RAW)
     data = (folder / "model.safetensors").read_bytes()

@@ -144,6 +144,7 @@ def test_kept_weights_are_used_where_they_are_mapped(
     assert {path for path, there in lie.items() if not there} <= {path for path in sizes if sizes[path] % 64}
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere they stay where they are mapped")
 def test_kept_weights_move_to_huge_pages(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mmap_weights, "DELAY", 0.0)
@@ -207,6 +208,7 @@ def test_leaves_of_an_accelerator_are_written_at_once(
     assert prepared.wait(30)
 
 
+@pytest.mark.thorough
 def test_what_is_written_too_slowly_at_the_end_is_not_left(folder: Path, cache: Path) -> None:
     program = """if True:
         import sys, time
@@ -288,6 +290,7 @@ def test_damage_means_one_warning_and_the_checkpoint_again(folder: Path, cache: 
         assert_same(load(folder, cache), first)  # and it was kept again
 
 
+@pytest.mark.thorough
 def test_a_process_that_dies_while_keeping_leaves_nothing_to_trust(folder: Path, cache: Path) -> None:
     program = """if True:
         import os, sys
@@ -330,6 +333,7 @@ def test_a_script_that_ends_at_once_keeps_them_first(folder: Path, cache: Path) 
     assert only_file(cache, "weights.safetensors")
 
 
+@pytest.mark.thorough
 def test_a_python_without_the_private_hook_leaves_nothing_half_written(folder: Path, cache: Path) -> None:
     program = """if True:
         import sys, threading

@@ -16,6 +16,7 @@ from rekindle_kernels import unavailable_reason
 RAW = checkpoints.CASES["qwen3"]
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak of resident memory from /proc")
 @pytest.mark.parametrize(
     ("kind", "dtype"),

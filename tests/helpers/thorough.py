@@ -1,0 +1,30 @@
+"""Cases that only CI runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+
+def by_default(cases: Iterable[Any], chosen: int | Callable[[Any], bool] = 1) -> list[Any]:
+    """All cases, of which all but the first `chosen`, or but those for which it is true, are thorough."""
+    result = []
+    for place, case in enumerate(cases):
+        quick = place < chosen if isinstance(chosen, int) else chosen(case)
+        marks = () if quick else (pytest.mark.thorough,)
+        if isinstance(case, type(pytest.param())):
+            result.append(pytest.param(*case.values, marks=(*case.marks, *marks), id=case.id))
+        else:
+            result.append(pytest.param(*(case if type(case) is tuple else (case,)), marks=marks))
+    return result
+
+
+trio_in_ci = pytest.mark.parametrize("anyio_backend", by_default(["asyncio", "trio"]))
+
+
+@pytest.fixture(params=by_default(["asyncio", "trio"]))
+def anyio_backend(request: pytest.FixtureRequest) -> str:
+    """For folders whose tests all leave trio to CI: import it in a conftest.py."""
+    return str(request.param)
