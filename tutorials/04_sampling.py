@@ -46,8 +46,8 @@ plt.show()
 #
 # $$p_i = \frac{\exp(z_i / T)}{\sum_j \exp(z_j / T)}$$
 #
-# We compute that from the logits, which `capture` returns, and draw 1,200 tokens to compare: then a share of 0.16 has a standard error of
-# 0.011. One prompt with `n=…` is prefilled once, and its sequences run as one batch.
+# We compute that from the logits, which `capture` returns (`-1` are the last layer and the last position), and draw 1,200 tokens to
+# compare: then a share of 0.16 has a standard error of 0.011. One prompt with `n=…` is prefilled once, and its sequences run as one batch.
 
 # %%
 from collections import Counter
@@ -103,16 +103,17 @@ assert distance < 0.1, "1,200 draws at temperature 1 follow the softmax"
 # %%
 compare(
     "temperature",
-    **{f"{value}": await drawn(temperature=value) for value in (0.4, 1.0, 2.0)},
+    **{"0.4": await drawn(temperature=0.4), "1.0": shares, "2.0": await drawn(temperature=2.0)},
 )
 assert softmax(0.4).max() > 0.5, "a temperature of 0.4 nearly quadruples the largest share"
 
 # %% [markdown]
 # ## Cutting the tail
 #
-# A vocabulary has thousands of unlikely tokens, and together they are likely enough to derail a text. Three options cut them
-# off: `top_k` keeps the k most likely, `top_p` the smallest set whose probabilities add up to p, `min_p` those that are at
-# least p times as likely as the first. They apply in this order, after the temperature. The sets that they keep are
+# Of 2,048 tokens, the 2,028 that are not in these pictures have a sixth of the probability: in a text of twelve tokens two are from
+# there, and one that doesn't fit is enough to derail it. Three options cut this tail off: `top_k` keeps the k most likely, `top_p` the
+# smallest set whose probabilities add up to p, `min_p` those that are at least p times as likely as the first. They apply in this
+# order, after the temperature. The sets that they keep are
 #
 # $$\mathrm{top\_p}: \min \{k : \sum_{i \leq k} p_i \geq p\} \qquad \mathrm{min\_p}: \{i : p_i \geq p \cdot \max_j p_j\}$$
 #
@@ -131,7 +132,9 @@ cuts = {
     "min_p=0.2": await drawn(temperature=1.5, min_p=0.2),
 }
 compare("three ways to cut", **cuts)
+print(f"{1 - exact.sum():.2f} of the probability is behind the first twenty tokens")
 assert cuts["top_k=4"][4:].sum() == 0, "top_k=4 leaves four tokens"
+assert 0.1 < 1 - exact.sum() < 0.25, "about a sixth of the probability is in the tail"
 
 # %% [markdown]
 # `min_p` adapts: where the model is sure it keeps one token, where it is not it keeps many. That is easy to see without drawing,
@@ -164,6 +167,45 @@ assert remaining[PROMPT] > 5, "min_p keeps many where it is not"
 session.view.distribution(logits)
 
 # %% [markdown]
+# ## A vocabulary of 49,152
+#
+# The larger the vocabulary, the longer the tail. Here is the same for SmolLM2-135M-Instruct, whose file page 18 fetches, behind a sentence
+# that has one good end.
+#
+# **Predict.** At temperature 1.5, `top_p=0.9` keeps 2,500 tokens behind “The capital of Italy is”. How many does `min_p=0.1` keep: more or less
+# than 20?
+#
+# <details><summary>Answer</summary>
+#
+# Less than **20**: the likeliest has 12 %, and few have a tenth of that.
+#
+# </details>
+
+# %% tags=["real"]
+import os
+from pathlib import Path
+
+fetched = Path.home().glob(".cache/rekindle-course/*/*.gguf")  # page 18's
+smollm2 = os.environ.get("REKINDLE_SMOLLM2", next(map(str, fetched), ""))
+print(Path(smollm2).name if smollm2 else "page 18 has not fetched the model: this section shows nothing")
+figure = None
+if smollm2:
+    async with rekindle.open(smollm2, max_requests=1, max_model_len=256, precompile="lazy", quiet=True) as larger:
+        wanted = rekindle.Capture({"logits": -1}, positions=-1)
+        done = await larger.generate("The capital of Italy is", max_tokens=1, capture=wanted)
+        real_logits = done.captured["logits", -1][0].astype(np.float64)
+        figure = larger.view.distribution(real_logits)
+    for temperature in (1.0, 1.5):
+        p = np.sort(np.exp((real_logits - real_logits.max()) / temperature))[::-1]
+        p /= p.sum()
+        nucleus_size, min_p_size = int(np.sum(np.cumsum(p) - p < 0.9)), int(np.sum(p >= 0.1 * p[0]))
+        print(f"temperature {temperature}: top_p=0.9 keeps {nucleus_size:,} tokens, min_p=0.1 keeps {min_p_size}")
+    assert done.text == " Rome", "SmolLM2 knows the capital of Italy"
+    assert nucleus_size > 1000, "at temperature 1.5 the tail has more than a tenth of the probability"
+    assert min_p_size < 20, "min_p measures against the likeliest token, whatever the tail has"
+figure
+
+# %% [markdown]
 # ## Biases and masks
 #
 # `logit_bias` adds to chosen logits: `-inf` forbids a token, a few units make it common.
@@ -172,7 +214,7 @@ session.view.distribution(logits)
 first, third = top.top_ids[0], top.top_ids[2]
 compare(
     f"never {words[0]!r}, often {words[2]!r}",
-    plain=await drawn(temperature=1.0),
+    plain=shares,
     biased=await drawn(temperature=1.0, logit_bias={first: float("-inf"), third: 2.0}),
 )
 
@@ -191,17 +233,22 @@ settings = {
     "frequency 1.0": {"frequency_penalty": 1.0},
     "repetition 1.3": {"repetition_penalty": 1.3},
 }
+shares_of: dict[str, list[float]] = {name: [] for name in settings}
 for prompt in ("Lily likes apples. Tom likes apples. Lily likes", "The old clock\nwagon wagon wagon wagon"):
     print(prompt)
     for name, options in settings.items():
         done = await session.generate(prompt, max_tokens=32, ignore_eos=True, **options)
         repeated = 1 - len(set(done.token_ids)) / len(done.token_ids)
+        shares_of[name].append(repeated)
         print(f"  {name:15} {repeated:4.0%} repeated  {done.text[:80]!r}")
+apples, wagons = ({name: shares[at] for name, shares in shares_of.items()} for at in (0, 1))
+assert max(apples["presence 1.0"], apples["frequency 1.0"], apples["repetition 1.3"]) < apples["none"], "each helps"
+assert min(wagons, key=wagons.get) == "frequency 1.0", "what grows with each repetition breaks a loop"
 
 # %% [markdown]
-# In the first text every penalty helps. (It has become a conversation: the model has read many, and `ignore_eos` lets it run
-# on into one.) In the second the model is so sure of its loop that a single penalty is not enough; `frequency_penalty` grows
-# with every repetition, until the loop breaks.
+# In the first text every penalty halves the repetitions. (It has become a conversation: the model has read many, and `ignore_eos`
+# lets it run on into one.) In the second the model is so sure of its loop that a penalty of 1.0 is not enough; `frequency_penalty`
+# grows by 1.0 with every repetition, until after five of them the loop breaks.
 
 # %% [markdown]
 # ## Where a text ends
@@ -223,7 +270,7 @@ for options in ({"max_tokens": 8}, {"stop": "."}, {"stop": ("named", "called")},
 #
 # The logits are another matter. By default the fastest kernel for each number of rows computes them, and kernels add in
 # different orders, so the last bits of a logit depend on what runs beside it. Where two tokens are almost equally likely, that can
-# decide between them, and from there on the text is another one. With `open(..., deterministic=True)` every number is
+# decide between them, and from there on the text is another one: of 200 seeds, 4 gave another text in a batch than alone. With `open(..., deterministic=True)` every number is
 # computed in the same order whatever the batch, the chunks of the prompt and the cache are, and the same prompt and seed give the
 # same tokens. It is slower, and needs the native CPU kernels.
 

@@ -42,7 +42,8 @@ print(f"{length} tokens, {length // PAGE} full pages and {length % PAGE} tokens 
 #
 # <details><summary>Answer</summary>
 #
-# **80**: five whole pages. The other three are on a page that continues differently; from four tokens on, that page would be copied, too.
+# **80**: five whole pages. The other three are on a page that goes on differently. (Had four or more tokens of that page been the same, it would
+# have been copied to the new prompt.)
 #
 # </details>
 
@@ -149,8 +150,9 @@ session.view.prefixes(
 # %% [markdown]
 # ## A conversation
 #
-# Each turn sends the whole conversation again. Without a cache the work per turn would grow with its length; with one, only
-# the newest messages are computed. The answer's own tokens are in the cache as well, since generating them filled pages too.
+# Each turn sends the whole conversation again: the fifth prompt below has 156 tokens, and 128 of them come from the cache. What is
+# computed is the last answer's end and the new question. The answer's own tokens are in the cache as well, since generating them
+# filled pages, too.
 
 # %%
 messages, prompt_tokens, cached = [], [], []
@@ -161,6 +163,7 @@ for question in ("Who are you?", "Name three animals.", "What is 2 + 3?", "Tell 
     prompt_tokens.append(reply.usage.prompt_tokens)
     cached.append(reply.usage.cached_tokens)
 
+assert cached[-1] == 128, "the fifth turn finds eight pages of 16"
 turns = np.arange(1, len(cached) + 1)
 plt.bar(turns, cached, label="from the cache")
 plt.bar(turns, np.array(prompt_tokens) - cached, bottom=cached, label="computed")
@@ -190,6 +193,8 @@ for length in lengths:
             times[name].append((await session.generate([*ids, 5], max_tokens=1)).timings.first_token * 1e3)
     cold.append(min(times["cold"]))
     warm.append(min(times["warm"]))
+print(f"a prompt of {lengths[-1]} tokens: {cold[-1]:.0f} ms after a miss, {warm[-1]:.1f} ms after a hit")
+assert warm[-1] < cold[-1] / 3, "a hit on 896 tokens saves at least two thirds of the time to the first token"
 plt.plot(lengths, cold, "o-", label="miss")
 plt.plot(lengths, warm, "o-", label="hit")
 plt.ylim(0)

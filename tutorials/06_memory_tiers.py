@@ -9,7 +9,7 @@
 #
 # ![Pages move down when a tier is full, and up when a prompt hits them](pictures/06_tiers.svg)
 #
-# Device memory is small, host memory is larger, disks are larger still. A page that has to leave the device moves down instead of
+# A GPU of a laptop has 8 GB, its host 32, its disk 1,000. A page that has to leave the device moves down instead of
 # being lost, and it comes back when a prompt needs it, if copying is quicker than computing. To see it happen we
 # give a session room for 50 pages on the device.
 #
@@ -176,8 +176,8 @@ assert max(rates.values()) <= 0.875, "every document is computed once"
 assert rates["lpm"] > rates["fcfs"] + 0.1, "an order that looks at the cache finds more"
 
 # %% [markdown]
-# A policy that looks at the cache reorders the queue so that a document is finished before it is dropped. No request starves:
-# one that was overtaken too often goes first.
+# In order of arrival three of five documents are there when a question comes, at best; `lpm` asks all eight questions about a document
+# before it is dropped, and reads each document once. No request starves: one that was overtaken too often goes first.
 #
 # Now first come, first served with host memory: what left the device is found there. Missing are the documents' first
 # readings, and now and then a copy that was expected to take longer than computing.

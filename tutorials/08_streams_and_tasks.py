@@ -29,13 +29,19 @@ ready = [await handle for handle in handles]
 #
 # `submit` returns at once. The handle tells where the request is and what it has produced so far. Await it for the result.
 
+
 # %%
+async def until(handle, count: int) -> int:
+    """Wait for so many tokens of a handle; how many it has by then."""
+    for _ in range(2000):
+        if len(handle.token_ids) >= count:
+            break
+        await anyio.sleep(0.005)
+    return len(handle.token_ids)
+
+
 handle = session.submit("Once upon a time", max_tokens=400, ignore_eos=True)
-for _ in range(2000):
-    if len(handle.token_ids) >= 20:
-        break
-    await anyio.sleep(0.005)
-so_far = len(handle.token_ids)
+so_far = await until(handle, 20)
 print(handle.status, so_far, "tokens so far")
 done = await handle
 assert 20 <= so_far <= 400, "a handle shows tokens while the request runs"
@@ -69,23 +75,26 @@ print(f"\n\n{stream.status}; {session.stats().running} requests run")
 # button of the notebook. What it had produced stays on the handle.
 
 # %%
-slow = session.generate("Once upon a time", max_tokens=900, ignore_eos=True)
-with anyio.move_on_after(0.3):
+slow = session.submit("Once upon a time", max_tokens=900, ignore_eos=True)
+await until(slow, 1)
+with anyio.move_on_after(0.1):
     await slow
 await anyio.sleep(0.1)
 print(f"{slow.status} after {len(slow.token_ids)} tokens: {slow.text[:60]!r}…")
+assert 0 < len(slow.token_ids) < 900, "a handle keeps what came before the timeout"
 
 # %% [markdown]
 # `cancel()` does the same from anywhere, another thread included. Awaiting the handle then raises `RequestAborted`.
 
 # %%
 handle = session.submit("Once upon a time", max_tokens=900, ignore_eos=True)
-await anyio.sleep(0.1)
+await until(handle, 10)
 handle.cancel()
 try:
     await handle
 except RequestAborted as error:
     print(error)
+assert handle.token_ids, "its tokens are still on the handle"
 
 # %% [markdown]
 # ## Fan out
@@ -98,26 +107,41 @@ except RequestAborted as error:
 #
 # $$L = \lambda \cdot W$$
 #
-# so a full batch needs as many tasks as the session has slots, and more of them only wait.
+# With 8 slots and 0.05 s for a request, 160 requests a second are the most; a ninth task only makes the others wait longer.
 
 # %%
 stories: dict[int, str] = {}
 
 
 async def tell(number: int) -> None:
-    hero = "The hero of this story is called"
-    name = await session.generate(hero, max_tokens=3, stop=".", temperature=1.2, seed=number)
-    story = await session.generate(f"{name.text.strip()} went to the forest", max_tokens=24)
-    stories[number] = f"{name.text.strip()} went to the forest{story.text}"
+    hero = "Once upon a time, there was a boy named"
+    name = await session.generate(hero, max_tokens=4, stop=(".", ",", " who"), temperature=1.2, seed=number)
+    story = await session.generate(f"One day, {name.text.strip()} found a", max_tokens=24)
+    stories[number] = f"One day, {name.text.strip()} found a{story.text}"
 
 
-began = time.perf_counter()
-async with anyio.create_task_group() as group:
-    for number in range(12):
-        group.start_soon(tell, number)
-print(f"24 requests in {time.perf_counter() - began:.2f} s")
+async def fan_out() -> float:
+    began = time.perf_counter()
+    async with anyio.create_task_group() as group:
+        for number in range(12):
+            group.start_soon(tell, number)
+    return time.perf_counter() - began
+
+
+await fan_out()  # compiles for the sizes that come up
+dashboard = session.watch()
+print(f"24 requests in {await fan_out():.2f} s")
 for number in range(3):
     print("-", stories[number].replace("\n", " "))
+
+# %% [markdown]
+# A dashboard keeps the steps that it has seen. Scrub through them: above the slots are the tokens per second, and a block is as wide as
+# its step took. Twelve tasks share eight slots, so four wait; at the end, as the stories run out, the rate falls.
+
+# %%
+run = dashboard.recorded()
+dashboard.stop()
+run
 
 # %% [markdown]
 # ## First come, first served

@@ -161,6 +161,31 @@ print([done.text.lower().count("e") for done in many])
 assert sum(done.text.lower().count("e") for done in many) == 0, "a masked token is never drawn"
 
 # %% [markdown]
+# SmolLM2-135M-Instruct (page 18 fetches it) has an *e* in half of its 49,152 tokens, and still tells a story with the rest:
+
+# %% tags=["real"]
+import os
+from pathlib import Path
+
+fetched = Path.home().glob(".cache/rekindle-course/*/*.gguf")  # page 18's
+smollm2 = os.environ.get("REKINDLE_SMOLLM2", next(map(str, fetched), ""))
+print(Path(smollm2).name if smollm2 else "page 18 has not fetched the model: this section shows nothing")
+if smollm2:
+    larger_tokenizer = rekindle.models.Tokenizer.load(smollm2)
+    larger_texts = [larger_tokenizer.decode([token]) for token in range(larger_tokenizer.vocab_size)]
+    larger_e = np.array(["e" in text.lower() for text in larger_texts])
+    larger_lipogram = rekindle.LogitsProcessor(
+        lambda logits, context: jnp.where(larger_e, -jnp.inf, logits), name="no-e"
+    )
+    only_one = {"max_requests": 1, "max_model_len": 256, "precompile": "lazy", "quiet": True}
+    async with rekindle.open(smollm2, processors=[larger_lipogram], **only_one) as larger:
+        asked = [{"role": "user", "content": "Tell me a short story about a dog."}]
+        told = await larger.chat(asked, max_tokens=50, repetition_penalty=1.1, processors="no-e")
+    print(f"{larger_e.sum():,} of {len(larger_e):,} tokens have an e. {told.text}")
+    assert 0.4 < larger_e.mean() < 0.6, "half of the tokens have an e"
+    assert "e" not in told.text.lower(), "the mask holds in any vocabulary"
+
+# %% [markdown]
 # Here is the impatient one, on a question whose answer runs on:
 
 # %%
@@ -203,7 +228,8 @@ except rekindle.errors.RekindleError as error:
 # %% [markdown]
 # ## Exercise
 #
-# Write a processor that never lets the model use digits, and ask it for a sum.
+# Write a processor that never lets the model use digits, and ask it for a sum. Its answers make no sense, and can't: all that it has
+# learned about sums are digits. A mask guarantees the form alone.
 
 # %% jupyter={"source_hidden": true} tags=["solution"]
 digits = np.array([any(char.isdigit() for char in text) for text in texts])

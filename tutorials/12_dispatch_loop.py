@@ -43,10 +43,6 @@ from rekindle._src.scheduling.scheduler import Limits, Scheduler
 # It is plain host code without tasks: `submit`, `plan`, `commit`. A pool of sixteen pages of eight tokens, at most three requests
 # at once, at most eight tokens in a step.
 #
-# With the overlap, a step takes
-#
-# $$\max(t_{\mathrm{host}}, t_{\mathrm{device}}) \quad \mathrm{instead\ of} \quad t_{\mathrm{host}} + t_{\mathrm{device}}$$
-#
 # **Predict.** *a* has 11 tokens, *b* has 2, a step has room for 8. How many tokens does the first plan hold?
 #
 # <details><summary>Answer</summary>
@@ -99,8 +95,10 @@ show(following)
 assert sum(row.length for row in following.rows) == 5, "the next request comes along"
 
 # %% [markdown]
-# The second plan finishes *a*'s prompt, and *b* comes along. This is what keeps a device busy: when step N ends, step N+1 has been
-# waiting on the device. The host reads tokens one step late.
+# The second plan finishes *a*'s prompt, and *b* comes along. This is what keeps a device busy: when step N ends, step N+1 is on the
+# device already, and the host reads tokens one step late. A step then takes
+#
+# $$\max(t_{\mathrm{host}}, t_{\mathrm{device}}) \quad \mathrm{instead\ of} \quad t_{\mathrm{host}} + t_{\mathrm{device}}$$
 #
 # ## A runner
 #

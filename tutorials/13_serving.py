@@ -158,7 +158,7 @@ except urllib.error.HTTPError as error:
     assert error.code == 400, "a client's mistake is a client's error"
 
 # %% [markdown]
-# ## What it costs to look
+# ## Figures for a dashboard
 #
 # `/metrics` is for Prometheus. `rekindle serve --grafana` prints a dashboard for it, and `metrics_names="vllm"` names the figures
 # as published dashboards expect them.

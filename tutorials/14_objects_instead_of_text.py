@@ -98,12 +98,13 @@ print((await session.generate("Tom and Anna. ", grammar='root ::= ("Tom" | "Anna
 # %% [markdown]
 # ## How it works
 #
-# Before each token is chosen, a bit mask says which tokens may come; all others get a probability of zero. `session.allowed` shows
-# the mask at any position. At the beginning of a `Person` there is no choice at all:
-#
-# With $A_t$ the tokens that the grammar allows at position $t$, the model's probabilities are renormalised over them:
+# Before each token is chosen, a bit mask says which tokens may come; all others get a probability of zero. With $A_t$ the tokens that
+# the grammar allows at position $t$, the model's probabilities are renormalised over them:
 #
 # $$p'(x) = \frac{p(x)}{\sum_{y \in A_t} p(y)} \quad \mathrm{for} \quad x \in A_t$$
+#
+# `session.allowed` shows the mask at any position. Each `Person` begins with `{"name":`, and the first token is as much of it as one
+# token can be.
 #
 # **Predict.** How many tokens are allowed as the first one of a `Person`?
 #

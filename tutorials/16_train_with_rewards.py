@@ -29,7 +29,7 @@ plt.rcParams.update(
     {"figure.figsize": (7, 2.6), "figure.dpi": 90, "axes.spines.top": False, "axes.spines.right": False}
 )
 model = rekindle.models.load(rekindle.tiny.folder(), dtype="float32")
-session = await rekindle.open(model, dtype="float32", max_requests=64, max_model_len=64, quiet=True)
+session = await rekindle.open(model, dtype="float32", max_requests=64, max_model_len=64, precompile="lazy", quiet=True)
 
 # %% [markdown]
 # ## What it can't do
@@ -160,6 +160,7 @@ for step in range(STEPS):
         print(f"step {step:2}  reward {rewards[-1]:.2f}  {batch.texts[0]!r}")
 
 # %%
+recompiled = session.stats().compilations - compiled
 plt.plot(rewards, label="reward")
 plt.plot(right, label="share of right sums", color="0.7")
 plt.xlabel("step")
@@ -210,6 +211,9 @@ for question in ("What is six plus five?", "What is 6 + 5?", "Who are you?"):
     print(f"{question:26} {done.text!r}")
 
 # %% [markdown]
+# It pays for that: asked who it is, it answers with a sum. Nothing in the marks says that other questions should keep their answers, and
+# 20 steps at this rate are enough to overwrite them. Trainers add a term for it, a penalty on the distance from the first model.
+#
 # ## What the engine does
 #
 # The arrays of the last update are the engine's weights: the same memory, at the same address. Prompts and answers of other weights are not
@@ -217,7 +221,7 @@ for question in ("What is six plus five?", "What is 6 + 5?", "Who are you?"):
 
 # %%
 leaves = jax.tree.leaves(params)
-print(f"version {version}, {session.stats().compilations - compiled} programs compiled since step 3")
+print(f"version {version}; {recompiled} programs were compiled in steps 4 to 19")
 print(
     f"{len(leaves)} arrays of {sum(leaf.nbytes for leaf in leaves) / 1e6:.0f} MB; the last answers are of",
     np.unique(batch.versions)[1:],

@@ -9,7 +9,7 @@
 #
 # ![Beside a matrix stand two narrow ones for each adapter; each row uses its own](pictures/17_adapters.svg)
 #
-# A LoRA leaves a model as it is. Beside each matrix it puts two narrow ones, and only these are trained: a few percent of the numbers. What
+# A LoRA leaves a model as it is. Beside each matrix it puts two narrow ones, and only these are trained: 3.3 % of the numbers here. What
 # comes out is an *adapter*, small enough to have many of over one base. Here two are trained, loaded beside each other and served.
 
 # %%
@@ -165,6 +165,9 @@ for mixture in ({"pirate": 1.0}, {"pirate": 0.5, "butler": 0.5}, {"pirate": 0.25
     print(mixture, *await answers([question], adapter=mixture))
 
 # %% [markdown]
+# Half of each is not half a pirate: the text begins with a word that neither has. Weights can be added up, manners can't; a sum works
+# where one of its adapters clearly leads.
+#
 # ## Each has its own cache
 #
 # The keys and values of a prompt depend on the adapter that it was read with. Pages therefore belong to the weights: another adapter, or none,

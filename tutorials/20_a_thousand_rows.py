@@ -52,24 +52,23 @@ table.head()
 
 
 # %%
-async def label(session) -> pd.DataFrame:
+async def label(session, rows: pd.DataFrame) -> pd.DataFrame:
     """Log-probabilities of the right answer, of one more, one less and ten more, for each row."""
-    prompts = [session.render([{"role": "user", "content": question}]) for question in table["question"]]
-    rows = zip(table["left"], table["right"], table["answer"], strict=True)
-    choices = [[f"{a} + {b} = {c + off}" for off in (0, 1, -1, 10)] for a, b, c in rows]
+    prompts = [session.render([{"role": "user", "content": question}]) for question in rows["question"]]
+    sums = zip(rows["left"], rows["right"], rows["answer"], strict=True)
+    choices = [[f"{a} + {b} = {c + off}" for off in (0, 1, -1, 10)] for a, b, c in sums]
     scores = await session.score(prompts, choices)
     return pd.DataFrame([[one.logprob for one in row] for row in scores], columns=["right", "+1", "-1", "+10"])
 
 
-results = {}
 async with rekindle.open("tiny", dtype="float32", **OPTIONS) as session:
     await session.score("What is", [" 1", " 2"])  # compiles
     began = time.perf_counter()
-    results["float32"] = await label(session)
+    exact = await label(session, table)
     seconds = time.perf_counter() - began
-right = results["float32"].to_numpy().argmax(axis=1) == 0
+right = exact.to_numpy().argmax(axis=1) == 0
 print(f"1,000 rows, 4,000 choices in {seconds:.1f} s; {right.mean():.1%} right")
-assert 1 / len(results["float32"].columns) == 0.25, "four choices"
+assert 1 / len(exact.columns) == 0.25, "four choices"
 assert right.mean() > 0.5, "the model is better than chance"
 
 # %% [markdown]
@@ -86,7 +85,7 @@ assert right.mean() > 0.5, "the model is better than chance"
 # </details>
 
 # %%
-ordered = np.sort(results["float32"].to_numpy(), axis=1)
+ordered = np.sort(exact.to_numpy(), axis=1)
 table["margin"] = ordered[:, -1] - ordered[:, -2]
 table["correct"] = right
 by_margin = table.sort_values("margin", ascending=False)["correct"].to_numpy()
@@ -99,13 +98,15 @@ print(f"{by_margin[:500].mean():.1%} of the surer half, {by_margin[500:].mean():
 assert by_margin[:500].mean() - by_margin[500:].mean() > 0.1, "a margin tells right from wrong"
 
 # %% [markdown]
-# That curve is what you decide by: keep the labels above a margin, and send the others to a larger model or to a person.
+# That curve is what you decide by: keep the labels above a margin, and send the others to a larger model or to a person. Look at its
+# beginning, too: the fifty surest rows are right less often than the next hundreds, so even a large margin is no proof.
 #
 # ## What does quantising cost, on my task?
 #
-# Perplexity (page 10) is an average over words. What counts is the labels. The same rows with 8 and with 4 bits:
+# Perplexity (page 10) is an average over words. What counts is the labels. So keep rows aside that nothing is chosen on, here the last
+# 500, and label them with 8 and with 4 bits:
 #
-# **Predict.** In which share of the rows does the label change with 8-bit weights: more or less than 0.1?
+# **Predict.** In which share of these rows does the label change with 8-bit weights: more or less than 0.1?
 #
 # <details><summary>Answer</summary>
 #
@@ -114,22 +115,23 @@ assert by_margin[:500].mean() - by_margin[500:].mean() > 0.1, "a margin tells ri
 # </details>
 
 # %%
+held_out = table.tail(500)
+before = exact.tail(500).to_numpy().argmax(axis=1)
+print(f"{'float32':12} {np.mean(before == 0):.1%} right")
+flipped = {}
 for name in ("int8-weight", "int4"):
     async with rekindle.open("tiny", quantize=name, **OPTIONS) as session:
-        results[name] = await label(session)
-before, changed = results["float32"].to_numpy().argmax(axis=1), {}
-for name, frame in results.items():
-    now = frame.to_numpy().argmax(axis=1)
-    changed[name] = float((now != before).mean())
-    print(f"{name:12} {np.mean(now == 0):.1%} right, {changed[name]:.1%} of the labels changed")
-flipped = results["int4"].to_numpy().argmax(axis=1) != before
-kept, lost = table["margin"][~flipped].mean(), table["margin"][flipped].mean()
+        now = (await label(session, held_out)).to_numpy().argmax(axis=1)
+    flipped[name] = now != before
+    print(f"{name:12} {np.mean(now == 0):.1%} right, {flipped[name].mean():.1%} of the labels changed")
+lost, kept = (held_out["margin"][rows].mean() for rows in (flipped["int4"], ~flipped["int4"]))
 print(f"mean margin of the rows that 4 bits change {lost:.2f}, of the others {kept:.2f}")
-assert changed["int8-weight"] < 0.1, "8 bits keep nearly all labels"
+assert flipped["int8-weight"].mean() < 0.1, "8 bits keep nearly all labels"
+assert lost < kept / 2, "the labels that 4 bits change had small margins"
 
 # %% [markdown]
-# Small models suffer more from 4 bits than large ones: there is less in each weight to spare. Whether a loss of this size matters is a
-# question about your table, and this is the cell that answers it.
+# In a model of 4 million weights 4 bits change one label in sixty; larger models lose less. Whether that matters is a question about
+# your table, and this is the cell that answers it.
 #
 # ## Free text for each row
 #
@@ -143,12 +145,81 @@ async with rekindle.open("tiny", **OPTIONS) as session:
 print(said.head(3).to_list())
 
 # %% [markdown]
+# ## Reviews
+#
+# Sums have an answer that we know; a table of yours has opinions. SmolLM2-135M-Instruct (page 18 fetches it) judges 24 reviews after four
+# examples. A small model has a favourite answer whatever it reads (Zhao et al., 2021). So the limit for *positive* need not be 0: label a
+# dozen rows yourself, and put it halfway between the mean margins of both labels.
+#
+# **Predict.** Half of the 24 reviews are positive. With the limit at 0, are more or less than 12 called positive?
+#
+# <details><summary>Answer</summary>
+#
+# More than **12**: this model leans to *positive*. With the limit from the first dozen more of the other dozen are right.
+#
+# </details>
+
+# %% tags=["real"]
+import os
+from pathlib import Path
+
+fetched = Path.home().glob(".cache/rekindle-course/*/*.gguf")  # page 18's
+smollm2 = os.environ.get("REKINDLE_SMOLLM2", next(map(str, fetched), ""))
+print(Path(smollm2).name if smollm2 else "page 18 has not fetched the model: this section shows nothing")
+if smollm2:
+    REVIEWS = pd.DataFrame(
+        [
+            ("The soup was cold and the waiter ignored us.", "negative"),
+            ("Best pizza in town, we will come back!", "positive"),
+            ("Overpriced, and the fish smelled old.", "negative"),
+            ("Lovely terrace, kind staff, great wine.", "positive"),
+            ("We waited an hour for a burnt steak.", "negative"),
+            ("The dessert alone is worth the trip.", "positive"),
+            ("Dirty tables and rude service.", "negative"),
+            ("Fresh pasta and a warm welcome.", "positive"),
+            ("My salad had a hair in it.", "negative"),
+            ("A perfect evening from start to finish.", "positive"),
+            ("The rice was hard and tasted of nothing.", "negative"),
+            ("The chef came out to greet us, delicious food.", "positive"),
+            ("Never again.", "negative"),
+            ("Everything was excellent.", "positive"),
+            ("The music was so loud that we left.", "negative"),
+            ("Generous portions at a fair price.", "positive"),
+            ("They lost our reservation.", "negative"),
+            ("The bread is baked here and it shows: wonderful.", "positive"),
+            ("I was ill the next day.", "negative"),
+            ("Friendly, fast and tasty.", "positive"),
+            ("Bland food and warm beer.", "negative"),
+            ("I loved the lamb.", "positive"),
+            ("The worst coffee that I ever had.", "negative"),
+            ("A hidden gem, highly recommended.", "positive"),
+        ],
+        columns=["review", "label"],
+    )
+    EXAMPLES = (
+        "Review: The food was awful.\nSentiment: negative\n\nReview: We had a wonderful time.\nSentiment: positive\n\n"
+        "Review: The staff was rude.\nSentiment: negative\n\nReview: Delicious!\nSentiment: positive\n\n"
+    )
+    async with rekindle.open(smollm2, max_requests=16, max_model_len=256, precompile="lazy", quiet=True) as larger:
+        prompts = [f"{EXAMPLES}Review: {review}\nSentiment:" for review in REVIEWS["review"]]
+        scores = await larger.score(prompts, [" positive", " negative"])
+    margins = np.array([positive.logprob - negative.logprob for positive, negative in scores])
+    positive = (REVIEWS["label"] == "positive").to_numpy()
+    mine, others = slice(0, 12), slice(12, 24)
+    limit = np.mean([margins[mine][positive[mine] == one].mean() for one in (True, False)])
+    print(f"{(margins > 0).sum()} of 24 are called positive")
+    right_of = {at: int(((margins > at) == positive)[others].sum()) for at in (0.0, limit)}
+    print(", ".join(f"{count} of the other 12 are right with the limit at {at:.1f}" for at, count in right_of.items()))
+    assert (margins > 0).sum() > 12, "the model leans to positive"
+    assert right_of[limit] > right_of[0.0], "a limit from twelve labelled rows is better on twelve others"
+
+# %% [markdown]
 # ## Exercise
 #
 # Choose the smallest margin on the first 500 rows above which 90 % of the labels are right, among a hundred rows at least; if there is none, the median. Which share of the other 500 rows is above it, and how many of those are right?
 
 # %% jupyter={"source_hidden": true} tags=["solution"]
-seen, held_out = table.head(500), table.tail(500)
+seen = table.head(500)
 candidates = np.sort(seen["margin"])[:-100]  # at least a hundred rows lie above each
 limits = [limit for limit in candidates if seen["correct"][seen["margin"] >= limit].mean() >= 0.9]
 limit = limits[0] if limits else seen["margin"].median()
@@ -167,4 +238,5 @@ assert kept["correct"].mean() > held_out["correct"].mean(), "a limit chosen on o
 #
 # - Brown et al., *Language Models are Few-Shot Learners*, 2020, [arXiv:2005.14165](https://arxiv.org/abs/2005.14165)
 # - Kadavath et al., *Language Models (Mostly) Know What They Know*, 2022, [arXiv:2207.05221](https://arxiv.org/abs/2207.05221)
+# - Zhao et al., *Calibrate Before Use*, 2021, [arXiv:2102.09690](https://arxiv.org/abs/2102.09690)
 # - Holtzman et al., *Surface Form Competition*, 2021, [arXiv:2104.08315](https://arxiv.org/abs/2104.08315)

@@ -31,8 +31,8 @@ def ask(left: int, right: int) -> str:
 # %% [markdown]
 # ## What the model can't do
 #
-# The embedded model writes `23 + 35 = 58`. It has learned sums of up to two digits, not how to add: a result of three digits it has never
-# written.
+# The embedded model writes `23 + 35 = 58`. It has learned sums of up to two digits, not how to add: a result of three digits it has hardly ever
+# seen.
 #
 # **Predict.** Of 64 sums of two numbers from 50 to 78, does it get more or less than 5 right?
 #
@@ -47,7 +47,7 @@ sums = [(left, right) for left in range(50, 80, 4) for right in range(50, 80, 4)
 alone = await session.generate([ask(*pair) for pair in sums], max_tokens=16)
 right = [done.text.strip().endswith(f"= {sum(pair)}") for done, pair in zip(alone, sums, strict=True)]
 print(f"{sum(right)} of {len(sums)} right; for instance {alone[0].text!r}, {alone[-1].text!r}")
-assert sum(right) < 5, "it can't write what it has never seen"
+assert sum(right) < 5, "it can't write what it has hardly ever seen"
 
 # %% [markdown]
 # ## One call

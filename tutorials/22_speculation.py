@@ -120,9 +120,58 @@ assert round(expected(0.5, 7)) == 2, "luck does not last"
 # 8 texts where arithmetic is (page 19). So drafts help a person who is alone with a large model, and cost a full batch.
 #
 # The texts that prompt lookup helps are those that copy: code that is edited, answers that quote a document, tables, JSON with the same keys.
+# Drafts of the three texts above, in all:
 
 # %%
 print(f"{drafting.stats().drafted_tokens} drafts, {drafting.stats().accepted_tokens} accepted")
+
+# %% [markdown]
+# ## Texts that copy
+#
+# A loop of one word is nobody's work. SmolLM2-135M-Instruct (page 18 fetches it) is asked for three answers: a text repeated, a sentence
+# quoted, and a story.
+#
+# **Predict.** Without drafts the repeated text takes 42 steps. With up to 7 drafts: more or less than 21?
+#
+# <details><summary>Answer</summary>
+#
+# Less than **21**: at best a step gives 8 tokens. The story, which copies nothing, takes as many steps as before.
+#
+# </details>
+
+# %% tags=["real"]
+import os
+from pathlib import Path
+
+fetched = Path.home().glob(".cache/rekindle-course/*/*.gguf")  # page 18's
+smollm2 = os.environ.get("REKINDLE_SMOLLM2", next(map(str, fetched), ""))
+print(Path(smollm2).name if smollm2 else "page 18 has not fetched the model: this section shows nothing")
+if smollm2:
+    real_options = {"max_requests": 8, "max_model_len": 512, "precompile": "lazy", "quiet": True}
+    river = (
+        "The river Po is 652 kilometres long. It begins in the Alps near Monte Viso and flows east through Turin, Piacenza "
+        "and Cremona into the Adriatic Sea."
+    )
+    asked = {
+        "repeat": f"Repeat this text word by word:\n\n{river}",
+        "quote": f"{river}\n\nQuote the sentence that says where the river begins.",
+        "story": "Tell me a story about a cat.",
+    }
+    taken, said = {}, {}
+    for name, drafts in (("without", 0), ("with", 7)):
+        async with rekindle.open(smollm2, prompt_lookup=drafts, **real_options) as larger:
+            for what, content in asked.items():
+                before = larger.stats().steps
+                answer = await larger.chat([{"role": "user", "content": content}], max_tokens=64)
+                taken[what, name], said[what, name] = larger.stats().steps - before, answer.text
+    for what in asked:
+        print(
+            f"{what:7} {taken[what, 'without']} steps without drafts, {taken[what, 'with']} with: …{said[what, 'with'][-60:]!r}"
+        )
+    assert taken["repeat", "with"] < min(21, taken["repeat", "without"] / 2), "a copy takes less than half of the steps"
+    assert taken["quote", "with"] < taken["quote", "without"] / 2, "so does a quotation"
+    assert taken["story", "with"] > 0.9 * taken["story", "without"], "a story does not"
+    assert all(said[what, "with"] == said[what, "without"] for what in asked), "all texts are the same"
 
 # %% [markdown]
 # ## Exercise

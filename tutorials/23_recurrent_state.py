@@ -167,7 +167,7 @@ print(
 )
 
 # %% [markdown]
-# So copies of states are few and precious: one at each place where it is likely to be needed, instead of one at each page.
+# So the engine keeps a copy where a prompt ends or where prompts were seen to part, at multiples of 64 tokens, and not one for each page.
 #
 # ## Exercise
 #

@@ -35,9 +35,15 @@ def sources(names: list[str] | None = None) -> list[Path]:
     return [path for path in found if not names or path.name.startswith(tuple(names))]
 
 
-def execute(source: Path, *, seconds: float = SECONDS) -> Any:
-    """The notebook with its outputs, from a kernel of its own; raises `CellError` naming the cell that is wrong."""
+def execute(source: Path, *, seconds: float = SECONDS, real: bool = False) -> Any:
+    """The notebook with its outputs, from a kernel of its own; raises `CellError` naming the cell that is wrong.
+
+    With `real` it has no cells but the first, which imports, and those with the tag `real`, which need a real model.
+    """
     notebook = jupytext.read(source)
+    if real:
+        code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+        notebook.cells = [cell for cell in code if cell is code[0] or "real" in cell.metadata.get("tags", ())]
     notebook.metadata = nbformat.NotebookNode(kernelspec=KERNEL, language_info={"name": "python"})
     client = nbclient.NotebookClient(
         notebook,

@@ -11,9 +11,9 @@ from xml.sax.saxutils import escape
 
 FOLDER = Path(__file__).resolve().parent / "pictures"
 STYLE = """
-svg { --paper: #ffffff; --ink: #24292f; --faint: #8c959f; --a: #cfe3ff; --b: #ffe2b8; --c: #d3f2d6; --d: #f6d5ee; --n: #eef1f4 }
+svg { --paper: #ffffff; --ink: #24292f; --faint: #636c76; --a: #cfe3ff; --b: #ffe2b8; --c: #d3f2d6; --d: #f6d5ee; --n: #eef1f4 }
 @media (prefers-color-scheme: dark) {
-  svg { --paper: #1b1f24; --ink: #e6edf3; --faint: #7d8590; --a: #1f4272; --b: #6b4714; --c: #1f5130; --d: #5d2b52; --n: #2d333b }
+  svg { --paper: #1b1f24; --ink: #e6edf3; --faint: #9198a1; --a: #1f4272; --b: #6b4714; --c: #1f5130; --d: #5d2b52; --n: #2d333b }
 }
 text { font: 13px sans-serif; fill: var(--ink); text-anchor: middle; dominant-baseline: central }
 .small { font-size: 11px; fill: var(--faint) } .left { text-anchor: start }

@@ -101,7 +101,7 @@ def notebook(path: Path, repository: str | None = None) -> str:
     links = f'<a href="../{path.name}" download>Download the notebook</a>'  # beside the page's folder
     if repository and (match := re.match(r"https://github\.com/([^/]+/[^/]+?)/?$", repository)):
         colab = f"https://colab.research.google.com/github/{match[1]}/blob/HEAD/tutorials/{path.name}"
-        links += f" · [Open in Colab]({colab})"
+        links += f" · [Open in Colab]({colab}); there, `%pip install git+{match[0].rstrip('/')}` comes first"
     parts = []
     for cell in json.loads(path.read_text())["cells"]:
         source = "".join(cell["source"])

@@ -13,6 +13,7 @@ import pytest
 from helpers import fakes
 from helpers.sessions import CONFIG, opened
 from rekindle._src.notebook import figures
+from rekindle._src.notebook.dashboard import StepRecord
 from rekindle._src.session.stats import RowReport, StepReport
 from rekindle.errors import InvalidRequest
 
@@ -20,6 +21,11 @@ from rekindle.errors import InvalidRequest
 def report(name: str, kind: str, start: int, stop: int, text: str) -> StepReport:
     row = RowReport(name, kind, start, stop, (1,), 7, text, None)
     return StepReport(0, "r1t0", (row,), (), (), 0.0, 0.0)
+
+
+def record(at: float, *names: str) -> StepRecord:
+    rows = tuple((slot, name, "decode") for slot, name in enumerate(names))
+    return StepRecord(at, 0, rows, sampled=len(names), computed=len(names), moved=0, seconds=0.01, busy=0.01)
 
 
 def recorded(figure: figures.Figure) -> Any:
@@ -63,6 +69,23 @@ async def test_a_batch_is_recorded_step_by_step() -> None:
     first = [row["text"] for step in steps for row in step["rows"] if row["id"] == handles[1].id]
     assert "".join(first) == (await handles[1]).text
     assert repr(figure) == f"<Figure: {len(reports)} steps of a batch>"
+
+
+@pytest.mark.anyio
+async def test_a_run_is_recorded_in_time() -> None:
+    with opened(dataclasses.replace(CONFIG, max_requests=2)) as session:
+        dashboard = session.watch()
+        assert recorded(dashboard.recorded()) == {"names": [], "steps": []}
+        done = await session.generate(["Once upon a time", "Tom", "Anna"], max_tokens=4, ignore_eos=True)
+        figure = dashboard.recorded()
+        dashboard.stop()
+    data = recorded(figure)
+    assert len(data["names"]) == len(done)
+    assert sum(sampled for _, _, sampled, *_ in data["steps"]) == 12
+    ends = [end for end, *_ in data["steps"]]
+    assert ends == sorted(ends)
+    assert data["steps"][0][0] == data["steps"][0][1]  # time begins with the first step
+    assert repr(figure) == f"<Figure: 3 requests in {len(ends)} steps, as they ran>"
 
 
 @pytest.mark.anyio
@@ -120,6 +143,7 @@ def test_saved_figures_act_without_a_kernel() -> None:
         figures.steps(reports).saved(),
         figures.distribution(logits, fakes.ByteTokenizer()).saved(),
         figures.prefixes(["a b c d", "a b x y"], 2).saved(),
+        figures.run([record(1.0, "r0"), record(1.01, "r0", "r1"), record(1.02, "r1")]).saved(),
     ]
     with api.sync_playwright() as playwright, browsing.blank_page(playwright, width=360, height=640) as page:
         page.set_content("<meta name='viewport' content='width=device-width'>" + "".join(saved))
@@ -133,4 +157,7 @@ def test_saved_figures_act_without_a_kernel() -> None:
         assert page.get_by_text("has 4 words, and 2 of them are cached").is_visible()
         prompt.press("Enter")
         assert page.get_by_text("3 prompts of 6 whole pages, 4 pages stored").is_visible()
+        page.get_by_label("time in ms").fill("15")
+        assert page.get_by_text("15 ms: 1 token so far").is_visible()
+        assert page.get_by_text("Step 2 of 3 takes 10.0 ms: 2 positions of 2 requests. 0 of 2 requests").is_visible()
         assert page.evaluate("document.documentElement.scrollWidth") <= 360  # a phone

@@ -76,6 +76,7 @@ def test_notebooks_can_be_downloaded_and_opened_where_the_repository_is_known(si
     assert '<a href="../02_what_a_step_does.ipynb" download>' in plain
     assert "colab" not in plain
     assert "(https://colab.research.google.com/github/someone/rekindle/blob/HEAD/tutorials/02_what_a_step" in linked
+    assert "`%pip install git+https://github.com/someone/rekindle`" in linked
 
 
 def test_formulas_are_drawn_in_the_colour_of_the_text(site: ModuleType) -> None:

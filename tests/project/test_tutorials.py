@@ -18,6 +18,7 @@ import course  # noqa: E402
 import diagrams  # noqa: E402
 
 SOURCES = build.sources()
+REAL = [source for source in SOURCES if 'tags=["real"]' in source.read_text()]
 
 
 @pytest.mark.slow
@@ -28,23 +29,31 @@ def test_it_runs(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("PYTHONPATH", f"{root / 'toolkit'}:{root / 'kernels'}")
     monkeypatch.setenv("REKINDLE_CACHE", str(tmp_path))  # nothing was compiled before: a new user's first run
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.delenv("REKINDLE_SMOLLM2", raising=False)
+    monkeypatch.setenv("REKINDLE_SMOLLM2", "")
     build.execute(source)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_its_page_runs_with_a_real_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("source", REAL, ids=lambda path: path.stem)
+def test_its_cells_run_with_a_real_model(
+    source: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = real_checkpoints.path_or_reason("smollm2")
     if isinstance(path, str):
         pytest.skip(path)
     root = FOLDER.parent
     monkeypatch.setenv("PYTHONPATH", f"{root / 'toolkit'}:{root / 'kernels'}")
-    monkeypatch.setenv("REKINDLE_CACHE", str(tmp_path))
+    monkeypatch.setenv("REKINDLE_CACHE", str(tmp_path_factory.getbasetemp() / "real"))  # programs serve the next page, too
     monkeypatch.setenv("REKINDLE_SMOLLM2", str(path))
-    (source,) = build.sources(["18"])
-    outputs = str([cell.get("outputs") for cell in build.execute(source).cells])
-    assert path.name in outputs
+    assert path.name in str([cell.outputs for cell in build.execute(source, real=True).cells])
+
+
+@pytest.mark.parametrize("source", REAL, ids=lambda path: path.stem)
+def test_pages_show_the_real_model(source: Path) -> None:
+    saved = nbformat.read(source.with_suffix(".ipynb"), as_version=4)
+    real = [cell for cell in saved.cells if "real" in cell.metadata.get("tags", ())]
+    assert real_checkpoints.REAL["smollm2"].file in str([cell.outputs for cell in real])
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)

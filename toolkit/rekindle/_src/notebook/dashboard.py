@@ -18,6 +18,8 @@ from rekindle._src.core import html
 from rekindle._src.core.mesh_shape import describe_share
 from rekindle._src.core.records import StepResult
 from rekindle._src.dispatch.engine import Observer
+from rekindle._src.notebook.figures import Figure
+from rekindle._src.notebook.figures import run as figure_of_run
 from rekindle._src.notebook.live import Live, button, field
 from rekindle._src.notebook.shown import CacheLike, NodeLike, SessionLike
 from rekindle.errors import RekindleError
@@ -65,6 +67,10 @@ class Dashboard(Live):
         if not self._session.closed:
             with contextlib.suppress(RekindleError, ValueError):
                 self._steps.unobserve(self._recorder)
+
+    def recorded(self) -> Figure:
+        """Return the steps that it has seen, the last 240 at most, as a figure of the run in time to scrub through."""
+        return figure_of_run(tuple(self._recorder.steps))
 
     def draw(self) -> str:
         try:

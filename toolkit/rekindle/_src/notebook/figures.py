@@ -53,6 +53,23 @@ class ReportLike(Protocol):
     def rows(self) -> Sequence[RowLike]: ...
 
 
+class RecordLike(Protocol):
+    """One step of a run in time, as far as the figure shows it: a dashboard records such steps."""
+
+    @property
+    def at(self) -> float: ...
+    @property
+    def busy(self) -> float: ...
+    @property
+    def rows(self) -> Sequence[tuple[int, str, str]]: ...
+    @property
+    def sampled(self) -> int: ...
+    @property
+    def computed(self) -> int: ...
+    @property
+    def moved(self) -> int: ...
+
+
 class FigureWidget(anywidget.AnyWidget):
     """The figure in a notebook whose kernel lives."""
 
@@ -108,6 +125,20 @@ def steps(reports: Iterable[ReportLike | None]) -> Figure:
                 slots.pop(row.request_id, None)
         recorded.append({"tokens": report.tokens, "rows": rows})
     return Figure("steps", {"steps": recorded}, f"{html.count(len(recorded), 'step')} of a batch")
+
+
+def run(records: Iterable[RecordLike]) -> Figure:
+    """Return the figure of a run in time, from its recorded steps."""
+    steps = list(records)
+    began = steps[0].at - steps[0].busy if steps else 0.0
+    numbers: dict[str, int] = {}  # of requests, which a long run would name again and again
+    recorded = []
+    for step in steps:
+        rows = [[slot, numbers.setdefault(name, len(numbers)), kind == "prefill"] for slot, name, kind in step.rows]
+        times = [round(1e3 * (step.at - began), 2), round(1e3 * step.busy, 2)]
+        recorded.append([*times, step.sampled, step.computed, step.moved, rows])
+    summary = f"{html.count(len(numbers), 'request')} in {html.count(len(steps), 'step')}, as they ran"
+    return Figure("run", {"names": list(numbers), "steps": recorded}, summary)
 
 
 def distribution(logits: ArrayLike, tokenizer: TokenizerLike) -> Figure:

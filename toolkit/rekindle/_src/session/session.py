@@ -343,7 +343,10 @@ class Session(
         return self._client.ask(snapshot)
 
     def watch(self) -> Any:
-        """Return a live dashboard: throughput, queue, batch over time, pages by tier. Show it at the end of a cell."""
+        """Return a live dashboard: throughput, queue, batch over time, pages by tier. Show it at the end of a cell.
+
+        Its `recorded()` is a figure of the run to scrub through, which a saved notebook keeps.
+        """
         return dashboard(self._client, self)
 
     @property

@@ -1,4 +1,4 @@
-// Figures over recorded data: steps of a batch, a distribution, a growing prefix tree. They ask no kernel for anything, so
+// Figures over recorded data: steps of a batch, a run in time, a distribution, a growing prefix tree. They ask no kernel for anything, so
 // the same code runs as a widget and in a saved page. Text from models and readers is only ever set as text.
 
 const COLOURS = ["#4c8ed9", "#e0903a", "#57a35f", "#c264a8", "#8a79d6", "#b3a02f", "#4fa5a5", "#cf6a5f"];
@@ -81,6 +81,48 @@ function steps(el, { steps }) {
     return made;
   };
   el.append(svg, bar.whole, make("div", { style: "display:flex;gap:6px" }, button("back", -1), button("on", 1), play), head, words);
+  show(0);
+}
+
+// A run in time: each step is as wide as it took, one line for each slot, below the tokens per second. A slider goes through it.
+function run(el, { names, steps }) {
+  if (!steps.length) return el.append("Nothing was recorded.");
+  const slots = 1 + Math.max(...steps.flatMap(([, , , , , rows]) => rows.map(([slot]) => slot)));
+  const width = 640, above = 44, height = above + slots * 12 + 4, end = steps.at(-1)[0], span = Math.max(end / 25, 1);
+  const x = (time) => (width * time) / end;
+  const svg = shape("svg", { viewBox: `0 0 ${width} ${height}`, style: "width:100%;max-width:640px;display:block" });
+  const last = names.map(() => 0); // when each request had its last step
+  for (const [at, took, , , moved, rows] of steps) {
+    for (const [slot, name, prefill] of rows) {
+      last[name] = at;
+      svg.append(shape("rect", { x: x(at - took), y: above + slot * 12, width: Math.max(x(took), 0.3), height: 10,
+        fill: COLOURS[name % COLOURS.length], opacity: prefill ? 1 : 0.5 }, `${names[name]}: ${prefill ? "prefill" : "decode"}`));
+    }
+    if (moved) svg.append(shape("circle", { cx: x(at), cy: above - 3, r: 2, fill: "#9b59b6" }, `${moved} pages moved`));
+  }
+  const rate = (time) => {
+    const from = Math.max(0, time - span);
+    return (1000 * steps.reduce((sum, [at, , sampled]) => sum + (at > from && at <= time ? sampled : 0), 0)) / Math.max(time - from, 1);
+  };
+  const times = Array.from({ length: 81 }, (_, at) => (end * at) / 80), highest = Math.max(1, ...times.map(rate));
+  const points = times.map((time) => `${x(time)},${above - 8 - ((above - 12) * rate(time)) / highest}`);
+  svg.append(shape("polyline", { points: points.join(" "), fill: "none", stroke: COLOURS[0], "stroke-width": 1.5 }));
+  const marker = shape("line", { y1: 0, y2: height, stroke: "currentColor", "stroke-width": 1.5 });
+  svg.append(marker);
+  const head = make("div", { style: "font-weight:600;margin:4px 0" }), words = make("div");
+  function show(time) {
+    marker.setAttribute("x1", x(time)), marker.setAttribute("x2", x(time));
+    const over = steps.filter(([at]) => at <= time), tokens = over.reduce((sum, step) => sum + step[2], 0);
+    const step = steps.find(([at, took]) => at - took <= time && time < at);
+    head.textContent = `${Math.round(time)} ms: ${tokens.toLocaleString("en")} ${tokens === 1 ? "token" : "tokens"} so far, ${Math.round(rate(time)).toLocaleString("en")} a second now`;
+    const ended = last.filter((at) => at <= time).length;
+    words.textContent = step
+      ? `Step ${over.length + 1} of ${steps.length} takes ${step[1].toFixed(1)} ms: ${step[3]} positions of ${step[5].length} requests` +
+        `${step[4] ? `, ${step[4]} pages moved` : ""}. ${ended} of ${names.length} requests have ended.`
+      : `No step runs. ${ended} of ${names.length} requests have ended.`;
+  }
+  const bar = slider("time in ms", 0, Math.ceil(end), 1, 0, show);
+  el.append(svg, bar.whole, head, words);
   show(0);
 }
 
@@ -172,7 +214,7 @@ function prefixes(el, { texts, page }) {
   show();
 }
 
-const FIGURES = { steps, distribution, prefixes };
+const FIGURES = { steps, run, distribution, prefixes };
 
 function mount(el, kind, data) {
   const inner = make("div", { className: "rekindle-figure", style: "line-height:1.5;max-width:100%" });
