@@ -96,6 +96,7 @@ plt.ylim(0, 1.02)
 plt.show()
 print(f"{by_margin[:500].mean():.1%} of the surer half, {by_margin[500:].mean():.1%} of the other")
 assert by_margin[:500].mean() - by_margin[500:].mean() > 0.1, "a margin tells right from wrong"
+assert by_margin[:50].mean() < by_margin[50:500].mean(), "but the surest rows are not the ones that are right most often"
 
 # %% [markdown]
 # That curve is what you decide by: keep the labels above a margin, and send the others to a larger model or to a person. Look at its
@@ -127,11 +128,12 @@ for name in ("int8-weight", "int4"):
 lost, kept = (held_out["margin"][rows].mean() for rows in (flipped["int4"], ~flipped["int4"]))
 print(f"mean margin of the rows that 4 bits change {lost:.2f}, of the others {kept:.2f}")
 assert flipped["int8-weight"].mean() < 0.1, "8 bits keep nearly all labels"
+assert 0 < flipped["int4"].mean() < 0.03, "4 bits change one or two labels in a hundred"
 assert lost < kept / 2, "the labels that 4 bits change had small margins"
 
 # %% [markdown]
-# In a model of 4 million weights 4 bits change one label in sixty; larger models lose less. Whether that matters is a question about
-# your table, and this is the cell that answers it.
+# In a model of 4 million weights 4 bits change one or two labels in a hundred; larger models lose less. Whether that matters is a
+# question about your table, and this is the cell that answers it.
 #
 # ## Free text for each row
 #
