@@ -136,7 +136,7 @@ for number in range(3):
 
 # %% [markdown]
 # A dashboard keeps the steps that it has seen. Scrub through them: above the slots are the tokens per second, and a block is as wide as
-# its step took. Twelve tasks share eight slots, so four wait; at the end, as the stories run out, the rate falls.
+# its step took. Twelve tasks share eight slots: find the names, the first eight stories, and where the last four stories begin.
 
 # %%
 run = dashboard.recorded()
