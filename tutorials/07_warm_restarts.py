@@ -151,7 +151,6 @@ assert int(await kernel.run("print(done.usage.cached_tokens)")) == 0, "pages are
 
 # %%
 assert results["after a kill"][1] < results["first start"][1] / 2, "with programs on disk opening takes less than half"
-assert results["after a kill"][2] < results["programs, no pages"][2], "with pages on disk the first token comes sooner"
 figure, (start, first) = plt.subplots(1, 2, layout="constrained", sharey=True)
 start.barh(list(results), [seconds[1] for seconds in results.values()])
 start.set_xlabel("seconds to open: programs")

@@ -133,7 +133,7 @@ def update(params, state, tokens, mask, drawn, advantages):
 # ## The loop
 #
 # Forty-eight sums of two dice with eight answers each; one update with the 96 answers that stand out the most (many groups agree, and have
-# nothing to say); then `swap_weights`: the engine goes on with the trainer's arrays as they are. Nothing is copied or compiled.
+# nothing to say); then `swap_weights`: the engine goes on with the trainer's arrays as they are, without a copy.
 
 # %%
 STEPS, QUESTIONS, ANSWERS, LINES = 20, 48, 8, 96
@@ -218,8 +218,10 @@ for question in ("What is six plus five?", "What is 6 + 5?", "Who are you?"):
 #
 # The arrays of the last update are the engine's weights: the same memory, at the same address. Prompts and answers of other weights are not
 # in the cache any more, and sequences that run during a swap go on with the new weights; `batch.versions` says which weights drew a token.
+# Other weights compile nothing: the few programs that the later steps compiled are for batches of sizes that had not come up before.
 
 # %%
+assert recompiled < 8, "sixteen swaps compile no sixteen programs"
 leaves = jax.tree.leaves(params)
 print(f"version {version}; {recompiled} programs were compiled in steps 4 to 19")
 print(

@@ -96,7 +96,9 @@ plt.ylim(0, 1.02)
 plt.show()
 print(f"{by_margin[:500].mean():.1%} of the surer half, {by_margin[500:].mean():.1%} of the other")
 assert by_margin[:500].mean() - by_margin[500:].mean() > 0.1, "a margin tells right from wrong"
-assert by_margin[:50].mean() < by_margin[50:500].mean(), "but the surest rows are not the ones that are right most often"
+assert by_margin[:50].mean() < by_margin[50:500].mean(), (
+    "but the surest rows are not the ones that are right most often"
+)
 
 # %% [markdown]
 # That curve is what you decide by: keep the labels above a margin, and send the others to a larger model or to a person. Look at its

@@ -44,7 +44,8 @@ def test_its_cells_run_with_a_real_model(
         pytest.skip(path)
     root = FOLDER.parent
     monkeypatch.setenv("PYTHONPATH", f"{root / 'toolkit'}:{root / 'kernels'}")
-    monkeypatch.setenv("REKINDLE_CACHE", str(tmp_path_factory.getbasetemp() / "real"))  # programs serve the next page, too
+    cache = tmp_path_factory.getbasetemp() / "real"  # the programs of one page serve the next
+    monkeypatch.setenv("REKINDLE_CACHE", str(cache))
     monkeypatch.setenv("REKINDLE_SMOLLM2", str(path))
     assert path.name in str([cell.outputs for cell in build.execute(source, real=True).cells])
 
