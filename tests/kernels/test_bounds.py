@@ -102,7 +102,8 @@ for far in FAR:
         ([[1, far]] * 2, [far, 1, 2, far, 4, 5, 6], [1] * 7),
     ):
         for call in calls:
-            call(y, x, down, up, ints(owners), ints(order), ints(slots)).block_until_ready()
+            for norm in (None, floats(64)):
+                call(y, x, down, up, ints(owners), ints(order), ints(slots), norm).block_until_ready()
 """,
     "recurrence": """
 from rekindle_kernels.native import recurrence

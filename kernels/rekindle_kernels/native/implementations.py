@@ -21,7 +21,7 @@ from rekindle_kernels import native
 from rekindle_kernels.native import adapters, attention, fill_pages, kernel_table, recurrence, rope_kv, zeros
 from rekindle_kernels.native.kernel_spec import KernelSpec
 from rekindle_kernels.native.recurrence import Results
-from rekindle_kernels.ops.adapters import AdaptedTokens, AdapterCall
+from rekindle_kernels.ops.adapters import AdaptedTokens, AdapterCall, AdapterOptions
 from rekindle_kernels.ops.linear import LinearCall, LinearOptions, NormCall, gated, matrix_of_expert
 from rekindle_kernels.ops.memory import FillCall, ZerosCall
 from rekindle_kernels.ops.recurrence import RecurrenceCall
@@ -176,32 +176,46 @@ def add_adapters(
     up: jax.Array,
     owners: jax.Array,
     tokens: AdaptedTokens,
-    place: int,
-    outputs: tuple[int, ...],
-    gate: str | None,
+    norm: jax.Array | None,
+    options: AdapterOptions,
 ) -> jax.Array:
     """Implement `ops.adapters.add_adapters`."""
 
     def plain(
-        y: jax.Array, x: jax.Array, down: jax.Array, up: jax.Array, owners: jax.Array, *of: jax.Array
+        y: jax.Array,
+        x: jax.Array,
+        down: jax.Array,
+        up: jax.Array,
+        owners: jax.Array,
+        norm: jax.Array | None,
+        *of: jax.Array,
     ) -> jax.Array:
-        return plain_adapters.add_adapters(y, x, down, up, owners, AdaptedTokens(*of), place, outputs, gate)
+        x = x if norm is None else plain_linear.rms_norm(x, norm, options.eps)
+        return plain_adapters.add_adapters(y, x, down, up, owners, AdaptedTokens(*of), None, options)
 
     def fast(
-        y: jax.Array, x: jax.Array, down: jax.Array, up: jax.Array, owners: jax.Array, *of: jax.Array
+        y: jax.Array,
+        x: jax.Array,
+        down: jax.Array,
+        up: jax.Array,
+        owners: jax.Array,
+        norm: jax.Array | None,
+        *of: jax.Array,
     ) -> jax.Array:
         each = AdaptedTokens(*of)
         return adapters.add_adapters(
-            y, x, down, up, owners, each.order, each.sorted_slots, place=place, outputs=outputs, gated=gate is not None
-        )
+            *(y, x, down, up, owners, each.order, each.sorted_slots, norm),
+            place=options.place, outputs=options.outputs, gated=options.gate is not None, eps=options.eps,
+        )  # fmt: skip
 
-    return differentiable(fast, plain)(y, x, down, up, owners, *tokens)
+    return differentiable(fast, plain)(y, x, down, up, owners, norm, *tokens)
 
 
 def adds(call: AdapterCall) -> str | None:
-    """Why adapters can't be native, or can't take their gate along: they add whole vectors of float32."""
-    reason, y, x = unavailable(call), _like(call.y), _like(call.x)
-    if reason is not None or adapters.adds(y, x, _like(call.down), _like(call.up), call.units, call.outputs, call.gate):
+    """Why adapters can't be native, or can't take their norm or gate along: they add whole vectors of float32."""
+    reason = unavailable(call)
+    arrays = (_like(array) for array in (call.y, call.x, call.down, call.up))
+    if reason is not None or adapters.adds(*arrays, call.units, call.outputs, call.gate, call.norm):
         return reason
     shapes = f"{call.x.dtype.name} {list(call.x.shape)} and {list(call.outputs)}"
     return f"{shapes} are not whole vectors, or not gated by silu, or {NOT_BUILT}"

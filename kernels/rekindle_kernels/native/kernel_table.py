@@ -79,7 +79,7 @@ RMS_NORM = KernelSpec(
 # other, each up to its end in `spans`, `down` has the B rows of rank of the first, then those of the next; `up` has
 # these rows' weights of all outputs. U units share the B rows alike: row `place` of `owners` says whose each is.
 # `order` holds the tokens sorted by their adapters, and `slots` the adapters in that order; 0 is none. Gated, the
-# result is silu of the first half of each row times the other.
+# result is silu of the first half of each row times the other. `norm` holds weights of an RMS norm of x.
 def _adapter(kind: str, result: Result) -> KernelSpec:
     return KernelSpec(
         kind,
@@ -92,9 +92,10 @@ def _adapter(kind: str, result: Result) -> KernelSpec:
             Operand("order", "J", "int32"),
             Operand("slots", "J", "int32"),
             Operand("spans", "L", "int32"),
+            Operand("norm", "K", optional=True),
         ),
         results=(result,),
-        settings={"place": "int32"},
+        settings={"place": "int32", "eps": "float32"},
         parameters=DTYPE,
     )
 

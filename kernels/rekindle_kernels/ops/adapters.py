@@ -12,10 +12,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from rekindle_kernels.ops.linear import gated
+from rekindle_kernels.ops.linear import gated, rms_norm
 from rekindle_kernels.ops.registry import Registry, current_platform
 
-ADAPTERS = Registry("adapters")  # run(y, x, down, up, owners, tokens, place, outputs, gate) -> [T, O], gated [T, O / 2]
+ADAPTERS = Registry("adapters")  # run(y, x, down, up, owners, tokens, norm, options) -> [T, O], gated [T, O / 2]
 
 
 class AdaptedTokens(NamedTuple):
@@ -33,6 +33,16 @@ class AdaptedTokens(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterOptions:
+    """What is static in a call."""
+
+    place: int
+    outputs: tuple[int, ...]
+    gate: str | None
+    eps: float  # of the norm
+
+
+@dataclass(frozen=True, slots=True)
 class AdapterCall:
     """The static facts that select an implementation."""
 
@@ -44,6 +54,7 @@ class AdapterCall:
     units: int
     outputs: tuple[int, ...]
     gate: str | None = None
+    norm: bool = False
 
 
 def add_adapters(
@@ -57,6 +68,8 @@ def add_adapters(
     place: int,
     outputs: tuple[int, ...],
     gate: str | None = None,
+    norm: jax.Array | None = None,
+    eps: float = 0.0,
     implementation: str | None = None,
     platform: str | None = None,
 ) -> jax.Array:
@@ -64,18 +77,20 @@ def add_adapters(
 
     `down` [M · B, I] has the B rows of the first module, then those of the next; `up` [B, O] has their weights of the
     `outputs` of all modules. Unit u of the rows belongs to the adapter `owners[place, u]` (int32 [C, U], 0 for none).
-    Rows of tokens without an adapter are those of y, to the last bit. With the name of an activation as `gate`, the
-    result is `gated(…, gate)`, of all tokens.
+    Rows of tokens without an adapter are those of y, to the last bit. With `norm` [I], x is `rms_norm(x, norm, eps)`.
+    With the name of an activation as `gate`, the result is `gated(…, gate)`, of all tokens.
     """
     call = AdapterCall(
         platform or current_platform(), _shape(y), _shape(x), _shape(down), _shape(up), owners.shape[1], outputs
     )
     chosen = ADAPTERS.choose(call, implementation)
+    if norm is not None and chosen.supports(replace(call, norm=True)) is not None:
+        x, norm = rms_norm(x, norm, eps, implementation=implementation, platform=platform), None
     separate_gate = gate
     if separate_gate is not None and chosen.supports(replace(call, gate=separate_gate)) is None:
         separate_gate = None
-    own_gate = gate if separate_gate is None else None
-    added: jax.Array = chosen.run(y, x, down, up, owners, tokens, place, outputs, own_gate)
+    options = AdapterOptions(place, outputs, gate if separate_gate is None else None, eps)
+    added: jax.Array = chosen.run(y, x, down, up, owners, tokens, norm, options)
     return added if separate_gate is None else gated(added, separate_gate)
 
 

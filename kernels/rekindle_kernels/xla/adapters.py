@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from rekindle_kernels.ops.adapters import AdaptedTokens
+from rekindle_kernels.ops.adapters import AdaptedTokens, AdapterCall, AdapterOptions
 from rekindle_kernels.ops.linear import gated
-from rekindle_kernels.ops.registry import Implementation, anything
+from rekindle_kernels.ops.registry import Implementation
 from rekindle_kernels.xla.linear import exact_precision
 
 FEW, ROWS = 64, 1024  # tokens, and rows of rank, of which all are multiplied
@@ -27,12 +27,12 @@ def add_adapters(
     up: jax.Array,
     owners: jax.Array,
     tokens: AdaptedTokens,
-    place: int,
-    outputs: tuple[int, ...],
-    gate: str | None,
+    norm: jax.Array | None,
+    options: AdapterOptions,
 ) -> jax.Array:
     """Implement `ops.adapters.add_adapters`."""
-    mine = owners[place]
+    assert norm is None, "x is normed before"
+    mine, outputs, gate = owners[options.place], options.outputs, options.gate
     add = _all_rows if y.shape[0] <= FEW and up.shape[0] <= ROWS else _own_rows
     needed = ((mine[:, None] == tokens.slots) & (mine[:, None] > 0)).any(axis=1)
     stacked = down.reshape(len(outputs), *up.shape[:1], -1)
@@ -105,4 +105,9 @@ def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
     return jnp.matmul(x, weight, precision=exact_precision(x, weight), preferred_element_type=jnp.float32)
 
 
-ADAPTERS = Implementation("xla", add_adapters, anything)
+def supports(call: AdapterCall) -> str | None:
+    """Why products can't take their norm along."""
+    return "x has to be normed before" if call.norm else None
+
+
+ADAPTERS = Implementation("xla", add_adapters, supports)

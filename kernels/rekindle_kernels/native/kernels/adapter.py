@@ -18,10 +18,11 @@ from typing import Any
 import numpy as np
 
 from rekindle_kernels.native import kernel_table
-from rekindle_kernels.native.language.dot_products import add_pairs, store_rounded
+from rekindle_kernels.native.kernels.rms_norm import normalise
+from rekindle_kernels.native.language.dot_products import add_pairs, load_interleaved, store_rounded
 from rekindle_kernels.native.language.handler import Kernel, first_unit, job_layout
 from rekindle_kernels.native.language.jit import inline, jit
-from rekindle_kernels.native.language.memory import f32, free, i32, malloc, prefetcher, set_word, word
+from rekindle_kernels.native.language.memory import LINE, f32, free, i32, malloc, prefetcher, set_word, word
 from rekindle_kernels.native.language.records import dim
 from rekindle_kernels.native.language.vector import (
     LANES,
@@ -47,6 +48,8 @@ STRIP = 2 * HALF  # outputs that are summed in registers
 GATED_PARTS = 2  # of a tile's results, where there are fewer tiles than threads
 ZERO = np.float32(0)
 fetch = prefetcher(1)  # into the first cache
+fetch_far = prefetcher()
+AHEAD = 2  # strips
 
 JOB = job_layout(
     "adapter",
@@ -54,6 +57,7 @@ JOB = job_layout(
         "y": "[tokens, outputs]",
         "out": "[tokens, results]",
         "x": "[tokens, inputs]",
+        "norm": "[inputs], or 0",
         "down": "[modules · rows, inputs]",
         "up": "[rows, outputs]",
         "owners": "[units]: the adapter of each",
@@ -69,6 +73,7 @@ JOB = job_layout(
         "outputs": "",
         "results": "of a token: as many as outputs, or half as many",
     },
+    numbers={"eps": "of the norm"},
 )
 
 
@@ -124,18 +129,27 @@ def add_pair(x: Any, w: Any, total: Any) -> Any:
     return add_pairs(total, x, w)
 
 
-def narrower(load: Any, add_to_total: Any) -> Any:
-    """Return `narrowed(x0, x1, x2, x3, weights, width, step, narrow)`: four tokens times four rows of rank, which lie
-    `step` bytes apart, as narrow [row, token]. `load` takes an index of elements, of which a row has `width`."""
+def narrower(load: Any, size: int, add_to_total: Any, put: Any) -> Any:
+    """Return `narrowed(x0, x1, x2, x3, weights, width, step, narrow, later)`: four tokens times four rows of rank,
+    which lie `step` bytes apart, `put` as narrow [pair of rows, token, row]. `load` takes an index of elements of
+    `size` bytes, of which a row has `width`. If `later` is not 0, four rows there are asked for meanwhile."""
 
     @jit
-    def narrowed(x0: int, x1: int, x2: int, x3: int, weights: int, width: int, step: int, narrow: int) -> None:
+    def narrowed(
+        x0: int, x1: int, x2: int, x3: int, weights: int, width: int, step: int, narrow: int, later: int
+    ) -> None:
         w1, w2, w3 = weights + step, weights + 2 * step, weights + 3 * step
         a0 = a1 = a2 = a3 = splat(ZERO)
         b0 = b1 = b2 = b3 = splat(ZERO)
         c0 = c1 = c2 = c3 = splat(ZERO)
         d0 = d1 = d2 = d3 = splat(ZERO)
         for i in range(0, width, LANES):
+            if later > 0:
+                line = later + size * i
+                fetch_far(line)
+                fetch_far(line + step)
+                fetch_far(line + 2 * step)
+                fetch_far(line + 3 * step)
             s, t, u, v = load_f32(x0, i), load_f32(x1, i), load_f32(x2, i), load_f32(x3, i)
             w = load(weights, i)
             a0, a1 = add_to_total(s, w, a0), add_to_total(t, w, a1)
@@ -149,9 +163,9 @@ def narrower(load: Any, add_to_total: Any) -> Any:
             w = load(w3, i)
             d0, d1 = add_to_total(s, w, d0), add_to_total(t, w, d1)
             d2, d3 = add_to_total(u, w, d2), add_to_total(v, w, d3)
-        a, b = fold_2(fold_1(a0, a1), fold_1(a2, a3)), fold_2(fold_1(b0, b1), fold_1(b2, b3))
-        c, d = fold_2(fold_1(c0, c1), fold_1(c2, c3)), fold_2(fold_1(d0, d1), fold_1(d2, d3))
-        store(narrow, 0, fold_8(fold_4(a, b), fold_4(c, d)))
+        a, b = fold_2(fold_1(a0, b0), fold_1(a1, b1)), fold_2(fold_1(a2, b2), fold_1(a3, b3))
+        c, d = fold_2(fold_1(c0, d0), fold_1(c1, d1)), fold_2(fold_1(c2, d2), fold_1(c3, d3))
+        put(narrow, 0, fold_8(fold_4(a, b), fold_4(c, d)))
 
     return narrowed
 
@@ -160,8 +174,10 @@ def kernel(storage: Storage, *, gated: bool = False, paired: bool = False) -> Ke
     """y + x · downᵀ · up, with the rows of rank of each token's own adapter; if `gated`, silu of the first half of it
     times the other. Matrices are of bfloat16 if x may be rounded to it and multiplied pair by pair (`paired`)."""
     load, size = storage.load, storage.size
-    narrowed = narrower(load, add_product)
-    narrowed_by_pairs = narrower(load_f32, add_pair) if paired else narrowed
+    put_narrow = store_rounded if paired else store
+    narrowed = narrower(load, size, add_product, put_narrow)
+    narrowed_by_pairs = narrower(load_f32, 4, add_pair, put_narrow) if paired else narrowed
+    each = TOGETHER * (2 if paired else 4)  # bytes of a row of rank in `narrow`
 
     @inline
     def put(y: int, out: int, a: int, b: int, first: int, second: int, s0: Any, s1: Any, s2: Any, s3: Any) -> None:
@@ -179,14 +195,29 @@ def kernel(storage: Storage, *, gated: bool = False, paired: bool = False) -> Ke
             if second > 1:
                 add_to(y, b + LANES, s3)
 
+    @inline
+    def ask_for_strip(row: int, a: int, b: int) -> None:
+        """Ask for the weights of half a strip from output a on, and of another from b on."""
+        for i in range(0, size * HALF, LINE):
+            fetch_far(row + size * a + i)
+            fetch_far(row + size * b + i)
+
+    @inline
+    def ask_for_first_strips(places: int, count: int, begin: int, behind: int, step: int) -> None:
+        """Ask for the weights of the first strips; halves of a strip begin `behind` outputs apart, strips `step`."""
+        for r in range(count):
+            row = word(places, r)
+            for strip in range(AHEAD):
+                ask_for_strip(row, begin + strip * step, begin + behind + strip * step)
+
     @jit
     def widened(
         four: int, tokens: int, a: int, b: int, first: int, second: int, narrow_a: int, narrow_b: int, places: int,
-        count: int,
+        count: int, ahead: int,
     ) -> None:  # fmt: skip
         """Add to the outputs of a strip: `first` vectors from output a on, and `second` from b on. At `four` are the
         addresses of four tokens' y, of which the first `tokens` count, then of their results; at `places` is where
-        each row of rank begins."""
+        each row of rank begins. If `ahead` is not 0, weights so many outputs on are asked for."""
         from_b = b if second > 0 else a
         next_a, next_b = a + (LANES if first > 1 else 0), from_b + (LANES if second > 1 else 0)
         a0 = a1 = a2 = a3 = splat(ZERO)
@@ -199,21 +230,38 @@ def kernel(storage: Storage, *, gated: bool = False, paired: bool = False) -> Ke
             fetch(y + 4 * next_a)
             fetch(y + 4 * from_b)
             fetch(y + 4 * next_b)
-        for r in range(count):
-            w, n, m = word(places, r), narrow_a + 4 * TOGETHER * r, narrow_b + 4 * TOGETHER * r
-            w0, w1, w2, w3 = load(w, a), load(w, next_a), load(w, from_b), load(w, next_b)
-            s, t = splat(f32(n, 0)), splat(f32(m, 0))
-            a0, a1 = multiply_add(s, w0, a0), multiply_add(s, w1, a1)
-            a2, a3 = multiply_add(t, w2, a2), multiply_add(t, w3, a3)
-            s, t = splat(f32(n, 1)), splat(f32(m, 1))
-            b0, b1 = multiply_add(s, w0, b0), multiply_add(s, w1, b1)
-            b2, b3 = multiply_add(t, w2, b2), multiply_add(t, w3, b3)
-            s, t = splat(f32(n, 2)), splat(f32(m, 2))
-            c0, c1 = multiply_add(s, w0, c0), multiply_add(s, w1, c1)
-            c2, c3 = multiply_add(t, w2, c2), multiply_add(t, w3, c3)
-            s, t = splat(f32(n, 3)), splat(f32(m, 3))
-            d0, d1 = multiply_add(s, w0, d0), multiply_add(s, w1, d1)
-            d2, d3 = multiply_add(t, w2, d2), multiply_add(t, w3, d3)
+        for r in range(0, count, 2):
+            w, v, n, m = word(places, r), word(places, r + 1), narrow_a + each * r, narrow_b + each * r
+            if ahead > 0:
+                ask_for_strip(w, a + ahead, from_b + ahead)
+                ask_for_strip(v, a + ahead, from_b + ahead)
+            if paired:
+                w0, w1 = load_interleaved(w, v, a), load_interleaved(w, v, next_a)
+                w2, w3 = load_interleaved(w, v, from_b), load_interleaved(w, v, next_b)
+                s, t = splat(f32(n, 0)), splat(f32(m, 0))
+                a0, a1, a2, a3 = add_pairs(a0, s, w0), add_pairs(a1, s, w1), add_pairs(a2, t, w2), add_pairs(a3, t, w3)
+                s, t = splat(f32(n, 1)), splat(f32(m, 1))
+                b0, b1, b2, b3 = add_pairs(b0, s, w0), add_pairs(b1, s, w1), add_pairs(b2, t, w2), add_pairs(b3, t, w3)
+                s, t = splat(f32(n, 2)), splat(f32(m, 2))
+                c0, c1, c2, c3 = add_pairs(c0, s, w0), add_pairs(c1, s, w1), add_pairs(c2, t, w2), add_pairs(c3, t, w3)
+                s, t = splat(f32(n, 3)), splat(f32(m, 3))
+                d0, d1, d2, d3 = add_pairs(d0, s, w0), add_pairs(d1, s, w1), add_pairs(d2, t, w2), add_pairs(d3, t, w3)
+            else:
+                for i in range(2):
+                    u = v if i > 0 else w
+                    w0, w1, w2, w3 = load(u, a), load(u, next_a), load(u, from_b), load(u, next_b)
+                    s, t = splat(f32(n, i)), splat(f32(m, i))
+                    a0, a1 = multiply_add(s, w0, a0), multiply_add(s, w1, a1)
+                    a2, a3 = multiply_add(t, w2, a2), multiply_add(t, w3, a3)
+                    s, t = splat(f32(n, 2 + i)), splat(f32(m, 2 + i))
+                    b0, b1 = multiply_add(s, w0, b0), multiply_add(s, w1, b1)
+                    b2, b3 = multiply_add(t, w2, b2), multiply_add(t, w3, b3)
+                    s, t = splat(f32(n, 4 + i)), splat(f32(m, 4 + i))
+                    c0, c1 = multiply_add(s, w0, c0), multiply_add(s, w1, c1)
+                    c2, c3 = multiply_add(t, w2, c2), multiply_add(t, w3, c3)
+                    s, t = splat(f32(n, 6 + i)), splat(f32(m, 6 + i))
+                    d0, d1 = multiply_add(s, w0, d0), multiply_add(s, w1, d1)
+                    d2, d3 = multiply_add(t, w2, d2), multiply_add(t, w3, d3)
         put(word(four, 0), word(four, TOGETHER), a, b, first, second, a0, a1, a2, a3)
         if tokens > 1:
             put(word(four, 1), word(four, TOGETHER + 1), a, b, first, second, b0, b1, b2, b3)
@@ -225,6 +273,8 @@ def kernel(storage: Storage, *, gated: bool = False, paired: bool = False) -> Ke
     @jit
     def prepare(frame: Any, job: Any, threads: int) -> int:
         job.y, job.x, job.out = frame.y.data, frame.x.data, frame.out.data
+        job.norm = frame.norm.data if frame.has_norm else 0
+        job.eps = frame.settings.eps
         job.down, job.up = frame.down.data, frame.up.data
         job.order, job.slots, job.spans = frame.order.data, frame.slots.data, frame.spans.data
         job.modules = dim(frame.spans, 0)
@@ -262,30 +312,47 @@ def kernel(storage: Storage, *, gated: bool = False, paired: bool = False) -> Ke
 
     @inline
     def widen_gated(
-        job: Any, four: int, tokens: int, begin: int, end: int, narrow: int, places: int, count: int
+        job: Any, four: int, tokens: int, begin: int, end: int, narrow: int, places: int, count: int, ahead: int
     ) -> None:
         """Add to the gates [begin, end) and their ups, and put what they make into the results."""
-        narrow_ups = narrow + (job.modules - 1) * 4 * TOGETHER * count
+        narrow_ups = narrow + (job.modules - 1) * each * count
         for a in range(begin, end, HALF):
             vectors = min(HALF, end - a) // LANES
-            widened(four, tokens, a, a + job.results, vectors, vectors, narrow, narrow_ups, places, count)
+            widened(four, tokens, a, a + job.results, vectors, vectors, narrow, narrow_ups, places, count, ahead * HALF)
 
     @inline
-    def widen_module(job: Any, four: int, tokens: int, module: int, narrow: int, places: int, count: int) -> None:
+    def begin_of(job: Any, module: int) -> int:
+        return 0 if module == 0 else i32(job.spans, module - 1)
+
+    @inline
+    def widen_module(
+        job: Any, four: int, tokens: int, module: int, narrow: int, places: int, count: int, ahead: int
+    ) -> None:
         """The outputs of a module."""
-        begin, end = 0 if module == 0 else i32(job.spans, module - 1), min(i32(job.spans, module), job.outputs)
+        begin, end = begin_of(job, module), min(i32(job.spans, module), job.outputs)
         for a in range(begin, end, STRIP):
             vectors = min(STRIP, end - a) // LANES
             first = min(HALF // LANES, vectors)
-            widened(four, tokens, a, a + HALF, first, vectors - first, narrow, narrow, places, count)
+            widened(four, tokens, a, a + HALF, first, vectors - first, narrow, narrow, places, count, ahead * STRIP)
 
     @inline
-    def round_row(x: int, out: int, inputs: int) -> int:
-        """Round a row to bfloat16."""
-        for i in range(0, inputs, LANES):
-            if paired:
-                store_rounded(out, i, load_f32(x, i))
-        return out
+    def down_of(job: Any, module: int, row: int) -> int:
+        """Return where a row of rank begins among those of a module."""
+        return job.down + size * job.inputs * (module * job.rows + row)
+
+    @inline
+    def row_of(job: Any, token: int, normed: int, rounded: int) -> int:
+        """Return where a token's x is as it is multiplied: normed in memory at `normed`, then rounded to bfloat16 in
+        that at `rounded`, which is 0 if it stays as it is."""
+        x = job.x + 4 * job.inputs * token
+        if job.norm > 0:
+            normalise(x, job.norm, job.eps, job.inputs, normed)
+            x = normed
+        if paired and rounded > 0:
+            for i in range(0, job.inputs, LANES):
+                store_rounded(rounded, i, load_f32(x, i))
+            x = rounded
+        return x
 
     @inline
     def gate_alone(job: Any, at: int, behind: int, begin: int, end: int) -> None:
@@ -305,43 +372,62 @@ def kernel(storage: Storage, *, gated: bool = False, paired: bool = False) -> Ke
         begin, end = LANES * first_unit(part, parts, vectors), LANES * first_unit(part + 1, parts, vectors)
         first, last = (part, part + 1) if parts > 1 and not gated else (0, modules)
         pairs = inputs // 2 if paired and inputs % (2 * LANES) == 0 else 0
-        rows = malloc((2 * all_rows + 2 * TOGETHER) * WORD + 4 * TOGETHER * (all_rows * modules + pairs))
+        kept = inputs if job.norm > 0 else 0  # of a token's normed x
+        rows = malloc((2 * all_rows + 2 * TOGETHER) * WORD + 4 * TOGETHER * (all_rows * modules + pairs + kept))
         places = rows + WORD * all_rows
         four = places + WORD * all_rows
         rounded = four + 2 * WORD * TOGETHER
-        narrow = rounded + 4 * TOGETHER * pairs
+        normed = rounded + 4 * TOGETHER * pairs
+        narrow = normed + 4 * TOGETHER * kept
+        row, half = 4 * kept, 4 * pairs  # bytes of a normed and of a rounded row
         count = list_rows(job.owners, job.units, all_rows // job.units, i32(job.slots, at), rows)
         for r in range(count):
             set_word(places, r, job.up + size * job.outputs * word(rows, r))
         if gated and count == 0:
             gate_alone(job, at, behind, begin, end)
             at = behind
+        ahead = AHEAD  # while the first tokens are multiplied
+        if gated and count > 0:
+            ask_for_first_strips(places, count, begin, job.results, HALF)
         while at < behind:
             for i in range(TOGETHER):
                 token = i32(order, min(at + i, behind - 1))
                 set_word(four, i, job.y + 4 * job.outputs * token)
                 set_word(four, TOGETHER + i, job.out + 4 * job.results * token)
-            x0, x1 = job.x + 4 * inputs * i32(order, at), job.x + 4 * inputs * i32(order, min(at + 1, behind - 1))
-            x2 = job.x + 4 * inputs * i32(order, min(at + 2, behind - 1))
-            x3 = job.x + 4 * inputs * i32(order, min(at + 3, behind - 1))
-            if pairs > 0:
-                x0, x1 = round_row(x0, rounded, inputs), round_row(x1, rounded + 4 * pairs, inputs)
-                x2, x3 = round_row(x2, rounded + 8 * pairs, inputs), round_row(x3, rounded + 12 * pairs, inputs)
             tokens = min(TOGETHER, behind - at)
+            here = rounded if pairs > 0 else 0
+            x0 = x1 = x2 = x3 = row_of(job, i32(order, at), normed, here)
+            if tokens > 1:
+                here += half
+                x1 = row_of(job, i32(order, at + 1), normed + row, here)
+            if tokens > 2:
+                here += half
+                x2 = row_of(job, i32(order, at + 2), normed + 2 * row, here)
+            if tokens > 3:
+                here += half
+                x3 = row_of(job, i32(order, at + 3), normed + 3 * row, here)
             for module in range(first, last):
-                own = narrow + 4 * TOGETHER * count * module
+                own, weights = narrow + each * count * module, down_of(job, module, word(rows, 0))
+                if not gated and ahead > 0:
+                    ask_for_first_strips(places, count, begin_of(job, module), HALF, STRIP)
                 for r in range(0, count, TOGETHER):
-                    weights = job.down + size * inputs * (module * all_rows + word(rows, r))
-                    out = own + 4 * TOGETHER * r
+                    out, here, later = own + each * r, weights, 0
+                    if r + TOGETHER < count:
+                        weights = down_of(job, module, word(rows, r + TOGETHER))
+                    elif module + 1 < last:
+                        weights = down_of(job, module + 1, word(rows, 0))
+                    if ahead > 0 and weights != here:
+                        later = weights
                     if pairs > 0:
-                        narrowed_by_pairs(x0, x1, x2, x3, weights, pairs, 4 * pairs, out)
+                        narrowed_by_pairs(x0, x1, x2, x3, here, pairs, 4 * pairs, out, later)
                     else:
-                        narrowed(x0, x1, x2, x3, weights, inputs, size * inputs, out)
+                        narrowed(x0, x1, x2, x3, here, inputs, size * inputs, out, later)
                 if not gated:
-                    widen_module(job, four, tokens, module, own, places, count)
+                    widen_module(job, four, tokens, module, own, places, count, ahead)
             if gated:
-                widen_gated(job, four, tokens, begin, end, narrow, places, count)
+                widen_gated(job, four, tokens, begin, end, narrow, places, count, ahead)
             at += TOGETHER
+            ahead = 0
         free(rows)
 
     @jit

@@ -22,6 +22,7 @@ from rekindle._src.core.adapters import AdapterLoad
 from rekindle._src.core.records import Request, StepPlan
 from rekindle._src.models.adapters.adapted import adapt, adapt_experts
 from rekindle._src.models.base import Model
+from rekindle._src.models.nn.linear import RMSNorm
 from rekindle._src.programs.adapter_stacks import Chunk, Operands, Stacks
 from rekindle._src.programs.buckets import ADAPTED
 from rekindle._src.programs.feature import Columns, Feature, StepInputs
@@ -120,11 +121,13 @@ class _Delta:
         self._chunks, self._owners, self._outputs, self._first = chunks, owners, outputs, first
         self._tokens, self._implementation = tokens, implementation
 
-    def add(self, y: Array, x: Array, gate: str | None = None) -> Array:
+    def add(self, y: Array, x: Array, gate: str | None = None, norm: RMSNorm | None = None) -> Array:
         """Return y [T, out] plus what the adapters make of x [T, in]; with the name of an activation, gated by it."""
+        if norm is not None and len(self._chunks) > 1:
+            x, norm = norm(x), None  # once for all of them
         flat, rows = y.reshape(-1, y.shape[-1]), x.reshape(-1, x.shape[-1])
         with jax.named_scope("adapters"):
-            added = self._added(flat, rows, self._owners, self._tokens, self._first, gate)
+            added = self._added(flat, rows, self._owners, self._tokens, self._first, gate, norm)
         return added.reshape(*y.shape[:-1], -1)
 
     @property
@@ -152,7 +155,14 @@ class _Delta:
         return own
 
     def _added(
-        self, y: Array, x: Array, owners: Array, tokens: AdaptedTokens, first: int, gate: str | None = None
+        self,
+        y: Array,
+        x: Array,
+        owners: Array,
+        tokens: AdaptedTokens,
+        first: int,
+        gate: str | None = None,
+        norm: RMSNorm | None = None,
     ) -> Array:
         last = len(self._chunks) - 1
         for index, chunk in enumerate(self._chunks):
@@ -166,6 +176,8 @@ class _Delta:
                 place=first + index,
                 outputs=self._outputs,
                 gate=gate if index == last else None,
+                norm=None if norm is None else norm.weight[...],
+                eps=0.0 if norm is None else norm.eps,
                 implementation=self._implementation,
             )
         return y

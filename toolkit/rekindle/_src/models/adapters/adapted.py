@@ -8,14 +8,16 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from rekindle._src.models.nn.linear import RMSNorm
 from rekindle_kernels import gated
 
 
 class Delta(Protocol):
     """An addition at one site."""
 
-    def add(self, y: Array, x: Array, gate: str | None = None) -> Array:
-        """Return y [T, out] plus what is made of x [T, in], gated [T, out / 2] if an activation is named."""
+    def add(self, y: Array, x: Array, gate: str | None = None, norm: RMSNorm | None = None) -> Array:
+        """Return y [T, out] plus what is made of x [T, in], normed if there is a norm; gated [T, out / 2] if an
+        activation is named."""
         ...
 
 
@@ -55,7 +57,7 @@ def _at(model: Any, path: str) -> Any:
 
 
 class _Adapted:
-    """A linear layer with a delta, in the place of the layer. Its rows are normed once, for both."""
+    """A linear layer with a delta, in the place of the layer. Both norm its rows on the way into their products."""
 
     def __init__(self, layer: Any, delta: Delta) -> None:
         self._layer, self._delta = layer, delta
@@ -63,16 +65,19 @@ class _Adapted:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layer, name)
 
-    def __call__(self, x: Array, *, norm: Any = None, gate: str | None = None, residual: Array | None = None) -> Array:
-        x = x if norm is None else norm(x)
-        y = self._added(self._layer(x, residual=residual if gate is None else None), x, gate)
+    def __call__(
+        self, x: Array, *, norm: RMSNorm | None = None, gate: str | None = None, residual: Array | None = None
+    ) -> Array:
+        y = self._layer(x, norm=norm, residual=residual if gate is None else None)
+        y = self._added(y, x, gate, norm)
         return y if gate is None or residual is None else residual + y
 
-    def _added(self, y: Array, x: Array, gate: str | None) -> Array:
+    def _added(self, y: Array, x: Array, gate: str | None, norm: RMSNorm | None) -> Array:
         shards = getattr(self._layer, "shards", None)
         if shards is None:
-            return self._delta.add(y, x, gate)
-        whole: Array = y + shards.sum(self._delta.add(jnp.zeros_like(y), x))  # x is a device's part of the inputs
+            return self._delta.add(y, x, gate, norm)
+        # x is a device's part of the inputs.
+        whole: Array = y + shards.sum(self._delta.add(jnp.zeros_like(y), x, None, norm))
         return whole if gate is None else gated(whole, gate)
 
 

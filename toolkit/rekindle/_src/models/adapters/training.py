@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from rekindle._src.models.adapters.adapted import adapt
 from rekindle._src.models.adapters.sites import Site, sites_of
 from rekindle._src.models.base import Graph, LoadedModel, merge
+from rekindle._src.models.nn.linear import RMSNorm
 from rekindle._src.models.plain import token_logprobs
 from rekindle_kernels import gated
 
@@ -106,7 +107,8 @@ class _Trained:
     def __init__(self, pair: Pair) -> None:
         self._pair = pair
 
-    def add(self, y: Array, x: Array, gate: str | None = None) -> Array:
+    def add(self, y: Array, x: Array, gate: str | None = None, norm: RMSNorm | None = None) -> Array:
         down, up = self._pair
+        x = x if norm is None else norm(x)
         y = y + jnp.matmul(jnp.matmul(x.astype(jnp.float32), down), up).astype(y.dtype)
         return y if gate is None else gated(y, gate)
