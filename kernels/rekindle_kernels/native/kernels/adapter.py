@@ -8,7 +8,13 @@ numbers are added in the same order whatever is beside it.
 
 Where a gate follows, y is read once for both, and tokens without an adapter are gated, too.
 
-Where the processor multiplies pairs of bfloat16, x is rounded for matrices of bfloat16, as it is for those of the base.
+Where the processor multiplies pairs of bfloat16, x is rounded for matrices of bfloat16, as it is for those of the base,
+and so are its products with the rows of rank.
+
+In a step of few tokens the weights come from memory. They are asked for before: the next rows of `down` while these
+are multiplied, and those of `up` some strips ahead, since a strip is a few lines of each row, which no processor's own
+prefetcher follows. 30 layers of 135M, 16 tokens over 8 adapters of rank 16, 78 MB: 3.5 ms instead of 7.6 on two cores
+of a busy Zen 4; 512 tokens over two of them, pair by pair, 23 instead of 36.
 """
 
 from __future__ import annotations
@@ -47,9 +53,8 @@ HALF = 2 * LANES  # outputs of half a strip; where results are gated, one half a
 STRIP = 2 * HALF  # outputs that are summed in registers
 GATED_PARTS = 2  # of a tile's results, where there are fewer tiles than threads
 ZERO = np.float32(0)
-fetch = prefetcher(1)  # into the first cache
-fetch_far = prefetcher()
-AHEAD = 2  # strips
+AHEAD = 2  # strips of weights that are asked for
+fetch, fetch_weights = prefetcher(1), prefetcher()  # y into the first cache
 
 JOB = job_layout(
     "adapter",
@@ -70,6 +75,7 @@ JOB = job_layout(
         "rows": "of rank",
         "units": "that share these rows",
         "inputs": "",
+        "pairs": "of a token's x, which are multiplied pair by pair, or 0",
         "outputs": "",
         "results": "of a token: as many as outputs, or half as many",
     },
@@ -146,10 +152,10 @@ def narrower(load: Any, size: int, add_to_total: Any, put: Any) -> Any:
         for i in range(0, width, LANES):
             if later > 0:
                 line = later + size * i
-                fetch_far(line)
-                fetch_far(line + step)
-                fetch_far(line + 2 * step)
-                fetch_far(line + 3 * step)
+                fetch_weights(line)
+                fetch_weights(line + step)
+                fetch_weights(line + 2 * step)
+                fetch_weights(line + 3 * step)
             s, t, u, v = load_f32(x0, i), load_f32(x1, i), load_f32(x2, i), load_f32(x3, i)
             w = load(weights, i)
             a0, a1 = add_to_total(s, w, a0), add_to_total(t, w, a1)
@@ -199,8 +205,8 @@ def kernel(storage: Storage, *, gated: bool = False, paired: bool = False) -> Ke
     def ask_for_strip(row: int, a: int, b: int) -> None:
         """Ask for the weights of half a strip from output a on, and of another from b on."""
         for i in range(0, size * HALF, LINE):
-            fetch_far(row + size * a + i)
-            fetch_far(row + size * b + i)
+            fetch_weights(row + size * a + i)
+            fetch_weights(row + size * b + i)
 
     @inline
     def ask_for_first_strips(places: int, count: int, begin: int, behind: int, step: int) -> None:
@@ -281,7 +287,9 @@ def kernel(storage: Storage, *, gated: bool = False, paired: bool = False) -> Ke
         job.rows = dim(frame.up, 0)
         units = dim(frame.owners, 1)
         job.units = units
-        job.inputs = dim(frame.x, 1)
+        inputs = dim(frame.x, 1)
+        job.inputs = inputs
+        job.pairs = inputs // 2 if paired and inputs % (2 * LANES) == 0 else 0
         job.outputs = dim(frame.y, 1)
         job.results = dim(frame.out, 1)
         owners = frame.owners.data + 4 * units * frame.settings.place
@@ -342,13 +350,13 @@ def kernel(storage: Storage, *, gated: bool = False, paired: bool = False) -> Ke
 
     @inline
     def row_of(job: Any, token: int, normed: int, rounded: int) -> int:
-        """Return where a token's x is as it is multiplied: normed in memory at `normed`, then rounded to bfloat16 in
-        that at `rounded`, which is 0 if it stays as it is."""
+        """Return where a token's x is as it is multiplied: normed, in memory at `normed`, and rounded to bfloat16, in
+        that at `rounded`."""
         x = job.x + 4 * job.inputs * token
         if job.norm > 0:
             normalise(x, job.norm, job.eps, job.inputs, normed)
             x = normed
-        if paired and rounded > 0:
+        if paired and job.pairs > 0:
             for i in range(0, job.inputs, LANES):
                 store_rounded(rounded, i, load_f32(x, i))
             x = rounded
@@ -371,7 +379,7 @@ def kernel(storage: Storage, *, gated: bool = False, paired: bool = False) -> Ke
         at, behind = word(job.tiles, 2 * tile), word(job.tiles, 2 * tile + 1)
         begin, end = LANES * first_unit(part, parts, vectors), LANES * first_unit(part + 1, parts, vectors)
         first, last = (part, part + 1) if parts > 1 and not gated else (0, modules)
-        pairs = inputs // 2 if paired and inputs % (2 * LANES) == 0 else 0
+        pairs = job.pairs
         kept = inputs if job.norm > 0 else 0  # of a token's normed x
         rows = malloc((2 * all_rows + 2 * TOGETHER) * WORD + 4 * TOGETHER * (all_rows * modules + pairs + kept))
         places = rows + WORD * all_rows
@@ -395,33 +403,27 @@ def kernel(storage: Storage, *, gated: bool = False, paired: bool = False) -> Ke
                 set_word(four, i, job.y + 4 * job.outputs * token)
                 set_word(four, TOGETHER + i, job.out + 4 * job.results * token)
             tokens = min(TOGETHER, behind - at)
-            here = rounded if pairs > 0 else 0
-            x0 = x1 = x2 = x3 = row_of(job, i32(order, at), normed, here)
+            x0 = x1 = x2 = x3 = row_of(job, i32(order, at), normed, rounded)
             if tokens > 1:
-                here += half
-                x1 = row_of(job, i32(order, at + 1), normed + row, here)
+                x1 = row_of(job, i32(order, at + 1), normed + row, rounded + half)
             if tokens > 2:
-                here += half
-                x2 = row_of(job, i32(order, at + 2), normed + 2 * row, here)
+                x2 = row_of(job, i32(order, at + 2), normed + 2 * row, rounded + 2 * half)
             if tokens > 3:
-                here += half
-                x3 = row_of(job, i32(order, at + 3), normed + 3 * row, here)
+                x3 = row_of(job, i32(order, at + 3), normed + 3 * row, rounded + 3 * half)
             for module in range(first, last):
-                own, weights = narrow + each * count * module, down_of(job, module, word(rows, 0))
+                own = narrow + each * count * module
                 if not gated and ahead > 0:
                     ask_for_first_strips(places, count, begin_of(job, module), HALF, STRIP)
                 for r in range(0, count, TOGETHER):
-                    out, here, later = own + each * r, weights, 0
-                    if r + TOGETHER < count:
-                        weights = down_of(job, module, word(rows, r + TOGETHER))
-                    elif module + 1 < last:
-                        weights = down_of(job, module + 1, word(rows, 0))
-                    if ahead > 0 and weights != here:
-                        later = weights
+                    weights, out, later = down_of(job, module, word(rows, r)), own + each * r, 0
+                    if ahead > 0 and r + TOGETHER < count:
+                        later = down_of(job, module, word(rows, r + TOGETHER))
+                    elif ahead > 0 and module + 1 < last:
+                        later = down_of(job, module + 1, word(rows, 0))
                     if pairs > 0:
-                        narrowed_by_pairs(x0, x1, x2, x3, here, pairs, 4 * pairs, out, later)
+                        narrowed_by_pairs(x0, x1, x2, x3, weights, pairs, 4 * pairs, out, later)
                     else:
-                        narrowed(x0, x1, x2, x3, here, inputs, size * inputs, out, later)
+                        narrowed(x0, x1, x2, x3, weights, inputs, size * inputs, out, later)
                 if not gated:
                     widen_module(job, four, tokens, module, own, places, count, ahead)
             if gated:
