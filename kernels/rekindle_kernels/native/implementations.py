@@ -214,8 +214,8 @@ def add_adapters(
 def adds(call: AdapterCall) -> str | None:
     """Why adapters can't be native, or can't take their norm or gate along: they add whole vectors of float32."""
     reason = unavailable(call)
-    arrays = (_like(array) for array in (call.y, call.x, call.down, call.up))
-    if reason is not None or adapters.adds(*arrays, call.units, call.outputs, call.gate, call.norm):
+    y, x, down, up = (_like(array) for array in (call.y, call.x, call.down, call.up))
+    if reason is not None or adapters.adds(y, x, down, up, call.units, call.outputs, call.gate, call.norm):
         return reason
     shapes = f"{call.x.dtype.name} {list(call.x.shape)} and {list(call.outputs)}"
     return f"{shapes} are not whole vectors, or not gated by silu, or {NOT_BUILT}"
