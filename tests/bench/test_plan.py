@@ -17,6 +17,7 @@ from rekindle.errors import ConfigError
 CONFIG = shape_config("70b")[0]
 
 
+@pytest.mark.thorough
 def test_a_70b_model_does_not_fit_one_h100_and_fits_eight() -> None:
     one, eight = (make_plan(CONFIG, Partition(count), DEVICES["H100"]) for count in (1, 8))
     assert one.weight_bytes == pytest.approx(70.55e9 * 2, rel=0.001)  # the published number of parameters

@@ -81,6 +81,7 @@ def _measured(name: str, dtype: str, **options: Any) -> breakdown.Breakdown | No
     return anyio.run(breakdown.measure, random_shape("micro", dtype=dtype), name, 500, sizes, _few)
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="reads XLA:CPU's events")
 @pytest.mark.parametrize(
     ("name", "dtype", "native"),

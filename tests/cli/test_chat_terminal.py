@@ -124,6 +124,7 @@ def saved(chat: Chat, path: Path) -> list[dict[str, Any]]:
     return messages
 
 
+@pytest.mark.thorough
 def test_lines_are_edited_and_pasted_text_is_one_message(chat: Chat, tmp_path: Path) -> None:
     chat.say("/reset")
     shown = chat.say("Who are yu?\x1b[D\x1b[Do")

@@ -56,6 +56,7 @@ def test_the_whole_report(tmp_path: Path, capsys: pytest.CaptureFixture[str], mo
         )
 
 
+@pytest.mark.thorough
 def test_the_whole_report_with_a_broken_cache_directory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

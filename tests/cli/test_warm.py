@@ -13,6 +13,7 @@ from rekindle._src.cli.main import main
 from rekindle_kernels import has_mask_gates
 
 
+@pytest.mark.thorough
 def test_what_it_has_compiled_is_loaded_the_second_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_checkpoint("micro", tmp_path / "micro")
     kind = jax.local_devices()[0].device_kind

@@ -191,6 +191,7 @@ def test_in_a_process_of_its_own_what_stays_is_frozen_again(monkeypatch: pytest.
         gc.unfreeze()
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not hasattr(os, "sysconf"), reason="Windows has no other source to compare with")
 def test_windows_reports_its_memory_where_sysconf_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """`GlobalMemoryStatusEx` fills in a structure of 64 bytes, whose length it checks."""

@@ -188,7 +188,7 @@ def test_an_error_of_reading_early_is_of_the_step_that_is_read(one: Runner, monk
 
 
 @pytest.mark.usefixtures("not_yet")
-@pytest.mark.parametrize("end", ["close", "reset", "recover"])
+@pytest.mark.parametrize("end", by_default(["close", "reset", "recover"]))
 def test_nothing_waits_for_a_step_whose_masks_nobody_will_fill(end: str) -> None:
     runner = Runner(MODEL, tiny_config())
     if not runner.programs.gated:

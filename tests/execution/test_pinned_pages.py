@@ -96,6 +96,7 @@ def test_on_a_cpu_pages_are_ordinary_arrays(monkeypatch: pytest.MonkeyPatch) -> 
     runner.close()
 
 
+@pytest.mark.thorough
 def test_sessions_over_tiers_give_what_the_plain_loop_gives(tmp_path: Path) -> None:
     for _ in range(2):  # the second one loads its programs
         with tiered.opened(tmp_path) as session:

@@ -144,6 +144,7 @@ def test_pages_move_in_transfers_of_many_and_of_few(driver: Driver) -> None:
     assert runner.statistics().pages_out == runner.statistics().pages_in == 15
 
 
+@pytest.mark.thorough
 def test_sessions_over_tiers_give_what_the_plain_loop_gives(tmp_path: Path) -> None:
     with tiered.opened(tmp_path) as session:
         for index in (0, 1, 2, 3, 0, 2, 1, 3, 0):

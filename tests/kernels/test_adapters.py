@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from helpers.thorough import by_default
 from rekindle_kernels import AdaptedTokens, AdapterCall, add_adapters, gated, native, rms_norm
 from rekindle_kernels.ops.adapters import ADAPTERS
 
@@ -115,8 +116,8 @@ def test_a_row_does_not_depend_on_those_beside_it(dtype: str) -> None:
 
 
 @implementations
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("outputs", HALVES)
+@pytest.mark.parametrize("dtype", by_default(["float32", "bfloat16", "float16"]))
+@pytest.mark.parametrize("outputs", by_default(map(pytest.param, HALVES)))
 def test_what_is_added_may_be_gated(implementation: str, dtype: str, outputs: tuple[int, ...]) -> None:
     for tokens, gate in ((1, "silu"), (3, "silu"), (67, "silu"), (67, "gelu")):
         arrays, slots = case(tokens, dtype, outputs), RANDOM.integers(0, 5, tokens)

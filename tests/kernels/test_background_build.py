@@ -102,6 +102,7 @@ def test_another_program_starts_nothing_where_nothing_is_left(quick: None) -> No
     assert found is not None and found.wait() and not found._processes
 
 
+@pytest.mark.thorough
 def test_its_processes_keep_others_waiting_until_the_last_one_has_ended(quick: None) -> None:
     found = build_kernels(["argmax", "norm"])
     assert found is not None

@@ -11,6 +11,7 @@ import pytest
 
 from helpers.absent_devices import ABSENT
 from helpers.group_matrices import FORMS, INDICES, RANDOM, RARER, clamped, integers, matrix, stored
+from helpers.thorough import by_default
 from rekindle_kernels import LinearOptions, deprecated, int4, linear, native
 from rekindle_kernels.native import products
 from rekindle_kernels.native.cpu import has_feature
@@ -203,7 +204,9 @@ def test_rows_that_are_not_finite_stay_so_and_others_what_they_were(
 
 @needs_numba
 @pytest.mark.parametrize(("bits", "group", "kind", "minimums"), FORMS)
-@pytest.mark.parametrize("shape", [(16, 128), (208, 256), (1056, 384), (48, 2304)], ids=str)
+@pytest.mark.parametrize(
+    "shape", by_default(map(pytest.param, [(16, 128), (208, 256), (1056, 384), (48, 2304)]), 2), ids=str
+)
 def test_rows_of_eight_bits_are_multiplied_exactly(
     shape: tuple[int, int], bits: int, group: int, kind: str, minimums: bool
 ) -> None:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from helpers.thorough import by_default
 from rekindle_kernels import LayerKV, gather_pages, init_pages, scatter_pages, write_kv
 from rekindle_kernels.pages import as_values
 
@@ -72,7 +73,7 @@ def test_write_copies_no_pages(dtype: str, tokens: int) -> None:
     assert used.temp_size_in_bytes < size / 20
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", by_default(DTYPES, 2))
 def test_gathered_pages_come_back_bit_by_bit(dtype: str) -> None:
     at = jnp.arange(24, dtype=jnp.int32)
     kv = write_kv(init_pages(7, 2, 4, 8, dtype), numbers(24, 2, 8), numbers(24, 2, 8, seed=1), 1 + at // 4, at % 4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache, partial
+from typing import Any
 
 import jax
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from helpers.kernel_cases import CASES, Case, Problem, build, in_wide_queries, tolerance
+from helpers.thorough import by_default
 from rekindle_kernels import paged_attention, tuning
 from rekindle_kernels.pallas.gpu import attention as pallas_gpu
 from rekindle_kernels.pallas.tpu import attention as pallas_tpu
@@ -28,7 +30,8 @@ VARIANTS = {
     "tpu_small_blocks": partial(pallas_tpu.attention, interpret=True, **SMALL_TPU),
 }
 # Compiling an interpreted kernel takes seconds: by default these, which differ in what the kernels do differently, and
-# mostly in small blocks, where there are many turns and items. CI runs a few more.
+# mostly in small blocks, where there are many turns and items. CI runs a few
+# more, and by default only `DEFAULT`.
 QUICK = {
     "gpu": ("mixed_int8_pages_bfloat16_queries",),
     "gpu_small_blocks": (
@@ -50,14 +53,21 @@ QUICK = {
         "mixed_window_soft_cap_sinks",
     ),
 }
+DEFAULT = {
+    ("gpu_small_blocks", "decode_long"), ("gpu_small_blocks", "mixed_window_soft_cap_sinks"),
+    ("gpu_small_blocks", "prefill_none_is_real"), ("tpu_small_blocks", "decode_empty_rows_between"),
+    ("tpu_small_blocks", "mixed_window_soft_cap_sinks"), ("tpu", "mixed_bfloat16"),
+    ("gpu", "mixed_int8_pages_bfloat16_queries"),
+}  # fmt: skip
 
 
-def variants() -> list[object]:
-    return [
+def variants() -> list[Any]:
+    cases = [
         pytest.param(name, case, id=f"{name}-{case.name}", marks=() if case.name in QUICK[name] else pytest.mark.slow)
         for name in VARIANTS
         for case in CASES
     ]
+    return by_default(cases, lambda case: (case.values[0], case.values[1].name) in DEFAULT)
 
 
 @cache

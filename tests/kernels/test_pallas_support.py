@@ -155,6 +155,7 @@ def test_tuner_says_when_there_is_nothing_to_tune(capsys: pytest.CaptureFixture[
     assert "cpu" in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 def test_tuner_passes_over_what_does_not_compile_and_prints_the_fastest(capsys: pytest.CaptureFixture[str]) -> None:
     inputs, options = tune.problem(16, 16, "float32", rows=1, chunks=1, chunk=8, context=16)
     small = tuning.GpuPrefill(block_m=16, block_k=16, num_warps=4, num_stages=1)
@@ -189,6 +190,7 @@ def test_gpu_benchmark_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     assert "needs a GPU" in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 def test_gpu_benchmark_builds_every_contestant() -> None:
     small = replace(bench_gpu.DECODE, rows=1, context=256, chunk=256, heads=2, kv_heads=1, head_dim=64, page_size=16)
     for build in (bench_gpu.decode_runs, partial(bench_gpu.prefill_runs, with_mosaic=True)):

@@ -261,6 +261,7 @@ def test_a_sequence_has_the_same_bits_whatever_runs_beside_it(name: str) -> None
     np.testing.assert_array_equal(after[1], own[0])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_strong_decay_and_full_corrections_stay_finite(implementation: str) -> None:
     t, keys = tokens(128, seed=6), KEY_HEADS * KEY

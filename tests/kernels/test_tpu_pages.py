@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from helpers.kernel_cases import CASES, Case, build, in_wide_queries, tolerance
+from helpers.thorough import by_default
 from rekindle_kernels import LayerKV, abstract_pages, init_pages, paged_attention, tuning, write_kv
 from rekindle_kernels.ops.write_kv import WRITE_KV, WriteCall
 from rekindle_kernels.pallas.tpu import attention as pallas_tpu
@@ -23,7 +24,7 @@ def test_vectors_take_whole_lanes_on_tpus_only(head_dim: int, stored: int) -> No
     assert abstract_pages(3, 2, 16, head_dim, "bfloat16", platform="cpu").head_dim == head_dim
 
 
-@pytest.mark.parametrize(("kv_heads", "dtype"), [(1, "bfloat16"), (3, "float32"), (2, "int8")])
+@pytest.mark.parametrize(("kv_heads", "dtype"), by_default([(1, "bfloat16"), (3, "float32"), (2, "int8")]))
 def test_rows_are_written_as_by_the_scatter(kv_heads: int, dtype: str) -> None:
     random = np.random.default_rng(0)
     k, v = (jnp.asarray(random.standard_normal((5, kv_heads, 64)), jnp.float32) for _ in range(2))

@@ -29,6 +29,7 @@ def spoiled(name: str, path: str, value: float) -> LoadedModel:
     return dataclasses.replace(model, leaves=tuple(leaves))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "name",
     [

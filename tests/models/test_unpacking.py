@@ -146,6 +146,7 @@ OPTIONS: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_texts_are_those_of_a_plain_loop_over_the_unpacked_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_kernels: None, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 nbclient = pytest.importorskip("nbclient")
 pytest.importorskip("ipykernel")
+pytestmark = pytest.mark.thorough
 
 ROOT = Path(__file__).parent.parent.parent
 WIDGET = "application/vnd.jupyter.widget-view+json"

@@ -89,6 +89,7 @@ def test_a_follower_may_come_before_its_leader(coordinator: str) -> None:
     team.close()
 
 
+@pytest.mark.thorough
 def test_waiting_ends(coordinator: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given_up = threading.Event()
     leader = Leader(coordinator, 3, given_up=given_up.is_set)

@@ -104,6 +104,7 @@ def driver() -> Iterator[Driver]:
     runner.close()
 
 
+@pytest.mark.thorough
 def test_rows_with_a_new_feature_run_beside_others_that_notice_nothing(driver: Driver) -> None:
     samplings = [Sampling(max_tokens=5), Sampling(max_tokens=5, priority=1), Sampling(max_tokens=5, priority=2)]
     lives = [driver.add(prompt, sampling) for prompt, sampling in zip(PROMPTS, samplings, strict=True)]

@@ -77,6 +77,7 @@ def test_a_function_that_uses_itself_or_the_world_ends() -> None:
     assert function_hash(loop) == function_hash(loop)
 
 
+@pytest.mark.thorough
 def test_other_processes_agree() -> None:
     source = f"import numpy as np, jax.numpy as jnp\n{CELL}\n"
     source += "from rekindle._src.programs.function_hash import function_hash\nprint(function_hash(process))"

@@ -148,6 +148,7 @@ def test_layers_that_are_quantised_in_two_ways_are_not_alike() -> None:
     assert Cut.of(graph, leaves).kinds == (0, 1, 0)
 
 
+@pytest.mark.thorough
 def test_pages_and_state_are_donated_and_all_options_apply() -> None:
     sevens = LogitsProcessor(lambda logits, context: logits.at[:, 7].add(1e6), "sevens")
     programs = programs_of(processors=[sevens])
@@ -377,6 +378,7 @@ def test_the_first_text_waits_for_the_program_of_its_prompt_alone(monkeypatch: p
     runner.close()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mode", ["lazy", pytest.param("background", marks=pytest.mark.slow)])
 def test_a_first_text_is_made_of_parts_where_kernels_are_there_too(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole programs replace them after a moment, and are found by the next process."""

@@ -9,6 +9,7 @@ import pytest
 from scipy import stats
 
 from helpers import plain_sampling
+from helpers.thorough import by_default
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.programs import sampling as device
 from rekindle._src.programs.flags import Flag
@@ -237,7 +238,7 @@ def test_a_vocabulary_below_the_most_logprobs_is_padded() -> None:
     assert np.isneginf(top[0, 7:]).all()
 
 
-@pytest.mark.parametrize("length", [8, 32, 40, 100])
+@pytest.mark.parametrize("length", by_default([40, 8, 32, 100]))
 def test_prompt_logprobs_of_every_chunk_size(length: int) -> None:
     hidden = logits_of(50, rows=length, vocab=12)
     weight = logits_of(51, rows=12, vocab=VOCAB)

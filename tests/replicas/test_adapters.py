@@ -69,6 +69,7 @@ async def test_all_replicas_load_them_and_those_that_come_later_too(folders: lis
         await soon(lambda: all(len(one.session.adapters) == 1 for one in replicas if one.session))
 
 
+@pytest.mark.thorough
 async def test_a_request_that_moves_keeps_the_weights_it_began_with(folders: list[Path]) -> None:
     ids = prompt(5, 12)
     with local_fleet(session) as (fleet, replicas):

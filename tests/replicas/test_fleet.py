@@ -264,6 +264,7 @@ async def test_errors_of_requests_have_their_types() -> None:
             fleet.scale(0)
 
 
+@pytest.mark.thorough
 async def test_scaling_down_moves_what_does_not_end_in_time() -> None:
     with local_fleet(slow_session, replicas=3, router="shortest") as (fleet, replicas):
         handles = [fleet.submit(f"{number} Once upon a time", max_tokens=200) for number in range(9)]

@@ -86,6 +86,7 @@ async def test_one_replica_after_another_while_streams_go_on() -> None:
         assert (await fleet.generate("Once", max_tokens=30)).text == text("Once", "other") != text("Once")
 
 
+@pytest.mark.thorough
 async def test_requests_may_end_with_the_weights_that_they_began_with() -> None:
     with local_fleet(Swaps().session, router="shortest") as (fleet, _):
         handles = [fleet.submit(f"{number} Once", max_tokens=60) for number in range(4)]

@@ -158,6 +158,7 @@ def test_polls_every_five_seconds_over_one_connection(server: Server) -> None:
             time.sleep(5.0)
 
 
+@pytest.mark.thorough
 def test_a_client_that_reads_nothing_loses_its_connection(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listening, "STALLED_SECONDS", 0.3)
     body = json.dumps({"prompt": "x" * 400, "max_tokens": 1, "n": 24, "echo": True, "logprobs": 20}).encode()
@@ -189,6 +190,7 @@ def test_one_address_leaves_room_for_others_and_waits_on_its_own(server: Server)
             assert b"200 OK" in other.recv(65_536)
 
 
+@pytest.mark.thorough
 def test_answers_are_never_cut_for_a_new_connection(slow: Session) -> None:
     with contextlib.closing(slow.serve(max_connections=4).result_sync()) as small, contextlib.ExitStack() as stack:
         for _ in range(3):

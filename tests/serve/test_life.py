@@ -11,6 +11,7 @@ import pytest
 
 from helpers.asgi import Answer, get, post, until
 from helpers.sessions import CONFIG
+from helpers.thorough import by_default
 from rekindle import Session
 from rekindle._src.serve.models import SessionLike
 from rekindle.serve import app
@@ -26,7 +27,7 @@ async def settled(session: Session) -> None:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("n", by_default([1, 3]))
 async def test_a_client_that_goes_away_aborts_its_request(slow: Session, streamed: bool, n: int) -> None:
     served = app(slow)
     body = {**LONG, "stream": streamed, "n": n}

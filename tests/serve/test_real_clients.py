@@ -97,6 +97,7 @@ def test_responses(served: Any, client: Any) -> None:
     assert text == final.output_text == own.text
 
 
+@pytest.mark.thorough
 def test_anthropics_client(served: Any) -> None:
     anthropic = pytest.importorskip("anthropic", reason="needs Anthropic's client")
     own = served[0].chat(MESSAGES, max_tokens=30, temperature=0).result_sync()

@@ -46,6 +46,7 @@ async def test_programs_of_steps_with_named_changes_are_made_ahead(session: Any)
         assert kinds_ahead(without) == {""}
 
 
+@pytest.mark.thorough
 async def test_names_change_what_is_served(session: Any) -> None:
     served = app(session)
 

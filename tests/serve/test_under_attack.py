@@ -113,6 +113,7 @@ def schema(value: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "x", "schema": value}}
 
 
+@pytest.mark.thorough
 def test_chains_of_references_and_rules(server: Server, cases: list[Case]) -> None:
     pytest.importorskip("llguidance", reason="structured output needs the extra `structured`")
 

@@ -190,6 +190,7 @@ async def test_sums_of_adapters_have_their_weights(folders: list[Path]) -> None:
         assert (again.usage.cached_tokens, other.usage.cached_tokens) == (8, 0)
 
 
+@pytest.mark.thorough
 @anyio_test
 @pytest.mark.parametrize("quantize", by_default(["int8", "int8-weight", {"attention": "int4-32"}]))
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])  # the loop has no say in it

@@ -103,6 +103,7 @@ async def test_a_snapshot_keeps_adapters_apart(folders: list[Path], tmp_path: Pa
         session.check_integrity()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_the_base_is_the_same_to_the_bit_when_an_adapter_is_loaded(folders: list[Path]) -> None:
     wanted: dict[str, Any] = {"capture": {"norm": True, "residual": "all"}}

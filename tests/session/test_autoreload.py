@@ -47,6 +47,7 @@ def check(notebook: Kernel, version: int) -> None:
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("loop", ["asyncio", pytest.param("trio", marks=pytest.mark.slow)])
 def test_a_session_goes_on_under_autoreload(loop: str, tmp_path: Path) -> None:
     mine = tmp_path / "mine.py"

@@ -71,6 +71,7 @@ def test_pages_of_any_type_are_copied_with_their_scales(kv_dtype: str) -> None:
     assert asyncio.run(texts()) == asyncio.run(texts(prefix_cache=False))
 
 
+@pytest.mark.thorough
 @trio_in_ci
 @anyio_test
 async def test_drafts_a_preemption_and_steps_that_are_watched() -> None:

@@ -95,6 +95,7 @@ def test_streaming_costs_little_of_the_callers_loop() -> None:
     assert latency < 1e-3, f"{latency * 1e6:.0f} µs from the host to the caller"
 
 
+@pytest.mark.thorough
 def test_an_idle_session_costs_nothing() -> None:
     with opened() as session:
         session.generate_sync("x", max_tokens=4)

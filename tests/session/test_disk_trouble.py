@@ -26,6 +26,7 @@ def test_a_full_disk_in_save_is_a_typed_error_and_the_next_save_works(tmp_path: 
         session.check_integrity()
 
 
+@pytest.mark.thorough
 def test_a_session_works_without_a_cache_that_others_can_write(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

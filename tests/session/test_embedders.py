@@ -161,6 +161,7 @@ async def test_over_http(gemma: Session, golden: dict[str, NDArray[np.float32]])
         assert "embed only" in answer.error["message"] or "is not a prompt" in answer.error["message"]
 
 
+@pytest.mark.thorough
 def test_a_causal_one_generates_too_unless_it_has_no_head(cache_dir: str, tmp_path: Path) -> None:
     with rekindle.open_sync(embedders.write(tmp_path / "one", "qwen3"), cache_dir=cache_dir, **OPTIONS) as session:
         assert len(session.generate_sync("w1 w2", max_tokens=3, ignore_eos=True).token_ids) == 3
@@ -191,6 +192,7 @@ def test_without_files_of_sentence_transformers_it_is_the_mean(
             session.embed_sync("w1", prompt_name="query")
 
 
+@pytest.mark.thorough
 def test_saved_by_transformers_of_today(golden: dict[str, NDArray[np.float32]], cache_dir: str, tmp_path: Path) -> None:
     """With the keys of its own: layer types, a rope for each, the window of both directions."""
     torch = pytest.importorskip("torch")

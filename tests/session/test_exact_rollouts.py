@@ -79,6 +79,7 @@ def test_its_ratio_is_one_and_its_gradient_the_plain_forms(session: Session, mod
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5 * float(jnp.abs(other).max()))
 
 
+@pytest.mark.thorough
 def test_other_sessions_are_refused() -> None:
     with rekindle.open_sync(MODEL, **OPTIONS | {"precompile": "lazy", "dtype": "auto"}) as session:
         assert session.config.dtype == session.config.kv_dtype == "float32", "those of the loaded model"

@@ -13,6 +13,7 @@ import pytest
 
 import rekindle
 from helpers import checkpoints, vocabularies
+from helpers.thorough import by_default
 from rekindle import tiny
 from rekindle._src.cli.main import main
 from rekindle._src.models import LoadedModel
@@ -40,7 +41,7 @@ def embedded() -> LoadedModel:
     return load(tiny.folder(), dtype="float32")
 
 
-@pytest.mark.parametrize("kind", ["auto", "f32"])
+@pytest.mark.parametrize("kind", by_default(["auto", "f32"]))
 def test_the_embedded_model_as_a_file_is_the_embedded_model(kind: str, tmp_path: Path, embedded: LoadedModel) -> None:
     file = export("tiny", tmp_path / "tiny.gguf", type=kind)
     found = load(file, dtype="float32")
@@ -51,6 +52,7 @@ def test_the_embedded_model_as_a_file_is_the_embedded_model(kind: str, tmp_path:
     assert reference.generate(found, prompt, 12) == reference.generate(embedded, prompt, 12)
 
 
+@pytest.mark.thorough
 def test_a_session_opens_it_and_says_the_same(tmp_path: Path) -> None:
     file = export("tiny", tmp_path / "tiny.gguf")
     said = []

@@ -93,6 +93,7 @@ async def test_single_steps_show_what_was_guessed(guessing: Session) -> None:
     assert "in vain" in "".join(report._repr_html_() for report in reports)
 
 
+@pytest.mark.thorough
 @anyio_test
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])  # the loop has no say in it
 async def test_a_real_model_with_few_tokens_to_choose_from_compiles_nothing() -> None:

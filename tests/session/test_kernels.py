@@ -74,7 +74,7 @@ print('ended')
     check_nothing_leaked(notebook)
 
 
-@pytest.mark.parametrize("consume", ["call = {}\nawait call", "call = {}\nasync for delta in call: pass"])
+@pytest.mark.parametrize("consume", by_default(["call = {}\nawait call", "call = {}\nasync for delta in call: pass"]))
 def test_interrupt_frees_the_cell_and_aborts_that_request(notebook: Kernel, consume: str) -> None:
     notebook.ok("other = session.submit('another', max_tokens=400)")
     cell = notebook.run(interruptible(consume.format(LONG)), during=notebook.interrupt_after(0.5))
@@ -98,6 +98,7 @@ def freed_after(notebook: Kernel) -> float:
     return float(notebook.ok("print(freed)")) - notebook.interrupted
 
 
+@pytest.mark.thorough
 def test_repeated_interrupts_are_harmless(asyncio_kernel: Kernel) -> None:
     for _ in range(3):
         cell = asyncio_kernel.run(interruptible(f"await {LONG}"), during=asyncio_kernel.interrupt_after(0.15, times=3))
@@ -195,6 +196,7 @@ def test_restart(now: bool) -> None:
         assert notebook.ok("print(len((await session.generate('hi', max_tokens=5)).token_ids))") == "5"
 
 
+@pytest.mark.thorough
 def test_a_list_of_prompts_shows_a_bar_that_goes(notebook: Kernel) -> None:
     cell = notebook.run("many = await session.generate(['a', 'b', 'c'], max_tokens=300, ignore_eos=True)")
     assert cell.status == "ok"
@@ -205,6 +207,7 @@ def test_a_list_of_prompts_shows_a_bar_that_goes(notebook: Kernel) -> None:
     assert (quick.text, quick.updates) == ("", ())
 
 
+@pytest.mark.thorough
 def test_a_compilation_inside_a_call_is_shown_in_its_cell(notebook: Kernel) -> None:
     """The session's own thread draws it, while the cell waits."""
     notebook.ok("from rekindle._src.core.activity import ProgramWait\nprograms = ProgramWait(quiet=False)")

@@ -168,6 +168,7 @@ def test_leaving_while_pages_are_saved_waits_for_them() -> None:
     assert done.stdout.splitlines() == ["saved"]
 
 
+@pytest.mark.thorough
 def test_exit_is_bounded_when_the_device_hangs() -> None:
     start = time.perf_counter()
     done = run_script(

@@ -87,6 +87,7 @@ async def test_what_was_drawn_from_is_the_plain_distribution_behind_every_option
         assert len(entry.top_ids) == 2 and entry.support == b"" and not len(entry.support_ids)
 
 
+@pytest.mark.thorough
 @trio_in_ci
 async def test_processors_change_what_is_drawn_from(session: Session) -> None:
     ids = prompt(6, 5)

@@ -56,6 +56,7 @@ def test_on_eight_devices(tmp_path: Path, name: str) -> None:
     checked(tmp_path, 8, name)
 
 
+@pytest.mark.thorough
 def test_a_mesh_of_one_device_is_what_the_device_alone_is() -> None:
     """Programs are wrapped and weights are placed then, in this process too."""
     options = {**OPTIONS, "precompile": "lazy"}

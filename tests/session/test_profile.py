@@ -11,6 +11,7 @@ from rekindle._src.bench.breakdown import executions
 from rekindle.errors import InvalidRequest, SessionClosed
 
 
+@pytest.mark.thorough
 @pytest.mark.anyio
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])  # the loop has no say in it
 async def test_a_profile_has_the_steps_of_the_block(tmp_path: Path) -> None:

@@ -81,6 +81,7 @@ async def test_opening_and_the_first_call_say_what_is_compiled(terminal: Termina
     assert "compiling" not in second._repr_html_()
 
 
+@pytest.mark.thorough
 @pytest.mark.anyio
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_precompiling_counts_its_programs(terminal: Terminal, tmp_path: Path) -> None:

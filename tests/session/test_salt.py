@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from helpers.sessions import wait_until_idle
+from helpers.thorough import by_default
 from helpers.tiered import NEW, opened, plain, prompt
 from rekindle._src.kvcache.digest import is_salted, salt_key, salted_root
 from rekindle._src.session.session import Session
@@ -74,7 +75,7 @@ def test_pages_that_left_the_device_stay_apart(tmp_path: Path) -> None:
         wait_until_idle(session)
 
 
-@pytest.mark.parametrize("restore", ["work", "auto"])
+@pytest.mark.parametrize("restore", by_default(["work", "auto"]))
 def test_snapshots_keep_the_pages_of_every_salt_apart(tmp_path: Path, restore: str) -> None:
     with opened(tmp_path, device_pages=65) as session:
         for salt in ("alice", "bob"):

@@ -263,6 +263,7 @@ def test_a_tree_looked_through_in_parts_is_listed_once_and_not_taken_for_saved(
         assert writer._complete_at == session._engine.scheduler.cache.version
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", by_default(["int8", "float8_e4m3fn"]))
 def test_narrow_pages_are_kept_as_such(kind: str, tmp_path: Path) -> None:
     options = {"max_tokens": NEW, "ignore_eos": True}

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from helpers.thorough import by_default
 from helpers.tiered import ask, opened
 from rekindle import ConfigError, Session
 from rekindle._src.core.shared_cache import SharedCache
@@ -27,7 +28,7 @@ def kept(folder: Path) -> int:
     return behind(folder).stored
 
 
-@pytest.fixture(params=["private", "signed"])
+@pytest.fixture(params=by_default(["private", "signed"]))
 def shared(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "private":
         monkeypatch.delenv(private_files.KEY_VARIABLE, raising=False)

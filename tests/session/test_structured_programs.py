@@ -25,6 +25,7 @@ def load(session: rekindle.Session) -> list[str]:
     return [done.text for done in many]
 
 
+@pytest.mark.thorough
 def test_a_second_session_loads_them_and_compiles_nothing(tmp_path: Path) -> None:
     cache = str(tmp_path)
     guided = {"r2t0m", "r2t32m"} if has_mask_gates() else {"r2t0f", "r2t0c", "r2t32f", "r2t32c"}

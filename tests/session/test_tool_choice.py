@@ -46,7 +46,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
         yield made
 
 
-@pytest.mark.parametrize("family", by_default(sorted(TEMPLATES), 2))
+@pytest.mark.parametrize("family", by_default(sorted(TEMPLATES)))
 def test_a_model_that_has_to_call_calls(session: Session, family: str) -> None:
     template = f"{{% if false %}}{TEMPLATES[family]}{{% endif %}}{BODY}"
     options: dict[str, Any] = {"tools": [paint, stop], "template": template, "max_tokens": 200, "temperature": 1.0}

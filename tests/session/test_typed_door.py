@@ -40,6 +40,7 @@ def test_what_the_door_promises() -> None:
     assert messages(report, "error") == []
 
 
+@pytest.mark.thorough
 def test_misspelled_options_are_errors_and_results_have_types(tmp_path: Path) -> None:
     code = """
         import rekindle

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.thorough import by_default
 from helpers.vocabularies import KINDS, SENTENCES, of_kind
 from rekindle._src.text import Detokenizer, Tokenizer
 from rekindle.errors import InvalidRequest
@@ -26,7 +27,7 @@ def any_ids(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
     return st.lists(st.integers(0, tokenizer.vocab_size + 1), max_size=40)
 
 
-@pytest.mark.parametrize("skip", [True, False], ids=["skip special", "keep special"])
+@pytest.mark.parametrize("skip", by_default([True, False]), ids=["skip special", "keep special"])
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=300, deadline=None)
 @given(data=st.data())

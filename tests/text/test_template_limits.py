@@ -121,7 +121,7 @@ def test_a_template_that_does_not_end_is_stopped(name: str, monkeypatch: pytest.
     assert "was stopped" in str(stopped(ENDLESS[name]))
 
 
-@pytest.mark.parametrize("name", HUGE)
+@pytest.mark.parametrize("name", by_default(HUGE, lambda name: "many joined" not in name))
 def test_a_template_can_not_fill_the_memory(name: str) -> None:
     assert isinstance(stopped(HUGE[name]), InvalidRequest)
 

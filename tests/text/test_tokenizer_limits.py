@@ -15,7 +15,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 import rekindle
 from helpers import vocabularies
-from helpers.thorough import trio_in_ci
+from helpers.thorough import by_default, trio_in_ci
 from rekindle import tiny
 from rekindle._src.models.loading.gguf.export import write_gguf
 from rekindle._src.text import Tokenizer, encoding_process, tokenizer_limits
@@ -146,7 +146,7 @@ COSTLY = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", COSTLY)
+@pytest.mark.parametrize("case", by_default(COSTLY))
 def test_a_costly_text_fails_alone_and_others_are_encoded(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

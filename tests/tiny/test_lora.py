@@ -30,6 +30,7 @@ def test_what_was_learned_is_said_by_rows_with_the_adapter_alone() -> None:
     assert " red." not in texts[1::2]
 
 
+@pytest.mark.thorough
 def test_whole_texts_are_learned_too() -> None:
     losses: list[float] = []
     rekindle.tiny.train_lora(["Red is red."] * 3, **FEW, report=lambda step, loss: losses.append(loss))

@@ -93,6 +93,7 @@ def test_it_is_worth_talking_to(words: Tokenizer) -> None:
         assert evaluate.share(ask, inside, 24).right >= 14
 
 
+@pytest.mark.thorough
 def test_a_story_is_a_story_and_the_prompt_matters(model: LoadedModel, words: Tokenizer) -> None:
     start = words.encode("Once upon a time").ids
     told = words.decode(greedy(model, start, 60))
@@ -104,6 +105,7 @@ def test_a_story_is_a_story_and_the_prompt_matters(model: LoadedModel, words: To
     assert "Paris" in answer(model, words, ("Tom lives in Paris. Where does Tom live?", ""))
 
 
+@pytest.mark.thorough
 def test_far_positions_are_trained(model: LoadedModel, words: Tokenizer) -> None:
     windows = pack(islice(encoded(words, "far"), 200), 2, CONTEXT + 1)
     loss, counts, _ = evaluate.measured(model.graph, model.leaves, jnp.asarray(windows))

@@ -59,6 +59,7 @@ def run(words: Tokenizer, work: Path, stop_after: int | None = None) -> tuple[li
     return history, [np.asarray(leaf) for leaf in leaves]
 
 
+@pytest.mark.thorough
 def test_a_run_repeats_to_the_bit_and_a_resumed_one_equals_it(words: Tokenizer, tmp_path: Path) -> None:
     losses_once, leaves_once = run(words, tmp_path / "once")
     losses_again, leaves_again = run(words, tmp_path / "again")
@@ -91,6 +92,7 @@ def test_batches_follow_the_stages(words: Tokenizer) -> None:
     assert not np.array_equal(batch(words, SMALL, 0), batch(words, SMALL, 1))
 
 
+@pytest.mark.thorough
 def test_attention_is_causal_and_equals_the_plain_formula() -> None:
     B, S, H, K, D = 2, 10, 4, 2, 8
     q, k, v = (jax.random.normal(jax.random.key(i), (B * S, n, D)) for i, n in enumerate((H, K, K)))
@@ -181,6 +183,7 @@ def looked_at(tokens: list[int]) -> np.ndarray:
     return np.stack(found[:2])
 
 
+@pytest.mark.thorough
 def test_heads_look_back_by_position_and_then_by_what_they_found() -> None:
     line = [int(token) for token in np.random.default_rng(0).choice(2048, 24, replace=False)]
     found = looked_at(line * 3)

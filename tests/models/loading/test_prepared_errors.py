@@ -115,6 +115,7 @@ def leases(folder: Path) -> bool:
     return lease is not None
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(sys.platform != "linux", reason="leases are of Linux")
 def test_cutting_off_a_mapped_file_does_not_end_the_process(folder: Path, cache: Path) -> None:
     if not leases(folder):
