@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from helpers import checkpoints, gguf_files
+from helpers.thorough import by_default
 from rekindle._src.bench.plan import DEVICES, PLANNED, DeviceSpec, make_plan, shape_config
 from rekindle._src.cli.main import main
 from rekindle._src.models.partition import Partition
@@ -58,7 +59,7 @@ def test_int8_halves_the_weights() -> None:
     assert half.weight_bytes == pytest.approx(full.weight_bytes / 2, rel=0.01)
 
 
-@pytest.mark.parametrize("shape", sorted(PLANNED))
+@pytest.mark.parametrize("shape", by_default(sorted(PLANNED), 2))
 def test_every_shape_has_a_plan(shape: str) -> None:
     config, dtype = shape_config(shape)
     found = make_plan(config, Partition(1), DEVICES["H200"], dtype=dtype)

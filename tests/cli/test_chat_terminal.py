@@ -138,6 +138,7 @@ def test_lines_are_edited_and_pasted_text_is_one_message(chat: Chat, tmp_path: P
     assert saved(chat, tmp_path / "pasted.json")[2]["content"] == "one\ntwo\nthree"
 
 
+@pytest.mark.thorough
 def test_ctrl_r_finds_an_earlier_message_and_history_lasts(chat: Chat, tmp_path: Path) -> None:
     chat.say("What is your name?")
     chat.say("/reset")

@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.python import run_python
+from helpers.thorough import by_default
 from rekindle_kernels import AttentionInputs, AttentionOptions, init_pages, native
 from rekindle_kernels.native import attention, chain_plan, products, rope_kv
 from rekindle_kernels.native.chain_plan import Buffer
@@ -268,7 +269,7 @@ def test_tokens_behind_the_prompts_are_not_computed(lengths: tuple[int, ...]) ->
 
 
 @needs_numba
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", by_default(["float32", "bfloat16", "int8"]))
 @pytest.mark.parametrize(
     ("decode", "lengths", "padding"),
     [

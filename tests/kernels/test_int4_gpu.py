@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from helpers.thorough import by_default
 from rekindle_kernels import LinearOptions, int4, linear
 from rekindle_kernels.ops.linear import LINEAR, LinearCall
 from rekindle_kernels.pallas.gpu import int4 as gpu
@@ -42,7 +43,7 @@ def product(x: jax.Array, packed: list[Any], implementation: str, **given: Any) 
     return np.asarray(jax.jit(run)(x, weight, scale=scale, minimum=minimum).astype(jnp.float32))
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", by_default(map(pytest.param, SHAPES)), ids=str)
 @pytest.mark.parametrize(("bits", "group", "kind", "minimums"), FORMS)
 def test_a_product_is_that_of_xla(
     shape: tuple[int, int, int], bits: int, group: int, kind: str, minimums: bool

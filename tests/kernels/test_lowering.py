@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 from helpers.absent_devices import ABSENT
+from helpers.thorough import by_default
 from rekindle_kernels import AttentionInputs, AttentionOptions, LayerKV, deprecated
 from rekindle_kernels.pages import needs_scales
 from rekindle_kernels.pallas.gpu import attention as pallas_gpu
@@ -72,7 +73,7 @@ def exported(run: Callable[..., Any], platform: str, arguments: tuple[object, ..
         return str(jax.export.export(run, platforms=[platform], disabled_checks=CALLS)(*arguments).mlir_module())
 
 
-@pytest.mark.parametrize(("q", "kv", "head_dim", "page_size", "group", "features"), table(GPU_TYPES))
+@pytest.mark.parametrize(("q", "kv", "head_dim", "page_size", "group", "features"), by_default(table(GPU_TYPES), 12))
 def test_gpu_kernels_lower_for_cuda(
     q: str, kv: str, head_dim: int, page_size: int, group: int, features: dict[str, object]
 ) -> None:

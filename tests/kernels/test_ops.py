@@ -12,6 +12,7 @@ import pytest
 
 import rekindle_kernels
 from helpers.kernel_cases import CASES, build
+from helpers.thorough import by_default
 from rekindle_kernels import (
     OPERATIONS,
     AttentionCall,
@@ -205,7 +206,7 @@ def test_without_native_kernels_every_operation_is_plain(platform: str, monkeypa
 
 
 @pytest.mark.parametrize("implementation", [None, "xla"])
-@pytest.mark.parametrize("outputs", [128, 80])
+@pytest.mark.parametrize("outputs", by_default([128, 80]))
 @pytest.mark.parametrize("gate", [None, "silu", "gelu"])
 @pytest.mark.parametrize("rows", [2, 40])
 def test_a_product_with_norm_gate_and_residual_is_the_operations_one_by_one(

@@ -43,6 +43,7 @@ def test_links_lead_somewhere() -> None:
     assert [link for link in re.findall(r"\]\(([^)#:]+)\)", README) if not (folder / link).exists()] == []
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(util.find_spec("numba") is None, reason="numba is not installed")
 def test_the_kernel_that_the_page_writes_runs_as_it_is_written(tmp_path: Path) -> None:
     package = Path(rekindle_kernels.__file__).parent

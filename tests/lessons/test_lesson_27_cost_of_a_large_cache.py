@@ -12,6 +12,7 @@ import pytest
 
 from helpers.calls import Calls, listening
 from helpers.sessions import CONFIG, fake_session
+from helpers.thorough import by_default
 from rekindle import Session
 
 FEW, MANY = 40, 4096  # pages
@@ -50,7 +51,7 @@ def per_step(session: Session, calls: Calls, prompts: list[str]) -> float:
     return best
 
 
-@pytest.mark.parametrize("work", [hits, misses])
+@pytest.mark.parametrize("work", by_default([hits, misses]))
 def test_lesson_27_a_step_costs_the_same_beside_forty_and_beside_four_thousand_cached_pages(work) -> None:  # type: ignore[no-untyped-def]
     costs = {}
     for pages in (FEW, MANY):

@@ -43,6 +43,7 @@ def test_a_sound_model_has_nothing_to_report(name: str) -> None:
     assert diagnosis.first_broken_stage(model, PROMPT) is None
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "path", "stage"),
     [

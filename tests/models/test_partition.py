@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from helpers import checkpoints, mesh_models
+from helpers.thorough import by_default
 from rekindle._src.core.mesh_shape import checked_mesh
 from rekindle._src.models.base import ALONE, abstract_model, leaf_shapes
 from rekindle._src.models.partition import Partition, roles_of
@@ -16,8 +17,10 @@ from rekindle.errors import ConfigError
 MESHES = [Partition(2), Partition(4), Partition(8), Partition(1, 2), Partition(2, 2), Partition(4, 2)]
 
 
-@pytest.mark.parametrize("quantize", [None, "int8"])
-@pytest.mark.parametrize("name", sorted(checkpoints.CASES))
+@pytest.mark.parametrize("quantize", by_default(["int8", None]))
+@pytest.mark.parametrize(
+    "name", by_default(sorted(checkpoints.CASES), lambda name: name in checkpoints.ONE_EACH.values())
+)
 def test_the_parts_of_leaves_have_the_shapes_that_one_device_computes_with(name: str, quantize: str | None) -> None:
     config = config_from_hf(mesh_models.raw(name))
     if config.is_recurrent:

@@ -53,6 +53,7 @@ def test_a_program_compiles_without_weights_and_only_once() -> None:
     assert (programs.traces, programs.compilations) == (1, 1)
 
 
+@pytest.mark.thorough
 def test_steps_without_taps_are_the_programs_of_a_session_that_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     programs = programs_of()
     monkeypatch.setattr("rekindle._src.programs.programs.tap_features", lambda *_, **__: ())

@@ -39,6 +39,7 @@ def session() -> Session:
     return rekindle.open_sync(MODEL, **options)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])  # the loop has no say in it
 async def test_all_replicas_load_them_and_those_that_come_later_too(folders: list[Path], tmp_path: Path) -> None:
     prompts = [prompt(seed, 12) for seed in range(4)]

@@ -174,6 +174,7 @@ async def test_loads_unloads_and_swaps_while_requests_run_mix_nothing_up(folders
         session.check_integrity()
 
 
+@pytest.mark.thorough
 @trio_in_ci
 @anyio_test
 async def test_sums_of_adapters_have_their_weights(folders: list[Path]) -> None:
@@ -208,6 +209,7 @@ async def test_a_quantised_base_has_adapters_of_floats(folders: list[Path], quan
         assert alone.token_ids == own.token_ids
 
 
+@pytest.mark.thorough
 @anyio_test
 async def test_one_adapter_may_be_part_of_the_weights(folders: list[Path]) -> None:
     ids = prompt(6, 15)

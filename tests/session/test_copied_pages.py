@@ -59,6 +59,7 @@ async def test_texts_and_scores_are_those_of_a_plain_loop() -> None:
         wait_until_idle(session)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kv_dtype", by_default(["bfloat16", "int8"]))
 def test_pages_of_any_type_are_copied_with_their_scales(kv_dtype: str) -> None:
     async def texts(**options: Any) -> list[tuple[int, ...]]:

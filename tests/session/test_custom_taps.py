@@ -153,6 +153,7 @@ async def test_prompts_with_different_taps_never_share_pages(session: Session) -
     session.check_integrity()
 
 
+@pytest.mark.thorough
 @anyio_test
 async def test_changes_by_name_are_the_changes_themselves(session: Session) -> None:
     prompt = PROMPTS[1]
@@ -166,6 +167,7 @@ async def test_changes_by_name_are_the_changes_themselves(session: Session) -> N
     assert forked.token_ids == named.token_ids[4:]
 
 
+@pytest.mark.thorough
 def test_taps_are_compiled_once_and_stored(tmp_path: Path) -> None:
     texts, compiled = [], []
     for vector in VECTORS[:2]:  # other arrays, and the same programs

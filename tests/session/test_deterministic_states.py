@@ -45,6 +45,7 @@ def bits(completions: Sequence[Completion]) -> list[list[tuple[int, float]]]:
     return [[(one.token_id, one.logprob) for one in done.logprobs] for done in completions]
 
 
+@pytest.mark.thorough
 @native
 @pytest.mark.timeout(600)
 @pytest.mark.anyio

@@ -79,6 +79,7 @@ def test_vectors_are_those_of_sentence_transformers(
         wait_until_idle(session)
 
 
+@pytest.mark.thorough
 @pytest.mark.anyio
 async def test_options_replace_the_checkpoints_own(gemma: Session) -> None:
     vectors = await gemma.embed(TEXTS[:4])

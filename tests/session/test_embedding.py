@@ -179,6 +179,7 @@ def test_the_longest_text_and_what_is_too_long(cache_dir: str) -> None:
             session.embed_sync([7] * 120)
 
 
+@pytest.mark.thorough
 def test_stored_programs_are_loaded(cache_dir: str, tmp_path: Path) -> None:
     for again in (False, True):
         with rekindle.open_sync(tiny_model(), cache_dir=str(tmp_path), **OPTIONS) as session:

@@ -183,6 +183,7 @@ print([type(answer).__name__ + '/' + type(answer.__cause__).__name__ for answer 
     asyncio_kernel.ok("await again.aclose()")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("now", by_default([True, False]))
 def test_restart(now: bool) -> None:
     with kernel() as notebook:

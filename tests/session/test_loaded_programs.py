@@ -65,6 +65,7 @@ def test_loaded_programs_give_exactly_what_compiled_ones_do(count: int, at_once:
     assert loaded == fresh
 
 
+@pytest.mark.thorough
 @pytest.mark.anyio
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])  # the loop has no say in it
 async def test_a_warm_store_warms_in_the_background_and_compiles_nothing_until_the_hundredth_request() -> None:

@@ -88,6 +88,7 @@ async def test_requests_wait_and_go_on_with_their_tokens() -> None:
         wait_until_idle(session)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_it_wakes_with_other_weights() -> None:
     """A trainer had the device meanwhile; its arrays take the place of the old ones."""

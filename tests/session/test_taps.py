@@ -78,6 +78,7 @@ async def test_captures_are_those_of_a_plain_forward_in_any_batch(session: Sessi
     assert {*(await handles[0]).captured} == {("residual", 0), ("residual", 1), ("residual_before", 0), "norm"}
 
 
+@pytest.mark.thorough
 @anyio_test
 async def test_inside_the_layers(session: Session) -> None:
     many = await session.generate(
@@ -128,6 +129,7 @@ async def test_streams_deliver_what_was_computed_with_their_tokens(session: Sess
     np.testing.assert_array_equal(joined, done.captured["residual", 1])
 
 
+@pytest.mark.thorough
 @trio_in_ci
 @anyio_test
 async def test_a_preempted_request_delivers_each_position_once() -> None:

@@ -132,6 +132,7 @@ def test_wrong_ones_are_named(session: Session, options: Any, field: str) -> Non
     assert refused.value.field == field
 
 
+@pytest.mark.thorough
 def test_on_the_device_with_and_without_a_structure() -> None:
     pytest.importorskip("llguidance", reason="structured output is the extra `structured`")
     with rekindle.open_sync("tiny", max_model_len=128, max_requests=4, quiet=True) as session:

@@ -53,6 +53,7 @@ class TorchModel:
         shutil.copytree(rekindle.tiny.folder(), folder, dirs_exist_ok=True)
 
 
+@pytest.mark.thorough
 def test_trls_trainers_get_tokens_and_log_probabilities(session: Session) -> None:
     model = TorchModel()
     trainer = SimpleNamespace(

@@ -12,6 +12,7 @@ import rekindle
 from golden.make_adapters import FAMILIES, NEW, PROMPT, kinds
 from helpers import adapters, checkpoints
 from helpers.plain_loop import plain_loop
+from helpers.thorough import by_default
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "adapters.npz"
 OPTIONS: dict[str, Any] = {
@@ -24,7 +25,11 @@ OTHERS = ("qwen3", "gemma2", "gpt2", "qwen3.5-tied-biases")  # CI asks them
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in OTHERS else ()) for name in FAMILIES]
+    "name",
+    [
+        *by_default(name for name in FAMILIES if name not in OTHERS),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS),
+    ],
 )
 def test_eight_adapters_in_a_batch_match_peft(name: str, tmp_path: Path) -> None:
     model = checkpoints.case(name)

@@ -73,6 +73,7 @@ def compare(found: Reading, folder: Path, **options: Any) -> None:
             np.testing.assert_array_equal(parts[path][device], expected, err_msg=f"{path} on {device}")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("chunk", [1000, 1 << 20])
 @pytest.mark.parametrize("quantize", [None, "int8"])
 @pytest.mark.parametrize(

@@ -181,6 +181,7 @@ def test_a_model_for_several_devices_can_be_divided_after_every_group(tmp_path: 
         np.testing.assert_array_equal(*values, err_msg=path)
 
 
+@pytest.mark.thorough
 @needs_numba
 @pytest.mark.parametrize(
     ("q", "others", "expected"),
@@ -221,13 +222,13 @@ def test_what_is_joined_is_held_by_one_kind(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "expected"),
-    [
+    by_default([
         ("AWQ", "int4-32-min-f32"), ("AWQ without zeros", "int4-32"), ("GPTQ", "int4-32-min-f32"),
         ("packed", "int4-32-f32"), ("packed with zeros", "int4-32-min-f32"), ("packed by channel", "int4-64-f32"),
         ("GPTQ, ordered by activations", None), ("GPTQ in 8 bits", None), ("fp8 in blocks", None),
         pytest.param("MXFP4", "int6-32-f32", marks=needs_numba),
         pytest.param("NVFP4", "int6-16-f32", marks=needs_numba),
-    ],
+    ], 5),
 )  # fmt: skip
 def test_other_formats_are_kept_where_they_can_be(kind: str, expected: str | None, tmp_path: Path) -> None:
     quantized_checkpoints.write(tmp_path, kind)

@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 from helpers import checkpoints
+from helpers.thorough import by_default
 from rekindle._src.models import MoeSpec, Precision, config_from_hf
 from rekindle._src.models.loading.checkpoint import load
 from rekindle._src.models.nn.linear import quantise
@@ -71,7 +72,7 @@ def one_by_one(module: Experts, x: jax.Array) -> np.ndarray:
     ("dtype", "quantize", "tolerance"),
     [("float32", None, 1e-5), ("bfloat16", None, 2e-2), ("float32", "int8", 4e-2), ("bfloat16", "int8-weight", 2e-2)],
 )
-@pytest.mark.parametrize("tokens", [1, 7, 40])
+@pytest.mark.parametrize("tokens", by_default([7, 1, 40]))
 def test_each_token_gets_its_own_experts(
     looped: bool, dtype: str, quantize: str | None, tolerance: float, tokens: int
 ) -> None:
@@ -119,6 +120,7 @@ def test_sixteen_bit_experts_are_loaded_and_replaced_as_bits(tmp_path: Path) -> 
     np.testing.assert_array_equal(np.asarray(doubled), np.asarray(values) * 2)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("looped", [True, False])
 @pytest.mark.parametrize("tokens", [1, 7, 40])
 def test_experts_of_four_bits_are_those_of_their_values(looped: bool, tokens: int) -> None:
