@@ -123,7 +123,7 @@ def test_what_goes_into_the_first_layer_has_the_same_bits_in_a_program_of_its_ow
     np.testing.assert_array_equal(joined, run(begin, model.leaves) + added)
 
 
-@pytest.mark.parametrize("name", by_default(one_each(*KINDS), lambda name: name in KINDS))
+@pytest.mark.parametrize("name", by_default(one_each(*KINDS), lambda name: name in list(KINDS)))
 def test_layers_of_one_kind_are_traced_alike(name: str) -> None:
     model = case(name)
     made = programs_of(model)._layered
