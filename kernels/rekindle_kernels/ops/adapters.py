@@ -34,7 +34,7 @@ class AdaptedTokens(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AdapterOptions:
-    """What is static in a call."""
+    """The static options of a call."""
 
     place: int
     outputs: tuple[int, ...]
