@@ -7,7 +7,7 @@
 #
 # **Also called:** compiled programs on disk = JAX's persistent compilation cache, here without tracing; a snapshot = a saved KV cache (llama.cpp's `--prompt-cache`).
 #
-# Two things were expensive, and lie on disk after a restart: compiled programs (ten seconds of compiling below), and pages of the prefix
+# Two things were expensive, and lie on disk after a restart: compiled programs (five to ten seconds of compiling), and pages of the prefix
 # cache. This notebook starts *other kernels* and runs code in them, so that nothing is warm by accident.
 #
 # ![A kernel writes programs and pages to disk; the next one reads them](pictures/07_restarts.svg)
@@ -111,7 +111,7 @@ await kernel.kill()
 #
 # <details><summary>Answer</summary>
 #
-# **0**: all nine are loaded from disk.
+# **0**: all of them are loaded from disk.
 #
 # </details>
 
@@ -160,7 +160,7 @@ start.invert_yaxis()
 plt.show()
 
 # %% [markdown]
-# Two scales, because programs save seconds here and pages save about 20 ms: this model computes 672 tokens in that time. The
+# Two scales, because programs save seconds here and pages save about 25 ms: this model computes 672 tokens in that time. The
 # pages' share grows with the weights,
 #
 # $$t_{\mathrm{prefill}} \approx \frac{2 \cdot \mathrm{weights} \cdot \mathrm{tokens}}{\mathrm{FLOP/s}}$$
