@@ -39,6 +39,8 @@ def some_families(folder: Path) -> None:
     compare("gpt2", 2)
     compare("olmo2", 2)
     compare("qwen3-moe", EXPERTS)
+    compare("qwen3.5", 2)
+    compare("falcon-h1-norm-behind-gate", 4)
 
 
 @check
@@ -226,6 +228,41 @@ def windows(folder: Path) -> None:
                 done = session.generate_sync(chat[:129], **greedy)
                 assert done.usage.cached_tokens == 128, (mesh, other, done.usage)
                 assert list(done.token_ids[:1]) == chat[129:130]
+
+
+@check
+def states(folder: Path) -> None:
+    """States are divided by heads: texts and log-probabilities, chats with too few pages, snapshots of other meshes."""
+    for name in ("lfm2", "falcon-h1-norm-behind-gate", "nemotron-h-experts-in-groups", "granite4-experts"):
+        compare(name, 2, 4, 8)
+    options = mesh_models.raw("qwen3.5") | {"max_position_embeddings": 256}
+    model = checkpoints.model(options, checkpoints.tensors(options))
+    sizes = {"max_requests": 4, "max_model_len": 224, "max_tokens_per_step": 128, "disk_memory": 1 << 26}
+    prompts = [np.random.default_rng(count).integers(3, 150, count).tolist() for count in (70, 140, 50, 90, 33)]
+    greedy: dict[str, Any] = {"max_tokens": 60, "temperature": 0.0, "ignore_eos": True}
+    saved: list[str] = []
+    with pytest.raises(rekindle.ConfigError, match="several data shards or processes, which the states"):
+        opened(model, {"data": 2, "model": 2})
+    with opened(model, None, **sizes | {"device_pages": 200}) as session:
+        expected = [session.generate_sync(prompt, **greedy).token_ids for prompt in prompts]
+    for mesh in (None, 4, 8, 2):
+        with opened(model, mesh, cache_dir=str(folder), **sizes | {"device_pages": 44}) as session:
+            tiers = session._cache_writer.tiers
+            assert tiers is not None
+            tiers.costs.mode = "always"
+            for _ in range(2):
+                assert [one.token_ids for one in session.generate_sync(prompts, **greedy)] == expected, mesh
+                session.check_integrity()
+            assert session.stats().preemptions, mesh
+            session.generate_sync(prompts[1], **greedy)
+            saved.append(f"from-{mesh}".lower())
+            session.save(saved[-1]).result_sync()
+        for snapshot in saved:
+            with opened(model, mesh, cache_dir=str(folder), restore=snapshot, **sizes | {"device_pages": 200}) as other:
+                done = other.generate_sync([*prompts[1], *expected[1]], **{**greedy, "max_tokens": 20})
+                assert done.usage.cached_tokens == 192, (mesh, snapshot, done.usage)
+                cold = other.generate_sync([*prompts[1], *expected[1]], **{**greedy, "max_tokens": 20}, salt="cold")
+                assert done.token_ids == cold.token_ids, (mesh, snapshot)
 
 
 @check

@@ -21,10 +21,13 @@ OPTIONS: dict[str, Any] = {
     "device_pages": 24, "precompile": "lazy", "disk_memory": 0, "seed": 0, "quiet": True,
 }  # fmt: skip
 PROMPT = [1, 5, 9, 33, 7, 8, 9, 10, 11, 12, 13]
-# Their few positions are less than a context, or their states are not divided.
-LEFT_OUT = {"llama-dynamic-rope-past-length", "phi3-longrope-past-length"} | {
-    name for name, raw in checkpoints.CASES.items() if config_from_hf(raw).is_recurrent
-}
+# Heads of states, and of their keys: more than some meshes have devices, and fewer than others.
+STATES = {
+    "linear_num_value_heads": 8, "linear_num_key_heads": 4, "mamba_n_heads": 8, "mamba_num_heads": 8,
+    "mamba_d_ssm": 8 * 12,
+}  # fmt: skip
+LEFT_OUT = {"llama-dynamic-rope-past-length", "phi3-longrope-past-length"}  # few positions, less than a context
+RECURRENT = {name for name, raw in checkpoints.CASES.items() if config_from_hf(raw).is_recurrent}
 
 
 def raw(name: str, kv_heads: int = 4, experts: int = 8) -> dict[str, Any]:
@@ -33,6 +36,8 @@ def raw(name: str, kv_heads: int = 4, experts: int = 8) -> dict[str, Any]:
     if found["model_type"] == "gpt2":
         return found | GPT2
     found |= SIZES | {"vocab_size": 157, "num_key_value_heads": kv_heads}
+    found |= {key: size for key, size in STATES.items() if key in found}
+    found |= {"mamba_d_head": 12} if "mamba_d_ssm" in found else {}
     found |= {key: 157 for key in ("vocab_size_per_layer_input",) if key in found}
     counts = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     found |= {"n_group": 4} if found.get("n_group", 1) > 1 else {}

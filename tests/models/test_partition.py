@@ -23,8 +23,6 @@ MESHES = [Partition(2), Partition(4), Partition(8), Partition(1, 2), Partition(2
 )
 def test_the_parts_of_leaves_have_the_shapes_that_one_device_computes_with(name: str, quantize: str | None) -> None:
     config = config_from_hf(mesh_models.raw(name))
-    if config.is_recurrent:
-        pytest.skip("states are not divided")
     graph, leaves = abstract_model(config, "bfloat16", quantize)
     roles = roles_of(graph)
     assert set(roles) == set(graph.paths)
@@ -47,8 +45,6 @@ def test_every_family_divides_all_of_its_matrices() -> None:
     for model_type in FAMILIES:
         for raw in checkpoints.OF_FAMILY[model_type]:
             config = config_from_hf(raw)
-            if config.is_recurrent:  # they are on one device
-                continue
             graph, leaves = abstract_model(config)
             roles = roles_of(graph)
             for path, leaf in zip(graph.paths, leaves, strict=True):
@@ -75,6 +71,13 @@ def test_odd_head_counts_are_refused_with_the_numbers_that_work() -> None:
     assert caught.value.fix == "Use 1, 3 or 9 devices"
     Partition(3).check(config)
     Partition(9).check(config)
+
+
+def test_heads_of_states_are_divided_evenly_too() -> None:
+    config = config_from_hf(checkpoints.CASES["falcon-h1"] | {"num_attention_heads": 12})  # 6 heads of states
+    with pytest.raises(ConfigError, match=r"4 devices .* states of 6 heads over 2 of keys") as caught:
+        Partition(4).check(config)
+    assert caught.value.fix == "Use 1, 2 or 6 devices"
 
 
 def test_kv_heads_that_are_neither_divided_nor_repeated_are_refused() -> None:

@@ -6,7 +6,7 @@ import dataclasses
 from fractions import Fraction
 
 from rekindle._src.models.base import Graph, kinds_in, leaf_shapes
-from rekindle._src.models.config import ModelConfig, MoeSpec, Pages, SharedWith
+from rekindle._src.models.config import ModelConfig, MoeSpec, Pages, RecurrentSpec, SharedWith
 from rekindle._src.models.nn.packing import Packing, packing_of
 from rekindle._src.models.precision import Shards
 from rekindle._src.models.registry import manifest
@@ -43,7 +43,7 @@ class Partition:
                 "mesh",
                 sizes,
                 f"{self.size} devices can't share {config.num_heads} attention heads over {kv_heads} kv "
-                f"heads of this {config.model_type} model",
+                f"heads{_heads_of_states(config)} of this {config.model_type} model",
                 f"Use {' or '.join(filter(None, [', '.join(possible[:-1]), possible[-1]]))} devices",
             )
         if self.expert == 1:
@@ -74,7 +74,16 @@ class Partition:
             mlp_sizes=tuple(-(-size // self.size) for size in config.mlp_sizes),
             vocab_size=-(-config.vocab_size // self.size),
             moe=tuple(spec and self._local_experts(spec) for spec in config.moe),
+            recurrent=tuple(spec and self._local_state(spec) for spec in config.recurrent),
         )
+
+    def _local_state(self, spec: RecurrentSpec) -> RecurrentSpec:
+        """Divide the heads of values, and those of keys as far as there are some; else channels."""
+        if not spec.heads:
+            return dataclasses.replace(spec, channels=-(-spec.channels // self.size))
+        keys, heads = max(1, spec.key_heads // self.size), spec.heads // self.size
+        channels = 2 * keys * spec.key_size + heads * spec.value_size
+        return dataclasses.replace(spec, channels=channels, key_heads=keys, heads=heads)
 
     def _local_experts(self, spec: MoeSpec) -> MoeSpec:
         """Divide the experts' sizes over the devices of a group, and that of the MLP beside them over all."""
@@ -121,7 +130,8 @@ class Partition:
 
     def shards(self, config: ModelConfig) -> Shards:
         """Return the facts about the partition that layers need."""
-        return Shards(self.model, self.expert, config.vocab_size)
+        keys = [spec.key_heads for spec in config.recurrent if spec is not None and spec.heads]
+        return Shards(self.model, self.expert, config.vocab_size, max(1, self.size // keys[0]) if keys else 1)
 
 
 def roles_of(graph: Graph) -> dict[str, Role]:
@@ -161,11 +171,20 @@ def divides_heads(config: ModelConfig, count: int) -> bool:
     """
     kinds = Partition(count)
     local = {(kinds.kv_heads(pages.heads), pages.key_size, pages.latent) for pages in config.kinds_of_pages}
+    states = [spec for spec in config.recurrent if spec is not None and spec.heads]
     return (
         config.num_heads % count == 0
         and all(heads % count == 0 or count % heads == 0 for heads in kv_heads_of(config))
         and len(local) == len(config.kinds_of_pages)
+        and all(spec.heads % count == 0 for spec in states)
+        and all(spec.key_heads % count == 0 or count % spec.key_heads == 0 for spec in states)
     )
+
+
+def _heads_of_states(config: ModelConfig) -> str:
+    """Return words for the heads of recurrent layers, if there are any."""
+    spec = next((spec for spec in config.recurrent if spec is not None and spec.heads), None)
+    return "" if spec is None else f" and states of {spec.heads} heads over {spec.key_heads} of keys"
 
 
 def kv_heads_of(config: ModelConfig) -> list[int]:

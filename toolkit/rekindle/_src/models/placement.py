@@ -34,7 +34,7 @@ from rekindle._src.models.base import (
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.loading.hugepages import aligned
 from rekindle._src.models.partition import Partition, kv_heads_of, roles_of
-from rekindle._src.models.roles import ALL, REPLICATED, Role, count_of, cut, join, local_shape, ranges
+from rekindle._src.models.roles import ALL, REPLICATED, Role, Span, column, count_of, cut, join, local_shape, ranges
 from rekindle.errors import ConfigError
 
 
@@ -84,10 +84,30 @@ class MeshPlacement(Placement):
     def local_config(self, config: ModelConfig) -> ModelConfig:
         return self.local.config
 
+    @functools.cached_property
+    def state_roles(self) -> tuple[tuple[Role, ...], ...]:
+        """The role of each array of each layer's state: a convolution's last inputs are divided as its weights are."""
+        result = []
+        for layer, spec in enumerate(self.config.states):
+            if spec is None:
+                result.append(())
+                continue
+            start, end = f"layers.{layer}.", ".convolution"
+            (channels,) = (role for path, role in self.roles.items() if path.startswith(start) and path.endswith(end))
+            tail = Role((channels.divisions[0]._replace(axis=1),))
+            result.append((tail, column(Span(spec.heads, spec.heads))) if spec.heads else (tail,))
+        return tuple(result)
+
     @property
     def means(self) -> int:
         """The norms over all heads, which take a mean of squares over the devices."""
         return sum(path.endswith("q_norm.weight") and role != REPLICATED for path, role in self.roles.items())
+
+    @property
+    def products(self) -> int:
+        """The products whose results are summed over the devices."""
+        ends = (".out.weight", ".down.weight")
+        return sum(path.endswith(ends) and ".shared." not in path for path in self.graph.paths)
 
     def spec(self, path: str, ndim: int) -> PartitionSpec:
         """Return the partition of a leaf over the mesh."""
@@ -233,8 +253,8 @@ class MeshPlacement(Placement):
             weight_bytes=self.bytes_per_device(self.whole_shapes()),
             page_bytes=page_bytes,
             processes=self.processes,
-            sums=1 + 2 * config.num_layers + norms,
-            bytes_per_token=(1 + 2 * config.num_layers) * config.hidden_size * width + 8 * norms,
+            sums=1 + self.products + norms,
+            bytes_per_token=(1 + self.products) * config.hidden_size * width + 8 * norms,
         )
 
     def __repr__(self) -> str:

@@ -27,6 +27,7 @@ class Shards:
     model: int
     expert: int
     vocab_size: int  # of the whole model
+    sharing_keys: int = 1  # devices next to each other whose recurrent layers have the same head of keys
 
     def sum(self, x: jax.Array) -> jax.Array:
         """Return the sum over all devices."""
@@ -35,6 +36,12 @@ class Shards:
     def mean(self, x: jax.Array) -> jax.Array:
         """Return the mean over all devices."""
         return lax.pmean(x, AXES)
+
+    def mean_of_keys(self, x: jax.Array) -> jax.Array:
+        """Return the mean over the devices that have the same head of keys."""
+        every = lax.all_gather(x, AXES)
+        means = every.reshape(-1, self.sharing_keys, *x.shape).mean(axis=1)
+        return means[self.index() // self.sharing_keys]
 
     def index(self) -> jax.Array:
         """Return the number of this device among all."""

@@ -76,7 +76,7 @@ def collective_times(placement: Placement, max_requests: int, max_tokens: int) -
     return CollectiveTimes(
         _line(mesh, _summing, max(2, tokens), config.hidden_size, dtype),
         _line(mesh, _gathering, max(2, rows), vocab, "float32"),
-        1 + 2 * config.num_layers,
+        1 + placement.products,
         placement.means,
         max_requests,
     )

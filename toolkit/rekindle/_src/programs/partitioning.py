@@ -14,6 +14,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -24,8 +26,9 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 
 from rekindle._src.core.mesh_shape import DATA
 from rekindle._src.models.base import Placement
+from rekindle._src.models.config import Pages
 from rekindle._src.models.placement import MeshPlacement
-from rekindle._src.models.roles import ALL
+from rekindle._src.models.roles import ALL, Role, Sizes, cut, join, local_shape
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.device_layout import (
     HEADS,
@@ -137,6 +140,14 @@ class Partitioning:
         arrays = ((np.asarray(leaf), copies) for leaf, copies in pairs)
         return [array if copies == 1 else array[:, :, :, ::copies] for array, copies in arrays]
 
+    def states_to_host(self, states: Any) -> np.ndarray:
+        """Wait for what `state_moves.gather` gives of one sequence, and return its states as those of one device."""
+        return np.asarray(states)
+
+    def states_to_device(self, states: np.ndarray) -> np.ndarray:
+        """Return one sequence's states from the host in the form that `state_moves.scatter` takes."""
+        return states
+
     def to_device(self, payload: paged.Payload, *, tails: bool = False) -> paged.Payload:
         """Return a page from the host in the form that `scatter` takes: with a copy of each kv head for each device."""
         pairs = zip(payload, self.copies(len(payload), tails=tails), strict=True)
@@ -189,14 +200,60 @@ class MeshPartitioning(Partitioning):
         )
 
     def pages(self, one: paged.KV) -> paged.KV:
-        def whole(leaf: Any) -> jax.ShapeDtypeStruct:
+        def whole(axis: int, leaf: Any) -> jax.ShapeDtypeStruct:
             shape = list(leaf.shape)
             shape[0] *= self.shards
-            shape[_KV_HEADS] *= self.placement.size
+            shape[axis] *= self.placement.size
             return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
 
-        pages: paged.KV = jax.tree.map(whole, one)
+        pages: paged.KV = _below(whole, self._divided_axes, one)
         return pages
+
+    @functools.cached_property
+    def _divided_axes(self) -> Any:
+        """The axis of each array of pages and states that is divided; one number where it is that of all."""
+        config = self.placement.config
+        if not config.is_recurrent:
+            return _KV_HEADS
+        pairs = zip(config.caches, self.placement.state_roles, strict=True)
+        return tuple(
+            paged.Layer(
+                _KV_HEADS if isinstance(cache.pages, Pages) else None,
+                tuple(1 + role.divisions[0].axis for role in roles),
+            )
+            for cache, roles in pairs
+        )
+
+    @property
+    def _state_shapes(self) -> list[tuple[Role, tuple[int, ...]]]:
+        """The role and the shape of each array of a sequence's states, in the order of `state_moves`."""
+        placement = self.placement
+        shapes = [shape for spec in placement.config.states if spec is not None for shape in spec.shapes]
+        return list(zip(itertools.chain.from_iterable(placement.state_roles), shapes, strict=True))
+
+    def states_to_host(self, states: Any) -> np.ndarray:
+        sizes = self.placement.sizes
+        parts = dict(zip(_places(sizes), np.asarray(states).reshape(self.placement.size, -1), strict=True))
+        whole, first = [], 0
+        for role, shape in self._state_shapes:
+            local = local_shape(role, shape, sizes)
+            last = first + math.prod(local)
+            each = {place: part[first:last].reshape(local) for place, part in parts.items()}
+            whole.append(join(role, each, shape, sizes).reshape(1, -1))
+            first = last
+        return np.concatenate(whole, axis=1)
+
+    def states_to_device(self, states: np.ndarray) -> np.ndarray:
+        sizes, parts, first = self.placement.sizes, [], 0
+        arrays = []
+        for role, shape in self._state_shapes:
+            last = first + math.prod(shape)
+            arrays.append((role, states[0, first:last].reshape(shape)))
+            first = last
+        for expert, model in _places(sizes):
+            place = {"expert": expert, "model": model}
+            parts += [cut(role, array, sizes, place).reshape(1, -1) for role, array in arrays]
+        return np.concatenate(parts, axis=1)
 
     def payload_sharding(self, kind: str | None) -> Sharding:
         return NamedSharding(self.placement.mesh, self.spec(PAYLOAD), memory_kind=kind)
@@ -218,7 +275,7 @@ class MeshPartitioning(Partitioning):
             return PartitionSpec(ALL)
         over = DATA if self.shards > 1 else None
         if kind is PAGES:
-            return PartitionSpec(over, *[None] * (_KV_HEADS - 1), ALL)
+            return jax.tree.map(lambda axis: PartitionSpec(over, *[None] * (axis - 1), ALL), self._divided_axes)
         if kind is PAYLOAD:
             return PartitionSpec(over, *[None] * (PAYLOAD_HEADS - 1), ALL)
         if kind is HEADS:
@@ -234,11 +291,20 @@ class MeshPartitioning(Partitioning):
                 jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placement.sharding(leaf_spec))
                 for leaf, leaf_spec in zip(argument, spec, strict=True)
             )
-        sharding = placement.sharding(spec)
         times = self.shards if kind in (ROWS, PAYLOAD) else 1
 
-        def lying(leaf: Any) -> jax.ShapeDtypeStruct:
+        def lying(spec: PartitionSpec, leaf: Any) -> jax.ShapeDtypeStruct:
             shape = (leaf.shape[0] * times, *leaf.shape[1:]) if times > 1 else leaf.shape
-            return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
+            return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=placement.sharding(spec))
 
-        return jax.tree.map(lying, argument)
+        return _below(lying, spec, argument)
+
+
+def _below(function: Callable[[Any, Any], Any], prefix: Any, tree: Any) -> Any:
+    """Call a function with each leaf of a tree and with the leaf of `prefix` above it."""
+    return jax.tree.map(lambda above, below: jax.tree.map(functools.partial(function, above), below), prefix, tree)
+
+
+def _places(sizes: Sizes) -> list[tuple[int, int]]:
+    """Return the devices that share a model by (expert, model), in the order of their parts."""
+    return list(itertools.product(range(sizes["expert"]), range(sizes["model"])))

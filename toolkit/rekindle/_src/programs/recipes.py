@@ -16,7 +16,7 @@ from rekindle._src.models.config import ModelConfig
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs import page_tables, pinned_pages, request_state, state_moves
 from rekindle._src.programs.buckets import FORWARD, GATED, Bucket
-from rekindle._src.programs.device_layout import PAGES, PAYLOAD, ROWS, WEIGHTS, WHOLE
+from rekindle._src.programs.device_layout import HEADS, PAGES, PAYLOAD, ROWS, WEIGHTS, WHOLE
 from rekindle._src.programs.features import Features
 from rekindle._src.programs.helpers import (
     ADMIT,
@@ -157,10 +157,10 @@ class Recipes:
             return Recipe(self._lens, (self.leaves, rows), (), (WEIGHTS, WHOLE), WHOLE)
         ids = _ints(key.pages)
         if key == STATE_OUT:
-            return Recipe(state_moves.gather, (self.kv, ids), (), (PAGES, ROWS), ROWS)
+            return Recipe(state_moves.gather, (self.kv, ids), (), (PAGES, ROWS), HEADS)
         if key == STATE_IN:
             states = jax.ShapeDtypeStruct((1, state_moves.numbers(self.kv)), jnp.float32)
-            return Recipe(state_moves.scatter, (self.kv, ids, states), (0,), (PAGES, ROWS, ROWS), PAGES)
+            return Recipe(state_moves.scatter, (self.kv, ids, states), (0,), (PAGES, ROWS, HEADS), PAGES)
         if key == COPY:
             return Recipe(paged.copy, (self.kv, ids, ids), (0,), (PAGES, ROWS, ROWS), PAGES)
         tails = key.kind in (TAILS_OUT.kind, TAILS_IN.kind)

@@ -85,8 +85,13 @@ def resolve(
 def _check_recurrent(config: EngineConfig, model: ModelConfig, placement: Placement) -> None:
     """Raise ConfigError for options that models with states do not have yet."""
     what = f"the states of this {model.model_type} model"
-    if placement.divided:
-        raise ConfigError("mesh", config.mesh, f"can't be had, since {what} are not divided", "Use one device")
+    if placement.data > 1 or placement.processes > 1:
+        raise ConfigError(
+            "mesh",
+            config.mesh,
+            f"has several data shards or processes, which {what} can't be divided over",
+            "Use devices of one process, with one data shard",
+        )
     if config.prompt_lookup:
         raise ConfigError(
             "prompt_lookup",
@@ -160,7 +165,7 @@ def _pages(
             low, high = (middle, high) if nbytes(middle) <= budget else (low, middle)
         return low if apart else budget // size
 
-    states = (1 + state_moves.slots(model, requests, shared=config.prefix_cache)) * state_bytes(model)
+    states = (1 + state_moves.slots(model, requests, shared=config.prefix_cache)) * state_bytes(local)
     if config.device_pages is not None:
         return {"device_pages": config.device_pages, "device_memory": nbytes(config.device_pages)}
     per_request = pages_for(config.max_model_len, config.page_size)

@@ -14,7 +14,8 @@ from rekindle._src.models.families.llama import attention_sources, blocks, gate_
 from rekindle._src.models.family import Family, GgufForm, Rewritten
 from rekindle._src.models.hf_config import Keys, decoder
 from rekindle._src.models.loading.manifest import Manifest, Source, one
-from rekindle._src.models.roles import row
+from rekindle._src.models.roles import column, row
+from rekindle._src.models.roles import recurrent as recurrent_spans
 from rekindle.errors import UnsupportedModel
 
 if TYPE_CHECKING:
@@ -84,15 +85,17 @@ def mixer_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
 def state_sources(spec: RecurrentSpec, hidden: int, module: str, prefix: str) -> dict[str, Source]:
     """Return the sources of Mamba-2, of `module` within its layer; `prefix` is the checkpoint's."""
     inner = spec.heads * spec.value_size
-    norm = {f"{module}.norm.weight": one(f"{prefix}.norm.weight", inner)} if spec.normed else {}
+    keys, values, steps = recurrent_spans(spec.key_heads, spec.heads, spec.key_size, spec.value_size)
+    of_inputs, of_channels = column(values, values, keys, keys, steps), column(values, keys, keys)
+    norm = {f"{module}.norm.weight": one(f"{prefix}.norm.weight", inner, role=column(values))} if spec.normed else {}
     return norm | {
-        f"{module}.inputs.weight": one(f"{prefix}.in_proj.weight", inner + spec.channels + spec.heads),
-        f"{module}.convolution": one(f"{prefix}.conv1d.weight", spec.channels),
-        f"{module}.convolution_bias": one(f"{prefix}.conv1d.bias", spec.channels),
-        f"{module}.step_bias": one(f"{prefix}.dt_bias", spec.heads),
-        f"{module}.log_rate": one(f"{prefix}.A_log", spec.heads),
-        f"{module}.skip": one(f"{prefix}.D", spec.heads),
-        f"{module}.out.weight": one(f"{prefix}.out_proj.weight", hidden),
+        f"{module}.inputs.weight": one(f"{prefix}.in_proj.weight", inner + spec.channels + spec.heads, role=of_inputs),
+        f"{module}.convolution": one(f"{prefix}.conv1d.weight", spec.channels, role=of_channels),
+        f"{module}.convolution_bias": one(f"{prefix}.conv1d.bias", spec.channels, role=of_channels),
+        f"{module}.step_bias": one(f"{prefix}.dt_bias", spec.heads, role=column(steps)),
+        f"{module}.log_rate": one(f"{prefix}.A_log", spec.heads, role=column(steps)),
+        f"{module}.skip": one(f"{prefix}.D", spec.heads, role=column(steps)),
+        f"{module}.out.weight": one(f"{prefix}.out_proj.weight", hidden, role=row(inner, spec.heads)),
     }
 
 

@@ -9,7 +9,7 @@ from rekindle._src.models.families.llama import attention_sources, blocks, gate_
 from rekindle._src.models.family import Family, GgufForm, Rewritten
 from rekindle._src.models.hf_config import Keys, decoder
 from rekindle._src.models.loading.manifest import Manifest, Source, one
-from rekindle._src.models.roles import row, vocab
+from rekindle._src.models.roles import Span, column, heads, row, vocab
 
 if TYPE_CHECKING:
     from rekindle._src.models.loading.gguf.architecture import GgufModel
@@ -59,13 +59,14 @@ def mixer_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
     spec, prefix, E = config.states[layer], f"model.layers.{layer}", config.hidden_size
     if spec is not None:
         return {
-            "attention.inputs.weight": one(f"{prefix}.conv.in_proj.weight", 3 * E),
-            "attention.convolution": one(f"{prefix}.conv.conv.weight", E),
-            "attention.out.weight": one(f"{prefix}.conv.out_proj.weight", E),
+            "attention.inputs.weight": one(f"{prefix}.conv.in_proj.weight", 3 * E, role=column(*[Span(E)] * 3)),
+            "attention.convolution": one(f"{prefix}.conv.conv.weight", E, role=column(Span(E))),
+            "attention.out.weight": one(f"{prefix}.conv.out_proj.weight", E, role=row(E)),
         }
-    heads = (config.num_heads, config.num_kv_heads)
-    norm = Source(names=tuple(f"{prefix}.self_attn.{x}_layernorm.weight" for x in "qk"), rows=heads, tiled=True)
-    out = one(f"{prefix}.self_attn.out_proj.weight", E)
+    H, K = config.num_heads, config.num_kv_heads
+    names, role = tuple(f"{prefix}.self_attn.{x}_layernorm.weight" for x in "qk"), column(*heads(H, K, 1)[:2])
+    norm = Source(names=names, rows=(H, K), tiled=True, role=role)
+    out = one(f"{prefix}.self_attn.out_proj.weight", E, role=row(H * config.head_dim))
     return attention_sources(config, layer) | {"attention.out.weight": out, "attention.qk_norm.weight": norm}
 
 

@@ -9,6 +9,8 @@ from rekindle._src.models.families.llama import blocks, mlp_sources, outer_sourc
 from rekindle._src.models.family import Family, GgufForm, HeadOrder, Rewritten
 from rekindle._src.models.hf_config import Keys, decoder
 from rekindle._src.models.loading.manifest import Manifest, Source, one
+from rekindle._src.models.roles import Span, column, heads, row
+from rekindle._src.models.roles import recurrent as recurrent_spans
 
 if TYPE_CHECKING:
     from rekindle._src.models.loading.gguf.architecture import GgufModel
@@ -66,27 +68,30 @@ def mixer_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
     if spec is None:
         H, K, D = config.num_heads, config.num_kv_heads, config.head_dim
         rows = (2 * H * D, K * D, K * D)
+        role = column(Span(2 * H * D, H), *heads(H, K, D)[1:])
         names = tuple(f"{prefix}.self_attn.{x}_proj" for x in "qkv")
         sources = {
-            "attention.qkv.weight": Source(names=tuple(f"{name}.weight" for name in names), rows=rows),
-            "attention.out.weight": one(f"{prefix}.self_attn.o_proj.weight", E),
+            "attention.qkv.weight": Source(names=tuple(f"{name}.weight" for name in names), rows=rows, role=role),
+            "attention.out.weight": one(f"{prefix}.self_attn.o_proj.weight", E, role=row(H * D)),
             **qk_norm_sources(config, layer, add=1.0),
         }
         if config.qkv_bias:
-            sources["attention.qkv.bias"] = Source(names=tuple(f"{name}.bias" for name in names), rows=rows)
+            sources["attention.qkv.bias"] = Source(names=tuple(f"{name}.bias" for name in names), rows=rows, role=role)
             sources["attention.out.bias"] = one(f"{prefix}.self_attn.o_proj.bias", E)
         return sources
-    prefix, values = f"{prefix}.linear_attn", spec.heads * spec.value_size
+    prefix, inner = f"{prefix}.linear_attn", spec.heads * spec.value_size
+    keys, values, steps = recurrent_spans(spec.key_heads, spec.heads, spec.key_size, spec.value_size)
     return {
         "attention.inputs.weight": Source(
             names=tuple(f"{prefix}.in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")),
-            rows=(spec.channels, values, spec.heads, spec.heads),
+            rows=(spec.channels, inner, spec.heads, spec.heads),
+            role=column(keys, keys, values, values, steps, steps),
         ),
-        "attention.convolution": one(f"{prefix}.conv1d.weight", spec.channels),
-        "attention.step_bias": one(f"{prefix}.dt_bias", spec.heads),
-        "attention.log_rate": one(f"{prefix}.A_log", spec.heads),
+        "attention.convolution": one(f"{prefix}.conv1d.weight", spec.channels, role=column(keys, keys, values)),
+        "attention.step_bias": one(f"{prefix}.dt_bias", spec.heads, role=column(steps)),
+        "attention.log_rate": one(f"{prefix}.A_log", spec.heads, role=column(steps)),
         "attention.norm.weight": one(f"{prefix}.norm.weight", spec.value_size),
-        "attention.out.weight": one(f"{prefix}.out_proj.weight", E),
+        "attention.out.weight": one(f"{prefix}.out_proj.weight", E, role=row(inner, spec.heads)),
     }
 
 

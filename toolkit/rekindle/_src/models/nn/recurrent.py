@@ -93,6 +93,7 @@ class StateSpace(nnx.Module):
         self.options = ScanOptions(spec.key_heads, inner + spec.channels, precision.deterministic)
         self.convolved = ConvolutionOptions(first=inner, silu=True, deterministic=precision.deterministic)
         self.factors = None if config.multipliers is None else config.multipliers.inputs
+        self.shards = precision.shards
 
     def __call__(
         self,
@@ -128,6 +129,9 @@ class StateSpace(nnx.Module):
         """Return y [T, H · V] normed over the values of each head of keys."""
         if self.norm is None:
             return y
+        if self.shards is not None and self.shards.sharing_keys > 1:
+            mean = self.shards.mean_of_keys(jnp.mean(y * y, axis=-1))
+            return y * jax.lax.rsqrt(mean + self.norm.eps)[:, None] * self.norm.weight[...]
         grouped = y.reshape(-1, y.shape[1] // self.spec.key_heads)
         ones, norm = jnp.ones(grouped.shape[1], jnp.float32), self.norm
         normed = rekindle_kernels.rms_norm(grouped, ones, norm.eps, implementation=norm.implementation)
@@ -141,10 +145,11 @@ class ShortConvolution(nnx.Module):
         spec, E = config.states[layer], config.hidden_size
         assert spec is not None, "the layer has a state"
         self.layer = layer
-        self.inputs = Linear(3 * E, E, precision)  # factors of its inputs, factors of its results, and the inputs
-        self.options = ConvolutionOptions(first=2 * E, before=0, behind=E, deterministic=precision.deterministic)
-        self.convolution = parameter((E, 1, spec.taps), jnp.float32)
-        self.out = Linear(E, E, precision, partial=True)
+        C = spec.channels
+        self.inputs = Linear(3 * C, E, precision)  # factors of its inputs, factors of its results, and the inputs
+        self.options = ConvolutionOptions(first=2 * C, before=0, behind=C, deterministic=precision.deterministic)
+        self.convolution = parameter((C, 1, spec.taps), jnp.float32)
+        self.out = Linear(E, C, precision, partial=True)
 
     def __call__(
         self,
