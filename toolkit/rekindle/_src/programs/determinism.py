@@ -14,13 +14,11 @@ from rekindle_kernels import unavailable_reason
 
 HEAD_DIM, WIDTH = 16, 32  # native attention and native norms take multiples of these sizes
 KEYS, VALUES = 16, 32  # and native kernels of states those of these
-ROTATED = 32  # native norms of heads are a part of their rotation, of multiples of this
-NORM_OF_HEADS = ".attention.qk_norm.weight"
 
 
 def deterministic(graph: Graph, config: EngineConfig) -> Graph:
     """Return the graph whose operations run in deterministic kernels. Raise ConfigError where there are none."""
-    reason = reason_against(graph.config, config) or _reason_against_norms(graph)
+    reason = reason_against(graph.config, config)
     if reason is not None:
         raise ConfigError("deterministic", True, f"can't be kept: {reason}", "Leave it out")
     return dataclasses.replace(graph, precision=dataclasses.replace(graph.precision, deterministic=True))
@@ -54,18 +52,4 @@ def reason_against(model: ModelConfig, config: EngineConfig) -> str | None:
         return f"the head size {uneven[0]} is not a multiple of {HEAD_DIM}"
     if model.hidden_size % WIDTH:
         return f"the hidden size {model.hidden_size} is not a multiple of {WIDTH}"
-    return None
-
-
-def _reason_against_norms(graph: Graph) -> str | None:
-    """Return why XLA norms the heads of a layer; None if it does not. The native norm is a part of their rotation."""
-    for path in graph.paths:
-        if path.endswith(NORM_OF_HEADS):
-            layer = int(path.removesuffix(NORM_OF_HEADS).rpartition(".")[2])
-            rope = graph.config.attention[layer].rope
-            if rope is None or rope.dim % ROTATED:
-                count = 0 if rope is None else rope.dim
-                return (
-                    f"layer {layer} rotates {count} numbers of each head, not a multiple of {ROTATED}, so XLA norms it"
-                )
     return None

@@ -132,6 +132,8 @@ class RopeTables:
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return q [T, H, D] and k [T, K, D], normed and rotated, of qk [T, ≥ H + K, D], and v [T, K, D] of qkv."""
         cos, sin, *factor = (None, None) if spec is None else self.tables[spec]
+        if norm is not None and norm.deterministic and (spec is None or spec.dim % rope.ROTATED):
+            qk, norm = norm(qk[..., : norm.weight.shape[0], :]), None  # a native rotation would have normed them
         weight, eps = (None, 0.0) if norm is None else (norm.weight[...], norm.eps)
         if spec is not None and spec.interleaved:
             assert norm is None, "the norm's weights would have to be reordered, too"

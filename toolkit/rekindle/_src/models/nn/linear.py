@@ -59,9 +59,13 @@ class RMSNorm(nnx.Module):
 def rms_norm(
     x: jax.Array, weight: jax.Array, eps: float, implementation: str | None, *, deterministic: bool
 ) -> jax.Array:
-    """Norm x over its last axis. Native norms, which deterministic steps need, take rows [T, E]."""
-    rows = x.reshape(-1, x.shape[-1]) if deterministic and weight.ndim == 1 else x
-    return rekindle_kernels.rms_norm(rows, weight, eps, implementation=implementation).reshape(x.shape)
+    """Norm x over its last axis. Native norms, which deterministic steps need, take rows [T, E] and one weight [E]."""
+    if not deterministic:
+        return rekindle_kernels.rms_norm(x, weight, eps, implementation=implementation)
+    shared = weight if weight.ndim == 1 else jnp.ones(weight.shape[-1], weight.dtype)
+    rows = rekindle_kernels.rms_norm(x.reshape(-1, x.shape[-1]), shared, eps, implementation=implementation)
+    normed = rows.reshape(x.shape)
+    return normed if weight.ndim == 1 else normed * weight
 
 
 class Matrix(nnx.Module):

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     import jax
 
+ROTATED = 32  # native kernels rotate, and norm, heads of which so many numbers or a multiple of it are rotated
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "factors", "proportional")
 
 
