@@ -40,6 +40,15 @@ def one_each(*others: str) -> list[Any]:
     return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 
 
+def needs_transformers(raw: Mapping[str, Any]) -> None:
+    """Skip a test where transformers is older than the family."""
+    import pytest
+
+    auto = pytest.importorskip("transformers.models.auto.configuration_auto")
+    if raw["model_type"] not in auto.CONFIG_MAPPING:
+        pytest.skip(f"this version of transformers does not know {raw['model_type']}")
+
+
 def tensors(raw: Mapping[str, Any], seed: int = 0) -> Tensors:
     """A random state under Hugging Face's names: matrices [out, in] (GPT-2's transposed), float32."""
     config = config_from_hf(raw)

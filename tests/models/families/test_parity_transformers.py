@@ -22,6 +22,7 @@ TOLERANCE = 2e-4  # of the logits' standard deviation
 @pytest.mark.parametrize("name", checkpoints.one_each())
 def test_matches_live_transformers(name: str, tmp_path: Path) -> None:
     raw = checkpoints.CASES[name]
+    checkpoints.needs_transformers(raw)
     state = checkpoints.tensors(raw, seed=7)
     expected = run(checkpoints.write(tmp_path, raw, state))
     model = checkpoints.model(raw, state)

@@ -87,7 +87,7 @@ class MeshPlacement(Placement):
     @functools.cached_property
     def state_roles(self) -> tuple[tuple[Role, ...], ...]:
         """The role of each array of each layer's state: a convolution's last inputs are divided as its weights are."""
-        result = []
+        result: list[tuple[Role, ...]] = []
         for layer, spec in enumerate(self.config.states):
             if spec is None:
                 result.append(())

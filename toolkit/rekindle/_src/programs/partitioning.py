@@ -215,14 +215,9 @@ class MeshPartitioning(Partitioning):
         config = self.placement.config
         if not config.is_recurrent:
             return _KV_HEADS
-        pairs = zip(config.caches, self.placement.state_roles, strict=True)
-        return tuple(
-            paged.Layer(
-                _KV_HEADS if isinstance(cache.pages, Pages) else None,
-                tuple(1 + role.divisions[0].axis for role in roles),
-            )
-            for cache, roles in pairs
-        )
+        axes: list[Any] = [_KV_HEADS if isinstance(cache.pages, Pages) else None for cache in config.caches]
+        pairs = zip(axes, self.placement.state_roles, strict=True)
+        return tuple(paged.Layer(axis, tuple(1 + role.divisions[0].axis for role in roles)) for axis, roles in pairs)
 
     @property
     def _state_shapes(self) -> list[tuple[Role, tuple[int, ...]]]:
