@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +22,13 @@ from rekindle._src.core.adapters import AdapterLoad
 from rekindle._src.core.records import Request, StepPlan
 from rekindle._src.models.adapters.adapted import adapt, adapt_experts
 from rekindle._src.models.base import Model
-from rekindle._src.models.nn.linear import RMSNorm
 from rekindle._src.programs.adapter_stacks import Chunk, Operands, Stacks
 from rekindle._src.programs.buckets import ADAPTED
 from rekindle._src.programs.feature import Columns, Feature, StepInputs
 from rekindle_kernels import AdaptedTokens
+
+if TYPE_CHECKING:
+    from rekindle._src.models.nn.linear import RMSNorm
 
 log = logging.getLogger("rekindle.session")
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from rekindle._src.models.nn.linear import RMSNorm
 from rekindle_kernels import gated
+
+if TYPE_CHECKING:
+    from rekindle._src.models.nn.linear import RMSNorm
 
 
 class Delta(Protocol):
