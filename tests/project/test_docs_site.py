@@ -88,7 +88,7 @@ def test_formulas_are_drawn_in_the_colour_of_the_text(site: ModuleType) -> None:
     assert '<details markdown="1">' in drawn
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_it_builds_without_a_warning(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs")
     pytest.importorskip("mkdocstrings")
