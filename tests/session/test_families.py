@@ -144,13 +144,15 @@ async def load(session: Session, model: Any) -> None:
                 forked = await session.fork(done, at=9)
                 assert list(forked.token_ids) == expected[9:], f"prompt {number}, forked"
 
+    # More than there is room for: some of them are preempted.
+    long = [session.submit(PROMPTS[number], **{**GREEDY, "max_tokens": 80}) for number in range(4)]
     async with anyio.create_task_group() as tasks:
-        for number in range(4):  # more than there is room for: some of them are preempted
-            tasks.start_soon(one, number, 80, "ended")
         for _ in range(60):
             end = draw.choice(("ended", "ended", "drawn", "cancelled", "left", "forked"))
             tasks.start_soon(one, draw.randrange(len(PROMPTS)), draw.randrange(1, 90), end)
             await anyio.sleep(draw.choice((0.0, 0.0, 0.01)))
+    for number, handle in enumerate(long):
+        assert list((await handle).token_ids) == plain(model, PROMPTS[number], 80)
 
 
 @pytest.mark.slow
