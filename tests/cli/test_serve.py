@@ -120,6 +120,28 @@ def test_it_listens_while_it_loads_and_a_signal_lets_answers_finish(
     assert opening.session.closed
 
 
+@pytest.mark.skipif(not hasattr(signal, "alarm"), reason="no alarms here")
+def test_an_alarm_that_another_handler_set_at_the_signal_does_not_end_the_process(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray's handler sets one of three seconds: fleets that let answers finish for longer were aborted."""
+    opening = Opening()
+    left: list[int] = []
+
+    def act(client: Client) -> None:
+        opening.ready.set()
+        eventually(lambda: client.ask("GET", "/health")[0] == 200)
+        reader = client.stream(100)
+        eventually(lambda: opening.session.stats().running == 1)
+        signal.alarm(60)
+        os.kill(os.getpid(), signal.SIGTERM)
+        reader.join()
+        left.append(signal.alarm(0))
+
+    assert run(opening, act, capsys, monkeypatch) == 0
+    assert left == [0]
+
+
 def test_a_second_signal_cuts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     opening = Opening()
     opening.ready.set()

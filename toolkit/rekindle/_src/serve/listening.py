@@ -147,6 +147,8 @@ class Listener(uvicorn.Server):
         """Let SIGINT and SIGTERM stop the server, and a second one cut its answers. Main thread only."""
 
         def stop(number: int, frame: FrameType | None) -> None:
+            if hasattr(signal, "alarm"):
+                signal.alarm(0)  # Ray's handler came first, and would abort the process after three seconds
             self.stop(drain)
 
         previous = {number: signal.signal(number, stop) for number in _SIGNALS}
