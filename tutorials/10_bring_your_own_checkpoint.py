@@ -202,8 +202,9 @@ change = max(abs(perplexity / results["float32"][0] - 1) for perplexity, *_ in r
 assert change < 0.05, "perplexity on an unseen text hardly moves"
 
 # %% [markdown]
-# There is no column for speed, because this model can't show it: its 16 MB fit into the processor's caches, and then fewer bytes
-# save nothing. A real one shows it below. Greedy texts may part ways although perplexity is the same, since one close call is enough. Do these?
+# The table has no column for speed: the weights of this model, 16 MB, fit into the processor's caches, so fewer bytes don't make it faster.
+# A larger model is timed below. Greedy texts may differ although perplexity is the same: it takes one token whose rival is nearly as likely. Do
+# these differ?
 
 # %%
 for name, (*_, story) in results.items():

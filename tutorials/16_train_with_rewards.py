@@ -221,7 +221,7 @@ for question in ("What is six plus five?", "What is 6 + 5?", "Who are you?"):
 # Other weights compile nothing: the few programs that the later steps compiled are for batches of sizes that had not come up before.
 
 # %%
-assert recompiled < 8, "sixteen swaps compile no sixteen programs"
+assert recompiled < 8, "swapping the weights sixteen times compiles fewer than eight programs"
 leaves = jax.tree.leaves(params)
 print(f"version {version}; {recompiled} programs were compiled in steps 4 to 19")
 print(

@@ -128,8 +128,8 @@ print(f"{drafting.stats().drafted_tokens} drafts, {drafting.stats().accepted_tok
 # %% [markdown]
 # ## Texts that copy
 #
-# A loop of one word is nobody's work. SmolLM2-135M-Instruct (page 18 fetches it) is asked for three answers: a text repeated, a sentence
-# quoted, and a story.
+# The text above repeats one word, which no user asks for. So SmolLM2-135M-Instruct (page 18 fetches it) gets three real requests: to repeat a
+# text, to quote a sentence, and to tell a story.
 #
 # **Predict.** Without drafts the repeated text takes 42 steps. With up to 7 drafts: more or less than 21?
 #

@@ -199,6 +199,16 @@ def tiers_and_preemption(folder: Path) -> None:
             session.check_integrity()
 
 
+def asked_twice(session: Any, prompts: Any, greedy: Any, expected: Any, mesh: Any) -> None:
+    """Compare texts, cold and from the cache, of a session that copies pages whatever that costs."""
+    tiers = session._cache_writer.tiers
+    assert tiers is not None
+    tiers.costs.mode = "always"
+    for _ in range(2):
+        assert [one.token_ids for one in session.generate_sync(prompts, **greedy)] == expected, mesh
+        session.check_integrity()
+
+
 @check
 def windows(folder: Path) -> None:
     """Pages behind a window are given back on a mesh, too: chats go on, from host memory and a snapshot as well."""
@@ -212,12 +222,7 @@ def windows(folder: Path) -> None:
         expected = [session.generate_sync(prompt, **greedy).token_ids for prompt in prompts]
     for mesh in (None, 2):
         with opened(model, mesh, **sizes | {"device_pages": 34}) as session:
-            tiers = session._cache_writer.tiers
-            assert tiers is not None
-            tiers.costs.mode = "always"
-            for _ in range(2):
-                assert [one.token_ids for one in session.generate_sync(prompts, **greedy)] == expected, mesh
-                session.check_integrity()
+            asked_twice(session, prompts, greedy, expected, mesh)
             stats = session.stats()
             assert stats.preemptions and stats.pages_out and stats.pages_in and stats.cache.states_restored, mesh
             session.generate_sync(prompts[1], **greedy)
@@ -247,12 +252,7 @@ def states(folder: Path) -> None:
         expected = [session.generate_sync(prompt, **greedy).token_ids for prompt in prompts]
     for mesh in (None, 4, 8, 2):
         with opened(model, mesh, cache_dir=str(folder), **sizes | {"device_pages": 44}) as session:
-            tiers = session._cache_writer.tiers
-            assert tiers is not None
-            tiers.costs.mode = "always"
-            for _ in range(2):
-                assert [one.token_ids for one in session.generate_sync(prompts, **greedy)] == expected, mesh
-                session.check_integrity()
+            asked_twice(session, prompts, greedy, expected, mesh)
             assert session.stats().preemptions, mesh
             session.generate_sync(prompts[1], **greedy)
             saved.append(f"from-{mesh}".lower())

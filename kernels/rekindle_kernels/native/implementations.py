@@ -181,30 +181,16 @@ def add_adapters(
 ) -> jax.Array:
     """Implement `ops.adapters.add_adapters`."""
 
-    def plain(
-        y: jax.Array,
-        x: jax.Array,
-        down: jax.Array,
-        up: jax.Array,
-        owners: jax.Array,
-        norm: jax.Array | None,
-        *of: jax.Array,
-    ) -> jax.Array:
+    def plain(y: jax.Array, x: jax.Array, *others: Any) -> jax.Array:
+        down, up, owners, norm, *of = others
         x = x if norm is None else plain_linear.rms_norm(x, norm, options.eps)
         return plain_adapters.add_adapters(y, x, down, up, owners, AdaptedTokens(*of), None, options)
 
-    def fast(
-        y: jax.Array,
-        x: jax.Array,
-        down: jax.Array,
-        up: jax.Array,
-        owners: jax.Array,
-        norm: jax.Array | None,
-        *of: jax.Array,
-    ) -> jax.Array:
+    def fast(y: jax.Array, x: jax.Array, *others: Any) -> jax.Array:
+        down, up, owners, norm, *of = others
         each = AdaptedTokens(*of)
         return adapters.add_adapters(
-            *(y, x, down, up, owners, each.order, each.sorted_slots, norm),
+            y, x, down, up, owners, each.order, each.sorted_slots, norm,
             place=options.place, outputs=options.outputs, gated=options.gate is not None, eps=options.eps,
         )  # fmt: skip
 

@@ -123,7 +123,7 @@ def heads(queries: int, kv: int, size: int) -> tuple[Span, Span, Span]:
     return Span(queries * size, queries), keys, keys
 
 
-def recurrent(key_heads: int, heads: int, key_size: int, value_size: int) -> tuple[Span, Span, Span]:
+def recurrent_spans(key_heads: int, heads: int, key_size: int, value_size: int) -> tuple[Span, Span, Span]:
     """Return the spans of a recurrent layer's keys, of its values, and of one number for each of its heads."""
     return Span(key_heads * key_size, key_heads), Span(heads * value_size, heads), Span(heads, heads)
 

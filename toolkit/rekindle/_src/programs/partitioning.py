@@ -28,7 +28,7 @@ from rekindle._src.core.mesh_shape import DATA
 from rekindle._src.models.base import Placement
 from rekindle._src.models.config import Pages
 from rekindle._src.models.placement import MeshPlacement
-from rekindle._src.models.roles import ALL, Role, Sizes, cut, join, local_shape
+from rekindle._src.models.roles import ALL, Role, cut, join, local_shape
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.device_layout import (
     HEADS,
@@ -206,7 +206,7 @@ class MeshPartitioning(Partitioning):
             shape[axis] *= self.placement.size
             return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
 
-        pages: paged.KV = _below(whole, self._divided_axes, one)
+        pages: paged.KV = jax.tree.map(whole, jax.tree.broadcast(self._divided_axes, one), one)
         return pages
 
     @functools.cached_property
@@ -219,7 +219,7 @@ class MeshPartitioning(Partitioning):
         pairs = zip(axes, self.placement.state_roles, strict=True)
         return tuple(paged.Layer(axis, tuple(1 + role.divisions[0].axis for role in roles)) for axis, roles in pairs)
 
-    @property
+    @functools.cached_property
     def _state_shapes(self) -> list[tuple[Role, tuple[int, ...]]]:
         """The role and the shape of each array of a sequence's states, in the order of `state_moves`."""
         placement = self.placement
@@ -228,7 +228,8 @@ class MeshPartitioning(Partitioning):
 
     def states_to_host(self, states: Any) -> np.ndarray:
         sizes = self.placement.sizes
-        parts = dict(zip(_places(sizes), np.asarray(states).reshape(self.placement.size, -1), strict=True))
+        places = itertools.product(range(sizes["expert"]), range(sizes["model"]))
+        parts = dict(zip(places, np.asarray(states).reshape(self.placement.size, -1), strict=True))
         whole, first = [], 0
         for role, shape in self._state_shapes:
             local = local_shape(role, shape, sizes)
@@ -245,7 +246,7 @@ class MeshPartitioning(Partitioning):
             last = first + math.prod(shape)
             arrays.append((role, states[0, first:last].reshape(shape)))
             first = last
-        for expert, model in _places(sizes):
+        for expert, model in itertools.product(range(sizes["expert"]), range(sizes["model"])):
             place = {"expert": expert, "model": model}
             parts += [cut(role, array, sizes, place).reshape(1, -1) for role, array in arrays]
         return np.concatenate(parts, axis=1)
@@ -292,14 +293,4 @@ class MeshPartitioning(Partitioning):
             shape = (leaf.shape[0] * times, *leaf.shape[1:]) if times > 1 else leaf.shape
             return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=placement.sharding(spec))
 
-        return _below(lying, spec, argument)
-
-
-def _below(function: Callable[[Any, Any], Any], prefix: Any, tree: Any) -> Any:
-    """Call a function with each leaf of a tree and with the leaf of `prefix` above it."""
-    return jax.tree.map(lambda above, below: jax.tree.map(functools.partial(function, above), below), prefix, tree)
-
-
-def _places(sizes: Sizes) -> list[tuple[int, int]]:
-    """Return the devices that share a model by (expert, model), in the order of their parts."""
-    return list(itertools.product(range(sizes["expert"]), range(sizes["model"])))
+        return jax.tree.map(lying, jax.tree.broadcast(spec, argument), argument)

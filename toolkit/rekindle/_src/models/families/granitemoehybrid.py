@@ -14,8 +14,7 @@ from rekindle._src.models.families.llama import attention_sources, blocks, gate_
 from rekindle._src.models.family import Family, GgufForm, Rewritten
 from rekindle._src.models.hf_config import Keys, decoder
 from rekindle._src.models.loading.manifest import Manifest, Source, one
-from rekindle._src.models.roles import column, row
-from rekindle._src.models.roles import recurrent as recurrent_spans
+from rekindle._src.models.roles import column, recurrent_spans, row
 from rekindle.errors import UnsupportedModel
 
 if TYPE_CHECKING:

@@ -9,8 +9,7 @@ from rekindle._src.models.families.llama import blocks, mlp_sources, outer_sourc
 from rekindle._src.models.family import Family, GgufForm, HeadOrder, Rewritten
 from rekindle._src.models.hf_config import Keys, decoder
 from rekindle._src.models.loading.manifest import Manifest, Source, one
-from rekindle._src.models.roles import Span, column, heads, row
-from rekindle._src.models.roles import recurrent as recurrent_spans
+from rekindle._src.models.roles import Span, column, heads, recurrent_spans, row
 
 if TYPE_CHECKING:
     from rekindle._src.models.loading.gguf.architecture import GgufModel
