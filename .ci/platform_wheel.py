@@ -53,13 +53,17 @@ def compiled(root: Path, folder: Path) -> bool:
     if sys.platform == "win32":
         return False
     started = time.perf_counter()
-    path = os.pathsep.join([str(root / "kernels"), *sys.path])
+    sources = root / "kernels"
+    path = os.pathsep.join([str(sources), *sys.path])
     command = [sys.executable, "-m", "rekindle_kernels.native.build_library", "--here"]
     command += ["--limit", str(LIMIT), "--out", str(folder)]
     say("compiling native kernels for this processor: about a minute on two cores, at most 5 minutes")
     try:
         environment = {**os.environ, "PYTHONPATH": path}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LONGEST, check=False)
+        # In that folder: pip takes off the path what an earlier editable installation of this clone put there.
+        done = subprocess.run(
+            command, cwd=sources, env=environment, capture_output=True, text=True, timeout=LONGEST, check=False
+        )
     except subprocess.TimeoutExpired:
         say(f"native kernels were not compiled within {LONGEST} s; XLA does their work, more slowly")
         return False

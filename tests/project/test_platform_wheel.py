@@ -63,8 +63,10 @@ def test_an_installation_compiles_them_once_and_the_wheel_is_for_this_platform(
     """Without JAX, which the environment of a build does not have."""
     monkeypatch.setenv("REKINDLE_KERNEL_NAMES", "norm argmax")
     (tmp_path / "jax.py").write_text("raise ImportError('a build has no JAX')")
-    monkeypatch.syspath_prepend(tmp_path)
     root = source_tree(tmp_path / "clone")
+    # As pip does where this clone is installed already: the environment's own paths are taken away.
+    (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.path.remove({str(root / 'kernels')!r})")
+    monkeypatch.syspath_prepend(tmp_path)
     assert initialised(root, "editable") == {"force_include": {}}, "they lie in the clone"
     assert "2 kernels" in capfd.readouterr().err
     folder = root / hook().PREBUILT

@@ -24,6 +24,7 @@ from rekindle._src.core.adapters import UNIT, AdapterLoad
 from rekindle._src.models.adapters.adapter import Adapter, Product
 from rekindle._src.models.adapters.sites import Site
 from rekindle._src.models.base import Placement
+from rekindle._src.models.loading.hugepages import aligned
 from rekindle._src.models.roles import Role, cut, local_shape
 from rekindle._src.programs.device_layout import PARTS, WHOLE
 
@@ -145,13 +146,13 @@ class Stacks:
     def _filled(
         self, old: Chunk | None, site: Site, products: tuple[Product | None, ...], pairs: list[tuple[int, int]]
     ) -> Chunk:
-        """Return a chunk with other rows: of each pair, UNIT rows of the chunk from the first number on."""
+        """Return a chunk with other rows: of each pair, UNIT rows of the chunk from the first number on. Its memory is
+        new, since a CPU device uses that of the old one."""
         spans, experts = site.spans, max(1, site.experts)
-        if old is None:
-            shapes = (len(spans) * experts * CHUNK, site.inputs), (experts * CHUNK, site.outputs)
-            whole = Chunk(*(np.zeros(shape, self._dtype) for shape in shapes))
-        else:  # JAX may use the memory of the old ones
-            whole = Chunk(old.down.copy(), old.up.copy())
+        shapes = (len(spans) * experts * CHUNK, site.inputs), (experts * CHUNK, site.outputs)
+        whole = Chunk(*(aligned(shape, self._dtype) for shape in shapes))
+        for array, before in zip(whole, old or (0, 0), strict=True):
+            array[...] = before
         down = whole.down.reshape(len(spans), experts, CHUNK, -1)
         up = whole.up.reshape(experts, CHUNK, -1)
         for start, first in pairs:
@@ -169,7 +170,7 @@ class Stacks:
         """Put a chunk on the device, or its parts on those of a mesh."""
         place_of, experts, sizes = self._placement.parts, max(1, site.experts), self._placement.sizes
         if not self._placement.divided:
-            return Chunk(*map(jax.device_put, content))
+            return Chunk(*(jax.device_put(array, may_alias=True) for array in content))
         down = content.down.reshape(len(site.rows), experts, CHUNK, -1)
         up = content.up.reshape(experts, CHUNK, -1)
 
