@@ -312,6 +312,40 @@ def test_rows_of_nobody_are_not_multiplied(
     assert not steps_over or not np.array_equal(together[0][own:others], alone[0][own:others])
 
 
+@needs_numba
+@pytest.mark.parametrize("dtype", by_default(["bfloat16", "float32", "int8"]))
+@pytest.mark.parametrize("lengths", [(120,), (40, 9)])
+def test_rows_that_nobody_reads_are_not_computed_behind_the_attention_that_says_so(
+    dtype: str, lengths: tuple[int, ...]
+) -> None:
+    others, tokens, unread = 3, sum(lengths) + 5, lengths[0] - 1
+    kv = pages_of(16, count=40)
+    ends = jnp.asarray(np.pad(np.cumsum((0, *lengths)), (0, 2 - len(lengths)), mode="edge"), jnp.int32)
+    lens = jnp.asarray([4, 7, 0, *lengths, *[0] * (2 - len(lengths))], jnp.int32)
+    table = jnp.arange(others + 2, dtype=jnp.int32)[:, None] % 40 + jnp.zeros((1, 16), jnp.int32)
+    scales = jnp.ones((E,), jnp.float32) / 100 if dtype == "int8" else None
+
+    def function(x: jax.Array, weight: jax.Array, count: jax.Array, unread: jax.Array | None) -> Any:
+        q = native.multiply(x, weight, scales, quantize_rows=True)
+        y = attention.paged_attention(
+            AttentionInputs(q.reshape(-1, 4, 16), kv, table, lens, ends, count, unread=unread),
+            AttentionOptions(decode_rows=others, scale=1.0),
+        )
+        return q, native.multiply(y.reshape(-1, E), weight, scales, x, quantize_rows=True)
+
+    weight = (matrix() * (100 if dtype == "int8" else 1)).astype(dtype)
+    if not native.multiplies(others + tokens, weight, quantize_rows=True):
+        pytest.skip("XLA multiplies so many rows")
+    args = rows(others + tokens), weight, jnp.asarray(len(lengths), jnp.int32)
+    chain = jax.jit(native.chained(function))
+    (q, all_of_them), (before, some) = chain(*args, None), chain(*args, jnp.asarray(unread, jnp.int32))
+    prompts = slice(others, others + sum(lengths))
+    np.testing.assert_array_equal(before[prompts], q[prompts])
+    assert not np.isclose(some[others : others + unread], all_of_them[others : others + unread]).all(axis=1).any()
+    read = [0, 1, *range(others + unread, others + sum(lengths))]
+    np.testing.assert_array_equal(some[read,], all_of_them[read,])
+
+
 SPANS = st.lists(st.tuples(st.integers(1, 5000), st.integers(0, 20), st.integers(0, 6)), max_size=40)
 
 

@@ -56,7 +56,9 @@ def paged_attention(inputs: AttentionInputs, options: AttentionOptions) -> jax.A
         (out,) = call(DECODE.variant(kv.dtype.name, D), operands, {**settings, "keys": keys})
     if T > R or deterministic:
         queries = max(16, ROWS_PER_TILE // (H // kv.kv_heads))
-        prompts = {"ends": inputs.cu_q_lens, "prompts": inputs.num_prefills, "decoded": out}
+        prompts = {
+            "ends": inputs.cu_q_lens, "prompts": inputs.num_prefills, "decoded": out, "unread": inputs.unread,
+        }  # fmt: skip
         settings |= {"queries": queries, "together": deterministic, "amx": has_amx()}
         (out,) = call(PREFILL.variant(kv.dtype.name, D), {**operands, **prompts}, settings)
     assert out is not None, "a step without tokens"

@@ -7,7 +7,8 @@ scratch memory. It does the same in the bodies of loops.
 
 A program has a fixed number of tokens, and a prompt seldom has as many. In a run with prefill attention, whose operands
 say how many there are, no kernel computes the rows behind them: they are left undefined. In a run with any attention,
-products also leave out the rows of sequences of length 0 that stand behind all others that decode.
+products also leave out the rows of sequences of length 0 that stand behind all others that decode, and behind the
+attention that says so the rows that nobody reads.
 """
 
 from __future__ import annotations
@@ -110,6 +111,15 @@ class Operation:
     def has(self, operand: str) -> bool:
         """True if it is a native call whose table has that operand."""
         return self.kernel is not None and self.kernel.spec.has(operand)
+
+    @property
+    def unread(self) -> Value | None:
+        """The operand of an attention that says which of its results nobody reads."""
+        if not self.has("unread"):
+            return None
+        assert self.kernel is not None, "an operation of XLA's"
+        present = self.setting("present") or 0
+        return self.operand("unread") if present & self.kernel.spec.present_bit("unread") else None
 
     def operand(self, name: str) -> Value:
         """Return an operand of a native call."""
@@ -246,9 +256,13 @@ def _made_one(run: Sequence[Operation], leaving: set[Value]) -> list[Operation |
         return list(run)
     attention = _attention(run)
     tokens = None if attention is None else _tokens(attention)
-    gap = Value((2,), jnp.dtype(jnp.int32))
-    run = [_stepping_over(gap, operation) if _is_product_of(operation, tokens) else operation for operation in run]
-    buffers, inputs = _buffers(run, gap)
+    gaps = [Value((2,), jnp.dtype(jnp.int32)) for _ in range(chain_plan.GAPS)]
+    unread = next((index for index, operation in enumerate(run) if operation.unread is not None), len(run))
+    run = [
+        _stepping_over(gaps[index > unread], operation) if _is_product_of(operation, tokens) else operation
+        for index, operation in enumerate(run)
+    ]
+    buffers, inputs = _buffers(run, gaps)
     steps = [_step(operation, buffers, tokens) for operation in run if operation.kernel is not None]
     views: list[Operation | Chain] = []
     for operation in reversed(run):
@@ -265,6 +279,8 @@ def _made_one(run: Sequence[Operation], leaving: set[Value]) -> list[Operation |
     in_scratch = dict.fromkeys(buffer for buffer in buffers.values() if buffer.where == chain_plan.SCRATCH)
     scratch = chain_plan.place(in_scratch)
     rows = None if attention is None else _rows(attention, buffers)
+    if rows is not None and unread < len(run):
+        rows = replace(rows, unread=buffers[run[unread].operand("unread")].number)
     return [Chain(steps, inputs, outputs, aliases, scratch, rows), *views]
 
 
@@ -288,9 +304,9 @@ def _stepping_over(gap: Value, product: Operation) -> Operation:
     return replace(product, inputs=inputs)
 
 
-def _buffers(run: Sequence[Operation], gap: Value) -> tuple[dict[Value, Buffer], list[Value]]:
+def _buffers(run: Sequence[Operation], gaps: Sequence[Value]) -> tuple[dict[Value, Buffer], list[Value]]:
     """Return the memory of every value of a run, and the values that go into it: equal constants are one."""
-    buffers: dict[Value, Buffer] = {gap: Buffer(0, 0, 0, chain_plan.GAP)}
+    buffers = {gap: Buffer(0, 0, 0, chain_plan.GAP, number) for number, gap in enumerate(gaps)}
     inputs: dict[Any, Value] = {}
     for number, operation in enumerate(run):
         for value in operation.inputs:

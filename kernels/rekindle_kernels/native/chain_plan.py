@@ -7,7 +7,8 @@
 
 The number of rows is known when the chain runs: the rows that decode, and all tokens of the prompts behind them. What
 follows is padding, and no kernel computes it. The last of the rows that decode may have no sequence: products step over
-this gap, whose place is a record that the chain itself keeps.
+this gap, whose place is a record that the chain itself keeps. Those behind the attention of which nobody reads the
+first prompt's first tokens step over these, too: their gap is the second such record.
 
 The kernel in kernels/chain_runner.py reads all this. A kernel's entry is its place in a table of this process, which
 its name determines: a program that was stored finds its kernels again.
@@ -28,23 +29,24 @@ ENTRIES = "rekindle_entries"  # the table's symbol
 SLOTS = 1 << 16  # of 4096 two kernels of common head sizes had the same
 ROWS = -1
 OPERAND, RESULT, SCRATCH, GAP = range(4)  # where a buffer lies
+GAPS = 2
 STEP = 64  # bytes: what scratch memory is counted in
 MOST = 64  # operands and results of one call
 
 # `sizes`, `buffers` and `calls` are how many there are, `scratch` is the place of the scratch memory among the results.
 # `decode_rows` and the operands `lens`, `ends` and `prompts` say which rows are computed, of at most so many `tokens`
-# and of `most_prompts`; `ends` is 0 without prompts.
+# and of `most_prompts`, and `unread` which nobody reads in the end; `ends` is 0 without prompts.
 HEADER = consecutive(
     "ChainHeader",
     dict.fromkeys(
         (
             *("sizes", "buffers", "calls", "scratch"),
-            *("decode_rows", "lens", "ends", "prompts", "tokens", "most_prompts"),
+            *("decode_rows", "lens", "ends", "prompts", "tokens", "most_prompts", "unread"),
         ),
         "int32",
     ),
 )
-# `where` it lies, `number` of the operand or result, or steps into the scratch memory, and where its `shape` begins.
+# `where` it lies, `number` of the operand, result or gap, or steps into the scratch memory, and where its `shape` begins.
 BUFFER = consecutive("ChainBuffer", dict.fromkeys(("where", "number", "shape"), "int32"))
 CALL = consecutive("ChainCall", dict.fromkeys(("entry", "operands", "results"), "int32"))
 
@@ -93,7 +95,7 @@ def place(buffers: Collection[Buffer]) -> int:
 class Rows:
     """Where the number of rows is found. `lens`, `ends` and `prompts` are numbers of the chain's operands: `ends` at
     the index that `prompts` says counts the prompts' tokens, and rows that decode have no sequence if they stand
-    behind the last one whose length in `lens` is not 0."""
+    behind the last one whose length in `lens` is not 0. `unread` is the number of an operand, or 0."""
 
     decode_rows: int
     lens: int
@@ -101,6 +103,7 @@ class Rows:
     prompts: int = 0
     tokens: int = 0
     most_prompts: int = 0
+    unread: int = 0
 
 
 def encode(steps: Sequence[Step], scratch: int, rows: Rows | None) -> np.ndarray:

@@ -151,6 +151,8 @@ DECODE = KernelSpec(
 # `ends` [prompts + 1] says where each prompt's tokens end, counted from the first one's; `prompts` how many there are.
 # `decoded` are the results of the rows that decode, into whose memory the prompts' go. `queries` are those of a tile;
 # `together` is 1 where the kernel takes the rows that decode too, `amx` where the processor has these instructions.
+# Nobody reads the results of the first `unread` tokens of the first prompt: they are undefined, and so are those rows
+# of the products behind it.
 PREFILL = KernelSpec(
     "prefill",
     operands=(
@@ -158,6 +160,7 @@ PREFILL = KernelSpec(
         Operand("ends", "L", "int32"),
         Operand("prompts", "", "int32"),
         Operand("decoded", "T H D", optional=True),
+        Operand("unread", "", "int32", optional=True, behind=True),
     ),
     results=(Result("out", "T H D", into="decoded"),),
     settings={**_ATTENTION_SETTINGS, "queries": "int32", "together": "int32", "amx": "int32"},

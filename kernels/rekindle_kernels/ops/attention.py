@@ -19,7 +19,7 @@ ATTENTION = Registry("attention")  # run(inputs, options) -> [T, H, D]
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=("q", "kv", "page_table", "kv_lens", "cu_q_lens", "num_prefills", "sinks"),
+    data_fields=("q", "kv", "page_table", "kv_lens", "cu_q_lens", "num_prefills", "sinks", "unread"),
     meta_fields=(),
 )
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,8 @@ class AttentionInputs:
     cu_q_lens: jax.Array  # int32 [N-R+1], half-open offsets of each prefill sequence within q[R:]
     num_prefills: jax.Array  # int32 [], how many of the N-R prefill sequences are real
     sinks: jax.Array | None = None  # float32 [H], a logit per head that the softmax counts and that carries no value
+    # int32 [], how many of the first prefill sequence's first tokens have results that nobody reads, whatever they are
+    unread: jax.Array | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from typing import Any
 from numba import cfunc, types
 
 from rekindle_kernels.native import chain_plan, xla_abi
-from rekindle_kernels.native.chain_plan import CHAIN, ENTRIES, GAP, MOST, OPERAND, RESULT, STEP
+from rekindle_kernels.native.chain_plan import CHAIN, ENTRIES, GAP, GAPS, MOST, OPERAND, RESULT, STEP
 from rekindle_kernels.native.language import memory
 from rekindle_kernels.native.language.handler import (
     CHAINED,
@@ -86,8 +86,8 @@ def calls_of(plan: int) -> int:
 
 
 @inline
-def lay_out_sizes(plan: int, frame: int, sizes: int, gap: int) -> None:
-    """Fill the plan's sizes in, and the gap: how many rows come before it and how many are in it."""
+def lay_out_sizes(plan: int, frame: int, sizes: int, gaps: int) -> None:
+    """Fill the plan's sizes in, and the gaps: how many rows come before each and how many are in it."""
     header = _header(plan)
     rows, own = header.decode_rows, header.decode_rows
     if header.ends > 0:
@@ -95,15 +95,19 @@ def lay_out_sizes(plan: int, frame: int, sizes: int, gap: int) -> None:
         rows = max(rows, min(rows + i32(operand(frame, header.ends), prompts), header.tokens))
     while own > 0 and i32(operand(frame, header.lens), own - 1) <= 0:
         own -= 1
-    set_i32(gap, 0, own)
-    set_i32(gap, 1, header.decode_rows - own)
+    unread = 0
+    if header.unread > 0:
+        unread = max(0, min(i32(operand(frame, header.unread), 0), rows - header.decode_rows))
+    for index in range(GAPS):
+        set_i32(gaps, 2 * index, own)
+        set_i32(gaps, 2 * index + 1, header.decode_rows - own + index * unread)
     for index in range(header.sizes):
         size = i32(sizes_of(plan), index)
         set_word(sizes, index, size if size >= 0 else rows)
 
 
 @inline
-def lay_out_buffers(plan: int, frame: int, sizes: int, records: int, gap: int) -> None:
+def lay_out_buffers(plan: int, frame: int, sizes: int, records: int, gaps: int) -> None:
     """Fill in a record of each of the plan's buffers, as XLA would."""
     scratch = result(frame, _header(plan).scratch)
     for index in range(_header(plan).buffers):
@@ -113,7 +117,7 @@ def lay_out_buffers(plan: int, frame: int, sizes: int, records: int, gap: int) -
         elif planned.where == RESULT:
             data = result(frame, planned.number)
         elif planned.where == GAP:
-            data = gap
+            data = gaps + WORD * planned.number
         else:
             data = scratch + planned.number * STEP
         record = _buffer(records + RECORD_BYTES * index)
@@ -181,13 +185,13 @@ def _handler() -> Any:
             return 0
         plan, pool = operand(frame, 0), threads(frame)
         header, members = _header(plan), pool - 1
-        size = TEAM_BYTES + FRAME_BYTES + WORD * (MOST + 1 + header.sizes) + SCHEDULE_BYTES * pool
+        size = TEAM_BYTES + FRAME_BYTES + WORD * (MOST + GAPS + header.sizes) + SCHEDULE_BYTES * pool
         team = malloc(size + RECORD_BYTES * header.buffers + JOB_BYTES * header.calls)
         own = team + TEAM_BYTES
         pointers = own + FRAME_BYTES
         requests = pointers + WORD * MOST
-        gap = requests + SCHEDULE_BYTES * pool
-        sizes = gap + WORD
+        gaps = requests + SCHEDULE_BYTES * pool
+        sizes = gaps + WORD * GAPS
         records = sizes + WORD * header.sizes
         shared, mine = _team(team), _frame(own)
         shared.job = 0
@@ -197,8 +201,8 @@ def _handler() -> Any:
         shared.users = members + 1
         mine.api = _frame(frame).api
         mine.context = _frame(frame).context
-        lay_out_sizes(plan, frame, sizes, gap)
-        lay_out_buffers(plan, frame, sizes, records, gap)
+        lay_out_sizes(plan, frame, sizes, gaps)
+        lay_out_buffers(plan, frame, sizes, records, gaps)
         ask_for_help(frame, task_address(), team, requests, members)
         make_calls(plan, entries_address(), team, own, pointers, records)
         publish(team + TEAM_JOB, OVER)

@@ -53,6 +53,7 @@ JOB = job_layout(
         "ends": "int32 [prompts + 1]: where each prompt's tokens end",
         "tokens": "of all prompts, padding included",
         "queries": "of a tile",
+        "unread": "tiles of the first prompt that are left out",
         "decoding": "rows that decode and have tiles like prompts; their tokens, lengths and pages come first",
         "work": "int32 [tiles, 2]: the prompt and the first query of each tile",
         "tiles": "",
@@ -101,7 +102,7 @@ def tiles_of(job: Any, s: int) -> int:
 def count_tiles(job: Any, prompts: int) -> int:
     tiles = job.decoding
     for s in range(prompts):
-        tiles += tiles_of(job, s)
+        tiles += tiles_of(job, s) - (job.unread if s == 0 else 0)
     return tiles
 
 
@@ -114,7 +115,7 @@ def list_tiles(job: Any, prompts: int) -> None:
         set_i32(job.work, 2 * tiles + 1, 0)
         tiles += 1
     for s in range(prompts):
-        for number in range(tiles_of(job, s)):
+        for number in range(job.unread if s == 0 else 0, tiles_of(job, s)):
             set_i32(job.work, 2 * tiles, s)
             set_i32(job.work, 2 * tiles + 1, number * job.queries)
             tiles += 1
@@ -138,6 +139,8 @@ def preparer(D: int, tiled: bool) -> Any:
         job.ends = frame.ends.data
         job.tokens = dim(frame.q, 0) - before
         job.queries = frame.settings.queries
+        unread = i32(frame.unread.data, 0) // job.queries if frame.has_unread else 0
+        job.unread = max(0, min(unread, tiles_of(job, 0) if prompts > 0 else 0))
         job.unit = 4
         if tiled and frame.settings.amx > 0 and allowed() > 0:
             job.unit = prefill_amx.ROWS

@@ -103,8 +103,10 @@ class PagedAttention:
         implementation: str | None,
         *,
         deterministic: bool = False,
+        unread: Array | None = None,
     ) -> None:
-        self.kv, self._deterministic = list(kv), deterministic
+        """See `AttentionInputs` for `unread`, which is true of the last layer."""
+        self.kv, self._deterministic, self._unread = list(kv), deterministic, unread
         self._model, self._paging, self._rows, self._implementation = model, paging, rows, implementation
 
     def __call__(self, layer: int, q: Array, k: Array | None, v: Array | None, sinks: Array | None = None, /) -> Array:
@@ -121,7 +123,10 @@ class PagedAttention:
             assert source == layer, "the layer has pages of its own"
             pages = write_kv(pages, k, v, page_ids, step.offsets)
             self.kv[layer] = entry._replace(tail=pages) if apart else entry._replace(pages=pages)
-        inputs = AttentionInputs(q, pages, page_table, step.lengths, step.cu_lengths, step.num_prefills, sinks)
+        unread = self._unread if layer == self._model.num_layers - 1 else None
+        inputs = AttentionInputs(
+            q, pages, page_table, step.lengths, step.cu_lengths, step.num_prefills, sinks, unread
+        )
         options = AttentionOptions(
             self._rows,
             spec.scale,

@@ -14,6 +14,7 @@ as two, `make_forward` and `make_choice`.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -134,9 +135,27 @@ def _compute(
         model, what = feature.model(model, inputs, own, arrays)
         kept.append(what)
     fixed = graph.precision.deterministic
-    attend = paged.PagedAttention(model.config, kv, inputs.paging, layout.rows, implementation, deterministic=fixed)
+    attend = paged.PagedAttention(
+        model.config,
+        kv,
+        inputs.paging,
+        layout.rows,
+        implementation,
+        deterministic=fixed,
+        unread=_unread(layout, inputs),
+    )
     hidden = model(inputs.tokens, inputs.positions, attend, lengths=inputs.rope_lengths)
     return tuple(attend.kv), Computed(model, hidden, tuple(kept))
+
+
+def _unread(layout: Layout, inputs: StepInputs) -> Array | None:
+    """Return how many of the first prompt's tokens have hidden states that nobody reads: all but its last, unless a
+    feature has an output, or None where one always has."""
+    readers = [feature for feature in layout.compiled if feature.has_output]
+    if not layout.tokens or not all(feature.bits for feature in readers):
+        return None
+    bits = functools.reduce(operator.or_, (feature.bits for feature in readers), 0)
+    return jnp.where(inputs.any_flags & bits != 0, 0, jnp.maximum(inputs.cu_lengths[1] - 1, 0))
 
 
 def finish(
