@@ -46,7 +46,7 @@ HEADER = consecutive(
         "int32",
     ),
 )
-# `where` it lies, `number` of the operand, result or gap, or steps into the scratch memory, and where its `shape` begins.
+# `where` it lies, `number` of the operand, result or gap, or steps into the scratch memory, where its `shape` begins.
 BUFFER = consecutive("ChainBuffer", dict.fromkeys(("where", "number", "shape"), "int32"))
 CALL = consecutive("ChainCall", dict.fromkeys(("entry", "operands", "results"), "int32"))
 

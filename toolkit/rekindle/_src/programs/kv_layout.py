@@ -124,9 +124,7 @@ class PagedAttention:
             pages = write_kv(pages, k, v, page_ids, step.offsets)
             self.kv[layer] = entry._replace(tail=pages) if apart else entry._replace(pages=pages)
         unread = self._unread if layer == self._model.num_layers - 1 else None
-        inputs = AttentionInputs(
-            q, pages, page_table, step.lengths, step.cu_lengths, step.num_prefills, sinks, unread
-        )
+        inputs = AttentionInputs(q, pages, page_table, step.lengths, step.cu_lengths, step.num_prefills, sinks, unread)
         options = AttentionOptions(
             self._rows,
             spec.scale,
