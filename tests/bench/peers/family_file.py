@@ -3,9 +3,9 @@
     REKINDLE_LLAMA_CPP=FOLDER python tests/bench/peers/family_file.py qwen3.5-0.8b --out model.gguf
     python tests/bench/peers/run.py --file model.gguf --engines rekindle llama_cpp --workloads W1 W2
 
-It needs torch, transformers, gguf and llama_cpp. Shapes were not compared with the published config.json files, and of
-the four only qwen3.5-0.8b and lfm2-1.2b have been made. "cut" says what is smaller, so that
-a file takes a minute or two. Of a vocabulary there are the bytes alone: all other tokens are never read.
+It needs torch, transformers, gguf and llama_cpp. Shapes were not compared with the published config.json files. "cut"
+says what is smaller, so that a file takes a few minutes. Of a vocabulary there are the bytes alone: all other tokens
+are never read.
 """
 
 from __future__ import annotations
