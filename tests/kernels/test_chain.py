@@ -315,9 +315,7 @@ def test_rows_of_nobody_are_not_multiplied(
 @needs_numba
 @pytest.mark.parametrize("dtype", by_default(["bfloat16", "float32", "int8"]))
 @pytest.mark.parametrize("lengths", [(120,), (40, 9)])
-def test_rows_that_nobody_reads_are_not_computed_behind_the_attention_that_says_so(
-    dtype: str, lengths: tuple[int, ...]
-) -> None:
+def test_unread_rows_are_skipped_after_the_attention_call_that_names_them(dtype: str, lengths: tuple[int, ...]) -> None:
     others, tokens, unread = 3, sum(lengths) + 5, lengths[0] - 1
     kv = pages_of(16, count=40)
     ends = jnp.asarray(np.pad(np.cumsum((0, *lengths)), (0, 2 - len(lengths)), mode="edge"), jnp.int32)

@@ -7,8 +7,8 @@ scratch memory. It does the same in the bodies of loops.
 
 A program has a fixed number of tokens, and a prompt seldom has as many. In a run with prefill attention, whose operands
 say how many there are, no kernel computes the rows behind them: they are left undefined. In a run with any attention,
-products also leave out the rows of sequences of length 0 that stand behind all others that decode, and behind the
-attention that says so the rows that nobody reads.
+products also skip the trailing decode rows without a sequence. After an attention call with an `unread` operand, they
+skip that many rows of the first prompt as well.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Operation:
 
     @property
     def unread(self) -> Value | None:
-        """The operand of an attention that says which of its results nobody reads."""
+        """The `unread` operand of an attention call: how many of the first prompt's rows to skip. None without one."""
         if not self.has("unread"):
             return None
         assert self.kernel is not None, "an operation of XLA's"

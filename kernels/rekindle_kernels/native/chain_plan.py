@@ -7,8 +7,8 @@
 
 The number of rows is known when the chain runs: the rows that decode, and all tokens of the prompts behind them. What
 follows is padding, and no kernel computes it. The last of the rows that decode may have no sequence: products step over
-this gap, whose place is a record that the chain itself keeps. Those behind the attention of which nobody reads the
-first prompt's first tokens step over these, too: their gap is the second such record.
+this gap, whose place is a record that the chain itself keeps. There are two such records. The second gap also contains
+the first prompt's unread tokens; products after the attention call with the operand `unread` use it.
 
 The kernel in kernels/chain_runner.py reads all this. A kernel's entry is its place in a table of this process, which
 its name determines: a program that was stored finds its kernels again.
@@ -29,13 +29,14 @@ ENTRIES = "rekindle_entries"  # the table's symbol
 SLOTS = 1 << 16  # of 4096 two kernels of common head sizes had the same
 ROWS = -1
 OPERAND, RESULT, SCRATCH, GAP = range(4)  # where a buffer lies
-GAPS = 2
+GAPS = 2  # records: without the unread tokens, and with them
 STEP = 64  # bytes: what scratch memory is counted in
 MOST = 64  # operands and results of one call
 
 # `sizes`, `buffers` and `calls` are how many there are, `scratch` is the place of the scratch memory among the results.
 # `decode_rows` and the operands `lens`, `ends` and `prompts` say which rows are computed, of at most so many `tokens`
-# and of `most_prompts`, and `unread` which nobody reads in the end; `ends` is 0 without prompts.
+# and of `most_prompts`; `ends` is 0 without prompts. The operand `unread` says how many tokens at the start of the
+# first prompt are skipped after the attention call that has it; 0 if there is no such operand.
 HEADER = consecutive(
     "ChainHeader",
     dict.fromkeys(

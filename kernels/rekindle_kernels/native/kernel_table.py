@@ -151,8 +151,7 @@ DECODE = KernelSpec(
 # `ends` [prompts + 1] says where each prompt's tokens end, counted from the first one's; `prompts` how many there are.
 # `decoded` are the results of the rows that decode, into whose memory the prompts' go. `queries` are those of a tile;
 # `together` is 1 where the kernel takes the rows that decode too, `amx` where the processor has these instructions.
-# Nobody reads the results of the first `unread` tokens of the first prompt: they are undefined, and so are those rows
-# of the products behind it.
+# The first `unread` tokens of the first prompt have undefined results, since no later operation uses them.
 PREFILL = KernelSpec(
     "prefill",
     operands=(

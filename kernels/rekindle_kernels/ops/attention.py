@@ -38,7 +38,8 @@ class AttentionInputs:
     cu_q_lens: jax.Array  # int32 [N-R+1], half-open offsets of each prefill sequence within q[R:]
     num_prefills: jax.Array  # int32 [], how many of the N-R prefill sequences are real
     sinks: jax.Array | None = None  # float32 [H], a logit per head that the softmax counts and that carries no value
-    # int32 [], how many of the first prefill sequence's first tokens have results that nobody reads, whatever they are
+    # int32 [], the number of tokens at the start of the first prefill sequence whose results are not used: an
+    # implementation may leave them undefined
     unread: jax.Array | None = None
 
 

@@ -53,7 +53,7 @@ JOB = job_layout(
         "ends": "int32 [prompts + 1]: where each prompt's tokens end",
         "tokens": "of all prompts, padding included",
         "queries": "of a tile",
-        "unread": "tiles of the first prompt that are left out",
+        "unread": "tiles at the start of the first prompt, which are skipped",
         "decoding": "rows that decode and have tiles like prompts; their tokens, lengths and pages come first",
         "work": "int32 [tiles, 2]: the prompt and the first query of each tile",
         "tiles": "",
@@ -102,7 +102,7 @@ def tiles_of(job: Any, s: int) -> int:
 def count_tiles(job: Any, prompts: int) -> int:
     tiles = job.decoding
     for s in range(prompts):
-        tiles += tiles_of(job, s) - (job.unread if s == 0 else 0)
+        tiles += tiles_of(job, s)
     return tiles
 
 
@@ -149,7 +149,7 @@ def preparer(D: int, tiled: bool) -> Any:
         tiles = count_tiles(job, prompts)
         job.work = malloc(2 * tiles * 4)
         list_tiles(job, prompts)
-        return tiles * job.kv_heads
+        return job.tiles * job.kv_heads
 
     return prepare
 

@@ -105,7 +105,7 @@ class PagedAttention:
         deterministic: bool = False,
         unread: Array | None = None,
     ) -> None:
-        """See `AttentionInputs` for `unread`, which is true of the last layer."""
+        """Take the step's pages and paging. `unread` is that of `AttentionInputs`, for the last layer's call."""
         self.kv, self._deterministic, self._unread = list(kv), deterministic, unread
         self._model, self._paging, self._rows, self._implementation = model, paging, rows, implementation
 

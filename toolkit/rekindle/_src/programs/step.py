@@ -149,8 +149,9 @@ def _compute(
 
 
 def _unread(layout: Layout, inputs: StepInputs) -> Array | None:
-    """Return how many of the first prompt's tokens have hidden states that nobody reads: all but its last, unless a
-    feature has an output, or None where one always has."""
+    """Return the number of tokens at the start of the first prompt whose final hidden states are not used: all but the
+    last, or 0 in steps with flags of a feature that reads hidden states. None if the program has no prompts, or has a
+    feature that reads hidden states in every step."""
     readers = [feature for feature in layout.compiled if feature.has_output]
     if not layout.tokens or not all(feature.bits for feature in readers):
         return None
