@@ -118,19 +118,14 @@ def _in_rows(builder: Any, sums: list[Any]) -> list[Any]:
     ]
 
 
-def tiles(panel: int, vector: int, size: int) -> Any:
-    """Return what `gemm_panels.tiles` returns, for panels of so many rows and vectors of so many."""
+def multiplier(panel: int, size: int) -> Any:
+    """Return what `gemm_panels.tiles` returns, for panels of so many rows."""
     tile = multiply_tile(panel, size)
 
     @jit
-    def one_of_group(w: int, x: int, words: int, sums: int) -> None:
-        for r in range(0, panel, ROWS):
-            tile(w, x + r * 4, words, sums + r * 4)
-
-    @jit
-    def one_vector(w: int, x: int, words: int, sums: int) -> None:
+    def multiply(w: int, x: int, words: int, sums: int, rows: int, first: int) -> None:
         for o in range(0, 16, OUTPUTS):
-            for r in range(0, vector, ROWS):
+            for r in range(0, min(rows, panel), ROWS):
                 tile(w + o * words * 4, x + r * 4, words, sums + (o * panel + r) * 4)
 
-    return one_of_group, one_of_group, one_vector
+    return multiply

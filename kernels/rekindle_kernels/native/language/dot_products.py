@@ -13,32 +13,32 @@ from rekindle_kernels.native.cpu import on_arm
 from rekindle_kernels.native.language import arm
 from rekindle_kernels.native.language.vector import FLOATS, LANES, VECTOR, BFloat, llvm_call
 
-_PAIRS = ir.VectorType(BFloat(), 2 * LANES)
 _INTS = ir.VectorType(ir.IntType(32), LANES)
 
 
 @intrinsic
 def add_pairs(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
-    """a + b · c, where b and c hold two bfloat16 in each lane."""
+    """a + b · c, where b and c hold two bfloat16 in each lane. On x86 they may be halves of vectors."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         if on_arm():
             return _in_registers(builder, arm.dot_bf16, *args)
-        emit = llvm_call("llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, FLOATS, _PAIRS, _PAIRS)
-        return emit(builder, args[0], builder.bitcast(args[1], _PAIRS), builder.bitcast(args[2], _PAIRS))
+        pairs = ir.VectorType(BFloat(), 2 * a.lanes)
+        emit = llvm_call(f"llvm.x86.avx512bf16.dpbf16ps.{32 * a.lanes}", a.stored, a.stored, pairs, pairs)
+        return emit(builder, args[0], builder.bitcast(args[1], pairs), builder.bitcast(args[2], pairs))
 
-    return VECTOR(VECTOR, VECTOR, VECTOR), codegen
+    return a(a, a, a), codegen
 
 
 @intrinsic
 def add_quads(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
     """a + b · c, where a lane of a holds an int32, of b four bytes, and of c four int8. Those of b are unsigned if
-    `unsigned()`."""
+    `unsigned()`. On x86 they may be halves of vectors."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return _quads(builder, *args)
 
-    return VECTOR(VECTOR, VECTOR, VECTOR), codegen
+    return a(a, a, a), codegen
 
 
 def _in_registers(builder: Any, add: Any, *args: Any) -> Any:
@@ -53,9 +53,11 @@ def unsigned() -> bool:
 def _quads(builder: Any, *args: Any) -> Any:
     if on_arm():
         return _in_registers(builder, arm.dot, *args)
-    kind = ir.FunctionType(_INTS, [_INTS, _INTS, _INTS])
-    function = get_or_insert_function(builder.module, kind, "llvm.x86.avx512.vpdpbusd.512")
-    return builder.bitcast(builder.call(function, [builder.bitcast(x, _INTS) for x in args]), FLOATS)
+    lanes = args[0].type.count
+    ints = ir.VectorType(ir.IntType(32), lanes)
+    kind = ir.FunctionType(ints, [ints, ints, ints])
+    function = get_or_insert_function(builder.module, kind, f"llvm.x86.avx512.vpdpbusd.{32 * lanes}")
+    return builder.bitcast(builder.call(function, [builder.bitcast(x, ints) for x in args]), args[0].type)
 
 
 @intrinsic

@@ -1,4 +1,4 @@
-"""Sixteen float32 in a register, as a numba type: where the compiler would not keep sums in registers by itself."""
+"""Sixteen float32, or eight, as numba types: where the compiler would not keep sums in registers by itself."""
 
 from __future__ import annotations
 
@@ -12,41 +12,48 @@ from numba.extending import intrinsic, register_model
 
 from rekindle_kernels.native.language.memory import WORD, bf16, f16, f32, i8, widen_bf16
 
-LANES = 16
+LANES, HALF_LANES = 16, 8
 FLOATS = ir.VectorType(ir.FloatType(), LANES)
 _WORDS = ir.VectorType(ir.IntType(32), LANES)
 
 
 class Vector(types.Type):
-    """The type of a numba variable that holds `LANES` float32."""
+    """The type of a numba variable that holds so many float32."""
 
-    def __init__(self) -> None:
-        super().__init__(name=f"float32x{LANES}")
+    def __init__(self, lanes: int) -> None:
+        self.lanes = lanes
+        super().__init__(name=f"float32x{lanes}")
+
+    @property
+    def stored(self) -> ir.VectorType:
+        """LLVM's type of it."""
+        return ir.VectorType(ir.FloatType(), self.lanes)
 
 
-VECTOR = Vector()
+VECTOR, HALF_VECTOR = Vector(LANES), Vector(HALF_LANES)
 
 
 @register_model(Vector)
 class _VectorModel(models.PrimitiveModel):
     def __init__(self, manager: Any, numba_type: Any) -> None:
-        super().__init__(manager, numba_type, FLOATS)
+        super().__init__(manager, numba_type, numba_type.stored)
 
 
-def _loader(element: ir.Type, widen: Any) -> Any:
+def _loader(element: ir.Type, widen: Any, vector: Vector = VECTOR) -> Any:
     @intrinsic
     def load(typing_context: Any, address: Any, index: Any) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             pointer = builder.gep(builder.inttoptr(args[0], element.as_pointer()), [args[1]])
-            stored = ir.VectorType(element, LANES)
+            stored = ir.VectorType(element, vector.lanes)
             return widen(builder, builder.load(builder.bitcast(pointer, stored.as_pointer()), align=1))
 
-        return VECTOR(types.int64, types.int64), codegen
+        return vector(types.int64, types.int64), codegen
 
     return load
 
 
 load_f32 = _loader(ir.FloatType(), lambda builder, x: x)
+load_half = _loader(ir.FloatType(), lambda builder, x: x, HALF_VECTOR)
 load_bf16 = _loader(ir.IntType(16), widen_bf16)
 load_f16 = _loader(ir.HalfType(), lambda builder, x: builder.fpext(x, FLOATS))
 load_i8 = _loader(ir.IntType(8), lambda builder, x: builder.sitofp(x, FLOATS))
@@ -54,12 +61,14 @@ load_i8 = _loader(ir.IntType(8), lambda builder, x: builder.sitofp(x, FLOATS))
 
 @intrinsic
 def store(typing_context: Any, address: Any, index: Any, value: Any) -> Any:
+    """Store a vector, or half of one."""
+
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = builder.gep(builder.inttoptr(args[0], ir.FloatType().as_pointer()), [args[1]])
-        builder.store(args[2], builder.bitcast(pointer, FLOATS.as_pointer()), align=1)
+        builder.store(args[2], builder.bitcast(pointer, value.stored.as_pointer()), align=1)
         return context.get_dummy_value()
 
-    return types.void(types.int64, types.int64, VECTOR), codegen
+    return types.void(types.int64, types.int64, value), codegen
 
 
 @intrinsic
@@ -76,16 +85,45 @@ def store_four(typing_context: Any, address: Any, index: Any, a: Any, b: Any, c:
     return types.void(types.int64, types.int64, VECTOR, VECTOR, VECTOR, VECTOR), codegen
 
 
+def _splatter(vector: Vector) -> Any:
+    @intrinsic
+    def splat(typing_context: Any, value: Any) -> Any:
+        """Return the same number in every lane."""
+
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            nothing = ir.Constant(vector.stored, ir.Undefined)
+            one = builder.insert_element(nothing, args[0], ir.Constant(ir.IntType(32), 0))
+            lanes = ir.Constant(ir.VectorType(ir.IntType(32), vector.lanes), [0] * vector.lanes)
+            return builder.shuffle_vector(one, nothing, lanes)
+
+        return vector(types.float32), codegen
+
+    return splat
+
+
+splat, splat_half = _splatter(VECTOR), _splatter(HALF_VECTOR)
+
+
 @intrinsic
-def splat(typing_context: Any, value: Any) -> Any:
-    """Return the same number in every lane."""
+def in_register(typing_context: Any, value: Any) -> Any:
+    """Return a vector of which the compiler knows only that it is in a register of x86. Of a number that is spread over
+    a vector and over half of one it would make two vectors."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        one = builder.insert_element(ir.Constant(FLOATS, ir.Undefined), args[0], ir.Constant(ir.IntType(32), 0))
-        lanes = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
-        return builder.shuffle_vector(one, ir.Constant(FLOATS, ir.Undefined), lanes)
+        return builder.asm(ir.FunctionType(FLOATS, [FLOATS]), "", "=v,0", args, side_effect=False)
 
-    return VECTOR(types.float32), codegen
+    return VECTOR(VECTOR), codegen
+
+
+@intrinsic
+def lower_half(typing_context: Any, value: Any) -> Any:
+    """Return the first eight lanes."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        lanes = ir.Constant(ir.VectorType(ir.IntType(32), HALF_LANES), list(range(HALF_LANES)))
+        return builder.shuffle_vector(args[0], ir.Constant(FLOATS, ir.Undefined), lanes)
+
+    return HALF_VECTOR(VECTOR), codegen
 
 
 def _operation(arguments: int, emit: Any) -> Any:
