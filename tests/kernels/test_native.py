@@ -55,7 +55,7 @@ def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.usefixtures("either_way")
-@pytest.mark.parametrize("rows", [5, 15, 16, 17, 20, 21, 32, 34, 47, 64, 66, 85, 130, 192, 203, 515])
+@pytest.mark.parametrize("rows", [5, 15, 16, 17, 20, 21, 32, 34, 40, 47, 56, 64, 66, 85, 130, 192, 203, 515])
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_many_rows_times_a_matrix(dtype: str, rows: int) -> None:
     weight, scale, meaning = weights(dtype, 208, 192)
