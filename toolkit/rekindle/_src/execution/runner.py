@@ -21,15 +21,20 @@ from rekindle._src.core.records import LostPage, PageMove, Request, Row, RowResu
 from rekindle._src.execution.device_calls import DeviceCalls, Recorder
 from rekindle._src.execution.in_flight import Choice, InFlight, RunnerStatistics
 from rekindle._src.execution.late_steps import LateSteps, Started
-from rekindle._src.execution.page_transfers import PageTransfers, PayloadStore, TailTransfers, prefault
-from rekindle._src.execution.rehearsal import rehearse
+from rekindle._src.execution.page_transfers import (
+    PageTransfers,
+    PayloadStore,
+    StateTransfers,
+    TailTransfers,
+    prefault,
+)
 from rekindle._src.execution.results import drop_rows, pack_rows, row_results, with_refused
-from rekindle._src.execution.state_transfers import StateTransfers
 from rekindle._src.models.base import LoadedModel
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.buckets import Bucket, bucket_for
-from rekindle._src.programs.helpers import ADMIT, Key
-from rekindle._src.programs.packing import AnyUpload, Constants, DataUpload, Upload
+from rekindle._src.programs.flags import GREEDY, Flag
+from rekindle._src.programs.helpers import ADMIT, SCATTER, Key
+from rekindle._src.programs.packing import AnyUpload, Constants, DataUpload, Upload, sections
 from rekindle._src.programs.processors import LogitsProcessor
 from rekindle._src.programs.programs import Programs
 from rekindle._src.programs.request_state import pack_admission
@@ -38,6 +43,8 @@ from rekindle.errors import ConfigError, RekindleError, SessionClosed
 
 log = logging.getLogger("rekindle.session")
 MEASURE_EVERY = 16  # steps that bring pages back, of which one is timed
+_REHEARSED = 16  # tokens of a made-up prompt: with none of its own a step skips most of its work
+_PADDING_FLAGS = int(GREEDY & ~Flag.KEPT)
 
 
 _Admission = tuple[Row, tuple[np.ndarray, np.ndarray] | None]  # None: nothing of the request is read from its slot
@@ -220,8 +227,37 @@ class Runner:
         warm(self.programs)
 
     def rehearse(self, keys: Sequence[Key]) -> bool:
-        """Run ready programs once, because a request that needs them is expected; false if not possible here."""
-        return rehearse(self._calls, self._constants, keys)
+        """Run ready programs that step or fill pages once, because a request that needs them is expected.
+
+        A first run takes longer: JAX inspects all its arguments, XLA prepares each operation and allocates memory. They
+        write only where padding goes. Only on CPU with one device: elsewhere the gain was not measured, and other
+        processes would have to take part. False where it is not done.
+        """
+        programs, calls = self.programs, self._calls
+        if jax.default_backend() != "cpu" or programs.parts.divided:
+            return False
+        for key in keys:
+            if isinstance(key, Bucket):
+                calls.rows(calls.step(key, programs.get(key), self._padding_upload(key)))
+            elif key.kind == SCATTER.kind:
+                page = tuple(np.zeros(shape, dtype) for shape, dtype in programs.parts.payload_layout(programs.kv))
+                calls.scatter(np.zeros(key.pages, np.int32), [page])
+        calls.wait(calls.memory)
+        return True
+
+    def _padding_upload(self, key: Bucket) -> Upload:
+        """Pack a step in the slot and page of padding: a short prompt, or one token in a program without prompts."""
+        layout = self.programs.layout(key)
+        upload = Upload(layout, sent=self._calls.tables)
+        upload.pack(StepPlan(0, (), ()), self._constants)
+        upload.any_flags = _PADDING_FLAGS
+        tokens = min(_REHEARSED, key.tokens, self.programs.page_size)
+        parts = sections(layout, upload.ints)
+        row = layout.rows if tokens else 0
+        parts.varying[row] = self._constants.scratch, tokens or 1, 0, _PADDING_FLAGS
+        if tokens:
+            parts.offsets[1:] = tokens
+        return upload
 
     def fill(self, moves: Sequence[PageMove]) -> tuple[LostPage, ...]:
         """Fill pages from the host tier between steps; returns those whose payload is missing or does not fit."""
