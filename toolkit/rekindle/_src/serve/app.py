@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import anyio
 
-from rekindle._src.serve import adapters, info
+from rekindle._src.serve import info
 from rekindle._src.serve.anthropic import COUNT_TOKENS, MESSAGES, Anthropic, count_tokens, messages
 from rekindle._src.serve.bodies import header
 from rekindle._src.serve.chat import chat
@@ -43,8 +43,8 @@ POSTS: tuple[tuple[Endpoint, Handler, Dialect], ...] = (
     (info.ABORT, info.abort, OpenAI()),
 )
 LOADING: tuple[tuple[Endpoint, Handler, Dialect], ...] = (
-    (adapters.LOAD, adapters.load, OpenAI()),
-    (adapters.UNLOAD, adapters.unload, OpenAI()),
+    (info.LOAD_ADAPTER, info.load_adapter, OpenAI()),
+    (info.UNLOAD_ADAPTER, info.unload_adapter, OpenAI()),
 )
 GETS: tuple[tuple[str, Handler, str], ...] = (
     ("/v1/models", info.list_models, "The models that are served"),

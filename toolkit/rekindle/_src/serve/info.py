@@ -1,4 +1,4 @@
-"""The endpoints that generate nothing: health, models, version, abort, tokenize, detokenize."""
+"""The endpoints that generate nothing: health, models, version, abort, tokenize, detokenize, adapters."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from rekindle._src.serve.errors import Refused, missing, unavailable, wrong
 from rekindle._src.serve.exchange import Exchange, Handler, OpenAI, Scope, Send, refusing
 from rekindle._src.serve.fields import Endpoint, Field, Flag, Items, Text, TokenIds, ignored
 from rekindle._src.serve.generation import encode_text, model_of
+from rekindle._src.serve.models import AdaptedSession
 from rekindle._src.serve.openai_fields import CHAT, MESSAGE, MOST_MESSAGES
 from rekindle._src.serve.service import Service
 
@@ -44,6 +45,24 @@ ABORT = Endpoint(
         Field("request_id", Text(maximum=256, minimum=1), "The id of a request, with or without its prefix."),
         Field("request_ids", Items(Text(maximum=256, minimum=1), minimum=1, maximum=10_000), "Several of them."),
     ),
+)
+# Off by default: a client that may call these can have the server read any folder that its process can read.
+_ADAPTER_NAME = Field("lora_name", Text(maximum=256, minimum=1), "The adapter's name.", required=True)
+LOAD_ADAPTER = Endpoint(
+    "/v1/load_lora_adapter",
+    "Load an adapter from a folder of the server",
+    (
+        _MODEL,
+        _ADAPTER_NAME,
+        Field("lora_path", Text(maximum=4096, minimum=1), "A PEFT folder, or a GGUF file.", required=True),
+        Field("load_inplace", Flag(), "Replace the adapter that has the name; false by default."),
+        ignored("base_model_name", "Not used."),
+    ),
+)
+UNLOAD_ADAPTER = Endpoint(
+    "/v1/unload_lora_adapter",
+    "Forget an adapter and its cached pages",
+    (_MODEL, _ADAPTER_NAME, ignored("lora_int_id", "Not used.")),
 )
 
 
@@ -88,6 +107,32 @@ async def abort(exchange: Exchange, fields: dict[str, Any]) -> None:
     life = exchange.service.life
     aborted = [id_ for id_ in ids if life.abort(_bare(id_), exchange.key)]
     await exchange.reply({"aborted": aborted})
+
+
+def _adaptable(exchange: Exchange, fields: dict[str, Any]) -> Any:
+    _, session = model_of(exchange, fields)
+    if isinstance(session, AdaptedSession) or not hasattr(session, "load_adapter"):
+        raise Refused(400, "the model takes no adapters here. Name one that is open in the server", param="model")
+    return session
+
+
+async def load_adapter(exchange: Exchange, fields: dict[str, Any]) -> None:
+    """Load an adapter under a name."""
+    session, name = _adaptable(exchange, fields), fields["lora_name"]
+    if name in session.adapters and not fields.get("load_inplace"):
+        raise Refused(400, f"the adapter {name!r} is loaded. Unload it first, or send load_inplace", param="lora_name")
+    exchange.names = {**exchange.names, "adapter": "lora_name"}
+    await session.load_adapter(name, fields["lora_path"])
+    await exchange.reply({"id": name, "object": "adapter", "loaded": True})
+
+
+async def unload_adapter(exchange: Exchange, fields: dict[str, Any]) -> None:
+    """Forget an adapter."""
+    session, name = _adaptable(exchange, fields), fields["lora_name"]
+    if name not in session.adapters:
+        raise Refused(404, f"the adapter {name!r} is not loaded here", param="lora_name", code="model_not_found")
+    await session.unload_adapter(name)
+    await exchange.reply({"id": name, "object": "adapter", "loaded": False})
 
 
 def _bare(request_id: str) -> str:
