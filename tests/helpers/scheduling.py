@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
-from helpers.fakes import DictTier, FakeInFlight, FakeModel, FakeRunner
+from helpers.fakes import DictTier, FakeInFlight, FakeModel, FakeRunner, make_request
 from rekindle._src.core.records import FinishReason, Request, StepPlan, TokenEvent
 from rekindle._src.dispatch.engine import Engine
 from rekindle._src.kvcache import PagePool, PrefixCache, TreeStates, TreeTails, root_digest
@@ -177,3 +177,30 @@ class Loop:
 
     def reason(self, request: Request) -> FinishReason | None:
         return self.events[request.id][-1].finish_reason if self.events[request.id] else None
+
+
+def exact(loop: Loop, *requests: Request) -> None:
+    """Check that requests have the tokens of the plain loop."""
+    for request in requests:
+        assert loop.output(request) == loop.model.generate(request), request.id
+
+
+def cached(loop: Loop, request: Request) -> int:
+    explanation = loop.scheduler.explain(request.id)
+    assert explanation is not None
+    return explanation.cached_tokens
+
+
+def answered(loop: Loop, *prompts: list[int], max_tokens: int = 6) -> list[Request]:
+    """Run prompts to their ends, and check their tokens."""
+    requests = [make_request(prompt, max_tokens=max_tokens) for prompt in prompts]
+    for request in requests:
+        loop.submit(request)
+    loop.run()
+    exact(loop, *requests)
+    return requests
+
+
+def text(count: int, *suffix: int) -> list[int]:
+    """Return a prompt whose first `count` tokens are always the same."""
+    return [position * 7 % 90 for position in range(count)] + list(suffix)

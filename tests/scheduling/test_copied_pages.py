@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from helpers.fakes import DictTier, make_request
-from helpers.scheduling import Loop, NoReserve
+from helpers.scheduling import Loop, NoReserve, exact
 from rekindle._src.core.records import Request, Status, StepPlan
 
 PAGE = 16
@@ -24,8 +24,7 @@ def run(loop: Loop, *requests: Request) -> list[int]:
     for request in requests:
         loop.submit(request)
     loop.run()
-    for request in requests:
-        assert loop.output(request) == loop.model.generate(request), request.id
+    exact(loop, *requests)
     return [loop.events[request.id][-1].cached_tokens for request in requests]
 
 
@@ -93,8 +92,7 @@ def test_nothing_is_copied_across_new_weights(recompute: bool) -> None:
         loop.step()
         assert not any(plan.copies for plan in loop.runner.plans)
         loop.run()
-        for request in requests:
-            assert loop.output(request) == loop.model.generate(request)
+        exact(loop, *requests)
 
 
 def test_a_failed_step_lends_nothing() -> None:
@@ -156,5 +154,4 @@ def test_a_sleeping_session_lends_nothing() -> None:
     assert loop.pool.free == loop.pool.total
     loop.runner.memory[:] = 0xDEAD
     loop.run()
-    for request in requests:
-        assert loop.output(request) == loop.model.generate(request)
+    exact(loop, *requests)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from helpers.fakes import DictTier, EchoModel, FakeModel, make_request
-from helpers.scheduling import Loop, NoReserve
+from helpers.scheduling import Loop, NoReserve, exact
 from rekindle._src.core.config import POLICIES
 from rekindle._src.core.records import FinishReason, Request, Status
 from rekindle.errors import InvalidRequest, OutOfPages, QueueFull
@@ -24,11 +24,6 @@ def submitted(loop: Loop, prompt: str, **sampling: Any) -> Request:
     return request
 
 
-def exact(loop: Loop, requests: list[Request]) -> None:
-    for request in requests:
-        assert loop.output(request) == loop.model.generate(request), request.id
-
-
 def test_a_step_has_rows_of_all_shards_with_slots_and_pages_of_their_own() -> None:
     loop = Loop(shards=3, pages=10, max_requests=2, overlap=False)
     requests = [submitted(loop, f"{number} is a prompt") for number in range(6)]
@@ -38,7 +33,7 @@ def test_a_step_has_rows_of_all_shards_with_slots_and_pages_of_their_own() -> No
     assert {row.slot // 2 for row in plan.rows} == {0, 1, 2}
     assert all(page // 11 == row.slot // 2 and page % 11 for row in plan.rows for page in row.pages.tolist())
     loop.run()
-    exact(loop, requests)
+    exact(loop, *requests)
     assert all(pool.held == 0 for pool in loop.pools)
 
 
@@ -46,7 +41,7 @@ def test_no_shard_exceeds_what_one_program_holds() -> None:
     loop = Loop(shards=2, max_requests=3, max_tokens_per_step=16, max_prefill_rows=2)
     requests = [submitted(loop, "a longer prompt, number " + str(number)) for number in range(9)]
     loop.run()
-    exact(loop, requests)
+    exact(loop, *requests)
     for plan in loop.runner.plans:
         for shard in range(2):
             rows = [row for row in plan.rows if row.slot // 3 == shard]
@@ -77,7 +72,7 @@ def test_a_short_common_beginning_does_not_gather_all_requests_on_one_shard() ->
     requests = [submitted(loop, stem + f" {number}") for number in range(8)]
     assert sorted(shard_of(loop, request) for request in requests) == [0] * 4 + [1] * 4
     loop.run()
-    exact(loop, requests)
+    exact(loop, *requests)
 
 
 def test_a_prefix_that_is_being_computed_counts_as_known() -> None:
@@ -94,14 +89,14 @@ def test_an_idle_shard_takes_what_waits_for_another_one() -> None:
     short = [submitted(loop, f"short {number}", max_tokens=1) for number in range(2)]
     for _ in range(3):
         loop.step()
-    exact(loop, short)
+    exact(loop, *short)
     # Four on the first shard alone, as if the others had just ended.
     more = [make_request(f"more {number}", max_tokens=3) for number in range(4)]
     for request in more:
         loop.events[request.id] = []
         loop.shards[0].submit(request)
     loop.run()
-    exact(loop, [*long, *more])
+    exact(loop, *long, *more)
     scheduler: Any = loop.scheduler
     assert scheduler.moved
 
@@ -125,7 +120,7 @@ def test_a_preempted_request_goes_on_where_there_is_room() -> None:
         loop.events[request.id] = []
         loop.shards[0].submit(request)
     loop.run()
-    exact(loop, requests)
+    exact(loop, *requests)
     scheduler: Any = loop.scheduler
     assert scheduler.moved and loop.scheduler.statistics().preemptions
 
@@ -195,7 +190,7 @@ def test_a_request_goes_where_pins_leave_room_for_it() -> None:
     with pytest.raises(OutOfPages):
         loop.scheduler.submit(make_request("x" * 100))
     loop.run()
-    exact(loop, [large])
+    exact(loop, large)
 
 
 def test_a_step_that_fails_ends_its_requests_in_all_shards() -> None:
@@ -205,7 +200,7 @@ def test_a_step_that_fails_ends_its_requests_in_all_shards() -> None:
     assert all(loop.reason(request) is FinishReason.FAILED for request in requests)
     later = submitted(loop, "later")
     loop.run()
-    exact(loop, [later])
+    exact(loop, later)
 
 
 def test_figures_are_the_sums_of_the_shards() -> None:
@@ -231,7 +226,7 @@ def test_other_weights_compute_everything_again_in_all_shards() -> None:
     loop.scheduler.flush_cache(b"another root", recompute=True)
     assert all(cache.root_key == b"another root" for cache in loop.caches)
     loop.run()
-    exact(loop, requests)
+    exact(loop, *requests)
 
 
 @pytest.mark.parametrize("seed", range(18))

@@ -5,14 +5,9 @@ from __future__ import annotations
 import pytest
 
 from helpers.fakes import DictTier, make_request
-from helpers.scheduling import Loop
-from rekindle._src.core.records import FinishReason, PageMove, Request, Row, Status
+from helpers.scheduling import Loop, exact
+from rekindle._src.core.records import FinishReason, PageMove, Row, Status
 from rekindle.errors import InvalidRequest, RequestFailed, StepFailed, StoreError
-
-
-def exact(loop: Loop, *requests: Request) -> None:
-    for request in requests:
-        assert loop.output(request) == loop.model.generate(request), request.id
 
 
 @pytest.mark.parametrize("overlap", [False, True])

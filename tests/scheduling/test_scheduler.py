@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from helpers.fakes import EOS, FakeModel, make_request
-from helpers.scheduling import Loop, NoReserve
+from helpers.scheduling import Loop, NoReserve, exact
 from rekindle._src.core.records import FinishReason, Request, RowResult, Status, StepPlan, StepResult
 from rekindle.errors import InvalidRequest, OutOfPages, PromptTooLong, QueueFull, StepFailed
 
@@ -16,11 +16,6 @@ from rekindle.errors import InvalidRequest, OutOfPages, PromptTooLong, QueueFull
 def submit(loop: Loop, *requests: Request) -> None:
     for request in requests:
         loop.submit(request)
-
-
-def exact(loop: Loop, *requests: Request) -> None:
-    for request in requests:
-        assert loop.output(request) == loop.model.generate(request), request.id
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from helpers.fakes import DictTier, make_request
-from helpers.scheduling import Loop
-from rekindle._src.core.records import FinishReason, Request
+from helpers.scheduling import Loop, answered, cached, text
+from rekindle._src.core.records import FinishReason
 from rekindle.errors import StoreError
 
 PAGE = 4
@@ -18,64 +18,44 @@ def loop(**options: Any) -> Loop:
     return Loop(**values)
 
 
-def text(count: int, *suffix: int) -> list[int]:
-    return [position * 7 % 90 for position in range(count)] + list(suffix)
-
-
-def run(loop: Loop, *prompts: list[int], max_tokens: int = 6) -> list[Request]:
-    requests = [make_request(prompt, max_tokens=max_tokens) for prompt in prompts]
-    for request in requests:
-        loop.submit(request)
-    loop.run()
-    for request in requests:
-        assert loop.output(request) == loop.model.generate(request)
-    return requests
-
-
-def cached(loop: Loop, request: Request) -> int:
-    explanation = loop.scheduler.explain(request.id)
-    assert explanation is not None
-    return explanation.cached_tokens
-
-
 def positions(loop: Loop) -> set[int]:
     return {node.depth * PAGE for node in loop.cache if node.state}
 
 
 def test_states_are_left_at_the_edges_of_prompt_and_turn() -> None:
     model = loop()
-    (first,) = run(model, text(21), max_tokens=14)
+    (first,) = answered(model, text(21), max_tokens=14)
     assert positions(model) == {16, 32}, "of the prompt, and of the last edge of the text; not 24"
     turn = [*first.token_ids.tolist(), *model.output(first), 1, 2, 3]
-    (second,) = run(model, turn)
+    (second,) = answered(model, turn)
     assert cached(model, second) == 32
 
 
 def test_a_longer_match_of_pages_leaves_a_state_where_it_ends() -> None:
     model = loop()
-    run(model, text(30))
-    (second,) = run(model, text(18, 91, 92, 93, 94, 95, 91, 92, 93, 94, 95))
+    answered(model, text(30))
+    (second,) = answered(model, text(18, 91, 92, 93, 94, 95, 91, 92, 93, 94, 95))
     assert cached(model, second) == 0
     assert 16 in positions(model)
     explanation = model.scheduler.explain(second.id)
     assert explanation is not None
     assert "pages of 16 more were there, but no state behind them" in explanation.text
-    (third,) = run(model, text(18, 94, 95, 96, 97, 98, 99))
+    (third,) = answered(model, text(18, 94, 95, 96, 97, 98, 99))
     assert cached(model, third) == 16
 
 
 def test_requests_at_once_share_a_state() -> None:
     model = loop(max_tokens_per_step=16)
-    requests = run(model, *(text(40, *([suffix] * 5)) for suffix in range(91, 94)))
+    requests = answered(model, *(text(40, *([suffix] * 5)) for suffix in range(91, 94)))
     assert [cached(model, request) for request in requests] == [0, 40, 40]
 
 
 def test_the_state_that_was_not_used_for_longest_leaves_first() -> None:
     model = loop(states=2)
-    run(model, text(12), max_tokens=2)
-    run(model, [*range(50, 62)], max_tokens=2)
-    run(model, text(12, 91), max_tokens=2)  # uses the first
-    run(model, [*range(60, 72)], max_tokens=2)
+    answered(model, text(12), max_tokens=2)
+    answered(model, [*range(50, 62)], max_tokens=2)
+    answered(model, text(12, 91), max_tokens=2)  # uses the first
+    answered(model, [*range(60, 72)], max_tokens=2)
     kept = {int(model.cache.prefix_of(node)[0]) for node in model.cache if node.state}
     assert kept == {0, 60}
     assert model.cache.statistics().states_evicted == 1
@@ -84,39 +64,39 @@ def test_the_state_that_was_not_used_for_longest_leaves_first() -> None:
 def test_evicting_pages_evicts_their_state_and_not_the_other_way_round() -> None:
     tier, states = DictTier(), DictTier()
     model = loop(pages=8, states=4, host_tier=tier, state_tier=states, max_model_len=30)
-    run(model, text(20), max_tokens=2)
-    run(model, [*range(50, 75)], max_tokens=2)
+    answered(model, text(20), max_tokens=2)
+    answered(model, [*range(50, 75)], max_tokens=2)
     assert all(node.page for node in model.cache if node.state)
     assert states.payloads, "the first state left with its pages"
-    (again,) = run(model, text(20), max_tokens=2)
+    (again,) = answered(model, text(20), max_tokens=2)
     assert cached(model, again) == 16
     explanation = model.scheduler.explain(again.id)
     assert explanation is not None
     assert "the state behind them was in host memory" in explanation.text
     assert model.cache.statistics().states_restored == 1
     small = loop(states=1)
-    run(small, text(20), max_tokens=2)
-    run(small, [*range(50, 70)], max_tokens=2)
+    answered(small, text(20), max_tokens=2)
+    answered(small, [*range(50, 70)], max_tokens=2)
     assert sum(bool(node.page) for node in small.cache) == 10, "states left, pages stayed"
 
 
 def test_a_state_that_is_lost_fails_its_request_and_is_computed_by_the_next() -> None:
     states = DictTier()
     model = loop(pages=8, host_tier=DictTier(), state_tier=states, max_model_len=30)
-    run(model, text(20), max_tokens=2)
-    run(model, [*range(50, 75)], max_tokens=2)
+    answered(model, text(20), max_tokens=2)
+    answered(model, [*range(50, 75)], max_tokens=2)
     model.runner.lose_state = lambda move: StoreError("the state is gone")
     request = make_request(text(20), max_tokens=2)
     model.submit(request)
     model.run()
     assert model.reason(request) is FinishReason.FAILED
     model.runner.lose_state = lambda move: None
-    (again,) = run(model, text(20), max_tokens=2)
+    (again,) = answered(model, text(20), max_tokens=2)
     assert cached(model, again) == 0
 
 
 def test_chunks_end_at_edges() -> None:
     model = loop(max_tokens_per_step=20, edge=8, max_requests=2)
-    run(model, text(61), [*range(100, 150)], max_tokens=12)
+    answered(model, text(61), [*range(100, 150)], max_tokens=12)
     ends = {row.start + row.length for plan in model.runner.plans for row in plan.prefill}
     assert {end for end in ends if end % 8} <= {61, 50}, "the prompts' own ends"

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from helpers.fakes import DictTier, make_request
-from helpers.scheduling import Loop
-from rekindle._src.core.records import FinishReason, PageMove, Request
+from helpers.scheduling import Loop, answered, cached, text
+from rekindle._src.core.records import FinishReason, PageMove
 from rekindle._src.kvcache import TreeTails
 from rekindle.errors import StoreError
 
@@ -18,26 +18,6 @@ PAGE, WINDOW, SPAN = 4, 11, 3
 def loop(**options: Any) -> Loop:
     values: dict[str, Any] = {"pages": 128, "page_size": PAGE, "max_tokens_per_step": 16, "window": WINDOW, **options}
     return Loop(**values)
-
-
-def text(count: int, *suffix: int) -> list[int]:
-    return [position * 7 % 90 for position in range(count)] + list(suffix)
-
-
-def run(loop: Loop, *prompts: list[int], max_tokens: int = 6) -> list[Request]:
-    requests = [make_request(prompt, max_tokens=max_tokens) for prompt in prompts]
-    for request in requests:
-        loop.submit(request)
-    loop.run()
-    for request in requests:
-        assert loop.output(request) == loop.model.generate(request)
-    return requests
-
-
-def cached(loop: Loop, request: Request) -> int:
-    explanation = loop.scheduler.explain(request.id)
-    assert explanation is not None
-    return explanation.cached_tokens
 
 
 def tails(loop: Loop) -> TreeTails:
@@ -59,43 +39,43 @@ def test_a_running_sequence_holds_its_window_and_its_steps() -> None:
 
 def test_the_next_turn_and_the_prompt_again_hit_fully_when_all_else_has_left() -> None:
     model = loop(pages=512)
-    (first,) = run(model, text(100), max_tokens=60)
+    (first,) = answered(model, text(100), max_tokens=60)
     for start in range(3):  # what is in the middle of other prompts leaves before
-        run(model, [(start + 50 + 3 * position) % 89 for position in range(150)])
+        answered(model, [(start + 50 + 3 * position) % 89 for position in range(150)])
     turn = [*first.token_ids.tolist(), *model.output(first), 1, 2, 3]
-    (second,) = run(model, turn)
+    (second,) = answered(model, turn)
     assert cached(model, second) == 156
     assert tails(model).evicted, "there was room for all of them"
-    (third,) = run(model, text(100))
+    (third,) = answered(model, text(100))
     assert cached(model, third) == 99
 
 
 def test_a_branch_computes_again_once_and_is_kept_then() -> None:
     model = loop(pages=512)
-    run(model, text(160))
-    run(model, [(50 + 3 * position) % 89 for position in range(150)])
-    (second,) = run(model, text(80, 91, 92, 93, 94, 95))
+    answered(model, text(160))
+    answered(model, [(50 + 3 * position) % 89 for position in range(150)])
+    (second,) = answered(model, text(80, 91, 92, 93, 94, 95))
     assert cached(model, second) == 0
     explanation = model.scheduler.explain(second.id)
     assert explanation is not None
     assert "pages of 80 more were there, but no window before them" in explanation.text
-    (third,) = run(model, text(80, 95, 96, 97, 98, 99))
+    (third,) = answered(model, text(80, 95, 96, 97, 98, 99))
     assert cached(model, third) == 80
 
 
 def test_requests_at_once_share_pages() -> None:
     model = loop()
-    requests = run(model, *(text(60, *([suffix] * 5)) for suffix in range(91, 94)))
+    requests = answered(model, *(text(60, *([suffix] * 5)) for suffix in range(91, 94)))
     assert [cached(model, request) for request in requests] == [0, 60, 60]
 
 
 def test_a_pinned_prefix_keeps_its_window() -> None:
     model = loop(pages=512, tails=8)
-    run(model, text(80))
+    answered(model, text(80))
     assert model.scheduler.pin(model.cache.prefix_of(max(model.cache, key=lambda node: node.depth))[:80]) == 80
     for start in range(4):
-        run(model, [(start + 50 + 3 * position) % 89 for position in range(200)])
-    (again,) = run(model, text(80, 91, 92, 93, 94, 95))
+        answered(model, [(start + 50 + 3 * position) % 89 for position in range(200)])
+    (again,) = answered(model, text(80, 91, 92, 93, 94, 95))
     assert cached(model, again) == 80
     model.scheduler.unpin(again.token_ids[:80])
     assert not tails(model).pinned
@@ -103,9 +83,9 @@ def test_a_pinned_prefix_keeps_its_window() -> None:
 
 def test_pages_come_back_from_host_memory_with_their_window() -> None:
     model = loop(pages=40, host_tier=DictTier(1000), state_tier=DictTier(1000))
-    (first,) = run(model, text(90))
-    run(model, [(50 + 3 * position) % 89 for position in range(140)])
-    (again,) = run(model, text(90, 91))
+    (first,) = answered(model, text(90))
+    answered(model, [(50 + 3 * position) % 89 for position in range(140)])
+    (again,) = answered(model, text(90, 91))
     assert cached(model, again) == 88
     assert tails(model).restored
     explanation = model.scheduler.explain(again.id)
@@ -117,8 +97,8 @@ def test_pages_come_back_from_host_memory_with_their_window() -> None:
 @pytest.mark.parametrize("what", ["lose", "lose_state"])
 def test_what_can_not_be_filled_fails_its_request_alone(what: str) -> None:
     model = loop(pages=40, host_tier=DictTier(1000), state_tier=DictTier(1000))
-    run(model, text(90))
-    run(model, [(50 + 3 * position) % 89 for position in range(140)])
+    answered(model, text(90))
+    answered(model, [(50 + 3 * position) % 89 for position in range(140)])
 
     def lost(move: PageMove) -> Exception | None:
         return StoreError("it is gone")
@@ -131,7 +111,7 @@ def test_what_can_not_be_filled_fails_its_request_alone(what: str) -> None:
     assert model.reason(failing) is FinishReason.FAILED
     assert model.output(other) == model.model.generate(other)
     setattr(model.runner, what, lambda move: None)
-    (again,) = run(model, text(90, 91))
+    (again,) = answered(model, text(90, 91))
     assert cached(model, again) < 88
     assert not tails(model)._holds
 
@@ -139,8 +119,8 @@ def test_what_can_not_be_filled_fails_its_request_alone(what: str) -> None:
 def test_all_pages_can_be_taken_after_a_restore_has_failed_while_a_step_was_in_flight() -> None:
     """A sequence that ends later holds pages whose children have left the device: they are offered for eviction."""
     model = loop(pages=40, host_tier=DictTier(1000), state_tier=DictTier(1000))
-    run(model, text(90))
-    run(model, [(50 + 3 * position) % 89 for position in range(140)])
+    answered(model, text(90))
+    answered(model, [(50 + 3 * position) % 89 for position in range(140)])
     model.runner.lose = lambda move: StoreError("it is gone")
     failing = make_request(text(90, 91), max_tokens=6)
     model.submit(failing)
@@ -150,4 +130,4 @@ def test_all_pages_can_be_taken_after_a_restore_has_failed_while_a_step_was_in_f
         model.in_flight.append(model.runner.dispatch(plan))
     model.run()
     model.runner.lose = lambda move: None
-    run(model, [(30 + 3 * position) % 89 for position in range(150)])
+    answered(model, [(30 + 3 * position) % 89 for position in range(150)])

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import anyio
 import pytest
 
-from helpers.sessions import byte_tokenizer, expected, fake_session, opened
+from helpers.sessions import byte_tokenizer, expected, fake_session
 from helpers.thorough import trio_in_ci
 from rekindle import FinishReason, Session
 from rekindle._src.dispatch import intake
@@ -21,12 +20,6 @@ from rekindle.errors import Busy, InvalidRequest, RekindleError, RequestAborted
 pytest.importorskip("llguidance", reason="structured output needs the extra `structured`")
 anyio_test = pytest.mark.anyio
 SLOW = {"type": "string", "allOf": [{"pattern": f"a{index}.*b"} for index in range(60)]}
-
-
-@pytest.fixture
-def session() -> Iterator[Session]:
-    with opened() as made:
-        yield made
 
 
 @pytest.fixture

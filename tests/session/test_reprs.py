@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import inspect
 import pickle
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
 
-from helpers.sessions import fake_session, opened
+from helpers.sessions import fake_session
 from rekindle import Session
 from rekindle._src.core.figures import FIGURES, EngineFigures
 from rekindle._src.replicas.fleet_stats import FleetStats
@@ -28,12 +27,6 @@ def shown(thing: object) -> str:
     assert made.count("<div") == made.count("</div>")
     assert made.count("<table") == made.count("</table>")
     return made
-
-
-@pytest.fixture
-def session() -> Iterator[Session]:
-    with opened() as made:
-        yield made
 
 
 def test_completions_shade_their_tokens_and_show_alternatives(session: Session) -> None:
