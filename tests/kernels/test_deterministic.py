@@ -14,7 +14,7 @@ from helpers.thorough import by_default
 from rekindle_kernels import AttentionInputs, LinearOptions, linear, paged_attention, unavailable_reason
 
 pytestmark = pytest.mark.skipif(unavailable_reason() is not None, reason="numba is not installed")
-ROWS = (1, 3, 5, 16, 17, 21, 37, 200)  # each compiles a program
+ROWS = (1, 3, 4, 5, 16, 17, 21, 33, 37, 200)  # each compiles a program
 WEIGHTS = [("float32", None), ("bfloat16", None), ("float16", None), ("int8", "int8"), ("int8", "int8-weight")]
 
 

@@ -118,12 +118,12 @@ def _in_rows(builder: Any, sums: list[Any]) -> list[Any]:
     ]
 
 
-def multiplier(panel: int, size: int) -> Any:
-    """Return what `gemm_panels.tiles` returns, for panels of so many rows."""
+def tile_multiplier(panel: int, size: int) -> Any:
+    """Return what `gemm_panels.tile_multiplier` returns, for panels of so many rows."""
     tile = multiply_tile(panel, size)
 
     @jit
-    def multiply(w: int, x: int, words: int, sums: int, rows: int, first: int) -> None:
+    def multiply(w: int, x: int, words: int, sums: int, rows: int, first: bool) -> None:
         for o in range(0, 16, OUTPUTS):
             for r in range(0, min(rows, panel), ROWS):
                 tile(w + o * words * 4, x + r * 4, words, sums + (o * panel + r) * 4)

@@ -106,8 +106,8 @@ splat, splat_half = _splatter(VECTOR), _splatter(HALF_VECTOR)
 
 @intrinsic
 def in_register(typing_context: Any, value: Any) -> Any:
-    """Return a vector of which the compiler knows only that it is in a register of x86. Of a number that is spread over
-    a vector and over half of one it would make two vectors."""
+    """Return the same vector, kept in a register of x86: where a vector and its lower half hold one number, the
+    compiler would otherwise spread that number twice."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.asm(ir.FunctionType(FLOATS, [FLOATS]), "", "=v,0", args, side_effect=False)
