@@ -1,4 +1,4 @@
-"""Matrices of four, six and eight bits in groups: packing them, and their values. `int4_format` has the definition."""
+"""Matrices of four, six and eight bits in groups, and of codebooks: packing them, and their values. `int4_format` has the definition."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from numpy.typing import NDArray
 
 from rekindle_kernels.int4_format import (  # noqa: F401  other modules import the format from here
     BITS,
+    CODEBOOKS,
+    CODES,
     COLUMNS,
     DTYPES,
+    EXPONENTS,
     GROUPS,
     GROUPS_OF,
     HIGHEST,
@@ -47,10 +50,10 @@ def reason_against(outputs: int, inputs: int, group: int, bits: int = 4) -> str 
     return None
 
 
-def weight_shape(shape: tuple[int, ...], bits: int = 4) -> tuple[int, ...]:
-    """Return the shape of `weight` for a matrix [N, K] or a stack [G, N, K]."""
+def weight_shape(shape: tuple[int, ...], bits: int = 4, *, codes: bool = False) -> tuple[int, ...]:
+    """Return the shape of `weight` for a matrix [N, K] or a stack [G, N, K]; with `codes`, of a codebook's indices."""
     *stack, outputs, inputs = shape
-    return (*stack, outputs // OUTPUTS, inputs * COLUMNS[DTYPES[bits]])
+    return (*stack, outputs // OUTPUTS, inputs * COLUMNS[CODES if codes else DTYPES[bits]])
 
 
 def scale_shape(shape: tuple[int, ...], group: int, dtype: str = "float16") -> tuple[int, ...]:
@@ -82,7 +85,7 @@ def group_of(weight: Any, scale: Any) -> int:
 def pack(integers: NDArray[Any], bits: int | None = None, *, out: NDArray[Any] | None = None) -> NDArray[Any]:
     """Return `weight` for integers [N, K] or [G, N, K]: four bits for 0 to 15; for int8 eight bits, or `bits`.
 
-    It is written to `out`, if there is one.
+    It is written to `out`, if there is one. `pack(indices).view(CODES)` is the weight of a codebook.
     """
     inputs = integers.shape[-1]
     bits = bits or (8 if integers.dtype == np.int8 else 4)
@@ -134,7 +137,9 @@ def _words_of_six(tiles: Any) -> tuple[Any, ...]:
 
 
 def unpack(weight: NDArray[Any]) -> NDArray[Any]:
-    """Return the integers [N, K] or [G, N, K] that `weight` holds; the inverse of `pack`."""
+    """Return the integers [N, K] or [G, N, K] that `weight` holds, or the indices; the inverse of `pack`."""
+    if weight.dtype == CODES:
+        weight = weight.view(np.uint8)
     *stack, blocks, width = weight.shape
     if weight.dtype == np.uint32:
         tiles = weight.reshape(*stack, blocks, width // (3 * OUTPUTS), 3, OUTPUTS)
@@ -175,6 +180,15 @@ def stepped_numbers(scales: NDArray[np.int8]) -> NDArray[np.float32]:
     return numbers.reshape(*scales.shape[:-2], -1)
 
 
+def exponent_numbers(exponents: Any) -> Any:
+    """Return the numbers that scales of uint8 stand for, as float32 of the same shape. The two smallest are subnormal.
+
+    For arrays of NumPy and of JAX.
+    """
+    xp, wide = (jnp, exponents.astype(jnp.int32)) if isinstance(exponents, jax.Array) else (np, exponents.astype("i4"))
+    return xp.maximum((wide - 1) << 23, (wide + 1) << 21).view(np.float32)
+
+
 def unpack_scales(packed: NDArray[Any]) -> NDArray[Any]:
     """Return the numbers [N, K / group] or [G, N, K / group] of `scale` or `minimum`; the inverse of `pack_scales`."""
     *stack, blocks, width = packed.shape
@@ -188,9 +202,10 @@ def dequantized(
     """Return the values [N, K] or [G, N, K], computed in float32 and rounded to `dtype`."""
     *stack, blocks, width = weight.shape
     inputs = width // COLUMNS[weight.dtype.name]
+    kind = scale.dtype.name
     scale, minimum = numbers(scale, inputs), None if minimum is None else numbers(minimum, inputs)
     groups = scale.shape[-1] // OUTPUTS
-    q = _integers(weight.reshape(*stack, blocks, groups, width // groups // _wide(weight), _wide(weight)))
+    q = _integers(weight.reshape(*stack, blocks, groups, width // groups // _wide(weight), _wide(weight)), kind)
     shape = (*stack, blocks, groups, 1, OUTPUTS, 1, 1)
     values = _values(weight, q, *(None if array is None else array.reshape(shape) for array in (scale, minimum)))
     ordered = jnp.moveaxis(values.astype(dtype), -3, -5)
@@ -198,7 +213,10 @@ def dequantized(
 
 
 def numbers(scale: jax.Array, inputs: int) -> jax.Array:
-    """Return `scale` or `minimum` as numbers [..., K / group * 16], also if they are integers with steps."""
+    """Return `scale` or `minimum` as numbers [..., K / group * 16], also if they are integers with steps, or exponents."""
+    if scale.dtype == EXPONENTS:
+        exponents: jax.Array = exponent_numbers(scale)
+        return exponents
     if scale.dtype != jnp.int8:
         return scale
     parts = scale.reshape(*scale.shape[:-1], inputs // SPAN, -1, OUTPUTS)
@@ -213,10 +231,11 @@ def _wide(weight: jax.Array) -> int:
     return INPUTS_OF[BITS[weight.dtype.name]] * COLUMNS[weight.dtype.name]
 
 
-def _integers(tiles: jax.Array) -> jax.Array:
+def _integers(tiles: jax.Array, scales: str) -> jax.Array:
     """Return the integers of tiles [..., columns] as float32 [..., 16, 2, 4], of six bits [..., 16, 4, 4].
 
-    The axes are outputs, fours of inputs, inputs. Integers of four bits are counted from 0.
+    The axes are outputs, fours of inputs, inputs. Integers of four bits are counted from 0; indices of a codebook,
+    which the dtype `scales` names, become its values.
     """
     if tiles.dtype == jnp.uint32:
         words = jnp.stack(_words_of_six(tiles.reshape(*tiles.shape[:-1], 3, OUTPUTS)), axis=-1)
@@ -224,8 +243,19 @@ def _integers(tiles: jax.Array) -> jax.Array:
     if tiles.dtype == jnp.int32:
         halves = jnp.swapaxes(tiles.reshape(*tiles.shape[:-1], 2, OUTPUTS), -1, -2)
         return jax.lax.bitcast_convert_type(halves, jnp.int8).astype(jnp.float32)
-    pairs = tiles.reshape(*tiles.shape[:-1], OUTPUTS, 4)
-    return jnp.stack([pairs & 15, pairs >> 4], axis=-2).astype(jnp.float32)
+    return _of_pairs(tiles.reshape(*tiles.shape[:-1], OUTPUTS, -1), scales)
+
+
+def _of_pairs(pairs: jax.Array, scales: str) -> jax.Array:
+    """Return the integers, or values of a codebook, of the tiles of an output: float32 [..., 2, 4]."""
+    if pairs.dtype != CODES:
+        return jnp.stack([pairs & 15, pairs >> 4], axis=-2).astype(jnp.float32)
+    pairs = jax.lax.bitcast_convert_type(pairs, jnp.uint8).reshape(*pairs.shape[:-1], 4)
+    indices, values = jnp.stack([pairs & 15, pairs >> 4], axis=-2), [jnp.float32(one) for one in CODEBOOKS[scales]]
+    for bit in range(4):  # one of each two that are left; XLA:CPU has no instruction for a look-up of many
+        is_odd = (indices >> bit) & 1 != 0
+        values = [jnp.where(is_odd, odd, even) for even, odd in zip(values[::2], values[1::2], strict=True)]
+    return values[0]
 
 
 def _bytes_of_six(words: jax.Array) -> jax.Array:
@@ -249,14 +279,13 @@ def rows(
         lines = one(weight, ()).reshape(*at.shape, -1, 3, 1)  # [..., tiles, lines, 1]
         q = _bytes_of_six(jnp.concatenate(_words_of_six(lines), axis=-1))  # [..., tiles, quads, 4]
     else:
-        pairs = one(weight, (4,))  # [..., tiles, 4]
-        q = jnp.stack([pairs & 15, pairs >> 4], axis=-2).astype(jnp.float32)  # [..., tiles, 2, 4]
+        q = _of_pairs(one(weight, (4 // weight.dtype.itemsize,)), scale.dtype.name)  # [..., tiles, 2, 4]
     inputs = weight.shape[-1] // COLUMNS[weight.dtype.name]
     grouped = q.reshape(*at.shape, inputs // group_of(weight, scale), -1)
 
     def chosen(array: jax.Array) -> jax.Array:
         if array.dtype != jnp.int8:
-            return one(array, ())[..., None]
+            return numbers(one(array, ()), inputs)[..., None]
         wide = numbers(array[block], inputs).reshape(*at.shape, -1, OUTPUTS)
         return jnp.take_along_axis(wide, lane[..., None, None], axis=-1)
 
@@ -267,5 +296,5 @@ def rows(
 def _values(weight: jax.Array, q: jax.Array, scale: jax.Array | None, minimum: jax.Array | None) -> jax.Array:
     assert scale is not None, "integers have scales"
     if minimum is None:
-        return (q - (OFFSET if BITS[weight.dtype.name] == 4 else 0)) * scale.astype(jnp.float32)
+        return (q - (OFFSET if weight.dtype == jnp.uint8 else 0)) * scale.astype(jnp.float32)
     return q * scale.astype(jnp.float32) + minimum.astype(jnp.float32)

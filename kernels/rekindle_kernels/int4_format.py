@@ -7,13 +7,16 @@ output has a scale, and a minimum or none:
     value = scale * q + minimum        with them
 
 Matrices of eight bits have integers from -128 to 127, those of six from -32 to 31, and no number is subtracted from
-them. The group is 32, 64 or 128 inputs; with more than four bits also 16. It divides K, and 16 divides N. There are
+them. The integers of a codebook are indices of 16 values, and have no minimums: value = scale * CODEBOOKS[…][q]. The
+dtype of the scales says which codebook it is. The group is 32, 64 or 128 inputs; with more than four bits also 16. It divides K, and 16 divides N. There are
 three arrays, of which the last may be missing (None); a stack of matrices has one more axis in front of each of them:
 
     weight   uint8                [N / 16, K * 8]             two integers in each byte
              or int32             [N / 16, K * 4]             one in each byte: a matrix of eight bits
              or uint32            [N / 16, K * 3]             four in three bytes: a matrix of six bits
+             or int16             [N / 16, K * 4]             the bytes of uint8, two by two: indices of a codebook
     scale    float16 or float32   [N / 16, K / group * 16]
+             or uint8             [N / 16, K / group * 16]    of the codebook of 4-bit floats: exponents
              or int8              [N / 16, K / 256 * (4096 / group + 32)]
     minimum  as scale
 
@@ -33,6 +36,9 @@ Scales of int8 are integers, and 256 inputs of an output share a float16 step: a
 inputs, a row has 16 integers for each of their groups, one per output, and then the 16 steps in 32 bytes. Such products
 are exact in float32.
 
+Scales of uint8 are powers of two: e is 2 ** (e - 128), half of what it means in MXFP4 (E8M0), since the codebook has
+twice the values of 4-bit floats (E2M1).
+
 Other formats are converted exactly (by `pack` and `pack_scales`):
 
     Q4_0          group 32, scale float16; its integers are stored with the same offset of 8
@@ -46,11 +52,11 @@ Scales and minimums are then those of the format to the last bit, their products
 and a value is rounded once, where the minimum is added: as the format's own arithmetic in float32 rounds it.
 
 Six bits with groups of 32 hold Q5_0 with float16 scales, Q5_1 with float16 minimums too, Q5_K with int8 scales and
-minimums. Q6_K has groups of 16 and int8 scales: 6.6 bits per weight, as the file has. 4-bit floats (MXFP4, NVFP4) are
-halves of integers from -12 to 12, and have float32 scales.
+minimums. Q6_K has groups of 16 and int8 scales: 6.6 bits per weight, as the file has. NVFP4 has groups of 16, halves of
+integers from -12 to 12, and float32 scales.
 
-Eight bits with groups of 32 hold Q8_0 and IQ4_NL, whose table has integers, with float16 scales; IQ4_XS with int8
-scales.
+Codebooks with groups of 32 hold MXFP4 with its exponents (4.25 bits per weight, as the file has), IQ4_NL with float16
+scales, IQ4_XS with int8 scales (4.3 bits). Eight bits with groups of 32 hold Q8_0.
 """
 
 from __future__ import annotations
@@ -61,15 +67,20 @@ OUTPUTS = 16  # of a row of the arrays: lanes of a vector
 INPUTS = 8  # of a tile of four bits
 TILE = OUTPUTS * INPUTS // 2  # bytes: a cache line
 ROW_BYTES = TILE // INPUTS  # of a row of `weight` for each input
-COLUMNS = {"uint8": ROW_BYTES, "uint32": 3, "int32": ROW_BYTES // 2}  # of `weight` for each input, by its dtype
-DTYPES = {4: "uint8", 6: "uint32", 8: "int32"}  # of `weight` by bits
-BITS = {dtype: bits for bits, dtype in DTYPES.items()}
+CODES = "int16"  # the dtype of `weight` where its integers are indices of a codebook
+COLUMNS = {"uint8": ROW_BYTES, "uint32": 3, "int32": 4, CODES: 4}  # of `weight` for each input, by its dtype
+DTYPES = {4: "uint8", 6: "uint32", 8: "int32"}  # of `weight` by bits, where they are integers
+BITS = {**{dtype: bits for bits, dtype in DTYPES.items()}, CODES: 4}
 INPUTS_OF = {4: INPUTS, 6: 2 * INPUTS, 8: INPUTS}  # of a tile, by bits
 OFFSET = 8  # of integers without minimums
 SIX_OFFSET = 32  # by which integers of six bits are stored larger
 HIGHEST = 15
 SCALES = ("float16", "float32")
 STEPPED = "int8"  # scales that are integers, with a step for each SPAN inputs
-STORED = (*SCALES, STEPPED)
+EXPONENTS = "uint8"  # scales that are powers of two
+FLOATS = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the values of a 4-bit float (E2M1)
+IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+CODEBOOKS = {EXPONENTS: FLOATS, "float16": IQ4, STEPPED: IQ4}  # by the dtype of scales
+STORED = {**dict.fromkeys(DTYPES.values(), (*SCALES, STEPPED)), CODES: tuple(CODEBOOKS)}  # dtypes of scales, by weight
 SPAN = 256
 STEP_BYTES = 2  # of an output

@@ -39,7 +39,7 @@ def all_kernels(head_dims: Iterable[int] = HEAD_DIMS) -> list[str]:
     for spec in kernel_table.KERNELS.values():
         dtypes: tuple[str, ...] = WRITTEN if spec is kernel_table.WRITE_KV else DTYPES
         if spec in kernel_table.GROUPED.values():
-            dtypes = int4_format.STORED
+            dtypes = int4_format.STORED[str(spec.operands[spec.index("weight")].dtype)]
         if spec in (kernel_table.ADAPTER, kernel_table.ADAPTER_GATE):
             dtypes = DTYPES[:3]
         if spec is kernel_table.GEMM:

@@ -8,6 +8,7 @@ taps, H heads of D keys and V values.
 
 from __future__ import annotations
 
+from rekindle_kernels.int4_format import CODES
 from rekindle_kernels.native.kernel_spec import KernelSpec, Operand, Result, Variant
 
 DTYPE, DTYPE_AND_HEAD_DIM = ("dtype",), ("dtype", "head_dim")
@@ -42,7 +43,7 @@ GEMM = _product("gemm", amx="int32")  # 1: the processor has these instructions
 MATVEC = _product("matvec", invariant="int32")  # 1: products are added in the same order whatever the number of rows
 
 
-# Rows times a matrix of four, six or eight bits in groups, whose three arrays `rekindle_kernels.int4` describes; W is
+# Rows times a matrix of four, six or eight bits in groups, or of a codebook, whose three arrays `rekindle_kernels.int4` describes; W is
 # its columns. With `amx`, the processor has these instructions: results are the same without, unless `widened` is 1:
 # then many rows may be multiplied as bfloat16.
 def _grouped(kind: str, weight: str) -> KernelSpec:
@@ -64,10 +65,9 @@ def _grouped(kind: str, weight: str) -> KernelSpec:
     )
 
 
-INT4, INT6_GROUPS, INT8_GROUPS = (
-    _grouped(kind, dtype) for kind, dtype in (("int4", "uint8"), ("int6groups", "uint32"), ("int8groups", "int32"))
-)
-GROUPED = {4: INT4, 6: INT6_GROUPS, 8: INT8_GROUPS}  # by bits
+_KINDS = {"uint8": "int4", "uint32": "int6groups", "int32": "int8groups", CODES: "codebook"}
+GROUPED = {dtype: _grouped(kind, dtype) for dtype, kind in _KINDS.items()}  # by the dtype of weights
+INT4 = GROUPED["uint8"]
 
 # x / rms(x) · weight.
 RMS_NORM = KernelSpec(

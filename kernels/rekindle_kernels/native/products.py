@@ -37,7 +37,6 @@ SOME_ROWS = 8  # it still beats XLA, which packs the matrix first
 GATED_UNIT = 32  # outputs: whole vectors of gates and of ups
 DTYPES = ("float32", "bfloat16", "float16", "int8")
 Described = jax.Array | jax.ShapeDtypeStruct
-_GROUPED = {int4.DTYPES[bits]: spec for bits, spec in GROUPED.items()}  # by the dtype of matrices in groups
 
 
 def multiplies(rows: int, weight: Described, *, quantize_rows: bool = False, deterministic: bool = False) -> bool:
@@ -80,7 +79,7 @@ def kernels_for(
     kinds = [dtype for dtype in DTYPES if dtype in matrices]
     products = [MATVEC.variant(dtype) for dtype in kinds]
     products += [GEMM.variant(dtype) for dtype in kinds if multiplies_many(dtype)]
-    for stored, spec in _GROUPED.items():
+    for stored, spec in GROUPED.items():
         scales = sorted(scale for dtype, scale in scaled if dtype == stored) or ["float16"]
         products += [spec.variant(scale) for scale in scales] if stored in matrices else []
     own = [spec.variant() for spec in (RMS_NORM, ROPE, ARGMAX, SAMPLE, GATE)]
@@ -95,8 +94,9 @@ def kernels_for(
 
 def multiplies_int4(weight: jax.Array, scale: str) -> bool:
     """True if `multiply_int4` takes this weight with scales of that dtype, for any number of rows."""
-    spec = _GROUPED.get(weight.dtype.name)
-    return spec is not None and weight.ndim == 2 and scale in int4.STORED and builds(spec.variant(scale).name)
+    stored = weight.dtype.name
+    known = weight.ndim == 2 and scale in int4.STORED.get(stored, ())
+    return known and builds(GROUPED[stored].variant(scale).name)
 
 
 def has_amx() -> bool:
@@ -118,7 +118,7 @@ def multiply_int4(
     gated: bool = False,
     widened: bool = False,
 ) -> jax.Array:
-    """x [R, K] · a matrix [N, K] of four, six or eight bits in groups + residual -> float32 [R, N].
+    """x [R, K] · a matrix [N, K] of four, six or eight bits in groups, or of a codebook, + residual -> float32 [R, N].
 
     Norm, gate and `expert` are those of `multiply`.
 
@@ -132,8 +132,9 @@ def multiply_int4(
     assert x.shape[1] == K, f"rows of {x.shape[1]} and a matrix of {K} inputs"
     reason = int4.reason_against(N, K, int4.group_of(weight, scale), int4.BITS[weight.dtype.name])
     assert reason is None, reason
+    assert minimum is None or weight.dtype != int4.CODES, "codebooks have no minimums"
     (product,) = call(
-        _GROUPED[weight.dtype.name].variant(scale.dtype.name),
+        GROUPED[weight.dtype.name].variant(scale.dtype.name),
         {
             **_arrays(expert, weight=weight, scale=scale, minimum=minimum),
             "x": x.astype(jnp.float32),

@@ -29,7 +29,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rekindle_kernels.int4_format import COLUMNS, DTYPES, INPUTS_OF, OFFSET, SIX_OFFSET, SPAN, STEP_BYTES, STEPPED
+from rekindle_kernels.int4_format import (
+    BITS,
+    CODEBOOKS,
+    CODES,
+    COLUMNS,
+    INPUTS_OF,
+    OFFSET,
+    SIX_OFFSET,
+    SPAN,
+    STEP_BYTES,
+    STEPPED,
+)
 from rekindle_kernels.native import cpu
 from rekindle_kernels.native.cpu import has_feature
 from rekindle_kernels.native.kernel_table import GROUPED
@@ -45,6 +56,7 @@ from rekindle_kernels.native.kernels.int4_tile import (
     STEP,
     UNPACKED,
     VALUES,
+    Codebook,
     best_instruction,
     multiply_tile,
     unpacker,
@@ -189,20 +201,27 @@ class Int4Form(NamedTuple):
     """The choices that are made before a kernel is compiled, of which every function below has its own code."""
 
     dtype: str  # of the scales
+    weight: str  # the dtype of the weights
     bits: int
     instruction: str  # that multiplies 8-bit integers
     offset: int  # what is stored is more than the integers, where there are no minimums or it has more than four bits
     large: bool  # has tiles of ROWS rows and two blocks of outputs
     tiled: bool  # has code for AMX; a caller says whether it runs
+    codebook: Codebook  # its values plus `offset`, as unsigned bytes
 
     @classmethod
-    def of(cls, dtype: str, bits: int) -> Int4Form:
+    def of(cls, dtype: str, weight: str) -> Int4Form:
         """Return the form for the processor that is compiled for."""
-        instruction = best_instruction()
+        bits, instruction = BITS[weight], best_instruction()
         offset = {4: OFFSET, 6: SIX_OFFSET, 8: 0 if instruction in SIGNED else 128}[bits]
+        values = CODEBOOKS[dtype] if weight == CODES else ()
+        if values:
+            offset = 0 if instruction in SIGNED else -min(values)
         large = instruction == "vnni"
         tiled = large and (cpu.building_for is not None or has_feature("amx-int8"))
-        return cls(dtype, bits, instruction, offset, large, tiled)
+        return cls(
+            dtype, weight, bits, instruction, offset, large, tiled, tuple((value + offset) & 0xFF for value in values)
+        )
 
 
 class Units(NamedTuple):
@@ -235,7 +254,7 @@ def units_of(form: Int4Form) -> Units:
 def job_reader(form: Int4Form) -> Any:
     """Return `read(frame, job)`, which notes in the job what the operands say."""
     bits, offset, stepped = form.bits, form.offset, form.dtype == STEPPED
-    columns, word, scale_word = COLUMNS[DTYPES[bits]], np.dtype(DTYPES[bits]).itemsize, np.dtype(form.dtype).itemsize
+    columns, word, scale_word = COLUMNS[form.weight], np.dtype(form.weight).itemsize, np.dtype(form.dtype).itemsize
     step_inputs = STEP[bits] * INPUTS_OF[bits]
 
     @inline
@@ -317,7 +336,9 @@ def planner(form: Int4Form, units: Any) -> Any:
 def few_rows(form: Int4Form) -> Any:
     """Return `few(job, block, first, end, sums)`: the rows [first, end) times one block of outputs."""
     one, two, four = (
-        multiply_tile(rows, 1, form.instruction, scale=form.dtype, bits=form.bits, prefetches=True)
+        multiply_tile(
+            rows, 1, form.instruction, scale=form.dtype, bits=form.bits, codebook=form.codebook, prefetches=True
+        )
         for rows in (1, 2, 4)
     )
 
@@ -346,7 +367,9 @@ def twelve_rows(form: Int4Form) -> Any:
     """Return `twelve(job, block, behind, r, sums, strip)`: ROWS rows times a block of outputs and the one so many
     blocks behind it, both of them unpacked in `strip` or as they are if it is 0."""
     many, many_unpacked = (
-        multiply_tile(ROWS, 2, form.instruction, scale=form.dtype, bits=form.bits, unpacked=ahead)
+        multiply_tile(
+            ROWS, 2, form.instruction, scale=form.dtype, bits=form.bits, codebook=form.codebook, unpacked=ahead
+        )
         if form.large
         else None
         for ahead in (False, True)
@@ -370,7 +393,7 @@ def twelve_rows(form: Int4Form) -> Any:
 def row_multiplier(form: Int4Form) -> Any:
     """Return `multiply_rows(job, block, behind, first, end, sums, memory)`: the rows [first, end) times one block of
     results, and the next one if `behind` is 1 and nothing is gated."""
-    large, few, twelve, unpack = form.large, few_rows(form), twelve_rows(form), unpacker(form.bits)
+    large, few, twelve, unpack = form.large, few_rows(form), twelve_rows(form), unpacker(form.bits, 0, form.codebook)
 
     @jit
     def multiply_rows(job: Any, block: int, behind: int, first: int, end: int, sums: int, memory: int) -> None:
@@ -405,7 +428,7 @@ def part_by_tiles(form: Int4Form, share: Units, multiply_rows: Any) -> Any:
     """Return `by_tiles(job, part, first, end)`: a part of the outputs for the rows [first, end), by AMX."""
     unit, units = share
     multiply_tiles, multiply_widened = (
-        module.multiplier(form.dtype, form.bits, form.offset, put) if form.tiled else None
+        module.multiplier(form.dtype, form.bits, form.offset, form.codebook, put) if form.tiled else None
         for module in (int4_amx, int4_widened)
     )
 
@@ -436,9 +459,9 @@ def part_by_tiles(form: Int4Form, share: Units, multiply_rows: Any) -> Any:
     return by_tiles
 
 
-def kernel(dtype: str, bits: int = 4) -> Kernel:
-    """Return the kernel of rows times a matrix of so many bits whose scales have this dtype."""
-    form = Int4Form.of(dtype, bits)
+def kernel(dtype: str, weight: str) -> Kernel:
+    """Return the kernel of rows times a matrix whose scales and weights have these dtypes."""
+    form = Int4Form.of(dtype, weight)
     large, tiled, share = form.large, form.tiled, units_of(form)
     (unit, units), multiply_rows = share, row_multiplier(form)
     by_tiles = part_by_tiles(form, share, multiply_rows)
@@ -469,4 +492,4 @@ def kernel(dtype: str, bits: int = 4) -> Kernel:
     def finish(job: Any) -> None:
         free(job.packed)
 
-    return Kernel(GROUPED[bits], JOB, planner(form, units), block, finish)
+    return Kernel(GROUPED[weight], JOB, planner(form, units), block, finish)

@@ -24,6 +24,7 @@ from rekindle_kernels.native.kernels.int4_tile import (
     SCALE,
     UNPACKED,
     VALUES,
+    Codebook,
     everywhere,
     scale_reader,
     unpacker,
@@ -278,16 +279,16 @@ def ask_for(weight: int, further: int, nbytes: int) -> None:
         prefetch(weight + further + at)
 
 
-def multiplier(scale: str, bits: int, offset: int, put: Any) -> Any:
+def multiplier(scale: str, bits: int, offset: int, codebook: Codebook, put: Any) -> Any:
     """Return `multiply(job, block, behind, first, last, memory, following)`: the rows [first, last) of a job of
     `int4` times a block of outputs and the one so many blocks behind it. Weights at `following` are needed next; it
     may be 0. What is stored is `offset` more than the integers, where there are no minimums or it has more than four
-    bits.
+    bits. With a `codebook`, what is stored are indices of what is `offset` more.
 
     `put(job, block, first, count, sums, behind)` writes results.
     """
     single, pairs = _single(scale), _pairs(scale)
-    unpack, unpack_signed = unpacker(bits, offset if bits > 4 else 0), unpacker(bits, offset)
+    unpack, unpack_signed = (unpacker(bits, less, codebook) for less in (offset if bits > 4 else 0, offset))
 
     @jit
     def multiply(job: Any, block: int, behind: int, first: int, last: int, memory: int, following: int) -> None:

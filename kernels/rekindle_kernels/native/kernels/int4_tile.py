@@ -3,7 +3,8 @@ groups of inputs.
 
 A load fills a vector with eight inputs of each of 16 outputs (`rekindle_kernels.int4`). Its low and its high halves of
 bytes meet four 8-bit inputs of a row each, spread over a vector; of eight bits, two loads do that, and of six, three
-make four such vectors. What a group adds up to is an exact integer; it is multiplied by the row's scale of that group,
+make four such vectors. Indices of a codebook are taken apart like integers of four bits, and one more instruction puts
+the values in their place. What a group adds up to is an exact integer; it is multiplied by the row's scale of that group,
 then by the outputs' and added to what earlier groups have given. So the result of a row is the same to the last bit
 whatever tile computes it, with whatever instructions.
 
@@ -22,9 +23,9 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from rekindle_kernels.int4_format import INPUTS_OF, OUTPUTS, SPAN, STEP_BYTES, STEPPED, TILE
+from rekindle_kernels.int4_format import EXPONENTS, INPUTS_OF, OUTPUTS, SPAN, STEP_BYTES, STEPPED, TILE
 from rekindle_kernels.native import cpu
-from rekindle_kernels.native.cpu import has_feature
+from rekindle_kernels.native.cpu import has_feature, on_arm
 from rekindle_kernels.native.language import arm
 from rekindle_kernels.native.language.memory import WORD, prefetch_at
 from rekindle_kernels.native.language.vector import FLOATS, LANES, llvm_call
@@ -33,6 +34,7 @@ INT, BYTE = ir.IntType(32), ir.IntType(8)
 _INTS, _HALF_INTS = ir.VectorType(INT, LANES), ir.VectorType(INT, LANES // 2)
 _BYTES, _SHORTS = ir.VectorType(BYTE, 2 * LANES), ir.VectorType(ir.IntType(16), LANES)
 _VECTOR_OF_BYTES = ir.VectorType(BYTE, 4 * LANES)
+Codebook = tuple[int, ...]  # 16 unsigned bytes; empty where integers are stored
 _LOW_BITS, _HIGH_PAIRS, _SIGN_BITS = 0x0F0F0F0F, 0x30303030, 0x80808080
 STEP = {4: 4, 6: 1, 8: 2}  # tiles of the smallest group, by bits
 TILE_BYTES = {bits: OUTPUTS * inputs * bits // 8 for bits, inputs in INPUTS_OF.items()}
@@ -66,6 +68,7 @@ def multiply_tile(
     *,
     scale: str,
     bits: int = 4,
+    codebook: Codebook = (),
     prefetches: bool = False,
     unpacked: bool = False,
 ) -> Any:
@@ -76,11 +79,14 @@ def multiply_tile(
     `minimums` may be 0. Sums are float32 [vectors, rows, 16]. `instruction` is one that `best_instruction` names, and
     `scale` the dtype of scales. With `unpacked`, weights are what `unpacker` made of two blocks. Integers of eight bits
     are multiplied as if 128 were added to them, unless the instruction is in SIGNED; those of six as they are stored.
+    What is stored are indices where there is a `codebook`.
     """
     in_registers = rows * vectors <= 8
     count, tile_bytes, step, tile_inputs = rows * vectors, TILE_BYTES[bits], STEP[bits], INPUTS_OF[bits]
     apart = UNPACKED * tile_inputs // 8 if unpacked else tile_bytes
     cache, ahead = cpu.prefetch().grouped
+    narrow = bits < 8 and max(codebook, default=0) < 128
+    integers = _signed if instruction in SIGNED else stored_integers
 
     @intrinsic
     def tile(
@@ -140,15 +146,14 @@ def multiply_tile(
                             fours: Iterable[Any] = (loaded(address, four) for four in range(tile_inputs // 4))
                         else:
                             pair = [address, builder.add(address, further)][:vectors]
-                            integers = _signed if instruction in SIGNED else stored_integers
-                            fours = zip(*(integers(builder, bits, place) for place in pair), strict=True)
+                            fours = zip(*(integers(builder, bits, place, codebook) for place in pair), strict=True)
                         for four, columns in enumerate(fours):
                             inputs = builder.add(times(number_of_tile, tile_inputs), WORD(4 * four))
                             for row in range(rows):
                                 here = [totals[vector * rows + row] for vector in range(vectors)]
                                 word = builder.add(begins[row], inputs)
                                 before = [builder.load(total) for total in here]
-                                after = _add_row(builder, instruction, bits, word, list(columns), before)
+                                after = _add_row(builder, instruction, word, list(columns), before, narrow=narrow)
                                 for total, value in zip(here, after, strict=True):
                                     builder.store(value, total)
                 vector_starts = [WORD(0), further_scales][:vectors]
@@ -186,6 +191,18 @@ def scale_reader(builder: Any, dtype: str, inputs: Any) -> Any:
     def load(address: Any, kind: ir.Type) -> Any:
         return builder.load(builder.inttoptr(address, ir.VectorType(kind, LANES).as_pointer()), align=1)
 
+    if dtype == EXPONENTS:
+
+        def powers(start: Any, group: Any) -> Any:
+            """As `int4.exponent_numbers`."""
+            stored = load(builder.add(start, builder.mul(group, WORD(LANES))), BYTE)
+            exponents, one = builder.zext(stored, _INTS), ir.Constant(_INTS, [1] * LANES)
+            normal = builder.shl(builder.sub(exponents, one), ir.Constant(_INTS, [23] * LANES))
+            subnormal = builder.shl(builder.add(exponents, one), ir.Constant(_INTS, [21] * LANES))
+            larger = builder.select(builder.icmp_signed(">", normal, subnormal), normal, subnormal)
+            return builder.bitcast(larger, FLOATS)
+
+        return powers
     if dtype != STEPPED:
         kind = ir.FloatType() if dtype == "float32" else ir.HalfType()
 
@@ -240,12 +257,47 @@ def _six(builder: Any, pointer: Any) -> Iterator[Any]:
             yield builder.or_(low, builder.and_(shifted(4 - 4 * number - 2 * half), mask))
 
 
-def stored_integers(builder: Any, bits: int, address: Any) -> Iterable[Any]:
+def _looked_up(builder: Any, codebook: Codebook, indices: Any) -> Any:
+    """Return the values of a codebook in the place of their indices, which the bytes of a vector are."""
+    if not codebook:
+        return indices
+    octets = builder.bitcast(indices, _VECTOR_OF_BYTES)
+    if on_arm():
+        width, look_up = 16, arm.look_up
+    elif has_feature("avx512bw") or has_feature("avx2"):
+        width, name = (64, "avx512.pshuf.b.512") if has_feature("avx512bw") else (32, "avx2.pshuf.b")
+        kind = ir.VectorType(BYTE, width)
+
+        def look_up(builder: Any, part: Any, table: Any) -> Any:
+            function = ir.FunctionType(kind, [kind, kind])
+            return builder.call(
+                cgutils.get_or_insert_function(builder.module, function, f"llvm.x86.{name}"), [table, part]
+            )
+
+    else:
+        found = ir.Constant(_VECTOR_OF_BYTES, [codebook[0]] * 4 * LANES)
+        for index, value in enumerate(codebook[1:], 1):
+            here = builder.icmp_unsigned("==", octets, ir.Constant(_VECTOR_OF_BYTES, [index] * 4 * LANES))
+            found = builder.select(here, ir.Constant(_VECTOR_OF_BYTES, [value] * 4 * LANES), found)
+        return builder.bitcast(found, _INTS)
+    table = ir.Constant(ir.VectorType(BYTE, width), list(codebook) * (width // len(codebook)))
+    parts = []
+    for start in range(0, 4 * LANES, width):
+        lanes = ir.Constant(ir.VectorType(INT, width), list(range(start, start + width)))
+        parts.append(look_up(builder, builder.shuffle_vector(octets, octets, lanes), table))
+    while len(parts) > 1:
+        lanes = ir.Constant(ir.VectorType(INT, 2 * parts[0].type.count), list(range(2 * parts[0].type.count)))
+        parts = [builder.shuffle_vector(*parts[at : at + 2], lanes) for at in range(0, len(parts), 2)]
+    return builder.bitcast(parts[0], _INTS)
+
+
+def stored_integers(builder: Any, bits: int, address: Any, codebook: Codebook = ()) -> Iterable[Any]:
     """Return the integers of the tile at `address` as unsigned bytes, its first four inputs, then the next ones: of
-    four and six bits what is stored, of eight 128 more."""
+    four and six bits what is stored, of eight 128 more, and of indices the codebook's bytes."""
     pointer = builder.inttoptr(address, _INTS.as_pointer())
     if bits == 4:
-        return _halves(builder, builder.load(pointer, align=4))
+        halves = _halves(builder, builder.load(pointer, align=4))
+        return [_looked_up(builder, codebook, half) for half in halves]
     if bits == 6:
         return _six(builder, pointer)
     first, second = (builder.load(builder.gep(pointer, [WORD(half)]), align=4) for half in range(2))
@@ -253,7 +305,7 @@ def stored_integers(builder: Any, bits: int, address: Any) -> Iterable[Any]:
     return builder.xor(first, signs), builder.xor(second, signs)
 
 
-def _signed(builder: Any, bits: int, address: Any) -> Iterable[Any]:
+def _signed(builder: Any, bits: int, address: Any, codebook: Codebook = ()) -> Iterable[Any]:
     """Return the same as they are: the integers of four bits, and of six as stored, are no larger than signed bytes."""
     pointer = builder.inttoptr(address, _INTS.as_pointer())
     if bits == 6:
@@ -262,14 +314,16 @@ def _signed(builder: Any, bits: int, address: Any) -> Iterable[Any]:
         pairs = builder.bitcast(builder.load(pointer, align=4), _VECTOR_OF_BYTES)
         low = builder.and_(pairs, ir.Constant(_VECTOR_OF_BYTES, [15] * 4 * LANES))
         high = builder.lshr(pairs, ir.Constant(_VECTOR_OF_BYTES, [4] * 4 * LANES))
-        return builder.bitcast(low, _INTS), builder.bitcast(high, _INTS)
+        return [_looked_up(builder, codebook, builder.bitcast(half, _INTS)) for half in (low, high)]
     first, second = (builder.load(builder.gep(pointer, [WORD(half)]), align=4) for half in range(2))
     return first, second
 
 
-def _add_row(builder: Any, instruction: str, bits: int, word: Any, columns: list[Any], sums: list[Any]) -> list[Any]:
+def _add_row(
+    builder: Any, instruction: str, word: Any, columns: list[Any], sums: list[Any], *, narrow: bool
+) -> list[Any]:
     """Return the sums and the products of the four 8-bit inputs at address `word` with four unsigned bytes of each
-    lane, which have so many bits."""
+    lane, which are below 128 if they are `narrow`."""
     if instruction == "vnni":
         return _with_vnni(builder, word, columns, sums)
     inputs = builder.load(builder.inttoptr(word, INT.as_pointer()))
@@ -281,7 +335,7 @@ def _add_row(builder: Any, instruction: str, bits: int, word: Any, columns: list
         spread = everywhere(builder, inputs, INT)
         return [_with_avxvnni(builder, spread, *pair) for pair in zip(columns, sums, strict=True)]
     if instruction == "avx2":
-        return [_with_avx2(builder, bits, inputs, *pair) for pair in zip(columns, sums, strict=True)]
+        return [_with_avx2(builder, inputs, *pair, narrow=narrow) for pair in zip(columns, sums, strict=True)]
     return [_with_any(builder, inputs, *pair) for pair in zip(columns, sums, strict=True)]
 
 
@@ -313,9 +367,9 @@ def _with_avxvnni(builder: Any, spread: Any, column: Any, total: Any) -> Any:
     return builder.shuffle_vector(*found, ir.Constant(_INTS, list(range(LANES))))
 
 
-def _with_avx2(builder: Any, bits: int, inputs: Any, column: Any, total: Any) -> Any:
-    """Two products of 6 and 8 bits fit into 16 bits with room to spare, so that nothing saturates. Two of 8 and 8 bits
-    do not: their bytes are widened before."""
+def _with_avx2(builder: Any, inputs: Any, column: Any, total: Any, *, narrow: bool) -> Any:
+    """Two products of 7 and 8 bits fit into 16 bits, so that nothing saturates. Two of 8 and 8 bits do not: their bytes
+    are widened before."""
     products = cgutils.get_or_insert_function(
         builder.module, ir.FunctionType(_SHORTS, [_BYTES, _BYTES]), "llvm.x86.avx2.pmadd.ub.sw"
     )
@@ -328,7 +382,7 @@ def _with_avx2(builder: Any, bits: int, inputs: Any, column: Any, total: Any) ->
     for start in (0, LANES // 2):
         lanes = ir.Constant(_HALF_INTS, list(range(start, start + LANES // 2)))
         halves = [builder.shuffle_vector(vector, vector, lanes) for vector in (column, spread)]
-        if bits < 8:
+        if narrow:
             w, x = (builder.bitcast(half, _BYTES) for half in halves)
             found.append(builder.call(pairs, [builder.call(products, [w, x]), ones]))
             continue
@@ -349,7 +403,7 @@ def _with_any(builder: Any, inputs: Any, column: Any, total: Any) -> Any:
     return total
 
 
-def unpacker(bits: int, offset: int = 0) -> Any:
+def unpacker(bits: int, offset: int = 0, codebook: Codebook = ()) -> Any:
     """Return `unpack(weights, target, inputs)`: the weights of a block of outputs, an unsigned integer less `offset`
     in each byte: at `target` the first four inputs, and two vectors behind every four the next ones."""
 
@@ -365,7 +419,7 @@ def unpacker(bits: int, offset: int = 0) -> Any:
                 return builder.add(start, builder.add(builder.mul(index, WORD(size)), WORD(behind)))
 
             with cgutils.for_range(builder, tiles) as loop:
-                fours = tuple(stored_integers(builder, bits, at(weights, loop.index, TILE_BYTES[bits])))
+                fours = tuple(stored_integers(builder, bits, at(weights, loop.index, TILE_BYTES[bits]), codebook))
                 for four, integers in enumerate(fours):
                     values = builder.sub(builder.bitcast(integers, many), subtracted)
                     place = at(target, loop.index, len(fours) * UNPACKED // 2, four * UNPACKED // 2)

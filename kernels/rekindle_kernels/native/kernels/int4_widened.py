@@ -40,7 +40,7 @@ from numba.extending import intrinsic
 
 from rekindle_kernels.int4_format import INPUTS_OF
 from rekindle_kernels.native.kernels.int4_amx import ask_for
-from rekindle_kernels.native.kernels.int4_tile import STEP, TILE_BYTES, scale_reader, stored_integers
+from rekindle_kernels.native.kernels.int4_tile import STEP, TILE_BYTES, Codebook, scale_reader, stored_integers
 from rekindle_kernels.native.kernels.prefill_amx import MEMORY
 from rekindle_kernels.native.language.amx import add_products_of_pairs, load_tile, store_tile, zero_tile
 from rekindle_kernels.native.language.jit import inline, jit
@@ -79,7 +79,7 @@ def store_row(x: int, packed: int, r: int, width: int) -> None:
         store_bf16(out + k // DEPTH * _TILE, k % DEPTH, load_f32(x, k))
 
 
-def _widener(scale: str, bits: int, offset: int) -> Any:
+def _widener(scale: str, bits: int, offset: int, codebook: Codebook) -> Any:
     """Return `widen(weights, scales, minimums, first, count, steps, target)`: so many groups of a block of outputs,
     from the group `first` on, as tiles at `target`, the tiles of another block between them.
 
@@ -136,7 +136,7 @@ def _widener(scale: str, bits: int, offset: int) -> Any:
                         builder.mul(builder.urem(begin, WORD(DEPTH)), WORD(LINE // 2)),
                     )
                     out = builder.add(target, out)
-                    for four, integers in enumerate(stored_integers(builder, bits, address)):
+                    for four, integers in enumerate(stored_integers(builder, bits, address, codebook)):
                         for pair in range(2):
                             even, odd = (value(integers, 2 * pair + byte, factor, least) for byte in range(2))
                             both = builder.or_(
@@ -189,10 +189,10 @@ def _multiplier_of(strips: int) -> Any:
     return multiply
 
 
-def multiplier(scale: str, bits: int, offset: int, put: Any) -> Any:
+def multiplier(scale: str, bits: int, offset: int, codebook: Codebook, put: Any) -> Any:
     """Return `multiply(job, block, behind, first, last, memory, following)`: as `int4_amx.multiplier` makes, for
     rows that `store_row` packed. `behind` may be 0, for a block alone."""
-    widen = _widener(scale, bits, offset)
+    widen = _widener(scale, bits, offset, codebook)
     one, two = _multiplier_of(1), _multiplier_of(2)
 
     @jit

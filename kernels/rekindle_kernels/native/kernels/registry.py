@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from rekindle_kernels.native import kernel_table as table
 from rekindle_kernels.native.chain_plan import CHAIN
@@ -50,6 +51,10 @@ def _gemm(kernel: Variant) -> Kernel:
     return gemm.kernel(STORAGE[kernel.dtype].size, add)
 
 
+def _grouped(weight: str, kernel: Variant) -> Kernel:
+    return int4.kernel(kernel.dtype, weight)
+
+
 def _write_kv(kernel: Variant) -> Kernel:
     put = vector.store if kernel.dtype == "float32" else vector.store_bf16
     return write_kv.kernel(put, STORAGE[kernel.dtype].size)
@@ -76,9 +81,7 @@ def _adapter(kernel: Variant) -> Kernel:
 MAKERS: dict[KernelSpec, Callable[[Variant], Kernel]] = {
     table.MATVEC: _matvec,
     table.GEMM: _gemm,
-    table.INT4: lambda kernel: int4.kernel(kernel.dtype),
-    table.INT6_GROUPS: lambda kernel: int4.kernel(kernel.dtype, 6),
-    table.INT8_GROUPS: lambda kernel: int4.kernel(kernel.dtype, 8),
+    **{spec: partial(_grouped, weight) for weight, spec in table.GROUPED.items()},
     table.RMS_NORM: lambda kernel: rms_norm.kernel(),
     table.ROPE: lambda kernel: rope.kernel(),
     table.WRITE_KV: _write_kv,

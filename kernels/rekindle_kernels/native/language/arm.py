@@ -55,6 +55,11 @@ def widened_dot(builder: Any, a: Any, b: Any, c: Any) -> Any:
     return builder.add(a, builder.call(long, [builder.call(pairwise, products)]))
 
 
+def look_up(builder: Any, indices: Any, table: Any) -> Any:
+    """Return the bytes of a table [16] at the indices in a register's bytes."""
+    return builder.call(_function(builder, "llvm.aarch64.neon.tbl1.v16i8", BYTES, BYTES, BYTES), [table, indices])
+
+
 def in_parts(builder: Any, add: Callable[[Any, Any, Any, Any], Any], a: Any, b: Any, c: Any) -> Any:
     """Return `add` of three vectors, register by register."""
     parts = []
