@@ -42,12 +42,12 @@ def kinds(model: LoadedModel) -> dict[str, str]:
 KINDS = {
     "Q4_0": "int4-32", "Q4_1": "int4-32-min", "Q4_K": "int4-32-min-k",
     "Q8_0": "int8-32", "Q5_0": "int6-32", "Q5_1": "int6-32-min", "Q5_K": "int6-32-min-k", "Q6_K": "int6-16-k",
-    "IQ4_NL": "int8-32", "IQ4_XS": "int8-32-k", "MXFP4": "int6-32-f32",
+    "IQ4_NL": "iq4-32", "IQ4_XS": "iq4-32-k", "MXFP4": "fp4-32",
 }  # fmt: skip
 # Of each weight in memory, as the documentation says.
 BITS = {
     "Q4_0": 4.5, "Q4_1": 5, "Q4_K": 4.625, "Q8_0": 8.5, "Q5_0": 6.5, "Q5_1": 7, "Q5_K": 6.625, "Q6_K": 6.5625,
-    "IQ4_NL": 8.5, "IQ4_XS": 8.3125, "MXFP4": 7,
+    "IQ4_NL": 4.5, "IQ4_XS": 4.3125, "MXFP4": 4.25,
 }  # fmt: skip
 native = unavailable_reason("cpu") is None  # groups of six and eight bits have native kernels only
 needs_numba = pytest.mark.skipif(not native, reason="groups of more bits are kept where native kernels are")
@@ -99,6 +99,9 @@ def assert_close(kept: LoadedModel, floats: LoadedModel) -> None:
 
 
 def numbers(scales: np.ndarray) -> np.ndarray:
+    if scales.dtype == np.uint8:
+        exponents: np.ndarray = int4.exponent_numbers(scales)
+        return exponents
     return int4.stepped_numbers(scales) if scales.dtype == np.int8 else scales.astype(np.float32)
 
 
@@ -114,9 +117,11 @@ def test_integers_and_scales_are_those_of_the_file_to_the_last_bit(tmp_path: Pat
         rows = GgufRows(file, tensor.name, tensor.kind, tensor.shape, tensor.offset)
         found = rows.integers(3, 40)
         scales = np.repeat(numbers(found.scales), packing.group, axis=1)
-        values = scales * (
-            found.integers - np.float32(8 if found.integers.dtype == np.uint8 and not packing.minimum else 0)
-        )
+        if packing.codes:
+            levels = np.array(int4.CODEBOOKS[packing.scales], np.float32)[found.integers]
+        else:
+            levels = found.integers - np.float32(8 if packing.bits == 4 and not packing.minimum else 0)
+        values = scales * levels
         if found.minimums is not None:
             values = values + np.repeat(numbers(found.minimums), packing.group, axis=1)
         assert (found.minimums is not None) == packing.minimum
@@ -188,6 +193,7 @@ def test_a_model_for_several_devices_can_be_divided_after_every_group(tmp_path: 
     [
         ("Q4_0", "Q8_0", "int8-32"), ("Q6_K", "Q8_0", "int8-16-f32"), ("Q4_0", "Q5_0", "int6-32"),
         ("Q4_0", "Q5_1", "int6-32-min"), ("Q5_0", "Q4_1", "int6-32-min"), ("Q6_K", "IQ4_XS", "int8-16-k"),
+        ("IQ4_NL", "IQ4_XS", "int8-32-f32"), ("MXFP4", "Q4_0", "int6-32-f32"), ("IQ4_NL", "Q4_0", "int8-32"),
     ],
 )  # fmt: skip
 def test_what_is_joined_may_have_different_bits(q: str, others: str, expected: str, tmp_path: Path) -> None:
@@ -226,7 +232,7 @@ def test_what_is_joined_is_held_by_one_kind(tmp_path: Path) -> None:
         ("AWQ", "int4-32-min-f32"), ("AWQ without zeros", "int4-32"), ("GPTQ", "int4-32-min-f32"),
         ("packed", "int4-32-f32"), ("packed with zeros", "int4-32-min-f32"), ("packed by channel", "int4-64-f32"),
         ("GPTQ, ordered by activations", None), ("GPTQ in 8 bits", None), ("fp8 in blocks", None),
-        pytest.param("MXFP4", "int6-32-f32", marks=needs_numba),
+        pytest.param("MXFP4", "fp4-32", marks=needs_numba),
         pytest.param("NVFP4", "int6-16-f32", marks=needs_numba),
     ], 5),
 )  # fmt: skip

@@ -177,7 +177,9 @@ class Placement:
 
 
 ALONE = Placement()
-_KINDS = {"uint8": "4 bits", "uint32": "6 bits", "int32": "8 bits", "int8": "int8"}  # by the dtypes of stored matrices
+_KINDS = {  # by the dtypes of stored matrices
+    "uint8": "4 bits", "int16": "4 bits", "uint32": "6 bits", "int32": "8 bits", "int8": "int8",
+}  # fmt: skip
 _SHOWN = ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
 
 

@@ -142,7 +142,7 @@ def roles_of(graph: Graph) -> dict[str, Role]:
         matrix = path if path in sources else path.removesuffix("scale").removesuffix("minimum") + "weight"
         role, packing = sources[matrix].role, packings.get(matrix)
         if packing is not None:
-            per_input = int4.COLUMNS[int4.DTYPES[packing.bits]]
+            per_input = int4.COLUMNS[packing.dtype]
             columns = Fraction(per_input) if path == matrix else int4.scale_columns(packing.group, packing.scales)
             roles[path] = role.packed(sources[matrix].stack, int4.OUTPUTS, columns)
         else:

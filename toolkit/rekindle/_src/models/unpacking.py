@@ -120,5 +120,5 @@ def words(graph: Graph) -> str:
 
 def _bits(found: tuple[tuple[str, str], ...]) -> str:
     """Return the bits of kinds in words: "4 and 8 bits"."""
-    bits = sorted({int(re.sub(r"int(\d).*", r"\1", kind)) for _, kind in found})
+    bits = sorted({int(re.sub(r"\D+(\d).*", r"\1", kind)) for _, kind in found})
     return f"{' and '.join(map(str, bits)) if len(bits) < 3 else '4, 6 and 8'} bits"

@@ -24,7 +24,7 @@ class Integers(NamedTuple):
     Scales and minimums that are integers with steps come from `int4.stepped`.
     """
 
-    integers: NDArray[Any]  # uint8 from 0 to 15, or int8
+    integers: NDArray[Any]  # uint8 from 0 to 15, which may be indices of a codebook, or int8
     scales: NDArray[Any]
     minimums: NDArray[Any] | None = None
 
@@ -59,7 +59,7 @@ def stored_kinds(
 ) -> tuple[tuple[str, str], ...]:
     """Return the kinds, as `Precision.kinds` has them, of the matrices that a checkpoint stores in groups.
 
-    Groups have four bits, with `eight` also six or eight. Without `steps`, scales are numbers, so that a matrix can be
+    Groups have integers of four bits, with `eight` also of six or eight, or of a codebook. Without `steps`, scales are numbers, so that a matrix can be
     divided after every group.
     """
     kinds = []
@@ -68,10 +68,10 @@ def stored_kinds(
         packing = _joined(_packing(entry) for entry in parts) if len(parts) == len(source.names) else None
         if packing is None or source.transpose or source.add or source.tiled or not path.endswith(".weight"):
             continue
-        if packing.bits > 4 and not eight:
+        if (packing.bits > 4 or packing.codes) and not eight:
             continue
         if packing.scales == int4.STEPPED and not steps:
-            packing = packing._replace(scales="float32")
+            packing = packing.as_integers._replace(scales="float32")
         outputs, inputs = sum(source.rows), parts[0].shape[-1]
         if int4.reason_against(outputs, inputs, packing.group, packing.bits) is None:
             kinds.append((path.removesuffix(".weight"), packing.kind))
@@ -88,6 +88,11 @@ def fills(packing: Packing | None, entry: TensorEntry, source: Source) -> bool:
 
 def fitted(found: Integers, stored: Packing, packing: Packing) -> Integers:
     """Return the same numbers for a packing that holds more: smaller groups, minimums, wider scales, more bits."""
+    if stored.codes and not packing.codes:
+        values = np.array(int4.CODEBOOKS[stored.scales], np.int8)[found.integers]
+        exponents = stored.scales == int4.EXPONENTS
+        found = Integers(values, int4.exponent_numbers(found.scales) if exponents else found.scales)
+        stored = stored.as_integers
     scales = _spread(found.scales, stored, packing)
     integers, offset = found.integers, 0 if stored.minimum or stored.bits > 4 else int4.OFFSET
     if packing.bits > stored.bits:
@@ -121,6 +126,8 @@ def _joined(packings: Iterable[Packing | None]) -> Packing | None:
     known = [packing for packing in listed if packing is not None]
     if not known or len(known) < len(listed):
         return None
+    if len({(packing.codes, packing.scales) for packing in known}) > 1:
+        known = [packing.as_integers for packing in known]
     group = min(packing.group for packing in known)
     minimum = any(packing.minimum for packing in known)
     bits = max(packing.bits for packing in known)
@@ -128,4 +135,4 @@ def _joined(packings: Iterable[Packing | None]) -> Packing | None:
     mixed = minimum and bits == 4 and not all(packing.minimum for packing in known)
     dtypes = {packing.scales for packing in known}
     scales = "float32" if mixed or len(dtypes) > 1 else dtypes.pop()
-    return Packing(group, minimum, scales, bits)
+    return Packing(group, minimum, scales, bits, known[0].codes)

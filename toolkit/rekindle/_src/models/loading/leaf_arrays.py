@@ -87,8 +87,8 @@ class LeafArrays(NamedTuple):
             groups = (*leaf.shape[:-1], spans, int4.SPAN // leaf.packing.group + int4.STEP_BYTES)
         minimum = np.empty(groups, leaf.packing.scales) if leaf.packing.minimum else None
         integers = np.uint8 if leaf.packing.bits == 4 else np.int8
-        shape = int4.weight_shape(leaf.shape, leaf.packing.bits)
-        packed, ready = aligned(shape, int4.DTYPES[leaf.packing.bits]), np.zeros(shape[:-1], np.bool_)
+        shape = int4.weight_shape(leaf.shape, leaf.packing.bits, codes=leaf.packing.codes)
+        packed, ready = aligned(shape, leaf.packing.dtype), np.zeros(shape[:-1], np.bool_)
         return cls(np.empty(leaf.shape, integers), np.empty(groups, leaf.packing.scales), minimum, packed, ready)
 
     @property
@@ -134,7 +134,8 @@ class LeafArrays(NamedTuple):
         rest = ~self.ready
         if rest.any():
             rows = self.values.reshape(*rest.shape, int4.OUTPUTS, -1)[rest]
-            self.packed[rest] = int4.pack(rows.reshape(-1, rows.shape[-1]), leaf.packing.bits)
+            packed = int4.pack(rows.reshape(-1, rows.shape[-1]), leaf.packing.bits)
+            self.packed[rest] = packed.view(self.packed.dtype)
         arrays = {leaf.path: self.packed, leaf.scale: _adopted(int4.pack_scales(self.scale))}
         if leaf.minimum is not None and self.minimum is not None:
             arrays[leaf.minimum] = _adopted(int4.pack_scales(self.minimum))

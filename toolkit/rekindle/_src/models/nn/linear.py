@@ -89,8 +89,8 @@ class Matrix(nnx.Module):
             self.quantize, self.weight = kind, parameter(self.shape, jnp.int8)
             self.scale = nnx.data(parameter(self.shape[:-1], jnp.float32))
             return
-        bits = self.packing.bits
-        self.quantize, self.weight = "int4", parameter(int4.weight_shape(self.shape, bits), int4.DTYPES[bits])
+        shape = int4.weight_shape(self.shape, self.packing.bits, codes=self.packing.codes)
+        self.quantize, self.weight = "int4", parameter(shape, self.packing.dtype)
         scales = int4.scale_shape(self.shape, self.packing.group, self.packing.scales)
         self.scale = nnx.data(parameter(scales, self.packing.scales))
         if self.packing.minimum:

@@ -15,6 +15,8 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from rekindle_kernels import int4
+
 K = 256  # values in a block of the "K" types
 
 
@@ -79,8 +81,7 @@ WRITTEN = ("F32", "F16", "BF16", "Q8_0", "Q4_0")
 Blocks = NDArray[np.void]
 Values = NDArray[np.float32]
 # The 16 levels of IQ4, and twice those of a 4-bit float (E2M1).
-IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
-E2M1_TWICE = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
+IQ4, E2M1_TWICE = np.array(int4.IQ4, np.float32), np.array(int4.FLOATS, np.float32)
 
 
 def dequantize(kind: BlockType, blocks: NDArray[Any]) -> Values:
@@ -137,14 +138,8 @@ def _iq4_nl(blocks: Blocks) -> Values:
 
 
 def _mxfp4(blocks: Blocks) -> Values:
-    return half_powers(blocks["scale"])[:, None] * E2M1_TWICE[q4(blocks)]
-
-
-def half_powers(exponents: NDArray[np.uint8]) -> Values:
-    """Return half of 2 ** (exponent - 127): the levels are stored twice as large. The two smallest are subnormal."""
-    wide = exponents.astype(np.uint32)
-    bits = np.where(wide < 2, np.uint32(0x200000) << wide, (wide - np.uint32(1)) << np.uint32(23))
-    return bits.view(np.float32)
+    scales: Values = int4.exponent_numbers(blocks["scale"])[:, None]
+    return scales * E2M1_TWICE[q4(blocks)]
 
 
 def _q2_k(blocks: Blocks) -> Values:

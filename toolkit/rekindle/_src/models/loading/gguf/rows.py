@@ -1,8 +1,8 @@
 """Rows of a GGUF tensor as numbers, in pieces, so that little memory is needed whatever the tensor's size.
 
 Types of integers in groups of 32 or 16 can be kept exactly in four, six or eight bits. These stand for the numbers
-that `dequantize` returns: levels of a table are integers, and scales that a type computes in float32 as a product are
-kept as its factors.
+that `dequantize` returns: indices of a table are those of a codebook, and scales that a type computes in float32 as a
+product are kept as its factors.
 """
 
 from __future__ import annotations
@@ -17,11 +17,8 @@ from numpy.typing import NDArray
 
 from rekindle._src.models.loading.four_bits import Integers
 from rekindle._src.models.loading.gguf.blocks import (
-    E2M1_TWICE,
-    IQ4,
     BlockType,
     dequantize,
-    half_powers,
     iq4_xs_levels,
     q4,
     q4_k,
@@ -44,11 +41,11 @@ PACKINGS = {
     "Q5_K": Packing(32, minimum=True, scales=int4.STEPPED, bits=6),
     "Q6_K": Packing(16, scales=int4.STEPPED, bits=6),
     "Q8_0": Packing(32, bits=8),
-    "IQ4_NL": Packing(32, bits=8),
-    "IQ4_XS": Packing(32, scales=int4.STEPPED, bits=8),
-    "MXFP4": Packing(32, scales="float32", bits=6),
+    "IQ4_NL": Packing(32, codes=True),
+    "IQ4_XS": Packing(32, scales=int4.STEPPED, codes=True),
+    "MXFP4": Packing(32, scales=int4.EXPONENTS, codes=True),
 }
-Found = tuple[NDArray[Any], NDArray[Any], NDArray[Any] | None]  # integers of 8 bits, scales, minimums
+Found = tuple[NDArray[Any], NDArray[Any], NDArray[Any] | None]  # integers of 8 bits or indices, scales, minimums
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -136,7 +133,7 @@ def integers_of(kind: str, blocks: NDArray[Any]) -> Integers:
 
 
 def _one_group(levels: Callable[[Any], NDArray[Any]], *, minimums: bool = False) -> Callable[[Any], Found]:
-    """Return a function for blocks of one group each, with a scale of 16 bits, that returns integers and scales."""
+    """Return a function for blocks of one group each, with a scale, that returns integers and scales."""
     return lambda blocks: (levels(blocks), blocks["scale"], blocks["least"] if minimums else None)
 
 
@@ -155,11 +152,6 @@ def _stepped(scales: NDArray[Any], steps: NDArray[Any]) -> NDArray[np.int8]:
     return int4.stepped(scales.view(np.int8), steps[:, None])
 
 
-def _of_table(table: NDArray[Any], blocks: Any) -> NDArray[Any]:
-    levels: NDArray[Any] = table.astype(np.int8)[q4(blocks)]
-    return levels
-
-
 _INTEGERS: dict[str, Callable[[Any], Found]] = {
     "Q4_0": _one_group(q4),
     "Q4_1": _one_group(q4, minimums=True),
@@ -169,15 +161,7 @@ _INTEGERS: dict[str, Callable[[Any], Found]] = {
     "Q5_K": _with_k_scales(q5_k),
     "Q6_K": lambda blocks: (q6_k(blocks), _stepped(blocks["scales"], blocks["scale"]), None),
     "Q8_0": _one_group(lambda blocks: np.ascontiguousarray(blocks["low"])),
-    "IQ4_NL": _one_group(lambda blocks: _of_table(IQ4, blocks)),
-    "IQ4_XS": lambda blocks: (
-        _of_table(IQ4, blocks),
-        _stepped(iq4_xs_levels(blocks), blocks["scale"]),
-        None,
-    ),
-    "MXFP4": lambda blocks: (
-        _of_table(E2M1_TWICE, blocks),
-        half_powers(blocks["scale"])[:, None],
-        None,
-    ),
+    "IQ4_NL": _one_group(q4),
+    "IQ4_XS": lambda blocks: (q4(blocks), _stepped(iq4_xs_levels(blocks), blocks["scale"]), None),
+    "MXFP4": _one_group(q4),
 }

@@ -415,13 +415,18 @@ class FourBitFloatRows:
 
     @property
     def packing(self) -> Packing | None:
-        """The packing that keeps the matrix in six bits: twice the values are integers from -12 to 12."""
+        """The packing that keeps the matrix: as indices where scales are exponents, else in six bits, since twice the
+        values are integers from -12 to 12."""
         inputs, groups = 2 * self._weight.shape[1], self._scale.shape[1]
         group = inputs // groups if groups and inputs % groups == 0 else 0
-        return Packing(group, scales="float32", bits=6) if group in int4.GROUPS_OF[6] else None
+        found = Packing(group, scales=int4.EXPONENTS, codes=True)
+        found = found if self._whole is None and group in int4.GROUPS else found.as_integers
+        return found if group in int4.GROUPS_OF[found.bits] else None
 
     def integers(self, start: int, stop: int) -> Integers:
-        """Return the stored integers of the outputs [start, stop), with half of the scales."""
+        """Return the stored integers of the outputs [start, stop), with half of the scales; or indices and exponents."""
+        if self.packing is not None and self.packing.codes:
+            return Integers(self._levels(start, stop), rows_of(self._scale, start, stop).view(np.uint8))
         return Integers(_TWICE[self._levels(start, stop)], self._scales(start, stop) * np.float32(0.5))
 
     def _levels(self, start: int, stop: int) -> NDArray[np.uint8]:
