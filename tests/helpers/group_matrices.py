@@ -1,4 +1,7 @@
-"""Random matrices of four, six and eight bits in groups, in the forms that products are tested with."""
+"""Random matrices of four, six and eight bits in groups, and of codebooks, in the forms that products are tested with.
+
+Where a form has no bits but `int4.CODES`, integers are indices of the codebook that belongs to the scales.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,12 @@ _USUAL = [
     (4, 32, "float16", False), (4, 64, "float16", False), (4, 128, "float16", True), (4, 64, "float32", True),
     (8, 32, "float16", False), (8, 16, "float32", False), (8, 16, "float32", True), (8, 128, "float16", True),
     (4, 32, "int8", True), (4, 128, "int8", False), (8, 16, "int8", True), (8, 32, "int8", False),
-    (6, 16, "int8", False), (6, 32, "int8", True),
+    (6, 16, "int8", False), (6, 32, "int8", True), (int4.CODES, 32, "uint8", False),
 ]  # fmt: skip
-_RARE = [(6, 32, "float16", False), (6, 64, "float32", True)]
+_RARE = [
+    (6, 32, "float16", False), (6, 64, "float32", True), (int4.CODES, 32, "float16", False),
+    (int4.CODES, 32, "int8", False),
+]  # fmt: skip
 FORMS = [*_USUAL, *(pytest.param(*form, marks=RARER) for form in _RARE)]
 ONE_FORM = [_USUAL[0], *(pytest.param(*form, marks=pytest.mark.slow) for form in (*_USUAL[1:], *_RARE))]  # by default
 Matrix = tuple[jax.Array, jax.Array, jax.Array | None]
@@ -42,6 +48,8 @@ def integers(*shape: int, bits: int = 4) -> np.ndarray:
 
 def stored(scales: np.ndarray, kind: str, group: int) -> np.ndarray:
     """Scales [N, groups] as they are stored in this dtype, before they are packed."""
+    if kind == int4.EXPONENTS:
+        return np.rint(np.log2(scales + 1e-9) + 128).astype(np.uint8)
     if kind != int4.STEPPED:
         return scales.astype(kind)
     grouped = scales.reshape(len(scales), -1, int4.SPAN // group)
@@ -51,15 +59,24 @@ def stored(scales: np.ndarray, kind: str, group: int) -> np.ndarray:
 
 
 def numbers(scales: np.ndarray) -> np.ndarray:
+    if scales.dtype == np.uint8:
+        return np.ldexp(1.0, scales.astype(int) - 128)
     return (int4.stepped_numbers(scales) if scales.dtype == np.int8 else scales).astype(np.float64)
 
 
 def matrix(
-    outputs: int, inputs: int, group: int, kind: str = "float16", minimums: bool = False, bits: int = 4
+    outputs: int, inputs: int, group: int, kind: str = "float16", minimums: bool = False, bits: int | str = 4
 ) -> tuple[Matrix, np.ndarray]:
     """A random matrix and its values in float64."""
-    q = integers(outputs, inputs, bits=bits)
     shape = outputs, inputs // group
+    if bits == int4.CODES:
+        q, book = integers(outputs, inputs), np.array(int4.CODEBOOKS[kind], np.float64)
+        scale = stored(RANDOM.random(shape) / (5 * book.max()), kind, group)
+        weight = jnp.asarray(int4.pack(q).view(int4.CODES))
+        values = np.repeat(numbers(scale), group, -1) * book[q]
+        return (weight, jnp.asarray(int4.pack_scales(scale)), None), values
+    assert isinstance(bits, int)
+    q = integers(outputs, inputs, bits=bits)
     scale = stored(RANDOM.random(shape) / (2.5 * (1 << bits)), kind, group)
     minimum = stored(RANDOM.standard_normal(shape) / 5, kind, group) if minimums else None
     values = np.repeat(numbers(scale), group, -1) * (q - (0.0 if minimums or bits > 4 else 8.0))

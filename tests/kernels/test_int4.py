@@ -1,4 +1,4 @@
-"""Matrices of four bits, and of six and eight in groups: what they hold and mean, and products with them."""
+"""Matrices of four bits, of six and eight in groups, and of codebooks: what they hold and mean, and products with them."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def rounded(x: np.ndarray, group: int) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("implementation", ["xla", None])
 @pytest.mark.parametrize("rows", by_default([3, 1, 30]))
 def test_a_product_is_that_of_the_values(
-    rows: int, implementation: str | None, bits: int, group: int, kind: str, minimums: bool
+    rows: int, implementation: str | None, bits: int | str, group: int, kind: str, minimums: bool
 ) -> None:
     (weight, scale, minimum), values = matrix(96, 256, group, kind, minimums, bits)
     x = RANDOM.standard_normal((rows, 256), np.float32)
@@ -182,7 +182,7 @@ def test_a_product_is_that_of_the_values(
 @pytest.mark.parametrize(("bits", "group", "kind", "minimums"), [*FORMS, (None, 0, "", False)])
 @pytest.mark.parametrize("implementation", ["xla", None])
 def test_rows_that_are_not_finite_stay_so_and_others_what_they_were(
-    implementation: str | None, bits: int | None, group: int, kind: str, minimums: bool
+    implementation: str | None, bits: int | str | None, group: int, kind: str, minimums: bool
 ) -> None:
     if bits is None:
         weight, scale, minimum = jnp.asarray(RANDOM.integers(-99, 99, (96, 256), np.int8)), jnp.ones(96), None
@@ -208,7 +208,7 @@ def test_rows_that_are_not_finite_stay_so_and_others_what_they_were(
     "shape", by_default(map(pytest.param, [(16, 128), (208, 256), (1056, 384), (48, 2304)])), ids=str
 )
 def test_rows_of_eight_bits_are_multiplied_exactly(
-    shape: tuple[int, int], bits: int, group: int, kind: str, minimums: bool
+    shape: tuple[int, int], bits: int | str, group: int, kind: str, minimums: bool
 ) -> None:
     if kind == int4.STEPPED and shape[1] % int4.SPAN:
         pytest.skip("steps are of 256 inputs")
@@ -240,11 +240,64 @@ def test_six_bits_give_what_eight_give_to_the_last_bit(minimums: bool) -> None:
         )
 
 
+@pytest.mark.parametrize("kind", int4.CODEBOOKS)
+@pytest.mark.parametrize("shape", [(32, 256), (2, 16, 1024)], ids=str)
+def test_indices_of_a_codebook_are_its_values_to_the_last_bit(shape: tuple[int, ...], kind: str) -> None:
+    q, groups = integers(*shape), (*shape[:-1], shape[-1] // 32)
+    if kind == int4.EXPONENTS:
+        scale = RANDOM.integers(0, 250, groups).astype(np.uint8)
+        scale.reshape(-1)[:2] = 0, 1  # subnormal numbers
+        numbers = np.ldexp(1.0, scale.astype(int) - 128)
+    else:
+        scale = stored(RANDOM.standard_normal((int(np.prod(shape[:-1])), groups[-1])), kind, 32)
+        numbers = (int4.stepped_numbers(scale) if kind == int4.STEPPED else scale.astype(float)).reshape(groups)
+        scale = scale.reshape(*shape[:-1], *scale.shape[1:])
+    weight, packed = int4.pack(q).view(int4.CODES), int4.pack_scales(scale)
+    assert weight.shape == int4.weight_shape(shape, codes=True) and weight.nbytes * 2 == q.size
+    assert packed.shape == int4.scale_shape(shape, 32, kind)
+    assert (int4.matrix_shape(weight), int4.group_of(weight, packed)) == (shape, 32)
+    np.testing.assert_array_equal(int4.unpack(weight), q)
+    values = (np.array(int4.CODEBOOKS[kind])[q] * np.repeat(numbers, 32, -1)).astype(np.float32)
+    np.testing.assert_array_equal(int4.exponent_numbers(np.arange(256, dtype=np.uint8))[[0, 1, 2, 128, 255]],
+                                  [2.0**-128, 2.0**-127, 2.0**-126, 1, 2.0**127])  # fmt: skip
+    normal = np.repeat(np.abs(numbers), 32, -1) >= np.finfo(np.float32).tiny  # XLA:CPU takes others for zero
+    got = np.asarray(int4.dequantized(weight, packed, None))
+    np.testing.assert_array_equal(got[normal], values[normal])
+    assert np.abs(got[~normal]).max(initial=0.0) < 2.0**-123
+    if len(shape) == 2:
+        at = RANDOM.integers(0, shape[0], (3, 5))
+        np.testing.assert_array_equal(int4.rows(weight, packed, None, jnp.asarray(at)), got[at])
+
+
+@needs_numba
+@pytest.mark.parametrize("kind", by_default(int4.CODEBOOKS))
+@pytest.mark.parametrize("gated", [False, True])
+def test_codebooks_give_what_their_values_give_in_eight_bits_to_the_last_bit(gated: bool, kind: str) -> None:
+    """Of every number of rows that another tile multiplies, and of one matrix of a stack."""
+    each = [matrix(96, 768, 32, kind, bits=int4.CODES)[0][:2] for _ in range(3)]
+    codes, scale = (jnp.stack(parts) for parts in zip(*each, strict=True))
+    values = np.array(int4.CODEBOOKS[kind], np.int8)[int4.unpack(np.asarray(codes))]
+    eight = jnp.asarray(int4.pack(values, 8))
+    wide = int4.numbers(scale, 768) if kind == int4.EXPONENTS else scale
+    x = RANDOM.standard_normal((50, 768), np.float32)
+    multiply = jax.jit(partial(native.multiply_int4, gated=gated))
+    for rows in (1, 2, 4, 12, 16, 40, 50):
+        for expert in (None, jnp.int32(1)):
+            ours, theirs = (
+                multiply(x[:rows], *(pair if expert is not None else (pair[0][0], pair[1][0])), expert=expert)
+                for pair in ((codes, scale), (eight, wide))
+            )
+            np.testing.assert_array_equal(ours, theirs, err_msg=f"{rows} rows, expert {expert}")
+
+
 @needs_numba
 @pytest.mark.parametrize("rows", [1, 3, 16, 47, 199])
-@pytest.mark.parametrize("minimums", [False, True])
-def test_rows_are_normed_results_gated_and_a_residual_is_added_on_the_way(rows: int, minimums: bool) -> None:
-    packed, _ = matrix(224, 128, 32, minimums=minimums)
+@pytest.mark.parametrize("form", ["", "minimums", int4.CODES])
+def test_rows_are_normed_results_gated_and_a_residual_is_added_on_the_way(rows: int, form: str) -> None:
+    if form == int4.CODES:
+        packed, _ = matrix(224, 128, 32, int4.EXPONENTS, bits=form)
+    else:
+        packed, _ = matrix(224, 128, 32, minimums=form == "minimums")
     x = jnp.asarray(RANDOM.standard_normal((rows, 128), np.float32) * 6)
     norm = jnp.asarray(RANDOM.standard_normal(128, np.float32))
     residual = jnp.asarray(RANDOM.standard_normal((rows, 112), np.float32) * 10)
@@ -266,7 +319,7 @@ def test_rows_are_normed_results_gated_and_a_residual_is_added_on_the_way(rows: 
 @pytest.mark.parametrize(("bits", "group", "kind", "minimums"), FORMS)
 @pytest.mark.parametrize("gated", [False, True])
 def test_amx_changes_nothing(
-    gated: bool, bits: int, group: int, kind: str, minimums: bool, monkeypatch: pytest.MonkeyPatch
+    gated: bool, bits: int | str, group: int, kind: str, minimums: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packed, _ = matrix(96, 1280, group, kind, minimums, bits)
     x = RANDOM.standard_normal((150, 1280), np.float32)
@@ -292,7 +345,7 @@ def test_only_the_first_rows_are_computed(rows: int) -> None:
 
 @needs_numba
 @pytest.mark.parametrize(("bits", "group", "kind", "minimums"), FORMS)
-def test_one_matrix_of_a_stack_is_read_in_place(bits: int, group: int, kind: str, minimums: bool) -> None:
+def test_one_matrix_of_a_stack_is_read_in_place(bits: int | str, group: int, kind: str, minimums: bool) -> None:
     each = [matrix(96, 256, group, kind, minimums, bits)[0] for _ in range(3)]
     arrays = [None if parts[0] is None else jnp.stack(parts) for parts in zip(*each, strict=True)]
     multiply = jax.jit(partial(native.multiply_int4, eps=1.0), static_argnames="gated")

@@ -29,7 +29,7 @@ def as_bfloat16(values: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize(("bits", "group", "kind", "minimums"), ONE_FORM)
 @pytest.mark.parametrize("shape", [(208, 256), (1072, 1280), (48, 2304)], ids=str)
 def test_many_rows_are_multiplied_as_bfloat16(
-    shape: tuple[int, int], bits: int, group: int, kind: str, minimums: bool
+    shape: tuple[int, int], bits: int | str, group: int, kind: str, minimums: bool
 ) -> None:
     packed, values = matrix(*shape, group, kind, minimums, bits)
     random = np.random.default_rng(group)

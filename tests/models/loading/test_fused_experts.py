@@ -18,7 +18,7 @@ from rekindle._src.session.exporting import export
 from rekindle.errors import CheckpointError, UnsupportedModel
 from rekindle_kernels import int4, unavailable_reason
 
-KIND = "int6-32-f32"
+KIND = "fp4-32"
 native = unavailable_reason("cpu") is None
 
 
