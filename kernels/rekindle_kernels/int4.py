@@ -181,11 +181,12 @@ def stepped_numbers(scales: NDArray[np.int8]) -> NDArray[np.float32]:
 
 
 def exponent_numbers(exponents: Any) -> Any:
-    """Return the numbers that scales of uint8 stand for, as float32 of the same shape. The two smallest are subnormal.
+    """Return the numbers that exponents, or their bytes, stand for as scales, in float32. The two smallest are subnormal.
 
     For arrays of NumPy and of JAX.
     """
-    xp, wide = (jnp, exponents.astype(jnp.int32)) if isinstance(exponents, jax.Array) else (np, exponents.astype("i4"))
+    xp: Any = jnp if isinstance(exponents, jax.Array) else np
+    wide = exponents.view(np.uint8).astype(np.int32)
     return xp.maximum((wide - 1) << 23, (wide + 1) << 21).view(np.float32)
 
 
@@ -213,8 +214,8 @@ def dequantized(
 
 
 def numbers(scale: jax.Array, inputs: int) -> jax.Array:
-    """Return `scale` or `minimum` as numbers [..., K / group * 16], also if they are integers with steps, or exponents."""
-    if scale.dtype == EXPONENTS:
+    """Return `scale` or `minimum` as numbers [..., K / group * 16], also if they are exponents or integers with steps."""
+    if scale.dtype.name == EXPONENTS:
         exponents: jax.Array = exponent_numbers(scale)
         return exponents
     if scale.dtype != jnp.int8:

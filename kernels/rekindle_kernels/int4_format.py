@@ -16,7 +16,7 @@ three arrays, of which the last may be missing (None); a stack of matrices has o
              or uint32            [N / 16, K * 3]             four in three bytes: a matrix of six bits
              or int16             [N / 16, K * 4]             the bytes of uint8, two by two: indices of a codebook
     scale    float16 or float32   [N / 16, K / group * 16]
-             or uint8             [N / 16, K / group * 16]    of the codebook of 4-bit floats: exponents
+             or float8_e8m0fnu    [N / 16, K / group * 16]    of the codebook of 4-bit floats: exponents
              or int8              [N / 16, K / 256 * (4096 / group + 32)]
     minimum  as scale
 
@@ -36,8 +36,8 @@ Scales of int8 are integers, and 256 inputs of an output share a float16 step: a
 inputs, a row has 16 integers for each of their groups, one per output, and then the 16 steps in 32 bytes. Such products
 are exact in float32.
 
-Scales of uint8 are powers of two: e is 2 ** (e - 128), half of what it means in MXFP4 (E8M0), since the codebook has
-twice the values of 4-bit floats (E2M1).
+Exponents are those of MXFP4. A byte e of them stands for 2 ** (e - 128), also 255, which is half of what it means in a
+file: the codebook has twice the values of 4-bit floats (E2M1).
 
 Other formats are converted exactly (by `pack` and `pack_scales`):
 
@@ -77,10 +77,11 @@ SIX_OFFSET = 32  # by which integers of six bits are stored larger
 HIGHEST = 15
 SCALES = ("float16", "float32")
 STEPPED = "int8"  # scales that are integers, with a step for each SPAN inputs
-EXPONENTS = "uint8"  # scales that are powers of two
+EXPONENTS = "float8_e8m0fnu"  # scales that are powers of two
 FLOATS = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # twice the values of a 4-bit float (E2M1)
 IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 CODEBOOKS = {EXPONENTS: FLOATS, "float16": IQ4, STEPPED: IQ4}  # by the dtype of scales
 STORED = {**dict.fromkeys(DTYPES.values(), (*SCALES, STEPPED)), CODES: tuple(CODEBOOKS)}  # dtypes of scales, by weight
+SCALE_BYTES = {"float16": 2, "float32": 4, STEPPED: 1, EXPONENTS: 1}
 SPAN = 256
 STEP_BYTES = 2  # of an output

@@ -22,7 +22,7 @@ _USUAL = [
     (4, 32, "float16", False), (4, 64, "float16", False), (4, 128, "float16", True), (4, 64, "float32", True),
     (8, 32, "float16", False), (8, 16, "float32", False), (8, 16, "float32", True), (8, 128, "float16", True),
     (4, 32, "int8", True), (4, 128, "int8", False), (8, 16, "int8", True), (8, 32, "int8", False),
-    (6, 16, "int8", False), (6, 32, "int8", True), (int4.CODES, 32, "uint8", False),
+    (6, 16, "int8", False), (6, 32, "int8", True), (int4.CODES, 32, int4.EXPONENTS, False),
 ]  # fmt: skip
 _RARE = [
     (6, 32, "float16", False), (6, 64, "float32", True), (int4.CODES, 32, "float16", False),
@@ -49,7 +49,7 @@ def integers(*shape: int, bits: int = 4) -> np.ndarray:
 def stored(scales: np.ndarray, kind: str, group: int) -> np.ndarray:
     """Scales [N, groups] as they are stored in this dtype, before they are packed."""
     if kind == int4.EXPONENTS:
-        return np.rint(np.log2(scales + 1e-9) + 128).astype(np.uint8)
+        return np.rint(np.log2(scales + 1e-9) + 128).astype(np.uint8).view(kind)
     if kind != int4.STEPPED:
         return scales.astype(kind)
     grouped = scales.reshape(len(scales), -1, int4.SPAN // group)
@@ -59,8 +59,8 @@ def stored(scales: np.ndarray, kind: str, group: int) -> np.ndarray:
 
 
 def numbers(scales: np.ndarray) -> np.ndarray:
-    if scales.dtype == np.uint8:
-        return np.ldexp(1.0, scales.astype(int) - 128)
+    if scales.dtype.name == int4.EXPONENTS:
+        return np.ldexp(1.0, scales.view(np.uint8).astype(int) - 128)
     return (int4.stepped_numbers(scales) if scales.dtype == np.int8 else scales).astype(np.float64)
 
 

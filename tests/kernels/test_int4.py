@@ -247,7 +247,7 @@ def test_indices_of_a_codebook_are_its_values_to_the_last_bit(shape: tuple[int, 
     if kind == int4.EXPONENTS:
         scale = RANDOM.integers(0, 250, groups).astype(np.uint8)
         scale.reshape(-1)[:2] = 0, 1  # subnormal numbers
-        numbers = np.ldexp(1.0, scale.astype(int) - 128)
+        numbers, scale = np.ldexp(1.0, scale.astype(int) - 128), scale.view(kind)
     else:
         scale = stored(RANDOM.standard_normal((int(np.prod(shape[:-1])), groups[-1])), kind, 32)
         numbers = (int4.stepped_numbers(scale) if kind == int4.STEPPED else scale.astype(float)).reshape(groups)

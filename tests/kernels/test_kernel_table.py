@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from rekindle_kernels.int4_format import STORED
 from rekindle_kernels.native import build, chain_plan, kernel_table, zeros
-from rekindle_kernels.native.kernel_table import KERNELS, MATVEC, PREFILL, identify
+from rekindle_kernels.native.kernel_table import GROUPED, KERNELS, MATVEC, PREFILL, identify
 from rekindle_kernels.native.products import DTYPES
 
 VARIANTS = [
@@ -13,6 +14,7 @@ VARIANTS = [
     else spec.variant(*[dtype] * len(spec.parameters))
     for spec in KERNELS.values() for dtype in DTYPES for size in (16, 64, 80, 128, 256)
 ]  # fmt: skip
+VARIANTS += [GROUPED[weight].variant(scale) for weight, scales in STORED.items() for scale in scales]
 
 
 def test_a_name_tells_the_kernel() -> None:

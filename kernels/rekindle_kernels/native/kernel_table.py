@@ -269,9 +269,10 @@ KERNELS = {
 
 def identify(name: str) -> Variant | None:
     """Return the kernel of that name; None if it has no table."""
-    kind, *parameters = name.split("_")
+    kind, _, rest = name.partition("_")
     spec = KERNELS.get(kind)
     if spec is None:
         return None
+    parameters = rest.rsplit("_", len(spec.parameters) - 1) if rest else []  # names of dtypes may have "_"
     variant = spec.variant(*parameters)
     return variant._replace(head_dim=int(variant.head_dim))

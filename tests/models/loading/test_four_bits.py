@@ -99,7 +99,7 @@ def assert_close(kept: LoadedModel, floats: LoadedModel) -> None:
 
 
 def numbers(scales: np.ndarray) -> np.ndarray:
-    if scales.dtype == np.uint8:
+    if scales.dtype.name == int4.EXPONENTS:
         exponents: np.ndarray = int4.exponent_numbers(scales)
         return exponents
     return int4.stepped_numbers(scales) if scales.dtype == np.int8 else scales.astype(np.float32)

@@ -36,6 +36,7 @@ from rekindle_kernels.int4_format import (
     COLUMNS,
     INPUTS_OF,
     OFFSET,
+    SCALE_BYTES,
     SIX_OFFSET,
     SPAN,
     STEP_BYTES,
@@ -254,7 +255,7 @@ def units_of(form: Int4Form) -> Units:
 def job_reader(form: Int4Form) -> Any:
     """Return `read(frame, job)`, which notes in the job what the operands say."""
     bits, offset, stepped = form.bits, form.offset, form.dtype == STEPPED
-    columns, word, scale_word = COLUMNS[form.weight], np.dtype(form.weight).itemsize, np.dtype(form.dtype).itemsize
+    columns, word, scale_word = COLUMNS[form.weight], np.dtype(form.weight).itemsize, SCALE_BYTES[form.dtype]
     step_inputs = STEP[bits] * INPUTS_OF[bits]
 
     @inline

@@ -133,7 +133,7 @@ def integers_of(kind: str, blocks: NDArray[Any]) -> Integers:
 
 
 def _one_group(levels: Callable[[Any], NDArray[Any]], *, minimums: bool = False) -> Callable[[Any], Found]:
-    """Return a function for blocks of one group each, with a scale, that returns integers and scales."""
+    """Return a function for blocks of one group each, with a scale of 16 bits, that returns integers and scales."""
     return lambda blocks: (levels(blocks), blocks["scale"], blocks["least"] if minimums else None)
 
 
@@ -163,5 +163,5 @@ _INTEGERS: dict[str, Callable[[Any], Found]] = {
     "Q8_0": _one_group(lambda blocks: np.ascontiguousarray(blocks["low"])),
     "IQ4_NL": _one_group(q4),
     "IQ4_XS": lambda blocks: (q4(blocks), _stepped(iq4_xs_levels(blocks), blocks["scale"]), None),
-    "MXFP4": _one_group(q4),
+    "MXFP4": lambda blocks: (q4(blocks), blocks["scale"].view(int4.EXPONENTS), None),
 }

@@ -426,7 +426,7 @@ class FourBitFloatRows:
     def integers(self, start: int, stop: int) -> Integers:
         """Return the stored integers of the outputs [start, stop), with half of the scales; or indices and exponents."""
         if self.packing is not None and self.packing.codes:
-            return Integers(self._levels(start, stop), rows_of(self._scale, start, stop).view(np.uint8))
+            return Integers(self._levels(start, stop), rows_of(self._scale, start, stop).view(int4.EXPONENTS))
         return Integers(_TWICE[self._levels(start, stop)], self._scales(start, stop) * np.float32(0.5))
 
     def _levels(self, start: int, stop: int) -> NDArray[np.uint8]:
