@@ -1,4 +1,7 @@
-"""Matrices of four, six and eight bits in groups, and of codebooks: packing them, and their values. `int4_format` has the definition."""
+"""Matrices of four, six and eight bits in groups, and of codebooks: packing them, and their values.
+
+`int4_format` has the definition.
+"""
 
 from __future__ import annotations
 
@@ -181,7 +184,7 @@ def stepped_numbers(scales: NDArray[np.int8]) -> NDArray[np.float32]:
 
 
 def exponent_numbers(exponents: Any) -> Any:
-    """Return the numbers that exponents, or their bytes, stand for as scales, in float32. The two smallest are subnormal.
+    """Return the scales that exponents, or their bytes, stand for, as float32. The two smallest are subnormal.
 
     For arrays of NumPy and of JAX.
     """
@@ -214,7 +217,7 @@ def dequantized(
 
 
 def numbers(scale: jax.Array, inputs: int) -> jax.Array:
-    """Return `scale` or `minimum` as numbers [..., K / group * 16], also if they are exponents or integers with steps."""
+    """Return `scale` or `minimum` as numbers [..., K / group * 16], whatever their dtype."""
     if scale.dtype.name == EXPONENTS:
         exponents: jax.Array = exponent_numbers(scale)
         return exponents

@@ -1,4 +1,4 @@
-"""The format of matrices of four bits, and of six or eight, in groups: their arrays, and their values.
+"""The format of matrices of four bits, of six or eight, and of codebooks, in groups: their arrays, and their values.
 
 A matrix [N, K] (N outputs, K inputs) consists of integers q from 0 to 15. Each `group` of consecutive inputs of an
 output has a scale, and a minimum or none:
@@ -7,9 +7,12 @@ output has a scale, and a minimum or none:
     value = scale * q + minimum        with them
 
 Matrices of eight bits have integers from -128 to 127, those of six from -32 to 31, and no number is subtracted from
-them. The integers of a codebook are indices of 16 values, and have no minimums: value = scale * CODEBOOKS[…][q]. The
-dtype of the scales says which codebook it is. The group is 32, 64 or 128 inputs; with more than four bits also 16. It divides K, and 16 divides N. There are
-three arrays, of which the last may be missing (None); a stack of matrices has one more axis in front of each of them:
+them. The group is 32, 64 or 128 inputs; with more than four bits also 16. It divides K, and 16 divides N.
+
+The integers of a codebook are indices of 16 values, and there are no minimums: value = scale * codebook[q]. The dtype
+of the scales says which codebook it is (`CODEBOOKS`).
+
+There are three arrays, of which the last may be missing (None); a stack of matrices has one more axis in front of each:
 
     weight   uint8                [N / 16, K * 8]             two integers in each byte
              or int32             [N / 16, K * 4]             one in each byte: a matrix of eight bits

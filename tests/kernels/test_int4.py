@@ -1,4 +1,4 @@
-"""Matrices of four bits, of six and eight in groups, and of codebooks: what they hold and mean, and products with them."""
+"""Matrices of four, six and eight bits in groups, and of codebooks: what they hold and mean, and products with them."""
 
 from __future__ import annotations
 

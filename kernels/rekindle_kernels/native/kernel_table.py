@@ -43,9 +43,9 @@ GEMM = _product("gemm", amx="int32")  # 1: the processor has these instructions
 MATVEC = _product("matvec", invariant="int32")  # 1: products are added in the same order whatever the number of rows
 
 
-# Rows times a matrix of four, six or eight bits in groups, or of a codebook, whose three arrays `rekindle_kernels.int4` describes; W is
-# its columns. With `amx`, the processor has these instructions: results are the same without, unless `widened` is 1:
-# then many rows may be multiplied as bfloat16.
+# Rows times a matrix of four, six or eight bits, or of a codebook, in groups, whose three arrays are described in
+# `rekindle_kernels.int4_format`; W is its columns. With `amx`, the processor has these instructions: results are the
+# same without, unless `widened` is 1: then many rows may be multiplied as bfloat16.
 def _grouped(kind: str, weight: str) -> KernelSpec:
     return KernelSpec(
         kind,

@@ -1,4 +1,5 @@
-"""Rows times a matrix of four, six or eight bits: rows become 8-bit integers with a scale for each group of inputs.
+"""Rows times a matrix of four, six or eight bits, or of a codebook, in groups: rows become 8-bit integers with a scale
+for each group of inputs.
 
 A group's products are exact integers, and groups are added in their order, so a row's results are the same to the last
 bit whatever is computed beside it. Few rows read the matrix as fast as memory gives it. Tiles of 12 rows unpack it on

@@ -3,10 +3,10 @@ groups of inputs.
 
 A load fills a vector with eight inputs of each of 16 outputs (`rekindle_kernels.int4`). Its low and its high halves of
 bytes meet four 8-bit inputs of a row each, spread over a vector; of eight bits, two loads do that, and of six, three
-make four such vectors. Indices of a codebook are taken apart like integers of four bits, and one more instruction puts
-the values in their place. What a group adds up to is an exact integer; it is multiplied by the row's scale of that group,
-then by the outputs' and added to what earlier groups have given. So the result of a row is the same to the last bit
-whatever tile computes it, with whatever instructions.
+make four such vectors. Indices of a codebook are taken apart alike, and one more instruction puts values in their
+place. What a group adds up to is an exact integer; it is multiplied by the row's scale of that group, then by the
+outputs' and added to what earlier groups have given. So the result of a row is the same to the last bit whatever tile
+computes it, with whatever instructions.
 
 Sums of integers begin at the bits of MAGIC, so that as a float they are MAGIC plus the sum, without a conversion. A
 row's scale has 22 bits, so that MAGIC times the scale is exact, and (MAGIC + sum) · scale - MAGIC · scale, in one
@@ -166,14 +166,15 @@ def multiply_tile(
                         scaled = fma(builder, exact, factor, back)
                         added = fma(builder, scaled, factors[vector], builder.load(kept[index], align=4))
                         builder.store(added, kept[index], align=4)
-                with builder.if_then(builder.icmp_signed("!=", minimums, WORD(0))):
-                    lowest = [scales_at(builder.add(minimums, start), group) for start in vector_starts]
-                    for row in range(rows):
-                        values = number(row, group, VALUES, ir.FloatType())
-                        for vector in range(vectors):
-                            index = vector * rows + row
-                            added = fma(builder, values, lowest[vector], builder.load(kept[index], align=4))
-                            builder.store(added, kept[index], align=4)
+                if not codebook:
+                    with builder.if_then(builder.icmp_signed("!=", minimums, WORD(0))):
+                        lowest = [scales_at(builder.add(minimums, start), group) for start in vector_starts]
+                        for row in range(rows):
+                            values = number(row, group, VALUES, ir.FloatType())
+                            for vector in range(vectors):
+                                index = vector * rows + row
+                                added = fma(builder, values, lowest[vector], builder.load(kept[index], align=4))
+                                builder.store(added, kept[index], align=4)
             if in_registers:
                 for place, one in zip(places, kept, strict=True):
                     builder.store(builder.load(one), at(place, FLOATS), align=4)

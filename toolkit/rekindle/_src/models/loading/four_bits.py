@@ -59,8 +59,8 @@ def stored_kinds(
 ) -> tuple[tuple[str, str], ...]:
     """Return the kinds, as `Precision.kinds` has them, of the matrices that a checkpoint stores in groups.
 
-    Groups have integers of four bits, with `eight` also of six or eight, or of a codebook. Without `steps`, scales are numbers, so that a matrix can be
-    divided after every group.
+    Groups have integers of four bits, with `eight` also of six or eight, and codebooks. Without `steps`, scales are
+    numbers, so that a matrix can be divided after every group.
     """
     kinds = []
     for path, source in declared.sources.items():

@@ -424,7 +424,7 @@ class FourBitFloatRows:
         return found if group in int4.GROUPS_OF[found.bits] else None
 
     def integers(self, start: int, stop: int) -> Integers:
-        """Return the stored integers of the outputs [start, stop), with half of the scales; or indices and exponents."""
+        """Return the integers of the outputs [start, stop) with half of the scales, or indices with exponents."""
         if self.packing is not None and self.packing.codes:
             return Integers(self._levels(start, stop), rows_of(self._scale, start, stop).view(int4.EXPONENTS))
         return Integers(_TWICE[self._levels(start, stop)], self._scales(start, stop) * np.float32(0.5))
