@@ -32,7 +32,7 @@ ROOT = Path("/usr/aarch64-linux-gnu")  # where Debian's cross compiler has the C
 PROCESSORS = {"armv8": "cortex-a53", "armv8.2-dotprod": "neoverse-n1", "armv8.6-i8mm-bf16": "max"}
 THREADS = 2
 LOAD = 0  # other requests say with how many threads a kernel is called
-_SIZES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 2, 8: 4, 9: 8, 10: 2, 11: 4, 12: 8, 16: 2}  # bytes, by XLA's dtype
+_SIZES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 2, 8: 4, 9: 8, 10: 2, 11: 4, 12: 8, 16: 2, 33: 1}  # bytes, by dtype
 _DTYPE = 2 * WORD  # in XLA's record of a buffer, which is an int32 there
 _OPERAND_COUNT = 7 * WORD  # in XLA's call frame
 

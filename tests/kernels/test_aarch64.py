@@ -43,7 +43,7 @@ FEW_TESTS = (
 NEWER = {
     "armv8.2-dotprod": [
         "gemm_int8",
-        *(name for name in ALL if name.startswith(("int4_", "int6groups_", "int8groups_"))),
+        *(name for name in ALL if name.startswith(("int4_", "int6groups_", "int8groups_", "codebook_"))),
     ],
     "armv8.6-i8mm-bf16": ["gemm_int8", "gemm_bfloat16"],
 }

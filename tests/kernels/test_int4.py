@@ -292,12 +292,13 @@ def test_codebooks_give_what_their_values_give_in_eight_bits_to_the_last_bit(gat
 
 @needs_numba
 @pytest.mark.parametrize("rows", [1, 3, 16, 47, 199])
-@pytest.mark.parametrize("form", ["", "minimums", int4.CODES])
-def test_rows_are_normed_results_gated_and_a_residual_is_added_on_the_way(rows: int, form: str) -> None:
-    if form == int4.CODES:
-        packed, _ = matrix(224, 128, 32, int4.EXPONENTS, bits=form)
+@pytest.mark.parametrize("minimums", [False, True, None])
+def test_rows_are_normed_results_gated_and_a_residual_is_added_on_the_way(rows: int, minimums: bool | None) -> None:
+    """With None, of a codebook."""
+    if minimums is None:
+        packed, _ = matrix(224, 128, 32, int4.EXPONENTS, bits=int4.CODES)
     else:
-        packed, _ = matrix(224, 128, 32, minimums=form == "minimums")
+        packed, _ = matrix(224, 128, 32, minimums=minimums)
     x = jnp.asarray(RANDOM.standard_normal((rows, 128), np.float32) * 6)
     norm = jnp.asarray(RANDOM.standard_normal(128, np.float32))
     residual = jnp.asarray(RANDOM.standard_normal((rows, 112), np.float32) * 10)
