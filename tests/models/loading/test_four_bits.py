@@ -130,6 +130,23 @@ def test_integers_and_scales_are_those_of_the_file_to_the_last_bit(tmp_path: Pat
 
 
 @needs_numba
+@pytest.mark.parametrize("kind", by_default(["MXFP4", "IQ4_NL", "IQ4_XS"]))
+def test_codebooks_hold_what_the_gguf_package_reads_to_the_last_bit(kind: str, tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    raw = checkpoints.CASES["qwen3-moe"] | {
+        "hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256, "head_dim": 64,
+        "num_attention_heads": 4,
+    }  # fmt: skip
+    file = gguf_files.of_types(tmp_path / "model.gguf", raw, lambda name: "F32" if "gate_inp" in name else kind)
+    stored = leaves_of(load(file))
+    read = {one.name: gguf.quants.dequantize(one.data, one.tensor_type) for one in gguf.GGUFReader(file).tensors}
+    for path, name in (("embed", "token_embd"), ("layers.1.mlp.down", "blk.1.ffn_down_exps")):
+        weight, scale = (stored[f"{path}.{part}"] for part in ("weight", "scale"))
+        assert weight.dtype == int4.CODES
+        np.testing.assert_array_equal(int4.dequantized(weight, scale, None), read[f"{name}.weight"])
+
+
+@needs_numba
 def test_a_mixture_of_types_is_kept(tmp_path: Path) -> None:
     """A file like Q4_K_M: v and down in Q6_K in some layers; q, k and v together then have six bits."""
 

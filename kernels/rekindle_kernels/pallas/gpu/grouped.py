@@ -53,7 +53,7 @@ def supports(call: GroupedCall) -> str | None:
         if names[0] not in PACKED_TYPES:
             return f"rows are {names[0]}, not one of {', '.join(PACKED_TYPES)}"
         if names[1] not in WORDS:
-            return f"integers of {int4.BITS[names[1]]} bits are not widened in registers"
+            return f"{names[1]} is not widened in registers"
     elif names[0] not in TYPES or names[1] not in (names[0], "int8"):
         return f"rows are {names[0]} and matrices {names[1]}"
     shape = call.weight.shape if call.scale is None else int4.matrix_shape(call.weight)

@@ -68,7 +68,7 @@ def supports(call: LinearCall) -> str | None:
     if call.quantize != "int4":
         return "the matrix is not in groups"
     if call.weight.dtype.name not in WORDS:
-        return f"integers of {int4.BITS[call.weight.dtype.name]} bits are not widened in registers"
+        return f"{call.weight.dtype.name} is not widened in registers"
     if call.x.dtype.name not in TYPES:
         return f"rows are {call.x.dtype.name}, not one of {', '.join(TYPES)}"
     if call.norm:
