@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from rekindle_kernels import int4, int4_format
+from rekindle_kernels import int4
 
 K = 256  # values in a block of the "K" types
 
@@ -81,7 +81,7 @@ WRITTEN = ("F32", "F16", "BF16", "Q8_0", "Q4_0")
 Blocks = NDArray[np.void]
 Values = NDArray[np.float32]
 # The 16 levels of IQ4, and twice those of a 4-bit float (E2M1).
-IQ4, E2M1_TWICE = (np.array(table, np.float32) for table in (int4_format.IQ4, int4_format.FLOATS))
+IQ4, E2M1_TWICE = (np.array(table, np.float32) for table in (int4.IQ4, int4.FLOATS))
 
 
 def dequantize(kind: BlockType, blocks: NDArray[Any]) -> Values:
