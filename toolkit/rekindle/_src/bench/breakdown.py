@@ -230,6 +230,7 @@ PARTS = {
 }
 KERNELS = {
     "matvec": "products", "gemm": "products", "int4": "products", "int6groups": "products", "int8groups": "products",
+    "codebook": "products",
     "decode": "attention", "prefill": "attention", "write": "pages",
     "convolution": "states", "delta": "states", "scan": "states",
     "norm": "norms", "rope": "rope", "argmax": "sampling", "sample": "sampling",

@@ -6,6 +6,7 @@ T tokens, E hidden size, G experts, k chosen experts per token, M = T·k rows af
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -137,13 +138,13 @@ class Experts(nnx.Module):
                 out = jnp.where(valid[:, None], out, jnp.zeros_like(out))
             # A gather restores the order of the tokens: XLA:CPU runs a scatter one element at a time.
             out = out[jnp.argsort(order)].reshape(*chosen.shape, -1)
-            y = jnp.sum(out.astype(jnp.float32) * weights[..., None], axis=-2)
+            y = weighted_sum(out, weights)
         y = y.astype(x.dtype)
         y = y if self.widen is None else self.widen(y)
         y = y.reshape(x.shape)
         y = y if self.shards is None else self.shards.sum(y)
         if self.down_bias is not None:
-            biases = jnp.sum(self.down_bias[...][among_all] * weights[..., None], axis=-2)
+            biases = weighted_sum(self.down_bias[...][among_all], weights)
             y = y + biases.astype(x.dtype).reshape(x.shape)
         if self.shared is not None:
             y = y + self._shared_result(x)
@@ -233,6 +234,16 @@ class ScaledExperts(Experts):
     def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         weights, chosen = super().route(self.router_norm(x) * x.shape[-1] ** -0.5)
         return weights * self.expert_scalar[...][chosen], chosen
+
+
+def weighted_sum(results: jax.Array, weights: jax.Array) -> jax.Array:
+    """Compute the sum of results [T, k, E], each times its weight [T, k], → float32 [T, E].
+
+    It is a chain of additions: XLA:CPU hands a reduction of such an axis to a library, which took 200 µs for one token
+    with four experts of 2,880 outputs, where the chain took 7, and 3.6 ms for 1,024 tokens with eight, where it took 1.
+    """
+    terms = results.astype(jnp.float32) * weights[..., None]
+    return functools.reduce(jnp.add, (terms[:, choice] for choice in range(terms.shape[1])))
 
 
 def in_blocks(
