@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from helpers import checkpoints
 from rekindle._src.bench import fresh, growth, limits, workloads
 from rekindle._src.bench.folder import write_checkpoint
 from rekindle._src.bench.shapes import SHAPES, hf_config
@@ -24,8 +25,7 @@ LIMITS = limits.MachineLimits(read_gb_per_s=40.0, bf16_gflop_per_s=800.0, f32_gf
 
 
 def work(shape: str, quantize: str | None = None) -> limits.Work:
-    graph, leaves = abstract_model(config_from_hf(hf_config(shape)), "bfloat16", quantize)
-    return limits.Work.of(graph.paths, leaves)
+    return limits.Work.of(*abstract_model(config_from_hf(hf_config(shape)), "bfloat16", quantize))
 
 
 def test_a_token_reads_every_weight_but_an_embedding_that_is_not_the_head() -> None:
@@ -38,6 +38,19 @@ def test_a_token_reads_every_weight_but_an_embedding_that_is_not_the_head() -> N
     untied = SHAPES["8b"]
     table = untied["vocab_size"] * untied["hidden_size"]
     assert work("8b").decode_bytes == pytest.approx(work("8b").prefill_flop + 2 * table, rel=1e-3)
+
+
+def test_a_token_reads_its_own_experts() -> None:
+    raw = checkpoints.CASES["qwen3-moe"]
+    few, every = (
+        limits.Work.of(*abstract_model(config_from_hf(raw | {"num_experts_per_tok": chosen}), "bfloat16"))
+        for chosen in (2, raw["num_experts"])
+    )
+    config = config_from_hf(raw)
+    experts = sum(spec.num_experts - 2 for spec in config.moe or () if spec)
+    one = 3 * config.hidden_size * raw["moe_intermediate_size"]
+    assert every.decode_bytes - few.decode_bytes == experts * one * 2
+    assert every.prefill_flop - few.prefill_flop == experts * one * 2
 
 
 def test_shares_are_of_the_limit_that_binds() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import time
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from math import prod
 from typing import Any
 
@@ -12,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from rekindle._src.models.base import Graph
+from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.loading.hugepages import aligned
 from rekindle._src.models.nn.packing import matrix_shape
 from rekindle_kernels import LinearOptions, int4, linear
@@ -117,19 +121,22 @@ class Work:
     prefill_flop: int  # per prompt token, in the layers' products; without attention and the head
 
     @classmethod
-    def of(cls, paths: Sequence[str], leaves: Sequence[Any]) -> Work:
-        """Return the cost of weights or their shapes. An embedding that is not also the head is read by rows only."""
-        leaves_by_path = dict(zip(paths, leaves, strict=True))
-        tied = not any(path.startswith("head.") for path in leaves_by_path)
-        read = [
-            leaf for path, leaf in leaves_by_path.items() if tied or not path.startswith(("embed.", "position_embed."))
-        ]
-        products = [
-            prod(matrix_shape(leaf))
-            for path, leaf in leaves_by_path.items()
-            if path.startswith("layers.") and path.endswith("weight") and len(leaf.shape) == 2
-        ]
-        return cls(sum(leaf.size * leaf.dtype.itemsize for leaf in read), 2 * sum(products))
+    def of(cls, graph: Graph, leaves: Sequence[Any]) -> Work:
+        """Return the cost of weights or their shapes. Tables that are not also the head are read by rows only.
+
+        A token reads the matrices of its own experts.
+        """
+        tables = ["position_embed.", "layer_embed."]
+        if any(path.startswith("head.") for path in graph.paths):
+            tables.append("embed.")
+        nbytes = products = Fraction()
+        for path, leaf in zip(graph.paths, leaves, strict=True):
+            share = _share_of_experts(graph.config, path, leaf)
+            if not path.startswith(tuple(tables)):
+                nbytes += (share or 1) * leaf.size * leaf.dtype.itemsize
+            if path.startswith("layers.") and path.endswith("weight") and (len(leaf.shape) == 2 or share is not None):
+                products += (share or 1) * prod(matrix_shape(leaf))
+        return cls(int(nbytes), int(2 * products))
 
     def decode_share(self, limits: MachineLimits, tokens_per_s: float) -> float:
         """Return the share of the memory bandwidth that one stream uses to read the weights."""
@@ -138,3 +145,12 @@ class Work:
     def prefill_share(self, rate_gflop_per_s: float, tokens_per_s: float) -> float:
         """Return the share of the product rate that prefill at `tokens_per_s` uses."""
         return self.prefill_flop * tokens_per_s / (rate_gflop_per_s * 1e9)
+
+
+def _share_of_experts(config: ModelConfig, path: str, leaf: Any) -> Fraction | None:
+    """Return the share of a stack of experts that one token chooses; None for other leaves."""
+    layer = re.match(r"layers\.(\d+)\.", path)
+    spec = config.moe[int(layer[1])] if layer and config.moe else None
+    if spec is None or len(leaf.shape) != 3 or leaf.shape[0] != spec.num_experts:
+        return None
+    return Fraction(spec.top_k, spec.num_experts)

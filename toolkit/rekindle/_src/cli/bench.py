@@ -151,16 +151,15 @@ def _work(model: str, options: dict[str, Any]) -> Work:
     from rekindle import tiny
     from rekindle._src.bench.limits import Work
     from rekindle._src.models.base import abstract_model
-    from rekindle._src.models.loading.checkpoint import inspect, resolve_dtype
+    from rekindle._src.models.loading.checkpoint import describe, resolve_dtype
     from rekindle._src.models.registry import config_from_hf
 
+    dtype, quantize = options.get("dtype", "auto"), options.get("quantize")
     if is_shape(model):
         config = config_from_hf(hf_config(model.lower()))
-    else:
-        config = inspect(tiny.folder() if model == "tiny" else model).config
-    dtype = resolve_dtype(options.get("dtype", "auto"), config)
-    graph, leaves = abstract_model(config, dtype, options.get("quantize"))
-    return Work.of(graph.paths, leaves)
+        return Work.of(*abstract_model(config, resolve_dtype(dtype, config), quantize))
+    described = describe(tiny.folder() if model == "tiny" else model, dtype=dtype, quantize=quantize)
+    return Work.of(described.graph, described.shapes)
 
 
 def vocab_size(model: LoadedModel | str) -> int:
