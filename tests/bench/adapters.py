@@ -1,13 +1,15 @@
 """The cost of adapters: decode and prefill of a session with many of them, beside the same rows without.
 
     python tests/bench/adapters.py [135m] [--adapters 8] [--rank 16] [--rows 16] [--repeat 5] [--dtype bfloat16]
+                                   [--targets all-linear]
     python tests/bench/adapters.py --idle [135m] …
     python tests/bench/adapters.py --kernel [--repeat 5]
 
 One session has both, and runs them in turn, so that a busy machine slows both; the ratio is the median of the ratios of
-a pair. Adapters are random, over all linear layers but experts. With `--idle` no row has one: a session with all of
-them on the device runs in turn with a session that was opened without any. With `--kernel`, the adapters of one product
-alone, native and by XLA.
+a pair. Adapters are random. Their targets are all linear layers but experts, those of attention (`--targets attention`:
+q, k, v and o), or what PEFT chooses for Llama (`--targets peft-default`: q and v). With `--idle` no row has one: a
+session with all of them on the device runs in turn with a session that was opened without any. With `--kernel`, the
+adapters of one product alone, native and by XLA.
 """
 
 from __future__ import annotations
@@ -26,12 +28,20 @@ from rekindle._src.bench.shapes import random_shape
 from rekindle._src.models.adapters.sites import sites_of
 from rekindle._src.models.config import ModelConfig
 
+TARGETS = {
+    "all-linear": (),
+    "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "peft-default": ("q_proj", "v_proj"),
+}  # () for all
 
-def tensors(config: ModelConfig, seed: int, rank: int) -> dict[str, np.ndarray]:
-    """Random matrices for every linear layer but experts, under PEFT's names."""
+
+def tensors(config: ModelConfig, seed: int, rank: int, targets: Sequence[str]) -> dict[str, np.ndarray]:
+    """Return random matrices for the linear layers with these names, or all but experts, under PEFT's names."""
     random, state = np.random.default_rng(seed), dict[str, np.ndarray]()
     for site in (site for site in sites_of(config).sites if not site.experts):
         for index, name in enumerate(site.modules):
+            if targets and name.rpartition(".")[2] not in targets:
+                continue
             state[f"{name}.lora_A.weight"] = random.standard_normal((rank, site.inputs), np.float32) * 0.02
             state[f"{name}.lora_B.weight"] = random.standard_normal((site.rows_of(index), rank), np.float32) * 0.02
     return state
@@ -87,12 +97,18 @@ async def sessions(arguments: argparse.Namespace) -> None:
     loaded, rows = random_shape(arguments.model, dtype=arguments.dtype), arguments.rows
     random = np.random.default_rng(0)
     prompts = [random.integers(3, loaded.config.vocab_size, 256).tolist() for _ in range(rows)]
-    names = [f"a{index}" for index in range(arguments.adapters)]
+    names, targets = [f"a{index}" for index in range(arguments.adapters)], TARGETS[arguments.targets]
     options: dict[str, Any] = {
         "quiet": True, "disk_memory": 0, "max_requests": rows, "max_model_len": 512, "max_adapters": len(names),
         "max_adapter_rank": max(16, arguments.rank), "max_tokens_per_step": 512,
     }  # fmt: skip
-    adapters = {name: tensors(loaded.config, index, arguments.rank) for index, name in enumerate(names)}
+    adapters = {name: tensors(loaded.config, index, arguments.rank, targets) for index, name in enumerate(names)}
+    millions = sum(array.size for state in adapters.values() for array in state.values()) / 1e6
+    print(
+        f"{len(names)} adapters of rank {arguments.rank}, targets {arguments.targets} "
+        f"({', '.join(targets) or 'but experts'}), {millions:.1f} million numbers; {rows} rows, {arguments.dtype}",
+        flush=True,
+    )
     if arguments.idle:
         async with (
             rekindle.open(loaded, adapters=adapters, **options) as having,
@@ -156,6 +172,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--targets", choices=TARGETS, default="all-linear")
     parser.add_argument("--idle", action="store_true")
     parser.add_argument("--kernel", action="store_true")
     arguments = parser.parse_args()

@@ -12,6 +12,7 @@ import pytest
 
 from helpers.thorough import by_default
 from rekindle_kernels import AdaptedTokens, AdapterCall, add_adapters, gated, native, rms_norm
+from rekindle_kernels.native import chain, cpu
 from rekindle_kernels.ops.adapters import ADAPTERS
 
 needs_numba = pytest.mark.skipif(native.unavailable_reason() is not None, reason="numba is not installed")
@@ -153,6 +154,45 @@ def test_a_run_of_native_calls_goes_through_adapters_and_gates() -> None:
     assert calls == ["rekindle_chain"]
     alone, together = (jax.jit(each)(arrays.x, slots) for each in (function, native.chained(function)))
     np.testing.assert_array_equal(np.asarray(alone), np.asarray(together))
+
+
+@needs_numba
+@pytest.mark.skipif(not cpu.multiplies_many("bfloat16"), reason="XLA multiplies many rows on this processor")
+@pytest.mark.parametrize("gate", [None, "silu"])
+def test_products_prefetch_what_their_adapters_read_and_results_stay_the_same(
+    gate: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = list[int]()
+    monkeypatch.setattr(
+        chain,
+        "_with_stacks",
+        lambda product, stacks, place: places.append(place) or with_stacks(product, stacks, place),
+    )
+    with_stacks, inputs, outputs = chain._with_stacks, 128, (96, 96)
+    values = {"y": (13, 192), "x": (13, inputs), "weight": (192, inputs), "down": (2 * ROWS, inputs), "up": (ROWS, 192)}
+    y, x, *matrices = (jnp.asarray(RANDOM.standard_normal(shape, np.float32)) for shape in values.values())
+    weight, down, up = (matrix.astype(jnp.bfloat16) for matrix in matrices)
+    slots = jnp.asarray([1, 0, 3, 1, 0, 0, 3, 3, 3, 1, 1, 3, 0], jnp.int32)  # 4, 5 and 4 tokens
+
+    def function(x: jax.Array, slots: jax.Array) -> jax.Array:
+        options: dict[str, Any] = {"place": PLACE, "outputs": outputs, "gate": gate}
+        product = native.multiply(x, weight, residual=y)
+        return add_adapters(product, x, down, up, jnp.asarray(OWNERS), AdaptedTokens.of(slots), **options)
+
+    alone, together = (np.asarray(jax.jit(each)(x, slots)) for each in (function, native.chained(function)))
+    assert places == [PLACE]
+    np.testing.assert_array_equal(alone, together)
+
+
+@needs_numba
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_and_two_tokens_of_an_adapter_have_the_numbers_that_they_have_among_more(dtype: str) -> None:
+    arrays = case(9, dtype, (96, 16, 80))
+    slots = np.array([1, 1, 1, 1, 3, 3, 3, 3, 3])
+    among = arrays.run(slots, "native")
+    for kept in ([0], [1, 2], [0, 4, 8], [3, 5, 6]):
+        few = arrays.run(np.where(np.isin(np.arange(9), kept), slots, 0), "native")
+        np.testing.assert_array_equal(few[kept], among[kept])
 
 
 @needs_numba

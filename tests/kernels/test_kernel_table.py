@@ -61,4 +61,5 @@ def test_the_arrays_of_a_kernel_have_different_names() -> None:
         names = [array.name for array in (*spec.operands, *spec.results)]
         assert len(set(names)) == len(names), spec.kind
         assert all(result.into is None or spec.has(result.into) for result in spec.results)
-    assert kernel_table.KERNELS["gemm"].operands == MATVEC.operands, "chains and callers treat both alike"
+    common = kernel_table.KERNELS["gemm"].operands[: len(MATVEC.operands)]
+    assert common == MATVEC.operands, "chains and callers treat both alike"

@@ -29,10 +29,12 @@ from rekindle_kernels.native import chain_plan
 from rekindle_kernels.native.build import PREFIX, builds, ensure
 from rekindle_kernels.native.chain_plan import CHAIN, OPERAND, RESULT, Buffer, Step
 from rekindle_kernels.native.kernel_spec import Variant
-from rekindle_kernels.native.kernel_table import identify
+from rekindle_kernels.native.kernel_table import ADAPTER, ADAPTER_GATE, GEMM, identify
 
 if TYPE_CHECKING:
     from jax.extend.core import Jaxpr, JaxprEqn
+
+STACKS = ("down", "up", "owners", "slots")  # operands of adapters that products before them take, too
 
 
 def chains() -> bool:
@@ -262,6 +264,7 @@ def _made_one(run: Sequence[Operation], leaving: set[Value]) -> list[Operation |
         _stepping_over(gaps[index > unread], operation) if _is_product_of(operation, tokens) else operation
         for index, operation in enumerate(run)
     ]
+    run = _prefetching_adapters(run)
     buffers, inputs = _buffers(run, gaps)
     steps = [_step(operation, buffers, tokens) for operation in run if operation.kernel is not None]
     views: list[Operation | Chain] = []
@@ -301,6 +304,40 @@ def _stepping_over(gap: Value, product: Operation) -> Operation:
     settings[spec.setting_index("present")] |= spec.present_bit("rows")
     inputs[spec.index("rows")] = gap
     inputs[spec.index("settings")] = _described(settings, settings)
+    return replace(product, inputs=inputs)
+
+
+def _prefetching_adapters(run: Sequence[Operation]) -> list[Operation]:
+    """Return a run in which products to which adapters are added prefetch their rows of rank."""
+    changed, maker = list(run), dict[Value, int]()  # the call that makes a value, under whatever shape
+    for index, operation in enumerate(run):
+        if operation.kernel is None:
+            maker[operation.outputs[0]] = maker.get(operation.inputs[0], index)
+            continue
+        if operation.kernel.spec in (ADAPTER, ADAPTER_GATE):
+            number = maker.get(operation.operand("y"), index)
+            stacks, place = [operation.operand(name) for name in STACKS], operation.setting("place")
+            if place is not None and maker.keys().isdisjoint(stacks) and _is_gemm(changed[number]):
+                changed[number] = _with_stacks(changed[number], stacks, place)
+        maker.update(dict.fromkeys(operation.outputs, index))
+    return changed
+
+
+def _is_gemm(operation: Operation) -> bool:
+    """True for products of several rows whose settings are known."""
+    return operation.kernel is not None and operation.kernel.spec is GEMM and operation.setting("present") is not None
+
+
+def _with_stacks(product: Operation, stacks: Sequence[Value], place: int) -> Operation:
+    """Return a product that prefetches from the stacks of adapters at a place."""
+    settings = np.array(product.operand("settings").constant)
+    present = GEMM.setting_index("present")
+    absent = [] if settings[present] & GEMM.present_bit("expert") else [_described(settings[:1], settings[:1])]
+    settings[present] |= sum(map(GEMM.present_bit, STACKS))
+    settings[GEMM.setting_index("place")] = place
+    settings[GEMM.setting_index("number_bytes")] = stacks[0].dtype.itemsize
+    inputs = [*product.inputs, *absent, *stacks]
+    inputs[GEMM.index("settings")] = _described(settings, settings)
     return replace(product, inputs=inputs)
 
 

@@ -21,7 +21,7 @@ _EXPERT = Operand("expert", "", "int32", optional=True, behind=True)
 # Rows times a matrix. `rows` says which rows are computed: the first `before`, and those behind the next `gap`. Results
 # of the others are undefined; without `rows` all are computed. Gated products have half as many results as outputs:
 # silu of the first half times the other. `norm` holds weights of an RMS norm of the rows before they are multiplied.
-def _product(kind: str, **settings: str) -> KernelSpec:
+def _product(kind: str, *behind: Operand, **settings: str) -> KernelSpec:
     return KernelSpec(
         kind,
         operands=(
@@ -32,6 +32,7 @@ def _product(kind: str, **settings: str) -> KernelSpec:
             Operand("rows", "2", "int32", optional=True, fields=("before", "gap")),
             Operand("norm", "K", optional=True),
             _EXPERT,
+            *behind,
         ),
         results=(Result("out", "T M"),),
         settings={"eps": "float32", "gated": "int32", **settings},
@@ -39,7 +40,19 @@ def _product(kind: str, **settings: str) -> KernelSpec:
     )
 
 
-GEMM = _product("gemm", amx="int32")  # 1: the processor has these instructions
+# With `amx` 1 the processor has these instructions. Where adapters are added to the product, the chain passes that
+# call's operands here, too: while few rows are multiplied, the product prefetches the rows of rank of the step's
+# adapters, of `place`, in numbers of `number_bytes`.
+GEMM = _product(
+    "gemm",
+    Operand("down", "A K", optional=True, behind=True),
+    Operand("up", "B N", optional=True, behind=True),
+    Operand("owners", "C U", "int32", optional=True, behind=True),
+    Operand("slots", "S", "int32", optional=True, behind=True),
+    amx="int32",
+    place="int32",
+    number_bytes="int32",
+)
 MATVEC = _product("matvec", invariant="int32")  # 1: products are added in the same order whatever the number of rows
 
 

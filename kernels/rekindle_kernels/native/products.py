@@ -190,7 +190,9 @@ def multiply(
     kernel = _kernel(R, one, quantize_rows, deterministic)
     assert kernel is not None, f"{R} rows times {one.dtype}{list(one.shape)} are XLA's"
     # AMX adds the products of a row in another order than what a program of fewer rows has.
-    own = {"invariant": deterministic} if kernel.spec is MATVEC else {"amx": has_amx() and not deterministic}
+    own: dict[str, int] = {"invariant": deterministic}
+    if kernel.spec is GEMM:
+        own = {"amx": has_amx() and not deterministic, "place": 0, "number_bytes": 0}
     if scale is None and weight.dtype == jnp.int8:
         scale = jnp.ones(weight.shape[:-1], jnp.float32)
     (product,) = call(

@@ -25,7 +25,12 @@ import numpy as np
 
 from rekindle_kernels.native import kernel_table
 from rekindle_kernels.native.kernels.rms_norm import normalise
-from rekindle_kernels.native.language.dot_products import add_pairs, load_interleaved, store_rounded
+from rekindle_kernels.native.language.dot_products import (
+    add_pairs,
+    load_interleaved,
+    load_two_interleaved,
+    store_rounded,
+)
 from rekindle_kernels.native.language.handler import Kernel, first_unit, job_layout
 from rekindle_kernels.native.language.jit import inline, jit
 from rekindle_kernels.native.language.memory import LINE, f32, free, i32, malloc, prefetcher, set_word, word
@@ -49,6 +54,8 @@ from rekindle_kernels.native.layout import WORD
 
 TILE = 16  # tokens at most
 TOGETHER = 4  # tokens, and rows of rank
+PAIR = 2  # tokens
+ROWS_OF_PAIR = 8  # rows of rank
 HALF = 2 * LANES  # outputs of half a strip; where results are gated, one half are gates and the other their ups
 STRIP = 2 * HALF  # outputs that are summed in registers
 GATED_PARTS = 2  # of a tile's results, where there are fewer tiles than threads
@@ -176,6 +183,63 @@ def narrower(load: Any, size: int, add_to_total: Any, put: Any) -> Any:
     return narrowed
 
 
+def narrower_of_pairs(load: Any, size: int, add_to_total: Any, put: Any) -> Any:
+    """Return `narrowed(x0, x1, weights, width, step, narrow, later)`: as of `narrower`, of two tokens times eight rows
+    of rank. Each result is summed in the same order."""
+
+    @jit
+    def narrowed(x0: int, x1: int, weights: int, width: int, step: int, narrow: int, later: int) -> None:
+        w1, w2, w3, w4 = weights + step, weights + 2 * step, weights + 3 * step, weights + 4 * step
+        w5, w6, w7, later4 = w4 + step, w4 + 2 * step, w4 + 3 * step, later + 4 * step
+        a0 = a1 = b0 = b1 = c0 = c1 = d0 = d1 = splat(ZERO)
+        e0 = e1 = f0 = f1 = g0 = g1 = h0 = h1 = splat(ZERO)
+        for i in range(0, width, LANES):
+            if later > 0:
+                line, line4 = later + size * i, later4 + size * i
+                fetch_weights(line)
+                fetch_weights(line + step)
+                fetch_weights(line + 2 * step)
+                fetch_weights(line + 3 * step)
+                fetch_weights(line4)
+                fetch_weights(line4 + step)
+                fetch_weights(line4 + 2 * step)
+                fetch_weights(line4 + 3 * step)
+            s, t = load_f32(x0, i), load_f32(x1, i)
+            w, v = load(weights, i), load(w1, i)
+            a0, a1, b0, b1 = (
+                add_to_total(s, w, a0),
+                add_to_total(t, w, a1),
+                add_to_total(s, v, b0),
+                add_to_total(t, v, b1),
+            )
+            w, v = load(w2, i), load(w3, i)
+            c0, c1, d0, d1 = (
+                add_to_total(s, w, c0),
+                add_to_total(t, w, c1),
+                add_to_total(s, v, d0),
+                add_to_total(t, v, d1),
+            )
+            w, v = load(w4, i), load(w5, i)
+            e0, e1, f0, f1 = (
+                add_to_total(s, w, e0),
+                add_to_total(t, w, e1),
+                add_to_total(s, v, f0),
+                add_to_total(t, v, f1),
+            )
+            w, v = load(w6, i), load(w7, i)
+            g0, g1, h0, h1 = (
+                add_to_total(s, w, g0),
+                add_to_total(t, w, g1),
+                add_to_total(s, v, h0),
+                add_to_total(t, v, h1),
+            )
+        a, c = fold_2(fold_1(a0, b0), fold_1(a1, b1)), fold_2(fold_1(c0, d0), fold_1(c1, d1))
+        e, g = fold_2(fold_1(e0, f0), fold_1(e1, f1)), fold_2(fold_1(g0, h0), fold_1(g1, h1))
+        put(narrow, 0, fold_8(fold_4(a, c), fold_4(e, g)))
+
+    return narrowed
+
+
 def kernel(storage: Storage, *, gated: bool = False, paired: bool = False) -> Kernel:
     """y + x · downᵀ · up, with the rows of rank of each token's own adapter; if `gated`, silu of the first half of it
     times the other. Matrices are of bfloat16 if x may be rounded to it and multiplied pair by pair (`paired`)."""
@@ -183,7 +247,10 @@ def kernel(storage: Storage, *, gated: bool = False, paired: bool = False) -> Ke
     put_narrow = store_rounded if paired else store
     narrowed = narrower(load, size, add_product, put_narrow)
     narrowed_by_pairs = narrower(load_f32, 4, add_pair, put_narrow) if paired else narrowed
-    each = TOGETHER * (2 if paired else 4)  # bytes of a row of rank in `narrow`
+    two_narrowed = narrower_of_pairs(load, size, add_product, put_narrow)
+    two_narrowed_by_pairs = narrower_of_pairs(load_f32, 4, add_pair, put_narrow) if paired else two_narrowed
+
+    each_of_one = 2 if paired else 4  # bytes of a token's product with a row of rank
 
     @inline
     def put(y: int, out: int, a: int, b: int, first: int, second: int, s0: Any, s1: Any, s2: Any, s3: Any) -> None:
@@ -216,65 +283,119 @@ def kernel(storage: Storage, *, gated: bool = False, paired: bool = False) -> Ke
             for strip in range(AHEAD):
                 ask_for_strip(row, begin + strip * step, begin + behind + strip * step)
 
-    @jit
+    def widener(together: int, whole: bool) -> Any:
+        """Return `widened(…)` for so many tokens, and for whole strips or for any."""
+        each = together * each_of_one
+
+        @jit
+        def widened(
+            four: int, tokens: int, a: int, b: int, first: int, second: int, narrow_a: int, narrow_b: int, places: int,
+            count: int, ahead: int,
+        ) -> None:  # fmt: skip
+            """Add to the outputs of a strip: `first` vectors from output a on, and `second` from b on. At `four` are
+            the addresses of the tokens' y, of which the first `tokens` count, then of their results; at `places` is
+            where each row of rank begins. If `ahead` is not 0, weights so many outputs on are asked for."""
+            from_b = b if whole or second > 0 else a
+            next_a = a + (LANES if whole or first > 1 else 0)
+            next_b = from_b + (LANES if whole or second > 1 else 0)
+            a0 = a1 = a2 = a3 = splat(ZERO)
+            b0 = b1 = b2 = b3 = splat(ZERO)
+            c0 = c1 = c2 = c3 = splat(ZERO)
+            d0 = d1 = d2 = d3 = splat(ZERO)
+            for token in range(together):  # the products below take longer than y comes from the last cache
+                y = word(four, token)
+                fetch(y + 4 * a)
+                fetch(y + 4 * next_a)
+                fetch(y + 4 * from_b)
+                fetch(y + 4 * next_b)
+            for r in range(0, count, 2):
+                w, v, n, m = word(places, r), word(places, r + 1), narrow_a + each * r, narrow_b + each * r
+                if ahead > 0:
+                    ask_for_strip(w, a + ahead, from_b + ahead)
+                    ask_for_strip(v, a + ahead, from_b + ahead)
+                if paired:
+                    if whole:
+                        w0, w1 = load_two_interleaved(w, v, a)
+                        w2, w3 = load_two_interleaved(w, v, from_b)
+                    else:
+                        w0, w1 = load_interleaved(w, v, a), load_interleaved(w, v, next_a)
+                        w2, w3 = load_interleaved(w, v, from_b), load_interleaved(w, v, next_b)
+                    s, t = splat(f32(n, 0)), splat(f32(m, 0))
+                    a0, a1, a2, a3 = (
+                        add_pairs(a0, s, w0),
+                        add_pairs(a1, s, w1),
+                        add_pairs(a2, t, w2),
+                        add_pairs(a3, t, w3),
+                    )
+                    s, t = splat(f32(n, 1)), splat(f32(m, 1))
+                    b0, b1, b2, b3 = (
+                        add_pairs(b0, s, w0),
+                        add_pairs(b1, s, w1),
+                        add_pairs(b2, t, w2),
+                        add_pairs(b3, t, w3),
+                    )
+                    if together > PAIR:
+                        s, t = splat(f32(n, 2)), splat(f32(m, 2))
+                        c0, c1, c2, c3 = (
+                            add_pairs(c0, s, w0),
+                            add_pairs(c1, s, w1),
+                            add_pairs(c2, t, w2),
+                            add_pairs(c3, t, w3),
+                        )
+                        s, t = splat(f32(n, 3)), splat(f32(m, 3))
+                        d0, d1, d2, d3 = (
+                            add_pairs(d0, s, w0),
+                            add_pairs(d1, s, w1),
+                            add_pairs(d2, t, w2),
+                            add_pairs(d3, t, w3),
+                        )
+                else:
+                    for i in range(2):
+                        u = v if i > 0 else w
+                        w0, w1, w2, w3 = load(u, a), load(u, next_a), load(u, from_b), load(u, next_b)
+                        s, t = splat(f32(n, i)), splat(f32(m, i))
+                        a0, a1 = multiply_add(s, w0, a0), multiply_add(s, w1, a1)
+                        a2, a3 = multiply_add(t, w2, a2), multiply_add(t, w3, a3)
+                        s, t = splat(f32(n, 2 + i)), splat(f32(m, 2 + i))
+                        b0, b1 = multiply_add(s, w0, b0), multiply_add(s, w1, b1)
+                        b2, b3 = multiply_add(t, w2, b2), multiply_add(t, w3, b3)
+                        if together > PAIR:
+                            s, t = splat(f32(n, 4 + i)), splat(f32(m, 4 + i))
+                            c0, c1 = multiply_add(s, w0, c0), multiply_add(s, w1, c1)
+                            c2, c3 = multiply_add(t, w2, c2), multiply_add(t, w3, c3)
+                            s, t = splat(f32(n, 6 + i)), splat(f32(m, 6 + i))
+                            d0, d1 = multiply_add(s, w0, d0), multiply_add(s, w1, d1)
+                            d2, d3 = multiply_add(t, w2, d2), multiply_add(t, w3, d3)
+            put(word(four, 0), word(four, TOGETHER), a, b, first, second, a0, a1, a2, a3)
+            if tokens > 1:
+                put(word(four, 1), word(four, TOGETHER + 1), a, b, first, second, b0, b1, b2, b3)
+            if together > PAIR and tokens > 2:
+                put(word(four, 2), word(four, TOGETHER + 2), a, b, first, second, c0, c1, c2, c3)
+            if together > PAIR and tokens > 3:
+                put(word(four, 3), word(four, TOGETHER + 3), a, b, first, second, d0, d1, d2, d3)
+
+        return widened
+
+    four_whole, four_any, two_whole, two_any = (
+        widener(together, whole) for together in (TOGETHER, PAIR) for whole in (True, False)
+    )
+
+    @inline
     def widened(
-        four: int, tokens: int, a: int, b: int, first: int, second: int, narrow_a: int, narrow_b: int, places: int,
-        count: int, ahead: int,
+        together: int, four: int, tokens: int, a: int, b: int, first: int, second: int, narrow_a: int, narrow_b: int,
+        places: int, count: int, ahead: int,
     ) -> None:  # fmt: skip
-        """Add to the outputs of a strip: `first` vectors from output a on, and `second` from b on. At `four` are the
-        addresses of four tokens' y, of which the first `tokens` count, then of their results; at `places` is where
-        each row of rank begins. If `ahead` is not 0, weights so many outputs on are asked for."""
-        from_b = b if second > 0 else a
-        next_a, next_b = a + (LANES if first > 1 else 0), from_b + (LANES if second > 1 else 0)
-        a0 = a1 = a2 = a3 = splat(ZERO)
-        b0 = b1 = b2 = b3 = splat(ZERO)
-        c0 = c1 = c2 = c3 = splat(ZERO)
-        d0 = d1 = d2 = d3 = splat(ZERO)
-        for token in range(TOGETHER):  # the products below take longer than y comes from the last cache
-            y = word(four, token)
-            fetch(y + 4 * a)
-            fetch(y + 4 * next_a)
-            fetch(y + 4 * from_b)
-            fetch(y + 4 * next_b)
-        for r in range(0, count, 2):
-            w, v, n, m = word(places, r), word(places, r + 1), narrow_a + each * r, narrow_b + each * r
-            if ahead > 0:
-                ask_for_strip(w, a + ahead, from_b + ahead)
-                ask_for_strip(v, a + ahead, from_b + ahead)
-            if paired:
-                w0, w1 = load_interleaved(w, v, a), load_interleaved(w, v, next_a)
-                w2, w3 = load_interleaved(w, v, from_b), load_interleaved(w, v, next_b)
-                s, t = splat(f32(n, 0)), splat(f32(m, 0))
-                a0, a1, a2, a3 = add_pairs(a0, s, w0), add_pairs(a1, s, w1), add_pairs(a2, t, w2), add_pairs(a3, t, w3)
-                s, t = splat(f32(n, 1)), splat(f32(m, 1))
-                b0, b1, b2, b3 = add_pairs(b0, s, w0), add_pairs(b1, s, w1), add_pairs(b2, t, w2), add_pairs(b3, t, w3)
-                s, t = splat(f32(n, 2)), splat(f32(m, 2))
-                c0, c1, c2, c3 = add_pairs(c0, s, w0), add_pairs(c1, s, w1), add_pairs(c2, t, w2), add_pairs(c3, t, w3)
-                s, t = splat(f32(n, 3)), splat(f32(m, 3))
-                d0, d1, d2, d3 = add_pairs(d0, s, w0), add_pairs(d1, s, w1), add_pairs(d2, t, w2), add_pairs(d3, t, w3)
+        """Add to the outputs of a strip, of two or of four tokens."""
+        whole = first + second == STRIP // LANES
+        if together == PAIR:
+            if whole:
+                two_whole(four, tokens, a, b, first, second, narrow_a, narrow_b, places, count, ahead)
             else:
-                for i in range(2):
-                    u = v if i > 0 else w
-                    w0, w1, w2, w3 = load(u, a), load(u, next_a), load(u, from_b), load(u, next_b)
-                    s, t = splat(f32(n, i)), splat(f32(m, i))
-                    a0, a1 = multiply_add(s, w0, a0), multiply_add(s, w1, a1)
-                    a2, a3 = multiply_add(t, w2, a2), multiply_add(t, w3, a3)
-                    s, t = splat(f32(n, 2 + i)), splat(f32(m, 2 + i))
-                    b0, b1 = multiply_add(s, w0, b0), multiply_add(s, w1, b1)
-                    b2, b3 = multiply_add(t, w2, b2), multiply_add(t, w3, b3)
-                    s, t = splat(f32(n, 4 + i)), splat(f32(m, 4 + i))
-                    c0, c1 = multiply_add(s, w0, c0), multiply_add(s, w1, c1)
-                    c2, c3 = multiply_add(t, w2, c2), multiply_add(t, w3, c3)
-                    s, t = splat(f32(n, 6 + i)), splat(f32(m, 6 + i))
-                    d0, d1 = multiply_add(s, w0, d0), multiply_add(s, w1, d1)
-                    d2, d3 = multiply_add(t, w2, d2), multiply_add(t, w3, d3)
-        put(word(four, 0), word(four, TOGETHER), a, b, first, second, a0, a1, a2, a3)
-        if tokens > 1:
-            put(word(four, 1), word(four, TOGETHER + 1), a, b, first, second, b0, b1, b2, b3)
-        if tokens > 2:
-            put(word(four, 2), word(four, TOGETHER + 2), a, b, first, second, c0, c1, c2, c3)
-        if tokens > 3:
-            put(word(four, 3), word(four, TOGETHER + 3), a, b, first, second, d0, d1, d2, d3)
+                two_any(four, tokens, a, b, first, second, narrow_a, narrow_b, places, count, ahead)
+        elif whole:
+            four_whole(four, tokens, a, b, first, second, narrow_a, narrow_b, places, count, ahead)
+        else:
+            four_any(four, tokens, a, b, first, second, narrow_a, narrow_b, places, count, ahead)
 
     @jit
     def prepare(frame: Any, job: Any, threads: int) -> int:
@@ -320,13 +441,27 @@ def kernel(storage: Storage, *, gated: bool = False, paired: bool = False) -> Ke
 
     @inline
     def widen_gated(
-        job: Any, four: int, tokens: int, begin: int, end: int, narrow: int, places: int, count: int, ahead: int
-    ) -> None:
+        job: Any, together: int, four: int, tokens: int, begin: int, end: int, narrow: int, places: int, count: int,
+        ahead: int,
+    ) -> None:  # fmt: skip
         """Add to the gates [begin, end) and their ups, and put what they make into the results."""
-        narrow_ups = narrow + (job.modules - 1) * each * count
+        narrow_ups = narrow + (job.modules - 1) * together * each_of_one * count
         for a in range(begin, end, HALF):
             vectors = min(HALF, end - a) // LANES
-            widened(four, tokens, a, a + job.results, vectors, vectors, narrow, narrow_ups, places, count, ahead * HALF)
+            widened(
+                together,
+                four,
+                tokens,
+                a,
+                a + job.results,
+                vectors,
+                vectors,
+                narrow,
+                narrow_ups,
+                places,
+                count,
+                ahead * HALF,
+            )
 
     @inline
     def begin_of(job: Any, module: int) -> int:
@@ -334,14 +469,27 @@ def kernel(storage: Storage, *, gated: bool = False, paired: bool = False) -> Ke
 
     @inline
     def widen_module(
-        job: Any, four: int, tokens: int, module: int, narrow: int, places: int, count: int, ahead: int
+        job: Any, together: int, four: int, tokens: int, module: int, narrow: int, places: int, count: int, ahead: int
     ) -> None:
         """The outputs of a module."""
         begin, end = begin_of(job, module), min(i32(job.spans, module), job.outputs)
         for a in range(begin, end, STRIP):
             vectors = min(STRIP, end - a) // LANES
             first = min(HALF // LANES, vectors)
-            widened(four, tokens, a, a + HALF, first, vectors - first, narrow, narrow, places, count, ahead * STRIP)
+            widened(
+                together,
+                four,
+                tokens,
+                a,
+                a + HALF,
+                first,
+                vectors - first,
+                narrow,
+                narrow,
+                places,
+                count,
+                ahead * STRIP,
+            )
 
     @inline
     def down_of(job: Any, module: int, row: int) -> int:
@@ -388,7 +536,8 @@ def kernel(storage: Storage, *, gated: bool = False, paired: bool = False) -> Ke
         normed = rounded + 4 * TOGETHER * pairs
         narrow = normed + 4 * TOGETHER * kept
         row, half = 4 * kept, 4 * pairs  # bytes of a normed and of a rounded row
-        count = list_rows(job.owners, job.units, all_rows // job.units, i32(job.slots, at), rows)
+        unit = all_rows // job.units
+        count = list_rows(job.owners, job.units, unit, i32(job.slots, at), rows)
         for r in range(count):
             set_word(places, r, job.up + size * job.outputs * word(rows, r))
         if gated and count == 0:
@@ -410,24 +559,33 @@ def kernel(storage: Storage, *, gated: bool = False, paired: bool = False) -> Ke
                 x2 = row_of(job, i32(order, at + 2), normed + 2 * row, rounded + 2 * half)
             if tokens > 3:
                 x3 = row_of(job, i32(order, at + 3), normed + 3 * row, rounded + 3 * half)
+            together, step = TOGETHER, TOGETHER
+            if tokens <= PAIR and unit % ROWS_OF_PAIR == 0:
+                together, step = PAIR, ROWS_OF_PAIR
+            each = together * each_of_one
             for module in range(first, last):
                 own = narrow + each * count * module
                 if not gated and ahead > 0:
                     ask_for_first_strips(places, count, begin_of(job, module), HALF, STRIP)
-                for r in range(0, count, TOGETHER):
+                for r in range(0, count, step):
                     weights, out, later = down_of(job, module, word(rows, r)), own + each * r, 0
-                    if ahead > 0 and r + TOGETHER < count:
-                        later = down_of(job, module, word(rows, r + TOGETHER))
+                    if ahead > 0 and r + step < count:
+                        later = down_of(job, module, word(rows, r + step))
                     elif ahead > 0 and module + 1 < last:
                         later = down_of(job, module + 1, word(rows, 0))
-                    if pairs > 0:
+                    if together == PAIR:
+                        if pairs > 0:
+                            two_narrowed_by_pairs(x0, x1, weights, pairs, 4 * pairs, out, later)
+                        else:
+                            two_narrowed(x0, x1, weights, inputs, size * inputs, out, later)
+                    elif pairs > 0:
                         narrowed_by_pairs(x0, x1, x2, x3, weights, pairs, 4 * pairs, out, later)
                     else:
                         narrowed(x0, x1, x2, x3, weights, inputs, size * inputs, out, later)
                 if not gated:
-                    widen_module(job, four, tokens, module, own, places, count, ahead)
+                    widen_module(job, together, four, tokens, module, own, places, count, ahead)
             if gated:
-                widen_gated(job, four, tokens, begin, end, narrow, places, count, ahead)
+                widen_gated(job, together, four, tokens, begin, end, narrow, places, count, ahead)
             at += TOGETHER
             ahead = 0
         free(rows)

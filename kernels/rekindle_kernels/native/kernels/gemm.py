@@ -24,12 +24,15 @@ from typing import Any
 from rekindle_kernels.native import cpu, kernel_table
 from rekindle_kernels.native.cpu import has_feature, multiplies_widened, on_arm
 from rekindle_kernels.native.kernels import gemm_amx, gemm_panels, gemm_strips, gemm_widened
-from rekindle_kernels.native.kernels.gemm_packing import JOB, describe
+from rekindle_kernels.native.kernels.gemm_packing import JOB, LEFT_OVER, describe
+from rekindle_kernels.native.kernels.gemm_panels import list_rows_of_rank
 from rekindle_kernels.native.language.amx import allowed
 from rekindle_kernels.native.language.handler import Kernel, wait_for_blocks
 from rekindle_kernels.native.language.jit import jit
 from rekindle_kernels.native.language.memory import free
+from rekindle_kernels.native.language.vector import LANES
 
+FEW = LANES + LEFT_OVER  # rows of a product that prefetches what adapters read after it
 ENOUGH = 160  # rows: to turn a strip costs what 8 to 16 of them do
 
 
@@ -55,6 +58,8 @@ def kernel(size: int, add: Any) -> Kernel:
             job.tiled = 1
             return prepare_tiles(job, threads)
         job.striped = 1 if job.rows >= ENOUGH else 0
+        if frame.has_slots and job.rows <= FEW:
+            list_rows_of_rank(frame, job, size)
         return prepare_strips(job, threads) if job.striped > 0 else prepare_panels(job, threads)
 
     @jit
@@ -80,6 +85,8 @@ def kernel(size: int, add: Any) -> Kernel:
     @jit
     def finish(job: Any) -> None:
         free(job.packed)
+        if job.wanted > 0:
+            free(job.wanted)
 
     return Kernel(kernel_table.GEMM, JOB, prepare, block, finish)
 

@@ -67,6 +67,9 @@ JOB = job_layout(
         "parts": "blocks into which the outputs are cut",
         "striped": "1 if the matrix is turned, strip by strip",
         "tiled": "1 if it is multiplied by AMX: no row is left over then",
+        "wanted": "[pieces]: where each piece of memory begins that is prefetched meanwhile, or 0",
+        "pieces": "",
+        "pace": "bytes of a piece that are prefetched with each word of a tile",
     },
     numbers={"eps": "added to the mean square"},
 )
@@ -94,6 +97,8 @@ def describe(frame: Any, job: Any, size: int) -> None:
     job.weight = frame.weight.data + first * job.width * size
     job.scale = frame.scale.data + first * 4
     job.tiled = 0
+    job.wanted = 0
+    job.pieces = 0
 
 
 @inline
