@@ -162,13 +162,14 @@ def test_a_run_of_native_calls_goes_through_adapters_and_gates() -> None:
 def test_products_prefetch_what_their_adapters_read_and_results_stay_the_same(
     gate: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    places = list[int]()
-    monkeypatch.setattr(
-        chain,
-        "_with_stacks",
-        lambda product, stacks, place: places.append(place) or with_stacks(product, stacks, place),
-    )
-    with_stacks, inputs, outputs = chain._with_stacks, 128, (96, 96)
+    places, with_stacks = list[int](), chain._with_stacks
+
+    def noted(product: Any, stacks: Any, place: int) -> Any:
+        places.append(place)
+        return with_stacks(product, stacks, place)
+
+    monkeypatch.setattr(chain, "_with_stacks", noted)
+    inputs, outputs = 128, (96, 96)
     values = {"y": (13, 192), "x": (13, inputs), "weight": (192, inputs), "down": (2 * ROWS, inputs), "up": (ROWS, 192)}
     y, x, *matrices = (jnp.asarray(RANDOM.standard_normal(shape, np.float32)) for shape in values.values())
     weight, down, up = (matrix.astype(jnp.bfloat16) for matrix in matrices)
