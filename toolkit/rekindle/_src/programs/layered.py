@@ -33,15 +33,13 @@ from rekindle._src.programs.step_parts import (
 from rekindle._src.programs.store import Executables, watching_hits
 from rekindle.errors import CompileError, StoreError
 
-# With these options XLA:CPU compiles in 0.6 of the time, and steps take as long (jax 0.10, 135M: 32 ms for a token).
-# Level 0 would compile in a third of the time, but steps take 1.3 to 2.3 times as long.
-# Parts compile in parallel, so one module for each is enough: it takes two thirds of the work of many. No option
-# changes a result.
-QUICK: dict[str, str | bool] = {
-    "xla_cpu_use_fusion_emitters": False,
-    "xla_backend_optimization_level": "1",
-    "xla_cpu_parallel_codegen_split_count": "1",
-}
+# Options of XLA:CPU for step programs that compile beside steps: one thread does half of the work that two share by
+# default (jax 0.10, 135M: 0.33 s instead of 0.76 for one token, 0.55 instead of 1.16 for 32), and steps take as long.
+# The program that copies pages takes a hundred times longer with them.
+LEAN: dict[str, str | bool] = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": "1"}
+# Parts compile in parallel and are replaced soon. Level 0 would compile them in half of this time, but steps take 1.3
+# to 2.3 times as long. No option changes a result.
+QUICK: dict[str, str | bool] = {**LEAN, "xla_backend_optimization_level": "1"}
 # With 5 layers a first text waits 0.5 s for parts and 1.7 s for whole programs. A layer as a part takes about as long
 # to compile as 1.4 layers of a whole program.
 MANY_LAYERS, ALIKE = 5, 3
@@ -173,7 +171,7 @@ class Layered:
         def compile_it() -> None:
             try:
                 with watching_hits() as hits:
-                    compiled = _compiled_quickly(lowered)
+                    compiled = compiled_with(lowered, QUICK)
                     cached = hits()
             except BaseException as error:
                 self._give_up(part.name, future, error)
@@ -279,12 +277,13 @@ class Layered:
         return self._opened[size]
 
 
-_unknown: set[str] = set()  # options of QUICK that this version of XLA does not take
+_unknown: set[str] = set()  # options that this version of XLA does not take
 
 
-def _compiled_quickly(lowered: Any) -> Compiled:
+def compiled_with(lowered: Any, wanted: Mapping[str, str | bool]) -> Compiled:
+    """Compile with those of the options that this version of XLA takes."""
     while True:
-        options = {name: value for name, value in QUICK.items() if name not in _unknown}
+        options = {name: value for name, value in wanted.items() if name not in _unknown}
         try:
             return lowered.compile(compiler_options=options)
         except jax.errors.JaxRuntimeError as error:

@@ -47,7 +47,7 @@ from rekindle._src.programs.helpers import (
     fills,
     moved_pages,
 )
-from rekindle._src.programs.layered import Layered
+from rekindle._src.programs.layered import LEAN, Layered, compiled_with
 from rekindle._src.programs.layered_step import LayeredProgram
 from rekindle._src.programs.ledger import Compiled, Entry, Form, Ledger, ProgramRecord
 from rekindle._src.programs.packing import Layout
@@ -135,6 +135,7 @@ class Programs:
         guided = buckets.guided_programs((self._lattice,), choices)
         self.ledger = Ledger((*self._unguided_keys, LENS, *itertools.chain(*as_needed), *guided), self._layered.takes)
         self._compiling: dict[Key, None] = {}  # in the order in which they began
+        self._beside_steps = False  # steps want the cores meanwhile
 
     @property
     def lattice(self) -> tuple[Bucket, ...]:
@@ -239,10 +240,10 @@ class Programs:
     def settle_for(self, form: Form) -> None:
         """Let steps run programs in `form` or better from now on, which decides how further ones are made.
 
-        While parts are enough, programs are stored later: a first text is more urgent.
+        Once parts are enough, programs are stored later: steps beside the compilations are more urgent.
         """
         self.ledger.least = form
-        self._store.late = self.keeps and form is Form.PARTS
+        self._store.late |= self.keeps and form is Form.PARTS
 
     def replace_parts(self, stopped: Callable[[], bool] = lambda: False) -> None:
         """Replace programs of parts by whole ones. Each goes on serving until its successor is ready.
@@ -251,6 +252,13 @@ class Programs:
         consecutive steps may run in different programs.
         """
         self.settle_for(Form.WHOLE)
+        self._beside_steps = True
+        try:
+            self._replace_each(stopped)
+        finally:
+            self._beside_steps = False
+
+    def _replace_each(self, stopped: Callable[[], bool]) -> None:
         for entry in self.ledger.jobs():
             if stopped():
                 return
@@ -265,6 +273,9 @@ class Programs:
                         if not self._load(entry):
                             self._make(entry)[1]()
                 self.ledger.settle(entry)
+                if in_parts and COPY in self.keys:
+                    # A second request copies the beginning that it shares with the first: it would wait for the others.
+                    self.get(COPY)
             except CompileError as error:
                 log.warning("%s goes on in parts: %s", key.name, error)
 
@@ -294,7 +305,11 @@ class Programs:
     def compile(self, key: Key) -> Compiled:
         """Build and compile one program."""
         with self._errors(key), gc_paused():
-            compiled = self.build(key).compile(compiler_options=compiler_options())
+            lowered = self.build(key)
+            if self._beside_steps and isinstance(key, Bucket):
+                compiled = compiled_with(lowered, LEAN)
+            else:
+                compiled = lowered.compile(compiler_options=compiler_options())
         self._count_compiled()
         return compiled
 

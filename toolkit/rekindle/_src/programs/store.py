@@ -17,6 +17,7 @@ import io
 import json
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -41,7 +42,7 @@ _UNSERIALISABLE = "this backend's programs can't be serialised: JAX's compilatio
 _ONE_OF_THEM = "is not serializable"  # XLA's words for a program with an operation that has no stored form
 PROGRAM, META = f"{ITEM}/program", f"{ITEM}/meta.json"
 NOT_STORED = "not stored yet"  # a reason of `StoreError`
-DELAY = 2.0  # seconds from the first program that is to be written later
+DELAY, LONGEST = 3.0, 10.0  # seconds from the last program that is to be written later, and at most from the first
 # A program from JAX's own compilation cache, where a user has enabled that, loses its functions when it is serialised
 # again, and fails when it runs ("Function … not found", jax 0.10 to 0.12). So such programs are left to that cache.
 KEPT_THERE = "JAX's compilation cache has it, and programs from there can't be stored again"
@@ -301,18 +302,19 @@ class NoStore:
 
 
 class LateStore:
-    """A store in front of another one. While it is `late`, programs are written after a delay, in a thread.
+    """A store in front of another one. While it is `late`, programs are written in a thread, when no more come.
 
-    Until the first text is there, processor time is worth more: serialising a program and importing Orbax take half a
-    second of a core, most of it with the GIL, which tracing needs. `flush` returns when all are written; it is called
-    before the executables are released and before the interpreter ends.
+    While programs are compiled beside steps, processor time is worth more: serialising programs and importing Orbax
+    take half a second of a core, most of it with the GIL, which tracing and steps need. `flush` returns when all are
+    written; it is called before the executables are released and before the interpreter ends.
     """
 
     def __init__(self, store: Executables) -> None:
         self.late = False
         self._store = store
         self._waiting: deque[tuple[str, Any, float]] = deque()
-        self._lock = threading.Lock()  # of the three below
+        self._newest = 0.0  # when the last one came
+        self._lock = threading.Lock()  # of the four around it
         self._thread: threading.Thread | None = None
         self._hurry = threading.Event()
         self._writing = threading.Lock()
@@ -331,6 +333,7 @@ class LateStore:
             return self._store.save(name, compiled, compile_seconds)
         with self._lock:
             self._waiting.append((name, compiled, compile_seconds))
+            self._newest = time.monotonic()
             if self._thread is None:
                 self._hurry.clear()
                 # A daemon: the end of the interpreter, which flushes, does not wait for its delay.
@@ -344,7 +347,9 @@ class LateStore:
         self._write()
 
     def _later(self) -> None:
-        self._hurry.wait(DELAY)
+        end = time.monotonic() + LONGEST
+        while (left := min(self._newest + DELAY, end) - time.monotonic()) > 0 and not self._hurry.wait(left):
+            pass
         with self._lock:
             self._thread = None  # programs saved from now on wait for another thread
         self._write()
