@@ -23,7 +23,9 @@ from rekindle._src.execution.runner import Runner
 from rekindle._src.models.base import LoadedModel, abstract_model, merge
 from rekindle._src.models.registry import config_from_hf
 from rekindle._src.programs import layered, warming
+from rekindle._src.programs import programs as programs_module
 from rekindle._src.programs.buckets import FORWARD, POOLS, PROCESSED, Bucket
+from rekindle._src.programs.helpers import ADMIT, COPY
 from rekindle._src.programs.layered_step import LayeredForward, LayeredStep
 from rekindle._src.programs.ledger import Form
 from rekindle._src.programs.packing import Constants, Upload
@@ -489,6 +491,35 @@ def test_one_that_is_being_made_is_replaced_too(monkeypatch: pytest.MonkeyPatch)
     making.join()
     replacing.join()
     assert not isinstance(programs.get(DECODE), LayeredStep)
+
+
+def test_successors_take_half_of_the_work_to_compile_and_copying_pages_comes_second(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wanted: list[Any] = []
+
+    def recorded(lowered: Any, options: Any) -> Any:
+        wanted.append(options)
+        return layered.compiled_with(lowered, options)
+
+    monkeypatch.setattr(programs_module, "compiled_with", recorded)
+    programs = Programs(MODEL.config, MODEL.graph, MODEL.leaves, tiny_config(page_size=16))
+    programs.ledger.least = Form.PARTS
+    programs.get(PREFILL)
+    programs.get(DECODE)
+    made: list[str] = []
+    compile_one = Programs.compile
+
+    def compiled(self: Programs, key: Any) -> Any:
+        made.append(key.name)
+        return compile_one(self, key)
+
+    monkeypatch.setattr(Programs, "compile", compiled)
+    programs.replace_parts()
+    assert made == [DECODE.name, COPY.name, PREFILL.name]
+    assert wanted == [layered.LEAN] * 2, "steps alone: copying pages would take a hundred times longer"
+    programs.get(ADMIT)
+    assert len(wanted) == 2
 
 
 def test_one_whose_successor_does_not_compile_goes_on(

@@ -257,6 +257,7 @@ class Programs:
             self._replace_each(stopped)
         finally:
             self._beside_steps = False
+        self._store.flush()
 
     def _replace_each(self, stopped: Callable[[], bool]) -> None:
         for entry in self.ledger.jobs():

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Generic, TypeVar
 
+from rekindle._src.core.priority import yield_to_others
 from rekindle._src.structured import compile_worker
 from rekindle.errors import Busy, InvalidRequest, RequestFailed
 
@@ -137,7 +138,7 @@ class Compilers(Generic[T]):
         """Take one job after the other, in a thread."""
         state = ThreadState()
         if lane is self._others:
-            _yield_to_others()
+            yield_to_others()
         try:
             while (job := self._next(lane)) is not None:
                 start = time.monotonic()
@@ -373,13 +374,6 @@ def _start(run: Callable[[], object]) -> None:
             threading.Thread(target=run, name="rekindle grammars", daemon=True).start()
         finally:
             threading.stack_size(before)
-
-
-def _yield_to_others() -> None:
-    """Give this thread a lower priority than those that serve, where threads have priorities of their own."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)
 
 
 def is_simple(spec: Spec) -> bool:

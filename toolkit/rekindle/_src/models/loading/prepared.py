@@ -34,6 +34,7 @@ import jax
 import numpy as np
 
 from rekindle._src.core.atomic_checkpoint import ITEM, abandon
+from rekindle._src.core.priority import yield_to_others
 from rekindle._src.core.store import Store, Unusable
 from rekindle._src.models.base import ALONE, Graph, Placement
 from rekindle._src.models.loading import (
@@ -54,7 +55,8 @@ from rekindle_kernels import private_files, unavailable_reason
 MIN_BYTES = kept_weights.MIN_BYTES
 MAX_ENTRIES = 4  # sets of weights kept per cache folder; the least recently used is removed first
 MAX_COPY = 4 << 30  # bytes; larger checkpoints are only kept if they were converted, not just to be mapped
-DELAY = 3.0  # seconds before weights are written: a user waits for the first answer, which needs the processor
+# Seconds before weights are written: a user waits for the first answer, and programs are compiled beside it.
+DELAY = 5.0
 AT_EXIT = 4.0  # seconds that a process stays to finish writing; a notebook's kernel is killed after 5
 _SUMS = "checksums.json"
 _MODEL = "model.json"
@@ -196,6 +198,7 @@ def _finish() -> None:
 
 
 def _save(kept: Path, graph: Graph, dtype: str, leaves: Sequence[Leaf], name: str, delay: float) -> None:
+    yield_to_others()
     _hurry.wait(delay)
     try:
         with _one_at_a_time:
