@@ -273,7 +273,7 @@ def test_indices_of_a_codebook_are_its_values_to_the_last_bit(shape: tuple[int, 
 @pytest.mark.parametrize("kind", by_default(int4.CODEBOOKS))
 @pytest.mark.parametrize("gated", [False, True])
 def test_codebooks_give_what_their_values_give_in_eight_bits_to_the_last_bit(gated: bool, kind: str) -> None:
-    """Of every number of rows that another tile multiplies, and of one matrix of a stack."""
+    """Results are equal for row counts of every tile, with a single matrix and with one of a stack."""
     each = [matrix(96, 768, 32, kind, bits=int4.CODES)[0][:2] for _ in range(3)]
     codes, scale = (jnp.stack(parts) for parts in zip(*each, strict=True))
     values = np.array(int4.CODEBOOKS[kind], np.int8)[int4.unpack(np.asarray(codes))]

@@ -195,7 +195,7 @@ def scale_reader(builder: Any, dtype: str, inputs: Any) -> Any:
     if dtype == EXPONENTS:
 
         def powers(start: Any, group: Any) -> Any:
-            """As `int4.exponent_numbers`."""
+            """Return the scales that 16 stored exponents stand for, as `int4.exponent_numbers` does."""
             stored = load(builder.add(start, builder.mul(group, WORD(LANES))), BYTE)
             exponents, one = builder.zext(stored, _INTS), ir.Constant(_INTS, [1] * LANES)
             normal = builder.shl(builder.sub(exponents, one), ir.Constant(_INTS, [23] * LANES))
