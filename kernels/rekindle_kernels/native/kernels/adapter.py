@@ -142,6 +142,15 @@ def add_pair(x: Any, w: Any, total: Any) -> Any:
     return add_pairs(total, x, w)
 
 
+@inline
+def ask_for_four(line: int, step: int) -> None:
+    """Ask for a line of each of four rows of rank."""
+    fetch_weights(line)
+    fetch_weights(line + step)
+    fetch_weights(line + 2 * step)
+    fetch_weights(line + 3 * step)
+
+
 def narrower(load: Any, size: int, add_to_total: Any, put: Any) -> Any:
     """Return `narrowed(x0, x1, x2, x3, weights, width, step, narrow, later)`: four tokens times four rows of rank,
     which lie `step` bytes apart, `put` as narrow [pair of rows, token, row]. `load` takes an index of elements of
@@ -158,11 +167,7 @@ def narrower(load: Any, size: int, add_to_total: Any, put: Any) -> Any:
         d0 = d1 = d2 = d3 = splat(ZERO)
         for i in range(0, width, LANES):
             if later > 0:
-                line = later + size * i
-                fetch_weights(line)
-                fetch_weights(line + step)
-                fetch_weights(line + 2 * step)
-                fetch_weights(line + 3 * step)
+                ask_for_four(later + size * i, step)
             s, t, u, v = load_f32(x0, i), load_f32(x1, i), load_f32(x2, i), load_f32(x3, i)
             w = load(weights, i)
             a0, a1 = add_to_total(s, w, a0), add_to_total(t, w, a1)
@@ -187,6 +192,11 @@ def narrower_of_pairs(load: Any, size: int, add_to_total: Any, put: Any) -> Any:
     """Return `narrowed(x0, x1, weights, width, step, narrow, later)`: as of `narrower`, of two tokens times eight rows
     of rank. Each result is summed in the same order."""
 
+    @inline
+    def add_both(s: Any, t: Any, w: Any, first: Any, second: Any) -> Any:
+        """Add the products of two tokens with a row of rank to their sums."""
+        return add_to_total(s, w, first), add_to_total(t, w, second)
+
     @jit
     def narrowed(x0: int, x1: int, weights: int, width: int, step: int, narrow: int, later: int) -> None:
         w1, w2, w3, w4 = weights + step, weights + 2 * step, weights + 3 * step, weights + 4 * step
@@ -195,44 +205,17 @@ def narrower_of_pairs(load: Any, size: int, add_to_total: Any, put: Any) -> Any:
         e0 = e1 = f0 = f1 = g0 = g1 = h0 = h1 = splat(ZERO)
         for i in range(0, width, LANES):
             if later > 0:
-                line, line4 = later + size * i, later4 + size * i
-                fetch_weights(line)
-                fetch_weights(line + step)
-                fetch_weights(line + 2 * step)
-                fetch_weights(line + 3 * step)
-                fetch_weights(line4)
-                fetch_weights(line4 + step)
-                fetch_weights(line4 + 2 * step)
-                fetch_weights(line4 + 3 * step)
+                ask_for_four(later + size * i, step)
+                ask_for_four(later4 + size * i, step)
             s, t = load_f32(x0, i), load_f32(x1, i)
-            w, v = load(weights, i), load(w1, i)
-            a0, a1, b0, b1 = (
-                add_to_total(s, w, a0),
-                add_to_total(t, w, a1),
-                add_to_total(s, v, b0),
-                add_to_total(t, v, b1),
-            )
-            w, v = load(w2, i), load(w3, i)
-            c0, c1, d0, d1 = (
-                add_to_total(s, w, c0),
-                add_to_total(t, w, c1),
-                add_to_total(s, v, d0),
-                add_to_total(t, v, d1),
-            )
-            w, v = load(w4, i), load(w5, i)
-            e0, e1, f0, f1 = (
-                add_to_total(s, w, e0),
-                add_to_total(t, w, e1),
-                add_to_total(s, v, f0),
-                add_to_total(t, v, f1),
-            )
-            w, v = load(w6, i), load(w7, i)
-            g0, g1, h0, h1 = (
-                add_to_total(s, w, g0),
-                add_to_total(t, w, g1),
-                add_to_total(s, v, h0),
-                add_to_total(t, v, h1),
-            )
+            a0, a1 = add_both(s, t, load(weights, i), a0, a1)
+            b0, b1 = add_both(s, t, load(w1, i), b0, b1)
+            c0, c1 = add_both(s, t, load(w2, i), c0, c1)
+            d0, d1 = add_both(s, t, load(w3, i), d0, d1)
+            e0, e1 = add_both(s, t, load(w4, i), e0, e1)
+            f0, f1 = add_both(s, t, load(w5, i), f0, f1)
+            g0, g1 = add_both(s, t, load(w6, i), g0, g1)
+            h0, h1 = add_both(s, t, load(w7, i), h0, h1)
         a, c = fold_2(fold_1(a0, b0), fold_1(a1, b1)), fold_2(fold_1(c0, d0), fold_1(c1, d1))
         e, g = fold_2(fold_1(e0, f0), fold_1(e1, f1)), fold_2(fold_1(g0, h0), fold_1(g1, h1))
         put(narrow, 0, fold_8(fold_4(a, c), fold_4(e, g)))
