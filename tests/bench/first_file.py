@@ -13,6 +13,7 @@ Memory is what is resident at the end: all of it, and what belongs to no file.
 from __future__ import annotations
 
 import argparse
+import compileall
 import json
 import os
 import shutil
@@ -77,7 +78,8 @@ def once(
 ) -> dict[str, object]:
     import time
 
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    left_out = ("PYTHONDONTWRITEBYTECODE", "PYTHONPATH")  # an installed package comes with bytecode
+    environment = {name: value for name, value in os.environ.items() if name not in left_out}
     if not installed:
         environment["PYTHONPATH"] = os.pathsep.join([str(ROOT / "toolkit"), str(ROOT / "kernels")])
     environment["REKINDLE_CACHE"] = str(cache)
@@ -125,6 +127,9 @@ def main() -> None:
     parser.add_argument("--python", help="the Python of an environment in which rekindle is installed")
     arguments = parser.parse_args()
     python, installed = arguments.python or sys.executable, arguments.python is not None
+    if not installed:
+        for folder in ("toolkit", "kernels"):
+            compileall.compile_dir(ROOT / folder, quiet=1)
     for model in arguments.models:
         kinds = (*arguments.kinds, *(("llama.cpp",) if arguments.peer else ()))
         rows: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}

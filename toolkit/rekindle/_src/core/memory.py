@@ -38,7 +38,7 @@ FROZEN_AT_START = 1_000 if sys.version_info[:2] == (3, 12) else 0  # at most; 3.
 own_process = False  # True in the command line's process: no other code freezes objects, and imports stay to the end
 _lock = threading.Lock()
 _inside = 0  # threads
-_was_on = False
+_was_on = _stays = False
 
 
 class _WindowsMemory(ctypes.Structure):
@@ -148,21 +148,22 @@ def gc_paused(*, stays: bool = False) -> Iterator[None]:
     With `stays`, all objects count as old at the end, so that the next run doesn't scan the new ones: 70 ms after
     imports. Garbage among them is collected later.
     """
-    global _inside, _was_on
+    global _inside, _was_on, _stays
     with _lock:
         if not _inside:
-            _was_on = gc.isenabled()
+            _was_on, _stays = gc.isenabled(), False
             gc.disable()
         _inside += 1
+        _stays |= stays
     try:
         yield
     finally:
         with _lock:
             _inside -= 1
             if not _inside and _was_on:
-                if stays and own_process:
+                if _stays and own_process:
                     gc.freeze()
-                elif stays and gc.get_freeze_count() <= FROZEN_AT_START:  # objects that the user froze stay frozen
+                elif _stays and gc.get_freeze_count() <= FROZEN_AT_START:  # objects that the user froze stay frozen
                     gc.freeze()
                     gc.unfreeze()
                 gc.enable()

@@ -20,6 +20,8 @@ from rekindle_kernels import build_kernels
 
 _at_work: weakref.WeakSet[Warming] = weakref.WeakSet()
 _registered = False
+# Seconds that a program which a first text does without waits until the session is open, and for that text.
+FOR_OPENING, FOR_TEXT = 1.0, 0.1
 WORKERS = 2  # threads; XLA compiles a program on one core, and more workers than cores slow serving down
 
 
@@ -265,7 +267,7 @@ class Warming:
         return [key for key in self._awaited[::-1] if self._programs.load(key)][::-1]
 
     def opened(self) -> None:
-        """Go on when the weights are loaded. Raise the `CompileError` of a program that has to be ready by now."""
+        """Go on when the session is open. Raise the `CompileError` of a program that has to be ready by now."""
         self._opened.set()
         if self._precompile == "all":
             self._thread.join()
@@ -304,11 +306,15 @@ class Warming:
         """Make the program that decodes, in parts, after the others, which have all cores until then.
 
         The first text needs the program of its prompt alone, which also makes further tokens until decoding is ready.
+        It needs weights and vocabulary, too: where these come soon, they have the cores.
         """
         keys = self._prefill_and_decode
         with self._programs.ledger.made_next(keys[-1]):
-            for group in (keys[:-1], keys[-1:]):
-                self._warm(group)
+            self._warm(keys[:-1])
+            if not all(map(self._programs.load, keys[-1:])):
+                if self._opened.wait(FOR_OPENING):
+                    self._stopped.wait(FOR_TEXT)
+                self._warm(keys[-1:])
 
     def _complete_parts(self) -> None:
         """Make the closings that programs of parts lack so far, since greedy steps do without them."""

@@ -15,6 +15,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -115,7 +116,7 @@ def _build(request: OpenRequest, undo: contextlib.ExitStack) -> Front:
         request = dataclasses.replace(request, model=unpacked_model(request.model))
     others = OtherProcesses() if request.config.processes == 1 else _gathered(request)
     undo.callback(others.close)
-    parts = make_parts(request, others.agreement)
+    parts = make_parts(request, others.agreement, with_text=True)
     undo.callback(parts.warming.stop)
     config, loaded, programs, warming = parts.config, parts.model, parts.programs, parts.warming
     name = loaded.config.model_type if isinstance(request.model, LoadedModel) else str(request.model)
@@ -166,7 +167,8 @@ def _build(request: OpenRequest, undo: contextlib.ExitStack) -> Front:
             cache.kept.stored = StoredCaptures(tiers.disk)
         _expect(runner, cache, tiers, warming.restorable())
     request.shown.stage = "vocabulary"
-    tokenizer = _tokenizer(loaded)
+    assert parts.tokenizer is not None, "asked for"
+    tokenizer = parts.tokenizer.result()
     give_back()  # memory that reading a large vocabulary took
     request.shown.stage = "programs"
     warming.opened()
@@ -292,10 +294,11 @@ class Parts(NamedTuple):
     warming: Warming
     taps: TapFacts | None
     prefer_ready: bool
+    tokenizer: Future[Tokenizer] | None = None
 
 
-def make_parts(request: OpenRequest, agree: Agree | None = None) -> Parts:
-    """Load or compile programs, and load the weights meanwhile."""
+def make_parts(request: OpenRequest, agree: Agree | None = None, *, with_text: bool = False) -> Parts:
+    """Load or compile programs, and load the weights meanwhile; `with_text`, also the tokenizer."""
     # The checkpoint's headers, and the devices.
     shared_cache.attach(request.config.shared_cache, (cache_folder(), cache_folder(request.config.cache_dir)))
     _check_snapshot(request.config)
@@ -336,13 +339,14 @@ def make_parts(request: OpenRequest, agree: Agree | None = None) -> Parts:
     )
 
     # The weights.
+    tokenizer = _tokenizer(described) if with_text else None
     try:
         request.shown.stage = "weights"
         loaded = _loaded(request, described, placement)
     except BaseException:
         warming.stop()
         raise
-    return Parts(config, loaded, programs, warming, taps, prefer_ready=precompile == "background")
+    return Parts(config, loaded, programs, warming, taps, precompile == "background", tokenizer)
 
 
 def _tap_facts(request: OpenRequest, model: ModelConfig, config: EngineConfig) -> TapFacts | None:
@@ -660,11 +664,19 @@ def _expect(runner: Runner, cache: AnyCache | None, tiers: Tiers, ready: Sequenc
         promote(cache, runner.fill, page_bytes=0 if tiers.disk is None else tiers.disk.page_bytes)
 
 
-def _tokenizer(model: LoadedModel) -> Tokenizer:
-    """Load the tokenizer. It keeps the GIL, 20 ms for a vocabulary of 49,000 tokens: best while programs are loaded."""
-    if model.folder is not None:
-        return Tokenizer.load(model.folder)
-    return Tokenizer(None, eos_ids=model.config.eos_token_ids)
+def _tokenizer(described: LoadedModel | Described) -> Future[Tokenizer]:
+    """Load the tokenizer in a thread. A large vocabulary takes 0.1 s, in which weights are read and programs made."""
+    found = described if isinstance(described, LoadedModel) else described.found
+
+    def load() -> Tokenizer:
+        if found.folder is not None:
+            return Tokenizer.load(found.folder)
+        return Tokenizer(None, eos_ids=found.config.eos_token_ids)
+
+    pool = ThreadPoolExecutor(1, thread_name_prefix="rekindle vocabulary")
+    tokenizer = pool.submit(load)
+    pool.shutdown(wait=False)
+    return tokenizer
 
 
 def _sampling(folder: Path | None, config: EngineConfig, model: object) -> Sampling | None:

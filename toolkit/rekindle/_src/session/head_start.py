@@ -1,23 +1,27 @@
 """Work on the model that a process opens first while JAX is being imported, in a thread that releases the GIL.
 
 The thread reads and checks the weights that an earlier process has laid out. Their place follows from the checkpoint,
-the options and the platform, which is guessed to be the CPU.
+the options and the platform, which is guessed to be the CPU. Where there are none, it touches memory for them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 from pathlib import Path
 
 from rekindle import tiny
+from rekindle._src.core import memory
 from rekindle._src.core.config import EngineConfig, cache_folder
 from rekindle._src.models.loading import kept_weights, stored
+from rekindle._src.models.loading.hugepages import Ahead
 from rekindle._src.models.loading.kept_weights import Brought, Mapped
 from rekindle._src.models.loading.stored import Stored
 
 MOST = 1 << 30  # bytes of weights; larger files are read by several threads later, with a progress bar
+LEAST = 32 << 20  # bytes of weights that memory is touched for
 
 
 class HeadStart:
@@ -28,6 +32,7 @@ class HeadStart:
         self._kept: Path | None = None
         self._mapped: Mapped | None = None  # the weights that are kept there
         self._brought: Brought | None = None
+        self._memory: Ahead | None = None  # for weights that are not kept
         self._lock = threading.Lock()  # of the two below
         self._read = self._over = False
         self._thread: threading.Thread | None = None
@@ -56,6 +61,8 @@ class HeadStart:
             release = self._read or self._thread is None
         if release:
             self._release()
+        if self._memory is not None:
+            self._memory.close()
 
     def _release(self) -> None:
         mapped, self._mapped, self._brought = self._mapped, None, None
@@ -79,8 +86,11 @@ class HeadStart:
                 platform="cpu", native=native, digest=kept_weights.sources(),
             )  # fmt: skip
             self._mapped = kept_weights.find(self._kept, MOST)
-            if self._mapped is not None:
+            if self._mapped is not None or self._kept.exists():
                 return
+        size = _size(checkpoint)
+        if config.quantize is None and LEAST <= size <= MOST and (os.cpu_count() or 1) > 1 and memory.fits(size):
+            self._memory = Ahead(size)
 
     def _bring(self, mapped: Mapped) -> None:
         with contextlib.suppress(Exception):
@@ -90,3 +100,9 @@ class HeadStart:
             release = self._over
         if release:
             self._release()
+
+
+def _size(checkpoint: Stored) -> int:
+    """Return about how many bytes the weights take: at most two for each number."""
+    entries = (entry for header in checkpoint.headers for entry in header.entries)
+    return sum(min(entry.nbytes, 2 * math.prod(entry.shape)) for entry in entries)

@@ -206,6 +206,7 @@ def _build(request: OpenRequest) -> Front:
     # Modules are imported on the session's thread: `import rekindle` and the caller's loop stay quick.
     first, ahead = "jax" not in sys.modules, None
     try:
+        # Until the session is open: once what imports made counts as old, the next run would scan it, 0.1 s.
         with gc_paused(stays=first):
             if first:
                 ahead = _head_start(request.model, request.config)
@@ -214,9 +215,9 @@ def _build(request: OpenRequest) -> Front:
             from rekindle._src.programs.processors import check_processors
             from rekindle._src.session.builder import build
 
-        processors, taps = check_processors(request.processors), check_taps(request.taps)
-        contexts = capture_contexts()
-        return build(dataclasses.replace(request, processors=processors, taps=taps, contexts=contexts, ahead=ahead))
+            processors, taps = check_processors(request.processors), check_taps(request.taps)
+            contexts = capture_contexts()
+            return build(dataclasses.replace(request, processors=processors, taps=taps, contexts=contexts, ahead=ahead))
     finally:
         if ahead is not None:
             ahead.close()

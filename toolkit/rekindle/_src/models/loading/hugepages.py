@@ -2,11 +2,15 @@
 
 Reading 270 MB of weights for each token crosses 66,000 small pages; on huge pages, products of two rows read 39 instead
 of 35 GB/s. numpy uses huge pages from 4 MB on, and most matrices of a small model are smaller, so leaves share slabs.
+
+The first touch of a page takes time: 2 ms for each MB where the host of a virtual machine had taken the memory back. So
+a process that opens a model first touches memory for its weights while one core is idle, which is `Ahead`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import mmap
 import threading
@@ -17,9 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 SLAB, HUGE, LINE = 64 << 20, 2 << 20, 64
+PIECE = 8 << 20  # bytes that are touched at a time
 
 _lock = threading.Lock()
 _slab: NDArray[np.uint8] = np.empty(0, np.uint8)  # the unused rest of the latest slab; arrays keep theirs alive
+_ahead: Ahead | None = None
 
 
 def aligned(shape: Sequence[int], dtype: Any) -> NDArray[Any]:
@@ -28,13 +34,65 @@ def aligned(shape: Sequence[int], dtype: Any) -> NDArray[Any]:
     count = math.prod(shape) * np.dtype(dtype).itemsize
     padded = -(-count // LINE) * LINE
     with _lock:
-        if padded > SLAB // 4:
+        memory = None if _ahead is None else _ahead.take(padded)
+        if memory is not None:
+            pass
+        elif padded > SLAB // 4:
             memory = huge_pages(padded)
         else:
             if padded > _slab.size:
                 _slab = huge_pages(SLAB)
             memory, _slab = _slab[:padded], _slab[padded:]
     return memory[:count].view(dtype).reshape(tuple(shape))
+
+
+class Ahead:
+    """Memory that a thread touches, without the GIL, until the first array takes some of it or it is closed.
+
+    The process's arrays lie there as long as there is room. `close` gives the rest back.
+    """
+
+    def __init__(self, size: int) -> None:
+        """Begin at once."""
+        global _ahead
+        self._memory = huge_pages(-(-size // HUGE) * HUGE)
+        self._used = 0
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._touch, name="rekindle memory", daemon=True)
+        self._thread.start()
+        with _lock:
+            _ahead = self
+
+    def take(self, size: int) -> NDArray[np.uint8] | None:
+        """Return memory; None if there is not enough. The caller holds the lock."""
+        self._stop()
+        if self._used + size > self._memory.size:
+            return None
+        self._used += size
+        return self._memory[self._used - size : self._used]
+
+    def close(self) -> None:
+        """Leave what is not used to the system. Arrays go on using theirs."""
+        global _ahead
+        with _lock:
+            if _ahead is self:
+                _ahead = None
+            self._stop()
+            rest = self._memory[-(-self._used // HUGE) * HUGE :]
+            if rest.size and hasattr(mmap, "MADV_DONTNEED"):
+                place, size = ctypes.c_void_p(rest.ctypes.data), ctypes.c_size_t(rest.size)
+                ctypes.CDLL(None).madvise(place, size, mmap.MADV_DONTNEED)
+
+    def _stop(self) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+    def _touch(self) -> None:
+        for start in range(0, self._memory.size, PIECE):
+            if self._stopped.is_set():
+                return
+            piece = self._memory[start : start + PIECE]
+            ctypes.memset(piece.ctypes.data, 0, piece.size)
 
 
 def huge_pages(size: int) -> NDArray[np.uint8]:
