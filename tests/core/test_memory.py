@@ -168,6 +168,31 @@ def test_what_stays_is_not_looked_through_next(stays: bool) -> None:
     assert (id(made) in young) is not stays
 
 
+def test_what_stays_does_so_whoever_leaves_last() -> None:
+    inside, over = threading.Event(), threading.Event()
+
+    def compiling() -> None:
+        with gc_paused():
+            inside.set()
+            assert over.wait(60)
+
+    before = gc.get_threshold()
+    gc.set_threshold(1 << 30)
+    try:
+        with gc_paused(stays=True):
+            thread = threading.Thread(target=compiling)
+            thread.start()
+            assert inside.wait(60)
+            made: list[list[object]] = [[]]
+        assert not gc.isenabled()
+        over.set()
+        thread.join()
+        young = {id(one) for one in gc.get_objects(generation=0)}
+    finally:
+        gc.set_threshold(*before)
+    assert gc.isenabled() and id(made) not in young
+
+
 def test_what_somebody_froze_stays_frozen() -> None:
     kept: list[list[int]] = [[]]
     gc.freeze()

@@ -16,6 +16,7 @@ import pytest
 from helpers.checkpoints import CASES, case, one_each
 from helpers.dict_store import DictStore
 from helpers.driving import Driver, tiny_config, tiny_model
+from helpers.sessions import eventually
 from helpers.small import opening, plain, prompt
 from helpers.thorough import by_default, trio_in_ci
 from rekindle._src.core.sampling import Sampling
@@ -456,6 +457,28 @@ def test_whole_programs_wait_for_the_opening(monkeypatch: pytest.MonkeyPatch) ->
         assert replaced.wait(60)
     finally:
         going.stop(60)
+
+
+@pytest.mark.thorough
+def test_the_program_that_decodes_waits_for_the_opening(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights and the vocabulary, which a first text needs, have the cores. What takes long does not stop it."""
+    many_layers(monkeypatch)
+    monkeypatch.setattr(warming, "FOR_OPENING", 60.0)
+    programs = Programs(MODEL.config, MODEL.graph, MODEL.leaves, tiny_config())
+    prefill, decode = first_needed(programs, restoring=False)[:2]
+    going = Warming(programs, "lazy")
+    try:
+        programs.get(prefill)
+        assert not threading.Event().wait(0.3) and not programs.ready(decode)
+        going.opened()
+        eventually(lambda: programs.ready(decode))
+    finally:
+        going.stop(60)
+    monkeypatch.setattr(warming, "FOR_OPENING", 0.01)
+    programs = Programs(MODEL.config, MODEL.graph, MODEL.leaves, tiny_config())
+    going = Warming(programs, "lazy")
+    eventually(lambda: programs.ready(decode))
+    going.stop(60)
 
 
 def test_few_layers_are_compiled_whole_where_kernels_are_there(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from helpers import checkpoints
 from helpers.sessions import eventually
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.models.base import LoadedModel
-from rekindle._src.models.loading import checkpoint, kept_weights, prepared
+from rekindle._src.models.loading import checkpoint, hugepages, kept_weights, prepared
 from rekindle._src.models.loading.kept_weights import Brought, Mapped
 from rekindle._src.session import head_start, opening
 from rekindle._src.session.head_start import HeadStart
@@ -138,3 +138,18 @@ def test_what_it_can_not_find_is_left_to_whoever_opens_the_model(model: str, con
 def test_models_in_memory_and_on_a_mesh_have_none(folder: Path, config: EngineConfig) -> None:
     assert opening._head_start(object(), config) is None
     assert opening._head_start(str(folder), EngineConfig(mesh=2)) is None
+
+
+def test_memory_is_touched_for_weights_that_are_not_kept(
+    folder: Path, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head_start, "LEAST", 0)
+    ahead = HeadStart(folder, config)
+    assert ahead._memory is not None and hugepages._ahead is ahead._memory
+    first = loaded(folder, config, ahead)
+    ahead.close()
+    assert ahead._memory._used and hugepages._ahead is None
+    again = HeadStart(folder, config)
+    assert again._memory is None and again.weights(again._kept) is not None  # type: ignore[arg-type]
+    assert same(loaded(folder, config), first)
+    again.close()

@@ -43,11 +43,16 @@ class Part(NamedTuple):
 class PartialTokenizer:
     """A tokenizer with the same results as one of all tokens, which `whole` builds."""
 
-    def __init__(self, bpe: Recipe, whole: Callable[[], tokenizers.Tokenizer]) -> None:
+    def __init__(
+        self,
+        bpe: Recipe,
+        whole: Callable[[], tokenizers.Tokenizer],
+        table_of: Callable[[Texts], TokenTable] = TokenTable,
+    ) -> None:
         """Raise `ValueError` for a vocabulary that parts can't stand for."""
         words, self._make_whole = bpe.words, whole
         self._words, self._tokens = words, words.tokens
-        self._table = table = TokenTable(words.tokens)
+        self._table = table = table_of(words.tokens)
         self._bytewise = isinstance(bpe.decoder, decoders.ByteLevel)
         self._prefix = ""
         always = {table.id_of(token) for token in words.special().values()}

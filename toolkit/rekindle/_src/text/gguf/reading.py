@@ -2,7 +2,8 @@
 
 Tokenizers of large vocabularies are stored as tokenizer.json in the cache folder. Making one of 151,000 tokens from a
 file's own keys takes twice as long as reading it from tokenizer.json, and one of SentencePiece's, whose merges follow
-from scores, several times as long.
+from scores, several times as long. What a tokenizer of parts knows of all tokens is stored there, too: of Gemma's it
+takes 0.1 s to find out.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ import tokenizers
 from rekindle._src.core.config import cache_folder
 from rekindle._src.core.store import Store
 from rekindle._src.models.loading.fingerprint import files_digest
+from rekindle._src.models.loading.gguf.cursor import Texts
 from rekindle._src.models.loading.gguf.header import GgufHeader, Metadata, read_header, stop_tokens
 from rekindle._src.text.gguf.partial import PartialTokenizer
+from rekindle._src.text.gguf.token_table import TokenTable
 from rekindle._src.text.gguf.vocabulary import Vocabulary, read_backend, recipe
 from rekindle._src.text.tokenizer_limits import panics_as
 from rekindle.errors import CheckpointError
@@ -69,7 +72,7 @@ def _backend(header: GgufHeader) -> tokenizers.Tokenizer | PartialTokenizer | No
         return tokenizer
 
     with contextlib.suppress(ValueError):
-        return PartialTokenizer(bpe, whole)
+        return PartialTokenizer(bpe, whole, functools.partial(_table, key))
     return whole()
 
 
@@ -105,7 +108,7 @@ def load_or_make(key: bytes | None, make: Callable[[], tokenizers.Tokenizer | No
     """Return the tokenizer stored under this key, or else the result of `make`, which is then stored."""
     if key is None:
         return make()
-    stored, name = Store(cache_folder() / "tokenizers"), hashlib.blake2b(key + _sources(), digest_size=16).hexdigest()
+    stored, name = _place(key)
     with contextlib.suppress(Exception):  # damaged, or of another version of tokenizers: it is built again
         content = stored.get(name)
         if content is not None:
@@ -116,6 +119,27 @@ def load_or_make(key: bytes | None, make: Callable[[], tokenizers.Tokenizer | No
         with contextlib.suppress(OSError):
             stored.put(name, tokenizer.to_str().encode())
     return tokenizer
+
+
+def _table(key: bytes | None, texts: Texts) -> TokenTable:
+    """Return the table of a vocabulary, stored or stored now under this key."""
+    if key is None:
+        return TokenTable(texts)
+    stored, name = _place(key, "table")
+    with contextlib.suppress(OSError, ValueError):  # damaged: it is made again
+        content = stored.get(name)
+        if content is not None:
+            return TokenTable(texts, content)
+    table = TokenTable(texts)
+    with contextlib.suppress(OSError):
+        stored.put(name, table.content())
+    return table
+
+
+def _place(key: bytes, kind: str = "") -> tuple[Store, str]:
+    """Return the store, and the name of what it has under a key."""
+    digest = hashlib.blake2b(key + _sources() + kind.encode(), digest_size=16)
+    return Store(cache_folder() / "tokenizers"), digest.hexdigest()
 
 
 @functools.cache

@@ -8,6 +8,7 @@ tokens too many, never too few.
 from __future__ import annotations
 
 import functools
+import hashlib
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ Numbers = NDArray[np.uint64]
 _SHIFT = np.uint64(64 - 22)  # the prefix table has 4 Mi entries
 _BASE, _MODULUS = 0x9E3779B97F4A7C15, 1 << 64
 CHUNK = 1 << 13  # strings that are hashed at once: their numbers stay in the cache
+_PREFIX_BYTES, _DIGEST = 1 << 19, 16  # of the prefix table, and of the digest of what is kept
 
 
 @functools.cache
@@ -66,39 +68,22 @@ class Sums:
 class TokenTable:
     """The tokens of a vocabulary by their hashes, and the hashes of their beginnings."""
 
-    def __init__(self, texts: Texts) -> None:
-        """Raise `ValueError` if two different tokens have one hash, or if there are no tokens."""
+    def __init__(self, texts: Texts, kept: bytes | None = None) -> None:
+        """Raise `ValueError` if two different tokens have one hash, if there are no tokens, or if what is `kept`, the
+        `content` of an earlier table, is damaged."""
         if not len(texts):
             raise ValueError("a vocabulary without tokens")
         self.texts = texts
-        lengths = texts.ends - texts.starts
-        self.longest = int(lengths.max(initial=0))
-        prefixes = np.zeros(1 << 22, np.bool_)
-        hashes = np.empty(len(texts), np.uint64)
-        octets = np.frombuffer(texts.content, np.uint8)
-        for at in range(0, len(texts), CHUNK):
-            starts, ends = texts.starts[at : at + CHUNK], texts.ends[at : at + CHUNK]
-            first = int(starts[0])
-            sums, starts, ends = Sums(octets[first : int(ends[-1])]), starts - first, ends - first
-            hashes[at : at + len(starts)] = sums.hashes(starts, ends)
-            sizes = lengths[at : at + len(starts)]
-            begins = np.repeat(starts, sizes)
-            places = np.arange(len(begins)) - np.repeat(np.cumsum(sizes) - sizes, sizes) + begins + 1
-            prefixes[sums.hashes(begins, places) >> _SHIFT] = True
-        self._prefixes = np.packbits(prefixes, bitorder="little")
-        order = np.argsort(hashes)
-        sorted_hashes = hashes[order]
-        repeated = np.append(False, sorted_hashes[1:] == sorted_hashes[:-1])
-        for at in np.flatnonzero(repeated).tolist():
-            if texts[int(order[at])] != texts[int(order[at - 1])]:
-                raise ValueError("two tokens have one hash")
+        self.longest = int((texts.ends - texts.starts).max(initial=0))
         # Of several tokens with one text the first counts.
-        self._hashes, self._ids = (
-            sorted_hashes[~repeated],
-            np.minimum.reduceat(order, np.flatnonzero(~repeated)).astype(np.int32),
-        )
+        self._prefixes, self._hashes, self._ids = _hashed(texts) if kept is None else _read(kept)
         self.first = np.zeros(len(texts), np.bool_)  # True if no token before it has the same text
         self.first[self._ids] = True
+
+    def content(self) -> bytes:
+        """Return the table of these tokens, to be kept."""
+        content = self._prefixes.tobytes() + self._hashes.tobytes() + self._ids.tobytes()
+        return _digest(content) + content
 
     def ids(self, hashes: Numbers) -> NDArray[np.int32]:
         """Return the ids of the tokens with these hashes, -1 where there is none."""
@@ -135,3 +120,46 @@ class TokenTable:
                 matches.append(hashes)
         ids = self.ids(np.concatenate(matches))
         return set(ids[ids >= 0].tolist())
+
+
+def _hashed(texts: Texts) -> tuple[NDArray[np.uint8], Numbers, NDArray[np.int32]]:
+    """Return the bits of beginnings of tokens, and the tokens' hashes, ascending, with their ids."""
+    lengths = texts.ends - texts.starts
+    prefixes = np.zeros(8 * _PREFIX_BYTES, np.bool_)
+    hashes = np.empty(len(texts), np.uint64)
+    octets = np.frombuffer(texts.content, np.uint8)
+    for at in range(0, len(texts), CHUNK):
+        starts, ends = texts.starts[at : at + CHUNK], texts.ends[at : at + CHUNK]
+        first = int(starts[0])
+        sums, starts, ends = Sums(octets[first : int(ends[-1])]), starts - first, ends - first
+        hashes[at : at + len(starts)] = sums.hashes(starts, ends)
+        sizes = lengths[at : at + len(starts)]
+        begins = np.repeat(starts, sizes)
+        places = np.arange(len(begins)) - np.repeat(np.cumsum(sizes) - sizes, sizes) + begins + 1
+        prefixes[sums.hashes(begins, places) >> _SHIFT] = True
+    order = np.argsort(hashes)
+    sorted_hashes = hashes[order]
+    repeated = np.append(False, sorted_hashes[1:] == sorted_hashes[:-1])
+    for at in np.flatnonzero(repeated).tolist():
+        if texts[int(order[at])] != texts[int(order[at - 1])]:
+            raise ValueError("two tokens have one hash")
+    ids = np.minimum.reduceat(order, np.flatnonzero(~repeated)).astype(np.int32)
+    return np.packbits(prefixes, bitorder="little"), sorted_hashes[~repeated], ids
+
+
+def _read(kept: bytes) -> tuple[NDArray[np.uint8], Numbers, NDArray[np.int32]]:
+    """Return the same from the content of a table."""
+    content = memoryview(kept)[_DIGEST:]
+    count = (len(content) - _PREFIX_BYTES) // 12
+    if kept[:_DIGEST] != _digest(content):
+        raise ValueError("a damaged table of tokens")
+    end = _PREFIX_BYTES + 8 * count
+    return (
+        np.frombuffer(content[:_PREFIX_BYTES], np.uint8),
+        np.frombuffer(content[_PREFIX_BYTES:end], np.uint64),
+        np.frombuffer(content[end:], np.int32),
+    )
+
+
+def _digest(content: bytes | memoryview) -> bytes:
+    return hashlib.blake2b(content, digest_size=_DIGEST).digest()
