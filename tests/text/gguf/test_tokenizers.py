@@ -20,7 +20,7 @@ from rekindle._src.models.loading.gguf.export import write_gguf
 from rekindle._src.models.loading.gguf.header import read_header
 from rekindle._src.structured import compile_worker
 from rekindle._src.text import ChatTemplate, Tokenizer
-from rekindle._src.text.gguf import partial, reading
+from rekindle._src.text.gguf import partial, reading, token_table
 from rekindle._src.text.gguf.partial import PartialTokenizer
 from rekindle._src.text.gguf.pre_tokenizers import PRE_TOKENIZERS
 from rekindle._src.text.gguf.vocabulary import HUGGINGFACE, Recipe
