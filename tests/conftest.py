@@ -31,16 +31,34 @@ import rekindle_kernels  # noqa: E402  jax reads the environment when it is impo
 from rekindle_kernels import read_through  # noqa: E402
 
 
+def take_over(source: Path, target: Path) -> None:
+    """Copy the native kernels that `target` lacks; other processes may do the same at once."""
+    target.mkdir(parents=True, exist_ok=True, mode=0o700)
+    for file in source.glob("*.o"):
+        if not (target / file.name).exists():
+            part = target / f".{file.name}-{os.getpid()}"
+            shutil.copy(file, part)
+            part.replace(target / file.name)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The cache folder of a run: tests neither read nor fill the user's, and what they share is compiled once, also
-    where several processes run them."""
+    where several processes run them.
+
+    Runs that follow each other share the native kernels in the folder which REKINDLE_TEST_KERNELS names: each takes two
+    to four seconds to compile."""
     folder = tmp_path_factory.getbasetemp()
     folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "cache"
     before = os.environ.get("REKINDLE_CACHE")
     os.environ["REKINDLE_CACHE"] = str(folder)
     rekindle_kernels.configure(cache_folder=folder)  # sessions do so too; many tests compile without one
+    kept = os.environ.get("REKINDLE_TEST_KERNELS")
+    if kept:
+        take_over(Path(kept), folder / "native")
     yield folder
+    if kept:
+        take_over(folder / "native", Path(kept))
     if before is None:
         del os.environ["REKINDLE_CACHE"]
     else:
