@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +10,7 @@ import pytest
 
 from helpers import checkpoints, mxfp4_checkpoints, vocabularies
 from helpers.llama_cpp_source import llama_cpp_source
+from helpers.python import run_python
 from rekindle._src.models.loading.checkpoint import load
 from rekindle._src.models.loading.gguf.header import read_header
 from rekindle._src.models.registry import config_from_hf
@@ -42,20 +40,28 @@ CASES: dict[str, dict[str, Any]] = {
     "deepseek-v2": {}, "deepseek-v2-queries-of-a-vector": {}, "glm4-moe-lite": {"n_group": 1},
 }  # fmt: skip
 PROMPT = [3, 9, 27, 81, 11, 5, 7]
-# The converter knows tokenizers by their results; this one's are those of GPT-2's kind.
+# The converter knows tokenizers by their results; this one's are those of GPT-2's kind. One process converts all,
+# since it imports torch and transformers for longer than it converts.
 CONVERT = """
-import sys, gguf, torch
+import json, sys, traceback
+sys.path[:0] = [sys.argv[1], f"{sys.argv[1]}/gguf-py"]
+import gguf, torch
 from pathlib import Path
 from conversion import base, get_model_class
 base.ModelBase.no_mtp = True  # checkpoints here have no layers that draft
 base.TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
-folder, out, architecture = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
-with torch.inference_mode():
-    model = get_model_class(architecture)(folder, gguf.LlamaFileType.ALL_F32, out)
-    inner = getattr(model, "impl", model)
-    model.set_vocab = inner.set_vocab = lambda: inner._set_vocab_gpt2()
-    model.write()
+for folder in map(Path, sys.argv[2:]):
+    architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
+    try:
+        with torch.inference_mode():
+            model = get_model_class(architecture)(folder, gguf.LlamaFileType.ALL_F32, folder / "model.gguf")
+            inner = getattr(model, "impl", model)
+            model.set_vocab = inner.set_vocab = lambda: inner._set_vocab_gpt2()
+            model.write()
+    except Exception:
+        (folder / "error").write_text(traceback.format_exc())
 """
+FOUR_BITS = "four bits"
 
 
 def logits(path: Path) -> np.ndarray[Any, Any]:
@@ -63,36 +69,37 @@ def logits(path: Path) -> np.ndarray[Any, Any]:
     return np.asarray(reference.prefill(model, PROMPT, reference.empty_cache(model, 16))[0])
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_the_file_is_the_model_of_the_folder(case: str, tmp_path: Path) -> None:
-    raw = checkpoints.CASES[case] | {"vocab_size": 512} | CASES[case]
-    compare(checkpoints.write(tmp_path / "folder", raw), raw, tmp_path)
+def raw_of(case: str) -> dict[str, Any]:
+    if case == FOUR_BITS:
+        return mxfp4_checkpoints.RAW | {"vocab_size": 512}
+    return checkpoints.CASES[case] | {"vocab_size": 512} | CASES[case]
 
 
-def test_four_bit_floats_are_rearranged(tmp_path: Path) -> None:
-    raw = mxfp4_checkpoints.RAW | {"vocab_size": 512}
-    (tmp_path / "folder").mkdir()
-    mxfp4_checkpoints.write(tmp_path / "folder", raw=raw)
-    file = compare(tmp_path / "folder", raw, tmp_path)
-    assert {"MXFP4"} <= {tensor.kind.name for tensor in read_header(file).tensors}
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of all cases, each with the file that the converter made of it, or with what it raised."""
+    source, root, folders = llama_cpp_source(), tmp_path_factory.mktemp("folders"), {}
+    for case in (*CASES, FOUR_BITS):
+        folders[case] = root / case
+        if case == FOUR_BITS:
+            folders[case].mkdir()
+            mxfp4_checkpoints.write(folders[case], raw=raw_of(case))
+        else:
+            checkpoints.write(folders[case], raw_of(case))
+        vocabularies.write(folders[case], vocabularies.byte_level(), bos_token="<s>", eos_token="</s>")
+    run_python("-c", CONVERT, str(source), *map(str, folders.values()))
+    return folders
 
 
-def compare(folder: Path, raw: dict[str, Any], tmp_path: Path) -> Path:
-    """Convert a folder and compare both; return the file."""
-    source = llama_cpp_source()
-    vocabularies.write(folder, vocabularies.byte_level(), bos_token="<s>", eos_token="</s>")
-    paths = json.dumps([str(source), str(source / "gguf-py")])
-    program = f"import sys; sys.path[:0] = {paths}\n{CONVERT}"
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(folder), str(tmp_path / "model.gguf"), raw["architectures"][0]],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+@pytest.mark.parametrize("case", [*CASES, FOUR_BITS])
+def test_the_file_is_the_model_of_the_folder(case: str, converted: dict[str, Path]) -> None:
+    folder, error = converted[case], converted[case] / "error"
+    assert not error.exists(), error.read_text()[-2000:]
     # Rates of decay are stored as exp(x), and the factors of Falcon-H1 are in its matrices: last bits differ.
-    rounded = any(spec is not None and spec.heads for spec in config_from_hf(raw).states)
+    rounded = any(spec is not None and spec.heads for spec in config_from_hf(raw_of(case)).states)
     expected = logits(folder)
     room = 1e-5 * float(expected.std()) if rounded else 0.0
-    np.testing.assert_allclose(logits(tmp_path / "model.gguf"), expected, rtol=0, atol=room)
-    return tmp_path / "model.gguf"
+    np.testing.assert_allclose(logits(folder / "model.gguf"), expected, rtol=0, atol=room)
+    if case == FOUR_BITS:
+        kinds = {tensor.kind.name for tensor in read_header(folder / "model.gguf").tensors}
+        assert "MXFP4" in kinds, "they are rearranged, and not widened"
