@@ -26,7 +26,7 @@ TRAITS = ("html", "note", "controls", "values", "kept", "heard")
 PAGE = """<!doctype html>
 <meta http-equiv="Content-Security-Policy"
       content="default-src 'none'; script-src 'unsafe-inline' blob:; style-src 'unsafe-inline'">
-<body style="background:%s;color:%s;font-family:sans-serif"><div id="first"></div><div id="second"></div>
+<body style="font-family:sans-serif"><div id="first"></div><div id="second"></div>
 <script>
 class Model {
   constructor(state) { this.state = state; this.heard = {}; this.touched = {}; }
@@ -39,12 +39,12 @@ class Model {
   tell(name) { for (const react of this.heard[`change:${name}`] ?? []) react(); }
   receive(change) { for (const [name, value] of Object.entries(change)) { this.state[name] = value; this.tell(name); } }
 }
-async function show(script, style, state, shadow) {
+async function show(script, style, state) {
   const view = (await import(URL.createObjectURL(new Blob([script], { type: "text/javascript" })))).default;
   window.model = new Model(state);
   window.ends = ["first", "second"].map((id) => {
     const place = document.getElementById(id);
-    const root = shadow ? place.attachShadow({ mode: "open" }) : place;
+    const root = id === "first" ? place.attachShadow({ mode: "open" }) : place;
     root.innerHTML = `<style>${style}</style><div></div>`;
     return view.render({ model: window.model, el: root.lastChild });
   });
@@ -54,9 +54,9 @@ async function show(script, style, state, shadow) {
 
 
 class Hosted:
-    """A view in a bare page, drawn twice from one model."""
+    """A view in a bare page, drawn twice from one model: first in a shadow root, then without."""
 
-    def __init__(self, page: Any, view: Live, *, shadow: bool) -> None:
+    def __init__(self, page: Any, view: Live) -> None:
         self.page, self.view = page, view
         self._changes: queue.Queue[dict[str, Any]] = queue.Queue()
         widget = view.widget
@@ -64,8 +64,7 @@ class Hosted:
             widget.observe(lambda change: self._changes.put({change["name"]: change["new"]}), name)
         page.expose_function("fromPage", self._heard)
         state = {name: getattr(widget, name) for name in TRAITS}
-        page.evaluate("([script, style, state, shadow]) => show(script, style, state, shadow)",
-                      [_SCRIPT, _STYLE, state, shadow])  # fmt: skip
+        page.evaluate("([script, style, state]) => show(script, style, state)", [_SCRIPT, _STYLE, state])
 
     def _heard(self, kind: str, content: Any) -> None:
         if kind == "send":
@@ -93,29 +92,34 @@ class Hosted:
 
     def shot(self, name: str) -> None:
         SHOTS.mkdir(parents=True, exist_ok=True)
-        self.page.screenshot(path=SHOTS / f"bare-{name}.png")
+        for theme, ground, ink in (("light", "#fff", "#111"), ("dark", "#111", "#ddd")):
+            colours = f"Object.assign(document.body.style, {{ background: '{ground}', color: '{ink}' }})"
+            self.page.evaluate(colours)
+            self.page.screenshot(path=SHOTS / f"bare-{name}-{theme}.png")
 
 
-@pytest.fixture(params=["light", "dark"])
-def theme(request: pytest.FixtureRequest) -> str:
-    return request.param
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with sync_api.sync_playwright() as playwright, blank_page(playwright) as page:
+        yield page.context.browser
 
 
 @pytest.fixture
-def page(theme: str) -> Iterator[Any]:
-    with sync_api.sync_playwright() as playwright, blank_page(playwright, width=900, height=900) as page:
-        wrong: list[str] = []
-        page.on("pageerror", lambda error: wrong.append(str(error)))
-        page.on("console", lambda message: wrong.append(message.text) if message.type in ("error", "warning") else None)
-        page.set_content(PAGE % (("#fff", "#111") if theme == "light" else ("#111", "#ddd")))
-        yield page
+def page(browser: Any) -> Iterator[Any]:
+    page, wrong = browser.new_page(viewport={"width": 900, "height": 900}), []
+    page.set_default_timeout(120_000)
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on("console", lambda message: wrong.append(message.text) if message.type in ("error", "warning") else None)
+    page.set_content(PAGE)
+    yield page
+    page.close()
     assert wrong == []
 
 
-def test_a_stream_and_its_button(page: Any, theme: str) -> None:
+def test_a_stream_and_its_button(page: Any) -> None:
     with opened(step_seconds=0.01) as session:
         view = session.view.stream("hello", max_tokens=400)
-        hosted = Hosted(page, view, shadow=theme == "dark")
+        hosted = Hosted(page, view)
         hosted.until(lambda: "tokens so far" in hosted.second.inner_text(), "text comes")
         hosted.second.get_by_role("button", name="Stop").click()
         hosted.until(lambda: "stopped after" in hosted.first.inner_text(), "the button stops it")
@@ -124,11 +128,11 @@ def test_a_stream_and_its_button(page: Any, theme: str) -> None:
         assert hosted.first.inner_text() == hosted.second.inner_text()
 
 
-def test_a_chat_is_talked_to_and_forked(page: Any, theme: str) -> None:
+def test_a_chat_is_talked_to_and_forked(page: Any) -> None:
     with opened() as session:
         session.chat = lambda messages, **options: session.generate(messages[-1]["content"], **options)  # type: ignore[method-assign]
         view = session.view.chat(max_tokens=30)
-        hosted = Hosted(page, view, shadow=theme == "dark")
+        hosted = Hosted(page, view)
         line = hosted.first.get_by_placeholder("Say something")
         line.fill("hello")
         hosted.until(lambda: view.widget.value("say") == "hello", "typing reaches the kernel")
@@ -140,18 +144,18 @@ def test_a_chat_is_talked_to_and_forked(page: Any, theme: str) -> None:
         hosted.first.locator("[data-token='3']").click()
         hosted.until(lambda: hosted.first.get_by_role("button", name="Fork").count() == 1, "a token can be marked")
         hosted.first.get_by_placeholder("what should come there").fill(" XYZ")
-        hosted.shot(f"chat-{theme}")
+        hosted.shot("chat")
         hosted.first.get_by_role("button", name="Fork").click()
         hosted.until(lambda: "XYZ" in hosted.second.inner_text(), "it goes on from there")
         view.stop()
         view.join(10)
 
 
-def test_lines_settings_and_copies(page: Any, theme: str) -> None:
+def test_lines_settings_and_copies(page: Any) -> None:
     with opened() as session:
         session.chat = lambda messages, **options: session.generate(messages[-1]["content"], **options)  # type: ignore[method-assign]
         view = session.view.chat(max_tokens=30)
-        hosted = Hosted(page, view, shadow=theme == "dark")
+        hosted = Hosted(page, view)
         hosted.first.get_by_role("button", name="Settings").click()
         hosted.until(lambda: hosted.first.get_by_role("slider").count() == 3, "sliders come")
         assert hosted.first.get_by_label("max tokens").input_value() == "30"
@@ -172,15 +176,15 @@ def test_lines_settings_and_copies(page: Any, theme: str) -> None:
         hosted.until(lambda: hosted.first.get_by_text("Copied").count() == 1, "it was")
         page.evaluate("model.receive({ html: `${model.get('html')}<p>more</p>` })")
         assert hosted.first.get_by_text("Copied").count() == 1, "a new picture still says so"
-        hosted.shot(f"settings-{theme}")
+        hosted.shot("settings")
         view.stop()
         view.join(10)
 
 
-def test_who_types_keeps_the_focus_when_controls_change(page: Any, theme: str) -> None:
+def test_who_types_keeps_the_focus_when_controls_change(page: Any) -> None:
     with opened() as session:
         view = session.view.chat(template="{{ messages[0].content }}")
-        hosted = Hosted(page, view, shadow=theme == "dark")
+        hosted = Hosted(page, view)
         hosted.first.get_by_placeholder("Say something").focus()
         view.widget.controls = [*view.widget.controls, {"kind": "button", "name": "new", "label": "New"}]
         hosted.until(lambda: hosted.first.get_by_role("button", name="New").count() == 1, "controls change")
@@ -190,34 +194,34 @@ def test_who_types_keeps_the_focus_when_controls_change(page: Any, theme: str) -
         view.join(10)
 
 
-def test_the_tree_and_the_dashboard(page: Any, theme: str) -> None:
+def test_the_tree_and_the_dashboard(page: Any) -> None:
     with opened() as session:
         session.generate_sync("hello " * 20, max_tokens=2)
         view = session.view.tree()
-        hosted = Hosted(page, view, shadow=theme == "dark")
+        hosted = Hosted(page, view)
         hosted.first.get_by_placeholder("What would this prompt hit?").fill("hello " * 9)
         hosted.until(lambda: "prompt tokens are cached" in hosted.first.inner_text(), "it answers")
         assert hosted.first.locator("[style*='color:#3d8bcd']").count() > 0
-        hosted.shot(f"tree-{theme}")
+        hosted.shot("tree")
 
 
-def test_a_dashboard_is_closed(page: Any, theme: str) -> None:
+def test_a_dashboard_is_closed(page: Any) -> None:
     with opened() as session:
         view = session.watch()
-        hosted = Hosted(page, view, shadow=theme == "dark")
+        hosted = Hosted(page, view)
         for index in range(8):
             session.generate_sync(f"hello {index}", max_tokens=20)
         hosted.until(lambda: hosted.first.locator("svg rect").count() > 5, "steps are drawn")
-        hosted.shot(f"dashboard-{theme}")
+        hosted.shot("dashboard")
         hosted.first.get_by_role("button", name="Close").click()
         hosted.until(lambda: hosted.first.get_by_role("button").count() == 0, "it ends")
         view.join(10)
 
 
-def test_a_page_that_is_left_hears_no_more(page: Any, theme: str) -> None:
+def test_a_page_that_is_left_hears_no_more(page: Any) -> None:
     with opened() as session:
         view = session.watch()
-        hosted = Hosted(page, view, shadow=theme == "dark")
+        hosted = Hosted(page, view)
         page.evaluate("ends.forEach((end) => end())")
         assert page.evaluate("Object.values(model.heard).every((set) => set.size === 0)")
         view.stop()

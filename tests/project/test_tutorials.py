@@ -21,13 +21,19 @@ SOURCES = build.sources()
 REAL = [source for source in SOURCES if 'tags=["real"]' in source.read_text()]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
-def test_it_runs(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def reader(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the environment of a new user who reads the course: programs that one page compiled serve the next."""
     root = FOLDER.parent
     monkeypatch.setenv("PYTHONPATH", f"{root / 'toolkit'}:{root / 'kernels'}")
-    monkeypatch.setenv("REKINDLE_CACHE", str(tmp_path))  # nothing was compiled before: a new user's first run
+    monkeypatch.setenv("REKINDLE_CACHE", str(tmp_path_factory.getbasetemp() / "reader"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.usefixtures("reader")
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
+def test_it_runs(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("REKINDLE_SMOLLM2", "")
     build.execute(source)
@@ -35,17 +41,12 @@ def test_it_runs(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.usefixtures("reader")
 @pytest.mark.parametrize("source", REAL, ids=lambda path: path.stem)
-def test_its_cells_run_with_a_real_model(
-    source: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_its_cells_run_with_a_real_model(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = real_checkpoints.path_or_reason("smollm2")
     if isinstance(path, str):
         pytest.skip(path)
-    root = FOLDER.parent
-    monkeypatch.setenv("PYTHONPATH", f"{root / 'toolkit'}:{root / 'kernels'}")
-    cache = tmp_path_factory.getbasetemp() / "real"  # the programs of one page serve the next
-    monkeypatch.setenv("REKINDLE_CACHE", str(cache))
     monkeypatch.setenv("REKINDLE_SMOLLM2", str(path))
     assert path.name in str([cell.outputs for cell in build.execute(source, real=True).cells])
 
