@@ -227,12 +227,11 @@ def windows(folder: Path) -> None:
             assert stats.preemptions and stats.pages_out and stats.pages_in and stats.cache.states_restored, mesh
             session.generate_sync(prompts[1], **greedy)
             session.save("chat").result_sync()
-        for other in (None, 2):
-            with opened(model, other, **sizes | {"device_pages": 200}, restore="chat") as session:
-                chat = [*prompts[1], *expected[1]]
-                done = session.generate_sync(chat[:129], **greedy)
-                assert done.usage.cached_tokens == 128, (mesh, other, done.usage)
-                assert list(done.token_ids[:1]) == chat[129:130]
+        with opened(model, 2 if mesh is None else None, **sizes | {"device_pages": 200}, restore="chat") as session:
+            chat = [*prompts[1], *expected[1]]
+            done = session.generate_sync(chat[:129], **greedy)
+            assert done.usage.cached_tokens == 128, (mesh, done.usage)
+            assert list(done.token_ids[:1]) == chat[129:130]
 
 
 @check
@@ -367,8 +366,8 @@ def random_models(folder: Path) -> None:
 
 @check
 def taps(folder: Path) -> None:
-    """Captures and changes at every site are those of one device: on two, where they share kv heads, and with data
-    shards, each of which has changes of its own."""
+    """Captures and changes at every site are those of one device: with data shards of two devices, each of which has
+    changes of its own, and where two share a kv head."""
     rng = np.random.default_rng(0)
     vectors = rng.standard_normal((3, case("llama").config.hidden_size))
     steer = rekindle.Steer(0, vectors[0], 3.0)
@@ -379,7 +378,7 @@ def taps(folder: Path) -> None:
     patches = rekindle.Steer(1, vectors, positions=[0, 3, 7], mode="replace"), steer
     tap = rekindle.Tap(lambda x, context: x * context.arrays, "more", layers=0, site="mlp", arrays=np.float32(-3))
     changes: list[dict[str, Any]] = [{}, {"steer": steer}, {"steer": inside}, {"steer": patches}, {"taps": "more"}]
-    for model, meshes in ((case("llama"), (2, {"data": 2}, BOTH)), (case("llama", 1), (2,))):
+    for model, mesh in ((case("llama"), BOTH), (case("llama", 1), 2)):
         sites = {site: "all" for site in SITES if site not in ("experts", "gates")}
         options: dict[str, Any] = {"max_tokens": 6, "temperature": 0.0, "capture": sites}
         with opened(model, None, taps=[tap]) as session:
@@ -387,28 +386,27 @@ def taps(folder: Path) -> None:
             weights = session.view.attention(PROMPT, layer=1).result_sync().weights
         plain = expected[0].captured["norm"][: len(PROMPT)]
         assert all(tapping.difference(done.captured["norm"][: len(PROMPT)], plain) > 0.1 for done in expected[1:])
-        for mesh in meshes:
-            with opened(model, mesh, taps=[tap]) as session:
-                many = [session.submit(PROMPT, **options, **change) for change in changes for _ in range(2)]
-                for wanted, handles in zip(expected, zip(many[::2], many[1::2], strict=True), strict=True):
-                    for done in [handle.result_sync() for handle in handles]:
-                        assert done.token_ids == wanted.token_ids, mesh
-                        assert {*done.captured} == {*wanted.captured}
-                        for key, array in done.captured.items():
-                            assert tapping.difference(array, wanted.captured[key]) < 1e-4, (mesh, key)
-                found = session.view.attention(PROMPT, layer=1).result_sync().weights
-                np.testing.assert_allclose(found, weights, rtol=1e-3, atol=1e-5)
-                keep = rekindle.Capture({"residual": "all", "k": 0, "norm": True}, keep=True)
-                twice = [session.generate_sync(3 * PROMPT, max_tokens=1, capture=keep, salt="kept") for _ in range(2)]
-                assert [bool(done.usage.cached_tokens) for done in twice] == [False, True]
-                for key, array in twice[0].captured.items():
-                    assert tapping.difference(twice[1].captured[key], array) < 1e-4, (mesh, key)
+        with opened(model, mesh, taps=[tap]) as session:
+            many = [session.submit(PROMPT, **options, **change) for change in changes for _ in range(2)]
+            for wanted, handles in zip(expected, zip(many[::2], many[1::2], strict=True), strict=True):
+                for done in [handle.result_sync() for handle in handles]:
+                    assert done.token_ids == wanted.token_ids, mesh
+                    assert {*done.captured} == {*wanted.captured}
+                    for key, array in done.captured.items():
+                        assert tapping.difference(array, wanted.captured[key]) < 1e-4, (mesh, key)
+            found = session.view.attention(PROMPT, layer=1).result_sync().weights
+            np.testing.assert_allclose(found, weights, rtol=1e-3, atol=1e-5)
+            keep = rekindle.Capture({"residual": "all", "k": 0, "norm": True}, keep=True)
+            twice = [session.generate_sync(3 * PROMPT, max_tokens=1, capture=keep, salt="kept") for _ in range(2)]
+            assert [bool(done.usage.cached_tokens) for done in twice] == [False, True]
+            for key, array in twice[0].captured.items():
+                assert tapping.difference(twice[1].captured[key], array) < 1e-4, (mesh, key)
 
 
 @check
 def with_adapters(folder: Path) -> None:
-    """Rows with adapters, of experts too, give the tokens of one device on two, and padded parts change nothing."""
-    for name, meshes in (("llama", (2, 4)), ("qwen3-moe", (2, EXPERTS)), ("gpt2", (2,))):
+    """Rows with adapters, of experts too, give the tokens of one device on several, and padded parts change nothing."""
+    for name, mesh in (("llama", 4), ("qwen3-moe", EXPERTS | {"model": 2}), ("gpt2", 2)):
         model = case(name)
         experts = ("gate_up_proj", "down_proj") if name.endswith("moe") else ()
         folders: dict[str, Path] = {
@@ -416,8 +414,8 @@ def with_adapters(folder: Path) -> None:
             for seed in range(2)
         }
         texts = []
-        for mesh in (None, *meshes):
-            with opened(model, mesh, adapters=folders, max_adapters=2) as session:
+        for where in (None, mesh):
+            with opened(model, where, adapters=folders, max_adapters=2) as session:
                 asked = (*folders, None) * 2
                 handles = [session.submit(PROMPT, adapter=one, max_tokens=8, logprobs=1) for one in asked]
                 done = [handle.result_sync() for handle in handles]
@@ -429,7 +427,7 @@ def with_adapters(folder: Path) -> None:
                 assert (again.token_ids, other.token_ids) == (done[1].token_ids, done[0].token_ids)
             texts.append([list(one.token_ids) for one in done])
             assert difference(done[:3], done[3:]) < CLOSE
-        assert texts[0] == texts[1] == texts[-1], (name, texts)
+        assert texts[0] == texts[1], (name, texts)
         assert len({*map(tuple, texts[0])}) == 3, "the adapters change little"
     with opened(case("llama"), {"data": 2}) as session, pytest.raises(rekindle.ConfigError, match="data shards"):
         session.load_adapter("a", folder / "llama0").result_sync()

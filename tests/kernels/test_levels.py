@@ -14,7 +14,6 @@ from rekindle_kernels.native import build, cpu
 pytestmark = pytest.mark.skipif(build.unavailable_reason() is not None, reason="no native kernels here")
 HERE = Path(__file__).parent
 LOWER = cpu.levels()[1:]  # the best one is what the other tests run with
-FEW = ["test_native.py", "test_int4.py", "-k", "few_rows and 964-576-2 or normed and (bfloat16-20 or False-16)"]
 WHOLE = ["test_native.py", "test_paged_attention.py", "test_ops.py", "test_deterministic.py", "test_chain.py"]
 WHOLE += ["test_int4.py", "test_masked_draws.py", "test_recurrence.py"]
 
@@ -26,12 +25,6 @@ def passes(level: cpu.Level, tests: list[str]) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=580, cwd=HERE)
     assert done.returncode == 0, done.stdout[-4000:]
     assert " passed" in done.stdout
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not LOWER, reason="this processor has one level")
-def test_a_few_kernels_are_exact_at_the_lowest_level() -> None:
-    passes(LOWER[-1], FEW)
 
 
 @pytest.mark.slow

@@ -33,19 +33,19 @@ def checked(folder: Path, devices: int, *names: str, timeout: int = 580) -> None
 
 @pytest.mark.slow
 def test_a_mesh_gives_the_tokens_of_one_device(tmp_path: Path) -> None:
-    checked(tmp_path, 4, "windows", "some_families", "taps", "with_adapters", "memory_is_given_back")
+    names = "windows", "some_families", "taps", "with_adapters", "memory_is_given_back", "data_shards"
+    checked(tmp_path, 4, *names)
 
 
 @pytest.mark.slow
-def test_data_shards_give_the_tokens_of_one_device(tmp_path: Path) -> None:
-    checked(tmp_path, 4, "data_shards")
+def test_snapshots_and_collectives_of_eight_devices(tmp_path: Path) -> None:
+    checked(tmp_path, 8, "snapshots", "sums_of_a_step", "collectives_are_measured")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
-        "snapshots", "sums_of_a_step", "collectives_are_measured",
         "every_family", "repeated_kv_heads", "kernels_of_xla", "quantised", "four_bits", "int8_pages", "restarts",
         "tiers_and_preemption", "loaded_weights", "loaded_in_parts", "random_models", "beside_a_mesh_of_the_user",
         "data_shards_of_families", "data_shards_with_options", "data_shards_under_load", "data_shards_restore",
