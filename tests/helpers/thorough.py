@@ -28,3 +28,9 @@ trio_in_ci = pytest.mark.parametrize("anyio_backend", by_default(["asyncio", "tr
 def anyio_backend(request: pytest.FixtureRequest) -> str:
     """For folders whose tests all leave trio to CI: import it in a conftest.py."""
     return str(request.param)
+
+
+@pytest.fixture(name="anyio_backend")
+def one_event_loop() -> str:
+    """For modules that test arithmetic, in which the event loop has no say: import it."""
+    return "asyncio"

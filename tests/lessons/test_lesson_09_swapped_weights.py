@@ -14,9 +14,9 @@ from pathlib import Path
 import jax
 import pytest
 
+from helpers.plain_loop import plain_loop
 from helpers.tiered import MODEL, NEW, ask, opened, prompt
 from rekindle._src.models import LoadedModel
-from workshop.reference import generate
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 
@@ -28,7 +28,7 @@ def other_weights() -> LoadedModel:
 
 def test_lesson_09_swapped_weights_match_no_old_page(tmp_path: Path) -> None:
     other = other_weights()
-    expected = tuple(generate(other, prompt(0), NEW))
+    expected = tuple(plain_loop(other, prompt(0), NEW, context=128))
     with opened(tmp_path, restore="auto") as session:
         for index in (0, 1, 2):
             ask(session, index)

@@ -1,7 +1,9 @@
-"""Ids are opaque: exact, unique while alive, and nothing is special about any of them.
+"""Ids are opaque, unique and returned at submit; aborting one never touches another whose id begins with it.
 
 Upstream: https://github.com/vllm-project/vllm/issues/10583
 Two requests with the same id broke the engine.
+Upstream: https://github.com/sgl-project/sglang/pull/31685
+An abort matched every request whose id begins with the one that was given.
 """
 
 from __future__ import annotations
@@ -10,8 +12,16 @@ import pytest
 
 from helpers.fakes import make_request
 from helpers.scheduling import Loop
+from helpers.sessions import fake_session, opened
 from rekindle._src.core.records import FinishReason, Status
 from rekindle.errors import InvalidRequest
+
+
+def test_lesson_11_ids_are_unique_over_all_sessions_and_known_at_submit() -> None:
+    with opened() as one, fake_session() as two:
+        handles = [session.submit("same", max_tokens=2) for session in (one, two) for _ in range(30)]
+        assert len({handle.id for handle in handles}) == 60
+        assert [handle.result_sync().id for handle in handles] == [handle.id for handle in handles]
 
 
 def test_lesson_11_abort_ends_exactly_the_request_it_names() -> None:

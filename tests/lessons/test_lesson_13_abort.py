@@ -6,10 +6,13 @@ A request aborted while it finished in an overlapped step was freed twice.
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from helpers.fakes import EOS, FakeModel, make_request
 from helpers.scheduling import Loop, NoReserve
+from helpers.sessions import CONFIG, expected, opened
 from rekindle._src.core.records import FinishReason
 
 
@@ -60,6 +63,19 @@ def test_lesson_13_pages_return_only_with_the_last_step_in_flight() -> None:
     assert loop.scheduler.commit(loop.runner.fetch(flights[1])) == ()
     assert (loop.pool.held, loop.scheduler.statistics().leaving) == (0, 0)
     assert not loop.scheduler.has_work
+
+
+def test_lesson_13_aborts_race_steps_in_flight_and_new_occupants_are_untouched() -> None:
+    dice = random.Random(5)
+    with opened(CONFIG, step_seconds=0.0005, num_pages=80) as session:
+        for round_ in range(12):
+            handles = [session.submit(f"{round_} {i}", max_tokens=20) for i in range(24)]
+            victims = dice.sample(range(24), 12)
+            for victim in victims:
+                handles[victim].cancel()
+            for i, handle in enumerate(handles):
+                if i not in victims:
+                    assert list(handle.result_sync().token_ids) == expected(f"{round_} {i}", max_tokens=20)
 
 
 def test_lesson_02_a_late_end_does_not_reach_the_slots_next_occupant() -> None:

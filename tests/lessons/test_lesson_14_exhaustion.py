@@ -10,6 +10,7 @@ import pytest
 
 from helpers.fakes import make_request
 from helpers.scheduling import Loop, NoReserve
+from helpers.sessions import expected, opened
 from rekindle._src.core.records import FinishReason
 from rekindle.errors import OutOfPages
 
@@ -25,14 +26,13 @@ def test_lesson_14_a_single_request_uses_every_page_and_then_ends(overlap: bool)
     assert loop.output(greedy) == loop.model.generate(greedy, 15)
 
 
-def test_lesson_14_a_prompt_larger_than_the_pool_is_a_typed_error() -> None:
-    loop = Loop(pages=3, page_size=8)
-    small = make_request("small", max_tokens=3)
-    loop.submit(small)
-    with pytest.raises(OutOfPages, match="25 tokens need 4 KV pages of 8, 3 can be used"):
-        loop.scheduler.submit(make_request("x" * 25))
-    loop.run()
-    assert loop.output(small) == loop.model.generate(small)
+@pytest.mark.anyio
+async def test_lesson_14_a_prompt_that_exceeds_the_pool_is_told_so() -> None:
+    with opened(num_pages=9) as session:  # eight of eight tokens, beside the scratch page
+        other = session.submit("short", max_tokens=20)
+        with pytest.raises(OutOfPages, match="80 tokens need 10 KV pages of 8, 8 can be used"):
+            await session.generate("x" * 80, max_tokens=5)
+        assert list((await other).token_ids) == expected("short", max_tokens=20)
 
 
 def test_lesson_14_many_that_each_need_the_whole_pool_all_finish() -> None:

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
+import rekindle
 from helpers import plain_sampling
 from helpers.driving import plain_tokens
 from helpers.fakes import FakeModel
 from helpers.sessions import CONFIG, expected, opened
-from helpers.small import LEAST, MODEL, VOCAB, opening, plain, prompt
+from helpers.small import LEAST, MODEL, OPTIONS, VOCAB, plain, prompt
+from helpers.thorough import one_event_loop  # noqa: F401  the fixture
 from rekindle import FinishReason, Sampling, Session
 from rekindle.errors import InvalidRequest
 
@@ -57,9 +59,9 @@ ELSEWHERE = {  # each has a test of its own, below or where it says
 anyio_test = pytest.mark.anyio
 
 
-@pytest.fixture
-async def session() -> AsyncIterator[Session]:
-    async with opening(processors=[LEAST], precompile="lazy") as made:
+@pytest.fixture(scope="module")
+def session() -> Iterator[Session]:
+    with rekindle.open_sync(MODEL, **OPTIONS | {"processors": [LEAST], "precompile": "lazy"}) as made:
         yield made
 
 
@@ -89,7 +91,6 @@ def test_lesson_18_no_option_is_forgotten_here() -> None:
 
 @anyio_test
 @pytest.mark.parametrize("name", SHAPING)
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_lesson_18_options_that_shape_the_logits_are_applied_exactly(session: Session, name: str) -> None:
     sampling = Sampling(max_tokens=NEW, **SHAPING[name])
     before = dataclasses.replace(sampling, **{name: getattr(Sampling(), name)})
@@ -108,7 +109,6 @@ async def test_lesson_18_options_that_shape_the_logits_are_applied_exactly(sessi
 
 @anyio_test
 @pytest.mark.parametrize("name", DRAWING)
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])  # the loop has no say in it
 async def test_lesson_18_options_that_narrow_a_draw_exclude_the_rest(session: Session, name: str) -> None:
     """Every token is among those that the option leaves, which without it is not so."""
     narrow = Sampling(temperature=1.0, **DRAWING[name])

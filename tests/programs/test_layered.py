@@ -18,7 +18,7 @@ from helpers.dict_store import DictStore
 from helpers.driving import Driver, tiny_config, tiny_model
 from helpers.sessions import eventually
 from helpers.small import opening, plain, prompt
-from helpers.thorough import by_default, trio_in_ci
+from helpers.thorough import by_default, one_event_loop  # noqa: F401  the fixture
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.execution.runner import Runner
 from rekindle._src.models.base import LoadedModel, abstract_model, merge
@@ -561,7 +561,6 @@ def test_one_whose_successor_does_not_compile_goes_on(
     assert programs.get(DECODE) is provisional
 
 
-@trio_in_ci
 @pytest.mark.anyio
 async def test_a_text_goes_on_where_it_was_when_its_program_is_replaced() -> None:
     """Float32 tokens are the plain loop's, before and after, alone and in a batch."""

@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("shared_programs")]
 MODEL = checkpoints.case("llama")
 LENGTH = 100
 OPTIONS: dict[str, Any] = {
-    "dtype": "float32", "page_size": 8, "device_pages": 257, "max_requests": 4, "max_tokens_per_step": 64,
+    "dtype": "float32", "page_size": 8, "device_pages": 257, "max_requests": 4, "max_tokens_per_step": 32,
     "max_model_len": 192, "disk_memory": 0, "precompile": "lazy", "quiet": True,
 }  # fmt: skip
 VARIANTS: list[dict[str, Any]] = [

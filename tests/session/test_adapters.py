@@ -14,7 +14,7 @@ import pytest
 import rekindle
 from helpers import adapters
 from helpers.small import MODEL, OPTIONS, PAGE, plain, prompt
-from helpers.thorough import by_default, trio_in_ci
+from helpers.thorough import by_default, one_event_loop  # noqa: F401  the fixture
 from rekindle._src.models import random_model
 from rekindle.errors import CheckpointError, ConfigError, InvalidRequest
 
@@ -55,7 +55,6 @@ def same(done: Any, folder: Path | None, ids: Sequence[int]) -> None:
 
 
 @anyio_test
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_rows_with_different_adapters_and_with_none_share_a_batch(folders: list[Path]) -> None:
     names = {f"a{index}": folder for index, folder in enumerate(folders)}
     async with opening(adapters=names, max_adapters=8) as session:
@@ -82,7 +81,6 @@ async def test_rows_with_different_adapters_and_with_none_share_a_batch(folders:
 
 @pytest.mark.thorough
 @anyio_test
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_more_adapters_than_slots_take_turns_and_nothing_is_compiled(folders: list[Path]) -> None:
     names = {f"a{index}": folder for index, folder in enumerate(folders)}
     async with opening(max_adapters=2, max_adapter_rank=16, adapters=names, precompile="all") as session:
@@ -106,7 +104,6 @@ async def test_more_adapters_than_slots_take_turns_and_nothing_is_compiled(folde
 
 @pytest.mark.thorough
 @anyio_test
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_pages_belong_to_weights_and_not_to_names(folders: list[Path]) -> None:
     ids = prompt(7, 30)
     async with opening() as session:
@@ -139,7 +136,6 @@ async def test_pages_belong_to_weights_and_not_to_names(folders: list[Path]) -> 
         session.check_integrity()
 
 
-@trio_in_ci
 @anyio_test
 async def test_loads_unloads_and_swaps_while_requests_run_mix_nothing_up(folders: list[Path]) -> None:
     rng = np.random.default_rng(0)
@@ -175,7 +171,6 @@ async def test_loads_unloads_and_swaps_while_requests_run_mix_nothing_up(folders
 
 
 @pytest.mark.thorough
-@trio_in_ci
 @anyio_test
 async def test_sums_of_adapters_have_their_weights(folders: list[Path]) -> None:
     from rekindle._src.models.adapters.adapter import combined
@@ -194,7 +189,6 @@ async def test_sums_of_adapters_have_their_weights(folders: list[Path]) -> None:
 @pytest.mark.thorough
 @anyio_test
 @pytest.mark.parametrize("quantize", by_default(["int8", "int8-weight", {"attention": "int4-32"}]))
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])  # the loop has no say in it
 async def test_a_quantised_base_has_adapters_of_floats(folders: list[Path], quantize: Any) -> None:
     ids, model = prompt(6, 15), random_model(MODEL.config, seed=5, quantize=quantize)
     named = adapters.tensors(MODEL.config, adapters.modules(MODEL.config), 0, {})
@@ -230,7 +224,6 @@ def test_adapters_are_loaded_without_an_event_loop(folders: list[Path]) -> None:
         assert it.adapters == ()
 
 
-@trio_in_ci
 @anyio_test
 async def test_a_trainers_arrays_are_an_adapter_without_a_file() -> None:
     rng, E, ids = np.random.default_rng(3), MODEL.config.hidden_size, prompt(5, 15)

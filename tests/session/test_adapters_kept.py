@@ -17,7 +17,7 @@ from helpers import adapters, checkpoints
 from helpers.driving import tiny_model
 from helpers.small import MODEL, OPTIONS, PAGE, plain, prompt
 from helpers.tapping import Plain, difference
-from helpers.thorough import trio_in_ci
+from helpers.thorough import one_event_loop  # noqa: F401  the fixture
 from rekindle._src.models.adapters.merging import merged
 from rekindle._src.models.adapters.reading import read_adapter
 from rekindle._src.models.loading.checkpoint import load
@@ -68,7 +68,6 @@ class Trained(nnx.Module):
             product.lora_b[...] = jax.numpy.asarray(random * 0.3)
 
 
-@trio_in_ci
 async def test_an_nnx_module_and_its_state_are_adapters() -> None:
     module = Trained()
     named = {
@@ -84,7 +83,6 @@ async def test_an_nnx_module_and_its_state_are_adapters() -> None:
             assert await tokens(session, adapter="trained") == want
 
 
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_a_snapshot_keeps_adapters_apart(folders: list[Path], tmp_path: Path) -> None:
     kept: dict[str, Any] = {"cache_dir": str(tmp_path), "disk_memory": 1 << 24}
     want = {name: adapters.plain(MODEL, folders[name == "b"], IDS, NEW) for name in "ab"}
@@ -104,7 +102,6 @@ async def test_a_snapshot_keeps_adapters_apart(folders: list[Path], tmp_path: Pa
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_the_base_is_the_same_to_the_bit_when_an_adapter_is_loaded(folders: list[Path]) -> None:
     wanted: dict[str, Any] = {"capture": {"norm": True, "residual": "all"}}
     async with opening() as session:
@@ -120,7 +117,6 @@ async def test_the_base_is_the_same_to_the_bit_when_an_adapter_is_loaded(folders
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])  # the loop has no say in it
 async def test_captures_of_rows_with_adapters_are_those_of_merged_weights(folders: list[Path]) -> None:
     wanted: dict[str, Any] = {"capture": {"residual": "all", "residual_before": 0, "norm": True}}
     models = [MODEL, *(merged(MODEL, read_adapter(folder, "it", MODEL.config)) for folder in folders)]
@@ -140,7 +136,6 @@ def stacks() -> int:
     return sum(array.nbytes for array in jax.live_arrays() if array.ndim == 2 and array.shape[0] % CHUNK == 0)
 
 
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_a_session_that_sleeps_has_no_adapters_on_the_device(folders: list[Path]) -> None:
     others = stacks()
     async with opening(adapters={"a": folders[0]}) as session:
@@ -159,7 +154,6 @@ async def test_a_session_that_sleeps_has_no_adapters_on_the_device(folders: list
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_other_weights_get_the_merged_adapter_too(folders: list[Path], tmp_path: Path) -> None:
     other = tiny_model(seed=6)
     async with opening(merge=folders[0]) as session:
@@ -182,7 +176,6 @@ async def test_other_weights_get_the_merged_adapter_too(folders: list[Path], tmp
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_other_weights_come_while_adapters_are_loaded_and_trained_again(folders: list[Path]) -> None:
     other, running = tiny_model(seed=6), 24
     async with opening(adapters={"a": folders[0]}) as session:

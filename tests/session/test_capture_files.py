@@ -12,6 +12,7 @@ from safetensors.numpy import load_file
 
 import rekindle
 from helpers import checkpoints
+from helpers.thorough import one_event_loop  # noqa: F401  the fixture
 from rekindle import Capture, Captured, Session
 from rekindle.errors import InvalidRequest, RequestFailed
 

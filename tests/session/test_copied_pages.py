@@ -12,7 +12,7 @@ import pytest
 
 from helpers.sessions import wait_until_idle
 from helpers.small import opening, plain, prompt
-from helpers.thorough import by_default, trio_in_ci
+from helpers.thorough import by_default, one_event_loop  # noqa: F401  the fixture
 from rekindle import Session
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
@@ -36,7 +36,6 @@ async def together(session: Session, call: Callable[[], Awaitable[T]], requests:
     return results[0]
 
 
-@trio_in_ci
 @anyio_test
 async def test_texts_and_scores_are_those_of_a_plain_loop() -> None:
     async with opening(**OPTIONS) as session:
@@ -73,7 +72,6 @@ def test_pages_of_any_type_are_copied_with_their_scales(kv_dtype: str) -> None:
 
 
 @pytest.mark.thorough
-@trio_in_ci
 @anyio_test
 async def test_drafts_a_preemption_and_steps_that_are_watched() -> None:
     """Pages for half of the requests: some are preempted, and copy or compute their beginnings again."""

@@ -35,7 +35,7 @@ SIZES: dict[str, dict[str, Any]] = {
 QUICK = ("qwen3.5", "falcon-h1")
 NAMES = [*by_default(QUICK), *(pytest.param(name, marks=pytest.mark.slow) for name in SIZES if name not in QUICK)]
 OPTIONS: dict[str, Any] = {
-    "dtype": "float32", "max_requests": 4, "max_tokens_per_step": 64, "max_model_len": 256, "page_size": 16,
+    "dtype": "float32", "max_requests": 4, "max_tokens_per_step": 32, "max_model_len": 256, "page_size": 16,
     "device_pages": 28, "precompile": "lazy", "seed": 0, "quiet": True, "disk_memory": 0, "deterministic": True,
 }  # fmt: skip
 PROMPTS = [np.random.default_rng(count).integers(3, 160, count).tolist() for count in (5, 24, 70, 130)]

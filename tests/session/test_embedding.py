@@ -17,7 +17,7 @@ import rekindle
 from helpers import checkpoints
 from helpers.driving import tiny_model
 from helpers.sessions import wait_until_idle
-from helpers.thorough import by_default, trio_in_ci
+from helpers.thorough import by_default, one_event_loop  # noqa: F401  the fixture
 from rekindle._src.core.records import Pooling
 from rekindle._src.models.base import Graph, LoadedModel, merge
 from rekindle._src.models.nn.layers import AttendOwn
@@ -80,7 +80,6 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tmp_path_factory.mktemp("cache"))
 
 
-@trio_in_ci
 @pytest.mark.anyio
 async def test_one_text_is_a_row_and_rows_have_length_one(cache_dir: str) -> None:
     texts = prompts(320)
@@ -111,7 +110,6 @@ async def test_one_text_is_a_row_and_rows_have_length_one(cache_dir: str) -> Non
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("pooling", by_default(["mean", "last", "cls"]))
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])  # the loop has no say in it
 async def test_kept_states_spare_a_common_beginning(pooling: Pooling, cache_dir: str) -> None:
     beginning, *ends = prompts(320, (96, 5, 32, 1))
     texts = [*([*beginning, *end] for end in ends), prompts(320)[-1]]
@@ -130,7 +128,6 @@ async def test_kept_states_spare_a_common_beginning(pooling: Pooling, cache_dir:
 
 @pytest.mark.thorough
 @pytest.mark.anyio
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_preempted_texts_have_the_same_vectors(cache_dir: str) -> None:
     """Texts and long generations that don't fit beside each other: some are preempted amid their chunks."""
     texts = prompts(320, [120] * 12)
@@ -144,7 +141,6 @@ async def test_preempted_texts_have_the_same_vectors(cache_dir: str) -> None:
         np.testing.assert_allclose(together, np.stack(one_by_one), atol=1e-5)
 
 
-@trio_in_ci
 @pytest.mark.anyio
 async def test_new_weights_amid_a_text_pool_new_states_only(cache_dir: str) -> None:
     """A text that is half computed when the weights change is computed again from its beginning."""

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,6 +10,7 @@ from typing import Any
 import anyio.to_thread
 import pytest
 
+from helpers.python import run_python
 from helpers.sessions import eventually
 from helpers.small import opening, plain, prompt
 from rekindle._src.execution.runner import Runner
@@ -47,11 +45,8 @@ print(json.dumps(report))
 
 
 def run(mode: str, folder: Path, role: str, saving: str) -> dict[str, Any]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", SCRIPT, mode, str(folder), role, saving]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    printed = run_python("-c", SCRIPT, mode, str(folder), role, saving)
+    found: dict[str, Any] = json.loads(printed.splitlines()[-1])
     return found
 
 

@@ -11,6 +11,7 @@ import pytest
 from helpers.fakes import EchoModel
 from helpers.sessions import CONFIG, expected, opened
 from helpers.small import opening, prompt
+from helpers.thorough import one_event_loop  # noqa: F401  the fixture
 from rekindle import Session
 from rekindle._src.core.records import FinishReason
 from rekindle.errors import ConfigError
@@ -95,7 +96,6 @@ async def test_single_steps_show_what_was_guessed(guessing: Session) -> None:
 
 @pytest.mark.thorough
 @anyio_test
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])  # the loop has no say in it
 async def test_a_real_model_with_few_tokens_to_choose_from_compiles_nothing() -> None:
     """The same with the option and without: greedy and drawn, from a model in float32."""
     requests: list[dict[str, Any]] = [

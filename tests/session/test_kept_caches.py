@@ -12,7 +12,7 @@ from helpers.driving import tiny_model
 from helpers.plain_loop import plain_loop
 from helpers.sessions import wait_until_idle
 from helpers.small import CONTEXT, MODEL, opening, plain, prompt
-from helpers.thorough import trio_in_ci
+from helpers.thorough import one_event_loop  # noqa: F401  the fixture
 from rekindle import Session
 from rekindle._src.models import LoadedModel
 from rekindle.errors import CheckpointError, InvalidRequest
@@ -37,7 +37,6 @@ async def ask(session: Session) -> tuple[int, tuple[int, ...]]:
     return kept, (await session.generate(IDS, max_tokens=6)).token_ids
 
 
-@trio_in_ci
 async def test_pages_come_back_with_their_weights() -> None:
     one, two = arrays(MODEL), arrays(OTHER)
     texts = plain(IDS, 6), plain_other(IDS, 6)
@@ -62,7 +61,6 @@ async def test_pages_come_back_with_their_weights() -> None:
         wait_until_idle(session)
 
 
-@trio_in_ci
 async def test_requests_go_on_with_the_new_weights() -> None:
     sets = arrays(MODEL), arrays(OTHER)
     async with opening(precompile="lazy", host_memory=1 << 22) as session:
@@ -82,7 +80,6 @@ async def test_requests_go_on_with_the_new_weights() -> None:
         wait_until_idle(session)
 
 
-@trio_in_ci
 async def test_what_can_not_be_kept_is_refused() -> None:
     async with opening(precompile="lazy", host_memory=0) as session:
         with pytest.raises(InvalidRequest, match="host_memory"):

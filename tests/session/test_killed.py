@@ -53,11 +53,6 @@ def killed(folder: Path, times: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_process_that_is_killed_leaves_a_complete_state(tmp_path: Path) -> None:
-    killed(tmp_path, 3)
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_fifty_processes_that_are_killed_leave_complete_states(tmp_path: Path) -> None:
     killed(tmp_path, 50)

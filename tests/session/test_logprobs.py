@@ -13,7 +13,7 @@ import rekindle
 from helpers import plain_sampling
 from helpers.driving import plain_tokens
 from helpers.small import LEAST, MODEL, VOCAB, opening, plain, prompt
-from helpers.thorough import trio_in_ci
+from helpers.thorough import one_event_loop  # noqa: F401  the fixture
 from rekindle import Sampling, Session, TokenLogprobs
 from rekindle.errors import InvalidRequest
 
@@ -52,7 +52,6 @@ def probabilities(entry: TokenLogprobs) -> np.ndarray:
     return result
 
 
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_what_was_drawn_from_is_the_plain_distribution_behind_every_option(session: Session) -> None:
     """All options at once in one batch, beside a row that wants the model's own log-probabilities."""
     ids = prompt(3, 9)
@@ -88,7 +87,6 @@ async def test_what_was_drawn_from_is_the_plain_distribution_behind_every_option
 
 
 @pytest.mark.thorough
-@trio_in_ci
 async def test_processors_change_what_is_drawn_from(session: Session) -> None:
     ids = prompt(6, 5)
     done = await session.generate(
@@ -99,7 +97,6 @@ async def test_processors_change_what_is_drawn_from(session: Session) -> None:
         np.testing.assert_allclose(probabilities(entry), expected, atol=2e-5)
 
 
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_named_tokens_and_many_alternatives_are_the_models_own(session: Session) -> None:
     ids, named = prompt(2, 6), (5, VOCAB - 1, 17)
     options: dict[str, Any] = {"max_tokens": 5, "temperature": 0.5, "top_k": 3, "seed": 2, "ignore_eos": True}
@@ -114,7 +111,6 @@ async def test_named_tokens_and_many_alternatives_are_the_models_own(session: Se
         np.testing.assert_allclose(logprobs[list(wide.top_ids)], wide.top_logprobs, atol=1e-4)
 
 
-@trio_in_ci
 async def test_only_steps_that_need_it_run_in_other_programs(session: Session) -> None:
     before = dict(session.programs().steps)
     await session.generate(prompt(2, 6), max_tokens=3, logprobs=20)
@@ -138,7 +134,6 @@ async def test_tokens_beyond_the_vocabulary_are_refused(session: Session) -> Non
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])  # the loop has no say in it
 async def test_a_grammar_bounds_the_support() -> None:
     pytest.importorskip("llguidance", reason="structured output needs the extra `structured`")
     options: dict[str, Any] = {"max_requests": 2, "max_tokens_per_step": 32, "max_model_len": 128, "precompile": "lazy"}

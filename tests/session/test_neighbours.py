@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from helpers.plain_loop import plain_loop
 from helpers.tiered import MODEL, NEW, ask, opened, plain, prompt
 from rekindle._src.session.session import Session
 from rekindle.errors import InvalidRequest, RekindleError, StoreError
-from workshop.reference import generate
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 NEIGHBOUR = 3
@@ -78,7 +78,7 @@ def test_an_imported_page_of_another_layout(tmp_path: Path, wrong: str) -> None:
         failed = session.submit(list(prompt(0)), max_tokens=NEW, ignore_eos=True)
         with pytest.raises(StoreError, match="where this session's pages have"):
             failed.result_sync()
-        assert neighbour.result_sync().token_ids == tuple(generate(MODEL, [9, 8, 7], 30))
+        assert neighbour.result_sync().token_ids == tuple(plain_loop(MODEL, [9, 8, 7], 30, context=128))
         ask(session, 0)  # computed, since the page is not offered again
 
 
@@ -99,4 +99,4 @@ def test_what_is_too_much_is_refused_while_a_neighbour_streams(tmp_path: Path) -
             assert time.thread_time() - start < 0.2
         with pytest.raises(InvalidRequest, match="sequences that one call may ask for"):
             session.generate([[5, 6, 7]] * 1000, n=1000)
-        assert neighbour.result_sync().token_ids == tuple(generate(MODEL, [9, 8, 7], 30))
+        assert neighbour.result_sync().token_ids == tuple(plain_loop(MODEL, [9, 8, 7], 30, context=128))

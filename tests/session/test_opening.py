@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,6 +10,7 @@ import anyio
 import pytest
 
 from helpers import checkpoints
+from helpers.python import run_python
 from helpers.sessions import eventually, fake_front, threads
 from rekindle._src.dispatch.backend import Front
 from rekindle._src.session.opening import Opening
@@ -139,12 +137,8 @@ def test_a_start_that_finds_everything_imports_what_its_first_token_needs(size: 
         print(*sorted(set(sys.argv[4].split()) & set(sys.modules)))
         assert gc.isenabled()
     """
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", program, str(folder), str(tmp_path / "cache"), size, NOT_NEEDED]
-    first, second = (
-        subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=True).stdout
-        for _ in range(2)
-    )
+    command = "-c", program, str(folder), str(tmp_path / "cache"), size, NOT_NEEDED
+    first, second = (run_python(*command) for _ in range(2))
     assert {"flax", "orbax"} <= {*first.splitlines()[1].split()}
     assert second.splitlines() == [first.splitlines()[0], ""]
 
@@ -152,7 +146,4 @@ def test_a_start_that_finds_everything_imports_what_its_first_token_needs(size: 
 def test_jax_is_not_imported_before_a_model_is_opened() -> None:
     """It takes a second, which would pass in the caller's thread, where it can't be shown."""
     program = "import sys, rekindle; rekindle.open('tiny'); print('jax' in sys.modules)"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-W", "ignore", "-c", program]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=True)
-    assert done.stdout == "False\n", done.stderr
+    assert run_python("-W", "ignore", "-c", program) == "False\n"

@@ -17,7 +17,7 @@ from helpers import checkpoints
 from helpers.driving import plain_logits
 from helpers.sessions import wait_until_idle
 from helpers.small import CONTEXT, MODEL, PAGE, opening, plain, prompt
-from helpers.thorough import trio_in_ci
+from helpers.thorough import one_event_loop  # noqa: F401  the fixture
 from rekindle import Score, Scores, Session
 from rekindle.errors import InvalidRequest, PromptTooLong
 from workshop import reference
@@ -98,7 +98,6 @@ async def test_lists_of_prompts_beside_generation(session: Session) -> None:
     assert await session.score([], CHOICES) == []
 
 
-@trio_in_ci
 @anyio_test
 async def test_prompt_logprobs_begin_where_they_are_wanted(session: Session) -> None:
     """Any start, over hits, chunks and preemptions, gives the end of what scoring the whole prompt gives."""

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +14,7 @@ import pytest
 import rekindle
 from helpers import checkpoints
 from helpers.plain_loop import plain_loop
+from helpers.python import run_python
 from helpers.thorough import by_default
 from rekindle import Completion, Session
 
@@ -29,7 +27,7 @@ NAMES = (
     *by_default(["qwen3.5", "lfm2", "falcon-h1"]), *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)
 )  # fmt: skip
 OPTIONS: dict[str, Any] = {
-    "dtype": "float32", "max_requests": 4, "max_tokens_per_step": 128, "max_model_len": 512, "page_size": 16,
+    "dtype": "float32", "max_requests": 4, "max_tokens_per_step": 32, "max_model_len": 512, "page_size": 16,
     "precompile": "lazy", "seed": 0, "quiet": True,
 }  # fmt: skip
 GREEDY: dict[str, Any] = {"max_tokens": 24, "temperature": 0.0, "ignore_eos": True}
@@ -221,14 +219,8 @@ print(json.dumps([counts, [list(text.token_ids) for text in texts]]))
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3.5", "lfm2", "falcon-h1"])
 def test_twenty_turns_behind_a_long_system_prompt_compute_what_is_new(name: str, tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])}
-    reports = []
-    for restore in ("", "chat"):
-        command = [sys.executable, "-c", SCRIPT, name, str(tmp_path), restore]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
-        assert done.returncode == 0, done.stderr
-        reports.append(json.loads(done.stdout.splitlines()[-1]))
-    (first, texts), (second, again) = reports
+    printed = [run_python("-c", SCRIPT, name, str(tmp_path), restore) for restore in ("", "chat")]
+    (first, texts), (second, again) = (json.loads(lines.splitlines()[-1]) for lines in printed)
     assert texts == again
     assert len(first) == len(second) == 35
     shares = [cached / length for length, cached in (*first[1:], *second)]

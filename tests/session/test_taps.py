@@ -16,7 +16,7 @@ import rekindle
 from helpers import checkpoints
 from helpers.plain_loop import plain_loop
 from helpers.tapping import Plain, difference
-from helpers.thorough import trio_in_ci
+from helpers.thorough import one_event_loop  # noqa: F401  the fixture
 from rekindle import Capture, Completion, Session, Steer
 from rekindle._src.core.tapped import MAX_RUNS, MAX_VECTORS
 from rekindle._src.programs import buckets
@@ -130,7 +130,6 @@ async def test_streams_deliver_what_was_computed_with_their_tokens(session: Sess
 
 
 @pytest.mark.thorough
-@trio_in_ci
 @anyio_test
 async def test_a_preempted_request_delivers_each_position_once() -> None:
     async with rekindle.open(MODEL, **{**OPTIONS, "device_pages": 18, "prefix_cache": False}) as small:
@@ -143,7 +142,6 @@ async def test_a_preempted_request_delivers_each_position_once() -> None:
         check(done)
 
 
-@trio_in_ci
 @anyio_test
 async def test_with_prompt_lookup_and_a_stop_string_there_is_a_line_for_each_token() -> None:
     async with rekindle.open(MODEL, **{**OPTIONS, "prompt_lookup": 2}) as drafting:
@@ -202,7 +200,6 @@ STEERS: dict[str, list[Steer]] = {
 
 
 @anyio_test
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])  # the loop has no say in it
 async def test_changes_are_those_of_a_plain_forward_whatever_runs_beside(session: Session) -> None:
     prompt = PROMPTS[2]
     handles = {
@@ -259,7 +256,6 @@ async def test_outputs_of_attention_and_mlp_are_changed_before_they_are_added(se
     assert same.token_ids == source.token_ids, "what was there is put there"
 
 
-@trio_in_ci
 @anyio_test
 async def test_steered_and_plain_prompts_never_share_pages(session: Session) -> None:
     prompt = RNG.integers(3, 160, 60).tolist()

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +11,10 @@ import pytest
 
 import rekindle
 from helpers import checkpoints
-from helpers.thorough import trio_in_ci
+from helpers.plain_loop import plain_loop
+from helpers.python import run_python
+from helpers.thorough import one_event_loop  # noqa: F401  the fixture
 from rekindle import Session
-from workshop import reference
 
 anyio_test = pytest.mark.anyio
 OTHERS = (
@@ -59,7 +57,7 @@ def session(model: Any, programs: str) -> Iterator[Session]:
 
 
 def plain(model: Any, prompt: list[int], count: int = 24) -> list[int]:
-    return reference.generate(model, prompt, count)
+    return plain_loop(model, prompt, count)
 
 
 def ask(session: Session, model: Any, prompt: list[int], count: int = 24) -> Any:
@@ -80,7 +78,6 @@ def test_a_chat_goes_on_where_its_last_turn_ended(session: Session, model: Any) 
     assert ask(session, model, chat[:150]).usage.cached_tokens == 144, "the end of the first prompt is there still"
 
 
-@trio_in_ci
 @anyio_test
 async def test_batches_chunks_forks_and_drafts_have_the_texts_of_the_plain_loop(model: Any, programs: str) -> None:
     options = {**OPTIONS, "prompt_lookup": 3, "disk_memory": 0, "cache_dir": programs}
@@ -180,12 +177,7 @@ with rekindle.open_sync(model, **own.OPTIONS, cache_dir=folder, restore=restore 
 @pytest.mark.slow
 def test_a_chat_goes_on_in_a_new_process(request: pytest.FixtureRequest, model: Any, tmp_path: Path) -> None:
     name = request.node.callspec.params["model"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])}
-    reports = []
-    for restore in ("", "chat", "auto"):
-        command = [sys.executable, "-c", SCRIPT, name, str(tmp_path), restore]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
-        assert done.returncode == 0, done.stderr
-        reports.append([*map(int, done.stdout.split()[-3:])])
+    printed = [run_python("-c", SCRIPT, name, str(tmp_path), restore) for restore in ("", "chat", "auto")]
+    reports = [[*map(int, lines.split()[-3:])] for lines in printed]
     assert [report[:2] for report in reports] == [[0, 168], [144, 176], [144, 176]]
     assert reports[0][2] >= SPAN

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 import struct
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -20,6 +17,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from helpers import checkpoints
+from helpers.python import run_python
 from helpers.thorough import by_default
 from rekindle._src.models import LoadedModel
 from rekindle._src.models.loading import checkpoint, hub, reading
@@ -178,11 +176,9 @@ def test_peak_memory_is_the_weights(heavier: Path, tmp_path: Path, dtype: str, q
         model = checkpoint.load(sys.argv[1], **options)
         print(model.nbytes, peak() - before)
     """
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     small = checkpoints.write(tmp_path, RAW)
-    command = [sys.executable, "-c", program, str(heavier), str(small), dtype, quantize or ""]
-    ended = subprocess.run(command, env=environment, timeout=300, check=True, capture_output=True, text=True)
-    weights, grown = map(int, ended.stdout.split())
+    printed = run_python("-c", program, str(heavier), str(small), dtype, quantize or "")
+    weights, grown = map(int, printed.split())
     assert weights > 15_000_000
     print(f"{grown / 1e6:.1f} MB for {weights / 1e6:.1f} MB of weights")
     assert grown < 1.05 * weights + reading.workers() * (reading.CHUNK + (4 << 20)) + (4 << 20)

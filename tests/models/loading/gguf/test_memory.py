@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from helpers import checkpoints
+from helpers.python import run_python
 from rekindle._src.session.exporting import export
 from rekindle_kernels import unavailable_reason
 
@@ -38,10 +36,7 @@ def test_peak_memory_is_the_leaves_and_a_bounded_rest(kind: str, dtype: str, tmp
     """
     sizes = {"hidden_size": 1024, "intermediate_size": 2048, "head_dim": 128, "vocab_size": 8000}
     file = export(checkpoints.write(tmp_path / "folder", {**RAW, **sizes}), tmp_path / "model.gguf", type=kind)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", program, str(file), dtype]
-    ended = subprocess.run(command, env=environment, timeout=300, check=True, capture_output=True, text=True)
-    leaves, grown = map(int, ended.stdout.split())
+    leaves, grown = map(int, run_python("-c", program, str(file), dtype).split())
     assert grown < 1.05 * leaves + (80 << 20), f"{grown >> 20} MiB for leaves of {leaves >> 20}"
     assert grown < leaves + file.stat().st_size + (300 << 20)
     if dtype == "auto" and unavailable_reason("cpu") is None:  # as it is stored
