@@ -45,7 +45,7 @@ def kernels_of_model() -> list[str]:
 @pytest.mark.skipif(not LEVELS, reason="no level of ours has so little")
 @pytest.mark.slow
 def test_processes_without_numba_give_the_same_tokens_at_the_highest_and_the_lowest_level(tmp_path: Path) -> None:
-    """Of one library; `test_levels.py` calls the kernels of those between."""
+    """Of one library; `test_levels.py` calls the kernels that differ at those between."""
     levels = tuple(dict.fromkeys((LEVELS[0], LEVELS[-1])))
     build_in_process(tmp_path / "library", levels, kernels_of_model())
     for level in levels:
