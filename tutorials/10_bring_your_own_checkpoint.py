@@ -270,7 +270,7 @@ if smollm2:
 # </details>
 
 # %%
-session = await rekindle.open("tiny", dtype="float32", max_requests=2, max_tokens_per_step=64, precompile="lazy")
+session = await rekindle.open("tiny", dtype="float32", max_requests=2, max_tokens_per_step=64, precompile="all")
 before = await session.generate("Once upon a time", max_tokens=12)
 original = dict(zip(models["float32"].graph.paths, models["float32"].leaves, strict=True))
 noisy = {
