@@ -71,6 +71,28 @@ def test_the_matrix_instructions_are_seen() -> None:
         cpu.features_of_linux("processor : 0\n")
 
 
+FLAGS = (
+    "flags : avx avx2 bmi1 bmi2 f16c fma abm movbe avx512f avx512bw avx512cd avx512dq avx512vl avx512_vnni avx512_bf16"
+)
+
+
+@pytest.mark.parametrize(
+    ("vendor", "more", "counts"),
+    [
+        ("AuthenticAMD", "", True), ("AuthenticAMD", " avx512_fp16", True), ("GenuineIntel", "", True),
+        ("GenuineIntel", " avx512_fp16 amx_bf16 amx_int8", True), ("GenuineIntel", " avx512_fp16", False),
+    ],
+)  # fmt: skip
+def test_pairs_of_bfloat16_count_where_they_are_faster_than_float32(
+    vendor: str, more: str, counts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A virtual machine of an Intel processor with AMX may hide it."""
+    pretend(monkeypatch, "x86_64", cpu.features_of_linux(f"vendor_id\t: {vendor}\n{FLAGS}{more}\n"))
+    assert cpu.levels()[0].name == ("x86-64-v4-bf16" if counts else "x86-64-v4-vnni")
+    assert cpu.multiplies_widened("bfloat16") != counts and not cpu.multiplies_widened("int8")
+    assert cpu.multiplies_many("bfloat16") and cpu.multiplies_many("int8")
+
+
 @pytest.mark.parametrize(
     ("told", "features"), [(M1, {"neon", "dotprod"}), (M2, {"neon", "dotprod", "i8mm", "bf16"}), ("", set())]
 )

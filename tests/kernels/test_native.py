@@ -41,7 +41,7 @@ def test_few_rows_times_a_matrix(dtype: str, height: int, width: int, rows: int)
     assert native.multiplies(rows, weight)
     x = RANDOM.standard_normal((rows, width), np.float32)
     got = np.asarray(jax.jit(native.multiply)(x, weight, scale))
-    if products._kernel(rows, weight, False).spec is GEMM and not cpu.multiplies_widened():
+    if products._kernel(rows, weight, False).spec is GEMM and not cpu.multiplies_widened(dtype):
         x = np.asarray(jnp.asarray(x).astype(jnp.bfloat16).astype(jnp.float32))
     np.testing.assert_allclose(got, x.astype(np.float64) @ meaning.T, rtol=0, atol=1e-5 * width)
 
@@ -72,7 +72,7 @@ def test_many_rows_times_a_matrix(dtype: str, rows: int) -> None:
         between = np.abs(np.abs(steps - np.rint(steps)) - 0.5).min(axis=1) < 1e-5  # either neighbour is right
         assert between.mean() < 0.1
         x, got = np.rint(steps[~between]) * unit.astype(np.float64)[~between], got[~between]
-    elif not cpu.multiplies_widened():  # where rows stay what they are
+    elif not cpu.multiplies_widened(dtype):  # where rows stay what they are
         x = np.asarray(jnp.asarray(x).astype(jnp.bfloat16), np.float64)
     np.testing.assert_allclose(got, x @ meaning.T, rtol=1e-5, atol=1e-3)
 
@@ -96,7 +96,7 @@ def test_with_and_without_amx_a_product_is_the_same(dtype: str, gated: bool, mon
 
 def test_deterministic_products_do_without_amx(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, scale, _ = weights("bfloat16", 64, 64)
-    if not products._has_gemm(weight) or cpu.multiplies_widened():
+    if not products._has_gemm(weight) or cpu.multiplies_widened("bfloat16"):
         pytest.skip("this processor has no instruction for it")
     asked: list[Any] = []
     monkeypatch.setattr(products, "has_amx", lambda: True)

@@ -169,18 +169,18 @@ def has_dot_product(dtype: str) -> bool:
 
 def multiplies_many(dtype: str, level: Level | None = None) -> bool:
     """True if a native kernel multiplies many rows by a matrix of this dtype, at this level or at the one in use."""
-    found = _used() if level is None else level.features
-    return dtype in DOT_PRODUCTS and (not found.isdisjoint(DOT_PRODUCTS[dtype]) or _widens(found))
+    features = _used() if level is None else level.features
+    return dtype in DOT_PRODUCTS and (not features.isdisjoint(DOT_PRODUCTS[dtype]) or _widens(dtype, features))
 
 
-def multiplies_widened() -> bool:
-    """True if native kernels multiply many rows by numbers that are widened to 16 or 32 bits, for want of anything
-    better."""
-    return _widens(_used())
+def multiplies_widened(dtype: str) -> bool:
+    """True if native kernels multiply many rows by numbers of this dtype that are widened to 16 or 32 bits, for want of
+    anything better."""
+    return _widens(dtype, _used())
 
 
-def _widens(found: frozenset[str]) -> bool:
-    return {"avx2", "fma"} <= found and "avx512f" not in found
+def _widens(dtype: str, features: frozenset[str]) -> bool:
+    return {"avx2", "fma"} <= features and features.isdisjoint(DOT_PRODUCTS.get(dtype, ()))
 
 
 def _used() -> frozenset[str]:
@@ -222,9 +222,18 @@ def _own_features() -> frozenset[str]:
 
 
 def features_of_linux(cpuinfo: str) -> frozenset[str]:
-    """Return the features in the text of /proc/cpuinfo. Raises StopIteration where it has none."""
-    flags = next(line for line in cpuinfo.splitlines() if line.startswith(("flags", "Features")))
-    return frozenset(LINUX.get(name, name) for name in flags.split(":", 1)[1].split())
+    """Return the features in the text of /proc/cpuinfo. Raises StopIteration where it has none.
+
+    Intel's processors since Sapphire Rapids multiply pairs of bfloat16 by AMX. Where a virtual machine hides that, what
+    is left, `vdpbf16ps`, is half as fast as float32 (two cycles for 32 products, where two FMAs take one): it does not
+    count.
+    """
+    lines = cpuinfo.splitlines()
+    flags = next(line for line in lines if line.startswith(("flags", "Features"))).split(":", 1)[1].split()
+    names = frozenset(LINUX.get(name, name) for name in flags)
+    of_intel = any(line.startswith("vendor_id") and line.endswith("GenuineIntel") for line in lines)
+    slow = of_intel and "avx512_fp16" in names and "amx-bf16" not in names
+    return names - {"avx512bf16"} if slow else names
 
 
 def features_of_macos(told: str) -> frozenset[str]:

@@ -51,9 +51,10 @@ def _kernel(rows: int, weight: Described, quantize_rows: bool, deterministic: bo
     if weight.ndim != 2 or weight.dtype.name not in DTYPES:
         return None
     # Sixteen-bit weights have to be widened and turned first, which eight rows are too few for.
-    few = SOME_ROWS if weight.dtype == jnp.bfloat16 and multiplies_widened() else FEW_ROWS
+    widened = multiplies_widened(weight.dtype.name)
+    few = SOME_ROWS if weight.dtype == jnp.bfloat16 and widened else FEW_ROWS
     # Where the matrix is widened, one row would take twice as long in the way of many.
-    many = not multiplies_widened() if deterministic else rows > few
+    many = not widened if deterministic else rows > few
     if many and _has_gemm(weight) and (quantize_rows or weight.dtype != jnp.int8):
         return GEMM.variant(weight.dtype.name)
     return MATVEC.variant(weight.dtype.name) if rows <= SOME_ROWS or deterministic else None

@@ -26,18 +26,14 @@ from rekindle_kernels.native.cpu import has_feature
 from rekindle_kernels.native.kernels.gemm_packing import finisher, narrower, row_of
 from rekindle_kernels.native.kernels.rms_norm import normalise
 from rekindle_kernels.native.language import avx2
-from rekindle_kernels.native.language.avx2 import REGISTER
 from rekindle_kernels.native.language.handler import first_unit
 from rekindle_kernels.native.language.jit import inline, jit
-from rekindle_kernels.native.language.memory import WORD, free, malloc, prefetch_at
+from rekindle_kernels.native.language.memory import WORD, f32, free, malloc, prefetch_at, set_f32
 from rekindle_kernels.native.language.vector import LANES, load_f32, store
 
-ROWS, VECTORS = 6, 2  # of a tile
-FEWER_ROWS = 4  # of one of the last tiles: so that 8, 16, 32 and 64 rows are divided without a rest
-OUTPUTS = VECTORS * REGISTER
+OUTPUTS = LANES  # of a strip
 FEWEST = 96  # of a group: many threads share a strip, and each turns it for itself
 PACKED_BYTES = 64 << 10  # of rows that one thread packs: to wake another takes as long
-assert OUTPUTS == LANES, "results are finished a vector at a time"
 
 
 class WidenedForm(NamedTuple):
@@ -47,21 +43,36 @@ class WidenedForm(NamedTuple):
     words: int  # of four bytes that four bytes of the matrix become
     add: tuple[str, ...]  # instructions
     unsigned: bool  # rows are larger by 128 than what they stand for
+    lanes: int  # of a register
+    panel: int  # rows whose words lie next to each other; a tile has three panels
+    fewer: int  # panels of one of the last tiles: so that 8, 16, 32 and 64 rows are divided without a rest
+
+    @property
+    def rows(self) -> int:
+        """Rows of a tile."""
+        return 3 * self.panel
+
+    @property
+    def fewer_rows(self) -> int:
+        """Rows of one of the last tiles."""
+        return self.fewer * self.panel
 
 
 def form_of(size: int) -> WidenedForm:
-    if size == 2:
-        return WidenedForm(2, 2, avx2.FLOATS_ADD, False)
-    if has_feature("avxvnni"):
-        return WidenedForm(1, 1, avx2.QUADS_ADD, True)
-    return WidenedForm(1, 2, avx2.PAIRS_ADD, False)
+    if has_feature("avx512f"):
+        add = avx2.SPREAD_FLOATS_ADD if size == 2 else avx2.PAIRS_ADD
+        return WidenedForm(size, 2, add, False, lanes=16, panel=8, fewer=1)
+    if size == 1 and has_feature("avxvnni"):
+        return WidenedForm(1, 1, avx2.QUADS_ADD, True, lanes=8, panel=2, fewer=2)
+    return WidenedForm(size, 2, avx2.FLOATS_ADD if size == 2 else avx2.PAIRS_ADD, False, lanes=8, panel=2, fewer=2)
 
 
 def functions(size: int) -> Any:
     """Return `prepare(job, threads) -> blocks`, `pack(job, index)` and `multiply(job, index)`, for `gemm.kernel`."""
     form = form_of(size)
     put_row, turn = row_packer(form), turner(form)
-    large, small = multiply_tile(form, ROWS), multiply_tile(form, FEWER_ROWS)
+    lanes, most, fewer, panel = form.lanes, form.rows, form.fewer_rows, form.panel
+    large, small = multiply_tile(form, most), multiply_tile(form, fewer)
     finish_vector = finisher(size, corrected=form.unsigned)
     per_number = size * form.words  # bytes of a number in a row
 
@@ -69,9 +80,9 @@ def functions(size: int) -> Any:
     def prepare(job: Any, threads: int) -> int:
         rows, row_bytes, strips = job.rows, job.width * per_number, job.results // OUTPUTS
         groups = max(1, min((4 * threads + strips - 1) // strips, rows // FEWEST))
-        job.group = (rows + groups * ROWS - 1) // (groups * ROWS) * ROWS
+        job.group = (rows + groups * most - 1) // (groups * most) * most
         job.parts = min(strips, (8 * threads + groups - 1) // groups)
-        whole = rows + ROWS  # the last tile may be larger than what is left
+        whole = rows + most  # the last tile may be larger than what is left
         job.packed = malloc(whole * row_bytes + (rows + LANES) * 4)
         job.row_scales = job.packed + whole * row_bytes
         job.per_pack = max(1, PACKED_BYTES // (job.width * 4))
@@ -80,41 +91,47 @@ def functions(size: int) -> Any:
 
     @jit
     def pack(job: Any, index: int) -> None:
-        scratch, first = malloc(job.width * 5), index * job.per_pack
+        row_bytes, first = job.width * per_number, index * job.per_pack
+        row = malloc(row_bytes + job.width * 5)
         for r in range(first, min(job.rows, first + job.per_pack)):
-            put_row(job, r, job.packed + r * job.width * per_number, scratch)
-        free(scratch)
+            put_row(job, r, row, row + row_bytes)
+            out = job.packed + r // panel * panel * row_bytes + r % panel * 4
+            for j in range(row_bytes // 4):
+                set_f32(out, j * panel, f32(row, j))
+        free(row)
 
     @inline
     def turn_strip(job: Any, n: int, strip: int, weight_sums: int) -> None:
         """The weights of the outputs [n, n + OUTPUTS)."""
         stride = job.width * size
-        for lane in range(0, OUTPUTS, REGISTER):
+        for lane in range(0, OUTPUTS, lanes):
             turn(job.weight + (n + lane) * stride, stride // 4, strip + lane * 4, weight_sums + lane * 4)
 
     @jit
     def multiply_strip(job: Any, n: int, begin: int, end: int, strip: int) -> None:
         """The rows [begin, end) times a strip, or two of them where results are gated."""
         row_bytes, halves = job.width * per_number, 2 if job.ups > 0 else 1
-        behind, strip_bytes = ROWS * OUTPUTS * 4, OUTPUTS * row_bytes
+        behind, strip_bytes = most * OUTPUTS * 4, OUTPUTS * row_bytes
         sums = strip + halves * strip_bytes
         weight_sums = sums + 2 * behind
         for half in range(halves):
             turn_strip(job, n + half * job.ups, strip + half * strip_bytes, weight_sums + half * behind)
         # The next strip's weights are asked for meanwhile, a few bytes with each word.
         words, size_of_strip = row_bytes // 4, OUTPUTS * job.width * size
-        tiles = (end - begin + ROWS - 1) // ROWS
+        tiles = (end - begin + most - 1) // most
         step = (size_of_strip + tiles * words - 1) // (tiles * words)
         ahead = job.weight + (n + OUTPUTS) * job.width * size
         r = begin
         while r < end:
             left = end - r
-            fewer = left <= FEWER_ROWS or left == ROWS + 1 or left == 2 * FEWER_ROWS
-            count = FEWER_ROWS if fewer else ROWS
+            small_tiles = (left + fewer - 1) // fewer
+            behind_large = (max(0, left - most) + fewer - 1) // fewer
+            is_small = left < 2 * most and small_tiles * fewer < most + behind_large * fewer
+            count = fewer if is_small else most
             for half in range(halves):
                 x, here = job.packed + r * row_bytes, strip + half * strip_bytes
                 coming = ahead + half * job.ups * job.width * size
-                if fewer:
+                if is_small:
                     small(here, x, words, sums + half * behind, coming, step)
                 else:
                     large(here, x, words, sums + half * behind, coming, step)
@@ -128,7 +145,7 @@ def functions(size: int) -> Any:
         parts, strips = job.parts, job.results // OUTPUTS
         part, begin = index % parts, index // parts * job.group
         end = min(job.rows, begin + job.group)
-        strip = malloc(2 * OUTPUTS * job.width * per_number + 4 * ROWS * OUTPUTS * 4)
+        strip = malloc(2 * OUTPUTS * job.width * per_number + 4 * most * OUTPUTS * 4)
         for number in range(first_unit(part, parts, strips), first_unit(part + 1, parts, strips)):
             multiply_strip(job, number * OUTPUTS, begin, end, strip)
         free(strip)
@@ -143,6 +160,7 @@ def row_packer(form: WidenedForm) -> Any:
     narrow = narrower(1, signed=not form.unsigned)
     if form.unsigned:
         return narrow
+    spread_pairs = pair_spreader(form.lanes)
 
     @inline
     def put_pairs(job: Any, r: int, out: int, scratch: int) -> None:
@@ -162,52 +180,57 @@ def put_floats(job: Any, r: int, out: int, scratch: int) -> None:
         store(out, k, load_f32(x, k))
 
 
-def _register(builder: Any, start: Any, number: Any) -> Any:
+def _register(builder: Any, lanes: int, start: Any, number: Any) -> Any:
     """Return where the register is whose first word is the one of that number."""
-    return builder.inttoptr(builder.add(start, builder.mul(number, WORD(4))), avx2.INTS.as_pointer())
+    return builder.inttoptr(builder.add(start, builder.mul(number, WORD(4))), avx2.ints(lanes).as_pointer())
 
 
-@intrinsic
-def spread_pairs(typing_context: Any, source: Any, words: Any, target: Any) -> Any:
-    """Return a row of int8 as pairs of 16 bits, in the order of `turner`."""
+def pair_spreader(lanes: int) -> Any:
+    """Return `spread(source, words, target)`: a row of int8 becomes pairs of 16 bits, in the order of `turner`."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        source, words, target = args
-        with cgutils.for_range(builder, builder.udiv(words, WORD(REGISTER))) as loop:
-            first = builder.mul(loop.index, WORD(REGISTER))
-            loaded = builder.load(_register(builder, source, first), align=1)
-            for half, value in enumerate(avx2.bytes_in_two(builder, loaded)):
-                place = builder.add(builder.mul(first, WORD(2)), WORD(half * REGISTER))
-                builder.store(value, _register(builder, target, place), align=4)
-        return context.get_dummy_value()
+    @intrinsic
+    def spread(typing_context: Any, source: Any, words: Any, target: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            source, words, target = args
+            with cgutils.for_range(builder, builder.udiv(words, WORD(lanes))) as loop:
+                first = builder.mul(loop.index, WORD(lanes))
+                loaded = builder.load(_register(builder, lanes, source, first), align=1)
+                for half, value in enumerate(avx2.bytes_in_two(builder, loaded)):
+                    place = builder.add(builder.mul(first, WORD(2)), WORD(half * lanes))
+                    builder.store(value, _register(builder, lanes, target, place), align=4)
+            return context.get_dummy_value()
 
-    return types.void(types.int64, types.int64, types.int64), codegen
+        return types.void(types.int64, types.int64, types.int64), codegen
+
+    return spread
 
 
 def turner(form: WidenedForm) -> Any:
-    """Return `turn(w, words, strip, weight_sums)`: eight outputs of so many words each become eight lanes of a
-    strip. Where rows are unsigned, the sums of the outputs' weights are noted, by which results are corrected."""
+    """Return `turn(w, words, strip, weight_sums)`: outputs of so many words each, as many as a register has lanes,
+    become lanes of a strip. Where rows are unsigned, the sums of the outputs' weights are noted, by which
+    results are corrected."""
+    lanes = form.lanes
 
     @intrinsic
     def turn(typing_context: Any, w: Any, words: Any, strip: Any, weight_sums: Any) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             w, words, strip, weight_sums = args
-            total = cgutils.alloca_once(builder, avx2.INTS)
-            builder.store(ir.Constant(avx2.INTS, [0] * REGISTER), total)
-            starts = [builder.add(w, builder.mul(words, WORD(4 * row))) for row in range(REGISTER)]
-            with cgutils.for_range(builder, builder.udiv(words, WORD(REGISTER))) as loop:
-                first = builder.mul(loop.index, WORD(REGISTER))
-                rows = [builder.load(_register(builder, start, first), align=4) for start in starts]
+            total = cgutils.alloca_once(builder, avx2.ints(lanes))
+            builder.store(ir.Constant(avx2.ints(lanes), [0] * lanes), total)
+            starts = [builder.add(w, builder.mul(words, WORD(4 * row))) for row in range(lanes)]
+            with cgutils.for_range(builder, builder.udiv(words, WORD(lanes))) as loop:
+                first = builder.mul(loop.index, WORD(lanes))
+                rows = [builder.load(_register(builder, lanes, start, first), align=4) for start in starts]
                 columns = avx2.transposed(builder, rows)
                 for j, value in enumerate(placed(builder, columns)):
                     word = builder.add(builder.mul(first, WORD(form.words)), WORD(j))
-                    builder.store(value, _register(builder, strip, builder.mul(word, WORD(OUTPUTS))), align=4)
+                    builder.store(value, _register(builder, lanes, strip, builder.mul(word, WORD(OUTPUTS))), align=4)
                 if form.unsigned:
                     sums = builder.load(total)
                     for column in columns:
                         sums = avx2.add_bytes(builder, sums, column)
                     builder.store(sums, total)
-            builder.store(builder.load(total), _register(builder, weight_sums, WORD(0)), align=4)
+            builder.store(builder.load(total), _register(builder, lanes, weight_sums, WORD(0)), align=4)
             return context.get_dummy_value()
 
         return types.void(types.int64, types.int64, types.int64, types.int64), codegen
@@ -225,39 +248,41 @@ def turner(form: WidenedForm) -> Any:
 
 
 def multiply_tile(form: WidenedForm, rows: int) -> Any:
-    """Return `tile(strip, x, words, sums, ahead, step)`: rows of so many words that follow each other at x, times a
+    """Return `tile(strip, x, words, sums, ahead, step)`: rows of so many words, in panels at x, times a
     strip [words, 16]; sums [rows, 16]. With each word the cache is asked for memory that is `step` bytes further."""
+
+    lanes = form.lanes
+    vectors = OUTPUTS // lanes
 
     @intrinsic
     def tile(typing_context: Any, strip: Any, x: Any, words: Any, sums: Any, ahead: Any, step: Any) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             strip, x, words, sums, ahead, step = args
-            kind = ir.VectorType(ir.FloatType(), REGISTER) if form.size == 2 else avx2.INTS
+            kind = ir.VectorType(ir.FloatType(), lanes) if form.size == 2 else avx2.ints(lanes)
 
             def register(start: Any, number: Any) -> Any:
-                return builder.bitcast(_register(builder, start, number), kind.as_pointer())
+                return builder.bitcast(_register(builder, lanes, start, number), kind.as_pointer())
 
-            totals = [cgutils.alloca_once(builder, kind) for _ in range(rows * VECTORS)]
+            totals = [cgutils.alloca_once(builder, kind) for _ in range(rows * vectors)]
             for total in totals:
-                builder.store(ir.Constant(kind, [0] * REGISTER), total)
-            row_size = builder.mul(words, WORD(4))
-            thirds = [builder.add(x, builder.mul(row_size, WORD(row))) for row in range(0, rows, 3)]
+                builder.store(ir.Constant(kind, [0] * lanes), total)
+            panel_size = builder.mul(words, WORD(4 * form.panel))
+            panels = [builder.add(x, builder.mul(panel_size, WORD(number))) for number in range(rows // form.panel)]
             with cgutils.for_range(builder, words) as loop:
                 first = builder.mul(loop.index, WORD(OUTPUTS))
                 columns = [
-                    builder.load(register(strip, builder.add(first, WORD(v * REGISTER))), align=4)
-                    for v in range(VECTORS)
+                    builder.load(register(strip, builder.add(first, WORD(v * lanes))), align=4) for v in range(vectors)
                 ]
                 prefetch_at(builder, builder.add(ahead, builder.mul(loop.index, step)))
                 for row in range(rows):
-                    here = totals[row * VECTORS : (row + 1) * VECTORS]
-                    word = builder.add(thirds[row // 3], builder.mul(loop.index, WORD(4)))
+                    here = totals[row * vectors : (row + 1) * vectors]
+                    word = builder.add(panels[row // form.panel], builder.mul(loop.index, WORD(4 * form.panel)))
                     before = [builder.load(total) for total in here]
-                    after = avx2.add_row(builder, form.add, word, row_size, row % 3, columns, before)
+                    after = avx2.add_row(builder, form.add, word, row % form.panel, columns, before)
                     for total, value in zip(here, after, strict=True):
                         builder.store(value, total)
             for number, total in enumerate(totals):
-                builder.store(builder.load(total), register(sums, WORD(number * REGISTER)), align=4)
+                builder.store(builder.load(total), register(sums, WORD(number * lanes)), align=4)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 6), codegen

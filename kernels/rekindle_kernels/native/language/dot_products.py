@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -215,6 +216,24 @@ def to_floats(typing_context: Any, a: Any) -> Any:
     return VECTOR(VECTOR), codegen
 
 
+def exchanged(builder: Any, rows: Sequence[Any]) -> list[Any]:
+    """Return vectors of a column each for as many of a row."""
+    rows, count, step = list(rows), len(rows), 1
+
+    def pick(x: Any, y: Any, lanes: list[int]) -> Any:
+        return builder.shuffle_vector(x, y, ir.Constant(ir.VectorType(ir.IntType(32), count), lanes))
+
+    while step < count:  # the places of bit `step` in a row's number and a lane's number are exchanged
+        low = [lane if not lane & step else count + lane - step for lane in range(count)]
+        high = [lane + step if not lane & step else count + lane for lane in range(count)]
+        for row in range(count):
+            if not row & step:
+                x, y = rows[row], rows[row + step]
+                rows[row], rows[row + step] = pick(x, y, low), pick(x, y, high)
+        step *= 2
+    return rows
+
+
 @intrinsic
 def transpose(typing_context: Any, source: Any, width: Any, target: Any, height: Any) -> Any:
     """Sixteen by sixteen words: rows `width` words apart become columns of rows `height` words apart."""
@@ -225,19 +244,7 @@ def transpose(typing_context: Any, source: Any, width: Any, target: Any, height:
             pointer = builder.gep(first, [builder.mul(stride, ir.Constant(ir.IntType(64), row))])
             return builder.bitcast(pointer, FLOATS.as_pointer())
 
-        def pick(x: Any, y: Any, lanes: list[int]) -> Any:
-            return builder.shuffle_vector(x, y, ir.Constant(_INTS, lanes))
-
-        rows = [builder.load(at(args[0], args[1], row), align=4) for row in range(LANES)]
-        step = 1
-        while step < LANES:  # the places of bit `step` in a row's number and a lane's number are exchanged
-            low = [lane if not lane & step else LANES + lane - step for lane in range(LANES)]
-            high = [lane + step if not lane & step else LANES + lane for lane in range(LANES)]
-            for row in range(LANES):
-                if not row & step:
-                    x, y = rows[row], rows[row + step]
-                    rows[row], rows[row + step] = pick(x, y, low), pick(x, y, high)
-            step *= 2
+        rows = exchanged(builder, [builder.load(at(args[0], args[1], row), align=4) for row in range(LANES)])
         for row in range(LANES):
             builder.store(rows[row], at(args[2], args[3], row), align=4)
         return context.get_dummy_value()
