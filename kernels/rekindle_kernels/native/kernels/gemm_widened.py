@@ -1,8 +1,9 @@
-"""Many rows times a 16-bit or 8-bit matrix on processors of AVX2, which multiply no two of its numbers in a lane.
+"""Many rows times a 16-bit or 8-bit matrix on processors that multiply no two of its numbers in a lane, or slowly.
 
 Strips of 16 outputs are turned, as in `gemm_strips`, and widened: bfloat16 to float32, with rows that stay what they
-are, and int8 to pairs of 16 bits. Six rows times 16 outputs stay in registers: twelve sums, two vectors of the strip, a
-word of the row, and one to spare are all sixteen. With AVX-VNNI, int8 is multiplied four by four as it is.
+are, and int8 to pairs of 16 bits. With AVX2, six rows times 16 outputs stay in registers: twelve sums, two vectors of
+the strip, a word of the row, and one to spare are all sixteen. With AVX-VNNI, int8 is multiplied four by four as it is.
+With AVX-512, 24 rows times 16 outputs do: 24 sums and a vector of the strip, which is multiplied by words in memory.
 
 GFLOP/s, 2 cores of a Xeon, by processor time, XLA's from a process in which CPUID says AVX2 (`older_processor.py`):
 
@@ -11,6 +12,14 @@ GFLOP/s, 2 cores of a Xeon, by processor time, XLA's from a process in which CPU
                 32 x 3072 x 576         124    167
     int8       512 x 3072 x 576         237    339        871
                 32 x 3072 x 576         200    274
+
+The same with AVX-512, 2 cores of another Xeon (Emerald Rapids, AMX hidden), where XLA and `gemm_strips` multiply pairs
+of bfloat16; best of 30:
+
+                                        XLA   strips   here
+    bfloat16   512 x 3072 x 576         161      161    284
+               512 x 4096 x 1024        149      162    295
+                64 x 3072 x 576         115      168    269
 """
 
 from __future__ import annotations
@@ -44,27 +53,19 @@ class WidenedForm(NamedTuple):
     add: tuple[str, ...]  # instructions
     unsigned: bool  # rows are larger by 128 than what they stand for
     lanes: int  # of a register
-    panel: int  # rows whose words lie next to each other; a tile has three panels
-    fewer: int  # panels of one of the last tiles: so that 8, 16, 32 and 64 rows are divided without a rest
-
-    @property
-    def rows(self) -> int:
-        """Rows of a tile."""
-        return 3 * self.panel
-
-    @property
-    def fewer_rows(self) -> int:
-        """Rows of one of the last tiles."""
-        return self.fewer * self.panel
+    rows: int  # of a tile
+    fewer_rows: int  # of one of the last tiles: so that 8, 16, 32 and 64 rows are divided without a rest
+    panel: int  # rows whose words lie next to each other, so that one address reaches them
 
 
 def form_of(size: int) -> WidenedForm:
     if has_feature("avx512f"):
         add = avx2.SPREAD_FLOATS_ADD if size == 2 else avx2.PAIRS_ADD
-        return WidenedForm(size, 2, add, False, lanes=16, panel=8, fewer=1)
+        return WidenedForm(size, 2, add, False, lanes=16, rows=24, fewer_rows=8, panel=8)
     if size == 1 and has_feature("avxvnni"):
-        return WidenedForm(1, 1, avx2.QUADS_ADD, True, lanes=8, panel=2, fewer=2)
-    return WidenedForm(size, 2, avx2.FLOATS_ADD if size == 2 else avx2.PAIRS_ADD, False, lanes=8, panel=2, fewer=2)
+        return WidenedForm(1, 1, avx2.QUADS_ADD, True, lanes=8, rows=6, fewer_rows=4, panel=1)
+    add = avx2.FLOATS_ADD if size == 2 else avx2.PAIRS_ADD
+    return WidenedForm(size, 2, add, False, lanes=8, rows=6, fewer_rows=4, panel=1)
 
 
 def functions(size: int) -> Any:
@@ -92,13 +93,17 @@ def functions(size: int) -> Any:
     @jit
     def pack(job: Any, index: int) -> None:
         row_bytes, first = job.width * per_number, index * job.per_pack
-        row = malloc(row_bytes + job.width * 5)
+        scratch = malloc(row_bytes + job.width * 5)
         for r in range(first, min(job.rows, first + job.per_pack)):
-            put_row(job, r, row, row + row_bytes)
+            if panel == 1:
+                put_row(job, r, job.packed + r * row_bytes, scratch)
+                continue
+            row = scratch + job.width * 5
+            put_row(job, r, row, scratch)
             out = job.packed + r // panel * panel * row_bytes + r % panel * 4
             for j in range(row_bytes // 4):
                 set_f32(out, j * panel, f32(row, j))
-        free(row)
+        free(scratch)
 
     @inline
     def turn_strip(job: Any, n: int, strip: int, weight_sums: int) -> None:
@@ -252,7 +257,7 @@ def multiply_tile(form: WidenedForm, rows: int) -> Any:
     strip [words, 16]; sums [rows, 16]. With each word the cache is asked for memory that is `step` bytes further."""
 
     lanes = form.lanes
-    vectors = OUTPUTS // lanes
+    vectors, together = OUTPUTS // lanes, max(3, form.panel)  # rows that an address reaches
 
     @intrinsic
     def tile(typing_context: Any, strip: Any, x: Any, words: Any, sums: Any, ahead: Any, step: Any) -> Any:
@@ -266,8 +271,8 @@ def multiply_tile(form: WidenedForm, rows: int) -> Any:
             totals = [cgutils.alloca_once(builder, kind) for _ in range(rows * vectors)]
             for total in totals:
                 builder.store(ir.Constant(kind, [0] * lanes), total)
-            panel_size = builder.mul(words, WORD(4 * form.panel))
-            panels = [builder.add(x, builder.mul(panel_size, WORD(number))) for number in range(rows // form.panel)]
+            row_size = builder.mul(words, WORD(4))
+            starts = [builder.add(x, builder.mul(row_size, WORD(row))) for row in range(0, rows, together)]
             with cgutils.for_range(builder, words) as loop:
                 first = builder.mul(loop.index, WORD(OUTPUTS))
                 columns = [
@@ -276,9 +281,10 @@ def multiply_tile(form: WidenedForm, rows: int) -> Any:
                 prefetch_at(builder, builder.add(ahead, builder.mul(loop.index, step)))
                 for row in range(rows):
                     here = totals[row * vectors : (row + 1) * vectors]
-                    word = builder.add(panels[row // form.panel], builder.mul(loop.index, WORD(4 * form.panel)))
+                    word = builder.add(starts[row // together], builder.mul(loop.index, WORD(4 * form.panel)))
                     before = [builder.load(total) for total in here]
-                    after = avx2.add_row(builder, form.add, word, row % form.panel, columns, before)
+                    step = row_size if form.panel == 1 else 4
+                    after = avx2.add_row(builder, form.add, word, step, row % together, columns, before)
                     for total, value in zip(here, after, strict=True):
                         builder.store(value, total)
             for number, total in enumerate(totals):

@@ -41,24 +41,27 @@ def transposed(builder: Any, rows: Sequence[Any]) -> list[Any]:
 
 
 def add_row(
-    builder: Any, instructions: Sequence[str], word: Any, row: int, columns: list[Any], sums: list[Any]
+    builder: Any, instructions: Sequence[str], word: Any, step: Any, row: int, columns: list[Any], sums: list[Any]
 ) -> list[Any]:
-    """Return `sums` and the word `row` words behind `word` times each of the columns.
+    """Return `sums` and the word `row` steps behind `word` times each of the columns. A step is a number of bytes, or,
+    for up to two, a register.
 
     As assembly: the compiler would ask for the words of all rows first, and have no registers left for the sums.
     """
     count, kind = len(sums), columns[0].type
     spread, spare = f"${count}", f"${count + 1}"
-    place = f"{4 * row}(${2 * count + 2})"
+    steps = [] if isinstance(step, int) else [step]
+    behind = ("", f",${2 * count + 3}", f",${2 * count + 3},2")[row] if steps else ""
+    place = f"{'' if steps else row * step}(${2 * count + 2}{behind})"
     lines = [f"vbroadcastss {place}, {spread}"] if instructions != SPREAD_FLOATS_ADD else []
     for i in range(count):
         overwritten = spread if i == count - 1 else spare  # the last needs the word no more
         sums_and_columns = f"${i}", f"${count + 2 + i}"
         lines += [each.format(*sums_and_columns, spread, overwritten, place) for each in instructions]
-    registers = ["=v"] * count + ["=&v"] * 2 + ["v"] * count + ["r"] + [str(i) for i in range(count)]
+    registers = ["=v"] * count + ["=&v"] * 2 + ["v"] * count + ["r"] * (1 + len(steps)) + [str(i) for i in range(count)]
     results = ir.LiteralStructType([kind] * (count + 2))
-    function = ir.FunctionType(results, [kind] * count + [WORD] + [kind] * count)
-    operands = [*columns, word, *sums]
+    function = ir.FunctionType(results, [kind] * count + [WORD] * (1 + len(steps)) + [kind] * count)
+    operands = [*columns, word, *steps, *sums]
     added = builder.asm(function, "\n".join(lines), ",".join(registers), operands, side_effect=False)
     return [builder.extract_value(added, i) for i in range(count)]
 
