@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     )
     from rekindle_kernels.ops.implementations import OPERATIONS
     from rekindle_kernels.ops.linear import (
+        GatedCall,
         GroupedCall,
         LinearCall,
         LinearOptions,
@@ -85,6 +86,7 @@ _HOMES = {  # modules and their public names; loaded at first use, since they im
     ),
     "native.mask_gate": ("MaskGate",),
     "ops.linear": (
+        "GatedCall",
         "GroupedCall",
         "LinearCall",
         "LinearOptions",
@@ -155,6 +157,7 @@ __all__ = [  # noqa: RUF022  in the order of `sorted`, as every package's
     "DeltaOptions",
     "DeltaWeights",
     "EDGE",
+    "GatedCall",
     "GroupedCall",
     "Implementation",
     "LayerKV",

@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     from rekindle_kernels.native.implementations import differentiable
     from rekindle_kernels.native.products import (
         GATED_UNIT,
+        gated_rows,
         gates,
+        gates_rows,
         kernels_for,
         multiplies,
         multiplies_int4,
@@ -38,7 +40,9 @@ _HOMES = {  # modules and the names that they give; loaded at first use: kernels
     "implementations": ("differentiable",),
     "products": (
         "GATED_UNIT",
+        "gated_rows",
         "gates",
+        "gates_rows",
         "kernels_for",
         "multiplies",
         "multiplies_int4",
@@ -72,7 +76,9 @@ __all__ = [
     "draw",
     "ensure",
     "gated_masks",
+    "gated_rows",
     "gates",
+    "gates_rows",
     "give_up",
     "has_gates",
     "kernels_for",

@@ -22,7 +22,7 @@ from rekindle_kernels.native import adapters, attention, fill_pages, kernel_tabl
 from rekindle_kernels.native.kernel_spec import KernelSpec
 from rekindle_kernels.native.recurrence import Results
 from rekindle_kernels.ops.adapters import AdaptedTokens, AdapterCall, AdapterOptions
-from rekindle_kernels.ops.linear import LinearCall, LinearOptions, NormCall, gated, matrix_of_expert
+from rekindle_kernels.ops.linear import GatedCall, LinearCall, LinearOptions, NormCall, matrix_of_expert
 from rekindle_kernels.ops.memory import FillCall, ZerosCall
 from rekindle_kernels.ops.recurrence import RecurrenceCall
 from rekindle_kernels.ops.registry import Facts, Implementation
@@ -97,7 +97,7 @@ def linear(
             weight, scale, minimum = matrix_of_expert(expert, weight, scale, minimum, options.values)
         x = x if norm is None else plain_linear.rms_norm(x, norm, eps)
         y = plain_linear.multiply(x, weight, scale, options.quantize, jnp.float32, minimum)
-        y = y if gate is None else gated(y, gate)
+        y = y if gate is None else plain_linear.gated(y, None, gate)
         return y if residual is None else residual + y
 
     def product(
@@ -155,10 +155,15 @@ def _refused(call: LinearCall) -> str | None:
     return f"XLA is faster for {call.rows} rows times {call.weight.dtype.name} {shape}, or {NOT_BUILT}"
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+def rms_norm(
+    x: jax.Array, weight: jax.Array, eps: float, residual: jax.Array | None = None, factor: jax.Array | None = None
+) -> jax.Array:
     """Implement `ops.linear.rms_norm`."""
-    call = differentiable(partial(native.rms_norm, eps=eps), partial(plain_linear.rms_norm, eps=eps))
-    return call(x, weight)
+
+    def one(form: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        return lambda x, weight, residual, factor: form(x, weight, eps, residual, factor)
+
+    return differentiable(one(native.rms_norm), one(plain_linear.rms_norm))(x, weight, residual, factor)
 
 
 def norms(call: NormCall) -> str | None:
@@ -167,6 +172,22 @@ def norms(call: NormCall) -> str | None:
     if reason is not None or native.norms(_like(call.x)):
         return reason
     return f"{call.x.dtype.name} {list(call.x.shape)} is not float32 [T, multiple of 32], or {NOT_BUILT}"
+
+
+def gated_rows(gates: jax.Array, ups: jax.Array | None, activation: str) -> jax.Array:
+    """Implement `ops.linear.gated`."""
+    call = differentiable(*(partial(form, activation=activation) for form in (native.gated_rows, plain_linear.gated)))
+    rows = (None if array is None else array.reshape(-1, array.shape[-1]) for array in (gates, ups))
+    return call(*rows).reshape(*gates.shape[:-1], -1)
+
+
+def gates_rows(call: GatedCall) -> str | None:
+    """Why gates can't be native: they are float32 in whole vectors."""
+    reason, shape = unavailable(call), call.gates.shape
+    flat = jax.ShapeDtypeStruct((prod(shape[:-1]), shape[-1]), call.gates.dtype)
+    if reason is not None or native.gates_rows(_like(flat), call.activation):
+        return reason
+    return f"{call.activation} of {call.gates.dtype.name} {list(shape)} is not one of float32 vectors, or {NOT_BUILT}"
 
 
 def add_adapters(
@@ -227,8 +248,6 @@ def splits(call: RopeCall) -> str | None:
     """Why a rope can't be native: it rotates float32 heads of whole vectors."""
     if call.cos is None:
         return "it always rotates"
-    if not call.kv_heads:
-        return "there are no keys"
     reason = unavailable(call)
     if reason is not None or native.splits(_like(call.qk), _like(call.cos)):
         return reason
@@ -325,6 +344,7 @@ ATTENTION = Implementation("native", attention.paged_attention, attention.suppor
 WRITE_KV = Implementation("native", rope_kv.write, writes)
 LINEAR = Implementation("native", linear, multiplies, deterministic=True)
 RMS_NORM = Implementation("native", rms_norm, norms)
+GATED = Implementation("native", gated_rows, gates_rows)
 ADAPTERS = Implementation("native", add_adapters, adds)
 ROPE = Implementation("native", rope, splits)
 GREEDY = Implementation("native", greedy, chooses, one_call=True)

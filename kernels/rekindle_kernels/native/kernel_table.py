@@ -82,10 +82,27 @@ _KINDS = {"uint8": "int4", "uint32": "int6groups", "int32": "int8groups", CODES:
 GROUPED = {dtype: _grouped(kind, dtype) for dtype, kind in _KINDS.items()}  # by the dtype of weights
 INT4 = GROUPED["uint8"]
 
-# x / rms(x) · weight.
+# x / rms(x) · weight, perhaps added to a residual. With a factor, the sum is multiplied by it and rounded to 22 bits.
 RMS_NORM = KernelSpec(
-    "norm", (Operand("x", "T E"), Operand("weight", "E")), (Result("out", "T E"),), settings={"eps": "float32"}
+    "norm",
+    operands=(
+        Operand("x", "T E"),
+        Operand("weight", "E"),
+        Operand("residual", "T E", optional=True, behind=True),
+        Operand("factor", "1", optional=True, behind=True),
+    ),
+    results=(Result("out", "T E"),),
+    settings={"eps": "float32"},
 )
+
+# The activation of gates times ups. Without `ups`, a row of gates has both, the gates first.
+GATED_ROWS = KernelSpec(
+    "gatedrows",
+    operands=(Operand("gates", "T N"), Operand("ups", "T M", optional=True)),
+    results=(Result("out", "T M"),),
+    settings={"activation": "int32"},  # its place in ACTIVATIONS
+)
+ACTIVATIONS = ("silu", "gelu_tanh")
 
 
 # What adapters add to the rows of y, the product of x. Of the L modules whose outputs lie in a row one behind the
@@ -116,7 +133,7 @@ def _adapter(kind: str, result: Result) -> KernelSpec:
 ADAPTER = _adapter("adapter", Result("out", "T N", into="y"))
 ADAPTER_GATE = _adapter("adaptergate", Result("out", "T M"))
 
-# Queries and keys, normed if there is a norm, rotated; values as they are. qk may be qkv itself.
+# Queries and keys, normed if there is a norm, rotated; values as they are. qk may be qkv itself; K may be 0.
 ROPE = KernelSpec(
     "rope",
     operands=(
@@ -274,7 +291,7 @@ GATE = KernelSpec(
 KERNELS = {
     spec.kind: spec
     for spec in (
-        *(MATVEC, GEMM, *GROUPED.values(), RMS_NORM, ROPE, WRITE_KV, DECODE, PREFILL),
+        *(MATVEC, GEMM, *GROUPED.values(), RMS_NORM, GATED_ROWS, ROPE, WRITE_KV, DECODE, PREFILL),
         *(ARGMAX, SAMPLE, GATE, ADAPTER, ADAPTER_GATE, *RECURRENT),
     )
 }  # by kind; those of chains and of zeros have no table, since they take any number of operands

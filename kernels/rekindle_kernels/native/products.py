@@ -16,11 +16,13 @@ from rekindle_kernels.native.chain_plan import CHAIN
 from rekindle_kernels.native.cpu import has_feature, multiplies_many, multiplies_widened
 from rekindle_kernels.native.kernel_spec import Variant
 from rekindle_kernels.native.kernel_table import (
+    ACTIVATIONS,
     ADAPTER,
     ADAPTER_GATE,
     ARGMAX,
     DECODE,
     GATE,
+    GATED_ROWS,
     GEMM,
     GROUPED,
     MATVEC,
@@ -83,7 +85,7 @@ def kernels_for(
     for stored, spec in GROUPED.items():
         scales = sorted(scale for dtype, scale in scaled if dtype == stored) or ["float16"]
         products += [spec.variant(scale) for scale in scales] if stored in matrices else []
-    own = [spec.variant() for spec in (RMS_NORM, ROPE, ARGMAX, SAMPLE, GATE)]
+    own = [spec.variant() for spec in (RMS_NORM, GATED_ROWS, ROPE, ARGMAX, SAMPLE, GATE)]
     own += [ADAPTER.variant(adapters), ADAPTER_GATE.variant(adapters)] if adapters in STORED else []
     own += [spec.variant() for spec in RECURRENT] if recurrent else []
     sizes = [size for size in ([head_dim] if isinstance(head_dim, int) else head_dim) if size % 16 == 0]
@@ -216,8 +218,32 @@ def norms(x: jax.Array) -> bool:
     return x.ndim == 2 and x.dtype == jnp.float32 and x.shape[1] % 32 == 0 and builds(RMS_NORM.variant().name)
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """x [T, E] / rms(x) · weight [E]."""
+def rms_norm(
+    x: jax.Array,
+    weight: jax.Array,
+    eps: float,
+    residual: jax.Array | None = None,
+    factor: jax.Array | None = None,
+) -> jax.Array:
+    """x [T, E] / rms(x) · weight [E], + residual [T, E]. With `factor` [1], the sum is multiplied by it and rounded to
+    22 bits."""
     assert norms(x), f"rows of {x.dtype}{list(x.shape)} are normed by XLA"
-    (normed,) = call(RMS_NORM.variant(), {"x": x, "weight": weight.astype(jnp.float32)}, {"eps": eps})
+    assert factor is None or residual is not None, "sums are multiplied"
+    operands = {"x": x, "weight": weight.astype(jnp.float32), "residual": residual, "factor": factor}
+    (normed,) = call(RMS_NORM.variant(), operands, {"eps": eps})
     return normed
+
+
+def gates_rows(gates: jax.Array, activation: str) -> bool:
+    """True if `gated_rows` takes these gates, with ups behind them or in an array of their own."""
+    usable = gates.ndim == 2 and gates.dtype == jnp.float32 and gates.shape[1] % GATED_UNIT == 0
+    return usable and activation in ACTIVATIONS and builds(GATED_ROWS.variant().name)
+
+
+def gated_rows(gates: jax.Array, ups: jax.Array | None, activation: str) -> jax.Array:
+    """The activation of gates [T, M] times ups [T, M]; without ups, of the halves of gates [T, 2 M]."""
+    assert gates_rows(gates, activation), f"{activation} of {gates.dtype}{list(gates.shape)} is applied by XLA"
+    height = gates.shape[1] // 2 if ups is None else gates.shape[1]
+    settings = {"activation": ACTIVATIONS.index(activation)}
+    (gated,) = call(GATED_ROWS.variant(), {"gates": gates, "ups": ups}, settings, {"M": height})
+    return gated

@@ -52,9 +52,9 @@ def split(
     eps: float = 0.0,
 ) -> tuple[jax.Array, ...]:
     """q [T, H, D] and k [T, K, D] of qk [T, ≥ H + K, D], rotated by cos and sin [T, F], and v [T, K, D] of qkv. With
-    `norm` [H + K, D] q and k are divided by the root of their mean square and multiplied by it before."""
+    `norm` [H + K, D] q and k are divided by the root of their mean square and multiplied by it before. K may be 0."""
     kv_heads = (qkv.shape[1] - heads) // 2
-    if kv_heads < 1 or qk.shape[1] < heads + kv_heads or 2 * cos.shape[-1] > qk.shape[-1] or not splits(qk, cos):
+    if kv_heads < 0 or qk.shape[1] < heads + kv_heads or 2 * cos.shape[-1] > qk.shape[-1] or not splits(qk, cos):
         raise ValueError(
             f"qk {list(qk.shape)}, qkv {list(qkv.shape)} and cos {list(cos.shape)} can't be split into {heads} heads"
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from rekindle_kernels.ops.adapters import ADAPTERS
 from rekindle_kernels.ops.attention import ATTENTION
-from rekindle_kernels.ops.linear import GROUPED_LINEAR, LINEAR, RMS_NORM
+from rekindle_kernels.ops.linear import GATED, GROUPED_LINEAR, LINEAR, RMS_NORM
 from rekindle_kernels.ops.memory import FILL_PAGES, ZEROS
 from rekindle_kernels.ops.recurrence import CONVOLUTION, GATED_DELTA, SELECTIVE_SCAN
 from rekindle_kernels.ops.rope import ROPE
@@ -57,6 +57,8 @@ GROUPED_LINEAR.register("pallas_gpu_interpret", GPU_GROUPED, "INTERPRETED")
 RMS_NORM.register("native", NATIVE, "RMS_NORM", platforms=CPU)
 RMS_NORM.register("xla", XLA_LINEAR, "RMS_NORM", platforms=ANYWHERE)
 
+GATED.register("native", NATIVE, "GATED", platforms=CPU)
+GATED.register("xla", XLA_LINEAR, "GATED", platforms=ANYWHERE)
 
 ADAPTERS.register("native", NATIVE, "ADAPTERS", platforms=CPU)
 ADAPTERS.register("xla", XLA_ADAPTERS, "ADAPTERS", platforms=ANYWHERE)
@@ -91,6 +93,7 @@ OPERATIONS = (
     LINEAR,
     GROUPED_LINEAR,
     RMS_NORM,
+    GATED,
     ADAPTERS,
     ROPE,
     GREEDY,

@@ -110,7 +110,8 @@ def linear(
         y: jax.Array = chosen.run(x, weight, scale, minimum, residual, count, norm, expert, options, dtype)
         return y
     y = chosen.run(x, weight, scale, minimum, None, count, norm, expert, replace(options, gate=None), dtype)
-    y = gated(y, separate_gate)
+    # The name of a product's implementation says nothing about a gate, except that all of it shall be XLA's.
+    y = gated(y, separate_gate, implementation="xla" if implementation == "xla" else None, platform=platform)
     return y if residual is None else residual + y
 
 
@@ -143,19 +144,36 @@ def activate(x: jax.Array, name: str) -> jax.Array:
     return jax.nn.gelu(x, approximate=name == "gelu_tanh")
 
 
-def gated(gate_up: jax.Array, activation: str) -> jax.Array:
-    """Return act(gate) · up [..., I] of `gate_up` [..., 2·I], where the gate is the first half.
+GATED = Registry("gated")  # run(gates, ups, activation) -> [..., I]
+
+
+@dataclass(frozen=True, slots=True)
+class GatedCall:
+    """The static facts that select an implementation."""
+
+    platform: str
+    gates: jax.ShapeDtypeStruct
+    activation: str
+
+
+def gated(
+    gates: jax.Array,
+    activation: str,
+    ups: jax.Array | None = None,
+    *,
+    implementation: str | None = None,
+    platform: str | None = None,
+) -> jax.Array:
+    """Return act(gate) · up [..., I] of gates and ups [..., I]. Without `ups`, they follow in gates [..., 2·I].
 
     "clamped_silu" limits gates to 7 and ups to ±7, and returns gate · sigmoid(1.702 · gate) · (up + 1).
     """
-    gate, up = jnp.split(gate_up, 2, axis=-1)
-    if activation == "clamped_silu":
-        gate, up = jnp.minimum(gate, CLAMP), jnp.clip(up, -CLAMP, CLAMP)
-        return gate * jax.nn.sigmoid(CLAMP_SLOPE * gate) * (up + 1)
-    return activate(gate, activation) * up
+    call = GatedCall(platform or current_platform(), jax.ShapeDtypeStruct(gates.shape, gates.dtype), activation)
+    result: jax.Array = GATED.choose(call, implementation).run(gates, ups, activation)
+    return result
 
 
-RMS_NORM = Registry("rms_norm")  # run(x, weight, eps) -> like x
+RMS_NORM = Registry("rms_norm")  # run(x, weight, eps, residual, factor) -> like x
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,12 +189,17 @@ def rms_norm(
     weight: jax.Array,
     eps: float,
     *,
+    residual: jax.Array | None = None,
+    factor: jax.Array | None = None,
     implementation: str | None = None,
     platform: str | None = None,
 ) -> jax.Array:
-    """Compute x / sqrt(mean(x²) + eps) · weight in x's dtype; the mean is over the last axis, in float32."""
+    """Compute x / sqrt(mean(x²) + eps) · weight in x's dtype; the mean is over the last axis, in float32.
+
+    `residual`, shaped like x, is added. The sum is multiplied by `factor` [1], if there is one, and rounded to 22 bits.
+    """
     call = NormCall(platform or current_platform(), jax.ShapeDtypeStruct(x.shape, x.dtype))
-    normed: jax.Array = RMS_NORM.choose(call, implementation).run(x, weight, eps)
+    normed: jax.Array = RMS_NORM.choose(call, implementation).run(x, weight, eps, residual, factor)
     return normed
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from rekindle_kernels import int4
-from rekindle_kernels.ops.linear import LinearCall, LinearOptions
+from rekindle_kernels.ops.linear import CLAMP, CLAMP_SLOPE, LinearCall, LinearOptions, activate
 from rekindle_kernels.ops.registry import Implementation, anything, current_platform
 from rekindle_kernels.pages import largest_magnitude
 
@@ -93,14 +93,32 @@ def supports(call: LinearCall) -> str | None:
 LINEAR = Implementation("xla", run, supports)
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+def rms_norm(
+    x: jax.Array, weight: jax.Array, eps: float, residual: jax.Array | None = None, factor: jax.Array | None = None
+) -> jax.Array:
     """Implement `ops.linear.rms_norm`; `weight` broadcasts against x."""
     wide = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return (wide * scale * weight).astype(x.dtype)
+    normed = (wide * scale * weight).astype(x.dtype)
+    y = normed if residual is None else residual + normed
+    # Rounded, by one bit more than the product would be: XLA:CPU would else join it to an addition that follows.
+    return y if factor is None else jax.lax.reduce_precision(y * factor.astype(y.dtype), 8, 22)
 
 
 RMS_NORM = Implementation("xla", rms_norm, anything)
+
+
+def gated(gates: jax.Array, ups: jax.Array | None, activation: str) -> jax.Array:
+    """Implement `ops.linear.gated`."""
+    if ups is None:
+        gates, ups = jnp.split(gates, 2, axis=-1)
+    if activation == "clamped_silu":
+        gates, ups = jnp.minimum(gates, CLAMP), jnp.clip(ups, -CLAMP, CLAMP)
+        return gates * jax.nn.sigmoid(CLAMP_SLOPE * gates) * (ups + 1)
+    return activate(gates, activation) * ups
+
+
+GATED = Implementation("xla", gated, anything)
 
 
 def grouped_linear(

@@ -10,6 +10,7 @@ from rekindle_kernels.native.chain_plan import CHAIN
 from rekindle_kernels.native.cpu import has_feature
 from rekindle_kernels.native.kernel_spec import KernelSpec, Variant
 from rekindle_kernels.native.kernels import (
+    activate,
     adapter,
     argmax,
     convolution,
@@ -83,6 +84,7 @@ MAKERS: dict[KernelSpec, Callable[[Variant], Kernel]] = {
     table.GEMM: _gemm,
     **{spec: partial(_grouped, weight) for weight, spec in table.GROUPED.items()},
     table.RMS_NORM: lambda kernel: rms_norm.kernel(),
+    table.GATED_ROWS: lambda kernel: activate.kernel(),
     table.ROPE: lambda kernel: rope.kernel(),
     table.WRITE_KV: _write_kv,
     table.DECODE: _decode,

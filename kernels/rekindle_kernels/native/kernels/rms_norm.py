@@ -10,15 +10,34 @@ import numpy as np
 from rekindle_kernels.native import kernel_table
 from rekindle_kernels.native.language.handler import Kernel, job_layout, nothing
 from rekindle_kernels.native.language.jit import inline, jit
+from rekindle_kernels.native.language.memory import f32
 from rekindle_kernels.native.language.records import dim
-from rekindle_kernels.native.language.vector import LANES, add, load_f32, multiply, multiply_add, splat, store, total
+from rekindle_kernels.native.language.vector import (
+    LANES,
+    add,
+    load_f32,
+    multiply,
+    multiply_add,
+    splat,
+    store,
+    to_22_bits,
+    total,
+)
 
 ROWS = 16  # of a block
 ZERO, ONE = np.float32(0), np.float32(1)
 
 JOB = job_layout(
     "norm",
-    {"x": "[rows, width]", "weight": "[width]", "out": "[rows, width]", "rows": "", "width": ""},
+    {
+        "x": "[rows, width]",
+        "weight": "[width]",
+        "residual": "[rows, width], or 0",
+        "factor": "[1], or 0",
+        "out": "[rows, width]",
+        "rows": "",
+        "width": "",
+    },
     numbers={"eps": "added to the mean square"},
 )
 
@@ -36,13 +55,27 @@ def normalise(x: int, weight: int, eps: float, width: int, out: int) -> None:
         store(out, e, multiply(multiply(load_f32(x, e), factor), load_f32(weight, e)))
 
 
+@inline
+def add_row(residual: int, factor: int, width: int, out: int) -> None:
+    """Add a row of the residual to a result, and multiply their sum."""
+    if factor == 0:
+        for e in range(0, width, LANES):
+            store(out, e, add(load_f32(residual, e), load_f32(out, e)))
+    else:
+        for e in range(0, width, LANES):
+            y = add(load_f32(residual, e), load_f32(out, e))
+            store(out, e, to_22_bits(multiply(y, splat(f32(factor, 0)))))
+
+
 def kernel() -> Kernel:
-    """x / rms(x) · weight for every row of x."""
+    """x / rms(x) · weight for every row of x, and what is added to it."""
 
     @jit
     def prepare(frame: Any, job: Any, threads: int) -> int:
         job.x = frame.x.data
         job.weight = frame.weight.data
+        job.residual = frame.residual.data if frame.has_residual else 0
+        job.factor = frame.factor.data if frame.has_factor else 0
         job.out = frame.out.data
         job.eps = frame.settings.eps
         job.rows = dim(frame.x, 0)
@@ -55,5 +88,7 @@ def kernel() -> Kernel:
         for row in range(index * ROWS, min(job.rows, (index + 1) * ROWS)):
             at = row * width * 4
             normalise(job.x + at, job.weight, job.eps, width, job.out + at)
+            if job.residual != 0:
+                add_row(job.residual + at, job.factor, width, job.out + at)
 
     return Kernel(kernel_table.RMS_NORM, JOB, prepare, block, nothing)

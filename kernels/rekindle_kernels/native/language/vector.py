@@ -169,6 +169,14 @@ def _power_of_two(builder: Any, exponent: Any) -> Any:
     return builder.bitcast(builder.shl(biased, ir.Constant(integers, [23] * LANES)), FLOATS)
 
 
+def _to_22_bits(builder: Any, x: Any) -> Any:
+    one, bits = ir.Constant(_WORDS, [1] * LANES), builder.bitcast(x, _WORDS)
+    odd = builder.and_(builder.lshr(bits, one), one)
+    rounded = builder.and_(builder.add(bits, odd), ir.Constant(_WORDS, [0xFFFFFFFE] * LANES))
+    is_nan = builder.fcmp_unordered("uno", x, x)
+    return builder.select(is_nan, x, builder.bitcast(rounded, FLOATS))
+
+
 def _larger_magnitude(builder: Any, a: Any, x: Any) -> Any:
     bits = builder.and_(builder.bitcast(x, _WORDS), ir.Constant(_WORDS, [0x7FFFFFFF] * LANES))
     before = builder.bitcast(a, _WORDS)
@@ -183,6 +191,7 @@ larger = _operation(2, lambda builder, a, b: builder.select(builder.fcmp_ordered
 nearest = _operation(1, llvm_call(f"llvm.rint.v{LANES}f32", FLOATS, FLOATS))  # integers, as float32
 subtract = _operation(2, lambda builder, a, b: builder.fsub(a, b))
 divide = _operation(2, lambda builder, a, b: builder.fdiv(a, b))
+to_22_bits = _operation(1, _to_22_bits)  # as `jax.lax.reduce_precision(x, 8, 22)`
 # a or |x|, for a >= 0. Magnitudes sort like integers, NaN above all others: compared as numbers it would be lost.
 larger_magnitude = _operation(2, _larger_magnitude)
 magnitude = _operation(1, llvm_call(f"llvm.fabs.v{LANES}f32", FLOATS, FLOATS))

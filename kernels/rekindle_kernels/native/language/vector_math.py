@@ -31,6 +31,9 @@ LN_2_HIGH, LN_2_LOW = np.float32(-0.693359375), np.float32(2.12194440e-4)
 C5, C4, C3 = np.float32(1.9875691500e-4), np.float32(1.3981999507e-3), np.float32(8.3334519073e-3)
 C2, C1, C0 = np.float32(4.1665795894e-2), np.float32(1.6666665459e-1), np.float32(5.0000001201e-1)
 
+# Twice √(2/π), and that times 0.044715.
+GELU_LINEAR, GELU_CUBIC = np.float32(1.5957691216057308), np.float32(0.07135481282723)
+
 SERIES = tuple(np.float32(2 / (2 * power + 1)) for power in range(8))  # of twice the area tangent
 
 
@@ -87,6 +90,13 @@ def tanh(x: Any) -> Any:
     """Return the hyperbolic tangent of each lane."""
     small = exp(multiply(magnitude(x), splat(-TWO)))
     return with_sign_of(divide(subtract(splat(ONE), small), add(splat(ONE), small)), x)
+
+
+@inline
+def gelu_tanh(x: Any) -> Any:
+    """x · (1 + tanh(y)) / 2 of a vector, for y = √(2/π) · (x + 0.044715 x³). That is x times the sigmoid of 2y."""
+    cubic = multiply_add(multiply(x, x), splat(GELU_CUBIC), splat(GELU_LINEAR))
+    return multiply(x, sigmoid(multiply(x, cubic)))
 
 
 @inline

@@ -233,7 +233,7 @@ KERNELS = {
     "codebook": "products",
     "decode": "attention", "prefill": "attention", "write": "pages",
     "convolution": "states", "delta": "states", "scan": "states",
-    "norm": "norms", "rope": "rope", "argmax": "sampling", "sample": "sampling",
+    "norm": "norms", "gatedrows": "small", "rope": "rope", "argmax": "sampling", "sample": "sampling",
 }  # fmt: skip
 SCOPES = {
     "attend": "attention", "recur": "states", "write_kv": "pages", "rope": "rope", "logits": "logits",

@@ -75,9 +75,9 @@ class SandwichBlock(Block):
 
     def __call__(self, x: jax.Array, tables: RopeTables, attend: Attend) -> jax.Array:
         with jax.named_scope("attention"):
-            x = x + self.attention_out_norm(self.attention(x, tables, attend, norm=self.attention_norm))
+            x = self.attention_out_norm.add(self.attention(x, tables, attend, norm=self.attention_norm), x)
         with jax.named_scope("mlp"):
-            return x + self.mlp_out_norm(self.mlp(x, norm=self.mlp_norm))
+            return self.mlp_out_norm.add(self.mlp(x, norm=self.mlp_norm), x)
 
 
 class QkNormSandwichBlock(QkNormBlock, SandwichBlock):
@@ -138,9 +138,9 @@ class PostNormBlock(Block):
 
     def __call__(self, x: jax.Array, tables: RopeTables, attend: Attend) -> jax.Array:
         with jax.named_scope("attention"):
-            x = x + self.attention_norm(self.attention(x, tables, attend))
+            x = self.attention_norm.add(self.attention(x, tables, attend), x)
         with jax.named_scope("mlp"):
-            return x + self.mlp_norm(self.mlp(x))
+            return self.mlp_norm.add(self.mlp(x), x)
 
 
 class QkNormPostNormBlock(PostNormBlock):

@@ -18,7 +18,7 @@ from rekindle._src.models.nn.layers import Attend, Attention, GatedMlp, RopeTabl
 from rekindle._src.models.nn.linear import Embedding, Linear, RMSNorm, parameter, rms_norm
 from rekindle._src.models.nn.moe import ScaledExperts
 from rekindle._src.models.precision import Precision
-from rekindle_kernels import activate
+from rekindle_kernels import gated
 
 
 class NormedValuesAttention(Attention):
@@ -50,7 +50,9 @@ class NormedValuesAttention(Attention):
     def normed_values(self, v: jax.Array) -> jax.Array:
         """Return values [T, K, D] divided by the root of their mean square."""
         ones = jnp.ones(v.shape[-1:], jnp.float32)
-        return rms_norm(v, ones, self.eps, self.implementation, deterministic=self.deterministic)
+        rows = v.reshape(-1, v.shape[-1])
+        normed = rms_norm(rows, ones, self.eps, self.implementation, deterministic=self.deterministic)
+        return normed.reshape(v.shape)
 
 
 class LayerEmbeddingBlock(SandwichBlock):
@@ -81,18 +83,17 @@ class LayerEmbeddingBlock(SandwichBlock):
 
     def __call__(self, x: jax.Array, tables: RopeTables, attend: Attend) -> jax.Array:
         with jax.named_scope("attention"):
-            x = x + self.attention_out_norm(self.attention(x, tables, attend, norm=self.attention_norm))
+            x = self.attention_out_norm.add(self.attention(x, tables, attend, norm=self.attention_norm), x)
         with jax.named_scope("mlp"):
             y = self.mlp(x, norm=self.mlp_norm)
             if self.experts is not None:
                 y = self.dense_out_norm(y) + self.experts_out_norm(self.experts(x, norm=self.experts_norm))
-            x = x + self.mlp_out_norm(y)
-        if self.embedding_gate is not None:
-            with jax.named_scope("layer_embedding"):
-                gate = activate(self.embedding_gate(x), self.activation)
-                x = x + self.embedding_norm(self.embedding_out((gate * tables.own[self.layer]).astype(x.dtype)))
-        # Rounded for the same reason as scaled embeddings: the next layer begins with an addition.
-        return jax.lax.reduce_precision(x * self.scalar[...].astype(x.dtype), 8, 22)
+            if self.embedding_gate is None:
+                return self.mlp_out_norm.add(y, x, self.scalar[...])
+            x = self.mlp_out_norm.add(y, x)
+        with jax.named_scope("layer_embedding"):
+            ups = gated(self.embedding_gate(x), self.activation, tables.own[self.layer])
+            return self.embedding_norm.add(self.embedding_out(ups.astype(x.dtype)), x, self.scalar[...])
 
 
 class LayerEmbeddingDecoder(Decoder):
@@ -122,6 +123,7 @@ class LayerEmbeddingDecoder(Decoder):
         layers, size = self.config.num_layers, self.config.layer_embedding
         shape = (*tokens.shape, layers, size)
         projected = self.layer_projection(x) * self.config.hidden_size**-0.5
-        stored = self.layer_embed(tokens).reshape(shape) * size**0.5
-        both = (self.layer_projection_norm(projected.reshape(shape)) + stored) * 2.0**-0.5
+        stored = self.layer_embed(tokens) * size**0.5
+        rows = (each.reshape(-1, size) for each in (projected, stored))
+        both = self.layer_projection_norm.add(*rows).reshape(shape) * 2.0**-0.5
         return tuple(both[..., layer, :] for layer in range(layers))

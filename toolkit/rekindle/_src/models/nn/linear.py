@@ -55,6 +55,12 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         return rms_norm(x, self.weight[...], self.eps, self.implementation, deterministic=self.deterministic)
 
+    def add(self, x: jax.Array, residual: jax.Array, factor: jax.Array | None = None) -> jax.Array:
+        """Compute residual + norm(x), times `factor` [1]. Rows and weight are like those of native norms."""
+        return rekindle_kernels.rms_norm(
+            x, self.weight[...], self.eps, residual=residual, factor=factor, implementation=self.implementation
+        )
+
 
 def rms_norm(
     x: jax.Array, weight: jax.Array, eps: float, implementation: str | None, *, deterministic: bool
