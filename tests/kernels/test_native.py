@@ -15,9 +15,11 @@ import pytest
 
 from helpers.group_matrices import INDICES, clamped
 from helpers.python import run_python
-from rekindle_kernels import init_pages, native, pages
+from rekindle_kernels import GatedCall, gated, init_pages, native, pages, rms_norm, rope
 from rekindle_kernels.native import build, cpu, library, products, rope_kv
 from rekindle_kernels.native.kernel_table import GEMM
+from rekindle_kernels.ops.linear import GATED
+from rekindle_kernels.xla import linear as plain_linear
 
 pytestmark = pytest.mark.skipif(native.unavailable_reason() is not None, reason="numba is not installed")
 RANDOM = np.random.default_rng(0)
@@ -230,6 +232,20 @@ def test_queries_and_keys_are_rotated_and_values_split_off(tokens: int, head_dim
     assert not native.splits(jnp.zeros((2, 8, 40)), jnp.zeros((2, 20))), "no multiple of a vector"
 
 
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_queries_without_keys_are_rotated(tokens: int) -> None:
+    q = RANDOM.standard_normal((tokens, 8, 64), np.float32)
+    cos, sin = RANDOM.standard_normal((2, tokens, 32), np.float32)
+    norm = RANDOM.standard_normal((8, 64), np.float32)
+    for weights in (None, norm):
+        call = jax.jit(partial(rope, heads=8, norm=weights, eps=1e-2))
+        assert "rekindle_rope" in call.lower(q, q, cos, sin).as_text()
+        got = call(q, q, cos, sin)
+        want = rope(q, q, cos, sin, heads=8, norm=weights, eps=1e-2, implementation="xla")
+        assert [each.shape for each in got] == [(tokens, 8, 64), (tokens, 0, 64), (tokens, 0, 64)]
+        np.testing.assert_allclose(got[0], want[0], rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize(("rows", "width"), [(1, 32), (2, 576), (35, 960)])
 def test_the_norm_of_rows(rows: int, width: int) -> None:
     x, weight = RANDOM.standard_normal((rows, width), np.float32), RANDOM.standard_normal(width, np.float32)
@@ -239,6 +255,66 @@ def test_the_norm_of_rows(rows: int, width: int) -> None:
     np.testing.assert_allclose(np.asarray(got), want, rtol=1e-6, atol=1e-6)
     assert not native.norms(jnp.asarray(x)[None]), "a batch of rows"
     assert not native.norms(jnp.asarray(x)[:, :31]), "no multiple of a vector"
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 32), (2, 576), (35, 960)])
+def test_a_norm_of_rows_is_added_exactly_as_by_xla(rows: int, width: int) -> None:
+    x, residual = RANDOM.standard_normal((2, rows, width), np.float32)
+    weight, factor = RANDOM.standard_normal(width, np.float32), np.float32([1.37])
+    residual[0, :4] = np.nan, np.inf, -np.inf, 0
+    want = residual + jax.jit(lambda x: native.rms_norm(x, weight, 1e-5))(x)
+    got = jax.jit(lambda x: native.rms_norm(x, weight, 1e-5, residual))(x)
+    np.testing.assert_array_equal(got, want)
+    got = jax.jit(lambda x: native.rms_norm(x, weight, 1e-5, residual, factor))(x)
+    np.testing.assert_array_equal(got, jax.lax.reduce_precision(want * factor, 8, 22))
+    like = partial(plain_linear.rms_norm, x, weight, 1e-5, residual, factor)
+    np.testing.assert_allclose(got, like(), rtol=1e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize(("rows", "width"), [(1, 32), (1, 6144), (3, 256), (300, 96), (2, 4128)])
+def test_rows_are_gated(rows: int, width: int, activation: str) -> None:
+    gates, ups = RANDOM.standard_normal((2, rows, width), np.float32) * 6
+    gates[0, :5] = np.nan, np.inf, -np.inf, 1e30, -1e30
+    both = np.concatenate([gates, ups], axis=1)
+    together = jax.jit(lambda both: gated(both, activation))
+    assert "rekindle_gatedrows" in together.lower(both).as_text()
+    got = np.asarray(together(both))
+    apart = jax.jit(lambda gates, ups: gated(gates, activation, ups))
+    assert "rekindle_gatedrows" in apart.lower(gates, ups).as_text()
+    np.testing.assert_array_equal(got, apart(gates, ups))
+    wide = gates.astype(np.float64)
+    slope = wide if activation == "silu" else 2 * (2 / np.pi) ** 0.5 * (wide + 0.044715 * wide**3)
+    with np.errstate(over="ignore", invalid="ignore"):
+        want = wide / (1 + np.exp(-slope)) * ups
+    np.testing.assert_allclose(got[:, 5:], want[:, 5:], rtol=1e-5, atol=1e-6)
+    special = np.asarray(gated(both, activation, implementation="xla"))[0, :5]
+    np.testing.assert_array_equal(np.isnan(got[0, :2]), np.isnan(special[:2]))
+    np.testing.assert_allclose(got[0, 3:5], special[3:5], rtol=1e-6, atol=1e-6)
+
+
+def test_gates_that_are_left_to_xla() -> None:
+    assert native.gates_rows(jnp.zeros((2, 64)), "silu")
+    assert not native.gates_rows(jnp.zeros((2, 64)), "relu2")
+    assert not native.gates_rows(jnp.zeros((2, 48)), "silu"), "no two vectors"
+    assert not native.gates_rows(jnp.zeros((2, 64), jnp.bfloat16), "silu")
+    for platform in ("gpu", "tpu"):
+        call = GatedCall(platform, jax.ShapeDtypeStruct((2, 64), jnp.float32), "silu")
+        assert GATED.choose(call).name == "xla"
+
+
+def test_the_gradient_of_gates_and_of_norms_that_are_added() -> None:
+    gates, ups = RANDOM.standard_normal((2, 3, 64), np.float32)
+    weight, factor = RANDOM.standard_normal(64, np.float32), np.float32([0.7])
+
+    def loss(implementation: str | None, gates: jax.Array, ups: jax.Array) -> jax.Array:
+        y = gated(gates, "gelu_tanh", ups, implementation=implementation)
+        y = rms_norm(y, weight, 1e-5, residual=ups, factor=factor, implementation=implementation)
+        return (y * y).sum()
+
+    got, want = (jax.grad(partial(loss, name), argnums=(0, 1))(gates, ups) for name in (None, "xla"))
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("width", [1, 15, 256, 257, 1000, 49152])
