@@ -182,10 +182,10 @@ def multiply(
     """x [R, K] · weight [N, K] · scale [N] + residual -> float32 [R, N]. With `norm`, x is `rms_norm(x, norm,
     eps)` first; `gated` results are silu of the first half of the outputs times the other, [R, N / 2]. Many rows are
     rounded to bfloat16 where the weight is, unless they are multiplied in float32; where it is int8, with
-    `quantize_rows`, they become int8 with a scale of their own. With `deterministic`, a row's results do not depend on the number
-    of rows, to the last bit. Results behind the first `count` rows are undefined. With `expert`, weight and scale have
-    an axis of matrices in front, of which it chooses one as `jax.lax.dynamic_index_in_dim` does, without a copy; 16-bit
-    weights may then be the bits of `values`, as uint16."""
+    `quantize_rows`, they become int8 with a scale of their own. With `deterministic`, a row's results do not depend on
+    the number of rows, to the last bit. Results behind the first `count` rows are undefined. With `expert`, weight and
+    scale have an axis of matrices in front, of which it chooses one as `jax.lax.dynamic_index_in_dim` does, without a
+    copy; 16-bit weights may then be the bits of `values`, as uint16."""
     assert norm is None or norms(x), f"rows of {x.dtype}{list(x.shape)} have to be normed before"
     assert not gated or gates(weight), f"{weight.shape[-2]} outputs have to be gated behind"
     R, (N, K) = x.shape[0], weight.shape[-2:]

@@ -1,7 +1,7 @@
 """Activations of gates times ups, where they are not part of the product: the gates and ups of a row, or two arrays.
 
 XLA:CPU computes them by a fusion between two native calls, which ends a chain. Into the fusion it takes what makes the
-ups: of Gemma 4's embeddings of a layer, 256 numbers, that was 26 us for each of its 35 layers.
+ups: all embeddings of layers, for each of Gemma 4's 35 layers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rekindle_kernels.native.language.records import dim
 from rekindle_kernels.native.language.vector import LANES, load_f32, multiply, store
 from rekindle_kernels.native.language.vector_math import gelu_tanh, silu
 
-NUMBERS = 2048  # of a block: about a microsecond
+NUMBERS = 2048  # of a block: to wake a thread for fewer takes longer than they do
 GELU_TANH = kernel_table.ACTIVATIONS.index("gelu_tanh")
 
 JOB = job_layout(
