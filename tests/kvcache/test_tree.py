@@ -290,7 +290,7 @@ def test_restored_tokens_are_those_of_the_page() -> None:
 
 
 def test_matching_and_inserting_cost_nothing_with_the_size_of_the_tree() -> None:
-    """A 32,768-token prompt against 100,000 pages: in 2 ms when it is quiet; the bounds leave room."""
+    """A 32,768-token prompt against 100,000 pages takes no longer than against few: 2 ms when it is quiet."""
     size, rng = 16, np.random.default_rng(0)
     pool = PagePool(110_000)
     cache = PrefixCache(pool, size, root_digest("big"))
@@ -317,5 +317,4 @@ def test_matching_and_inserting_cost_nothing_with_the_size_of_the_tree() -> None
     assert len(cache) > 100_000
     large = min(match(text) for _ in range(5))
     assert large < 2 * small + 0.0005
-    assert large < 0.004
-    assert min(inserts[-8:]) < 0.006
+    assert min(inserts[-8:]) < 2 * min(inserts[:8]) + 0.0005
