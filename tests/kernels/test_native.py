@@ -15,7 +15,7 @@ import pytest
 
 from helpers.group_matrices import INDICES, clamped
 from helpers.python import run_python
-from rekindle_kernels import GatedCall, gated, init_pages, native, pages, rms_norm, rope
+from rekindle_kernels import GatedCall, LinearOptions, gated, init_pages, linear, native, pages, rms_norm, rope
 from rekindle_kernels.native import build, cpu, library, products, rope_kv
 from rekindle_kernels.native.kernel_table import GEMM
 from rekindle_kernels.ops.linear import GATED
@@ -301,6 +301,17 @@ def test_gates_that_are_left_to_xla() -> None:
     for platform in ("gpu", "tpu"):
         call = GatedCall(platform, jax.ShapeDtypeStruct((2, 64), jnp.float32), "silu")
         assert GATED.choose(call).name == "xla"
+
+
+def test_gates_of_products_by_xla_are_xlas_too() -> None:
+    x, weight = RANDOM.standard_normal((2, 64), np.float32), RANDOM.standard_normal((128, 64), np.float32)
+
+    def text(implementation: str | None) -> str:
+        options = LinearOptions(gate="gelu_tanh")
+        call = jax.jit(partial(linear, options=options, implementation=implementation))
+        return str(call.lower(x, weight).as_text())
+
+    assert "rekindle_gatedrows" in text(None) and "rekindle" not in text("xla")
 
 
 def test_the_gradient_of_gates_and_of_norms_that_are_added() -> None:

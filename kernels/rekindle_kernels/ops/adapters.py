@@ -91,7 +91,9 @@ def add_adapters(
         separate_gate = None
     options = AdapterOptions(place, outputs, gate if separate_gate is None else None, eps)
     added: jax.Array = chosen.run(y, x, down, up, owners, tokens, norm, options)
-    return added if separate_gate is None else gated(added, separate_gate)
+    if separate_gate is None:
+        return added
+    return gated(added, separate_gate, implementation=implementation, platform=platform)
 
 
 def _shape(array: jax.Array) -> jax.ShapeDtypeStruct:

@@ -110,8 +110,7 @@ def linear(
         y: jax.Array = chosen.run(x, weight, scale, minimum, residual, count, norm, expert, options, dtype)
         return y
     y = chosen.run(x, weight, scale, minimum, None, count, norm, expert, replace(options, gate=None), dtype)
-    # The name of a product's implementation says nothing about a gate, except that all of it shall be XLA's.
-    y = gated(y, separate_gate, implementation="xla" if implementation == "xla" else None, platform=platform)
+    y = gated(y, separate_gate, implementation=implementation, platform=platform)
     return y if residual is None else residual + y
 
 
@@ -167,9 +166,12 @@ def gated(
     """Return act(gate) · up [..., I] of gates and ups [..., I]. Without `ups`, they follow in gates [..., 2·I].
 
     "clamped_silu" limits gates to 7 and ups to ±7, and returns gate · sigmoid(1.702 · gate) · (up + 1).
+    `implementation` is that of the product whose gate it is: of "xla", everything is XLA's; other names say nothing
+    about gates.
     """
     call = GatedCall(platform or current_platform(), jax.ShapeDtypeStruct(gates.shape, gates.dtype), activation)
-    result: jax.Array = GATED.choose(call, implementation).run(gates, ups, activation)
+    chosen = GATED.choose(call, implementation if implementation == "xla" else None)
+    result: jax.Array = chosen.run(gates, ups, activation)
     return result
 
 

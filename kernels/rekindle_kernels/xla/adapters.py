@@ -12,9 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from rekindle_kernels.ops.adapters import AdaptedTokens, AdapterCall, AdapterOptions
-from rekindle_kernels.ops.linear import gated
 from rekindle_kernels.ops.registry import Implementation
-from rekindle_kernels.xla.linear import exact_precision
+from rekindle_kernels.xla.linear import exact_precision, gated
 
 FEW, ROWS = 64, 1024  # tokens, and rows of rank, of which all are multiplied
 WINDOW = 64
@@ -37,7 +36,7 @@ def add_adapters(
     needed = ((mine[:, None] == tokens.slots) & (mine[:, None] > 0)).any(axis=1)
     stacked = down.reshape(len(outputs), *up.shape[:1], -1)
     result: jax.Array = lax.cond(needed.any(), lambda: add(y, x, stacked, up, mine, needed, tokens, outputs), lambda: y)
-    return result if gate is None else gated(result, gate)
+    return result if gate is None else gated(result, None, gate)
 
 
 def _all_rows(

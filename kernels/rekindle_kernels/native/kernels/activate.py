@@ -15,7 +15,7 @@ from rekindle_kernels.native.language.records import dim
 from rekindle_kernels.native.language.vector import LANES, load_f32, multiply, store
 from rekindle_kernels.native.language.vector_math import gelu_tanh, silu
 
-NUMBERS = 2048  # of a block: to wake a thread for fewer takes longer than they do
+NUMBERS = 2048  # of a block
 GELU_TANH = kernel_table.ACTIVATIONS.index("gelu_tanh")
 
 JOB = job_layout(

@@ -34,7 +34,7 @@ from numba.extending import intrinsic
 from rekindle_kernels.native.cpu import has_feature
 from rekindle_kernels.native.kernels.gemm_packing import finisher, narrower, row_of
 from rekindle_kernels.native.kernels.rms_norm import normalise
-from rekindle_kernels.native.language import avx2
+from rekindle_kernels.native.language import registers
 from rekindle_kernels.native.language.handler import first_unit
 from rekindle_kernels.native.language.jit import inline, jit
 from rekindle_kernels.native.language.memory import WORD, f32, free, malloc, prefetch_at, set_f32
@@ -60,11 +60,11 @@ class WidenedForm(NamedTuple):
 
 def form_of(size: int) -> WidenedForm:
     if has_feature("avx512f"):
-        add = avx2.SPREAD_FLOATS_ADD if size == 2 else avx2.PAIRS_ADD
+        add = registers.SPREAD_FLOATS_ADD if size == 2 else registers.PAIRS_ADD
         return WidenedForm(size, 2, add, False, lanes=16, rows=24, fewer_rows=8, panel=8)
     if size == 1 and has_feature("avxvnni"):
-        return WidenedForm(1, 1, avx2.QUADS_ADD, True, lanes=8, rows=6, fewer_rows=4, panel=1)
-    add = avx2.FLOATS_ADD if size == 2 else avx2.PAIRS_ADD
+        return WidenedForm(1, 1, registers.QUADS_ADD, True, lanes=8, rows=6, fewer_rows=4, panel=1)
+    add = registers.FLOATS_ADD if size == 2 else registers.PAIRS_ADD
     return WidenedForm(size, 2, add, False, lanes=8, rows=6, fewer_rows=4, panel=1)
 
 
@@ -187,7 +187,7 @@ def put_floats(job: Any, r: int, out: int, scratch: int) -> None:
 
 def _register(builder: Any, lanes: int, start: Any, number: Any) -> Any:
     """Return where the register is whose first word is the one of that number."""
-    return builder.inttoptr(builder.add(start, builder.mul(number, WORD(4))), avx2.ints(lanes).as_pointer())
+    return builder.inttoptr(builder.add(start, builder.mul(number, WORD(4))), registers.ints(lanes).as_pointer())
 
 
 def pair_spreader(lanes: int) -> Any:
@@ -200,7 +200,7 @@ def pair_spreader(lanes: int) -> Any:
             with cgutils.for_range(builder, builder.udiv(words, WORD(lanes))) as loop:
                 first = builder.mul(loop.index, WORD(lanes))
                 loaded = builder.load(_register(builder, lanes, source, first), align=1)
-                for half, value in enumerate(avx2.bytes_in_two(builder, loaded)):
+                for half, value in enumerate(registers.bytes_in_two(builder, loaded)):
                     place = builder.add(builder.mul(first, WORD(2)), WORD(half * lanes))
                     builder.store(value, _register(builder, lanes, target, place), align=4)
             return context.get_dummy_value()
@@ -220,20 +220,20 @@ def turner(form: WidenedForm) -> Any:
     def turn(typing_context: Any, w: Any, words: Any, strip: Any, weight_sums: Any) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             w, words, strip, weight_sums = args
-            total = cgutils.alloca_once(builder, avx2.ints(lanes))
-            builder.store(ir.Constant(avx2.ints(lanes), [0] * lanes), total)
+            total = cgutils.alloca_once(builder, registers.ints(lanes))
+            builder.store(ir.Constant(registers.ints(lanes), [0] * lanes), total)
             starts = [builder.add(w, builder.mul(words, WORD(4 * row))) for row in range(lanes)]
             with cgutils.for_range(builder, builder.udiv(words, WORD(lanes))) as loop:
                 first = builder.mul(loop.index, WORD(lanes))
                 rows = [builder.load(_register(builder, lanes, start, first), align=4) for start in starts]
-                columns = avx2.transposed(builder, rows)
+                columns = registers.transposed(builder, rows)
                 for j, value in enumerate(placed(builder, columns)):
                     word = builder.add(builder.mul(first, WORD(form.words)), WORD(j))
                     builder.store(value, _register(builder, lanes, strip, builder.mul(word, WORD(OUTPUTS))), align=4)
                 if form.unsigned:
                     sums = builder.load(total)
                     for column in columns:
-                        sums = avx2.add_bytes(builder, sums, column)
+                        sums = registers.add_bytes(builder, sums, column)
                     builder.store(sums, total)
             builder.store(builder.load(total), _register(builder, lanes, weight_sums, WORD(0)), align=4)
             return context.get_dummy_value()
@@ -243,10 +243,10 @@ def turner(form: WidenedForm) -> Any:
     def placed(builder: Any, columns: list[Any]) -> list[Any]:
         """Return the words that eight of the matrix become, in the order of a row's."""
         if form.size == 2:
-            return [half for column in columns for half in avx2.bf16_in_two(builder, column)]
+            return [half for column in columns for half in registers.bf16_in_two(builder, column)]
         if form.unsigned:
             return columns
-        both = [avx2.bytes_in_two(builder, column) for column in columns]
+        both = [registers.bytes_in_two(builder, column) for column in columns]
         return [halves[0] for halves in both] + [halves[1] for halves in both]
 
     return turn
@@ -263,7 +263,7 @@ def multiply_tile(form: WidenedForm, rows: int) -> Any:
     def tile(typing_context: Any, strip: Any, x: Any, words: Any, sums: Any, ahead: Any, step: Any) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             strip, x, words, sums, ahead, step = args
-            kind = ir.VectorType(ir.FloatType(), lanes) if form.size == 2 else avx2.ints(lanes)
+            kind = ir.VectorType(ir.FloatType(), lanes) if form.size == 2 else registers.ints(lanes)
 
             def register(start: Any, number: Any) -> Any:
                 return builder.bitcast(_register(builder, lanes, start, number), kind.as_pointer())
@@ -284,7 +284,7 @@ def multiply_tile(form: WidenedForm, rows: int) -> Any:
                     word = builder.add(starts[row // together], builder.mul(loop.index, WORD(4 * form.panel)))
                     before = [builder.load(total) for total in here]
                     step = row_size if form.panel == 1 else 4
-                    after = avx2.add_row(builder, form.add, word, step, row % together, columns, before)
+                    after = registers.add_row(builder, form.add, word, step, row % together, columns, before)
                     for total, value in zip(here, after, strict=True):
                         builder.store(value, total)
             for number, total in enumerate(totals):

@@ -80,7 +80,7 @@ class _Adapted:
             return self._delta.add(y, x, gate, norm)
         # x is a device's part of the inputs.
         whole: Array = y + shards.sum(self._delta.add(jnp.zeros_like(y), x, None, norm))
-        return whole if gate is None else gated(whole, gate)
+        return whole if gate is None else gated(whole, gate, implementation=self._layer.implementation)
 
 
 class _AdaptedExperts:

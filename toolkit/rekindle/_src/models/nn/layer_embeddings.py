@@ -92,8 +92,9 @@ class LayerEmbeddingBlock(SandwichBlock):
                 return self.mlp_out_norm.add(y, x, self.scalar[...])
             x = self.mlp_out_norm.add(y, x)
         with jax.named_scope("layer_embedding"):
-            ups = gated(self.embedding_gate(x), self.activation, tables.own[self.layer])
-            return self.embedding_norm.add(self.embedding_out(ups.astype(x.dtype)), x, self.scalar[...])
+            gate = self.embedding_gate
+            own = gated(gate(x), self.activation, tables.own[self.layer], implementation=gate.implementation)
+            return self.embedding_norm.add(self.embedding_out(own.astype(x.dtype)), x, self.scalar[...])
 
 
 class LayerEmbeddingDecoder(Decoder):

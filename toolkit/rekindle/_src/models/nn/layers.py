@@ -212,7 +212,8 @@ class MultipliedMlp(GatedMlp):
     def __call__(self, x: jax.Array, residual: jax.Array | None = None, norm: RMSNorm | None = None) -> jax.Array:
         gate, up = jnp.split(self.gate_up(x, norm=norm), 2, axis=-1)
         gate_up = jnp.concatenate([gate * self.multipliers.gate, up], axis=-1)
-        y: jax.Array = self.down(gated(gate_up, self.activation)) * self.multipliers.mlp
+        inner = gated(gate_up, self.activation, implementation=self.down.implementation)
+        y: jax.Array = self.down(inner) * self.multipliers.mlp
         return y if residual is None else residual + y
 
 

@@ -165,7 +165,7 @@ class Linear(Matrix):
             y = self.shards.sum(y)
         if self.bias is not None:
             y = y + self.bias[...].astype(y.dtype)
-        y = y if gate is None else gated(y, gate)
+        y = y if gate is None else gated(y, gate, implementation=self.implementation)
         return y if residual is None else residual + y
 
 

@@ -63,7 +63,7 @@ class Stack(Matrix):
         if self.bias is None:
             return y
         y = y + self.bias[...][expert].astype(y.dtype)
-        return y if gate is None else gated(y, gate)
+        return y if gate is None else gated(y, gate, implementation=self.implementation)
 
     def grouped(self, x: jax.Array, sizes: jax.Array) -> jax.Array:
         """Compute x [M, in] → [M, out], the first sizes[0] rows with expert 0, the next sizes[1] with expert 1, …"""
@@ -164,7 +164,9 @@ class Experts(nnx.Module):
 
     def activated(self, x: jax.Array) -> jax.Array:
         """Return the input of `down`."""
-        return gated(x, self.activation) if self.spec.gated else activate(x, self.activation)
+        if self.spec.gated:
+            return gated(x, self.activation, implementation=self.down.implementation)
+        return activate(x, self.activation)
 
     def _shared_result(self, x: jax.Array) -> jax.Array:
         assert self.shared is not None, "there is one"
