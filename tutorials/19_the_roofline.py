@@ -135,7 +135,7 @@ for count in counts:
     print(f"{count:2} texts: {speed[count]:5.0f} tokens/s")
 share = speed[1] / (bandwidth / model.nbytes)
 print(f"one text has {share:.0%} of its bound")
-assert speed[8] > speed[1], "eight texts share one reading of the weights"
+assert speed[8] / speed[1] > 2, "eight texts share one reading of the weights"
 
 # %%
 rows = np.arange(1, 17)

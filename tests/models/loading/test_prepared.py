@@ -196,6 +196,27 @@ def test_the_first_answer_is_not_disturbed_by_writing(
     assert writes.is_set()
 
 
+def test_steps_beside_writing_have_pauses_until_the_end(
+    folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+
+    class Hurry(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            pauses.append(timeout or 0.0)
+            return super().wait(timeout)
+
+    monkeypatch.setattr(prepared, "_hurry", Hurry())
+    monkeypatch.setattr(prepared, "DELAY", 0.0)
+    monkeypatch.setattr(prepared, "PIECE", 1 << 10)
+    before = checkpoint.load(folder, quantize="int8", cache_dir=cache)
+    assert prepared.wait(60)
+    assert len(pauses) > sum(leaf.nbytes for leaf in before.leaves) >> 10, "one behind each piece"
+    after = checkpoint.load(folder, quantize="int8", cache_dir=cache)
+    for first, second in zip(before.leaves, after.leaves, strict=True):
+        np.testing.assert_array_equal(np.asarray(first), np.asarray(second))
+
+
 def test_leaves_of_an_accelerator_are_written_at_once(
     folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""The priority of a thread that works beside those that serve."""
+"""Work beside threads that serve: lower priorities, and the interpreter's lock handed over more often."""
 
 from __future__ import annotations
 
@@ -6,6 +6,14 @@ import contextlib
 import os
 import sys
 import threading
+from collections.abc import Iterator
+
+# Seconds for which a thread keeps the interpreter's lock while another one waits for it. A step in parts takes the lock
+# dozens of times, so beside a program that is being traced it waited for Python's 5 ms as often.
+INTERVAL = 1e-4
+_lock = threading.Lock()
+_inside = 0
+_before = 0.0
 
 
 def yield_to_others() -> None:
@@ -13,3 +21,21 @@ def yield_to_others() -> None:
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)
+
+
+@contextlib.contextmanager
+def handing_over() -> Iterator[None]:
+    """Let all threads hand the interpreter's lock over sooner inside the `with` block."""
+    global _inside, _before
+    with _lock:
+        if not _inside:
+            _before = sys.getswitchinterval()
+            sys.setswitchinterval(min(_before, INTERVAL))
+        _inside += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _inside -= 1
+            if not _inside:
+                sys.setswitchinterval(_before)

@@ -21,6 +21,7 @@ import jax
 from rekindle._src.core.adapters import units_for
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.memory import gc_paused, give_back
+from rekindle._src.core.priority import handing_over
 from rekindle._src.kvcache.beginnings import least_copied
 from rekindle._src.models.adapters.sites import sites_of
 from rekindle._src.models.base import ALONE, Graph, Placement
@@ -254,7 +255,8 @@ class Programs:
         self.settle_for(Form.WHOLE)
         self._beside_steps = True
         try:
-            self._replace_each(stopped)
+            with handing_over():
+                self._replace_each(stopped)
         finally:
             self._beside_steps = False
         self._store.flush()

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 
+from rekindle._src.core.priority import handing_over
 from rekindle._src.programs.buckets import Bucket
 from rekindle._src.programs.helpers import SCATTER, Key
 from rekindle._src.programs.ledger import Form, ProgramRecord
@@ -244,8 +245,11 @@ class Warming:
             self._opened.wait()
             self._stopped.wait(0.5)
         others = (key for key in likely_first(self._programs.keys) if key not in self._first)
-        # In the background one worker, because the other core serves.
-        self._warm([*self._first, *others], workers=WORKERS if self._precompile == "all" else 1)
+        if self._precompile == "all":
+            self._warm([*self._first, *others])
+        else:
+            with handing_over():
+                self._warm([*self._first, *others], workers=1)  # the other core serves
         # Guided programs are stored where earlier sessions had guided requests; this one may need them as well.
         self._load(self._programs.guided_keys, all_of_them=True)
 

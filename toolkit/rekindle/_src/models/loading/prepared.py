@@ -57,6 +57,7 @@ MAX_ENTRIES = 4  # sets of weights kept per cache folder; the least recently use
 MAX_COPY = 4 << 30  # bytes; larger checkpoints are only kept if they were converted, not just to be mapped
 # Seconds before weights are written: a user waits for the first answer, and programs are compiled beside it.
 DELAY = 5.0
+PIECE, PAUSES = 4 << 20, 3  # bytes written at once, and the pause behind each of them, in times that it took
 AT_EXIT = 4.0  # seconds that a process stays to finish writing; a notebook's kernel is killed after 5
 _SUMS = "checksums.json"
 _MODEL = "model.json"
@@ -234,7 +235,11 @@ def _write(model: bytes, leaves: Mapping[str, Leaf], folder: Path) -> None:
         for path, leaf in ordered.items():
             array = np.ascontiguousarray(leaf)
             sums[path] = kept_weights.checksum_of(array)
-            yield array
+            flat = array.reshape(-1).view(np.uint8)
+            for start in range(0, flat.size, PIECE):
+                began = time.monotonic()
+                yield flat[start : start + PIECE]
+                _hurry.wait(PAUSES * (time.monotonic() - began))
 
     tensor_files.write(folder / kept_weights.FILE, ordered, arrays())
     (folder / _SUMS).write_text(json.dumps(sums))
