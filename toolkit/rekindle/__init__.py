@@ -66,9 +66,8 @@ if TYPE_CHECKING:
     from rekindle._src.kvcache.persist.snapshot import SnapshotInfo
     from rekindle._src.programs.custom_taps import Tap, TapContext
     from rekindle._src.programs.processors import LogitsContext, LogitsProcessor
-    from rekindle._src.replicas.fleet import Fleet, FleetOpening
+    from rekindle._src.replicas.fleet import Fleet, FleetOpening, fleet
     from rekindle._src.replicas.fleet_stats import FleetStats, ReplicaStats
-    from rekindle._src.replicas.opening_fleet import fleet
     from rekindle._src.replicas.routes import Placed
     from rekindle._src.scheduling.explain import Explanation
     from rekindle._src.serve.server import Server
@@ -162,7 +161,7 @@ _LAZY = {
     "ToolRun": "rekindle._src.session.tools.loop",
     "Turn": "rekindle._src.session.conversation",
     "Usage": "rekindle._src.core.records",
-    "fleet": "rekindle._src.replicas.opening_fleet",
+    "fleet": "rekindle._src.replicas.fleet",
     "open": "rekindle._src.session.opening",
     "open_sync": "rekindle._src.session.opening",
 }

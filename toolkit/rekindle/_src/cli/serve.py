@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from rekindle._src.cli.usage import adapters_by_name, api_keys, engine_options, models_by_name, paths_by_name
-from rekindle._src.replicas.opening_fleet import fleet
+from rekindle._src.replicas.fleet import fleet
 from rekindle._src.serve.app import app
 from rekindle._src.serve.metrics import dashboard
 from rekindle._src.serve.server import address, warn_if_open

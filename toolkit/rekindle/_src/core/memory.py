@@ -1,4 +1,4 @@
-"""This process's memory: how much it can still take, giving freed memory back, and pauses of the garbage collector."""
+"""What this process takes of its machine: memory, and giving it back; the garbage collector; a thread's priority."""
 
 from __future__ import annotations
 
@@ -167,3 +167,10 @@ def gc_paused(*, stays: bool = False) -> Iterator[None]:
                     gc.freeze()
                     gc.unfreeze()
                 gc.enable()
+
+
+def yield_to_others() -> None:
+    """Give this thread a lower priority than those that serve, where threads have priorities of their own."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)

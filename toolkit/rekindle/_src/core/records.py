@@ -8,13 +8,12 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rekindle._src.core import html
-from rekindle._src.core.adapters import AdapterLike, AdapterLoad
 from rekindle._src.core.guides import Guided, GuideLike
 from rekindle._src.core.reply import (
     ContentDelta,
@@ -573,3 +572,33 @@ class Embedded:
     vector: Vector
     usage: Usage
     timings: Timings
+
+
+UNIT = 16  # rows of rank
+
+
+class AdapterLike(Protocol):
+    """An adapter's weights, in host memory."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def digest(self) -> str:
+        """A digest of its weights."""
+        ...
+
+    @property
+    def rank(self) -> int: ...
+
+
+class AdapterLoad(NamedTuple):
+    """An adapter that is put into a slot and units of the device before a step, in place of what was there."""
+
+    slot: int
+    units: tuple[int, ...]
+    adapter: AdapterLike
+
+
+def units_for(rank: int) -> int:
+    """Return how many units an adapter of this rank needs."""
+    return -(-rank // UNIT)

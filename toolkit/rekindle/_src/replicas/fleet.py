@@ -1,24 +1,26 @@
-"""The fleet: many sessions behind one object with a session's methods for requests."""
+"""`rekindle.fleet`: many sessions behind one object with a session's methods for requests."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 
 from rekindle._src.core import html
 from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.options import takes_options
 from rekindle._src.core.own_failure import interrupted
 from rekindle._src.core.records import Completion
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.core.tapped import TapFacts
 from rekindle._src.dispatch.backend import Front
-from rekindle._src.dispatch.host import Host
+from rekindle._src.dispatch.host import Host, note_opening
 from rekindle._src.dispatch.mailbox import OneShot
 from rekindle._src.dispatch.wakeups import run_sync
 from rekindle._src.models.adapters.states import arrays_of
@@ -26,18 +28,26 @@ from rekindle._src.replicas.autoscaling import Range
 from rekindle._src.replicas.fleet_backend import FleetBackend, Parts
 from rekindle._src.replicas.fleet_stats import FleetStats, replica_stats
 from rekindle._src.replicas.link import HANG
-from rekindle._src.replicas.remote_grammars import RemoteGrammars
 from rekindle._src.replicas.routes import Placed
+from rekindle._src.replicas.routing import Role, RouterName, roles_of
 from rekindle._src.replicas.routing import router as router_named
+from rekindle._src.replicas.wire import RemoteGrammars
 from rekindle._src.session.call import Call, Once
 from rekindle._src.session.chats import Conversations
 from rekindle._src.session.embedding import Embedding
 from rekindle._src.session.handle import Handle
+from rekindle._src.session.opening import named_changes
 from rekindle._src.session.rows import RowMapping
 from rekindle._src.session.scoring import ScoreRequests
 from rekindle._src.session.serving import Serving
 from rekindle._src.text.detokenizer import real_detokenizer
 from rekindle.errors import ConfigError, InvalidRequest
+
+if TYPE_CHECKING:
+    from typing import Unpack
+
+    from rekindle._src.core.config import OpenOptions
+    from rekindle._src.core.taps import Steer
 
 
 class Fleet(RowMapping, Embedding, ScoreRequests, Conversations, Serving):
@@ -339,3 +349,101 @@ def _seconds(name: str, value: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
         raise ConfigError(name, value, "is not a number of seconds", "Use 30, or 0 to wait for none")
     return float(value)
+
+
+@takes_options(EngineConfig)
+def fleet(
+    model: str | Path = "tiny",
+    *,
+    replicas: int | tuple[int, int] | None = None,
+    router: RouterName = "affinity",
+    roles: Mapping[Literal["prefill", "decode"], int] | None = None,
+    resources: Mapping[str, Any] | None = None,
+    steering: Mapping[str, Steer | Sequence[Steer] | str | Path] | None = None,
+    **options: Unpack[OpenOptions],
+) -> FleetOpening:
+    """Open a model in several processes: `fleet = await rekindle.fleet(model, replicas=2)`, or with `async with`.
+
+    Each replica is a session in its own process on Ray. The cluster is the one that this process is connected to, that
+    `$RAY_ADDRESS` names, or that `ray start` has begun on this machine. Otherwise Ray is started here, quietly, and
+    listens to this machine only. The fleet takes requests as a session does. They survive the death of a replica,
+    which Ray replaces. `replicas` is a number, or a pair such as (1, 4): then the number follows the load between
+    them, by the live requests and the waiting prompt tokens.
+
+    `router` chooses the replica of a request: "affinity" keeps conversations and system prompts together, so that the
+    prefix cache has their beginnings, as long as no replica has a quarter more requests than the mean; "shortest"
+    takes the one with the fewest requests; "round-robin" takes each in turn. `roles` divides the work: with
+    {"prefill": 1, "decode": 2} one replica computes prompts up to their first token, and two continue with the pages
+    that they take from it, so long prompts don't delay streams. `resources` are options of Ray for each process, such
+    as {"num_gpus": 1}; on one machine without GPUs the replicas divide its cores. `steering` and the other options are
+    those of `open()`. With `mesh` and `processes` each replica is a group of processes that share the model, placed
+    near each other; they end together and are replaced together. Needs the extra `ray`.
+    """
+    note_opening()
+    parts_of, size = roles_and_range(roles, replicas)
+    if not isinstance(model, str | Path):
+        raise ConfigError("model", model, "can't be sent to other processes", "Pass a folder or a hub id")
+    check_options(options)
+    most = None if size is None else size.most
+    named = named_changes(steering)
+    sent = _sent(options) | ({"steering": named} if named else {})
+    start_parts = functools.partial(_parts, absolute(model), sent, parts_of, resources, most=most)
+    return FleetOpening(start_parts, str(model), router, size=size)
+
+
+def shared_fleet(
+    model: str,
+    name: str,
+    *,
+    roles: Sequence[Role],
+    router: RouterName,
+    resources: Mapping[str, Any] | None,
+    options: Mapping[str, Any],
+    size: Range | None = None,
+) -> FleetOpening:
+    """Return a fleet over replicas shared by all fleets of this name in the cluster. They end when unused."""
+    most = None if size is None else size.most
+    start_parts = functools.partial(_parts, absolute(model), _sent(options), roles, resources, shared=name, most=most)
+    return FleetOpening(start_parts, model, router, size=size)
+
+
+def roles_and_range(
+    roles: Mapping[Literal["prefill", "decode"], int] | None, replicas: int | tuple[int, int] | None
+) -> tuple[tuple[Role, ...], Range | None]:
+    """Return the roles of the first replicas, and the range in which their number follows the load, or None."""
+    if replicas is None or isinstance(replicas, int):
+        return roles_of(roles, replicas), None
+    size = Range.of(replicas)
+    if roles is not None:
+        problem = "can't follow the load where they have roles"
+        raise ConfigError("replicas", replicas, problem, "Leave one of the two out")
+    return roles_of(None, size.least), size if size.least < size.most else None
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Refuse invalid options before a process is started."""
+    if options.get("processes", 1) == 1:
+        EngineConfig.of(options)
+        return
+    if options.get("coordinator") is not None:
+        problem = "is found by each replica of a fleet for itself"
+        raise ConfigError("coordinator", options["coordinator"], problem, "Leave it out")
+    EngineConfig.of({**options, "coordinator": "127.0.0.1:1"})
+
+
+def _sent(options: Mapping[str, Any]) -> dict[str, Any]:
+    plain = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
+    return {**plain, "quiet": True}
+
+
+def _parts(
+    model: str,
+    options: Mapping[str, Any],
+    roles: Sequence[Role],
+    resources: Mapping[str, Any] | None,
+    shared: str | None = None,
+    most: int | None = None,
+) -> Parts:
+    from rekindle._src.replicas import on_ray
+
+    return on_ray.parts(model, options, roles, resources, shared=shared, most=most)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import anyio
 
-from rekindle._src.core.adapters import AdapterLike
+from rekindle._src.core.records import AdapterLike
 from rekindle._src.replicas.link import FAILURES, OVER, Link
 from rekindle._src.replicas.wire import AdapterSource, ReplicaGone
 from rekindle.errors import InvalidRequest, ReplicaLost

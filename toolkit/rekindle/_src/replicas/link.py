@@ -15,8 +15,8 @@ from anyio.abc import TaskGroup
 
 from rekindle._src.core.own_failure import root_cause
 from rekindle._src.dispatch.step_watchdog import ON_DEVICE
-from rekindle._src.replicas.roles import Role
 from rekindle._src.replicas.routes import Routes
+from rekindle._src.replicas.routing import Role
 from rekindle._src.replicas.wire import AdapterSource, Connection, ReplicaGone, ReplicaInfo, Sent, Weights
 from rekindle._src.session.sharing.source import PageAddress
 from rekindle.errors import ReplicaLost

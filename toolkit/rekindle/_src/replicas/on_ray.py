@@ -17,7 +17,7 @@ from rekindle._src.processes.greeting import SECRET, Place
 from rekindle._src.replicas.fleet_backend import Parts
 from rekindle._src.replicas.ray_runtime import start
 from rekindle._src.replicas.replica import Replica
-from rekindle._src.replicas.roles import Role
+from rekindle._src.replicas.routing import Role
 from rekindle._src.replicas.wire import AdapterSource, Mail, ReplicaGone, ReplicaInfo, Sent
 from rekindle._src.session.following import follow
 from rekindle._src.session.opening import open_sync

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from rekindle._src.core import html
+from rekindle._src.core.options import takes_options
 from rekindle._src.core.records import Completion, FinishReason, TextDelta
 from rekindle._src.core.sampling import ANSWER_TOKENS, Sampling
 from rekindle._src.session.call import Call
 from rekindle._src.session.handle import Handle, SyncStream
-from rekindle._src.session.signatures import takes_options
 from rekindle._src.session.tools.loop import ToolLoop, described
 from rekindle.errors import InvalidRequest
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from rekindle._src.core.activity import Activity
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.memory import gc_paused
+from rekindle._src.core.options import takes_options
 from rekindle._src.core.own_failure import interrupted
 from rekindle._src.core.taps import Steer
 from rekindle._src.dispatch.backend import Front
@@ -22,7 +23,6 @@ from rekindle._src.dispatch.device import capture_contexts
 from rekindle._src.dispatch.host import Host, note_opening
 from rekindle._src.session.call import Call
 from rekindle._src.session.open_request import OpeningProgress, OpenRequest
-from rekindle._src.session.signatures import takes_options
 from rekindle.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ def named_changes(steering: Any) -> dict[str, tuple[Steer, ...]]:
     named = {}
     for name, entry in steering.items():
         if isinstance(entry, str | Path):
-            from rekindle._src.core.steering_files import read_changes  # numpy's, which `import rekindle` does without
+            from rekindle._src.core.capture_files import read_changes  # numpy's, which `import rekindle` does without
 
             changes = read_changes(entry)
         else:

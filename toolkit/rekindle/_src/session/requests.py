@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from rekindle._src.core.activity import Activity, State
 from rekindle._src.core.bounds import check_batch
+from rekindle._src.core.options import takes_options
 from rekindle._src.core.records import Completion
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.backend import Front
@@ -25,7 +26,6 @@ from rekindle._src.dispatch.host import Host
 from rekindle._src.dispatch.mailbox import Mailbox
 from rekindle._src.session.handle import Batch, Handle, SyncStream, chat_of
 from rekindle._src.session.prompts import PromptLike, parse, parse_one
-from rekindle._src.session.signatures import takes_options
 from rekindle.errors import InvalidRequest, RekindleError
 
 if TYPE_CHECKING:

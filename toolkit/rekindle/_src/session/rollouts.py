@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from rekindle._src.core import html
 from rekindle._src.core.bounds import check_batch
+from rekindle._src.core.options import takes_options
 from rekindle._src.core.records import Completion, FinishReason, IntArray, Usage
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.backend import Front
@@ -21,7 +22,6 @@ from rekindle._src.session.call import Call
 from rekindle._src.session.handle import Batch, Handle, one_ended
 from rekindle._src.session.prompts import PromptLike, parse
 from rekindle._src.session.requests import shown, structure_in
-from rekindle._src.session.signatures import takes_options
 from rekindle.errors import InvalidRequest
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ from rekindle._src.core import html
 from rekindle._src.core.activity import Activity, State
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.json_lines import Entry, JsonLines
+from rekindle._src.core.options import takes_options
 from rekindle._src.core.own_failure import interrupted
 from rekindle._src.core.records import Completion, FinishReason
 from rekindle._src.core.reply import Parsed, Parsing
@@ -27,7 +28,6 @@ from rekindle._src.session.chats import ChatRequests
 from rekindle._src.session.handle import Handle, one_ended
 from rekindle._src.session.prompts import parse_one
 from rekindle._src.session.requests import Pace, Requests, sampling_of, structure_in
-from rekindle._src.session.signatures import takes_options
 from rekindle.errors import InvalidRequest, MissingExtra, NotParsed, RekindleError, RequestAborted, RequestFailed
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Generic, TypeVar
 
-from rekindle._src.core.priority import yield_to_others
+from rekindle._src.core.memory import yield_to_others
 from rekindle._src.structured import compile_worker
 from rekindle.errors import Busy, InvalidRequest, RequestFailed
 

@@ -34,7 +34,7 @@ import jax
 import numpy as np
 
 from rekindle._src.core.atomic_checkpoint import ITEM, abandon
-from rekindle._src.core.priority import yield_to_others
+from rekindle._src.core.memory import yield_to_others
 from rekindle._src.core.store import Store, Unusable
 from rekindle._src.models.base import ALONE, Graph, Placement
 from rekindle._src.models.loading import (
