@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
@@ -17,12 +15,10 @@ from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.options import takes_options
 from rekindle._src.core.own_failure import interrupted
 from rekindle._src.core.records import Completion
-from rekindle._src.core.sampling import Sampling
 from rekindle._src.core.tapped import TapFacts
 from rekindle._src.dispatch.backend import Front
 from rekindle._src.dispatch.host import Host, note_opening
 from rekindle._src.dispatch.mailbox import OneShot
-from rekindle._src.dispatch.wakeups import run_sync
 from rekindle._src.models.adapters.states import arrays_of
 from rekindle._src.replicas.autoscaling import Range
 from rekindle._src.replicas.fleet_backend import FleetBackend, Parts
@@ -80,26 +76,6 @@ class Fleet(RowMapping, Embedding, ScoreRequests, Conversations, Serving):
         return self._backend.info.config
 
     @property
-    def tokenizer(self) -> Any:
-        """The model's tokenizer: `encode(text)` and `decode(ids)`."""
-        return self._front.tokenizer
-
-    @property
-    def model(self) -> str:
-        """The name or folder it was opened with."""
-        return self._front.model
-
-    @property
-    def sampling(self) -> Sampling:
-        """The default options of a request: those of generation_config.json, or greedy."""
-        return self._front.sampling or Sampling()
-
-    @property
-    def closed(self) -> bool:
-        """True if it was closed. It takes no requests then."""
-        return self._host.closing
-
-    @property
     def router(self) -> str:
         """The router that chooses a replica: "affinity", "round-robin" or "shortest"."""
         return self._router
@@ -131,14 +107,7 @@ class Fleet(RowMapping, Embedding, ScoreRequests, Conversations, Serving):
 
     def explain(self, request: Handle[Any] | Completion | str) -> Placed:
         """Return the current or last replica of a request, the reason for it, and the number of moves."""
-        request_id = request if isinstance(request, str) else getattr(request, "request_ids", (request.id,))[0]
-        self._host.check()
-        placed = self._host.ask(lambda: self._backend.explain(request_id))
-        if placed is None:
-            raise InvalidRequest(
-                "request", request_id, "is not known: not submitted yet, or over for long", "Ask while it is recent"
-            )
-        return placed
+        return self._explained(request, self._backend.explain)
 
     def watch(self) -> Any:
         """Return a live dashboard: replicas, requests, tokens per second, hit rates. Show it at a cell's end."""
@@ -240,33 +209,7 @@ class Fleet(RowMapping, Embedding, ScoreRequests, Conversations, Serving):
 
         Its processes end. Closing it again is harmless.
         """
-        if self._host.forked:
-            return
-        for server in self._servers:
-            await server.aclose(drain=drain)
-        self._host.close(drain)
-        await self._host.ended.get()
-        self._host.join(1.0)
-
-    def close(self, *, drain: float = 0.0) -> None:
-        """Call `aclose` from code without an event loop."""
-        run_sync(self.aclose(drain=drain))
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.aclose()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        await super().aclose(drain=drain)
 
     def __repr__(self) -> str:
         if self.closed:
@@ -332,9 +275,7 @@ class FleetOpening(Call[Fleet]):
     async def __aenter__(self) -> Fleet:
         return await self._result()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *details: object) -> None:
         if self._fleet is not None:
             await self._fleet.aclose()
 
@@ -384,11 +325,9 @@ def fleet(
     if not isinstance(model, str | Path):
         raise ConfigError("model", model, "can't be sent to other processes", "Pass a folder or a hub id")
     check_options(options)
-    most = None if size is None else size.most
     named = named_changes(steering)
-    sent = _sent(options) | ({"steering": named} if named else {})
-    start_parts = functools.partial(_parts, absolute(model), sent, parts_of, resources, most=most)
-    return FleetOpening(start_parts, str(model), router, size=size)
+    sent = {**options, "steering": named} if named else options
+    return _opening(str(model), router, parts_of, resources, sent, size)
 
 
 def shared_fleet(
@@ -402,9 +341,7 @@ def shared_fleet(
     size: Range | None = None,
 ) -> FleetOpening:
     """Return a fleet over replicas shared by all fleets of this name in the cluster. They end when unused."""
-    most = None if size is None else size.most
-    start_parts = functools.partial(_parts, absolute(model), _sent(options), roles, resources, shared=name, most=most)
-    return FleetOpening(start_parts, model, router, size=size)
+    return _opening(model, router, roles, resources, options, size, shared=name)
 
 
 def roles_and_range(
@@ -431,19 +368,21 @@ def check_options(options: Mapping[str, Any]) -> None:
     EngineConfig.of({**options, "coordinator": "127.0.0.1:1"})
 
 
-def _sent(options: Mapping[str, Any]) -> dict[str, Any]:
-    plain = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
-    return {**plain, "quiet": True}
-
-
-def _parts(
+def _opening(
     model: str,
-    options: Mapping[str, Any],
+    router: RouterName,
     roles: Sequence[Role],
     resources: Mapping[str, Any] | None,
+    options: Mapping[str, Any],
+    size: Range | None,
     shared: str | None = None,
-    most: int | None = None,
-) -> Parts:
-    from rekindle._src.replicas import on_ray
+) -> FleetOpening:
+    plain = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
 
-    return on_ray.parts(model, options, roles, resources, shared=shared, most=most)
+    def parts() -> Parts:
+        from rekindle._src.replicas import on_ray  # imports Ray
+
+        most = None if size is None else size.most
+        return on_ray.parts(absolute(model), {**plain, "quiet": True}, roles, resources, shared=shared, most=most)
+
+    return FleetOpening(parts, model, router, size=size)

@@ -236,9 +236,8 @@ class Guard:
             except Refused as refused:
                 dialect = self._dialects.get(scope["path"], OpenAI())
                 await Exchange(self._service, scope, send).fail(refused, dialect)
-                path = (
-                    scope["path"] if scope["path"] in self._dialects else "other"
-                )  # clients can invent any number of paths
+                # Clients can invent any number of paths.
+                path = scope["path"] if scope["path"] in self._dialects else "other"
                 self._service.metrics.http(path, refused.status)
                 return
         await self._app(scope, receive, send)  # type: ignore[operator]

@@ -18,7 +18,7 @@ from rekindle._src.core.reply import (
 from rekindle._src.serve.bodies import Entries, pieces
 from rekindle._src.serve.chat import call_chat, calls_options, content_text, events_of, tool_options
 from rekindle._src.serve.errors import Refused, missing, wrong
-from rekindle._src.serve.exchange import Exchange, dumps
+from rekindle._src.serve.exchange import Exchange, OpenAI, dumps
 from rekindle._src.serve.fields import (
     Anything,
     Choice,
@@ -99,11 +99,8 @@ _CUT = (FinishReason.LENGTH, FinishReason.CONTEXT)
 _LOGPROBS = "message.output_text.logprobs"
 
 
-class Responses:
+class Responses(OpenAI):
     """Error objects of this API: the same as OpenAI's other ones, except that events of a stream have names."""
-
-    def body(self, refused: Refused) -> dict[str, Any]:
-        return refused.body()
 
     def event(self, refused: Refused) -> bytes:
         fields = {"code": refused.code, "message": refused.message, "param": refused.param, "sequence_number": 0}

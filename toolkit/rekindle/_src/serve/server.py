@@ -9,7 +9,6 @@ import os
 import threading
 import weakref
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any, Self
 
 from rekindle._src.core import html
@@ -116,9 +115,7 @@ class Server:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *details: object) -> None:
         await self.aclose()
 
     def __repr__(self) -> str:

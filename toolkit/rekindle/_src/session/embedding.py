@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar, get_args, overload
 
 import numpy as np
@@ -57,9 +57,7 @@ class Embeddings(Call[T]):
     @property
     def usage(self) -> Usage:
         """The tokens of the texts that have been embedded so far."""
-        ended = [handle for handle in self._batch.handles if handle.done and handle.error is None]
-        used = [handle.completion().usage for handle in ended]
-        return Usage(sum(one.prompt_tokens for one in used), sum(one.cached_tokens for one in used), 0)
+        return usage_so_far(self._batch.handles)
 
     def __repr__(self) -> str:
         handles = self._batch.handles
@@ -169,9 +167,6 @@ class Embedding:
 
         handles: list[Handle[Any]] = [Handle(self._host, self, pooled(prompt), sampling) for prompt in prompts]
 
-        def progress(mailboxes: Sequence[Mailbox]) -> Activity:
-            return Activity(EmbeddingProgress(mailboxes).look, quiet=self._front.config.quiet)
-
         def vector(one: Embedded | Completion) -> Vector:
             if isinstance(one, Completion):
                 assert one.captured is not None
@@ -188,7 +183,8 @@ class Embedding:
                 return vectors[0]
             return np.stack(vectors) if vectors else np.zeros((0, dimensions or size), np.float32)
 
-        return Embeddings(Batch(handles, progress=progress, keep_errors=errors == "return"), finish)
+        batch: Batch[Any] = Batch(handles, progress=texts_shown(self._front), keep_errors=errors == "return")
+        return Embeddings(batch, finish)
 
     @overload
     def embed_sync(
@@ -220,6 +216,17 @@ class Embedding:
         """Run `embed` from code without an event loop: blocks this thread until the vectors are there."""
         call: Embeddings[Any] = self.embed(texts, **options)
         return call.result_sync()
+
+
+def usage_so_far(handles: Sequence[Handle[Any]]) -> Usage:
+    """Return the tokens of the prompts that have ended without an error."""
+    used = [handle.completion().usage for handle in handles if handle.done and handle.error is None]
+    return Usage(sum(one.prompt_tokens for one in used), sum(one.cached_tokens for one in used), 0)
+
+
+def texts_shown(front: Front) -> Callable[[Sequence[Mailbox]], Activity]:
+    """Return a function that shows how many of a list of texts have ended."""
+    return lambda mailboxes: Activity(EmbeddingProgress(mailboxes).look, quiet=front.config.quiet)
 
 
 class EmbeddingProgress:

@@ -9,7 +9,6 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from rekindle._src.core.activity import Activity
@@ -85,9 +84,7 @@ class Opening(Call["Session"]):
     async def __aenter__(self) -> Session:
         return await self._result()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *details: object) -> None:
         if self._session is not None:
             await self._session.aclose()
 

@@ -98,8 +98,6 @@ def parity(
     they begin to differ: in a layer, if weights or their format differ; in none, if what is left is the order in which
     the session's programs add. Texts are computed in full, so pass some pages, not a corpus.
     """
-    from rekindle._src.session.session import client_of  # loading a model does not import sessions
-
     encode = session.tokenizer.encode
     sequences = [np.asarray(encode(text) if isinstance(text, str) else text, np.int32) for text in texts]
     for number, ids in enumerate(sequences):
@@ -108,10 +106,7 @@ def parity(
     if not sequences:
         raise InvalidRequest("texts", [], "is empty", "Pass at least one text")
     theirs = _module(model)
-    in_use = client_of(session).engine.resources.model
-    if in_use is None or session.asleep:
-        raise InvalidRequest("session", repr(session), "has no weights of its own now", "Use one that is awake")
-    own: LoadedModel = in_use()
+    own = _weights_of(session)
     ours = None if own.placement.divided else _module(own)
     scored = session.generate_sync([ids.tolist() for ids in sequences], max_tokens=0, prompt_logprobs=0)
     differences, worst, stages = [], list[TokenDifference](), dict[str, float]()
@@ -139,6 +134,16 @@ def parity(
         worst=tuple(sorted(worst, key=lambda one: -abs(one.difference))[:WORST]),
         differences=tuple(differences),
     )
+
+
+def _weights_of(session: Session) -> LoadedModel:
+    from rekindle._src.session.session import client_of  # loading a model alone needs no session
+
+    in_use = client_of(session).engine.resources.model
+    if in_use is None or session.asleep:
+        raise InvalidRequest("session", repr(session), "has no weights of its own now", "Use one that is awake")
+    model: LoadedModel = in_use()
+    return model
 
 
 def _module(model: Any) -> Any:
@@ -182,16 +187,11 @@ def logprobs_like(session: Session) -> Callable[[Any, Any], jax.Array]:
     derivatives are those of `token_logprobs`, since native kernels have none. Weights are a module, an nnx state or
     a loaded model.
     """
-    from rekindle._src.session.session import client_of  # loading a model alone needs no session
-
     config = session.config
     if not config.deterministic:
         problem = "gives a token other last bits in other batches"
         raise InvalidRequest("session", repr(session), problem, "Open it with deterministic=True")
-    in_use = client_of(session).engine.resources.model
-    if in_use is None or session.asleep:
-        raise InvalidRequest("session", repr(session), "has no weights of its own now", "Use one that is awake")
-    plain: Graph = in_use().graph
+    plain = _weights_of(session).graph
     fixed = deterministic(plain, config)
 
     @jax.custom_jvp

@@ -255,8 +255,29 @@ class Requests:
         handle.submit()
         return handle
 
-    def _handle(self, prompt: PromptLike, sampling: Sampling | None, options: Mapping[str, Any], **more: Any) -> Any:
-        return new_handle(self, self._host, self._front, prompt, sampling, options, **more)
+    def _handle(
+        self,
+        prompt: PromptLike,
+        sampling: Sampling | None,
+        options: Mapping[str, Any],
+        *,
+        scoped: bool = False,
+        base: Sampling | None = None,
+        covered: int = 0,
+        reply: ReplyPlan | None = None,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+    ) -> Handle[Any]:
+        """Return a handle that is not submitted yet.
+
+        In a fork the last `covered` tokens of the prompt belong to the structured text of the options `base`, which
+        goes on if the request has the same structure. A fork of a chat has its `messages`, and its `reply` goes on.
+        """
+        merged = sampling_of(self._front, sampling, options)
+        self._host.check()
+        parsed, structure = parse_one(prompt), structure_in(self._front, merged)
+        continues = base is not None and same_structure(merged, base)
+        parsed = dataclasses.replace(parsed, reply=reply, messages=messages, covered=covered if continues else 0)
+        return Handle(self._host, self, parsed, merged, scoped=scoped, structure=structure)
 
     @overload
     def generate_sync(
@@ -342,34 +363,6 @@ class Requests:
         """Run `stream` from code without an event loop: `for` over it blocks this thread."""
         merged = options if n is None else {**options, "n": n}
         return self._handle(prompt, sampling, merged, scoped=True).stream_sync()
-
-
-def new_handle(
-    session: object,
-    host: Host,
-    front: Front,
-    prompt: PromptLike,
-    sampling: Sampling | None,
-    options: Mapping[str, Any],
-    *,
-    scoped: bool = False,
-    base: Sampling | None = None,
-    covered: int = 0,
-    reply: ReplyPlan | None = None,
-    messages: Sequence[Mapping[str, Any]] | None = None,
-) -> Handle[Any]:
-    """Return a handle that is not submitted yet.
-
-    In a fork the last `covered` tokens of the prompt belong to the structured text of the options `base`, which goes on
-    if the request has the same structure. A fork of a chat has its `messages`, and its `reply` goes on.
-    """
-    merged = sampling_of(front, sampling, options)
-    host.check()
-    parsed, structure = parse_one(prompt), structure_in(front, merged)
-    parsed = dataclasses.replace(parsed, reply=reply, messages=messages)
-    if base is not None and same_structure(merged, base):
-        parsed = dataclasses.replace(parsed, covered=covered)
-    return Handle(host, session, parsed, merged, scoped=scoped, structure=structure)
 
 
 def structure_in(front: Front, sampling: Sampling) -> Structure | None:

@@ -10,7 +10,6 @@ import json
 import os
 import string
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from rekindle._src.core import html
@@ -301,10 +300,8 @@ class RowsFile:
         self._lines.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._lines.__exit__(kind, error, trace)
+    def __exit__(self, *details: object) -> None:
+        self._lines.__exit__(*details)
 
     def find(self, row: int, key: str) -> Entry | None:
         """Return the line of a row that was answered with this key, or None."""
