@@ -1,4 +1,4 @@
-"""What this process takes of its machine: memory, and giving it back; the garbage collector; a thread's priority."""
+"""This process's memory: what it can still take, and giving it back. Also pauses of the collector, and priorities."""
 
 from __future__ import annotations
 

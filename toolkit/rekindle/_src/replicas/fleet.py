@@ -112,7 +112,7 @@ class Fleet(RowMapping, Embedding, ScoreRequests, Conversations, Serving):
     def watch(self) -> Any:
         """Return a live dashboard: replicas, requests, tokens per second, hit rates. Show it at a cell's end."""
         self._host.check()
-        from rekindle._src.replicas.fleet_dashboard import FleetDashboard
+        from rekindle._src.notebook.dashboard import FleetDashboard
 
         return FleetDashboard(self)
 

@@ -1,4 +1,4 @@
-"""What a session and a fleet have in common beside requests: their model, servers over HTTP, and their end."""
+"""The part that a session and a fleet share beside requests: their model, servers over HTTP, and their end."""
 
 from __future__ import annotations
 

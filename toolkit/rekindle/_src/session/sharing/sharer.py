@@ -8,7 +8,6 @@ import socket
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +23,7 @@ from rekindle._src.kvcache.tiers.restoring import likeliest
 from rekindle._src.processes import greeting
 from rekindle._src.processes.bulk import BulkChannel
 from rekindle._src.processes.channel import Kind
-from rekindle._src.session.cache_writer import SLICE, CacheWriter, PageRecord
+from rekindle._src.session.cache_writer import CacheWriter, PageRecord, in_slices
 from rekindle._src.session.sharing.source import SILENCE, WANTED, PageAddress, introduction, read_introduction
 from rekindle.errors import ConfigError, RekindleError
 
@@ -175,14 +174,11 @@ class SharedPages:
         """Return the pages likeliest to be needed again, parents before children."""
         cache, writer = self._cache, self._writer
         nodes = self._host.ask(lambda: list(cache))
-        pages: list[Page] = []
 
         def look(part: Sequence[Node]) -> list[Page]:
             return [writer.page_record(node).page for node in part if cache.has(node)]
 
-        for start in range(0, len(nodes), SLICE):
-            pages += self._host.ask(partial(look, nodes[start : start + SLICE]))
-        pages = connected(pages, identity.root)
+        pages = connected(list(in_slices(self._host, nodes, look)), identity.root)
         chosen = set(likeliest(pages, most)[:most])
         return [page for page in pages if page.digest in chosen]
 
@@ -198,10 +194,7 @@ class SharedPages:
             nodes = ((index, cache.by_digest(key, digest)) for index, key, digest in part)
             return [_PageRequest(index, writer.page_record(node)) for index, node in nodes if node is not None]
 
-        matches: list[_PageRequest] = []
-        for start in range(0, len(requests), SLICE):
-            matches += self._host.ask(partial(look, requests[start : start + SLICE]))
-        return matches
+        return list(in_slices(self._host, requests, look))
 
     def _send(self, channel: BulkChannel, requests: Sequence[_PageRequest], *, beside: bool) -> None:
         """Send the contents of pages, or what is `beside` them. The next piece is read while one is being sent."""
