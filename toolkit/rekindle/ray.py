@@ -7,21 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Unpack
 
-from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.config import EngineConfig, OpenOptions
 from rekindle._src.core.options import takes_options
 from rekindle._src.replicas.autoscaling import Range
 from rekindle._src.replicas.fleet import check_options, roles_and_range, shared_fleet
 from rekindle._src.replicas.routing import Role, RouterName
 from rekindle._src.replicas.routing import router as router_named
 from rekindle.errors import ConfigError, MissingExtra
-
-if TYPE_CHECKING:
-    from typing import Unpack
-
-    from rekindle._src.core.config import OpenOptions
-
 
 __all__ = ["deployment"]
 

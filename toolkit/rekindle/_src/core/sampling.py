@@ -8,7 +8,7 @@ import math
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, Unpack
 
 from rekindle._src.core import foreign_names, html
 from rekindle._src.core.bounds import (
@@ -34,9 +34,6 @@ from rekindle._src.core.options import (
 )
 from rekindle._src.core.taps import Capture, Captured, Steer, SteerLike
 from rekindle.errors import InvalidRequest
-
-if TYPE_CHECKING:
-    from typing import Unpack
 
 ANSWER_TOKENS = 2048  # `max_tokens` of a chat without one; the end of the context may come before
 MAX_LOGPROBS = 20  # that every step program gives

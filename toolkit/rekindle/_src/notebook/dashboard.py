@@ -270,7 +270,7 @@ class FleetLike(Protocol):
 
 
 class FleetDashboard(Live):
-    """A fleet's replicas, their requests and tokens, drawn once a second. It keeps the fleet open until it is closed."""
+    """A fleet's replicas, their requests and tokens, once a second. It keeps the fleet open until it is closed."""
 
     interval: float = 1.0
 

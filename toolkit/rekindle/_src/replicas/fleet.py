@@ -6,12 +6,12 @@ import dataclasses
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 import numpy as np
 
 from rekindle._src.core import html
-from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.config import EngineConfig, OpenOptions
 from rekindle._src.core.options import takes_options
 from rekindle._src.core.own_failure import interrupted
 from rekindle._src.core.records import Completion
@@ -40,9 +40,6 @@ from rekindle._src.text.detokenizer import real_detokenizer
 from rekindle.errors import ConfigError, InvalidRequest
 
 if TYPE_CHECKING:
-    from typing import Unpack
-
-    from rekindle._src.core.config import OpenOptions
     from rekindle._src.core.taps import Steer
 
 

@@ -9,10 +9,10 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 
 from rekindle._src.core.activity import Activity
-from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.config import EngineConfig, OpenOptions
 from rekindle._src.core.memory import gc_paused
 from rekindle._src.core.options import takes_options
 from rekindle._src.core.own_failure import interrupted
@@ -25,9 +25,6 @@ from rekindle._src.session.open_request import OpeningProgress, OpenRequest
 from rekindle.errors import ConfigError
 
 if TYPE_CHECKING:
-    from typing import Unpack
-
-    from rekindle._src.core.config import OpenOptions
     from rekindle._src.models.base import LoadedModel
     from rekindle._src.models.loading.load_progress import LoadProgress
     from rekindle._src.programs.custom_taps import Tap

@@ -14,13 +14,13 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from rekindle._src.core.activity import Activity, State
 from rekindle._src.core.bounds import check_batch
 from rekindle._src.core.options import takes_options
 from rekindle._src.core.records import Completion
-from rekindle._src.core.sampling import Sampling
+from rekindle._src.core.sampling import Sampling, SamplingOptions
 from rekindle._src.dispatch.backend import Front
 from rekindle._src.dispatch.host import Host
 from rekindle._src.dispatch.mailbox import Mailbox
@@ -29,9 +29,6 @@ from rekindle._src.session.prompts import PromptLike, parse, parse_one
 from rekindle.errors import InvalidRequest, RekindleError
 
 if TYPE_CHECKING:
-    from typing import Unpack
-
-    from rekindle._src.core.sampling import SamplingOptions
     from rekindle._src.structured.spec import Structure
     from rekindle._src.text.replies import ReplyPlan
 

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +15,7 @@ from rekindle._src.core import html
 from rekindle._src.core.bounds import check_batch
 from rekindle._src.core.options import takes_options
 from rekindle._src.core.records import Completion, FinishReason, IntArray, Usage
-from rekindle._src.core.sampling import Sampling
+from rekindle._src.core.sampling import Sampling, SamplingOptions
 from rekindle._src.dispatch.backend import Front
 from rekindle._src.dispatch.host import Host
 from rekindle._src.session.call import Call
@@ -23,11 +23,6 @@ from rekindle._src.session.handle import Batch, Handle, one_ended
 from rekindle._src.session.prompts import PromptLike, parse
 from rekindle._src.session.requests import shown, structure_in
 from rekindle.errors import InvalidRequest
-
-if TYPE_CHECKING:
-    from typing import Unpack
-
-    from rekindle._src.core.sampling import SamplingOptions
 
 NO_VERSION = -1
 

@@ -10,7 +10,7 @@ import json
 import os
 import string
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self, Unpack
 
 from rekindle._src.core import html
 from rekindle._src.core.activity import Activity, State
@@ -20,7 +20,7 @@ from rekindle._src.core.options import takes_options
 from rekindle._src.core.own_failure import interrupted
 from rekindle._src.core.records import Completion, FinishReason
 from rekindle._src.core.reply import Parsed, Parsing
-from rekindle._src.core.sampling import Sampling
+from rekindle._src.core.sampling import Sampling, SamplingOptions
 from rekindle._src.dispatch.mailbox import fresh
 from rekindle._src.session.call import Call
 from rekindle._src.session.chats import ChatRequests
@@ -28,11 +28,6 @@ from rekindle._src.session.handle import Handle, one_ended
 from rekindle._src.session.prompts import parse_one
 from rekindle._src.session.requests import Pace, Requests, sampling_of, structure_in
 from rekindle.errors import InvalidRequest, MissingExtra, NotParsed, RekindleError, RequestAborted, RequestFailed
-
-if TYPE_CHECKING:
-    from typing import Unpack
-
-    from rekindle._src.core.sampling import SamplingOptions
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
