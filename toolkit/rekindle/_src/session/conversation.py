@@ -297,6 +297,8 @@ def _user_message(text: object) -> list[Message]:
 class Turn(Call[Completion]):
     """A message and the answer to it: await it for the completion, or iterate over its deltas."""
 
+    _awaited = "await chat.say(…)"
+
     def __init__(
         self,
         conversation: Conversation,
@@ -314,10 +316,6 @@ class Turn(Call[Completion]):
     def said(self) -> str:
         """The message to the model: the user's text, or the results of calls."""
         return "\n".join(map(described, self.asked))
-
-    @property
-    def _awaited(self) -> str:
-        return "await chat.say(…)"
 
     @property
     def _continues(self) -> bool:

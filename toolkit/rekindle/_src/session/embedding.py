@@ -31,14 +31,12 @@ POOLINGS: tuple[Pooling, ...] = get_args(Pooling)
 class Embeddings(Call[T]):
     """The call that `session.embed` returns: await it for the vectors. After that, `usage` counts its tokens."""
 
+    _awaited = "await session.embed(…)"
+
     # Any: only embed() makes one, and the signature of a public class names no private type.
     def __init__(self, batch: Any, finish: Any) -> None:
         self._batch: Batch[Embedded | Completion] = batch
         self._finish = finish
-
-    @property
-    def _awaited(self) -> str:
-        return "await session.embed(…)"
 
     async def _result(self) -> T:
         results: list[Embedded | Completion | RekindleError] = list(await self._batch)

@@ -174,14 +174,12 @@ class Rollout(Call[RolloutBatch]):
     `async for` yields the `RolloutBatch` of a prompt when its last completion has ended, in the order of their ends.
     """
 
+    _awaited = "await session.rollout(…)"
+
     # Any: only rollout() makes one, and the signature of a public class names no private type.
     def __init__(self, batch: Any, made: Any) -> None:
         self._batch: Batch[Any] = batch
         self._made: Callable[[Sequence[int]], RolloutBatch] = made
-
-    @property
-    def _awaited(self) -> str:
-        return "await session.rollout(…)"
 
     async def _result(self) -> RolloutBatch:
         await self._batch

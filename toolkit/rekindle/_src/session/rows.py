@@ -333,6 +333,8 @@ class RowRequest:
 class RowMap(Call[RowAnswers]):
     """The call that `session.map` returns: await it for the answers. `answers` holds the answers so far."""
 
+    _awaited = "await session.map(…)"
+
     # Any: only map() makes one, and the signature of a public class names no private type.
     def __init__(
         self, session: Any, config: Any, rows: Any, prompts: Any, sampling: Sampling, options: str, out: Any, chat: Any,
@@ -356,10 +358,6 @@ class RowMap(Call[RowAnswers]):
     def answers(self) -> RowAnswers:
         """The answers so far, in the order of the rows; they stay when the call is interrupted."""
         return RowAnswers((self._answers[row] for row in sorted(self._answers)), rows=self._rows.source)
-
-    @property
-    def _awaited(self) -> str:
-        return "await session.map(…)"
 
     async def _result(self) -> RowAnswers:
         if not self._complete:

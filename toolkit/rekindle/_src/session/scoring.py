@@ -103,6 +103,8 @@ class Scores(list[Score]):
 class Scoring(Call[T]):
     """The call that `session.score` returns: await it for the scores. After that, `usage` counts its tokens."""
 
+    _awaited = "await session.score(…)"
+
     # Any: only score() makes one, and the signature of a public class names no private type.
     def __init__(self, prepare: Any, finish: Any, *, long: bool = False) -> None:
         self._prepare: Callable[[], Batch[Completion]] = prepare
@@ -110,10 +112,6 @@ class Scoring(Call[T]):
         self._long = long  # encoding the texts takes so long that a thread of its own does it
         self._batch: Batch[Completion] | None = None
         self._cancelled = False
-
-    @property
-    def _awaited(self) -> str:
-        return "await session.score(…)"
 
     async def _result(self) -> T:
         if self._batch is None:

@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 S = TypeVar("S")
 
 
-class Paused(Generic[S]):
+class Paused(html.Line, Generic[S]):
     """A block in which no step runs but those of `step()`. Entering waits for the steps in flight.
 
     Entering returns the session.
@@ -76,9 +76,6 @@ class Paused(Generic[S]):
 
     def __repr__(self) -> str:
         return f"<Paused {self._session!r}: use it in `async with` or `with`>"
-
-    def _repr_html_(self) -> str:
-        return str(html.line(repr(self)))
 
     async def __aenter__(self) -> S:
         self._client.pauses += 1

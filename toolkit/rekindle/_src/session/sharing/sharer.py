@@ -40,7 +40,7 @@ class _PageRequest(NamedTuple):
     record: PageRecord
 
 
-class SharedPages:
+class SharedPages(html.Line):
     """A session's cached pages at an address, where other sessions of the same model take them.
 
     Made by `await session.cache.share()`. It ends with `close()` or with its session.
@@ -92,9 +92,6 @@ class SharedPages:
         if self.closed:
             return "<SharedPages: closed>"
         return f"<SharedPages at {self.address}: {html.count(self.sent_pages, 'page')} sent>"
-
-    def _repr_html_(self) -> str:
-        return str(html.line(repr(self)))
 
     def _page_address(self) -> PageAddress:
         return PageAddress(self._at, self._port, self._secret)
