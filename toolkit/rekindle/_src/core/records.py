@@ -460,8 +460,7 @@ class Completion:
     @property
     def closed(self) -> bool:
         """True if the structure was ended because tokens ran out: `parsed` is whole, but its last values may be cut."""
-        bounds = (FinishReason.LENGTH, FinishReason.CONTEXT)
-        return self.finish_reason in bounds and self.parsing is not None and self.parse_error is None
+        return self.finish_reason.cut and self.parsing is not None and self.parse_error is None
 
     @property
     def parse_error(self) -> NotParsed | None:

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rekindle._src.core.records import Completion, FinishReason, TextDelta, TokenLogprobs
+from rekindle._src.core.records import Completion, TextDelta, TokenLogprobs
 from rekindle._src.core.reply import (
     ContentDelta,
     ReasoningDelta,
@@ -95,7 +95,6 @@ RESPONSES = Endpoint(
         refused("moderation", "there is no moderation"),
     ),
 )
-_CUT = (FinishReason.LENGTH, FinishReason.CONTEXT)
 _LOGPROBS = "message.output_text.logprobs"
 
 
@@ -302,7 +301,7 @@ class _Answer:
 
     def response(self, completion: Completion | None) -> dict[str, Any]:
         """Return the response object. Without a completion, return it as it is at the start."""
-        fields, cut = self._fields, completion is not None and completion.finish_reason in _CUT
+        fields, cut = self._fields, completion is not None and completion.finish_reason.cut
         status = "in_progress" if completion is None else "incomplete" if cut else "completed"
         return {
             "id": f"resp_{self._exchange.request_id}",
@@ -436,7 +435,7 @@ class _Answer:
             return
         kind, self._open = self._open, ""
         item = self._items[-1]
-        cut = broken or (completion is not None and completion.finish_reason in _CUT)
+        cut = broken or (completion is not None and completion.finish_reason.cut)
         item["status"] = "incomplete" if cut else "completed"
         if kind == "function_call":
             self._tell("response.function_call_arguments.done", arguments=item["arguments"], name=item["name"],

@@ -15,7 +15,7 @@ from rekindle._src.core import html
 from rekindle._src.dispatch.mailbox import OneShot
 from rekindle._src.dispatch.wakeups import run_sync
 from rekindle._src.serve.app import app
-from rekindle._src.serve.life import check_connections, seconds_to_drain
+from rekindle._src.serve.life import check_bound, seconds_to_drain
 from rekindle.errors import ConfigError, MissingExtra, SessionClosed
 
 log = logging.getLogger("rekindle.server")
@@ -43,7 +43,8 @@ class Server:
         if not isinstance(host, str):
             raise ConfigError("host", host, "is not a name or an address", "Use 127.0.0.1")
         asgi = app(session, **options)
-        check_connections(max_connections)
+        if max_connections is not None:
+            check_bound("max_connections", max_connections)
         listening_socket = bind(host, port)
         asgi.state.rekindle.hosts.add(host)
         warn_if_open(host, options.get("api_key"))
