@@ -305,19 +305,26 @@ class Box:
 
 
 def sendable(event: TokenEvent) -> TokenEvent:
-    """Return the event with an error that another process can unpickle. Of its cause, only the message is sent.
+    """Return the event with an error that another process can unpickle."""
+    return event if event.error is None else dataclasses.replace(event, error=_plain(event.error))
+
+
+def failed(request_id: str, error: BaseException) -> TokenEvent:
+    """Return the event for a sequence that ended by an error."""
+    return TokenEvent(request_id, finish_reason=FinishReason.FAILED, error=_plain(error))
+
+
+def _plain(error: BaseException) -> BaseException:
+    """Return an error that another process can unpickle. Of its cause, only the message is sent.
 
     If a step failed because a process that shares the model is gone, the whole session has ended.
     """
-    error = event.error
-    if error is None:
-        return event
     if _lost_process(error):
-        return dataclasses.replace(event, error=SessionClosed(f"a process of the replica is gone: {one_line(error)}"))
+        return SessionClosed(f"a process of the replica is gone: {one_line(error)}")
     try:
-        return dataclasses.replace(event, error=_readable(error))
+        return _readable(error)
     except Exception:  # users' exception classes may raise anything
-        return dataclasses.replace(event, error=RequestFailed(one_line(error)))
+        return RequestFailed(one_line(error))
 
 
 def _readable(error: BaseException) -> BaseException:
@@ -336,8 +343,3 @@ def _lost_process(error: BaseException | None) -> bool:
     while error is not None and not isinstance(error, ProcessLost):
         error = error.__cause__
     return error is not None
-
-
-def failed(request_id: str, error: BaseException) -> TokenEvent:
-    """Return the event for a sequence that ended by an error."""
-    return sendable(TokenEvent(request_id, finish_reason=FinishReason.FAILED, error=error))
