@@ -17,7 +17,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import jax
 
@@ -49,7 +49,7 @@ from rekindle._src.models.loading.hub import readable_name
 from rekindle._src.models.loading.sentence_transformers import embedder_of
 from rekindle._src.models.placement import MeshPlacement, placement_of
 from rekindle._src.models.unpacking import unpacked_model, words
-from rekindle._src.processes.others import Facts, OtherProcesses, facts
+from rekindle._src.processes.others import OtherProcesses
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs import program_key, state_moves
 from rekindle._src.programs.buckets import ADAPTED, prefill_rows
@@ -81,13 +81,16 @@ from rekindle._src.text.tokenizer import Tokenizer
 from rekindle.errors import ConfigError, OutOfMemory, RekindleError
 from rekindle_kernels import EDGE, configure, traits, unavailable_reason
 
+if TYPE_CHECKING:
+    from rekindle._src.processes.facts import Facts
+
 log = logging.getLogger("rekindle.engine")
 # The options that are each process's own, or that only the process with the scheduler uses.
 OWN = frozenset(
     {"cache_dir", "coordinator", "restore", "quiet", "log_every", "step_timeout", "policy", "seed", "max_queue"}
 )
 STATE_SHARE = 4  # one of so many bytes of host memory is for what is stored beside pages, in models that have such
-Agree = Callable[[Facts], int]  # with the other processes, on the KV pages that all have room for
+Agree = Callable[["Facts"], int]  # with the other processes, on the KV pages that all have room for
 
 
 def build(request: OpenRequest) -> Front:
@@ -348,12 +351,12 @@ def make_parts(request: OpenRequest, agree: Agree | None = None, *, with_text: b
 
 def _tap_facts(request: OpenRequest, model: ModelConfig, config: EngineConfig) -> TapFacts | None:
     """Return what can be tapped; None if nothing. Raise ConfigError for taps that do not fit the model."""
-    tappable = tap_facts(model, processes=config.processes)
-    custom = check_places(request.taps, tappable)
-    check_named(request.steering, tappable)
+    facts = tap_facts(model, processes=config.processes)
+    custom = check_places(request.taps, facts)
+    check_named(request.steering, facts)
     keeps = "" if config.prefix_cache else "prefix_cache is off"
     keeps = keeps or ("" if config.capture_memory else "capture_memory is 0")
-    return tappable and tappable._replace(custom=custom, steering=request.steering, keeps=keeps)
+    return facts and facts._replace(custom=custom, steering=request.steering, keeps=keeps)
 
 
 def _check_snapshot(config: EngineConfig) -> None:
@@ -405,6 +408,8 @@ def _placement(
 
 
 def _agreed(config: EngineConfig, described: LoadedModel | Described, agree: Agree) -> EngineConfig:
+    from rekindle._src.processes.facts import facts
+
     assert isinstance(described, Described), "other processes read a checkpoint, too"
     assert config.device_pages is not None, "resolved"
     assert config.device_memory is not None, "resolved"
