@@ -17,7 +17,7 @@ from rekindle._src.replicas.autoscaling import Range
 from rekindle._src.replicas.fleet import Fleet, FleetOpening
 from rekindle._src.replicas.fleet_backend import Parts
 from rekindle._src.replicas.replica import Replica, _info_of
-from rekindle._src.replicas.roles import Role, roles_of
+from rekindle._src.replicas.routing import Role, roles_of
 from rekindle._src.replicas.wire import Mail, ReplicaGone, ReplicaInfo, Sent
 from rekindle._src.session.session import Session
 

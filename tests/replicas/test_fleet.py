@@ -32,7 +32,7 @@ from rekindle import (
     open_sync,
 )
 from rekindle._src.replicas import routes
-from rekindle._src.replicas.mailing import failed
+from rekindle._src.replicas.replica import failed
 
 pytestmark = pytest.mark.anyio
 

@@ -10,8 +10,8 @@ import anyio
 import pytest
 
 from rekindle._src.core.records import FinishReason, TokenEvent
-from rekindle._src.replicas import mailing
-from rekindle._src.replicas.mailing import Box
+from rekindle._src.replicas import replica
+from rekindle._src.replicas.replica import Box
 from rekindle._src.replicas.wire import News
 
 pytestmark = pytest.mark.anyio
@@ -22,15 +22,15 @@ def token(name: str, number: int, **more: Any) -> News:
 
 
 async def test_tokens_that_come_meanwhile_wake_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mailing, "TOGETHER", 2.0)
+    monkeypatch.setattr(replica, "TOGETHER", 2.0)
     woken: list[int] = []
-    wake = mailing.wake
+    wake = replica.wake
 
     def counted(wakeups: Any) -> None:
         woken.append(len(wakeups))
         wake(wakeups)
 
-    monkeypatch.setattr(mailing, "wake", counted)
+    monkeypatch.setattr(replica, "wake", counted)
     box = Box()
     box.put(token("a", 0))
     assert [one.event.token_ids for one in await box.collect(5)] == [(0,)]
@@ -56,7 +56,7 @@ async def test_tokens_that_come_meanwhile_wake_nobody(monkeypatch: pytest.Monkey
 async def test_first_tokens_and_ends_do_not_wait_for_company(
     monkeypatch: pytest.MonkeyPatch, urgent: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(mailing, "TOGETHER", 20.0)
+    monkeypatch.setattr(replica, "TOGETHER", 20.0)
     box = Box()
     box.put(token("a", 0))
     await box.collect(5)

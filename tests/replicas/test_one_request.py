@@ -21,9 +21,8 @@ from rekindle import Fleet, RekindleError, RequestFailed, RequestQuarantined, Se
 from rekindle._src.dispatch import intake
 from rekindle._src.dispatch.detokenize import OutputState
 from rekindle._src.replicas import replica, routes
-from rekindle._src.replicas.remote_grammars import RemoteGuide
 from rekindle._src.replicas.routes import Routes
-from rekindle._src.replicas.wire import decode, encode
+from rekindle._src.replicas.wire import RemoteGuide, decode, encode
 from rekindle._src.scheduling.scheduler import Scheduler
 from rekindle._src.structured.guide import Reasoning
 from rekindle._src.structured.spec import Spec

@@ -18,7 +18,7 @@ from helpers.sessions import CONFIG, eventually, fake_session
 from rekindle import ConfigError, FinishReason, Fleet
 from rekindle._src.core.records import Request
 from rekindle._src.core.sampling import Sampling
-from rekindle._src.replicas.roles import goes_two_ways, prompt_only, roles_of
+from rekindle._src.replicas.routing import goes_two_ways, prompt_only, roles_of
 from rekindle._src.session.session import Session
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("shared_programs")]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rekindle._src.core.adapters import units_for
+from rekindle._src.core.records import units_for
 from rekindle._src.scheduling.adapter_slots import AdapterSlots
 
 

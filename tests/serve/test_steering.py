@@ -16,7 +16,7 @@ from helpers.small import MODEL, OPTIONS, plain, prompt
 from rekindle import Steer
 from rekindle._src.cli import main
 from rekindle._src.cli.usage import paths_by_name
-from rekindle._src.core.steering_files import read_changes
+from rekindle._src.core.capture_files import read_changes
 from rekindle.errors import ConfigError
 from rekindle.serve import app
 

@@ -23,10 +23,8 @@ from rekindle._src.models.loading.load_progress import LoadProgress
 from rekindle._src.models.placement import random_model
 from rekindle._src.models.plain import logits, token_logprobs
 from rekindle._src.models.registry import config_from_hf
-from rekindle._src.session.calibrating import calibrate
-from rekindle._src.session.exact import logprobs_like
-from rekindle._src.session.exporting import export
-from rekindle._src.session.parity import ParityReport, TokenDifference, parity
+from rekindle._src.session.exporting import calibrate, export
+from rekindle._src.session.parity import ParityReport, TokenDifference, logprobs_like, parity
 from rekindle._src.text.tokenizer import Tokenizer
 
 __all__ = [

@@ -34,14 +34,13 @@ from rekindle._src.dispatch.engine import Engine
 from rekindle._src.session.builder import build
 from rekindle._src.session.open_request import OpenRequest
 from rekindle._src.session.opening import Opening
-from rekindle._src.session.session import client_of
+from rekindle._src.session.session import Session, client_of
 from rekindle.errors import ConfigError
 
 if TYPE_CHECKING:
     from rekindle._src.core.records import StepPlan, StepResult
     from rekindle._src.dispatch.backend import Front
     from rekindle._src.models.base import LoadedModel
-    from rekindle._src.session.session import Session
 
 TURNS = 2  # runs of a workload without the profiler, and again with it
 

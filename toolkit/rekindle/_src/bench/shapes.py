@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,8 +61,3 @@ def random_shape(shape: str, *, dtype: str = "bfloat16", quantize: str | None = 
 
     config = config_from_hf(hf_config(shape))
     return random_model(config, seed=seed, dtype=dtype, quantize=quantize)
-
-
-def write_config(shape: str, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(hf_config(shape), indent=1))

@@ -30,8 +30,7 @@ from rekindle._src.dispatch.engine import Engine
 from rekindle._src.dispatch.messages import Turn
 from rekindle._src.kvcache.pool import PagePool
 from rekindle._src.kvcache.tree import PrefixCache
-from rekindle._src.replicas.roles import Role, goes_two_ways, prompt_only, roles_of
-from rekindle._src.replicas.routing import Keys, Load, Router
+from rekindle._src.replicas.routing import Keys, Load, Role, Router, goes_two_ways, prompt_only, roles_of
 from rekindle._src.replicas.routing import router as router_named
 from rekindle._src.scheduling.limits import Limits
 from rekindle._src.scheduling.scheduler import Scheduler

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from rekindle._src.cli.usage import engine_options, sampling_options
+from rekindle._src.core import html
 from rekindle._src.core.activity import terminal_columns
 from rekindle._src.core.config import cache_folder
 from rekindle._src.core.records import Completion, FinishReason
@@ -184,27 +185,21 @@ class Chat:
         yield "model", f"{self.session.model}, {self.session.config.dtype}"
         limit = self.session.config.max_model_len
         if self.last is None:
-            yield "conversation", f"{_count(self.turns, 'turn')}, room for {limit:,} tokens"
+            yield "conversation", f"{html.count(self.turns, 'turn')}, room for {limit:,} tokens"
         else:
             used, times = self.last.usage, self.last.timings
             context, generated = used.prompt_tokens + used.completion_tokens, used.completion_tokens
             speed = f"first after {times.first_token * 1e3:,.0f} ms, then {times.decode_rate(generated):,.0f} tokens/s"
-            yield "conversation", f"{_count(self.turns, 'turn')}, {context:,} of {limit:,} tokens of context"
+            yield "conversation", f"{html.count(self.turns, 'turn')}, {context:,} of {limit:,} tokens of context"
             prompt = f"{used.prompt_tokens:,} before it, {used.cached_tokens:,} of them cached"
-            yield "last answer", f"{_count(generated, 'token')}, {prompt}; {speed}"
+            yield "last answer", f"{html.count(generated, 'token')}, {prompt}; {speed}"
         prompt_tokens, cached_tokens = figures.get("prompt_tokens", 0), figures.get("cached_tokens", 0)
         share = f" ({cached_tokens / prompt_tokens:.0%})" if prompt_tokens else ""
-        yield (
-            "all answers",
-            f"{_count(figures.get('generated_tokens', 0), 'token')} in {_count(figures.get('finished', 0), 'answer')}",
-        )
+        generated, finished = figures.get("generated_tokens", 0), figures.get("finished", 0)
+        yield "all answers", f"{html.count(generated, 'token')} in {html.count(finished, 'answer')}"
         yield "prefix cache", f"{cached_tokens:,} of {prompt_tokens:,} prompt tokens were not computed again{share}"
         pages = [f"{figures.get(f'pages_{name}', 0):,} {name}" for name in ("held", "cached", "free")]
         yield "pages", f"{', '.join(pages)}, of {figures.get('pages_total', 0):,}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 class Command(NamedTuple):

@@ -20,8 +20,10 @@ from rekindle._src.core.memory import available, total
 from rekindle._src.core.mesh_shape import DATA, MeshShape
 from rekindle._src.models.partition import Partition
 
-REQUIRED = ("jax", "jaxlib", "flax", "anyio", "numpy", "orbax-checkpoint", "tokenizers", "safetensors", "jinja2")
-NOTEBOOK = ("ipywidgets", "anywidget")
+REQUIRED = (
+    "jax", "jaxlib", "flax", "anyio", "numpy", "orbax-checkpoint", "tokenizers", "safetensors", "jinja2", "ipywidgets",
+    "anywidget",
+)  # fmt: skip
 LOW_DISK = 1 << 30
 LOW_MEMORY = 2 << 30
 READ_BYTES, READ_TURNS = 192 << 20, 9  # size of an array, and the number of timed reads of it
@@ -67,7 +69,7 @@ def _selected_checks(arguments: argparse.Namespace) -> Iterator[Check]:
 
 def examine(folder: Path) -> Iterator[Check]:
     """Run every check in order. A check that raises counts as failed."""
-    for look in (_python, _packages, _notebook, _shadowing, _devices, _native, _memory, _reading):
+    for look in (_python, _packages, _shadowing, _devices, _native, _memory, _reading):
         yield from _guarded(look)
     yield from _guarded(lambda: _cache(folder))
     for look in (_compile, _tiny):
@@ -116,11 +118,6 @@ def _python() -> Iterator[Check]:
 
 def _packages() -> Iterator[Check]:
     for package in REQUIRED:
-        yield _installed(package, "fail", "pip install rekindle")
-
-
-def _notebook() -> Iterator[Check]:
-    for package in NOTEBOOK:
         yield _installed(package, "fail", "pip install rekindle")
     yield _installed("jupyterlab", "warn", "pip install 'rekindle[notebook]', if you want to open the tutorials here")
 

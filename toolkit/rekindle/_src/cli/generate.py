@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 
@@ -58,11 +59,7 @@ def as_json(completion: Completion) -> dict[str, object]:
         "token_ids": list(completion.token_ids),
         "finish_reason": str(completion.finish_reason),
         "seed": completion.seed,
-        "usage": {
-            "prompt_tokens": completion.usage.prompt_tokens,
-            "cached_tokens": completion.usage.cached_tokens,
-            "completion_tokens": completion.usage.completion_tokens,
-        },
+        "usage": dataclasses.asdict(completion.usage),
         "timings": {
             "queued": completion.timings.queued,
             "first_token": completion.timings.first_token,

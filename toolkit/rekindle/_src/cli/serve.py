@@ -6,20 +6,17 @@ import argparse
 import json
 import sys
 from collections.abc import Awaitable, Generator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import anyio
 
 from rekindle._src.cli.usage import adapters_by_name, api_keys, engine_options, models_by_name, paths_by_name
-from rekindle._src.replicas.opening_fleet import fleet
+from rekindle._src.replicas.fleet import Fleet, fleet
 from rekindle._src.serve.app import app
 from rekindle._src.serve.metrics import dashboard
 from rekindle._src.serve.server import address, warn_if_open
 from rekindle._src.session.opening import open
 from rekindle.errors import MissingExtra, RekindleError
-
-if TYPE_CHECKING:
-    from rekindle._src.replicas.fleet import Fleet
 
 
 class _FleetOpening:

@@ -208,7 +208,7 @@ def parse_size(text: str) -> int:
 
 
 def check_serve(arguments: argparse.Namespace) -> None:
-    from rekindle._src.serve.life import Hosts, check_connections, check_origins, seconds_to_drain
+    from rekindle._src.serve.life import Hosts, check_bound, check_origins, seconds_to_drain
 
     if not 0 <= arguments.port < 1 << 16:
         raise ConfigError("--port", arguments.port, "is no port", "Use one from 1024 to 65535, or 0 for a free one")
@@ -219,7 +219,8 @@ def check_serve(arguments: argparse.Namespace) -> None:
     if not arguments.grafana and importlib.util.find_spec("uvicorn") is None:
         raise MissingExtra("uvicorn", "serve")
     check_origins(arguments.cors_origin)
-    check_connections(arguments.max_connections)
+    if arguments.max_connections is not None:
+        check_bound("max_connections", arguments.max_connections)
     seconds_to_drain("--drain", arguments.drain)
     Hosts(arguments.allowed_host)
     models_by_name(arguments.model, arguments.name)

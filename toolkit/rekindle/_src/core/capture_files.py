@@ -1,4 +1,4 @@
-"""Captures in files: safetensors that grow while a request runs, and are mapped when it has ended.
+"""Captures in files: safetensors that grow while a request runs, and are mapped when it has ended. Changes from files.
 
 A request has a folder of its own within the one it names, and each site and layer a file in it. A file has two tensors:
 the array, whose lines are appended as they arrive, and their positions behind it. The header is written last, into room
@@ -22,7 +22,8 @@ from rekindle._src.core import html
 from rekindle._src.core.activity import Activity, State
 from rekindle._src.core.capture_format import HEADER, SUFFIX, TYPES, name_of
 from rekindle._src.core.tapped import CapturedPart, Tapped
-from rekindle._src.core.taps import Captured, Key
+from rekindle._src.core.taps import STEER_SITES, Captured, Key, Steer
+from rekindle.errors import ConfigError, InvalidRequest
 
 PARTIAL = ".partial"
 _NAMES = {dtype: name for name, dtype in TYPES.items()}
@@ -139,3 +140,58 @@ def _new_folder(into: Path) -> Path:
             return folder
         except FileExistsError:  # by another process
             number += 1
+
+
+FLOATS: dict[str, np.dtype[Any]] = {"F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2")}
+LONGEST_HEADER = 1 << 20  # bytes of a header
+_NAMING = 'Name each vector by its site and layer, as in safetensors.numpy.save_file({"residual.8": vector}, path)'
+
+
+def read_changes(path: str | Path) -> tuple[Steer, ...]:
+    """Return the changes in a file, in the order of layers. Raise ConfigError if it has none, or can't be read.
+
+    A tensor "residual.8" is the vector of that site and layer, in 16, 32 or 64 bits; the file's metadata may have a
+    `mode` and a `scale` of all of them.
+    """
+    file = Path(path).expanduser()
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise _wrong(file, f"can't be read: {error.strerror or error}", "Check the path") from None
+    try:
+        (length,) = struct.unpack_from("<Q", data)
+        if length > LONGEST_HEADER:
+            raise ValueError
+        header = json.loads(data[8 : 8 + length])
+        metadata = header.pop("__metadata__", {})
+        vectors = {name: _vector(data[8 + length :], entry) for name, entry in header.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, struct.error):
+        fix = f"Write vectors in 16, 32 or 64 bits, without bfloat16. {_NAMING}"
+        raise _wrong(file, "is no safetensors file of float vectors", fix) from None
+    mode, scale = metadata.get("mode", "add"), metadata.get("scale", "1")
+    try:
+        factor = float(scale)
+    except ValueError:
+        raise _wrong(file, f"has a scale {scale!r}", "Write a number") from None
+    changes = []
+    for name, vector in vectors.items():
+        site, _, layer = name.partition(".")
+        if site not in STEER_SITES or not layer.isdecimal() or vector.ndim != 1:
+            raise _wrong(file, f"has a tensor {name!r} of shape {vector.shape}", _NAMING)
+        try:
+            changes.append(Steer(int(layer), vector, factor, mode=mode, site=site))
+        except InvalidRequest as error:
+            raise _wrong(file, f"has a change that can't be: {error}", "Correct it") from None
+    if not changes:
+        raise _wrong(file, "has no vectors", _NAMING)
+    return tuple(sorted(changes, key=lambda change: change.layer))
+
+
+def _vector(data: bytes, entry: Any) -> NDArray[Any]:
+    begin, end = entry["data_offsets"]
+    numbers: NDArray[Any] = np.frombuffer(data[begin:end], FLOATS[entry["dtype"]])
+    return numbers.reshape(entry["shape"])
+
+
+def _wrong(file: Path, problem: str, fix: str) -> ConfigError:
+    return ConfigError("steering", str(file), problem, fix)

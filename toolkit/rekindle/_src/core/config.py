@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, get_args
 
 from rekindle._src.core import foreign_names, html
 from rekindle._src.core.dtypes import (
@@ -24,9 +24,6 @@ from rekindle._src.core.dtypes import (
 from rekindle._src.core.mesh_shape import Mesh, check_processes, checked_mesh
 from rekindle._src.core.options import Flag, Refusal, Text, Whole, Word, check_options, door, option, refuse_unknown
 from rekindle.errors import ConfigError
-
-if TYPE_CHECKING:
-    from typing import Unpack
 
 Policy = Literal["fcfs", "sjf", "priority", "lpm", "dfs-weight", "lof", "random"]
 Precompile = Literal["auto", "all", "lazy", "background"]

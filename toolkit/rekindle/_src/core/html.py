@@ -167,6 +167,15 @@ def bar(parts: Mapping[str, float], *, rest: str = "", width: int = 320, legend:
     return Markup(f'{outer}<div style="font-size:85%">{names}</div>' if legend else outer)
 
 
+class Line:
+    """Shows its repr in a notebook, as a line."""
+
+    __slots__ = ()
+
+    def _repr_html_(self) -> str:
+        return str(line(repr(self)))
+
+
 class Record:
     """A dataclass whose repr is one line of its non-default fields, and whose HTML is a table of all fields."""
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rekindle._src.core import html
-from rekindle._src.core.adapters import AdapterLike, AdapterLoad
 from rekindle._src.core.guides import Guided, GuideLike
 from rekindle._src.core.reply import (
     ContentDelta,
@@ -461,8 +460,7 @@ class Completion:
     @property
     def closed(self) -> bool:
         """True if the structure was ended because tokens ran out: `parsed` is whole, but its last values may be cut."""
-        bounds = (FinishReason.LENGTH, FinishReason.CONTEXT)
-        return self.finish_reason in bounds and self.parsing is not None and self.parse_error is None
+        return self.finish_reason.cut and self.parsing is not None and self.parse_error is None
 
     @property
     def parse_error(self) -> NotParsed | None:
@@ -573,3 +571,33 @@ class Embedded:
     vector: Vector
     usage: Usage
     timings: Timings
+
+
+UNIT = 16  # rows of rank
+
+
+class AdapterLike(Protocol):
+    """An adapter's weights, in host memory."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def digest(self) -> str:
+        """A digest of its weights."""
+        ...
+
+    @property
+    def rank(self) -> int: ...
+
+
+class AdapterLoad(NamedTuple):
+    """An adapter that is put into a slot and units of the device before a step, in place of what was there."""
+
+    slot: int
+    units: tuple[int, ...]
+    adapter: AdapterLike
+
+
+def units_for(rank: int) -> int:
+    """Return how many units an adapter of this rank needs."""
+    return -(-rank // UNIT)

@@ -8,7 +8,7 @@ import math
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, Unpack
 
 from rekindle._src.core import foreign_names, html
 from rekindle._src.core.bounds import (
@@ -20,12 +20,20 @@ from rekindle._src.core.bounds import (
     check_salt,
     check_words,
 )
-from rekindle._src.core.options import Flag, Real, Refusal, Whole, Word, check_options, door, option, refuse_unknown
+from rekindle._src.core.options import (
+    Check,
+    Flag,
+    Real,
+    Refusal,
+    Whole,
+    Word,
+    check_options,
+    door,
+    option,
+    refuse_unknown,
+)
 from rekindle._src.core.taps import Capture, Captured, Steer, SteerLike
 from rekindle.errors import InvalidRequest
-
-if TYPE_CHECKING:
-    from typing import Unpack
 
 ANSWER_TOKENS = 2048  # `max_tokens` of a chat without one; the end of the context may come before
 MAX_LOGPROBS = 20  # that every step program gives
@@ -133,22 +141,19 @@ def _words(name: str, words: tuple[Any, ...]) -> None:
     check_words(words)
 
 
-def _processors(name: str, names: tuple[Any, ...]) -> None:
-    for text in names:
-        if not isinstance(text, str):
-            raise InvalidRequest(
-                name, text, "is not a processor's name", "Give processors to open() and name them here"
-            )
+def _named(kind: str) -> Callable[[str, tuple[Any, ...]], None]:
+    """Return a check of names of what was passed to `open()`."""
+
+    def check(name: str, names: tuple[Any, ...]) -> None:
+        for text in names:
+            if not isinstance(text, str):
+                raise InvalidRequest(name, text, f"is not a {kind}'s name", f"Give {name} to open() and name them here")
+
+    return check
 
 
 def _capture(name: str, value: Any, error: Refusal) -> Capture:
     return value if isinstance(value, Capture) else Capture(value)
-
-
-def _taps(name: str, names: tuple[Any, ...]) -> None:
-    for text in names:
-        if not isinstance(text, str):
-            raise InvalidRequest(name, text, "is not a tap's name", "Give taps to open() and name them here")
 
 
 def _steers(name: str, value: Any, error: Refusal) -> tuple[SteerLike, ...]:
@@ -203,16 +208,14 @@ def _count(name: str, value: Any, error: Refusal) -> int:
     return _COUNT(name, value, error)
 
 
-def _alternatives(name: str, value: Any, error: Refusal) -> int | None:
-    if isinstance(value, bool):
-        return 1 if value else None
-    return _ALTERNATIVES(name, value, error)
+def _alternatives(most: int) -> Check:
+    """Return a check of how many likely tokens to see; True means 1."""
+    number = Whole(0, most, "Use the number of alternatives to see, such as 5")
 
+    def check(name: str, value: Any, error: Refusal) -> int | None:
+        return (1 if value else None) if isinstance(value, bool) else number(name, value, error)
 
-def _prompt_alternatives(name: str, value: Any, error: Refusal) -> int | None:
-    if isinstance(value, bool):
-        return 1 if value else None
-    return _PROMPT_ALTERNATIVES(name, value, error)
+    return check
 
 
 def _adapter(name: str, value: Any, error: Refusal) -> str | dict[str, float]:
@@ -263,8 +266,6 @@ def _choices(name: str, choices: tuple[Any, ...]) -> None:
 _STEERS = Several("rekindle.Steer", MAX_STEERS)
 _STOPS = Several("strings", MAX_STOPS)
 _COUNT = Whole(1, fix="Use the number of completions that you want")
-_ALTERNATIVES = Whole(0, MAX_VOCABULARY, "Use the number of alternatives to see, such as 5")
-_PROMPT_ALTERNATIVES = _ALTERNATIVES._replace(high=MAX_LOGPROBS)
 _PENALTY = Real(-2.0, 2.0, "Use a value such as 0.5; 0 is off")
 
 
@@ -358,17 +359,17 @@ class Sampling(html.Record):
     stop_token_ids: tuple[int, ...] = option((), Several("token ids", MAX_STOP_TOKEN_IDS, _tokens), also=("http",))
     include_stop: bool = option(False, Flag(), also=("http",))
     ignore_eos: bool = option(False, Flag(), also=("http",))
-    logprobs: int | None = option(None, _alternatives)
-    prompt_logprobs: int | None = option(None, _prompt_alternatives)
+    logprobs: int | None = option(None, _alternatives(MAX_VOCABULARY))
+    prompt_logprobs: int | None = option(None, _alternatives(MAX_LOGPROBS))
     logprob_start: int = option(0, Whole(0, fix="Use the position of a token in the prompt; 0 is the first one"))
     logprob_token_ids: tuple[int, ...] = option((), Several("token ids", MAX_LOGPROB_IDS, _tokens))
     logprobs_of: LogprobsOf = option("raw", Word(("raw", "sampled")))
     capture: Capture | None = option(None, _capture)
     steer: tuple[SteerLike, ...] = option((), _steers, also=("http",))
     patch: Captured | None = option(None, _patch)
-    taps: tuple[str, ...] = option((), Several("names", MAX_PROCESSORS, _taps))
+    taps: tuple[str, ...] = option((), Several("names", MAX_PROCESSORS, _named("tap")))
     priority: int = option(0, Whole(), also=("http",))
-    processors: tuple[str, ...] = option((), Several("names", MAX_PROCESSORS, _processors))
+    processors: tuple[str, ...] = option((), Several("names", MAX_PROCESSORS, _named("processor")))
     adapter: str | Mapping[str, float] | None = option(None, _adapter)
     salt: str | None = option(None, _salt, also=("http",))
     schema: Any = option(None, _schema)

@@ -37,7 +37,7 @@ END = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Capture:
+class Capture(html.Line):
     """The numbers inside the model that a request wants to see.
 
     `sites` maps each site to its layers: a number, several, or "all"; negative numbers count from the last layer.
@@ -89,9 +89,6 @@ class Capture:
         keep = ", keep=True" if self.keep else ""
         return f"Capture({dict(self.sites)!r}{positions}{into}{keep})"
 
-    def _repr_html_(self) -> str:
-        return str(html.line(repr(self)))
-
 
 def layers_of(site: str, layers: Any, count: int | None) -> tuple[int, ...]:
     """Return layer numbers as a tuple; without a `count` of layers they are only checked for their form."""
@@ -115,7 +112,7 @@ def layer_of(name: str, layer: Any, count: int | None) -> int:
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Steer:
+class Steer(html.Line):
     """A change of the residual stream at one layer, or of the output of its attention or MLP.
 
     `mode` "add" adds `scale · vector`, and "replace" puts it in the place of what was there. "project_out" removes
@@ -171,9 +168,6 @@ class Steer:
     def __str__(self) -> str:
         """Return the repr with a digest of the vector: `session.map` tells options apart by their texts."""
         return f"{self!r} {_digest_of((self.vector,))} {self.site}"
-
-    def _repr_html_(self) -> str:
-        return str(html.line(repr(self)))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Steer) and self._identity == other._identity

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from rekindle._src.core.activity import NO_WAIT, ProgramWait
-from rekindle._src.core.adapters import AdapterLike
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.contracts import ChatLike, DetokenizerLike, TokenizerLike
 from rekindle._src.core.embedder import Embedder
 from rekindle._src.core.own_failure import own_failure
-from rekindle._src.core.records import FinishReason, Request, Status
+from rekindle._src.core.records import AdapterLike, FinishReason, Request, Status
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.core.tapped import TapFacts
 from rekindle._src.dispatch.device import DeviceThread

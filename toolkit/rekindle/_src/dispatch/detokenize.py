@@ -352,7 +352,7 @@ def _cut(guided: Sequence[Guided], reason: FinishReason) -> NotParsed | None:
     """
     if reason in (FinishReason.EOS, FinishReason.GRAMMAR):
         return None
-    if reason in (FinishReason.LENGTH, FinishReason.CONTEXT):
+    if reason.cut:
         if guided and guided[-1].ended:
             return None
         option: NotParsedReason = "max_tokens" if reason is FinishReason.LENGTH else "max_model_len"

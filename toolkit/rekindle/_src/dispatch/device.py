@@ -69,8 +69,5 @@ def _work(jobs: queue.SimpleQueue[tuple[Callable[[], Any], OneShot[Any]] | None]
     with contexts():
         while (entry := jobs.get()) is not None:
             job, reply = entry
-            try:
-                reply.put(job())
-            except BaseException as error:
-                reply.fail(error)
+            reply.run(job)
             del entry, job, reply  # a job's result may be device memory; keep nothing while waiting for the next

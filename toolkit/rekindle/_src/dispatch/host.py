@@ -144,14 +144,7 @@ class Host:
     def call(self, function: Callable[[Dispatch], T]) -> OneShot[T]:
         """Run `function` between two turns of the host's loop, where nothing else changes."""
         reply: OneShot[T] = OneShot()
-
-        def do(dispatch: Dispatch) -> None:
-            try:
-                reply.put(function(dispatch))
-            except BaseException as error:
-                reply.fail(error)
-
-        self._post(do, reply.fail)
+        self._post(lambda dispatch: reply.run(lambda: function(dispatch)), reply.fail)
         return reply
 
     def ask(self, function: Callable[[], T]) -> T:

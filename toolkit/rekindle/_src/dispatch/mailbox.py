@@ -66,6 +66,13 @@ class OneShot(Generic[T]):
             self.filled = True
             wake(self.wakeups)
 
+    def run(self, function: Callable[[], T]) -> None:
+        """Call a function, and fill it with the result or the error."""
+        try:
+            self.put(function())
+        except BaseException as error:
+            self.fail(error)
+
     async def get(self) -> T:
         await until(lambda: self.filled, self.wakeups)
         if self._error is not None:

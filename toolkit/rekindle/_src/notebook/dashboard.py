@@ -1,4 +1,4 @@
-"""Views of a session's engine: `session.watch()`, and `session.view.tree()` of the prefix cache.
+"""Views of a session's engine: `session.watch()`, and `session.view.tree()` of the prefix cache; and `fleet.watch()`.
 
 The dashboard shows throughput, queue, the batch over time and pages by tier, while requests run. A recorder keeps the
 last steps; a timeline draws them, slots from top to bottom and steps from left to right. The tree has foldable nodes,
@@ -57,10 +57,6 @@ class Dashboard(Live):
     @property
     def ended(self) -> bool:
         return super().ended or self._session.closed
-
-    def press(self, name: str) -> None:
-        if name == "close":
-            self.stop()
 
     def stop(self) -> None:
         super().stop()
@@ -265,6 +261,50 @@ def _mark(step: int, moved: int) -> str:
     return f'<rect x="{step}" y="0" width="1" height="4" fill="{MOVED}"><title>{title}</title></rect>'
 
 
+class FleetLike(Protocol):
+    """A fleet; its figures are a `FleetStats`."""
+
+    @property
+    def closed(self) -> bool: ...
+    def stats(self) -> Any: ...
+
+
+class FleetDashboard(Live):
+    """A fleet's replicas, their requests and tokens, once a second. It keeps the fleet open until it is closed."""
+
+    interval: float = 1.0
+
+    def __init__(self, fleet: FleetLike) -> None:
+        super().__init__(button("close", "Close", title="Leave the last picture"))
+        self._fleet = fleet
+        self._last = ""
+        self._before: tuple[float, int] | None = None  # time and number of tokens
+        self.start()
+
+    @property
+    def ended(self) -> bool:
+        return super().ended or self._fleet.closed
+
+    def draw(self) -> str:
+        try:
+            stats = self._fleet.stats()
+        except RekindleError:  # the fleet was closed: the last picture stays
+            return self._last
+        busy = {replica.name: replica.inside for replica in stats.replicas}
+        requests = html.line("requests by replica") + html.bar(busy, rest="") if any(busy.values()) else ""
+        rate = f"{self._rate(stats.generated_tokens):,.0f} tokens/s"
+        self._last = str(html.block(html.line(rate), requests, stats._repr_html_()))
+        return self._last
+
+    def _rate(self, tokens: int) -> float:
+        """Return the tokens per second since the previous picture."""
+        now = time.monotonic()
+        previous, self._before = self._before, (now, tokens)
+        if previous is None or now <= previous[0]:
+            return 0.0
+        return max(0, tokens - previous[1]) / (now - previous[0])
+
+
 class TreeView(Live):
     """Shows the tree at the time of drawing; the button draws it again. Type a prompt to see its hits."""
 
@@ -276,10 +316,6 @@ class TreeView(Live):
 
     def start(self) -> None:
         """Do nothing: the tree is drawn on request, so it needs no thread."""
-
-    def press(self, name: str) -> None:
-        if name == "refresh":
-            self.refresh()
 
     def ask(self, prompt: str) -> str:
         """Return in words how much of a prompt is cached."""

@@ -123,7 +123,11 @@ class Live:
         raise NotImplementedError
 
     def press(self, name: str) -> None:
-        """Handle a pressed button, or Enter in a text field."""
+        """Handle a pressed button, or Enter in a text field; those of some names mean the same in all views."""
+        if name in ("close", "stop"):
+            self.stop()
+        elif name == "refresh":
+            self.refresh()
 
     def token(self, index: int) -> None:
         """Handle a click on a token of the picture."""
@@ -266,10 +270,6 @@ class StreamView(Live):
     @property
     def ended(self) -> bool:
         return self.handle.done
-
-    def press(self, name: str) -> None:
-        if name == "stop":
-            self.stop()
 
     def wait(self) -> None:
         """Block until there is another delta, so an idle view costs nothing."""

@@ -20,7 +20,7 @@ import numpy as np
 from jax import Array
 from numpy.typing import NDArray
 
-from rekindle._src.core.adapters import UNIT, AdapterLoad
+from rekindle._src.core.records import UNIT, AdapterLoad
 from rekindle._src.models.adapters.adapter import Adapter, Product
 from rekindle._src.models.adapters.sites import Site
 from rekindle._src.models.base import Placement

@@ -18,8 +18,7 @@ import jax.numpy as jnp
 from jax import Array
 
 import rekindle_kernels
-from rekindle._src.core.adapters import AdapterLoad
-from rekindle._src.core.records import Request, StepPlan
+from rekindle._src.core.records import AdapterLoad, Request, StepPlan
 from rekindle._src.models.adapters.adapted import adapt, adapt_experts
 from rekindle._src.models.base import Model
 from rekindle._src.programs.adapter_stacks import Chunk, Operands, Stacks

@@ -18,8 +18,7 @@ from jax import Array, lax
 from jax import numpy as jnp
 from numpy.typing import NDArray
 
-from rekindle._src.core.adapters import AdapterLoad
-from rekindle._src.core.records import IntArray, Request, Row, StepPlan
+from rekindle._src.core.records import AdapterLoad, IntArray, Request, Row, StepPlan
 from rekindle._src.models.base import Model
 from rekindle._src.programs.device_layout import POOLED, ROWS, WHOLE
 from rekindle._src.programs.request_state import RequestState

@@ -18,10 +18,10 @@ from typing import Any
 
 import jax
 
-from rekindle._src.core.adapters import units_for
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.memory import gc_paused, give_back
 from rekindle._src.core.priority import handing_over
+from rekindle._src.core.records import units_for
 from rekindle._src.kvcache.beginnings import least_copied
 from rekindle._src.models.adapters.sites import sites_of
 from rekindle._src.models.base import ALONE, Graph, Placement

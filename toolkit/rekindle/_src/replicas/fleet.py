@@ -1,43 +1,46 @@
-"""The fleet: many sessions behind one object with a session's methods for requests."""
+"""`rekindle.fleet`: many sessions behind one object with a session's methods for requests."""
 
 from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 import numpy as np
 
 from rekindle._src.core import html
-from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.config import EngineConfig, OpenOptions
+from rekindle._src.core.options import takes_options
 from rekindle._src.core.own_failure import interrupted
 from rekindle._src.core.records import Completion
-from rekindle._src.core.sampling import Sampling
 from rekindle._src.core.tapped import TapFacts
 from rekindle._src.dispatch.backend import Front
-from rekindle._src.dispatch.host import Host
+from rekindle._src.dispatch.host import Host, note_opening
 from rekindle._src.dispatch.mailbox import OneShot
-from rekindle._src.dispatch.wakeups import run_sync
 from rekindle._src.models.adapters.states import arrays_of
 from rekindle._src.replicas.autoscaling import Range
 from rekindle._src.replicas.fleet_backend import FleetBackend, Parts
 from rekindle._src.replicas.fleet_stats import FleetStats, replica_stats
 from rekindle._src.replicas.link import HANG
-from rekindle._src.replicas.remote_grammars import RemoteGrammars
 from rekindle._src.replicas.routes import Placed
+from rekindle._src.replicas.routing import Role, RouterName, roles_of
 from rekindle._src.replicas.routing import router as router_named
+from rekindle._src.replicas.wire import RemoteGrammars
 from rekindle._src.session.call import Call, Once
 from rekindle._src.session.chats import Conversations
 from rekindle._src.session.embedding import Embedding
 from rekindle._src.session.handle import Handle
+from rekindle._src.session.opening import named_changes
 from rekindle._src.session.rows import RowMapping
 from rekindle._src.session.scoring import ScoreRequests
 from rekindle._src.session.serving import Serving
 from rekindle._src.text.detokenizer import real_detokenizer
 from rekindle.errors import ConfigError, InvalidRequest
+
+if TYPE_CHECKING:
+    from rekindle._src.core.taps import Steer
 
 
 class Fleet(RowMapping, Embedding, ScoreRequests, Conversations, Serving):
@@ -68,26 +71,6 @@ class Fleet(RowMapping, Embedding, ScoreRequests, Conversations, Serving):
     def config(self) -> EngineConfig:
         """The configuration of its sessions, with every default resolved."""
         return self._backend.info.config
-
-    @property
-    def tokenizer(self) -> Any:
-        """The model's tokenizer: `encode(text)` and `decode(ids)`."""
-        return self._front.tokenizer
-
-    @property
-    def model(self) -> str:
-        """The name or folder it was opened with."""
-        return self._front.model
-
-    @property
-    def sampling(self) -> Sampling:
-        """The default options of a request: those of generation_config.json, or greedy."""
-        return self._front.sampling or Sampling()
-
-    @property
-    def closed(self) -> bool:
-        """True if it was closed. It takes no requests then."""
-        return self._host.closing
 
     @property
     def router(self) -> str:
@@ -121,19 +104,12 @@ class Fleet(RowMapping, Embedding, ScoreRequests, Conversations, Serving):
 
     def explain(self, request: Handle[Any] | Completion | str) -> Placed:
         """Return the current or last replica of a request, the reason for it, and the number of moves."""
-        request_id = request if isinstance(request, str) else getattr(request, "request_ids", (request.id,))[0]
-        self._host.check()
-        placed = self._host.ask(lambda: self._backend.explain(request_id))
-        if placed is None:
-            raise InvalidRequest(
-                "request", request_id, "is not known: not submitted yet, or over for long", "Ask while it is recent"
-            )
-        return placed
+        return self._explained(request, self._backend.explain)
 
     def watch(self) -> Any:
         """Return a live dashboard: replicas, requests, tokens per second, hit rates. Show it at a cell's end."""
         self._host.check()
-        from rekindle._src.replicas.fleet_dashboard import FleetDashboard
+        from rekindle._src.notebook.dashboard import FleetDashboard
 
         return FleetDashboard(self)
 
@@ -230,33 +206,7 @@ class Fleet(RowMapping, Embedding, ScoreRequests, Conversations, Serving):
 
         Its processes end. Closing it again is harmless.
         """
-        if self._host.forked:
-            return
-        for server in self._servers:
-            await server.aclose(drain=drain)
-        self._host.close(drain)
-        await self._host.ended.get()
-        self._host.join(1.0)
-
-    def close(self, *, drain: float = 0.0) -> None:
-        """Call `aclose` from code without an event loop."""
-        run_sync(self.aclose(drain=drain))
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.aclose()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        await super().aclose(drain=drain)
 
     def __repr__(self) -> str:
         if self.closed:
@@ -322,9 +272,7 @@ class FleetOpening(Call[Fleet]):
     async def __aenter__(self) -> Fleet:
         return await self._result()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *details: object) -> None:
         if self._fleet is not None:
             await self._fleet.aclose()
 
@@ -339,3 +287,99 @@ def _seconds(name: str, value: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
         raise ConfigError(name, value, "is not a number of seconds", "Use 30, or 0 to wait for none")
     return float(value)
+
+
+@takes_options(EngineConfig)
+def fleet(
+    model: str | Path = "tiny",
+    *,
+    replicas: int | tuple[int, int] | None = None,
+    router: RouterName = "affinity",
+    roles: Mapping[Literal["prefill", "decode"], int] | None = None,
+    resources: Mapping[str, Any] | None = None,
+    steering: Mapping[str, Steer | Sequence[Steer] | str | Path] | None = None,
+    **options: Unpack[OpenOptions],
+) -> FleetOpening:
+    """Open a model in several processes: `fleet = await rekindle.fleet(model, replicas=2)`, or with `async with`.
+
+    Each replica is a session in its own process on Ray. The cluster is the one that this process is connected to, that
+    `$RAY_ADDRESS` names, or that `ray start` has begun on this machine. Otherwise Ray is started here, quietly, and
+    listens to this machine only. The fleet takes requests as a session does. They survive the death of a replica,
+    which Ray replaces. `replicas` is a number, or a pair such as (1, 4): then the number follows the load between
+    them, by the live requests and the waiting prompt tokens.
+
+    `router` chooses the replica of a request: "affinity" keeps conversations and system prompts together, so that the
+    prefix cache has their beginnings, as long as no replica has a quarter more requests than the mean; "shortest"
+    takes the one with the fewest requests; "round-robin" takes each in turn. `roles` divides the work: with
+    {"prefill": 1, "decode": 2} one replica computes prompts up to their first token, and two continue with the pages
+    that they take from it, so long prompts don't delay streams. `resources` are options of Ray for each process, such
+    as {"num_gpus": 1}; on one machine without GPUs the replicas divide its cores. `steering` and the other options are
+    those of `open()`. With `mesh` and `processes` each replica is a group of processes that share the model, placed
+    near each other; they end together and are replaced together. Needs the extra `ray`.
+    """
+    note_opening()
+    parts_of, size = roles_and_range(roles, replicas)
+    if not isinstance(model, str | Path):
+        raise ConfigError("model", model, "can't be sent to other processes", "Pass a folder or a hub id")
+    check_options(options)
+    named = named_changes(steering)
+    sent = {**options, "steering": named} if named else options
+    return _opening(str(model), router, parts_of, resources, sent, size)
+
+
+def shared_fleet(
+    model: str,
+    name: str,
+    *,
+    roles: Sequence[Role],
+    router: RouterName,
+    resources: Mapping[str, Any] | None,
+    options: Mapping[str, Any],
+    size: Range | None = None,
+) -> FleetOpening:
+    """Return a fleet over replicas shared by all fleets of this name in the cluster. They end when unused."""
+    return _opening(model, router, roles, resources, options, size, shared=name)
+
+
+def roles_and_range(
+    roles: Mapping[Literal["prefill", "decode"], int] | None, replicas: int | tuple[int, int] | None
+) -> tuple[tuple[Role, ...], Range | None]:
+    """Return the roles of the first replicas, and the range in which their number follows the load, or None."""
+    if replicas is None or isinstance(replicas, int):
+        return roles_of(roles, replicas), None
+    size = Range.of(replicas)
+    if roles is not None:
+        problem = "can't follow the load where they have roles"
+        raise ConfigError("replicas", replicas, problem, "Leave one of the two out")
+    return roles_of(None, size.least), size if size.least < size.most else None
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Refuse invalid options before a process is started."""
+    if options.get("processes", 1) == 1:
+        EngineConfig.of(options)
+        return
+    if options.get("coordinator") is not None:
+        problem = "is found by each replica of a fleet for itself"
+        raise ConfigError("coordinator", options["coordinator"], problem, "Leave it out")
+    EngineConfig.of({**options, "coordinator": "127.0.0.1:1"})
+
+
+def _opening(
+    model: str,
+    router: RouterName,
+    roles: Sequence[Role],
+    resources: Mapping[str, Any] | None,
+    options: Mapping[str, Any],
+    size: Range | None,
+    shared: str | None = None,
+) -> FleetOpening:
+    plain = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
+
+    def parts() -> Parts:
+        from rekindle._src.replicas import on_ray  # imports Ray
+
+        most = None if size is None else size.most
+        return on_ray.parts(absolute(model), {**plain, "quiet": True}, roles, resources, shared=shared, most=most)
+
+    return FleetOpening(parts, model, router, size=size)

@@ -12,14 +12,13 @@ from typing import Any, NamedTuple
 
 import anyio
 
-from rekindle._src.core.adapters import AdapterLike
-from rekindle._src.replicas.link import FAILURES, OVER, Link
-from rekindle._src.replicas.wire import AdapterSource, ReplicaGone
-from rekindle.errors import InvalidRequest, ReplicaLost
+from rekindle._src.core.records import AdapterLike
+from rekindle._src.replicas.link import OVER, Link, roll_out
+from rekindle._src.replicas.wire import AdapterSource
+from rekindle.errors import InvalidRequest
 
 Start = Callable[[Callable[[], Coroutine[Any, Any, None]]], None]
 log = logging.getLogger("rekindle.fleet")
-LOOK = 0.05  # seconds between two searches for replicas without them
 LINGER = 1.0  # seconds for which replicas keep what no name means: a request may be on its way
 
 
@@ -35,8 +34,7 @@ class RemoteAdapter(NamedTuple):
 class FleetAdapters:
     """The adapters, owned by the fleet's loop; `names` and `find` may be called from any thread.
 
-    The first replica decides: if it refuses an adapter, its error is raised and nothing has changed. A later one that
-    can't take it is replaced, and its successor takes it before it takes requests.
+    An adapter is rolled out to all replicas; if the first one refuses it, nothing has changed.
     """
 
     def __init__(self, sender: str, links: Mapping[str, Link], used: Callable[[str], bool], start: Start) -> None:
@@ -70,29 +68,13 @@ class FleetAdapters:
         async with self._turn:
             self._number += 1
             remote = f"{name} #{self._sender}.{self._number}"
-            entry, deaths = AdapterSource(remote, source, alpha), 0
-            while remaining := self._without(remote):
-                link = next((link for link in remaining if link.takes), None)
-                if link is None:  # the replicas are being opened
-                    await anyio.sleep(LOOK)
-                    continue
-                try:
-                    await link.load_adapter(entry)
-                except ReplicaGone as gone:
-                    deaths += 1
-                    if remote not in self.sources and deaths >= FAILURES:
-                        raise ReplicaLost(
-                            f"{deaths} replicas died while they loaded the adapter {name!r}, the last one because it "
-                            f"{gone}. Try it in a session"
-                        ) from gone
-                except Exception as error:
-                    if remote not in self.sources:
-                        raise
-                    link.renew(f"could not take the adapter {name!r}: {error}")
-                else:
-                    self.sources[remote] = entry
-            if remote not in self.sources:
-                raise ReplicaLost("no replica is left that could take an adapter. Open another fleet")
+            entry = AdapterSource(remote, source, alpha)
+
+            async def give(link: Link) -> None:
+                await link.load_adapter(entry)
+                self.sources[remote] = entry
+
+            await roll_out(f"the adapter {name!r}", lambda: self._without(remote), give, lambda: remote in self.sources)
             self._remote = {**self._remote, name: remote}
         self._sweep()
 

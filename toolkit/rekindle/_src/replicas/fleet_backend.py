@@ -18,11 +18,11 @@ from rekindle._src.dispatch.mailbox import OneShot
 from rekindle._src.dispatch.messages import Control, Drain, Events, Outcome, ScheduleMessage
 from rekindle._src.replicas.autoscaling import Autoscaler, Range, Room, replicas_for
 from rekindle._src.replicas.fleet_adapters import FleetAdapters
-from rekindle._src.replicas.link import FAILURES, HANG, OVER, Link, ReplicaState
+from rekindle._src.replicas.link import HANG, OVER, Link, ReplicaState, roll_out
 from rekindle._src.replicas.routes import Routes
 from rekindle._src.replicas.routing import Router
-from rekindle._src.replicas.wire import Connection, ReplicaGone, ReplicaInfo, Weights
-from rekindle.errors import ReplicaLost, SessionClosed
+from rekindle._src.replicas.wire import Connection, ReplicaInfo, Weights
+from rekindle.errors import SessionClosed
 
 log = logging.getLogger("rekindle.fleet")
 LOOK = 0.5  # seconds between two checks of the load
@@ -203,16 +203,8 @@ async def _run_for_caller(job: Callable[[], Awaitable[None]], result: OneShot[No
         result.put(None)
 
 
-SWAP_LOOK = 0.05  # seconds between two searches for a replica that can take them
-
-
 class RollingSwap:
-    """The swap of weights, owned by the fleet's loop.
-
-    The first replica decides: if it can't take the weights, they are refused, and nothing has changed. After it they
-    are the fleet's weights. A later replica that dies or can't take them is replaced, and its successor takes them
-    before it takes requests.
-    """
+    """The swap of weights, owned by the fleet's loop; once the first replica has taken them, they are the fleet's."""
 
     def __init__(self, links: Mapping[str, Link]) -> None:
         self._links = links
@@ -222,29 +214,13 @@ class RollingSwap:
     async def run(self, name: str, drain: float) -> None:
         """Swap the weights of all replicas. A replica's requests may end for `drain` seconds; then others take them."""
         async with self._turn:
-            weights, deaths = Weights(self.weights.number + 1, name), 0
-            while remaining := self._left(weights):
-                link = next((link for link in remaining if link.takes), None)
-                if link is None:  # the replicas are being opened
-                    await anyio.sleep(SWAP_LOOK)
-                    continue
-                try:
-                    await link.swap(weights, drain)
-                except ReplicaGone as gone:
-                    deaths += 1
-                    if self.weights != weights and deaths >= FAILURES:
-                        raise ReplicaLost(
-                            f"{deaths} replicas died while they took the weights {name!r}, the last one because it "
-                            f"{gone}. The others keep theirs; try the weights in a session"
-                        ) from gone
-                except Exception as error:
-                    if self.weights != weights:
-                        raise
-                    link.renew(f"could not take the weights {name!r}: {error}")
-                else:
-                    self._decided(weights)
-            if self.weights != weights:
-                raise ReplicaLost("no replica is left that could take other weights. Open another fleet")
+            weights = Weights(self.weights.number + 1, name)
+
+            async def give(link: Link) -> None:
+                await link.swap(weights, drain)
+                self._decided(weights)
+
+            await roll_out(f"the weights {name!r}", lambda: self._left(weights), give, lambda: self.weights == weights)
 
     def _left(self, weights: Weights) -> list[Link]:
         return [link for link in self._links.values() if link.state not in OVER and link.weights != weights]

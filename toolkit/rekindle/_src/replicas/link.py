@@ -7,7 +7,7 @@ import enum
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
 import anyio
@@ -15,8 +15,8 @@ from anyio.abc import TaskGroup
 
 from rekindle._src.core.own_failure import root_cause
 from rekindle._src.dispatch.step_watchdog import ON_DEVICE
-from rekindle._src.replicas.roles import Role
 from rekindle._src.replicas.routes import Routes
+from rekindle._src.replicas.routing import Role
 from rekindle._src.replicas.wire import AdapterSource, Connection, ReplicaGone, ReplicaInfo, Sent, Weights
 from rekindle._src.session.sharing.source import PageAddress
 from rekindle.errors import ReplicaLost
@@ -26,6 +26,7 @@ PATIENCE = 1.0  # seconds that a call for mail waits
 HANG = 15.0  # seconds of silence after which a replica is replaced
 SOONEST, LATEST = 0.1, 0.5  # seconds between two attempts to open a replica
 FAILURES = 3  # consecutive failures to open a session after which a replica is given up
+LOOK = 0.05  # seconds between two searches for a replica that lacks something
 FULL = 1000  # undelivered events above which no more mail is read
 
 # Counts that continue after a replacement, although the new replica begins at 0.
@@ -328,6 +329,37 @@ class Link:
         if self._scope is not None:
             self._scope.cancel()
         self._connection.close()
+
+
+async def roll_out(
+    what: str, without: Callable[[], list[Link]], give: Callable[[Link], Awaitable[object]], decided: Callable[[], bool]
+) -> None:
+    """Give something to all replicas, one after another, until `without` names none that lacks it.
+
+    The first replica decides: if it can't take it, its error is raised. A later one that dies or can't take it is
+    replaced, and its successor takes it before it takes requests.
+    """
+    deaths = 0
+    while remaining := without():
+        link = next((link for link in remaining if link.takes), None)
+        if link is None:  # the replicas are being opened
+            await anyio.sleep(LOOK)
+            continue
+        try:
+            await give(link)
+        except ReplicaGone as gone:
+            deaths += 1
+            if not decided() and deaths >= FAILURES:
+                raise ReplicaLost(
+                    f"{deaths} replicas died while they took {what}, the last one because it {gone}. Nothing has "
+                    "changed; try it in a session"
+                ) from gone
+        except Exception as error:
+            if not decided():
+                raise
+            link.renew(f"could not take {what}: {error}")
+    if not decided():
+        raise ReplicaLost(f"no replica is left that could take {what}. Open another fleet")
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from rekindle._src.processes.greeting import SECRET, Place
 from rekindle._src.replicas.fleet_backend import Parts
 from rekindle._src.replicas.ray_runtime import start
 from rekindle._src.replicas.replica import Replica
-from rekindle._src.replicas.roles import Role
+from rekindle._src.replicas.routing import Role
 from rekindle._src.replicas.wire import AdapterSource, Mail, ReplicaGone, ReplicaInfo, Sent
 from rekindle._src.session.following import follow
 from rekindle._src.session.opening import open_sync
@@ -39,8 +39,8 @@ LAST_SECONDS = 0.5  # seconds for an error to reach the fleet
 LEASE = 60.0  # seconds that a shared replica waits for another fleet
 
 
-class Actor:
-    """A replica in a process of Ray."""
+class Actor(Replica):
+    """A replica in a process of Ray, with the processes that follow it."""
 
     def __init__(
         self,
@@ -57,54 +57,30 @@ class Actor:
         self._lease = lease  # seconds without a fleet until it ends
         self._host = "127.0.0.1" if alone else ray.util.get_node_ip_address()
         self._followers: list[Any] = []
-        self._replica = Replica(self._session, role=role, listen=self._host)
-        self._looking: asyncio.Task[None] | None = None
+        self._running: asyncio.Task[None] | None = None
+        super().__init__(self._open_session, role=role, listen=self._host)
 
     async def open(self) -> ReplicaInfo:
         """Open the session, unless it is open already."""
-        if self._looking is None:
-            self._looking = asyncio.create_task(self._look())
+        if self._running is None:
+            self._running = asyncio.create_task(self._run_to_the_end())
         try:
-            return await self._replica.open()
+            return await super().open()
         except Exception:
             if self._group.processes > 1:  # a process joins others once in its life, so a new one must try again
                 asyncio.get_running_loop().call_later(LAST_SECONDS, os._exit, 1)
             raise
 
-    def _session(self) -> Session:
+    def _open_session(self) -> Session:
         if self._group.processes == 1:
             return open_sync(self._model, **self._options)
         coordinator, self._followers = start_followers(self._group, self._host, self._options.get("cache_dir"))
         return open_sync(self._model, **self._options, coordinator=coordinator)
 
-    async def _look(self) -> None:
-        await self._replica.run(self._lease)
-        await self._replica.close()
+    async def _run_to_the_end(self) -> None:
+        await self.run(self._lease)
+        await self.close()
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
-
-    async def warm(self, addresses: tuple[PageAddress, ...]) -> int:
-        """Take pages from other replicas."""
-        return await self._replica.warm(addresses)
-
-    async def swap_weights(self, weights: str) -> None:
-        """Swap the weights."""
-        await self._replica.swap_weights(weights)
-
-    async def load_adapter(self, entry: AdapterSource) -> None:
-        """Load an adapter."""
-        await self._replica.load_adapter(entry)
-
-    async def unload_adapter(self, name: str) -> None:
-        """Unload an adapter."""
-        await self._replica.unload_adapter(name)
-
-    async def send(self, sender: str, requests: tuple[Sent, ...], ended: tuple[str, ...]) -> None:
-        """Run requests, and abort others."""
-        await self._replica.send(sender, requests, ended)
-
-    async def mail(self, sender: str, patience: float) -> Mail:
-        """Return the news for `sender`."""
-        return await self._replica.mail(sender, patience)
 
 
 class RayConnection:

@@ -18,8 +18,16 @@ from rekindle._src.core.own_failure import own_failure
 from rekindle._src.core.records import FinishReason, Request, Resumed, Status, TokenEvent
 from rekindle._src.dispatch.messages import Events
 from rekindle._src.replicas.autoscaling import Demand
-from rekindle._src.replicas.roles import Role, goes_two_ways, prompt_only
-from rekindle._src.replicas.routing import Keys, Load, Router, keys_of_messages, keys_of_tokens
+from rekindle._src.replicas.routing import (
+    Keys,
+    Load,
+    Role,
+    Router,
+    goes_two_ways,
+    keys_of_messages,
+    keys_of_tokens,
+    prompt_only,
+)
 from rekindle._src.replicas.wire import News, Sent, encode
 from rekindle._src.session.sharing.source import PageAddress
 from rekindle.errors import QueueFull, RekindleError, ReplicaLost, RequestQuarantined, SessionClosed

@@ -2,29 +2,100 @@
 
 No user object is sent: a request is plain values as JSON and token ids as bytes. A type that was passed as `schema`
 stays in the fleet's process, which builds the object from the text; the description of its grammar is sent. A replica
-checks a request as a session checks a caller's.
+checks a request as a session checks a caller's. The fleet has placeholders for compiled grammars.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.embedder import Embedder
+from rekindle._src.core.guides import Guided, Mask
 from rekindle._src.core.records import Request, Resumed, TokenEvent
 from rekindle._src.core.sampling import Sampling
-from rekindle._src.replicas.remote_grammars import RemoteGuide
-from rekindle._src.replicas.roles import Role
+from rekindle._src.dispatch.backend import GrammarLike
+from rekindle._src.replicas.routing import Role
 from rekindle._src.session.sharing.source import PageAddress
-from rekindle._src.structured.guide import Reasoning
+from rekindle._src.structured.guide import Guide, Reasoning
 from rekindle._src.structured.spec import Spec
 from rekindle._src.structured.token_rules import RestrictedGuide
 from rekindle.errors import InvalidRequest
+
+
+class RemoteGuide:
+    """A placeholder for a guide: its description, and the tokens that it must consume first."""
+
+    ended: bool = False
+    spent: float = 0.0
+
+    def __init__(self, spec: Spec, eos_ids: Collection[int], reasoning: Reasoning | None, budget: int | None) -> None:
+        self.spec, self.eos_ids, self.reasoning, self.budget = spec, tuple(eos_ids), reasoning, budget
+        self.covered: list[int] = []
+        self.consumed: int = 0
+
+    def fill(self, mask: Mask) -> str:
+        raise AssertionError("a guide was asked in a process that runs no steps")
+
+    def consume(self, token: int) -> Guided:
+        """Note a token of the prompt that belongs to the structured text."""
+        self.covered.append(token)
+        return Guided()
+
+    def copy(self) -> RemoteGuide:
+        raise AssertionError("a guide was asked in a process that runs no steps")
+
+    def build(self, grammar: GrammarLike) -> Guide:
+        """Return the guide itself, behind the covered tokens. Raise `InvalidRequest` if they don't match."""
+        guide: Guide = grammar.guide(self.eos_ids, self.reasoning, self.budget)
+        for token in self.covered:
+            if guide.consume(token).problem:
+                kind = self.spec.kind
+                raise InvalidRequest(
+                    "edit",
+                    self.covered,
+                    f"does not follow the {kind} of what is forked, or nothing may follow it",
+                    f"Change it, fork earlier, or pass {kind}=None",
+                )
+        guide.consumed, guide.ended = 0, False  # behind a complete text, the end may come
+        return guide
+
+
+class RemoteGrammar:
+    """A placeholder for a compiled grammar."""
+
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+
+    def guide(
+        self, eos_ids: Collection[int], reasoning: Reasoning | None = None, budget: int | None = None
+    ) -> RemoteGuide:
+        return RemoteGuide(self.spec, eos_ids, reasoning, budget)
+
+
+class RemoteGrammars:
+    """A placeholder for `Grammars`. It accepts every spec; an invalid one is refused where it is compiled."""
+
+    def find(self, spec: Spec) -> RemoteGrammar:
+        return RemoteGrammar(spec)
+
+    def begin(self, spec: Spec, caller: str = "") -> NoReturn:
+        raise AssertionError("every grammar was found")
+
+    def leave(self, job: object) -> None:
+        """Do nothing: nothing is compiled here."""
+
+    def compile(self, spec: Spec, *, patience: float | None = None) -> RemoteGrammar:
+        return RemoteGrammar(spec)
+
+    def close(self) -> None:
+        """Do nothing: nothing is compiled here."""
+
 
 # The fields of `Sampling` for the structure of a text: its guide has the same in a form that can be sent.
 STRUCTURE = frozenset(("schema", "regex", "choice", "grammar", "json", "lenient", "whitespace_flexible"))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections import OrderedDict
 
-from rekindle._src.core.adapters import AdapterLike, AdapterLoad, units_for
+from rekindle._src.core.records import AdapterLike, AdapterLoad, units_for
 
 
 @dataclasses.dataclass(slots=True)

@@ -19,7 +19,7 @@ from rekindle._src.serve.completions import EMBEDDINGS, completions, embeddings
 from rekindle._src.serve.errors import Refused
 from rekindle._src.serve.exchange import Dialect, Exchange, Handler, JsonEndpoint, OpenAI, Receive, Scope, Send
 from rekindle._src.serve.fields import Endpoint, document
-from rekindle._src.serve.life import Hosts, Life, check_origins, check_size
+from rekindle._src.serve.life import Hosts, Life, check_bound, check_origins, check_size
 from rekindle._src.serve.metrics import Names
 from rekindle._src.serve.models import Models
 from rekindle._src.serve.openai_fields import CHAT, COMPLETIONS
@@ -103,9 +103,8 @@ def app(
         from starlette.routing import Route
     except ImportError as error:
         raise MissingExtra("starlette", "serve") from error
-    for option, value in (("body_limit", body_limit), ("max_queued_tokens", max_queued_tokens)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(option, value, "is not a whole number above 0", "Leave it out for the default")
+    check_bound("body_limit", body_limit)
+    check_bound("max_queued_tokens", max_queued_tokens)
     check_origins(cors_origins)
     if metrics_names not in get_args(Names):
         raise ConfigError("metrics_names", metrics_names, "is not known", "Use 'rekindle', 'vllm' or 'both'")
@@ -236,9 +235,8 @@ class Guard:
             except Refused as refused:
                 dialect = self._dialects.get(scope["path"], OpenAI())
                 await Exchange(self._service, scope, send).fail(refused, dialect)
-                path = (
-                    scope["path"] if scope["path"] in self._dialects else "other"
-                )  # clients can invent any number of paths
+                # Clients can invent any number of paths.
+                path = scope["path"] if scope["path"] in self._dialects else "other"
                 self._service.metrics.http(path, refused.status)
                 return
         await self._app(scope, receive, send)  # type: ignore[operator]

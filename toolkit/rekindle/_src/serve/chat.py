@@ -106,9 +106,7 @@ def template_options(exchange: Exchange, fields: Mapping[str, Any]) -> dict[str,
     variables: dict[str, Any] = dict(fields.get("chat_template_kwargs") or {})
     for name in _OWN_FIELDS & variables.keys():
         raise wrong(f"chat_template_kwargs.{name}", variables[name], "is a field of its own", f"Pass {name} beside it")
-    options |= {
-        name: fields[name] for name in ("reasoning_effort", "documents", "tools", "tool_choice") if name in fields
-    }
+    options |= {name: fields[name] for name in _OF_CHAT if name in fields}
     options |= tool_options(options)
     if fields.get("continue_final_message"):
         if fields.get("add_generation_prompt"):

@@ -125,10 +125,10 @@ def seconds_to_drain(option: str, value: float) -> float:
     return float(value)
 
 
-def check_connections(most: int | None) -> None:
-    """Raise `ConfigError` for an invalid bound on connections."""
-    if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
-        raise ConfigError("max_connections", most, "is not a whole number above 0", "Leave it out for the default")
+def check_bound(option: str, most: int) -> None:
+    """Raise `ConfigError` for an invalid bound."""
+    if isinstance(most, bool) or not isinstance(most, int) or most < 1:
+        raise ConfigError(option, most, "is not a whole number above 0", "Leave it out for the default")
 
 
 def estimate(prompts: Sequence[str | Sequence[int]]) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -62,15 +62,6 @@ class SessionLike(Protocol):
     def embed(self, texts: Any, /, **options: Any) -> Any: ...
     def chat(self, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> Any: ...
     def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str: ...
-
-
-class OpeningLike(Protocol):
-    """A model that is still being opened, such as `rekindle.open(…)`; awaiting it returns the session."""
-
-    def __await__(self) -> Any: ...
-
-
-Openable = SessionLike | Awaitable[Any]
 
 
 class Served:

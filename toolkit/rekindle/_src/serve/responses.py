@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rekindle._src.core.records import Completion, FinishReason, TextDelta, TokenLogprobs
+from rekindle._src.core.records import Completion, TextDelta, TokenLogprobs
 from rekindle._src.core.reply import (
     ContentDelta,
     ReasoningDelta,
@@ -18,7 +18,7 @@ from rekindle._src.core.reply import (
 from rekindle._src.serve.bodies import Entries, pieces
 from rekindle._src.serve.chat import call_chat, calls_options, content_text, events_of, tool_options
 from rekindle._src.serve.errors import Refused, missing, wrong
-from rekindle._src.serve.exchange import Exchange, dumps
+from rekindle._src.serve.exchange import Exchange, OpenAI, dumps
 from rekindle._src.serve.fields import (
     Anything,
     Choice,
@@ -95,15 +95,11 @@ RESPONSES = Endpoint(
         refused("moderation", "there is no moderation"),
     ),
 )
-_CUT = (FinishReason.LENGTH, FinishReason.CONTEXT)
 _LOGPROBS = "message.output_text.logprobs"
 
 
-class Responses:
+class Responses(OpenAI):
     """Error objects of this API: the same as OpenAI's other ones, except that events of a stream have names."""
-
-    def body(self, refused: Refused) -> dict[str, Any]:
-        return refused.body()
 
     def event(self, refused: Refused) -> bytes:
         fields = {"code": refused.code, "message": refused.message, "param": refused.param, "sequence_number": 0}
@@ -305,7 +301,7 @@ class _Answer:
 
     def response(self, completion: Completion | None) -> dict[str, Any]:
         """Return the response object. Without a completion, return it as it is at the start."""
-        fields, cut = self._fields, completion is not None and completion.finish_reason in _CUT
+        fields, cut = self._fields, completion is not None and completion.finish_reason.cut
         status = "in_progress" if completion is None else "incomplete" if cut else "completed"
         return {
             "id": f"resp_{self._exchange.request_id}",
@@ -439,7 +435,7 @@ class _Answer:
             return
         kind, self._open = self._open, ""
         item = self._items[-1]
-        cut = broken or (completion is not None and completion.finish_reason in _CUT)
+        cut = broken or (completion is not None and completion.finish_reason.cut)
         item["status"] = "incomplete" if cut else "completed"
         if kind == "function_call":
             self._tell("response.function_call_arguments.done", arguments=item["arguments"], name=item["name"],

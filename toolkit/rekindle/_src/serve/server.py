@@ -9,14 +9,13 @@ import os
 import threading
 import weakref
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any, Self
 
 from rekindle._src.core import html
 from rekindle._src.dispatch.mailbox import OneShot
 from rekindle._src.dispatch.wakeups import run_sync
 from rekindle._src.serve.app import app
-from rekindle._src.serve.life import check_connections, seconds_to_drain
+from rekindle._src.serve.life import check_bound, seconds_to_drain
 from rekindle.errors import ConfigError, MissingExtra, SessionClosed
 
 log = logging.getLogger("rekindle.server")
@@ -44,7 +43,8 @@ class Server:
         if not isinstance(host, str):
             raise ConfigError("host", host, "is not a name or an address", "Use 127.0.0.1")
         asgi = app(session, **options)
-        check_connections(max_connections)
+        if max_connections is not None:
+            check_bound("max_connections", max_connections)
         listening_socket = bind(host, port)
         asgi.state.rekindle.hosts.add(host)
         warn_if_open(host, options.get("api_key"))
@@ -116,9 +116,7 @@ class Server:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *details: object) -> None:
         await self.aclose()
 
     def __repr__(self) -> str:

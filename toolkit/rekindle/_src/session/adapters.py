@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rekindle._src.core.adapters import UNIT, AdapterLike, units_for
+from rekindle._src.core.records import UNIT, AdapterLike, units_for
 from rekindle._src.dispatch.backend import Front
 from rekindle._src.dispatch.host import Host
 from rekindle._src.models.adapters.adapter import Adapter, combined

@@ -23,11 +23,11 @@ import jax
 
 from rekindle import tiny
 from rekindle._src.core import shared_cache
-from rekindle._src.core.adapters import units_for
 from rekindle._src.core.config import EngineConfig, cache_folder
 from rekindle._src.core.dtypes import DType
 from rekindle._src.core.memory import give_back, given_back
 from rekindle._src.core.mesh_shape import MeshReport, checked_mesh
+from rekindle._src.core.records import units_for
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.core.tapped import TapFacts, check_named
 from rekindle._src.dispatch.backend import Front

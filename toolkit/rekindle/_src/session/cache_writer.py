@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -38,6 +38,7 @@ from rekindle._src.kvcache.tiers.host import size
 from rekindle.errors import ConfigError, RekindleError, SessionClosed, StoreError
 
 T = TypeVar("T")
+R = TypeVar("R")
 log = logging.getLogger("rekindle.cache")
 
 TICK_SECONDS = 1.0
@@ -461,8 +462,7 @@ class CacheWriter:
         stop = len(nodes) if most is None else min(len(nodes), start + most * SLICE)
         self._whole = stop - start == len(nodes)
         self._position, self._walk = (0, []) if stop == len(nodes) else (stop, nodes)
-        for index in range(start, stop, SLICE):
-            yield from self._host.ask(partial(look, nodes[index : min(stop, index + SLICE)]))
+        yield from in_slices(self._host, nodes[start:stop], look)
 
     def page_record(self, node: Node) -> PageRecord:
         """Return the record for reading a page that the tree holds now. Call it on the session's loop."""
@@ -532,6 +532,12 @@ class CacheWriter:
         job = partial(runner.read_pages, [entry.on_device for entry in part], [entry.page.digest for entry in part])
         wait(self._host.send(Exclusive(job, check, reply), reply))
         return pairs
+
+
+def in_slices(host: Host, entries: Sequence[T], look: Callable[[Sequence[T]], list[R]]) -> Iterator[R]:
+    """Yield what `look` returns for slices of the entries, one in each turn of the session's loop."""
+    for start in range(0, len(entries), SLICE):
+        yield from host.ask(partial(look, entries[start : start + SLICE]))
 
 
 _writers: weakref.WeakSet[CacheWriter] = weakref.WeakSet()

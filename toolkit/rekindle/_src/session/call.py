@@ -15,7 +15,7 @@ T = TypeVar("T")
 _PROTOCOL = frozenset({"send", "throw", "close"})  # called by event loops
 
 
-class Call(Coroutine[Any, Any, T], Generic[T]):
+class Call(html.Line, Coroutine[Any, Any, T], Generic[T]):
     """A coroutine object that may be awaited more than once, for the same result.
 
     `await`, asyncio.create_task, asyncio.gather, nursery.start_soon and TaskGroup.start_soon take it. Nothing happens
@@ -23,12 +23,8 @@ class Call(Coroutine[Any, Any, T], Generic[T]):
     session warns, as Python does for coroutines.
     """
 
+    _awaited: str = "await …"  # the source text of awaiting it, for messages
     _running: Coroutine[Any, Any, T] | None = None
-
-    @property
-    def _awaited(self) -> str:
-        """The source text of awaiting it, for messages."""
-        return "await …"
 
     async def _result(self) -> T:
         raise NotImplementedError
@@ -95,9 +91,6 @@ class Call(Coroutine[Any, Any, T], Generic[T]):
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: await it>"
 
-    def _repr_html_(self) -> str:
-        return str(html.line(repr(self)))
-
 
 class Once(Call[T]):
     """A call of a coroutine function that changes the session; a RuntimeWarning is issued if it was never awaited."""
@@ -107,10 +100,7 @@ class Once(Call[T]):
     def __init__(self, function: Callable[..., Coroutine[Any, Any, T]], *arguments: Any, name: str = "") -> None:
         self._function, self._arguments = function, arguments
         self._name = name or function.__name__
-
-    @property
-    def _awaited(self) -> str:
-        return f"await ….{self._name}(…)"
+        self._awaited = f"await ….{self._name}(…)"
 
     async def _result(self) -> T:
         self._started = True

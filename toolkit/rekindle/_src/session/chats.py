@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
+from rekindle._src.core.options import takes_options
 from rekindle._src.core.records import Completion
-from rekindle._src.core.sampling import ANSWER_TOKENS, Sampling
+from rekindle._src.core.sampling import ANSWER_TOKENS, Sampling, SamplingOptions
 from rekindle._src.dispatch.backend import Front
 from rekindle._src.dispatch.host import Host
 from rekindle._src.session.handle import Handle
 from rekindle._src.session.requests import sampling_of, structure_in
-from rekindle._src.session.signatures import takes_options
 from rekindle.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from typing import Unpack
-
-    from rekindle._src.core.sampling import SamplingOptions
     from rekindle._src.session.chat_prompt import Messages
     from rekindle._src.session.conversation import Conversation
     from rekindle._src.session.tools.loop import ToolChoice, ToolLoop

@@ -96,6 +96,21 @@ class Client:
         root, tokens = self.root(salt, adapter), self.tokens(prompt)
         return self.ask(lambda: self.engine.scheduler.unpin(tokens, root))
 
+    async def pause(self) -> None:
+        """Wait for the steps in flight; none begins until `resume`."""
+        self.host.check()
+        quiet: OneShot[None] = OneShot()
+        self.host.send(Pause(quiet), quiet)
+        try:
+            await quiet.get()
+        except BaseException:
+            self.resume()
+            raise
+
+    def resume(self) -> None:
+        """Undo one `pause`."""
+        self.host.send(Resume(), OneShot())
+
     async def flush_cache(self) -> None:
         """Forget every cached page. Requests that run keep theirs."""
         await self.between_steps(self.engine.scheduler.flush_cache)
@@ -121,16 +136,13 @@ class Client:
         if set_aside is None:
             await self.exclusive(swap, swapped)
             return versions[0]
-        quiet: OneShot[None] = OneShot()
-        self.host.check()
-        self.host.send(Pause(quiet), quiet)
+        await self.pause()
         try:
-            await quiet.get()
             await self.between_steps(lambda: moves.extend(scheduler.vacate()))
             await self.exclusive(partial(set_aside, moves), lambda _: scheduler.vacated())
             await self.exclusive(swap, swapped)
         finally:
-            self.host.send(Resume(), OneShot())
+            self.resume()
         return versions[0]
 
 

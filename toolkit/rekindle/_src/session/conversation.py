@@ -12,21 +12,16 @@ import os
 import weakref
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Unpack
 
 from rekindle._src.core import html
+from rekindle._src.core.options import takes_options
 from rekindle._src.core.records import Completion, FinishReason, TextDelta
-from rekindle._src.core.sampling import ANSWER_TOKENS, Sampling
+from rekindle._src.core.sampling import ANSWER_TOKENS, Sampling, SamplingOptions
 from rekindle._src.session.call import Call
 from rekindle._src.session.handle import Handle, SyncStream
-from rekindle._src.session.signatures import takes_options
 from rekindle._src.session.tools.loop import ToolLoop, described
 from rekindle.errors import InvalidRequest
-
-if TYPE_CHECKING:
-    from typing import Unpack
-
-    from rekindle._src.core.sampling import SamplingOptions
 
 FORMAT, VERSION = "rekindle conversation", 1
 Message = dict[str, Any]
@@ -302,6 +297,8 @@ def _user_message(text: object) -> list[Message]:
 class Turn(Call[Completion]):
     """A message and the answer to it: await it for the completion, or iterate over its deltas."""
 
+    _awaited = "await chat.say(…)"
+
     def __init__(
         self,
         conversation: Conversation,
@@ -319,10 +316,6 @@ class Turn(Call[Completion]):
     def said(self) -> str:
         """The message to the model: the user's text, or the results of calls."""
         return "\n".join(map(described, self.asked))
-
-    @property
-    def _awaited(self) -> str:
-        return "await chat.say(…)"
 
     @property
     def _continues(self) -> bool:

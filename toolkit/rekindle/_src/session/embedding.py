@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar, get_args, overload
 
 import numpy as np
@@ -31,14 +31,12 @@ POOLINGS: tuple[Pooling, ...] = get_args(Pooling)
 class Embeddings(Call[T]):
     """The call that `session.embed` returns: await it for the vectors. After that, `usage` counts its tokens."""
 
+    _awaited = "await session.embed(…)"
+
     # Any: only embed() makes one, and the signature of a public class names no private type.
     def __init__(self, batch: Any, finish: Any) -> None:
         self._batch: Batch[Embedded | Completion] = batch
         self._finish = finish
-
-    @property
-    def _awaited(self) -> str:
-        return "await session.embed(…)"
 
     async def _result(self) -> T:
         results: list[Embedded | Completion | RekindleError] = list(await self._batch)
@@ -57,9 +55,7 @@ class Embeddings(Call[T]):
     @property
     def usage(self) -> Usage:
         """The tokens of the texts that have been embedded so far."""
-        ended = [handle for handle in self._batch.handles if handle.done and handle.error is None]
-        used = [handle.completion().usage for handle in ended]
-        return Usage(sum(one.prompt_tokens for one in used), sum(one.cached_tokens for one in used), 0)
+        return usage_so_far(self._batch.handles)
 
     def __repr__(self) -> str:
         handles = self._batch.handles
@@ -169,9 +165,6 @@ class Embedding:
 
         handles: list[Handle[Any]] = [Handle(self._host, self, pooled(prompt), sampling) for prompt in prompts]
 
-        def progress(mailboxes: Sequence[Mailbox]) -> Activity:
-            return Activity(EmbeddingProgress(mailboxes).look, quiet=self._front.config.quiet)
-
         def vector(one: Embedded | Completion) -> Vector:
             if isinstance(one, Completion):
                 assert one.captured is not None
@@ -188,7 +181,8 @@ class Embedding:
                 return vectors[0]
             return np.stack(vectors) if vectors else np.zeros((0, dimensions or size), np.float32)
 
-        return Embeddings(Batch(handles, progress=progress, keep_errors=errors == "return"), finish)
+        batch: Batch[Any] = Batch(handles, progress=texts_shown(self._front), keep_errors=errors == "return")
+        return Embeddings(batch, finish)
 
     @overload
     def embed_sync(
@@ -220,6 +214,17 @@ class Embedding:
         """Run `embed` from code without an event loop: blocks this thread until the vectors are there."""
         call: Embeddings[Any] = self.embed(texts, **options)
         return call.result_sync()
+
+
+def usage_so_far(handles: Sequence[Handle[Any]]) -> Usage:
+    """Return the tokens of the prompts that have ended without an error."""
+    used = [handle.completion().usage for handle in handles if handle.done and handle.error is None]
+    return Usage(sum(one.prompt_tokens for one in used), sum(one.cached_tokens for one in used), 0)
+
+
+def texts_shown(front: Front) -> Callable[[Sequence[Mailbox]], Activity]:
+    """Return a function that shows how many of a list of texts have ended."""
+    return lambda mailboxes: Activity(EmbeddingProgress(mailboxes).look, quiet=front.config.quiet)
 
 
 class EmbeddingProgress:

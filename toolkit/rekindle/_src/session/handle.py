@@ -119,6 +119,7 @@ class Handle(Produced, Call[T]):
         self._host = host
         self._session = session  # kept open by its handles: a session closes once nothing refers to it
         self._prompt = prompt
+        self._awaited = "await session.generate(…)" if prompt.messages is None else "await session.chat(…)"
         self._structure: Structure | None = structure
         self._scoped = scoped  # ends with the loop over it
         self._mailbox = Mailbox(sampling.n)
@@ -137,10 +138,6 @@ class Handle(Produced, Call[T]):
     def covered(self) -> int:
         """Tokens at the prompt's end that belong to the structured text, in a fork."""
         return self._prompt.covered
-
-    @property
-    def _awaited(self) -> str:
-        return f"await session.{'generate' if self._prompt.messages is None else 'chat'}(…)"
 
     # Its state.
 
@@ -414,6 +411,8 @@ class Batch(Call[list[T]]):
     If one fails, the others are aborted; with errors="return" they go on, and its error stands in its place.
     """
 
+    _awaited = "await session.generate([…])"
+
     # Any: only generate() makes one, and the signature of a public class names no private type.
     def __init__(self, handles: Sequence[Any], *, progress: Any = None, keep_errors: bool = False) -> None:
         self.handles: list[Handle[T]] = list(handles)
@@ -460,10 +459,6 @@ class Batch(Call[list[T]]):
             handle.cancel()
 
     @property
-    def _awaited(self) -> str:
-        return "await session.generate([…])"
-
-    @property
     def done(self) -> bool:
         """True once all of the requests have ended: finished, failed or aborted."""
         return all(handle.done for handle in self.handles)
@@ -480,7 +475,7 @@ class Batch(Call[list[T]]):
         return str(html.table(["request", "status", "tokens", "text"], rows))
 
 
-class Stream(AsyncIterator[TextDelta]):
+class Stream(html.Line, AsyncIterator[TextDelta]):
     """An iterator over the deltas of a handle; several can read the same handle, each at its own pace."""
 
     # Any: the signature of a public class names no private type.
@@ -494,9 +489,6 @@ class Stream(AsyncIterator[TextDelta]):
 
     def __repr__(self) -> str:
         return f"<Stream of {self._handle!r}, {self._seen} deltas read>"
-
-    def _repr_html_(self) -> str:
-        return str(html.line(repr(self)))
 
     async def __anext__(self) -> TextDelta:
         """Wait for the next delta and return it."""
@@ -524,7 +516,7 @@ class Stream(AsyncIterator[TextDelta]):
         self._leave()
 
 
-class SyncStream(Iterator[TextDelta]):
+class SyncStream(html.Line, Iterator[TextDelta]):
     """A stream for code without an event loop: `for` over it blocks this thread."""
 
     # Any: a `ToolLoop` has such a stream, too.
@@ -533,9 +525,6 @@ class SyncStream(Iterator[TextDelta]):
 
     def __repr__(self) -> str:
         return f"<Sync{repr(self._stream)[1:]}"
-
-    def _repr_html_(self) -> str:
-        return str(html.line(repr(self)))
 
     def __next__(self) -> TextDelta:
         """Return the next delta. Blocks this thread until it is there."""

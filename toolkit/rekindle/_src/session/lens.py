@@ -113,14 +113,12 @@ class AttentionMap:
 class LensCall(Call[Lens]):
     """Await it for a `Lens`."""
 
+    _awaited = "await session.view.lens(…)"
+
     # Any: the signature of a public class names no private type.
     def __init__(self, session: Any, front: Any, prompt: Any, positions: Any, options: Mapping[str, Any]) -> None:
         self._session, self._prompt, self._positions, self._options = session, prompt, positions, options
         self._front: Front = front
-
-    @property
-    def _awaited(self) -> str:
-        return "await session.view.lens(…)"
 
     async def _result(self) -> Lens:
         facts = _facts(self._front)
@@ -169,6 +167,8 @@ def _candidates(logits: NDArray[np.float32]) -> NDArray[np.int64]:
 class AttentionCall(Call[AttentionMap]):
     """Await it for an `AttentionMap`."""
 
+    _awaited = "await session.view.attention(…)"
+
     # Any: the signature of a public class names no private type.
     def __init__(
         self, session: Any, front: Any, prompt: Any, layer: int, positions: Any, options: Mapping[str, Any]
@@ -176,10 +176,6 @@ class AttentionCall(Call[AttentionMap]):
         self._session, self._prompt, self._layer, self._options = session, prompt, layer, options
         self._front: Front = front
         self._positions: Positions = positions
-
-    @property
-    def _awaited(self) -> str:
-        return "await session.view.attention(…)"
 
     async def _result(self) -> AttentionMap:
         facts = _facts(self._front)

@@ -9,12 +9,12 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 
 from rekindle._src.core.activity import Activity
-from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.config import EngineConfig, OpenOptions
 from rekindle._src.core.memory import gc_paused
+from rekindle._src.core.options import takes_options
 from rekindle._src.core.own_failure import interrupted
 from rekindle._src.core.taps import Steer
 from rekindle._src.dispatch.backend import Front
@@ -22,13 +22,9 @@ from rekindle._src.dispatch.device import capture_contexts
 from rekindle._src.dispatch.host import Host, note_opening
 from rekindle._src.session.call import Call
 from rekindle._src.session.open_request import OpeningProgress, OpenRequest
-from rekindle._src.session.signatures import takes_options
 from rekindle.errors import ConfigError
 
 if TYPE_CHECKING:
-    from typing import Unpack
-
-    from rekindle._src.core.config import OpenOptions
     from rekindle._src.models.base import LoadedModel
     from rekindle._src.models.loading.load_progress import LoadProgress
     from rekindle._src.programs.custom_taps import Tap
@@ -85,9 +81,7 @@ class Opening(Call["Session"]):
     async def __aenter__(self) -> Session:
         return await self._result()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *details: object) -> None:
         if self._session is not None:
             await self._session.aclose()
 
@@ -176,7 +170,7 @@ def named_changes(steering: Any) -> dict[str, tuple[Steer, ...]]:
     named = {}
     for name, entry in steering.items():
         if isinstance(entry, str | Path):
-            from rekindle._src.core.steering_files import read_changes  # numpy's, which `import rekindle` does without
+            from rekindle._src.core.capture_files import read_changes  # numpy's, which `import rekindle` does without
 
             changes = read_changes(entry)
         else:

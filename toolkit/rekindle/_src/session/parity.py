@@ -1,10 +1,14 @@
-"""`rekindle.models.parity`: how far a session's log-probabilities are from a trainer's, and where that begins."""
+"""A session's log-probabilities beside a trainer's.
+
+`rekindle.models.parity` says how far apart they are and where that begins; `rekindle.models.logprobs_like` computes the
+session's to the last bit, as a function with derivatives. Axes: B sequences, T tokens of each.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -13,15 +17,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rekindle._src.core import html
+from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.records import IntArray
-from rekindle._src.models.base import LoadedModel, merge
-from rekindle._src.models.plain import PlainAttention
+from rekindle._src.models.base import Graph, LoadedModel, merge
+from rekindle._src.models.plain import PlainAttention, token_logprobs
+from rekindle._src.programs import kv_layout as paged
+from rekindle._src.programs.determinism import deterministic
+from rekindle._src.programs.distribution import model_logprobs
+from rekindle._src.programs.feature import Paging
 from rekindle.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from flax import nnx
 
     from rekindle._src.session.session import Session
+
 
 WORST = 10  # tokens that are listed
 EQUAL = 1e-6  # of a stage's root mean square, below which two stages count as equal
@@ -88,8 +98,6 @@ def parity(
     they begin to differ: in a layer, if weights or their format differ; in none, if what is left is the order in which
     the session's programs add. Texts are computed in full, so pass some pages, not a corpus.
     """
-    from rekindle._src.session.session import client_of  # loading a model does not import sessions
-
     encode = session.tokenizer.encode
     sequences = [np.asarray(encode(text) if isinstance(text, str) else text, np.int32) for text in texts]
     for number, ids in enumerate(sequences):
@@ -98,10 +106,7 @@ def parity(
     if not sequences:
         raise InvalidRequest("texts", [], "is empty", "Pass at least one text")
     theirs = _module(model)
-    in_use = client_of(session).engine.resources.model
-    if in_use is None or session.asleep:
-        raise InvalidRequest("session", repr(session), "has no weights of its own now", "Use one that is awake")
-    own: LoadedModel = in_use()
+    own = _weights_of(session)
     ours = None if own.placement.divided else _module(own)
     scored = session.generate_sync([ids.tolist() for ids in sequences], max_tokens=0, prompt_logprobs=0)
     differences, worst, stages = [], list[TokenDifference](), dict[str, float]()
@@ -131,6 +136,16 @@ def parity(
     )
 
 
+def _weights_of(session: Session) -> LoadedModel:
+    from rekindle._src.session.session import client_of  # loading a model alone needs no session
+
+    in_use = client_of(session).engine.resources.model
+    if in_use is None or session.asleep:
+        raise InvalidRequest("session", repr(session), "has no weights of its own now", "Use one that is awake")
+    model: LoadedModel = in_use()
+    return model
+
+
 def _module(model: Any) -> Any:
     return merge(model.graph, model.leaves) if isinstance(model, LoadedModel) else model
 
@@ -158,3 +173,78 @@ def _forward(graph: Any, state: Any, tokens: jax.Array) -> tuple[list[jax.Array]
         states.append(x)
     hidden = module.end(x)
     return [state.astype(jnp.float32) for state in (*states, hidden)], module.logits(hidden)
+
+
+def logprobs_like(session: Session) -> Callable[[Any, Any], jax.Array]:
+    """Return a function of weights and tokens [B, T] that computes a deterministic session's log-probabilities.
+
+        logprobs = rekindle.models.logprobs_like(session)
+        ratio = jnp.exp(logprobs(params, batch.tokens) - batch.logprobs)  # with the weights of the draw: exactly 1
+
+    Its values [B, T] are those of `RolloutBatch.logprobs` to the last bit, for the places of completions that were
+    drawn from the model's own distribution (at temperature 1, with no other option) by these weights. So it needs a
+    session that was opened with `deterministic=True`, whose kernels give a token the same numbers in any batch. Its
+    derivatives are those of `token_logprobs`, since native kernels have none. Weights are a module, an nnx state or
+    a loaded model.
+    """
+    config = session.config
+    if not config.deterministic:
+        problem = "gives a token other last bits in other batches"
+        raise InvalidRequest("session", repr(session), problem, "Open it with deterministic=True")
+    plain = _weights_of(session).graph
+    fixed = deterministic(plain, config)
+
+    @jax.custom_jvp
+    def logprobs(leaves: Any, tokens: jax.Array) -> jax.Array:
+        return _paged_logprobs(fixed, config, leaves, tokens)
+
+    @logprobs.defjvp
+    def derivative(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+        leaves, tokens = primals
+        changes = (tangents[0],)
+        _, change = jax.jvp(lambda values: token_logprobs(merge(plain, values), tokens), (leaves,), changes)  # type: ignore[arg-type]
+        return logprobs(leaves, tokens), change
+
+    def of_weights(weights: Any, tokens: Any) -> jax.Array:
+        ids = jnp.asarray(tokens, jnp.int32)
+        if ids.ndim != 2:
+            raise InvalidRequest("tokens", list(ids.shape), "must have two axes", "Pass an array [sequences, tokens]")
+        result: jax.Array = logprobs(_leaves(weights), ids)
+        return result
+
+    return of_weights
+
+
+def _leaves(weights: Any) -> tuple[Any, ...]:
+    if isinstance(weights, LoadedModel):
+        return weights.leaves
+    from flax import nnx
+
+    return tuple(jax.tree.leaves(nnx.state(weights) if isinstance(weights, nnx.Module) else weights))
+
+
+def _paged_logprobs(graph: Graph, config: EngineConfig, leaves: Any, tokens: jax.Array) -> jax.Array:
+    """Compute the log-probabilities as a step computes prompts: over pages, with the session's kernels."""
+    rows, length = tokens.shape
+    model: Any = merge(graph, leaves)
+    assert config.page_size is not None, "resolved"
+    width = -(-length // config.page_size)
+    shapes = paged.abstract(graph.config, 1 + rows * width, config.page_size, config.kv_dtype, slots=rows)
+    pages = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    table = 1 + np.arange(rows * width, dtype=np.int32).reshape(rows, width)
+    places, slots = np.arange(length, dtype=np.int32), jnp.arange(1, rows + 1, dtype=jnp.int32)
+    paging = Paging(
+        jnp.asarray(table[:, places // config.page_size].reshape(-1)),
+        jnp.asarray(np.tile(places % config.page_size, rows)),
+        jnp.asarray(table),
+        jnp.full(rows, length, jnp.int32),
+        jnp.arange(rows + 1, dtype=jnp.int32) * length,
+        jnp.asarray(rows, jnp.int32),
+        (slots, slots),
+    )
+    attend = paged.PagedAttention(graph.config, pages, paging, 0, config.kernels, deterministic=True)
+    every = jnp.asarray(np.tile(places, rows))
+    hidden = model(tokens.reshape(-1), every, attend, jnp.full(rows * length, length, jnp.int32))
+    scores = model_logprobs(model.logits(hidden)).reshape(rows, length, -1)
+    of_tokens = jnp.take_along_axis(scores[:, :-1], tokens[:, 1:, None], axis=-1)[..., 0]
+    return jnp.pad(of_tokens, ((0, 0), (1, 0)))

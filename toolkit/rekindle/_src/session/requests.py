@@ -14,24 +14,21 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from rekindle._src.core.activity import Activity, State
 from rekindle._src.core.bounds import check_batch
+from rekindle._src.core.options import takes_options
 from rekindle._src.core.records import Completion
-from rekindle._src.core.sampling import Sampling
+from rekindle._src.core.sampling import Sampling, SamplingOptions
 from rekindle._src.dispatch.backend import Front
 from rekindle._src.dispatch.host import Host
 from rekindle._src.dispatch.mailbox import Mailbox
 from rekindle._src.session.handle import Batch, Handle, SyncStream, chat_of
 from rekindle._src.session.prompts import PromptLike, parse, parse_one
-from rekindle._src.session.signatures import takes_options
 from rekindle.errors import InvalidRequest, RekindleError
 
 if TYPE_CHECKING:
-    from typing import Unpack
-
-    from rekindle._src.core.sampling import SamplingOptions
     from rekindle._src.structured.spec import Structure
     from rekindle._src.text.replies import ReplyPlan
 
@@ -255,8 +252,29 @@ class Requests:
         handle.submit()
         return handle
 
-    def _handle(self, prompt: PromptLike, sampling: Sampling | None, options: Mapping[str, Any], **more: Any) -> Any:
-        return new_handle(self, self._host, self._front, prompt, sampling, options, **more)
+    def _handle(
+        self,
+        prompt: PromptLike,
+        sampling: Sampling | None,
+        options: Mapping[str, Any],
+        *,
+        scoped: bool = False,
+        base: Sampling | None = None,
+        covered: int = 0,
+        reply: ReplyPlan | None = None,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+    ) -> Handle[Any]:
+        """Return a handle that is not submitted yet.
+
+        In a fork the last `covered` tokens of the prompt belong to the structured text of the options `base`, which
+        goes on if the request has the same structure. A fork of a chat has its `messages`, and its `reply` goes on.
+        """
+        merged = sampling_of(self._front, sampling, options)
+        self._host.check()
+        parsed, structure = parse_one(prompt), structure_in(self._front, merged)
+        continues = base is not None and same_structure(merged, base)
+        parsed = dataclasses.replace(parsed, reply=reply, messages=messages, covered=covered if continues else 0)
+        return Handle(self._host, self, parsed, merged, scoped=scoped, structure=structure)
 
     @overload
     def generate_sync(
@@ -342,34 +360,6 @@ class Requests:
         """Run `stream` from code without an event loop: `for` over it blocks this thread."""
         merged = options if n is None else {**options, "n": n}
         return self._handle(prompt, sampling, merged, scoped=True).stream_sync()
-
-
-def new_handle(
-    session: object,
-    host: Host,
-    front: Front,
-    prompt: PromptLike,
-    sampling: Sampling | None,
-    options: Mapping[str, Any],
-    *,
-    scoped: bool = False,
-    base: Sampling | None = None,
-    covered: int = 0,
-    reply: ReplyPlan | None = None,
-    messages: Sequence[Mapping[str, Any]] | None = None,
-) -> Handle[Any]:
-    """Return a handle that is not submitted yet.
-
-    In a fork the last `covered` tokens of the prompt belong to the structured text of the options `base`, which goes on
-    if the request has the same structure. A fork of a chat has its `messages`, and its `reply` goes on.
-    """
-    merged = sampling_of(front, sampling, options)
-    host.check()
-    parsed, structure = parse_one(prompt), structure_in(front, merged)
-    parsed = dataclasses.replace(parsed, reply=reply, messages=messages)
-    if base is not None and same_structure(merged, base):
-        parsed = dataclasses.replace(parsed, covered=covered)
-    return Handle(host, session, parsed, merged, scoped=scoped, structure=structure)
 
 
 def structure_in(front: Front, sampling: Sampling) -> Structure | None:

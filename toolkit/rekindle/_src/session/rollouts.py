@@ -6,28 +6,23 @@ import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rekindle._src.core import html
 from rekindle._src.core.bounds import check_batch
+from rekindle._src.core.options import takes_options
 from rekindle._src.core.records import Completion, FinishReason, IntArray, Usage
-from rekindle._src.core.sampling import Sampling
+from rekindle._src.core.sampling import Sampling, SamplingOptions
 from rekindle._src.dispatch.backend import Front
 from rekindle._src.dispatch.host import Host
 from rekindle._src.session.call import Call
 from rekindle._src.session.handle import Batch, Handle, one_ended
 from rekindle._src.session.prompts import PromptLike, parse
 from rekindle._src.session.requests import shown, structure_in
-from rekindle._src.session.signatures import takes_options
 from rekindle.errors import InvalidRequest
-
-if TYPE_CHECKING:
-    from typing import Unpack
-
-    from rekindle._src.core.sampling import SamplingOptions
 
 NO_VERSION = -1
 
@@ -179,14 +174,12 @@ class Rollout(Call[RolloutBatch]):
     `async for` yields the `RolloutBatch` of a prompt when its last completion has ended, in the order of their ends.
     """
 
+    _awaited = "await session.rollout(…)"
+
     # Any: only rollout() makes one, and the signature of a public class names no private type.
     def __init__(self, batch: Any, made: Any) -> None:
         self._batch: Batch[Any] = batch
         self._made: Callable[[Sequence[int]], RolloutBatch] = made
-
-    @property
-    def _awaited(self) -> str:
-        return "await session.rollout(…)"
 
     async def _result(self) -> RolloutBatch:
         await self._batch

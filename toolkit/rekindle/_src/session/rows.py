@@ -10,30 +10,24 @@ import json
 import os
 import string
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self, Unpack
 
 from rekindle._src.core import html
 from rekindle._src.core.activity import Activity, State
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.json_lines import Entry, JsonLines
+from rekindle._src.core.options import takes_options
 from rekindle._src.core.own_failure import interrupted
 from rekindle._src.core.records import Completion, FinishReason
 from rekindle._src.core.reply import Parsed, Parsing
-from rekindle._src.core.sampling import Sampling
+from rekindle._src.core.sampling import Sampling, SamplingOptions
 from rekindle._src.dispatch.mailbox import fresh
 from rekindle._src.session.call import Call
 from rekindle._src.session.chats import ChatRequests
 from rekindle._src.session.handle import Handle, one_ended
 from rekindle._src.session.prompts import parse_one
 from rekindle._src.session.requests import Pace, Requests, sampling_of, structure_in
-from rekindle._src.session.signatures import takes_options
 from rekindle.errors import InvalidRequest, MissingExtra, NotParsed, RekindleError, RequestAborted, RequestFailed
-
-if TYPE_CHECKING:
-    from typing import Unpack
-
-    from rekindle._src.core.sampling import SamplingOptions
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
@@ -301,10 +295,8 @@ class RowsFile:
         self._lines.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._lines.__exit__(kind, error, trace)
+    def __exit__(self, *details: object) -> None:
+        self._lines.__exit__(*details)
 
     def find(self, row: int, key: str) -> Entry | None:
         """Return the line of a row that was answered with this key, or None."""
@@ -341,6 +333,8 @@ class RowRequest:
 class RowMap(Call[RowAnswers]):
     """The call that `session.map` returns: await it for the answers. `answers` holds the answers so far."""
 
+    _awaited = "await session.map(…)"
+
     # Any: only map() makes one, and the signature of a public class names no private type.
     def __init__(
         self, session: Any, config: Any, rows: Any, prompts: Any, sampling: Sampling, options: str, out: Any, chat: Any,
@@ -364,10 +358,6 @@ class RowMap(Call[RowAnswers]):
     def answers(self) -> RowAnswers:
         """The answers so far, in the order of the rows; they stay when the call is interrupted."""
         return RowAnswers((self._answers[row] for row in sorted(self._answers)), rows=self._rows.source)
-
-    @property
-    def _awaited(self) -> str:
-        return "await session.map(…)"
 
     async def _result(self) -> RowAnswers:
         if not self._complete:

@@ -15,16 +15,15 @@ from typing import Any, Literal, NamedTuple, TypeVar, overload
 import numpy as np
 
 from rekindle._src.core import html
-from rekindle._src.core.activity import Activity
 from rekindle._src.core.bounds import check_batch
 from rekindle._src.core.records import Completion, IntArray, Usage
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.backend import Front
 from rekindle._src.dispatch.host import Host
 from rekindle._src.dispatch.intake import LONG_TEXT, check_beginning, check_characters
-from rekindle._src.dispatch.mailbox import Mailbox, OneShot
+from rekindle._src.dispatch.mailbox import OneShot
 from rekindle._src.session.call import Call
-from rekindle._src.session.embedding import EmbeddingProgress
+from rekindle._src.session.embedding import texts_shown, usage_so_far
 from rekindle._src.session.handle import Batch, Handle
 from rekindle._src.session.prompts import Prompt, PromptLike, from_column, is_ids, parse, parse_one
 from rekindle.errors import InvalidRequest
@@ -104,6 +103,8 @@ class Scores(list[Score]):
 class Scoring(Call[T]):
     """The call that `session.score` returns: await it for the scores. After that, `usage` counts its tokens."""
 
+    _awaited = "await session.score(…)"
+
     # Any: only score() makes one, and the signature of a public class names no private type.
     def __init__(self, prepare: Any, finish: Any, *, long: bool = False) -> None:
         self._prepare: Callable[[], Batch[Completion]] = prepare
@@ -111,10 +112,6 @@ class Scoring(Call[T]):
         self._long = long  # encoding the texts takes so long that a thread of its own does it
         self._batch: Batch[Completion] | None = None
         self._cancelled = False
-
-    @property
-    def _awaited(self) -> str:
-        return "await session.score(…)"
 
     async def _result(self) -> T:
         if self._batch is None:
@@ -138,9 +135,7 @@ class Scoring(Call[T]):
     @property
     def usage(self) -> Usage:
         """The tokens of the choices that have been scored so far, those of their prompts included."""
-        ended = [] if self._batch is None else [one for one in self._batch.handles if one.done and one.error is None]
-        used = [handle.completion().usage for handle in ended]
-        return Usage(sum(one.prompt_tokens for one in used), sum(one.cached_tokens for one in used), 0)
+        return usage_so_far([] if self._batch is None else self._batch.handles)
 
     def __repr__(self) -> str:
         handles = [] if self._batch is None else self._batch.handles
@@ -197,10 +192,7 @@ class ScoreRequests:
                 for question in encoded
                 for tokens in question.tokens
             ]
-            return Batch(handles, progress=progress)
-
-        def progress(mailboxes: Sequence[Mailbox]) -> Activity:
-            return Activity(EmbeddingProgress(mailboxes).look, quiet=self._front.config.quiet)
+            return Batch(handles, progress=texts_shown(self._front))
 
         def finish(results: list[Completion]) -> Any:
             ended = iter(results)
@@ -334,12 +326,5 @@ def _check_measure(by: object) -> None:
 async def _apart(function: Callable[[], T]) -> T:
     """Run a function in a thread of its own, so that the caller's event loop goes on."""
     reply: OneShot[T] = OneShot()
-
-    def run() -> None:
-        try:
-            reply.put(function())
-        except BaseException as error:
-            reply.fail(error)
-
-    threading.Thread(target=run, name="rekindle scoring", daemon=True).start()
+    threading.Thread(target=reply.run, args=(function,), name="rekindle scoring", daemon=True).start()
     return await reply.get()

@@ -1,22 +1,49 @@
-"""The part of a session that answers over HTTP."""
+"""The part that a session and a fleet share beside requests: their model, servers over HTTP, and their end."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
+from rekindle._src.core.sampling import Sampling
+from rekindle._src.dispatch.backend import Front
 from rekindle._src.dispatch.host import Host
+from rekindle._src.dispatch.wakeups import run_sync
 from rekindle._src.session.call import Call, Once
+from rekindle.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from rekindle._src.serve.server import Server
 
+T = TypeVar("T")
+
 
 class Serving:
-    """Servers beside the cells that use the session."""
+    """An open model: its name and tokenizer, servers beside the cells that use it, and how it is closed."""
 
     _host: Host
+    _front: Front
     _servers: list[Server]
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer: `encode(text)` and `decode(ids)`."""
+        return self._front.tokenizer
+
+    @property
+    def model(self) -> str:
+        """The name or folder it was opened with."""
+        return self._front.model
+
+    @property
+    def sampling(self) -> Sampling:
+        """The options of a request without options of its own: those of generation_config.json, or greedy."""
+        return self._front.sampling or Sampling()
+
+    @property
+    def closed(self) -> bool:
+        """True once it was closed; it takes no requests then."""
+        return self._host.closing
 
     def serve(
         self,
@@ -69,3 +96,44 @@ class Serving:
         server = await Server(self, **options).start()
         self._servers.append(server)
         return server
+
+    def _explained(self, request: Any, look: Callable[[str], T | None]) -> T:
+        """Return what `look` finds about a request (a handle, completion or id), on the loop where it runs."""
+        request_id = request if isinstance(request, str) else getattr(request, "request_ids", (request.id,))[0]
+        self._host.check()
+        explanation = self._host.ask(lambda: look(request_id))
+        if explanation is None:
+            raise InvalidRequest(
+                "request", request_id, "is not known: not submitted yet, or over for long", "Ask while it is recent"
+            )
+        return explanation
+
+    async def aclose(self, *, drain: float = 0.0) -> None:
+        """Close it: requests may go on for `drain` seconds, then they end with `SessionClosed`."""
+        if self._host.forked:
+            return  # its threads are the parent's
+        for server in self._servers:
+            await server.aclose(drain=drain)
+        await self._before_the_end()
+        self._host.close(drain)
+        await self._host.ended.get()
+        self._host.join(1.0)  # it has nothing left to do but return
+
+    async def _before_the_end(self) -> None:
+        """Do what has to come before the requests end."""
+
+    def close(self, *, drain: float = 0.0) -> None:
+        """Call `aclose` from code without an event loop."""
+        run_sync(self.aclose(drain=drain))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *details: object) -> None:
+        await self.aclose()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self.close()

@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, Self, TypeVar
 
 from rekindle._src.core import html
@@ -23,7 +22,7 @@ from rekindle._src.dispatch.dispatch import Dispatch
 from rekindle._src.dispatch.engine import Engine
 from rekindle._src.dispatch.host import Host, wait
 from rekindle._src.dispatch.mailbox import OneShot
-from rekindle._src.dispatch.messages import Pause, Resume, StepOnce, Stepped
+from rekindle._src.dispatch.messages import StepOnce, Stepped
 from rekindle._src.dispatch.wakeups import caller, run_sync
 from rekindle._src.kvcache import AnyCache, trees
 from rekindle._src.session.adapters import Adapting
@@ -63,7 +62,7 @@ if TYPE_CHECKING:
 S = TypeVar("S")
 
 
-class Paused(Generic[S]):
+class Paused(html.Line, Generic[S]):
     """A block in which no step runs but those of `step()`. Entering waits for the steps in flight.
 
     Entering returns the session.
@@ -78,43 +77,29 @@ class Paused(Generic[S]):
     def __repr__(self) -> str:
         return f"<Paused {self._session!r}: use it in `async with` or `with`>"
 
-    def _repr_html_(self) -> str:
-        return str(html.line(repr(self)))
-
     async def __aenter__(self) -> S:
-        host = self._client.host
-        host.check()
-        quiet: OneShot[None] = OneShot()
-        host.send(Pause(quiet), quiet)
         self._client.pauses += 1
         try:
-            await quiet.get()
+            await self._client.pause()
         except BaseException:
-            self._resume()
+            self._client.pauses -= 1
             raise
         self._caller = caller()
-        host.paused_by.append(self._caller)
+        self._client.host.paused_by.append(self._caller)
         return self._session
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *details: object) -> None:
         self._resume()
 
     def _resume(self) -> None:
-        host = self._client.host
-        if self._caller is not None:
-            host.paused_by.remove(self._caller)
-            self._caller = None
+        self._client.host.paused_by.remove(self._caller)
         self._client.pauses -= 1
-        host.send(Resume(), OneShot())
+        self._client.resume()
 
     def __enter__(self) -> S:
         return run_sync(self.__aenter__())
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *details: object) -> None:
         self._resume()
 
 
@@ -300,21 +285,6 @@ class Session(
         """The options it was opened with, with every default resolved."""
         return self._front.config
 
-    @property
-    def tokenizer(self) -> Any:
-        """The model's tokenizer: `encode(text)` and `decode(ids)`."""
-        return self._front.tokenizer
-
-    @property
-    def model(self) -> str:
-        """The name or folder it was opened with."""
-        return self._front.model
-
-    @property
-    def closed(self) -> bool:
-        """True once it was closed; it takes no requests then."""
-        return self._host.closing
-
     # Looking inside.
 
     def stats(self) -> SessionStats:
@@ -363,12 +333,7 @@ class Session(
 
     def explain(self, request: Handle[Any] | Completion | str) -> Explanation:
         """Explain why a request (handle, completion or id) waits, was preempted, or hit or missed the cache."""
-        request_id = request if isinstance(request, str) else getattr(request, "request_ids", (request.id,))[0]
-        explanation: Explanation | None = self._client.ask(lambda: self._engine.explain(request_id))
-        if explanation is None:
-            raise InvalidRequest(
-                "request", request_id, "is not known: not submitted yet, or over for long", "Ask while it is recent"
-            )
+        explanation: Explanation = self._explained(request, self._engine.explain)
         mesh = self._engine.resources.mesh
         if mesh is None:
             return explanation
@@ -489,43 +454,14 @@ class Session(
         Closing it again is harmless. Returns when the device memory has been freed and the threads have ended, or
         after a few seconds if the device hangs.
         """
-        if self._host.forked:
-            return  # its threads are the parent's
-        for server in self._servers:
-            await server.aclose(drain=drain)
+        await super().aclose(drain=drain)
+
+    async def _before_the_end(self) -> None:
         for shared in self._client.shared:
             shared.close()
         if self.config.restore is not None and not self.closed:
             await self._cache_writer.finish()
         self._cache_writer.stop()
-        self._host.close(drain)
-        await self._host.ended.get()
-        self._host.join(1.0)  # it has nothing left to do but return
-
-    def close(self, *, drain: float = 0.0) -> None:
-        """Run `aclose` from code without an event loop."""
-        run_sync(self.aclose(drain=drain))
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.aclose()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    @property
-    def sampling(self) -> Sampling:
-        """The options of a request without options of its own: those of generation_config.json, or greedy."""
-        return self._front.sampling or Sampling()
 
     def __reduce__(self) -> NoReturn:
         raise NotPicklable("a session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from functools import partial
@@ -9,8 +10,6 @@ from typing import Any, Literal
 
 from rekindle._src.core import html
 from rekindle._src.core.records import PageMove
-from rekindle._src.dispatch.mailbox import OneShot
-from rekindle._src.dispatch.messages import Pause, Resume
 from rekindle._src.dispatch.wakeups import caller
 from rekindle._src.session.call import Call, Once
 from rekindle._src.session.client import Client
@@ -82,16 +81,16 @@ class Sleeping:
             raise InvalidRequest("session", repr(self), f"has {pinned} pinned pages", "Unpin them first")
         start = time.perf_counter()
         self._asleep = True
-        quiet: OneShot[None] = OneShot()
-        client.host.send(Pause(quiet), quiet)
         try:
-            await quiet.get()
-            moves: list[PageMove] = []
-            await client.between_steps(lambda: moves.extend(scheduler.vacate()))
-            freed = await client.exclusive(partial(resources.sleep, moves, drop), lambda _: scheduler.vacated())
+            await client.pause()
+            with contextlib.ExitStack() as undo:
+                undo.callback(client.resume)
+                moves: list[PageMove] = []
+                await client.between_steps(lambda: moves.extend(scheduler.vacate()))
+                freed = await client.exclusive(partial(resources.sleep, moves, drop), lambda _: scheduler.vacated())
+                undo.pop_all()
         except BaseException:
             self._asleep = False
-            client.host.send(Resume(), OneShot())
             raise
         self._sleeper = caller()
         client.host.paused_by.append(self._sleeper)
@@ -113,5 +112,5 @@ class Sleeping:
         self._asleep = False
         if self._sleeper in client.host.paused_by:
             client.host.paused_by.remove(self._sleeper)
-        client.host.send(Resume(), OneShot())
+        client.resume()
         return time.perf_counter() - start

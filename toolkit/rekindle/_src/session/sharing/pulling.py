@@ -23,7 +23,7 @@ from rekindle._src.kvcache.persist.identity import Identity
 from rekindle._src.kvcache.persist.segment import Page
 from rekindle._src.kvcache.tiers.host import Held
 from rekindle._src.kvcache.tiers.restoring import likeliest
-from rekindle._src.session.cache_writer import SLICE, CacheWriter
+from rekindle._src.session.cache_writer import CacheWriter, in_slices
 from rekindle._src.session.sharing.sharer import parts
 from rekindle._src.session.sharing.source import PageAddress, Source
 from rekindle.errors import ProcessLost, RekindleError
@@ -197,10 +197,7 @@ class Puller:
             nodes = ((digest, cache.by_digest(key, digest)) for key, digest in part)
             return [digest for digest, node in nodes if (node is not None and node.page) or tiers.has(digest)]
 
-        present: set[bytes] = set()
-        for start in range(0, len(named), SLICE):
-            present |= set(self._host.ask(partial(look, named[start : start + SLICE])))
-        return present
+        return set(in_slices(self._host, named, look))
 
 
 def _keys(pages: Sequence[Page], identity: Identity, secret: bytes = LOOKUP_SECRET) -> dict[bytes, int]:

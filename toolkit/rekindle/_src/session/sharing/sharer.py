@@ -8,7 +8,6 @@ import socket
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +23,7 @@ from rekindle._src.kvcache.tiers.restoring import likeliest
 from rekindle._src.processes import greeting
 from rekindle._src.processes.bulk import BulkChannel
 from rekindle._src.processes.channel import Kind
-from rekindle._src.session.cache_writer import SLICE, CacheWriter, PageRecord
+from rekindle._src.session.cache_writer import CacheWriter, PageRecord, in_slices
 from rekindle._src.session.sharing.source import SILENCE, WANTED, PageAddress, introduction, read_introduction
 from rekindle.errors import ConfigError, RekindleError
 
@@ -41,7 +40,7 @@ class _PageRequest(NamedTuple):
     record: PageRecord
 
 
-class SharedPages:
+class SharedPages(html.Line):
     """A session's cached pages at an address, where other sessions of the same model take them.
 
     Made by `await session.cache.share()`. It ends with `close()` or with its session.
@@ -93,9 +92,6 @@ class SharedPages:
         if self.closed:
             return "<SharedPages: closed>"
         return f"<SharedPages at {self.address}: {html.count(self.sent_pages, 'page')} sent>"
-
-    def _repr_html_(self) -> str:
-        return str(html.line(repr(self)))
 
     def _page_address(self) -> PageAddress:
         return PageAddress(self._at, self._port, self._secret)
@@ -175,14 +171,11 @@ class SharedPages:
         """Return the pages likeliest to be needed again, parents before children."""
         cache, writer = self._cache, self._writer
         nodes = self._host.ask(lambda: list(cache))
-        pages: list[Page] = []
 
         def look(part: Sequence[Node]) -> list[Page]:
             return [writer.page_record(node).page for node in part if cache.has(node)]
 
-        for start in range(0, len(nodes), SLICE):
-            pages += self._host.ask(partial(look, nodes[start : start + SLICE]))
-        pages = connected(pages, identity.root)
+        pages = connected(list(in_slices(self._host, nodes, look)), identity.root)
         chosen = set(likeliest(pages, most)[:most])
         return [page for page in pages if page.digest in chosen]
 
@@ -198,10 +191,7 @@ class SharedPages:
             nodes = ((index, cache.by_digest(key, digest)) for index, key, digest in part)
             return [_PageRequest(index, writer.page_record(node)) for index, node in nodes if node is not None]
 
-        matches: list[_PageRequest] = []
-        for start in range(0, len(requests), SLICE):
-            matches += self._host.ask(partial(look, requests[start : start + SLICE]))
-        return matches
+        return list(in_slices(self._host, requests, look))
 
     def _send(self, channel: BulkChannel, requests: Sequence[_PageRequest], *, beside: bool) -> None:
         """Send the contents of pages, or what is `beside` them. The next piece is read while one is being sent."""

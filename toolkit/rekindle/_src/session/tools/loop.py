@@ -24,7 +24,7 @@ from rekindle._src.session.call import Call
 from rekindle._src.session.handle import Handle, SyncStream
 from rekindle._src.session.tools.tool import Tool
 from rekindle._src.text.replies import ReplyFormat
-from rekindle._src.text.replies.call_grammars import call_grammar
+from rekindle._src.text.replies.call import call_grammar
 from rekindle._src.text.tokenizer import Tokenizer
 from rekindle.errors import InvalidRequest, RequestAborted
 
@@ -103,6 +103,8 @@ class ToolLoop(Call[ToolRun]):
     themselves.
     """
 
+    _awaited = "await session.chat(…)"
+
     # Any: the signature of a public class names no private type.
     def __init__(self, ask: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], max_rounds: int) -> None:
         if isinstance(max_rounds, bool) or not isinstance(max_rounds, int) or max_rounds < 1:
@@ -124,10 +126,6 @@ class ToolLoop(Call[ToolRun]):
         self._error: BaseException | None = None
         self._ran = False  # the reply of `_handle` is among the messages
         self._current()  # wrong messages are refused now
-
-    @property
-    def _awaited(self) -> str:
-        return "await session.chat(…)"
 
     @property
     def done(self) -> bool:
@@ -214,7 +212,7 @@ class ToolLoop(Call[ToolRun]):
         return str(html.line(repr(self))) if self._run is None else self._run._repr_html_()
 
 
-class ToolStream(AsyncIterator[TextDelta]):
+class ToolStream(html.Line, AsyncIterator[TextDelta]):
     """An iterator over the deltas of all replies of a `ToolLoop`; tools run between those of two replies."""
 
     def __init__(self, loop: ToolLoop) -> None:
@@ -245,9 +243,6 @@ class ToolStream(AsyncIterator[TextDelta]):
 
     def __repr__(self) -> str:
         return f"<ToolStream of {self._loop!r}>"
-
-    def _repr_html_(self) -> str:
-        return str(html.line(repr(self)))
 
 
 ToolChoice = str | Mapping[str, Any] | Callable[..., Any]
