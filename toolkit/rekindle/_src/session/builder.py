@@ -40,7 +40,7 @@ from rekindle._src.kvcache.persist import snapshot
 from rekindle._src.kvcache.persist.stored_captures import StoredCaptures
 from rekindle._src.kvcache.tiers.disk import DiskTier
 from rekindle._src.kvcache.tiers.restoring import promote, restore, restore_states
-from rekindle._src.models.adapters.merging import merged
+from rekindle._src.models.adapters.adapted import merged
 from rekindle._src.models.base import ALONE, Graph, LoadedModel, Placement
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.loading.checkpoint import Described, describe, read
