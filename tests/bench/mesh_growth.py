@@ -41,10 +41,9 @@ from rekindle._src.programs.packing import (  # noqa: E402
     Layout,
     Upload,
 )
-from rekindle._src.scheduling.data_scheduler import DataScheduler  # noqa: E402
+from rekindle._src.scheduling.data_scheduler import DataScheduler, ShardScheduler  # noqa: E402
 from rekindle._src.scheduling.limits import Limits  # noqa: E402
 from rekindle._src.scheduling.scheduler import Scheduler  # noqa: E402
-from rekindle._src.scheduling.shard_scheduler import ShardScheduler  # noqa: E402
 
 HOST = 8  # devices of one machine
 PAGE = 64

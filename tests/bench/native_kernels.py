@@ -26,8 +26,8 @@ def cases() -> dict[str, Callable[[], Any]]:
     import jax.numpy as jnp
     import numpy as np
 
-    from rekindle_kernels import AttentionInputs, AttentionOptions, init_pages, native
-    from rekindle_kernels.native import attention
+    from rekindle_kernels import AttentionInputs, AttentionOptions, init_pages
+    from rekindle_kernels.native import attention, products, sampling
 
     random = np.random.default_rng(0)
     found: dict[str, Callable[[], Any]] = {}
@@ -47,10 +47,10 @@ def cases() -> dict[str, Callable[[], Any]]:
         plain = floats(height, width) * (40 if dtype == "int8" else 1)
         weight, scale = plain.astype(dtype), jnp.ones((height,), jnp.float32)
         for rows in (1, 2, 4, 16, 64, 300):
-            if native.multiplies(rows, weight, quantize_rows=True):
+            if products.multiplies(rows, weight, quantize_rows=True):
 
                 def product(x: jax.Array, weight: jax.Array, scale: jax.Array, norm: jax.Array) -> jax.Array:
-                    return native.multiply(x, weight, scale, norm=norm, eps=1e-5, gated=True, quantize_rows=True)
+                    return products.multiply(x, weight, scale, norm=norm, eps=1e-5, gated=True, quantize_rows=True)
 
                 add(f"product {dtype} {rows}", product, floats(rows, width), weight, scale, floats(width))
     for dtype in ("float32", "bfloat16", "int8"):
@@ -77,14 +77,14 @@ def cases() -> dict[str, Callable[[], Any]]:
             ids = integers(np.arange(512))
             add(f"write {dtype} 512", attention.write, kv, floats(512, 3, 64), floats(512, 3, 64), ids // 16, ids % 16)
     qkv, cos = floats(512, 15, 64), floats(512, 32)
-    add("rope 512", jax.tree_util.Partial(native.split, heads=9), qkv, qkv, cos, cos)
-    add("norm 512 x 576", lambda x, weight: native.rms_norm(x, weight, 1e-5), floats(512, 576), floats(576))
+    add("rope 512", jax.tree_util.Partial(attention.split, heads=9), qkv, qkv, cos, cos)
+    add("norm 512 x 576", lambda x, weight: products.rms_norm(x, weight, 1e-5), floats(512, 576), floats(576))
     logits = floats(4, 49152)
-    add("argmax 4 x 49152", native.largest_index, logits)
+    add("argmax 4 x 49152", sampling.largest_index, logits)
 
     def draw(logits: jax.Array) -> jax.Array:
         ones, seed = jnp.ones((4,), jnp.float32), jnp.ones((4, 2), jnp.uint32)
-        return native.draw(logits, ones, integers([40] * 4), 0.9 * ones, 0 * ones, seed, integers([1, 2, 3, 4]), 256)
+        return sampling.draw(logits, ones, integers([40] * 4), 0.9 * ones, 0 * ones, seed, integers([1, 2, 3, 4]), 256)
 
     add("sample 4 x 49152", draw, logits)
     return found

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from helpers.plain_loop import plain_loop
 from rekindle._src.models import LoadedModel
-from rekindle._src.models.adapters.merging import merged
+from rekindle._src.models.adapters.adapted import merged
 from rekindle._src.models.adapters.reading import read_adapter
 from rekindle._src.models.adapters.sites import sites_of
 from rekindle._src.models.config import ModelConfig

@@ -6,7 +6,7 @@ import functools
 import importlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from rekindle._src.models import LoadedModel, abstract_model, config_from_hf, manifest
-from rekindle._src.models.loading.manifest import assemble
+from rekindle._src.models.loading.manifest import Source
 from rekindle._src.models.registry import FAMILIES
 
 Tensors = dict[str, NDArray[Any]]
@@ -47,6 +47,18 @@ def needs_transformers(raw: Mapping[str, Any]) -> None:
     auto = pytest.importorskip("transformers.models.auto.configuration_auto")
     if raw["model_type"] not in auto.CONFIG_MAPPING:
         pytest.skip(f"this version of transformers does not know {raw['model_type']}")
+
+
+def assemble(source: Source, shape: tuple[int, ...], dtype: Any, read: Callable[[str], NDArray[Any]]) -> NDArray[Any]:
+    """A whole parameter, as the loader makes it in pieces."""
+    result = np.empty(shape, dtype)
+    for part in source.parts(shape):
+        tensor = np.asarray(read(part.name))
+        assert tensor.shape == part.shape, f"{part.name} has shape {tensor.shape}, expected {part.shape}"
+        if source.transpose:
+            tensor = tensor.T
+        result[part.place] = tensor + np.float32(source.add) if source.add else tensor
+    return result
 
 
 def tensors(raw: Mapping[str, Any], seed: int = 0) -> Tensors:

@@ -11,11 +11,10 @@ from rekindle._src.core.records import FinishReason, Request, StepPlan, TokenEve
 from rekindle._src.dispatch.engine import Engine
 from rekindle._src.kvcache import PagePool, PrefixCache, TreeStates, TreeTails, root_digest
 from rekindle._src.programs.tail_tables import STEPS
-from rekindle._src.scheduling.data_scheduler import DataScheduler
-from rekindle._src.scheduling.reserve import Reserve
+from rekindle._src.scheduling.admission import Reserve
+from rekindle._src.scheduling.data_scheduler import DataScheduler, ShardScheduler
 from rekindle._src.scheduling.scheduler import Limits, Scheduler
 from rekindle._src.scheduling.sequence import Sequence
-from rekindle._src.scheduling.shard_scheduler import ShardScheduler
 
 
 class NoReserve(Reserve):

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from helpers.thorough import by_default
-from rekindle_kernels import AdaptedTokens, AdapterCall, add_adapters, gated, native, rms_norm
-from rekindle_kernels.native import chain, cpu
+from rekindle_kernels import AdaptedTokens, AdapterCall, add_adapters, gated, rms_norm
+from rekindle_kernels.native import build, chain, cpu, products
+from rekindle_kernels.native.implementations import differentiable
 from rekindle_kernels.ops.adapters import ADAPTERS
 
-needs_numba = pytest.mark.skipif(native.unavailable_reason() is not None, reason="numba is not installed")
+needs_numba = pytest.mark.skipif(build.unavailable_reason() is not None, reason="numba is not installed")
 implementations = pytest.mark.parametrize("implementation", [pytest.param("native", marks=needs_numba), "xla"])
 RANDOM = np.random.default_rng(0)
 INPUTS, OUTPUTS, ROWS = 96, (80, 16, 32), 64
@@ -142,17 +143,17 @@ def test_a_run_of_native_calls_goes_through_adapters_and_gates() -> None:
 
     def function(x: jax.Array, slots: jax.Array) -> jax.Array:
         tokens = AdaptedTokens.of(slots)
-        norm = native.differentiable(partial(native.rms_norm, eps=1e-5), lambda x, weight: x)
-        y = native.multiply(norm(x, weight[0]), weight)
+        norm = differentiable(partial(products.rms_norm, eps=1e-5), lambda x, weight: x)
+        y = products.multiply(norm(x, weight[0]), weight)
         for place, gate in ((2, None), (1, "silu")):
             _, _, *stacks = arrays.arrays
             y = add_adapters(y, x, *stacks, jnp.asarray(OWNERS), tokens, place=place, outputs=outputs, gate=gate)
-        return native.multiply(y, down)
+        return products.multiply(y, down)
 
-    equations = jax.make_jaxpr(native.chained(function))(arrays.x, slots).jaxpr.eqns
+    equations = jax.make_jaxpr(chain.chained(function))(arrays.x, slots).jaxpr.eqns
     calls = [eqn.params["target_name"] for eqn in equations if eqn.primitive.name == "ffi_call"]
     assert calls == ["rekindle_chain"]
-    alone, together = (jax.jit(each)(arrays.x, slots) for each in (function, native.chained(function)))
+    alone, together = (jax.jit(each)(arrays.x, slots) for each in (function, chain.chained(function)))
     np.testing.assert_array_equal(np.asarray(alone), np.asarray(together))
 
 
@@ -177,10 +178,10 @@ def test_products_prefetch_what_their_adapters_read_and_results_stay_the_same(
 
     def function(x: jax.Array, slots: jax.Array) -> jax.Array:
         options: dict[str, Any] = {"place": PLACE, "outputs": outputs, "gate": gate}
-        product = native.multiply(x, weight, residual=y)
+        product = products.multiply(x, weight, residual=y)
         return add_adapters(product, x, down, up, jnp.asarray(OWNERS), AdaptedTokens.of(slots), **options)
 
-    alone, together = (np.asarray(jax.jit(each)(x, slots)) for each in (function, native.chained(function)))
+    alone, together = (np.asarray(jax.jit(each)(x, slots)) for each in (function, chain.chained(function)))
     assert places == [PLACE]
     np.testing.assert_array_equal(alone, together)
 

@@ -7,18 +7,18 @@ import jax.numpy as jnp
 import pytest
 
 from helpers.python import run_python
-from rekindle_kernels import AttentionInputs, AttentionOptions, init_pages, native
-from rekindle_kernels.native import attention, products
+from rekindle_kernels import AttentionInputs, AttentionOptions, init_pages
+from rekindle_kernels.native import attention, build, products
 from rekindle_kernels.native.kernel_table import MATVEC
 
-needs_numba = pytest.mark.skipif(native.unavailable_reason() is not None, reason="numba is not installed")
+needs_numba = pytest.mark.skipif(build.unavailable_reason() is not None, reason="numba is not installed")
 
 COMMON = """
 import sys
 import jax, jax.numpy as jnp, numpy as np
 from functools import partial
-from rekindle_kernels import AttentionInputs, AttentionOptions, init_pages, native
-from rekindle_kernels.native import attention, rope_kv
+from rekindle_kernels import AttentionInputs, AttentionOptions, init_pages
+from rekindle_kernels.native import attention, chain, products, sampling
 
 FAR = [2**20, -5, 2**31 - 1, -(2**31), 8, -1]
 ints = lambda values: jnp.asarray(values, jnp.int32)
@@ -38,7 +38,7 @@ for dtype in ("float32", "bfloat16"):
     kv = pages(dtype)
     for far in FAR:
         for ids, offsets in (([far, 3], [0, 0]), ([3, 3], [far if far != 8 else 16, 0])):
-            got = jax.jit(rope_kv.write)(kv, floats(2, 2, 64), floats(2, 2, 64), ints(ids), ints(offsets))
+            got = jax.jit(attention.write)(kv, floats(2, 2, 64), floats(2, 2, 64), ints(ids), ints(offsets))
             changed = np.flatnonzero((np.asarray(got.pages) != np.asarray(kv.pages)).any(axis=(1, 2, 3, 4)))
             assert set(changed) <= {0, 3}, changed
 """,
@@ -72,8 +72,8 @@ for dtype in ("float32", "bfloat16", "int8"):
 for dtype in ("float32", "bfloat16", "int8"):
     for rows in (3, 40, 300):
         weight = (floats(96, 128) * 40).astype(dtype)
-        if native.multiplies(rows, weight, quantize_rows=True):
-            product = jax.jit(partial(native.multiply, quantize_rows=True))
+        if products.multiplies(rows, weight, quantize_rows=True):
+            product = jax.jit(partial(products.multiply, quantize_rows=True))
             for far in FAR:
                 product(floats(rows, 128), weight, count=jnp.int32(far)).block_until_ready()
                 product(floats(rows, 128), jnp.stack([weight] * 2), expert=jnp.int32(far)).block_until_ready()
@@ -84,7 +84,7 @@ for rows in (3, 40, 300):
         weight = jnp.asarray(random.integers(0, 256, (blocks, 1024)), jnp.uint8)
         scale = floats(blocks, 64).astype(jnp.float16)
         for far in FAR:
-            product = jax.jit(native.multiply_int4)
+            product = jax.jit(products.multiply_int4)
             product(floats(rows, 128), weight, scale, count=jnp.int32(far)).block_until_ready()
             stacks = jnp.stack([weight] * 2), jnp.stack([scale] * 2)
             product(floats(rows, 128), *stacks, expert=jnp.int32(far)).block_until_ready()
@@ -94,7 +94,7 @@ for rows in (3, 40, 300):
             product(floats(rows, 256), weight, scale, count=jnp.int32(far)).block_until_ready()
 """,
     "adapters": """
-from rekindle_kernels.native.adapters import add_adapters
+from rekindle_kernels.native.products import add_adapters
 calls = [jax.jit(partial(add_adapters, place=1, outputs=(32, 32), gated=gated)) for gated in (False, True)]
 y, x, down, up = floats(7, 64), floats(7, 64), floats(64, 64), floats(32, 64)
 for far in FAR:
@@ -127,7 +127,7 @@ for far in FAR:
         recurrence.selective_scan(floats(9, 96), floats(9, 4), skip, states, batch, scan)[0].block_until_ready()
 """,
     "masks": """
-draw = jax.jit(native.draw, static_argnums=7)
+draw = jax.jit(sampling.draw, static_argnums=7)
 for width in (1, 33, 300, 5000):
     for far in FAR:
         row, seed, masks = jnp.ones(3), jnp.zeros((3, 2), jnp.uint32), jnp.full((3, -(-width // 32)), far, jnp.int32)
@@ -137,15 +137,15 @@ for width in (1, 33, 300, 5000):
 """,
     "chain": """
 def function(x, weight, kv, lens, ends, prompts, table):
-    q = native.multiply(x, weight).reshape(-1, 4, 64)
+    q = products.multiply(x, weight).reshape(-1, 4, 64)
     inputs = AttentionInputs(q, kv, table, lens, ends, prompts)
     y = attention.paged_attention(inputs, AttentionOptions(decode_rows=3, scale=1.0))
-    return native.multiply(y.reshape(-1, 256), weight, residual=x)
+    return products.multiply(y.reshape(-1, 256), weight, residual=x)
 
-step, x, weight, kv = jax.jit(native.chained(function)), floats(40, 256), floats(256, 256), pages("bfloat16")
+step, x, weight, kv = jax.jit(chain.chained(function)), floats(40, 256), floats(256, 256), pages("bfloat16")
 weight = weight.astype(jnp.bfloat16)
 table = ints(np.arange(10).reshape(5, 2) % 8)
-if native.multiplies(40, weight):
+if products.multiplies(40, weight):
     assert "rekindle_chain" in step.lower(x, weight, kv, ints([1] * 5), ints([0, 9, 9]), ints(1), table).as_text()
     for far in FAR:
         for lens, ends, prompts in (([far] * 5, [0, 9, 9], 1), ([1] * 5, [0, far, far], 2), ([1] * 5, [0, 9, 9], far)):
@@ -179,11 +179,11 @@ def test_shapes_that_do_not_fit_are_refused_before_anything_runs() -> None:
         attend(2, 3)
     x, weight = jnp.ones((2, 64)), jnp.ones((32, 48))
     with pytest.raises(ValueError, match=r"operand x of kernel matvec_float32 has 64 where axis K has 48"):
-        native.multiply(x, weight)
+        products.multiply(x, weight)
     with pytest.raises(ValueError, match=r"operand residual .* has shape \[64\]: its axes are \[T, M\]"):
-        native.multiply(x, jnp.ones((64, 64)), residual=jnp.ones((64,)))
+        products.multiply(x, jnp.ones((64, 64)), residual=jnp.ones((64,)))
     with pytest.raises(ValueError, match="can't be split into 4 heads"):
-        native.split(jnp.ones((2, 4, 32)), jnp.ones((2, 8, 32)), jnp.ones((2, 16)), jnp.ones((2, 16)), heads=4)
+        attention.split(jnp.ones((2, 4, 32)), jnp.ones((2, 8, 32)), jnp.ones((2, 16)), jnp.ones((2, 16)), heads=4)
     with pytest.raises(ValueError, match="is float16: pass it as int32"):
         products.call(
             MATVEC.variant("float32"),

@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 
 from helpers.python import run_python
 from helpers.thorough import by_default
-from rekindle_kernels import AttentionInputs, AttentionOptions, init_pages, native
-from rekindle_kernels.native import attention, chain_plan, products, rope_kv
+from rekindle_kernels import AttentionInputs, AttentionOptions, init_pages
+from rekindle_kernels.native import attention, build, chain, chain_plan, implementations, products
 from rekindle_kernels.native.chain_plan import Buffer
 from rekindle_kernels.native.kernel_table import GEMM
 
-needs_numba = pytest.mark.skipif(native.unavailable_reason() is not None, reason="numba is not installed")
+needs_numba = pytest.mark.skipif(build.unavailable_reason() is not None, reason="numba is not installed")
 E = 64
 RANDOM = np.random.default_rng(0)
 
@@ -38,7 +38,7 @@ def matrix(height: int = E) -> jax.Array:
 
 
 def norm(x: jax.Array, weight: jax.Array) -> jax.Array:
-    return native.differentiable(partial(native.rms_norm, eps=1e-5), lambda x, weight: x * weight)(x, weight)
+    return implementations.differentiable(partial(products.rms_norm, eps=1e-5), lambda x, weight: x * weight)(x, weight)
 
 
 def pages_of(size: int, *, count: int) -> Any:
@@ -56,7 +56,7 @@ def calls(function: Callable[..., Any], *args: Any) -> list[str]:
 
 
 def same(function: Callable[..., Any], *args: Any) -> None:
-    alone, together = jax.jit(function)(*args), jax.jit(native.chained(function))(*args)
+    alone, together = jax.jit(function)(*args), jax.jit(chain.chained(function))(*args)
     assert jax.tree.structure(alone) == jax.tree.structure(together)
     for one, other in zip(jax.tree.leaves(alone), jax.tree.leaves(together), strict=True):
         assert one.dtype == other.dtype
@@ -65,28 +65,28 @@ def same(function: Callable[..., Any], *args: Any) -> None:
 
 def layers(x: jax.Array, weights: list[jax.Array]) -> jax.Array:
     for weight in weights:
-        x = native.multiply(norm(x, weight[0]), weight, residual=x)
+        x = products.multiply(norm(x, weight[0]), weight, residual=x)
     return x
 
 
 @needs_numba
 def test_a_run_becomes_one_call() -> None:
     weights = [matrix() for _ in range(5)]
-    assert calls(native.chained(layers), rows(), weights) == ["chain"]
+    assert calls(chain.chained(layers), rows(), weights) == ["chain"]
     same(layers, rows(), weights)
 
 
 @needs_numba
 def test_other_operations_end_a_run_only_if_they_need_its_results() -> None:
     def function(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, ...]:
-        a = native.multiply(norm(x, weight[0]), weight)
+        a = products.multiply(norm(x, weight[0]), weight)
         beside = jnp.tanh(x)  # needs nothing of the run, and the run goes on
-        b = native.multiply(a, weight, residual=beside)
+        b = products.multiply(a, weight, residual=beside)
         c = jnp.tanh(b)
-        d = native.multiply(norm(c, weight[1]), weight)
+        d = products.multiply(norm(c, weight[1]), weight)
         return jnp.sin(d) + a, b
 
-    assert calls(native.chained(function), rows(), matrix()) == ["chain", "chain"]
+    assert calls(chain.chained(function), rows(), matrix()) == ["chain", "chain"]
     same(function, rows(), matrix())
 
 
@@ -96,16 +96,14 @@ def test_a_run_in_the_body_of_a_loop_becomes_one_call() -> None:
 
     def function(x: jax.Array, weights: jax.Array, count: jax.Array) -> jax.Array:
         def body(index: jax.Array, x: jax.Array) -> jax.Array:
-            x = native.multiply(norm(x, weights[0, 0]), weights, expert=index)
-            return native.multiply(x, weights, residual=x, expert=index) / 8
+            x = products.multiply(norm(x, weights[0, 0]), weights, expert=index)
+            return products.multiply(x, weights, residual=x, expert=index) / 8
 
         return jax.lax.fori_loop(0, count, body, x)
 
     arguments = rows(), weights, jnp.int32(3)
     same(function, *arguments)
-    (loop,) = [
-        eqn for eqn in jax.make_jaxpr(native.chained(function))(*arguments).eqns if eqn.primitive.name == "while"
-    ]
+    (loop,) = [eqn for eqn in jax.make_jaxpr(chain.chained(function))(*arguments).eqns if eqn.primitive.name == "while"]
     assert calls(jax.extend.core.jaxpr_as_fun(loop.params["body_jaxpr"]), *loop.params["body_jaxpr"].in_avals) == [
         "chain"
     ]
@@ -113,19 +111,19 @@ def test_a_run_in_the_body_of_a_loop_becomes_one_call() -> None:
 
 @needs_numba
 def test_a_single_call_stays_one() -> None:
-    assert calls(native.chained(native.multiply), rows(), matrix()) == ["matvec_float32"]
+    assert calls(chain.chained(products.multiply), rows(), matrix()) == ["matvec_float32"]
 
 
 @needs_numba
 def test_other_shapes_of_the_same_memory_go_in_and_come_out() -> None:
     def function(x: jax.Array, weight: jax.Array, cos: jax.Array) -> tuple[jax.Array, ...]:
-        qkv = native.multiply(x, weight).reshape(-1, 6, 32)
-        q, k, v = native.split(qkv, qkv, cos, cos, heads=2)
-        again = native.multiply(q.reshape(-1, E), weight)
+        qkv = products.multiply(x, weight).reshape(-1, 6, 32)
+        q, k, v = attention.split(qkv, qkv, cos, cos, heads=2)
+        again = products.multiply(q.reshape(-1, E), weight)
         return again.reshape(-1, 2, 3, 32), k, k.reshape(-1, E).reshape(-1), v
 
     x, weight, cos = rows(), matrix(3 * E), jnp.asarray(RANDOM.random((3, 16), np.float32))
-    assert calls(native.chained(function), x, weight, cos) == ["chain"]
+    assert calls(chain.chained(function), x, weight, cos) == ["chain"]
     same(function, x, weight, cos)
 
 
@@ -136,15 +134,15 @@ def test_pages_are_written_in_place() -> None:
     def function(pages: jax.Array, x: jax.Array, weight: jax.Array) -> tuple[jax.Array, ...]:
         layer, ids = type(kv)(pages), jnp.arange(3, dtype=jnp.int32)
         for _ in range(2):
-            k = native.multiply(x, weight).reshape(-1, 2, 32)
-            layer = rope_kv.write(layer, k, k, ids, ids)
+            k = products.multiply(x, weight).reshape(-1, 2, 32)
+            layer = attention.write(layer, k, k, ids, ids)
             ids, x = ids + 1, x * 2
         return layer.pages, x
 
     args = kv.pages, rows(), matrix()
-    assert calls(native.chained(function), *args) == ["chain"]
+    assert calls(chain.chained(function), *args) == ["chain"]
     same(function, *args)
-    compiled = jax.jit(native.chained(function), donate_argnums=0).lower(*args).compile()
+    compiled = jax.jit(chain.chained(function), donate_argnums=0).lower(*args).compile()
     assert compiled.memory_analysis().alias_size_in_bytes >= kv.pages.nbytes
     assert "copy(" not in "".join(line for line in compiled.as_text().splitlines() if "f32[64,2,2,16,32]" in line)
 
@@ -154,9 +152,9 @@ def test_memory_that_is_read_again_is_not_written_in_place() -> None:
     kv = init_pages(8, 2, 16, 32, "float32")
 
     def function(pages: jax.Array, x: jax.Array, weight: jax.Array) -> tuple[jax.Array, ...]:
-        k = native.multiply(norm(x, weight[0]), weight).reshape(-1, 2, 32)
+        k = products.multiply(norm(x, weight[0]), weight).reshape(-1, 2, 32)
         ids = jnp.arange(3, dtype=jnp.int32)
-        return rope_kv.write(type(kv)(pages), k, k, ids, ids).pages, pages
+        return attention.write(type(kv)(pages), k, k, ids, ids).pages, pages
 
     same(function, kv.pages, rows(), matrix())
 
@@ -166,10 +164,10 @@ def test_neither_is_memory_that_is_read_again_under_another_shape() -> None:
     kv = init_pages(1, 1, 16, 16, "float32")
 
     def function(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, ...]:
-        flat = native.multiply(norm(x, weight[0]), weight)  # as large as the page
+        flat = products.multiply(norm(x, weight[0]), weight)  # as large as the page
         ids, k = jnp.zeros(3, jnp.int32), x[:3, :16].reshape(3, 1, 16)
-        page = rope_kv.write(type(kv)(flat.reshape(kv.pages.shape)), k, k, ids, ids + 5).pages
-        return page, native.multiply(norm(flat, weight[1]), weight)
+        page = attention.write(type(kv)(flat.reshape(kv.pages.shape)), k, k, ids, ids + 5).pages
+        return page, products.multiply(norm(flat, weight[1]), weight)
 
     same(function, rows(8), matrix())
 
@@ -177,17 +175,17 @@ def test_neither_is_memory_that_is_read_again_under_another_shape() -> None:
 @needs_numba
 def test_equal_constants_are_one_operand() -> None:
     weights = [matrix() for _ in range(5)]
-    equations = jax.make_jaxpr(native.chained(layers))(rows(), weights).jaxpr.eqns
-    chain = next(eqn for eqn in equations if eqn.primitive.name == "ffi_call")
+    equations = jax.make_jaxpr(chain.chained(layers))(rows(), weights).jaxpr.eqns
+    found = next(eqn for eqn in equations if eqn.primitive.name == "ffi_call")
     # The plan, x, five matrices, their five rows that norm, and the constants: no scale or norm, two epsilons, rows.
-    assert len(chain.invars) <= 1 + 1 + 10 + 4
+    assert len(found.invars) <= 1 + 1 + 10 + 4
 
 
 @needs_numba
 def test_branches_and_their_native_calls_are_left_alone() -> None:
     def function(x: jax.Array, weight: jax.Array, flag: jax.Array) -> jax.Array:
-        x = native.multiply(norm(x, weight[0]), weight)
-        return jax.lax.cond(flag, lambda: native.multiply(x, weight), lambda: x)
+        x = products.multiply(norm(x, weight[0]), weight)
+        return jax.lax.cond(flag, lambda: products.multiply(x, weight), lambda: x)
 
     for flag in (True, False):
         same(function, rows(), matrix(), jnp.asarray(flag))
@@ -200,21 +198,21 @@ def test_many_chains_at_once_give_what_one_gives(dtype: str, count: int) -> None
     weights = [matrix(256), matrix(256)]
     scales = None if dtype != "int8" else jnp.ones((256,), jnp.float32) / 100
     weights = [(weight * (1 if scales is None else 100)).astype(dtype) for weight in weights]
-    if not native.multiplies(count, weights[0], quantize_rows=True):
+    if not products.multiplies(count, weights[0], quantize_rows=True):
         pytest.skip("XLA's")
 
     table = jnp.ones((count, 16))
 
     def function(x: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:
         for _ in range(6):
-            y = native.multiply(x, first, scales, quantize_rows=True).reshape(-1, 4, E)
-            q, _, _ = native.split(y, y, table, table, heads=2)
-            x = native.multiply(q.reshape(-1, 2 * E)[:, :E], second, scales, quantize_rows=True)[:, :E]
+            y = products.multiply(x, first, scales, quantize_rows=True).reshape(-1, 4, E)
+            q, _, _ = attention.split(y, y, table, table, heads=2)
+            x = products.multiply(q.reshape(-1, 2 * E)[:, :E], second, scales, quantize_rows=True)[:, :E]
         return x
 
     x = rows(count)
     same(function, x, *weights)
-    compiled = jax.jit(native.chained(function)).lower(x, *weights).compile()
+    compiled = jax.jit(chain.chained(function)).lower(x, *weights).compile()
     expected = np.asarray(compiled(x, *weights))
     with ThreadPoolExecutor(4) as threads:
         for got in threads.map(lambda _: np.asarray(compiled(x, *weights)), range(60)):
@@ -224,7 +222,7 @@ def test_many_chains_at_once_give_what_one_gives(dtype: str, count: int) -> None
 @needs_numba
 def test_it_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REKINDLE_CHAIN", "0")
-    assert native.chained(layers) is layers
+    assert chain.chained(layers) is layers
 
 
 @needs_numba
@@ -249,22 +247,22 @@ def test_tokens_behind_the_prompts_are_not_computed(lengths: tuple[int, ...]) ->
     def function(
         x: jax.Array, weight: jax.Array, ends: jax.Array, prompts: jax.Array, count: jax.Array | None = None
     ) -> jax.Array:
-        q = native.multiply(norm(x, weight[0]), weight, count=count).reshape(-1, 4, 16)
+        q = products.multiply(norm(x, weight[0]), weight, count=count).reshape(-1, 4, 16)
         y = attention.paged_attention(
             AttentionInputs(q, kv, table, lens, ends, prompts), AttentionOptions(decode_rows=others, scale=1.0)
         )
-        return native.multiply(y.reshape(-1, E), weight, residual=x, count=count)
+        return products.multiply(y.reshape(-1, E), weight, residual=x, count=count)
 
     weight = matrix().astype(jnp.bfloat16)
-    if not native.multiplies(others + tokens, weight):
+    if not products.multiplies(others + tokens, weight):
         pytest.skip("XLA multiplies so many rows")
     args = rows(others + tokens), weight, jnp.asarray(ends), jnp.asarray(len(lengths), jnp.int32)
-    assert calls(native.chained(function), *args) == ["chain"]
-    constants = jax.make_jaxpr(native.chained(function))(*args).consts
+    assert calls(chain.chained(function), *args) == ["chain"]
+    constants = jax.make_jaxpr(chain.chained(function))(*args).consts
     assert any((np.asarray(constant) == chain_plan.ROWS).any() for constant in constants), "every row is computed"
     used = others + sum(lengths)
     # As few rows are multiplied alone as in the chain, or sums would be made in another order.
-    alone, together = jax.jit(function)(*args, jnp.asarray(used, jnp.int32)), jax.jit(native.chained(function))(*args)
+    alone, together = jax.jit(function)(*args, jnp.asarray(used, jnp.int32)), jax.jit(chain.chained(function))(*args)
     np.testing.assert_array_equal(np.asarray(alone)[:used], np.asarray(together)[:used])
 
 
@@ -289,18 +287,18 @@ def test_rows_of_nobody_are_not_multiplied(
     scales = jnp.ones((E,), jnp.float32) / 100 if dtype == "int8" else None
 
     def function(x: jax.Array, weight: jax.Array, lens: jax.Array, ends: jax.Array, count: jax.Array) -> Any:
-        q = native.multiply(x, weight, scales, norm=weight[0].astype(jnp.float32), quantize_rows=True)
+        q = products.multiply(x, weight, scales, norm=weight[0].astype(jnp.float32), quantize_rows=True)
         y = attention.paged_attention(
             AttentionInputs(q.reshape(-1, 4, 16), kv, table, lens, ends, count),
             AttentionOptions(decode_rows=others, scale=1.0),
         )
-        return q, native.multiply(y.reshape(-1, E), weight, scales, x, quantize_rows=True)
+        return q, products.multiply(y.reshape(-1, E), weight, scales, x, quantize_rows=True)
 
     weight = (matrix() * (100 if dtype == "int8" else 1)).astype(dtype)
-    if not native.multiplies(others + tokens, weight, quantize_rows=True):
+    if not products.multiplies(others + tokens, weight, quantize_rows=True):
         pytest.skip("XLA multiplies so many rows")
     args = rows(others + tokens), weight, lens, ends, jnp.asarray(len(lengths), jnp.int32)
-    together, alone = jax.jit(native.chained(function))(*args), jax.jit(function)(*args)
+    together, alone = jax.jit(chain.chained(function))(*args), jax.jit(function)(*args)
     somebodys = [*range(own), *range(others, others + sum(lengths))]
     for got, want in zip(together, alone, strict=True):
         # An int8 row may be rounded another way where its float32 sums were made in another order.
@@ -324,19 +322,19 @@ def test_unread_rows_are_skipped_after_the_attention_call_that_names_them(dtype:
     scales = jnp.ones((E,), jnp.float32) / 100 if dtype == "int8" else None
 
     def function(x: jax.Array, weight: jax.Array, count: jax.Array, unread: jax.Array | None) -> Any:
-        q = native.multiply(x, weight, scales, quantize_rows=True)
+        q = products.multiply(x, weight, scales, quantize_rows=True)
         y = attention.paged_attention(
             AttentionInputs(q.reshape(-1, 4, 16), kv, table, lens, ends, count, unread=unread),
             AttentionOptions(decode_rows=others, scale=1.0),
         )
-        return q, native.multiply(y.reshape(-1, E), weight, scales, x, quantize_rows=True)
+        return q, products.multiply(y.reshape(-1, E), weight, scales, x, quantize_rows=True)
 
     weight = (matrix() * (100 if dtype == "int8" else 1)).astype(dtype)
-    if not native.multiplies(others + tokens, weight, quantize_rows=True):
+    if not products.multiplies(others + tokens, weight, quantize_rows=True):
         pytest.skip("XLA multiplies so many rows")
     args = rows(others + tokens), weight, jnp.asarray(len(lengths), jnp.int32)
-    chain = jax.jit(native.chained(function))
-    (q, all_of_them), (before, some) = chain(*args, None), chain(*args, jnp.asarray(unread, jnp.int32))
+    chained = jax.jit(chain.chained(function))
+    (q, all_of_them), (before, some) = chained(*args, None), chained(*args, jnp.asarray(unread, jnp.int32))
     prompts = slice(others, others + sum(lengths))
     np.testing.assert_array_equal(before[prompts], q[prompts])
     assert not np.isclose(some[others : others + unread], all_of_them[others : others + unread]).all(axis=1).any()

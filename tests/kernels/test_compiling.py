@@ -9,10 +9,9 @@ import jax.numpy as jnp
 import pytest
 from jax.extend.random import threefry_2x32
 
-from rekindle_kernels import native
 from rekindle_kernels.native import build
 
-if native.unavailable_reason() is not None:
+if build.unavailable_reason() is not None:
     pytest.skip("numba is not installed", allow_module_level=True)
 
 import llvmlite.binding as llvm

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from rekindle_kernels import LayerKV, abstract_pages, fill_pages
-from rekindle_kernels.native import fill_pages as native_fill
+from rekindle_kernels.native import python_handlers
 
 DTYPES = ("float32", "bfloat16", "int8")
 LAYERS, PAGES, MOVED = 5, 40, 4
 needs_kernel = pytest.mark.skipif(
-    not native_fill.supported() or jax.default_backend() != "cpu", reason="has no kernel that fills pages"
+    not python_handlers.has_fill() or jax.default_backend() != "cpu", reason="has no kernel that fills pages"
 )
 
 
@@ -63,17 +63,17 @@ def test_the_program_has_one_operation_however_many_layers_there_are() -> None:
 
 def test_where_xla_refused_the_kernel_of_zeros_it_fills_pages_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     from rekindle_kernels.native import build
-    from rekindle_kernels.ops.memory import FILL_PAGES, FillCall
+    from rekindle_kernels.ops.memory import FILL_PAGES, MemoryCall
 
     monkeypatch.setattr(build, "_failed", {"zeros"})
-    assert FILL_PAGES.choose(FillCall("cpu")).name == ("xla")
+    assert FILL_PAGES.choose(MemoryCall("cpu")).name == ("xla")
 
 
 def test_other_platforms_use_xla() -> None:
-    from rekindle_kernels.ops.memory import FILL_PAGES, FillCall
+    from rekindle_kernels.ops.memory import FILL_PAGES, MemoryCall
 
-    assert FILL_PAGES.choose(FillCall("gpu")).name == "joined"
-    assert FILL_PAGES.choose(FillCall("tpu")).name == "xla"
+    assert FILL_PAGES.choose(MemoryCall("gpu")).name == "joined"
+    assert FILL_PAGES.choose(MemoryCall("tpu")).name == "xla"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -12,11 +12,11 @@ import pytest
 from helpers.absent_devices import ABSENT
 from helpers.group_matrices import FORMS, INDICES, RANDOM, RARER, clamped, integers, matrix, stored
 from helpers.thorough import by_default
-from rekindle_kernels import LinearOptions, deprecated, int4, linear, native
-from rekindle_kernels.native import products
+from rekindle_kernels import LinearOptions, deprecated, int4, linear
+from rekindle_kernels.native import build, chain, products
 from rekindle_kernels.native.cpu import has_feature
 
-needs_numba = pytest.mark.skipif(native.unavailable_reason() is not None, reason="numba is not installed")
+needs_numba = pytest.mark.skipif(build.unavailable_reason() is not None, reason="numba is not installed")
 
 
 @pytest.mark.parametrize("bits", [4, 6, 8])
@@ -128,7 +128,7 @@ def test_products_with_steps_are_those_with_numbers_to_the_last_bit(rows: int, b
         wide = [
             None if one is None else jnp.asarray(int4.pack_scales(int4.stepped_numbers(one))) for one in (scale, low)
         ]
-        np.testing.assert_array_equal(native.multiply_int4(x, q, *held), native.multiply_int4(x, q, *wide))
+        np.testing.assert_array_equal(products.multiply_int4(x, q, *held), products.multiply_int4(x, q, *wide))
 
 
 def test_zero_points_are_held_exactly_by_float32() -> None:
@@ -216,7 +216,7 @@ def test_rows_of_eight_bits_are_multiplied_exactly(
     random = np.random.default_rng(group)  # the same rows whatever other tests have drawn
     x = random.standard_normal((203, shape[1]), np.float32) * random.random((203, 1), np.float32) * 10
     x[7], x[:, 32:64] = 0, 0  # an empty row, and empty groups
-    multiply = jax.jit(native.multiply_int4)
+    multiply = jax.jit(products.multiply_int4)
     whole = np.asarray(multiply(x, *packed))
     stored, certain = rounded(x, group)
     assert certain.mean() > 0.9
@@ -233,7 +233,7 @@ def test_six_bits_give_what_eight_give_to_the_last_bit(minimums: bool) -> None:
     (six, scale, minimum), _ = matrix(112, 768, 16, "int8", minimums, 6)
     eight = jnp.asarray(int4.pack(int4.unpack(np.asarray(six)), 8))
     x = RANDOM.standard_normal((50, 768), np.float32)
-    multiply = jax.jit(native.multiply_int4)
+    multiply = jax.jit(products.multiply_int4)
     for rows in (1, 2, 4, 14, 50):
         np.testing.assert_array_equal(
             multiply(x[:rows], six, scale, minimum), multiply(x[:rows], eight, scale, minimum)
@@ -280,7 +280,7 @@ def test_codebooks_give_what_their_values_give_in_eight_bits_to_the_last_bit(gat
     eight = jnp.asarray(int4.pack(values, 8))
     wide = int4.numbers(scale, 768) if kind == int4.EXPONENTS else scale
     x = RANDOM.standard_normal((50, 768), np.float32)
-    multiply = jax.jit(partial(native.multiply_int4, gated=gated))
+    multiply = jax.jit(partial(products.multiply_int4, gated=gated))
     for rows in (1, 2, 4, 12, 16, 40, 50):
         for expert in (None, jnp.int32(1)):
             ours, theirs = (
@@ -302,8 +302,8 @@ def test_rows_are_normed_results_gated_and_a_residual_is_added_on_the_way(rows: 
     x = jnp.asarray(RANDOM.standard_normal((rows, 128), np.float32) * 6)
     norm = jnp.asarray(RANDOM.standard_normal(128, np.float32))
     residual = jnp.asarray(RANDOM.standard_normal((rows, 112), np.float32) * 10)
-    multiply = jax.jit(partial(native.multiply_int4, eps=1.0), static_argnames="gated")
-    wide = multiply(native.rms_norm(x, norm, 1.0), *packed)
+    multiply = jax.jit(partial(products.multiply_int4, eps=1.0), static_argnames="gated")
+    wide = multiply(products.rms_norm(x, norm, 1.0), *packed)
     np.testing.assert_allclose(multiply(x, *packed, norm=norm), wide, rtol=1e-4, atol=1e-4)
     want = jax.nn.silu(wide[:, :112]) * wide[:, 112:]
     for added in (None, residual):
@@ -327,7 +327,7 @@ def test_amx_changes_nothing(
     found = []
     for there in (True, False):
         monkeypatch.setattr(products, "has_amx", lambda there=there: there)
-        multiply = jax.jit(partial(native.multiply_int4, gated=gated))
+        multiply = jax.jit(partial(products.multiply_int4, gated=gated))
         found.append(np.asarray(multiply(x, *packed)))
     np.testing.assert_array_equal(*found)
 
@@ -337,7 +337,7 @@ def test_amx_changes_nothing(
 def test_only_the_first_rows_are_computed(rows: int) -> None:
     packed, _ = matrix(96, 128, 64)
     x = jnp.asarray(RANDOM.standard_normal((rows, 128), np.float32))
-    multiply = jax.jit(native.multiply_int4)
+    multiply = jax.jit(products.multiply_int4)
     whole = np.asarray(multiply(x, *packed))
     for count in (0, 1, rows // 2, rows - 1):
         got = multiply(x.at[count:].set(jnp.nan), *packed, count=jnp.array(count, jnp.int32))
@@ -349,7 +349,7 @@ def test_only_the_first_rows_are_computed(rows: int) -> None:
 def test_one_matrix_of_a_stack_is_read_in_place(bits: int | str, group: int, kind: str, minimums: bool) -> None:
     each = [matrix(96, 256, group, kind, minimums, bits)[0] for _ in range(3)]
     arrays = [None if parts[0] is None else jnp.stack(parts) for parts in zip(*each, strict=True)]
-    multiply = jax.jit(partial(native.multiply_int4, eps=1.0), static_argnames="gated")
+    multiply = jax.jit(partial(products.multiply_int4, eps=1.0), static_argnames="gated")
     for rows, gated in ((1, True), (50, False)):  # each compiles two programs
         x = jnp.asarray(RANDOM.standard_normal((rows, 256), np.float32))
         alone = [np.asarray(multiply(x, *parts, gated=gated)) for parts in each]
@@ -366,14 +366,14 @@ def test_products_run_in_a_chain() -> None:
 
     def layers(x: jax.Array, *arrays: jax.Array) -> jax.Array:
         for _ in range(3):
-            y = native.multiply_int4(x, *arrays[:2], norm=norm, eps=1e-5, gated=True)
-            x = native.multiply_int4(y, *arrays[2:], residual=x)
+            y = products.multiply_int4(x, *arrays[:2], norm=norm, eps=1e-5, gated=True)
+            x = products.multiply_int4(y, *arrays[2:], residual=x)
         return x
 
     for rows in (1, 2, 40):
         x = jnp.asarray(RANDOM.standard_normal((rows, 256), np.float32))
         arrays = (*first[:2], *second[:2])
-        chained = jax.jit(native.chained(layers))
+        chained = jax.jit(chain.chained(layers))
         assert "rekindle_chain" in chained.lower(x, *arrays).as_text()
         np.testing.assert_array_equal(chained(x, *arrays), jax.jit(layers)(x, *arrays))
 
@@ -381,9 +381,9 @@ def test_products_run_in_a_chain() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     (weight, scale, _), _ = matrix(32, 128, 64)
     with pytest.raises(AssertionError, match="rows of 64 and a matrix of 128"):
-        native.multiply_int4(jnp.ones((2, 64)), weight, scale)
+        products.multiply_int4(jnp.ones((2, 64)), weight, scale)
     with pytest.raises(AssertionError, match="groups of 16"):
-        native.multiply_int4(jnp.ones((2, 128)), weight, jnp.ones((2, 128), jnp.float16))
+        products.multiply_int4(jnp.ones((2, 128)), weight, jnp.ones((2, 128), jnp.float16))
 
 
 def test_a_derivative_is_that_of_the_values() -> None:

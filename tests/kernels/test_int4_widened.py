@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from helpers.group_matrices import ONE_FORM, RANDOM, matrix
-from rekindle_kernels import LinearOptions, linear, native
-from rekindle_kernels.native import products
+from rekindle_kernels import LinearOptions, linear
+from rekindle_kernels.native import build, products
 
-needs_numba = pytest.mark.skipif(native.unavailable_reason() is not None, reason="numba is not installed")
+needs_numba = pytest.mark.skipif(build.unavailable_reason() is not None, reason="numba is not installed")
 FEWEST = {16: 48, 32: 48, 64: 96}  # rows, by group; larger groups are multiplied as integers
 widens = pytest.mark.skipif(not products.has_amx(), reason="this processor has no AMX")
 
@@ -35,7 +35,7 @@ def test_many_rows_are_multiplied_as_bfloat16(
     random = np.random.default_rng(group)
     x = random.standard_normal((203, shape[1]), np.float32) * random.random((203, 1), np.float32) * 10
     x[7], x[:, 32:64] = 0, 0
-    multiply, exactly = jax.jit(partial(native.multiply_int4, widened=True)), jax.jit(native.multiply_int4)
+    multiply, exactly = jax.jit(partial(products.multiply_int4, widened=True)), jax.jit(products.multiply_int4)
     fewest = FEWEST.get(group, 204)
     few = x[: fewest - 1]
     np.testing.assert_array_equal(multiply(few, *packed), exactly(few, *packed))
@@ -64,8 +64,8 @@ def test_bfloat16_rows_are_normed_results_gated_and_a_residual_is_added(rows: in
     x = jnp.asarray(RANDOM.standard_normal((rows, 128), np.float32) * 6)
     norm = jnp.asarray(RANDOM.standard_normal(128, np.float32))
     residual = jnp.asarray(RANDOM.standard_normal((rows, 112), np.float32) * 10)
-    multiply = jax.jit(partial(native.multiply_int4, eps=1.0, widened=True), static_argnames="gated")
-    wide = multiply(native.rms_norm(x, norm, 1.0), *packed)
+    multiply = jax.jit(partial(products.multiply_int4, eps=1.0, widened=True), static_argnames="gated")
+    wide = multiply(products.rms_norm(x, norm, 1.0), *packed)
     np.testing.assert_allclose(multiply(x, *packed, norm=norm), wide, rtol=1e-4, atol=1e-4)
     want = jax.nn.silu(wide[:, :112]) * wide[:, 112:]
     got = multiply(x, *packed, residual, norm=norm, gated=True)
@@ -78,9 +78,9 @@ def test_bfloat16_rows_are_normed_results_gated_and_a_residual_is_added(rows: in
 def test_deterministic_products_stay_integers(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
     monkeypatch.setattr(
-        native, "multiply_int4", lambda x, *_, widened, **__: asked.append(widened) or jnp.zeros((2, 32))
+        products, "multiply_int4", lambda x, *_, widened, **__: asked.append(widened) or jnp.zeros((2, 32))
     )
-    monkeypatch.setattr(native, "multiplies_int4", lambda *_: True)
+    monkeypatch.setattr(products, "multiplies_int4", lambda *_: True)
     (weight, scale, _), _ = matrix(32, 128, 64)
     for deterministic in (False, True):
         options = LinearOptions("int4", deterministic=deterministic)

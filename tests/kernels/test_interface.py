@@ -14,10 +14,11 @@ import pytest
 
 import rekindle_kernels
 from helpers.python import run_python
-from rekindle_kernels.native import build, python_handlers, xla_abi, zeros
+from rekindle_kernels.native import build, python_handlers, xla_abi
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="there are no native kernels")
 Handler = Callable[[int], int]
+ZEROS = python_handlers.HANDLERS[python_handlers.ZEROS]
 METADATA, UNKNOWN = 1, 7
 
 
@@ -71,7 +72,7 @@ def compiled() -> Handler:
 @pytest.mark.parametrize("kinds", [(METADATA,), (UNKNOWN, METADATA), (METADATA, UNKNOWN)])
 def test_a_question_is_answered_wherever_it_stands(kinds: tuple[int, ...]) -> None:
     frame = Frame(*kinds)
-    assert zeros._handle(frame.address) == 0
+    assert ZEROS(frame.address) == 0
     assert frame.version == [0, 1, 0]
     assert frame.values.tolist() == [1, 1, 1], "a question is no call"
     frame = Frame(*kinds)
@@ -82,7 +83,7 @@ def test_a_question_is_answered_wherever_it_stands(kinds: tuple[int, ...]) -> No
 @pytest.mark.parametrize("kinds", [(), (UNKNOWN,), (UNKNOWN, UNKNOWN)])
 def test_another_extension_is_no_question(kinds: tuple[int, ...]) -> None:
     frame = Frame(*kinds)
-    assert zeros._handle(frame.address) == 0
+    assert ZEROS(frame.address) == 0
     assert frame.values.tolist() == [0, 0, 0], "the call was for zeros"
     assert compiled()(frame.address) == 0
     assert frame.metadata[:] == [-1] * 16, "memory that is somebody else's"
@@ -98,14 +99,14 @@ def _too_new(frame: int) -> int:
     return 0
 
 
-@pytest.mark.skipif(not zeros.supported() or jax.default_backend() != "cpu", reason="has no kernel of zeros")
+@pytest.mark.skipif(not python_handlers.has_zeros() or jax.default_backend() != "cpu", reason="has no kernel of zeros")
 def test_zeros_need_no_kernel_where_xla_refuses_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(build, "PREFIX", "rekindle_refused_")
     monkeypatch.setattr(build, "_ready", set())
     monkeypatch.setattr(build, "_failed", set())
-    monkeypatch.setattr(zeros, "address", lambda: ctypes.cast(_too_new, ctypes.c_void_p).value)
+    monkeypatch.setitem(python_handlers.HANDLERS, python_handlers.ZEROS, _too_new)
     shapes = [jax.ShapeDtypeStruct((3, 5), jnp.bfloat16), jax.ShapeDtypeStruct((7,), jnp.int32)]
     with caplog.at_level(logging.WARNING, logger="rekindle_kernels.native.build"):
         lowered = jax.jit(lambda: rekindle_kernels.zeros(shapes)).lower()
@@ -120,7 +121,7 @@ def test_a_refusal_leaves_the_backend_usable() -> None:
     """Registered before the backend starts, a kernel that is refused would keep it from starting."""
     code = """
 import ctypes, jax, rekindle_kernels
-from rekindle_kernels.native import python_handlers, zeros
+from rekindle_kernels.native import python_handlers
 from rekindle_kernels.native.xla_abi import CALL_FRAME, EXTENSION, METADATA
 @ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)
 def too_new(frame):
@@ -129,7 +130,7 @@ def too_new(frame):
         answer = python_handlers.read(EXTENSION, extension, "metadata") + METADATA.offset("major")
         (ctypes.c_int32 * 3).from_address(answer)[:] = [0, 1000, 0]
     return 0
-zeros.address = lambda: ctypes.cast(too_new, ctypes.c_void_p).value
+python_handlers.HANDLERS[python_handlers.ZEROS] = too_new
 print(jax.jit(lambda: rekindle_kernels.zeros(jax.ShapeDtypeStruct((2,), "float32"), platform="cpu"))())
 """
     assert run_python("-c", code).split() == ["[0.", "0.]"]

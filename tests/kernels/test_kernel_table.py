@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rekindle_kernels.int4_format import STORED
-from rekindle_kernels.native import build, chain_plan, kernel_table, zeros
+from rekindle_kernels.native import build, chain_plan, kernel_table, python_handlers
 from rekindle_kernels.native.kernel_table import GROUPED, KERNELS, MATVEC, PREFILL, identify
 from rekindle_kernels.native.products import DTYPES
 
@@ -21,11 +21,11 @@ def test_a_name_tells_the_kernel() -> None:
     for variant in VARIANTS:
         assert identify(variant.name) == variant
     assert identify("matvec_bfloat16") == MATVEC.variant("bfloat16")
-    assert identify(chain_plan.CHAIN) is None and identify(zeros.NAME) is None
+    assert identify(chain_plan.CHAIN) is None and identify(python_handlers.ZEROS) is None
 
 
 def test_no_two_kernels_have_one_entry() -> None:
-    names = {variant.name for variant in VARIANTS} | {chain_plan.CHAIN, zeros.NAME}
+    names = {variant.name for variant in VARIANTS} | {chain_plan.CHAIN, python_handlers.ZEROS}
     assert len({chain_plan.slot(name) for name in names}) == len(names)
 
 

@@ -15,13 +15,13 @@ import pytest
 
 from helpers.group_matrices import INDICES, clamped
 from helpers.python import run_python
-from rekindle_kernels import GatedCall, LinearOptions, gated, init_pages, linear, native, pages, rms_norm, rope
-from rekindle_kernels.native import build, cpu, library, products, rope_kv
+from rekindle_kernels import GatedCall, LinearOptions, gated, init_pages, linear, pages, rms_norm, rope
+from rekindle_kernels.native import attention, build, cpu, library, products, sampling
 from rekindle_kernels.native.kernel_table import GEMM
 from rekindle_kernels.ops.linear import GATED
 from rekindle_kernels.xla import linear as plain_linear
 
-pytestmark = pytest.mark.skipif(native.unavailable_reason() is not None, reason="numba is not installed")
+pytestmark = pytest.mark.skipif(build.unavailable_reason() is not None, reason="numba is not installed")
 RANDOM = np.random.default_rng(0)
 
 
@@ -40,9 +40,9 @@ def weights(dtype: str, height: int, width: int) -> tuple[jax.Array, jax.Array |
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8"])
 def test_few_rows_times_a_matrix(dtype: str, height: int, width: int, rows: int) -> None:
     weight, scale, meaning = weights(dtype, height, width)
-    assert native.multiplies(rows, weight)
+    assert products.multiplies(rows, weight)
     x = RANDOM.standard_normal((rows, width), np.float32)
-    got = np.asarray(jax.jit(native.multiply)(x, weight, scale))
+    got = np.asarray(jax.jit(products.multiply)(x, weight, scale))
     if products._kernel(rows, weight, False).spec is GEMM and not cpu.multiplies_widened(dtype):
         x = np.asarray(jnp.asarray(x).astype(jnp.bfloat16).astype(jnp.float32))
     np.testing.assert_allclose(got, x.astype(np.float64) @ meaning.T, rtol=0, atol=1e-5 * width)
@@ -62,12 +62,12 @@ def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 def test_many_rows_times_a_matrix(dtype: str, rows: int) -> None:
     weight, scale, meaning = weights(dtype, 208, 192)
     if not products._has_gemm(weight):
-        assert not native.multiplies(16, weight, quantize_rows=True)
+        assert not products.multiplies(16, weight, quantize_rows=True)
         pytest.skip("this processor has no instruction for it")
-    assert native.multiplies(rows, weight, quantize_rows=True)
+    assert products.multiplies(rows, weight, quantize_rows=True)
     x = RANDOM.standard_normal((rows, 192), np.float32) * RANDOM.random((rows, 1), np.float32) * 10
     x[rows // 2] = 0
-    got = np.asarray(jax.jit(partial(native.multiply, quantize_rows=True))(x, weight, scale))
+    got = np.asarray(jax.jit(partial(products.multiply, quantize_rows=True))(x, weight, scale))
     if dtype == "int8":
         unit = np.maximum(np.abs(x).max(axis=1, keepdims=True), np.float32(1e-30)) / np.float32(127)
         steps = x * (1 / unit)
@@ -89,7 +89,7 @@ def test_with_and_without_amx_a_product_is_the_same(dtype: str, gated: bool, mon
 
     def product(amx: bool) -> np.ndarray:
         monkeypatch.setattr(products, "has_amx", lambda: amx)
-        return np.asarray(jax.jit(partial(native.multiply, quantize_rows=True, gated=gated))(x, weight, scale))
+        return np.asarray(jax.jit(partial(products.multiply, quantize_rows=True, gated=gated))(x, weight, scale))
 
     got, right = product(True), product(False)
     exact = dtype == "int8"  # but for the scales' rounding
@@ -104,7 +104,7 @@ def test_deterministic_products_do_without_amx(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(products, "has_amx", lambda: True)
     monkeypatch.setattr(products, "call", lambda kernel, operands, settings, sizes: asked.append(settings) or (None,))
     for deterministic in (False, True):
-        native.multiply(jnp.zeros((64, 64), jnp.float32), weight, scale, deterministic=deterministic)
+        products.multiply(jnp.zeros((64, 64), jnp.float32), weight, scale, deterministic=deterministic)
     assert [settings["amx"] for settings in asked] == [True, False], "sums are added in another order by it"
 
 
@@ -114,7 +114,7 @@ def test_an_llvm_that_would_end_the_process_is_left_alone(
 ) -> None:
     monkeypatch.setenv(library.FOLDER, "/nowhere")  # a library needs no LLVM
     monkeypatch.setattr("importlib.metadata.version", lambda name: version)
-    reason = native.unavailable_reason()
+    reason = build.unavailable_reason()
     assert (reason is None) == works
     assert works or (version in str(reason) and "pip install --upgrade" in str(reason))
 
@@ -123,13 +123,13 @@ def test_an_llvm_that_would_end_the_process_is_left_alone(
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int8"])
 def test_one_matrix_of_a_stack_is_read_in_place(dtype: str, rows: int, gated: bool) -> None:
     each = [weights(dtype, 96, 128)[:2] for _ in range(3)]
-    if not native.multiplies(rows, each[0][0], quantize_rows=True):
+    if not products.multiplies(rows, each[0][0], quantize_rows=True):
         pytest.skip("this processor has no instruction for it")
     weight, scale = (None if parts[0] is None else jnp.stack(parts) for parts in zip(*each, strict=True))
     values = dtype if dtype in ("bfloat16", "float16") else None
     bits = weight if values is None else jax.lax.bitcast_convert_type(weight, jnp.uint16)
-    multiply = jax.jit(partial(native.multiply, quantize_rows=True, gated=gated))
-    in_place = jax.jit(partial(native.multiply, quantize_rows=True, gated=gated, values=values))
+    multiply = jax.jit(partial(products.multiply, quantize_rows=True, gated=gated))
+    in_place = jax.jit(partial(products.multiply, quantize_rows=True, gated=gated, values=values))
     x = jnp.asarray(RANDOM.standard_normal((rows, 128), np.float32))
     alone = [np.asarray(multiply(x, *parts)) for parts in each]
     assert not np.array_equal(alone[0], alone[1])
@@ -139,12 +139,12 @@ def test_one_matrix_of_a_stack_is_read_in_place(dtype: str, rows: int, gated: bo
 
 
 def test_what_it_does_not_multiply() -> None:
-    assert not native.multiplies(2, jnp.zeros((4, 4), jnp.float8_e4m3fn))
-    assert not native.multiplies(2, jnp.zeros((2, 4, 4), jnp.float32)), "stacks of experts"
-    assert not native.multiplies(1000, jnp.zeros((64, 96), jnp.bfloat16)), "a width that is no multiple of a vector"
-    assert not native.multiplies(1000, jnp.zeros((72, 64), jnp.bfloat16)), "a height that is no multiple of a tile"
-    assert not native.multiplies(16, jnp.zeros((64, 64), jnp.int8)), "rows that must not be rounded"
-    assert not native.multiplies(16, jnp.zeros((64, 64), jnp.float32))
+    assert not products.multiplies(2, jnp.zeros((4, 4), jnp.float8_e4m3fn))
+    assert not products.multiplies(2, jnp.zeros((2, 4, 4), jnp.float32)), "stacks of experts"
+    assert not products.multiplies(1000, jnp.zeros((64, 96), jnp.bfloat16)), "a width that is no multiple of a vector"
+    assert not products.multiplies(1000, jnp.zeros((72, 64), jnp.bfloat16)), "a height that is no multiple of a tile"
+    assert not products.multiplies(16, jnp.zeros((64, 64), jnp.int8)), "rows that must not be rounded"
+    assert not products.multiplies(16, jnp.zeros((64, 64), jnp.float32))
 
 
 @pytest.mark.usefixtures("either_way")
@@ -152,13 +152,13 @@ def test_what_it_does_not_multiply() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 def test_rows_are_normed_results_gated_and_a_residual_is_added_on_the_way(dtype: str, rows: int) -> None:
     weight, scale, _ = weights(dtype, 224, 128)
-    if not native.multiplies(rows, weight, quantize_rows=True):
+    if not products.multiplies(rows, weight, quantize_rows=True):
         pytest.skip("many rows are XLA's")
     x = jnp.asarray(RANDOM.standard_normal((rows, 128), np.float32) * 6)
     norm = jnp.asarray(RANDOM.standard_normal(128, np.float32))
     residual = jnp.asarray(RANDOM.standard_normal((rows, 112), np.float32) * 10)
-    multiply = jax.jit(partial(native.multiply, quantize_rows=True, eps=1.0), static_argnames="gated")
-    normed = native.rms_norm(x, norm, 1.0)
+    multiply = jax.jit(partial(products.multiply, quantize_rows=True, eps=1.0), static_argnames="gated")
+    normed = products.rms_norm(x, norm, 1.0)
     wide = multiply(normed, weight, scale)
     tolerance = {"rtol": 1e-4, "atol": {"float32": 1e-4, "bfloat16": 0.5, "int8": 0.5}[dtype]}
     np.testing.assert_allclose(multiply(x, weight, scale, norm=norm), wide, **tolerance)
@@ -173,17 +173,17 @@ def test_rows_are_normed_results_gated_and_a_residual_is_added_on_the_way(dtype:
 
 
 def test_what_can_end_in_a_gate() -> None:
-    assert native.gates(jnp.zeros((96, 64))) and not native.gates(jnp.zeros((80, 64)))
+    assert products.gates(jnp.zeros((96, 64))) and not products.gates(jnp.zeros((80, 64)))
 
 
 @pytest.mark.parametrize("rows", [3, 40, 300])
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_only_the_first_rows_are_computed(dtype: str, rows: int) -> None:
     weight, scale, _ = weights(dtype, 96, 128)
-    if not native.multiplies(rows, weight, quantize_rows=True):
+    if not products.multiplies(rows, weight, quantize_rows=True):
         pytest.skip("this processor has no instruction for it")
     x = jnp.asarray(RANDOM.standard_normal((rows, 128), np.float32))
-    multiply = jax.jit(partial(native.multiply, quantize_rows=True))
+    multiply = jax.jit(partial(products.multiply, quantize_rows=True))
     for count in (0, 1, rows // 2, rows - 1):
         got = multiply(x.at[count:].set(jnp.nan), weight, scale, count=jnp.array(count, jnp.int32))
         np.testing.assert_allclose(got[:count], multiply(x, weight, scale)[:count], rtol=1e-4, atol=1e-3)
@@ -192,9 +192,9 @@ def test_only_the_first_rows_are_computed(dtype: str, rows: int) -> None:
 def test_what_cannot_be_normed_or_gated_in_a_product_is_refused() -> None:
     x = jnp.ones((2, 48))
     with pytest.raises(AssertionError, match="normed before"):
-        native.multiply(x, jnp.ones((64, 48)), norm=jnp.ones((48,)))
+        products.multiply(x, jnp.ones((64, 48)), norm=jnp.ones((48,)))
     with pytest.raises(AssertionError, match="gated behind"):
-        native.multiply(x, jnp.ones((80, 48)), gated=True)
+        products.multiply(x, jnp.ones((80, 48)), gated=True)
 
 
 @pytest.mark.parametrize(("dtype", "rows"), [("float32", 1), ("bfloat16", 2), ("bfloat16", 30), ("bfloat16", 300)])
@@ -202,9 +202,9 @@ def test_gates_at_the_ends_of_the_range(dtype: str, rows: int) -> None:
     gates = jnp.array([0.0, -0.0, 1e-30, 88, -88, 1e4, -1e4, 3e38, -3e38, -20, 20, 3, -3, 0.5, -0.5, 1], jnp.float32)
     gates = jnp.tile(gates, 2).astype(dtype).astype(jnp.float32)
     x, weight = jnp.concatenate([gates, jnp.full((32,), 0.5)])[None], jnp.eye(64, dtype=dtype)
-    if not native.multiplies(rows, weight):
+    if not products.multiplies(rows, weight):
         pytest.skip("this processor has no instruction for it")
-    got = native.multiply(jnp.tile(x, (rows, 1)), weight, gated=True)
+    got = products.multiply(jnp.tile(x, (rows, 1)), weight, gated=True)
     np.testing.assert_allclose(got, jnp.tile(jax.nn.silu(gates) * 0.5, (rows, 1)), rtol=1e-6, atol=1e-20)
 
 
@@ -215,21 +215,21 @@ def test_queries_and_keys_are_rotated_and_values_split_off(tokens: int, head_dim
     qkv = RANDOM.standard_normal((tokens, 8, head_dim), np.float32)
     normed = RANDOM.standard_normal((tokens, 6, head_dim), np.float32)
     cos, sin = RANDOM.standard_normal((2, tokens, 1, frequencies), np.float32)
-    assert native.splits(jnp.asarray(qkv), jnp.asarray(cos[:, 0]))
+    assert attention.splits(jnp.asarray(qkv), jnp.asarray(cos[:, 0]))
     for source in (qkv, normed):
-        q, k, v = jax.jit(lambda qk: native.split(qk, qkv, cos[:, 0], sin[:, 0], heads=4))(source)
+        q, k, v = jax.jit(lambda qk: attention.split(qk, qkv, cos[:, 0], sin[:, 0], heads=4))(source)
         first, second, rest = np.split(source[:, :6], (frequencies, 2 * frequencies), axis=-1)
         want = np.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
         np.testing.assert_allclose(np.concatenate([q, k], axis=1), want, rtol=0, atol=1e-5)
         np.testing.assert_array_equal(v, qkv[:, 6:])
     weights = RANDOM.standard_normal((6, head_dim), np.float32)
-    got = jax.jit(partial(native.split, heads=4, eps=1e-2))(qkv, qkv, cos[:, 0], sin[:, 0], weights)
+    got = jax.jit(partial(attention.split, heads=4, eps=1e-2))(qkv, qkv, cos[:, 0], sin[:, 0], weights)
     square = np.square(qkv[:, :6]).mean(axis=-1, keepdims=True)
     before = qkv[:, :6] / np.sqrt(square + np.float32(1e-2)) * weights
-    want = native.split(before, qkv, cos[:, 0], sin[:, 0], heads=4)
+    want = attention.split(before, qkv, cos[:, 0], sin[:, 0], heads=4)
     for one, other in zip(got, want, strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
-    assert not native.splits(jnp.zeros((2, 8, 40)), jnp.zeros((2, 20))), "no multiple of a vector"
+    assert not attention.splits(jnp.zeros((2, 8, 40)), jnp.zeros((2, 20))), "no multiple of a vector"
 
 
 @pytest.mark.parametrize("tokens", [1, 40])
@@ -249,12 +249,12 @@ def test_queries_without_keys_are_rotated(tokens: int) -> None:
 @pytest.mark.parametrize(("rows", "width"), [(1, 32), (2, 576), (35, 960)])
 def test_the_norm_of_rows(rows: int, width: int) -> None:
     x, weight = RANDOM.standard_normal((rows, width), np.float32), RANDOM.standard_normal(width, np.float32)
-    assert native.norms(jnp.asarray(x))
-    got = jax.jit(lambda x: native.rms_norm(x, weight, 1e-5))(x)
+    assert products.norms(jnp.asarray(x))
+    got = jax.jit(lambda x: products.rms_norm(x, weight, 1e-5))(x)
     want = x / np.sqrt((x.astype(np.float64) ** 2).mean(axis=1, keepdims=True) + 1e-5) * weight
     np.testing.assert_allclose(np.asarray(got), want, rtol=1e-6, atol=1e-6)
-    assert not native.norms(jnp.asarray(x)[None]), "a batch of rows"
-    assert not native.norms(jnp.asarray(x)[:, :31]), "no multiple of a vector"
+    assert not products.norms(jnp.asarray(x)[None]), "a batch of rows"
+    assert not products.norms(jnp.asarray(x)[:, :31]), "no multiple of a vector"
 
 
 @pytest.mark.parametrize(("rows", "width"), [(1, 32), (2, 576), (35, 960)])
@@ -262,10 +262,10 @@ def test_a_norm_of_rows_is_added_exactly_as_by_xla(rows: int, width: int) -> Non
     x, residual = RANDOM.standard_normal((2, rows, width), np.float32)
     weight, factor = RANDOM.standard_normal(width, np.float32), np.float32([1.37])
     residual[0, :4] = np.nan, np.inf, -np.inf, 0
-    want = residual + jax.jit(lambda x: native.rms_norm(x, weight, 1e-5))(x)
-    got = jax.jit(lambda x: native.rms_norm(x, weight, 1e-5, residual))(x)
+    want = residual + jax.jit(lambda x: products.rms_norm(x, weight, 1e-5))(x)
+    got = jax.jit(lambda x: products.rms_norm(x, weight, 1e-5, residual))(x)
     np.testing.assert_array_equal(got, want)
-    got = jax.jit(lambda x: native.rms_norm(x, weight, 1e-5, residual, factor))(x)
+    got = jax.jit(lambda x: products.rms_norm(x, weight, 1e-5, residual, factor))(x)
     np.testing.assert_array_equal(got, jax.lax.reduce_precision(want * factor, 8, 22))
     like = partial(plain_linear.rms_norm, x, weight, 1e-5, residual, factor)
     np.testing.assert_allclose(got, like(), rtol=1e-6, atol=2e-6)
@@ -294,10 +294,10 @@ def test_rows_are_gated(rows: int, width: int, activation: str) -> None:
 
 
 def test_gates_that_are_left_to_xla() -> None:
-    assert native.gates_rows(jnp.zeros((2, 64)), "silu")
-    assert not native.gates_rows(jnp.zeros((2, 64)), "relu2")
-    assert not native.gates_rows(jnp.zeros((2, 48)), "silu"), "no two vectors"
-    assert not native.gates_rows(jnp.zeros((2, 64), jnp.bfloat16), "silu")
+    assert products.gates_rows(jnp.zeros((2, 64)), "silu")
+    assert not products.gates_rows(jnp.zeros((2, 64)), "relu2")
+    assert not products.gates_rows(jnp.zeros((2, 48)), "silu"), "no two vectors"
+    assert not products.gates_rows(jnp.zeros((2, 64), jnp.bfloat16), "silu")
     for platform in ("gpu", "tpu"):
         call = GatedCall(platform, jax.ShapeDtypeStruct((2, 64), jnp.float32), "silu")
         assert GATED.choose(call).name == "xla"
@@ -336,8 +336,8 @@ def test_the_first_index_of_the_largest(width: int) -> None:
     x[3, -1] = 1e30
     x[4] = -np.inf
     x[4, width // 2 :] = -1e30
-    assert np.asarray(jax.jit(native.largest_index)(x)).tolist() == x.argmax(axis=1).tolist()
-    assert native.largest_index(jnp.full((1, width), jnp.nan)).tolist() == [width - 1]
+    assert np.asarray(jax.jit(sampling.largest_index)(x)).tolist() == x.argmax(axis=1).tolist()
+    assert sampling.largest_index(jnp.full((1, width), jnp.nan)).tolist() == [width - 1]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -347,17 +347,17 @@ def test_writing_equals_the_scatter_bit_by_bit(dtype: str) -> None:
     k, v = RANDOM.standard_normal((2, 500, 3, 64), np.float32) * np.float32(1e3)
     k[0, 0, :3] = np.inf, -np.inf, 1e-40
     arguments = kv, jnp.asarray(k), jnp.asarray(v), 1 + tokens // 16, tokens % 16
-    got, want = jax.jit(rope_kv.write)(*arguments), jax.jit(pages.write_kv)(*arguments)
+    got, want = jax.jit(attention.write)(*arguments), jax.jit(pages.write_kv)(*arguments)
     assert np.asarray(got.pages).tobytes() == np.asarray(want.pages).tobytes()
     k[0, 0, 0] = np.nan
-    got = jax.jit(rope_kv.write)(kv, jnp.asarray(k), jnp.asarray(v), 1 + tokens // 16, tokens % 16)
+    got = jax.jit(attention.write)(kv, jnp.asarray(k), jnp.asarray(v), 1 + tokens // 16, tokens % 16)
     stored = np.asarray(got.pages[1, 0, 0, 0, :1])
     assert np.isnan(stored.view(jnp.bfloat16) if dtype == "bfloat16" else stored).all()
 
 
 def test_calls_from_several_threads_do_not_meet() -> None:
     weight, _, meaning = weights("float32", 512, 256)
-    product = jax.jit(native.multiply)
+    product = jax.jit(products.multiply)
     wrong: list[float] = []
 
     def work(seed: int) -> None:
@@ -377,9 +377,10 @@ def test_calls_from_several_threads_do_not_meet() -> None:
 
 LARGEST = """
 import platform, sys, jax, jax.numpy as jnp
-from rekindle_kernels import configure, native
+from rekindle_kernels import configure
+from rekindle_kernels.native import sampling
 configure(cache_folder=sys.argv[1])
-assert jax.jit(native.largest_index)(jnp.zeros((2, 64)).at[1, 7].set(1)).tolist() == [0, 7]
+assert jax.jit(sampling.largest_index)(jnp.zeros((2, 64)).at[1, 7].set(1)).tolist() == [0, 7]
 without_llvm = (sys.platform, platform.machine()) == ("linux", "x86_64")
 print("numba" in sys.modules or (without_llvm and "llvmlite" in sys.modules))
 """
@@ -428,9 +429,9 @@ def test_a_kernel_that_cannot_be_built_leaves_the_work_to_xla(
     monkeypatch.setattr(build, "ensure", broken)
     monkeypatch.setattr(build, "_failed", set())
     weight = jnp.zeros((64, 64), jnp.float32)
-    assert not native.multiplies(2, weight)
-    assert not native.multiplies(2, weight)
-    assert not native.splits(jnp.zeros((64, 4, 64)), jnp.zeros((64, 32)))
+    assert not products.multiplies(2, weight)
+    assert not products.multiplies(2, weight)
+    assert not attention.splits(jnp.zeros((64, 4, 64)), jnp.zeros((64, 32)))
     told = [record.message for record in caplog.records]
     assert len(told) == 2, "once per kernel"
     assert "numba has no idea what matvec_float32 is" in told[0]

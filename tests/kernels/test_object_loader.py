@@ -10,11 +10,10 @@ from collections.abc import Callable
 
 import pytest
 
-from rekindle_kernels import native
 from rekindle_kernels.native import build, object_loader
 from rekindle_kernels.native.chain_plan import CHAIN, ENTRIES
 
-if native.unavailable_reason() is not None:
+if build.unavailable_reason() is not None:
     pytest.skip("numba is not installed", allow_module_level=True)
 if sys.platform != "linux" or platform.machine() != "x86_64":
     pytest.skip("LLVM loads the code of other platforms", allow_module_level=True)
@@ -25,7 +24,7 @@ KNOWN = {ENTRIES: 0x1234_5678_9ABC}
 @pytest.fixture(scope="module")
 def code() -> bytes:
     """The kernel of chains, which refers to its table as well as to the C library."""
-    native.ensure(CHAIN)
+    build.ensure(CHAIN)
     stored = build._stored(CHAIN)
     if stored is None and not build.can_compile():
         pytest.skip("nothing compiles kernels here")

@@ -40,7 +40,7 @@ from rekindle_kernels.native import build as machine_code
 from rekindle_kernels.native import cpu
 from rekindle_kernels.ops.attention import ATTENTION
 from rekindle_kernels.ops.linear import LINEAR, RMS_NORM
-from rekindle_kernels.ops.memory import ZEROS, ZerosCall
+from rekindle_kernels.ops.memory import ZEROS, MemoryCall
 from rekindle_kernels.ops.registry import Facts
 from rekindle_kernels.ops.rope import ROPE
 from rekindle_kernels.ops.sampling import DRAW, GREEDY
@@ -198,7 +198,7 @@ def test_without_native_kernels_every_operation_is_plain(platform: str, monkeypa
     assert chosen(LINEAR, replace(product(2, "bfloat16"), platform=platform)) == "xla"
     assert chosen(RMS_NORM, NormCall(platform, SHAPE((2, 128), jnp.float32))) == "xla"
     assert chosen(ROPE, heads) == chosen(GREEDY, logits) == chosen(DRAW, logits) == "xla"
-    assert chosen(ZEROS, ZerosCall(platform)) == "xla"
+    assert chosen(ZEROS, MemoryCall(platform)) == "xla"
     reasons = LINEAR.reasons(replace(product(2, "bfloat16"), platform=platform))
     assert reasons.pop("xla") is None
     reasons.pop("pallas_gpu", None)  # it is for matrices in groups

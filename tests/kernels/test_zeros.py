@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rekindle_kernels.native import zeros
+from rekindle_kernels.native import python_handlers
 
 SIZE = 16 << 20
-pytestmark = pytest.mark.skipif(not zeros.supported(), reason="MADV_DONTNEED")
+pytestmark = pytest.mark.skipif(not python_handlers.has_zeros(), reason="MADV_DONTNEED")
 
 
 def mapped() -> np.ndarray:
@@ -29,7 +29,7 @@ def test_written_memory_is_zero_again_and_takes_none() -> None:
     memory = mapped()
     memory[:] = 7
     before = resident()
-    zeros.clear(memory.ctypes.data + 5, SIZE - 9)
+    python_handlers.clear(memory.ctypes.data + 5, SIZE - 9)
     assert before - resident() > SIZE // 2
     assert not memory[5:-4].any()
     assert (memory[:5] == 7).all() and (memory[-4:] == 7).all()
@@ -38,7 +38,7 @@ def test_written_memory_is_zero_again_and_takes_none() -> None:
 def test_the_first_tokens_take_small_pages() -> None:
     memory = mapped()
     start = -memory.ctypes.data % (2 << 20)  # where a huge page could begin
-    zeros.clear(memory.ctypes.data + start, SIZE - start)
+    python_handlers.clear(memory.ctypes.data + start, SIZE - start)
     before = resident()
-    memory[start : start + zeros.SMALL : mmap.PAGESIZE] = 1
-    assert resident() - before < zeros.SMALL + (1 << 19)
+    memory[start : start + python_handlers.SMALL : mmap.PAGESIZE] = 1
+    assert resident() - before < python_handlers.SMALL + (1 << 19)

@@ -27,12 +27,11 @@ from rekindle._src.programs import layered, warming
 from rekindle._src.programs import programs as programs_module
 from rekindle._src.programs.buckets import FORWARD, POOLS, PROCESSED, Bucket
 from rekindle._src.programs.helpers import ADMIT, COPY
-from rekindle._src.programs.layered_step import LayeredForward, LayeredStep
 from rekindle._src.programs.ledger import Form
 from rekindle._src.programs.packing import Constants, Upload
 from rekindle._src.programs.processors import LogitsProcessor
 from rekindle._src.programs.programs import Programs
-from rekindle._src.programs.step_parts import Cut
+from rekindle._src.programs.step_parts import Cut, LayeredForward, LayeredStep
 from rekindle._src.programs.store import ExecutableStore, LateStore, ProgramStore
 from rekindle._src.programs.warming import Warming, first_needed, warm
 from rekindle.errors import CompileError

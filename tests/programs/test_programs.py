@@ -32,7 +32,7 @@ from rekindle._src.programs.recipes import Recipes
 from rekindle._src.programs.warming import Warming, needed_after_restart, warm
 from rekindle.errors import CompileError, ConfigError
 from rekindle_kernels import traits
-from rekindle_kernels.native import build, zeros
+from rekindle_kernels.native import build, python_handlers
 
 CONFIG = config_from_hf(TINY)
 GRAPH, LEAVES = abstract_model(CONFIG)
@@ -289,7 +289,7 @@ def test_an_interpreter_that_exits_while_programs_warm_ends_cleanly() -> None:
     assert "FATAL" not in done.stderr
 
 
-@pytest.mark.skipif(not zeros.supported() or jax.default_backend() != "cpu", reason="has no kernel of zeros")
+@pytest.mark.skipif(not python_handlers.has_zeros() or jax.default_backend() != "cpu", reason="has no kernel of zeros")
 def test_memory_is_made_without_the_kernel_that_xla_would_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "_failed", set())
     programs = programs_of()

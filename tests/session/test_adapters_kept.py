@@ -18,7 +18,7 @@ from helpers.driving import tiny_model
 from helpers.small import MODEL, OPTIONS, PAGE, plain, prompt
 from helpers.tapping import Plain, difference
 from helpers.thorough import one_event_loop  # noqa: F401  the fixture
-from rekindle._src.models.adapters.merging import merged
+from rekindle._src.models.adapters.adapted import merged
 from rekindle._src.models.adapters.reading import read_adapter
 from rekindle._src.models.loading.checkpoint import load
 from rekindle._src.programs.adapter_stacks import CHUNK

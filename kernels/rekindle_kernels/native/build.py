@@ -26,11 +26,11 @@ from typing import Any
 import jax
 
 from rekindle_kernels import private_files
-from rekindle_kernels.native import cpu, fill_pages, library, object_loader, zeros
+from rekindle_kernels.native import cpu, library, object_loader, python_handlers
 from rekindle_kernels.native.chain_plan import ENTRIES, slot
 
 PREFIX = "rekindle_"
-PYTHON = {zeros.NAME: lambda: zeros.address(), fill_pages.NAME: lambda: fill_pages.address()}  # need no machine code
+PYTHON = python_handlers.HANDLERS  # kernels that need no machine code
 OLDEST = (0, 48)  # llvmlite: 0.45 to 0.47 end the process over some kernels, those before have no bfloat16
 log = logging.getLogger(__name__)
 cache_folder: Path | None = None  # `rekindle_kernels.configure` sets it
@@ -74,7 +74,7 @@ def ensure(name: str) -> str:
     target = f"{PREFIX}{name}"
     with _lock:
         if name not in _ready:
-            address = PYTHON[name]() if name in PYTHON else _made(name)
+            address = python_handlers.address_of(PYTHON[name]) if name in PYTHON else _made(name)
             jax.devices("cpu")  # a kernel that is refused before this starts would keep the backend from starting
             jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(ctypes.c_void_p(address)), platform="cpu")
             assert not library.entries()[slot(name)], f"two kernels have the entry of {name}: rename one"

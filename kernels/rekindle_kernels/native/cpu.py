@@ -162,11 +162,6 @@ def on_arm() -> bool:
     return has_feature("neon")
 
 
-def has_dot_product(dtype: str) -> bool:
-    """True if native kernels have instructions that multiply all numbers of this dtype in a lane of four bytes."""
-    return any(has_feature(name) for name in DOT_PRODUCTS.get(dtype, ()))
-
-
 def multiplies_many(dtype: str, level: Level | None = None) -> bool:
     """True if a native kernel multiplies many rows by a matrix of this dtype, at this level or at the one in use."""
     features = _used() if level is None else level.features

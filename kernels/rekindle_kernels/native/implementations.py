@@ -17,13 +17,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rekindle_kernels import native
-from rekindle_kernels.native import adapters, attention, fill_pages, kernel_table, recurrence, rope_kv, zeros
+from rekindle_kernels.native import (
+    attention,
+    build,
+    kernel_table,
+    products,
+    python_handlers,
+    recurrence,
+    sampling,
+)
 from rekindle_kernels.native.kernel_spec import KernelSpec
 from rekindle_kernels.native.recurrence import Results
 from rekindle_kernels.ops.adapters import AdaptedTokens, AdapterCall, AdapterOptions
 from rekindle_kernels.ops.linear import GatedCall, LinearCall, LinearOptions, NormCall, matrix_of_expert
-from rekindle_kernels.ops.memory import FillCall, ZerosCall
+from rekindle_kernels.ops.memory import MemoryCall
 from rekindle_kernels.ops.recurrence import RecurrenceCall
 from rekindle_kernels.ops.registry import Facts, Implementation
 from rekindle_kernels.ops.rope import RopeCall
@@ -46,9 +53,9 @@ def unavailable(call: Facts) -> str | None:
 
 @functools.cache
 def _missing(setting: str) -> str | None:
-    """Return `native.unavailable_reason()`, cached: it looks for packages on disk, and every product of every layer
+    """Return `build.unavailable_reason()`, cached: it looks for packages on disk, and every product of every layer
     asks."""
-    return native.unavailable_reason()
+    return build.unavailable_reason()
 
 
 def _like(shape: jax.ShapeDtypeStruct) -> jax.Array:
@@ -62,10 +69,10 @@ def writes(call: WriteCall) -> str | None:
         return f"pages are {call.kv_dtype.name}, not float32 or bfloat16"
     if call.latent:
         return "keys alone are written"
-    if call.head_dim % rope_kv.LANES:
-        return f"the head size {call.head_dim} is not a multiple of {rope_kv.LANES}"
+    if call.head_dim % attention.LANES:
+        return f"the head size {call.head_dim} is not a multiple of {attention.LANES}"
     reason = unavailable(call)
-    return reason or (None if native.builds(f"write_{call.kv_dtype.name}") else NOT_BUILT)
+    return reason or (None if build.builds(f"write_{call.kv_dtype.name}") else NOT_BUILT)
 
 
 def linear(
@@ -105,7 +112,7 @@ def linear(
     ) -> jax.Array:
         if options.quantize == "int4":
             assert scale is not None, "integers have scales"
-            return native.multiply_int4(
+            return products.multiply_int4(
                 x,
                 weight,
                 scale,
@@ -115,7 +122,7 @@ def linear(
                 gated=gate is not None,
                 widened=not options.deterministic,
             )
-        return native.multiply(
+        return products.multiply(
             x,
             weight,
             scale,
@@ -137,9 +144,9 @@ def multiplies(call: LinearCall) -> str | None:
     reason = unavailable(call) or _refused(call)
     if reason is not None:
         return reason
-    if call.norm and not native.norms(_like(call.x)):
+    if call.norm and not products.norms(_like(call.x)):
         return f"rows of {call.x.dtype.name} {list(call.x.shape)} have to be normed before"
-    if call.gate is not None and (call.gate != "silu" or call.outputs % native.GATED_UNIT):
+    if call.gate is not None and (call.gate != "silu" or call.outputs % products.GATED_UNIT):
         return f"{call.gate} of {call.outputs} outputs has to be applied behind"
     return None
 
@@ -147,9 +154,9 @@ def multiplies(call: LinearCall) -> str | None:
 def _refused(call: LinearCall) -> str | None:
     """Why a product is left to XLA."""
     if call.quantize == "int4":
-        return None if native.multiplies_int4(_like(call.weight), call.scale or "") else NOT_BUILT
+        return None if products.multiplies_int4(_like(call.weight), call.scale or "") else NOT_BUILT
     rounded, fixed = call.quantize == "int8", call.deterministic
-    if native.multiplies(call.rows, _like(call.weight), quantize_rows=rounded, deterministic=fixed):
+    if products.multiplies(call.rows, _like(call.weight), quantize_rows=rounded, deterministic=fixed):
         return None
     shape = "x".join(map(str, call.weight.shape))
     return f"XLA is faster for {call.rows} rows times {call.weight.dtype.name} {shape}, or {NOT_BUILT}"
@@ -163,20 +170,20 @@ def rms_norm(
     def one(form: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         return lambda x, weight, residual, factor: form(x, weight, eps, residual, factor)
 
-    return differentiable(one(native.rms_norm), one(plain_linear.rms_norm))(x, weight, residual, factor)
+    return differentiable(one(products.rms_norm), one(plain_linear.rms_norm))(x, weight, residual, factor)
 
 
 def norms(call: NormCall) -> str | None:
     """Why a norm can't be native: it takes two-dimensional float32 whose rows are whole vectors."""
     reason = unavailable(call)
-    if reason is not None or native.norms(_like(call.x)):
+    if reason is not None or products.norms(_like(call.x)):
         return reason
     return f"{call.x.dtype.name} {list(call.x.shape)} is not float32 [T, multiple of 32], or {NOT_BUILT}"
 
 
 def gated_rows(gates: jax.Array, ups: jax.Array | None, activation: str) -> jax.Array:
     """Implement `ops.linear.gated`."""
-    call = differentiable(*(partial(form, activation=activation) for form in (native.gated_rows, plain_linear.gated)))
+    call = differentiable(*(partial(form, activation=activation) for form in (products.gated_rows, plain_linear.gated)))
     rows = (None if array is None else array.reshape(-1, array.shape[-1]) for array in (gates, ups))
     return call(*rows).reshape(*gates.shape[:-1], -1)
 
@@ -185,7 +192,7 @@ def gates_rows(call: GatedCall) -> str | None:
     """Why gates can't be native: they are float32 in whole vectors."""
     reason, shape = unavailable(call), call.gates.shape
     flat = jax.ShapeDtypeStruct((prod(shape[:-1]), shape[-1]), call.gates.dtype)
-    if reason is not None or native.gates_rows(_like(flat), call.activation):
+    if reason is not None or products.gates_rows(_like(flat), call.activation):
         return reason
     return f"{call.activation} of {call.gates.dtype.name} {list(shape)} is not one of float32 vectors, or {NOT_BUILT}"
 
@@ -210,7 +217,7 @@ def add_adapters(
     def fast(y: jax.Array, x: jax.Array, *others: Any) -> jax.Array:
         down, up, owners, norm, *of = others
         each = AdaptedTokens(*of)
-        return adapters.add_adapters(
+        return products.add_adapters(
             y, x, down, up, owners, each.order, each.sorted_slots, norm,
             place=options.place, outputs=options.outputs, gated=options.gate is not None, eps=options.eps,
         )  # fmt: skip
@@ -222,7 +229,7 @@ def adds(call: AdapterCall) -> str | None:
     """Why adapters can't be native, or can't take their norm or gate along: they add whole vectors of float32."""
     reason = unavailable(call)
     y, x, down, up = (_like(array) for array in (call.y, call.x, call.down, call.up))
-    if reason is not None or adapters.adds(y, x, down, up, call.units, call.outputs, call.gate, call.norm):
+    if reason is not None or products.adds(y, x, down, up, call.units, call.outputs, call.gate, call.norm):
         return reason
     shapes = f"{call.x.dtype.name} {list(call.x.shape)} and {list(call.outputs)}"
     return f"{shapes} are not whole vectors, or not gated by silu, or {NOT_BUILT}"
@@ -239,7 +246,7 @@ def rope(
     eps: float = 0.0,
 ) -> tuple[jax.Array, ...]:
     """Implement `ops.rope.rope`."""
-    plain, fast = (partial(form, heads=heads, eps=eps) for form in (plain_rope.rope, native.split))
+    plain, fast = (partial(form, heads=heads, eps=eps) for form in (plain_rope.rope, attention.split))
     weights = () if norm is None else (norm,)
     return differentiable(fast, plain)(qk, qkv, cos, sin, *weights)
 
@@ -249,7 +256,7 @@ def splits(call: RopeCall) -> str | None:
     if call.cos is None:
         return "it always rotates"
     reason = unavailable(call)
-    if reason is not None or native.splits(_like(call.qk), _like(call.cos)):
+    if reason is not None or attention.splits(_like(call.qk), _like(call.cos)):
         return reason
     return f"{call.qk.dtype.name} heads of {call.qk.shape[-1]} are not float32 in whole vectors, or {NOT_BUILT}"
 
@@ -257,22 +264,22 @@ def splits(call: RopeCall) -> str | None:
 def greedy(logits: jax.Array, masks: jax.Array | None = None) -> jax.Array:
     """Implement `ops.sampling.greedy`; a masked row is chosen by the kernel that draws."""
     if masks is None:
-        return native.largest_index(logits)
+        return sampling.largest_index(logits)
     rows = logits.shape[0]
     off, none = jnp.zeros((rows,), jnp.float32), jnp.zeros((rows,), jnp.int32)
     seed = jnp.zeros((rows, 2), jnp.uint32)
-    return native.draw(logits, *Choice(off, none, off, off, seed, none), block_size(logits.shape[-1]), masks)
+    return sampling.draw(logits, *Choice(off, none, off, off, seed, none), block_size(logits.shape[-1]), masks)
 
 
 def draw(logits: jax.Array, choice: Choice, wanted: Wanted, masks: jax.Array | None = None) -> jax.Array:
     """Implement `ops.sampling.draw`; each row looks at its own options, whatever is `wanted`."""
-    return native.draw(logits, *choice, block_size(logits.shape[-1]), masks)
+    return sampling.draw(logits, *choice, block_size(logits.shape[-1]), masks)
 
 
 def chooses(call: SamplingCall) -> str | None:
     """Why a choice can't be native: it takes float32 logits."""
     reason = unavailable(call)
-    if reason is not None or native.chooses(_like(call.logits)):
+    if reason is not None or sampling.chooses(_like(call.logits)):
         return reason
     return f"logits are {call.logits.dtype.name}, not float32, or {NOT_BUILT}"
 
@@ -280,15 +287,15 @@ def chooses(call: SamplingCall) -> str | None:
 def untouched(leaves: Sequence[jax.ShapeDtypeStruct]) -> Sequence[jax.Array]:
     """Implement `ops.memory.zeros`, whose pages the system makes zero at first touch."""
     sizes = np.array([leaf.dtype.itemsize for leaf in leaves], np.int32)
-    made: Sequence[jax.Array] = jax.ffi.ffi_call(native.ensure(zeros.NAME), leaves)(sizes)
+    made: Sequence[jax.Array] = jax.ffi.ffi_call(build.ensure(python_handlers.ZEROS), leaves)(sizes)
     return made
 
 
-def has_untouched(call: ZerosCall) -> str | None:
+def has_untouched(call: MemoryCall) -> str | None:
     """Why zeros can't be left to the system: only Linux does that. This kernel needs no compiler."""
-    if call.platform != "cpu" or not zeros.supported():
+    if call.platform != "cpu" or not python_handlers.has_zeros():
         return "only Linux gives CPU memory back as zeros"
-    return None if native.builds(zeros.NAME) else NOT_BUILT
+    return None if build.builds(python_handlers.ZEROS) else NOT_BUILT
 
 
 def fill(
@@ -297,20 +304,20 @@ def fill(
     """Implement `ops.memory.fill_pages`, by one call for all layers."""
     arrays = len(leaves) // layers
     sizes = [prod(leaf.shape[1:]) * leaf.dtype.itemsize for leaf in leaves[:arrays]]
-    plan = fill_pages.plan(len(pages), layers, sizes)
+    plan = python_handlers.fill_plan(len(pages), layers, sizes)
     results = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
-    aliases = {fill_pages.FIRST + index: index for index in range(len(leaves))}
-    call = jax.ffi.ffi_call(native.ensure(fill_pages.NAME), results, input_output_aliases=aliases)
+    aliases = {python_handlers.FIRST + index: index for index in range(len(leaves))}
+    call = jax.ffi.ffi_call(build.ensure(python_handlers.FILL), results, input_output_aliases=aliases)
     filled: Sequence[jax.Array] = call(plan, ids, *leaves, *(leaf for page in pages for leaf in page))
     return filled
 
 
-def fills(call: FillCall) -> str | None:
+def fills(call: MemoryCall) -> str | None:
     """Why pages can't be filled by one call. Where XLA refused the kernel of zeros, it would refuse this one too."""
-    if call.platform != "cpu" or not fill_pages.supported():
+    if call.platform != "cpu" or not python_handlers.has_fill():
         return "it copies in the memory of a CPU"
-    refused = zeros.supported() and not native.builds(zeros.NAME)
-    return NOT_BUILT if refused or not native.builds(fill_pages.NAME) else None
+    refused = python_handlers.has_zeros() and not build.builds(python_handlers.ZEROS)
+    return NOT_BUILT if refused or not build.builds(python_handlers.FILL) else None
 
 
 def recurs(spec: KernelSpec, call: RecurrenceCall) -> str | None:
@@ -326,7 +333,7 @@ def recurs(spec: KernelSpec, call: RecurrenceCall) -> str | None:
     )
     if not whole:
         return f"states of {keys} x {values} are not whole vectors"
-    return unavailable(call) or (None if native.builds(spec.variant().name) else NOT_BUILT)
+    return unavailable(call) or (None if build.builds(spec.variant().name) else NOT_BUILT)
 
 
 def _recurrent(spec: KernelSpec, run: Callable[..., Results], plain: Implementation) -> Implementation:
@@ -341,7 +348,7 @@ def _recurrent(spec: KernelSpec, run: Callable[..., Results], plain: Implementat
 
 
 ATTENTION = Implementation("native", attention.paged_attention, attention.supports, deterministic=True)
-WRITE_KV = Implementation("native", rope_kv.write, writes)
+WRITE_KV = Implementation("native", attention.write, writes)
 LINEAR = Implementation("native", linear, multiplies, deterministic=True)
 RMS_NORM = Implementation("native", rms_norm, norms)
 GATED = Implementation("native", gated_rows, gates_rows)
@@ -349,7 +356,7 @@ ADAPTERS = Implementation("native", add_adapters, adds)
 ROPE = Implementation("native", rope, splits)
 GREEDY = Implementation("native", greedy, chooses, one_call=True)
 DRAW = Implementation("native", draw, chooses, one_call=True)
-ZEROS = Implementation("native", untouched, has_untouched, give_up=partial(native.give_up, zeros.NAME))
+ZEROS = Implementation("native", untouched, has_untouched, give_up=partial(build.give_up, python_handlers.ZEROS))
 FILL_PAGES = Implementation("native", fill, fills)
 CONVOLUTION = _recurrent(kernel_table.CONVOLUTION, recurrence.convolve, plain_recurrence.CONVOLUTION_ROWS)
 GATED_DELTA = _recurrent(kernel_table.GATED_DELTA, recurrence.gated_delta, plain_recurrence.GATED_DELTA_ROWS)

@@ -1,15 +1,15 @@
-"""Rows times a matrix, and their norm, as calls of JAX."""
+"""Rows times a matrix, their norms and gates, and products of adapters, as calls of JAX."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from rekindle_kernels import int4
-from rekindle_kernels.native.adapters import STORED
 from rekindle_kernels.native.build import builds
 from rekindle_kernels.native.calling import call
 from rekindle_kernels.native.chain_plan import CHAIN
@@ -38,6 +38,8 @@ FEW_ROWS = 4  # float32 arithmetic on them is faster than reading the matrix, wh
 SOME_ROWS = 8  # it still beats XLA, which packs the matrix first
 GATED_UNIT = 32  # outputs: whole vectors of gates and of ups
 DTYPES = ("float32", "bfloat16", "float16", "int8")
+LANES, TOGETHER = 16, 4  # numbers of a vector, and rows of an adapter that are multiplied together
+ADAPTERS = ("float32", "bfloat16", "float16")  # dtypes of adapters
 Described = jax.Array | jax.ShapeDtypeStruct
 
 
@@ -86,7 +88,7 @@ def kernels_for(
         scales = sorted(scale for dtype, scale in scaled if dtype == stored) or ["float16"]
         products += [spec.variant(scale) for scale in scales] if stored in matrices else []
     own = [spec.variant() for spec in (RMS_NORM, GATED_ROWS, ROPE, ARGMAX, SAMPLE, GATE)]
-    own += [ADAPTER.variant(adapters), ADAPTER_GATE.variant(adapters)] if adapters in STORED else []
+    own += [ADAPTER.variant(adapters), ADAPTER_GATE.variant(adapters)] if adapters in ADAPTERS else []
     own += [spec.variant() for spec in RECURRENT] if recurrent else []
     sizes = [size for size in ([head_dim] if isinstance(head_dim, int) else head_dim) if size % 16 == 0]
     if pages in DTYPES and sizes:
@@ -247,3 +249,60 @@ def gated_rows(gates: jax.Array, ups: jax.Array | None, activation: str) -> jax.
     settings = {"activation": ACTIVATIONS.index(activation)}
     (gated,) = call(GATED_ROWS.variant(), {"gates": gates, "ups": ups}, settings, {"M": height})
     return gated
+
+
+def adds(
+    y: jax.Array,
+    x: jax.Array,
+    down: jax.Array,
+    up: jax.Array,
+    units: int,
+    outputs: Sequence[int],
+    gate: str | None,
+    norm: bool = False,
+) -> bool:
+    """True if `add_adapters` takes these: whole vectors of float32, of which a norm takes two at a time, units of whole
+    groups of rows, and silu as a gate of one module or of two, which are gates and ups."""
+    whole = x.shape[-1] % (2 * LANES if norm else LANES) == 0 and all(count % LANES == 0 for count in outputs)
+    known = y.dtype.name == x.dtype.name == "float32" and down.dtype == up.dtype and up.dtype.name in ADAPTERS
+    divided = up.shape[0] % (units * TOGETHER) == 0
+    halves = gate is None or (gate == "silu" and y.shape[-1] % (2 * LANES) == 0 and _two_halves(outputs))
+    spec = ADAPTER if gate is None else ADAPTER_GATE
+    return whole and known and divided and halves and builds(spec.variant(up.dtype.name).name)
+
+
+def _two_halves(outputs: Sequence[int]) -> bool:
+    return len(outputs) == 1 or (len(outputs) == 2 and outputs[0] == outputs[1])
+
+
+def add_adapters(
+    y: jax.Array,
+    x: jax.Array,
+    down: jax.Array,
+    up: jax.Array,
+    owners: jax.Array,
+    order: jax.Array,
+    slots: jax.Array,
+    norm: jax.Array | None = None,
+    *,
+    place: int,
+    outputs: Sequence[int],
+    gated: bool,
+    eps: float = 0.0,
+) -> jax.Array:
+    """Return y [T, N] plus x [T, K] times the rows of `down` [L · B, K] of each token's adapter, times those of `up`
+    [B, N]. `order` [T] and `slots` [T] are the tokens by their adapters, and these in that order; `outputs` are those
+    of each of L modules. Where it is gated, return silu of the first half of that times the other. With `norm`, x is
+    `rms_norm(x, norm, eps)` first. A row's results do not depend on the others, to the last bit."""
+    T, spans = y.shape[0], np.cumsum(outputs).astype(np.int32)
+    assert order.shape == slots.shape == (T,), f"{T} tokens, and an order {order.shape} of slots {slots.shape}"
+    assert down.shape[0] == len(spans) * up.shape[0], f"{len(spans)} modules of {up.shape[0]} rows in {down.shape}"
+    assert spans[-1] == y.shape[1], f"{spans[-1]} outputs in rows of {y.shape[1]}"
+    assert 0 <= place < owners.shape[0], f"place {place} of {owners.shape[0]}"
+    operands = {
+        "y": y, "x": x, "down": down, "up": up, "owners": owners, "order": order, "slots": slots, "spans": spans,
+        "norm": None if norm is None else norm.astype(jnp.float32),
+    }  # fmt: skip
+    spec, sizes = (ADAPTER_GATE, {"M": y.shape[1] // 2}) if gated else (ADAPTER, None)
+    (added,) = call(spec.variant(up.dtype.name), operands, {"place": place, "eps": eps}, sizes)
+    return added

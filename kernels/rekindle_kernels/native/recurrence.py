@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from rekindle_kernels.native.calling import call
+from rekindle_kernels.native.kernel_spec import KernelSpec
 from rekindle_kernels.native.kernel_table import CONVOLUTION, GATED_DELTA, SELECTIVE_SCAN
 from rekindle_kernels.ops.recurrence import (
     ConvolutionOptions,
@@ -38,8 +39,7 @@ def convolve(
         "silu": options.silu,
     }
     operands = {"x": x, "weight": weight.astype(jnp.float32), "bias": bias, "tails": tails}
-    y, after = call(CONVOLUTION.variant(), operands | _sequences(batch), settings | _rows(batch))
-    return y, after
+    return _call(CONVOLUTION, operands, settings, batch)
 
 
 def gated_delta(
@@ -53,9 +53,7 @@ def gated_delta(
     """Implement `ops.recurrence.gated_delta`."""
     settings = {name: getattr(options, name) for name in ("key_heads", "gate", "beta", "step", "eps")}
     operands = {"qkv": qkv, "projected": projected, "states": states, **weights._asdict()}
-    sizes = {"M": states.shape[1] * states.shape[3]}
-    y, after = call(GATED_DELTA.variant(), operands | _sequences(batch), settings | _rows(batch), sizes)
-    return y, after
+    return _call(GATED_DELTA, operands, settings, batch, {"M": states.shape[1] * states.shape[3]})
 
 
 def selective_scan(
@@ -69,22 +67,25 @@ def selective_scan(
     """Implement `ops.recurrence.selective_scan`."""
     settings = {"groups": options.groups, "step": options.step}
     operands = {"channels": channels, "projected": projected, "states": states, **weights._asdict()}
-    sizes = {"M": states.shape[1] * states.shape[3]}
-    y, after = call(SELECTIVE_SCAN.variant(), operands | _sequences(batch), settings | _rows(batch), sizes)
-    return y, after
+    return _call(SELECTIVE_SCAN, operands, settings, batch, {"M": states.shape[1] * states.shape[3]})
 
 
-def _sequences(batch: RaggedBatch) -> dict[str, Any]:
+def _call(
+    spec: KernelSpec,
+    operands: dict[str, Any],
+    settings: dict[str, Any],
+    batch: RaggedBatch,
+    sizes: dict[str, int] | None = None,
+) -> Results:
+    """Call a kernel with its operands, and with the sequences of the batch."""
     own = jnp.arange(batch.sequences, dtype=jnp.int32)
     reads, writes = (own, own) if batch.slots is None else batch.slots
-    return {
+    sequences = {
         "reads": reads,
         "writes": writes,
         "lens": batch.lengths,
         "ends": batch.cu_lengths,
         "prompts": batch.num_prefills,
     }
-
-
-def _rows(batch: RaggedBatch) -> dict[str, float]:
-    return {"decode_rows": batch.decode_rows}
+    y, after = call(spec.variant(), operands | sequences, settings | {"decode_rows": batch.decode_rows}, sizes)
+    return y, after

@@ -19,14 +19,7 @@ Tree = TypeVar("Tree")
 
 
 @dataclass(frozen=True, slots=True)
-class ZerosCall:
-    """The static facts that select an implementation."""
-
-    platform: str
-
-
-@dataclass(frozen=True, slots=True)
-class FillCall:
+class MemoryCall:
     """The static facts that select an implementation."""
 
     platform: str
@@ -35,7 +28,7 @@ class FillCall:
 def zeros(shapes: Tree, *, implementation: str | None = None, platform: str | None = None) -> Tree:
     """Return zeros for a tree of ShapeDtypeStructs, inside a program; on Linux CPUs, memory that is not touched."""
     leaves, tree = jax.tree.flatten(shapes)
-    run = ZEROS.choose(ZerosCall(platform or current_platform()), implementation).run
+    run = ZEROS.choose(MemoryCall(platform or current_platform()), implementation).run
     arrays: Tree = jax.tree.unflatten(tree, run(leaves))
     return arrays
 
@@ -53,7 +46,7 @@ def fill_pages(
     A page is [1, layers, ...] for each array of a layer. Ids that pad the transfer are 0, the scratch page.
     """
     leaves, tree = jax.tree.flatten(tuple(layers))
-    run = FILL_PAGES.choose(FillCall(platform or current_platform()), implementation).run
+    run = FILL_PAGES.choose(MemoryCall(platform or current_platform()), implementation).run
     filled: tuple[LayerKV, ...] = jax.tree.unflatten(tree, run(leaves, ids, pages, len(layers)))
     return filled
 

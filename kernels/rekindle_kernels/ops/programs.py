@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rekindle_kernels import native
-from rekindle_kernels.native import background_build, build, cpu, library
+from rekindle_kernels.native import background_build, build, chain, cpu, library, products
 from rekindle_kernels.native.background_build import BackgroundBuild
 from rekindle_kernels.ops.registry import current_platform
 
@@ -32,12 +31,12 @@ def traits(implementation: str | None = None, *, platform: str | None = None) ->
     is_native = _uses_native(implementation, platform)
     by_xla = not is_native and (platform or current_platform()) == "cpu"
     unpacks = _UNPACKED_BY_XLA if by_xla else frozenset[str]()
-    return Traits(single_rows=is_native, skips_padding=is_native and native.chains(), unpacks=unpacks)
+    return Traits(single_rows=is_native, skips_padding=is_native and chain.chains(), unpacks=unpacks)
 
 
 def fuse(function: Step, *, implementation: str | None = None, platform: str | None = None) -> Step:
     """Return `function`, to be jitted, with runs of operations joined into one call each where possible."""
-    fused: Any = native.chained(function) if _uses_native(implementation, platform) else function
+    fused: Any = chain.chained(function) if _uses_native(implementation, platform) else function
     return fused
 
 
@@ -46,7 +45,7 @@ def unavailable_reason(platform: str | None = None) -> str | None:
 
     Calls that a kernel does not support go to XLA in any case.
     """
-    return native.unavailable_reason() if (platform or current_platform()) == "cpu" else None
+    return build.unavailable_reason() if (platform or current_platform()) == "cpu" else None
 
 
 def kernels_origin() -> str:
@@ -73,7 +72,7 @@ def _in_words(prefetching: cpu.Prefetching) -> str:
 
 def environment() -> dict[str, Any]:
     """Return the settings of this process that implementations depend on, for a compiled program's key."""
-    return {"native": native.unavailable_reason() is None, "chains": native.chains(), **build.identity()}
+    return {"native": build.unavailable_reason() is None, "chains": chain.chains(), **build.identity()}
 
 
 def kernels_for(
@@ -91,7 +90,7 @@ def kernels_for(
     adapters, if steps may have any, and `recurrent` is True for models with states. The result may have too many; a
     missing kernel is compiled when a program that calls it is traced.
     """
-    return native.kernels_for(matrices, pages, head_dim, scaled, adapters, recurrent)
+    return products.kernels_for(matrices, pages, head_dim, scaled, adapters, recurrent)
 
 
 def build_kernels(names: Iterable[str]) -> BackgroundBuild | None:
@@ -101,13 +100,13 @@ def build_kernels(names: Iterable[str]) -> BackgroundBuild | None:
 
 def kernels_in(executable: bytes) -> list[str]:
     """Return names of registered kernels that a serialised executable calls; perhaps too many, never too few."""
-    return native.called_by(executable)
+    return build.called_by(executable)
 
 
 def ensure_kernels(names: Iterable[str]) -> None:
     """Register these kernels with XLA, built if necessary, before a stored program that calls them is loaded."""
     for name in names:
-        native.ensure(name)
+        build.ensure(name)
 
 
 def kernel_being_compiled() -> str:
@@ -125,4 +124,4 @@ def configure(*, cache_folder: str | Path) -> None:
 
 def _uses_native(implementation: str | None, platform: str | None) -> bool:
     applies = implementation in (None, "native")
-    return applies and (platform or current_platform()) == "cpu" and native.unavailable_reason() is None
+    return applies and (platform or current_platform()) == "cpu" and build.unavailable_reason() is None

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import jax
 
-from rekindle_kernels import native
+from rekindle_kernels.native import build, sampling
 from rekindle_kernels.ops.registry import Registry, current_platform
 
 GREEDY = Registry("greedy")  # run(logits, masks or None) -> int32 [N]
@@ -124,7 +124,7 @@ def _call(logits: jax.Array, platform: str | None) -> SamplingCall:
 def has_mask_gates(implementation: str | None = None, *, platform: str | None = None) -> bool:
     """True if `gated_masks` can be called in programs whose operations run with `implementation`."""
     supported = implementation in (None, "native") and (platform or current_platform()) == "cpu"
-    return supported and native.unavailable_reason() is None and native.has_gates()
+    return supported and build.unavailable_reason() is None and sampling.has_gates()
 
 
 def gated_masks(address: jax.Array, logits: jax.Array) -> jax.Array:
@@ -132,4 +132,4 @@ def gated_masks(address: jax.Array, logits: jax.Array) -> jax.Array:
 
     The program does not wait before logits [N, V] are computed. Where the gate stays closed, all bits are 0.
     """
-    return native.gated_masks(address, logits)
+    return sampling.gated_masks(address, logits)

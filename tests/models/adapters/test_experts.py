@@ -15,7 +15,7 @@ import rekindle
 from helpers import adapters, checkpoints
 from helpers.thorough import by_default
 from rekindle._src.models import config_from_hf, random_model
-from rekindle._src.models.adapters.merging import merged
+from rekindle._src.models.adapters.adapted import merged
 from rekindle._src.models.adapters.reading import read_adapter
 from rekindle.errors import CheckpointError
 from workshop import reference

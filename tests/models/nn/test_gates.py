@@ -8,10 +8,10 @@ import pytest
 
 from rekindle._src.models.nn.linear import Linear
 from rekindle._src.models.precision import Precision
-from rekindle_kernels import native
+from rekindle_kernels.native import build
 
 
-@pytest.mark.skipif(native.unavailable_reason() is not None, reason="there are no native kernels")
+@pytest.mark.skipif(build.unavailable_reason() is not None, reason="there are no native kernels")
 def test_the_gate_behind_a_bias_is_xlas_where_products_are() -> None:
     def lowered(implementation: str | None) -> str:
         layer = Linear(128, 64, Precision(implementation=implementation), bias=True)

@@ -20,6 +20,7 @@ from rekindle_kernels.native.kernels.sequences import (
     TOKENS,
     WRITTEN,
     clear_rows_without,
+    free_sequences,
     list_sequences,
 )
 from rekindle_kernels.native.language.handler import Kernel, job_layout
@@ -141,8 +142,4 @@ def kernel() -> Kernel:
                 copy(inputs + i * CHANNELS * 4, tail + i * job.channels * 4, size)
         free(weights)
 
-    @jit
-    def finish(job: Any) -> None:
-        free(job.active)
-
-    return Kernel(kernel_table.CONVOLUTION, JOB, prepare, block, finish)
+    return Kernel(kernel_table.CONVOLUTION, JOB, prepare, block, free_sequences)

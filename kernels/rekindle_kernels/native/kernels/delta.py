@@ -22,20 +22,10 @@ from typing import Any
 import numpy as np
 
 from rekindle_kernels.native import kernel_table
-from rekindle_kernels.native.kernels.sequences import (
-    BEGINS,
-    FIELDS,
-    FIRST,
-    READ,
-    SEQUENCE,
-    TOKENS,
-    WRITTEN,
-    clear_rows_without,
-    list_sequences,
-)
+from rekindle_kernels.native.kernels.sequences import HEADS, free_sequences, head_of, list_heads
 from rekindle_kernels.native.language.handler import Kernel, job_layout
 from rekindle_kernels.native.language.jit import inline, jit
-from rekindle_kernels.native.language.memory import f32, free, i32, malloc, set_f32
+from rekindle_kernels.native.language.memory import f32, free, malloc, set_f32
 from rekindle_kernels.native.language.records import dim
 from rekindle_kernels.native.language.vector import (
     LANES,
@@ -58,23 +48,13 @@ NUMBERS = 4  # of a token beside its key and query: decay, weight of the correct
 JOB = job_layout(
     "delta",
     {
-        **FIELDS,
+        **HEADS,
         "qkv": "[tokens, channels]",
         "channels": "",
-        "projected": "[tokens, width]",
-        "width": "",
-        "gate": "columns of `projected`, as are the next two",
+        "gate": "columns of `projected`, as is the next",
         "beta": "",
-        "step": "",
-        "step_bias": "[heads]",
-        "log_rate": "[heads]",
         "norm": "[values]",
-        "states": "[slots, heads, keys, values]",
-        "heads": "",
         "key_heads": "",
-        "keys": "the size of one",
-        "values": "the size of one",
-        "out": "[tokens, heads · values]",
     },
     numbers={"eps": "of the norm"},
 )
@@ -143,27 +123,14 @@ def kernel() -> Kernel:
 
     @jit
     def prepare(frame: Any, job: Any, threads: int) -> int:
-        tokens = dim(frame.qkv, 0)
         job.qkv = frame.qkv.data
         job.channels = dim(frame.qkv, 1)
-        job.projected = frame.projected.data
-        job.width = dim(frame.projected, 1)
         job.gate = frame.settings.gate
         job.beta = frame.settings.beta
-        job.step = frame.settings.step
         job.eps = frame.settings.eps
-        job.step_bias = frame.step_bias.data
-        job.log_rate = frame.log_rate.data
         job.norm = frame.norm.data
-        job.states = frame.after.data
-        job.heads = dim(frame.states, 1)
         job.key_heads = frame.settings.key_heads
-        job.keys = dim(frame.states, 2)
-        job.values = dim(frame.states, 3)
-        job.out = frame.out.data
-        list_sequences(frame, job, tokens, dim(frame.states, 0))
-        clear_rows_without(frame, job.out, tokens, job.heads * job.values)
-        return job.count * job.heads
+        return list_heads(frame, job, dim(frame.qkv, 0))
 
     @jit
     def columns(job: Any, h: int, first: int, count: int, scratch: int, state: int, target: int, column: int) -> None:
@@ -213,15 +180,8 @@ def kernel() -> Kernel:
     @jit
     def block(job: Any, index: int) -> None:
         """One head of one sequence."""
-        H, D, V = job.heads, job.keys, job.values
-        entry, h = index // H * SEQUENCE, index % H
-        first, tokens = i32(job.active, entry + FIRST), i32(job.active, entry + TOKENS)
-        state = job.states + (i32(job.active, entry + READ) * H + h) * D * V * 4
-        target = job.states + (i32(job.active, entry + WRITTEN) * H + h) * D * V * 4
-        if i32(job.active, entry + BEGINS) == 1:
-            for at in range(0, D * V, LANES):
-                store(target, at, splat(ZERO))
-            state = target
+        D, V = job.keys, job.values
+        h, first, tokens, state, target = head_of(job, index)
         scratch = malloc((CHUNK * (2 * D + NUMBERS) + COLUMNS * D) * 4)
         k, numbers = scratch + CHUNK * D * 4, scratch + 2 * CHUNK * D * 4
         for begin in range(0, tokens, CHUNK):
@@ -236,8 +196,4 @@ def kernel() -> Kernel:
             state = target
         free(scratch)
 
-    @jit
-    def finish(job: Any) -> None:
-        free(job.active)
-
-    return Kernel(kernel_table.GATED_DELTA, JOB, prepare, block, finish)
+    return Kernel(kernel_table.GATED_DELTA, JOB, prepare, block, free_sequences)

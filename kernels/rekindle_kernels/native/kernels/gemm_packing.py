@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from rekindle_kernels.native.kernels.operands import describe_rows, first_row
 from rekindle_kernels.native.kernels.rms_norm import normalise
-from rekindle_kernels.native.kernels.stacks import first_row
 from rekindle_kernels.native.language.dot_products import (
     from_ints,
     store_i8,
@@ -78,20 +78,8 @@ JOB = job_layout(
 @inline
 def describe(frame: Any, job: Any, size: int) -> None:
     """Note in the job what the operands say; weights are numbers of `size` bytes."""
-    rows = dim(frame.x, 0)
-    before, gap = rows, 0
-    if frame.has_rows:
-        before, gap = max(0, min(frame.rows.before, rows)), max(0, frame.rows.gap)
-    job.before = before
-    job.gap = gap
-    job.rows = before + max(0, rows - before - gap)
-    job.x = frame.x.data
+    describe_rows(frame, job)
     job.width = dim(frame.weight, 1)
-    job.norm = frame.norm.data if frame.has_norm else 0
-    job.eps = frame.settings.eps
-    job.residual = frame.residual.data if frame.has_residual else 0
-    job.out = frame.out.data
-    job.results = dim(frame.out, 1)
     job.ups = job.results if frame.settings.gated > 0 else 0
     first = first_row(frame, job.results + job.ups)
     job.weight = frame.weight.data + first * job.width * size

@@ -63,8 +63,8 @@ from rekindle_kernels.native.kernels.int4_tile import (
     multiply_tile,
     unpacker,
 )
+from rekindle_kernels.native.kernels.operands import describe_rows, first_row
 from rekindle_kernels.native.kernels.rms_norm import normalise
-from rekindle_kernels.native.kernels.stacks import first_row
 from rekindle_kernels.native.language.amx import allowed
 from rekindle_kernels.native.language.dot_products import store_i8
 from rekindle_kernels.native.language.handler import Kernel, first_unit, job_layout, wait_for_blocks
@@ -261,18 +261,8 @@ def job_reader(form: Int4Form) -> Any:
 
     @inline
     def read(frame: Any, job: Any) -> None:
-        rows = dim(frame.x, 0)
-        before, gap = rows, 0
-        if frame.has_rows:
-            before, gap = max(0, min(frame.rows.before, rows)), max(0, frame.rows.gap)
-        job.before = before
-        job.gap = gap
-        job.rows = before + max(0, rows - before - gap)
-        job.x = frame.x.data
+        describe_rows(frame, job)
         job.width = dim(frame.weight, 1) // columns
-        job.norm = frame.norm.data if frame.has_norm else 0
-        job.eps = frame.settings.eps
-        job.results = dim(frame.out, 1)
         job.ups = job.results // LANES if frame.settings.gated > 0 else 0
         job.block_bytes = dim(frame.weight, 1) * word
         job.scale_bytes = dim(frame.scale, 1) * scale_word
@@ -285,8 +275,6 @@ def job_reader(form: Int4Form) -> Any:
         if stepped:  # with steps between them
             job.groups = job.groups - job.width // SPAN * STEP_BYTES
         job.steps = job.width // (job.groups * step_inputs)
-        job.residual = frame.residual.data if frame.has_residual else 0
-        job.out = frame.out.data
 
     return read
 

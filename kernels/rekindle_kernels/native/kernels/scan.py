@@ -12,20 +12,10 @@ from typing import Any
 import numpy as np
 
 from rekindle_kernels.native import kernel_table
-from rekindle_kernels.native.kernels.sequences import (
-    BEGINS,
-    FIELDS,
-    FIRST,
-    READ,
-    SEQUENCE,
-    TOKENS,
-    WRITTEN,
-    clear_rows_without,
-    list_sequences,
-)
+from rekindle_kernels.native.kernels.sequences import HEADS, free_sequences, head_of, list_heads
 from rekindle_kernels.native.language.handler import Kernel, job_layout
 from rekindle_kernels.native.language.jit import inline, jit
-from rekindle_kernels.native.language.memory import f32, free, i32, malloc
+from rekindle_kernels.native.language.memory import f32, free, malloc
 from rekindle_kernels.native.language.records import dim
 from rekindle_kernels.native.language.vector import LANES, largest, load_f32, multiply, multiply_add, splat, store
 from rekindle_kernels.native.language.vector_math import exp_of_any, exp_of_one, softplus
@@ -36,21 +26,11 @@ ZERO = np.float32(0)
 JOB = job_layout(
     "scan",
     {
-        **FIELDS,
+        **HEADS,
         "channels": "[tokens, width of channels]: x of all heads, b and c of all groups",
         "stride": "the width of channels",
-        "projected": "[tokens, width]",
-        "width": "",
-        "step": "column of `projected`",
-        "step_bias": "[heads]",
-        "log_rate": "[heads]",
         "skip": "[heads]",
-        "states": "[slots, heads, keys, values]",
-        "heads": "",
         "groups": "",
-        "keys": "the size of one",
-        "values": "the size of one",
-        "out": "[tokens, heads · values]",
     },
 )
 
@@ -75,24 +55,11 @@ def kernel() -> Kernel:
 
     @jit
     def prepare(frame: Any, job: Any, threads: int) -> int:
-        tokens = dim(frame.channels, 0)
         job.channels = frame.channels.data
         job.stride = dim(frame.channels, 1)
-        job.projected = frame.projected.data
-        job.width = dim(frame.projected, 1)
-        job.step = frame.settings.step
-        job.step_bias = frame.step_bias.data
-        job.log_rate = frame.log_rate.data
         job.skip = frame.skip.data
-        job.states = frame.after.data
-        job.heads = dim(frame.states, 1)
         job.groups = frame.settings.groups
-        job.keys = dim(frame.states, 2)
-        job.values = dim(frame.states, 3)
-        job.out = frame.out.data
-        list_sequences(frame, job, tokens, dim(frame.states, 0))
-        clear_rows_without(frame, job.out, tokens, job.heads * job.values)
-        return job.count * job.heads
+        return list_heads(frame, job, dim(frame.channels, 0))
 
     @jit
     def columns(job: Any, h: int, first: int, tokens: int, state: int, target: int, column: int, scratch: int) -> None:
@@ -121,22 +88,11 @@ def kernel() -> Kernel:
     @jit
     def block(job: Any, index: int) -> None:
         """One head of one sequence."""
-        H, D, V = job.heads, job.keys, job.values
-        entry, h = index // H * SEQUENCE, index % H
-        first, tokens = i32(job.active, entry + FIRST), i32(job.active, entry + TOKENS)
-        state = job.states + (i32(job.active, entry + READ) * H + h) * D * V * 4
-        target = job.states + (i32(job.active, entry + WRITTEN) * H + h) * D * V * 4
-        if i32(job.active, entry + BEGINS) == 1:
-            for at in range(0, D * V, LANES):
-                store(target, at, splat(ZERO))
-            state = target
+        D, V = job.keys, job.values
+        h, first, tokens, state, target = head_of(job, index)
         scratch = malloc(COLUMNS * D * 4)
         for column in range(0, V, COLUMNS):
             columns(job, h, first, tokens, state + column * 4, target + column * 4, column, scratch)
         free(scratch)
 
-    @jit
-    def finish(job: Any) -> None:
-        free(job.active)
-
-    return Kernel(kernel_table.SELECTIVE_SCAN, JOB, prepare, block, finish)
+    return Kernel(kernel_table.SELECTIVE_SCAN, JOB, prepare, block, free_sequences)

@@ -10,14 +10,28 @@ from typing import Any
 
 import numpy as np
 
-from rekindle_kernels.native.language.jit import inline
-from rekindle_kernels.native.language.memory import i32, malloc, set_f32, set_i32
+from rekindle_kernels.native.language.jit import inline, jit
+from rekindle_kernels.native.language.memory import free, i32, malloc, set_f32, set_i32
 from rekindle_kernels.native.language.records import dim
+from rekindle_kernels.native.language.vector import LANES, splat, store
 
 ZERO = np.float32(0)
 FIELDS = {
     "active": "int32 [count, SEQUENCE], of the sequences that have tokens",
     "count": "",
+}
+HEADS = {  # of kernels whose work are the heads of the sequences
+    **FIELDS,
+    "projected": "[tokens, width]",
+    "width": "",
+    "step": "column of `projected`",
+    "step_bias": "[heads]",
+    "log_rate": "[heads]",
+    "states": "[slots, heads, keys, values]",
+    "heads": "",
+    "keys": "the size of one",
+    "values": "the size of one",
+    "out": "[tokens, heads · values]",
 }
 SEQUENCE = 5  # first token, tokens, slots that are read and written, whether the state begins as zeros
 FIRST, TOKENS, READ, WRITTEN, BEGINS = range(SEQUENCE)
@@ -63,3 +77,42 @@ def clear_rows_without(frame: Any, out: int, tokens: int, width: int) -> None:
     used = rows + min(max(i32(frame.ends.data, max(prompts, 0)), 0), tokens - rows)
     for at in range(used * width, tokens * width):
         set_f32(out, at, ZERO)
+
+
+@inline
+def list_heads(frame: Any, job: Any, tokens: int) -> int:
+    """Note the sequences, and the parts of a job that are in HEADS. Return how many heads all sequences have."""
+    job.projected = frame.projected.data
+    job.width = dim(frame.projected, 1)
+    job.step = frame.settings.step
+    job.step_bias = frame.step_bias.data
+    job.log_rate = frame.log_rate.data
+    job.states = frame.after.data
+    job.heads = dim(frame.states, 1)
+    job.keys = dim(frame.states, 2)
+    job.values = dim(frame.states, 3)
+    job.out = frame.out.data
+    list_sequences(frame, job, tokens, dim(frame.states, 0))
+    clear_rows_without(frame, job.out, tokens, job.heads * job.values)
+    return job.count * job.heads
+
+
+@inline
+def head_of(job: Any, index: int) -> tuple[int, int, int, int, int]:
+    """Return the head of a sequence with this index: which it is, the sequence's first token and tokens, and the
+    addresses of the state that it reads and of that which it writes. They are one of zeros where a sequence begins."""
+    H, size = job.heads, job.keys * job.values
+    entry, h = index // H * SEQUENCE, index % H
+    state = job.states + (i32(job.active, entry + READ) * H + h) * size * 4
+    target = job.states + (i32(job.active, entry + WRITTEN) * H + h) * size * 4
+    if i32(job.active, entry + BEGINS) == 1:
+        for at in range(0, size, LANES):
+            store(target, at, splat(ZERO))
+        state = target
+    return h, i32(job.active, entry + FIRST), i32(job.active, entry + TOKENS), state, target
+
+
+@jit
+def free_sequences(job: Any) -> None:
+    """Free the memory of `list_sequences`, at the end of a kernel."""
+    free(job.active)

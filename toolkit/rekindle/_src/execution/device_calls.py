@@ -31,9 +31,8 @@ from rekindle._src.programs.helpers import (
     Helper,
     Key,
 )
-from rekindle._src.programs.page_tables import PUT
+from rekindle._src.programs.page_tables import PUT, SentTables
 from rekindle._src.programs.programs import Programs
-from rekindle._src.programs.sent_tables import SentTables
 from rekindle._src.programs.step import StepOutput
 from rekindle_kernels import MaskGate
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from rekindle._src.core.records import IntArray, RowResult, StepPlan
 from rekindle._src.execution.device_calls import DeviceCalls
-from rekindle._src.execution.in_flight import Choice, InFlight
+from rekindle._src.execution.results import Choice, InFlight
 from rekindle._src.programs.buckets import GATED, Bucket
 from rekindle._src.programs.packing import AnyUpload, Layout
 from rekindle._src.programs.programs import Programs

@@ -59,12 +59,8 @@ class PageTransfers:
 
     def read_out(self, moves: Sequence[PageMove]) -> Leaving:
         """Begin to copy pages out of the device, before a later step may overwrite them."""
-        if not moves:
-            return []
-        return [
-            (batch, self._calls.gather(batch.ids, [move.digest for move in batch.moves]))
-            for batch in self._shards.batches(moves, self._sizes)
-        ]
+        batches = self._shards.batches(moves, self._sizes) if moves else ()
+        return [(batch, self._gather(batch)) for batch in batches]
 
     def read_whole(self, moves: Sequence[PageMove]) -> list[paged.Payload]:
         """Return the content of pages, as views of whole transfers.
@@ -87,10 +83,8 @@ class PageTransfers:
         """Hand the pages that were read out to the host tier; waits for the copies."""
         for batch, payload in leaving:
             assert self._host_tier is not None, "a page was offloaded without a host tier"
-            self._calls.arrive(payload)
-            arrays = self._parts.to_host(payload)
-            for move, place in zip(batch.moves, batch.places, strict=True):
-                self._host_tier.put(move.digest, tuple(array[place : place + 1] for array in arrays))
+            for move, page in zip(batch.moves, self._arrived(batch, payload), strict=True):
+                self._host_tier.put(move.digest, page)
 
     def restore(self, moves: Sequence[PageMove]) -> tuple[LostPage, ...]:
         """Fill pages from the host tier; returns those whose payload is missing or does not fit."""
@@ -128,6 +122,19 @@ class PageTransfers:
             for move, place in zip(batch.moves, batch.places, strict=True):
                 from_ids[place] = sources[move.page] % self._shards.pages
             self._calls.copy(from_ids, batch.ids)
+
+    def _gather(self, batch: Batch) -> paged.Payload:
+        """Begin to read the pages of a batch out of the device."""
+        return self._calls.gather(batch.ids, [move.digest for move in batch.moves])
+
+    def _arrived(self, batch: Batch, payload: paged.Payload) -> list[paged.Payload]:
+        """Wait for a payload, and return the part of each page in it."""
+        self._calls.arrive(payload)
+        arrays = self._to_host(payload)
+        return [tuple(array[place : place + 1] for array in arrays) for place in batch.places]
+
+    def _to_host(self, payload: paged.Payload) -> list[np.ndarray]:
+        return self._parts.to_host(payload)
 
     def _fill(self, batch: Batch, pages: Mapping[int, paged.Payload]) -> None:
         """Fill the pages of a batch, each with the payload for its place among them."""
@@ -175,26 +182,16 @@ class TailTransfers(PageTransfers):
         self._layout = self._whole.payload_layout(calls.programs.kv, tails=True)
         self._sizes = self._fills = (TAILS_IN.pages,)
 
-    def read_out(self, moves: Sequence[PageMove]) -> Leaving:
-        if not moves:
-            return []
-        return [(batch, self._calls.tails_out(batch.ids)) for batch in self._shards.batches(moves, self._sizes)]
-
-    def store(self, leaving: Leaving) -> None:
-        for batch, payload in leaving:
-            assert self._host_tier is not None, "a page was offloaded without a host tier"
-            for move, page in zip(batch.moves, self._arrived(batch, payload), strict=True):
-                self._host_tier.put(move.digest, page)
-
     def read(self, pages: Sequence[int]) -> list[paged.Payload]:
         """Return the content of pages; called between steps."""
         leaving = self.read_out([PageMove(page, b"") for page in pages])
         return [page for batch, payload in leaving for page in self._arrived(batch, payload)]
 
-    def _arrived(self, batch: Batch, payload: paged.Payload) -> list[paged.Payload]:
-        self._calls.arrive(payload)
-        arrays = self._whole.to_host(payload, tails=True)
-        return [tuple(array[place : place + 1] for array in arrays) for place in batch.places]
+    def _gather(self, batch: Batch) -> paged.Payload:
+        return self._calls.tails_out(batch.ids)
+
+    def _to_host(self, payload: paged.Payload) -> list[np.ndarray]:
+        return self._whole.to_host(payload, tails=True)
 
     def _fill(self, batch: Batch, pages: Mapping[int, paged.Payload]) -> None:
         ready = {place: self._whole.to_device(page, tails=True) for place, page in pages.items()}

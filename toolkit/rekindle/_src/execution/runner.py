@@ -19,7 +19,6 @@ from rekindle._src.core.activity import ProgramWait
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.records import LostPage, PageMove, Request, Row, RowResult, StepPlan, StepResult
 from rekindle._src.execution.device_calls import DeviceCalls, Recorder
-from rekindle._src.execution.in_flight import Choice, InFlight, RunnerStatistics
 from rekindle._src.execution.late_steps import LateSteps, Started
 from rekindle._src.execution.page_transfers import (
     PageTransfers,
@@ -28,7 +27,15 @@ from rekindle._src.execution.page_transfers import (
     TailTransfers,
     prefault,
 )
-from rekindle._src.execution.results import drop_rows, pack_rows, row_results, with_refused
+from rekindle._src.execution.results import (
+    Choice,
+    InFlight,
+    RunnerStatistics,
+    drop_rows,
+    pack_rows,
+    row_results,
+    with_refused,
+)
 from rekindle._src.models.base import LoadedModel
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.buckets import Bucket, bucket_for

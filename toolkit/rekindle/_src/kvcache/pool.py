@@ -70,11 +70,8 @@ class PagePool:
         """Return how many of `pages`, which differ, have as many holders as `counts` says, beside the prefix cache."""
         return int(np.count_nonzero(self._refs[pages] - self._kept[pages] == counts))
 
-    def can_take(self, count: int) -> bool:
-        return count <= len(self._free)
-
     def take(self, count: int) -> list[int]:
-        """Take `count` free pages, with one reference each. Check `can_take` before."""
+        """Take `count` free pages, with one reference each. Look at `free` before."""
         assert 0 <= count <= len(self._free), f"{count} pages asked for, {len(self._free)} free"
         if not count:
             return []

@@ -23,7 +23,7 @@ from rekindle._src.core import html
 from rekindle._src.core.dtypes import dtype_name
 from rekindle._src.core.mesh_shape import MeshReport
 from rekindle._src.models.config import ModelConfig
-from rekindle._src.models.loading.hugepages import aligned
+from rekindle._src.models.loading.hugepages import adopted
 from rekindle._src.models.nn.packing import is_packed, matrix_shape
 from rekindle._src.models.precision import Precision
 from rekindle._src.models.registry import family
@@ -320,7 +320,7 @@ def draw(graph: Graph, shapes: Sequence[jax.ShapeDtypeStruct], seed: int) -> Ite
         return
     rng = np.random.default_rng(seed)
     for path, leaf in zip(graph.paths, shapes, strict=True):
-        yield jax.device_put(_adopted(_random(path, leaf, graph.config, graph.precision, rng)), may_alias=True)
+        yield jax.device_put(adopted(_random(path, leaf, graph.config, graph.precision, rng)), may_alias=True)
 
 
 def drawn_on_device(graph: Graph, shapes: Sequence[jax.ShapeDtypeStruct], seed: int) -> Iterator[jax.Array]:
@@ -359,13 +359,6 @@ def _constant(path: str, leaf: jax.ShapeDtypeStruct, config: ModelConfig) -> flo
 def _spread(path: str, config: ModelConfig) -> float:
     """Return the standard deviation of a matrix."""
     return config.hidden_size**-0.5 if not path.startswith("embed") or config.tie_embeddings else 1.0
-
-
-def _adopted(values: np.ndarray) -> np.ndarray:
-    """Copy the values to memory that the device uses without a further copy, as it does for loaded weights."""
-    memory = aligned(values.shape, values.dtype)
-    memory[...] = values
-    return memory
 
 
 def _random(

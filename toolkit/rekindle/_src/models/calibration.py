@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from rekindle._src.models.base import LoadedModel, abstract_model, merge
 from rekindle._src.models.config import AttentionSpec
 from rekindle._src.models.loading import quantize
-from rekindle._src.models.loading.hugepages import aligned
+from rekindle._src.models.loading.hugepages import adopted
 from rekindle._src.models.loading.quantize import int4_rounded, int4_scales
 from rekindle._src.models.nn.packing import Packing, matrix_shape, packing_of
 from rekindle_kernels import int4
@@ -77,7 +77,10 @@ def calibrate(
             leaves |= {path: weight, path.removesuffix("weight") + "scale": scale}
         else:
             leaves[path] = leaf
-    placed = tuple(_placed(leaves[path]) for path in graph.paths)
+    placed = tuple(
+        leaf if isinstance(leaf, jax.Array) else jax.device_put(adopted(leaf), may_alias=True)
+        for leaf in (leaves[path] for path in graph.paths)
+    )
     digest = hashlib.blake2b(repr((model.fingerprint, graph.precision, tokens)).encode(), digest_size=16)
     return LoadedModel(model.config, graph, placed, f"calibrated-{digest.hexdigest()}", model.folder)
 
@@ -189,14 +192,6 @@ def _named(path: str, parts: Parts) -> dict[str, NDArray[Any]]:
     names = ("weight", "scale", "minimum")
     stem = path.removesuffix("weight")
     return {stem + name: part for name, part in zip(names, parts, strict=True) if part is not None}
-
-
-def _placed(leaf: Any) -> jax.Array:
-    if isinstance(leaf, jax.Array):
-        return leaf
-    memory = aligned(leaf.shape, leaf.dtype)
-    memory[...] = leaf
-    return jax.device_put(memory, may_alias=True)
 
 
 def calibrated(matrix: Floats, gram: NDArray[Any], packing: Packing) -> Parts:

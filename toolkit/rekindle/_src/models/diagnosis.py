@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from rekindle._src.models.base import LoadedModel, merge
-from rekindle._src.models.config import AttentionSpec
 from rekindle._src.models.nn.packing import is_packed, matrix_shape
+from rekindle._src.models.plain import PlainAttention
 from rekindle_kernels import int4
 
 
@@ -46,8 +46,6 @@ def first_broken_stage(model: LoadedModel, token_ids: Sequence[int]) -> str | No
 
     Computes without programs or pages: in one piece, with every token attending to those before it.
     """
-    from rekindle._src.models.nn.layers import AttendOwn, soft_max
-
     tokens = jnp.asarray(token_ids, jnp.int32)
     module: Any = merge(model.graph, model.leaves)
     first: list[str] = []
@@ -63,21 +61,9 @@ def first_broken_stage(model: LoadedModel, token_ids: Sequence[int]) -> str | No
 
         return call
 
-    def attention(q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, sinks: jax.Array | None) -> jax.Array:
-        group = q.shape[1] // k.shape[1]
-        keys, values = (jnp.repeat(heads.astype(jnp.float32), group, axis=1) for heads in (k, v))
-        scores = jnp.einsum("thd,shd->hts", q.astype(jnp.float32), keys) * spec.scale
-        if spec.soft_cap is not None:
-            scores = jnp.tanh(scores / spec.soft_cap) * spec.soft_cap
-        position = jnp.arange(len(tokens))
-        distance = position[:, None] - position
-        visible = spec.sees(distance)
-        weights = soft_max(jnp.where(visible, scores, -jnp.inf), sinks)
-        return jnp.einsum("hts,shd->thd", weights, values).astype(q.dtype)
-
     # The layers of this module object alone are watched; it shares nothing but arrays with the session's.
     vars(module)["layers"] = [watched(number, layer) for number, layer in enumerate(module.layers)]
-    hidden = check("norm", module(tokens, jnp.arange(len(tokens)), AttendOwn(model.config, attention)))
+    hidden = check("norm", module(tokens, jnp.arange(len(tokens)), PlainAttention(module, len(tokens))))
     check("head", module.logits(hidden))
     return first[0] if first else None
 

@@ -61,7 +61,8 @@ class GgufForm:
 
     architecture: str  # `general.architecture`
     others: tuple[str, ...] = ()  # other architectures that are the same family
-    read: Callable[[GgufModel], Mapping[str, Any]]  # metadata → the keys of config.json
+    # Metadata → the keys of config.json.
+    read: Callable[[GgufModel], Mapping[str, Any]] = lambda model: model.decoder() | model.rope()
     variant: Callable[[GgufModel], str | None] = lambda model: None  # another family that has the same architecture
     # llama.cpp's names of modules within a layer, where they are not those of `gguf/names.py`.
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -81,6 +82,17 @@ class GgufForm:
     reads_only: str = ""  # why a model is not written as such a file
     windows: Windows = no_windows  # layers with a window → metadata; raises ValueError where llama.cpp has others
     scale_dim: Callable[[ModelConfig], int] = lambda config: config.head_dim  # scores are divided by its square root
+
+
+def decoder_of(block: str) -> Callable[[ModelConfig, Precision], Any]:
+    """Return the `module` of a family whose decoder has these blocks, by their name in `nn/decoders.py`."""
+
+    def module(config: ModelConfig, precision: Precision) -> Any:
+        from rekindle._src.models.nn import decoders
+
+        return decoders.Decoder(config, precision, getattr(decoders, block))
+
+    return module
 
 
 class Family(NamedTuple):

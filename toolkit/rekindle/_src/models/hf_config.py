@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rekindle._src.models.config import AttentionSpec, ModelConfig
+from rekindle._src.models.config import AttentionSpec, ModelConfig, MoeSpec
 from rekindle._src.models.nn.rope import KINDS, RopeSpec, attention_factor
 from rekindle.errors import UnsupportedModel
 
@@ -69,9 +70,27 @@ class Keys:
             )
         return value
 
+    @property
+    def head_dim(self) -> int:
+        """The size of a head, by default the hidden size divided by the heads."""
+        return self.size("head_dim", self.size("hidden_size") // self.size("num_attention_heads"))
+
     def window(self, default: int | None = None) -> int | None:
         """Return `sliding_window`: how many tokens a query sees, or None for all of them."""
         return None if self.nullable("sliding_window", default) is None else self.size("sliding_window", default)
+
+    def experts(
+        self,
+        count: str = "num_experts",
+        *,
+        of_token: str = "num_experts_per_tok",
+        size: str = "moe_intermediate_size",
+        **options: Any,
+    ) -> MoeSpec:
+        """Return the experts of a layer, whose numbers are in these keys; `options` are the other fields."""
+        return MoeSpec(
+            num_experts=self.size(count), top_k=self.size(of_token), intermediate_size=self.size(size), **options
+        )
 
     def only(self, name: str, *accepted: Any) -> None:
         """Raise `UnsupportedModel` if the option has a value that is not implemented."""
@@ -102,19 +121,8 @@ class Keys:
 
     def layer_types(self, default: Sequence[bool]) -> tuple[bool, ...]:
         """Return which layers have a sliding window: from `layer_types`, or `default` where config.json has none."""
-        names = self.get("layer_types")
-        if names is None:
-            return tuple(default)
-        for name in names:
-            if name not in ("full_attention", "sliding_attention"):
-                raise UnsupportedModel(
-                    f"layer_types has {name!r}, which is not implemented. Implemented: full_attention, "
-                    "sliding_attention."
-                )
-        if len(names) != len(default):
-            raise UnsupportedModel(
-                f"layer_types has {len(names)} entries for {len(default)} layers. Check config.json."
-            )
+        kinds = ("full_attention", "sliding_attention")
+        names = self.kinds_of_layers([kinds[slides] for slides in default], *kinds)
         return tuple(name == "sliding_attention" for name in names)
 
     def has_rope_per_layer_type(self) -> bool:
@@ -129,11 +137,13 @@ class Keys:
         partial: bool = False,
         part: float = 1.0,
         layer_type: str | None = None,
+        interleaved: bool = False,
     ) -> RopeSpec:
         """Return the rope from `rope_parameters`, or from the older `rope_theta` and `rope_scaling`.
 
         `rope_parameters` is read as one object, or with `layer_type` as one object per layer type. `theta` is the
-        family's default, `part` that of `partial_rotary_factor`, which the family implements if `partial`.
+        family's default, `part` that of `partial_rotary_factor`, which the family implements if `partial`. The family
+        knows by itself whether pairs are `interleaved`.
         """
         scaling, parameters = self.get("rope_scaling") or {}, self.get("rope_parameters") or {}
         if layer_type is None:
@@ -161,8 +171,10 @@ class Keys:
         if not 0.0 < base < math.inf:
             raise UnsupportedModel(f"rope_theta={base} is not a positive number. Check config.json.")
         if proportional:
-            return RopeSpec(theta=base, dim=head_dim, kind=kind, factor=float(options.get("factor", 1.0)), part=part)
-        return self.rope_spec(kind, options, int(head_dim * part), base)
+            spec = RopeSpec(theta=base, dim=head_dim, kind=kind, factor=float(options.get("factor", 1.0)), part=part)
+        else:
+            spec = self.rope_spec(kind, options, int(head_dim * part), base)
+        return dataclasses.replace(spec, interleaved=interleaved)
 
     def rope_spec(self, kind: str, options: dict[str, Any], dim: int, theta: float) -> RopeSpec:
         """Return the `RopeSpec` of one kind. Raise `UnsupportedModel` for a missing option that the kind needs."""
@@ -171,18 +183,17 @@ class Keys:
         original = self.get(
             "original_max_position_embeddings", options.get("original_max_position_embeddings", longest)
         )
+        spec = functools.partial(RopeSpec, theta=theta, dim=dim, kind=kind)
         try:
             if kind == "default":
-                return RopeSpec(theta=theta, dim=dim)
+                return spec()
             if kind == "linear":
-                return RopeSpec(theta=theta, dim=dim, kind=kind, factor=float(options["factor"]))
+                return spec(factor=float(options["factor"]))
             if kind == "dynamic":  # scales from the end of the context in config.json
-                return RopeSpec(
-                    theta=theta, dim=dim, kind=kind, factor=float(options["factor"]), original_length=longest
-                )
+                return spec(factor=float(options["factor"]), original_length=longest)
             if kind == "llama3":
-                return RopeSpec(
-                    theta=theta, dim=dim, kind=kind, factor=float(options["factor"]), original_length=original,
+                return spec(
+                    factor=float(options["factor"]), original_length=original,
                     low_freq_factor=float(options["low_freq_factor"]),
                     high_freq_factor=float(options["high_freq_factor"]),
                 )  # fmt: skip
@@ -192,13 +203,13 @@ class Keys:
                     raise UnsupportedModel(
                         f"factors has {len(factors)} entries, and {dim // 2} frequencies are rotated. Check config.json"
                     )
-                return RopeSpec(theta=theta, dim=dim, kind=kind, short_factor=factors)
+                return spec(short_factor=factors)
             factor = float(options.get("factor", longest / original))
             attention = options.get("attention_factor")
             scale = attention_factor(kind, factor, original, options) if attention is None else float(attention)
+            spec = functools.partial(spec, factor=factor, original_length=original, attention_factor=scale)
             if kind == "yarn":
-                return RopeSpec(
-                    theta=theta, dim=dim, kind=kind, factor=factor, original_length=original, attention_factor=scale,
+                return spec(
                     beta_fast=float(options.get("beta_fast") or 32), beta_slow=float(options.get("beta_slow") or 1),
                     truncate=bool(options.get("truncate", True)),
                 )  # fmt: skip
@@ -210,10 +221,7 @@ class Keys:
                 f"short_factor and long_factor have {len(short)} and {len(long)} entries, but {dim // 2} frequencies "
                 "are rotated. Check config.json."
             )
-        return RopeSpec(
-            theta=theta, dim=dim, kind=kind, factor=factor, original_length=original, attention_factor=scale,
-            short_factor=tuple(map(float, short)), long_factor=tuple(map(float, long)),
-        )  # fmt: skip
+        return spec(short_factor=tuple(map(float, short)), long_factor=tuple(map(float, long)))
 
 
 def decoder(
@@ -227,19 +235,23 @@ def decoder(
     slides: Callable[[int], bool] | None = None,
     window: int | None = None,
     partial_rope: bool = False,
+    rope: RopeSpec | None = None,
+    attention_bias: bool = False,
     **overrides: Any,
 ) -> ModelConfig:
     """Return the `ModelConfig` of a Llama-like family, from the keys that all of them share.
 
-    Arguments are the family's defaults; `overrides` replace fields regardless of config.json. Sizes have no defaults
-    except those that other keys imply: `head_dim` is hidden_size / heads, and without num_key_value_heads there is one
-    KV head per query head, where the family has `kv_heads_implied` or the file says null.
+    Arguments are the family's defaults; `rope` is that of all layers, and `overrides` replace fields regardless of
+    config.json. Sizes have no defaults except those that other keys imply: `head_dim` is hidden_size / heads, and
+    without num_key_value_heads there is one KV head per query head, where the family has `kv_heads_implied` or the file
+    says null.
     """
     layers, heads = keys.size("num_hidden_layers"), keys.size("num_attention_heads")
     hidden = keys.size("hidden_size")
     head_dim = keys.size("head_dim", head_dim or hidden // heads)
     if "attention" not in overrides:
-        spec = AttentionSpec(scale=head_dim**-0.5, rope=keys.rope(head_dim, theta=theta, partial=partial_rope))
+        rope = rope or keys.rope(head_dim, theta=theta, partial=partial_rope)
+        spec = AttentionSpec(scale=head_dim**-0.5, rope=rope)
         sliding = dataclasses.replace(spec, sliding_window=window)
         slides = slides or (lambda layer: window is not None)
         overrides["attention"] = tuple(sliding if slides(layer) else spec for layer in range(layers))
@@ -260,6 +272,8 @@ def decoder(
         "max_position_embeddings": keys.size("max_position_embeddings", 2048),
         "tie_embeddings": keys.get("tie_word_embeddings", tie),
         "norm_eps": keys.get("rms_norm_eps", eps),
+        "qkv_bias": attention_bias,
+        "o_bias": attention_bias,
         "eos_token_ids": token_ids(keys.get("eos_token_id")),
         "bos_token_id": keys.get("bos_token_id"),
         "dtype": keys.get("dtype", keys.get("torch_dtype")),

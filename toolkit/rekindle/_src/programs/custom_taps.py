@@ -25,9 +25,8 @@ from rekindle._src.core.tapped import INNER, MISSING, TapFacts, place_of
 from rekindle._src.core.taps import STEER_SITES, Layers, SteerSite, layer_of, layers_of
 from rekindle._src.programs.buckets import TAPPED
 from rekindle._src.programs.feature import Columns, Feature, StepInputs
-from rekindle._src.programs.function_hash import function_hash
-from rekindle._src.programs.processors import problem_of
 from rekindle._src.programs.taps import Hooked, apart
+from rekindle._src.programs.user_functions import check_all, check_function, function_hash, problem_of
 from rekindle.errors import ConfigError, InvalidRequest
 
 MAX_TAPS = 16  # bits of a row's column
@@ -61,12 +60,7 @@ class Tap(html.Record):
     version: str = "1"
 
     def __post_init__(self) -> None:
-        if not callable(self.function):
-            raise ConfigError("function", self.function, "is not callable", "Pass a pure JAX function")
-        for field in ("name", "version"):
-            value = getattr(self, field)
-            if not isinstance(value, str) or not value:
-                raise ConfigError(field, value, "must be a non-empty string", "Name it")
+        check_function(self.function, self.name, self.version)
         if self.site not in STEER_SITES:
             sites = ", ".join(map(repr, STEER_SITES))
             raise ConfigError("site", self.site, "can't be changed", f"Use one of {sites}")
@@ -102,14 +96,7 @@ def _on_host(array: Any) -> Any:
 
 def check_taps(taps: Sequence[Tap]) -> tuple[Tap, ...]:
     """Check and return the session's taps. Raise ConfigError for a wrong type, equal names, or too many."""
-    for tap in taps:
-        if not isinstance(tap, Tap):
-            raise ConfigError("taps", tap, "is not a Tap", "Pass rekindle.Tap(function, name='…')")
-    names = [tap.name for tap in taps]
-    if len(set(names)) < len(names):
-        raise ConfigError("taps", names, "contains a name twice", "Name every tap differently")
-    if len(names) > MAX_TAPS:
-        raise ConfigError("taps", names, f"has more than {MAX_TAPS}", "Combine some into one")
+    check_all("taps", taps, Tap, MAX_TAPS)
     return tuple(taps)
 
 

@@ -17,7 +17,7 @@ from rekindle._src.programs.logit_shaping import LogitShaping
 from rekindle._src.programs.logprobs import Logprobs, PromptLogprobs
 from rekindle._src.programs.pooling import Pooling
 from rekindle._src.programs.processors import LogitsProcessor, Processors
-from rekindle._src.programs.state_slots import StateSlots
+from rekindle._src.programs.state_moves import StateSlots
 from rekindle._src.programs.tail_tables import TailTables
 
 

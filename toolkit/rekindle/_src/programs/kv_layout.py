@@ -184,16 +184,6 @@ def copy(kv: KV, sources: Array, ids: Array) -> KV:
     return scatter(kv, ids, [tuple(leaf[at : at + 1] for leaf in payload) for at in range(ids.shape[0])])
 
 
-def gather_tails(kv: KV, ids: Array) -> Payload:
-    """Return the pages `ids` [n] of every layer that gives pages back, as `gather` does for all others."""
-    return gather(kv, ids, tails=True)
-
-
-def scatter_tails(kv: KV, ids: Array, pages: Sequence[Payload]) -> KV:
-    """Write payloads of `gather_tails`, as `scatter` does those of `gather`."""
-    return scatter(kv, ids, pages, tails=True)
-
-
 def _pages(kv: KV, number: int, *, tails: bool) -> LayerKV:
     pages = kv[number].tail if tails else kv[number].pages
     assert pages is not None, "the layer has pages"

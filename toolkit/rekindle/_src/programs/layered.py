@@ -19,11 +19,13 @@ import jax
 from rekindle._src.core.memory import gc_paused
 from rekindle._src.programs.buckets import FORWARD, Bucket
 from rekindle._src.programs.helpers import Key
-from rekindle._src.programs.layered_step import LayeredForward, LayeredProgram, LayeredStep
 from rekindle._src.programs.ledger import Compiled
 from rekindle._src.programs.recipes import Recipes
 from rekindle._src.programs.step_parts import (
     Cut,
+    LayeredForward,
+    LayeredProgram,
+    LayeredStep,
     Opened,
     make_closing,
     make_forward_closing,

@@ -25,7 +25,7 @@ from rekindle._src.programs.data_shards import DataShards
 from rekindle._src.programs.feature import Columns, Feature, StepInputs
 from rekindle._src.programs.features import PLAIN, Features
 from rekindle._src.programs.flags import Flag, drawing_flags
-from rekindle._src.programs.sent_tables import SentTables
+from rekindle._src.programs.page_tables import SentTables
 from rekindle_kernels import Choice
 
 _HOTTEST = float(np.finfo(np.float32).max)  # an option beyond it would be infinite, which divides -inf to NaN
@@ -125,6 +125,14 @@ def sections(layout: Layout, ints: Any) -> Sections:
         parts.append(ints[offset : offset + size].reshape(shape))
         offset += size
     return Sections(*parts)
+
+
+def changed_tables(layout: Layout, ints: Array, tables: Array | None) -> Array | None:
+    """Return the page tables [L, W] with the changes of a step; None where each step brings its own."""
+    if tables is None:
+        return None
+    slots, places, pages = sections(layout, ints).table
+    return tables.at[slots, places].set(pages, mode="promise_in_bounds")
 
 
 class Constants:

@@ -53,15 +53,7 @@ def join(pages: Mapping[int, paged.Payload], places: int) -> list[np.ndarray[Any
     return joined
 
 
-def scatter(kv: paged.KV, ids: Array, payload: paged.Payload) -> paged.KV:
-    """Write the pages of a payload [n, layers, …] to the pages `ids` [n]. Padding ids are 0."""
-    return paged.scatter(kv, ids, _each(ids, payload))
-
-
-def scatter_tails(kv: paged.KV, ids: Array, payload: paged.Payload) -> paged.KV:
-    """Do the same for layers that give pages back."""
-    return paged.scatter_tails(kv, ids, _each(ids, payload))
-
-
-def _each(ids: Array, payload: paged.Payload) -> list[paged.Payload]:
-    return [tuple(leaf[index : index + 1] for leaf in payload) for index in range(ids.shape[0])]
+def scatter(kv: paged.KV, ids: Array, payload: paged.Payload, *, tails: bool = False) -> paged.KV:
+    """Write the pages of a payload [n, layers, …] to the pages `ids` [n], or `tails`. Padding ids are 0."""
+    each = [tuple(leaf[index : index + 1] for leaf in payload) for index in range(ids.shape[0])]
+    return paged.scatter(kv, ids, each, tails=tails)

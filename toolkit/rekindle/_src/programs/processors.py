@@ -9,7 +9,6 @@ of the key of stored programs.
 from __future__ import annotations
 
 import dataclasses
-import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -22,8 +21,8 @@ from rekindle._src.core.records import Request, StepPlan
 from rekindle._src.programs.buckets import PROCESSED
 from rekindle._src.programs.feature import Feature, StepInputs
 from rekindle._src.programs.flags import FIRST_PROCESSOR, MAX_PROCESSORS, PROCESSORS, branch
-from rekindle._src.programs.function_hash import function_hash
 from rekindle._src.programs.request_state import RequestState
+from rekindle._src.programs.user_functions import check_all, check_function, function_hash, problem_of
 from rekindle.errors import ConfigError
 
 
@@ -50,12 +49,7 @@ class LogitsProcessor(html.Record):
     version: str = "1"
 
     def __post_init__(self) -> None:
-        if not callable(self.function):
-            raise ConfigError("function", self.function, "is not callable", "Pass a pure JAX function")
-        for field in ("name", "version"):
-            value = getattr(self, field)
-            if not isinstance(value, str) or not value:
-                raise ConfigError(field, value, "must be a non-empty string", "Name it")
+        check_function(self.function, self.name, self.version)
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -65,15 +59,7 @@ class LogitsProcessor(html.Record):
 
 def check_processors(processors: Sequence[LogitsProcessor]) -> tuple[LogitsProcessor, ...]:
     """Check and return the session's processors. Raise ConfigError for a wrong type, equal names, or too many."""
-    for processor in processors:
-        if not isinstance(processor, LogitsProcessor):
-            fix = "Pass rekindle.LogitsProcessor(function, name='…')"
-            raise ConfigError("processors", processor, "is not a LogitsProcessor", fix)
-    names = [processor.name for processor in processors]
-    if len(set(names)) < len(names):
-        raise ConfigError("processors", names, "contains a name twice", "Name every processor differently")
-    if len(names) > MAX_PROCESSORS:
-        raise ConfigError("processors", names, f"has more than {MAX_PROCESSORS}", "Combine some into one")
+    check_all("processors", processors, LogitsProcessor, MAX_PROCESSORS)
     return tuple(processors)
 
 
@@ -101,16 +87,6 @@ def _check_shape(processor: LogitsProcessor, shape: tuple[int, ...] | None, expe
         returned = "no array" if shape is None else f"shape {shape}"
         problem = f"returned {returned} for logits of shape {expected}"
         raise ConfigError("processors", processor.name, problem, "Return one number for each token: the same shape")
-
-
-def problem_of(function: Callable[..., Any], error: Exception, arguments: str) -> str:
-    """Return in words that a user's function raised an error, with the line of the function where it is known."""
-    code, where = getattr(function, "__code__", None), ""
-    lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if code is frame.f_code]
-    if code is not None and lines:
-        where = f" in its line {lines[-1] - code.co_firstlineno + 1}"
-    cause = (str(error).strip() or "without a message").split("\n")[0]
-    return f"raised {type(error).__name__}{where} {arguments}: {cause}"
 
 
 def process(processors: Sequence[LogitsProcessor], logits: Array, flags: Array, context: LogitsContext) -> Array:

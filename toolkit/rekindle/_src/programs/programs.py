@@ -49,12 +49,12 @@ from rekindle._src.programs.helpers import (
     moved_pages,
 )
 from rekindle._src.programs.layered import LEAN, Layered, compiled_with
-from rekindle._src.programs.layered_step import LayeredProgram
 from rekindle._src.programs.ledger import Compiled, Entry, Form, Ledger, ProgramRecord
 from rekindle._src.programs.packing import Layout
 from rekindle._src.programs.processors import LogitsProcessor, check_processors
 from rekindle._src.programs.recipes import Recipes
-from rekindle._src.programs.state_slots import StateSlots
+from rekindle._src.programs.state_moves import StateSlots
+from rekindle._src.programs.step_parts import LayeredProgram
 from rekindle._src.programs.store import KEPT_THERE, NOT_STORED, Executables, LateStore, NoStore, watching_hits
 from rekindle._src.programs.tail_tables import TailTables, tail_pages
 from rekindle._src.programs.taps import tap_features

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -164,16 +165,16 @@ class Recipes:
         if key == COPY:
             return Recipe(paged.copy, (self.kv, ids, ids), (0,), (PAGES, ROWS, ROWS), PAGES)
         tails = key.kind in (TAILS_OUT.kind, TAILS_IN.kind)
-        read_out = paged.gather_tails if tails else paged.gather
+        read_out = functools.partial(paged.gather, tails=tails)
         if key.kind in (GATHER.kind, COLLECT.kind, TAILS_OUT.kind):
             gather = Recipe(read_out, (self.kv, ids), (), (PAGES, ROWS), PAYLOAD)
             return self.parts.whole_everywhere(gather) if key.kind == COLLECT.kind else gather
         if self.pinned:
             payload = jax.eval_shape(read_out, self.kv, ids)
-            join = pinned_pages.scatter_tails if tails else pinned_pages.scatter
+            join = functools.partial(pinned_pages.scatter, tails=tails)
             return Recipe(join, (self.kv, ids, payload), (0,), (PAGES, ROWS, PAYLOAD), PAGES)
         page = jax.eval_shape(read_out, self.kv, _ints(1))
-        fill = paged.scatter_tails if tails else paged.scatter
+        fill = functools.partial(paged.scatter, tails=tails)
         return Recipe(fill, (self.kv, ids, (page,) * key.pages), (0,), (PAGES, ROWS, PAYLOAD), PAGES)
 
     def _lens(self, leaves: Sequence[Any], rows: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""States of single sequences as flat arrays, and back: for transfers between the device and the tiers below it.
+"""States of sequences on the device: the slots that a step's rows name, and transfers as flat arrays.
 
 Axes: n slots, B numbers of a sequence's states over all layers.
 """
@@ -12,7 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from rekindle._src.core.records import IntArray, Row
 from rekindle._src.models.config import ModelConfig
+from rekindle._src.programs.feature import Columns, Feature
 from rekindle._src.programs.kv_layout import KV, Layer
 
 LEAST = 8  # slots of the tree
@@ -58,3 +60,19 @@ def scatter(kv: KV, ids: Array, states: Array) -> KV:
 def _arrays(kv: KV) -> Iterator[jax.Array]:
     for layer in kv:
         yield from layer.states
+
+
+class StateSlots(Feature):
+    """The slots of states that a step reads and writes, two integers in each row, of models whose layers have states.
+
+    A row may read its sequence's state from one slot and write it to another. So a state that the prefix tree keeps is
+    used without copying it, and left for the tree without copying it. Slot 0 is scratch: empty rows use it.
+    """
+
+    row_ints = 2
+
+    def write_row(self, row: Row, out: IntArray) -> None:
+        out[:] = row.reads, row.writes
+
+    def unpack(self, columns: Columns) -> tuple[Array, Array]:
+        return columns.row_ints[:, 0], columns.row_ints[:, 1]

@@ -26,8 +26,7 @@ from rekindle._src.models.base import Graph, Model, merge
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.feature import Feature, StepInputs
 from rekindle._src.programs.flags import Flag, branch
-from rekindle._src.programs.packing import Layout, unpack
-from rekindle._src.programs.page_tables import changed, with_changes
+from rekindle._src.programs.packing import Layout, changed_tables, unpack
 from rekindle._src.programs.request_state import RequestState, record
 from rekindle._src.programs.sampling import Take, choose, marked, plainly
 from rekindle_kernels import draws_in_one_call, greedy
@@ -78,7 +77,7 @@ def make_step(graph: Graph, layout: Layout, page_size: int, *, implementation: s
         operands: Operands,
         gate: Array | None = None,
     ) -> tuple[paged.KV, RequestState, StepOutput]:
-        state = with_changes(layout, ints, state)
+        state = state._replace(tables=changed_tables(layout, ints, state.tables))
         inputs = unpack(layout, page_size, ints, floats, state.last_token, state.tables)
         new_kv, computed = _compute(graph, leaves, kv, layout, inputs, operands, implementation)
         return new_kv, *finish(graph, layout, computed, inputs, state, gate)
@@ -101,7 +100,7 @@ def make_forward(graph: Graph, layout: Layout, page_size: int, *, implementation
         operands: Operands,
         tables: Array | None = None,
     ) -> tuple[Any, ...]:
-        tables = changed(layout, ints, tables)
+        tables = changed_tables(layout, ints, tables)
         inputs = unpack(layout, page_size, ints, floats, last_token, tables)
         new_kv, computed = _compute(graph, leaves, kv, layout, inputs, operands, implementation)
         return new_kv, *finish_forward(layout, computed, inputs), *(() if tables is None else (tables,))

@@ -1,4 +1,4 @@
-"""A step in parts: the opening before the layers, one layer, and the closing after them.
+"""A step in parts: the opening before the layers, one layer, and the closing after them; and programs that call them.
 
 Layers that are alike share a part, so that XLA compiles as many as there are kinds of layers (mostly one) where the
 step of `step.py` has all of them compiled. It runs slower: each part is a call, and nothing is fused across them.
@@ -19,9 +19,10 @@ from rekindle._src.models.base import Graph, Model, merge
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.feature import Paging, StepInputs
 from rekindle._src.programs.flags import GREEDY
+from rekindle._src.programs.ledger import Compiled
 from rekindle._src.programs.packing import Layout, unpack
 from rekindle._src.programs.request_state import RequestState
-from rekindle._src.programs.step import Computed, Leaves, Scores, StepOutput, finish, finish_forward
+from rekindle._src.programs.step import Computed, Leaves, Operands, Scores, StepOutput, finish, finish_forward
 
 Tables = tuple[tuple[Array, ...], ...]  # of each of the model's ropes, as `rope.tables` returns them
 
@@ -141,3 +142,67 @@ def _computed(cut: Cut, layout: Layout, outer: Leaves, x: Array) -> Computed:
     """Return the results of the last layer; features that replace layers are not in programs made of parts."""
     model = cut.model(cut.outer, outer)
     return Computed(model, model.end(x), (None,) * len(layout.compiled))
+
+
+class LayeredProgram:
+    """A program that runs its parts one after the other.
+
+    To its callers it is like a compiled one: it has the same arguments and results, and donates the same arguments.
+    """
+
+    def __init__(
+        self,
+        cut: Cut,
+        opening: Compiled,
+        layers: Sequence[Compiled],
+        greedy: Compiled | None,
+        rest: Callable[[], Compiled],
+    ) -> None:
+        """Put parts together. `greedy` is the closing of greedy steps without other options; `rest` returns that of all
+        other steps."""
+        self._cut, self._opening, self._layers, self._greedy, self._rest = cut, opening, layers, greedy, rest
+
+    def complete(self) -> None:
+        """Make the closing that serves all steps, unless it is ready."""
+        self._rest()
+
+    def as_text(self) -> str:
+        """Return the text of the opening and the layers, as XLA compiled them."""
+        return "\n".join(part.as_text() for part in (self._opening, *dict.fromkeys(self._layers)))
+
+    def _run(
+        self, leaves: Sequence[Any], kv: paged.KV, last_token: Any, ints: Any, floats: Any
+    ) -> tuple[tuple[Any, ...], paged.KV, Opened]:
+        """Run the opening and the layers. Return the outer leaves, the pages, and the inputs of the closing."""
+        cut = self._cut
+        outer = tuple(leaves[index] for index in cut.outer)
+        opened: Opened = self._opening(outer, last_token, ints, floats)
+        x, tables, paging, new_kv = opened.x, opened.tables, opened.inputs.paging, list(kv)
+        for number, (layer, indices, source) in enumerate(zip(self._layers, cut.layers, cut.sources, strict=True)):
+            own, mine = opened.own[number : number + 1], tuple(leaves[index] for index in indices)
+            new_kv[source], x = layer(mine, new_kv[source], x, tables, paging, *own)
+        return outer, tuple(new_kv), opened._replace(x=x)
+
+
+class LayeredStep(LayeredProgram):
+    """A step made of parts."""
+
+    def __call__(
+        self, leaves: Sequence[Any], kv: paged.KV, state: RequestState, ints: Any, floats: Any, operands: Operands
+    ) -> tuple[paged.KV, RequestState, StepOutput]:
+        greedy = self._greedy if int(ints[0]) & ~int(GREEDY) == 0 else None
+        closing = greedy or self._rest()  # before pages are donated, since it may have to compile
+        outer, new_kv, opened = self._run(leaves, kv, state.last_token, ints, floats)
+        new_state, output = closing(outer, state, opened.x, opened.inputs)
+        return new_kv, new_state, output
+
+
+class LayeredForward(LayeredProgram):
+    """The first half of a late step, made of parts."""
+
+    def __call__(
+        self, leaves: Sequence[Any], kv: paged.KV, last_token: Any, ints: Any, floats: Any, operands: Operands
+    ) -> tuple[paged.KV, Scores, Any]:
+        closing = self._rest()
+        outer, new_kv, opened = self._run(leaves, kv, last_token, ints, floats)
+        return new_kv, *closing(outer, opened.x, opened.inputs)

@@ -40,9 +40,7 @@ def static_rank(policy: str, seed: int | None) -> Callable[[Sequence], Rank]:
 
 def seniority(policy: str) -> Callable[[Sequence], Rank]:
     """Return the rank function by which running requests keep their pages; the largest rank is preempted first."""
-    if policy == "priority":
-        return lambda sequence: (-sequence.request.sampling.priority, sequence.arrived)
-    return lambda sequence: (sequence.arrived,)
+    return static_rank(policy if policy == "priority" else "fcfs", None)
 
 
 def longest_prefix_first(waiting: Items[Sequence], path: Callable[[Sequence], Path]) -> list[Sequence]:

@@ -35,13 +35,12 @@ from rekindle._src.kvcache.pool import PagePool, pages_for
 from rekindle._src.kvcache.states import TreeStates, TreeTails
 from rekindle._src.kvcache.tree import PrefixCache
 from rekindle._src.scheduling.adapter_slots import AdapterSlots
-from rekindle._src.scheduling.admission import Admission
+from rekindle._src.scheduling.admission import Admission, Reserve
 from rekindle._src.scheduling.drafts import Drafts
 from rekindle._src.scheduling.explain import Explanation, SchedulerStatistics, explanation
 from rekindle._src.scheduling.limits import Limits
 from rekindle._src.scheduling.page_ledger import PageLedger
 from rekindle._src.scheduling.policies import ShortestFirst, seniority
-from rekindle._src.scheduling.reserve import Reserve
 from rekindle._src.scheduling.running_set import RunningSet
 from rekindle._src.scheduling.sequence import Sequence
 from rekindle._src.scheduling.slow_rows import SlowRows

@@ -7,6 +7,8 @@ steps in flight will bring. A decode step is planned while the token that it rea
 
 from __future__ import annotations
 
+from collections import deque
+
 import numpy as np
 
 from rekindle._src.core.records import FinishReason, IntArray, Request, Row, Status
@@ -16,10 +18,55 @@ from rekindle._src.kvcache.node import Node
 from rekindle._src.kvcache.pool import pages_for
 from rekindle._src.scheduling.followers import ForcedTokens, followers_of
 from rekindle._src.scheduling.prompt_lookup import PromptLookup
-from rekindle._src.scheduling.state_trail import StateTrail
-from rekindle._src.scheduling.tail import Tail
 
 _GROWTH = 64  # tokens or pages by which a buffer grows, at least
+
+
+class Tail:
+    """The pages of one running sequence, from place `first` on."""
+
+    __slots__ = ("_array", "_page_size", "_window", "again", "attached", "first", "pages", "source", "stops")
+
+    def __init__(self, window: int, page_size: int) -> None:
+        self._window, self._page_size = window, page_size
+        self.first = 0
+        self.pages: list[int] = []
+        self._array: IntArray | None = None  # the pages, once a row has read them
+        self.attached = 0  # places that the tree knows
+        self.stops: set[int] = set()  # pages before which others are likely to continue
+        self.source = ""  # where the pages came from that it continued
+        self.again = 0  # cached tokens that it computes again, since these pages were not there
+
+    @property
+    def end(self) -> int:
+        """The place behind the last page."""
+        return self.first + len(self.pages)
+
+    def changed(self) -> None:
+        """Note that pages were added, replaced or given back."""
+        self._array = None
+
+    def of(self, start: int, stop: int) -> tuple[IntArray, int]:
+        """Return the pages that a row of positions [start, stop) reads and writes, and the place of the first."""
+        if self._array is None:
+            self._array = np.array(self.pages, np.int32)
+        first = max(0, start - self._window + 1) // self._page_size
+        return self._array[first - self.first : pages_for(stop, self._page_size) - self.first], first
+
+
+class StateTrail:
+    """The states of one running sequence."""
+
+    __slots__ = ("again", "held", "left", "pending", "reads", "source", "stops")
+
+    def __init__(self) -> None:
+        self.reads = 0  # the slot of its state, once a row was planned
+        self.held = 0  # the tree's slot that its next row reads
+        self.stops: list[int] = []  # positions of the prompt at which to leave a state, ascending
+        self.pending: deque[tuple[int, int]] = deque()  # positions and slots of states left by steps in flight
+        self.left: tuple[Node, int] | None = None  # the node of the last state of its own text, and that node's visits
+        self.source = ""  # where the state came from that it continued
+        self.again = 0  # cached tokens that it computes again, since no state was there
 
 
 class Sequence:

@@ -27,8 +27,7 @@ from rekindle._src.kvcache.node import Node
 from rekindle._src.kvcache.states import Moves, TreeStates
 from rekindle._src.kvcache.tree import PrefixMatch
 from rekindle._src.scheduling.limits import Limits
-from rekindle._src.scheduling.sequence import Sequence
-from rekindle._src.scheduling.state_trail import StateTrail
+from rekindle._src.scheduling.sequence import Sequence, StateTrail
 
 
 class NoStates:

@@ -24,9 +24,8 @@ from rekindle._src.kvcache.pool import pages_for
 from rekindle._src.kvcache.states import TreeTails
 from rekindle._src.kvcache.tree import PrefixMatch
 from rekindle._src.scheduling.limits import Limits
-from rekindle._src.scheduling.sequence import Sequence
+from rekindle._src.scheduling.sequence import Sequence, Tail
 from rekindle._src.scheduling.states import OnTree
-from rekindle._src.scheduling.tail import Tail
 
 
 class Tails(OnTree):

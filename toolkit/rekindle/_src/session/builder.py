@@ -40,7 +40,7 @@ from rekindle._src.kvcache.persist import snapshot
 from rekindle._src.kvcache.persist.stored_captures import StoredCaptures
 from rekindle._src.kvcache.tiers.disk import DiskTier
 from rekindle._src.kvcache.tiers.restoring import promote, restore, restore_states
-from rekindle._src.models.adapters.merging import merged
+from rekindle._src.models.adapters.adapted import merged
 from rekindle._src.models.base import ALONE, Graph, LoadedModel, Placement
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.loading.checkpoint import Described, describe, read
@@ -64,10 +64,9 @@ from rekindle._src.programs.tail_tables import least_pages, span, tail_pages
 from rekindle._src.programs.taps import tap_facts, variants_of
 from rekindle._src.programs.warming import Warming, needed_after_restart, warm
 from rekindle._src.scheduling.adapter_slots import AdapterSlots
-from rekindle._src.scheduling.data_scheduler import DataScheduler
+from rekindle._src.scheduling.data_scheduler import DataScheduler, ShardScheduler
 from rekindle._src.scheduling.limits import Limits
 from rekindle._src.scheduling.scheduler import Scheduler
-from rekindle._src.scheduling.shard_scheduler import ShardScheduler
 from rekindle._src.session.adapters import AdapterShelf
 from rekindle._src.session.open_request import OpenRequest, precompiles
 from rekindle._src.session.resolve import of_one_shard, resolve

@@ -24,8 +24,8 @@ from rekindle._src.execution.runner import Runner
 from rekindle._src.kvcache import Tiers
 from rekindle._src.kvcache.persist.identity import STATES, WINDOWS, Identity
 from rekindle._src.kvcache.persist.segment import LeafSpec
+from rekindle._src.models.adapters.adapted import merged
 from rekindle._src.models.adapters.adapter import Adapter
-from rekindle._src.models.adapters.merging import merged
 from rekindle._src.models.base import LoadedModel
 from rekindle._src.models.loading.checkpoint import describe, read
 from rekindle._src.models.loading.tensor_files import listed

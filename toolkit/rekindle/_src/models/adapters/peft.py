@@ -46,11 +46,6 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
-def is_folder(source: Path) -> bool:
-    """True if a folder looks like an adapter."""
-    return (source / CONFIG).exists() or any(source.glob("adapter_model.*"))
-
-
 def read_folder(folder: Path, name: str, sites: Sites) -> Adapter:
     """Return the adapter of a folder. Raise CheckpointError for one that can't be used as it is."""
     config = _config(folder)

@@ -1,15 +1,26 @@
-"""Adapters from wherever they are: a PEFT folder, a GGUF file, or a trainer's arrays."""
+"""Adapters from wherever they are: a PEFT folder, a GGUF file, or a trainer's arrays or nnx state.
+
+Names of arrays are those of PEFT (`….lora_A.weight` [rank, in], `….lora_B.weight` [out, rank]), or paths of rekindle's
+own model with nnx's orientation (`layers.0.attention.qkv.lora_a` [in, rank], `….lora_b` [rank, out]).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
+from numpy.typing import NDArray
+
 from rekindle._src.models.adapters import peft
-from rekindle._src.models.adapters.adapter import Adapter
-from rekindle._src.models.adapters.sites import sites_of
+from rekindle._src.models.adapters.adapter import Adapter, Product, adapter_of
+from rekindle._src.models.adapters.peft import adapter_of_tensors
+from rekindle._src.models.adapters.sites import Sites, sites_of
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.loading.gguf.files import is_gguf
+from rekindle._src.models.loading.tensor_files import listed
 from rekindle.errors import CheckpointError
 
 
@@ -19,8 +30,6 @@ def read_adapter(source: Any, name: str, config: ModelConfig, *, alpha: float | 
     if isinstance(source, Adapter):
         return Adapter(name, source.digest, source.products)
     if not isinstance(source, str | Path):
-        from rekindle._src.models.adapters.states import read_state
-
         return read_state(source, name, sites, alpha=alpha)
     path = Path(source).expanduser()
     if is_gguf(path) and path.is_file():
@@ -33,3 +42,65 @@ def read_adapter(source: Any, name: str, config: ModelConfig, *, alpha: float | 
             "huggingface_hub.snapshot_download(…) returns that of an adapter on the hub."
         )
     return peft.read_folder(path, name, sites)
+
+
+_ENDS = (".lora_a", ".lora_b")
+
+
+def arrays_of(state: Any) -> dict[str, Any]:
+    """Return the arrays of a mapping, an nnx module or its state, by path."""
+    if isinstance(state, Mapping) and not hasattr(state, "raw_mapping"):
+        return dict(state)
+    from flax import nnx
+
+    if isinstance(state, nnx.Module):
+        state = nnx.state(state, nnx.LoRAParam)
+    keyed, _ = jax.tree_util.tree_flatten_with_path(state)
+    return {
+        ".".join(str(getattr(key, "key", key)) for key in path if str(key) != ".value"): leaf for path, leaf in keyed
+    }
+
+
+def read_state(state: Any, name: str, sites: Sites, *, alpha: float | None = None) -> Adapter:
+    """Return the adapter of a trainer's arrays. `alpha` divided by the rank is its scale; None is a scale of 1."""
+    arrays = {path: np.asarray(array) for path, array in arrays_of(state).items()}
+    if any(".lora_A" in path for path in arrays):
+        ranks = {path: len(array) for path, array in arrays.items() if ".lora_A" in path}
+        if len(set(ranks.values())) > 1:
+            raise CheckpointError(
+                f"The adapter {name!r} has several ranks ({sorted(set(ranks.values()))}). Pass a PEFT folder, whose "
+                "config names them."
+            )
+        rank = next(iter(ranks.values()))
+        config = {"r": rank, "lora_alpha": rank if alpha is None else alpha}
+        return adapter_of_tensors(name, arrays, config, sites, place=repr(name))
+    return adapter_of(name, _products(arrays, name, sites, alpha))
+
+
+def _products(
+    arrays: Mapping[str, NDArray[Any]], name: str, sites: Sites, alpha: float | None
+) -> dict[str, list[Product | None]]:
+    by_path = {site.path: site for site in sites.sites if not site.experts}
+    pairs: dict[str, dict[str, NDArray[Any]]] = {}
+    problems: list[str] = []
+    for path, array in arrays.items():
+        end = path[-7:]
+        if end in _ENDS and path[:-7] in by_path:
+            pairs.setdefault(path[:-7], {})[end] = array.astype(np.float32)
+        else:
+            problems.append(f"{path}: is no lora_a or lora_b of a linear layer of this model")
+    products: dict[str, list[Product | None]] = {}
+    for path, pair in pairs.items():
+        site, shapes = by_path[path], {end: array.shape for end, array in pair.items()}
+        rank = pair[_ENDS[0]].shape[-1] if _ENDS[0] in pair else 0
+        if shapes != {_ENDS[0]: (site.inputs, rank), _ENDS[1]: (rank, site.outputs)}:
+            problems.append(f"{path}: has shapes {shapes}, expected [{site.inputs}, r] and [r, {site.outputs}]")
+            continue
+        down, up = (pair[end].T for end in _ENDS)
+        scale = np.float32(1.0 if alpha is None else alpha / rank)
+        products[path] = [Product(down, up[span] * scale) for span in site.spans]
+    if problems:
+        raise CheckpointError(
+            f"The adapter {name!r} does not fit the model ({len(problems)} problems): {listed(problems)}."
+        )
+    return products

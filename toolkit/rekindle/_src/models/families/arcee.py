@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from rekindle._src.models.config import ModelConfig
-from rekindle._src.models.families.llama import attention_sources, blocks, norm_sources, outer_sources
-from rekindle._src.models.family import Family, GgufForm
+from rekindle._src.models.families.llama import attention_sources, manifest_of, norm_sources
+from rekindle._src.models.family import Family, GgufForm, decoder_of
 from rekindle._src.models.hf_config import Keys, decoder
-from rekindle._src.models.loading.manifest import Manifest, Source, one
+from rekindle._src.models.loading.manifest import Source, one
 from rekindle._src.models.roles import Span, column, row
-
-if TYPE_CHECKING:
-    from rekindle._src.models.loading.gguf.architecture import GgufModel
-    from rekindle._src.models.precision import Precision
 
 
 def config(keys: Keys) -> ModelConfig:
-    bias = keys.get("attention_bias", False)
     return decoder(
         keys,
         kv_heads_implied=True,
         eps=1e-5,
         activation=keys.activation(default="relu2"),
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=keys.get("attention_bias", False),
         mlp_bias=keys.get("mlp_bias", False),
     )
 
@@ -44,19 +36,9 @@ def plain_mlp_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
     return sources
 
 
-def module(config: ModelConfig, precision: Precision) -> Any:
-    from rekindle._src.models.nn.decoders import Decoder, PlainBlock
-
-    return Decoder(config, precision, PlainBlock)
+module = decoder_of("PlainBlock")
+manifest = manifest_of(attention_sources, norm_sources, plain_mlp_sources)
 
 
-def manifest(config: ModelConfig) -> Manifest:
-    return Manifest(outer_sources(config) | blocks(config, attention_sources, norm_sources, plain_mlp_sources))
-
-
-def read_gguf(model: GgufModel) -> dict[str, Any]:
-    return model.decoder() | model.rope()
-
-
-GGUF = GgufForm(architecture="arcee", read=read_gguf, paired=True, activation="relu2")
+GGUF = GgufForm(architecture="arcee", paired=True, activation="relu2")
 FAMILY = Family("ArceeForCausalLM", config, module, manifest, gguf=GGUF)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from rekindle._src.models.config import AttentionSpec, ModelConfig
+from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.families.cohere2 import NORM, logit_scale, manifest, module
 from rekindle._src.models.family import Family, GgufForm
 from rekindle._src.models.hf_config import Keys, decoder
@@ -16,19 +15,14 @@ if TYPE_CHECKING:
 
 def config(keys: Keys) -> ModelConfig:
     keys.only("use_qk_norm", False)
-    head_dim = keys.size("head_dim", keys.size("hidden_size") // keys.size("num_attention_heads"))
-    rope = dataclasses.replace(keys.rope(head_dim, theta=500_000.0), interleaved=True)
-    spec = AttentionSpec(scale=head_dim**-0.5, rope=rope)
-    bias = keys.get("attention_bias", False)
     return decoder(
         keys,
         kv_heads_implied=True,
         tie=True,
         norm_eps=keys.get("layer_norm_eps", 1e-5),
-        attention=(spec,) * keys.size("num_hidden_layers"),
+        rope=keys.rope(keys.head_dim, theta=500_000.0, interleaved=True),
         logit_scale=float(keys.get("logit_scale", 0.0625)),
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=keys.get("attention_bias", False),
     )
 
 

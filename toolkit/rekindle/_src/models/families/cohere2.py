@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rekindle._src.models.config import AttentionSpec, ModelConfig
-from rekindle._src.models.families.llama import attention_sources, blocks, mlp_sources, outer_sources
+from rekindle._src.models.families.llama import attention_sources, manifest_of, mlp_sources, norms_of
 from rekindle._src.models.family import Family, GgufForm
 from rekindle._src.models.hf_config import Keys, decoder
-from rekindle._src.models.loading.manifest import Manifest, Source, one
 
 if TYPE_CHECKING:
     from rekindle._src.models.loading.gguf.architecture import GgufModel
@@ -19,13 +18,12 @@ if TYPE_CHECKING:
 
 def config(keys: Keys) -> ModelConfig:
     layers = keys.size("num_hidden_layers")
-    head_dim = keys.size("head_dim", keys.size("hidden_size") // keys.size("num_attention_heads"))
+    head_dim = keys.head_dim
     pattern = keys.size("sliding_window_pattern", 4)
     slides = keys.layer_types([(layer + 1) % pattern != 0 for layer in range(layers)])
     full = AttentionSpec(scale=head_dim**-0.5)
-    rope = dataclasses.replace(keys.rope(head_dim), interleaved=True)
+    rope = keys.rope(head_dim, interleaved=True)
     nearby = dataclasses.replace(full, sliding_window=keys.window(4096), rope=rope)
-    bias = keys.get("attention_bias", False)
     return decoder(
         keys,
         kv_heads_implied=True,
@@ -33,8 +31,7 @@ def config(keys: Keys) -> ModelConfig:
         norm_eps=keys.get("layer_norm_eps", 1e-5),
         attention=tuple(nearby if slide else full for slide in slides),
         logit_scale=float(keys.get("logit_scale", 0.0625)),
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=keys.get("attention_bias", False),
     )
 
 
@@ -44,13 +41,7 @@ def module(config: ModelConfig, precision: Precision) -> Any:
     return ParallelDecoder(config, precision)
 
 
-def manifest(config: ModelConfig) -> Manifest:
-    def norm(config: ModelConfig, layer: int) -> dict[str, Source]:
-        return {"norm.weight": one(f"model.layers.{layer}.input_layernorm.weight", config.hidden_size)}
-
-    return Manifest(outer_sources(config) | blocks(config, attention_sources, norm, mlp_sources))
-
-
+manifest = manifest_of(attention_sources, norms_of(norm="input_layernorm"), mlp_sources)
 NORM = "layer_norm_epsilon"
 
 

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 from rekindle._src.models.config import AttentionSpec, LatentSpec, ModelConfig, MoeSpec, Pages
 from rekindle._src.models.families.llama import blocks, norm_sources, outer_sources
 from rekindle._src.models.families.mixtral import expert_sources, shared_sources
-from rekindle._src.models.family import Family, GgufForm
+from rekindle._src.models.family import Family, GgufForm, decoder_of
 from rekindle._src.models.hf_config import Keys, decoder
 from rekindle._src.models.loading.manifest import Manifest, Source, one
 from rekindle._src.models.roles import Span, column, row
 
 if TYPE_CHECKING:
     from rekindle._src.models.loading.gguf.architecture import GgufModel
-    from rekindle._src.models.precision import Precision
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -25,10 +24,8 @@ def config(keys: Keys) -> ModelConfig:
     keys.only("mlp_bias", False)
     inner, layers = keys.size("moe_intermediate_size"), keys.size("num_hidden_layers")
     limited = keys.get("topk_method", "greedy") == "group_limited_greedy"
-    spec = MoeSpec(
-        num_experts=keys.size("n_routed_experts"),
-        top_k=keys.size("num_experts_per_tok"),
-        intermediate_size=inner,
+    spec = keys.experts(
+        "n_routed_experts",
         normalize=False,
         scale=float(keys.get("routed_scaling_factor", 1.0)),
         shared_size=inner * keys.get("n_shared_experts", 2),
@@ -51,9 +48,9 @@ def latent_decoder(
         value_size=keys.size("v_head_dim"),
         rank=keys.size("kv_lora_rank"),
     )
-    rope = dataclasses.replace(keys.rope(spec.rotated_size), interleaved=interleaved)
+    rope = keys.rope(spec.rotated_size, interleaved=interleaved)
     pages = Pages(1, spec.rank + spec.rotated_size, spec.rank)
-    bias, layers = keys.get("attention_bias", False), keys.size("num_hidden_layers")
+    layers = keys.size("num_hidden_layers")
     attention = AttentionSpec(scale=_scale(keys, spec), rope=rope)
     found = decoder(
         keys,
@@ -63,8 +60,7 @@ def latent_decoder(
         pages=(pages,) * layers,
         latent=spec,
         moe=moe,
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=keys.get("attention_bias", False),
         **options,
     )
     return dataclasses.replace(found, head_dim=pages.key_size)
@@ -81,11 +77,7 @@ def _scale(keys: Keys, spec: LatentSpec) -> float:
     return scale
 
 
-def module(config: ModelConfig, precision: Precision) -> Any:
-    from rekindle._src.models.nn.decoders import Decoder
-    from rekindle._src.models.nn.latent import LatentBlock
-
-    return Decoder(config, precision, LatentBlock)
+module = decoder_of("LatentBlock")
 
 
 def attention_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
@@ -157,9 +149,7 @@ def read_gguf(model: GgufModel) -> dict[str, Any]:
         "qk_rope_head_dim": rotated,
         "qk_nope_head_dim": model.integer("attention.key_length_mla") - rotated,
         "v_head_dim": model.integer("attention.value_length_mla"),
-        "n_routed_experts": model.integer("expert_count"),
-        "num_experts_per_tok": model.integer("expert_used_count"),
-        "moe_intermediate_size": model.integer("expert_feed_forward_length"),
+        **model.experts("n_routed_experts"),
         "n_shared_experts": model.integer("expert_shared_count"),
         "first_k_dense_replace": model.integer("leading_dense_block_count", 0),
         "routed_scaling_factor": model.number("expert_weights_scale", 1.0),

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from rekindle._src.models.config import AttentionSpec, ModelConfig
+from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.families.llama import manifest, module
 from rekindle._src.models.family import Family, GgufForm
 from rekindle._src.models.hf_config import Keys, decoder
@@ -16,17 +15,14 @@ if TYPE_CHECKING:
 
 def config(keys: Keys) -> ModelConfig:
     head_dim = keys.size("head_dim")
-    rope = dataclasses.replace(keys.rope(head_dim, theta=500_000.0), interleaved=True)
-    spec = AttentionSpec(scale=head_dim**-0.5, rope=rope)
     bias = keys.get("use_bias", False)
     return decoder(
         keys,
         tie=True,
         eps=1e-5,
         head_dim=head_dim,
-        attention=(spec,) * keys.size("num_hidden_layers"),
-        qkv_bias=bias,
-        o_bias=bias,
+        rope=keys.rope(head_dim, theta=500_000.0, interleaved=True),
+        attention_bias=bias,
         mlp_bias=bias,
     )
 

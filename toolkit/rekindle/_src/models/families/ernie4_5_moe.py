@@ -5,26 +5,24 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from rekindle._src.models.config import ModelConfig, MoeSpec
+from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.families import ernie4_5
-from rekindle._src.models.families.llama import attention_sources, blocks, norm_sources, outer_sources
+from rekindle._src.models.families.llama import attention_sources, manifest_of, norm_sources
 from rekindle._src.models.families.mixtral import shared_sources, usual_expert_sources
-from rekindle._src.models.family import Family, GgufForm
+from rekindle._src.models.family import Family, GgufForm, decoder_of
 from rekindle._src.models.hf_config import Keys
-from rekindle._src.models.loading.manifest import Manifest, Source, one
+from rekindle._src.models.loading.manifest import Source, one
 
 if TYPE_CHECKING:
     from rekindle._src.models.loading.gguf.architecture import GgufModel
-    from rekindle._src.models.precision import Precision
 
 
 def config(keys: Keys) -> ModelConfig:
     inner, layers = keys.size("moe_intermediate_size"), keys.size("num_hidden_layers")
     keys.only("use_bias", False)
-    spec = MoeSpec(
-        num_experts=keys.size("moe_num_experts"),
-        top_k=keys.size("moe_k"),
-        intermediate_size=inner,
+    spec = keys.experts(
+        "moe_num_experts",
+        of_token="moe_k",
         normalize=True,
         correction=True,
         shared_size=inner * keys.get("moe_num_shared_experts", 2),
@@ -39,29 +37,24 @@ def config(keys: Keys) -> ModelConfig:
     return dataclasses.replace(ernie4_5.config(keys), moe=tuple(spec if is_sparse else None for is_sparse in sparse))
 
 
-def module(config: ModelConfig, precision: Precision) -> Any:
-    from rekindle._src.models.nn.decoders import CorrectedBlock, Decoder
-
-    return Decoder(config, precision, CorrectedBlock)
+module = decoder_of("CorrectedBlock")
 
 
-def manifest(config: ModelConfig) -> Manifest:
-    def experts(config: ModelConfig, layer: int) -> dict[str, Source]:
-        prefix, spec = f"model.layers.{layer}.mlp", config.moe[layer]
-        sources = usual_expert_sources(config, layer)
-        if spec is None:
-            return sources
-        sources["mlp.correction"] = one(f"{prefix}.moe_statics.e_score_correction_bias", 1)
-        return sources | (shared_sources(config, layer, f"{prefix}.shared_experts") if spec.shared_size else {})
+def experts(config: ModelConfig, layer: int) -> dict[str, Source]:
+    prefix, spec = f"model.layers.{layer}.mlp", config.moe[layer]
+    sources = usual_expert_sources(config, layer)
+    if spec is None:
+        return sources
+    sources["mlp.correction"] = one(f"{prefix}.moe_statics.e_score_correction_bias", 1)
+    return sources | (shared_sources(config, layer, f"{prefix}.shared_experts") if spec.shared_size else {})
 
-    return Manifest(outer_sources(config) | blocks(config, attention_sources, norm_sources, experts))
+
+manifest = manifest_of(attention_sources, norm_sources, experts)
 
 
 def read_gguf(model: GgufModel) -> dict[str, Any]:
     keys = {
-        "moe_num_experts": model.integer("expert_count"),
-        "moe_k": model.integer("expert_used_count"),
-        "moe_intermediate_size": model.integer("expert_feed_forward_length"),
+        **model.experts("moe_num_experts", of_token="moe_k"),
         "moe_num_shared_experts": model.integer("expert_shared_count", 0),
         "moe_layer_start_index": model.integer("leading_dense_block_count", 0),
         "moe_layer_interval": model.integer("interleave_moe_layer_step", 1),

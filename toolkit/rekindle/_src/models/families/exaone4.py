@@ -6,26 +6,18 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from rekindle._src.models.config import AttentionSpec, ModelConfig
-from rekindle._src.models.families.llama import (
-    attention_sources,
-    blocks,
-    mlp_sources,
-    outer_sources,
-    qk_norm_sources,
-)
+from rekindle._src.models.families.llama import attention_sources, manifest_of, mlp_sources, qk_norm_sources
 from rekindle._src.models.families.olmo2 import POST_NORMED, post_norm_sources
-from rekindle._src.models.family import Family, GgufForm
+from rekindle._src.models.family import Family, GgufForm, decoder_of
 from rekindle._src.models.hf_config import Keys, decoder
-from rekindle._src.models.loading.manifest import Manifest
 from rekindle.errors import UnsupportedModel
 
 if TYPE_CHECKING:
     from rekindle._src.models.loading.gguf.architecture import GgufModel
-    from rekindle._src.models.precision import Precision
 
 
 def config(keys: Keys) -> ModelConfig:
-    head_dim = keys.size("head_dim", keys.size("hidden_size") // keys.size("num_attention_heads"))
+    head_dim = keys.head_dim
     spec = AttentionSpec(scale=head_dim**-0.5, rope=keys.rope(head_dim))
     window = keys.window(4096)
     nearby = dataclasses.replace(spec, sliding_window=window)
@@ -48,15 +40,8 @@ def _slides(keys: Keys, window: int | None) -> list[bool]:
     return [(layer + 1) % keys.size("sliding_window_pattern", 4) != 0 for layer in range(layers)]
 
 
-def module(config: ModelConfig, precision: Precision) -> Any:
-    from rekindle._src.models.nn.decoders import Decoder, QkNormPostNormBlock
-
-    return Decoder(config, precision, QkNormPostNormBlock)
-
-
-def manifest(config: ModelConfig) -> Manifest:
-    pieces = (attention_sources, qk_norm_sources, post_norm_sources, mlp_sources)
-    return Manifest(outer_sources(config) | blocks(config, *pieces))
+module = decoder_of("QkNormPostNormBlock")
+manifest = manifest_of(attention_sources, qk_norm_sources, post_norm_sources, mlp_sources)
 
 
 def read_gguf(model: GgufModel) -> dict[str, Any]:

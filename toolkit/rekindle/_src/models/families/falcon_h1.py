@@ -14,16 +14,13 @@ from rekindle._src.models.families.granitemoehybrid import (
     state_sources,
     state_tensors,
 )
-from rekindle._src.models.families.llama import attention_sources, blocks, gate_up_role
-from rekindle._src.models.families.llama import outer_sources as llama_outer_sources
-from rekindle._src.models.family import Family, GgufForm
+from rekindle._src.models.families.llama import attention_sources, manifest_of, mlp_of, norms_of
+from rekindle._src.models.family import Family, GgufForm, decoder_of
 from rekindle._src.models.hf_config import Keys, decoder
-from rekindle._src.models.loading.manifest import Manifest, Source, one
-from rekindle._src.models.roles import row
+from rekindle._src.models.loading.manifest import Source
 
 if TYPE_CHECKING:
     from rekindle._src.models.loading.gguf.architecture import GgufModel
-    from rekindle._src.models.precision import Precision
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -72,11 +69,7 @@ def _multipliers(keys: Keys) -> Multipliers:
     )
 
 
-def module(config: ModelConfig, precision: Precision) -> Any:
-    from rekindle._src.models.nn.decoders import Decoder
-    from rekindle._src.models.nn.hybrid import TwofoldBlock
-
-    return Decoder(config, precision, TwofoldBlock)
+module = decoder_of("TwofoldBlock")
 
 
 def mixer_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
@@ -89,30 +82,13 @@ def mixer_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
     return heads | state_sources(spec, config.hidden_size, "attention.recurrence", f"model.layers.{layer}.mamba")
 
 
-def norm_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
-    prefix, E = f"model.layers.{layer}", config.hidden_size
-    return {
-        "attention_norm.weight": one(f"{prefix}.input_layernorm.weight", E),
-        "mlp_norm.weight": one(f"{prefix}.pre_ff_layernorm.weight", E),
-    }
+norm_sources = norms_of(attention_norm="input_layernorm", mlp_norm="pre_ff_layernorm")
 
 
-def mlp_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
-    prefix, inner = f"model.layers.{layer}.feed_forward", config.intermediate_size
-    names = (f"{prefix}.gate_proj.weight", f"{prefix}.up_proj.weight")
-    return {
-        "mlp.gate_up.weight": Source(names=names, rows=(inner, inner), role=gate_up_role(inner)),
-        "mlp.down.weight": one(f"{prefix}.down_proj.weight", config.hidden_size, role=row(inner)),
-    }
+mlp_sources = mlp_of("feed_forward")
 
 
-def outer_sources(config: ModelConfig) -> dict[str, Source]:
-    norm = {"norm.weight": one("model.final_layernorm.weight", config.hidden_size)}
-    return llama_outer_sources(config) | norm
-
-
-def manifest(config: ModelConfig) -> Manifest:
-    return Manifest(outer_sources(config) | blocks(config, mixer_sources, norm_sources, mlp_sources))
+manifest = manifest_of(mixer_sources, norm_sources, mlp_sources, norm="model.final_layernorm")
 
 
 def read_gguf(model: GgufModel) -> dict[str, Any]:

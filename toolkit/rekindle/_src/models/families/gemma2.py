@@ -7,14 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rekindle._src.models.config import AttentionSpec, ModelConfig
-from rekindle._src.models.families.llama import attention_sources, blocks, mlp_sources, outer_sources
-from rekindle._src.models.family import Family, GgufForm
+from rekindle._src.models.families.llama import attention_sources, manifest_of, mlp_sources, norms_of
+from rekindle._src.models.family import Family, GgufForm, decoder_of
 from rekindle._src.models.hf_config import Keys, decoder
-from rekindle._src.models.loading.manifest import Manifest, Source, one
 
 if TYPE_CHECKING:
     from rekindle._src.models.loading.gguf.architecture import GgufModel
-    from rekindle._src.models.precision import Precision
 
 LARGE = 46  # layers
 POST_NORMED = {"post_attention_layernorm": "post_attention_norm"}
@@ -40,41 +38,24 @@ def config(keys: Keys) -> ModelConfig:
 
 def gemma_fields(keys: Keys, head_dim: int) -> dict[str, Any]:
     """Return the fields that Gemma 2 and Gemma 3 read alike."""
-    bias = keys.get("attention_bias", False)
     return {
         "head_dim": head_dim,
         "tie": True,
         "activation": keys.activation("hidden_activation", "gelu_pytorch_tanh"),
         "embed_scale": keys.size("hidden_size") ** 0.5,
-        "qkv_bias": bias,
-        "o_bias": bias,
+        "attention_bias": keys.get("attention_bias", False),
     }
 
 
-def module(config: ModelConfig, precision: Precision) -> Any:
-    from rekindle._src.models.nn.decoders import Decoder, SandwichBlock
-
-    return Decoder(config, precision, SandwichBlock)
-
-
-def manifest(config: ModelConfig) -> Manifest:
-    # Gemma checkpoints store norm weights minus one.
-    return Manifest(
-        outer_sources(config, add=1.0) | blocks(config, attention_sources, sandwich_norm_sources, mlp_sources)
-    )
-
-
-def sandwich_norm_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
-    names = {
-        "attention_norm": "input_layernorm",
-        "attention_out_norm": "post_attention_layernorm",
-        "mlp_norm": "pre_feedforward_layernorm",
-        "mlp_out_norm": "post_feedforward_layernorm",
-    }
-    return {
-        f"{module}.weight": one(f"model.layers.{layer}.{tensor}.weight", config.hidden_size, add=1.0)
-        for module, tensor in names.items()
-    }
+module = decoder_of("SandwichBlock")
+NORMS = {
+    "attention_norm": "input_layernorm",
+    "attention_out_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_out_norm": "post_feedforward_layernorm",
+}
+sandwich_norm_sources = norms_of(add=1.0, **NORMS)  # Gemma checkpoints store norm weights minus one
+manifest = manifest_of(attention_sources, sandwich_norm_sources, mlp_sources, add=1.0)
 
 
 def read_gguf(model: GgufModel) -> dict[str, Any]:

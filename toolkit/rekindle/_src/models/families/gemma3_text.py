@@ -16,20 +16,13 @@ from rekindle._src.models.families.gemma2 import (
     gemma_scale_dim,
     sandwich_norm_sources,
 )
-from rekindle._src.models.families.llama import (
-    attention_sources,
-    blocks,
-    mlp_sources,
-    outer_sources,
-    qk_norm_sources,
-)
-from rekindle._src.models.family import Family, GgufForm
+from rekindle._src.models.families.llama import attention_sources, manifest_of, mlp_sources, qk_norm_sources
+from rekindle._src.models.family import Family, GgufForm, decoder_of
 from rekindle._src.models.hf_config import Keys, decoder
-from rekindle._src.models.loading.manifest import Manifest, Source
+from rekindle._src.models.loading.manifest import Source
 
 if TYPE_CHECKING:
     from rekindle._src.models.loading.gguf.architecture import GgufModel
-    from rekindle._src.models.precision import Precision
 
 PATTERN = 6  # every sixth layer sees everything, unless a file says otherwise
 LARGE = 62  # layers
@@ -61,29 +54,20 @@ def config(keys: Keys) -> ModelConfig:
     )
 
 
-def module(config: ModelConfig, precision: Precision) -> Any:
-    from rekindle._src.models.nn.decoders import Decoder, QkNormSandwichBlock
-
-    return Decoder(config, precision, QkNormSandwichBlock)
+module = decoder_of("QkNormSandwichBlock")
 
 
-def manifest(config: ModelConfig) -> Manifest:
-    def qk_norms(config: ModelConfig, layer: int) -> dict[str, Source]:
-        return qk_norm_sources(config, layer, add=1.0)
+def qk_norms(config: ModelConfig, layer: int) -> dict[str, Source]:
+    return qk_norm_sources(config, layer, add=1.0)
 
-    pieces = (attention_sources, qk_norms, sandwich_norm_sources, mlp_sources)
-    return Manifest(outer_sources(config, add=1.0) | blocks(config, *pieces))
+
+manifest = manifest_of(attention_sources, qk_norms, sandwich_norm_sources, mlp_sources, add=1.0)
 
 
 def read_gguf(model: GgufModel) -> dict[str, Any]:
     shared = model.decoder()
     pattern = model.get("attention.sliding_window_pattern", PATTERN)
-    if not isinstance(pattern, int):  # true for each layer that slides
-        slides = model.numbers("attention.sliding_window_pattern").astype(bool).tolist()
-        types = ["sliding_attention" if slide else "full_attention" for slide in slides]
-        sliding: dict[str, Any] = {"layer_types": types}
-    else:
-        sliding = {"sliding_window_pattern": pattern}
+    sliding = {"sliding_window_pattern": pattern} if isinstance(pattern, int) else model.sliding_layers()
     own = {
         "sliding_window": model.integer("attention.sliding_window"),
         "rope_local_base_freq": model.number("rope.freq_base_swa", 10_000.0),

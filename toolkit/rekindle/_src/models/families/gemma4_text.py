@@ -6,8 +6,8 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from rekindle._src.models.config import AttentionSpec, ModelConfig, MoeSpec, Pages, SharedWith
-from rekindle._src.models.families.gemma2 import POST_NORMED, gemma_fields
-from rekindle._src.models.families.llama import blocks, mlp_sources, outer_sources
+from rekindle._src.models.families.gemma2 import NORMS, POST_NORMED, gemma_fields
+from rekindle._src.models.families.llama import blocks, mlp_sources, norms_of, outer_sources
 from rekindle._src.models.families.mixtral import expert_sources
 from rekindle._src.models.family import Family, GgufForm
 from rekindle._src.models.hf_config import Keys, decoder
@@ -21,12 +21,6 @@ if TYPE_CHECKING:
 ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
-}
-NORMS = {
-    "attention_norm": "input_layernorm",
-    "attention_out_norm": "post_attention_layernorm",
-    "mlp_norm": "pre_feedforward_layernorm",
-    "mlp_out_norm": "post_feedforward_layernorm",
 }
 EXPERT_NORMS = {
     "dense_out_norm": "post_feedforward_layernorm_1",
@@ -85,10 +79,8 @@ def _full_layers(keys: Keys, kv_heads: int) -> tuple[int, int]:
 
 
 def experts(keys: Keys) -> MoeSpec:
-    return MoeSpec(
-        num_experts=keys.size("num_experts"),
-        top_k=keys.size("top_k_experts"),
-        intermediate_size=keys.size("moe_intermediate_size"),
+    return keys.experts(
+        of_token="top_k_experts",
         normalize=True,
     )
 
@@ -125,10 +117,8 @@ def attention_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
 
 
 def norm_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
-    names = NORMS | EXPERT_NORMS if config.moe else NORMS
-    prefix, E = f"model.layers.{layer}", config.hidden_size
-    sources = {f"{module}.weight": one(f"{prefix}.{tensor}.weight", E) for module, tensor in names.items()}
-    return sources | {"scalar": one(f"{prefix}.layer_scalar", 1)}
+    norms = norms_of(add=0.0, **(NORMS | EXPERT_NORMS if config.moe else NORMS))
+    return norms(config, layer) | {"scalar": one(f"model.layers.{layer}.layer_scalar", 1)}
 
 
 def embedding_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
@@ -215,9 +205,7 @@ def read_gguf(model: GgufModel) -> dict[str, Any]:
         return keys
     return keys | {
         "enable_moe_block": True,
-        "num_experts": model.integer("expert_count"),
-        "top_k_experts": model.integer("expert_used_count"),
-        "moe_intermediate_size": model.integer("expert_feed_forward_length"),
+        **model.experts(of_token="top_k_experts"),
     }
 
 

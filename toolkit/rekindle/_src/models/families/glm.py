@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
-from rekindle._src.models.config import AttentionSpec, ModelConfig
-from rekindle._src.models.families.llama import (
-    attention_sources,
-    blocks,
-    gate_up_role,
-    module,
-    norm_sources,
-    outer_sources,
-)
+from rekindle._src.models.config import ModelConfig
+from rekindle._src.models.families.llama import attention_sources, gate_up_role, manifest_of, module, norm_sources
 from rekindle._src.models.family import Family
 from rekindle._src.models.hf_config import Keys, decoder
-from rekindle._src.models.loading.manifest import Manifest, Source, one
+from rekindle._src.models.loading.manifest import Source, one
 from rekindle._src.models.roles import row
 
 
@@ -27,12 +19,10 @@ def config(keys: Keys) -> ModelConfig:
 def glm_fields(keys: Keys) -> dict[str, Any]:
     """Return the fields that GLM-4's two families read alike."""
     head_dim = keys.size("head_dim")
-    rope = dataclasses.replace(keys.rope(head_dim, partial=True, part=0.5), interleaved=True)
-    spec = AttentionSpec(scale=head_dim**-0.5, rope=rope)
     return {
         "head_dim": head_dim,
         "eps": 0.00000015625,
-        "attention": (spec,) * keys.size("num_hidden_layers"),
+        "rope": keys.rope(head_dim, partial=True, part=0.5, interleaved=True),
         "qkv_bias": keys.get("attention_bias", True),
     }
 
@@ -45,9 +35,5 @@ def fused_mlp_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
     }
 
 
-def manifest(config: ModelConfig) -> Manifest:
-    pieces = (attention_sources, norm_sources, fused_mlp_sources)
-    return Manifest(outer_sources(config) | blocks(config, *pieces))
-
-
+manifest = manifest_of(attention_sources, norm_sources, fused_mlp_sources)
 FAMILY = Family("GlmForCausalLM", config, module, manifest)

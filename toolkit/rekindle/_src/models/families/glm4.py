@@ -6,42 +6,26 @@ from typing import TYPE_CHECKING, Any
 
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.families.glm import fused_mlp_sources, glm_fields
-from rekindle._src.models.families.llama import attention_sources, blocks, outer_sources
-from rekindle._src.models.family import Family, GgufForm
+from rekindle._src.models.families.llama import attention_sources, manifest_of, norms_of
+from rekindle._src.models.family import Family, GgufForm, decoder_of
 from rekindle._src.models.hf_config import Keys, decoder
-from rekindle._src.models.loading.manifest import Manifest, Source, one
 
 if TYPE_CHECKING:
     from rekindle._src.models.loading.gguf.architecture import GgufModel
-    from rekindle._src.models.precision import Precision
 
 
 def config(keys: Keys) -> ModelConfig:
     return decoder(keys, **glm_fields(keys))
 
 
-def norm_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
-    names = {
-        "attention_norm": "input_layernorm",
-        "attention_out_norm": "post_self_attn_layernorm",
-        "mlp_norm": "post_attention_layernorm",
-        "mlp_out_norm": "post_mlp_layernorm",
-    }
-    return {
-        f"{module}.weight": one(f"model.layers.{layer}.{tensor}.weight", config.hidden_size)
-        for module, tensor in names.items()
-    }
-
-
-def module(config: ModelConfig, precision: Precision) -> Any:
-    from rekindle._src.models.nn.decoders import Decoder, SandwichBlock
-
-    return Decoder(config, precision, SandwichBlock)
-
-
-def manifest(config: ModelConfig) -> Manifest:
-    pieces = (attention_sources, norm_sources, fused_mlp_sources)
-    return Manifest(outer_sources(config) | blocks(config, *pieces))
+norm_sources = norms_of(
+    attention_norm="input_layernorm",
+    attention_out_norm="post_self_attn_layernorm",
+    mlp_norm="post_attention_layernorm",
+    mlp_out_norm="post_mlp_layernorm",
+)
+module = decoder_of("SandwichBlock")
+manifest = manifest_of(attention_sources, norm_sources, fused_mlp_sources)
 
 
 def read_gguf(model: GgufModel) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rekindle._src.models.config import ModelConfig, MoeSpec
+from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.families import deepseek_v2
 from rekindle._src.models.family import Family
 from rekindle._src.models.hf_config import Keys
@@ -10,10 +10,8 @@ from rekindle._src.models.hf_config import Keys
 
 def config(keys: Keys) -> ModelConfig:
     inner, layers = keys.size("moe_intermediate_size"), keys.size("num_hidden_layers")
-    spec = MoeSpec(
-        num_experts=keys.size("n_routed_experts"),
-        top_k=keys.size("num_experts_per_tok"),
-        intermediate_size=inner,
+    spec = keys.experts(
+        "n_routed_experts",
         normalize=keys.get("norm_topk_prob", True),
         scoring="sigmoid",
         correction=True,

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rekindle._src.models.config import AttentionSpec, ModelConfig, MoeSpec
-from rekindle._src.models.families.llama import attention_sources, blocks, norm_sources, outer_sources
+from rekindle._src.models.config import AttentionSpec, ModelConfig
+from rekindle._src.models.families.llama import attention_sources, manifest_of, norm_sources
 from rekindle._src.models.families.mixtral import expert_sources
-from rekindle._src.models.family import Family, GgufForm
+from rekindle._src.models.family import Family, GgufForm, decoder_of
 from rekindle._src.models.hf_config import Keys, decoder
-from rekindle._src.models.loading.manifest import FusedExperts, Manifest, Source, one
+from rekindle._src.models.loading.manifest import FusedExperts, Source, one
 from rekindle._src.models.roles import Span, column
 
 if TYPE_CHECKING:
     from rekindle._src.models.loading.gguf.architecture import GgufModel
-    from rekindle._src.models.precision import Precision
 
 THETA = 150_000.0
 YARN = {
@@ -34,14 +33,12 @@ def config(keys: Keys) -> ModelConfig:
         AttentionSpec(scale=head_dim**-0.5, rope=keys.rope(head_dim, theta=THETA), sliding_window=window, sinks=True)
         for window in (None, keys.window(128))
     )
-    experts = MoeSpec(
-        num_experts=keys.size("num_local_experts"),
-        top_k=keys.size("num_experts_per_tok"),
-        intermediate_size=keys.size("intermediate_size"),
+    experts = keys.experts(
+        "num_local_experts",
+        size="intermediate_size",
         normalize=True,  # it is the softmax over the chosen experts
         bias=True,
     )
-    bias = keys.get("attention_bias", True)
     return decoder(
         keys,
         head_dim=head_dim,
@@ -50,16 +47,12 @@ def config(keys: Keys) -> ModelConfig:
             nearby if slides else everywhere for slides in keys.layer_types([n % 2 == 0 for n in range(layers)])
         ),
         activation="clamped_silu",
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=keys.get("attention_bias", True),
         moe=(experts,) * layers,
     )
 
 
-def module(config: ModelConfig, precision: Precision) -> Any:
-    from rekindle._src.models.nn.decoders import Decoder, SinkBlock
-
-    return Decoder(config, precision, SinkBlock)
+module = decoder_of("SinkBlock")
 
 
 def sink_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
@@ -74,17 +67,14 @@ def mlp_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
     return expert_sources(config, layer, f"{prefix}.router", f"{prefix}.experts", names)
 
 
-def manifest(config: ModelConfig) -> Manifest:
-    pieces = (attention_sources, sink_sources, norm_sources, mlp_sources)
-    fused = FusedExperts(interleaved=True, transposed=True)
-    return Manifest(outer_sources(config) | blocks(config, *pieces), fused=fused)
+manifest = manifest_of(
+    attention_sources, sink_sources, norm_sources, mlp_sources, fused=FusedExperts(interleaved=True, transposed=True)
+)
 
 
 def read_gguf(model: GgufModel) -> dict[str, Any]:
     keys = {
-        "num_local_experts": model.integer("expert_count"),
-        "num_experts_per_tok": model.integer("expert_used_count"),
-        "intermediate_size": model.integer("expert_feed_forward_length"),
+        **model.experts("num_local_experts", size="intermediate_size"),
         "sliding_window": model.integer("attention.sliding_window"),
         "attention_bias": model.has("blk.0.attn_q.bias"),
     }

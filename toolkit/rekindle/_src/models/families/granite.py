@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from rekindle._src.models.config import AttentionSpec, ModelConfig
 from rekindle._src.models.families.llama import manifest
-from rekindle._src.models.family import Family, GgufForm
+from rekindle._src.models.family import Family, GgufForm, decoder_of
 from rekindle._src.models.hf_config import Keys, decoder
 
 if TYPE_CHECKING:
     from rekindle._src.models.loading.gguf.architecture import GgufModel
-    from rekindle._src.models.precision import Precision
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -20,24 +19,19 @@ def config(keys: Keys) -> ModelConfig:
 
 def granite_fields(keys: Keys) -> dict[str, Any]:
     """Return the fields that all of Granite's families read alike."""
-    head_dim = keys.size("head_dim", keys.size("hidden_size") // keys.size("num_attention_heads"))
+    head_dim = keys.head_dim
     spec = AttentionSpec(scale=float(keys.get("attention_multiplier", 1.0)), rope=keys.rope(head_dim))
-    bias = keys.get("attention_bias", False)
     return {
         "attention": (spec,) * keys.size("num_hidden_layers"),
         "embed_scale": float(keys.get("embedding_multiplier", 1.0)),
         "residual_scale": float(keys.get("residual_multiplier", 1.0)),
         "logit_scale": 1.0 / float(keys.get("logits_scaling", 1.0)),
-        "qkv_bias": bias,
-        "o_bias": bias,
+        "attention_bias": keys.get("attention_bias", False),
         "mlp_bias": keys.get("mlp_bias", False),
     }
 
 
-def module(config: ModelConfig, precision: Precision) -> Any:
-    from rekindle._src.models.nn.decoders import Decoder, ScaledBlock
-
-    return Decoder(config, precision, ScaledBlock)
+module = decoder_of("ScaledBlock")
 
 
 def read_gguf(model: GgufModel) -> dict[str, Any]:

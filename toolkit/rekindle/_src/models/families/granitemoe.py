@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rekindle._src.models.config import ModelConfig, MoeSpec
-from rekindle._src.models.families.granite import granite_fields
-from rekindle._src.models.families.llama import (
-    attention_sources,
-    blocks,
-    gate_up_role,
-    norm_sources,
-    outer_sources,
-)
+from rekindle._src.models.config import ModelConfig
+from rekindle._src.models.families.granite import granite_fields, module
+from rekindle._src.models.families.llama import attention_sources, gate_up_role, manifest_of, norm_sources
 from rekindle._src.models.family import Family
 from rekindle._src.models.hf_config import Keys, decoder
-from rekindle._src.models.loading.manifest import Manifest, Source, one
+from rekindle._src.models.loading.manifest import Source, one
 from rekindle._src.models.roles import experts as experts_role
 from rekindle._src.models.roles import row
-
-if TYPE_CHECKING:
-    from rekindle._src.models.precision import Precision
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -28,10 +19,9 @@ def config(keys: Keys) -> ModelConfig:
 
 
 def granite_moe_fields(keys: Keys, shared_size: int = 0) -> dict[str, Any]:
-    spec = MoeSpec(
-        num_experts=keys.size("num_local_experts"),
-        top_k=keys.size("num_experts_per_tok"),
-        intermediate_size=keys.size("intermediate_size"),
+    spec = keys.experts(
+        "num_local_experts",
+        size="intermediate_size",
         normalize=True,  # it is the softmax over the chosen experts
         shared_size=shared_size,
     )
@@ -58,15 +48,5 @@ def fused_expert_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
     return sources
 
 
-def module(config: ModelConfig, precision: Precision) -> Any:
-    from rekindle._src.models.nn.decoders import Decoder, ScaledBlock
-
-    return Decoder(config, precision, ScaledBlock)
-
-
-def manifest(config: ModelConfig) -> Manifest:
-    pieces = (attention_sources, norm_sources, fused_expert_sources)
-    return Manifest(outer_sources(config) | blocks(config, *pieces))
-
-
+manifest = manifest_of(attention_sources, norm_sources, fused_expert_sources)
 FAMILY = Family("GraniteMoeForCausalLM", config, module, manifest)

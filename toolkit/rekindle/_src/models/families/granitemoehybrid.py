@@ -10,16 +10,15 @@ from typing import TYPE_CHECKING, Any
 from rekindle._src.models.config import ModelConfig, RecurrentSpec
 from rekindle._src.models.families.granite import gguf_factors, granite_fields
 from rekindle._src.models.families.granitemoe import fused_expert_sources, granite_moe_fields
-from rekindle._src.models.families.llama import attention_sources, blocks, gate_up_role, norm_sources, outer_sources
-from rekindle._src.models.family import Family, GgufForm, Rewritten
+from rekindle._src.models.families.llama import attention_sources, gate_up_role, manifest_of, norm_sources
+from rekindle._src.models.family import Family, GgufForm, Rewritten, decoder_of
 from rekindle._src.models.hf_config import Keys, decoder
-from rekindle._src.models.loading.manifest import Manifest, Source, one
+from rekindle._src.models.loading.manifest import Source, one
 from rekindle._src.models.roles import column, recurrent_spans, row
 from rekindle.errors import UnsupportedModel
 
 if TYPE_CHECKING:
     from rekindle._src.models.loading.gguf.architecture import GgufModel
-    from rekindle._src.models.precision import Precision
 
 KINDS = ("mamba", "attention", "linear_attention", "full_attention")  # older files have the first two
 
@@ -68,10 +67,7 @@ def _number(value: Any) -> float:
     return float(value["__float__"] if isinstance(value, Mapping) else value)
 
 
-def module(config: ModelConfig, precision: Precision) -> Any:
-    from rekindle._src.models.nn.decoders import Decoder, StateSpaceBlock
-
-    return Decoder(config, precision, StateSpaceBlock)
+module = decoder_of("StateSpaceBlock")
 
 
 def mixer_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
@@ -108,8 +104,7 @@ def mlp_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
     }
 
 
-def manifest(config: ModelConfig) -> Manifest:
-    return Manifest(outer_sources(config) | blocks(config, mixer_sources, norm_sources, mlp_sources))
+manifest = manifest_of(mixer_sources, norm_sources, mlp_sources)
 
 
 def state_names(prefix: str) -> dict[str, str]:

@@ -4,34 +4,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rekindle._src.models.config import AttentionSpec, ModelConfig
-from rekindle._src.models.families.llama import (
-    attention_sources,
-    blocks,
-    mlp_sources,
-    norm_sources,
-    outer_sources,
-)
-from rekindle._src.models.family import Family, GgufForm
+from rekindle._src.models.config import ModelConfig
+from rekindle._src.models.families.llama import attention_sources, manifest_of, mlp_sources, norm_sources
+from rekindle._src.models.family import Family, GgufForm, decoder_of
 from rekindle._src.models.hf_config import Keys, decoder
-from rekindle._src.models.loading.manifest import Manifest, Source, one
+from rekindle._src.models.loading.manifest import Source, one
 
 if TYPE_CHECKING:
     from rekindle._src.models.loading.gguf.architecture import GgufModel
-    from rekindle._src.models.precision import Precision
 
 
 def config(keys: Keys) -> ModelConfig:
-    head_dim = keys.size("head_dim", keys.size("hidden_size") // keys.size("num_attention_heads"))
-    spec = AttentionSpec(scale=head_dim**-0.5, rope=_rope(keys, head_dim).rope(head_dim))
-    bias = keys.get("attention_bias", False)
+    head_dim = keys.head_dim
     return decoder(
         keys,
         kv_heads_implied=True,
         eps=1e-5,
-        attention=(spec,) * keys.size("num_hidden_layers"),
-        qkv_bias=bias,
-        o_bias=bias,
+        rope=_rope(keys, head_dim).rope(head_dim),
+        attention_bias=keys.get("attention_bias", False),
         mlp_bias=keys.get("mlp_bias", False),
     )
 
@@ -47,22 +37,18 @@ def _rope(keys: Keys, head_dim: int) -> Keys:
     return Keys(left | {"rope_theta": theta})
 
 
-def module(config: ModelConfig, precision: Precision) -> Any:
-    from rekindle._src.models.nn.decoders import Decoder, LateNormBlock
-
-    return Decoder(config, precision, LateNormBlock)
+module = decoder_of("LateNormBlock")
 
 
-def manifest(config: ModelConfig) -> Manifest:
-    def norms(config: ModelConfig, layer: int) -> dict[str, Source]:
-        prefix = f"model.layers.{layer}.self_attn"
-        return {
-            "attention.q_norm.weight": one(f"{prefix}.query_layernorm.weight", config.head_dim),
-            "attention.k_norm.weight": one(f"{prefix}.key_layernorm.weight", config.head_dim),
-        }
+def norms(config: ModelConfig, layer: int) -> dict[str, Source]:
+    prefix = f"model.layers.{layer}.self_attn"
+    return {
+        "attention.q_norm.weight": one(f"{prefix}.query_layernorm.weight", config.head_dim),
+        "attention.k_norm.weight": one(f"{prefix}.key_layernorm.weight", config.head_dim),
+    }
 
-    pieces = (attention_sources, norms, norm_sources, mlp_sources)
-    return Manifest(outer_sources(config) | blocks(config, *pieces))
+
+manifest = manifest_of(attention_sources, norms, norm_sources, mlp_sources)
 
 
 def read_gguf(model: GgufModel) -> dict[str, Any]:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rekindle._src.models.config import AttentionSpec, ModelConfig, RecurrentSpec
-from rekindle._src.models.families.llama import attention_sources, blocks, gate_up_role
-from rekindle._src.models.family import Family, GgufForm, Rewritten
+from rekindle._src.models.config import ModelConfig, RecurrentSpec
+from rekindle._src.models.families.llama import attention_sources, manifest_of, mlp_of, norms_of
+from rekindle._src.models.family import Family, GgufForm, Rewritten, decoder_of
 from rekindle._src.models.hf_config import Keys, decoder
-from rekindle._src.models.loading.manifest import Manifest, Source, one
-from rekindle._src.models.roles import Span, column, heads, row, vocab
+from rekindle._src.models.loading.manifest import Source, one
+from rekindle._src.models.roles import Span, column, heads, row
 
 if TYPE_CHECKING:
     from rekindle._src.models.loading.gguf.architecture import GgufModel
-    from rekindle._src.models.precision import Precision
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -24,8 +23,6 @@ def mixer_fields(keys: Keys) -> dict[str, Any]:
     """Return the fields that do not depend on the MLPs."""
     keys.only("conv_bias", False)
     hidden, layers = keys.size("hidden_size"), keys.size("num_hidden_layers")
-    head_dim = keys.size("head_dim", hidden // keys.size("num_attention_heads"))
-    spec = AttentionSpec(scale=head_dim**-0.5, rope=keys.rope(head_dim, theta=1_000_000.0))
     state = RecurrentSpec(channels=hidden, taps=keys.size("conv_L_cache", 3))
     attends = keys.get("full_attn_idxs", range(layers))
     default = ["full_attention" if layer in attends else "conv" for layer in range(layers)]
@@ -33,7 +30,7 @@ def mixer_fields(keys: Keys) -> dict[str, Any]:
         "norm_eps": keys.get("norm_eps", 1e-5),
         "tie_embeddings": keys.get("tie_embedding", keys.get("tie_word_embeddings", True)),
         "activation": "silu",
-        "attention": (spec,) * layers,
+        "rope": keys.rope(keys.head_dim, theta=1_000_000.0),
         "recurrent": tuple(
             state if kind == "conv" else None for kind in keys.kinds_of_layers(default, "conv", "full_attention")
         ),
@@ -49,10 +46,7 @@ def _intermediate_size(keys: Keys) -> int:
     return -(-size // multiple) * multiple
 
 
-def module(config: ModelConfig, precision: Precision) -> Any:
-    from rekindle._src.models.nn.decoders import ConvolutionBlock, Decoder
-
-    return Decoder(config, precision, ConvolutionBlock)
+module = decoder_of("ConvolutionBlock")
 
 
 def mixer_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
@@ -70,37 +64,14 @@ def mixer_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
     return attention_sources(config, layer) | {"attention.out.weight": out, "attention.qk_norm.weight": norm}
 
 
-def norm_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
-    prefix, E = f"model.layers.{layer}", config.hidden_size
-    return {
-        "attention_norm.weight": one(f"{prefix}.operator_norm.weight", E),
-        "mlp_norm.weight": one(f"{prefix}.ffn_norm.weight", E),
-    }
+norm_sources = norms_of(attention_norm="operator_norm", mlp_norm="ffn_norm")
 
 
-def mlp_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
-    prefix, inner = f"model.layers.{layer}.feed_forward", config.intermediate_size
-    names = (f"{prefix}.w1.weight", f"{prefix}.w3.weight")
-    return {
-        "mlp.gate_up.weight": Source(names=names, rows=(inner, inner), role=gate_up_role(inner)),
-        "mlp.down.weight": one(f"{prefix}.w2.weight", config.hidden_size, role=row(inner)),
-    }
+mlp_sources = mlp_of("feed_forward", "w1", "w3", "w2")
 
 
-def manifest(config: ModelConfig) -> Manifest:
-    pieces = (mixer_sources, norm_sources, mlp_sources)
-    return Manifest(outer_sources(config) | blocks(config, *pieces))
-
-
-def outer_sources(config: ModelConfig) -> dict[str, Source]:
-    V = config.vocab_size
-    sources = {
-        "embed.weight": one("model.embed_tokens.weight", V, role=vocab(V)),
-        "norm.weight": one("model.embedding_norm.weight", config.hidden_size),
-    }
-    if not config.tie_embeddings:
-        sources["head.weight"] = one("lm_head.weight", V, role=vocab(V))
-    return sources
+OUTER_NORM = "model.embedding_norm"
+manifest = manifest_of(mixer_sources, norm_sources, mlp_sources, norm=OUTER_NORM)
 
 
 def read_gguf(model: GgufModel) -> dict[str, Any]:

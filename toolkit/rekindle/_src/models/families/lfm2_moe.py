@@ -4,24 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rekindle._src.models.config import ModelConfig, MoeSpec
+from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.families import lfm2
-from rekindle._src.models.families.lfm2 import mixer_fields, mixer_sources, module, norm_sources, outer_sources
-from rekindle._src.models.families.llama import blocks
+from rekindle._src.models.families.lfm2 import mixer_fields, mixer_sources, module, norm_sources
+from rekindle._src.models.families.llama import manifest_of
 from rekindle._src.models.families.mixtral import expert_sources
 from rekindle._src.models.family import Family, GgufForm
 from rekindle._src.models.hf_config import Keys, decoder
-from rekindle._src.models.loading.manifest import Manifest, Source, one
+from rekindle._src.models.loading.manifest import Source, one
 
 if TYPE_CHECKING:
     from rekindle._src.models.loading.gguf.architecture import GgufModel
 
 
 def config(keys: Keys) -> ModelConfig:
-    experts = MoeSpec(
-        num_experts=keys.size("num_experts"),
-        top_k=keys.size("num_experts_per_tok"),
-        intermediate_size=keys.size("moe_intermediate_size"),
+    experts = keys.experts(
         normalize=keys.get("norm_topk_prob", True),
         epsilon=1e-6,
         scoring="sigmoid",
@@ -42,17 +39,14 @@ def mlp_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
     return sources
 
 
-def manifest(config: ModelConfig) -> Manifest:
-    return Manifest(outer_sources(config) | blocks(config, mixer_sources, norm_sources, mlp_sources))
+manifest = manifest_of(mixer_sources, norm_sources, mlp_sources, norm=lfm2.OUTER_NORM)
 
 
 def read_gguf(model: GgufModel) -> dict[str, Any]:
     model.only("expert_gating_func", 2)  # sigmoid
     dense = model.integer("leading_dense_block_count", 0)
     return lfm2.mixer_keys(model) | {
-        "num_experts": model.integer("expert_count"),
-        "num_experts_per_tok": model.integer("expert_used_count"),
-        "moe_intermediate_size": model.integer("expert_feed_forward_length"),
+        **model.experts(),
         "num_dense_layers": dense,
         "use_expert_bias": model.has(f"blk.{dense}.exp_probs_b.bias"),
         "norm_topk_prob": True,  # known by the architecture

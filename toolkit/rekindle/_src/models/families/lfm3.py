@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from rekindle._src.models.config import AttentionSpec, ModelConfig, RecurrentSpec
+from rekindle._src.models.families.lfm2 import OUTER_NORM, mlp_sources, norm_sources
 from rekindle._src.models.families.lfm2 import mixer_sources as lfm2_sources
-from rekindle._src.models.families.lfm2 import mlp_sources, norm_sources, outer_sources
-from rekindle._src.models.families.llama import attention_sources, blocks, qk_norm_sources
-from rekindle._src.models.family import Family
+from rekindle._src.models.families.llama import attention_sources, manifest_of, norms_of, qk_norm_sources
+from rekindle._src.models.family import Family, decoder_of
 from rekindle._src.models.hf_config import Keys, decoder
-from rekindle._src.models.loading.manifest import Manifest, Source, one
+from rekindle._src.models.loading.manifest import Source, one
 from rekindle._src.models.roles import Span, column
-
-if TYPE_CHECKING:
-    from rekindle._src.models.precision import Precision
 
 ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
@@ -38,23 +33,18 @@ def config(keys: Keys) -> ModelConfig:
         AttentionSpec(scale=head_dim**-0.5, sliding_window=window, rope=keys.rope(head_dim, layer_type=kind))
         for kind, window in (("full_attention", None), ("sliding_attention", keys.window(256)))
     )
-    bias = keys.get("attention_bias", False)
     return decoder(
         keys,
         norm_eps=keys.get("norm_eps", 1e-5),
         tie=True,
         activation="silu",
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=keys.get("attention_bias", False),
         attention=tuple(nearby if kind == "sliding_attention" else everywhere for kind in kinds),
         recurrent=tuple(state if kind == "conv" else None for kind in kinds),
     )
 
 
-def module(config: ModelConfig, precision: Precision) -> Any:
-    from rekindle._src.models.nn.decoders import ConvolutionSandwichBlock, Decoder
-
-    return Decoder(config, precision, ConvolutionSandwichBlock)
+module = decoder_of("ConvolutionSandwichBlock")
 
 
 def mixer_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
@@ -65,17 +55,7 @@ def mixer_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
     return attention_sources(config, layer) | qk_norm_sources(config, layer) | gate
 
 
-def sandwich_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
-    names = {"attention_out_norm": "post_operator_norm", "mlp_out_norm": "post_ffn_norm"}
-    return {
-        f"{path}.weight": one(f"model.layers.{layer}.{name}.weight", config.hidden_size) for path, name in names.items()
-    }
-
-
-def manifest(config: ModelConfig) -> Manifest:
-    pieces = (mixer_sources, norm_sources, sandwich_sources, mlp_sources)
-    return Manifest(outer_sources(config) | blocks(config, *pieces))
-
-
+sandwich_sources = norms_of(attention_out_norm="post_operator_norm", mlp_out_norm="post_ffn_norm")
+manifest = manifest_of(mixer_sources, norm_sources, sandwich_sources, mlp_sources, norm=OUTER_NORM)
 ALIASES = {"rms_norm_eps": "norm_eps"}
 FAMILY = Family("Lfm3ForCausalLM", config, module, manifest, ALIASES)

@@ -6,49 +6,44 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from rekindle._src.models.config import ModelConfig
-from rekindle._src.models.family import Family, GgufForm
+from rekindle._src.models.family import Family, GgufForm, decoder_of
 from rekindle._src.models.hf_config import Keys, decoder
-from rekindle._src.models.loading.manifest import Manifest, Source, one
+from rekindle._src.models.loading.manifest import FusedExperts, Manifest, Source, one
 from rekindle._src.models.roles import Role, Span, column, heads, row, vocab
 
 if TYPE_CHECKING:
     from rekindle._src.models.loading.gguf.architecture import GgufModel
-    from rekindle._src.models.precision import Precision
+
+
+Piece = Callable[[ModelConfig, int], dict[str, Source]]  # the sources of a part of one layer
 
 
 def config(keys: Keys) -> ModelConfig:
     return decoder(
         keys,
         kv_heads_implied=True,
-        qkv_bias=keys.get("attention_bias", False),
-        o_bias=keys.get("attention_bias", False),
+        attention_bias=keys.get("attention_bias", False),
         mlp_bias=keys.get("mlp_bias", False),
     )
 
 
-def module(config: ModelConfig, precision: Precision) -> Any:
-    from rekindle._src.models.nn.decoders import Decoder
-
-    return Decoder(config, precision)
-
-
-def manifest(config: ModelConfig) -> Manifest:
-    return Manifest(outer_sources(config) | blocks(config, attention_sources, norm_sources, mlp_sources))
+def manifest_of(
+    *pieces: Piece, add: float = 0.0, norm: str = "model.norm", fused: FusedExperts | None = None
+) -> Callable[[ModelConfig], Manifest]:
+    """Return the manifest of a family whose layers consist of these pieces; other options as in `outer_sources`."""
+    return lambda config: Manifest(outer_sources(config, add=add, norm=norm) | blocks(config, *pieces), fused=fused)
 
 
-def outer_sources(config: ModelConfig, *, add: float = 0.0) -> dict[str, Source]:
+def outer_sources(config: ModelConfig, *, add: float = 0.0, norm: str = "model.norm") -> dict[str, Source]:
     """Return the sources of the embedding, the final norm and, unless it is tied, the head."""
     V, E = config.vocab_size, config.hidden_size
     sources = {
         "embed.weight": one("model.embed_tokens.weight", V, role=vocab(V)),
-        "norm.weight": one("model.norm.weight", E, add=add),
+        "norm.weight": one(f"{norm}.weight", E, add=add),
     }
     if not config.tie_embeddings:
         sources["head.weight"] = one("lm_head.weight", V, role=vocab(V))
     return sources
-
-
-Piece = Callable[[ModelConfig, int], dict[str, Source]]
 
 
 def blocks(config: ModelConfig, *pieces: Piece) -> dict[str, Source]:
@@ -92,12 +87,19 @@ def qk_norm_sources(config: ModelConfig, layer: int, *, add: float = 0.0) -> dic
     }
 
 
-def norm_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
-    prefix, E = f"model.layers.{layer}", config.hidden_size
-    return {
-        "attention_norm.weight": one(f"{prefix}.input_layernorm.weight", E),
-        "mlp_norm.weight": one(f"{prefix}.post_attention_layernorm.weight", E),
-    }
+def norms_of(add: float = 0.0, **names: str) -> Piece:
+    """Return the sources of a layer's norms, whose tensors have these names."""
+
+    def sources(config: ModelConfig, layer: int) -> dict[str, Source]:
+        return {
+            f"{module}.weight": one(f"model.layers.{layer}.{name}.weight", config.hidden_size, add=add)
+            for module, name in names.items()
+        }
+
+    return sources
+
+
+norm_sources = norms_of(attention_norm="input_layernorm", mlp_norm="post_attention_layernorm")
 
 
 def gate_up_role(inner: int) -> Role:
@@ -105,23 +107,26 @@ def gate_up_role(inner: int) -> Role:
     return column(Span(inner), Span(inner))
 
 
-def mlp_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
-    prefix, inner = f"model.layers.{layer}.mlp", config.mlp_size(layer)
-    role = gate_up_role(inner)
-    sources = {
-        "mlp.gate_up.weight": Source(
-            names=(f"{prefix}.gate_proj.weight", f"{prefix}.up_proj.weight"), rows=(inner, inner), role=role
-        ),
-        "mlp.down.weight": one(f"{prefix}.down_proj.weight", config.hidden_size, role=row(inner)),
-    }
-    if config.mlp_bias:
-        sources |= {
-            "mlp.gate_up.bias": Source(
-                names=(f"{prefix}.gate_proj.bias", f"{prefix}.up_proj.bias"), rows=(inner, inner), role=role
-            ),
-            "mlp.down.bias": one(f"{prefix}.down_proj.bias", config.hidden_size),
-        }
+def mlp_of(name: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> Piece:
+    """Return the sources of a layer's gated MLP, whose modules have these names."""
+
+    def sources(config: ModelConfig, layer: int) -> dict[str, Source]:
+        prefix, inner = f"model.layers.{layer}.{name}", config.mlp_size(layer)
+
+        def tensors(end: str) -> dict[str, Source]:
+            names, role = (f"{prefix}.{gate}.{end}", f"{prefix}.{up}.{end}"), gate_up_role(inner)
+            of_rows = {"role": row(inner)} if end == "weight" else {}
+            return {
+                f"mlp.gate_up.{end}": Source(names=names, rows=(inner, inner), role=role),
+                f"mlp.down.{end}": one(f"{prefix}.{down}.{end}", config.hidden_size, **of_rows),
+            }
+
+        return tensors("weight") | (tensors("bias") if config.mlp_bias else {})
+
     return sources
+
+
+mlp_sources = mlp_of("mlp")
 
 
 def gguf_variant(model: GgufModel) -> str | None:
@@ -139,5 +144,7 @@ def read_gguf(model: GgufModel) -> dict[str, Any]:
     return model.decoder() | biases | model.rope()
 
 
+module = decoder_of("Block")
+manifest = manifest_of(attention_sources, norm_sources, mlp_sources)
 GGUF = GgufForm(architecture="llama", read=read_gguf, variant=gguf_variant, paired=True)
 FAMILY = Family("LlamaForCausalLM", config, module, manifest, gguf=GGUF)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from rekindle._src.models.config import AttentionSpec, ModelConfig
+from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.families.llama import manifest, module
 from rekindle._src.models.family import Family, GgufForm
 from rekindle._src.models.hf_config import Keys, decoder
@@ -22,8 +22,7 @@ def config(keys: Keys) -> ModelConfig:
     if growth:
         length = int(options.get("original_max_position_embeddings") or keys.size("max_position_embeddings"))
         rope = dataclasses.replace(rope, query_growth=growth, original_length=length)
-    spec = AttentionSpec(scale=head_dim**-0.5, sliding_window=keys.window(), rope=rope)
-    return decoder(keys, eps=1e-5, attention=(spec,) * keys.size("num_hidden_layers"))
+    return decoder(keys, eps=1e-5, window=keys.window(), rope=rope)
 
 
 def read_gguf(model: GgufModel) -> dict[str, Any]:

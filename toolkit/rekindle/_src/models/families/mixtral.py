@@ -6,30 +6,21 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from rekindle._src.models import roles
-from rekindle._src.models.config import ModelConfig, MoeSpec
-from rekindle._src.models.families.llama import (
-    attention_sources,
-    blocks,
-    gate_up_role,
-    mlp_sources,
-    norm_sources,
-    outer_sources,
-)
-from rekindle._src.models.family import Family, GgufForm, windows_in_all_layers
+from rekindle._src.models.config import ModelConfig
+from rekindle._src.models.families.llama import attention_sources, gate_up_role, manifest_of, mlp_sources, norm_sources
+from rekindle._src.models.family import Family, GgufForm, decoder_of, windows_in_all_layers
 from rekindle._src.models.hf_config import Keys, decoder
-from rekindle._src.models.loading.manifest import Manifest, Source, one
+from rekindle._src.models.loading.manifest import Source, one
 from rekindle._src.models.roles import row
 
 if TYPE_CHECKING:
     from rekindle._src.models.loading.gguf.architecture import GgufModel
-    from rekindle._src.models.precision import Precision
 
 
 def config(keys: Keys) -> ModelConfig:
-    moe = MoeSpec(
-        num_experts=keys.size("num_local_experts"),
-        top_k=keys.size("num_experts_per_tok"),
-        intermediate_size=keys.size("intermediate_size"),
+    moe = keys.experts(
+        "num_local_experts",
+        size="intermediate_size",
         normalize=True,
     )
     layers = keys.size("num_hidden_layers")
@@ -37,18 +28,15 @@ def config(keys: Keys) -> ModelConfig:
     return decoder(keys, theta=1_000_000.0, eps=1e-5, window=window, moe=(moe,) * layers)
 
 
-def module(config: ModelConfig, precision: Precision) -> Any:
-    from rekindle._src.models.nn.decoders import Decoder, SparseBlock
-
-    return Decoder(config, precision, SparseBlock)
+module = decoder_of("SparseBlock")
 
 
-def manifest(config: ModelConfig) -> Manifest:
-    def experts(config: ModelConfig, layer: int) -> dict[str, Source]:
-        prefix = f"model.layers.{layer}.block_sparse_moe"
-        return expert_sources(config, layer, f"{prefix}.gate", f"{prefix}.experts", ("w1", "w3", "w2"))
+def experts(config: ModelConfig, layer: int) -> dict[str, Source]:
+    prefix = f"model.layers.{layer}.block_sparse_moe"
+    return expert_sources(config, layer, f"{prefix}.gate", f"{prefix}.experts", ("w1", "w3", "w2"))
 
-    return Manifest(outer_sources(config) | blocks(config, attention_sources, norm_sources, experts))
+
+manifest = manifest_of(attention_sources, norm_sources, experts)
 
 
 def expert_sources(
@@ -104,8 +92,7 @@ def shared_sources(config: ModelConfig, layer: int, shared: str, gate: str | Non
 
 def read_gguf(model: GgufModel) -> dict[str, Any]:
     experts = {
-        "num_local_experts": model.integer("expert_count"),
-        "num_experts_per_tok": model.integer("expert_used_count"),
+        **model.experts("num_local_experts", size=None),
         "sliding_window": model.integer("attention.sliding_window", 0) or None,
     }
     return model.decoder() | experts | model.rope()

@@ -36,7 +36,6 @@ def config(keys: Keys) -> ModelConfig:
     )
     every = keys.size("global_attn_every_n_layers", 3)
     slides = keys.layer_types([layer % every != 0 for layer in range(layers)])
-    bias = keys.get("attention_bias", False)
     return decoder(
         keys,
         kv_heads_implied=True,
@@ -45,8 +44,7 @@ def config(keys: Keys) -> ModelConfig:
         attention=tuple(nearby if slide else full for slide in slides),
         activation=keys.activation("hidden_activation", "gelu"),
         norm_eps=keys.get("norm_eps", 1e-5),
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=keys.get("attention_bias", False),
         mlp_bias=keys.get("mlp_bias", False),
     )
 

@@ -16,7 +16,7 @@ from rekindle._src.models.families.granitemoehybrid import (
     state_tensors,
 )
 from rekindle._src.models.families.llama import blocks
-from rekindle._src.models.family import Family, GgufForm, Rewritten
+from rekindle._src.models.family import Family, GgufForm, Rewritten, decoder_of
 from rekindle._src.models.hf_config import Keys, decoder
 from rekindle._src.models.loading.manifest import Manifest, Source, one
 from rekindle._src.models.roles import Span, column, heads, row, vocab
@@ -24,7 +24,6 @@ from rekindle.errors import UnsupportedModel
 
 if TYPE_CHECKING:
     from rekindle._src.models.loading.gguf.architecture import GgufModel
-    from rekindle._src.models.precision import Precision
 
 MAMBA, ATTENTION, MLP, EXPERTS = "linear_attention", "full_attention", "mlp", "moe"
 OLDER = {"mamba": MAMBA, "attention": ATTENTION}
@@ -104,11 +103,7 @@ def _experts(keys: Keys) -> MoeSpec:
     )
 
 
-def module(config: ModelConfig, precision: Precision) -> Any:
-    from rekindle._src.models.nn.decoders import Decoder
-    from rekindle._src.models.nn.hybrid import SingleBlock
-
-    return Decoder(config, precision, SingleBlock)
+module = decoder_of("SingleBlock")
 
 
 def layer_sources(config: ModelConfig, layer: int) -> dict[str, Source]:

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rekindle._src.models.config import ModelConfig
-from rekindle._src.models.families.llama import attention_sources, blocks, mlp_sources, outer_sources
-from rekindle._src.models.family import Family, GgufForm
+from rekindle._src.models.families.llama import attention_sources, manifest_of, mlp_sources, norms_of
+from rekindle._src.models.family import Family, GgufForm, decoder_of
 from rekindle._src.models.hf_config import Keys, decoder
-from rekindle._src.models.loading.manifest import Manifest, Source, one
+from rekindle._src.models.loading.manifest import Source, one
 from rekindle._src.models.roles import column, heads
 
 if TYPE_CHECKING:
     from rekindle._src.models.loading.gguf.architecture import GgufModel
-    from rekindle._src.models.precision import Precision
 
 
 def config(keys: Keys) -> ModelConfig:
-    bias = keys.get("attention_bias", False)
-    return decoder(keys, kv_heads_implied=True, eps=1e-5, qkv_bias=bias, o_bias=bias)
+    return decoder(keys, kv_heads_implied=True, eps=1e-5, attention_bias=keys.get("attention_bias", False))
 
 
-def module(config: ModelConfig, precision: Precision) -> Any:
-    from rekindle._src.models.nn.decoders import Decoder, PostNormBlock
-
-    return Decoder(config, precision, PostNormBlock)
+module = decoder_of("PostNormBlock")
 
 
 def wide_norm_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
@@ -36,21 +31,10 @@ def wide_norm_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
     }
 
 
-def post_norm_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
-    prefix, E = f"model.layers.{layer}", config.hidden_size
-    return {
-        "attention_norm.weight": one(f"{prefix}.post_attention_layernorm.weight", E),
-        "mlp_norm.weight": one(f"{prefix}.post_feedforward_layernorm.weight", E),
-    }
+post_norm_sources = norms_of(attention_norm="post_attention_layernorm", mlp_norm="post_feedforward_layernorm")
 
 
-def manifest(config: ModelConfig) -> Manifest:
-    pieces = (attention_sources, wide_norm_sources, post_norm_sources, mlp_sources)
-    return Manifest(outer_sources(config) | blocks(config, *pieces))
-
-
-def read_gguf(model: GgufModel) -> dict[str, Any]:
-    return model.decoder() | model.rope()
+manifest = manifest_of(attention_sources, wide_norm_sources, post_norm_sources, mlp_sources)
 
 
 def gguf_variant(model: GgufModel) -> str | None:
@@ -59,5 +43,5 @@ def gguf_variant(model: GgufModel) -> str | None:
 
 
 POST_NORMED = {"post_attention_layernorm": "post_attention_norm"}
-GGUF = GgufForm(architecture="olmo2", read=read_gguf, variant=gguf_variant, names=POST_NORMED)
+GGUF = GgufForm(architecture="olmo2", variant=gguf_variant, names=POST_NORMED)
 FAMILY = Family("Olmo2ForCausalLM", config, module, manifest, gguf=GGUF)

@@ -7,18 +7,17 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rekindle._src.models.config import AttentionSpec, ModelConfig
-from rekindle._src.models.families.olmo2 import POST_NORMED, manifest
+from rekindle._src.models.families.olmo2 import POST_NORMED, manifest, module
 from rekindle._src.models.family import Family, GgufForm
 from rekindle._src.models.hf_config import Keys, decoder
 
 if TYPE_CHECKING:
     from rekindle._src.models.loading.gguf.architecture import GgufModel
-    from rekindle._src.models.precision import Precision
 
 
 def config(keys: Keys) -> ModelConfig:
     layers = keys.size("num_hidden_layers")
-    head_dim = keys.size("head_dim", keys.size("hidden_size") // keys.size("num_attention_heads"))
+    head_dim = keys.head_dim
     by_type = keys.has_rope_per_layer_type()
     full, nearby = (
         AttentionSpec(scale=head_dim**-0.5, rope=keys.rope(head_dim, theta=500_000.0, layer_type=kind))
@@ -29,21 +28,13 @@ def config(keys: Keys) -> ModelConfig:
         nearby = dataclasses.replace(nearby, rope=plain.rope(head_dim, theta=500_000.0))
     nearby = dataclasses.replace(nearby, sliding_window=keys.window(4096))
     slides = keys.layer_types([(layer + 1) % 4 != 0 for layer in range(layers)])
-    bias = keys.get("attention_bias", False)
     return decoder(
         keys,
         kv_heads_implied=True,
         eps=1e-5,
         attention=tuple(nearby if slide else full for slide in slides),
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=keys.get("attention_bias", False),
     )
-
-
-def module(config: ModelConfig, precision: Precision) -> Any:
-    from rekindle._src.models.nn.decoders import Decoder, PostNormBlock
-
-    return Decoder(config, precision, PostNormBlock)
 
 
 def read_gguf(model: GgufModel) -> dict[str, Any]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rekindle._src.models.config import ModelConfig
-from rekindle._src.models.families.llama import blocks, gate_up_role, module, norm_sources, outer_sources
+from rekindle._src.models.families.llama import gate_up_role, manifest_of, module, norm_sources
 from rekindle._src.models.family import Family, GgufForm, windows_in_all_layers
 from rekindle._src.models.hf_config import Keys, decoder
-from rekindle._src.models.loading.manifest import Manifest, Source, one
+from rekindle._src.models.loading.manifest import Source, one
 from rekindle._src.models.roles import column, heads, row
 
 if TYPE_CHECKING:
@@ -27,23 +27,23 @@ def config(keys: Keys) -> ModelConfig:
     return decoder(keys, kv_heads_implied=True, eps=1e-5, window=keys.window(), partial_rope=True)
 
 
-def manifest(config: ModelConfig) -> Manifest:
-    def fused(config: ModelConfig, layer: int) -> dict[str, Source]:
-        prefix, inner = f"model.layers.{layer}", config.intermediate_size
-        return {
-            "attention.qkv.weight": one(
-                f"{prefix}.self_attn.qkv_proj.weight",
-                (config.num_heads + 2 * config.num_kv_heads) * config.head_dim,
-                role=column(*heads(config.num_heads, config.num_kv_heads, config.head_dim)),
-            ),
-            "attention.out.weight": one(
-                f"{prefix}.self_attn.o_proj.weight", config.hidden_size, role=row(config.num_heads * config.head_dim)
-            ),
-            "mlp.gate_up.weight": one(f"{prefix}.mlp.gate_up_proj.weight", 2 * inner, role=gate_up_role(inner)),
-            "mlp.down.weight": one(f"{prefix}.mlp.down_proj.weight", config.hidden_size, role=row(inner)),
-        }
+def fused(config: ModelConfig, layer: int) -> dict[str, Source]:
+    prefix, inner = f"model.layers.{layer}", config.intermediate_size
+    return {
+        "attention.qkv.weight": one(
+            f"{prefix}.self_attn.qkv_proj.weight",
+            (config.num_heads + 2 * config.num_kv_heads) * config.head_dim,
+            role=column(*heads(config.num_heads, config.num_kv_heads, config.head_dim)),
+        ),
+        "attention.out.weight": one(
+            f"{prefix}.self_attn.o_proj.weight", config.hidden_size, role=row(config.num_heads * config.head_dim)
+        ),
+        "mlp.gate_up.weight": one(f"{prefix}.mlp.gate_up_proj.weight", 2 * inner, role=gate_up_role(inner)),
+        "mlp.down.weight": one(f"{prefix}.mlp.down_proj.weight", config.hidden_size, role=row(inner)),
+    }
 
-    return Manifest(outer_sources(config) | blocks(config, fused, norm_sources))
+
+manifest = manifest_of(fused, norm_sources)
 
 
 def read_gguf(model: GgufModel) -> dict[str, Any]:

@@ -20,5 +20,5 @@ def config(keys: Keys) -> ModelConfig:
     return decoder(keys, window=window, slides=slides.__getitem__, qkv_bias=True)
 
 
-GGUF = GgufForm(architecture="qwen2", read=lambda model: model.decoder() | model.rope())
+GGUF = GgufForm(architecture="qwen2")
 FAMILY = Family("Qwen2ForCausalLM", config, module, manifest, gguf=GGUF)

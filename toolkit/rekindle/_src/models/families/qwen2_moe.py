@@ -4,25 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rekindle._src.models.config import ModelConfig, MoeSpec
-from rekindle._src.models.families.llama import attention_sources, blocks, norm_sources, outer_sources
+from rekindle._src.models.config import ModelConfig
+from rekindle._src.models.families.llama import attention_sources, manifest_of, norm_sources
 from rekindle._src.models.families.mixtral import shared_sources, usual_expert_sources
 from rekindle._src.models.families.qwen2 import sliding
 from rekindle._src.models.families.qwen3_moe import sparse_layers
-from rekindle._src.models.family import Family, GgufForm
+from rekindle._src.models.family import Family, GgufForm, decoder_of
 from rekindle._src.models.hf_config import Keys, decoder
-from rekindle._src.models.loading.manifest import Manifest, Source
+from rekindle._src.models.loading.manifest import Source
 
 if TYPE_CHECKING:
     from rekindle._src.models.loading.gguf.architecture import GgufModel
-    from rekindle._src.models.precision import Precision
 
 
 def config(keys: Keys) -> ModelConfig:
-    spec = MoeSpec(
-        num_experts=keys.size("num_experts"),
-        top_k=keys.size("num_experts_per_tok"),
-        intermediate_size=keys.size("moe_intermediate_size"),
+    spec = keys.experts(
         normalize=keys.get("norm_topk_prob", False),
         shared_size=keys.size("shared_expert_intermediate_size"),
         shared_gate=True,
@@ -33,26 +29,21 @@ def config(keys: Keys) -> ModelConfig:
     return decoder(keys, window=window, slides=slides.__getitem__, qkv_bias=bias, moe=moe)
 
 
-def module(config: ModelConfig, precision: Precision) -> Any:
-    from rekindle._src.models.nn.decoders import Decoder, SparseBlock
-
-    return Decoder(config, precision, SparseBlock)
+module = decoder_of("SparseBlock")
 
 
-def manifest(config: ModelConfig) -> Manifest:
-    def experts(config: ModelConfig, layer: int) -> dict[str, Source]:
-        prefix = f"model.layers.{layer}.mlp"
-        shared = shared_sources(config, layer, f"{prefix}.shared_expert", f"{prefix}.shared_expert_gate")
-        return usual_expert_sources(config, layer) | shared
+def mlp_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
+    prefix = f"model.layers.{layer}.mlp"
+    shared = shared_sources(config, layer, f"{prefix}.shared_expert", f"{prefix}.shared_expert_gate")
+    return usual_expert_sources(config, layer) | shared
 
-    return Manifest(outer_sources(config) | blocks(config, attention_sources, norm_sources, experts))
+
+manifest = manifest_of(attention_sources, norm_sources, mlp_sources)
 
 
 def read_gguf(model: GgufModel) -> dict[str, Any]:
     keys = {
-        "num_experts": model.integer("expert_count"),
-        "num_experts_per_tok": model.integer("expert_used_count"),
-        "moe_intermediate_size": model.integer("expert_feed_forward_length"),
+        **model.experts(),
         "shared_expert_intermediate_size": model.integer("expert_shared_feed_forward_length"),
         "norm_topk_prob": False,  # known by the architecture
     }

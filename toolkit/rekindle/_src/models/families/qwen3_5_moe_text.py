@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rekindle._src.models.config import ModelConfig, MoeSpec
+from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.families.llama import blocks, outer_sources
-from rekindle._src.models.families.mixtral import shared_sources, usual_expert_sources
+from rekindle._src.models.families.qwen2_moe import mlp_sources
 from rekindle._src.models.families.qwen3_5_text import (
     NAMES,
     REASON,
@@ -22,29 +22,20 @@ from rekindle._src.models.families.qwen3_5_text import (
 )
 from rekindle._src.models.family import Family, GgufForm
 from rekindle._src.models.hf_config import Keys, decoder
-from rekindle._src.models.loading.manifest import FusedExperts, Manifest, Source
+from rekindle._src.models.loading.manifest import FusedExperts, Manifest
 
 if TYPE_CHECKING:
     from rekindle._src.models.loading.gguf.architecture import GgufModel
 
 
 def config(keys: Keys) -> ModelConfig:
-    spec = MoeSpec(
-        num_experts=keys.size("num_experts"),
-        top_k=keys.size("num_experts_per_tok"),
-        intermediate_size=keys.size("moe_intermediate_size"),
+    spec = keys.experts(
         normalize=True,
         shared_size=keys.size("shared_expert_intermediate_size"),
         shared_gate=True,
     )
     moe = (spec,) * keys.size("num_hidden_layers")
     return decoder(keys, moe=moe, intermediate_size=spec.intermediate_size, **mixer_fields(keys))
-
-
-def mlp_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
-    prefix = f"model.layers.{layer}.mlp"
-    shared = shared_sources(config, layer, f"{prefix}.shared_expert", f"{prefix}.shared_expert_gate")
-    return usual_expert_sources(config, layer) | shared
 
 
 def manifest(config: ModelConfig) -> Manifest:
@@ -58,8 +49,7 @@ def read_gguf(model: GgufModel) -> dict[str, Any]:
         decoder_keys(model, inner)
         | mixer_keys(model)
         | {
-            "num_experts": model.integer("expert_count"),
-            "num_experts_per_tok": model.integer("expert_used_count"),
+            **model.experts(size=None),
             "moe_intermediate_size": inner,
             "shared_expert_intermediate_size": model.integer("expert_shared_feed_forward_length"),
         }

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rekindle._src.models.config import AttentionSpec, ModelConfig, RecurrentSpec
-from rekindle._src.models.families.llama import blocks, mlp_sources, outer_sources, qk_norm_sources
-from rekindle._src.models.family import Family, GgufForm, HeadOrder, Rewritten
+from rekindle._src.models.config import ModelConfig, RecurrentSpec
+from rekindle._src.models.families.llama import blocks, mlp_sources, norms_of, outer_sources, qk_norm_sources
+from rekindle._src.models.family import Family, GgufForm, HeadOrder, Rewritten, decoder_of
 from rekindle._src.models.hf_config import Keys, decoder
 from rekindle._src.models.loading.manifest import Manifest, Source, one
 from rekindle._src.models.roles import Span, column, heads, recurrent_spans, row
 
 if TYPE_CHECKING:
     from rekindle._src.models.loading.gguf.architecture import GgufModel
-    from rekindle._src.models.precision import Precision
 
 
 DRAFTING = 4  # layers behind the last one that may draft tokens
@@ -26,14 +25,11 @@ def config(keys: Keys) -> ModelConfig:
 def mixer_fields(keys: Keys) -> dict[str, Any]:
     """Return the fields that say how tokens are mixed, with experts and without."""
     head_dim = keys.size("head_dim")
-    spec = AttentionSpec(scale=head_dim**-0.5, rope=keys.rope(head_dim, partial=True, part=0.25))
-    bias = keys.get("attention_bias", False)
     return {
         "head_dim": head_dim,
-        "attention": (spec,) * keys.size("num_hidden_layers"),
+        "rope": keys.rope(head_dim, partial=True, part=0.25),
         "recurrent": recurrent(keys),
-        "qkv_bias": bias,
-        "o_bias": bias,
+        "attention_bias": keys.get("attention_bias", False),
     }
 
 
@@ -56,10 +52,7 @@ def recurrent(keys: Keys) -> tuple[RecurrentSpec | None, ...]:
     )
 
 
-def module(config: ModelConfig, precision: Precision) -> Any:
-    from rekindle._src.models.nn.decoders import Decoder, DeltaBlock
-
-    return Decoder(config, precision, DeltaBlock)
+module = decoder_of("DeltaBlock")
 
 
 def mixer_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
@@ -94,12 +87,7 @@ def mixer_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
     }
 
 
-def norm_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
-    names = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-    return {
-        f"{module}.weight": one(f"model.layers.{layer}.{name}.weight", config.hidden_size, add=1.0)
-        for module, name in names.items()
-    }
+norm_sources = norms_of(add=1.0, attention_norm="input_layernorm", mlp_norm="post_attention_layernorm")
 
 
 def manifest(config: ModelConfig) -> Manifest:

@@ -18,13 +18,12 @@ INTERVAL = 4  # every fourth layer does not rotate
 
 def config(keys: Keys) -> ModelConfig:
     layers = keys.size("num_hidden_layers")
-    head_dim = keys.size("head_dim", keys.size("hidden_size") // keys.size("num_attention_heads"))
+    head_dim = keys.head_dim
     interval = keys.size("no_rope_layer_interval", 4)
     rotates = keys.get("no_rope_layers", [(layer + 1) % interval != 0 for layer in range(layers)])
     window = keys.window() if keys.get("use_sliding_window", False) else None
     slides = keys.layer_types([window is not None and not rotates[layer] for layer in range(layers)])
     spec = AttentionSpec(scale=head_dim**-0.5, rope=keys.rope(head_dim, theta=2_000_000.0))
-    bias = keys.get("attention_bias", False)
     return decoder(
         keys,
         tie=True,
@@ -36,8 +35,7 @@ def config(keys: Keys) -> ModelConfig:
             )
             for layer in range(layers)
         ),
-        qkv_bias=bias,
-        o_bias=bias,
+        attention_bias=keys.get("attention_bias", False),
         mlp_bias=keys.get("mlp_bias", False),
     )
 

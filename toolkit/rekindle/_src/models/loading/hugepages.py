@@ -46,6 +46,13 @@ def aligned(shape: Sequence[int], dtype: Any) -> NDArray[Any]:
     return memory[:count].view(dtype).reshape(tuple(shape))
 
 
+def adopted(values: NDArray[Any]) -> NDArray[Any]:
+    """Return a copy in such memory."""
+    memory = aligned(values.shape, values.dtype)
+    memory[...] = values
+    return memory
+
+
 class Ahead:
     """Memory that a thread touches, without the GIL, until the first array takes some of it or it is closed.
 

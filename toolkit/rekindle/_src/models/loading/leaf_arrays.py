@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rekindle._src.models.loading.four_bits import Integers
-from rekindle._src.models.loading.hugepages import aligned
+from rekindle._src.models.loading.hugepages import adopted, aligned
 from rekindle._src.models.loading.manifest import Source
 from rekindle._src.models.loading.quantize import quantize, quantize_int4_into, quantize_into
 from rekindle._src.models.nn.packing import Packing
@@ -136,17 +136,10 @@ class LeafArrays(NamedTuple):
             rows = self.values.reshape(*rest.shape, int4.OUTPUTS, -1)[rest]
             packed = int4.pack(rows.reshape(-1, rows.shape[-1]), leaf.packing.bits)
             self.packed[rest] = packed.view(self.packed.dtype)
-        arrays = {leaf.path: self.packed, leaf.scale: _adopted(int4.pack_scales(self.scale))}
+        arrays = {leaf.path: self.packed, leaf.scale: adopted(int4.pack_scales(self.scale))}
         if leaf.minimum is not None and self.minimum is not None:
-            arrays[leaf.minimum] = _adopted(int4.pack_scales(self.minimum))
+            arrays[leaf.minimum] = adopted(int4.pack_scales(self.minimum))
         return arrays
-
-
-def _adopted(array: NDArray[Any]) -> NDArray[Any]:
-    """Return a copy in memory that the device uses as it is."""
-    memory = aligned(array.shape, array.dtype)
-    memory[...] = array
-    return memory
 
 
 class Places(Protocol):

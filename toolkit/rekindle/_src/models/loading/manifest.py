@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
 
 from rekindle._src.models.roles import REPLICATED, Role
 
@@ -83,15 +80,3 @@ class Manifest:
     # Full matches on names without the prefix: tensors that may be there and are not used. Early Llamas stored these.
     ignored: tuple[str, ...] = (r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
     fused: FusedExperts | None = None
-
-
-def assemble(source: Source, shape: tuple[int, ...], dtype: Any, read: Callable[[str], NDArray[Any]]) -> NDArray[Any]:
-    """Build a whole parameter in memory. The loader does the same in pieces."""
-    result = np.empty(shape, dtype)
-    for part in source.parts(shape):
-        tensor = np.asarray(read(part.name))
-        assert tensor.shape == part.shape, f"{part.name} has shape {tensor.shape}, expected {part.shape}"
-        if source.transpose:
-            tensor = tensor.T
-        result[part.place] = tensor + np.float32(source.add) if source.add else tensor
-    return result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -9,8 +10,17 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from rekindle._src.models.config import ModelConfig
-from rekindle._src.models.nn.layers import Attend, Attention, GatedMlp, LayerNorm, PlainMlp, RopeTables, soft_cap
+from rekindle._src.models.config import Cache, ModelConfig, Multipliers
+from rekindle._src.models.nn.layers import (
+    Attend,
+    Attention,
+    GatedMlp,
+    LayerNorm,
+    MultipliedMlp,
+    PlainMlp,
+    RopeTables,
+    soft_cap,
+)
 from rekindle._src.models.nn.linear import Embedding, Linear, RMSNorm, head_logits, parameter
 from rekindle._src.models.nn.moe import Experts
 from rekindle._src.models.nn.recurrent import (
@@ -260,6 +270,128 @@ class ConvolutionSandwichBlock(SandwichBlock):
         return HeadGatedAttention(config, layer, precision, qk_norm=True)
 
 
+class LatentAttention(nnx.Module):
+    """Attention whose keys and values are made of one vector for each token, and of a part of the key that is rotated.
+
+    Pages keep these two alone. A query is multiplied by the matrix that would make its head's keys, and the weighted
+    sum of vectors by the one that would make its values; neither keys nor values are ever there. Queries may be made of
+    a vector, too.
+
+    T tokens, H query heads, P plain and R rotated size of a head's query, V size of a value, C size of the vector.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int, precision: Precision) -> None:
+        spec, rope, E, H = config.latent, config.attention[layer].rope, config.hidden_size, config.num_heads
+        assert spec is not None, "the layer has latent pages"
+        assert rope is not None, "the layer rotates"
+        queries = H * (spec.plain_size + spec.rotated_size)
+        self.first = spec.query_rank or queries  # rows of the input's product that make queries
+        self.inputs = Linear(self.first + spec.rank + spec.rotated_size, E, precision, bias=config.qkv_bias)
+        self.query_norm = nnx.data(RMSNorm(self.first, spec.eps, precision) if spec.query_rank else None)
+        self.query = nnx.data(Linear(queries, self.first, precision) if spec.query_rank else None)
+        self.norm = RMSNorm(spec.rank, spec.eps, precision)
+        self.up = parameter((H * (spec.plain_size + spec.value_size), spec.rank), precision.weights)
+        self.out = Linear(E, H * spec.value_size, precision, bias=config.o_bias, partial=True)
+        self.spec, self.rope, self.heads, self.layer = spec, rope, H, layer
+
+    def __call__(
+        self,
+        x: jax.Array,
+        tables: RopeTables,
+        attend: Attend,
+        residual: jax.Array | None = None,
+        norm: RMSNorm | None = None,
+    ) -> jax.Array:
+        """Compute the attention of norm(x), plus `residual`."""
+        spec, H, T = self.spec, self.heads, x.shape[0]
+        made = self.inputs(x, norm=norm)
+        q, vector, key = jnp.split(made, [self.first, self.first + spec.rank], axis=-1)
+        q = q if self.query is None else self.query(q, norm=self.query_norm)
+        q = q.reshape(T, H, -1)
+        turned = jnp.concatenate([q[..., spec.plain_size :], key[:, None]], axis=1)
+        turned = tables.rotated(turned, self.rope)
+        up = self.up[...].reshape(H, -1, spec.rank)
+        queries = [_by_head("thp,hpc->thc", q[..., : spec.plain_size], up[:, : spec.plain_size]), turned[:, :H]]
+        keys = [self.norm(vector), turned[:, H]]
+        with jax.named_scope("attend"):
+            y = attend(self.layer, jnp.concatenate(queries, axis=-1), jnp.concatenate(keys, axis=-1)[:, None], None)
+        y = _by_head("thc,hvc->thv", y, up[:, spec.plain_size :])
+        return self.out(y.reshape(T, -1).astype(x.dtype), residual=residual)
+
+
+class LatentBlock(SparseBlock):
+    """A block with such attention, and experts where the config has them."""
+
+    def make_attention(self, config: ModelConfig, layer: int, precision: Precision) -> LatentAttention:  # type: ignore[override]
+        return LatentAttention(config, layer, precision)
+
+
+def _by_head(subscripts: str, x: jax.Array, weights: jax.Array) -> jax.Array:
+    """Multiply each head by a matrix of its own, in x's dtype."""
+    narrow = x.astype(weights.dtype)
+    wide = jnp.einsum(subscripts, narrow, weights, preferred_element_type=jnp.float32, precision="highest")
+    return wide.astype(x.dtype)
+
+
+class TwofoldMixer(nnx.Module):
+    """Attention and Mamba-2, which read the same input; their results are multiplied by factors and added."""
+
+    def __init__(self, config: ModelConfig, layer: int, precision: Precision) -> None:
+        self.heads = Attention(config, layer, precision)
+        self.recurrence = StateSpace(config, layer, precision)
+        self.multipliers = config.multipliers or Multipliers()
+
+    def __call__(
+        self,
+        x: jax.Array,
+        tables: RopeTables,
+        attend: Attend,
+        residual: jax.Array | None = None,
+        norm: RMSNorm | None = None,
+    ) -> jax.Array:
+        """Compute the results for norm(x), plus `residual`."""
+        attended = self.heads(x, tables, attend, norm=norm) * self.multipliers.attention
+        y: jax.Array = self.recurrence(x, tables, attend, norm=norm) * self.multipliers.state + attended
+        return y if residual is None else residual + y
+
+
+class TwofoldBlock(Block):
+    """A block with such a mixer."""
+
+    def make_attention(self, config: ModelConfig, layer: int, precision: Precision) -> Any:
+        return TwofoldMixer(config, layer, precision)
+
+    def make_mlp(self, config: ModelConfig, layer: int, precision: Precision) -> nnx.Module:
+        return MultipliedMlp(config, precision)
+
+
+class SingleBlock(nnx.Module):
+    """One layer: a norm, and Mamba-2 or attention where the config has a cache, an MLP or experts where it has none."""
+
+    def __init__(self, config: ModelConfig, layer: int, precision: Precision) -> None:
+        cache, spec = config.caches[layer], config.moe[layer] if config.moe else None
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps, precision)
+        self.mixes = cache != Cache()
+        if cache.state is not None:
+            self.attention: nnx.Module = StateSpace(config, layer, precision)
+        elif self.mixes:
+            self.attention = Attention(config, layer, precision)
+        elif spec is not None:
+            self.mlp: nnx.Module = Experts(config, spec, precision)
+        else:
+            self.mlp = PlainMlp(dataclasses.replace(config, intermediate_size=config.mlp_size(layer)), precision)
+
+    def __call__(self, x: jax.Array, tables: RopeTables, attend: Attend) -> jax.Array:
+        y: jax.Array
+        if self.mixes:
+            with jax.named_scope("attention"):
+                y = self.attention(x, tables, attend, x, self.norm)
+        else:
+            with jax.named_scope("mlp"):
+                y = self.mlp(x, x, self.norm)
+        return y
+
+
 class Decoder(nnx.Module):
     """The decoder: embedding, blocks, final norm, head. Families differ within the block."""
 
@@ -365,39 +497,19 @@ class Gpt2Block(nnx.Module):
             return self.down(activate(self.up(self.mlp_norm(x)), self.activation), residual=x)
 
 
-class Gpt2(nnx.Module):
+class Gpt2(Decoder):
+    """A decoder with an embedding of positions in place of ropes, and layer norms."""
+
     def __init__(self, config: ModelConfig, precision: Precision) -> None:
-        self.config, self.precision = config, precision
-        self.embed = Embedding(config.vocab_size, config.hidden_size, precision)
+        super().__init__(config, precision, Gpt2Block)
         # Rows are only looked up, so quantising them would save little.
         plain = Precision(weights=precision.weights, stream=precision.stream)
         self.position_embed = Embedding(config.max_position_embeddings, config.hidden_size, plain)
-        self.layers = nnx.List([Gpt2Block(config, layer, precision) for layer in range(config.num_layers)])
         self.norm = LayerNorm(config.hidden_size, config.norm_eps)
-        self.head = (
-            None
-            if config.tie_embeddings
-            else Linear(config.vocab_size, config.hidden_size, precision, quantize=precision.quantize_embeddings)
-        )
-
-    def __call__(
-        self, tokens: jax.Array, positions: jax.Array, attend: Attend, lengths: jax.Array | None = None
-    ) -> jax.Array:
-        x, tables = self.begin(tokens, positions)
-        for layer in self.layers:
-            x = layer(x, tables, attend)
-        return self.end(x)
 
     def begin(
         self, tokens: jax.Array, positions: jax.Array, lengths: jax.Array | None = None
     ) -> tuple[jax.Array, RopeTables]:
+        x, tables = super().begin(tokens, positions)
         with jax.named_scope("embed"):
-            x = self.embed(tokens) + self.position_embed(positions)
-        return x, RopeTables(self.config, positions)
-
-    def end(self, x: jax.Array) -> jax.Array:
-        return self.norm(x)
-
-    def logits(self, hidden: jax.Array, count: jax.Array | None = None) -> jax.Array:
-        with jax.named_scope("logits"):
-            return head_logits(hidden, self.embed if self.head is None else self.head, self.precision, count=count)
+            return x + self.position_embed(positions), tables

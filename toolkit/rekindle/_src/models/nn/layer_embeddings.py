@@ -15,7 +15,7 @@ from flax import nnx
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.nn.decoders import Decoder, SandwichBlock
 from rekindle._src.models.nn.layers import Attend, Attention, GatedMlp, RopeTables
-from rekindle._src.models.nn.linear import Embedding, Linear, RMSNorm, parameter, rms_norm
+from rekindle._src.models.nn.linear import Embedding, Linear, RMSNorm, norm_rows, parameter
 from rekindle._src.models.nn.moe import ScaledExperts
 from rekindle._src.models.precision import Precision
 from rekindle_kernels import gated
@@ -36,7 +36,7 @@ class NormedValuesAttention(Attention):
         rows = H + (K if self.keys_as_values else 2 * K)
         self.qkv = Linear(rows * D, config.hidden_size, precision, bias=config.qkv_bias)
         self.qk_norm = RMSNorm((H + K, D), config.norm_eps, precision)
-        self.eps, self.deterministic = config.norm_eps, precision.deterministic
+        self.eps = config.norm_eps
 
     def project(self, x: jax.Array, norm: RMSNorm | None) -> tuple[jax.Array, jax.Array | None]:
         qkv = self.qkv(x, norm=norm).reshape(x.shape[0], -1, self.head_dim)
@@ -45,14 +45,7 @@ class NormedValuesAttention(Attention):
     def attended(self, attend: Attend, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         if self.shares:
             return attend(self.layer, q, None, None)
-        return attend(self.layer, q, k, self.normed_values(v))
-
-    def normed_values(self, v: jax.Array) -> jax.Array:
-        """Return values [T, K, D] divided by the root of their mean square."""
-        ones = jnp.ones(v.shape[-1:], jnp.float32)
-        rows = v.reshape(-1, v.shape[-1])
-        normed = rms_norm(rows, ones, self.eps, self.implementation, deterministic=self.deterministic)
-        return normed.reshape(v.shape)
+        return attend(self.layer, q, k, norm_rows(v, None, self.eps, self.implementation))
 
 
 class LayerEmbeddingBlock(SandwichBlock):
@@ -125,6 +118,5 @@ class LayerEmbeddingDecoder(Decoder):
         shape = (*tokens.shape, layers, size)
         projected = self.layer_projection(x) * self.config.hidden_size**-0.5
         stored = self.layer_embed(tokens) * size**0.5
-        rows = (each.reshape(-1, size) for each in (projected, stored))
-        both = self.layer_projection_norm.add(*rows).reshape(shape) * 2.0**-0.5
+        both = self.layer_projection_norm.add(projected.reshape(shape), stored.reshape(shape)) * 2.0**-0.5
         return tuple(both[..., layer, :] for layer in range(layers))

@@ -56,22 +56,43 @@ class RMSNorm(nnx.Module):
         return rms_norm(x, self.weight[...], self.eps, self.implementation, deterministic=self.deterministic)
 
     def add(self, x: jax.Array, residual: jax.Array, factor: jax.Array | None = None) -> jax.Array:
-        """Compute residual + norm(x), times `factor` [1]. Rows and weight are like those of native norms."""
-        return rekindle_kernels.rms_norm(
-            x, self.weight[...], self.eps, residual=residual, factor=factor, implementation=self.implementation
-        )
+        """Compute residual + norm(x), times `factor` [1], row by row; the weight has one axis."""
+        return norm_rows(x, self.weight[...], self.eps, self.implementation, residual, factor)
 
 
 def rms_norm(
     x: jax.Array, weight: jax.Array, eps: float, implementation: str | None, *, deterministic: bool
 ) -> jax.Array:
-    """Norm x over its last axis. Native norms, which deterministic steps need, take rows [T, E] and one weight [E]."""
+    """Norm x over its last axis. Deterministic steps need native norms."""
     if not deterministic:
         return rekindle_kernels.rms_norm(x, weight, eps, implementation=implementation)
-    shared = weight if weight.ndim == 1 else jnp.ones(weight.shape[-1], weight.dtype)
-    rows = rekindle_kernels.rms_norm(x.reshape(-1, x.shape[-1]), shared, eps, implementation=implementation)
-    normed = rows.reshape(x.shape)
-    return normed if weight.ndim == 1 else normed * weight
+    if weight.ndim == 1:
+        return norm_rows(x, weight, eps, implementation)
+    return norm_rows(x, None, eps, implementation) * weight
+
+
+def norm_rows(
+    x: jax.Array,
+    weight: jax.Array | None,
+    eps: float,
+    implementation: str | None,
+    residual: jax.Array | None = None,
+    factor: jax.Array | None = None,
+) -> jax.Array:
+    """Norm x [..., E] over its last axis as rows [T, E], which native norms take. `residual` and `factor` as in `add`.
+
+    A weight has one axis; None is one of ones.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    normed = rekindle_kernels.rms_norm(
+        rows,
+        jnp.ones(x.shape[-1], jnp.float32) if weight is None else weight,
+        eps,
+        residual=None if residual is None else residual.reshape(rows.shape),
+        factor=factor,
+        implementation=implementation,
+    )
+    return normed.reshape(x.shape)
 
 
 class Matrix(nnx.Module):

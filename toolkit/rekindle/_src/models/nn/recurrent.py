@@ -5,6 +5,7 @@ T tokens, N sequences, E hidden size, C channels, H heads of values, K heads of 
 
 from __future__ import annotations
 
+import functools
 from typing import cast
 
 import jax
@@ -12,10 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-import rekindle_kernels
-from rekindle._src.models.config import ModelConfig
+from rekindle._src.models.config import ModelConfig, RecurrentSpec
 from rekindle._src.models.nn.layers import Attend, Attention, Recur, RopeTables, States
-from rekindle._src.models.nn.linear import Linear, RMSNorm, parameter
+from rekindle._src.models.nn.linear import Linear, RMSNorm, norm_rows, parameter
 from rekindle._src.models.precision import Precision
 from rekindle_kernels import (
     ConvolutionOptions,
@@ -30,24 +30,26 @@ from rekindle_kernels import (
 )
 
 
-class GatedDeltaNet(nnx.Module):
-    """A gated delta rule behind a short convolution, with a gated norm before the output projection."""
+class Recurrent(nnx.Module):
+    """A layer with a state: an input projection, a short convolution and what follows it, and an output projection."""
 
-    def __init__(self, config: ModelConfig, layer: int, precision: Precision) -> None:
-        spec, E = config.states[layer], config.hidden_size
-        assert spec is not None, "the layer has a state"
-        self.layer, gate = layer, spec.channels
-        beta = gate + spec.heads * spec.value_size
-        step = beta + spec.heads
-        fixed = precision.deterministic
-        self.options = DeltaOptions(spec.key_heads, gate, beta, step, config.norm_eps, fixed)
-        self.convolved = ConvolutionOptions(silu=True, deterministic=fixed)
-        self.inputs = Linear(step + spec.heads, E, precision)
+    convolution_bias: nnx.Param | None = None
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        precision: Precision,
+        *,
+        inputs: int,
+        outputs: int,
+        convolved: ConvolutionOptions,
+    ) -> None:
+        spec, E = _state(config, layer), config.hidden_size
+        self.layer, self.convolved = layer, convolved
+        self.inputs = Linear(inputs, E, precision)
         self.convolution = parameter((spec.channels, 1, spec.taps), jnp.float32)
-        self.step_bias = parameter((spec.heads,), jnp.float32)
-        self.log_rate = parameter((spec.heads,), jnp.float32)
-        self.norm = RMSNorm(spec.value_size, config.norm_eps, precision)
-        self.out = Linear(E, spec.heads * spec.value_size, precision, partial=True)
+        self.out = Linear(E, outputs, precision, partial=True)
 
     def __call__(
         self,
@@ -58,72 +60,90 @@ class GatedDeltaNet(nnx.Module):
         norm: RMSNorm | None = None,
     ) -> jax.Array:
         """Compute the layer's result for norm(x), plus `residual`."""
-        projected = self.inputs(x, norm=norm)
-        weights = DeltaWeights(self.step_bias[...], self.log_rate[...], self.norm.weight[...])
-
-        def compute(states: States, batch: RaggedBatch) -> tuple[jax.Array, States]:
-            tail, matrices = states
-            qkv, tail = causal_convolution(
-                projected, _taps(self.convolution), None, tail, batch, options=self.convolved
-            )
-            y, matrices = gated_delta(qkv, projected, weights, matrices, batch, self.options)
-            return y, (tail, matrices)
-
+        projected = self.project(x, norm)
         with jax.named_scope("recur"):
-            y = cast(Recur, attend).recur(self.layer, compute)
-        return self.out(y.astype(x.dtype), residual=residual)
+            y = cast(Recur, attend).recur(self.layer, functools.partial(self.compute, projected))
+        return self.out(self.finish(y, projected).astype(x.dtype), residual=residual)
+
+    def project(self, x: jax.Array, norm: RMSNorm | None) -> jax.Array:
+        """Return the input projection of norm(x)."""
+        return self.inputs(x, norm=norm)
+
+    def compute(self, projected: jax.Array, states: States, batch: RaggedBatch) -> tuple[jax.Array, States]:
+        """Return the results of the convolution, and the states after it."""
+        taps = self.convolution[...].reshape(self.convolution.shape[0], -1)  # checkpoints store an axis more
+        bias = None if self.convolution_bias is None else self.convolution_bias[...]
+        y, tail = causal_convolution(projected, taps, bias, states[0], batch, options=self.convolved)
+        return y, (tail,)
+
+    def finish(self, y: jax.Array, projected: jax.Array) -> jax.Array:
+        """Return the input of the output projection."""
+        return y
 
 
-class StateSpace(nnx.Module):
-    """Mamba-2: a selective scan behind a short convolution, with a gate and a norm before the output projection."""
+def _state(config: ModelConfig, layer: int) -> RecurrentSpec:
+    spec = config.states[layer]
+    assert spec is not None, "the layer has a state"
+    return spec
+
+
+class GatedDeltaNet(Recurrent):
+    """A gated delta rule behind the convolution, with a gated norm before the output projection."""
 
     def __init__(self, config: ModelConfig, layer: int, precision: Precision) -> None:
-        spec, E = config.states[layer], config.hidden_size
-        assert spec is not None, "the layer has a state"
-        self.spec, self.layer = spec, layer
-        inner = spec.heads * spec.value_size
-        self.inputs = Linear(inner + spec.channels + spec.heads, E, precision)
-        self.convolution = parameter((spec.channels, 1, spec.taps), jnp.float32)
+        spec, fixed = _state(config, layer), precision.deterministic
+        gate, outputs = spec.channels, spec.heads * spec.value_size
+        beta = gate + outputs
+        step = beta + spec.heads
+        convolved = ConvolutionOptions(silu=True, deterministic=fixed)
+        super().__init__(config, layer, precision, inputs=step + spec.heads, outputs=outputs, convolved=convolved)
+        self.options = DeltaOptions(spec.key_heads, gate, beta, step, config.norm_eps, fixed)
+        self.step_bias = parameter((spec.heads,), jnp.float32)
+        self.log_rate = parameter((spec.heads,), jnp.float32)
+        self.norm = RMSNorm(spec.value_size, config.norm_eps, precision)
+
+    def compute(self, projected: jax.Array, states: States, batch: RaggedBatch) -> tuple[jax.Array, States]:
+        qkv, tail = super().compute(projected, states, batch)
+        weights = DeltaWeights(self.step_bias[...], self.log_rate[...], self.norm.weight[...])
+        y, matrices = gated_delta(qkv, projected, weights, states[1], batch, self.options)
+        return y, (*tail, matrices)
+
+
+class StateSpace(Recurrent):
+    """Mamba-2: a selective scan behind the convolution, with a gate and a norm before the output projection."""
+
+    def __init__(self, config: ModelConfig, layer: int, precision: Precision) -> None:
+        self.spec = spec = _state(config, layer)
+        inner, fixed = spec.heads * spec.value_size, precision.deterministic
+        convolved = ConvolutionOptions(first=inner, silu=True, deterministic=fixed)
+        inputs = inner + spec.channels + spec.heads
+        super().__init__(config, layer, precision, inputs=inputs, outputs=inner, convolved=convolved)
         self.convolution_bias = parameter((spec.channels,), jnp.float32)
         self.step_bias = parameter((spec.heads,), jnp.float32)
         self.log_rate = parameter((spec.heads,), jnp.float32)
         self.skip = parameter((spec.heads,), jnp.float32)
         self.norm = nnx.data(RMSNorm(inner, config.norm_eps, precision) if spec.normed else None)
-        self.out = Linear(E, inner, precision, partial=True)
-        self.options = ScanOptions(spec.key_heads, inner + spec.channels, precision.deterministic)
-        self.convolved = ConvolutionOptions(first=inner, silu=True, deterministic=precision.deterministic)
+        self.options = ScanOptions(spec.key_heads, inner + spec.channels, fixed)
         self.factors = None if config.multipliers is None else config.multipliers.inputs
         self.shards = precision.shards
 
-    def __call__(
-        self,
-        x: jax.Array,
-        tables: RopeTables,
-        attend: Attend,
-        residual: jax.Array | None = None,
-        norm: RMSNorm | None = None,
-    ) -> jax.Array:
-        """Compute the layer's result for norm(x), plus `residual`."""
-        spec, inner = self.spec, self.spec.heads * self.spec.value_size
-        projected = self.inputs(x, norm=norm)
-        if self.factors is not None:
-            keys = spec.key_heads * spec.key_size
-            sizes = np.asarray([inner, inner, keys, keys, spec.heads])
-            projected = projected * jnp.asarray(np.repeat(np.asarray(self.factors, np.float32), sizes), projected.dtype)
+    def project(self, x: jax.Array, norm: RMSNorm | None) -> jax.Array:
+        spec, projected = self.spec, self.inputs(x, norm=norm)
+        if self.factors is None:
+            return projected
+        inner, keys = spec.heads * spec.value_size, spec.key_heads * spec.key_size
+        sizes = np.asarray([inner, inner, keys, keys, spec.heads])
+        return projected * jnp.asarray(np.repeat(np.asarray(self.factors, np.float32), sizes), projected.dtype)
+
+    def compute(self, projected: jax.Array, states: States, batch: RaggedBatch) -> tuple[jax.Array, States]:
+        channels, tail = super().compute(projected, states, batch)
         weights = ScanWeights(self.step_bias[...], self.log_rate[...], self.skip[...])
+        y, matrices = selective_scan(channels, projected, weights, states[1], batch, self.options)
+        return y, (*tail, matrices)
 
-        def compute(states: States, batch: RaggedBatch) -> tuple[jax.Array, States]:
-            tail, matrices = states
-            taps, bias = _taps(self.convolution), self.convolution_bias[...]
-            channels, tail = causal_convolution(projected, taps, bias, tail, batch, options=self.convolved)
-            y, matrices = selective_scan(channels, projected, weights, matrices, batch, self.options)
-            return y, (tail, matrices)
-
-        with jax.named_scope("recur"):
-            y = cast(Recur, attend).recur(self.layer, compute)
-        gates = jax.nn.silu(projected[:, :inner].astype(jnp.float32))
-        y = self._normed(y) * gates if spec.norm_first else self._normed(y * gates)
-        return self.out(y.astype(x.dtype), residual=residual)
+    def finish(self, y: jax.Array, projected: jax.Array) -> jax.Array:
+        gates = jax.nn.silu(projected[:, : y.shape[1]].astype(jnp.float32))
+        return self._normed(y) * gates if self.spec.norm_first else self._normed(y * gates)
 
     def _normed(self, y: jax.Array) -> jax.Array:
         """Return y [T, H · V] normed over the values of each head of keys."""
@@ -133,44 +153,17 @@ class StateSpace(nnx.Module):
             mean = self.shards.mean_of_keys(jnp.mean(y * y, axis=-1))
             return y * jax.lax.rsqrt(mean + self.norm.eps)[:, None] * self.norm.weight[...]
         grouped = y.reshape(-1, y.shape[1] // self.spec.key_heads)
-        ones, norm = jnp.ones(grouped.shape[1], jnp.float32), self.norm
-        normed = rekindle_kernels.rms_norm(grouped, ones, norm.eps, implementation=norm.implementation)
-        return normed.reshape(y.shape) * norm.weight[...]
+        normed = norm_rows(grouped, None, self.norm.eps, self.norm.implementation)
+        return normed.reshape(y.shape) * self.norm.weight[...]
 
 
-class ShortConvolution(nnx.Module):
+class ShortConvolution(Recurrent):
     """A convolution over a few positions between two gates, all of them made of the same input."""
 
     def __init__(self, config: ModelConfig, layer: int, precision: Precision) -> None:
-        spec, E = config.states[layer], config.hidden_size
-        assert spec is not None, "the layer has a state"
-        self.layer = layer
-        C = spec.channels
-        self.inputs = Linear(3 * C, E, precision)  # factors of its inputs, factors of its results, and the inputs
-        self.options = ConvolutionOptions(first=2 * C, before=0, behind=C, deterministic=precision.deterministic)
-        self.convolution = parameter((C, 1, spec.taps), jnp.float32)
-        self.out = Linear(E, C, precision, partial=True)
-
-    def __call__(
-        self,
-        x: jax.Array,
-        tables: RopeTables,
-        attend: Attend,
-        residual: jax.Array | None = None,
-        norm: RMSNorm | None = None,
-    ) -> jax.Array:
-        """Compute the layer's result for norm(x), plus `residual`."""
-        projected = self.inputs(x, norm=norm)
-
-        def compute(states: States, batch: RaggedBatch) -> tuple[jax.Array, States]:
-            y, tail = causal_convolution(
-                projected, _taps(self.convolution), None, states[0], batch, options=self.options
-            )
-            return y, (tail,)
-
-        with jax.named_scope("recur"):
-            y = cast(Recur, attend).recur(self.layer, compute)
-        return self.out(y.astype(x.dtype), residual=residual)
+        C = _state(config, layer).channels  # factors of its inputs, factors of its results, and the inputs
+        convolved = ConvolutionOptions(first=2 * C, before=0, behind=C, deterministic=precision.deterministic)
+        super().__init__(config, layer, precision, inputs=3 * C, outputs=C, convolved=convolved)
 
 
 class GatedAttention(Attention):
@@ -198,8 +191,3 @@ class HeadGatedAttention(Attention):
     def project(self, x: jax.Array, norm: RMSNorm | None) -> tuple[jax.Array, jax.Array | None]:
         qkv, _ = super().project(x, norm)
         return qkv, self.gate(x, norm=norm)[..., None]
-
-
-def _taps(convolution: nnx.Param) -> jax.Array:
-    """Return the weights [C, L] of a convolution that checkpoints store with an axis more."""
-    return convolution[...].reshape(convolution.shape[0], -1)

@@ -95,6 +95,17 @@ class GgufModel(NamedTuple):
                 self.only(key, 0)
         return keys
 
+    def experts(
+        self,
+        count: str = "num_experts",
+        *,
+        of_token: str = "num_experts_per_tok",
+        size: str | None = "moe_intermediate_size",
+    ) -> dict[str, Any]:
+        """Return the numbers of experts by these keys; without `size`, they have that of the MLP."""
+        keys = {count: self.integer("expert_count"), of_token: self.integer("expert_used_count")}
+        return keys if size is None else keys | {size: self.integer("expert_feed_forward_length")}
+
     def sliding_layers(self) -> dict[str, Any]:
         """Return `layer_types` if the file says for each layer whether its window slides."""
         if isinstance(self.get("attention.sliding_window_pattern", 0), int):

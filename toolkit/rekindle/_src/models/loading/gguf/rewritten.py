@@ -1,9 +1,12 @@
-"""Tensors of layers with states, which llama.cpp's converter stores in another form than Hugging Face's folders."""
+"""Tensors that llama.cpp's converter stores in another form than Hugging Face's folders.
+
+These are those of layers with states, and the matrix that makes keys and values of latent vectors, in files two stacks.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +18,8 @@ from rekindle._src.models.loading.gguf.blocks import BY_NAME
 from rekindle._src.models.loading.gguf.rows import GgufRows, integers_of
 from rekindle._src.models.loading.tensor_files import TensorEntry
 from rekindle._src.models.nn.packing import Packing
+
+WHOLE, KEYS, VALUES = "attn_kv_b", "attn_k_b", "attn_v_b"  # of latent vectors
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -119,3 +124,45 @@ def joined(name: str, parts: Sequence[TensorEntry]) -> TensorEntry | None:
 
 def _rows(entry: TensorEntry) -> GgufRows:
     return GgufRows(entry.file, entry.name, BY_NAME[entry.dtype], entry.shape, entry.offset)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LatentHeads:
+    """Rows of each head's keys, then of its values, of a matrix for each that is [rank, size] and [size, rank].
+
+    Called with a range of rows, it returns their values.
+    """
+
+    keys: GgufRows  # [heads, rank, size of a key]
+    values: GgufRows  # [heads, size of a value, rank]
+
+    @property
+    def of_head(self) -> int:
+        """The rows of a head."""
+        return self.keys.shape[2] + self.values.shape[1]
+
+    def __call__(self, start: int, stop: int) -> NDArray[np.float32]:
+        """Return the values of the rows [start, stop)."""
+        size, parts = self.of_head, []
+        for head in range(start // size, -(-stop // size)):
+            both = [self.keys(head, head + 1)[0].T, self.values(head, head + 1)[0]]
+            parts.append(np.concatenate(both)[max(0, start - head * size) : stop - head * size])
+        return np.ascontiguousarray(np.concatenate(parts))
+
+
+def latent_entry(
+    name: str, place: str, stored: Mapping[str, TensorEntry]
+) -> tuple[TensorEntry, tuple[str, str]] | None:
+    """Return the entry of the matrix `name`, whose place is "blk.0.attn_kv_b.weight", and the names of the stacks.
+
+    None if the file does not have the stacks, or as ones that don't belong together.
+    """
+    stacks = place.replace(WHOLE, KEYS), place.replace(WHOLE, VALUES)
+    keys, values = (stored.get(stack) for stack in stacks)
+    if keys is None or values is None or len(keys.shape) != 3 or len(values.shape) != 3:
+        return None
+    if (keys.shape[0], keys.shape[1]) != (values.shape[0], values.shape[2]):
+        return None
+    rows = LatentHeads(_rows(keys), _rows(values))
+    shape = (keys.shape[0] * rows.of_head, keys.shape[1])
+    return keys._replace(name=name, shape=shape, nbytes=keys.nbytes + values.nbytes, rows=rows), stacks

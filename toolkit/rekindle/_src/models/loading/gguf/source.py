@@ -95,7 +95,7 @@ def tensors(
 
     Tensors that are no part of the model keep llama.cpp's names. Missing tensors are absent.
     """
-    from rekindle._src.models.loading.gguf import latent_heads, rewritten  # they import JAX, which `look` doesn't need
+    from rekindle._src.models.loading.gguf import rewritten  # it imports JAX, which `look` doesn't need
 
     stored = {entry.name: entry for header in headers for entry in header.entries}
     # llama.cpp's converter has already transposed and added, as the manifest tells the loader to.
@@ -120,8 +120,8 @@ def tensors(
                 used.add(where.name)
                 continue
         entry = _entry(name, where, stored, config.head_dim)
-        if entry is None and f".{latent_heads.WHOLE}." in where.name:
-            both = latent_heads.entry_of(name, where.name, stored)
+        if entry is None and f".{rewritten.WHOLE}." in where.name:
+            both = rewritten.latent_entry(name, where.name, stored)
             if both is not None:
                 named[name] = both[0]
                 used.update(both[1])

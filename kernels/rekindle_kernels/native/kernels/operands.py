@@ -1,4 +1,4 @@
-"""Where a matrix begins in a stack of them, for products that read it in place."""
+"""Reading the operands of products: their rows, and where a matrix begins in a stack of them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,24 @@ from typing import Any
 from rekindle_kernels.native.language.jit import inline
 from rekindle_kernels.native.language.memory import i32
 from rekindle_kernels.native.language.records import dim
+
+
+@inline
+def describe_rows(frame: Any, job: Any) -> None:
+    """Note in the job the rows and their norm, those that are stepped over, and the results."""
+    rows = dim(frame.x, 0)
+    before, gap = rows, 0
+    if frame.has_rows:
+        before, gap = max(0, min(frame.rows.before, rows)), max(0, frame.rows.gap)
+    job.before = before
+    job.gap = gap
+    job.rows = before + max(0, rows - before - gap)
+    job.x = frame.x.data
+    job.norm = frame.norm.data if frame.has_norm else 0
+    job.eps = frame.settings.eps
+    job.residual = frame.residual.data if frame.has_residual else 0
+    job.out = frame.out.data
+    job.results = dim(frame.out, 1)
 
 
 @inline

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rekindle._src.programs.function_hash import function_hash
 from rekindle._src.programs.processors import LogitsProcessor
+from rekindle._src.programs.user_functions import function_hash
 
 CELL = """
 banned = np.array([True, False])
@@ -80,7 +80,7 @@ def test_a_function_that_uses_itself_or_the_world_ends() -> None:
 @pytest.mark.thorough
 def test_other_processes_agree() -> None:
     source = f"import numpy as np, jax.numpy as jnp\n{CELL}\n"
-    source += "from rekindle._src.programs.function_hash import function_hash\nprint(function_hash(process))"
+    source += "from rekindle._src.programs.user_functions import function_hash\nprint(function_hash(process))"
     printed = {
         subprocess.run(
             [sys.executable, "-c", source],

@@ -1,18 +1,53 @@
-"""A hash of a user's function: its code and the values that it uses, as far as they are visible from Python."""
+"""A user's functions that steps contain: their checks, what they raised in words, and a hash of code and values."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 import itertools
+import traceback
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from rekindle.errors import ConfigError
+
 MAX_DEPTH = 8  # of functions that use other functions
 MAX_VALUES = 20_000  # bounds the time for a function that uses a large object, such as a session, as a global
+
+
+def check_function(function: Any, name: Any, version: Any) -> None:
+    """Raise ConfigError for what is no function, or without a name."""
+    if not callable(function):
+        raise ConfigError("function", function, "is not callable", "Pass a pure JAX function")
+    for field, value in (("name", name), ("version", version)):
+        if not isinstance(value, str) or not value:
+            raise ConfigError(field, value, "must be a non-empty string", "Name it")
+
+
+def check_all(field: str, functions: Sequence[Any], kind: type, most: int) -> None:
+    """Raise ConfigError for a session's functions of a wrong type, with equal names, or too many."""
+    for function in functions:
+        if not isinstance(function, kind):
+            fix = f"Pass rekindle.{kind.__name__}(function, name='…')"
+            raise ConfigError(field, function, f"is not a {kind.__name__}", fix)
+    names = [function.name for function in functions]
+    if len(set(names)) < len(names):
+        raise ConfigError(field, names, "contains a name twice", f"Name every {field.removesuffix('s')} differently")
+    if len(names) > most:
+        raise ConfigError(field, names, f"has more than {most}", "Combine some into one")
+
+
+def problem_of(function: Callable[..., Any], error: Exception, arguments: str) -> str:
+    """Return in words that a user's function raised an error, with the line of the function where it is known."""
+    code, where = getattr(function, "__code__", None), ""
+    lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if code is frame.f_code]
+    if code is not None and lines:
+        where = f" in its line {lines[-1] - code.co_firstlineno + 1}"
+    cause = (str(error).strip() or "without a message").split("\n")[0]
+    return f"raised {type(error).__name__}{where} {arguments}: {cause}"
 
 
 def function_hash(function: Any) -> str:

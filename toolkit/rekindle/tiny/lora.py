@@ -1,9 +1,10 @@
-"""The training of an adapter: two narrow matrices beside each linear layer of a model that stays as it is."""
+"""LoRAs of the embedded model: texts as tokens, and the training of two narrow matrices beside each linear layer."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,9 +17,54 @@ from numpy.typing import NDArray
 from rekindle._src.models.adapters.adapted import adapt
 from rekindle._src.models.adapters.sites import Site, sites_of
 from rekindle._src.models.base import Graph, LoadedModel, merge
+from rekindle._src.models.loading.checkpoint import load
 from rekindle._src.models.nn.linear import RMSNorm
 from rekindle._src.models.plain import token_logprobs
+from rekindle._src.text.tokenizer import Tokenizer
+from rekindle.errors import InvalidRequest
 from rekindle_kernels import gated
+
+_TEXT_END, _TURN_END = "<|endoftext|>", "<|im_end|>"
+
+
+def train_lora(
+    folder: Path,
+    texts: Sequence[str | tuple[str, str]],
+    rank: int,
+    steps: int,
+    batch: int,
+    learning_rate: float,
+    seed: int,
+    report: Callable[[int, float], None] | None,
+) -> dict[str, NDArray[np.float32]]:
+    """Implement `rekindle.tiny.train_lora`."""
+    for field, value in (("rank", rank), ("steps", steps), ("batch", batch)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise InvalidRequest(field, value, "must be a positive integer", f"Pass {field}=8")
+    if isinstance(texts, str) or not texts:
+        raise InvalidRequest("texts", texts, "must be a list of texts", "Pass some tens of examples")
+    tokenizer, model = Tokenizer.load(folder), load(folder, dtype="float32")
+    lines = [_line(tokenizer, index, text) for index, text in enumerate(texts)]
+    longest = max(len(ids) for ids, _ in lines)
+    if longest > (most := model.config.max_position_embeddings):
+        raise InvalidRequest("texts", longest, f"tokens in one text, and the model reads {most}", "Cut it in parts")
+    return train(
+        model, lines, rank=rank, steps=steps, batch=batch, learning_rate=learning_rate, seed=seed, report=report
+    )
+
+
+def _line(tokenizer: Tokenizer, index: int, text: object) -> Line:
+    match text:
+        case str() if text:
+            return tokenizer.encode(text + _TEXT_END), 0
+        case (str() as prompt, str() as completion) if completion:
+            begin = tokenizer.encode(prompt)
+            return [*begin, *tokenizer.encode(completion + _TURN_END)], len(begin)
+        case _:
+            raise InvalidRequest(
+                f"texts[{index}]", text, "must be a text or a pair of texts, not empty", "Pass (prompt, completion)"
+            )
+
 
 Line = tuple[Sequence[int], int]  # token ids, and how many of them are a prompt that is not learned
 Pair = tuple[Array, Array]  # lora_a [in, rank], lora_b [rank, out]

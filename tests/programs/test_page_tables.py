@@ -13,9 +13,9 @@ from rekindle import Sampling
 from rekindle._src.core.records import Request, Row
 from rekindle._src.programs import page_tables
 from rekindle._src.programs.buckets import Bucket
-from rekindle._src.programs.packing import Layout
+from rekindle._src.programs.packing import Layout, changed_tables
+from rekindle._src.programs.page_tables import SentTables
 from rekindle._src.programs.partitioning import Partitioning
-from rekindle._src.programs.sent_tables import SentTables
 
 SLOTS, WIDTH, CHANGES = 5, 12, 6
 
@@ -41,7 +41,7 @@ class Device:
         self.changed, self.whole = int((changes[0] != SLOTS).sum()), len(self.sent.whole)
         for packed in self.sent.packed_whole(page_tables.PUT):
             self.tables = page_tables.put(self.tables, jnp.asarray(packed))
-        found = page_tables.changed(self.layout, jnp.asarray(ints), self.tables)
+        found = changed_tables(self.layout, jnp.asarray(ints), self.tables)
         assert found is not None
         self.tables = found
         self.sent.dispatched()
