@@ -1,14 +1,26 @@
-"""Gates that a layer applies behind its product follow the product's implementation."""
+"""Gates and norms beside a product follow its implementation."""
 
 from __future__ import annotations
+
+import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+from helpers import checkpoints
+from helpers.driving import tiny_config
+from rekindle._src.models.base import graph_of
 from rekindle._src.models.nn.linear import Linear
 from rekindle._src.models.precision import Precision
+from rekindle._src.models.registry import config_from_hf
+from rekindle._src.programs.programs import Programs
 from rekindle_kernels.native import build
+
+APART = {"write_float32", "convolution", "scan"}  # kernels of pages and states
+# Wide enough for native gates.
+WIDE = {"intermediate_size": 64, "moe_intermediate_size": 64, "hidden_size_per_layer_input": 64}
 
 
 @pytest.mark.skipif(build.unavailable_reason() is not None, reason="there are no native kernels")
@@ -21,3 +33,18 @@ def test_the_gate_behind_a_bias_is_xlas_where_products_are() -> None:
 
     assert "rekindle_gatedrows" in lowered(None)
     assert "rekindle" not in lowered("xla")
+
+
+@pytest.mark.skipif(build.unavailable_reason() is not None, reason="there are no native kernels")
+@pytest.mark.parametrize("case", ["gemma4-shared-pages-and-embeddings-of-layers", "falcon-h1"])
+def test_gates_and_norms_of_a_model_are_xlas_where_its_products_are(case: str) -> None:
+    config = config_from_hf(checkpoints.CASES[case] | WIDE)
+
+    def called(implementation: str | None) -> set[str]:
+        precision = dataclasses.replace(Precision.of(jnp.float32, None), implementation=implementation)
+        programs = Programs(config, *graph_of(config, precision), tiny_config(kernels="xla", structured=False))
+        lowered = str(programs.build(programs.lattice[0]).as_text())
+        return set(re.findall(r"@rekindle_(\w+)", lowered)) - APART
+
+    assert called(None)
+    assert not called("xla")
