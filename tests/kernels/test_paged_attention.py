@@ -72,7 +72,7 @@ def test_pages_of_fp8_are_stored_as_their_bits_and_read_as_numbers() -> None:
 def test_implementation_matches_the_reference(name: str, case: Case) -> None:
     if name == "native":
         known = (case.kv_dtype or case.dtype) in DTYPES and case.head_dim % LANES == 0
-        if unavailable_reason() or not known:
+        if unavailable_reason("cpu") or not known:
             pytest.skip("not its business, or numba is not installed")
     problem, want = expected(case)
     got = jax.jit(partial(IMPLEMENTATIONS[name], options=problem.options))(problem.inputs)
@@ -106,7 +106,7 @@ def test_queries_may_see_the_keys_behind_them(case: Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(unavailable_reason() is not None, reason="no native kernels")
+@pytest.mark.skipif(unavailable_reason("cpu") is not None, reason="no native kernels")
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])
 def test_native_kernels_take_heads_of_512(kv_dtype: str) -> None:
     case = Case("mixed_head_dim_512", **MIXED, heads=8, kv_heads=1, head_dim=512, kv_dtype=kv_dtype)

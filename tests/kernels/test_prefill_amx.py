@@ -10,7 +10,7 @@ from helpers.kernel_cases import Case, build, in_wide_queries, tolerance
 from rekindle_kernels import paged_attention, unavailable_reason
 from rekindle_kernels.native import attention
 
-pytestmark = pytest.mark.skipif(unavailable_reason() is not None, reason="numba is not installed")
+pytestmark = pytest.mark.skipif(unavailable_reason("cpu") is not None, reason="numba is not installed")
 there = attention.has_amx()
 
 CASES = [

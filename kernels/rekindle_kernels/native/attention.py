@@ -21,9 +21,7 @@ STRETCH = 256  # keys of one piece of work where rows are few
 FAR = 1024  # where there are pieces enough for all threads without cutting
 FEW = 16  # rows x kv heads
 ROWS_PER_TILE = 192  # of prefill: queries x query heads of one kv head
-
-
-LANES = 16
+LANES = 16  # numbers of a vector
 WRITABLE = ("float32", "bfloat16")  # what pages may store: others need scales
 
 

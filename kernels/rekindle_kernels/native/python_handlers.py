@@ -106,12 +106,12 @@ _copy = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, cty
 
 
 def has_fill() -> bool:
-    """True if XLA can be given this kernel."""
+    """True if XLA can call the handler that fills pages."""
     return os.environ.get("REKINDLE_NATIVE", "1") != "0" and sys.platform != "win32"
 
 
 def fill_plan(pages: int, layers: int, sizes: Sequence[int]) -> np.ndarray:
-    """Return the operand that says what there is; `sizes` are the bytes of a page of each of a layer's arrays."""
+    """Return the first operand of a fill; `sizes` are the bytes of a page of each of a layer's arrays."""
     record = PLAN.pack({"pages": pages, "layers": layers, "arrays": len(sizes)})
     return np.concatenate([record, np.array(sizes, np.int32)])
 

@@ -196,8 +196,9 @@ def test_the_first_answer_is_not_disturbed_by_writing(
     assert writes.is_set()
 
 
+@pytest.mark.parametrize("on_host", [True, False])
 def test_steps_beside_writing_have_pauses_until_the_end(
-    folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, on_host: bool
 ) -> None:
     pauses: list[float] = []
 
@@ -206,12 +207,14 @@ def test_steps_beside_writing_have_pauses_until_the_end(
             pauses.append(timeout or 0.0)
             return super().wait(timeout)
 
+    monkeypatch.setattr(prepared, "_on_host", lambda leaf: on_host)
     monkeypatch.setattr(prepared, "_hurry", Hurry())
     monkeypatch.setattr(prepared, "DELAY", 0.0)
     monkeypatch.setattr(prepared, "PIECE", 1 << 10)
     before = checkpoint.load(folder, quantize="int8", cache_dir=cache)
     assert prepared.wait(60)
     assert len(pauses) > sum(leaf.nbytes for leaf in before.leaves) >> 10, "one behind each piece"
+    assert any(pauses) is on_host, "leaves of an accelerator are gone when the session is"
     after = checkpoint.load(folder, quantize="int8", cache_dir=cache)
     for first, second in zip(before.leaves, after.leaves, strict=True):
         np.testing.assert_array_equal(np.asarray(first), np.asarray(second))

@@ -401,9 +401,9 @@ def supports(call: AttentionCall) -> str | None:
         return f"queries are {call.q_dtype.name} and pages {call.kv_dtype.name}, not both {' or '.join(TYPES)}"
     if call.head_dim not in HEAD_DIMS:
         return f"head_dim {call.head_dim} is not {' or '.join(map(str, HEAD_DIMS))}"
-    block = tuning.gpu_mosaic_prefill(call.kv_dtype, call.head_dim, call.page_size).block_k
-    if call.page_size % 8 or (block % call.page_size and call.page_size % block):
-        return f"page size {call.page_size} is not a multiple of 8 that divides {block} or is a multiple of it"
+    keys = tuning.gpu_mosaic_prefill(call.kv_dtype, call.head_dim, call.page_size).block_k
+    if call.page_size % 8 or (keys % call.page_size and call.page_size % keys):
+        return f"page size {call.page_size} is not a multiple of 8 that divides {keys} or is a multiple of it"
     capability = tuning.compute_capability()
     if capability is not None and not 9.0 <= capability < 10.0:
         return f"the GPU has compute capability {capability}; the kernel's matrix instructions are those of 9.0"

@@ -19,7 +19,7 @@ MAX_VALUES = 20_000  # bounds the time for a function that uses a large object, 
 
 
 def check_function(function: Any, name: Any, version: Any) -> None:
-    """Raise ConfigError for what is no function, or without a name."""
+    """Raise ConfigError if it can't be called, or if its name or version is not a text."""
     if not callable(function):
         raise ConfigError("function", function, "is not callable", "Pass a pure JAX function")
     for field, value in (("name", name), ("version", version)):

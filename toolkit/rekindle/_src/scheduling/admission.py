@@ -289,7 +289,7 @@ class Admission:
                 self._queue.add(sequence)
 
 
-_FLOOR = 0.05
+_FLOOR = 0.05  # the smallest fraction of a `Reserve`
 
 
 class Reserve:
@@ -312,6 +312,7 @@ class Reserve:
         self.fraction = min(1.0, self.fraction + 0.2)
 
     def pages(self, sequences: Iterable[Sequence]) -> int:
+        """Return how many pages to keep back for tokens that running sequences have yet to generate."""
         return sum(sequence.growth(self.fraction) for sequence in sequences)
 
 

@@ -23,7 +23,7 @@ _GROWTH = 64  # tokens or pages by which a buffer grows, at least
 
 
 class Tail:
-    """The pages of one running sequence, from place `first` on."""
+    """The pages of one running sequence in layers with a window, from place `first` on: it gave others back."""
 
     __slots__ = ("_array", "_page_size", "_window", "again", "attached", "first", "pages", "source", "stops")
 
@@ -55,7 +55,7 @@ class Tail:
 
 
 class StateTrail:
-    """The states of one running sequence."""
+    """The states of one running sequence: the slots that it reads, and where it leaves some for the tree."""
 
     __slots__ = ("again", "held", "left", "pending", "reads", "source", "stops")
 

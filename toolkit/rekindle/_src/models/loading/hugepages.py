@@ -47,7 +47,7 @@ def aligned(shape: Sequence[int], dtype: Any) -> NDArray[Any]:
 
 
 def adopted(values: NDArray[Any]) -> NDArray[Any]:
-    """Return a copy in such memory."""
+    """Return a copy in memory that the device uses as it is."""
     memory = aligned(values.shape, values.dtype)
     memory[...] = values
     return memory

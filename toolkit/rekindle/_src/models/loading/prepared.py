@@ -170,7 +170,7 @@ def save(kept: Path, graph: Graph, dtype: str, leaves: Sequence[jax.Array] | Seq
     # On CPU a view holds the memory: the session may delete its leaves while they are being written, or before.
     on_host = all(_on_host(leaf) for leaf in leaves)
     arrays = [np.asarray(leaf) if on_host and isinstance(leaf, jax.Array) else leaf for leaf in leaves]
-    arguments = kept, graph, dtype, arrays, name, DELAY if on_host else 0.0
+    arguments = kept, graph, dtype, arrays, name, *((DELAY, PAUSES) if on_host else (0.0, 0))
     thread = threading.Thread(target=_save, args=arguments, name="rekindle-keep", daemon=True)
     _saving.add(thread)
     thread.start()
@@ -195,22 +195,23 @@ def wait(timeout: float | None = None) -> bool:
 def _finish() -> None:
     """Wait a moment for unfinished writes before the process ends, and remove what is still unfinished then."""
     if not wait(AT_EXIT):
+        _hurry.set()  # programs are written behind it, before the interpreter ends
         abandon()
 
 
-def _save(kept: Path, graph: Graph, dtype: str, leaves: Sequence[Leaf], name: str, delay: float) -> None:
+def _save(kept: Path, graph: Graph, dtype: str, leaves: Sequence[Leaf], name: str, delay: float, pauses: int) -> None:
     yield_to_others()
     _hurry.wait(delay)
     try:
         with _one_at_a_time:
-            _write_once(kept, graph, dtype, leaves, name)
+            _write_once(kept, graph, dtype, leaves, name, pauses)
     except Exception as error:
         _log.warning("laid-out weights not kept in %s: %s", kept, error)
     finally:
         _saving.discard(threading.current_thread())
 
 
-def _write_once(kept: Path, graph: Graph, dtype: str, leaves: Sequence[Leaf], name: str) -> None:
+def _write_once(kept: Path, graph: Graph, dtype: str, leaves: Sequence[Leaf], name: str, pauses: int) -> None:
     if kept.is_dir():  # another session was faster
         return
     size, store = sum(leaf.nbytes for leaf in leaves), _store(kept)
@@ -222,11 +223,12 @@ def _write_once(kept: Path, graph: Graph, dtype: str, leaves: Sequence[Leaf], na
         return
     specs = [(leaf.shape, leaf.dtype.name) for leaf in leaves]
     model = known_models.encode(graph, specs, dtype, name)
-    store.write(kept.name, functools.partial(_write, model, dict(zip(graph.paths, leaves, strict=True))))
+    by_path = dict(zip(graph.paths, leaves, strict=True))
+    store.write(kept.name, functools.partial(_write, model, by_path, pauses=pauses))
     known_models.keep(kept, model)
 
 
-def _write(model: bytes, leaves: Mapping[str, Leaf], folder: Path) -> None:
+def _write(model: bytes, leaves: Mapping[str, Leaf], folder: Path, *, pauses: int = 0) -> None:
     sums = dict[str, str]()
     # Arrays are adopted where they begin on a cache line: those that would shift their successors come last.
     ordered = dict(sorted(leaves.items(), key=lambda leaf: leaf[1].nbytes % tensor_files.ALIGNMENT != 0))
@@ -239,7 +241,7 @@ def _write(model: bytes, leaves: Mapping[str, Leaf], folder: Path) -> None:
             for start in range(0, flat.size, PIECE):
                 began = time.monotonic()
                 yield flat[start : start + PIECE]
-                _hurry.wait(PAUSES * (time.monotonic() - began))
+                _hurry.wait(pauses * (time.monotonic() - began))
 
     tensor_files.write(folder / kept_weights.FILE, ordered, arrays())
     (folder / _SUMS).write_text(json.dumps(sums))

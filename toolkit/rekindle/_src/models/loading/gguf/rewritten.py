@@ -1,6 +1,7 @@
 """Tensors that llama.cpp's converter stores in another form than Hugging Face's folders.
 
-These are those of layers with states, and the matrix that makes keys and values of latent vectors, in files two stacks.
+They are those of layers with states, and the matrix that makes keys and values of latent vectors: files have two
+stacks in its place.
 """
 
 from __future__ import annotations
