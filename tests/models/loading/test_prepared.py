@@ -211,9 +211,11 @@ def test_steps_beside_writing_have_pauses_until_the_end(
     monkeypatch.setattr(prepared, "_hurry", Hurry())
     monkeypatch.setattr(prepared, "DELAY", 0.0)
     monkeypatch.setattr(prepared, "PIECE", 1 << 10)
+    monkeypatch.setattr(prepared, "IN_ALL", 1e-3)
     before = checkpoint.load(folder, quantize="int8", cache_dir=cache)
     assert prepared.wait(60)
     assert len(pauses) > sum(leaf.nbytes for leaf in before.leaves) >> 10, "one behind each piece"
+    assert sum(pauses) < 1.1e-3, "others wait for the cache meanwhile"
     assert any(pauses) is on_host, "leaves of an accelerator are gone when the session is"
     after = checkpoint.load(folder, quantize="int8", cache_dir=cache)
     for first, second in zip(before.leaves, after.leaves, strict=True):

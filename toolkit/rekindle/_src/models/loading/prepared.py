@@ -58,6 +58,7 @@ MAX_COPY = 4 << 30  # bytes; larger checkpoints are only kept if they were conve
 # Seconds before weights are written: a user waits for the first answer, and programs are compiled beside it.
 DELAY = 5.0
 PIECE, PAUSES = 4 << 20, 3  # bytes written at once, and the pause behind each of them, in times that it took
+IN_ALL = 3.0  # seconds of pauses: other writes to the cache wait meanwhile
 AT_EXIT = 4.0  # seconds that a process stays to finish writing; a notebook's kernel is killed after 5
 _SUMS = "checksums.json"
 _MODEL = "model.json"
@@ -234,6 +235,7 @@ def _write(model: bytes, leaves: Mapping[str, Leaf], folder: Path, *, pauses: in
     ordered = dict(sorted(leaves.items(), key=lambda leaf: leaf[1].nbytes % tensor_files.ALIGNMENT != 0))
 
     def arrays() -> Iterator[np.ndarray[Any, Any]]:  # one at a time: they may come from an accelerator
+        left = IN_ALL
         for path, leaf in ordered.items():
             array = np.ascontiguousarray(leaf)
             sums[path] = kept_weights.checksum_of(array)
@@ -241,7 +243,9 @@ def _write(model: bytes, leaves: Mapping[str, Leaf], folder: Path, *, pauses: in
             for start in range(0, flat.size, PIECE):
                 began = time.monotonic()
                 yield flat[start : start + PIECE]
-                _hurry.wait(pauses * (time.monotonic() - began))
+                pause = min(left, pauses * (time.monotonic() - began))
+                left -= pause
+                _hurry.wait(pause)
 
     tensor_files.write(folder / kept_weights.FILE, ordered, arrays())
     (folder / _SUMS).write_text(json.dumps(sums))
