@@ -6,6 +6,7 @@ import asyncio
 import gc
 import threading
 import weakref
+from functools import partial
 
 import anyio
 import pytest
@@ -269,3 +270,23 @@ def test_a_thread_waits_without_a_loop() -> None:
     timer.join()
     assert not slot.wakeups
     eventually(lambda: not timer.is_alive())
+
+
+def test_what_a_failed_function_held_is_freed_with_its_error() -> None:
+    """It may be device memory, such as weights that do not fit: it must not wait for the garbage collector."""
+
+    class Held: ...
+
+    def fail(held: Held) -> None:
+        raise StepFailed("no room")
+
+    held, slot = Held(), OneShot[None]()
+    freed = weakref.ref(held)
+    gc.disable()
+    try:
+        slot.run(partial(fail, held))
+        assert slot.filled
+        del held, slot
+        assert freed() is None
+    finally:
+        gc.enable()

@@ -7,12 +7,15 @@ import random
 import re
 import threading
 from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
 import numpy as np
 import pytest
 
+import rekindle
 from helpers import small
 from helpers.fleets import local_fleet
 from helpers.sessions import CONFIG, eventually, fake_session
@@ -31,6 +34,7 @@ from rekindle import (
     StepFailed,
     open_sync,
 )
+from rekindle._src import replicas
 from rekindle._src.replicas import routes
 from rekindle._src.replicas.replica import failed
 
@@ -69,6 +73,24 @@ def alone(prompt: str, **options: Any) -> Any:
         return told(session.generate_sync(prompt, **options))
     finally:
         session.close()
+
+
+async def test_a_folder_is_the_one_at_the_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Not at the await, when the working directory may be another one."""
+    (tmp_path / "model").mkdir()
+    models: list[str] = []
+
+    def start(model: str, *_: Any, **__: Any) -> Any:
+        models.append(model)
+        raise ConfigError("model", model, "is enough to know", "Start none")
+
+    monkeypatch.setattr(replicas, "on_ray", SimpleNamespace(parts=start), raising=False)  # needs no Ray
+    monkeypatch.chdir(tmp_path)
+    opening = rekindle.fleet("model")
+    monkeypatch.chdir("/")
+    with pytest.raises(ConfigError, match="is enough"):
+        await opening
+    assert models == [str((tmp_path / "model").resolve())]
 
 
 async def test_it_answers_as_a_session_does() -> None:

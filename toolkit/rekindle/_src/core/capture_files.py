@@ -1,8 +1,10 @@
-"""Captures in files: safetensors that grow while a request runs, and are mapped when it has ended. Changes from files.
+"""Captures in files: safetensors that grow while a request runs, and are mapped when it has ended.
 
 A request has a folder of its own within the one it names, and each site and layer a file in it. A file has two tensors:
 the array, whose lines are appended as they arrive, and their positions behind it. The header is written last, into room
 that was left for it, and then the file gets its name: one that ends in ".safetensors" is whole.
+
+`read_changes` reads steering, too, from files of this format.
 """
 
 from __future__ import annotations

@@ -591,7 +591,11 @@ class AdapterLike(Protocol):
 
 
 class AdapterLoad(NamedTuple):
-    """An adapter that is put into a slot and units of the device before a step, in place of what was there."""
+    """An adapter that is put into a slot and units of the device before a step, in place of what was there.
+
+    It takes as many units of `UNIT` rows as its rank needs. The slot's number tells its tokens from others; slot 0
+    means none.
+    """
 
     slot: int
     units: tuple[int, ...]

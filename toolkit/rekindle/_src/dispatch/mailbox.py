@@ -72,6 +72,7 @@ class OneShot(Generic[T]):
             self.put(function())
         except BaseException as error:
             self.fail(error)
+            del self, function  # the error's traceback has this frame: what they hold would wait for the collector
 
     async def get(self) -> T:
         await until(lambda: self.filled, self.wakeups)

@@ -49,7 +49,6 @@ from rekindle._src.programs.warming import warm
 from rekindle.errors import ConfigError, RekindleError, SessionClosed
 
 log = logging.getLogger("rekindle.session")
-MEASURE_EVERY = 16  # steps that bring pages back, of which one is timed
 _REHEARSED = 16  # tokens of a made-up prompt: with none of its own a step skips most of its work
 _PADDING_FLAGS = int(GREEDY & ~Flag.KEPT)
 

@@ -1,4 +1,4 @@
-"""Views of a session's engine: `session.watch()`, and `session.view.tree()` of the prefix cache; and `fleet.watch()`.
+"""Views of engines: `session.watch()`, `session.view.tree()` of its prefix cache, and `fleet.watch()`.
 
 The dashboard shows throughput, queue, the batch over time and pages by tier, while requests run. A recorder keeps the
 last steps; a timeline draws them, slots from top to bottom and steps from left to right. The tree has foldable nodes,

@@ -374,12 +374,13 @@ def _opening(
     size: Range | None,
     shared: str | None = None,
 ) -> FleetOpening:
+    folder = absolute(model)  # now: the working directory may be another one when it is awaited
     plain = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
 
     def parts() -> Parts:
         from rekindle._src.replicas import on_ray  # imports Ray
 
         most = None if size is None else size.most
-        return on_ray.parts(absolute(model), {**plain, "quiet": True}, roles, resources, shared=shared, most=most)
+        return on_ray.parts(folder, {**plain, "quiet": True}, roles, resources, shared=shared, most=most)
 
     return FleetOpening(parts, model, router, size=size)

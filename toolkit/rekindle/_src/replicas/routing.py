@@ -20,11 +20,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args
 from rekindle.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rekindle._src.core.records import (  # imports numpy, a tenth of a second that a command line has not
-        IntArray,
-        Request,
-    )
-
+    # It imports numpy, a tenth of a second that a command line has not.
+    from rekindle._src.core.records import IntArray, Request
 
 RouterName = Literal["affinity", "round-robin", "shortest"]
 BOUND = 1.25  # times the mean load: affinity's limit for a replica

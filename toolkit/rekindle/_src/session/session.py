@@ -92,9 +92,9 @@ class Paused(html.Line, Generic[S]):
         self._resume()
 
     def _resume(self) -> None:
-        self._client.host.paused_by.remove(self._caller)
         self._client.pauses -= 1
         self._client.resume()
+        self._client.host.paused_by.remove(self._caller)
 
     def __enter__(self) -> S:
         return run_sync(self.__aenter__())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import time
 from functools import partial
@@ -83,12 +82,13 @@ class Sleeping:
         self._asleep = True
         try:
             await client.pause()
-            with contextlib.ExitStack() as undo:
-                undo.callback(client.resume)
+            try:
                 moves: list[PageMove] = []
                 await client.between_steps(lambda: moves.extend(scheduler.vacate()))
                 freed = await client.exclusive(partial(resources.sleep, moves, drop), lambda _: scheduler.vacated())
-                undo.pop_all()
+            except BaseException:
+                client.resume()
+                raise
         except BaseException:
             self._asleep = False
             raise
