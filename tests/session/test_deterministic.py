@@ -157,7 +157,7 @@ def test_families_whose_layer_norms_are_xlas_are_named() -> None:
     [
         (MODEL, {"kernels": "xla"}, "kernels='xla' add in an order"),
         (replace(MODEL, head_dim=24), {}, "head size 24 is not a multiple of 16"),
-        *((replace(MODEL, model_type=name), {}, "layer norms") for name in ("cohere", "cohere2", "gpt2")),
+        *((replace(MODEL, model_type=name), {}, "layer norms") for name in LAYER_NORMS),
         (replace(MODEL, hidden_size=40), {}, "hidden size 40 is not a multiple of 32"),
         (
             replace(

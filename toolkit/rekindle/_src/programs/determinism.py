@@ -14,7 +14,7 @@ from rekindle_kernels import unavailable_reason
 
 HEAD_DIM, WIDTH = 16, 32  # native attention and native norms take multiples of these sizes
 KEYS, VALUES = 16, 32  # and native kernels of states those of these
-LAYER_NORMS = ("cohere", "cohere2", "gpt2")  # model_types; XLA's have other bits in another number of rows
+LAYER_NORMS = ("cohere", "cohere2", "gpt2", "starcoder2")  # XLA's have other bits in another number of rows
 
 
 def deterministic(graph: Graph, config: EngineConfig) -> Graph:
