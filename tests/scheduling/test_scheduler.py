@@ -305,6 +305,16 @@ def test_flushing_and_new_weights_recompute_without_losing_anybody() -> None:
     assert loop.events[late.id][-1].cached_tokens == 8
 
 
+def test_who_waits_for_pages_or_behind_such_a_request_is_told_so() -> None:
+    loop = Loop(max_requests=4, overlap=False, pages=6)
+    requests = [make_request(letter * 20, max_tokens=20) for letter in "abc"]
+    submit(loop, *requests)
+    loop.step()
+    _, second, third = (str(loop.scheduler.explain(request.id)) for request in requests)
+    assert "pages less what is cached" in second and "0 older requests wait" in second
+    assert "it has not had its turn; 1 older requests wait" in third
+
+
 def test_status_and_explanations_follow_a_request() -> None:
     loop = Loop(max_requests=1, overlap=False, max_tokens_per_step=8)
     first, second = make_request("a long first prompt", max_tokens=2), make_request("b", max_tokens=1)
@@ -316,6 +326,7 @@ def test_status_and_explanations_follow_a_request() -> None:
     assert "8 of 19 positions" in str(scheduler.explain(first.id))
     waiting = scheduler.explain(second.id)
     assert waiting is not None and waiting.status is Status.QUEUED
+    assert "it finds all slots taken (1); 0 older requests wait" in str(waiting)
     loop.step()
     loop.step()
     assert scheduler.status(first.id) is Status.DECODE

@@ -14,6 +14,7 @@ from rekindle_kernels import unavailable_reason
 
 HEAD_DIM, WIDTH = 16, 32  # native attention and native norms take multiples of these sizes
 KEYS, VALUES = 16, 32  # and native kernels of states those of these
+LAYER_NORMS = ("cohere", "cohere2", "gpt2", "starcoder2")  # XLA's have other bits in another number of rows
 
 
 def deterministic(graph: Graph, config: EngineConfig) -> Graph:
@@ -37,7 +38,7 @@ def reason_against(model: ModelConfig, config: EngineConfig) -> str | None:
         return f"kernels={config.kernels!r} add in an order that depends on the batch"
     if any(model.moe):
         return "experts are multiplied in an order that depends on the batch"
-    if model.model_type == "gpt2":
+    if model.model_type in LAYER_NORMS:
         return "XLA computes its layer norms, for which nothing is promised"
     if any(pages.latent for pages in model.kinds_of_pages):
         return "XLA attends to latent pages, for which nothing is promised"

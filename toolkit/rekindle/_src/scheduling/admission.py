@@ -216,6 +216,12 @@ class Admission:
         cache = self._ledger.cache
         return self._claims.reach(keys, cache.probe(keys, on_device=False) if cache is not None else 0)
 
+    def reason(self, sequence: Sequence) -> str:
+        """Return why a sequence waits. While no slot is free, no plan looks at the queue or says so."""
+        if sequence.status is Status.QUEUED and sequence in self._queue and not self._running_set.free_slots:
+            return f"finds all slots taken ({len(self._running_set.holders)})"
+        return sequence.reason
+
     def older(self, sequence: Sequence) -> int:
         """Return how many older requests are in the queue."""
         return self._queue.position(sequence)

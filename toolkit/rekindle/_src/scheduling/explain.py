@@ -76,12 +76,12 @@ class Explanation:
         return str(html.block(html.text(str(self)), length, html.bar(prompt)))
 
 
-def explanation(sequence: Sequence, ahead: int) -> Explanation:
-    """Explain where a request is; `ahead` older requests wait."""
+def explanation(sequence: Sequence, ahead: int, reason: str) -> Explanation:
+    """Explain where a request is, and why it waits there if it does; `ahead` older requests wait."""
     request, status = sequence.request, sequence.status
     words = [_WORDS[status]]
     if status in (Status.QUEUED, Status.PREEMPTED):
-        words.append(f"it {sequence.reason}; {ahead} older requests wait")
+        words.append(f"it {reason}; {ahead} older requests wait")
     elif status is Status.PREFILL:
         words.append(f"{sequence.computed} of {sequence.target} positions are in the cache")
     elif sequence.reason and sequence.ended:

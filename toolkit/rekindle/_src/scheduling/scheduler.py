@@ -338,7 +338,7 @@ class Scheduler:
         sequence = self._alive.get(request_id)
         if sequence is None:
             return self._ended.get(request_id)
-        return explanation(sequence, self._admission.older(sequence))
+        return explanation(sequence, self._admission.older(sequence), self._admission.reason(sequence))
 
     def statistics(self) -> SchedulerStatistics:
         return SchedulerStatistics(
@@ -471,7 +471,7 @@ class Scheduler:
         sequence.reason = words or reason.value
         self._counts[sequence.status.value] += 1
         del self._alive[sequence.id]
-        self._ended[sequence.id] = explanation(sequence, 0)
+        self._ended[sequence.id] = explanation(sequence, 0, sequence.reason)
         if len(self._ended) > _REMEMBERED:
             self._ended.popitem(last=False)
 

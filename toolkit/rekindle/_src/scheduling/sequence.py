@@ -95,7 +95,7 @@ class Sequence:
         self.limit_reason = limit_reason
         self.page_size = page_size
         self.status = Status.QUEUED
-        self.reason = "has just arrived"  # why it waits, for explain()
+        self.reason = "has not had its turn"  # why it waits, for explain()
         self.waits_for: Sequence | None = None  # the one that computes the prefix which this one needs
         self.overtaken = 0  # requests admitted before it while it was the oldest
         self.preemptions = 0

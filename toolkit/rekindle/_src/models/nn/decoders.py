@@ -480,14 +480,16 @@ class Encoder(Decoder):
         return self.embed_norm(x), tables
 
 
-class Gpt2Block(nnx.Module):
+class LayerNormBlock(nnx.Module):
+    """One layer: a layer norm and attention, a layer norm and an MLP without a gate, each added to the stream."""
+
     def __init__(self, config: ModelConfig, layer: int, precision: Precision) -> None:
         E, inner = config.hidden_size, config.intermediate_size
         self.attention_norm = LayerNorm(E, config.norm_eps)
         self.attention = Attention(config, layer, precision)
         self.mlp_norm = LayerNorm(E, config.norm_eps)
-        self.up = Linear(inner, E, precision, bias=True)
-        self.down = Linear(E, inner, precision, bias=True, partial=True)
+        self.up = Linear(inner, E, precision, bias=config.mlp_bias)
+        self.down = Linear(E, inner, precision, bias=config.mlp_bias, partial=True)
         self.activation = config.activation
 
     def __call__(self, x: jax.Array, tables: RopeTables, attend: Attend) -> jax.Array:
@@ -497,15 +499,22 @@ class Gpt2Block(nnx.Module):
             return self.down(activate(self.up(self.mlp_norm(x)), self.activation), residual=x)
 
 
-class Gpt2(Decoder):
-    """A decoder with an embedding of positions in place of ropes, and layer norms."""
+class LayerNormDecoder(Decoder):
+    """A decoder of such blocks, with a layer norm behind them."""
 
     def __init__(self, config: ModelConfig, precision: Precision) -> None:
-        super().__init__(config, precision, Gpt2Block)
+        super().__init__(config, precision, LayerNormBlock)
+        self.norm = LayerNorm(config.hidden_size, config.norm_eps)
+
+
+class Gpt2(LayerNormDecoder):
+    """The same with an embedding of positions in place of ropes."""
+
+    def __init__(self, config: ModelConfig, precision: Precision) -> None:
+        super().__init__(config, precision)
         # Rows are only looked up, so quantising them would save little.
         plain = Precision(weights=precision.weights, stream=precision.stream)
         self.position_embed = Embedding(config.max_position_embeddings, config.hidden_size, plain)
-        self.norm = LayerNorm(config.hidden_size, config.norm_eps)
 
     def begin(
         self, tokens: jax.Array, positions: jax.Array, lengths: jax.Array | None = None

@@ -1,0 +1,73 @@
+"""Starcoder2: GPT-2's layers, with ropes in place of learned positions and with fewer heads of keys and values."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rekindle._src.models.config import ModelConfig
+from rekindle._src.models.families.llama import attention_sources, blocks, outer_sources
+from rekindle._src.models.family import Family, GgufForm
+from rekindle._src.models.hf_config import Keys, decoder
+from rekindle._src.models.loading.manifest import Manifest, Source, one
+from rekindle._src.models.roles import Span, column, row
+
+if TYPE_CHECKING:
+    from rekindle._src.models.loading.gguf.architecture import GgufModel
+    from rekindle._src.models.precision import Precision
+
+
+def config(keys: Keys) -> ModelConfig:
+    bias = keys.get("use_bias", True)
+    return decoder(
+        keys,
+        tie=True,
+        window=keys.window(),
+        activation=keys.activation(default="gelu_pytorch_tanh"),
+        norm_eps=keys.get("norm_epsilon", 1e-5),
+        attention_bias=bias,
+        mlp_bias=bias,
+    )
+
+
+def module(config: ModelConfig, precision: Precision) -> Any:
+    from rekindle._src.models.nn.decoders import LayerNormDecoder
+
+    return LayerNormDecoder(config, precision)
+
+
+def manifest(config: ModelConfig) -> Manifest:
+    outer = outer_sources(config) | {"norm.bias": one("model.norm.bias", config.hidden_size)}
+    return Manifest(outer | blocks(config, attention_sources, _norms, _mlp))
+
+
+def _norms(config: ModelConfig, layer: int) -> dict[str, Source]:
+    return {
+        f"{module}.{end}": one(f"model.layers.{layer}.{name}.{end}", config.hidden_size)
+        for module, name in (("attention_norm", "input_layernorm"), ("mlp_norm", "post_attention_layernorm"))
+        for end in ("weight", "bias")
+    }
+
+
+def _mlp(config: ModelConfig, layer: int) -> dict[str, Source]:
+    prefix, E, inner = f"model.layers.{layer}.mlp", config.hidden_size, config.intermediate_size
+    sources = {
+        "up.weight": one(f"{prefix}.c_fc.weight", inner, role=column(Span(inner))),
+        "down.weight": one(f"{prefix}.c_proj.weight", E, role=row(inner)),
+    }
+    if config.mlp_bias:
+        sources["up.bias"] = one(f"{prefix}.c_fc.bias", inner, role=column(Span(inner)))
+        sources["down.bias"] = one(f"{prefix}.c_proj.bias", E)
+    return sources
+
+
+NORM = "layer_norm_epsilon"
+
+
+def read_gguf(model: GgufModel) -> dict[str, Any]:
+    shared = model.decoder(NORM)
+    keys = {"norm_epsilon": shared.pop("rms_norm_eps"), "use_bias": model.has("blk.0.attn_q.bias")}
+    return shared | keys | model.rope()
+
+
+GGUF = GgufForm(architecture="starcoder2", read=read_gguf, norm=NORM, activation="gelu_tanh")
+FAMILY = Family("Starcoder2ForCausalLM", config, module, manifest, gguf=GGUF)
