@@ -544,6 +544,29 @@ def test_successors_take_half_of_the_work_to_compile_and_copying_pages_comes_sec
     assert len(wanted) == 2
 
 
+def test_steps_have_a_moment_between_tracing_and_compiling_until_it_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(programs_module, "BREATH", 600.0)
+    programs = programs_of()
+    programs.ledger.least = Form.PARTS
+    programs.get(DECODE)
+    traced, stopped, build = threading.Event(), threading.Event(), Programs.build
+
+    def built(self: Programs, key: Any) -> Any:
+        lowered = build(self, key)
+        traced.set()
+        return lowered
+
+    monkeypatch.setattr(Programs, "build", built)
+    replacing = threading.Thread(target=programs.replace_parts, args=[stopped.is_set])
+    replacing.start()
+    assert traced.wait(60)
+    assert isinstance(programs.get(DECODE), LayeredStep)
+    stopped.set()
+    replacing.join(60)
+    assert not replacing.is_alive()
+    assert not isinstance(programs.get(DECODE), LayeredStep), "what was traced is compiled"
+
+
 def test_one_whose_successor_does_not_compile_goes_on(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

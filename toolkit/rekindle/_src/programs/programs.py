@@ -70,6 +70,7 @@ from rekindle_kernels import (
 )
 
 log = logging.getLogger("rekindle.engine")
+BREATH = 0.35  # seconds between tracing and compiling the program that decodes, beside steps in parts
 # One graph per step on a GPU: its conditionals and loops run on the device, inside the CUDA graph of its kernels. By
 # default XLA leaves loops, and conditionals around them, out of its graphs: the host then reads their conditions, and
 # waits for the device within each step, twice to four times. A step of 32 layers has some 500 kernels; the host is
@@ -136,7 +137,7 @@ class Programs:
         guided = buckets.guided_programs((self._lattice,), choices)
         self.ledger = Ledger((*self._unguided_keys, LENS, *itertools.chain(*as_needed), *guided), self._layered.takes)
         self._compiling: dict[Key, None] = {}  # in the order in which they began
-        self._beside_steps = False  # steps want the cores meanwhile
+        self._beside_steps: Callable[[], bool] | None = None  # True to stop; steps want the cores meanwhile
 
     @property
     def lattice(self) -> tuple[Bucket, ...]:
@@ -253,12 +254,12 @@ class Programs:
         consecutive steps may run in different programs.
         """
         self.settle_for(Form.WHOLE)
-        self._beside_steps = True
+        self._beside_steps = stopped
         try:
             with handing_over():
                 self._replace_each(stopped)
         finally:
-            self._beside_steps = False
+            self._beside_steps = None
         self._store.flush()
 
     def _replace_each(self, stopped: Callable[[], bool]) -> None:
@@ -309,7 +310,9 @@ class Programs:
         """Build and compile one program."""
         with self._errors(key), gc_paused():
             lowered = self.build(key)
-            if self._beside_steps and isinstance(key, Bucket):
+            if self._beside_steps is not None and isinstance(key, Bucket):
+                if not key.tokens:  # steps still run in parts, which tracing slowed down more than compiling will
+                    _breathe(self._beside_steps)
                 compiled = compiled_with(lowered, LEAN)
             else:
                 compiled = lowered.compile(compiler_options=compiler_options())
@@ -427,3 +430,10 @@ def _adapters(graph: Graph, config: EngineConfig, placement: Placement, *, ahead
     units = config.max_adapters * units_for(config.max_adapter_rank)
     stacks = Stacks(lambda: sites_of(graph.config).sites, units, graph.precision.weights, placement)
     return (Adapters(stacks, ahead=ahead, implementation=graph.precision.implementation),)
+
+
+def _breathe(stopped: Callable[[], bool]) -> None:
+    """Wait a moment, or until stopped."""
+    end = time.monotonic() + BREATH
+    while not stopped() and time.monotonic() < end:
+        time.sleep(0.02)
