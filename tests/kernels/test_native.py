@@ -141,8 +141,8 @@ def test_one_matrix_of_a_stack_is_read_in_place(dtype: str, rows: int, gated: bo
 def test_what_it_does_not_multiply() -> None:
     assert not products.multiplies(2, jnp.zeros((4, 4), jnp.float8_e4m3fn))
     assert not products.multiplies(2, jnp.zeros((2, 4, 4), jnp.float32)), "stacks of experts"
-    assert not products.multiplies(1000, jnp.zeros((64, 96), jnp.bfloat16)), "a width that is no multiple of a vector"
-    assert not products.multiplies(1000, jnp.zeros((72, 64), jnp.bfloat16)), "a height that is no multiple of a tile"
+    assert not products.multiplies(1000, jnp.zeros((64, 96), jnp.bfloat16)), "the inputs must fill whole vectors"
+    assert not products.multiplies(1000, jnp.zeros((72, 64), jnp.bfloat16)), "the outputs must fill whole tiles"
     assert not products.multiplies(16, jnp.zeros((64, 64), jnp.int8)), "rows that must not be rounded"
     assert not products.multiplies(16, jnp.zeros((64, 64), jnp.float32))
 
