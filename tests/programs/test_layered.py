@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -532,9 +533,9 @@ def test_successors_take_half_of_the_work_to_compile_and_copying_pages_comes_sec
     made: list[str] = []
     compile_one = Programs.compile
 
-    def compiled(self: Programs, key: Any) -> Any:
+    def compiled(self: Programs, key: Any, traced: Any) -> Any:
         made.append(key.name)
-        return compile_one(self, key)
+        return compile_one(self, key, traced)
 
     monkeypatch.setattr(Programs, "compile", compiled)
     programs.replace_parts()
@@ -557,14 +558,30 @@ def test_steps_have_a_moment_between_tracing_and_compiling_until_it_is_stopped(m
         return lowered
 
     monkeypatch.setattr(Programs, "build", built)
+    began = time.perf_counter()
     replacing = threading.Thread(target=programs.replace_parts, args=[stopped.is_set])
     replacing.start()
     assert traced.wait(60)
+    time.sleep(0.5)  # of the moment
     assert isinstance(programs.get(DECODE), LayeredStep)
     stopped.set()
     replacing.join(60)
     assert not replacing.is_alive()
     assert not isinstance(programs.get(DECODE), LayeredStep), "what was traced is compiled"
+    record = next(record for record in programs.manifest() if record.name == DECODE.name)
+    assert record.seconds <= time.perf_counter() - began - 0.5, "the moment is no time of the program's"
+
+
+def test_a_replacement_that_somebody_waits_for_has_no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    def paused(self: Programs, key: Any, stopped: Any) -> Any:
+        raise AssertionError("a pause")
+
+    monkeypatch.setattr(Programs, "_traced", paused)
+    programs = programs_of()
+    programs.ledger.least = Form.PARTS
+    programs.get(DECODE)
+    programs.replace_parts()
+    assert not isinstance(programs.get(DECODE), LayeredStep)
 
 
 def test_one_whose_successor_does_not_compile_goes_on(
@@ -573,7 +590,7 @@ def test_one_whose_successor_does_not_compile_goes_on(
     programs = programs_of()
     provisional = programs.get(DECODE)
 
-    def fail(self: Programs, key: Any) -> Any:
+    def fail(self: Programs, key: Any, traced: Any) -> Any:
         raise CompileError("no")
 
     monkeypatch.setattr(Programs, "compile", fail)

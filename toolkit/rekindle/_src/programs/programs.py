@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -85,6 +85,13 @@ def compiler_options(platform: str | None = None) -> dict[str, str | bool] | Non
     return {"xla_gpu_enable_command_buffer": CAPTURED} if (platform or current_platform()) == "gpu" else None
 
 
+class Traced(NamedTuple):
+    """A program that is traced and lowered, and the seconds that this took."""
+
+    lowered: jax.stages.Lowered
+    seconds: float
+
+
 class Programs:
     """The programs of one model with one resolved config. They need the shapes of the weights only."""
 
@@ -137,7 +144,7 @@ class Programs:
         guided = buckets.guided_programs((self._lattice,), choices)
         self.ledger = Ledger((*self._unguided_keys, LENS, *itertools.chain(*as_needed), *guided), self._layered.takes)
         self._compiling: dict[Key, None] = {}  # in the order in which they began
-        self._beside_steps: Callable[[], bool] | None = None  # True to stop; steps want the cores meanwhile
+        self._beside_steps = False  # steps want the cores meanwhile
 
     @property
     def lattice(self) -> tuple[Bucket, ...]:
@@ -247,24 +254,25 @@ class Programs:
         self.ledger.least = form
         self._store.late |= self.keeps and form is Form.PARTS
 
-    def replace_parts(self, stopped: Callable[[], bool] = lambda: False) -> None:
+    def replace_parts(self, stopped: Callable[[], bool] | None = None) -> None:
         """Replace programs of parts by whole ones. Each goes on serving until its successor is ready.
 
         A step looks its program up when it is dispatched, and all programs keep pages and state in one layout, so
-        consecutive steps may run in different programs.
+        consecutive steps may run in different programs. With `stopped` it works in the background, and gives steps in
+        parts a moment between tracing and compiling the program that decodes.
         """
         self.settle_for(Form.WHOLE)
-        self._beside_steps = stopped
+        self._beside_steps = True
         try:
             with handing_over():
                 self._replace_each(stopped)
         finally:
-            self._beside_steps = None
+            self._beside_steps = False
         self._store.flush()
 
-    def _replace_each(self, stopped: Callable[[], bool]) -> None:
+    def _replace_each(self, stopped: Callable[[], bool] | None) -> None:
         for entry in self.ledger.jobs():
-            if stopped():
+            if stopped is not None and stopped():
                 return
             with entry.lock:  # waits for a program that is being made of parts
                 in_parts = entry.form is Form.PARTS
@@ -275,7 +283,9 @@ class Programs:
                 elif in_parts:
                     with entry.lock:
                         if not self._load(entry):
-                            self._make(entry)[1]()
+                            decodes = isinstance(key, Bucket) and not key.tokens
+                            traced = self._traced(key, stopped) if stopped is not None and decodes else None
+                            self._make(entry, traced)[1]()
                 self.ledger.settle(entry)
                 if in_parts and COPY in self.keys:
                     # A second request copies the beginning that it shares with the first: it would wait for the others.
@@ -306,13 +316,11 @@ class Programs:
             whole = jax.jit(self.parts.wrap(recipe, joined), donate_argnums=recipe.donated)
             return whole.lower(*self.parts.arguments(recipe))
 
-    def compile(self, key: Key) -> Compiled:
-        """Build and compile one program."""
+    def compile(self, key: Key, traced: Traced | None = None) -> Compiled:
+        """Compile one program, which is built first if it is not traced already."""
         with self._errors(key), gc_paused():
-            lowered = self.build(key)
-            if self._beside_steps is not None and isinstance(key, Bucket):
-                if not key.tokens:  # steps still run in parts, which tracing slowed down more than compiling will
-                    _breathe(self._beside_steps)
+            lowered = self.build(key) if traced is None else traced.lowered
+            if self._beside_steps and isinstance(key, Bucket):
                 compiled = compiled_with(lowered, LEAN)
             else:
                 compiled = lowered.compile(compiler_options=compiler_options())
@@ -370,7 +378,17 @@ class Programs:
         self.ledger.offer(entry, form, program, ProgramRecord(key.name, "loaded", time.perf_counter() - start))
         return True
 
-    def _make(self, entry: Entry) -> tuple[Compiled, Callable[[], None]]:
+    def _traced(self, key: Key, stopped: Callable[[], bool]) -> Traced:
+        """Trace a program, which leaves steps in parts little time, and give them a moment then, or until stopped."""
+        start = time.perf_counter()
+        with self._errors(key), gc_paused():
+            lowered = self.build(key)
+        end = time.perf_counter()
+        while not stopped() and time.perf_counter() < end + BREATH:
+            time.sleep(0.02)
+        return Traced(lowered, end - start)
+
+    def _make(self, entry: Entry, traced: Traced | None = None) -> tuple[Compiled, Callable[[], None]]:
         """Compile a program. Return it, and a function that stores it."""
         start, key, form = time.perf_counter(), entry.key, self.ledger.enough(entry)
         with self._lock:
@@ -382,12 +400,12 @@ class Programs:
                     compiled, cached = self._layered.make(key), False
             else:
                 with watching_hits() as hits:
-                    compiled = self.compile(key)
+                    compiled = self.compile(key, traced)
                     cached = hits()
         finally:
             with self._lock:
                 del self._compiling[key]
-        seconds = time.perf_counter() - start
+        seconds = time.perf_counter() - start + (0.0 if traced is None else traced.seconds)
         reason = entry.not_loaded.get(Form.WHOLE, "")
         if cached and reason == NOT_STORED:
             reason = KEPT_THERE
@@ -430,10 +448,3 @@ def _adapters(graph: Graph, config: EngineConfig, placement: Placement, *, ahead
     units = config.max_adapters * units_for(config.max_adapter_rank)
     stacks = Stacks(lambda: sites_of(graph.config).sites, units, graph.precision.weights, placement)
     return (Adapters(stacks, ahead=ahead, implementation=graph.precision.implementation),)
-
-
-def _breathe(stopped: Callable[[], bool]) -> None:
-    """Wait a moment, or until stopped."""
-    end = time.monotonic() + BREATH
-    while not stopped() and time.monotonic() < end:
-        time.sleep(0.02)
