@@ -99,8 +99,9 @@ def list_heads(frame: Any, job: Any, tokens: int) -> int:
 
 @inline
 def head_of(job: Any, index: int) -> tuple[int, int, int, int, int]:
-    """Return the head of a sequence with this index: which it is, the sequence's first token and tokens, and the
-    addresses of the state that it reads and of that which it writes. They are one of zeros where a sequence begins."""
+    """Return the head with this index: its number, the first token and the number of tokens of its sequence, and the
+    addresses of the state to read and of the state to write. Where a sequence begins, the state to write is filled
+    with zeros, and is the one to read, too."""
     H, size = job.heads, job.keys * job.values
     entry, h = index // H * SEQUENCE, index % H
     state = job.states + (i32(job.active, entry + READ) * H + h) * size * 4
