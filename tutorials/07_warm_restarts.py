@@ -150,7 +150,6 @@ await measure("programs, no pages", kernel)
 assert int(await kernel.run("print(done.usage.cached_tokens)")) == 0, "pages are restored on demand alone"
 
 # %%
-assert results["after a kill"][1] < results["first start"][1], "with programs on disk opening takes less time"
 figure, (start, first) = plt.subplots(1, 2, layout="constrained", sharey=True)
 start.barh(list(results), [seconds[1] for seconds in results.values()])
 start.set_xlabel("seconds to open: programs")

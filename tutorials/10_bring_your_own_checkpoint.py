@@ -238,9 +238,11 @@ if smollm2:
         "through which they run. People have lived beside them for thousands of years, because a river gives water to drink, "
         "fish to eat and a road for boats."
     )
-    small, ways = {"max_requests": 1, "max_model_len": 256, "precompile": "lazy", "quiet": True}, {}
+    small, ways, read = {"max_requests": 1, "max_model_len": 256, "precompile": "lazy", "quiet": True}, {}, {}
     for name, precision in (("bfloat16", {"dtype": "bfloat16"}), ("int8", {"quantize": "int8"}), ("as stored", {})):
-        async with rekindle.open(smollm2, **small, **precision) as larger:
+        opened = load(smollm2, **precision)
+        read[name] = opened.nbytes
+        async with rekindle.open(opened, **small) as larger:
             scored = await larger.generate(rivers, max_tokens=1, prompt_logprobs=1)
             perplexity = float(np.exp(-np.mean([entry.logprob for entry in scored.prompt_logprobs])))
             timings = []
@@ -249,8 +251,8 @@ if smollm2:
                 await larger.generate("Once upon a time", max_tokens=40, ignore_eos=True)
                 timings.append(time.perf_counter() - began)
             ways[name] = (40 / min(timings), perplexity)
-            print(f"{name:10} {ways[name][0]:4.0f} tokens/s, perplexity {perplexity:.1f}")
-    assert ways["int8"][0] > ways["bfloat16"][0], "half of the bytes take less time"
+            print(f"{name:10} {read[name] / 1e6:3.0f} MB, {ways[name][0]:4.0f} tokens/s, perplexity {perplexity:.1f}")
+    assert read["int8"] < 0.6 * read["bfloat16"], "half of the bytes are read for a token"
     assert max(abs(one / ways["bfloat16"][1] - 1) for _, one in ways.values()) < 0.1, (
         "and perplexity moves by a tenth at most"
     )
