@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -20,7 +20,27 @@ from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import cpu_target
 
 from rekindle_kernels.native import cpu
-from rekindle_kernels.native.kernels.registry import make
+from rekindle_kernels.native import kernel_table as table
+from rekindle_kernels.native.chain_plan import CHAIN
+from rekindle_kernels.native.cpu import has_feature
+from rekindle_kernels.native.kernel_spec import KernelSpec, Variant
+from rekindle_kernels.native.kernels import (
+    adapter,
+    decode,
+    gemm,
+    heads,
+    int4,
+    matvec,
+    norms_and_gates,
+    prefill,
+    recurrence,
+    sample,
+)
+from rekindle_kernels.native.kernels.attention_job import StoredHeads
+from rekindle_kernels.native.kernels.chain_runner import ChainRunner
+from rekindle_kernels.native.language import dot_products, vector
+from rekindle_kernels.native.language.handler import Kernel
+from rekindle_kernels.native.language.vector import STORAGE
 
 SYSTEMS = {"linux": "unknown-linux-gnu", "darwin": "apple-macosx11.0.0"}
 
@@ -171,3 +191,63 @@ def _gathering() -> Iterator[None]:
         finally:
             target._internal_codegen = plain
             del typing.resolve_function_type
+
+
+# Every native kernel, made by its name.
+
+
+def make(name: str) -> Kernel | ChainRunner:
+    """Return the kernel of that name, ready to be compiled."""
+    if name == CHAIN:
+        return ChainRunner()
+    variant = table.identify(name)
+    assert variant is not None, f"there is no kernel {name}"
+    return MAKERS[variant.spec](variant)
+
+
+def _gemm(kernel: Variant) -> Kernel:
+    add = dot_products.add_pairs if kernel.dtype == "bfloat16" else dot_products.add_quads
+    return gemm.kernel(STORAGE[kernel.dtype].size, add)
+
+
+def _grouped(weight: str, kernel: Variant) -> Kernel:
+    return int4.kernel(kernel.dtype, weight)
+
+
+def _write_kv(kernel: Variant) -> Kernel:
+    put = vector.store if kernel.dtype == "float32" else vector.store_bf16
+    return heads.write_kernel(put, STORAGE[kernel.dtype].size)
+
+
+def _stored(kernel: Variant) -> StoredHeads:
+    return StoredHeads(STORAGE[kernel.dtype], kernel.head_dim, scaled=kernel.dtype == "int8")
+
+
+def _multiplies_pairs(kernel: Variant) -> bool:
+    return kernel.dtype == "bfloat16" and kernel.head_dim % 32 == 0 and has_feature("avx512bf16")
+
+
+def _adapter(kernel: Variant) -> Kernel:
+    gated = kernel.spec is table.ADAPTER_GATE
+    return adapter.kernel(STORAGE[kernel.dtype], gated=gated, paired=_multiplies_pairs(kernel))
+
+
+MAKERS: dict[KernelSpec, Callable[[Variant], Kernel]] = {
+    table.MATVEC: lambda kernel: matvec.kernel(STORAGE[kernel.dtype], scaled=kernel.dtype == "int8"),
+    table.GEMM: _gemm,
+    **{spec: partial(_grouped, weight) for weight, spec in table.GROUPED.items()},
+    table.RMS_NORM: lambda kernel: norms_and_gates.norm_kernel(),
+    table.GATED_ROWS: lambda kernel: norms_and_gates.gated_kernel(),
+    table.ROPE: lambda kernel: heads.rope_kernel(),
+    table.WRITE_KV: _write_kv,
+    table.DECODE: lambda kernel: decode.kernel(_stored(kernel)),
+    table.PREFILL: lambda kernel: prefill.kernel(_stored(kernel), _multiplies_pairs(kernel)),
+    table.ARGMAX: lambda kernel: sample.argmax_kernel(),
+    table.SAMPLE: lambda kernel: sample.sample_kernel(),
+    table.GATE: lambda kernel: sample.gate_kernel(),
+    table.CONVOLUTION: lambda kernel: recurrence.convolution_kernel(),
+    table.GATED_DELTA: lambda kernel: recurrence.delta_kernel(),
+    table.SELECTIVE_SCAN: lambda kernel: recurrence.scan_kernel(),
+    table.ADAPTER: _adapter,
+    table.ADAPTER_GATE: _adapter,
+}

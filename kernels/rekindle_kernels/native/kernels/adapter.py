@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from rekindle_kernels.native import kernel_table
-from rekindle_kernels.native.kernels.rms_norm import normalise
+from rekindle_kernels.native.kernels.norms_and_gates import normalise
 from rekindle_kernels.native.language.dot_products import (
     add_pairs,
     load_interleaved,

@@ -23,10 +23,13 @@ from numba.extending import intrinsic
 
 from rekindle_kernels.native.kernels.gemm_packing import PANEL, count_packs, finisher, packer, panels_of
 from rekindle_kernels.native.kernels.gemm_panels import OUTPUTS, SUMS, TURNED_AT
-from rekindle_kernels.native.kernels.prefill_amx import MEMORY, begin, end
 from rekindle_kernels.native.language.amx import (
+    DEPTH,
+    MEMORY,
     add_products,
     add_products_of_pairs,
+    begin,
+    end,
     load_tile,
     store_tile,
     zero_tile,
@@ -146,7 +149,7 @@ def functions(size: int) -> Any:
         further = (ups if ups > 0 else OUTPUTS) * words * 4
         first, last = group * job.group, min(job.rows, (group + 1) * job.group)
         shapes = malloc(MEMORY)
-        begin(shapes)
+        begin(shapes, DEPTH)
         sums = malloc(2 * SUMS)
         for unit in range(first_unit(part, parts, units), first_unit(part + 1, parts, units)):
             n = unit * outputs

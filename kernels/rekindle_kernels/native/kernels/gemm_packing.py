@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from rekindle_kernels.native.kernels.operands import describe_rows, first_row
-from rekindle_kernels.native.kernels.rms_norm import normalise
+from rekindle_kernels.native.kernels.norms_and_gates import normalise
+from rekindle_kernels.native.kernels.operands import describe_rows, first_row, row_of
 from rekindle_kernels.native.language.dot_products import (
     from_ints,
     store_i8,
@@ -87,12 +87,6 @@ def describe(frame: Any, job: Any, size: int) -> None:
     job.tiled = 0
     job.wanted = 0
     job.pieces = 0
-
-
-@inline
-def row_of(job: Any, r: int) -> int:
-    """Return where the r-th row that is multiplied is among all rows."""
-    return r if r < job.before else r + job.gap
 
 
 @inline

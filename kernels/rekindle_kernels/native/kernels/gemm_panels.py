@@ -8,12 +8,16 @@ are not turned at all. However many rows there are, a result's products are adde
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
 
-from rekindle_kernels.native.cpu import on_arm
-from rekindle_kernels.native.kernels import gemm_arm
+from rekindle_kernels.native.cpu import has_feature, on_arm
 from rekindle_kernels.native.kernels.gemm_packing import (
     PANEL,
     count_packs,
@@ -22,10 +26,22 @@ from rekindle_kernels.native.kernels.gemm_packing import (
     packer,
     panels_of,
 )
+from rekindle_kernels.native.language import arm
 from rekindle_kernels.native.language.dot_products import add_ints, total_of_ints, transpose, unsigned
 from rekindle_kernels.native.language.handler import first_unit
 from rekindle_kernels.native.language.jit import inline, jit
-from rekindle_kernels.native.language.memory import LINE, f32, free, i32, malloc, prefetch, set_i32, set_word, word
+from rekindle_kernels.native.language.memory import (
+    LINE,
+    WORD,
+    f32,
+    free,
+    i32,
+    malloc,
+    prefetch,
+    set_i32,
+    set_word,
+    word,
+)
 from rekindle_kernels.native.language.records import dim
 from rekindle_kernels.native.language.vector import (
     HALF_LANES,
@@ -38,8 +54,9 @@ from rekindle_kernels.native.language.vector import (
     splat_half,
     store,
 )
-from rekindle_kernels.native.layout import WORD
+from rekindle_kernels.native.layout import SIZES
 
+WORD_BYTES = SIZES["word"]
 TOGETHER = 2 * PANEL  # rows for which a piece of the matrix is read once
 OUTPUTS = 16  # of a tile: a whole cache line of the result
 # Bytes of what a block keeps of 16 outputs: sums [16, 32], half of them turned [16, 16], and sums of the weights [16].
@@ -105,7 +122,7 @@ def list_rows_of_rank(frame: Any, job: Any, size: int) -> None:
     pace = slow if count * (modules * down + up) <= tiles * words * slow else LINE
     piece = words * pace
     job.pace = pace
-    job.wanted = malloc(WORD * (1 + count * (modules * (down // piece + 1) + up // piece + 1)))
+    job.wanted = malloc(WORD_BYTES * (1 + count * (modules * (down // piece + 1) + up // piece + 1)))
     for unit in range(units):
         slot = i32(owners, unit)
         if slot > 0 and is_in(frame.slots.data, dim(frame.slots, 0), slot):
@@ -234,20 +251,130 @@ def one_vector(add: Any, only: Lanes, *, asking: bool) -> Any:
     return tile
 
 
+# Tiles of many rows times a matrix on AArch64: 8 rows times 8 outputs in its registers of four lanes.
+#
+# The rows lie in panels, the matrix is taken as it is stored. Sums of 8 outputs for two times four rows are 16
+# registers, four words of each output 8 more: an instruction takes a word out of them by itself. So 64 instructions
+# that multiply need 16 loads, and the matrix is neither turned nor spread; for `bfdot` LLVM spreads words by
+# instructions of their own, 32 of them. With `i8mm` an instruction multiplies two rows by two outputs, two words of
+# each: 32 of them, for which words are brought together 16 times.
+
+ARM_OUTPUTS = 8
+ARM_VECTORS = 2  # registers with a row in each lane
+ARM_ROWS = ARM_VECTORS * arm.REGISTER
+ARM_SUMS = ARM_OUTPUTS * ARM_VECTORS  # registers
+
+
+def tile_on_arm(panel: int, size: int) -> Any:
+    """Return `tile(w, x, words, sums)`: 8 outputs whose words begin at w, times the first 8 rows of a panel of so
+    many at x: sums [8, panel]. `words` is a multiple of four; numbers have `size` bytes."""
+    by_matrices = size == 1 and has_feature("i8mm")
+    add = _add_matrices if by_matrices else _adder(arm.dot if size == 1 else arm.dot_bf16)
+
+    @intrinsic
+    def tile(typing_context: Any, w: Any, x: Any, words: Any, sums: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            w, x, words, sums = args
+
+            def register(start: Any, number: Any) -> Any:
+                """Return the register whose first word is the one of that number."""
+                address = builder.add(start, builder.mul(number, WORD(4)))
+                return builder.inttoptr(address, arm.INTS.as_pointer())
+
+            totals = [cgutils.alloca_once(builder, arm.INTS) for _ in range(ARM_SUMS)]
+            for total in totals:
+                builder.store(ir.Constant(arm.INTS, [0] * arm.REGISTER), total)
+            with cgutils.for_range(builder, builder.udiv(words, WORD(arm.REGISTER))) as loop:
+                first = builder.mul(loop.index, WORD(arm.REGISTER))
+                columns = [
+                    builder.load(register(w, builder.add(builder.mul(words, WORD(o)), first)), align=4)
+                    for o in range(ARM_OUTPUTS)
+                ]
+
+                def rows(i: int) -> list[Any]:
+                    """Word i of each row."""
+                    start = builder.mul(builder.add(first, WORD(i)), WORD(panel))
+                    starts = [builder.add(start, WORD(v * arm.REGISTER)) for v in range(ARM_VECTORS)]
+                    return [builder.load(register(x, place), align=4) for place in starts]
+
+                before = [builder.load(total) for total in totals]
+                for total, value in zip(totals, add(builder, columns, rows, before), strict=True):
+                    builder.store(value, total)
+            found = [builder.load(total) for total in totals]
+            for number, value in enumerate(_in_rows(builder, found) if by_matrices else found):
+                place = WORD(number // ARM_VECTORS * panel + number % ARM_VECTORS * arm.REGISTER)
+                builder.store(value, register(sums, place), align=4)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64, types.int64, types.int64), codegen
+
+    return tile
+
+
+def _adder(dot: Any) -> Any:
+    """Return a function that adds the products of four words by `dot`; sums are [outputs, vectors]."""
+
+    def add(builder: Any, columns: list[Any], rows: Callable[[int], list[Any]], sums: list[Any]) -> list[Any]:
+        for i in range(arm.REGISTER):
+            vectors = rows(i)
+            words = [arm.everywhere(builder, column, i) for column in columns]
+            sums = [
+                dot(builder, sums[o * ARM_VECTORS + v], vectors[v], words[o])
+                for o in range(ARM_OUTPUTS)
+                for v in range(ARM_VECTORS)
+            ]
+        return sums
+
+    return add
+
+
+def _add_matrices(builder: Any, columns: list[Any], rows: Callable[[int], list[Any]], sums: list[Any]) -> list[Any]:
+    """Return the same by `multiply_matrices`; sums are [pairs of outputs, pairs of rows]."""
+    for i in range(0, arm.REGISTER, 2):
+        even, odd = rows(i), rows(i + 1)
+        pairs = [
+            arm.pick(builder, even[v], odd[v], lanes)
+            for v in range(ARM_VECTORS)
+            for lanes in ([0, 4, 1, 5], [2, 6, 3, 7])
+        ]
+        words = [
+            arm.pick(builder, columns[o], columns[o + 1], [i, i + 1, i + 4, i + 5]) for o in range(0, ARM_OUTPUTS, 2)
+        ]
+        sums = [
+            arm.multiply_matrices(builder, sums[p * len(pairs) + r], pairs[r], words[p])
+            for p in range(len(words))
+            for r in range(len(pairs))
+        ]
+    return sums
+
+
+def _in_rows(builder: Any, sums: list[Any]) -> list[Any]:
+    """Return sums [pairs of outputs, pairs of rows], two by two in each register, as [outputs, vectors]."""
+    return [
+        arm.pick(
+            builder, sums[o // 2 * 4 + 2 * v], sums[o // 2 * 4 + 2 * v + 1], [o % 2 + lane for lane in (0, 2, 4, 6)]
+        )
+        for o in range(ARM_OUTPUTS)
+        for v in range(ARM_VECTORS)
+    ]
+
+
 def tile_multiplier(size: int, add: Any) -> Any:
     """Return `multiply(w, x, words, sums, rows, first, later, pace)`: the first `rows` of a panel at x, at most 32,
     times 16 outputs whose weights begin at w. Of a group's panels, the `first` prefetches the next outputs' weights. If
     `later` is not 0, up to 16 rows prefetch the memory there, too, `pace` bytes for each word."""
     if on_arm():
-        of_32_on_arm = gemm_arm.tile_multiplier(PANEL, size)
+        eight = tile_on_arm(PANEL, size)
 
-        @inline
-        def multiply_on_arm(
+        @jit
+        def on_arm_multiply(
             w: int, x: int, words: int, sums: int, rows: int, first: bool, later: int, pace: int
         ) -> None:
-            of_32_on_arm(w, x, words, sums, rows, first)
+            for o in range(0, OUTPUTS, ARM_OUTPUTS):
+                for r in range(0, min(rows, PANEL), ARM_ROWS):
+                    eight(w + o * words * 4, x + r * 4, words, sums + (o * PANEL + r) * 4)
 
-        return multiply_on_arm
+        return on_arm_multiply
     of_eight, of_sixteen = one_vector(add, EIGHT, asking=False), one_vector(add, SIXTEEN, asking=False)
     asking_of_eight, asking_of_sixteen = one_vector(add, EIGHT, asking=True), one_vector(add, SIXTEEN, asking=True)
     of_24, first_of_24 = two_vectors(size, add, EIGHT, ahead=False), two_vectors(size, add, EIGHT, ahead=True)

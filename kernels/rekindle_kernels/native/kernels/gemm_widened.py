@@ -24,17 +24,20 @@ of bfloat16; best of 30:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
+from numba.core.cgutils import get_or_insert_function
 from numba.extending import intrinsic
 
 from rekindle_kernels.native.cpu import has_feature
-from rekindle_kernels.native.kernels.gemm_packing import finisher, narrower, row_of
-from rekindle_kernels.native.kernels.rms_norm import normalise
-from rekindle_kernels.native.language import registers
+from rekindle_kernels.native.kernels.gemm_packing import finisher, narrower
+from rekindle_kernels.native.kernels.norms_and_gates import normalise
+from rekindle_kernels.native.kernels.operands import row_of
+from rekindle_kernels.native.language.dot_products import exchanged
 from rekindle_kernels.native.language.handler import first_unit
 from rekindle_kernels.native.language.jit import inline, jit
 from rekindle_kernels.native.language.memory import WORD, f32, free, malloc, prefetch_at, set_f32
@@ -43,6 +46,16 @@ from rekindle_kernels.native.language.vector import LANES, load_f32, store
 OUTPUTS = LANES  # of a strip
 FEWEST = 96  # of a group: many threads share a strip, and each turns it for itself
 PACKED_BYTES = 64 << 10  # of rows that one thread packs: to wake another takes as long
+
+
+# Registers of x86, of eight lanes (AVX2) or sixteen (AVX-512): what turns a matrix, and adds products to sums.
+
+# They add to the sum {0} the products of the column {1} and the word at {4} that {2} has everywhere; {3} may be
+# overwritten.
+FLOATS_ADD = ("vfmadd231ps {1}, {2}, {0}",)
+SPREAD_FLOATS_ADD = ("vfmadd231ps {4}{{1to16}}, {1}, {0}",)  # of AVX-512
+PAIRS_ADD = ("vpmaddwd {1}, {2}, {3}", "vpaddd {3}, {0}, {0}")
+QUADS_ADD = ("{{vex}} vpdpbusd {1}, {2}, {0}",)
 
 
 class WidenedForm(NamedTuple):
@@ -60,11 +73,11 @@ class WidenedForm(NamedTuple):
 
 def form_of(size: int) -> WidenedForm:
     if has_feature("avx512f"):
-        add = registers.SPREAD_FLOATS_ADD if size == 2 else registers.PAIRS_ADD
+        add = SPREAD_FLOATS_ADD if size == 2 else PAIRS_ADD
         return WidenedForm(size, 2, add, False, lanes=16, rows=24, fewer_rows=8, panel=8)
     if size == 1 and has_feature("avxvnni"):
-        return WidenedForm(1, 1, registers.QUADS_ADD, True, lanes=8, rows=6, fewer_rows=4, panel=1)
-    add = registers.FLOATS_ADD if size == 2 else registers.PAIRS_ADD
+        return WidenedForm(1, 1, QUADS_ADD, True, lanes=8, rows=6, fewer_rows=4, panel=1)
+    add = FLOATS_ADD if size == 2 else PAIRS_ADD
     return WidenedForm(size, 2, add, False, lanes=8, rows=6, fewer_rows=4, panel=1)
 
 
@@ -185,9 +198,80 @@ def put_floats(job: Any, r: int, out: int, scratch: int) -> None:
         store(out, k, load_f32(x, k))
 
 
+def ints(lanes: int) -> Any:
+    """Return the type of a register of words."""
+    return ir.VectorType(ir.IntType(32), lanes)
+
+
+def transposed(builder: Any, rows: Sequence[Any]) -> list[Any]:
+    """Return registers of a column each for as many of a row."""
+    if len(rows) > 8:
+        return exchanged(builder, rows)
+
+    def pick(a: Any, b: Any, lanes: list[int]) -> Any:
+        return builder.shuffle_vector(a, b, ir.Constant(ints(8), lanes))
+
+    low, high = [0, 8, 1, 9, 4, 12, 5, 13], [2, 10, 3, 11, 6, 14, 7, 15]
+    pairs = [pick(rows[i], rows[i + 1], lanes) for i in range(0, 8, 2) for lanes in (low, high)]
+    first, second = [0, 1, 8, 9, 4, 5, 12, 13], [2, 3, 10, 11, 6, 7, 14, 15]
+    fours = [pick(pairs[i], pairs[i + 2], lanes) for i in (0, 1, 4, 5) for lanes in (first, second)]
+    left, right = [0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]
+    return [pick(fours[i], fours[i + 4], lanes) for lanes in (left, right) for i in range(4)]
+
+
+def add_row(
+    builder: Any, instructions: Sequence[str], word: Any, step: Any, row: int, columns: list[Any], sums: list[Any]
+) -> list[Any]:
+    """Return `sums` and the word `row` steps behind `word` times each of the columns. A step is a number of bytes, or,
+    for up to two, a register.
+
+    As assembly: the compiler would ask for the words of all rows first, and have no registers left for the sums.
+    """
+    count, kind = len(sums), columns[0].type
+    spread, spare = f"${count}", f"${count + 1}"
+    steps = [] if isinstance(step, int) else [step]
+    behind = ("", f",${2 * count + 3}", f",${2 * count + 3},2")[row] if steps else ""
+    place = f"{'' if steps else row * step}(${2 * count + 2}{behind})"
+    lines = [f"vbroadcastss {place}, {spread}"] if instructions != SPREAD_FLOATS_ADD else []
+    for i in range(count):
+        overwritten = spread if i == count - 1 else spare  # the last needs the word no more
+        sums_and_columns = f"${i}", f"${count + 2 + i}"
+        lines += [each.format(*sums_and_columns, spread, overwritten, place) for each in instructions]
+    registers = ["=v"] * count + ["=&v"] * 2 + ["v"] * count + ["r"] * (1 + len(steps)) + [str(i) for i in range(count)]
+    results = ir.LiteralStructType([kind] * (count + 2))
+    function = ir.FunctionType(results, [kind] * count + [WORD] * (1 + len(steps)) + [kind] * count)
+    operands = [*columns, word, *steps, *sums]
+    added = builder.asm(function, "\n".join(lines), ",".join(registers), operands, side_effect=False)
+    return [builder.extract_value(added, i) for i in range(count)]
+
+
+def bf16_in_two(builder: Any, words: Any) -> tuple[Any, Any]:
+    """Return the low and the high bfloat16 of each word, as float32."""
+    return builder.shl(words, _all(words, 16)), builder.and_(words, _all(words, 0xFFFF0000))
+
+
+def bytes_in_two(builder: Any, words: Any) -> tuple[Any, Any]:
+    """Return the first and third of four int8 in each word, and the others, as two of 16 bits."""
+    shorts = builder.bitcast(words, ir.VectorType(ir.IntType(16), 2 * words.type.count))
+    eight = _all(shorts, 8)
+    even = builder.ashr(builder.shl(shorts, eight), eight)
+    return builder.bitcast(even, words.type), builder.bitcast(builder.ashr(shorts, eight), words.type)
+
+
+def add_bytes(builder: Any, a: Any, words: Any) -> Any:
+    """Return a plus the four int8 in each of eight lanes of `words`, by AVX-VNNI."""
+    kind = ir.FunctionType(a.type, [a.type] * 3)
+    function = get_or_insert_function(builder.module, kind, "llvm.x86.avx512.vpdpbusd.256")
+    return builder.call(function, [a, _all(words, 0x01010101), words])
+
+
+def _all(vector: Any, number: int) -> Any:
+    return ir.Constant(vector.type, [number] * vector.type.count)
+
+
 def _register(builder: Any, lanes: int, start: Any, number: Any) -> Any:
     """Return where the register is whose first word is the one of that number."""
-    return builder.inttoptr(builder.add(start, builder.mul(number, WORD(4))), registers.ints(lanes).as_pointer())
+    return builder.inttoptr(builder.add(start, builder.mul(number, WORD(4))), ints(lanes).as_pointer())
 
 
 def pair_spreader(lanes: int) -> Any:
@@ -200,7 +284,7 @@ def pair_spreader(lanes: int) -> Any:
             with cgutils.for_range(builder, builder.udiv(words, WORD(lanes))) as loop:
                 first = builder.mul(loop.index, WORD(lanes))
                 loaded = builder.load(_register(builder, lanes, source, first), align=1)
-                for half, value in enumerate(registers.bytes_in_two(builder, loaded)):
+                for half, value in enumerate(bytes_in_two(builder, loaded)):
                     place = builder.add(builder.mul(first, WORD(2)), WORD(half * lanes))
                     builder.store(value, _register(builder, lanes, target, place), align=4)
             return context.get_dummy_value()
@@ -220,20 +304,20 @@ def turner(form: WidenedForm) -> Any:
     def turn(typing_context: Any, w: Any, words: Any, strip: Any, weight_sums: Any) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             w, words, strip, weight_sums = args
-            total = cgutils.alloca_once(builder, registers.ints(lanes))
-            builder.store(ir.Constant(registers.ints(lanes), [0] * lanes), total)
+            total = cgutils.alloca_once(builder, ints(lanes))
+            builder.store(ir.Constant(ints(lanes), [0] * lanes), total)
             starts = [builder.add(w, builder.mul(words, WORD(4 * row))) for row in range(lanes)]
             with cgutils.for_range(builder, builder.udiv(words, WORD(lanes))) as loop:
                 first = builder.mul(loop.index, WORD(lanes))
                 rows = [builder.load(_register(builder, lanes, start, first), align=4) for start in starts]
-                columns = registers.transposed(builder, rows)
+                columns = transposed(builder, rows)
                 for j, value in enumerate(placed(builder, columns)):
                     word = builder.add(builder.mul(first, WORD(form.words)), WORD(j))
                     builder.store(value, _register(builder, lanes, strip, builder.mul(word, WORD(OUTPUTS))), align=4)
                 if form.unsigned:
                     sums = builder.load(total)
                     for column in columns:
-                        sums = registers.add_bytes(builder, sums, column)
+                        sums = add_bytes(builder, sums, column)
                     builder.store(sums, total)
             builder.store(builder.load(total), _register(builder, lanes, weight_sums, WORD(0)), align=4)
             return context.get_dummy_value()
@@ -243,10 +327,10 @@ def turner(form: WidenedForm) -> Any:
     def placed(builder: Any, columns: list[Any]) -> list[Any]:
         """Return the words that eight of the matrix become, in the order of a row's."""
         if form.size == 2:
-            return [half for column in columns for half in registers.bf16_in_two(builder, column)]
+            return [half for column in columns for half in bf16_in_two(builder, column)]
         if form.unsigned:
             return columns
-        both = [registers.bytes_in_two(builder, column) for column in columns]
+        both = [bytes_in_two(builder, column) for column in columns]
         return [halves[0] for halves in both] + [halves[1] for halves in both]
 
     return turn
@@ -263,7 +347,7 @@ def multiply_tile(form: WidenedForm, rows: int) -> Any:
     def tile(typing_context: Any, strip: Any, x: Any, words: Any, sums: Any, ahead: Any, step: Any) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             strip, x, words, sums, ahead, step = args
-            kind = ir.VectorType(ir.FloatType(), lanes) if form.size == 2 else registers.ints(lanes)
+            kind = ir.VectorType(ir.FloatType(), lanes) if form.size == 2 else ints(lanes)
 
             def register(start: Any, number: Any) -> Any:
                 return builder.bitcast(_register(builder, lanes, start, number), kind.as_pointer())
@@ -284,7 +368,7 @@ def multiply_tile(form: WidenedForm, rows: int) -> Any:
                     word = builder.add(starts[row // together], builder.mul(loop.index, WORD(4 * form.panel)))
                     before = [builder.load(total) for total in here]
                     step = row_size if form.panel == 1 else 4
-                    after = registers.add_row(builder, form.add, word, step, row % together, columns, before)
+                    after = add_row(builder, form.add, word, step, row % together, columns, before)
                     for total, value in zip(here, after, strict=True):
                         builder.store(value, total)
             for number, total in enumerate(totals):

@@ -46,7 +46,7 @@ from rekindle_kernels.int4_format import (
 from rekindle_kernels.native import cpu
 from rekindle_kernels.native.cpu import has_feature
 from rekindle_kernels.native.kernel_table import GROUPED
-from rekindle_kernels.native.kernels import int4_amx, int4_widened, prefill_amx
+from rekindle_kernels.native.kernels import int4_amx, int4_widened
 from rekindle_kernels.native.kernels.int4_tile import (
     BACK,
     BEGIN,
@@ -63,9 +63,9 @@ from rekindle_kernels.native.kernels.int4_tile import (
     multiply_tile,
     unpacker,
 )
-from rekindle_kernels.native.kernels.operands import describe_rows, first_row
-from rekindle_kernels.native.kernels.rms_norm import normalise
-from rekindle_kernels.native.language.amx import allowed
+from rekindle_kernels.native.kernels.norms_and_gates import normalise
+from rekindle_kernels.native.kernels.operands import describe_rows, first_row, row_of
+from rekindle_kernels.native.language import amx
 from rekindle_kernels.native.language.dot_products import store_i8
 from rekindle_kernels.native.language.handler import Kernel, first_unit, job_layout, wait_for_blocks
 from rekindle_kernels.native.language.jit import inline, jit
@@ -126,12 +126,6 @@ JOB = job_layout(
     },
     numbers={"eps": "added to the mean square"},
 )
-
-
-@inline
-def row_of(job: Any, r: int) -> int:
-    """Return where the r-th row that is multiplied is among all rows."""
-    return r if r < job.before else r + job.gap
 
 
 @inline
@@ -290,7 +284,7 @@ def planner(form: Int4Form, units: Any) -> Any:
         # The instruction, and the rows as they are packed for it.
         job.tiles = 0
         if tiled and rows >= TILED and frame.settings.amx > 0:
-            job.tiles = allowed()
+            job.tiles = amx.allowed()
         widens = frame.settings.widened > 0 and int4_widened.is_faster(rows, job.width // job.groups)
         if job.tiles > 0 and widens and job.width % int4_widened.DEPTH == 0:
             job.tiles = 2
@@ -426,10 +420,7 @@ def part_by_tiles(form: Int4Form, share: Units, multiply_rows: Any) -> Any:
     def by_tiles(job: Any, part: int, first: int, end: int) -> None:
         size, ups, blocks, widened = unit(job), job.ups, job.results // LANES, job.tiles == 2
         memory = malloc(int4_widened.memory_for(end - first) if widened else int4_amx.memory_for(end - first))
-        if widened:
-            prefill_amx.begin(memory)
-        else:
-            int4_amx.begin(memory, job.width // job.groups)
+        amx.begin(memory, amx.DEPTH if widened else min(amx.DEPTH, job.width // job.groups))
         for u in range(first_unit(part, job.parts, units(job)), first_unit(part + 1, job.parts, units(job))):
             at = u * size
             behind = ups if ups > 0 else 1 if at + 1 < blocks else 0
@@ -440,10 +431,7 @@ def part_by_tiles(form: Int4Form, share: Units, multiply_rows: Any) -> Any:
                 multiply_tiles(job, at, behind, first, end, memory, following)
             else:
                 multiply_rows(job, at, 0, first, end, memory + int4_amx.INTEGERS, 0)
-        if widened:
-            prefill_amx.end(memory)
-        else:
-            int4_amx.end(memory)
+        amx.end(memory)
         free(memory)
 
     return by_tiles

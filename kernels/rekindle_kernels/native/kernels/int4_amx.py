@@ -30,21 +30,20 @@ from rekindle_kernels.native.kernels.int4_tile import (
     unpacker,
 )
 from rekindle_kernels.native.language.amx import (
+    DEPTH,
+    MEMORY,
     add_products,
-    configuration,
-    configure,
     load_tile,
     store_tile,
     zero_tile,
 )
 from rekindle_kernels.native.language.handler import first_unit
 from rekindle_kernels.native.language.jit import inline, jit
-from rekindle_kernels.native.language.memory import LINE, WORD, prefetch, set_word
+from rekindle_kernels.native.language.memory import LINE, WORD, prefetch
 from rekindle_kernels.native.language.vector import FLOATS, LANES, llvm_call, splat, store
 
 ROWS = 16  # of a tile
 PANEL = 256  # inputs whose weights are unpacked at a time: with a tile of rows they stay in the first cache
-DEPTH = 64  # inputs of a tile, or those of a group if it has fewer
 _ROWS_AT, _WEIGHTS_AT = 6, 7  # registers; four others have the sums of a pair of groups, for two blocks of outputs
 _INPUT = UNPACKED // 8  # bytes of an unpacked input of two blocks
 _SUMS = ROWS * LANES * 4  # bytes of the sums of one block
@@ -53,8 +52,7 @@ _INTS = ir.VectorType(ir.IntType(32), LANES)
 
 # Memory of a block of work: the shapes of the tile registers, those of before, integers of two pairs as they leave the
 # registers, unpacked weights, and the sums of all rows.
-_BEFORE = LINE
-INTEGERS = 2 * LINE
+INTEGERS = MEMORY
 _WEIGHTS = INTEGERS + 8 * _SUMS
 _TOTALS = _WEIGHTS + (PANEL + 256) * _INPUT
 
@@ -243,27 +241,6 @@ def _pairs(scale: str) -> Any:
 def memory_for(rows: int) -> int:
     """Return bytes that a block of work needs for so many rows."""
     return _TOTALS + (rows + ROWS - 1) // ROWS * 2 * _SUMS
-
-
-@jit
-def begin(memory: int, group: int) -> None:
-    """Shape the tile registers for groups of so many inputs; `memory` keeps how they were."""
-    depth = min(DEPTH, group)
-    for index in range(8):
-        set_word(memory, index, 0)
-    set_word(memory, 0, 1)
-    line = 64 + (64 << 16)  # the bytes of a row in two registers
-    set_word(memory, 2, line + (line << 32))
-    set_word(memory, 3, line + (depth << 32) + (64 << 48))
-    set_word(memory, 6, 0x10101010101010 + ((depth // 4) << 56))
-    configuration(memory + _BEFORE)
-    configure(memory)
-
-
-@jit
-def end(memory: int) -> None:
-    """Leave the tile registers as they were."""
-    configure(memory + _BEFORE)
 
 
 @inline

@@ -41,8 +41,7 @@ from numba.extending import intrinsic
 from rekindle_kernels.int4_format import INPUTS_OF
 from rekindle_kernels.native.kernels.int4_amx import ask_for
 from rekindle_kernels.native.kernels.int4_tile import STEP, TILE_BYTES, Codebook, scale_reader, stored_integers
-from rekindle_kernels.native.kernels.prefill_amx import MEMORY
-from rekindle_kernels.native.language.amx import add_products_of_pairs, load_tile, store_tile, zero_tile
+from rekindle_kernels.native.language.amx import MEMORY, add_products_of_pairs, load_tile, store_tile, zero_tile
 from rekindle_kernels.native.language.jit import inline, jit
 from rekindle_kernels.native.language.memory import LINE, WORD
 from rekindle_kernels.native.language.vector import FLOATS, LANES, llvm_call, load_f32, store_bf16

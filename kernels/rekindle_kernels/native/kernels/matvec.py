@@ -23,8 +23,8 @@ import numpy as np
 
 from rekindle_kernels.native import cpu
 from rekindle_kernels.native.kernel_table import MATVEC
+from rekindle_kernels.native.kernels.norms_and_gates import normalise
 from rekindle_kernels.native.kernels.operands import first_row
-from rekindle_kernels.native.kernels.rms_norm import normalise
 from rekindle_kernels.native.language.handler import Kernel, first_unit, job_layout
 from rekindle_kernels.native.language.jit import inline, jit
 from rekindle_kernels.native.language.memory import LINE, f32, free, malloc, prefetcher, set_f32

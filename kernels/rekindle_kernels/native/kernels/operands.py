@@ -28,6 +28,12 @@ def describe_rows(frame: Any, job: Any) -> None:
 
 
 @inline
+def row_of(job: Any, r: int) -> int:
+    """Return where the r-th row that is multiplied is among all rows."""
+    return r if r < job.before else r + job.gap
+
+
+@inline
 def first_row(frame: Any, rows: int) -> int:
     """Return the row of the arrays at which the matrix of `expert` begins, which has so many; 0 without a stack.
 

@@ -18,10 +18,9 @@ import numpy as np
 
 from rekindle_kernels.native import cpu, kernel_table
 from rekindle_kernels.native.cpu import has_feature
-from rekindle_kernels.native.kernels import prefill_amx
 from rekindle_kernels.native.kernels.attention_job import FIELDS, MASKED, NUMBERS, StoredHeads, describe, length_of
-from rekindle_kernels.native.kernels.prefill_tiles import KEYS, loader, products
-from rekindle_kernels.native.language.amx import allowed
+from rekindle_kernels.native.kernels.prefill_tiles import AMX_ROWS, KEYS, amx_products, loader, products
+from rekindle_kernels.native.language import amx
 from rekindle_kernels.native.language.dot_products import store_rounded, times_power_of_two
 from rekindle_kernels.native.language.handler import Kernel, job_layout
 from rekindle_kernels.native.language.jit import inline, jit
@@ -142,8 +141,8 @@ def preparer(D: int, tiled: bool) -> Any:
         unread = i32(frame.unread.data, 0) // job.queries if frame.has_unread else 0
         job.unread = max(0, min(unread, tiles_of(job, 0) if prompts > 0 else 0))
         job.unit = 4
-        if tiled and frame.settings.amx > 0 and allowed() > 0:
-            job.unit = prefill_amx.ROWS
+        if tiled and frame.settings.amx > 0 and amx.allowed() > 0:
+            job.unit = AMX_ROWS
         for at in range(end_of(job, prompts) * job.heads * D, job.tokens * job.heads * D):
             set_f32(job.out, at, ZERO)
         tiles = count_tiles(job, prompts)
@@ -216,7 +215,7 @@ def attender(D: int, paired: bool, tiled: bool) -> Any:
     words, key_words = D // elements, KEYS // elements  # of a query, of a row of weights
     product, row_vector = products(paired)
     softmax_row = softmax_function(D, paired)
-    by_keys, by_values = prefill_amx.products(D) if tiled else (None, None)
+    by_keys, by_values = amx_products(D) if tiled else (None, None)
 
     @jit
     def weigh(job: Any, tile: PromptTile, scratch: Scratch, first: int, end: int, key: int) -> None:
@@ -302,8 +301,8 @@ def kernel(stored: StoredHeads, paired: bool) -> Kernel:
         first = max(0, tile.position - window + 1) if window > 0 else 0
         shapes, unit = 0, job.unit
         if tiled and unit > 4:
-            shapes = malloc(prefill_amx.MEMORY)
-            prefill_amx.begin(shapes)
+            shapes = malloc(amx.MEMORY)
+            amx.begin(shapes, amx.DEPTH)
         for key in range(first // KEYS * KEYS, last, KEYS):
             load(job, tile.s, tile.k, key, last, scratch.keys, scratch.values)
             for number in range(tile.padded // unit):
@@ -312,7 +311,7 @@ def kernel(stored: StoredHeads, paired: bool) -> Kernel:
                     continue  # none of them sees it
                 attend(job, tile, scratch, m, key)
         if tiled and unit > 4:
-            prefill_amx.end(shapes)
+            amx.end(shapes)
             free(shapes)
         put_results(job, tile, scratch)
         free(scratch.q)

@@ -8,12 +8,20 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from numba import types
+from numba.extending import intrinsic
 
 from rekindle_kernels.native.cpu import has_feature
 from rekindle_kernels.native.kernels.attention_job import StoredHeads, page_of
+from rekindle_kernels.native.language.amx import (
+    add_products_of_pairs,
+    load_tile,
+    store_tile,
+    zero_tile,
+)
 from rekindle_kernels.native.language.dot_products import add_pairs, load_interleaved, store_columns
 from rekindle_kernels.native.language.jit import inline, jit
-from rekindle_kernels.native.language.memory import f32, set_f32
+from rekindle_kernels.native.language.memory import LINE, WORD, f32, set_f32
 from rekindle_kernels.native.language.vector import LANES, load_f32, multiply_add, splat, store, store_four
 
 KEYS = 4 * LANES  # of a tile: the four vectors of the product
@@ -170,3 +178,59 @@ def products(paired: bool) -> Any:
         store(c, 0, x)
 
     return product if wide else product_by_vectors, row_vector
+
+
+# The products of `prefill` by AMX: sixteen rows of queries times a tile of keys, and their weights times its values.
+#
+# Tile registers multiply words of two bfloat16 as `prefill_tiles` lays them out, and leave float32. They add the
+# products of a row in another order than `dot_products.add_pairs`, so the last bits differ from those without AMX. A
+# row's result is the same whatever rows are beside it.
+
+AMX_ROWS = 16  # that are multiplied together
+_SUMS = KEYS // LANES  # registers of sums
+_ROWS_AT, _COLUMNS_AT = 4, 5  # registers: words of rows, and one of two for words of columns
+
+
+def amx_products(D: int) -> tuple[Any, Any]:
+    """Return `by_keys(q, keys, logits)` and `by_values(weights, values, out)`, which adds to `out`; heads have that
+    size."""
+
+    def multiply(builder: Any, rows: Any, row: int, columns: Any, column: int, depth: int, sums: list[int]) -> None:
+        """Adds the products of `depth` words of sixteen rows; `row` and `column` are the bytes of one of each."""
+        for i in range(depth // LANES):
+            load_tile(builder, _ROWS_AT, builder.add(rows, WORD(i * LINE)), WORD(row))
+            for number, behind in enumerate(sums):
+                place = builder.add(columns, WORD(i * LANES * column + behind))
+                register = _COLUMNS_AT + number % 2
+                load_tile(builder, register, place, WORD(column))
+                add_products_of_pairs(builder, number, _ROWS_AT, register)
+
+    @intrinsic
+    def by_keys(typing_context: Any, q: Any, keys: Any, logits: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            q, keys, logits = args
+            for number in range(_SUMS):
+                zero_tile(builder, number)
+            multiply(builder, q, 2 * D, keys, 4 * KEYS, D // 2, [number * LINE for number in range(_SUMS)])
+            for number in range(_SUMS):
+                store_tile(builder, number, builder.add(logits, WORD(number * LINE)), WORD(4 * KEYS))
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 3), codegen
+
+    @intrinsic
+    def by_values(typing_context: Any, weights: Any, values: Any, out: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            weights, values, out = args
+            for first in range(0, 4 * D, _SUMS * LINE):
+                places = list(range(first, min(4 * D, first + _SUMS * LINE), LINE))
+                for number, place in enumerate(places):
+                    load_tile(builder, number, builder.add(out, WORD(place)), WORD(4 * D))
+                multiply(builder, weights, 4 * KEYS, values, 4 * D, KEYS // 2, places)
+                for number, place in enumerate(places):
+                    store_tile(builder, number, builder.add(out, WORD(place)), WORD(4 * D))
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 3), codegen
+
+    return by_keys, by_values

@@ -1,7 +1,8 @@
-"""A token for each row by its temperature, top-k, top-p, min-p and seed, drawn by rejection.
+"""The next token of each row: the largest logit, a draw, and masks that come while the program runs.
 
-It is the algorithm of `rekindle._src.programs.sampling` with the same random words. In XLA that is 1,300 instructions
-of every step program: a third of the time that loading one takes.
+A draw follows a temperature, top-k, top-p, min-p and a seed, by rejection: the algorithm of
+`rekindle._src.programs.sampling` with the same random words. In XLA that is 1,300 instructions of every step program: a
+third of the time that loading one takes.
 
 A mask has a bit for each token, the lowest bit of a word of 32 first; 1 allows the token. A grammar mostly allows a
 few tokens or almost all. What a block of forbidden tokens adds to any sum is 0, so a draw from the gathered blocks
@@ -17,20 +18,87 @@ from typing import Any
 import numpy as np
 
 from rekindle_kernels.native import kernel_table
-from rekindle_kernels.native.kernels.argmax import first_largest
 from rekindle_kernels.native.language.handler import Kernel, job_layout, nothing
 from rekindle_kernels.native.language.jit import inline, jit
-from rekindle_kernels.native.language.memory import f32, free, i32, malloc, set_f32, set_i32
-from rekindle_kernels.native.language.records import dim
-from rekindle_kernels.native.language.vector import LANES, add, load_f32, splat, store, where_bits, where_negative
+from rekindle_kernels.native.language.memory import (
+    acquire,
+    f32,
+    free,
+    give_way,
+    i32,
+    malloc,
+    publish,
+    set_f32,
+    set_i32,
+    sleep,
+    this_thread,
+)
+from rekindle_kernels.native.language.records import dim, record_at
+from rekindle_kernels.native.language.vector import (
+    LANES,
+    add,
+    larger,
+    largest,
+    load_f32,
+    splat,
+    store,
+    where_bits,
+    where_negative,
+)
 from rekindle_kernels.native.language.vector_math import LOWEST, exp
+from rekindle_kernels.native.mask_gate import GATE
 
 ROUNDS = 64  # each round of rejection halves the candidates at least, on average
 ZERO, ONE, INFINITY = np.float32(0), np.float32(1), np.float32(np.inf)
 STEP = np.float32(2.0**-24)
 MAGNITUDE, BITS_OF_INFINITY, WORD = 0x7FFFFFFF, 0x7F800000, 0xFFFFFFFF
 
-JOB = job_layout(
+# The index of the largest number of each row: XLA:CPU reads the rows twice, on one thread.
+
+STRETCH = 16 * LANES  # numbers: their largest is found first, its place only in the stretch that has the row's largest
+
+ARGMAX_JOB = job_layout("argmax", {"x": "[rows, width]", "out": "int32 [rows]", "width": ""})
+
+
+@inline
+def first_largest(x: int, width: int) -> int:
+    """Return the first index of the largest of [width]; the last index where all are NaN."""
+    top, start = -INFINITY, 0
+    for begin in range(0, width // STRETCH * STRETCH, STRETCH):
+        a = b = splat(-INFINITY)
+        for at in range(begin, begin + STRETCH, 2 * LANES):
+            a, b = larger(load_f32(x, at), a), larger(load_f32(x, at + LANES), b)
+        here = largest(larger(a, b))
+        if here > top:
+            top, start = here, begin
+    for at in range(width // STRETCH * STRETCH, width):
+        if f32(x, at) > top:
+            top, start = f32(x, at), at
+    for at in range(start, width):
+        if f32(x, at) == top:
+            return at
+    return width - 1
+
+
+def argmax_kernel() -> Kernel:
+    """Return the first index of the largest of every row of x."""
+
+    @jit
+    def prepare(frame: Any, job: Any, threads: int) -> int:
+        job.x = frame.x.data
+        job.out = frame.out.data
+        job.width = dim(frame.x, 1)
+        return dim(frame.x, 0)
+
+    @jit
+    def block(job: Any, index: int) -> None:
+        x = job.x + index * job.width * 4
+        set_i32(job.out, index, first_largest(x, job.width))
+
+    return Kernel(kernel_table.ARGMAX, ARGMAX_JOB, prepare, block, nothing)
+
+
+SAMPLE_JOB = job_layout(
     "sample",
     {
         "logits": "[rows, vocabulary]",
@@ -201,54 +269,7 @@ def choose(job: Any, r: int, logits: int, count: int) -> int:
     return index
 
 
-@inline
-def choose_allowed(job: Any, r: int, logits: int, mask: int) -> int:
-    """Return the token that row r takes of those that its mask allows."""
-    vocabulary, size = job.vocabulary, job.block_size
-    most = (vocabulary + size - 1) // size
-    values = malloc(most * (size + 1) * 4)
-    blocks = values + most * size * 4
-    count, token = gather(logits, mask, vocabulary, size, values, blocks), -1
-    if count > 0:
-        index = choose(job, r, values, count)
-        if f32(values, index) > -INFINITY:
-            token = i32(blocks, index // size) * size + index % size
-    free(values)
-    return token if token >= 0 else first_never(logits, mask, vocabulary)
-
-
-def kernel() -> Kernel:
-    """Return a token for every row of logits."""
-
-    @jit
-    def prepare(frame: Any, job: Any, threads: int) -> int:
-        job.logits = frame.logits.data
-        job.temperature = frame.temperature.data
-        job.top_k = frame.top_k.data
-        job.top_p = frame.top_p.data
-        job.min_p = frame.min_p.data
-        job.seed = frame.seed.data
-        job.position = frame.position.data
-        job.block_size = frame.settings.block
-        job.masks = frame.masks.data if frame.has_masks else 0
-        job.words = dim(frame.masks, 1) if frame.has_masks else 0
-        job.out = frame.out.data
-        job.vocabulary = dim(frame.logits, 1)
-        return dim(frame.logits, 0)
-
-    @jit
-    def block(job: Any, r: int) -> None:
-        logits, mask = job.logits + r * job.vocabulary * 4, job.masks + r * job.words * 4
-        if job.masks == 0 or allows_all(mask, job.words):
-            set_i32(job.out, r, choose(job, r, logits, job.vocabulary))
-        else:
-            set_i32(job.out, r, choose_allowed(job, r, logits, mask))
-
-    return Kernel(kernel_table.SAMPLE, JOB, prepare, block, nothing)
-
-
 BITS = 32
-NEVER = np.float32(-np.inf)
 
 
 @inline
@@ -282,10 +303,10 @@ def gather(logits: int, mask: int, vocabulary: int, size: int, values: int, bloc
         for at in range(begin, begin + size, LANES):
             if at + LANES <= vocabulary:
                 bits = i32(mask, at // BITS) >> (at % BITS)
-                store(values, kept + at - begin, where_bits(bits, load_f32(logits, at), splat(NEVER)))
+                store(values, kept + at - begin, where_bits(bits, load_f32(logits, at), splat(-INFINITY)))
             else:
                 for token in range(at, at + LANES):
-                    set_f32(values, kept + token - begin, NEVER)
+                    set_f32(values, kept + token - begin, -INFINITY)
                     if token < vocabulary and allows(mask, token):
                         set_f32(values, kept + token - begin, f32(logits, token))
         kept += size
@@ -299,6 +320,104 @@ def first_never(logits: int, mask: int, vocabulary: int) -> int:
 
     It is the last token if there is none, which is so where all are NaN."""
     for token in range(vocabulary):
-        if not allows(mask, token) or f32(logits, token) == NEVER:
+        if not allows(mask, token) or f32(logits, token) == -INFINITY:
             return token
     return vocabulary - 1
+
+
+@inline
+def choose_allowed(job: Any, r: int, logits: int, mask: int) -> int:
+    """Return the token that row r takes of those that its mask allows."""
+    vocabulary, size = job.vocabulary, job.block_size
+    most = (vocabulary + size - 1) // size
+    values = malloc(most * (size + 1) * 4)
+    blocks = values + most * size * 4
+    count, token = gather(logits, mask, vocabulary, size, values, blocks), -1
+    if count > 0:
+        index = choose(job, r, values, count)
+        if f32(values, index) > -INFINITY:
+            token = i32(blocks, index // size) * size + index % size
+    free(values)
+    return token if token >= 0 else first_never(logits, mask, vocabulary)
+
+
+def sample_kernel() -> Kernel:
+    """Return a token for every row of logits."""
+
+    @jit
+    def prepare(frame: Any, job: Any, threads: int) -> int:
+        job.logits = frame.logits.data
+        job.temperature = frame.temperature.data
+        job.top_k = frame.top_k.data
+        job.top_p = frame.top_p.data
+        job.min_p = frame.min_p.data
+        job.seed = frame.seed.data
+        job.position = frame.position.data
+        job.block_size = frame.settings.block
+        job.masks = frame.masks.data if frame.has_masks else 0
+        job.words = dim(frame.masks, 1) if frame.has_masks else 0
+        job.out = frame.out.data
+        job.vocabulary = dim(frame.logits, 1)
+        return dim(frame.logits, 0)
+
+    @jit
+    def block(job: Any, r: int) -> None:
+        logits, mask = job.logits + r * job.vocabulary * 4, job.masks + r * job.words * 4
+        if job.masks == 0 or allows_all(mask, job.words):
+            set_i32(job.out, r, choose(job, r, logits, job.vocabulary))
+        else:
+            set_i32(job.out, r, choose_allowed(job, r, logits, mask))
+
+    return Kernel(kernel_table.SAMPLE, SAMPLE_JOB, prepare, block, nothing)
+
+
+# Masks that the host writes while a program runs (`native.mask_gate`): wait for them, and hand them on.
+
+SPINS, YIELDS = 200, 2000  # before another program may have the core, and before it is given up for a while
+PAUSE = 50  # microseconds, of which the system makes about 100
+MOST = 600_000  # pauses until it gives up: a minute
+HALF = 0xFFFFFFFF
+OPEN, MISSED, GATE_BYTES = GATE.offset("open"), GATE.offset("missed"), GATE.size
+
+GATE_JOB = job_layout(
+    "gate", {"masks": "int32 [numbers], the host's; 0 if they did not come", "out": "", "numbers": ""}
+)
+_gate = record_at(GATE)
+
+
+@inline
+def opens(gate: int) -> bool:
+    """Wait until the gate is open; False if it is not opened."""
+    tries = 0
+    while acquire(gate + OPEN) == 0:
+        if this_thread(0) == _gate(gate).opener or tries > YIELDS + MOST:
+            return False
+        tries += 1
+        if tries > YIELDS:
+            sleep(PAUSE)
+        elif tries > SPINS:
+            give_way(0)
+    return True
+
+
+def gate_kernel() -> Kernel:
+    """Return the masks behind the gate; no token may come if it stays closed."""
+
+    @jit
+    def prepare(frame: Any, job: Any, threads: int) -> int:
+        at = frame.gate.data
+        gate = (i32(at, 0) & HALF) | (i32(at, 1) << 32)
+        job.out = frame.masks.data
+        job.numbers = dim(frame.masks, 0) * dim(frame.masks, 1)
+        job.masks = gate + GATE_BYTES
+        if not opens(gate):
+            publish(gate + MISSED, 1)
+            job.masks = 0
+        return 1
+
+    @jit
+    def block(job: Any, index: int) -> None:
+        for number in range(job.numbers):
+            set_i32(job.out, number, 0 if job.masks == 0 else i32(job.masks, number))
+
+    return Kernel(kernel_table.GATE, GATE_JOB, prepare, block, nothing)

@@ -12,8 +12,11 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from rekindle_kernels.native.language.memory import WORD
+from rekindle_kernels.native.language.jit import jit
+from rekindle_kernels.native.language.memory import LINE, WORD, set_word
 
+MEMORY = 2 * LINE  # bytes that keep the shapes of the tile registers, and those of before
+DEPTH = LINE  # bytes of a whole row
 _NONE, _66, _F3, _F2 = range(4)  # prefixes
 
 
@@ -64,6 +67,27 @@ def _on_address(code: str) -> Any:
 
 
 configure, configuration = _on_address(_bytes(_NONE, 0x49, 0x00)), _on_address(_bytes(_66, 0x49, 0x00))
+
+
+@jit
+def begin(memory: int, depth: int) -> None:
+    """Shape the tile registers as 16 rows of a cache line, the seventh with rows of `depth` bytes, the eighth with as
+    many rows as these have words; `memory` keeps how they were."""
+    for index in range(8):
+        set_word(memory, index, 0)
+    line = DEPTH + (DEPTH << 16)  # the bytes of a row in two registers
+    set_word(memory, 0, 1)
+    set_word(memory, 2, line + (line << 32))
+    set_word(memory, 3, line + (depth << 32) + (DEPTH << 48))
+    set_word(memory, 6, 0x10101010101010 + ((depth // 4) << 56))
+    configuration(memory + LINE)
+    configure(memory)
+
+
+@jit
+def end(memory: int) -> None:
+    """Leave the tile registers as they were."""
+    configure(memory + LINE)
 
 
 @intrinsic
