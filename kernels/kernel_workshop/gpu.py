@@ -15,9 +15,8 @@ from kernel_workshop.paged_attention import Sizes, filled, matmul_rate, medians,
 from rekindle_kernels import deprecated, pages, tuning
 from rekindle_kernels.ops.attention import AttentionInputs, AttentionOptions, paged_attention
 from rekindle_kernels.ops.registry import current_platform
-from rekindle_kernels.pallas.gpu import attention as kernels
+from rekindle_kernels.pallas.gpu import attention as gpu_attention
 from rekindle_kernels.pallas.gpu import mosaic
-from rekindle_kernels.pallas.gpu import write_kv as writing
 
 # The shapes of the benchmark: 64 rows of 4096 keys with groups of 8, and prompts of 2048 tokens.
 DECODE = Sizes(rows=64, context=4096, heads=64, kv_heads=8, head_dim=128, page_size=16, layers=1)
@@ -51,12 +50,12 @@ def decode_runs(shape: Sizes) -> Runs:
         for name, widen in (("decode", 1), ("decode, table twice as wide", 2))
     }
     for extra in (0, 33, 66, 132):
-        run = jax.jit(partial(kernels.attention, options=options, extra=extra))
+        run = jax.jit(partial(gpu_attention.attention, options=options, extra=extra))
         runs[f"decode, {rows} + {extra} items"] = partial(run, AttentionInputs(q, kv, table(shape, rows), *rest))
     # Most rows are short: GB/s are those of the whole pages, so compare these two only with each other.
     uneven = jnp.full((rows,), 64, jnp.int32).at[0].set(context)
     for extra in (0, 33):
-        run = jax.jit(partial(kernels.attention, options=options, extra=extra))
+        run = jax.jit(partial(gpu_attention.attention, options=options, extra=extra))
         inputs = AttentionInputs(q, kv, table(shape, rows), uneven, *rest[1:])
         runs[f"decode, one long row, {rows} + {extra} items"] = partial(run, inputs)
     scaled = q * scale
@@ -99,7 +98,7 @@ def write_runs(shape: Sizes, tokens: int) -> Runs:
     values = jax.random.normal(jax.random.key(1), (tokens, shape.kv_heads, shape.head_dim), jnp.bfloat16)
     positions = jnp.arange(tokens)
     rest = (values, values, 1 + positions // shape.page_size, positions % shape.page_size)
-    kernels: dict[str, Callable[..., Any]] = {"scatter": pages.write_kv, "kernel": writing.write_kv}
+    kernels: dict[str, Callable[..., Any]] = {"scatter": pages.write_kv, "kernel": gpu_attention.write_kv}
     return {f"write {tokens} tokens, {name}": partial(jax.jit(write), kv, *rest) for name, write in kernels.items()}
 
 

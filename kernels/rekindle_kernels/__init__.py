@@ -6,23 +6,29 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rekindle_kernels.native.mask_gate import MaskGate
-    from rekindle_kernels.ops.adapters import AdaptedTokens, AdapterCall, add_adapters
+    from rekindle_kernels.native.mask_gate import MaskGate, gated_masks, has_mask_gates
     from rekindle_kernels.ops.attention import (
         AttentionCall,
         AttentionInputs,
         AttentionOptions,
+        RopeCall,
+        WriteCall,
         implementation_names,
         paged_attention,
+        rope,
+        write_kv,
     )
     from rekindle_kernels.ops.implementations import OPERATIONS
     from rekindle_kernels.ops.linear import (
+        AdaptedTokens,
+        AdapterCall,
         GatedCall,
         GroupedCall,
         LinearCall,
         LinearOptions,
         NormCall,
         activate,
+        add_adapters,
         gated,
         grouped_linear,
         linear,
@@ -57,7 +63,6 @@ if TYPE_CHECKING:
         selective_scan,
     )
     from rekindle_kernels.ops.registry import Implementation, Registry, current_platform
-    from rekindle_kernels.ops.rope import RopeCall, rope
     from rekindle_kernels.ops.sampling import (
         SMALL_TOP_K,
         Choice,
@@ -65,85 +70,38 @@ if TYPE_CHECKING:
         Wanted,
         draw,
         draws_in_one_call,
-        gated_masks,
         greedy,
-        has_mask_gates,
         top_k,
     )
-    from rekindle_kernels.ops.write_kv import WriteCall, write_kv
     from rekindle_kernels.pages import LayerKV, gather_pages, scatter_pages, storage_dtype
     from rekindle_kernels.xla.linear import exact_precision, narrow_dtype, quantize_rows
 
 _HOMES = {  # modules and their public names; loaded at first use, since they import JAX
-    "ops.implementations": ("OPERATIONS",),
-    "ops.adapters": ("AdaptedTokens", "AdapterCall", "add_adapters"),
+    "native.mask_gate": "MaskGate gated_masks has_mask_gates",
     "ops.attention": (
-        "AttentionCall",
-        "AttentionInputs",
-        "AttentionOptions",
-        "implementation_names",
-        "paged_attention",
+        "AttentionCall AttentionInputs AttentionOptions RopeCall WriteCall implementation_names paged_attention rope "
+        "write_kv"
     ),
-    "native.mask_gate": ("MaskGate",),
+    "ops.implementations": "OPERATIONS",
     "ops.linear": (
-        "GatedCall",
-        "GroupedCall",
-        "LinearCall",
-        "LinearOptions",
-        "NormCall",
-        "activate",
-        "gated",
-        "grouped_linear",
-        "linear",
-        "rms_norm",
+        "AdaptedTokens AdapterCall GatedCall GroupedCall LinearCall LinearOptions NormCall activate add_adapters "
+        "gated grouped_linear linear rms_norm"
     ),
-    "ops.memory": ("abstract_pages", "fill_pages", "give_up_zeros", "init_pages", "zeros"),
+    "ops.memory": "abstract_pages fill_pages give_up_zeros init_pages zeros",
     "ops.programs": (
-        "BackgroundBuild",
-        "Traits",
-        "build_kernels",
-        "configure",
-        "ensure_kernels",
-        "environment",
-        "fuse",
-        "kernel_being_compiled",
-        "kernels_for",
-        "kernels_in",
-        "kernels_origin",
-        "traits",
-        "unavailable_reason",
+        "BackgroundBuild Traits build_kernels configure ensure_kernels environment fuse kernel_being_compiled "
+        "kernels_for kernels_in kernels_origin traits unavailable_reason"
     ),
     "ops.recurrence": (
-        "ConvolutionOptions",
-        "DeltaOptions",
-        "DeltaWeights",
-        "EDGE",
-        "RaggedBatch",
-        "ScanOptions",
-        "ScanWeights",
-        "causal_convolution",
-        "gated_delta",
-        "selective_scan",
+        "ConvolutionOptions DeltaOptions DeltaWeights EDGE RaggedBatch ScanOptions ScanWeights causal_convolution "
+        "gated_delta selective_scan"
     ),
-    "ops.registry": ("Implementation", "Registry", "current_platform"),
-    "ops.rope": ("RopeCall", "rope"),
-    "ops.sampling": (
-        "SMALL_TOP_K",
-        "Choice",
-        "SamplingCall",
-        "Wanted",
-        "draw",
-        "draws_in_one_call",
-        "gated_masks",
-        "greedy",
-        "has_mask_gates",
-        "top_k",
-    ),
-    "ops.write_kv": ("WriteCall", "write_kv"),
-    "pages": ("LayerKV", "gather_pages", "scatter_pages", "storage_dtype"),
-    "xla.linear": ("exact_precision", "narrow_dtype", "quantize_rows"),
+    "ops.registry": "Implementation Registry current_platform",
+    "ops.sampling": "Choice SMALL_TOP_K SamplingCall Wanted draw draws_in_one_call greedy top_k",
+    "pages": "LayerKV gather_pages scatter_pages storage_dtype",
+    "xla.linear": "exact_precision narrow_dtype quantize_rows",
 }
-_MODULES = {name: f"rekindle_kernels.{module}" for module, names in _HOMES.items() for name in names}
+_MODULES = {name: f"rekindle_kernels.{module}" for module, names in _HOMES.items() for name in names.split()}
 
 __all__ = [  # noqa: RUF022  in the order of `sorted`, as every package's
     "AdaptedTokens",

@@ -26,7 +26,8 @@ def cases() -> dict[str, Callable[[], Any]]:
     import jax.numpy as jnp
     import numpy as np
 
-    from rekindle_kernels import AttentionInputs, AttentionOptions, init_pages
+    import rekindle_kernels
+    from rekindle_kernels import AttentionInputs, AttentionOptions, Choice, Wanted, init_pages
     from rekindle_kernels.native import attention, products, sampling
 
     random = np.random.default_rng(0)
@@ -84,7 +85,8 @@ def cases() -> dict[str, Callable[[], Any]]:
 
     def draw(logits: jax.Array) -> jax.Array:
         ones, seed = jnp.ones((4,), jnp.float32), jnp.ones((4, 2), jnp.uint32)
-        return sampling.draw(logits, ones, integers([40] * 4), 0.9 * ones, 0 * ones, seed, integers([1, 2, 3, 4]), 256)
+        choice = Choice(ones, integers([40] * 4), 0.9 * ones, 0 * ones, seed, integers([1, 2, 3, 4]))
+        return rekindle_kernels.draw(logits, choice, Wanted(*[jnp.asarray(True)] * 4), implementation="native")
 
     add("sample 4 x 49152", draw, logits)
     return found

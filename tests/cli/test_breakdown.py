@@ -15,6 +15,7 @@ from rekindle._src.bench.shapes import random_shape
 from rekindle._src.bench.workloads import Prompts
 from rekindle._src.cli import bench
 from rekindle._src.cli.main import main
+from rekindle_kernels.native import kernel_table
 
 PROGRAM = """HloModule jit_counted, is_scheduled=true
 
@@ -51,6 +52,7 @@ def test_an_instruction_is_what_it_calls_or_where_it_was_written() -> None:
         "copy.1": "small", "tuple.1": "sampling",
     }  # fmt: skip
     assert {name: found[name] for name in expected} == expected
+    assert set(breakdown.KERNELS) >= set(kernel_table.KERNELS), "a step that calls it has no breakdown"
     assert set(breakdown.KERNELS.values()) | set(breakdown.SCOPES.values()) <= set(PARTS)
 
 

@@ -13,8 +13,8 @@ import pytest
 from helpers.thorough import by_default
 from rekindle_kernels import AdaptedTokens, AdapterCall, add_adapters, gated, rms_norm
 from rekindle_kernels.native import build, chain, cpu, products
-from rekindle_kernels.native.implementations import differentiable
-from rekindle_kernels.ops.adapters import ADAPTERS
+from rekindle_kernels.native.calling import differentiable
+from rekindle_kernels.ops.linear import ADAPTERS
 
 needs_numba = pytest.mark.skipif(build.unavailable_reason() is not None, reason="numba is not installed")
 implementations = pytest.mark.parametrize("implementation", [pytest.param("native", marks=needs_numba), "xla"])

@@ -17,7 +17,7 @@ COMMON = """
 import sys
 import jax, jax.numpy as jnp, numpy as np
 from functools import partial
-from rekindle_kernels import AttentionInputs, AttentionOptions, init_pages
+from rekindle_kernels import AttentionInputs, AttentionOptions, Choice, init_pages
 from rekindle_kernels.native import attention, chain, products, sampling
 
 FAR = [2**20, -5, 2**31 - 1, -(2**31), 8, -1]
@@ -127,12 +127,13 @@ for far in FAR:
         recurrence.selective_scan(floats(9, 96), floats(9, 4), skip, states, batch, scan)[0].block_until_ready()
 """,
     "masks": """
-draw = jax.jit(sampling.draw, static_argnums=7)
+draw = jax.jit(sampling.draw, static_argnums=2)
 for width in (1, 33, 300, 5000):
     for far in FAR:
         row, seed, masks = jnp.ones(3), jnp.zeros((3, 2), jnp.uint32), jnp.full((3, -(-width // 32)), far, jnp.int32)
         for warm in (0 * row, row):
-            got = draw(floats(3, width), warm, ints([far] * 3), 0.9 * row, 0 * row, seed, ints([far] * 3), 64, masks)
+            choice = Choice(warm, ints([far] * 3), 0.9 * row, 0 * row, seed, ints([far] * 3))
+            got = draw(floats(3, width), choice, 64, masks)
             assert ((np.asarray(got) >= 0) & (np.asarray(got) < width)).all(), got
 """,
     "chain": """

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from helpers.python import run_python
 from helpers.thorough import by_default
 from rekindle_kernels import AttentionInputs, AttentionOptions, init_pages
-from rekindle_kernels.native import attention, build, chain, chain_plan, implementations, products
+from rekindle_kernels.native import attention, build, calling, chain, chain_plan, products
 from rekindle_kernels.native.chain_plan import Buffer
 from rekindle_kernels.native.kernel_table import GEMM
 
@@ -38,7 +38,7 @@ def matrix(height: int = E) -> jax.Array:
 
 
 def norm(x: jax.Array, weight: jax.Array) -> jax.Array:
-    return implementations.differentiable(partial(products.rms_norm, eps=1e-5), lambda x, weight: x * weight)(x, weight)
+    return calling.differentiable(partial(products.rms_norm, eps=1e-5), lambda x, weight: x * weight)(x, weight)
 
 
 def pages_of(size: int, *, count: int) -> Any:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from rekindle_kernels import kernels_for
 from rekindle_kernels.native import build, build_library, cpu, library, products
 
 PI_4 = "processor\t: 0\nBogoMIPS\t: 108.00\nFeatures\t: fp asimd evtstrm crc32 cpuid\nCPU implementer\t: 0x41\n"
@@ -128,7 +129,7 @@ def test_where_sysctl_is_not_there_nothing_is_known(monkeypatch: pytest.MonkeyPa
 def test_kernels_of_other_processors_are_not_offered_on_arm(level: cpu.Level, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, "aarch64", level.features)
     monkeypatch.setattr(products, "builds", lambda name: True)
-    named = products.kernels_for(["bfloat16", "int8", "uint8"], "bfloat16", 64)
+    named = kernels_for(["bfloat16", "int8", "uint8"], "bfloat16", 64)
     has_dot, has_pairs = "dotprod" in level.features, "bf16" in level.features
     assert ("gemm_int8" in named, "gemm_bfloat16" in named) == (has_dot, has_pairs)
     assert {name for name in named if not build_library.fits(name, level)} == set()
@@ -141,7 +142,7 @@ def test_kernels_of_other_processors_are_not_offered_on_arm(level: cpu.Level, mo
 @pytest.mark.parametrize("level", cpu.LEVELS, ids=lambda level: level.name)
 def test_a_library_has_all_kernels_that_its_levels_choose(level: cpu.Level, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, level.machine, level.features)
-    named = products.kernels_for(["float32", "bfloat16", "int8", "uint8"], "bfloat16", 64)
+    named = kernels_for(["float32", "bfloat16", "int8", "uint8"], "bfloat16", 64)
     assert not [name for name in named if not build_library.fits(name, level)]
     assert cpu.multiplies_many("int8") == ("gemm_int8" in named) == build_library.fits("gemm_int8", level)
 

@@ -18,7 +18,6 @@ from rekindle_kernels import AttentionInputs, AttentionOptions, LayerKV, depreca
 from rekindle_kernels.pages import needs_scales
 from rekindle_kernels.pallas.gpu import attention as pallas_gpu
 from rekindle_kernels.pallas.gpu import mosaic
-from rekindle_kernels.pallas.gpu import write_kv as pallas_gpu_write
 from rekindle_kernels.pallas.tpu import attention as pallas_tpu
 
 CALLS = [jax.export.DisabledSafetyCheck.custom_call(name) for name in ("__gpu$xla.gpu.triton", "mosaic_gpu_v2")]
@@ -104,6 +103,6 @@ def test_gpu_write_lowers_for_cuda_and_writes_in_place(kv: str, head_dim: int) -
     of = jax.ShapeDtypeStruct
     pages = shapes("bfloat16", kv, head_dim, 16, 1).kv
     values = of((5, 2, head_dim), jnp.bfloat16)
-    run = jax.jit(pallas_gpu_write.write_kv, donate_argnums=0)
+    run = jax.jit(pallas_gpu.write_kv, donate_argnums=0)
     ids = of((5,), jnp.int32)
     assert "output_operand_alias" in exported(run, "cuda", (pages, values, values, ids, ids))

@@ -139,9 +139,9 @@ def test_masks_of_another_size_are_refused(implementation: str) -> None:
 @needs_native
 def test_the_kernel_refuses_masks_that_end_too_early() -> None:
     with pytest.raises(ValueError, match="9 words a row, and 300 logits need 10"):
-        sampling.draw(jnp.zeros((2, 300)), *options(2), 64, jnp.zeros((2, 9), jnp.int32))
+        sampling.draw(jnp.zeros((2, 300)), options(2), 64, jnp.zeros((2, 9), jnp.int32))
     with pytest.raises(AssertionError, match="whole words"):
-        sampling.draw(jnp.zeros((2, 300)), *options(2), 16, jnp.zeros((2, 10), jnp.int32))
+        sampling.draw(jnp.zeros((2, 300)), options(2), 16, jnp.zeros((2, 10), jnp.int32))
 
 
 def test_a_bit_of_zero_is_minus_infinity() -> None:

@@ -30,7 +30,6 @@ from rekindle_kernels import (
     write_kv,
 )
 from rekindle_kernels.pallas.gpu import attention as pallas_gpu
-from rekindle_kernels.pallas.gpu import write_kv as pallas_gpu_write
 
 pytestmark = [
     pytest.mark.gpu,
@@ -87,7 +86,7 @@ def test_write_kernel_equals_the_scatter(dtype: str) -> None:
     kv = init_pages(10, 3, 16, 80, dtype)
     # By its name: the default on a GPU is the kernel itself.
     want = write_kv(kv, k, v, ids, offsets, implementation="xla")
-    got = jax.jit(pallas_gpu_write.write_kv)(kv, k, v, ids, offsets)
+    got = jax.jit(pallas_gpu.write_kv)(kv, k, v, ids, offsets)
     assert np.asarray(want.pages.astype(jnp.float32)).any()
     for left, right in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         left, right = (np.asarray(leaf.astype(jnp.float32)) for leaf in (left, right))

@@ -38,13 +38,11 @@ from rekindle_kernels import (
 )
 from rekindle_kernels.native import build as machine_code
 from rekindle_kernels.native import cpu
-from rekindle_kernels.ops.attention import ATTENTION
+from rekindle_kernels.ops.attention import ATTENTION, ROPE, WRITE_KV
 from rekindle_kernels.ops.linear import LINEAR, RMS_NORM
 from rekindle_kernels.ops.memory import ZEROS, MemoryCall
 from rekindle_kernels.ops.registry import Facts
-from rekindle_kernels.ops.rope import ROPE
 from rekindle_kernels.ops.sampling import DRAW, GREEDY
-from rekindle_kernels.ops.write_kv import WRITE_KV
 from rekindle_kernels.xla import linear as xla_linear
 
 

@@ -20,7 +20,6 @@ from rekindle_kernels.ops.attention import ATTENTION
 from rekindle_kernels.pallas import tiles
 from rekindle_kernels.pallas.gpu import attention as pallas_gpu
 from rekindle_kernels.pallas.gpu import mosaic
-from rekindle_kernels.pallas.gpu import write_kv as pallas_gpu_write
 from rekindle_kernels.pallas.tpu import attention as pallas_tpu
 
 CALL = AttentionCall(
@@ -128,7 +127,7 @@ def test_gpu_write_equals_the_scatter(dtype: str, kv_heads: int, head_dim: int) 
     ids, offsets = jnp.array([3, 1, 3, 2]), jnp.array([0, 7, 1, 5])
     kv = init_pages(5, kv_heads, 8, head_dim, dtype)
     want = write_kv(kv, k, v, ids, offsets)
-    got = jax.jit(partial(pallas_gpu_write.write_kv, interpret=True))(kv, k, v, ids, offsets)
+    got = jax.jit(partial(pallas_gpu.write_kv, interpret=True))(kv, k, v, ids, offsets)
     np.testing.assert_array_equal(np.asarray(got.pages), np.asarray(want.pages))
     if want.scales is not None:
         np.testing.assert_allclose(np.asarray(got.scales), np.asarray(want.scales), rtol=1e-6)

@@ -51,7 +51,7 @@ def test_the_kernel_that_the_page_writes_runs_as_it_is_written(tmp_path: Path) -
     copy = tmp_path / "rekindle_kernels"
     shutil.copytree(package, copy, ignore=shutil.ignore_patterns("prebuilt", "__pycache__"))
     blocks = re.findall(r"```(diff|python)\n(.*?)```", page.read_text(), re.DOTALL)
-    changed = [copy / "native/kernel_table.py"] * 2 + [copy / "native/kernels/registry.py"] * 2
+    changed = [copy / "native/kernel_table.py"] * 2 + [copy / "native/compiling.py"] * 2
     for path, diff in zip(changed, (block for kind, block in blocks if kind == "diff"), strict=True):
         before, after = (
             "".join(line[1:] for line in diff.splitlines(keepends=True) if line[0] in side) for side in (" -", " +")

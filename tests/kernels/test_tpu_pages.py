@@ -13,7 +13,7 @@ import pytest
 from helpers.kernel_cases import CASES, Case, build, in_wide_queries, tolerance
 from helpers.thorough import by_default
 from rekindle_kernels import LayerKV, abstract_pages, init_pages, paged_attention, tuning, write_kv
-from rekindle_kernels.ops.write_kv import WRITE_KV, WriteCall
+from rekindle_kernels.ops.attention import WRITE_KV, WriteCall
 from rekindle_kernels.pallas.tpu import attention as pallas_tpu
 
 

@@ -3,52 +3,55 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 
-from rekindle_kernels import pages
-from rekindle_kernels.native.build import builds, unavailable_reason
-from rekindle_kernels.native.calling import call
+from rekindle_kernels.native import kernel_table
+from rekindle_kernels.native.build import builds
+from rekindle_kernels.native.calling import NOT_BUILT, call, differentiable, like, unavailable
 from rekindle_kernels.native.cpu import has_feature
-from rekindle_kernels.native.kernel_spec import Variant
-from rekindle_kernels.native.kernel_table import DECODE, PREFILL, ROPE, WRITE_KV
-from rekindle_kernels.native.products import DTYPES
-from rekindle_kernels.ops.attention import AttentionCall, AttentionInputs, AttentionOptions
+from rekindle_kernels.native.kernel_table import DECODE, DTYPES, PREFILL, WRITTEN
+from rekindle_kernels.ops.attention import AttentionCall, AttentionInputs, AttentionOptions, RopeCall, WriteCall
+from rekindle_kernels.ops.registry import Implementation
 from rekindle_kernels.pages import LayerKV
+from rekindle_kernels.xla import attention as plain_attention
 
 STRETCH = 256  # keys of one piece of work where rows are few
 FAR = 1024  # where there are pieces enough for all threads without cutting
 FEW = 16  # rows x kv heads
 ROWS_PER_TILE = 192  # of prefill: queries x query heads of one kv head
 LANES = 16  # numbers of a vector
-WRITABLE = ("float32", "bfloat16")  # what pages may store: others need scales
 
 
 def write(kv: LayerKV, k: jax.Array, v: jax.Array, page_ids: jax.Array, offsets: jax.Array) -> LayerKV:
-    """Return `write_kv`; XLA's own scatter where pages are quantised."""
-    known = kv.dtype.name in WRITABLE and kv.head_dim % LANES == 0 and kv.scales is None
-    kernel = WRITE_KV.variant(kv.dtype.name)
-    if not known or unavailable_reason() is not None or not builds(kernel.name):
-        return pages.write_kv(kv, k, v, page_ids, offsets)
+    """Implement `ops.attention.write_kv`."""
+    operands = {"pages": kv.pages, "k": k.astype(jnp.float32), "v": v.astype(jnp.float32)}
     (written,) = call(
-        kernel,
-        {
-            "pages": kv.pages,
-            "k": k.astype(jnp.float32),
-            "v": v.astype(jnp.float32),
-            "page_ids": page_ids,
-            "offsets": offsets,
-        },
+        kernel_table.WRITE_KV.variant(kv.dtype.name), {**operands, "page_ids": page_ids, "offsets": offsets}
     )
     return LayerKV(written)
+
+
+def writes(wanted: WriteCall) -> str | None:
+    """Why pages can't be written natively: it takes float32 and bfloat16, and heads of whole vectors."""
+    if wanted.kv_dtype.name not in WRITTEN or wanted.scaled:
+        return f"pages are {wanted.kv_dtype.name}, not one of {', '.join(WRITTEN)}"
+    if wanted.latent:
+        return "keys alone are written"
+    if wanted.head_dim % LANES:
+        return f"the head size {wanted.head_dim} is not a multiple of {LANES}"
+    return unavailable(wanted) or (
+        None if builds(kernel_table.WRITE_KV.variant(wanted.kv_dtype.name).name) else NOT_BUILT
+    )
 
 
 def splits(qk: jax.Array, cos: jax.Array) -> bool:
     """True if `split` takes these."""
     D, F = qk.shape[-1], cos.shape[-1]
     usable = qk.ndim == 3 and qk.dtype == jnp.float32 and D % LANES == 0 and F % LANES == 0
-    return usable and builds(ROPE.variant().name)
+    return usable and builds(kernel_table.ROPE.variant().name)
 
 
 def split(
@@ -69,7 +72,32 @@ def split(
             f"qk {list(qk.shape)}, qkv {list(qkv.shape)} and cos {list(cos.shape)} can't be split into {heads} heads"
         )
     operands = {"qk": qk, "qkv": qkv, "cos": cos, "sin": sin, "norm": norm}
-    return call(ROPE.variant(), operands, {"eps": eps}, {"H": heads, "K": kv_heads})
+    return call(kernel_table.ROPE.variant(), operands, {"eps": eps}, {"H": heads, "K": kv_heads})
+
+
+def rope(
+    qk: jax.Array,
+    qkv: jax.Array,
+    cos: jax.Array | None,
+    sin: jax.Array | None,
+    norm: jax.Array | None = None,
+    *,
+    heads: int,
+    eps: float = 0.0,
+) -> tuple[jax.Array, ...]:
+    """Implement `ops.attention.rope`."""
+    fast, plain = (partial(form, heads=heads, eps=eps) for form in (split, plain_attention.rope))
+    return differentiable(fast, plain)(qk, qkv, cos, sin, *(() if norm is None else (norm,)))
+
+
+def rotates(wanted: RopeCall) -> str | None:
+    """Why a rope can't be native: it rotates float32 heads of whole vectors."""
+    if wanted.cos is None:
+        return "it always rotates"
+    reason = unavailable(wanted)
+    if reason is not None or splits(like(wanted.qk), like(wanted.cos)):
+        return reason
+    return f"{wanted.qk.dtype.name} heads of {wanted.qk.shape[-1]} are not float32 in whole vectors, or {NOT_BUILT}"
 
 
 def paged_attention(inputs: AttentionInputs, options: AttentionOptions) -> jax.Array:
@@ -121,8 +149,7 @@ def has_amx() -> bool:
 
 
 def supports(wanted: AttentionCall) -> str | None:
-    if wanted.platform != "cpu":
-        return f"it runs on a CPU, not on {wanted.platform}"
+    """Why attention can't be native."""
     if wanted.kv_dtype.name not in DTYPES:
         return f"pages of {wanted.kv_dtype.name} are none of {', '.join(DTYPES)}"
     if not wanted.causal:
@@ -131,15 +158,13 @@ def supports(wanted: AttentionCall) -> str | None:
         return "values are a part of the keys"
     if wanted.head_dim % LANES:
         return f"the head size {wanted.head_dim} is not a multiple of {LANES}"
-    reason = unavailable_reason()
-    if reason is None and not all(builds(kernel.name) for kernel in _parts(wanted)):
-        return "its kernels can't be built here: the log says why"
-    return reason
-
-
-def _parts(wanted: AttentionCall) -> list[Variant]:
-    """Return the kernels that a call needs."""
+    parts = [DECODE] * (wanted.decode_rows > 0) + [PREFILL] * (wanted.tokens > wanted.decode_rows)
+    kernels = [spec.variant(wanted.kv_dtype.name, wanted.head_dim).name for spec in parts]
     if wanted.deterministic:
-        return [PREFILL.variant(wanted.kv_dtype.name, wanted.head_dim)]
-    specs = [DECODE] * (wanted.decode_rows > 0) + [PREFILL] * (wanted.tokens > wanted.decode_rows)
-    return [spec.variant(wanted.kv_dtype.name, wanted.head_dim) for spec in specs]
+        kernels = [PREFILL.variant(wanted.kv_dtype.name, wanted.head_dim).name]
+    return unavailable(wanted) or (None if all(map(builds, kernels)) else NOT_BUILT)
+
+
+ATTENTION = Implementation("native", paged_attention, supports, deterministic=True)
+WRITE_KV = Implementation("native", write, writes)
+ROPE = Implementation("native", rope, rotates)

@@ -26,8 +26,6 @@ from rekindle_kernels import int4_format
 from rekindle_kernels.native import cpu, kernel_table, library, object_loader
 from rekindle_kernels.native.chain_plan import CHAIN, ENTRIES, SLOTS
 
-DTYPES = ("bfloat16", "float32", "float16", "int8")
-WRITTEN = ("float32", "bfloat16")  # pages of others are XLA's to write
 HEAD_DIMS = (64, 128, 256, 32, 80, 96)
 UNLINKED = "linux-x86_64"  # there `object_loader` does what a linker would
 _JOB = struct.Struct("=i")
@@ -37,11 +35,11 @@ def all_kernels(head_dims: Iterable[int] = HEAD_DIMS) -> list[str]:
     """Return the names of all kernels that models of these head sizes use, the likeliest first."""
     names, attention = [CHAIN], list[tuple[int, int, str]]()
     for spec in kernel_table.KERNELS.values():
-        dtypes: tuple[str, ...] = WRITTEN if spec is kernel_table.WRITE_KV else DTYPES
+        dtypes: tuple[str, ...] = kernel_table.WRITTEN if spec is kernel_table.WRITE_KV else kernel_table.DTYPES
         if spec in kernel_table.GROUPED.values():
             dtypes = int4_format.STORED[str(spec.operands[spec.index("weight")].dtype)]
-        if spec in (kernel_table.ADAPTER, kernel_table.ADAPTER_GATE):
-            dtypes = DTYPES[:3]
+        if spec in kernel_table.ADAPTERS:
+            dtypes = kernel_table.ADAPTED
         if spec is kernel_table.GEMM:
             dtypes = tuple(cpu.DOT_PRODUCTS)
         if spec.parameters == kernel_table.DTYPE_AND_HEAD_DIM:
@@ -60,12 +58,11 @@ def likely_kernels() -> list[str]:
     common = {f"_{dtype}_{size}" for dtype in ("float32", "int8") for size in HEAD_DIMS[:3]}
     specs = kernel_table.KERNELS.values()
     attention = {spec.kind for spec in specs if spec.parameters == kernel_table.DTYPE_AND_HEAD_DIM}
-    rare = {kernel_table.ADAPTER, kernel_table.ADAPTER_GATE, *kernel_table.RECURRENT}
-    kinds = {spec.kind for spec in rare}
+    rare = {spec.kind for spec in (*kernel_table.ADAPTERS, *kernel_table.RECURRENT)}
 
     def likely(name: str) -> bool:
         kind, _, pages = name.partition("_")
-        if kind in kinds:
+        if kind in rare:
             return False
         return kind not in attention or pages.startswith("bfloat16") or f"_{pages}" in common
 

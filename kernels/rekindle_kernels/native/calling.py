@@ -1,17 +1,27 @@
-"""A native kernel called with operands by name, as an operation of JAX."""
+"""A native kernel called with operands by name, as an operation of JAX, and what all such operations have in common.
+
+XLA can't differentiate a native call. Norms, products and ropes therefore carry their plain form along, which computes
+both value and derivative where a gradient is asked for.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import functools
+import os
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rekindle_kernels.native.build import ensure
+from rekindle_kernels.native.build import ensure, unavailable_reason
 from rekindle_kernels.native.kernel_spec import Operand, Result, Variant
 
+if TYPE_CHECKING:
+    from rekindle_kernels.ops.registry import Facts
+
+NOT_BUILT = "its kernel can't be built here: the log says why"
 SAME_BITS = {"bfloat16": "uint16", "float16": "uint16"}  # what pages and stacks of experts are stored as on CPU
 
 
@@ -77,3 +87,32 @@ def call(
     }
     made = jax.ffi.ffi_call(ensure(kernel.name), results, input_output_aliases=into)(*values)
     return tuple(made)
+
+
+Out = TypeVar("Out")
+
+
+def differentiable(call: Callable[..., Out], plain: Callable[..., Out]) -> Callable[..., Out]:
+    """Return `call`, or `plain` where it is differentiated; both take the same arrays."""
+    either = jax.custom_jvp(call)
+    either.defjvp(lambda primals, tangents: jax.jvp(plain, primals, tangents))
+    return either
+
+
+def unavailable(call: Facts) -> str | None:
+    """Why no native kernel serves a call with these facts; None if one may."""
+    if call.platform != "cpu":
+        return f"it runs on a CPU, not on {call.platform}"
+    return _missing(os.environ.get("REKINDLE_NATIVE", "1"))
+
+
+@functools.cache
+def _missing(setting: str) -> str | None:
+    """Return `build.unavailable_reason()`, cached: it looks for packages on disk, and every product of every layer
+    asks."""
+    return unavailable_reason()
+
+
+def like(shape: jax.ShapeDtypeStruct) -> jax.Array:
+    """Return the shape as an array, for functions that read nothing but shape and dtype."""
+    return cast(jax.Array, shape)

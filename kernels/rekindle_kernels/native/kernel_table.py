@@ -10,8 +10,12 @@ from __future__ import annotations
 
 from rekindle_kernels.int4_format import CODES
 from rekindle_kernels.native.kernel_spec import KernelSpec, Operand, Result, Variant
+from rekindle_kernels.native.layout import words
 
 DTYPE, DTYPE_AND_HEAD_DIM = ("dtype",), ("dtype", "head_dim")
+DTYPES = ("bfloat16", "float32", "float16", "int8")  # of matrices and pages, the likeliest first
+ADAPTED = DTYPES[:3]  # of adapters
+WRITTEN = DTYPES[:2]  # of pages; others are XLA's to write
 
 # The number of the matrix that is multiplied, where those of a product are a stack: all rows of the first, then those
 # of the next.
@@ -132,6 +136,7 @@ def _adapter(kind: str, result: Result) -> KernelSpec:
 
 ADAPTER = _adapter("adapter", Result("out", "T N", into="y"))
 ADAPTER_GATE = _adapter("adaptergate", Result("out", "T M"))
+ADAPTERS = (ADAPTER, ADAPTER_GATE)
 
 # Queries and keys, normed if there is a norm, rotated; values as they are. qk may be qkv itself; K may be 0.
 ROPE = KernelSpec(
@@ -278,7 +283,10 @@ SAMPLE = KernelSpec(
     settings={"block": "int32"},
 )
 
-# The masks that the host writes meanwhile, once it has opened the gate. An address is two halves, the lower one first.
+# Masks that the host writes meanwhile, and the gate before them: whether it is open, the thread that opens it, and
+# whether a program went on although it was closed. The masks follow at the next cache line.
+MASK_GATE = words("Gate", {"open": 0, "opener": 1, "missed": 2}, size=8)
+# The masks, once the gate is open. Its address is two halves, the lower one first.
 GATE = KernelSpec(
     "gate",
     operands=(
@@ -292,7 +300,7 @@ KERNELS = {
     spec.kind: spec
     for spec in (
         *(MATVEC, GEMM, *GROUPED.values(), RMS_NORM, GATED_ROWS, ROPE, WRITE_KV, DECODE, PREFILL),
-        *(ARGMAX, SAMPLE, GATE, ADAPTER, ADAPTER_GATE, *RECURRENT),
+        *(ARGMAX, SAMPLE, GATE, *ADAPTERS, *RECURRENT),
     )
 }  # by kind; those of chains and of zeros have no table, since they take any number of operands
 

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import threading
 
+import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from rekindle_kernels.native.layout import WORD, words
+from rekindle_kernels.native.build import builds, unavailable_reason
+from rekindle_kernels.native.calling import call
+from rekindle_kernels.native.kernel_table import GATE, MASK_GATE
+from rekindle_kernels.native.layout import WORD
+from rekindle_kernels.ops.registry import current_platform
 
-# Whether it is open, the thread that opens it, and whether a program went on although it was closed. The masks follow
-# at the next cache line.
-GATE = words("Gate", {"open": 0, "opener": 1, "missed": 2}, size=8)
 _fence = threading.Lock()
 _in_use: set[MaskGate] = set()  # they stay alive: a program may wait there
 
@@ -31,7 +33,7 @@ class MaskGate:
     __slots__ = ("_words", "address", "masks")
 
     def __init__(self, rows: int, words_of_mask: int) -> None:
-        header = GATE.size // WORD
+        header = MASK_GATE.size // WORD
         memory = np.zeros(header + -(-rows * words_of_mask // 2), np.int64)
         start = memory.ctypes.data
         self._words = memory[:header]
@@ -43,21 +45,37 @@ class MaskGate:
     @property
     def missed(self) -> bool:
         """True if a program went on without the masks; what it gives has to be thrown away."""
-        return bool(self._words[GATE.index("missed")])
+        return bool(self._words[MASK_GATE.index("missed")])
 
     def close(self) -> None:
         """The next program waits until this thread opens it."""
         _in_use.add(self)
-        self._words[GATE.index("opener")] = threading.get_ident()
-        self._words[GATE.index("open")] = self._words[GATE.index("missed")] = 0
+        self._words[MASK_GATE.index("opener")] = threading.get_ident()
+        self._words[MASK_GATE.index("open")] = self._words[MASK_GATE.index("missed")] = 0
 
     def open(self) -> None:
         """The masks are written: programs that wait go on."""
         for _ in range(2):  # no write passes a lock that is taken twice: the masks' come before, the next one after
             with _fence:
                 pass
-        self._words[GATE.index("open")] = 1
+        self._words[MASK_GATE.index("open")] = 1
 
     def release(self) -> None:
         """The program has ended."""
         _in_use.discard(self)
+
+
+def has_mask_gates(implementation: str | None = None, *, platform: str | None = None) -> bool:
+    """True if `gated_masks` can be called in programs whose operations run with `implementation`."""
+    supported = implementation in (None, "native") and (platform or current_platform()) == "cpu"
+    return supported and unavailable_reason() is None and builds(GATE.variant().name)
+
+
+def gated_masks(address: jax.Array, logits: jax.Array) -> jax.Array:
+    """Return the masks int32 [N, mask_words(V)] of the `MaskGate` with this address int32 [2], once it is open.
+
+    The program does not wait before logits [N, V] are computed. Where the gate stays closed, all bits are 0.
+    """
+    sizes = {"W": -(-logits.shape[1] // 32)}
+    (masks,) = call(GATE.variant(), {"gate": address, "logits": logits}, sizes=sizes)
+    return masks

@@ -3,43 +3,49 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import prod
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from rekindle_kernels import int4
+from rekindle_kernels.native import kernel_table
 from rekindle_kernels.native.build import builds
-from rekindle_kernels.native.calling import call
-from rekindle_kernels.native.chain_plan import CHAIN
+from rekindle_kernels.native.calling import NOT_BUILT, call, differentiable, like, unavailable
 from rekindle_kernels.native.cpu import has_feature, multiplies_many, multiplies_widened
 from rekindle_kernels.native.kernel_spec import Variant
 from rekindle_kernels.native.kernel_table import (
     ACTIVATIONS,
+    ADAPTED,
     ADAPTER,
     ADAPTER_GATE,
-    ARGMAX,
-    DECODE,
-    GATE,
+    DTYPES,
     GATED_ROWS,
     GEMM,
     GROUPED,
     MATVEC,
-    PREFILL,
-    RECURRENT,
-    RMS_NORM,
-    ROPE,
-    SAMPLE,
-    WRITE_KV,
 )
+from rekindle_kernels.ops.linear import (
+    AdaptedTokens,
+    AdapterCall,
+    AdapterOptions,
+    GatedCall,
+    LinearCall,
+    LinearOptions,
+    NormCall,
+    Operands,
+)
+from rekindle_kernels.ops.registry import Implementation
+from rekindle_kernels.xla import linear as plain
 
 FEW_ROWS = 4  # float32 arithmetic on them is faster than reading the matrix, whatever its weights are
 SOME_ROWS = 8  # it still beats XLA, which packs the matrix first
 GATED_UNIT = 32  # outputs: whole vectors of gates and of ups
-DTYPES = ("float32", "bfloat16", "float16", "int8")
 LANES, TOGETHER = 16, 4  # numbers of a vector, and rows of an adapter that are multiplied together
-ADAPTERS = ("float32", "bfloat16", "float16")  # dtypes of adapters
 Described = jax.Array | jax.ShapeDtypeStruct
 
 
@@ -67,34 +73,6 @@ def _kernel(rows: int, weight: Described, quantize_rows: bool, deterministic: bo
 def _has_gemm(weight: Described) -> bool:
     N, K = weight.shape
     return K % 64 == 0 and N % 16 == 0 and multiplies_many(weight.dtype.name)
-
-
-def kernels_for(
-    matrices: Iterable[str],
-    pages: str,
-    head_dim: int | Iterable[int],
-    scaled: Iterable[tuple[str, str]] = (),
-    adapters: str | None = None,
-    recurrent: bool = False,
-) -> list[str]:
-    """Return the kernels that a step calls, by their names, for matrices and pages of these dtypes, with
-    heads of one or of several sizes; `scaled` are those of matrices with scales, and of their scales, and `adapters` is
-    that of adapters, if there may be any. `recurrent` is True for models with states."""
-    matrices, scaled = set(matrices), set(scaled)
-    kinds = [dtype for dtype in DTYPES if dtype in matrices]
-    products = [MATVEC.variant(dtype) for dtype in kinds]
-    products += [GEMM.variant(dtype) for dtype in kinds if multiplies_many(dtype)]
-    for stored, spec in GROUPED.items():
-        scales = sorted(scale for dtype, scale in scaled if dtype == stored) or ["float16"]
-        products += [spec.variant(scale) for scale in scales] if stored in matrices else []
-    own = [spec.variant() for spec in (RMS_NORM, GATED_ROWS, ROPE, ARGMAX, SAMPLE, GATE)]
-    own += [ADAPTER.variant(adapters), ADAPTER_GATE.variant(adapters)] if adapters in ADAPTERS else []
-    own += [spec.variant() for spec in RECURRENT] if recurrent else []
-    sizes = [size for size in ([head_dim] if isinstance(head_dim, int) else head_dim) if size % 16 == 0]
-    if pages in DTYPES and sizes:
-        own += [spec.variant(pages, size) for size in sizes for spec in (DECODE, PREFILL)]
-        own += [WRITE_KV.variant(pages)] if pages in ("float32", "bfloat16") else []
-    return [CHAIN, *(kernel.name for kernel in (*products, *own))]
 
 
 def multiplies_int4(weight: jax.Array, scale: str) -> bool:
@@ -131,34 +109,39 @@ def multiply_int4(
     rows, to the last bit; with `widened`, many rows and the matrix become bfloat16 where that is faster. Results behind
     the first `count` rows are undefined.
     """
-    R, (N, K) = x.shape[0], int4.matrix_shape(weight)[-2:]
-    assert norm is None or norms(x), f"rows of {x.dtype}{list(x.shape)} have to be normed before"
-    assert not gated or N % GATED_UNIT == 0, f"{N} outputs have to be gated behind"
+    N, K = int4.matrix_shape(weight)[-2:]
     assert x.shape[1] == K, f"rows of {x.shape[1]} and a matrix of {K} inputs"
     reason = int4.reason_against(N, K, int4.group_of(weight, scale), int4.BITS[weight.dtype.name])
     assert reason is None, reason
     assert minimum is None or weight.dtype != int4.CODES, "codebooks have no minimums"
-    (product,) = call(
+    return _product(
         GROUPED[weight.dtype.name].variant(scale.dtype.name),
-        {
-            **_arrays(expert, weight=weight, scale=scale, minimum=minimum),
-            "x": x.astype(jnp.float32),
-            "residual": None if residual is None else residual.astype(jnp.float32),
-            "rows": None if count is None else jnp.stack([count, R - count]).astype(jnp.int32),
-            "norm": None if norm is None else norm.astype(jnp.float32),
-        },
+        {"weight": weight, "scale": scale, "minimum": minimum},
+        Operands(x, weight, residual=residual, rows=count, norm=norm, expert=expert),
+        N,
         {"eps": eps, "gated": gated, "amx": has_amx(), "widened": widened},
-        {"M": N // 2 if gated else N},
     )
+
+
+def _product(
+    kernel: Variant, matrix: dict[str, jax.Array | None], each: Operands, N: int, settings: dict[str, float]
+) -> jax.Array:
+    """Return the rows of `each` times a matrix of N outputs, or one of a stack, which `matrix` has as arrays."""
+    x, gated = each.x, settings["gated"]
+    assert each.norm is None or norms(x), f"rows of {x.dtype}{list(x.shape)} have to be normed before"
+    assert not gated or N % GATED_UNIT == 0, f"{N} outputs have to be gated behind"
+    if each.expert is not None:  # the axis of matrices is joined with that of their rows
+        matrix = {name: None if one is None else one.reshape(-1, *one.shape[2:]) for name, one in matrix.items()}
+    operands = {
+        **matrix,
+        "x": x.astype(jnp.float32),
+        "residual": None if each.residual is None else each.residual.astype(jnp.float32),
+        "rows": None if each.rows is None else jnp.stack([each.rows, len(x) - each.rows]).astype(jnp.int32),
+        "norm": None if each.norm is None else each.norm.astype(jnp.float32),
+        "expert": None if each.expert is None else each.expert.astype(jnp.int32),
+    }
+    (product,) = call(kernel, operands, settings, {"M": N // 2 if gated else N})
     return product
-
-
-def _arrays(expert: jax.Array | None, **arrays: jax.Array | None) -> dict[str, jax.Array | None]:
-    """Return the operands that hold a matrix, or a stack of them: its axis joined with that of the matrices' rows."""
-    if expert is None:
-        return arrays
-    joined = {name: None if one is None else one.reshape(-1, *one.shape[2:]) for name, one in arrays.items()}
-    return {**joined, "expert": expert.astype(jnp.int32)}
 
 
 def gates(weight: jax.Array) -> bool:
@@ -188,8 +171,6 @@ def multiply(
     the number of rows, to the last bit. Results behind the first `count` rows are undefined. With `expert`, weight and
     scale have an axis of matrices in front, of which it chooses one as `jax.lax.dynamic_index_in_dim` does, without a
     copy; 16-bit weights may then be the bits of `values`, as uint16."""
-    assert norm is None or norms(x), f"rows of {x.dtype}{list(x.shape)} have to be normed before"
-    assert not gated or gates(weight), f"{weight.shape[-2]} outputs have to be gated behind"
     R, (N, K) = x.shape[0], weight.shape[-2:]
     one = jax.ShapeDtypeStruct((N, K), jnp.dtype(values or weight.dtype))
     kernel = _kernel(R, one, quantize_rows, deterministic)
@@ -200,24 +181,20 @@ def multiply(
         own = {"amx": has_amx() and not deterministic, "place": 0, "number_bytes": 0}
     if scale is None and weight.dtype == jnp.int8:
         scale = jnp.ones(weight.shape[:-1], jnp.float32)
-    (product,) = call(
+    return _product(
         kernel,
-        {
-            **_arrays(expert, weight=weight, scale=None if scale is None else scale.astype(jnp.float32)),
-            "x": x.astype(jnp.float32),
-            "residual": None if residual is None else residual.astype(jnp.float32),
-            "rows": None if count is None else jnp.stack([count, R - count]).astype(jnp.int32),
-            "norm": None if norm is None else norm.astype(jnp.float32),
-        },
+        {"weight": weight, "scale": None if scale is None else scale.astype(jnp.float32)},
+        Operands(x, weight, residual=residual, rows=count, norm=norm, expert=expert),
+        N,
         {"eps": eps, "gated": gated, **own},
-        {"M": N // 2 if gated else N},
     )
-    return product
 
 
 def norms(x: jax.Array) -> bool:
     """True if `rms_norm`, and `multiply` with a norm, take these rows."""
-    return x.ndim == 2 and x.dtype == jnp.float32 and x.shape[1] % 32 == 0 and builds(RMS_NORM.variant().name)
+    return (
+        x.ndim == 2 and x.dtype == jnp.float32 and x.shape[1] % 32 == 0 and builds(kernel_table.RMS_NORM.variant().name)
+    )
 
 
 def rms_norm(
@@ -232,7 +209,7 @@ def rms_norm(
     assert norms(x), f"rows of {x.dtype}{list(x.shape)} are normed by XLA"
     assert factor is None or residual is not None, "sums are multiplied"
     operands = {"x": x, "weight": weight.astype(jnp.float32), "residual": residual, "factor": factor}
-    (normed,) = call(RMS_NORM.variant(), operands, {"eps": eps})
+    (normed,) = call(kernel_table.RMS_NORM.variant(), operands, {"eps": eps})
     return normed
 
 
@@ -251,28 +228,17 @@ def gated_rows(gates: jax.Array, ups: jax.Array | None, activation: str) -> jax.
     return gated
 
 
-def adds(
-    y: jax.Array,
-    x: jax.Array,
-    down: jax.Array,
-    up: jax.Array,
-    units: int,
-    outputs: Sequence[int],
-    gate: str | None,
-    norm: bool = False,
-) -> bool:
-    """True if `add_adapters` takes these: whole vectors of float32, of which a norm takes two at a time, units of whole
-    groups of rows, and silu as a gate of one module or of two, which are gates and ups."""
-    whole = x.shape[-1] % (2 * LANES if norm else LANES) == 0 and all(count % LANES == 0 for count in outputs)
-    known = y.dtype.name == x.dtype.name == "float32" and down.dtype == up.dtype and up.dtype.name in ADAPTERS
-    divided = up.shape[0] % (units * TOGETHER) == 0
-    halves = gate is None or (gate == "silu" and y.shape[-1] % (2 * LANES) == 0 and _two_halves(outputs))
+def adds(wanted: AdapterCall) -> bool:
+    """True if `add_adapters` takes these."""
+    x, up, outputs, gate = wanted.x, wanted.up, wanted.outputs, wanted.gate
+    whole = x.shape[-1] % (2 * LANES if wanted.norm else LANES) == 0 and all(count % LANES == 0 for count in outputs)
+    known = wanted.y.dtype.name == x.dtype.name == "float32" and wanted.down.dtype == up.dtype
+    divided = up.shape[0] % (wanted.units * TOGETHER) == 0
+    alike = len(outputs) == 1 or (len(outputs) == 2 and outputs[0] == outputs[1])
+    halves = gate is None or (gate == "silu" and wanted.y.shape[-1] % (2 * LANES) == 0 and alike)
     spec = ADAPTER if gate is None else ADAPTER_GATE
-    return whole and known and divided and halves and builds(spec.variant(up.dtype.name).name)
-
-
-def _two_halves(outputs: Sequence[int]) -> bool:
-    return len(outputs) == 1 or (len(outputs) == 2 and outputs[0] == outputs[1])
+    usable = whole and known and up.dtype.name in ADAPTED and divided and halves
+    return usable and builds(spec.variant(up.dtype.name).name)
 
 
 def add_adapters(
@@ -306,3 +272,136 @@ def add_adapters(
     spec, sizes = (ADAPTER_GATE, {"M": y.shape[1] // 2}) if gated else (ADAPTER, None)
     (added,) = call(spec.variant(up.dtype.name), operands, {"place": place, "eps": eps}, sizes)
     return added
+
+
+# The same as implementations of operations.
+
+
+def _add_adapters(
+    y: jax.Array,
+    x: jax.Array,
+    down: jax.Array,
+    up: jax.Array,
+    owners: jax.Array,
+    tokens: AdaptedTokens,
+    norm: jax.Array | None,
+    options: AdapterOptions,
+) -> jax.Array:
+    """Implement `ops.linear.add_adapters`."""
+
+    def slow(y: jax.Array, x: jax.Array, *others: Any) -> jax.Array:
+        down, up, owners, norm, *of = others
+        x = x if norm is None else plain.rms_norm(x, norm, options.eps)
+        return plain.add_adapters(y, x, down, up, owners, AdaptedTokens(*of), None, options)
+
+    def fast(y: jax.Array, x: jax.Array, *others: Any) -> jax.Array:
+        down, up, owners, norm, _, order, slots = others
+        return add_adapters(
+            y, x, down, up, owners, order, slots, norm,
+            place=options.place, outputs=options.outputs, gated=options.gate is not None, eps=options.eps,
+        )  # fmt: skip
+
+    return differentiable(fast, slow)(y, x, down, up, owners, norm, *tokens)
+
+
+def _linear(operands: Operands, options: LinearOptions, dtype: jnp.dtype) -> jax.Array:
+    """Implement `ops.linear.linear`, all of it in one call."""
+    x, gate, eps = operands.x, options.gate, 0.0 if operands.norm is None else options.eps
+    rows = x.size // x.shape[-1]
+
+    def slow(*arrays: Any) -> jax.Array:
+        each = Operands(*arrays).with_one_matrix(options.values)
+        x = each.x if each.norm is None else plain.rms_norm(each.x, each.norm, eps)
+        y = plain.multiply(x, each.weight, each.scale, options.quantize, jnp.float32, each.minimum)
+        y = y if gate is None else plain.gated(y, None, gate)
+        return y if each.residual is None else each.residual + y
+
+    def fast(*arrays: Any) -> jax.Array:
+        if options.quantize == "int4":
+            return multiply_int4(*arrays, eps=eps, gated=gate is not None, widened=not options.deterministic)
+        x, weight, scale, _, *others = arrays
+        return multiply(
+            x, weight, scale, *others, eps=eps, gated=gate is not None, quantize_rows=options.quantize == "int8",
+            deterministic=options.deterministic, values=options.values,
+        )  # fmt: skip
+
+    residual = operands.residual
+    flat = None if residual is None else residual.reshape(rows, -1).astype(jnp.float32)
+    y = differentiable(fast, slow)(*operands._replace(x=x.reshape(rows, -1), residual=flat))
+    return y.reshape(*x.shape[:-1], -1).astype(dtype)
+
+
+def _multiplies(wanted: LinearCall) -> str | None:
+    """Why a product can't be native, or can't take its norm or gate along; it is refused where XLA is faster."""
+    reason = unavailable(wanted) or _refused(wanted)
+    if reason is not None:
+        return reason
+    if wanted.norm and not norms(like(wanted.x)):
+        return f"rows of {wanted.x.dtype.name} {list(wanted.x.shape)} have to be normed before"
+    if wanted.gate is not None and (wanted.gate != "silu" or wanted.outputs % GATED_UNIT):
+        return f"{wanted.gate} of {wanted.outputs} outputs has to be applied behind"
+    return None
+
+
+def _refused(wanted: LinearCall) -> str | None:
+    """Why a product is left to XLA."""
+    if wanted.quantize == "int4":
+        return None if multiplies_int4(like(wanted.weight), wanted.scale or "") else NOT_BUILT
+    rounded, fixed = wanted.quantize == "int8", wanted.deterministic
+    if multiplies(wanted.rows, wanted.weight, quantize_rows=rounded, deterministic=fixed):
+        return None
+    shape = "x".join(map(str, wanted.weight.shape))
+    return f"XLA is faster for {wanted.rows} rows times {wanted.weight.dtype.name} {shape}, or {NOT_BUILT}"
+
+
+def _rms_norm(
+    x: jax.Array, weight: jax.Array, eps: float, residual: jax.Array | None = None, factor: jax.Array | None = None
+) -> jax.Array:
+    """Implement `ops.linear.rms_norm`."""
+
+    def one(form: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        return lambda x, weight, residual, factor: form(x, weight, eps, residual, factor)
+
+    return differentiable(one(rms_norm), one(plain.rms_norm))(x, weight, residual, factor)
+
+
+def _norms(wanted: NormCall) -> str | None:
+    """Why a norm can't be native: it takes two-dimensional float32 whose rows are whole vectors."""
+    reason = unavailable(wanted)
+    if reason is not None or norms(like(wanted.x)):
+        return reason
+    return f"{wanted.x.dtype.name} {list(wanted.x.shape)} is not float32 [T, multiple of 32], or {NOT_BUILT}"
+
+
+def _gated_rows(gates: jax.Array, ups: jax.Array | None, activation: str) -> jax.Array:
+    """Implement `ops.linear.gated`."""
+    call = differentiable(*(partial(form, activation=activation) for form in (gated_rows, plain.gated)))
+    rows = (None if array is None else array.reshape(-1, array.shape[-1]) for array in (gates, ups))
+    return call(*rows).reshape(*gates.shape[:-1], -1)
+
+
+def _gates_rows(wanted: GatedCall) -> str | None:
+    """Why gates can't be native: they are float32 in whole vectors."""
+    reason, shape = unavailable(wanted), wanted.gates.shape
+    flat = jax.ShapeDtypeStruct((prod(shape[:-1]), shape[-1]), wanted.gates.dtype)
+    if reason is not None or gates_rows(like(flat), wanted.activation):
+        return reason
+    return (
+        f"{wanted.activation} of {wanted.gates.dtype.name} {list(shape)} is not one of float32 vectors, or {NOT_BUILT}"
+    )
+
+
+def _adds(wanted: AdapterCall) -> str | None:
+    """Why adapters can't be native, or can't take their norm or gate along: they add whole vectors of float32, of which
+    a norm takes two at a time, in units of whole groups of rows, with silu as a gate of one module or of two alike."""
+    reason = unavailable(wanted)
+    if reason is not None or adds(wanted):
+        return reason
+    shapes = f"{wanted.x.dtype.name} {list(wanted.x.shape)} and {list(wanted.outputs)}"
+    return f"{shapes} are not whole vectors, or not gated by silu, or {NOT_BUILT}"
+
+
+LINEAR = Implementation("native", _linear, _multiplies, deterministic=True)
+RMS_NORM = Implementation("native", _rms_norm, _norms)
+GATED = Implementation("native", _gated_rows, _gates_rows)
+ADAPTERS = Implementation("native", _add_adapters, _adds)

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from rekindle_kernels.native.calling import call
+from rekindle_kernels.native import kernel_table
+from rekindle_kernels.native.build import builds
+from rekindle_kernels.native.calling import NOT_BUILT, call, differentiable, unavailable
 from rekindle_kernels.native.kernel_spec import KernelSpec
-from rekindle_kernels.native.kernel_table import CONVOLUTION, GATED_DELTA, SELECTIVE_SCAN
 from rekindle_kernels.ops.recurrence import (
     ConvolutionOptions,
     DeltaOptions,
     DeltaWeights,
     RaggedBatch,
+    RecurrenceCall,
     ScanOptions,
     ScanWeights,
 )
+from rekindle_kernels.ops.registry import Implementation
+from rekindle_kernels.xla import recurrence as plain_recurrence
 
 KEYS, VALUES = 16, 32  # what sizes of keys and of values have to be multiples of
 Results = tuple[jax.Array, jax.Array]  # of the tokens, and the states after them
@@ -39,7 +45,7 @@ def convolve(
         "silu": options.silu,
     }
     operands = {"x": x, "weight": weight.astype(jnp.float32), "bias": bias, "tails": tails}
-    return _call(CONVOLUTION, operands, settings, batch)
+    return _call(kernel_table.CONVOLUTION, operands, settings, batch)
 
 
 def gated_delta(
@@ -53,7 +59,7 @@ def gated_delta(
     """Implement `ops.recurrence.gated_delta`."""
     settings = {name: getattr(options, name) for name in ("key_heads", "gate", "beta", "step", "eps")}
     operands = {"qkv": qkv, "projected": projected, "states": states, **weights._asdict()}
-    return _call(GATED_DELTA, operands, settings, batch, {"M": states.shape[1] * states.shape[3]})
+    return _call(kernel_table.GATED_DELTA, operands, settings, batch, {"M": states.shape[1] * states.shape[3]})
 
 
 def selective_scan(
@@ -67,7 +73,7 @@ def selective_scan(
     """Implement `ops.recurrence.selective_scan`."""
     settings = {"groups": options.groups, "step": options.step}
     operands = {"channels": channels, "projected": projected, "states": states, **weights._asdict()}
-    return _call(SELECTIVE_SCAN, operands, settings, batch, {"M": states.shape[1] * states.shape[3]})
+    return _call(kernel_table.SELECTIVE_SCAN, operands, settings, batch, {"M": states.shape[1] * states.shape[3]})
 
 
 def _call(
@@ -89,3 +95,31 @@ def _call(
     }
     y, after = call(spec.variant(), operands | sequences, settings | {"decode_rows": batch.decode_rows}, sizes)
     return y, after
+
+
+def recurs(spec: KernelSpec, call: RecurrenceCall) -> str | None:
+    """Why a layer with a state can't be native: it takes float32, and states of whole vectors."""
+    dtypes = {array.dtype.name for array in (call.x, call.projected, call.state)}
+    if dtypes != {"float32"}:
+        return f"{' and '.join(sorted(dtypes))} are not float32 alone"
+    *_, keys, values = call.state.shape
+    whole = values % KEYS == 0 if spec is kernel_table.CONVOLUTION else keys % KEYS == values % VALUES == 0
+    if not whole:
+        return f"states of {keys} x {values} are not whole vectors"
+    return unavailable(call) or (None if builds(spec.variant().name) else NOT_BUILT)
+
+
+def _recurrent(spec: KernelSpec, run: Callable[..., Results], plain: Implementation) -> Implementation:
+    """Return an implementation of a layer with a state; its last argument are static options."""
+
+    def either(*arguments: Any) -> Results:
+        *arrays, options = arguments
+        fast, slow = (lambda *arrays, form=form: form(*arrays, options) for form in (run, plain.run))
+        return differentiable(fast, slow)(*arrays)
+
+    return Implementation("native", either, partial(recurs, spec), deterministic=True)
+
+
+CONVOLUTION = _recurrent(kernel_table.CONVOLUTION, convolve, plain_recurrence.CONVOLUTION_ROWS)
+GATED_DELTA = _recurrent(kernel_table.GATED_DELTA, gated_delta, plain_recurrence.GATED_DELTA_ROWS)
+SELECTIVE_SCAN = _recurrent(kernel_table.SELECTIVE_SCAN, selective_scan, plain_recurrence.SELECTIVE_SCAN_ROWS)

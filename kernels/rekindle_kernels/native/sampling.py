@@ -1,4 +1,4 @@
-"""The next token of each row of logits, as calls of JAX."""
+"""The next token of each row of logits, as native calls."""
 
 from __future__ import annotations
 
@@ -6,25 +6,10 @@ import jax
 import jax.numpy as jnp
 
 from rekindle_kernels.native.build import builds
-from rekindle_kernels.native.calling import call
-from rekindle_kernels.native.kernel_table import ARGMAX, GATE, SAMPLE
-
-
-def chooses(logits: jax.Array) -> bool:
-    """True if `largest_index` and `draw` take these logits."""
-    return logits.dtype == jnp.float32 and builds(ARGMAX.variant().name) and builds(SAMPLE.variant().name)
-
-
-def has_gates() -> bool:
-    """True if `gated_masks` can be called."""
-    return builds(GATE.variant().name)
-
-
-def gated_masks(gate: jax.Array, logits: jax.Array) -> jax.Array:
-    """Return the masks int32 [R, W] of a `MaskGate` at the address int32 [2], when logits [R, V] are there and it is
-    open."""
-    (masks,) = call(GATE.variant(), {"gate": gate, "logits": logits}, sizes={"W": -(-logits.shape[1] // 32)})
-    return masks
+from rekindle_kernels.native.calling import NOT_BUILT, call, unavailable
+from rekindle_kernels.native.kernel_table import ARGMAX, SAMPLE
+from rekindle_kernels.ops.registry import Implementation
+from rekindle_kernels.ops.sampling import Choice, SamplingCall, Wanted, block_size, mask_words
 
 
 def largest_index(logits: jax.Array) -> jax.Array:
@@ -33,37 +18,43 @@ def largest_index(logits: jax.Array) -> jax.Array:
     return indices
 
 
-def draw(
-    logits: jax.Array,
-    temperature: jax.Array,
-    top_k: jax.Array,
-    top_p: jax.Array,
-    min_p: jax.Array,
-    seed: jax.Array,
-    position: jax.Array,
-    block: int,
-    masks: jax.Array | None = None,
-) -> jax.Array:
-    """Return tokens [R] drawn from logits [R, V], those of rows with temperature 0 by `largest_index`; seed is
-    uint32 [R, 2], `block` how many tokens the first of a draw's two uniforms does not tell apart. `masks` int32 [R,
-    ceil(V / 32)] have a bit for each token, the lowest first: where it is 0, the logit counts as minus infinity."""
+def draw(logits: jax.Array, choice: Choice, block: int, masks: jax.Array | None = None) -> jax.Array:
+    """Return tokens [R] drawn from logits [R, V], those of rows with temperature 0 by `largest_index`; `block` is how
+    many tokens the first of a draw's two uniforms does not tell apart. Where a bit of `masks` int32 [R, mask_words(V)]
+    is 0, the logit counts as minus infinity."""
     if masks is not None:
         assert block % 32 == 0, f"a block of {block} tokens is not made of whole words of a mask"
-        words = -(-logits.shape[1] // 32)
+        words = mask_words(logits.shape[1])
         if masks.shape[1] != words:
             raise ValueError(f"masks have {masks.shape[1]} words a row, and {logits.shape[1]} logits need {words}")
-    (tokens,) = call(
-        SAMPLE.variant(),
-        {
-            "logits": logits,
-            "temperature": temperature,
-            "top_k": top_k,
-            "top_p": top_p,
-            "min_p": min_p,
-            "seed": seed,
-            "position": position,
-            "masks": masks,
-        },
-        {"block": block},
-    )
+    (tokens,) = call(SAMPLE.variant(), {"logits": logits, **choice._asdict(), "masks": masks}, {"block": block})
     return tokens
+
+
+def greedy(logits: jax.Array, masks: jax.Array | None = None) -> jax.Array:
+    """Implement `ops.sampling.greedy`; a masked row is chosen by the kernel that draws."""
+    if masks is None:
+        return largest_index(logits)
+    rows = logits.shape[0]
+    off, none = jnp.zeros((rows,), jnp.float32), jnp.zeros((rows,), jnp.int32)
+    choice = Choice(off, none, off, off, jnp.zeros((rows, 2), jnp.uint32), none)
+    return draw(logits, choice, block_size(logits.shape[-1]), masks)
+
+
+def draw_any(logits: jax.Array, choice: Choice, wanted: Wanted, masks: jax.Array | None = None) -> jax.Array:
+    """Implement `ops.sampling.draw`; each row looks at its own options, whatever is `wanted`."""
+    return draw(logits, choice, block_size(logits.shape[-1]), masks)
+
+
+def supports(call: SamplingCall) -> str | None:
+    """Why a choice can't be native: it takes float32 logits."""
+    reason = unavailable(call)
+    if reason is not None:
+        return reason
+    if call.logits.dtype == jnp.float32 and builds(ARGMAX.variant().name) and builds(SAMPLE.variant().name):
+        return None
+    return f"logits are {call.logits.dtype.name}, not float32, or {NOT_BUILT}"
+
+
+GREEDY = Implementation("native", greedy, supports, one_call=True)
+DRAW = Implementation("native", draw_any, supports, one_call=True)

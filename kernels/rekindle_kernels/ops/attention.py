@@ -1,6 +1,8 @@
-"""Paged attention: `paged_attention(inputs, options)`.
+"""Paged attention: `paged_attention(inputs, options)`. Before it `rope(qk, qkv, …)` rotates queries and keys, and
+`write_kv(kv, k, v, page_ids, offsets)` writes keys and values into their pages.
 
-Axes: T tokens, N sequences, R decode rows, H query heads, D head size, W page-table width.
+Axes: T tokens, N sequences, R decode rows, H query heads, K kv heads, D head size, F rotated frequencies, W page-table
+width.
 """
 
 from __future__ import annotations
@@ -13,6 +15,98 @@ import jax.numpy as jnp
 
 from rekindle_kernels.ops.registry import Registry, current_platform
 from rekindle_kernels.pages import LayerKV, widened
+
+ROPE = Registry("rope")  # run(qk, qkv, cos, sin, norm, heads=…, eps=…) -> q, k, v
+
+
+@dataclass(frozen=True, slots=True)
+class RopeCall:
+    """The static facts that select an implementation."""
+
+    platform: str
+    qk: jax.ShapeDtypeStruct
+    cos: jax.ShapeDtypeStruct | None  # None: heads are only split, not rotated
+    norm: bool
+    kv_heads: int = 1
+
+
+def rope(
+    qk: jax.Array,
+    qkv: jax.Array,
+    cos: jax.Array | None,
+    sin: jax.Array | None,
+    *,
+    heads: int,
+    norm: jax.Array | None = None,
+    eps: float = 0.0,
+    implementation: str | None = None,
+    platform: str | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return q [T, H, D] and k [T, K, D] of qk [T, ≥ H + K, D], rotated by cos and sin [T, F], and v [T, K, D] of qkv.
+
+    `heads` is H, and qkv [T, H + 2·K, D] has queries, keys and values in this order; K may be 0. With `norm`
+    [H + K, D] queries and keys are first RMS-normed, head by head. Without cos and sin they are not rotated.
+    """
+    call = RopeCall(
+        platform or current_platform(),
+        jax.ShapeDtypeStruct(qk.shape, qk.dtype),
+        None if cos is None else jax.ShapeDtypeStruct(cos.shape, cos.dtype),
+        norm is not None,
+        (qkv.shape[-2] - heads) // 2,
+    )
+    q, k, v = ROPE.choose(call, implementation).run(qk, qkv, cos, sin, norm, heads=heads, eps=eps)
+    return q, k, v
+
+
+WRITE_KV = Registry("write_kv")  # run(kv, k, v, page_ids, offsets) -> LayerKV
+
+
+@dataclass(frozen=True, slots=True)
+class WriteCall:
+    """The static facts that select an implementation."""
+
+    platform: str
+    tokens: int
+    kv_heads: int
+    head_dim: int
+    page_size: int
+    kv_dtype: jnp.dtype  # LayerKV.dtype
+    scaled: bool  # the pages carry scales
+    latent: bool = False  # keys alone are written
+
+
+def write_kv(
+    kv: LayerKV,
+    k: jax.Array,
+    v: jax.Array | None,
+    page_ids: jax.Array,
+    offsets: jax.Array,
+    *,
+    implementation: str | None = None,
+    platform: str | None = None,
+) -> LayerKV:
+    """Write token t's k[t], v[t] ([T, K, D]) to page page_ids[t] at offsets[t]; in place when the caller donates `kv`.
+
+    Latent pages have keys alone, and v is None. Where the pages' vectors are wider than D, as on TPUs, zeros fill them.
+    Values are rounded, or quantised with a scale per token and head, to the dtype of `kv`. Padding tokens write to
+    page 0; which of two tokens with one destination wins is undefined.
+    """
+    assert kv.latent == (v is None), "latent pages, and only they, have no values"
+    k, v = widened(k, kv), None if v is None else widened(v, kv)
+    call = WriteCall(
+        platform=platform or current_platform(),
+        tokens=k.shape[0],
+        kv_heads=kv.kv_heads,
+        head_dim=kv.head_dim,
+        page_size=kv.page_size,
+        kv_dtype=kv.dtype,
+        scaled=kv.scales is not None,
+        latent=kv.latent,
+    )
+    with jax.named_scope("write_kv"):
+        written: LayerKV = WRITE_KV.choose(call, implementation).run(kv, k, v, page_ids, offsets)
+    return written
+
 
 ATTENTION = Registry("attention")  # run(inputs, options) -> [T, H, D]
 

@@ -10,6 +10,7 @@ matrices of an MLP, and rows of several experts, each times its expert's matrix 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +19,28 @@ from jax.typing import DTypeLike
 from rekindle_kernels import int4
 from rekindle_kernels.ops.registry import Registry, current_platform
 
-LINEAR = Registry("linear")  # run(x, weight, scale, minimum, residual, count, norm, expert, options, dtype) -> [..., O]
+LINEAR = Registry("linear")  # run(operands, options, dtype) -> [..., O]
 CLAMP, CLAMP_SLOPE = 7.0, 1.702  # of "clamped_silu", in `gated`
+
+
+class Operands(NamedTuple):
+    """The arrays of a product, as `linear` describes them."""
+
+    x: jax.Array
+    weight: jax.Array
+    scale: jax.Array | None = None
+    minimum: jax.Array | None = None
+    residual: jax.Array | None = None
+    rows: jax.Array | None = None  # `count`
+    norm: jax.Array | None = None
+    expert: jax.Array | None = None
+
+    def with_one_matrix(self, values: str | None) -> Operands:
+        """Return them with the matrix of `expert` in place of a stack; `values` are those of `LinearOptions`."""
+        if self.expert is None:
+            return self
+        weight, scale, minimum = matrix_of_expert(self.expert, self.weight, self.scale, self.minimum, values)
+        return self._replace(weight=weight, scale=scale, minimum=minimum, expert=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,26 +112,25 @@ def linear(
     dtype = jnp.dtype(dtype or x.dtype)
     call = LinearCall(
         platform or current_platform(),
-        jax.ShapeDtypeStruct(x.shape, x.dtype),
+        _shape(x),
         jax.ShapeDtypeStruct(weight.shape if expert is None else weight.shape[1:], options.values or weight.dtype),
         options.quantize,
         deterministic=options.deterministic,
         scale=None if scale is None else scale.dtype.name,
     )
     chosen = LINEAR.choose(call, implementation)
+    operands = Operands(x, weight, scale, minimum, residual, count, norm, expert)
     if expert is not None and chosen.supports(replace(call, expert=True)) is not None:
-        weight, scale, minimum = matrix_of_expert(expert, weight, scale, minimum, options.values)
-        expert, options = None, replace(options, values=None)
+        operands, options = operands.with_one_matrix(options.values), replace(options, values=None)
     if norm is not None and chosen.supports(replace(call, norm=True)) is not None:
-        x, norm = rms_norm(x, norm, options.eps, implementation=implementation, platform=platform), None
-    separate_gate = options.gate
-    if separate_gate is not None and chosen.supports(replace(call, gate=separate_gate)) is None:
-        separate_gate = None
-    if separate_gate is None:
-        y: jax.Array = chosen.run(x, weight, scale, minimum, residual, count, norm, expert, options, dtype)
+        x = rms_norm(x, norm, options.eps, implementation=implementation, platform=platform)
+        operands = operands._replace(x=x, norm=None)
+    gate = options.gate
+    if gate is None or chosen.supports(replace(call, gate=gate)) is None:
+        y: jax.Array = chosen.run(operands, options, dtype)
         return y
-    y = chosen.run(x, weight, scale, minimum, None, count, norm, expert, replace(options, gate=None), dtype)
-    y = gated(y, separate_gate, implementation=implementation, platform=platform)
+    y = chosen.run(operands._replace(residual=None), replace(options, gate=None), dtype)
+    y = gated(y, gate, implementation=implementation, platform=platform)
     return y if residual is None else residual + y
 
 
@@ -169,7 +189,7 @@ def gated(
     `implementation` is that of the product whose gate it is: of "xla", everything is XLA's; other names say nothing
     about gates.
     """
-    call = GatedCall(platform or current_platform(), jax.ShapeDtypeStruct(gates.shape, gates.dtype), activation)
+    call = GatedCall(platform or current_platform(), _shape(gates), activation)
     chosen = GATED.choose(call, implementation if implementation == "xla" else None)
     result: jax.Array = chosen.run(gates, ups, activation)
     return result
@@ -200,7 +220,7 @@ def rms_norm(
 
     `residual`, shaped like x, is added. The sum is multiplied by `factor` [1], if there is one, and rounded to 22 bits.
     """
-    call = NormCall(platform or current_platform(), jax.ShapeDtypeStruct(x.shape, x.dtype))
+    call = NormCall(platform or current_platform(), _shape(x))
     normed: jax.Array = RMS_NORM.choose(call, implementation).run(x, weight, eps, residual, factor)
     return normed
 
@@ -235,8 +255,93 @@ def grouped_linear(
     rows of int8 as well, sums are integers and `dtype` is int32. With a `scale`, and perhaps a `minimum`, these are the
     arrays of `rekindle_kernels.int4`, for a stack of matrices.
     """
-    x_shape, shape = (jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (x, weight))
-    call = GroupedCall(platform or current_platform(), x_shape, shape, None if scale is None else scale.dtype.name)
+    stored = None if scale is None else scale.dtype.name
+    call = GroupedCall(platform or current_platform(), _shape(x), _shape(weight), stored)
     run = GROUPED_LINEAR.choose(call, implementation).run
     result: jax.Array = run(x, weight, sizes, scale, minimum, jnp.dtype(dtype))
     return result
+
+
+# Products of adapters (LoRA), added to those of a step whose tokens each have their own or none.
+#
+# Axes: T tokens, I inputs, O outputs, M modules whose outputs lie one behind the other, B rows of rank, U units that
+# share these rows alike, C places: rows of `owners`, of which a call reads one.
+ADAPTERS = Registry("adapters")  # run(y, x, down, up, owners, tokens, norm, options) -> [T, O], gated [T, O / 2]
+
+
+class AdaptedTokens(NamedTuple):
+    """The adapters of a step's tokens; `of` makes it, once for all products."""
+
+    slots: jax.Array  # int32 [T], 0 for none
+    order: jax.Array  # int32 [T]: the tokens, those of one adapter together
+    sorted_slots: jax.Array  # int32 [T]: `slots` in this order
+
+    @classmethod
+    def of(cls, slots: jax.Array) -> AdaptedTokens:
+        """Return the tokens with these adapters."""
+        order = jnp.argsort(slots, stable=True).astype(jnp.int32)
+        return cls(slots, order, slots[order])
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterOptions:
+    """The static options of a call."""
+
+    place: int
+    outputs: tuple[int, ...]
+    gate: str | None
+    eps: float  # of the norm
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterCall:
+    """The static facts that select an implementation."""
+
+    platform: str
+    y: jax.ShapeDtypeStruct
+    x: jax.ShapeDtypeStruct
+    down: jax.ShapeDtypeStruct
+    up: jax.ShapeDtypeStruct
+    units: int
+    outputs: tuple[int, ...]
+    gate: str | None = None
+    norm: bool = False
+
+
+def add_adapters(
+    y: jax.Array,
+    x: jax.Array,
+    down: jax.Array,
+    up: jax.Array,
+    owners: jax.Array,
+    tokens: AdaptedTokens,
+    *,
+    place: int,
+    outputs: tuple[int, ...],
+    gate: str | None = None,
+    norm: jax.Array | None = None,
+    eps: float = 0.0,
+    implementation: str | None = None,
+    platform: str | None = None,
+) -> jax.Array:
+    """Return y [T, O] plus x [T, I] · downᵀ · up, with the rows of rank of each token's adapter.
+
+    `down` [M · B, I] has the B rows of the first module, then those of the next; `up` [B, O] has their weights of the
+    `outputs` of all modules. Unit u of the rows belongs to the adapter `owners[place, u]` (int32 [C, U], 0 for none).
+    Rows of tokens without an adapter are those of y, to the last bit. With `norm` [I], x is `rms_norm(x, norm, eps)`.
+    With the name of an activation as `gate`, the result is `gated(…, gate)`, of all tokens.
+    """
+    call = AdapterCall(
+        platform or current_platform(), _shape(y), _shape(x), _shape(down), _shape(up), owners.shape[1], outputs
+    )
+    chosen = ADAPTERS.choose(call, implementation)
+    if norm is not None and chosen.supports(replace(call, norm=True)) is not None:
+        x, norm = rms_norm(x, norm, eps, implementation=implementation, platform=platform), None
+    behind = gate if gate is not None and chosen.supports(replace(call, gate=gate)) is not None else None
+    options = AdapterOptions(place, outputs, gate if behind is None else None, eps)
+    added: jax.Array = chosen.run(y, x, down, up, owners, tokens, norm, options)
+    return added if behind is None else gated(added, behind, implementation=implementation, platform=platform)
+
+
+def _shape(array: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype)

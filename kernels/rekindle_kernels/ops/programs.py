@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rekindle_kernels.native import background_build, build, chain, cpu, library, products
+from rekindle_kernels.native import background_build, build, chain, cpu, library
+from rekindle_kernels.native import kernel_table as table
 from rekindle_kernels.native.background_build import BackgroundBuild
 from rekindle_kernels.ops.registry import current_platform
 
@@ -90,7 +91,21 @@ def kernels_for(
     adapters, if steps may have any, and `recurrent` is True for models with states. The result may have too many; a
     missing kernel is compiled when a program that calls it is traced.
     """
-    return products.kernels_for(matrices, pages, head_dim, scaled, adapters, recurrent)
+    matrices, scaled = set(matrices), set(scaled)
+    kinds = [dtype for dtype in table.DTYPES if dtype in matrices]
+    kernels = [table.MATVEC.variant(dtype) for dtype in kinds]
+    kernels += [table.GEMM.variant(dtype) for dtype in kinds if cpu.multiplies_many(dtype)]
+    for stored, spec in table.GROUPED.items():
+        scales = sorted(scale for dtype, scale in scaled if dtype == stored) or ["float16"]
+        kernels += [spec.variant(scale) for scale in scales] if stored in matrices else []
+    always = (table.RMS_NORM, table.GATED_ROWS, table.ROPE, table.ARGMAX, table.SAMPLE, table.GATE)
+    kernels += [spec.variant() for spec in (*always, *(table.RECURRENT if recurrent else ()))]
+    kernels += [spec.variant(adapters) for spec in table.ADAPTERS if adapters in table.ADAPTED]
+    sizes = [size for size in ([head_dim] if isinstance(head_dim, int) else head_dim) if size % 16 == 0]
+    if pages in table.DTYPES and sizes:
+        kernels += [spec.variant(pages, size) for size in sizes for spec in (table.DECODE, table.PREFILL)]
+        kernels += [table.WRITE_KV.variant(pages)] if pages in table.WRITTEN else []
+    return [chain.CHAIN, *(kernel.name for kernel in kernels)]
 
 
 def build_kernels(names: Iterable[str]) -> BackgroundBuild | None:

@@ -47,7 +47,7 @@ class Registered:
     """The place of an implementation; its module is imported when the implementation is first used."""
 
     name: str
-    module: str
+    module: str  # ".xla.linear" is one of this package
     attribute: str
     platforms: tuple[str, ...]  # on which it is chosen; one without any runs only by name
 
@@ -72,7 +72,9 @@ class Registry:
         """Return the implementation called `name`. Raise ValueError for an unknown one."""
         for entry in self.entries:
             if entry.name == name:
-                loaded: Implementation = getattr(importlib.import_module(entry.module), entry.attribute)
+                loaded: Implementation = getattr(
+                    importlib.import_module(entry.module, "rekindle_kernels"), entry.attribute
+                )
                 return loaded
         known = ", ".join(self.names())
         raise ValueError(f"unknown implementation {name!r} of {self.operation}; there are {known}")

@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 import jax
 
-from rekindle_kernels.native import build, sampling
 from rekindle_kernels.ops.registry import Registry, current_platform
 
 GREEDY = Registry("greedy")  # run(logits, masks or None) -> int32 [N]
@@ -119,17 +118,3 @@ def _check(logits: jax.Array, masks: jax.Array | None) -> None:
 
 def _call(logits: jax.Array, platform: str | None) -> SamplingCall:
     return SamplingCall(platform or current_platform(), jax.ShapeDtypeStruct(logits.shape, logits.dtype))
-
-
-def has_mask_gates(implementation: str | None = None, *, platform: str | None = None) -> bool:
-    """True if `gated_masks` can be called in programs whose operations run with `implementation`."""
-    supported = implementation in (None, "native") and (platform or current_platform()) == "cpu"
-    return supported and build.unavailable_reason() is None and sampling.has_gates()
-
-
-def gated_masks(address: jax.Array, logits: jax.Array) -> jax.Array:
-    """Return the masks int32 [N, mask_words(V)] of the `MaskGate` with this address int32 [2], once it is open.
-
-    The program does not wait before logits [N, V] are computed. Where the gate stays closed, all bits are 0.
-    """
-    return sampling.gated_masks(address, logits)

@@ -66,7 +66,7 @@ def normalise_head(job: Any, x: int, weight: int, out: int) -> None:
 
 @inline
 def rotate_heads(job: Any, t: int, first: int, count: int, out: int) -> None:
-    """The heads [first, first + count) of one token, as `rope.rotate` does it; what no frequency rotates is copied."""
+    """The heads [first, first + count) of one token, as `xla.attention.rotate`; what no frequency rotates is copied."""
     width, half = job.head_dim, job.frequencies
     cos, sin = job.cos + t * half * 4, job.sin + t * half * 4
     for head in range(count):

@@ -1,4 +1,4 @@
-"""What is computed of rows between products: RMS norms, and gates times ups.
+"""Work on rows between products: RMS norms, and gates times ups.
 
 A norm is a call by itself, of which XLA:CPU makes five, or lies on the way into a product.
 """

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from rekindle_kernels.native import kernel_table
+from rekindle_kernels.native.kernel_table import MASK_GATE
 from rekindle_kernels.native.language.handler import Kernel, job_layout, nothing
 from rekindle_kernels.native.language.jit import inline, jit
 from rekindle_kernels.native.language.memory import (
@@ -46,7 +47,6 @@ from rekindle_kernels.native.language.vector import (
     where_negative,
 )
 from rekindle_kernels.native.language.vector_math import LOWEST, exp
-from rekindle_kernels.native.mask_gate import GATE
 
 ROUNDS = 64  # each round of rejection halves the candidates at least, on average
 ZERO, ONE, INFINITY = np.float32(0), np.float32(1), np.float32(np.inf)
@@ -377,12 +377,12 @@ SPINS, YIELDS = 200, 2000  # before another program may have the core, and befor
 PAUSE = 50  # microseconds, of which the system makes about 100
 MOST = 600_000  # pauses until it gives up: a minute
 HALF = 0xFFFFFFFF
-OPEN, MISSED, GATE_BYTES = GATE.offset("open"), GATE.offset("missed"), GATE.size
+OPEN, MISSED, GATE_BYTES = MASK_GATE.offset("open"), MASK_GATE.offset("missed"), MASK_GATE.size
 
 GATE_JOB = job_layout(
     "gate", {"masks": "int32 [numbers], the host's; 0 if they did not come", "out": "", "numbers": ""}
 )
-_gate = record_at(GATE)
+_gate = record_at(MASK_GATE)
 
 
 @inline

@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from rekindle_kernels import int4, tuning
-from rekindle_kernels.ops.linear import LinearCall, LinearOptions
+from rekindle_kernels.ops.linear import LinearCall, LinearOptions, Operands
 from rekindle_kernels.ops.registry import Implementation
 from rekindle_kernels.pallas.gpu.block import and_masks, product
 
@@ -215,21 +215,9 @@ def multiply(
     return parts[0] if tile.parts == 1 else jnp.sum(parts, axis=0)
 
 
-def run(
-    x: jax.Array,
-    weight: jax.Array,
-    scale: jax.Array | None,
-    minimum: jax.Array | None,
-    residual: jax.Array | None,
-    count: jax.Array | None,
-    norm: jax.Array | None,
-    expert: jax.Array | None,
-    options: LinearOptions,
-    dtype: jnp.dtype,
-    *,
-    interpret: bool = False,
-) -> jax.Array:
+def run(operands: Operands, options: LinearOptions, dtype: jnp.dtype, *, interpret: bool = False) -> jax.Array:
     """Compute `ops.linear.linear`; every row is computed, regardless of `count`."""
+    x, weight, scale, minimum, residual, _, _, expert = operands
     assert scale is not None, "integers have scales"
     assert expert is None, "the operation takes the matrix out of the stack"
     y = multiply(x.reshape(-1, x.shape[-1]), weight, scale, minimum, dtype, interpret=interpret)

@@ -229,10 +229,11 @@ PARTS = {
 }
 KERNELS = {
     "matvec": "products", "gemm": "products", "int4": "products", "int6groups": "products", "int8groups": "products",
-    "codebook": "products",
+    "codebook": "products", "adapter": "products", "adaptergate": "products",
     "decode": "attention", "prefill": "attention", "write": "pages",
     "convolution": "states", "delta": "states", "scan": "states",
     "norm": "norms", "gatedrows": "small", "rope": "rope", "argmax": "sampling", "sample": "sampling",
+    "gate": "sampling",
 }  # fmt: skip
 SCOPES = {
     "attend": "attention", "recur": "states", "write_kv": "pages", "rope": "rope", "logits": "logits",
