@@ -104,11 +104,7 @@ def timed(
 
 
 def best(
-    measure: Callable[[Any], list[float] | None],
-    start: Any,
-    choices: Choices,
-    *,
-    budget: float = math.inf,
+    measure: Callable[[Any], list[float] | None], start: Any, choices: Choices, *, budget: float = math.inf
 ) -> tuple[Any, list[float]] | None:
     """Search from `start` for the configuration with the least product of times, changing one field at a time.
 

@@ -125,13 +125,7 @@ def encode(steps: Sequence[Step], scratch: int, rows: Rows | None) -> np.ndarray
             calls.append([buffers.setdefault((buffer, shape), len(buffers))])
     rows = rows or Rows(0, 0)
     header = HEADER.pack(
-        {
-            "sizes": len(sizes),
-            "buffers": len(buffers),
-            "calls": len(steps),
-            "scratch": scratch,
-            **asdict(rows),
-        }
+        {"sizes": len(sizes), "buffers": len(buffers), "calls": len(steps), "scratch": scratch, **asdict(rows)}
     )
     places = [
         BUFFER.pack({"where": buffer.where, "number": buffer.number, "shape": shapes[shape]})

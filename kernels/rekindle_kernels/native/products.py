@@ -198,11 +198,7 @@ def norms(x: jax.Array) -> bool:
 
 
 def rms_norm(
-    x: jax.Array,
-    weight: jax.Array,
-    eps: float,
-    residual: jax.Array | None = None,
-    factor: jax.Array | None = None,
+    x: jax.Array, weight: jax.Array, eps: float, residual: jax.Array | None = None, factor: jax.Array | None = None
 ) -> jax.Array:
     """x [T, E] / rms(x) · weight [E], + residual [T, E]. With `factor` [1], the sum is multiplied by it and rounded to
     22 bits."""

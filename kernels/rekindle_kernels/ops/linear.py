@@ -135,11 +135,7 @@ def linear(
 
 
 def matrix_of_expert(
-    expert: jax.Array,
-    weight: jax.Array,
-    scale: jax.Array | None,
-    minimum: jax.Array | None,
-    values: str | None,
+    expert: jax.Array, weight: jax.Array, scale: jax.Array | None, minimum: jax.Array | None, values: str | None
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """Return one matrix of a stack, its scale and its minimum; `values` are those of `LinearOptions`."""
 

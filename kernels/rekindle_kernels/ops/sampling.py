@@ -66,11 +66,7 @@ def mask_words(vocab: int) -> int:
 
 
 def greedy(
-    logits: jax.Array,
-    masks: jax.Array | None = None,
-    *,
-    implementation: str | None = None,
-    platform: str | None = None,
+    logits: jax.Array, masks: jax.Array | None = None, *, implementation: str | None = None, platform: str | None = None
 ) -> jax.Array:
     """Return the first index of the largest logit of each row: int32 [N] for logits [N, V].
 

@@ -34,7 +34,7 @@ from rekindle_kernels.native.language.dot_products import (
 from rekindle_kernels.native.language.handler import Kernel, first_unit, job_layout
 from rekindle_kernels.native.language.jit import inline, jit
 from rekindle_kernels.native.language.memory import LINE, f32, free, i32, malloc, prefetcher, set_word, word
-from rekindle_kernels.native.language.records import dim
+from rekindle_kernels.native.language.records import dim, take
 from rekindle_kernels.native.language.vector import (
     LANES,
     Storage,
@@ -382,11 +382,7 @@ def kernel(storage: Storage, *, gated: bool = False, paired: bool = False) -> Ke
 
     @jit
     def prepare(frame: Any, job: Any, threads: int) -> int:
-        job.y, job.x, job.out = frame.y.data, frame.x.data, frame.out.data
-        job.norm = frame.norm.data if frame.has_norm else 0
-        job.eps = frame.settings.eps
-        job.down, job.up = frame.down.data, frame.up.data
-        job.order, job.slots, job.spans = frame.order.data, frame.slots.data, frame.spans.data
+        take(frame, job)
         job.modules = dim(frame.spans, 0)
         job.rows = dim(frame.up, 0)
         units = dim(frame.owners, 1)
@@ -432,19 +428,9 @@ def kernel(storage: Storage, *, gated: bool = False, paired: bool = False) -> Ke
         for a in range(begin, end, HALF):
             vectors = min(HALF, end - a) // LANES
             widened(
-                together,
-                four,
-                tokens,
-                a,
-                a + job.results,
-                vectors,
-                vectors,
-                narrow,
-                narrow_ups,
-                places,
-                count,
+                together, four, tokens, a, a + job.results, vectors, vectors, narrow, narrow_ups, places, count,
                 ahead * HALF,
-            )
+            )  # fmt: skip
 
     @inline
     def begin_of(job: Any, module: int) -> int:
@@ -460,19 +446,9 @@ def kernel(storage: Storage, *, gated: bool = False, paired: bool = False) -> Ke
             vectors = min(STRIP, end - a) // LANES
             first = min(HALF // LANES, vectors)
             widened(
-                together,
-                four,
-                tokens,
-                a,
-                a + HALF,
-                first,
-                vectors - first,
-                narrow,
-                narrow,
-                places,
-                count,
+                together, four, tokens, a, a + HALF, first, vectors - first, narrow, narrow, places, count,
                 ahead * STRIP,
-            )
+            )  # fmt: skip
 
     @inline
     def down_of(job: Any, module: int, row: int) -> int:

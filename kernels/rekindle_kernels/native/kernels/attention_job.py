@@ -8,7 +8,7 @@ import numpy as np
 
 from rekindle_kernels.native.language.jit import inline
 from rekindle_kernels.native.language.memory import f32, i32
-from rekindle_kernels.native.language.records import dim
+from rekindle_kernels.native.language.records import dim, take
 from rekindle_kernels.native.language.vector import Storage
 
 MASKED = np.float32(-1e30)  # the logit of a key that is not seen
@@ -42,16 +42,7 @@ class StoredHeads(NamedTuple):
 @inline
 def describe(frame: Any, job: Any) -> None:
     """Note in the job what the operands say of all rows."""
-    job.q = frame.q.data
-    job.pages = frame.pages.data
-    job.scales = frame.scales.data
-    job.page_table = frame.page_table.data
-    job.lens = frame.lens.data
-    job.sinks = frame.sinks.data if frame.has_sinks else 0
-    job.window = frame.settings.window
-    job.scale = frame.settings.scale
-    job.soft_cap = frame.settings.soft_cap
-    job.out = frame.out.data
+    take(frame, job)
     job.heads = dim(frame.q, 1)
     job.kv_heads = dim(frame.pages, 2)
     job.page_size = dim(frame.pages, 3)

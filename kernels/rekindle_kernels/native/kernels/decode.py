@@ -298,7 +298,6 @@ def preparer(D: int) -> Any:
     def prepare(frame: Any, job: Any, threads: int) -> int:
         describe(frame, job)
         rows, H = frame.settings.decode_rows, job.heads
-        job.keys = frame.settings.keys
         pieces = 0
         for r in range(rows):
             length = length_of(job, r)

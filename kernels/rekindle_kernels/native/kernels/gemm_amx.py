@@ -19,7 +19,6 @@ from __future__ import annotations
 from typing import Any
 
 from numba import types
-from numba.extending import intrinsic
 
 from rekindle_kernels.native.kernels.gemm_packing import PANEL, count_packs, finisher, packer, panels_of
 from rekindle_kernels.native.kernels.gemm_panels import OUTPUTS, SUMS, TURNED_AT
@@ -36,7 +35,7 @@ from rekindle_kernels.native.language.amx import (
 )
 from rekindle_kernels.native.language.dot_products import transpose
 from rekindle_kernels.native.language.handler import first_unit
-from rekindle_kernels.native.language.jit import inline, jit
+from rekindle_kernels.native.language.jit import emits, inline, jit
 from rekindle_kernels.native.language.memory import LINE, WORD, free, malloc, prefetch
 from rekindle_kernels.native.language.vector import LANES
 
@@ -56,37 +55,24 @@ def tile(blocks: int, vectors: int, size: int) -> Any:
     add = add_products if size == 1 else add_products_of_pairs
     sums_at = [(2 * block + v, block, v) for block in range(blocks) for v in range(vectors)]
 
-    @intrinsic
-    def clear(typing_context: Any, sums: Any) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            for register, _, _ in sums_at:
-                zero_tile(builder, register)
-            return context.get_dummy_value()
+    @emits(types.void, types.int64)
+    def clear(builder: Any, sums: Any) -> None:
+        for register, _, _ in sums_at:
+            zero_tile(builder, register)
 
-        return types.void(types.int64), codegen
-
-    @intrinsic
-    def step(typing_context: Any, w: Any, row: Any, further: Any, x: Any) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            w, row, further, x = args
+    @emits(types.void, *[types.int64] * 4)
+    def step(builder: Any, w: Any, row: Any, further: Any, x: Any) -> None:
+        for v in range(vectors):
+            load_tile(builder, _ROWS_AT + v, builder.add(x, WORD(v * LINE)), WORD(PANEL * 4))
+        for block in range(blocks):
+            load_tile(builder, _OUTPUTS_AT + block, builder.add(w, further) if block else w, row)
             for v in range(vectors):
-                load_tile(builder, _ROWS_AT + v, builder.add(x, WORD(v * LINE)), WORD(PANEL * 4))
-            for block in range(blocks):
-                load_tile(builder, _OUTPUTS_AT + block, builder.add(w, further) if block else w, row)
-                for v in range(vectors):
-                    add(builder, 2 * block + v, _OUTPUTS_AT + block, _ROWS_AT + v)
-            return context.get_dummy_value()
+                add(builder, 2 * block + v, _OUTPUTS_AT + block, _ROWS_AT + v)
 
-        return types.void(*[types.int64] * 4), codegen
-
-    @intrinsic
-    def leave(typing_context: Any, sums: Any) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            for register, block, v in sums_at:
-                store_tile(builder, register, builder.add(args[0], WORD(block * SUMS + v * LINE)), WORD(PANEL * 4))
-            return context.get_dummy_value()
-
-        return types.void(types.int64), codegen
+    @emits(types.void, types.int64)
+    def leave(builder: Any, sums: Any) -> None:
+        for register, block, v in sums_at:
+            store_tile(builder, register, builder.add(sums, WORD(block * SUMS + v * LINE)), WORD(PANEL * 4))
 
     @jit
     def multiply(w: int, further: int, x: int, words: int, sums: int, ahead: int) -> None:

@@ -15,21 +15,13 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from rekindle_kernels.native.cpu import has_feature, on_arm
-from rekindle_kernels.native.kernels.gemm_packing import (
-    PANEL,
-    count_packs,
-    finisher,
-    left_over,
-    packer,
-    panels_of,
-)
+from rekindle_kernels.native.kernels.gemm_packing import PANEL, count_packs, finisher, left_over, packer, panels_of
 from rekindle_kernels.native.language import arm
 from rekindle_kernels.native.language.dot_products import add_ints, total_of_ints, transpose, unsigned
 from rekindle_kernels.native.language.handler import first_unit
-from rekindle_kernels.native.language.jit import inline, jit
+from rekindle_kernels.native.language.jit import emits, inline, jit
 from rekindle_kernels.native.language.memory import (
     LINE,
     WORD,
@@ -271,42 +263,36 @@ def tile_on_arm(panel: int, size: int) -> Any:
     by_matrices = size == 1 and has_feature("i8mm")
     add = _add_matrices if by_matrices else _adder(arm.dot if size == 1 else arm.dot_bf16)
 
-    @intrinsic
-    def tile(typing_context: Any, w: Any, x: Any, words: Any, sums: Any) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            w, x, words, sums = args
+    @emits(types.void, types.int64, types.int64, types.int64, types.int64)
+    def tile(builder: Any, w: Any, x: Any, words: Any, sums: Any) -> None:
+        def register(start: Any, number: Any) -> Any:
+            """Return the register whose first word is the one of that number."""
+            address = builder.add(start, builder.mul(number, WORD(4)))
+            return builder.inttoptr(address, arm.INTS.as_pointer())
 
-            def register(start: Any, number: Any) -> Any:
-                """Return the register whose first word is the one of that number."""
-                address = builder.add(start, builder.mul(number, WORD(4)))
-                return builder.inttoptr(address, arm.INTS.as_pointer())
+        totals = [cgutils.alloca_once(builder, arm.INTS) for _ in range(ARM_SUMS)]
+        for total in totals:
+            builder.store(ir.Constant(arm.INTS, [0] * arm.REGISTER), total)
+        with cgutils.for_range(builder, builder.udiv(words, WORD(arm.REGISTER))) as loop:
+            first = builder.mul(loop.index, WORD(arm.REGISTER))
+            columns = [
+                builder.load(register(w, builder.add(builder.mul(words, WORD(o)), first)), align=4)
+                for o in range(ARM_OUTPUTS)
+            ]
 
-            totals = [cgutils.alloca_once(builder, arm.INTS) for _ in range(ARM_SUMS)]
-            for total in totals:
-                builder.store(ir.Constant(arm.INTS, [0] * arm.REGISTER), total)
-            with cgutils.for_range(builder, builder.udiv(words, WORD(arm.REGISTER))) as loop:
-                first = builder.mul(loop.index, WORD(arm.REGISTER))
-                columns = [
-                    builder.load(register(w, builder.add(builder.mul(words, WORD(o)), first)), align=4)
-                    for o in range(ARM_OUTPUTS)
-                ]
+            def rows(i: int) -> list[Any]:
+                """Word i of each row."""
+                start = builder.mul(builder.add(first, WORD(i)), WORD(panel))
+                starts = [builder.add(start, WORD(v * arm.REGISTER)) for v in range(ARM_VECTORS)]
+                return [builder.load(register(x, place), align=4) for place in starts]
 
-                def rows(i: int) -> list[Any]:
-                    """Word i of each row."""
-                    start = builder.mul(builder.add(first, WORD(i)), WORD(panel))
-                    starts = [builder.add(start, WORD(v * arm.REGISTER)) for v in range(ARM_VECTORS)]
-                    return [builder.load(register(x, place), align=4) for place in starts]
-
-                before = [builder.load(total) for total in totals]
-                for total, value in zip(totals, add(builder, columns, rows, before), strict=True):
-                    builder.store(value, total)
-            found = [builder.load(total) for total in totals]
-            for number, value in enumerate(_in_rows(builder, found) if by_matrices else found):
-                place = WORD(number // ARM_VECTORS * panel + number % ARM_VECTORS * arm.REGISTER)
-                builder.store(value, register(sums, place), align=4)
-            return context.get_dummy_value()
-
-        return types.void(types.int64, types.int64, types.int64, types.int64), codegen
+            before = [builder.load(total) for total in totals]
+            for total, value in zip(totals, add(builder, columns, rows, before), strict=True):
+                builder.store(value, total)
+        found = [builder.load(total) for total in totals]
+        for number, value in enumerate(_in_rows(builder, found) if by_matrices else found):
+            place = WORD(number // ARM_VECTORS * panel + number % ARM_VECTORS * arm.REGISTER)
+            builder.store(value, register(sums, place), align=4)
 
     return tile
 

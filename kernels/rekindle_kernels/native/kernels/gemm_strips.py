@@ -18,11 +18,10 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from rekindle_kernels.native.kernels.gemm_packing import finisher, narrower
 from rekindle_kernels.native.language.dot_products import add_ints, transpose
-from rekindle_kernels.native.language.jit import inline, jit
+from rekindle_kernels.native.language.jit import emits, inline, jit
 from rekindle_kernels.native.language.memory import WORD, free, malloc, prefetch
 from rekindle_kernels.native.language.vector import LANES, load_f32, splat, store
 
@@ -129,35 +128,29 @@ def multiply_tile(rows: int, vectors: int, size: int) -> Any:
     """
     assert rows % 3 == 0, "an address reaches three rows"
 
-    @intrinsic
-    def tile(typing_context: Any, columns: Any, x: Any, words: Any, sums: Any) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            columns, x, words, sums = args
+    @emits(types.void, types.int64, types.int64, types.int64, types.int64)
+    def tile(builder: Any, columns: Any, x: Any, words: Any, sums: Any) -> None:
+        def vector(start: Any, number: Any) -> Any:
+            return builder.gep(builder.inttoptr(start, _INTS.as_pointer()), [number])
 
-            def vector(start: Any, number: Any) -> Any:
-                return builder.gep(builder.inttoptr(start, _INTS.as_pointer()), [number])
-
-            totals = [cgutils.alloca_once(builder, _INTS) for _ in range(rows * vectors)]
-            for total in totals:
-                builder.store(ir.Constant(_INTS, [0] * LANES), total)
-            row_size = builder.mul(words, WORD(4))
-            thirds = [builder.add(x, builder.mul(row_size, WORD(row))) for row in range(0, rows, 3)]
-            with cgutils.for_range(builder, words) as loop:
-                first = builder.mul(loop.index, WORD(vectors))
-                loaded = [builder.load(vector(columns, builder.add(first, WORD(v))), align=64) for v in range(vectors)]
-                for row in range(rows):
-                    here = totals[row * vectors : (row + 1) * vectors]
-                    word = builder.add(thirds[row // 3], builder.mul(loop.index, WORD(4)))
-                    before = [builder.load(total) for total in here]
-                    for total, value in zip(
-                        here, _add_row(builder, size, word, row_size, row % 3, loaded, before), strict=True
-                    ):
-                        builder.store(value, total)
-            for number, total in enumerate(totals):
-                builder.store(builder.load(total), vector(sums, WORD(number)), align=4)
-            return context.get_dummy_value()
-
-        return types.void(types.int64, types.int64, types.int64, types.int64), codegen
+        totals = [cgutils.alloca_once(builder, _INTS) for _ in range(rows * vectors)]
+        for total in totals:
+            builder.store(ir.Constant(_INTS, [0] * LANES), total)
+        row_size = builder.mul(words, WORD(4))
+        thirds = [builder.add(x, builder.mul(row_size, WORD(row))) for row in range(0, rows, 3)]
+        with cgutils.for_range(builder, words) as loop:
+            first = builder.mul(loop.index, WORD(vectors))
+            loaded = [builder.load(vector(columns, builder.add(first, WORD(v))), align=64) for v in range(vectors)]
+            for row in range(rows):
+                here = totals[row * vectors : (row + 1) * vectors]
+                word = builder.add(thirds[row // 3], builder.mul(loop.index, WORD(4)))
+                before = [builder.load(total) for total in here]
+                for total, value in zip(
+                    here, _add_row(builder, size, word, row_size, row % 3, loaded, before), strict=True
+                ):
+                    builder.store(value, total)
+        for number, total in enumerate(totals):
+            builder.store(builder.load(total), vector(sums, WORD(number)), align=4)
 
     return tile
 

@@ -31,7 +31,6 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.core.cgutils import get_or_insert_function
-from numba.extending import intrinsic
 
 from rekindle_kernels.native.cpu import has_feature
 from rekindle_kernels.native.kernels.gemm_packing import finisher, narrower
@@ -39,7 +38,7 @@ from rekindle_kernels.native.kernels.norms_and_gates import normalise
 from rekindle_kernels.native.kernels.operands import row_of
 from rekindle_kernels.native.language.dot_products import exchanged
 from rekindle_kernels.native.language.handler import first_unit
-from rekindle_kernels.native.language.jit import inline, jit
+from rekindle_kernels.native.language.jit import emits, inline, jit
 from rekindle_kernels.native.language.memory import WORD, f32, free, malloc, prefetch_at, set_f32
 from rekindle_kernels.native.language.vector import LANES, load_f32, store
 
@@ -277,19 +276,14 @@ def _register(builder: Any, lanes: int, start: Any, number: Any) -> Any:
 def pair_spreader(lanes: int) -> Any:
     """Return `spread(source, words, target)`: a row of int8 becomes pairs of 16 bits, in the order of `turner`."""
 
-    @intrinsic
-    def spread(typing_context: Any, source: Any, words: Any, target: Any) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            source, words, target = args
-            with cgutils.for_range(builder, builder.udiv(words, WORD(lanes))) as loop:
-                first = builder.mul(loop.index, WORD(lanes))
-                loaded = builder.load(_register(builder, lanes, source, first), align=1)
-                for half, value in enumerate(bytes_in_two(builder, loaded)):
-                    place = builder.add(builder.mul(first, WORD(2)), WORD(half * lanes))
-                    builder.store(value, _register(builder, lanes, target, place), align=4)
-            return context.get_dummy_value()
-
-        return types.void(types.int64, types.int64, types.int64), codegen
+    @emits(types.void, types.int64, types.int64, types.int64)
+    def spread(builder: Any, source: Any, words: Any, target: Any) -> None:
+        with cgutils.for_range(builder, builder.udiv(words, WORD(lanes))) as loop:
+            first = builder.mul(loop.index, WORD(lanes))
+            loaded = builder.load(_register(builder, lanes, source, first), align=1)
+            for half, value in enumerate(bytes_in_two(builder, loaded)):
+                place = builder.add(builder.mul(first, WORD(2)), WORD(half * lanes))
+                builder.store(value, _register(builder, lanes, target, place), align=4)
 
     return spread
 
@@ -300,29 +294,24 @@ def turner(form: WidenedForm) -> Any:
     results are corrected."""
     lanes = form.lanes
 
-    @intrinsic
-    def turn(typing_context: Any, w: Any, words: Any, strip: Any, weight_sums: Any) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            w, words, strip, weight_sums = args
-            total = cgutils.alloca_once(builder, ints(lanes))
-            builder.store(ir.Constant(ints(lanes), [0] * lanes), total)
-            starts = [builder.add(w, builder.mul(words, WORD(4 * row))) for row in range(lanes)]
-            with cgutils.for_range(builder, builder.udiv(words, WORD(lanes))) as loop:
-                first = builder.mul(loop.index, WORD(lanes))
-                rows = [builder.load(_register(builder, lanes, start, first), align=4) for start in starts]
-                columns = transposed(builder, rows)
-                for j, value in enumerate(placed(builder, columns)):
-                    word = builder.add(builder.mul(first, WORD(form.words)), WORD(j))
-                    builder.store(value, _register(builder, lanes, strip, builder.mul(word, WORD(OUTPUTS))), align=4)
-                if form.unsigned:
-                    sums = builder.load(total)
-                    for column in columns:
-                        sums = add_bytes(builder, sums, column)
-                    builder.store(sums, total)
-            builder.store(builder.load(total), _register(builder, lanes, weight_sums, WORD(0)), align=4)
-            return context.get_dummy_value()
-
-        return types.void(types.int64, types.int64, types.int64, types.int64), codegen
+    @emits(types.void, types.int64, types.int64, types.int64, types.int64)
+    def turn(builder: Any, w: Any, words: Any, strip: Any, weight_sums: Any) -> None:
+        total = cgutils.alloca_once(builder, ints(lanes))
+        builder.store(ir.Constant(ints(lanes), [0] * lanes), total)
+        starts = [builder.add(w, builder.mul(words, WORD(4 * row))) for row in range(lanes)]
+        with cgutils.for_range(builder, builder.udiv(words, WORD(lanes))) as loop:
+            first = builder.mul(loop.index, WORD(lanes))
+            rows = [builder.load(_register(builder, lanes, start, first), align=4) for start in starts]
+            columns = transposed(builder, rows)
+            for j, value in enumerate(placed(builder, columns)):
+                word = builder.add(builder.mul(first, WORD(form.words)), WORD(j))
+                builder.store(value, _register(builder, lanes, strip, builder.mul(word, WORD(OUTPUTS))), align=4)
+            if form.unsigned:
+                sums = builder.load(total)
+                for column in columns:
+                    sums = add_bytes(builder, sums, column)
+                builder.store(sums, total)
+        builder.store(builder.load(total), _register(builder, lanes, weight_sums, WORD(0)), align=4)
 
     def placed(builder: Any, columns: list[Any]) -> list[Any]:
         """Return the words that eight of the matrix become, in the order of a row's."""
@@ -343,38 +332,33 @@ def multiply_tile(form: WidenedForm, rows: int) -> Any:
     lanes = form.lanes
     vectors, together = OUTPUTS // lanes, max(3, form.panel)  # rows that an address reaches
 
-    @intrinsic
-    def tile(typing_context: Any, strip: Any, x: Any, words: Any, sums: Any, ahead: Any, step: Any) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            strip, x, words, sums, ahead, step = args
-            kind = ir.VectorType(ir.FloatType(), lanes) if form.size == 2 else ints(lanes)
+    @emits(types.void, *[types.int64] * 6)
+    def tile(builder: Any, strip: Any, x: Any, words: Any, sums: Any, ahead: Any, step: Any) -> None:
+        kind = ir.VectorType(ir.FloatType(), lanes) if form.size == 2 else ints(lanes)
 
-            def register(start: Any, number: Any) -> Any:
-                return builder.bitcast(_register(builder, lanes, start, number), kind.as_pointer())
+        def register(start: Any, number: Any) -> Any:
+            return builder.bitcast(_register(builder, lanes, start, number), kind.as_pointer())
 
-            totals = [cgutils.alloca_once(builder, kind) for _ in range(rows * vectors)]
-            for total in totals:
-                builder.store(ir.Constant(kind, [0] * lanes), total)
-            row_size = builder.mul(words, WORD(4))
-            starts = [builder.add(x, builder.mul(row_size, WORD(row))) for row in range(0, rows, together)]
-            with cgutils.for_range(builder, words) as loop:
-                first = builder.mul(loop.index, WORD(OUTPUTS))
-                columns = [
-                    builder.load(register(strip, builder.add(first, WORD(v * lanes))), align=4) for v in range(vectors)
-                ]
-                prefetch_at(builder, builder.add(ahead, builder.mul(loop.index, step)))
-                for row in range(rows):
-                    here = totals[row * vectors : (row + 1) * vectors]
-                    word = builder.add(starts[row // together], builder.mul(loop.index, WORD(4 * form.panel)))
-                    before = [builder.load(total) for total in here]
-                    step = row_size if form.panel == 1 else 4
-                    after = add_row(builder, form.add, word, step, row % together, columns, before)
-                    for total, value in zip(here, after, strict=True):
-                        builder.store(value, total)
-            for number, total in enumerate(totals):
-                builder.store(builder.load(total), register(sums, WORD(number * lanes)), align=4)
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 6), codegen
+        totals = [cgutils.alloca_once(builder, kind) for _ in range(rows * vectors)]
+        for total in totals:
+            builder.store(ir.Constant(kind, [0] * lanes), total)
+        row_size = builder.mul(words, WORD(4))
+        starts = [builder.add(x, builder.mul(row_size, WORD(row))) for row in range(0, rows, together)]
+        with cgutils.for_range(builder, words) as loop:
+            first = builder.mul(loop.index, WORD(OUTPUTS))
+            columns = [
+                builder.load(register(strip, builder.add(first, WORD(v * lanes))), align=4) for v in range(vectors)
+            ]
+            prefetch_at(builder, builder.add(ahead, builder.mul(loop.index, step)))
+            for row in range(rows):
+                here = totals[row * vectors : (row + 1) * vectors]
+                word = builder.add(starts[row // together], builder.mul(loop.index, WORD(4 * form.panel)))
+                before = [builder.load(total) for total in here]
+                step = row_size if form.panel == 1 else 4
+                after = add_row(builder, form.add, word, step, row % together, columns, before)
+                for total, value in zip(here, after, strict=True):
+                    builder.store(value, total)
+        for number, total in enumerate(totals):
+            builder.store(builder.load(total), register(sums, WORD(number * lanes)), align=4)
 
     return tile

@@ -15,7 +15,7 @@ from rekindle_kernels.native import kernel_table
 from rekindle_kernels.native.language.handler import Kernel, job_layout, nothing
 from rekindle_kernels.native.language.jit import inline, jit
 from rekindle_kernels.native.language.memory import i32
-from rekindle_kernels.native.language.records import dim
+from rekindle_kernels.native.language.records import dim, take
 from rekindle_kernels.native.language.vector import (
     LANES,
     load_f32,
@@ -87,15 +87,7 @@ def rope_kernel() -> Kernel:
 
     @jit
     def prepare(frame: Any, job: Any, threads: int) -> int:
-        job.qk = frame.qk.data
-        job.qkv = frame.qkv.data
-        job.cos = frame.cos.data
-        job.sin = frame.sin.data
-        job.norm = frame.norm.data if frame.has_norm else 0
-        job.eps = frame.settings.eps
-        job.q = frame.q.data
-        job.k = frame.k.data
-        job.v = frame.v.data
+        take(frame, job)
         job.tokens = dim(frame.qk, 0)
         job.source_heads = dim(frame.qk, 1)
         job.head_dim = dim(frame.qk, 2)
@@ -145,10 +137,7 @@ def write_kernel(put: Any, size: int) -> Kernel:
 
     @jit
     def prepare(frame: Any, job: Any, threads: int) -> int:
-        job.k = frame.k.data
-        job.v = frame.v.data
-        job.page_ids = frame.page_ids.data
-        job.offsets = frame.offsets.data
+        take(frame, job)
         job.pages = frame.out.data
         job.tokens = dim(frame.k, 0)
         job.page_count = dim(frame.pages, 0)

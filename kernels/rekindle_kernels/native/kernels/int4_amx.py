@@ -29,14 +29,7 @@ from rekindle_kernels.native.kernels.int4_tile import (
     scale_reader,
     unpacker,
 )
-from rekindle_kernels.native.language.amx import (
-    DEPTH,
-    MEMORY,
-    add_products,
-    load_tile,
-    store_tile,
-    zero_tile,
-)
+from rekindle_kernels.native.language.amx import DEPTH, MEMORY, add_products, load_tile, store_tile, zero_tile
 from rekindle_kernels.native.language.handler import first_unit
 from rekindle_kernels.native.language.jit import inline, jit
 from rekindle_kernels.native.language.memory import LINE, WORD, prefetch

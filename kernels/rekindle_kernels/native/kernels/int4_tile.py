@@ -21,12 +21,12 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from rekindle_kernels.int4_format import EXPONENTS, INPUTS_OF, OUTPUTS, SPAN, STEP_BYTES, STEPPED, TILE
 from rekindle_kernels.native import cpu
 from rekindle_kernels.native.cpu import has_feature, on_arm
 from rekindle_kernels.native.language import arm
+from rekindle_kernels.native.language.jit import emits
 from rekindle_kernels.native.language.memory import WORD, prefetch_at
 from rekindle_kernels.native.language.vector import FLOATS, LANES, llvm_call
 
@@ -46,13 +46,8 @@ NUMBERS = 4
 MAGIC, MAGIC_BITS = 12582912.0, 0x4B400000  # 1.5 · 2^23: one more is one more in its bits
 UNPACKED = 4 * LANES * 4  # bytes of eight inputs of two blocks of outputs, an integer in each byte
 assert OUTPUTS == LANES, "an output has a lane"
-INSTRUCTIONS = {
-    "avx512vnni": "vnni",
-    "avxvnni": "avxvnni",
-    "avx2": "avx2",
-    "dotprod": "dotprod",
-    "neon": "neon",
-}  # by feature, the best first
+# By feature, the best first.
+INSTRUCTIONS = {"avx512vnni": "vnni", "avxvnni": "avxvnni", "avx2": "avx2", "dotprod": "dotprod", "neon": "neon"}
 SIGNED = ("dotprod", "neon")  # those that multiply signed bytes with signed ones
 
 
@@ -88,99 +83,85 @@ def multiply_tile(
     narrow = bits < 8 and max(codebook, default=0) < 128
     integers = _signed if instruction in SIGNED else stored_integers
 
-    @intrinsic
+    @emits(types.void, *[types.int64] * 10)
     def tile(
-        typing_context: Any,
-        weights: Any,
-        scales: Any,
-        minimums: Any,
-        further: Any,
-        further_scales: Any,
-        x: Any,
-        stride: Any,
-        groups: Any,
-        steps: Any,
-        sums: Any,
-    ) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            weights, scales, minimums, further, further_scales, x, stride, groups, steps, sums = args
-            fma = llvm_call(f"llvm.fma.v{LANES}f32", FLOATS, FLOATS, FLOATS, FLOATS)
+        builder: Any, weights: Any, scales: Any, minimums: Any, further: Any, further_scales: Any, x: Any, stride: Any,
+        groups: Any, steps: Any, sums: Any,
+    ) -> None:  # fmt: skip
+        fma = llvm_call(f"llvm.fma.v{LANES}f32", FLOATS, FLOATS, FLOATS, FLOATS)
 
-            def at(address: Any, kind: ir.Type) -> Any:
-                return builder.inttoptr(address, kind.as_pointer())
+        def at(address: Any, kind: ir.Type) -> Any:
+            return builder.inttoptr(address, kind.as_pointer())
 
-            def times(a: Any, b: Any) -> Any:
-                return builder.mul(a, b if isinstance(b, ir.Value) else WORD(b))
+        def times(a: Any, b: Any) -> Any:
+            return builder.mul(a, b if isinstance(b, ir.Value) else WORD(b))
 
-            begins = [x] + [builder.add(x, times(stride, row)) for row in range(1, rows)]
-            places = [builder.add(sums, WORD(4 * LANES * index)) for index in range(count)]
-            totals = [cgutils.alloca_once(builder, _INTS) for _ in range(count)]
-            kept = [cgutils.alloca_once(builder, FLOATS) if in_registers else at(place, FLOATS) for place in places]
-            for one in kept:
-                builder.store(ir.Constant(FLOATS, [0.0] * LANES), one, align=64 if in_registers else 4)
-            width = times(times(groups, steps), step * tile_inputs)  # inputs, and bytes of a row's integers
-            scales_at = scale_reader(builder, scale, times(steps, step * tile_inputs))
+        begins = [x] + [builder.add(x, times(stride, row)) for row in range(1, rows)]
+        places = [builder.add(sums, WORD(4 * LANES * index)) for index in range(count)]
+        totals = [cgutils.alloca_once(builder, _INTS) for _ in range(count)]
+        kept = [cgutils.alloca_once(builder, FLOATS) if in_registers else at(place, FLOATS) for place in places]
+        for one in kept:
+            builder.store(ir.Constant(FLOATS, [0.0] * LANES), one, align=64 if in_registers else 4)
+        width = times(times(groups, steps), step * tile_inputs)  # inputs, and bytes of a row's integers
+        scales_at = scale_reader(builder, scale, times(steps, step * tile_inputs))
 
-            def number(row: int, group: Any, which: int, kind: ir.Type) -> Any:
-                behind = builder.add(width, times(builder.add(times(groups, which), group), 4))
-                return everywhere(builder, builder.load(at(builder.add(begins[row], behind), kind)), kind)
+        def number(row: int, group: Any, which: int, kind: ir.Type) -> Any:
+            behind = builder.add(width, times(builder.add(times(groups, which), group), 4))
+            return everywhere(builder, builder.load(at(builder.add(begins[row], behind), kind)), kind)
 
-            def loaded(address: Any, four: int) -> list[Any]:
-                places = (builder.add(address, WORD(4 * LANES * index)) for index in (2 * four, 2 * four + 1))
-                return [builder.load(at(place, _INTS), align=64) for place in places]
+        def loaded(address: Any, four: int) -> list[Any]:
+            places = (builder.add(address, WORD(4 * LANES * index)) for index in (2 * four, 2 * four + 1))
+            return [builder.load(at(place, _INTS), align=64) for place in places]
 
-            with cgutils.for_range(builder, groups) as outer:
-                group = outer.index
-                for row in range(rows):
-                    offset = number(row, group, BEGIN, INT)
-                    for vector in range(vectors):
-                        builder.store(offset, totals[vector * rows + row])
-                with cgutils.for_range(builder, steps) as inner:
-                    first = times(builder.add(times(group, steps), inner.index), step)
-                    for each in range(step):
-                        number_of_tile = builder.add(first, WORD(each))
-                        address = builder.add(weights, times(number_of_tile, apart))
-                        for line in range(0, tile_bytes if prefetches else 0, TILE):
-                            prefetch_at(builder, builder.add(address, WORD(ahead + line)), cache)
-                        if unpacked:
-                            fours: Iterable[Any] = (loaded(address, four) for four in range(tile_inputs // 4))
-                        else:
-                            pair = [address, builder.add(address, further)][:vectors]
-                            fours = zip(*(integers(builder, bits, place, codebook) for place in pair), strict=True)
-                        for four, columns in enumerate(fours):
-                            inputs = builder.add(times(number_of_tile, tile_inputs), WORD(4 * four))
-                            for row in range(rows):
-                                here = [totals[vector * rows + row] for vector in range(vectors)]
-                                word = builder.add(begins[row], inputs)
-                                before = [builder.load(total) for total in here]
-                                after = _add_row(builder, instruction, word, list(columns), before, narrow=narrow)
-                                for total, value in zip(here, after, strict=True):
-                                    builder.store(value, total)
-                vector_starts = [WORD(0), further_scales][:vectors]
-                factors = [scales_at(builder.add(scales, start), group) for start in vector_starts]
-                for row in range(rows):
-                    factor, back = (number(row, group, which, ir.FloatType()) for which in (SCALE, BACK))
-                    for vector in range(vectors):
-                        index = vector * rows + row
-                        exact = builder.bitcast(builder.load(totals[index]), FLOATS)
-                        scaled = fma(builder, exact, factor, back)
-                        added = fma(builder, scaled, factors[vector], builder.load(kept[index], align=4))
-                        builder.store(added, kept[index], align=4)
-                if not codebook:
-                    with builder.if_then(builder.icmp_signed("!=", minimums, WORD(0))):
-                        lowest = [scales_at(builder.add(minimums, start), group) for start in vector_starts]
+        with cgutils.for_range(builder, groups) as outer:
+            group = outer.index
+            for row in range(rows):
+                offset = number(row, group, BEGIN, INT)
+                for vector in range(vectors):
+                    builder.store(offset, totals[vector * rows + row])
+            with cgutils.for_range(builder, steps) as inner:
+                first = times(builder.add(times(group, steps), inner.index), step)
+                for each in range(step):
+                    number_of_tile = builder.add(first, WORD(each))
+                    address = builder.add(weights, times(number_of_tile, apart))
+                    for line in range(0, tile_bytes if prefetches else 0, TILE):
+                        prefetch_at(builder, builder.add(address, WORD(ahead + line)), cache)
+                    if unpacked:
+                        fours: Iterable[Any] = (loaded(address, four) for four in range(tile_inputs // 4))
+                    else:
+                        pair = [address, builder.add(address, further)][:vectors]
+                        fours = zip(*(integers(builder, bits, place, codebook) for place in pair), strict=True)
+                    for four, columns in enumerate(fours):
+                        inputs = builder.add(times(number_of_tile, tile_inputs), WORD(4 * four))
                         for row in range(rows):
-                            values = number(row, group, VALUES, ir.FloatType())
-                            for vector in range(vectors):
-                                index = vector * rows + row
-                                added = fma(builder, values, lowest[vector], builder.load(kept[index], align=4))
-                                builder.store(added, kept[index], align=4)
-            if in_registers:
-                for place, one in zip(places, kept, strict=True):
-                    builder.store(builder.load(one), at(place, FLOATS), align=4)
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 10), codegen
+                            here = [totals[vector * rows + row] for vector in range(vectors)]
+                            word = builder.add(begins[row], inputs)
+                            before = [builder.load(total) for total in here]
+                            after = _add_row(builder, instruction, word, list(columns), before, narrow=narrow)
+                            for total, value in zip(here, after, strict=True):
+                                builder.store(value, total)
+            vector_starts = [WORD(0), further_scales][:vectors]
+            factors = [scales_at(builder.add(scales, start), group) for start in vector_starts]
+            for row in range(rows):
+                factor, back = (number(row, group, which, ir.FloatType()) for which in (SCALE, BACK))
+                for vector in range(vectors):
+                    index = vector * rows + row
+                    exact = builder.bitcast(builder.load(totals[index]), FLOATS)
+                    scaled = fma(builder, exact, factor, back)
+                    added = fma(builder, scaled, factors[vector], builder.load(kept[index], align=4))
+                    builder.store(added, kept[index], align=4)
+            if not codebook:
+                with builder.if_then(builder.icmp_signed("!=", minimums, WORD(0))):
+                    lowest = [scales_at(builder.add(minimums, start), group) for start in vector_starts]
+                    for row in range(rows):
+                        values = number(row, group, VALUES, ir.FloatType())
+                        for vector in range(vectors):
+                            index = vector * rows + row
+                            added = fma(builder, values, lowest[vector], builder.load(kept[index], align=4))
+                            builder.store(added, kept[index], align=4)
+        if in_registers:
+            for place, one in zip(places, kept, strict=True):
+                builder.store(builder.load(one), at(place, FLOATS), align=4)
 
     return tile
 
@@ -408,25 +389,20 @@ def unpacker(bits: int, offset: int = 0, codebook: Codebook = ()) -> Any:
     """Return `unpack(weights, target, inputs)`: the weights of a block of outputs, an unsigned integer less `offset`
     in each byte: at `target` the first four inputs, and two vectors behind every four the next ones."""
 
-    @intrinsic
-    def unpack(typing_context: Any, weights: Any, target: Any, inputs: Any) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            weights, target, inputs = args
-            tiles = builder.udiv(inputs, WORD(INPUTS_OF[bits]))
-            many = ir.VectorType(BYTE, 4 * LANES)
-            subtracted = ir.Constant(many, [offset] * 4 * LANES)
+    @emits(types.void, types.int64, types.int64, types.int64)
+    def unpack(builder: Any, weights: Any, target: Any, inputs: Any) -> None:
+        tiles = builder.udiv(inputs, WORD(INPUTS_OF[bits]))
+        many = ir.VectorType(BYTE, 4 * LANES)
+        subtracted = ir.Constant(many, [offset] * 4 * LANES)
 
-            def at(start: Any, index: Any, size: int, behind: int = 0) -> Any:
-                return builder.add(start, builder.add(builder.mul(index, WORD(size)), WORD(behind)))
+        def at(start: Any, index: Any, size: int, behind: int = 0) -> Any:
+            return builder.add(start, builder.add(builder.mul(index, WORD(size)), WORD(behind)))
 
-            with cgutils.for_range(builder, tiles) as loop:
-                fours = tuple(stored_integers(builder, bits, at(weights, loop.index, TILE_BYTES[bits]), codebook))
-                for four, integers in enumerate(fours):
-                    values = builder.sub(builder.bitcast(integers, many), subtracted)
-                    place = at(target, loop.index, len(fours) * UNPACKED // 2, four * UNPACKED // 2)
-                    builder.store(values, builder.inttoptr(place, many.as_pointer()), align=64)
-            return context.get_dummy_value()
-
-        return types.void(types.int64, types.int64, types.int64), codegen
+        with cgutils.for_range(builder, tiles) as loop:
+            fours = tuple(stored_integers(builder, bits, at(weights, loop.index, TILE_BYTES[bits]), codebook))
+            for four, integers in enumerate(fours):
+                values = builder.sub(builder.bitcast(integers, many), subtracted)
+                place = at(target, loop.index, len(fours) * UNPACKED // 2, four * UNPACKED // 2)
+                builder.store(values, builder.inttoptr(place, many.as_pointer()), align=64)
 
     return unpack

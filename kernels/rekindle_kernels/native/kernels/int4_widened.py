@@ -36,13 +36,12 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from rekindle_kernels.int4_format import INPUTS_OF
 from rekindle_kernels.native.kernels.int4_amx import ask_for
 from rekindle_kernels.native.kernels.int4_tile import STEP, TILE_BYTES, Codebook, scale_reader, stored_integers
 from rekindle_kernels.native.language.amx import MEMORY, add_products_of_pairs, load_tile, store_tile, zero_tile
-from rekindle_kernels.native.language.jit import inline, jit
+from rekindle_kernels.native.language.jit import emits, inline, jit
 from rekindle_kernels.native.language.memory import LINE, WORD
 from rekindle_kernels.native.language.vector import FLOATS, LANES, llvm_call, load_f32, store_bf16
 
@@ -85,67 +84,51 @@ def _widener(scale: str, bits: int, offset: int, codebook: Codebook) -> Any:
     A group has `steps` times STEP[bits] tiles of what is stored; `minimums` may be 0.
     """
 
-    @intrinsic
+    @emits(types.void, *[types.int64] * 7)
     def widen(
-        typing_context: Any,
-        weights: Any,
-        scales: Any,
-        minimums: Any,
-        first: Any,
-        count: Any,
-        steps: Any,
-        target: Any,
-    ) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            weights, scales, minimums, first, count, steps, target = args
-            fma = llvm_call(f"llvm.fma.v{LANES}f32", FLOATS, FLOATS, FLOATS, FLOATS)
-            scales_at = scale_reader(builder, scale, builder.mul(steps, WORD(STEP[bits] * INPUTS_OF[bits])))
+        builder: Any, weights: Any, scales: Any, minimums: Any, first: Any, count: Any, steps: Any, target: Any
+    ) -> None:
+        fma = llvm_call(f"llvm.fma.v{LANES}f32", FLOATS, FLOATS, FLOATS, FLOATS)
+        scales_at = scale_reader(builder, scale, builder.mul(steps, WORD(STEP[bits] * INPUTS_OF[bits])))
 
-            def constant(number: int) -> Any:
-                return ir.Constant(_INTS, [number] * LANES)
+        def constant(number: int) -> Any:
+            return ir.Constant(_INTS, [number] * LANES)
 
-            def value(integers: Any, byte: int, factor: Any, least: Any) -> Any:
-                """Return the bits of the values of one byte of each lane, rounded to nearest at the sixteenth."""
-                left = _UNIT - 8 * byte
-                moved = builder.shl(integers, constant(left)) if left > 0 else builder.lshr(integers, constant(-left))
-                placed = builder.or_(builder.and_(moved, constant(0xFF << _UNIT)), constant(_BASE_BITS))
-                number = fma(builder, builder.bitcast(placed, FLOATS), factor, least)
-                return builder.add(builder.bitcast(number, _INTS), constant(0x8000))
+        def value(integers: Any, byte: int, factor: Any, least: Any) -> Any:
+            """Return the bits of the values of one byte of each lane, rounded to nearest at the sixteenth."""
+            left = _UNIT - 8 * byte
+            moved = builder.shl(integers, constant(left)) if left > 0 else builder.lshr(integers, constant(-left))
+            placed = builder.or_(builder.and_(moved, constant(0xFF << _UNIT)), constant(_BASE_BITS))
+            number = fma(builder, builder.bitcast(placed, FLOATS), factor, least)
+            return builder.add(builder.bitcast(number, _INTS), constant(0x8000))
 
-            there = builder.icmp_signed("!=", minimums, WORD(0))
-            least_at = cgutils.alloca_once(builder, FLOATS)
-            per = builder.mul(steps, WORD(STEP[bits]))  # tiles of a group
-            below = [
-                ir.Constant(FLOATS, [-float(_BASE + each)] * LANES) for each in (offset, offset if bits > 4 else 0)
-            ]
-            with cgutils.for_range(builder, count) as outer:
-                group = builder.add(first, outer.index)
-                factor = scales_at(scales, group)
-                builder.store(builder.fmul(factor, below[0]), least_at, align=LINE)
-                with builder.if_then(there):
-                    builder.store(fma(builder, factor, below[1], scales_at(minimums, group)), least_at, align=LINE)
-                least = builder.load(least_at, align=LINE)
-                with cgutils.for_range(builder, per) as inner:
-                    stored = builder.add(builder.mul(group, per), inner.index)
-                    address = builder.add(weights, builder.mul(stored, WORD(TILE_BYTES[bits])))
-                    tile = builder.add(builder.mul(outer.index, per), inner.index)
-                    begin = builder.mul(tile, WORD(INPUTS_OF[bits]))
-                    out = builder.add(
-                        builder.mul(builder.udiv(begin, WORD(DEPTH)), WORD(2 * _TILE)),
-                        builder.mul(builder.urem(begin, WORD(DEPTH)), WORD(LINE // 2)),
-                    )
-                    out = builder.add(target, out)
-                    for four, integers in enumerate(stored_integers(builder, bits, address, codebook)):
-                        for pair in range(2):
-                            even, odd = (value(integers, 2 * pair + byte, factor, least) for byte in range(2))
-                            both = builder.or_(
-                                builder.lshr(even, constant(16)), builder.and_(odd, constant(0xFFFF0000))
-                            )
-                            place = builder.add(out, WORD((2 * four + pair) * LINE))
-                            builder.store(both, builder.inttoptr(place, _INTS.as_pointer()), align=LINE)
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 7), codegen
+        there = builder.icmp_signed("!=", minimums, WORD(0))
+        least_at = cgutils.alloca_once(builder, FLOATS)
+        per = builder.mul(steps, WORD(STEP[bits]))  # tiles of a group
+        below = [ir.Constant(FLOATS, [-float(_BASE + each)] * LANES) for each in (offset, offset if bits > 4 else 0)]
+        with cgutils.for_range(builder, count) as outer:
+            group = builder.add(first, outer.index)
+            factor = scales_at(scales, group)
+            builder.store(builder.fmul(factor, below[0]), least_at, align=LINE)
+            with builder.if_then(there):
+                builder.store(fma(builder, factor, below[1], scales_at(minimums, group)), least_at, align=LINE)
+            least = builder.load(least_at, align=LINE)
+            with cgutils.for_range(builder, per) as inner:
+                stored = builder.add(builder.mul(group, per), inner.index)
+                address = builder.add(weights, builder.mul(stored, WORD(TILE_BYTES[bits])))
+                tile = builder.add(builder.mul(outer.index, per), inner.index)
+                begin = builder.mul(tile, WORD(INPUTS_OF[bits]))
+                out = builder.add(
+                    builder.mul(builder.udiv(begin, WORD(DEPTH)), WORD(2 * _TILE)),
+                    builder.mul(builder.urem(begin, WORD(DEPTH)), WORD(LINE // 2)),
+                )
+                out = builder.add(target, out)
+                for four, integers in enumerate(stored_integers(builder, bits, address, codebook)):
+                    for pair in range(2):
+                        even, odd = (value(integers, 2 * pair + byte, factor, least) for byte in range(2))
+                        both = builder.or_(builder.lshr(even, constant(16)), builder.and_(odd, constant(0xFFFF0000)))
+                        place = builder.add(out, WORD((2 * four + pair) * LINE))
+                        builder.store(both, builder.inttoptr(place, _INTS.as_pointer()), align=LINE)
 
     return widen
 
@@ -156,34 +139,29 @@ def _multiplier_of(strips: int) -> Any:
     if `fresh`."""
     sums_at = [(2 * block + v, block, v) for block in range(2) for v in range(strips)]
 
-    @intrinsic
-    def multiply(typing_context: Any, x: Any, strip: Any, weights: Any, count: Any, sums: Any, fresh: Any) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            x, strip, weights, count, sums, fresh = args
-            line = WORD(LINE)
-            places = {register: builder.add(sums, WORD(register * _TILE)) for register, _, _ in sums_at}
-            with builder.if_else(builder.icmp_signed("!=", fresh, WORD(0))) as (new, old):
-                with new:
-                    for register in places:
-                        zero_tile(builder, register)
-                with old:
-                    for register, place in places.items():
-                        load_tile(builder, register, place, line)
-            rows = [x, builder.add(x, strip)][:strips]
-            with cgutils.for_range(builder, count) as loop:
-                at = builder.mul(loop.index, WORD(_TILE))
-                column = builder.add(weights, builder.mul(loop.index, WORD(2 * _TILE)))
-                for v, start in enumerate(rows):
-                    load_tile(builder, _ROWS_AT + v, builder.add(start, at), line)
-                for block in range(2):
-                    load_tile(builder, _WEIGHTS_AT + block, builder.add(column, WORD(block * _TILE)), line)
-                    for v in range(strips):
-                        add_products_of_pairs(builder, 2 * block + v, _ROWS_AT + v, _WEIGHTS_AT + block)
-            for register, place in places.items():
-                store_tile(builder, register, place, line)
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 6), codegen
+    @emits(types.void, *[types.int64] * 6)
+    def multiply(builder: Any, x: Any, strip: Any, weights: Any, count: Any, sums: Any, fresh: Any) -> None:
+        line = WORD(LINE)
+        places = {register: builder.add(sums, WORD(register * _TILE)) for register, _, _ in sums_at}
+        with builder.if_else(builder.icmp_signed("!=", fresh, WORD(0))) as (new, old):
+            with new:
+                for register in places:
+                    zero_tile(builder, register)
+            with old:
+                for register, place in places.items():
+                    load_tile(builder, register, place, line)
+        rows = [x, builder.add(x, strip)][:strips]
+        with cgutils.for_range(builder, count) as loop:
+            at = builder.mul(loop.index, WORD(_TILE))
+            column = builder.add(weights, builder.mul(loop.index, WORD(2 * _TILE)))
+            for v, start in enumerate(rows):
+                load_tile(builder, _ROWS_AT + v, builder.add(start, at), line)
+            for block in range(2):
+                load_tile(builder, _WEIGHTS_AT + block, builder.add(column, WORD(block * _TILE)), line)
+                for v in range(strips):
+                    add_products_of_pairs(builder, 2 * block + v, _ROWS_AT + v, _WEIGHTS_AT + block)
+        for register, place in places.items():
+            store_tile(builder, register, place, line)
 
     return multiply
 

@@ -28,7 +28,7 @@ from rekindle_kernels.native.kernels.operands import first_row
 from rekindle_kernels.native.language.handler import Kernel, first_unit, job_layout
 from rekindle_kernels.native.language.jit import inline, jit
 from rekindle_kernels.native.language.memory import LINE, f32, free, malloc, prefetcher, set_f32
-from rekindle_kernels.native.language.records import dim
+from rekindle_kernels.native.language.records import dim, take
 from rekindle_kernels.native.language.vector import (
     LANES,
     Storage,
@@ -94,7 +94,6 @@ def set_rows(frame: Any, job: Any) -> None:
     rows, width = rows_to_compute(frame), dim(frame.weight, 1)
     job.rows = rows
     job.width = width
-    job.x = frame.x.data
     job.normed = 1 if frame.has_norm else 0
     if frame.has_norm:
         job.x = malloc(rows * width * 4)
@@ -322,12 +321,9 @@ def kernel(storage: Storage, scaled: bool) -> Kernel:
 
     @jit
     def prepare(frame: Any, job: Any, threads: int) -> int:
+        take(frame, job)
         set_rows(frame, job)
-        job.residual = frame.residual.data if frame.has_residual else 0
-        job.out = frame.out.data
         job.height = dim(frame.out, 1)
-        job.gated = frame.settings.gated
-        job.invariant = frame.settings.invariant
         outputs = 2 * job.height if job.gated > 0 else job.height
         first = first_row(frame, outputs)
         job.weight = frame.weight.data + first * job.width * size

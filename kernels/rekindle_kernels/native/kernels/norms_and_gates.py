@@ -14,7 +14,7 @@ from rekindle_kernels.native import kernel_table
 from rekindle_kernels.native.language.handler import Kernel, job_layout, nothing
 from rekindle_kernels.native.language.jit import inline, jit
 from rekindle_kernels.native.language.memory import f32
-from rekindle_kernels.native.language.records import dim
+from rekindle_kernels.native.language.records import dim, take
 from rekindle_kernels.native.language.vector import (
     LANES,
     add,
@@ -76,12 +76,7 @@ def norm_kernel() -> Kernel:
 
     @jit
     def prepare(frame: Any, job: Any, threads: int) -> int:
-        job.x = frame.x.data
-        job.weight = frame.weight.data
-        job.residual = frame.residual.data if frame.has_residual else 0
-        job.factor = frame.factor.data if frame.has_factor else 0
-        job.out = frame.out.data
-        job.eps = frame.settings.eps
+        take(frame, job)
         job.rows = dim(frame.x, 0)
         job.width = dim(frame.x, 1)
         return (job.rows + ROWS - 1) // ROWS
@@ -149,15 +144,12 @@ def gated_kernel() -> Kernel:
 
     @jit
     def prepare(frame: Any, job: Any, threads: int) -> int:
+        take(frame, job)
         height = dim(frame.out, 1)
-        job.gates = frame.gates.data
-        job.out = frame.out.data
         job.rows = dim(frame.out, 0)
         job.width = dim(frame.gates, 1)
         job.height = height
-        job.activation = frame.settings.activation
         if frame.has_ups:
-            job.ups = frame.ups.data
             job.stride = height
         else:
             job.ups = job.gates + height * 4

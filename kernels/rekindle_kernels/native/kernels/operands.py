@@ -6,12 +6,13 @@ from typing import Any
 
 from rekindle_kernels.native.language.jit import inline
 from rekindle_kernels.native.language.memory import i32
-from rekindle_kernels.native.language.records import dim
+from rekindle_kernels.native.language.records import dim, take
 
 
 @inline
 def describe_rows(frame: Any, job: Any) -> None:
     """Note in the job the rows and their norm, those that are stepped over, and the results."""
+    take(frame, job)
     rows = dim(frame.x, 0)
     before, gap = rows, 0
     if frame.has_rows:
@@ -19,11 +20,6 @@ def describe_rows(frame: Any, job: Any) -> None:
     job.before = before
     job.gap = gap
     job.rows = before + max(0, rows - before - gap)
-    job.x = frame.x.data
-    job.norm = frame.norm.data if frame.has_norm else 0
-    job.eps = frame.settings.eps
-    job.residual = frame.residual.data if frame.has_residual else 0
-    job.out = frame.out.data
     job.results = dim(frame.out, 1)
 
 

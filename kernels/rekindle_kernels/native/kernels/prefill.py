@@ -135,9 +135,7 @@ def preparer(D: int, tiled: bool) -> Any:
         job.page_table = job.page_table + before * job.width * 4
         job.lens = job.lens + before * 4
         job.out = job.out + before * row
-        job.ends = frame.ends.data
         job.tokens = dim(frame.q, 0) - before
-        job.queries = frame.settings.queries
         unread = i32(frame.unread.data, 0) // job.queries if frame.has_unread else 0
         job.unread = max(0, min(unread, tiles_of(job, 0) if prompts > 0 else 0))
         job.unit = 4

@@ -9,18 +9,12 @@ from typing import Any
 
 import numpy as np
 from numba import types
-from numba.extending import intrinsic
 
 from rekindle_kernels.native.cpu import has_feature
 from rekindle_kernels.native.kernels.attention_job import StoredHeads, page_of
-from rekindle_kernels.native.language.amx import (
-    add_products_of_pairs,
-    load_tile,
-    store_tile,
-    zero_tile,
-)
+from rekindle_kernels.native.language.amx import add_products_of_pairs, load_tile, store_tile, zero_tile
 from rekindle_kernels.native.language.dot_products import add_pairs, load_interleaved, store_columns
-from rekindle_kernels.native.language.jit import inline, jit
+from rekindle_kernels.native.language.jit import emits, inline, jit
 from rekindle_kernels.native.language.memory import LINE, WORD, f32, set_f32
 from rekindle_kernels.native.language.vector import LANES, load_f32, multiply_add, splat, store, store_four
 
@@ -205,32 +199,22 @@ def amx_products(D: int) -> tuple[Any, Any]:
                 load_tile(builder, register, place, WORD(column))
                 add_products_of_pairs(builder, number, _ROWS_AT, register)
 
-    @intrinsic
-    def by_keys(typing_context: Any, q: Any, keys: Any, logits: Any) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            q, keys, logits = args
-            for number in range(_SUMS):
-                zero_tile(builder, number)
-            multiply(builder, q, 2 * D, keys, 4 * KEYS, D // 2, [number * LINE for number in range(_SUMS)])
-            for number in range(_SUMS):
-                store_tile(builder, number, builder.add(logits, WORD(number * LINE)), WORD(4 * KEYS))
-            return context.get_dummy_value()
+    @emits(types.void, *[types.int64] * 3)
+    def by_keys(builder: Any, q: Any, keys: Any, logits: Any) -> None:
+        for number in range(_SUMS):
+            zero_tile(builder, number)
+        multiply(builder, q, 2 * D, keys, 4 * KEYS, D // 2, [number * LINE for number in range(_SUMS)])
+        for number in range(_SUMS):
+            store_tile(builder, number, builder.add(logits, WORD(number * LINE)), WORD(4 * KEYS))
 
-        return types.void(*[types.int64] * 3), codegen
-
-    @intrinsic
-    def by_values(typing_context: Any, weights: Any, values: Any, out: Any) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            weights, values, out = args
-            for first in range(0, 4 * D, _SUMS * LINE):
-                places = list(range(first, min(4 * D, first + _SUMS * LINE), LINE))
-                for number, place in enumerate(places):
-                    load_tile(builder, number, builder.add(out, WORD(place)), WORD(4 * D))
-                multiply(builder, weights, 4 * KEYS, values, 4 * D, KEYS // 2, places)
-                for number, place in enumerate(places):
-                    store_tile(builder, number, builder.add(out, WORD(place)), WORD(4 * D))
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 3), codegen
+    @emits(types.void, *[types.int64] * 3)
+    def by_values(builder: Any, weights: Any, values: Any, out: Any) -> None:
+        for first in range(0, 4 * D, _SUMS * LINE):
+            places = list(range(first, min(4 * D, first + _SUMS * LINE), LINE))
+            for number, place in enumerate(places):
+                load_tile(builder, number, builder.add(out, WORD(place)), WORD(4 * D))
+            multiply(builder, weights, 4 * KEYS, values, 4 * D, KEYS // 2, places)
+            for number, place in enumerate(places):
+                store_tile(builder, number, builder.add(out, WORD(place)), WORD(4 * D))
 
     return by_keys, by_values

@@ -15,7 +15,7 @@ from rekindle_kernels.native import kernel_table
 from rekindle_kernels.native.language.handler import Kernel, job_layout
 from rekindle_kernels.native.language.jit import inline, jit
 from rekindle_kernels.native.language.memory import f32, free, i32, malloc, set_f32, set_i32
-from rekindle_kernels.native.language.records import dim
+from rekindle_kernels.native.language.records import dim, take
 from rekindle_kernels.native.language.vector import (
     LANES,
     largest,
@@ -30,10 +30,7 @@ from rekindle_kernels.native.language.vector_math import exp_of_any, exp_of_one,
 
 ZERO, ONE = np.float32(0), np.float32(1)
 COLUMNS = 2 * LANES  # of a state at a time
-FIELDS = {
-    "active": "int32 [count, SEQUENCE], of the sequences that have tokens",
-    "count": "",
-}
+FIELDS = {"active": "int32 [count, SEQUENCE], of the sequences that have tokens", "count": ""}
 HEADS = {  # of kernels whose work are the heads of the sequences
     **FIELDS,
     "projected": "[tokens, width]",
@@ -96,16 +93,12 @@ def clear_rows_without(frame: Any, out: int, tokens: int, width: int) -> None:
 @inline
 def list_heads(frame: Any, job: Any, tokens: int) -> int:
     """Note the sequences, and the parts of a job that are in HEADS. Return how many heads all sequences have."""
-    job.projected = frame.projected.data
+    take(frame, job)
     job.width = dim(frame.projected, 1)
-    job.step = frame.settings.step
-    job.step_bias = frame.step_bias.data
-    job.log_rate = frame.log_rate.data
     job.states = frame.after.data
     job.heads = dim(frame.states, 1)
     job.keys = dim(frame.states, 2)
     job.values = dim(frame.states, 3)
-    job.out = frame.out.data
     list_sequences(frame, job, tokens, dim(frame.states, 0))
     clear_rows_without(frame, job.out, tokens, job.heads * job.values)
     return job.count * job.heads
@@ -173,19 +166,12 @@ def convolution_kernel() -> Kernel:
 
     @jit
     def prepare(frame: Any, job: Any, threads: int) -> int:
+        take(frame, job)
         tokens = dim(frame.x, 0)
-        job.x = frame.x.data
         job.width = dim(frame.x, 1)
-        job.weight = frame.weight.data
-        job.bias = frame.bias.data if frame.has_bias else 0
         job.tails = frame.after.data
         job.channels = dim(frame.weight, 0)
         job.taps = dim(frame.weight, 1)
-        job.out = frame.out.data
-        job.first = frame.settings.first
-        job.before = frame.settings.before
-        job.behind = frame.settings.behind
-        job.silu = frame.settings.silu
         list_sequences(frame, job, tokens, dim(frame.tails, 0))
         clear_rows_without(frame, job.out, tokens, job.channels)
         return (job.channels + CHANNELS - 1) // CHANNELS
@@ -349,13 +335,7 @@ def delta_kernel() -> Kernel:
 
     @jit
     def prepare(frame: Any, job: Any, threads: int) -> int:
-        job.qkv = frame.qkv.data
         job.channels = dim(frame.qkv, 1)
-        job.gate = frame.settings.gate
-        job.beta = frame.settings.beta
-        job.eps = frame.settings.eps
-        job.norm = frame.norm.data
-        job.key_heads = frame.settings.key_heads
         return list_heads(frame, job, dim(frame.qkv, 0))
 
     @jit
@@ -463,10 +443,7 @@ def scan_kernel() -> Kernel:
 
     @jit
     def prepare(frame: Any, job: Any, threads: int) -> int:
-        job.channels = frame.channels.data
         job.stride = dim(frame.channels, 1)
-        job.skip = frame.skip.data
-        job.groups = frame.settings.groups
         return list_heads(frame, job, dim(frame.channels, 0))
 
     @jit

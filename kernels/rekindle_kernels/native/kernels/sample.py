@@ -34,7 +34,7 @@ from rekindle_kernels.native.language.memory import (
     sleep,
     this_thread,
 )
-from rekindle_kernels.native.language.records import dim, record_at
+from rekindle_kernels.native.language.records import dim, record_at, take
 from rekindle_kernels.native.language.vector import (
     LANES,
     add,
@@ -85,8 +85,7 @@ def argmax_kernel() -> Kernel:
 
     @jit
     def prepare(frame: Any, job: Any, threads: int) -> int:
-        job.x = frame.x.data
-        job.out = frame.out.data
+        take(frame, job)
         job.width = dim(frame.x, 1)
         return dim(frame.x, 0)
 
@@ -346,17 +345,9 @@ def sample_kernel() -> Kernel:
 
     @jit
     def prepare(frame: Any, job: Any, threads: int) -> int:
-        job.logits = frame.logits.data
-        job.temperature = frame.temperature.data
-        job.top_k = frame.top_k.data
-        job.top_p = frame.top_p.data
-        job.min_p = frame.min_p.data
-        job.seed = frame.seed.data
-        job.position = frame.position.data
+        take(frame, job)
         job.block_size = frame.settings.block
-        job.masks = frame.masks.data if frame.has_masks else 0
         job.words = dim(frame.masks, 1) if frame.has_masks else 0
-        job.out = frame.out.data
         job.vocabulary = dim(frame.logits, 1)
         return dim(frame.logits, 0)
 

@@ -10,9 +10,8 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic
 
-from rekindle_kernels.native.language.jit import jit
+from rekindle_kernels.native.language.jit import emits, jit
 from rekindle_kernels.native.language.memory import LINE, WORD, set_word
 
 MEMORY = 2 * LINE  # bytes that keep the shapes of the tile registers, and those of before
@@ -55,13 +54,9 @@ def add_products_of_pairs(builder: Any, sums: int, rows: int, columns: int) -> N
 
 
 def _on_address(code: str) -> Any:
-    @intrinsic
-    def instruction(typing_context: Any, address: Any) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            _emit(builder, code, args[0])
-            return context.get_dummy_value()
-
-        return types.void(types.int64), codegen
+    @emits(types.void, types.int64)
+    def instruction(builder: Any, address: Any) -> None:
+        _emit(builder, code, address)
 
     return instruction
 
@@ -90,15 +85,11 @@ def end(memory: int) -> None:
     configure(memory + LINE)
 
 
-@intrinsic
-def allowed(typing_context: Any) -> Any:
+@emits(types.int64)
+def allowed(builder: Any) -> Any:
     """1 if this process may use tile registers, which Linux allows a process that asks for it; else 0."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        arch_prctl, ask, tile_data = WORD(158), WORD(0x1023), WORD(18)
-        kind = ir.FunctionType(WORD, [WORD] * 3)
-        registers = "={rax},0,{rdi},{rsi},~{rcx},~{r11},~{memory},~{flags}"
-        answer = builder.asm(kind, "syscall", registers, [arch_prctl, ask, tile_data], side_effect=True)
-        return builder.zext(builder.icmp_signed("==", answer, WORD(0)), WORD)
-
-    return types.int64(), codegen
+    arch_prctl, ask, tile_data = WORD(158), WORD(0x1023), WORD(18)
+    kind = ir.FunctionType(WORD, [WORD] * 3)
+    registers = "={rax},0,{rdi},{rsi},~{rcx},~{r11},~{memory},~{flags}"
+    answer = builder.asm(kind, "syscall", registers, [arch_prctl, ask, tile_data], side_effect=True)
+    return builder.zext(builder.icmp_signed("==", answer, WORD(0)), WORD)

@@ -12,6 +12,7 @@ from numba.extending import intrinsic
 
 from rekindle_kernels.native.cpu import on_arm
 from rekindle_kernels.native.language import arm
+from rekindle_kernels.native.language.jit import emits
 from rekindle_kernels.native.language.vector import FLOATS, LANES, VECTOR, BFloat, llvm_call
 
 _INTS = ir.VectorType(ir.IntType(32), LANES)
@@ -61,159 +62,118 @@ def _quads(builder: Any, *args: Any) -> Any:
     return builder.bitcast(builder.call(function, [builder.bitcast(x, ints) for x in args]), args[0].type)
 
 
-@intrinsic
-def store_rounded(typing_context: Any, address: Any, index: Any, value: Any) -> Any:
+@emits(types.void, types.int64, types.int64, VECTOR)
+def store_rounded(builder: Any, address: Any, index: Any, value: Any) -> None:
     """Return `store_bf16` in one instruction, which on x86 flushes denormal numbers to zero, as `add_pairs` does."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        narrow = ir.VectorType(BFloat(), LANES)
-        if on_arm():
-            rounded = builder.fptrunc(args[2], narrow)
-        else:
-            rounded = llvm_call("llvm.x86.avx512bf16.cvtneps2bf16.512", narrow, FLOATS)(builder, args[2])
-        pointer = builder.gep(builder.inttoptr(args[0], ir.IntType(16).as_pointer()), [args[1]])
-        builder.store(rounded, builder.bitcast(pointer, narrow.as_pointer()), align=1)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, VECTOR), codegen
+    narrow = ir.VectorType(BFloat(), LANES)
+    if on_arm():
+        rounded = builder.fptrunc(value, narrow)
+    else:
+        rounded = llvm_call("llvm.x86.avx512bf16.cvtneps2bf16.512", narrow, FLOATS)(builder, value)
+    pointer = builder.gep(builder.inttoptr(address, ir.IntType(16).as_pointer()), [index])
+    builder.store(rounded, builder.bitcast(pointer, narrow.as_pointer()), align=1)
 
 
-@intrinsic
-def times_power_of_two(typing_context: Any, a: Any, exponent: Any) -> Any:
+@emits(VECTOR, VECTOR, VECTOR)
+def times_power_of_two(builder: Any, a: Any, exponent: Any) -> Any:
     """a · 2^exponent for any integers, however far below the range of numbers."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        mask, rounding = ir.IntType(16), ir.IntType(32)
-        emit = llvm_call("llvm.x86.avx512.mask.scalef.ps.512", FLOATS, FLOATS, FLOATS, FLOATS, mask, rounding)
-        all_lanes, as_ever = ir.Constant(mask, -1), ir.Constant(rounding, 4)
-        return emit(builder, args[0], args[1], args[0], all_lanes, as_ever)
-
-    return VECTOR(VECTOR, VECTOR), codegen
+    mask, rounding = ir.IntType(16), ir.IntType(32)
+    emit = llvm_call("llvm.x86.avx512.mask.scalef.ps.512", FLOATS, FLOATS, FLOATS, FLOATS, mask, rounding)
+    all_lanes, as_ever = ir.Constant(mask, -1), ir.Constant(rounding, 4)
+    return emit(builder, a, exponent, a, all_lanes, as_ever)
 
 
-@intrinsic
-def load_interleaved(typing_context: Any, a: Any, b: Any, index: Any) -> Any:
+@emits(VECTOR, types.int64, types.int64, types.int64)
+def load_interleaved(builder: Any, a: Any, b: Any, index: Any) -> Any:
     """Sixteen elements of two bytes of each of two rows: those of a in the low halves of the words."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        def halves(address: Any) -> Any:
-            pointer = builder.gep(builder.inttoptr(address, ir.IntType(16).as_pointer()), [args[2]])
-            stored = ir.VectorType(ir.IntType(16), LANES).as_pointer()
-            return builder.zext(builder.load(builder.bitcast(pointer, stored), align=1), _INTS)
+    def halves(address: Any) -> Any:
+        pointer = builder.gep(builder.inttoptr(address, ir.IntType(16).as_pointer()), [index])
+        stored = ir.VectorType(ir.IntType(16), LANES).as_pointer()
+        return builder.zext(builder.load(builder.bitcast(pointer, stored), align=1), _INTS)
 
-        high = builder.shl(halves(args[1]), ir.Constant(_INTS, [16] * LANES))
-        return builder.bitcast(builder.or_(halves(args[0]), high), FLOATS)
-
-    return VECTOR(types.int64, types.int64, types.int64), codegen
+    high = builder.shl(halves(b), ir.Constant(_INTS, [16] * LANES))
+    return builder.bitcast(builder.or_(halves(a), high), FLOATS)
 
 
-@intrinsic
-def load_two_interleaved(typing_context: Any, a: Any, b: Any, index: Any) -> Any:
+@emits(types.UniTuple(VECTOR, 2), types.int64, types.int64, types.int64)
+def load_two_interleaved(builder: Any, a: Any, b: Any, index: Any) -> list[Any]:
     """Return `load_interleaved(a, b, index)` and that of the sixteen elements behind, which takes half as long."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        def elements(address: Any) -> Any:
-            pointer = builder.gep(builder.inttoptr(address, ir.IntType(16).as_pointer()), [args[2]])
-            stored = ir.VectorType(ir.IntType(16), 2 * LANES).as_pointer()
-            return builder.load(builder.bitcast(pointer, stored), align=1)
+    def elements(address: Any) -> Any:
+        pointer = builder.gep(builder.inttoptr(address, ir.IntType(16).as_pointer()), [index])
+        stored = ir.VectorType(ir.IntType(16), 2 * LANES).as_pointer()
+        return builder.load(builder.bitcast(pointer, stored), align=1)
 
-        x, y = elements(args[0]), elements(args[1])
-        order = [[lane for i in range(LANES) for lane in (half + i, 2 * LANES + half + i)] for half in (0, LANES)]
-        lanes = ir.VectorType(ir.IntType(32), 2 * LANES)
-        both = [builder.bitcast(builder.shuffle_vector(x, y, ir.Constant(lanes, one)), FLOATS) for one in order]
-        return context.make_tuple(builder, signature.return_type, both)
-
-    return types.UniTuple(VECTOR, 2)(types.int64, types.int64, types.int64), codegen
+    x, y = elements(a), elements(b)
+    order = [[lane for i in range(LANES) for lane in (half + i, 2 * LANES + half + i)] for half in (0, LANES)]
+    lanes = ir.VectorType(ir.IntType(32), 2 * LANES)
+    return [builder.bitcast(builder.shuffle_vector(x, y, ir.Constant(lanes, one)), FLOATS) for one in order]
 
 
-@intrinsic
-def total_of_ints(typing_context: Any, a: Any) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(ir.IntType(32), [_INTS])
-        function = get_or_insert_function(builder.module, kind, f"llvm.vector.reduce.add.v{LANES}i32")
-        return builder.sext(builder.call(function, [builder.bitcast(args[0], _INTS)]), ir.IntType(64))
-
-    return types.int64(VECTOR), codegen
+@emits(types.int64, VECTOR)
+def total_of_ints(builder: Any, a: Any) -> Any:
+    kind = ir.FunctionType(ir.IntType(32), [_INTS])
+    function = get_or_insert_function(builder.module, kind, f"llvm.vector.reduce.add.v{LANES}i32")
+    return builder.sext(builder.call(function, [builder.bitcast(a, _INTS)]), ir.IntType(64))
 
 
 def _byte_writer(offset: int) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    @emits(types.void, types.int64, types.int64, VECTOR)
+    def write(builder: Any, address: Any, index: Any, value: Any) -> None:
         narrow = ir.VectorType(ir.IntType(8), LANES)
-        integers = builder.add(builder.fptosi(args[2], _INTS), ir.Constant(_INTS, [offset] * LANES))
-        pointer = builder.gep(builder.inttoptr(args[0], ir.IntType(8).as_pointer()), [args[1]])
+        integers = builder.add(builder.fptosi(value, _INTS), ir.Constant(_INTS, [offset] * LANES))
+        pointer = builder.gep(builder.inttoptr(address, ir.IntType(8).as_pointer()), [index])
         builder.store(builder.trunc(integers, narrow), builder.bitcast(pointer, narrow.as_pointer()), align=1)
-        return context.get_dummy_value()
 
-    signature = types.void(types.int64, types.int64, VECTOR)
-    return intrinsic(lambda typing_context, address, index, value: (signature, codegen))
+    return write
 
 
 store_i8 = _byte_writer(0)  # of integers, as sixteen bytes
 store_u8 = _byte_writer(128)  # of integers, plus 128
 
 
-@intrinsic
-def store_columns(typing_context: Any, address: Any, stride: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+@emits(types.void, types.int64, types.int64, VECTOR, VECTOR, VECTOR, VECTOR)
+def store_columns(builder: Any, address: Any, stride: Any, a: Any, b: Any, c: Any, d: Any) -> None:
     """Return the lanes of four vectors as sixteen rows of four float32, `stride` floats apart."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        def pick(x: Any, y: Any, lanes: list[int]) -> Any:
-            return builder.shuffle_vector(x, y, ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), lanes))
+    def pick(x: Any, y: Any, lanes: list[int]) -> Any:
+        return builder.shuffle_vector(x, y, ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), lanes))
 
-        low = [lane for g in range(0, LANES, 4) for lane in (g, LANES + g, g + 1, LANES + g + 1)]
-        high = [lane + 2 for lane in low]
-        ab, ab2, cd, cd2 = (
-            pick(args[2], args[3], low),
-            pick(args[2], args[3], high),
-            pick(args[4], args[5], low),
-            pick(args[4], args[5], high),
+    low = [lane for g in range(0, LANES, 4) for lane in (g, LANES + g, g + 1, LANES + g + 1)]
+    high = [lane + 2 for lane in low]
+    ab, ab2, cd, cd2 = pick(a, b, low), pick(a, b, high), pick(c, d, low), pick(c, d, high)
+    first = [lane for g in range(0, LANES, 4) for lane in (g, g + 1, LANES + g, LANES + g + 1)]
+    second = [lane + 2 for lane in first]
+    rows = [pick(ab, cd, first), pick(ab, cd, second), pick(ab2, cd2, first), pick(ab2, cd2, second)]
+    four = ir.VectorType(ir.FloatType(), 4)
+    start = builder.inttoptr(address, ir.FloatType().as_pointer())
+    for row in range(LANES):
+        vector = rows[row % 4]
+        part = builder.shuffle_vector(
+            vector, vector, ir.Constant(ir.VectorType(ir.IntType(32), 4), [row // 4 * 4 + i for i in range(4)])
         )
-        first = [lane for g in range(0, LANES, 4) for lane in (g, g + 1, LANES + g, LANES + g + 1)]
-        second = [lane + 2 for lane in first]
-        rows = [pick(ab, cd, first), pick(ab, cd, second), pick(ab2, cd2, first), pick(ab2, cd2, second)]
-        four = ir.VectorType(ir.FloatType(), 4)
-        start = builder.inttoptr(args[0], ir.FloatType().as_pointer())
-        for row in range(LANES):
-            vector = rows[row % 4]
-            part = builder.shuffle_vector(
-                vector, vector, ir.Constant(ir.VectorType(ir.IntType(32), 4), [row // 4 * 4 + i for i in range(4)])
-            )
-            pointer = builder.gep(start, [builder.mul(args[1], ir.Constant(ir.IntType(64), row))])
-            builder.store(part, builder.bitcast(pointer, four.as_pointer()), align=4)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, VECTOR, VECTOR, VECTOR, VECTOR), codegen
+        pointer = builder.gep(start, [builder.mul(stride, ir.Constant(ir.IntType(64), row))])
+        builder.store(part, builder.bitcast(pointer, four.as_pointer()), align=4)
 
 
-@intrinsic
-def add_ints(typing_context: Any, a: Any, b: Any) -> Any:
+@emits(VECTOR, VECTOR, VECTOR)
+def add_ints(builder: Any, a: Any, b: Any) -> Any:
     """a plus the four int8 in each lane of b, as int32."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _quads(builder, args[0], ir.Constant(_INTS, [0x01010101] * LANES), args[1])
-
-    return VECTOR(VECTOR, VECTOR), codegen
+    return _quads(builder, a, ir.Constant(_INTS, [0x01010101] * LANES), b)
 
 
-@intrinsic
-def from_ints(typing_context: Any, a: Any, b: Any) -> Any:
+@emits(VECTOR, VECTOR, VECTOR)
+def from_ints(builder: Any, a: Any, b: Any) -> Any:
     """Return the integers in a minus 128 times those in b, as float32."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        offset = builder.mul(builder.bitcast(args[1], _INTS), ir.Constant(_INTS, [128] * LANES))
-        return builder.sitofp(builder.sub(builder.bitcast(args[0], _INTS), offset), FLOATS)
-
-    return VECTOR(VECTOR, VECTOR), codegen
+    offset = builder.mul(builder.bitcast(b, _INTS), ir.Constant(_INTS, [128] * LANES))
+    return builder.sitofp(builder.sub(builder.bitcast(a, _INTS), offset), FLOATS)
 
 
-@intrinsic
-def to_floats(typing_context: Any, a: Any) -> Any:
+@emits(VECTOR, VECTOR)
+def to_floats(builder: Any, a: Any) -> Any:
     """Return the integers in a, as float32."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.sitofp(builder.bitcast(args[0], _INTS), FLOATS)
-
-    return VECTOR(VECTOR), codegen
+    return builder.sitofp(builder.bitcast(a, _INTS), FLOATS)
 
 
 def exchanged(builder: Any, rows: Sequence[Any]) -> list[Any]:
@@ -234,19 +194,15 @@ def exchanged(builder: Any, rows: Sequence[Any]) -> list[Any]:
     return rows
 
 
-@intrinsic
-def transpose(typing_context: Any, source: Any, width: Any, target: Any, height: Any) -> Any:
+@emits(types.void, types.int64, types.int64, types.int64, types.int64)
+def transpose(builder: Any, source: Any, width: Any, target: Any, height: Any) -> None:
     """Sixteen by sixteen words: rows `width` words apart become columns of rows `height` words apart."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        def at(start: Any, stride: Any, row: int) -> Any:
-            first = builder.inttoptr(start, ir.FloatType().as_pointer())
-            pointer = builder.gep(first, [builder.mul(stride, ir.Constant(ir.IntType(64), row))])
-            return builder.bitcast(pointer, FLOATS.as_pointer())
+    def at(start: Any, stride: Any, row: int) -> Any:
+        first = builder.inttoptr(start, ir.FloatType().as_pointer())
+        pointer = builder.gep(first, [builder.mul(stride, ir.Constant(ir.IntType(64), row))])
+        return builder.bitcast(pointer, FLOATS.as_pointer())
 
-        rows = exchanged(builder, [builder.load(at(args[0], args[1], row), align=4) for row in range(LANES)])
-        for row in range(LANES):
-            builder.store(rows[row], at(args[2], args[3], row), align=4)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64, types.int64), codegen
+    rows = exchanged(builder, [builder.load(at(source, width, row), align=4) for row in range(LANES)])
+    for row in range(LANES):
+        builder.store(rows[row], at(target, height, row), align=4)

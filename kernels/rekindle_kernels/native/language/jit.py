@@ -1,8 +1,14 @@
-"""How numba compiles: `jit` and `inline` for the functions of kernels, HANDLER_JIT for those that XLA calls."""
+"""How numba compiles: `jit` and `inline` for the functions of kernels, `emits` for what they call as instructions, and
+HANDLER_JIT for what XLA calls."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from inspect import Parameter, Signature
+from typing import Any
+
 from numba import njit
+from numba.extending import intrinsic
 
 # No error model but numpy's: nothing raises, so that the code needs nothing of Python. Sums may be reordered: that is
 # what lets the compiler keep sixteen of them in a register. NaN and infinities mean what they mean.
@@ -17,3 +23,24 @@ JIT = {
 HANDLER_JIT = {key: JIT[key] for key in ("error_model", "boundscheck", "fastmath")}
 jit = njit(**JIT)
 inline = njit(**JIT, forceinline=True)
+
+
+def emits(result: Any, *arguments: Any) -> Callable[[Any], Any]:
+    """Turn `code(builder, *values)`, which emits LLVM's instructions, into a function for kernels, whose arguments and
+    result have these numba types. A list of values is a tuple for them."""
+
+    def turned(code: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            value = code(builder, *values)
+            if isinstance(value, list):
+                return context.make_tuple(builder, signature.return_type, value)
+            return context.get_dummy_value() if value is None else value
+
+        def typed(*context_and_types: Any) -> Any:
+            return result(*arguments), codegen
+
+        named = [Parameter(f"_{index}", Parameter.POSITIONAL_OR_KEYWORD) for index in range(1 + len(arguments))]
+        typed.__signature__ = Signature(named)  # numba looks at it
+        return intrinsic(typed)
+
+    return turned

@@ -11,22 +11,19 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from rekindle_kernels.native import cpu
+from rekindle_kernels.native.language.jit import emits
 
 WORD = ir.IntType(64)
 LINE = 64  # bytes of the cache
 
 
 def _reader(numba_type: Any, stored: ir.Type, widen: Any) -> Any:
-    @intrinsic
-    def read(typing_context: Any, address: Any, index: Any) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            pointer = builder.gep(builder.inttoptr(args[0], stored.as_pointer()), [args[1]])
-            return widen(builder, builder.load(pointer))
-
-        return numba_type(types.int64, types.int64), codegen
+    @emits(numba_type, types.int64, types.int64)
+    def read(builder: Any, address: Any, index: Any) -> Any:
+        pointer = builder.gep(builder.inttoptr(address, stored.as_pointer()), [index])
+        return widen(builder, builder.load(pointer))
 
     return read
 
@@ -51,17 +48,12 @@ i8 = _reader(types.float32, ir.IntType(8), lambda builder, x: builder.sitofp(x, 
 
 
 def _writer(numba_type: Any, stored: ir.Type) -> Any:
-    @intrinsic
-    def write(typing_context: Any, address: Any, index: Any, value: Any) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            pointer = builder.gep(builder.inttoptr(args[0], stored.as_pointer()), [args[1]])
-            value = args[2]
-            if isinstance(stored, ir.IntType) and stored.width < 64:
-                value = builder.trunc(value, stored)
-            builder.store(value, pointer)
-            return context.get_dummy_value()
-
-        return types.void(types.int64, types.int64, numba_type), codegen
+    @emits(types.void, types.int64, types.int64, numba_type)
+    def write(builder: Any, address: Any, index: Any, value: Any) -> None:
+        pointer = builder.gep(builder.inttoptr(address, stored.as_pointer()), [index])
+        if isinstance(stored, ir.IntType) and stored.width < 64:
+            value = builder.trunc(value, stored)
+        builder.store(value, pointer)
 
     return write
 
@@ -71,46 +63,29 @@ set_i32 = _writer(types.int64, ir.IntType(32))
 set_f32 = _writer(types.float32, ir.FloatType())
 
 
-@intrinsic
-def fetch_add(typing_context: Any, address: Any, value: Any) -> Any:
+@emits(types.int64, types.int64, types.int64)
+def fetch_add(builder: Any, address: Any, value: Any) -> Any:
     """Add to the word at `address`, and return what it was before. All memory accesses are ordered around it."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.atomic_rmw("add", builder.inttoptr(args[0], WORD.as_pointer()), args[1], "seq_cst")
-
-    return types.int64(types.int64, types.int64), codegen
+    return builder.atomic_rmw("add", builder.inttoptr(address, WORD.as_pointer()), value, "seq_cst")
 
 
-@intrinsic
-def acquire(typing_context: Any, address: Any) -> Any:
+@emits(types.int64, types.int64)
+def acquire(builder: Any, address: Any) -> Any:
     """Return the word at `address`; whatever was written before it was published can be read then."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.load_atomic(builder.inttoptr(args[0], WORD.as_pointer()), "acquire", 8)
-
-    return types.int64(types.int64), codegen
+    return builder.load_atomic(builder.inttoptr(address, WORD.as_pointer()), "acquire", 8)
 
 
-@intrinsic
-def publish(typing_context: Any, address: Any, value: Any) -> Any:
+@emits(types.void, types.int64, types.int64)
+def publish(builder: Any, address: Any, value: Any) -> None:
     """Write the word at `address`; a thread that acquires it sees everything that was written before."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.store_atomic(args[1], builder.inttoptr(args[0], WORD.as_pointer()), "release", 8)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), codegen
+    builder.store_atomic(value, builder.inttoptr(address, WORD.as_pointer()), "release", 8)
 
 
-@intrinsic
-def call(typing_context: Any, function: Any, argument: Any) -> Any:
+@emits(types.int64, types.int64, types.int64)
+def call(builder: Any, function: Any, argument: Any) -> Any:
     """Return `function(argument)` of two addresses."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = builder.inttoptr(args[0], ir.FunctionType(WORD, [WORD]).as_pointer())
-        return builder.call(pointer, [args[1]])
-
-    return types.int64(types.int64, types.int64), codegen
+    pointer = builder.inttoptr(function, ir.FunctionType(WORD, [WORD]).as_pointer())
+    return builder.call(pointer, [argument])
 
 
 def _call(builder: Any, name: str, argument: Any) -> Any:
@@ -119,38 +94,27 @@ def _call(builder: Any, name: str, argument: Any) -> Any:
 
 
 def _external(name: str) -> Any:
-    @intrinsic
-    def function(typing_context: Any, argument: Any) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            return _call(builder, name, args[0])
-
-        return types.int64(types.int64), codegen
+    @emits(types.int64, types.int64)
+    def function(builder: Any, argument: Any) -> Any:
+        return _call(builder, name, argument)
 
     return function
 
 
-@intrinsic
-def malloc(typing_context: Any, size: Any) -> Any:
+@emits(types.int64, types.int64)
+def malloc(builder: Any, size: Any) -> Any:
     """Return memory of the C library's, from the begin of a cache line on: a vector that lies in two lines is read
     twice."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        block = _call(builder, "malloc", builder.add(args[0], WORD(LINE)))
-        address = builder.and_(builder.add(block, WORD(LINE)), WORD(-LINE))
-        builder.store(block, _owner(builder, address))
-        return address
-
-    return types.int64(types.int64), codegen
+    block = _call(builder, "malloc", builder.add(size, WORD(LINE)))
+    address = builder.and_(builder.add(block, WORD(LINE)), WORD(-LINE))
+    builder.store(block, _owner(builder, address))
+    return address
 
 
-@intrinsic
-def free(typing_context: Any, address: Any) -> Any:
+@emits(types.int64, types.int64)
+def free(builder: Any, address: Any) -> Any:
     """Frees memory that `malloc` returned."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _call(builder, "free", builder.load(_owner(builder, args[0])))
-
-    return types.int64(types.int64), codegen
+    return _call(builder, "free", builder.load(_owner(builder, address)))
 
 
 def _owner(builder: Any, address: Any) -> Any:
@@ -165,13 +129,10 @@ sleep = _external("usleep")  # microseconds
 def address_of(name: str) -> Any:
     """Return a function `() -> address` of the symbol `name`, known when the code is loaded."""
 
-    @intrinsic
-    def address(typing_context: Any) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(ir.VoidType(), [WORD]), name)
-            return builder.ptrtoint(function, WORD)
-
-        return types.int64(), codegen
+    @emits(types.int64)
+    def address(builder: Any) -> Any:
+        function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(ir.VoidType(), [WORD]), name)
+        return builder.ptrtoint(function, WORD)
 
     return address
 
@@ -197,15 +158,10 @@ def prefetch_at(builder: Any, address: Any, cache: int | None = None) -> None:
 def prefetcher(cache: int | None = None) -> Any:
     """Return `prefetch(address)` into a level of cache, as in `prefetch_at`."""
 
-    @intrinsic
-    def prefetch(typing_context: Any, address: Any) -> Any:
+    @emits(types.void, types.int64)
+    def prefetch(builder: Any, address: Any) -> None:
         """Ask for the cache line at `address`; any address will do."""
-
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            prefetch_at(builder, args[0], cache)
-            return context.get_dummy_value()
-
-        return types.void(types.int64), codegen
+        prefetch_at(builder, address, cache)
 
     return prefetch
 

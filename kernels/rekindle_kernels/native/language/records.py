@@ -2,7 +2,7 @@
 
 The value of a record is its address. The frame of a call has the arrays of the kernel's table as attributes: `frame.x`
 is a buffer, whose data and sizes are `frame.x.data` and `dim(frame.x, 0)`; `frame.settings`, and operands with fields,
-are records; `frame.has_norm` tells whether an optional operand is there.
+are records; `frame.has_norm` tells whether an optional operand is there. `take(frame, job)` notes them in a job.
 """
 
 from __future__ import annotations
@@ -141,6 +141,35 @@ def _array(context: Any, builder: Any, frame: Frame, address: Any, name: str) ->
     buffers = builder.load(_pointer(builder, address, xla_abi.CALL_FRAME.fields[group]))
     buffer = builder.load(_pointer(builder, buffers, Field(8 * index, "word")))
     return builder.load(_pointer(builder, buffer, xla_abi.BUFFER.fields["data"])) if name in frame.records else buffer
+
+
+@intrinsic
+def take(typing_context: Any, frame: Any, job: Any) -> Any:
+    """Note in the job what the call has under the names of its fields: where arrays lie, 0 for those that are not
+    there, and settings. Other fields are left alone."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        settings = frame.records.get("settings")
+        for name, field in job.layout.fields.items():
+            place = _pointer(builder, args[1], field)
+
+            def note_address(name: str = name, place: Any = place) -> None:
+                buffer = _array(context, builder, frame, args[0], name)
+                builder.store(builder.load(_pointer(builder, buffer, xla_abi.BUFFER.fields["data"])), place)
+
+            if name in frame.spec.optional:
+                builder.store(WORD(0), place)
+                with builder.if_then(_array(context, builder, frame, args[0], f"has_{name}")):
+                    note_address()
+            elif name in frame.arrays and name not in frame.records:
+                note_address()
+            elif settings is not None and name in settings.fields:
+                record = _array(context, builder, frame, args[0], "settings")
+                number = builder.load(_pointer(builder, record, settings.fields[name]))
+                builder.store(builder.sext(number, WORD) if field.kind == "word" else number, place)
+        return context.get_dummy_value()
+
+    return types.void(frame, job), codegen
 
 
 def typed(numba_type: types.Type) -> Any:

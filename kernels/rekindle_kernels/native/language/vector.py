@@ -10,6 +10,7 @@ from numba.core.cgutils import get_or_insert_function
 from numba.core.datamodel import models
 from numba.extending import intrinsic, register_model
 
+from rekindle_kernels.native.language.jit import emits
 from rekindle_kernels.native.language.memory import WORD, bf16, f16, f32, i8, widen_bf16
 
 LANES, HALF_LANES = 16, 8
@@ -40,14 +41,11 @@ class _VectorModel(models.PrimitiveModel):
 
 
 def _loader(element: ir.Type, widen: Any, vector: Vector = VECTOR) -> Any:
-    @intrinsic
-    def load(typing_context: Any, address: Any, index: Any) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            pointer = builder.gep(builder.inttoptr(args[0], element.as_pointer()), [args[1]])
-            stored = ir.VectorType(element, vector.lanes)
-            return widen(builder, builder.load(builder.bitcast(pointer, stored.as_pointer()), align=1))
-
-        return vector(types.int64, types.int64), codegen
+    @emits(vector, types.int64, types.int64)
+    def load(builder: Any, address: Any, index: Any) -> Any:
+        pointer = builder.gep(builder.inttoptr(address, element.as_pointer()), [index])
+        stored = ir.VectorType(element, vector.lanes)
+        return widen(builder, builder.load(builder.bitcast(pointer, stored.as_pointer()), align=1))
 
     return load
 
@@ -71,32 +69,23 @@ def store(typing_context: Any, address: Any, index: Any, value: Any) -> Any:
     return types.void(types.int64, types.int64, value), codegen
 
 
-@intrinsic
-def store_four(typing_context: Any, address: Any, index: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+@emits(types.void, types.int64, types.int64, VECTOR, VECTOR, VECTOR, VECTOR)
+def store_four(builder: Any, address: Any, index: Any, a: Any, b: Any, c: Any, d: Any) -> None:
     """Store four vectors, one after the other."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = builder.gep(builder.inttoptr(args[0], ir.FloatType().as_pointer()), [args[1]])
-        first = builder.bitcast(pointer, FLOATS.as_pointer())
-        for number, value in enumerate(args[2:]):
-            builder.store(value, builder.gep(first, [ir.Constant(ir.IntType(32), number)]), align=1)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, VECTOR, VECTOR, VECTOR, VECTOR), codegen
+    pointer = builder.gep(builder.inttoptr(address, ir.FloatType().as_pointer()), [index])
+    first = builder.bitcast(pointer, FLOATS.as_pointer())
+    for number, value in enumerate((a, b, c, d)):
+        builder.store(value, builder.gep(first, [ir.Constant(ir.IntType(32), number)]), align=1)
 
 
 def _splatter(vector: Vector) -> Any:
-    @intrinsic
-    def splat(typing_context: Any, value: Any) -> Any:
+    @emits(vector, types.float32)
+    def splat(builder: Any, value: Any) -> Any:
         """Return the same number in every lane."""
-
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            nothing = ir.Constant(vector.stored, ir.Undefined)
-            one = builder.insert_element(nothing, args[0], ir.Constant(ir.IntType(32), 0))
-            lanes = ir.Constant(ir.VectorType(ir.IntType(32), vector.lanes), [0] * vector.lanes)
-            return builder.shuffle_vector(one, nothing, lanes)
-
-        return vector(types.float32), codegen
+        nothing = ir.Constant(vector.stored, ir.Undefined)
+        one = builder.insert_element(nothing, value, ir.Constant(ir.IntType(32), 0))
+        lanes = ir.Constant(ir.VectorType(ir.IntType(32), vector.lanes), [0] * vector.lanes)
+        return builder.shuffle_vector(one, nothing, lanes)
 
     return splat
 
@@ -104,40 +93,23 @@ def _splatter(vector: Vector) -> Any:
 splat, splat_half = _splatter(VECTOR), _splatter(HALF_VECTOR)
 
 
-@intrinsic
-def in_register(typing_context: Any, value: Any) -> Any:
+@emits(VECTOR, VECTOR)
+def in_register(builder: Any, value: Any) -> Any:
     """Return the same vector, kept in a register of x86: where a vector and its lower half hold one number, the
     compiler would otherwise spread that number twice."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.asm(ir.FunctionType(FLOATS, [FLOATS]), "", "=v,0", args, side_effect=False)
-
-    return VECTOR(VECTOR), codegen
+    return builder.asm(ir.FunctionType(FLOATS, [FLOATS]), "", "=v,0", [value], side_effect=False)
 
 
-@intrinsic
-def lower_half(typing_context: Any, value: Any) -> Any:
+@emits(HALF_VECTOR, VECTOR)
+def lower_half(builder: Any, value: Any) -> Any:
     """Return the first eight lanes."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        lanes = ir.Constant(ir.VectorType(ir.IntType(32), HALF_LANES), list(range(HALF_LANES)))
-        return builder.shuffle_vector(args[0], ir.Constant(FLOATS, ir.Undefined), lanes)
-
-    return HALF_VECTOR(VECTOR), codegen
+    lanes = ir.Constant(ir.VectorType(ir.IntType(32), HALF_LANES), list(range(HALF_LANES)))
+    return builder.shuffle_vector(value, ir.Constant(FLOATS, ir.Undefined), lanes)
 
 
 def _operation(arguments: int, emit: Any) -> Any:
-    """Return an intrinsic from vectors to a vector."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return emit(builder, *args)
-
-    signature = VECTOR(*[VECTOR] * arguments)
-    if arguments == 1:
-        return intrinsic(lambda typing_context, a: (signature, codegen))
-    if arguments == 2:
-        return intrinsic(lambda typing_context, a, b: (signature, codegen))
-    return intrinsic(lambda typing_context, a, b, c: (signature, codegen))
+    """Return an operation from vectors to a vector."""
+    return emits(VECTOR, *[VECTOR] * arguments)(emit)
 
 
 def llvm_call(name: str, result: ir.Type, *operands: ir.Type) -> Any:
@@ -204,94 +176,69 @@ fold_1, fold_2, fold_4, fold_8 = (_folder(step) for step in (1, 2, 4, 8))
 power_of_two = _operation(1, _power_of_two)  # of an integer from -126 to 127
 
 
-@intrinsic
-def total(typing_context: Any, value: Any) -> Any:
+@emits(types.float32, VECTOR)
+def total(builder: Any, value: Any) -> Any:
     """Return the sum of all lanes."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        emit = llvm_call(f"llvm.vector.reduce.fadd.v{LANES}f32", ir.FloatType(), ir.FloatType(), FLOATS)
-        return emit(builder, ir.Constant(ir.FloatType(), 0.0), args[0])
-
-    return types.float32(VECTOR), codegen
+    emit = llvm_call(f"llvm.vector.reduce.fadd.v{LANES}f32", ir.FloatType(), ir.FloatType(), FLOATS)
+    return emit(builder, ir.Constant(ir.FloatType(), 0.0), value)
 
 
-@intrinsic
-def largest(typing_context: Any, value: Any) -> Any:
+@emits(types.float32, VECTOR)
+def largest(builder: Any, value: Any) -> Any:
     """Return the largest of all lanes."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return llvm_call(f"llvm.vector.reduce.fmax.v{LANES}f32", ir.FloatType(), FLOATS)(builder, args[0])
-
-    return types.float32(VECTOR), codegen
+    return llvm_call(f"llvm.vector.reduce.fmax.v{LANES}f32", ir.FloatType(), FLOATS)(builder, value)
 
 
-@intrinsic
-def largest_magnitude(typing_context: Any, value: Any) -> Any:
+@emits(types.float32, VECTOR)
+def largest_magnitude(builder: Any, value: Any) -> Any:
     """Return the largest of all lanes, none of which is negative; NaN if one of them is."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(_WORDS.element, [_WORDS])
-        reduce = get_or_insert_function(builder.module, kind, f"llvm.vector.reduce.smax.v{LANES}i32")
-        found = builder.call(reduce, [builder.bitcast(args[0], _WORDS)])
-        nan = ir.Constant(_WORDS.element, 0x7FC00000)  # the same for all: callers may add to the bits
-        return builder.bitcast(builder.select(builder.icmp_signed("<", found, nan), found, nan), ir.FloatType())
-
-    return types.float32(VECTOR), codegen
+    kind = ir.FunctionType(_WORDS.element, [_WORDS])
+    reduce = get_or_insert_function(builder.module, kind, f"llvm.vector.reduce.smax.v{LANES}i32")
+    found = builder.call(reduce, [builder.bitcast(value, _WORDS)])
+    nan = ir.Constant(_WORDS.element, 0x7FC00000)  # the same for all: callers may add to the bits
+    return builder.bitcast(builder.select(builder.icmp_signed("<", found, nan), found, nan), ir.FloatType())
 
 
-@intrinsic
-def between(typing_context: Any, value: Any, low: Any, high: Any, otherwise: Any) -> Any:
+@emits(VECTOR, VECTOR, types.int64, types.int64, types.float32)
+def between(builder: Any, value: Any, low: Any, high: Any, otherwise: Any) -> Any:
     """Return the lanes [low, high) of a vector, and another number in the others."""
+    lanes = ir.VectorType(WORD, LANES)
+    number = ir.Constant(lanes, list(range(LANES)))
+    first = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        lanes = ir.VectorType(WORD, LANES)
-        number = ir.Constant(lanes, list(range(LANES)))
-        first = ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
+    def everywhere(x: Any, kind: ir.VectorType) -> Any:
+        one = builder.insert_element(ir.Constant(kind, ir.Undefined), x, ir.Constant(ir.IntType(32), 0))
+        return builder.shuffle_vector(one, ir.Constant(kind, ir.Undefined), first)
 
-        def everywhere(x: Any, kind: ir.VectorType) -> Any:
-            one = builder.insert_element(ir.Constant(kind, ir.Undefined), x, ir.Constant(ir.IntType(32), 0))
-            return builder.shuffle_vector(one, ir.Constant(kind, ir.Undefined), first)
-
-        above = builder.icmp_signed(">=", number, everywhere(args[1], lanes))
-        below = builder.icmp_signed("<", number, everywhere(args[2], lanes))
-        return builder.select(builder.and_(above, below), args[0], everywhere(args[3], FLOATS))
-
-    return VECTOR(VECTOR, types.int64, types.int64, types.float32), codegen
+    above = builder.icmp_signed(">=", number, everywhere(low, lanes))
+    below = builder.icmp_signed("<", number, everywhere(high, lanes))
+    return builder.select(builder.and_(above, below), value, everywhere(otherwise, FLOATS))
 
 
-@intrinsic
-def store_bf16(typing_context: Any, address: Any, index: Any, value: Any) -> Any:
+@emits(types.void, types.int64, types.int64, VECTOR)
+def store_bf16(builder: Any, address: Any, index: Any, value: Any) -> None:
     """Rounded to the nearest bfloat16, ties to even."""
+    wide, narrow = ir.VectorType(ir.IntType(32), LANES), ir.VectorType(ir.IntType(16), LANES)
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        wide, narrow = ir.VectorType(ir.IntType(32), LANES), ir.VectorType(ir.IntType(16), LANES)
+    def constant(kind: ir.VectorType, number: int) -> Any:
+        return ir.Constant(kind, [number] * LANES)
 
-        def constant(kind: ir.VectorType, number: int) -> Any:
-            return ir.Constant(kind, [number] * LANES)
-
-        bits = builder.bitcast(args[2], wide)
-        odd = builder.and_(builder.lshr(bits, constant(wide, 16)), constant(wide, 1))
-        rounded = builder.add(builder.add(bits, constant(wide, 0x7FFF)), odd)
-        stored = builder.trunc(builder.lshr(rounded, constant(wide, 16)), narrow)
-        is_nan = builder.fcmp_unordered("uno", args[2], args[2])
-        pointer = builder.gep(builder.inttoptr(args[0], ir.IntType(16).as_pointer()), [args[1]])
-        stored = builder.select(is_nan, constant(narrow, 0x7FC0), stored)
-        builder.store(stored, builder.bitcast(pointer, narrow.as_pointer()), align=1)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, VECTOR), codegen
+    bits = builder.bitcast(value, wide)
+    odd = builder.and_(builder.lshr(bits, constant(wide, 16)), constant(wide, 1))
+    rounded = builder.add(builder.add(bits, constant(wide, 0x7FFF)), odd)
+    stored = builder.trunc(builder.lshr(rounded, constant(wide, 16)), narrow)
+    is_nan = builder.fcmp_unordered("uno", value, value)
+    pointer = builder.gep(builder.inttoptr(address, ir.IntType(16).as_pointer()), [index])
+    stored = builder.select(is_nan, constant(narrow, 0x7FC0), stored)
+    builder.store(stored, builder.bitcast(pointer, narrow.as_pointer()), align=1)
 
 
-@intrinsic
-def where_bits(typing_context: Any, bits: Any, value: Any, otherwise: Any) -> Any:
+@emits(VECTOR, types.int64, VECTOR, VECTOR)
+def where_bits(builder: Any, bits: Any, value: Any, otherwise: Any) -> Any:
     """Return the lanes of `value` whose bit is 1, the lowest bit being that of the first lane, and `otherwise` in
     the rest."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        lanes = builder.bitcast(builder.trunc(args[0], ir.IntType(LANES)), ir.VectorType(ir.IntType(1), LANES))
-        return builder.select(lanes, args[1], args[2])
-
-    return VECTOR(types.int64, VECTOR, VECTOR), codegen
+    lanes = builder.bitcast(builder.trunc(bits, ir.IntType(LANES)), ir.VectorType(ir.IntType(1), LANES))
+    return builder.select(lanes, value, otherwise)
 
 
 class BFloat(ir.Type):

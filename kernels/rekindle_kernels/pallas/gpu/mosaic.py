@@ -137,9 +137,7 @@ def _produce(
             for part, row in enumerate(rows):
                 source = pl.multiple_of(row + half * sizes.kv_heads * sizes.page, copied)
                 plgpu.copy_gmem_to_smem(
-                    pages_ref.at[pl.ds(source, copied)],
-                    ring.blocks.at[slot, pl.ds(part * copied, copied)],
-                    barrier,
+                    pages_ref.at[pl.ds(source, copied)], ring.blocks.at[slot, pl.ds(part * copied, copied)], barrier
                 )
 
         for ring in (shared.keys, shared.values):
@@ -285,12 +283,7 @@ def _consume(
     plgpu.wait_smem_to_gmem(0)
 
 
-def _kernel(
-    *refs: Any,
-    scoring: block.Scoring,
-    sizes: KernelSizes,
-    sinks: bool,
-) -> None:
+def _kernel(*refs: Any, scoring: block.Scoring, sizes: KernelSizes, sinks: bool) -> None:
     q_ref, pages_ref, ids_ref, table_ref, *rest = refs
     sinks_ref = rest.pop(0) if sinks else None
     o_ref, rows, q, q_landed, keys, keys_landed, keys_free, values, values_landed, values_free, raw, turns, *rest = rest
@@ -326,10 +319,7 @@ def _kernel(
 def _scratch(sizes: KernelSizes, dtype: Any, *, emulated: bool) -> list[Any]:
     """Return shared memory and barriers, in the order of `_kernel`'s arguments."""
     swizzle = plgpu.find_swizzle(sizes.head_dim * jnp.dtype(dtype).itemsize * 8)
-    transforms = (
-        plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize)),
-        plgpu.SwizzleTransform(swizzle),
-    )
+    transforms = (plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(swizzle))
     rows = CONSUMERS, ROWS, sizes.head_dim
     ring = plgpu.SMEM((sizes.stages, sizes.block_k, sizes.head_dim), dtype, transforms=transforms)
     copies = sizes.block_k // sizes.copied
