@@ -1,4 +1,4 @@
-"""The widget and the base of all views, the methods that views use, and the simplest view: a text while it is generated.
+"""The widget and the base of all views, the methods that they use, and the simplest view: a text while it is generated.
 
 A view is redrawn from a thread, at a bounded rate, and replaced by static HTML at its end.
 

@@ -1,7 +1,7 @@
-"""Who may join, and what must agree: the greeting of a connection, and the facts of the processes of a session.
+"""The greeting of a connection, and the facts that must be equal in all processes of a session.
 
 In the greeting both sides prove that they know the secret, and derive the keys of the connection. Followers then report
-facts that must be equal in every process, and the leader compares.
+the facts, and the leader compares.
 
 Between the processes of a session:
 
