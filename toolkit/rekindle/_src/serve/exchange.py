@@ -18,7 +18,7 @@ import anyio
 import anyio.to_thread
 
 from rekindle._src.core.version import VERSION
-from rekindle._src.dispatch.admission_limiter import Turns
+from rekindle._src.dispatch.intake import Turns
 from rekindle._src.serve.bodies import (
     BYTES_PER_VALUE,
     IN_A_THREAD,
