@@ -142,7 +142,10 @@ class LateSteps:
     def _fill(self, plan: StepPlan, upload: AnyUpload, operand: IntArray) -> dict[str, Exception]:
         start = time.perf_counter()
         try:
-            return self._late.fill(plan, upload.layout.rows, operand, self._shards)
+            errors: dict[str, Exception] = {}
+            for shard, part in enumerate(self._shards.split(plan)):
+                errors |= self._late.fill(part, upload.layout.rows, self._shards.part(shard, operand))
+            return errors
         finally:
             self.seconds += time.perf_counter() - start
 

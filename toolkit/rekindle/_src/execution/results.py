@@ -14,9 +14,8 @@ from rekindle._src.core.records import IntArray, LostPage, Row, RowResult, StepP
 from rekindle._src.execution.device_calls import Forwarded
 from rekindle._src.execution.page_transfers import Leaving
 from rekindle._src.programs.buckets import Bucket
-from rekindle._src.programs.data_shards import ALONE, DataShards
 from rekindle._src.programs.feature import Feature, Fields, Read
-from rekindle._src.programs.packing import AnyUpload, Constants, Layout
+from rekindle._src.programs.packing import ALONE, AnyUpload, Constants, DataShards, Layout
 from rekindle._src.programs.sampling import NOT_FINITE
 from rekindle._src.programs.step import StepOutput
 from rekindle_kernels import MaskGate
