@@ -42,8 +42,8 @@ from rekindle._src.programs.packing import (  # noqa: E402
     Upload,
 )
 from rekindle._src.scheduling.data_scheduler import DataScheduler, ShardScheduler  # noqa: E402
-from rekindle._src.scheduling.limits import Limits  # noqa: E402
 from rekindle._src.scheduling.scheduler import Scheduler  # noqa: E402
+from rekindle._src.scheduling.sequence import Limits  # noqa: E402
 
 HOST = 8  # devices of one machine
 PAGE = 64

@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     from rekindle._src.replicas.fleet import Fleet, FleetOpening, fleet
     from rekindle._src.replicas.fleet_stats import FleetStats, ReplicaStats
     from rekindle._src.replicas.routes import Placed
-    from rekindle._src.scheduling.explain import Explanation
+    from rekindle._src.scheduling.sequence import Explanation
     from rekindle._src.serve.server import Server
     from rekindle._src.session.allowed import AllowedTokens
     from rekindle._src.session.cache_report import CacheStats, CacheTree, NodeView, PrefixExplanation
@@ -113,7 +113,7 @@ _LAZY = {
         "replicas.fleet": ("Fleet", "FleetOpening", "fleet"),
         "replicas.fleet_stats": ("FleetStats", "ReplicaStats"),
         "replicas.routes": ("Placed",),
-        "scheduling.explain": ("Explanation",),
+        "scheduling.sequence": ("Explanation",),
         "serve.server": ("Server",),
         "session.allowed": ("AllowedTokens",),
         "session.cache_report": ("CacheStats", "CacheTree", "NodeView", "PrefixExplanation"),

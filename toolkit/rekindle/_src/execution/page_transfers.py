@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from rekindle._src.core.records import LostPage, PageCopy, PageMove
-from rekindle._src.execution.device_calls import DeviceCalls
+from rekindle._src.execution.device_calls import DeviceCalls, Leaving
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs import pinned_pages
 from rekindle._src.programs.data_shards import Batch
@@ -24,7 +24,6 @@ from rekindle.errors import StoreError
 
 MEASURE_EVERY = 16  # steps that restore pages, of which one is timed
 
-Leaving = list[tuple[Batch, paged.Payload]]  # pages read out together, not yet on the host
 LeavingStates = list[tuple[PageMove, Any]]  # read out, and not yet on the host
 
 

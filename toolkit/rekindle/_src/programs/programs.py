@@ -22,7 +22,7 @@ from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.memory import gc_paused, give_back
 from rekindle._src.core.priority import handing_over
 from rekindle._src.core.records import units_for
-from rekindle._src.kvcache.beginnings import least_copied
+from rekindle._src.kvcache.node import least_copied
 from rekindle._src.models.adapters.sites import sites_of
 from rekindle._src.models.base import ALONE, Graph, Placement
 from rekindle._src.models.config import ModelConfig

@@ -12,10 +12,8 @@ import anyio
 from anyio.abc import TaskGroup
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from rekindle._src.dispatch.backend import take
-from rekindle._src.dispatch.device import DeviceThread
-from rekindle._src.dispatch.mailbox import OneShot
-from rekindle._src.dispatch.messages import Control, Drain, Events, Outcome, ScheduleMessage
+from rekindle._src.dispatch.backend import Control, Drain, Events, Outcome, ScheduleMessage, take
+from rekindle._src.dispatch.threads import DeviceThread, OneShot
 from rekindle._src.replicas.autoscaling import Autoscaler, Range, Room, replicas_for
 from rekindle._src.replicas.fleet_adapters import FleetAdapters
 from rekindle._src.replicas.link import HANG, OVER, Link, ReplicaState, roll_out

@@ -24,8 +24,7 @@ from rekindle._src.core.own_failure import one_line, own_failure
 from rekindle._src.core.records import FinishReason, Request, TokenEvent
 from rekindle._src.dispatch.backend import Front, GrammarLike
 from rekindle._src.dispatch.intake import compiled_grammar, tapped_of
-from rekindle._src.dispatch.mailbox import Mailbox, until, wake
-from rekindle._src.dispatch.wakeups import Wakeup
+from rekindle._src.dispatch.threads import Mailbox, Wakeup, until, wake
 from rekindle._src.replicas.pulls import Pulls
 from rekindle._src.replicas.routing import Role
 from rekindle._src.replicas.wire import AdapterSource, Mail, News, RemoteGuide, ReplicaInfo, Sent, decode

@@ -23,8 +23,7 @@ from rekindle._src.kvcache.node import Node
 from rekindle._src.kvcache.pool import pages_for
 from rekindle._src.kvcache.states import TreeTails
 from rekindle._src.kvcache.tree import PrefixMatch
-from rekindle._src.scheduling.limits import Limits
-from rekindle._src.scheduling.sequence import Sequence, Tail
+from rekindle._src.scheduling.sequence import Limits, Sequence, Tail
 from rekindle._src.scheduling.states import OnTree
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rekindle._src.core.version import VERSION
-from rekindle._src.dispatch.admission_limiter import Turns
+from rekindle._src.dispatch.intake import Turns
 from rekindle._src.serve.errors import Refused
 from rekindle._src.serve.fields import UnknownFields
 from rekindle._src.serve.life import Hosts, Life

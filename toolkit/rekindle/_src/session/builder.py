@@ -37,8 +37,7 @@ from rekindle._src.kvcache import AnyCache, CostModel, HostTier, PagePool, Prefi
 from rekindle._src.kvcache.caches import trees
 from rekindle._src.kvcache.kept import KeptCaptures
 from rekindle._src.kvcache.persist import snapshot
-from rekindle._src.kvcache.persist.stored_captures import StoredCaptures
-from rekindle._src.kvcache.tiers.disk import DiskTier
+from rekindle._src.kvcache.tiers.disk import DiskTier, StoredCaptures
 from rekindle._src.kvcache.tiers.restoring import promote, restore, restore_states
 from rekindle._src.models.adapters.adapted import merged
 from rekindle._src.models.base import ALONE, Graph, LoadedModel, Placement
@@ -63,10 +62,10 @@ from rekindle._src.programs.store import ExecutableStore, ProgramStore
 from rekindle._src.programs.tail_tables import least_pages, span, tail_pages
 from rekindle._src.programs.taps import tap_facts, variants_of
 from rekindle._src.programs.warming import Warming, needed_after_restart, warm
-from rekindle._src.scheduling.adapter_slots import AdapterSlots
+from rekindle._src.scheduling.admission import AdapterSlots
 from rekindle._src.scheduling.data_scheduler import DataScheduler, ShardScheduler
-from rekindle._src.scheduling.limits import Limits
 from rekindle._src.scheduling.scheduler import Scheduler
+from rekindle._src.scheduling.sequence import Limits
 from rekindle._src.session.adapters import AdapterShelf
 from rekindle._src.session.open_request import OpenRequest, precompiles
 from rekindle._src.session.resolve import of_one_shard, resolve

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rekindle._src.core.activity import State, in_notebook
 from rekindle._src.core.config import EngineConfig
-from rekindle._src.dispatch.device import Contexts
+from rekindle._src.dispatch.threads import Contexts
 
 if TYPE_CHECKING:
     from rekindle._src.core.taps import Steer

@@ -18,8 +18,8 @@ from rekindle._src.core.options import takes_options
 from rekindle._src.core.own_failure import interrupted
 from rekindle._src.core.taps import Steer
 from rekindle._src.dispatch.backend import Front
-from rekindle._src.dispatch.device import capture_contexts
 from rekindle._src.dispatch.host import Host, note_opening
+from rekindle._src.dispatch.threads import capture_contexts
 from rekindle._src.session.call import Call
 from rekindle._src.session.open_request import OpeningProgress, OpenRequest
 from rekindle.errors import ConfigError
