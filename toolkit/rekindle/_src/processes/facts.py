@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.version import VERSION
-from rekindle._src.programs import program_key
+from rekindle._src.programs import store as program_store
 from rekindle.errors import ProcessLost, ProcessRefused
 
 _OF_CPUS = ("cpu", "threads", "machine")  # facts on which programs for a CPU depend
@@ -24,11 +24,11 @@ class Facts(NamedTuple):
 
 def facts(config: EngineConfig, *, model: str, fingerprint: str) -> Facts:
     """Collect the facts of this process; `config` is resolved, `model` a digest of the model's own config."""
-    environment = dict(program_key.environment())
+    environment = dict(program_store.environment())
     for name in _OF_CPUS if environment["platform"] != "cpu" else ():
         environment.pop(name)
     assert config.device_pages is not None, "resolved"
-    options = {name: value for name, value in program_key.config_fields(config).items() if name != "device_pages"}
+    options = {name: value for name, value in program_store.config_fields(config).items() if name != "device_pages"}
     same = {
         "rekindle": VERSION,
         **{f"environment.{name}": value for name, value in environment.items()},

@@ -24,7 +24,7 @@ from rekindle._src.processes.channel import Channel, Kind
 from rekindle._src.processes.codec import DONE, CallCodec, StepCall, checksum
 from rekindle._src.processes.facts import as_json, from_json
 from rekindle._src.programs import kv_layout as paged
-from rekindle._src.programs.helpers import ADMIT
+from rekindle._src.programs.buckets import ADMIT
 from rekindle._src.programs.programs import Programs
 from rekindle.errors import CompileError, ProcessLost, StoreError
 
