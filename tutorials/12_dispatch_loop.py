@@ -202,10 +202,8 @@ assert [what for what, *_ in runner.log].index("fetch") == 2, (
 
 # %%
 from rekindle._src.dispatch import detokenize, intake
-from rekindle._src.dispatch.backend import Front
-from rekindle._src.dispatch.device import DeviceThread
-from rekindle._src.dispatch.mailbox import Mailbox
-from rekindle._src.dispatch.messages import Submission
+from rekindle._src.dispatch.backend import Front, Submission
+from rekindle._src.dispatch.threads import DeviceThread, Mailbox
 
 
 class Letters:

@@ -34,16 +34,16 @@ from rekindle._src.kvcache import PagePool  # noqa: E402
 from rekindle._src.processes.channel import Channel, Keys, Kind  # noqa: E402
 from rekindle._src.processes.codec import StepCodec  # noqa: E402
 from rekindle._src.programs.buckets import Bucket  # noqa: E402
-from rekindle._src.programs.data_shards import DataShards  # noqa: E402
 from rekindle._src.programs.packing import (  # noqa: E402
     Constants,
+    DataShards,
     DataUpload,
     Layout,
     Upload,
 )
 from rekindle._src.scheduling.data_scheduler import DataScheduler, ShardScheduler  # noqa: E402
-from rekindle._src.scheduling.limits import Limits  # noqa: E402
 from rekindle._src.scheduling.scheduler import Scheduler  # noqa: E402
+from rekindle._src.scheduling.sequence import Limits  # noqa: E402
 
 HOST = 8  # devices of one machine
 PAGE = 64

@@ -27,7 +27,7 @@ import rekindle
 import rekindle._src.session.cache_writer
 from rekindle._src.core.records import StepResult
 from rekindle._src.dispatch.host import wait
-from rekindle._src.dispatch.mailbox import OneShot
+from rekindle._src.dispatch.threads import OneShot
 from rekindle._src.kvcache import CostModel, HostTier, PrefixCache, Tiers
 from rekindle._src.models.base import LoadedModel, random_model
 from rekindle._src.models.registry import config_from_hf

@@ -39,3 +39,10 @@ def test_an_error_leaves_it_as_it_was() -> None:
     with pytest.raises(ValueError, match="inside"), handing_over():
         raise ValueError("inside")
     assert sys.getswitchinterval() == pytest.approx(0.004)
+
+
+def test_an_interval_set_meanwhile_stays() -> None:
+    sys.setswitchinterval(0.004)
+    with handing_over():
+        sys.setswitchinterval(0.02)
+    assert sys.getswitchinterval() == pytest.approx(0.02)

@@ -12,9 +12,9 @@ from helpers.sessions import byte_tokenizer
 from helpers.task_streams import rest
 from rekindle._src.core.records import Completion, FinishReason, TokenEvent
 from rekindle._src.dispatch import detokenize
+from rekindle._src.dispatch.backend import Abort, Events, Finish
 from rekindle._src.dispatch.detokenize import OutputState
-from rekindle._src.dispatch.mailbox import Mailbox
-from rekindle._src.dispatch.messages import Abort, Events, Finish
+from rekindle._src.dispatch.threads import Mailbox
 from rekindle._src.text.detokenizer import real_detokenizer
 from rekindle.errors import RequestAborted, RequestFailed
 

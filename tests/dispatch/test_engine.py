@@ -12,11 +12,7 @@ from helpers.fakes import FakeModel, make_request
 from helpers.sessions import fake_engine, parts
 from helpers.task_streams import rest
 from rekindle._src.core.records import FinishReason, Request, StepPlan
-from rekindle._src.dispatch.backend import take
-from rekindle._src.dispatch.device import DeviceThread
-from rekindle._src.dispatch.engine import Engine
-from rekindle._src.dispatch.mailbox import OneShot
-from rekindle._src.dispatch.messages import (
+from rekindle._src.dispatch.backend import (
     Abort,
     Drain,
     Events,
@@ -26,7 +22,10 @@ from rekindle._src.dispatch.messages import (
     StepOnce,
     Stepped,
     Turn,
+    take,
 )
+from rekindle._src.dispatch.engine import Engine
+from rekindle._src.dispatch.threads import DeviceThread, OneShot
 from rekindle.errors import PromptTooLong, RequestFailed
 
 pytestmark = pytest.mark.anyio

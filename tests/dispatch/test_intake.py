@@ -18,9 +18,9 @@ from helpers.sessions import byte_tokenizer, fake_front
 from helpers.task_streams import rest, submission
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch import intake
+from rekindle._src.dispatch.backend import Drain, Submission
 from rekindle._src.dispatch.detokenize import OutputState
-from rekindle._src.dispatch.mailbox import Mailbox
-from rekindle._src.dispatch.messages import Drain, Submission
+from rekindle._src.dispatch.threads import Mailbox
 from rekindle._src.text import Tokenizer
 from rekindle.errors import InvalidRequest, PromptTooLong, RequestAborted, RequestFailed
 

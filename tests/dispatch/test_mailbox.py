@@ -13,9 +13,8 @@ import pytest
 
 from helpers.sessions import eventually
 from rekindle._src.core.records import TextDelta
-from rekindle._src.dispatch.admission_limiter import AdmissionLimiter
-from rekindle._src.dispatch.mailbox import Mailbox, OneShot, fresh
-from rekindle._src.dispatch.wakeups import current_waker, new_wakeup, run_sync
+from rekindle._src.dispatch.host import AdmissionLimiter
+from rekindle._src.dispatch.threads import Mailbox, OneShot, current_waker, fresh, new_wakeup, run_sync
 from rekindle.errors import SessionClosed, StepFailed
 
 

@@ -14,7 +14,7 @@ import pytest
 from helpers.fakes import make_request
 from helpers.sessions import CONFIG, eventually, opened, parts
 from rekindle._src.core.records import StepPlan, StepResult
-from rekindle._src.dispatch.step_watchdog import StepWatchdog
+from rekindle._src.dispatch.engine import StepWatchdog
 
 
 def test_a_line_every_few_steps_counts_what_they_did(caplog: pytest.LogCaptureFixture) -> None:

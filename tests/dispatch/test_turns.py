@@ -6,7 +6,7 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from rekindle._src.dispatch.admission_limiter import Turns
+from rekindle._src.dispatch.intake import Turns
 
 pytestmark = pytest.mark.anyio
 

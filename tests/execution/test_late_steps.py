@@ -17,7 +17,7 @@ from helpers.driving import Driver, Live, plain_tokens, tiny_config, tiny_model
 from helpers.guides import RuleGuide
 from helpers.thorough import by_default
 from rekindle import LogitsProcessor, Sampling
-from rekindle._src.execution import late_steps
+from rekindle._src.execution import device_calls
 from rekindle._src.execution.runner import Runner
 from rekindle._src.programs.programs import Programs
 from rekindle.errors import RequestFailed
@@ -58,7 +58,7 @@ def one(runner: Runner) -> Runner:
 @pytest.fixture
 def not_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step never seems to have ended when the next one is dispatched."""
-    monkeypatch.setattr(late_steps, "_has_ended", lambda output: False)
+    monkeypatch.setattr(device_calls, "_has_ended", lambda output: False)
 
 
 def add(driver: Driver, prompt: list[int], sampling: Sampling, guide: RuleGuide | None = None) -> Live:

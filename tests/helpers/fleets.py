@@ -12,7 +12,7 @@ from typing import Any, Literal
 import anyio
 
 from helpers.sessions import CONFIG, eventually, fake_session
-from rekindle._src.dispatch.wakeups import run_sync
+from rekindle._src.dispatch.threads import run_sync
 from rekindle._src.replicas.autoscaling import Range
 from rekindle._src.replicas.fleet import Fleet, FleetOpening
 from rekindle._src.replicas.fleet_backend import Parts

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from rekindle._src.core.sampling import Sampling
-from rekindle._src.dispatch.mailbox import Mailbox
-from rekindle._src.dispatch.messages import Submission
+from rekindle._src.dispatch.backend import Submission
+from rekindle._src.dispatch.threads import Mailbox
 
 
 def submission(text: str | None = "abc", ids: list[int] | None = None, **sampling: Any) -> Submission:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rekindle._src.core.records import units_for
-from rekindle._src.scheduling.adapter_slots import AdapterSlots
+from rekindle._src.scheduling.admission import AdapterSlots
 
 
 class Fake(NamedTuple):

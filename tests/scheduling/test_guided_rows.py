@@ -13,7 +13,7 @@ from helpers.fakes import FakeModel, make_request
 from helpers.guides import RuleGuide, letters
 from helpers.scheduling import Loop, NoReserve
 from rekindle._src.core.records import FinishReason, Request
-from rekindle._src.dispatch.messages import Turn
+from rekindle._src.dispatch.backend import Turn
 from rekindle._src.programs.guides import Guides
 from rekindle.errors import RequestFailed
 

@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import numpy as np
 from hypothesis import given
 
-from rekindle._src.scheduling.prompt_lookup import SIZE, PromptLookup
+from rekindle._src.scheduling.followers import SIZE, PromptLookup
 
 
 def array(tokens: list[int]) -> np.ndarray:

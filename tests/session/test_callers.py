@@ -15,7 +15,7 @@ import trio
 
 from helpers.sessions import expected
 from rekindle import Sampling, Session
-from rekindle._src.dispatch.wakeups import AsyncioWakeup
+from rekindle._src.dispatch.threads import AsyncioWakeup
 
 anyio_test = pytest.mark.anyio
 
@@ -124,7 +124,7 @@ def test_the_asyncio_loop_turns_while_somebody_waits(slow: Session) -> None:
 
 def test_bells_are_of_the_loop_that_waits(session: Session) -> None:
     async def main() -> None:
-        from rekindle._src.dispatch.wakeups import new_wakeup
+        from rekindle._src.dispatch.threads import new_wakeup
 
         assert isinstance(new_wakeup(), AsyncioWakeup)
 

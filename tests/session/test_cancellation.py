@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from helpers.fakes import FakeModel
 from helpers.sessions import expected, opened, threads, wait_until_idle
 from rekindle import EngineConfig, Session
-from rekindle._src.dispatch.mailbox import Mailbox
+from rekindle._src.dispatch.threads import Mailbox
 from rekindle.errors import RequestAborted
 
 CONFIG = EngineConfig(max_requests=6, max_tokens_per_step=32, max_model_len=128, page_size=8, max_queue=20, seed=1)

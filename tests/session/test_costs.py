@@ -15,7 +15,7 @@ import pytest
 from helpers.sessions import fake_session, opened
 from rekindle import Sampling
 from rekindle._src.core.records import TextDelta
-from rekindle._src.dispatch.device import DeviceThread
+from rekindle._src.dispatch.threads import DeviceThread
 from rekindle._src.session.handle import Handle
 from rekindle._src.session.prompts import Prompt
 

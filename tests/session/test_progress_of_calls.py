@@ -25,7 +25,7 @@ from rekindle._src.core import activity
 from rekindle._src.core.activity import State
 from rekindle._src.core.records import TextDelta, Timings
 from rekindle._src.core.sampling import Sampling
-from rekindle._src.dispatch.mailbox import Mailbox
+from rekindle._src.dispatch.threads import Mailbox
 from rekindle._src.models.loading.load_progress import LoadProgress
 from rekindle._src.programs.warming import Warming
 from rekindle._src.session import requests

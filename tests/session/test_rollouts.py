@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -15,8 +16,9 @@ from helpers.driving import plain_logits, tiny_model
 from helpers.sessions import eventually, wait_until_idle
 from helpers.small import CONTEXT, MODEL, opening, prompt
 from helpers.thorough import trio_in_ci
-from rekindle import FinishReason, RolloutBatch, Session
+from rekindle import FinishReason, RolloutBatch, Sampling, Session
 from rekindle._src.models import LoadedModel
+from rekindle._src.session.rollouts import draws_plainly
 from rekindle.errors import InvalidRequest
 from rekindle.models import merge
 from workshop import reference
@@ -100,6 +102,28 @@ async def test_log_probabilities_are_those_of_the_draws(session: Session) -> Non
         first, end = support.offsets[line, place : place + 2]
         assert support.ids[first:end].tolist() == np.flatnonzero(mask[line, place]).tolist() == ids
     assert (await session.rollout(PROMPTS[0], n=1, max_tokens=2)).support is None, "all tokens were possible"
+
+
+CHANGES = {  # what the draws are from: log-probabilities of the model's own distribution are others
+    "temperature": 0.5, "top_k": 4, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.1, "presence_penalty": 0.5,
+    "frequency_penalty": 0.5, "logit_bias": {3: 1.0}, "min_tokens": 2, "allowed_token_ids": (3, 4), "bad_words": ("a",),
+    "processors": ("one",), "schema": {"type": "string"}, "regex": "a", "choice": ("a",), "grammar": "root ::= 'a'",
+    "json": True,
+}  # fmt: skip
+KEEPS = {
+    "max_tokens", "seed", "n", "stop", "stop_token_ids", "include_stop", "ignore_eos", "logprobs", "prompt_logprobs",
+    "logprob_start", "logprob_token_ids", "logprobs_of", "capture", "steer", "patch", "taps", "priority", "adapter",
+    "salt", "lenient", "whitespace_flexible",
+}  # fmt: skip
+
+
+def test_every_option_that_changes_the_draws_is_known_to_rollouts() -> None:
+    assert {field.name for field in dataclasses.fields(Sampling)} == {*CHANGES, *KEEPS}, (
+        "an option is new: which is it?"
+    )
+    assert draws_plainly(Sampling(temperature=1.0, seed=1, max_tokens=5, stop=("a",), ignore_eos=True))
+    unheeded = [name for name, value in CHANGES.items() if draws_plainly(Sampling(**{"temperature": 1.0, name: value}))]
+    assert not unheeded
 
 
 @trio_in_ci

@@ -16,7 +16,7 @@ from helpers.thorough import by_default
 from helpers.tiered import MODEL, NEW, ask, opened, plain, prompt
 from rekindle._src.core.records import Status
 from rekindle._src.dispatch.host import wait
-from rekindle._src.dispatch.mailbox import OneShot
+from rekindle._src.dispatch.threads import OneShot
 from rekindle._src.kvcache import PrefixCache
 from rekindle.errors import ConfigError, SnapshotRefused, StoreError
 

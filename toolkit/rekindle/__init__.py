@@ -64,12 +64,11 @@ if TYPE_CHECKING:
     )
     from rekindle._src.core.taps import Capture, Captured, Steer
     from rekindle._src.kvcache.persist.snapshot import SnapshotInfo
-    from rekindle._src.programs.custom_taps import Tap, TapContext
-    from rekindle._src.programs.processors import LogitsContext, LogitsProcessor
+    from rekindle._src.programs.user_functions import LogitsContext, LogitsProcessor, Tap, TapContext
     from rekindle._src.replicas.fleet import Fleet, FleetOpening, fleet
     from rekindle._src.replicas.fleet_stats import FleetStats, ReplicaStats
     from rekindle._src.replicas.routes import Placed
-    from rekindle._src.scheduling.explain import Explanation
+    from rekindle._src.scheduling.sequence import Explanation
     from rekindle._src.serve.server import Server
     from rekindle._src.session.allowed import AllowedTokens
     from rekindle._src.session.cache_report import CacheStats, CacheTree, NodeView, PrefixExplanation
@@ -108,12 +107,11 @@ _LAZY = {
         ),
         "core.taps": ("Capture", "Captured", "Steer"),
         "kvcache.persist.snapshot": ("SnapshotInfo",),
-        "programs.custom_taps": ("Tap", "TapContext"),
-        "programs.processors": ("LogitsContext", "LogitsProcessor"),
+        "programs.user_functions": ("LogitsContext", "LogitsProcessor", "Tap", "TapContext"),
         "replicas.fleet": ("Fleet", "FleetOpening", "fleet"),
         "replicas.fleet_stats": ("FleetStats", "ReplicaStats"),
         "replicas.routes": ("Placed",),
-        "scheduling.explain": ("Explanation",),
+        "scheduling.sequence": ("Explanation",),
         "serve.server": ("Server",),
         "session.allowed": ("AllowedTokens",),
         "session.cache_report": ("CacheStats", "CacheTree", "NodeView", "PrefixExplanation"),

@@ -26,14 +26,14 @@ import numpy as np
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.records import IntArray, Request, Resumed, RowResult, StepPlan, StepResult
 from rekindle._src.core.sampling import Sampling
+from rekindle._src.dispatch.backend import Turn
 from rekindle._src.dispatch.engine import Engine
-from rekindle._src.dispatch.messages import Turn
 from rekindle._src.kvcache.pool import PagePool
 from rekindle._src.kvcache.tree import PrefixCache
 from rekindle._src.replicas.routing import Keys, Load, Role, Router, goes_two_ways, prompt_only, roles_of
 from rekindle._src.replicas.routing import router as router_named
-from rekindle._src.scheduling.limits import Limits
 from rekindle._src.scheduling.scheduler import Scheduler
+from rekindle._src.scheduling.sequence import Limits
 from rekindle.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -37,5 +37,5 @@ def handing_over() -> Iterator[None]:
     finally:
         with _lock:
             _inside -= 1
-            if not _inside:
+            if not _inside and sys.getswitchinterval() <= INTERVAL:  # or somebody has set another one meanwhile
                 sys.setswitchinterval(_before)

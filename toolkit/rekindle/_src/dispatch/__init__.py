@@ -1,1 +1,1 @@
-"""The four tasks of a session, the loop that runs them, and the thread which that loop lives in."""
+"""The loop of a session: the front and the engine, their tasks, and the threads that these run in."""

@@ -1,15 +1,17 @@
 """The two sides of a session: a front, which turns prompts into requests and tokens into text, over any backend.
 
 The front is the same for a session and for a fleet; only what runs the requests differs. A backend is an `Engine` over
-one device or mesh, or the replicas of a fleet.
+one device or mesh, or the replicas of a fleet. First come the messages between callers, front and backend, beside the
+records of rekindle._src.core.records.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
+import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from rekindle._src.core.activity import NO_WAIT, ProgramWait
@@ -17,17 +19,135 @@ from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.contracts import ChatLike, DetokenizerLike, TokenizerLike
 from rekindle._src.core.embedder import Embedder
 from rekindle._src.core.own_failure import own_failure
-from rekindle._src.core.records import AdapterLike, FinishReason, Request, Status
+from rekindle._src.core.records import (
+    AdapterLike,
+    FinishReason,
+    IntArray,
+    Pooling,
+    Request,
+    Status,
+    StepPlan,
+    StepResult,
+    TokenEvent,
+)
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.core.tapped import TapFacts
-from rekindle._src.dispatch.device import DeviceThread
-from rekindle._src.dispatch.messages import Abort, BackendMessage, Control, Drain, Events, Finish, ScheduleMessage
+from rekindle._src.dispatch.threads import DeviceThread, Mailbox, OneShot
 from rekindle.errors import RekindleError
 
 if TYPE_CHECKING:
     from rekindle._src.structured.compilers import Job
     from rekindle._src.structured.guide import Reasoning
-    from rekindle._src.structured.spec import Spec
+    from rekindle._src.structured.spec import Spec, Structure
+    from rekindle._src.text.replies import ReplyPlan
+
+M = TypeVar("M")
+
+
+class Submission(NamedTuple):
+    """caller → intake: one prompt as text, as token ids or as a function that renders it; `sampling.n` sequences."""
+
+    id: str
+    text: str | None
+    token_ids: IntArray | None  # instead of text
+    add_special_tokens: bool
+    sampling: Sampling
+    mailbox: Mailbox
+    arrival: float
+    render: Callable[[], str] | None = None  # makes the text, off every event loop; a chat template does it
+    pooling: Pooling | None = None  # embed the prompt rather than go on with it
+    reply: ReplyPlan | None = None  # how a chat's reply is read for reasoning and calls of tools
+    structure: Structure | None = None  # the structure of the text that `sampling` asks for
+    covered: int = 0  # tokens at the prompt's end that belong to that structure already
+    messages: Sequence[Mapping[str, Any]] | None = None  # of a chat, for routing
+    long: bool = False  # there is so much to render that others go on meanwhile
+    caller: str = ""  # those with long prompts or grammars take turns
+
+
+class Abort(NamedTuple):
+    """caller → backend: end one sequence."""
+
+    request_id: str
+
+
+class Finish(NamedTuple):
+    """detokenize → backend: a stop string ended it."""
+
+    request_id: str
+    reason: FinishReason
+
+
+class Pause(NamedTuple):
+    """caller → schedule: plan no more steps; `quiet` is filled once none is in flight."""
+
+    quiet: OneShot[None]
+
+
+class Resume(NamedTuple):
+    """caller → schedule: the opposite of one `Pause`."""
+
+
+class Stepped(NamedTuple):
+    """The outcome of a single step; `result` is None if there was nothing to do."""
+
+    result: StepResult | None
+    events: tuple[TokenEvent, ...]
+
+
+class StepOnce(NamedTuple):
+    """caller → schedule: run exactly one step of a paused session."""
+
+    report: OneShot[Stepped]
+
+
+class Exclusive(NamedTuple):
+    """caller → schedule: call `job` on the device thread while no step is in flight, then `after` on the loop."""
+
+    job: Callable[[], Any]
+    after: Callable[[Any], object]
+    done: OneShot[Any]
+    vital: bool = False  # the session can't go on if it fails
+
+
+class Drain(NamedTuple):
+    """intake → backend, last of all: end once every request has ended."""
+
+
+class Turn(NamedTuple):
+    """schedule → step: dispatch `plan`, then fetch the step dispatched in the turn before."""
+
+    plan: StepPlan | None
+    job: Callable[[], Any] | None = None  # instead of a step
+
+
+class Outcome(NamedTuple):
+    """step → schedule: the results of a turn."""
+
+    result: StepResult | None = None
+    failed: tuple[tuple[StepPlan, BaseException], ...] = ()  # in the order in which they were planned
+    returned: Any = None  # by the job
+    error: BaseException | None = None  # raised by the job
+
+
+class Events(NamedTuple):
+    """backend → detokenize: tokens and ends of one or more steps, and the requests that ran for the first time."""
+
+    events: tuple[TokenEvent, ...]
+    started: Mapping[str, float] = {}  # when each of them began, by `time.perf_counter()`
+    then: tuple[Callable[[], object], ...] = ()  # called when callers have received the events before
+
+
+Control = Pause | Resume | StepOnce | Exclusive  # sent through intake, so that they never overtake a submission
+BackendMessage = Request | Abort | Finish | Control | Drain
+ScheduleMessage = BackendMessage | Outcome
+
+
+def next_waiting(inbox: MemoryObjectReceiveStream[M]) -> M | None:
+    """Return the next message if there is one now; None if the inbox is empty or has ended."""
+    try:
+        return inbox.receive_nowait()
+    except (anyio.WouldBlock, anyio.EndOfStream):
+        return None
 
 
 class GrammarLike(Protocol):

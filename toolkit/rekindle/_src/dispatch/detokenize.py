@@ -31,8 +31,8 @@ from rekindle._src.core.records import (
 from rekindle._src.core.reply import Parsing, ReplyEvent, fold
 from rekindle._src.core.tapped import CapturedPart
 from rekindle._src.core.taps import Captured
-from rekindle._src.dispatch.mailbox import Mailbox, Relayed
-from rekindle._src.dispatch.messages import Abort, Events, Finish, ScheduleMessage
+from rekindle._src.dispatch.backend import Abort, Events, Finish, ScheduleMessage
+from rekindle._src.dispatch.threads import Mailbox, Relayed
 from rekindle.errors import NotParsed, NotParsedReason, RequestAborted, RequestFailed
 
 if TYPE_CHECKING:

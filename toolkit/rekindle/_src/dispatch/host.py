@@ -1,4 +1,17 @@
-"""The thread of a session: an event loop of its own for the dispatch loop, so that notebook cells don't block it."""
+"""The thread of a session: an event loop of its own, so that notebook cells don't block it, and the tasks on it.
+
+    submissions          requests   ┌ backend ─────────────────────────────┐
+    ──────────▶ intake ──────────▶  │          turns                       │
+                                    │ schedule ◀────────▶ step ── device thread
+                                    │          outcomes                    │
+                                    └──┬───▲───────────────────────────────┘
+                                events ▼   │ stop strings
+                                    detokenize ──▶ mailboxes
+
+A request goes from left to right, once. Draining goes the same way: intake ends with its inbox and tells the backend,
+the backend ends after its last request and closes the stream to detokenize. The backend of the picture is an `Engine`;
+that of a fleet has replicas in place of schedule and step.
+"""
 
 from __future__ import annotations
 
@@ -10,24 +23,140 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import anyio
 
 from rekindle._src.core.activity import ProgramWait
 from rekindle._src.core.own_failure import own_failure, root_cause
-from rekindle._src.core.records import Request
-from rekindle._src.dispatch.admission_limiter import AdmissionLimiter
-from rekindle._src.dispatch.device import Contexts, DeviceThread
-from rekindle._src.dispatch.mailbox import Mailbox, OneShot
-from rekindle._src.dispatch.messages import Control, Submission
-from rekindle._src.dispatch.wakeups import LoopWaker, caller, current_waker, run_sync
+from rekindle._src.core.records import FinishReason, Request
+from rekindle._src.dispatch.backend import Abort, Control, Events, Front, ScheduleMessage, Submission
+from rekindle._src.dispatch.threads import (
+    Contexts,
+    DeviceThread,
+    LoopWaker,
+    Mailbox,
+    OneShot,
+    Relayed,
+    Wakeup,
+    caller,
+    current_waker,
+    new_wakeup,
+    run_sync,
+)
 from rekindle.errors import QueueFull, RekindleError, SessionClosed, SessionForked
 
 if TYPE_CHECKING:
-    from rekindle._src.dispatch.backend import Front
-    from rekindle._src.dispatch.detokenize import Take
-    from rekindle._src.dispatch.dispatch import Dispatch
+    from rekindle._src.dispatch.detokenize import Output, Take
+
+
+class _Waiter:
+    __slots__ = ("admitted", "count", "wakeup")
+
+    def __init__(self, count: int, wakeup: Wakeup) -> None:
+        self.count, self.wakeup, self.admitted = count, wakeup, False
+
+
+class AdmissionLimiter:
+    """Counts free places and admits waiting callers first come, first served. Usable from any thread."""
+
+    def __init__(self, places: int) -> None:
+        self.places: int = places
+        self.closed: BaseException | None = None
+        self._free = places
+        self._line: deque[_Waiter] = deque()
+        # Reentrant: the garbage collector may close a waiting coroutine in a thread that holds the lock already.
+        self._lock = threading.RLock()
+
+    @property
+    def inside(self) -> int:
+        """Places that are taken."""
+        return self.places - self._free
+
+    @property
+    def waiting(self) -> int:
+        """Callers that wait for places."""
+        return len(self._line)
+
+    def try_enter(self, count: int) -> bool:
+        """Take `count` places if they are free and no caller waits; false if not. Raises `SessionClosed`."""
+        with self._lock:
+            if self.closed is not None:
+                raise self._refusal()
+            if self._line or self._free < count:
+                return False
+            self._free -= count
+            return True
+
+    async def enter(self, count: int, unless: Callable[[], bool] = lambda: False) -> bool:
+        """Take `count` places, in turn; false if `unless()` turned true meanwhile; see `recheck`."""
+        if self.try_enter(count):
+            return True
+        waiter = _Waiter(count, new_wakeup())
+        with self._lock:
+            self._line.append(waiter)
+            self._admit()
+        try:
+            while not waiter.admitted:
+                if self.closed is not None:
+                    raise self._refusal()
+                if unless():
+                    self._give_up(waiter)
+                    return False
+                await waiter.wakeup.wait()
+        except BaseException:
+            self._give_up(waiter)
+            raise
+        return True
+
+    def _give_up(self, waiter: _Waiter) -> None:
+        with self._lock:
+            if waiter.admitted:
+                self.leave(waiter.count)
+            else:
+                self._line.remove(waiter)
+                self._admit()
+
+    def recheck(self) -> None:
+        """Make every waiting caller evaluate its `unless` again."""
+        for waiter in tuple(self._line):
+            waiter.wakeup.wake()
+
+    def leave(self, count: int = 1) -> None:
+        """Give `count` places back."""
+        with self._lock:
+            self._free += count
+            assert self._free <= self.places, "more places were given back than taken"
+            self._admit()
+
+    def resize(self, places: int) -> None:
+        """Change the number of places. If more are taken, no caller is admitted until enough were given back."""
+        with self._lock:
+            self._free += places - self.places
+            self.places = places
+            self._admit()
+
+    def close(self, error: BaseException) -> None:
+        """Refuse every caller from now on, those that wait included."""
+        with self._lock:
+            if self.closed is None:
+                self.closed = error
+        self.recheck()
+
+    def _admit(self) -> None:
+        while self._line and self._line[0].count <= self._free and self.closed is None:
+            waiter = self._line.popleft()
+            self._free -= waiter.count
+            waiter.admitted = True
+            waiter.wakeup.wake()
+
+    def _refusal(self) -> SessionClosed:
+        assert self.closed is not None
+        refusal = SessionClosed(str(self.closed))
+        refusal.__cause__ = self.closed.__cause__
+        return refusal
+
 
 T = TypeVar("T")
 
@@ -250,8 +379,6 @@ class Host:
             self.opened.fail(error)
             device.stop(1.0)
             return
-        from rekindle._src.dispatch.dispatch import Dispatch  # imported with the engine, in a thread of the session's
-
         self._dispatch = Dispatch(front, device)
         self.limiter = AdmissionLimiter(front.backend.places)
         front.backend.attach(self._on_backend_lost, self.limiter.resize)
@@ -368,3 +495,94 @@ def note_opening() -> None:
 def forked_refusal(pid: int) -> SessionForked:
     """Return the error for a session of process `pid` that is used in its child."""
     return SessionForked(f"the session belongs to process {pid}, this is its forked child {os.getpid()}. {_FIX}")
+
+
+class Dispatch:
+    """The tasks of one session or fleet. Its methods are called on the loop that runs them and return at once.
+
+    Its streams have room for all sequences that the admission limiter lets in. A live sequence has at most three
+    messages in the backend's inbox (itself, an abort, a stop string), so sending there never waits and no two tasks
+    wait for each other.
+    """
+
+    def __init__(self, front: Front, device: DeviceThread) -> None:
+        from rekindle._src.dispatch import detokenize, intake  # imported with the engine, in a thread of the session's
+
+        self.backend = front.backend
+        self.outputs: dict[str, Output] = {}  # live sequences: intake adds, detokenize removes
+        self.mailboxes: set[Mailbox] = set()  # of live submissions, tokenized or not
+        bound = self.backend.bound
+        self._submissions, submitted = anyio.create_memory_object_stream[Submission | Control](2 * bound + 64)
+        self._messages, inbox = anyio.create_memory_object_stream[ScheduleMessage](8 * bound + 256)
+        events, happened = anyio.create_memory_object_stream[Events](1)
+        from_intake, from_backend, from_detokenize = (self._messages.clone() for _ in range(3))
+        self._streams: tuple[Any, ...] = (
+            submitted,
+            inbox,
+            events,
+            happened,
+            from_intake,
+            from_backend,
+            from_detokenize,
+        )
+        self._tasks = (
+            partial(intake.run, submitted, from_intake, front, self.outputs),
+            partial(self.backend.serve, inbox, from_backend, events, device),
+            partial(detokenize.run, happened, from_detokenize, self.outputs),
+        )
+
+    async def run(self) -> None:
+        """Run the tasks until they have drained. Raises a task's own error, never an ExceptionGroup."""
+        try:
+            async with anyio.create_task_group() as group:
+                for task in self._tasks:
+                    group.start_soon(task)
+        except BaseExceptionGroup as group_error:
+            raise root_cause(group_error) from None
+        finally:
+            for stream in (self._submissions, self._messages, *self._streams):
+                stream.close()
+
+    def submit(self, submission: Submission) -> None:
+        self.mailboxes.add(submission.mailbox)
+        submission.mailbox.on_complete = self.mailboxes.discard
+        self._submissions.send_nowait(submission)
+
+    def relay(self, request: Request, mailbox: Mailbox, take: Take) -> None:
+        """Run a request that another process has taken in: `take` gets its events, on this loop."""
+        if mailbox.abandoned:  # it was aborted before it came here
+            mailbox.complete(0, Relayed(FinishReason.ABORTED))
+            return
+        self.mailboxes.add(mailbox)
+        mailbox.on_complete = self.mailboxes.discard
+        mailbox.request_ids.append(request.id)
+        from rekindle._src.dispatch.detokenize import RelayedOutput
+
+        self.outputs[request.id] = RelayedOutput(request, mailbox, take)
+        self._messages.send_nowait(request)
+
+    def send(self, message: Control) -> None:
+        self._submissions.send_nowait(message)
+
+    def abort(self, mailbox: Mailbox) -> None:
+        """End the sequences of one submission wherever they are."""
+        if not mailbox.abandoned and not mailbox.ended:
+            mailbox.abandoned = True  # intake drops the submission if it has not handed it on
+            for request_id in mailbox.request_ids:
+                self._messages.send_nowait(Abort(request_id))
+
+    def drain(self) -> None:
+        """Take no more submissions, and let `run` return once the last request has ended."""
+        self._submissions.close()
+
+    def abort_all(self, error: BaseException) -> None:
+        """End every live request with `error` now; pages come back as after any abort."""
+        for mailbox in tuple(self.mailboxes):
+            self.abort(mailbox)
+        self.complete_all(error)
+
+    def complete_all(self, error: BaseException) -> None:
+        """Give every caller `error`, whatever the tasks still do."""
+        self.outputs.clear()
+        for mailbox in tuple(self.mailboxes):
+            mailbox.complete_all(error)

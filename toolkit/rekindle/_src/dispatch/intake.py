@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from concurrent.futures import CancelledError, Future
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 import anyio
@@ -21,12 +23,19 @@ from rekindle._src.core.own_failure import own_failure
 from rekindle._src.core.records import IntArray, Request
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.core.tapped import Tapped, resolve
-from rekindle._src.dispatch.admission_limiter import Turns
-from rekindle._src.dispatch.backend import Front, GrammarLike, GrammarsLike
+from rekindle._src.dispatch.backend import (
+    Control,
+    Drain,
+    Front,
+    GrammarLike,
+    GrammarsLike,
+    ScheduleMessage,
+    Submission,
+    next_waiting,
+)
 from rekindle._src.dispatch.detokenize import Output, OutputState, Structured
-from rekindle._src.dispatch.mailbox import OneShot
-from rekindle._src.dispatch.messages import Control, Drain, ScheduleMessage, Submission, next_waiting
-from rekindle._src.scheduling.limits import how_to_fit
+from rekindle._src.dispatch.threads import OneShot
+from rekindle._src.scheduling.sequence import how_to_fit
 from rekindle.errors import InvalidRequest, PromptTooLong, RequestAborted
 
 if TYPE_CHECKING:
@@ -465,3 +474,48 @@ def covered_by(submission: Submission, ids: IntArray, front: Front) -> Structure
     before = ids[len(ids) - submission.covered :].tolist()
     closes = None if front.think_ids is None else front.tokenizer.decode(front.think_ids[1:], skip_special_tokens=False)
     return Structured(submission.structure, before, front.tokenizer.decode, closes)
+
+
+class Turns:
+    """Lets `places` tasks of one loop work at a time. Waiting callers take turns, each with its oldest task first."""
+
+    def __init__(self, places: int) -> None:
+        self._free = places
+        self._waiting: dict[str, deque[anyio.Event]] = {}  # the caller whose turn is next stands first
+
+    @asynccontextmanager
+    async def turn(self, caller: str = "") -> AsyncIterator[None]:
+        """Work within the block, when there is a place. A task that is cancelled while it waits leaves the line."""
+        await self._enter(caller)
+        try:
+            yield
+        finally:
+            self._leave()
+
+    async def _enter(self, caller: str) -> None:
+        if self._free:
+            self._free -= 1
+            return
+        begin = anyio.Event()
+        line = self._waiting.setdefault(caller, deque())
+        line.append(begin)
+        try:
+            await begin.wait()
+        except BaseException:
+            if begin.is_set():  # its turn came in the meantime
+                self._leave()
+            else:
+                line.remove(begin)
+                if not line and self._waiting.get(caller) is line:
+                    del self._waiting[caller]
+            raise
+
+    def _leave(self) -> None:
+        if not self._waiting:
+            self._free += 1
+            return
+        caller = next(iter(self._waiting))
+        line = self._waiting.pop(caller)
+        line.popleft().set()
+        if line:
+            self._waiting[caller] = line  # behind all others

@@ -7,19 +7,22 @@ weights, pages and state of their own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import collections
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
 
-from rekindle._src.core.records import IntArray
+from rekindle._src.core.records import IntArray, LostPage, RowResult, StepPlan
+from rekindle._src.programs import host_pages
 from rekindle._src.programs import kv_layout as paged
-from rekindle._src.programs import pinned_pages
-from rekindle._src.programs.buckets import Bucket
-from rekindle._src.programs.helpers import (
+from rekindle._src.programs.buckets import (
     COLLECT,
     COPY,
+    GATED,
     GATHER,
     LENS,
     SCATTER,
@@ -28,13 +31,16 @@ from rekindle._src.programs.helpers import (
     TABLES,
     TAILS_IN,
     TAILS_OUT,
+    Bucket,
     Helper,
     Key,
 )
-from rekindle._src.programs.page_tables import PUT, SentTables
+from rekindle._src.programs.packing import PUT, AnyUpload, Batch, Layout, SentTables
 from rekindle._src.programs.programs import Programs
 from rekindle._src.programs.step import StepOutput
 from rekindle_kernels import MaskGate
+
+Leaving = list[tuple[Batch, paged.Payload]]  # pages read out together, not yet on the host
 
 
 class Recorder:
@@ -208,7 +214,7 @@ class DeviceCalls:
         with self._reported:
             payload: paged.Payload = program(self.kv, ids)
             if self.programs.pinned:
-                payload = pinned_pages.begin_to_host(self.programs.parts, payload)
+                payload = host_pages.begin_to_host(self.programs.parts, payload)
             elif self._copies:
                 for leaf in payload:
                     leaf.copy_to_host_async()
@@ -230,7 +236,7 @@ class DeviceCalls:
         """Fill the pages `ids` from one payload for all of them, whose arrays are not written any more."""
         self._recorder.scatter_pinned()
         program = self.program(self._mover(SCATTER, ids))
-        self.kv = program(self.kv, ids, pinned_pages.begin_to_device(self.programs.parts, payload))
+        self.kv = program(self.kv, ids, host_pages.begin_to_device(self.programs.parts, payload))
 
     def copy(self, sources: np.ndarray, ids: np.ndarray) -> None:
         """Copy the pages `sources` to the pages `ids`, as many for each shard as one call copies."""
@@ -247,7 +253,7 @@ class DeviceCalls:
         """Fill such pages from what `scatter` takes for others, or `scatter_pinned`."""
         program = self.program(TAILS_IN)
         if self.programs.pinned:
-            payload = pinned_pages.begin_to_device(self.programs.parts, payload)
+            payload = host_pages.begin_to_device(self.programs.parts, payload)
         else:
             payload = (*payload, *[payload[0]] * (TAILS_IN.pages - len(payload)))
         with self._reported:
@@ -360,3 +366,176 @@ class _Reported:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             self._calls.failed(error)
+
+
+@dataclasses.dataclass(slots=True)
+class Choice:
+    """The second half of a late step that is two programs; it is dispatched once it has its operand."""
+
+    key: Bucket
+    program: Any
+    forwarded: Forwarded
+    operand: IntArray
+
+
+@dataclasses.dataclass(slots=True)
+class InFlight:
+    """A dispatched step."""
+
+    plan: StepPlan
+    bucket: Bucket | None  # None: the step ran no rows, it only moved pages
+    output: StepOutput | None
+    upload: AnyUpload | None
+    leaving: Leaving
+    dispatched: float
+    host_seconds: float
+    ran_plan: StepPlan  # `plan` without the rows that could not be prepared
+    refused: dict[str, Exception]  # by request, why its rows could not be prepared
+    choice: Choice | MaskGate | None = None  # of a late step, until it has its operand
+    late_errors: dict[str, Exception] = dataclasses.field(default_factory=dict)  # by request: it can't go on
+    error: Exception | None = None  # raised while the choice was dispatched
+    operand: IntArray | MaskGate | None = None  # the step reads it until it has ended
+    results: tuple[RowResult, ...] | None = None  # once they have been read
+    lost: tuple[LostPage, ...] = ()
+    leaving_states: Any = dataclasses.field(default_factory=list)
+    lost_states: tuple[LostPage, ...] = ()
+    began: float = 0.0  # when the host began to prepare it
+    idle_seconds: float = 0.0  # the device had nothing to do before it
+    ended: float | None = None  # estimated, if it ended before its result was read
+
+
+class Started(NamedTuple):
+    """The state of a dispatched step that `InFlight` takes over."""
+
+    output: StepOutput | None
+    choice: Choice | MaskGate | None = None
+    operand: IntArray | MaskGate | None = None
+    late_errors: dict[str, Exception] = {}  # noqa: RUF012  never written
+
+
+class LateSteps:
+    """Starts late steps: an operand of theirs is filled while the model runs, and comes to the device behind it.
+
+    Where a program can wait (`rekindle_kernels.MaskGate`), a step is one program that is dispatched like any other.
+    Elsewhere it is two programs, the second of which is dispatched once the operand is filled. Operands and gates are
+    reused when their step has ended.
+    """
+
+    def __init__(self, programs: Programs, calls: DeviceCalls) -> None:
+        self._calls, self._shards = calls, programs.shards
+        self._late = programs.features.late
+        self._width = self._late.operand_width(programs.model.vocab_size)
+        self._operands: dict[Bucket, list[IntArray]] = collections.defaultdict(list)
+        self._gates: dict[Bucket, list[MaskGate]] = collections.defaultdict(list)
+        self.seconds: float = 0.0  # wall time spent on operands, and on taking tokens
+
+    def start(
+        self,
+        bucket: Bucket,
+        programs: Sequence[Any],
+        upload: AnyUpload,
+        plan: StepPlan,
+        latest: InFlight | None,
+        read: Callable[[InFlight], object],
+    ) -> Started:
+        """Dispatch a step behind the `latest` one, whose tokens may be needed for its operand.
+
+        Without asynchronous dispatch XLA runs a program in the thread that dispatches it, which then could not
+        open its gate. In that case the latest step has ended: it is read at once, and the gate opens before dispatch.
+        """
+        if bucket.part != GATED:
+            forwarded = self._calls.forward(bucket.programs[0], programs[0], upload)
+            free = self._operands[bucket]
+            operand = free.pop() if free else self._new_operand(upload.layout)
+            return Started(None, Choice(bucket.programs[1], programs[1], forwarded, operand))
+        if latest is not None and _has_ended(latest.output) and self.needs_unread_token(plan):
+            try:
+                read(latest)
+            except Exception as error:  # it is the latest step's
+                latest.error = error
+        gates = self._gates[bucket]
+        gate = gates.pop() if gates else MaskGate(upload.layout.sequences, self._width)
+        gate.close()
+        try:
+            deferred = latest is not None and latest.results is None and self.needs_unread_token(plan)
+            errors = {} if deferred else self._open(gate, plan, upload)
+            output = self._calls.step(bucket, programs[0], upload, gate)
+        except BaseException:
+            gate.open()
+            raise
+        return Started(output, gate if deferred else None, gate, errors)
+
+    def choose(self, in_flight: InFlight) -> None:
+        """Fill the operand of a step, if it has none yet."""
+        choice, bucket, upload = in_flight.choice, in_flight.bucket, in_flight.upload
+        in_flight.choice = None
+        if choice is None or bucket is None or upload is None:
+            return
+        try:
+            if isinstance(choice, MaskGate):
+                in_flight.late_errors = self._open(choice, in_flight.ran_plan, upload)
+                return
+            in_flight.late_errors = self._fill(in_flight.ran_plan, upload, choice.operand)
+            scores, extra = choice.forwarded
+            rows = self._calls.choose(choice.key, choice.program, scores, upload, choice.operand)
+            in_flight.output, in_flight.operand = StepOutput(rows, extra), choice.operand
+        except Exception as error:
+            in_flight.error = error
+
+    def release_gate(self, in_flight: InFlight | None) -> None:
+        """Let a step end whose tokens will not be read. Call it before waiting for everything on the device."""
+        if in_flight is not None and isinstance(in_flight.choice, MaskGate):
+            in_flight.choice.open()
+            in_flight.choice = None
+
+    def needs_unread_token(self, plan: StepPlan) -> bool:
+        """True if the operand of a step needs a token that has not been read yet."""
+        return self._late.needs_unread_token(plan)
+
+    def advance(self, in_flight: InFlight, results: tuple[RowResult, ...]) -> tuple[RowResult, ...]:
+        """Return the results of a late step, whose tokens are taken; of another one as they are."""
+        if in_flight.bucket is None or not in_flight.bucket.part:
+            return results
+        if isinstance(in_flight.operand, MaskGate) and in_flight.operand.missed:
+            raise RuntimeError("a step with guided rows did not get its masks in time")
+        start = time.perf_counter()
+        try:
+            return self._late.advance(in_flight.ran_plan, results, in_flight.late_errors)
+        finally:
+            self.seconds += time.perf_counter() - start
+
+    def ended(self, in_flight: InFlight) -> None:
+        """Take back the operand of a step, for reuse."""
+        bucket, operand = in_flight.bucket, in_flight.operand
+        if bucket is None or operand is None:
+            return
+        if isinstance(operand, MaskGate):
+            operand.release()
+            self._gates[bucket].append(operand)
+        else:
+            self._operands[bucket].append(operand)
+
+    def _open(self, gate: MaskGate, plan: StepPlan, upload: AnyUpload) -> dict[str, Exception]:
+        """Fill the operand behind a gate. Returns the errors of requests that can't go on."""
+        try:
+            return self._fill(plan, upload, gate.masks)
+        finally:
+            gate.open()
+
+    def _new_operand(self, layout: Layout) -> IntArray:
+        return np.full((self._shards.count * layout.sequences, self._width), -1, np.int32)
+
+    def _fill(self, plan: StepPlan, upload: AnyUpload, operand: IntArray) -> dict[str, Exception]:
+        start = time.perf_counter()
+        try:
+            errors: dict[str, Exception] = {}
+            for shard, part in enumerate(self._shards.split(plan)):
+                errors |= self._late.fill(part, upload.layout.rows, self._shards.part(shard, operand))
+            return errors
+        finally:
+            self.seconds += time.perf_counter() - start
+
+
+def _has_ended(output: StepOutput | None) -> bool:
+    rows: Any = None if output is None else output.rows  # jax.Array does not declare is_ready
+    return rows is not None and bool(rows.is_ready())

@@ -1,14 +1,12 @@
 """The prefix cache: page pool, radix tree, and the tiers that pages move through."""
 
 from rekindle._src.kvcache.caches import AnyCache, PrefixCaches, distinct, trees
-from rekindle._src.kvcache.costs import CostModel
 from rekindle._src.kvcache.digest import page_digest, page_keys, root_digest
-from rekindle._src.kvcache.node import Node
-from rekindle._src.kvcache.offloaded import TierLike
+from rekindle._src.kvcache.node import Node, TierLike
 from rekindle._src.kvcache.pool import PagePool, pages_for
 from rekindle._src.kvcache.states import TreeStates, TreeTails
 from rekindle._src.kvcache.tiers.host import HostTier
-from rekindle._src.kvcache.tiers.tiers import Tiers
+from rekindle._src.kvcache.tiers.tiers import CostModel, Tiers
 from rekindle._src.kvcache.tree import CacheStatistics, PrefixCache, PrefixMatch, Published
 
 __all__ = [

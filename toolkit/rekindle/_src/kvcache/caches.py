@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from rekindle._src.core.records import IntArray, PageMove
 from rekindle._src.kvcache.kept import KeptCaptures
-from rekindle._src.kvcache.node import Node
-from rekindle._src.kvcache.offloaded import TierLike
+from rekindle._src.kvcache.node import Node, TierLike
 from rekindle._src.kvcache.tree import CacheStatistics, PrefixCache
 
 

@@ -3,7 +3,7 @@
 A digest names model, weights, salt, adapters and changes, and all tokens up to the page's last one, so that what was
 captured there once is what any other request would capture. It lies in host memory, under a budget of its own. A page
 may leave the device, come back or be computed again meanwhile: its digest stays. A snapshot has the lines of its pages
-on disk (`persist/stored_captures.py`), from where a later session takes them.
+on disk (`StoredCaptures`), from where a later session takes them.
 """
 
 from __future__ import annotations

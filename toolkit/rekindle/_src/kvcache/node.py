@@ -1,17 +1,20 @@
-"""Nodes of the prefix tree, one full page of tokens each, and the table that finds them by the key of their prefix.
+"""Nodes of the prefix tree, one full page of tokens each, and the tables of them that the tree is made of.
 
-Finding a prefix costs one dictionary access per page and one comparison of all tokens at once, whatever the size of
-the tree. Iterating gives parents before children.
+`NodeTable` finds nodes by the key of their prefix, `Beginnings` by the first tokens of a page, and `OffloadedNodes` has
+those without a device page. Finding a prefix costs one dictionary access per page and one comparison of all tokens at
+once, whatever the size of the tree. Iterating gives parents before children.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 from weakref import WeakValueDictionary
 
 import numpy as np
 
-from rekindle._src.core.records import IntArray
+from rekindle._src.core.records import IntArray, PageMove, StepResult
 from rekindle._src.kvcache.digest import page_digest, root_lookup_key
 
 
@@ -212,3 +215,153 @@ def is_below(node: Node, pages: set[int]) -> bool:
             return True
         above = above.parent
     return False
+
+
+SMALLEST_PAGE = 16  # tokens; of smaller pages no copy is worth its call
+
+
+def least_copied(page_size: int) -> int:
+    """Return how many tokens at the beginning of a page are worth a copy of it; 0 if none are."""
+    return max(4, page_size // 8) if page_size >= SMALLEST_PAGE else 0
+
+
+def common(one: IntArray, other: IntArray) -> int:
+    """Return how many tokens at the beginning of both are the same."""
+    length = min(len(one), len(other))
+    differs = np.flatnonzero(one[:length] != other[:length])
+    return int(differs[0]) if len(differs) else length
+
+
+class Beginnings:
+    """The page that was computed last, for each page before it and each `least` tokens at its beginning."""
+
+    def __init__(self, least: int) -> None:
+        self._least = least
+        self._nodes: dict[tuple[int, bytes], Node] = {}
+
+    def add(self, node: Node, tokens: IntArray) -> None:
+        """Note that the page of `node`, which has `tokens`, is on the device, and computed."""
+        if self._least and node.parent is not None:
+            self._nodes[node.parent.key, tokens[: self._least].tobytes()] = node
+
+    def remove(self, node: Node, tokens: IntArray) -> None:
+        """Forget a page that leaves the device."""
+        if self._least and node.parent is not None:
+            place = node.parent.key, tokens[: self._least].tobytes()
+            if self._nodes.get(place) is node:
+                del self._nodes[place]
+
+    def find(self, key: int, tokens: IntArray) -> Node | None:
+        """Return a page behind the one with this key that begins with the first of `tokens`."""
+        return self._nodes.get((key, tokens[: self._least].tobytes())) if 0 < self._least <= len(tokens) else None
+
+    def check_integrity(self) -> None:
+        assert all(node.page for node in self._nodes.values()), "a page that left the device is offered for copies"
+
+
+class TierLike(Protocol):
+    """The tiers that hold payloads of pages that left the device; the runner moves them. One thread calls all of it.
+
+    A payload that a match has seen stays there until the next `trim`, and for as long as it is held.
+    """
+
+    def __contains__(self, digest: bytes, /) -> bool:
+        """True if the payload can be restored now."""
+
+    def has(self, digest: bytes, /) -> bool:
+        """True if the payload can be restored now or after it was fetched."""
+
+    def should_offload(self, digest: bytes, /) -> bool:
+        """True if a page that is about to leave the device should be read out. It counts as used now."""
+
+    def touch(self, digest: bytes, /) -> None:
+        """Record that the payload is used now."""
+
+    def hold(self, digest: bytes, /) -> None:
+        """Keep the payload until as many calls of `release`."""
+
+    def release(self, digest: bytes, /) -> None:
+        """Undo one `hold`."""
+
+    def discard(self, digest: bytes, /) -> None:
+        """Never offer a payload again, because it can't be used; its page is computed."""
+
+    def trim(self) -> None:
+        """Drop payloads beyond the budget."""
+
+    def clear(self) -> None:
+        """Forget every payload."""
+
+    def worth(self, pages: int, /) -> bool:
+        """True if copying that many pages is expected to be quicker than computing them."""
+
+    def observe(self, result: StepResult, /) -> None:
+        """Measure the cost of a committed step."""
+
+
+class OffloadedNodes:
+    """A node stays known while its payload is in the host tier or on its way there, or while a child is known.
+
+    The tier drops payloads by its own rules and does not report it. So a node is looked up in the tier when a match
+    reaches it, and two nodes whenever a page leaves the device: nodes without a payload do not pile up, and the cost of
+    each eviction is constant.
+    """
+
+    def __init__(self, table: NodeTable, host_tier: TierLike | None) -> None:
+        self._table, self._tier = table, host_tier
+        self._nodes: OrderedDict[Node, None] = OrderedDict()
+        self._departing: set[bytes] = set()  # read out by a step that was not committed yet
+        self.forgotten = 0
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def add(self, node: Node) -> None:
+        """Take in a node that has no device page."""
+        self._nodes[node] = None
+
+    def depart(self, node: Node) -> PageMove | None:
+        """Return the move of `node`'s page to the host tier; None if it is there already or there is no tier."""
+        if self._tier is None:
+            return None
+        digest = self._table.digest_of(node)
+        if not self._tier.should_offload(digest):
+            return None
+        self._departing.add(digest)
+        return PageMove(node.page, digest)
+
+    def offload_done(self, moves: Sequence[PageMove]) -> None:
+        """End the departure of pages whose step was committed or has failed. From then on the tier decides."""
+        self._departing.difference_update(move.digest for move in moves)
+
+    def on_disk(self, node: Node) -> bool:
+        """True if its payload can be fetched from disk."""
+        return self._tier is not None and self._tier.has(self._table.digest_of(node))
+
+    def restorable(self, node: Node) -> bool:
+        """True if its payload is in host memory, so that a step can restore it."""
+        return self._tier is not None and self._table.digest_of(node) in self._tier
+
+    def forget(self, node: Node) -> None:
+        """Remove `node` if it is a leaf whose payload is in no tier, then its parent likewise, and so on upwards."""
+        while node in self._table and not (node.page or node.children or node.pins or self._has_payload(node)):
+            assert node.parent is not None, "the root is not in the table"
+            self._table.remove(node)
+            self._nodes.pop(node, None)
+            self.forgotten += 1
+            node = node.parent
+
+    def sweep(self) -> None:
+        """Look up the next two nodes in the tier, and remove those whose payload is gone."""
+        for _ in range(min(2, len(self._nodes))):
+            node, _none = self._nodes.popitem(last=False)
+            if node in self._table and not node.page:
+                self.forget(node)
+                if node in self._table:
+                    self._nodes[node] = None
+
+    def _has_payload(self, node: Node) -> bool:
+        if self._tier is None:
+            return False
+        digest = self._table.digest_of(node)
+        return digest in self._departing or self._tier.has(digest)

@@ -23,8 +23,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 
 from rekindle._src.core.records import PageMove
-from rekindle._src.kvcache.node import Node
-from rekindle._src.kvcache.offloaded import TierLike
+from rekindle._src.kvcache.node import Node, TierLike
 
 Moves = tuple[tuple[PageMove, ...], tuple[PageMove, ...]]
 

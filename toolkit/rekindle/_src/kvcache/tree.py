@@ -23,13 +23,11 @@ from numpy.typing import NDArray
 
 from rekindle._src.core import html
 from rekindle._src.core.records import IntArray, PageMove
-from rekindle._src.kvcache.beginnings import Beginnings, common
-from rekindle._src.kvcache.beginnings import least_copied as least_of
 from rekindle._src.kvcache.digest import altered_by, page_keys, salt_key, salted_root
 from rekindle._src.kvcache.eviction import EvictionQueue
 from rekindle._src.kvcache.kept import KeptCaptures
-from rekindle._src.kvcache.node import Node, NodeTable, is_below
-from rekindle._src.kvcache.offloaded import OffloadedNodes, TierLike
+from rekindle._src.kvcache.node import Beginnings, Node, NodeTable, OffloadedNodes, TierLike, common, is_below
+from rekindle._src.kvcache.node import least_copied as least_of
 from rekindle._src.kvcache.pool import PagePool
 from rekindle._src.kvcache.states import TreeStates
 

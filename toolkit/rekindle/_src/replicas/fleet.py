@@ -18,7 +18,7 @@ from rekindle._src.core.records import Completion
 from rekindle._src.core.tapped import TapFacts
 from rekindle._src.dispatch.backend import Front
 from rekindle._src.dispatch.host import Host, note_opening
-from rekindle._src.dispatch.mailbox import OneShot
+from rekindle._src.dispatch.threads import OneShot
 from rekindle._src.models.adapters.reading import arrays_of
 from rekindle._src.replicas.autoscaling import Range
 from rekindle._src.replicas.fleet_backend import FleetBackend, Parts

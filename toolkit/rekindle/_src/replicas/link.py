@@ -14,7 +14,7 @@ import anyio
 from anyio.abc import TaskGroup
 
 from rekindle._src.core.own_failure import root_cause
-from rekindle._src.dispatch.step_watchdog import ON_DEVICE
+from rekindle._src.dispatch.engine import ON_DEVICE
 from rekindle._src.replicas.routes import Routes
 from rekindle._src.replicas.routing import Role
 from rekindle._src.replicas.wire import AdapterSource, Connection, ReplicaGone, ReplicaInfo, Sent, Weights

@@ -16,7 +16,7 @@ import numpy as np
 from rekindle._src.core import html
 from rekindle._src.core.own_failure import own_failure
 from rekindle._src.core.records import FinishReason, Request, Resumed, Status, TokenEvent
-from rekindle._src.dispatch.messages import Events
+from rekindle._src.dispatch.backend import Events
 from rekindle._src.replicas.autoscaling import Demand
 from rekindle._src.replicas.routing import (
     Keys,

@@ -1,20 +1,25 @@
-"""Admission: decides which waiting request gets a slot and pages, which wait for others, and which are preempted."""
+"""Admission: decides which waiting request gets a slot and pages, which wait for others, and which are preempted.
+
+`Admission` moves sequences between the queue of policies.py, `DiskReads` for pages on disk, `PrefixClaims` for prefixes
+that others compute, and the `RunningSet`, whose requests may use adapters in `AdapterSlots`.
+"""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator
+import bisect
+import dataclasses
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
+from typing import NamedTuple
 
-from rekindle._src.core.records import Status
+from rekindle._src.core.records import AdapterLike, AdapterLoad, Status, units_for
+from rekindle._src.kvcache.digest import salt_key
+from rekindle._src.kvcache.node import common
 from rekindle._src.kvcache.pool import pages_for
-from rekindle._src.scheduling.limits import Limits
 from rekindle._src.scheduling.page_ledger import Fetch, PageLedger
-from rekindle._src.scheduling.policies import ShortestFirst
-from rekindle._src.scheduling.prefix_claims import Beginning, PrefixClaims
-from rekindle._src.scheduling.running_set import RunningSet
-from rekindle._src.scheduling.sequence import Sequence
-from rekindle._src.scheduling.waiting import WaitingQueue
+from rekindle._src.scheduling.policies import Rank, ShortestFirst, WaitingQueue
+from rekindle._src.scheduling.sequence import Limits, Sequence
 
 _PARKED_PER_PLAN = 32  # sequences; bounds the time of a plan when thousands of requests share a prefix
 
@@ -369,3 +374,313 @@ class DiskReads:
             fetch, _ = self._waiting.pop(sequence)
         if fetch is not None:
             fetch.release()
+
+
+_WORTH_WAITING = 256  # tokens; saving that many is worth a wait even if more has to be computed afterwards
+
+Place = tuple[int, bytes]  # the key of the page before, and the first tokens of a page
+
+
+class Beginning(NamedTuple):
+    """The beginning that a waiting sequence shares with a running one, `owner`, which computes the last of it."""
+
+    owner: Sequence
+    pages: int  # full ones, cached or being computed
+    tokens: int = 0  # at the beginning of the next page
+
+
+class PrefixClaims:
+    """The prefixes that running sequences are computing, so that no other sequence computes the same pages again.
+
+    A running sequence claims the pages it will compute; a waiting one is parked on the last one it would share.
+
+    Full pages are shared by their keys. Of the page behind them, which is copied then, `least` tokens or more may be
+    shared; none if it is 0.
+
+    A claim ends when its page is published, its prompt is computed or its owner is preempted; sequences parked on it
+    are tried again then.
+    """
+
+    def __init__(self, page_size: int, least: int = 0) -> None:
+        self._page_size, self._least = page_size, least
+        self._owners: dict[int, Sequence] = {}
+        self._beginnings: dict[Place, list[Sequence]] = {}
+        # By a page's key, or by its owner and its index if its beginning is shared; with the number of those tokens.
+        self._parked: dict[int | tuple[Sequence, int], list[tuple[Sequence, int]]] = {}
+        self.parked = 0  # sequences that wait, aborted ones excluded
+
+    def claim(self, sequence: Sequence, start: int) -> None:
+        """Claim the pages that the sequence computes, from page `start` on."""
+        count = pages_for(sequence.target, self._page_size)
+        for key in sequence.keys(sequence.target // self._page_size)[start:]:
+            self._owners.setdefault(key, sequence)
+        for place in self._places(sequence, start, count):
+            self._beginnings.setdefault(place, []).append(sequence)
+        sequence.claimed = max(start, count)
+
+    def resolve(self, sequence: Sequence, first: int, last: int) -> list[tuple[Sequence, int, int]]:
+        """End the claims on pages [first, last), published or abandoned.
+
+        Return the sequences parked on them, each with the page's index and how many tokens at its beginning it shares;
+        0 if it shares the whole page.
+        """
+        woken: list[tuple[Sequence, int, int]] = []
+        last = min(last, sequence.claimed)
+        if first >= last:
+            return woken
+        for place in self._places(sequence, first, last):
+            self._beginnings[place].remove(sequence)
+            if not self._beginnings[place]:
+                del self._beginnings[place]
+        full = min(last, sequence.target // self._page_size)
+        for index, key in enumerate(sequence.keys(full)[first:], first):
+            if self._owners.get(key) is sequence:
+                del self._owners[key]
+                woken += self._woken(key, index)
+        if self._parked:
+            for index in range(first, last):
+                woken += self._woken((sequence, index), index)
+        for waiter, _, _ in woken:
+            waiter.waits_for = None
+        self.parked -= len(woken)
+        return woken
+
+    def worth_waiting(
+        self, sequence: Sequence, keys: list[int], cached: int, *, there: int | None = None, copied: int = 0
+    ) -> Beginning | None:
+        """Return the longest beginning that is cached or that others compute, if waiting for these pays; else None.
+
+        `cached` pages can be used now, and `there` are on the device, if that is more. Behind the cached ones, `copied`
+        tokens can be copied now.
+
+        Sharing a page or two of a long prompt does not pay: the wait costs the latency of steps, so it has to save at
+        least half of what is left to compute, or 256 tokens.
+        """
+        shared, size = self.reach(keys, cached if there is None else there), self._page_size
+        behind, tokens = self._behind(sequence, keys, shared)
+        if tokens < self._least + (copied if shared == cached else 0):
+            behind, tokens = None, 0
+        saved = (shared - cached) * size + tokens - copied
+        left = sequence.known - cached * size - copied
+        if saved <= 0 or (saved < _WORTH_WAITING and 2 * saved < left):
+            return None
+        owner = self.owner(keys[shared - 1]) if behind is None else behind
+        return None if owner is None else Beginning(owner, shared, tokens)
+
+    def reach(self, keys: list[int], cached: int) -> int:
+        """Return how many leading pages are cached (`cached` of them) or computed by others right behind these."""
+        shared, owners = cached, self._owners
+        while shared < len(keys) and keys[shared] in owners:
+            shared += 1
+        return shared
+
+    def owner(self, key: int) -> Sequence | None:
+        """Return the sequence that computes the page with this key, if one does."""
+        return self._owners.get(key)
+
+    def park(self, sequence: Sequence, keys: list[int], beginning: Beginning) -> None:
+        """Park a sequence, whose pages have `keys`, until the last page of the beginning is published or computed."""
+        owner, pages, tokens = beginning
+        sequence.waits_for = owner
+        self._parked.setdefault((owner, pages) if tokens else keys[pages - 1], []).append((sequence, tokens))
+        self.parked += 1
+
+    def unpark(self, sequence: Sequence) -> None:
+        """Take out a parked sequence that was aborted; its entry is skipped later."""
+        sequence.waits_for = None
+        self.parked -= 1
+
+    def check_integrity(self, running: list[Sequence]) -> None:
+        beginning = [owner for owners in self._beginnings.values() for owner in owners]
+        assert all(owner in running for owner in (*self._owners.values(), *beginning)), "a claim outlived its owner"
+        for page in self._parked:
+            claimed = page in self._owners if isinstance(page, int) else page[1] < page[0].claimed
+            assert claimed, "a sequence waits for a page that no sequence computes"
+        waiting = sum(waiter.waits_for is not None for group in self._parked.values() for waiter, _ in group)
+        assert waiting == self.parked, f"{waiting} sequences are parked, {self.parked} are counted"
+
+    def _woken(self, page: int | tuple[Sequence, int], index: int) -> list[tuple[Sequence, int, int]]:
+        parked = self._parked.pop(page, ())
+        return [(waiter, index, tokens) for waiter, tokens in parked if waiter.waits_for is not None]
+
+    def _places(self, sequence: Sequence, first: int, last: int) -> Iterator[Place]:
+        """Yield the places of the pages [first, last) of which the sequence computes enough for a copy."""
+        size, least = self._page_size, self._least
+        if not least:
+            return
+        keys = sequence.keys(sequence.target // size)
+        for index in range(first, last):
+            start = index * size
+            if start + least <= sequence.target:
+                before = keys[index - 1] if index else salt_key(sequence.root)
+                yield before, sequence.tokens(start, start + least).tobytes()
+
+    def _behind(self, sequence: Sequence, keys: list[int], pages: int) -> tuple[Sequence | None, int]:
+        """Return which running sequence computes most of the tokens behind the first `pages`, and how many."""
+        start = pages * self._page_size
+        stop = min(start + self._page_size, sequence.reusable, sequence.known - 1)
+        best: tuple[Sequence | None, int] = None, 0
+        least = self._least
+        if not 0 < least <= stop - start:
+            return best
+        tokens = sequence.tokens(start, stop)
+        before = keys[pages - 1] if pages else salt_key(sequence.root)
+        for owner in self._beginnings.get((before, tokens[:least].tobytes()), ()):
+            count = common(owner.tokens(start, min(stop, owner.target)), tokens)
+            if count > best[1]:
+                best = owner, count
+        return best
+
+
+class RunningSet:
+    """The sequences that own a slot and pages: those that run, by seniority, and those that are leaving.
+
+    A sequence that ended or was preempted stops running at once, but its slot and pages are returned when no step in
+    flight contains it any more: such a step still writes to them.
+    """
+
+    def __init__(
+        self,
+        slots: int,
+        ledger: PageLedger,
+        seniority: Callable[[Sequence], Rank],
+        adapters: AdapterSlots | None = None,
+    ) -> None:
+        self.running: list[Sequence] = []  # the most senior first
+        self.leaving: set[Sequence] = set()
+        self._slots, self._first = slots, 0
+        self._free = list(range(slots - 1, -1, -1))
+        self._ledger, self._seniority = ledger, seniority
+        self.adapters = AdapterSlots() if adapters is None else adapters
+
+    @property
+    def free_slots(self) -> int:
+        return len(self._free)
+
+    @property
+    def holders(self) -> list[Sequence]:
+        """All sequences that own a slot and pages, running or leaving."""
+        return [*self.running, *self.leaving]
+
+    def number_from(self, first: int) -> None:
+        """Number the slots from `first` on, before the first one is taken."""
+        assert len(self._free) == self._slots, "slots are numbered while some are taken"
+        self._first = first
+        self._free = [first + slot for slot in self._free]
+
+    def enter(self, sequence: Sequence, start: int) -> None:
+        sequence.begin(self._free.pop(), start)
+        if sequence.request.adapter is not None:
+            self.adapters.take(sequence.request.adapter)
+        bisect.insort(self.running, sequence, key=self._seniority)
+
+    def leave(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self.leaving.add(sequence)
+        self.drain(sequence)
+
+    def drain(self, sequence: Sequence) -> None:
+        """Return slot and pages of a leaving sequence, unless a step in flight still contains it."""
+        if not sequence.in_flight and sequence in self.leaving:
+            self.leaving.remove(sequence)
+            self._free.append(sequence.slot)
+            if sequence.request.adapter is not None:
+                self.adapters.leave(sequence.request.adapter)
+            self._ledger.release(sequence)
+
+    def check_integrity(self) -> None:
+        slots = sorted([*self._free, *(sequence.slot for sequence in self.holders)])
+        assert slots == list(range(self._first, self._first + self._slots)), f"slots drifted: {slots}"
+        assert all(sequence.in_flight for sequence in self.leaving), "a leaving sequence kept its slot"
+        ranks = [self._seniority(sequence) for sequence in self.running]
+        assert ranks == sorted(ranks), "the running sequences are out of order"
+        adapters = [sequence.request.adapter for sequence in self.holders]
+        self.adapters.check_integrity([adapter for adapter in adapters if adapter is not None])
+
+
+@dataclasses.dataclass(slots=True)
+class _Loaded:
+    slot: int
+    units: tuple[int, ...]
+    users: int = 0  # sequences that run with it, or are leaving
+
+
+class AdapterSlots:
+    """The slots of adapters on the device: which are there, whose requests run, and which one makes room.
+
+    An adapter whose requests run stays; of the others the one that was used least recently makes room for a new one.
+    Loads are planned in the order of the steps, so a step always has the adapters that the plans before it left on the
+    device. `slots` 0 is a session without adapters.
+    """
+
+    def __init__(self, slots: int = 0, units: int = 0) -> None:
+        self.slots, self.units = slots, units
+        self._free_slots = list(range(slots, 0, -1))
+        self._free_units = list(range(units - 1, -1, -1))
+        self._places: OrderedDict[str, _Loaded] = OrderedDict()  # by digest, the least recently used first
+        self._loads: list[AdapterLoad] = []
+        self.loaded = self.evicted = 0
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __contains__(self, adapter: AdapterLike) -> bool:
+        return adapter.digest in self._places
+
+    @property
+    def in_use(self) -> int:
+        """The number of adapters whose requests run."""
+        return sum(place.users > 0 for place in self._places.values())
+
+    def fits(self, adapter: AdapterLike) -> bool:
+        """True if `take` would succeed now."""
+        if adapter.digest in self._places:
+            return True
+        idle = [place for place in self._places.values() if not place.users]
+        slots = len(self._free_slots) + len(idle)
+        units = len(self._free_units) + sum(len(place.units) for place in idle)
+        return slots > 0 and units >= units_for(adapter.rank)
+
+    def take(self, adapter: AdapterLike) -> None:
+        """Count one more sequence that uses an adapter, which is put on the device if it is not there."""
+        place = self._places.get(adapter.digest)
+        if place is None:
+            place = self._places[adapter.digest] = self._room(units_for(adapter.rank))
+            self._loads.append(AdapterLoad(place.slot, place.units, adapter))
+            self.loaded += 1
+        place.users += 1
+        self._places.move_to_end(adapter.digest)
+
+    def leave(self, adapter: AdapterLike) -> None:
+        """Undo one `take`; the adapter stays until its room is needed."""
+        self._places[adapter.digest].users -= 1
+
+    def loads(self) -> tuple[AdapterLoad, ...]:
+        """Take out the loads of the step being planned."""
+        if not self._loads:
+            return ()
+        loads = tuple(self._loads)
+        self._loads.clear()
+        return loads
+
+    def check_integrity(self, users: list[AdapterLike]) -> None:
+        """Raise AssertionError unless each slot and unit has one owner and the counts are those of `users`."""
+        places = self._places.values()
+        slots = sorted([*self._free_slots, *(place.slot for place in places)])
+        assert slots == list(range(1, self.slots + 1)), f"slots of adapters drifted: {slots}"
+        units = sorted([*self._free_units, *(unit for place in places for unit in place.units)])
+        assert units == list(range(self.units)), f"units of adapters drifted: {units}"
+        counts = dict.fromkeys(self._places, 0)
+        for adapter in users:
+            counts[adapter.digest] += 1
+        assert counts == {digest: place.users for digest, place in self._places.items()}, "users of adapters drifted"
+
+    def _room(self, units: int) -> _Loaded:
+        idle = [digest for digest, place in self._places.items() if not place.users]
+        while not self._free_slots or len(self._free_units) < units:
+            place = self._places.pop(idle.pop(0))
+            self._free_slots.append(place.slot)
+            self._free_units += sorted(place.units, reverse=True)
+            self._free_units.sort(reverse=True)  # the first units are taken first, so that few chunks are in use
+            self.evicted += 1
+        return _Loaded(self._free_slots.pop(), tuple(self._free_units.pop() for _ in range(units)))

@@ -26,14 +26,12 @@ from rekindle._src.core.records import (
     StepResult,
     TokenEvent,
 )
-from rekindle._src.kvcache.caches import PrefixCaches
+from rekindle._src.kvcache.caches import PrefixCaches, summed
 from rekindle._src.kvcache.pool import PagePool, pages_for
 from rekindle._src.kvcache.tree import PrefixCache
 from rekindle._src.scheduling.admission import Reserve
-from rekindle._src.scheduling.explain import Explanation, SchedulerStatistics, summed_figures
-from rekindle._src.scheduling.limits import Limits
-from rekindle._src.scheduling.scheduler import Scheduler
-from rekindle._src.scheduling.sequence import Sequence
+from rekindle._src.scheduling.scheduler import Scheduler, SchedulerStatistics
+from rekindle._src.scheduling.sequence import Explanation, Limits, Sequence
 from rekindle.errors import InvalidRequest, OutOfPages, QueueFull
 
 T = TypeVar("T")
@@ -303,3 +301,18 @@ class DataScheduler:
 
     def _first(self, query: Callable[[ShardScheduler], T | None]) -> T | None:
         return next((answer for answer in map(query, self.shards) if answer is not None), None)
+
+
+def summed_figures(shards: Items[SchedulerStatistics], steps: int, in_flight: int) -> SchedulerStatistics:
+    """Sum the figures of several data shards as those of one scheduler; a step is one of all shards together."""
+    special = {"reserve_fraction", "steps", "steps_in_flight", "cache", "shards"}
+    names = [field.name for field in dataclasses.fields(SchedulerStatistics) if field.name not in special]
+    caches = [shard.cache for shard in shards if shard.cache is not None]
+    return SchedulerStatistics(
+        **{name: sum(getattr(shard, name) for shard in shards) for name in names},
+        reserve_fraction=sum(shard.reserve_fraction for shard in shards) / len(shards),
+        steps=steps,
+        steps_in_flight=in_flight,
+        cache=summed(caches) if caches else None,
+        shards=tuple(shards),
+    )

@@ -33,20 +33,14 @@ from rekindle._src.core.records import (
 )
 from rekindle._src.kvcache.pool import PagePool, pages_for
 from rekindle._src.kvcache.states import TreeStates, TreeTails
-from rekindle._src.kvcache.tree import PrefixCache
-from rekindle._src.scheduling.adapter_slots import AdapterSlots
-from rekindle._src.scheduling.admission import Admission, Reserve
-from rekindle._src.scheduling.drafts import Drafts
-from rekindle._src.scheduling.explain import Explanation, SchedulerStatistics, explanation
-from rekindle._src.scheduling.limits import Limits
+from rekindle._src.kvcache.tree import CacheStatistics, PrefixCache
+from rekindle._src.scheduling.admission import AdapterSlots, Admission, Reserve, RunningSet
+from rekindle._src.scheduling.decode_rows import Drafts, SlowRows
 from rekindle._src.scheduling.page_ledger import PageLedger
-from rekindle._src.scheduling.policies import ShortestFirst, seniority
-from rekindle._src.scheduling.running_set import RunningSet
-from rekindle._src.scheduling.sequence import Sequence
-from rekindle._src.scheduling.slow_rows import SlowRows
+from rekindle._src.scheduling.policies import ShortestFirst, WaitingQueue, seniority
+from rekindle._src.scheduling.sequence import Explanation, Limits, Sequence, explanation
 from rekindle._src.scheduling.states import NoStates, States, WholePrompts
 from rekindle._src.scheduling.tails import Tails
-from rekindle._src.scheduling.waiting import WaitingQueue
 from rekindle.errors import (
     CompileError,
     InvalidRequest,
@@ -556,6 +550,41 @@ def too_short(sequence: Sequence) -> NoTokenLeft:
         f"The text of request {sequence.id} is complete after {html.count(sequence.generated, 'token')}: its grammar "
         f"lets nothing follow, and min_tokens={sequence.request.sampling.min_tokens} asks for more. Lower min_tokens."
     )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class SchedulerStatistics(html.Record):
+    """Sizes now, and counts since the start."""
+
+    waiting: int  # in the queue, parked and preempted ones included
+    parked: int  # waiting for a prefix that another request computes; counted in `waiting`
+    running: int
+    leaving: int  # ended, but a step in flight still contains them
+    steps_in_flight: int
+    pages_total: int
+    pages_free: int
+    pages_held: int
+    pages_cached: int  # kept by the prefix cache alone
+    reserve_fraction: float  # share of the running requests' remaining tokens for which admission keeps pages back
+    submitted: int
+    finished: int
+    aborted: int
+    failed: int
+    preemptions: int
+    steps: int
+    prompt_tokens: int  # of admitted requests
+    cached_tokens: int  # prompt tokens that were found in the cache
+    prefill_tokens: int  # computed in prefill rows; counted again after a preemption
+    generated_tokens: int
+    drafted_tokens: int  # proposed by prompt_lookup and computed
+    accepted_tokens: int  # drafted tokens that the model sampled as well
+    cache: CacheStatistics | None
+    shards: tuple[SchedulerStatistics, ...] = ()  # of a mesh with several data shards: the figures of each
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of prompt tokens that did not have to be computed."""
+        return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
 
 _COUNTS = (

@@ -1,4 +1,6 @@
-"""The scheduler's state of one live request: its tokens, its pages, and how far it has been computed.
+"""One live request as the scheduler sees it: its bounds, its state, and the explanation of that state.
+
+`Sequence` has its tokens, its pages, and how far it has been computed.
 
 Two counts are positions, the first at most the second: `computed` were committed, `planned` will be in the pages once
 every step in flight has run. Two are tokens: `generated` have values that the host knows, `sampled` adds those that
@@ -7,17 +9,114 @@ steps in flight will bring. A decode step is planned while the token that it rea
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 
 import numpy as np
 
+from rekindle._src.core import html
+from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.records import FinishReason, IntArray, Request, Row, Status
 from rekindle._src.kvcache.digest import page_keys, salt_key
 from rekindle._src.kvcache.kept import KeptCaptures
 from rekindle._src.kvcache.node import Node
 from rekindle._src.kvcache.pool import pages_for
-from rekindle._src.scheduling.followers import ForcedTokens, followers_of
-from rekindle._src.scheduling.prompt_lookup import PromptLookup
+from rekindle._src.scheduling.followers import ForcedTokens, PromptLookup, followers_of
+from rekindle.errors import OutOfPages, PromptTooLong
+
+
+def how_to_fit(max_model_len: int, longest: int | None) -> str:
+    """Return the remedy for a prompt that is too long; `longest` is how many positions the model has."""
+    if longest is not None and max_model_len >= longest:
+        return f"Shorten it: the model itself has {longest:,} positions"
+    return "Shorten it, or raise max_model_len in open()" + (f", up to {longest:,}" if longest is not None else "")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds that are fixed while a session lives."""
+
+    max_requests: int  # slots
+    max_tokens_per_step: int  # shared by decode rows and prefill chunks
+    max_model_len: int
+    page_size: int
+    max_prefill_rows: int = 1 << 30  # sequences that prefill in one step
+    max_queue: int = 1024
+    prompt_lookup: int = 0  # draft tokens of one request in a step, at most
+    max_beside_decode: int = 1 << 30  # prompt tokens of a step that has decode rows, which wait for them
+    longest: int | None = None  # positions of the model; None: not known
+    edge: int = 1  # prompts are cut at multiples of it, if their model has states
+    whole: bool = False  # prompts are not cut: tokens see those behind them
+    window: int = 0  # tokens that layers see which give pages back; 0: none does
+
+    @classmethod
+    def of(
+        cls,
+        config: EngineConfig,
+        *,
+        max_prefill_rows: int,
+        padded: bool = True,
+        edge: int = 1,
+        whole: bool = False,
+        window: int = 0,
+    ) -> Limits:
+        """Return the limits of a resolved config; `padded` if a step costs its program's size, however few its rows.
+
+        Prompts are cut at multiples of `edge` if a step has room for that beside all decode rows.
+        """
+        assert config.max_model_len is not None, "the config is not resolved"
+        assert config.page_size is not None, "the config is not resolved"
+        beside = config.max_tokens_per_step if padded else -(-config.max_tokens_per_step // 2)
+        fits = edge <= min(beside, config.max_tokens_per_step - config.max_requests)
+        return cls(
+            max_requests=config.max_requests,
+            max_tokens_per_step=config.max_tokens_per_step,
+            max_model_len=config.max_model_len,
+            page_size=config.page_size,
+            max_prefill_rows=max_prefill_rows,
+            max_beside_decode=beside,
+            max_queue=config.max_queue,
+            prompt_lookup=config.prompt_lookup,
+            edge=edge if fits else 1,
+            whole=whole,
+            window=window,
+        )
+
+    def room(self, request: Request, usable_pages: int) -> tuple[int, FinishReason]:
+        """Return how many tokens `request` may sample alone on `usable_pages`, and its finish reason at that bound.
+
+        It is at least 1: a request for no tokens samples one, which is left out of its result.
+
+        Raises `PromptTooLong` or `OutOfPages` if not even one fits; an embedding generates none. The last
+        token is sampled but its keys are never computed, so a sequence may be one token longer than its pages.
+        """
+        length, max_tokens = request.prompt_length, request.sampling.max_tokens
+        if not request.generates and length > self.max_model_len:
+            raise PromptTooLong(
+                "prompt",
+                f"{length} tokens",
+                f"is longer than max_model_len, which is {self.max_model_len}",
+                how_to_fit(self.max_model_len, self.longest),
+            )
+        if request.generates and length >= self.max_model_len + (max_tokens == 0):
+            raise PromptTooLong(
+                "prompt",
+                f"{length} tokens",
+                f"leaves no room for a new token, max_model_len is {self.max_model_len}",
+                how_to_fit(self.max_model_len, self.longest),
+            )
+        if pages_for(length, self.page_size) > usable_pages:
+            raise OutOfPages(
+                f"The prompt's {length} tokens need {pages_for(length, self.page_size)} KV pages of {self.page_size}, "
+                f"{usable_pages} can be used. Raise device_memory or device_pages, or unpin prefixes."
+            )
+        if not request.generates:
+            return 0, FinishReason.LENGTH
+        room = min(self.max_model_len, usable_pages * self.page_size + 1) - length
+        if max_tokens <= room:
+            return max(1, max_tokens), FinishReason.LENGTH
+        return room, FinishReason.CONTEXT
+
 
 _GROWTH = 64  # tokens or pages by which a buffer grows, at least
 
@@ -314,3 +413,104 @@ def _grown(array: IntArray, size: int) -> IntArray:
 
 
 _ENDED = frozenset({Status.FINISHED, Status.FAILED, Status.ABORTED})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Explanation:
+    """The state of a request and the reason for it, in words and numbers."""
+
+    id: str
+    status: Status
+    text: str
+    prompt_tokens: int
+    cached_tokens: int
+    computed_tokens: int
+    generated_tokens: int
+    max_generated: int
+    pages: int
+    preemptions: int
+    ahead: int  # older requests in the queue
+    waits_for: str | None  # the request that computes its prefix
+
+    def __str__(self) -> str:
+        return f"{self.id}: {self.text}"
+
+    def __repr__(self) -> str:
+        return f"<Explanation of {self}>"
+
+    def _repr_html_(self) -> str:
+        prompt = {"from the cache": self.cached_tokens, "computed": self.prompt_tokens - self.cached_tokens}
+        length = html.line(html.count(self.prompt_tokens, "prompt token"))
+        return str(html.block(html.text(str(self)), length, html.bar(prompt)))
+
+
+def explanation(sequence: Sequence, ahead: int, reason: str) -> Explanation:
+    """Explain where a request is, and why it waits there if it does; `ahead` older requests wait."""
+    request, status = sequence.request, sequence.status
+    words = [_WORDS[status]]
+    if status in (Status.QUEUED, Status.PREEMPTED):
+        words.append(f"it {reason}; {ahead} older requests wait")
+    elif status is Status.PREFILL:
+        words.append(f"{sequence.computed} of {sequence.target} positions are in the cache")
+    elif sequence.reason and sequence.ended:
+        words.append(sequence.reason if " " in sequence.reason else f"ended by {sequence.reason}")
+    if request.pooling is not None:
+        words.append("it is embedded, so that all of its tokens are computed")
+    elif sequence.epoch:
+        hit = sequence.cached_tokens
+        words.append(
+            f"{hit} of {request.prompt_length} prompt tokens came from the cache"
+            if hit
+            else f"none of its {request.prompt_length} prompt tokens were cached"
+        )
+        words += _states(sequence)
+    if sequence.generated:
+        words.append(f"it has generated {sequence.generated} of at most {sequence.limit} tokens")
+    if sequence.lookup is not None and sequence.lookup.drafted:
+        words.append(f"{sequence.lookup.accepted} of {sequence.lookup.drafted} draft tokens were accepted")
+    if (forced := sequence.forced) is not None and sequence.generated:
+        words.append(f"its grammar left no choice for {forced.count} of them")
+        if forced.drafted:
+            words.append(f"{forced.accepted} of {forced.drafted} drafts of forced tokens were accepted")
+    if sequence.preemptions:
+        words.append(f"it was preempted {sequence.preemptions} times because pages ran out")
+    return Explanation(
+        id=request.id,
+        status=status,
+        text="; ".join(words),
+        prompt_tokens=request.prompt_length,
+        cached_tokens=sequence.cached_tokens,
+        computed_tokens=sequence.computed,
+        generated_tokens=sequence.generated,
+        max_generated=sequence.limit,
+        pages=sequence.num_pages,
+        preemptions=sequence.preemptions,
+        ahead=ahead,
+        waits_for=sequence.waits_for.id if sequence.waits_for is not None else None,
+    )
+
+
+def _states(sequence: Sequence) -> list[str]:
+    """Describe the state that a sequence continued, and what it computed again because that was not further on."""
+    trail, tail, words = sequence.trail, sequence.tail, []
+    if trail is not None and trail.source:
+        words.append(f"the state behind them was {trail.source}")
+    if trail is not None and trail.again > 0:
+        words.append(f"pages of {trail.again} more were there, but no state behind them: they were computed again")
+    if tail is not None and tail.source:
+        words.append(f"the window before their end was {tail.source}")
+    if tail is not None and tail.again > 0:
+        words.append(f"pages of {tail.again} more were there, but no window before them: they were computed again")
+    return words
+
+
+_WORDS = {
+    Status.QUEUED: "waits",
+    Status.LOADING: "waits for cached pages to reach the device",
+    Status.PREFILL: "computes its prompt",
+    Status.DECODE: "generates",
+    Status.PREEMPTED: "was preempted and waits to resume from the cache",
+    Status.FINISHED: "has finished",
+    Status.FAILED: "has failed",
+    Status.ABORTED: "was aborted",
+}

@@ -26,8 +26,7 @@ from rekindle._src.core.records import LostPage, PageMove, StepPlan
 from rekindle._src.kvcache.node import Node
 from rekindle._src.kvcache.states import Moves, TreeStates
 from rekindle._src.kvcache.tree import PrefixMatch
-from rekindle._src.scheduling.limits import Limits
-from rekindle._src.scheduling.sequence import Sequence, StateTrail
+from rekindle._src.scheduling.sequence import Limits, Sequence, StateTrail
 
 
 class NoStates:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 from rekindle._src.core import html
-from rekindle._src.kvcache.costs import Rates
 from rekindle._src.kvcache.kept import KeptStatistics
 from rekindle._src.kvcache.persist.snapshot import SnapshotInfo
 from rekindle._src.kvcache.tiers.disk import DiskStatistics
 from rekindle._src.kvcache.tiers.host import HostStatistics
+from rekindle._src.kvcache.tiers.tiers import Rates
 
 TIERS = ("device", "host", "disk")
 

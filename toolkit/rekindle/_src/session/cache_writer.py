@@ -24,16 +24,14 @@ import numpy as np
 from rekindle._src.core import html
 from rekindle._src.core.activity import Activity, State
 from rekindle._src.core.records import IntArray
-from rekindle._src.dispatch.backend import Front
+from rekindle._src.dispatch.backend import Exclusive, Front
 from rekindle._src.dispatch.engine import Engine
 from rekindle._src.dispatch.host import Host, wait
-from rekindle._src.dispatch.mailbox import OneShot
-from rekindle._src.dispatch.messages import Exclusive
+from rekindle._src.dispatch.threads import OneShot
 from rekindle._src.kvcache import AnyCache, Node, PrefixCache, Tiers, TreeStates, distinct
 from rekindle._src.kvcache.persist import prefix_file, snapshot
 from rekindle._src.kvcache.persist.segment import Page, Payload
-from rekindle._src.kvcache.persist.stored_captures import StoredCaptures
-from rekindle._src.kvcache.tiers.disk import DiskTier
+from rekindle._src.kvcache.tiers.disk import DiskTier, StoredCaptures
 from rekindle._src.kvcache.tiers.host import size
 from rekindle.errors import ConfigError, RekindleError, SessionClosed, StoreError
 

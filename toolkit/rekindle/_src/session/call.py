@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Generator
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from rekindle._src.core import html
-from rekindle._src.dispatch.wakeups import run_sync
+from rekindle._src.dispatch.threads import run_sync
 from rekindle.errors import NotPicklable
 
 T = TypeVar("T")

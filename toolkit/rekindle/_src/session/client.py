@@ -10,11 +10,10 @@ import numpy as np
 
 from rekindle._src.core.bounds import check_salt
 from rekindle._src.core.records import IntArray, PageMove, root_name
-from rekindle._src.dispatch.backend import Front
+from rekindle._src.dispatch.backend import Exclusive, Front, Pause, Resume
 from rekindle._src.dispatch.engine import Engine, Observer
 from rekindle._src.dispatch.host import Host
-from rekindle._src.dispatch.mailbox import OneShot
-from rekindle._src.dispatch.messages import Exclusive, Pause, Resume
+from rekindle._src.dispatch.threads import OneShot
 from rekindle._src.session.cache_writer import CacheWriter
 from rekindle._src.session.prompts import PromptLike, parse_one
 from rekindle.errors import InvalidRequest

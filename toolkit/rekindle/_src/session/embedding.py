@@ -18,7 +18,7 @@ from rekindle._src.core.sampling import Sampling
 from rekindle._src.core.taps import Capture
 from rekindle._src.dispatch.backend import Front
 from rekindle._src.dispatch.host import Host
-from rekindle._src.dispatch.mailbox import Mailbox
+from rekindle._src.dispatch.threads import Mailbox
 from rekindle._src.session.call import Call
 from rekindle._src.session.handle import Batch, Handle
 from rekindle._src.session.prompts import Prompt, PromptLike, parse

@@ -16,10 +16,9 @@ from rekindle._src.core.records import Completion, FinishReason, Status, TextDel
 from rekindle._src.core.reply import ToolCall
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.core.taps import Captured
+from rekindle._src.dispatch.backend import Submission
 from rekindle._src.dispatch.host import Host, wait
-from rekindle._src.dispatch.mailbox import Mailbox, OneShot, fresh
-from rekindle._src.dispatch.messages import Submission
-from rekindle._src.dispatch.wakeups import run_sync
+from rekindle._src.dispatch.threads import Mailbox, OneShot, fresh, run_sync
 from rekindle._src.session.call import Call
 from rekindle._src.session.prompts import Prompt, at_index
 from rekindle.errors import InvalidRequest, QueueFull, RequestAborted, RequestFailed, SessionClosed

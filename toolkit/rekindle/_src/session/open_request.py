@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from rekindle._src.core.activity import State, in_notebook
 from rekindle._src.core.config import EngineConfig
-from rekindle._src.dispatch.device import Contexts
+from rekindle._src.dispatch.threads import Contexts
 
 if TYPE_CHECKING:
     from rekindle._src.core.taps import Steer
     from rekindle._src.models.base import LoadedModel
     from rekindle._src.models.loading.load_progress import LoadProgress, Report
-    from rekindle._src.programs.custom_taps import Tap
-    from rekindle._src.programs.processors import LogitsProcessor
+    from rekindle._src.programs.user_functions import LogitsProcessor, Tap
     from rekindle._src.programs.warming import Warmed
     from rekindle._src.session.head_start import HeadStart
 

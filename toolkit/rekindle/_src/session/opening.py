@@ -18,8 +18,8 @@ from rekindle._src.core.options import takes_options
 from rekindle._src.core.own_failure import interrupted
 from rekindle._src.core.taps import Steer
 from rekindle._src.dispatch.backend import Front
-from rekindle._src.dispatch.device import capture_contexts
 from rekindle._src.dispatch.host import Host, note_opening
+from rekindle._src.dispatch.threads import capture_contexts
 from rekindle._src.session.call import Call
 from rekindle._src.session.open_request import OpeningProgress, OpenRequest
 from rekindle.errors import ConfigError
@@ -27,8 +27,7 @@ from rekindle.errors import ConfigError
 if TYPE_CHECKING:
     from rekindle._src.models.base import LoadedModel
     from rekindle._src.models.loading.load_progress import LoadProgress
-    from rekindle._src.programs.custom_taps import Tap
-    from rekindle._src.programs.processors import LogitsProcessor
+    from rekindle._src.programs.user_functions import LogitsProcessor, Tap
     from rekindle._src.session.head_start import HeadStart
     from rekindle._src.session.session import Session
 
@@ -205,8 +204,7 @@ def _build(request: OpenRequest) -> Front:
             if first:
                 ahead = _head_start(request.model, request.config)
             _session()  # before JAX, whose library is loaded meanwhile
-            from rekindle._src.programs.custom_taps import check_taps
-            from rekindle._src.programs.processors import check_processors
+            from rekindle._src.programs.user_functions import check_processors, check_taps
             from rekindle._src.session.builder import build
 
             processors, taps = check_processors(request.processors), check_taps(request.taps)

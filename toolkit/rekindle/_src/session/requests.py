@@ -23,7 +23,7 @@ from rekindle._src.core.records import Completion
 from rekindle._src.core.sampling import Sampling, SamplingOptions
 from rekindle._src.dispatch.backend import Front
 from rekindle._src.dispatch.host import Host
-from rekindle._src.dispatch.mailbox import Mailbox
+from rekindle._src.dispatch.threads import Mailbox
 from rekindle._src.session.handle import Batch, Handle, SyncStream, chat_of
 from rekindle._src.session.prompts import PromptLike, parse, parse_one
 from rekindle.errors import InvalidRequest, RekindleError

@@ -21,7 +21,7 @@ from rekindle._src.core.own_failure import interrupted
 from rekindle._src.core.records import Completion, FinishReason
 from rekindle._src.core.reply import Parsed, Parsing
 from rekindle._src.core.sampling import Sampling, SamplingOptions
-from rekindle._src.dispatch.mailbox import fresh
+from rekindle._src.dispatch.threads import fresh
 from rekindle._src.session.call import Call
 from rekindle._src.session.chats import ChatRequests
 from rekindle._src.session.handle import Handle, one_ended

@@ -21,7 +21,7 @@ from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.backend import Front
 from rekindle._src.dispatch.host import Host
 from rekindle._src.dispatch.intake import LONG_TEXT, check_beginning, check_characters
-from rekindle._src.dispatch.mailbox import OneShot
+from rekindle._src.dispatch.threads import OneShot
 from rekindle._src.session.call import Call
 from rekindle._src.session.embedding import texts_shown, usage_so_far
 from rekindle._src.session.handle import Batch, Handle

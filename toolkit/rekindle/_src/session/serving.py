@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.backend import Front
 from rekindle._src.dispatch.host import Host
-from rekindle._src.dispatch.wakeups import run_sync
+from rekindle._src.dispatch.threads import run_sync
 from rekindle._src.session.call import Call, Once
 from rekindle.errors import InvalidRequest
 

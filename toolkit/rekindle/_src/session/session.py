@@ -17,13 +17,10 @@ from rekindle._src.core.contracts import DetokenizerLike, RunnerLike, SchedulerL
 from rekindle._src.core.mesh_shape import describe_share
 from rekindle._src.core.records import Completion
 from rekindle._src.core.sampling import Sampling
-from rekindle._src.dispatch.backend import Front
-from rekindle._src.dispatch.dispatch import Dispatch
+from rekindle._src.dispatch.backend import Front, StepOnce, Stepped
 from rekindle._src.dispatch.engine import Engine
-from rekindle._src.dispatch.host import Host, wait
-from rekindle._src.dispatch.mailbox import OneShot
-from rekindle._src.dispatch.messages import StepOnce, Stepped
-from rekindle._src.dispatch.wakeups import caller, run_sync
+from rekindle._src.dispatch.host import Dispatch, Host, wait
+from rekindle._src.dispatch.threads import OneShot, caller, run_sync
 from rekindle._src.kvcache import AnyCache, trees
 from rekindle._src.session.adapters import Adapting
 from rekindle._src.session.allowed import AllowedTokens, allowed_tokens
@@ -52,9 +49,8 @@ if TYPE_CHECKING:
     from rekindle._src.notebook.chat import ChatView
     from rekindle._src.notebook.dashboard import Dashboard, TreeView
     from rekindle._src.notebook.figures import Figure
-    from rekindle._src.notebook.live import StreamView
-    from rekindle._src.notebook.shown import SessionLike
-    from rekindle._src.scheduling.explain import Explanation
+    from rekindle._src.notebook.live import SessionLike, StreamView
+    from rekindle._src.scheduling.sequence import Explanation
     from rekindle._src.serve.server import Server
     from rekindle._src.session.stats import ProgramReport, SessionStats, StepReport
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from rekindle._src.core import html
 from rekindle._src.core.records import PageMove
-from rekindle._src.dispatch.wakeups import caller
+from rekindle._src.dispatch.threads import caller
 from rekindle._src.session.call import Call, Once
 from rekindle._src.session.client import Client
 from rekindle.errors import InvalidRequest

@@ -16,7 +16,7 @@ from rekindle._src.core.records import FinishReason, StepResult, TokenEvent
 if TYPE_CHECKING:
     from rekindle._src.execution.runner import RunnerStatistics
     from rekindle._src.kvcache.tree import CacheStatistics
-    from rekindle._src.scheduling.explain import SchedulerStatistics
+    from rekindle._src.scheduling.scheduler import SchedulerStatistics
 
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)

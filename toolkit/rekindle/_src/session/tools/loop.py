@@ -18,8 +18,7 @@ from rekindle._src.core import html
 from rekindle._src.core.records import Completion, TextDelta, Usage
 from rekindle._src.core.reply import ToolCall
 from rekindle._src.core.sampling import Sampling
-from rekindle._src.dispatch.mailbox import fresh
-from rekindle._src.dispatch.wakeups import blocks
+from rekindle._src.dispatch.threads import blocks, fresh
 from rekindle._src.session.call import Call
 from rekindle._src.session.handle import Handle, SyncStream
 from rekindle._src.session.tools.tool import Tool
