@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -18,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rekindle_kernels import deprecated
+from rekindle_kernels.native.cpu import usable_cores
 from rekindle_kernels.ops.attention import AttentionInputs, AttentionOptions, paged_attention
 from rekindle_kernels.ops.memory import init_pages
 from rekindle_kernels.ops.registry import current_platform
@@ -69,7 +69,7 @@ def read_bandwidth() -> float:
         x = jnp.ones(2**27)
         copy = jax.jit(lambda x: x + 1)
         return 2 * x.nbytes / medians({"copy": lambda: copy(x)}, 20)["copy"]
-    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = usable_cores()
     parts = [np.ones(2**24, np.float32) for _ in range(threads)]
     with ThreadPoolExecutor(threads) as pool:
         run = lambda: list(pool.map(np.max, parts))  # noqa: E731

@@ -94,14 +94,10 @@ def largest_magnitude(values: jax.Array, least: float = 0.0) -> jax.Array:
 
 def quantize(values: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
     """Return values [..., D] as `dtype`, and a float32 scale per vector that maps its largest |x| to the type's."""
-    if jnp.issubdtype(dtype, jnp.integer):
-        largest = float(jnp.iinfo(dtype).max)
-        scales = jnp.max(jnp.abs(values.astype(jnp.float32)), axis=-1) / largest
-        steps = values.astype(jnp.float32) / jnp.where(scales == 0, 1, scales)[..., None]
-        return jnp.round(steps).astype(dtype), scales
-    largest = float(jnp.finfo(dtype).max)
-    scales = jnp.max(jnp.abs(values.astype(jnp.float32)), axis=-1) / largest
-    return (values.astype(jnp.float32) / jnp.where(scales == 0, 1, scales)[..., None]).astype(dtype), scales
+    integer, values = jnp.issubdtype(dtype, jnp.integer), values.astype(jnp.float32)
+    scales = jnp.max(jnp.abs(values), axis=-1) / float(jnp.iinfo(dtype).max if integer else jnp.finfo(dtype).max)
+    steps = values / jnp.where(scales == 0, 1, scales)[..., None]
+    return (jnp.round(steps) if integer else steps).astype(dtype), scales
 
 
 def as_stored(values: jax.Array, kv: LayerKV) -> jax.Array:
@@ -121,21 +117,22 @@ def widened(vectors: jax.Array, kv: LayerKV) -> jax.Array:
     return jnp.pad(vectors, [(0, 0)] * (vectors.ndim - 1) + [(0, missing)]) if missing else vectors
 
 
-def _stacked(k: jax.Array, v: jax.Array | None) -> jax.Array:
-    """Return keys, and values where they are stored, as [T, 2 or 1, K, D]."""
-    return k[:, None] if v is None else jnp.stack([k, v], axis=1)
-
-
-def write_kv(kv: LayerKV, k: jax.Array, v: jax.Array | None, page_ids: jax.Array, offsets: jax.Array) -> LayerKV:
-    """Implement `ops.write_kv.write_kv` as one XLA scatter (and one for the scales)."""
-    values = _stacked(k, v)
-    scales = kv.scales
+def _written(
+    kv: LayerKV, k: jax.Array, v: jax.Array | None, page_ids: jax.Array, offsets: jax.Array
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return keys, and values where they are stored, as [T, 2 or 1, K, D] of what pages store, and the new scales."""
+    values, scales = k[:, None] if v is None else jnp.stack([k, v], axis=1), kv.scales
     if scales is not None:
         values, factors = quantize(values, kv.dtype)
         scales = scales.at[page_ids, :, :, offsets].set(factors, mode="promise_in_bounds")
+    return as_stored(values, kv), scales
+
+
+def write_kv(kv: LayerKV, k: jax.Array, v: jax.Array | None, page_ids: jax.Array, offsets: jax.Array) -> LayerKV:
+    """Implement `ops.attention.write_kv` as one XLA scatter (and one for the scales)."""
+    stored, scales = _written(kv, k, v, page_ids, offsets)
     # Ids come from the scheduler; without the promise XLA adds a bounds check per token.
-    pages = kv.pages.at[page_ids, :, :, offsets].set(as_stored(values, kv), mode="promise_in_bounds")
-    return LayerKV(pages, scales)
+    return LayerKV(kv.pages.at[page_ids, :, :, offsets].set(stored, mode="promise_in_bounds"), scales)
 
 
 def write_kv_rows(kv: LayerKV, k: jax.Array, v: jax.Array | None, page_ids: jax.Array, offsets: jax.Array) -> LayerKV:
@@ -144,16 +141,11 @@ def write_kv_rows(kv: LayerKV, k: jax.Array, v: jax.Array | None, page_ids: jax.
     XLA:TPU takes an order of dimensions that suits the scatter, and copies all pages to and from it where a layer has a
     single kv head. A matrix has one order only.
     """
-    tokens, vectors, size, head_dim = k.shape[0], kv.pages.shape[1] * kv.kv_heads, kv.page_size, kv.head_dim
-    values = _stacked(k, v)
-    scales = kv.scales
-    if scales is not None:
-        values, factors = quantize(values, kv.dtype)
-        scales = scales.at[page_ids, :, :, offsets].set(factors, mode="promise_in_bounds")
+    vectors, head_dim = kv.pages.shape[1] * kv.kv_heads, kv.head_dim
+    stored, scales = _written(kv, k, v, page_ids, offsets)
     first = page_ids[:, None] * vectors + jnp.arange(vectors, dtype=jnp.int32)
-    rows = (first * size + offsets[:, None]).reshape(-1)
-    stored = as_stored(values, kv).reshape(tokens * vectors, head_dim)
-    flat = kv.pages.reshape(-1, head_dim).at[rows].set(stored, mode="promise_in_bounds")
+    rows = (first * kv.page_size + offsets[:, None]).reshape(-1)
+    flat = kv.pages.reshape(-1, head_dim).at[rows].set(stored.reshape(-1, head_dim), mode="promise_in_bounds")
     return LayerKV(flat.reshape(kv.pages.shape), scales)
 
 

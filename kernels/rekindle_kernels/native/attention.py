@@ -94,10 +94,8 @@ def rotates(wanted: RopeCall) -> str | None:
     """Why a rope can't be native: it rotates float32 heads of whole vectors."""
     if wanted.cos is None:
         return "it always rotates"
-    reason = unavailable(wanted)
-    if reason is not None or splits(like(wanted.qk), like(wanted.cos)):
-        return reason
-    return f"{wanted.qk.dtype.name} heads of {wanted.qk.shape[-1]} are not float32 in whole vectors, or {NOT_BUILT}"
+    text = f"{wanted.qk.dtype.name} heads of {wanted.qk.shape[-1]} are not float32 in whole vectors, or {NOT_BUILT}"
+    return unavailable(wanted) or (None if splits(like(wanted.qk), like(wanted.cos)) else text)
 
 
 def paged_attention(inputs: AttentionInputs, options: AttentionOptions) -> jax.Array:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from rekindle_kernels import private_files
-from rekindle_kernels.native import build
+from rekindle_kernels.native import build, cpu
 
 MOST = 4  # processes
 LONGEST = 600  # seconds after which a process is ended: others may wait for it
@@ -79,7 +79,7 @@ class BackgroundBuild:
                 return
             self._elsewhere = False
             names = missing(self.names)
-            count = min(MOST, len(names), _usable_cpus())
+            count = min(MOST, len(names), cpu.usable_cores())
             self._processes = [_started(names[first::count], claim) for first in range(count)]
 
     @property
@@ -165,10 +165,6 @@ def _started(names: Sequence[str], claim: Sequence[int]) -> tuple[subprocess.Pop
         process_group=0,  # Ctrl-C is for the user's program; in a session of its own, Linux would ignore `nice`
     )
     return process, names
-
-
-def _usable_cpus() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def main() -> None:

@@ -178,7 +178,7 @@ def _compiled(
 
     try:
         os.write(ready, b"".join(map(_JOB.pack, range(len(names)))))  # a pipe holds 64 KiB
-        processes = {_forked(work) for _ in range(min(_usable_cpus(), len(names)))}
+        processes = {_forked(work) for _ in range(min(cpu.usable_cores(), len(names)))}
         while processes:
             process, status = os.wait()
             processes.discard(process)
@@ -202,10 +202,6 @@ def _forked(work: Callable[[], None]) -> int:
             sys.stderr.flush()
             os._exit(status)
     return process
-
-
-def _usable_cpus() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _compile(name: str, level: cpu.Level, path: Path, linked: bool) -> None:

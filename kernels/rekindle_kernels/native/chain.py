@@ -28,8 +28,8 @@ import numpy as np
 from rekindle_kernels.native import chain_plan
 from rekindle_kernels.native.build import PREFIX, builds, ensure
 from rekindle_kernels.native.chain_plan import CHAIN, OPERAND, RESULT, Buffer, Step
-from rekindle_kernels.native.kernel_spec import Variant
-from rekindle_kernels.native.kernel_table import ADAPTER, ADAPTER_GATE, GEMM, identify
+from rekindle_kernels.native.kernel_spec import KernelSpec, Variant
+from rekindle_kernels.native.kernel_table import ADAPTERS, GEMM, identify
 
 if TYPE_CHECKING:
     from jax.extend.core import Jaxpr, JaxprEqn
@@ -110,6 +110,12 @@ class Operation:
         """The outputs of a native call that are written into the memory of inputs, and those inputs."""
         return {result: operand for operand, result in self.equation.params["input_output_aliases"]}
 
+    @property
+    def spec(self) -> KernelSpec:
+        """The table of a native call."""
+        assert self.kernel is not None, "an operation of XLA's"
+        return self.kernel.spec
+
     def has(self, operand: str) -> bool:
         """True if it is a native call whose table has that operand."""
         return self.kernel is not None and self.kernel.spec.has(operand)
@@ -119,22 +125,19 @@ class Operation:
         """The `unread` operand of an attention call: how many of the first prompt's rows to skip. None without one."""
         if not self.has("unread"):
             return None
-        assert self.kernel is not None, "an operation of XLA's"
         present = self.setting("present") or 0
-        return self.operand("unread") if present & self.kernel.spec.present_bit("unread") else None
+        return self.operand("unread") if present & self.spec.present_bit("unread") else None
 
     def operand(self, name: str) -> Value:
         """Return an operand of a native call."""
-        assert self.kernel is not None, "an operation of XLA's"
-        return self.inputs[self.kernel.spec.index(name)]
+        return self.inputs[self.spec.index(name)]
 
     def setting(self, name: str) -> int | None:
         """Return a setting of a native call; None if the program computes its settings."""
-        assert self.kernel is not None, "an operation of XLA's"
         packed = self.operand("settings").constant
         if packed is None or isinstance(packed, jax.core.Tracer):
             return None
-        return int(packed[self.kernel.spec.setting_index(name)])
+        return int(packed[self.spec.setting_index(name)])
 
 
 @dataclass(eq=False)
@@ -291,15 +294,13 @@ def _is_product_of(operation: Operation, tokens: int | None) -> bool:
     """True if it multiplies a row for each of the step's tokens, and does not say yet which of them."""
     if not operation.has("rows") or operation.operand("x").shape[0] != tokens:
         return False
-    assert operation.kernel is not None, "an operation of XLA's"
     present = operation.setting("present")
-    return present is not None and not present & operation.kernel.spec.present_bit("rows")
+    return present is not None and not present & operation.spec.present_bit("rows")
 
 
 def _stepping_over(gap: Value, product: Operation) -> Operation:
     """Return a product that is told of the gap by the chain."""
-    assert product.kernel is not None, "an operation of XLA's"
-    spec, inputs = product.kernel.spec, list(product.inputs)
+    spec, inputs = product.spec, list(product.inputs)
     settings = np.array(product.operand("settings").constant)
     settings[spec.setting_index("present")] |= spec.present_bit("rows")
     inputs[spec.index("rows")] = gap
@@ -314,7 +315,7 @@ def _prefetching_adapters(run: Sequence[Operation]) -> list[Operation]:
         if operation.kernel is None:
             maker[operation.outputs[0]] = maker.get(operation.inputs[0], index)
             continue
-        if operation.kernel.spec in (ADAPTER, ADAPTER_GATE):
+        if operation.spec in ADAPTERS:
             number = maker.get(operation.operand("y"), index)
             stacks, place = [operation.operand(name) for name in STACKS], operation.setting("place")
             if place is not None and maker.keys().isdisjoint(stacks) and _is_gemm(changed[number]):
@@ -380,8 +381,7 @@ def _step(operation: Operation, buffers: dict[Value, Buffer], tokens: int | None
 
 def _tokens(operation: Operation) -> int:
     """Return the number of the step's tokens: the rows of the first operand that has some for each."""
-    assert operation.kernel is not None, "an operation of XLA's"
-    return next(operation.operand(each.name) for each in operation.kernel.spec.operands if each.is_per_token).shape[0]
+    return next(operation.operand(each.name) for each in operation.spec.operands if each.is_per_token).shape[0]
 
 
 def _attention(run: Sequence[Operation]) -> Operation | None:

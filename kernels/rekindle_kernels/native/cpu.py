@@ -143,6 +143,11 @@ def prefetch() -> Prefetching:
     return prefetching or (USUAL if level is None else level.prefetch)
 
 
+def usable_cores() -> int:
+    """Return how many of its cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def model_name() -> str:
     """Return the processor's name, as its maker writes it; empty where the system does not say it."""
     try:

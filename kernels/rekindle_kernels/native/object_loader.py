@@ -13,8 +13,9 @@ import mmap
 import platform
 import struct
 import sys
+from collections import namedtuple
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 _HEADER = struct.Struct("<16sHHIQQQIHHHHHH")
 _SECTION = struct.Struct("<IIQQQQIIQQ")
@@ -34,26 +35,8 @@ class _Unknown(Exception):
     """There is something that this does not know."""
 
 
-class _Section(NamedTuple):
-    name: int
-    kind: int
-    flags: int
-    address: int
-    offset: int
-    size: int
-    link: int
-    info: int
-    alignment: int
-    entry_size: int
-
-
-class _Symbol(NamedTuple):
-    name: int
-    info: int
-    other: int
-    section: int
-    value: int
-    size: int
+_Section = namedtuple("_Section", "name kind flags address offset size link info alignment entry_size")
+_Symbol = namedtuple("_Symbol", "name info other section value size")
 
 
 def load(code: bytes, symbol: str, known: Mapping[str, int]) -> int | None:

@@ -363,10 +363,8 @@ def _rms_norm(
 
 def _norms(wanted: NormCall) -> str | None:
     """Why a norm can't be native: it takes two-dimensional float32 whose rows are whole vectors."""
-    reason = unavailable(wanted)
-    if reason is not None or norms(like(wanted.x)):
-        return reason
-    return f"{wanted.x.dtype.name} {list(wanted.x.shape)} is not float32 [T, multiple of 32], or {NOT_BUILT}"
+    text = f"{wanted.x.dtype.name} {list(wanted.x.shape)} is not float32 [T, multiple of 32], or {NOT_BUILT}"
+    return unavailable(wanted) or (None if norms(like(wanted.x)) else text)
 
 
 def _gated_rows(gates: jax.Array, ups: jax.Array | None, activation: str) -> jax.Array:
@@ -378,23 +376,18 @@ def _gated_rows(gates: jax.Array, ups: jax.Array | None, activation: str) -> jax
 
 def _gates_rows(wanted: GatedCall) -> str | None:
     """Why gates can't be native: they are float32 in whole vectors."""
-    reason, shape = unavailable(wanted), wanted.gates.shape
-    flat = jax.ShapeDtypeStruct((prod(shape[:-1]), shape[-1]), wanted.gates.dtype)
-    if reason is not None or gates_rows(like(flat), wanted.activation):
-        return reason
-    return (
-        f"{wanted.activation} of {wanted.gates.dtype.name} {list(shape)} is not one of float32 vectors, or {NOT_BUILT}"
-    )
+    shape, dtype, activation = wanted.gates.shape, wanted.gates.dtype, wanted.activation
+    flat = jax.ShapeDtypeStruct((prod(shape[:-1]), shape[-1]), dtype)
+    text = f"{activation} of {dtype.name} {list(shape)} is not one of float32 vectors, or {NOT_BUILT}"
+    return unavailable(wanted) or (None if gates_rows(like(flat), activation) else text)
 
 
 def _adds(wanted: AdapterCall) -> str | None:
     """Why adapters can't be native, or can't take their norm or gate along: they add whole vectors of float32, of which
     a norm takes two at a time, in units of whole groups of rows, with silu as a gate of one module or of two alike."""
-    reason = unavailable(wanted)
-    if reason is not None or adds(wanted):
-        return reason
     shapes = f"{wanted.x.dtype.name} {list(wanted.x.shape)} and {list(wanted.outputs)}"
-    return f"{shapes} are not whole vectors, or not gated by silu, or {NOT_BUILT}"
+    text = f"{shapes} are not whole vectors, or not gated by silu, or {NOT_BUILT}"
+    return unavailable(wanted) or (None if adds(wanted) else text)
 
 
 LINEAR = Implementation("native", _linear, _multiplies, deterministic=True)

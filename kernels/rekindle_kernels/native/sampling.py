@@ -48,12 +48,10 @@ def draw_any(logits: jax.Array, choice: Choice, wanted: Wanted, masks: jax.Array
 
 def supports(call: SamplingCall) -> str | None:
     """Why a choice can't be native: it takes float32 logits."""
-    reason = unavailable(call)
-    if reason is not None:
-        return reason
-    if call.logits.dtype == jnp.float32 and builds(ARGMAX.variant().name) and builds(SAMPLE.variant().name):
-        return None
-    return f"logits are {call.logits.dtype.name}, not float32, or {NOT_BUILT}"
+    name, reason = call.logits.dtype.name, unavailable(call)
+    if reason is None and not (name == "float32" and all(builds(spec.variant().name) for spec in (ARGMAX, SAMPLE))):
+        reason = f"logits are {name}, not float32, or {NOT_BUILT}"
+    return reason
 
 
 GREEDY = Implementation("native", greedy, supports, one_call=True)

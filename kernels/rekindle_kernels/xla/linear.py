@@ -168,58 +168,37 @@ def add_adapters(
     """Implement `ops.linear.add_adapters`."""
     assert norm is None, "x is normed before"
     mine, outputs, gate = owners[options.place], options.outputs, options.gate
-    add = _all_rows if y.shape[0] <= FEW and up.shape[0] <= ROWS else _own_rows
     needed = ((mine[:, None] == tokens.slots) & (mine[:, None] > 0)).any(axis=1)
-    stacked = down.reshape(len(outputs), *up.shape[:1], -1)
-    result: jax.Array = lax.cond(needed.any(), lambda: add(y, x, stacked, up, mine, needed, tokens, outputs), lambda: y)
+    stacked, unit = down.reshape(len(outputs), len(up), -1), len(up) // len(mine)
+
+    def all_rows() -> jax.Array:
+        rows = jnp.repeat(mine, unit)
+        own = (rows == tokens.slots[:, None]) & (rows > 0)
+        return y + _delta(x, stacked, up, own, outputs).astype(y.dtype)
+
+    def own_rows() -> jax.Array:
+        begins = jnp.searchsorted(tokens.sorted_slots, mine, side="left")
+        ends = jnp.searchsorted(tokens.sorted_slots, mine, side="right")
+        windows = jnp.where(needed, -(-(ends - begins) // WINDOW), 0)
+        behind = jnp.cumsum(windows)
+        # Windows may reach behind the last token: what they read there is masked, and what they add is zero.
+        order = jnp.pad(tokens.order, (0, WINDOW))
+
+        def added(index: jax.Array, y: jax.Array) -> jax.Array:
+            which = jnp.searchsorted(behind, index, side="right")
+            begin = begins[which] + (index - (behind[which] - windows[which])) * WINDOW
+            chosen = lax.dynamic_slice_in_dim(order, begin, WINDOW)
+            inside = begin + jnp.arange(WINDOW) < ends[which]
+            downs = lax.dynamic_slice_in_dim(stacked, which * unit, unit, axis=1)
+            ups = lax.dynamic_slice_in_dim(up, which * unit, unit)
+            delta = _delta(x[chosen], downs, ups, jnp.broadcast_to(inside[:, None], (WINDOW, unit)), outputs)
+            return y.at[jnp.where(inside, chosen, y.shape[0])].add(delta.astype(y.dtype), mode="drop")
+
+        return lax.fori_loop(0, behind[-1], added, y)
+
+    add = all_rows if len(y) <= FEW and len(up) <= ROWS else own_rows
+    result: jax.Array = lax.cond(needed.any(), add, lambda: y)
     return result if gate is None else gated(result, None, gate)
-
-
-def _all_rows(
-    y: jax.Array,
-    x: jax.Array,
-    down: jax.Array,
-    up: jax.Array,
-    owners: jax.Array,
-    needed: jax.Array,
-    tokens: AdaptedTokens,
-    outputs: tuple[int, ...],
-) -> jax.Array:
-    rows = jnp.repeat(owners, up.shape[0] // owners.shape[0])
-    mine = (rows == tokens.slots[:, None]) & (rows > 0)
-    return y + _delta(x, down, up, mine, outputs).astype(y.dtype)
-
-
-def _own_rows(
-    y: jax.Array,
-    x: jax.Array,
-    down: jax.Array,
-    up: jax.Array,
-    owners: jax.Array,
-    needed: jax.Array,
-    tokens: AdaptedTokens,
-    outputs: tuple[int, ...],
-) -> jax.Array:
-    unit = up.shape[0] // owners.shape[0]
-    begins = jnp.searchsorted(tokens.sorted_slots, owners, side="left")
-    ends = jnp.searchsorted(tokens.sorted_slots, owners, side="right")
-    windows = jnp.where(needed, -(-(ends - begins) // WINDOW), 0)
-    behind = jnp.cumsum(windows)
-    # Windows may reach behind the last token: what they read there is masked, and what they add is zero.
-    order = jnp.pad(tokens.order, (0, WINDOW))
-
-    def added(index: jax.Array, y: jax.Array) -> jax.Array:
-        which = jnp.searchsorted(behind, index, side="right")
-        begin = begins[which] + (index - (behind[which] - windows[which])) * WINDOW
-        chosen = lax.dynamic_slice_in_dim(order, begin, WINDOW)
-        mine = begin + jnp.arange(WINDOW) < ends[which]
-        downs = lax.dynamic_slice_in_dim(down, which * unit, unit, axis=1)
-        ups = lax.dynamic_slice_in_dim(up, which * unit, unit)
-        delta = _delta(x[chosen], downs, ups, jnp.broadcast_to(mine[:, None], (WINDOW, unit)), outputs)
-        return y.at[jnp.where(mine, chosen, y.shape[0])].add(delta.astype(y.dtype), mode="drop")
-
-    result: jax.Array = lax.fori_loop(0, behind[-1], added, y)
-    return result
 
 
 def _delta(x: jax.Array, down: jax.Array, up: jax.Array, mine: jax.Array, outputs: tuple[int, ...]) -> jax.Array:

@@ -78,14 +78,12 @@ JOB = job_layout(
         "spans": "[modules]: where the outputs of each end",
         "tiles": "[2] of each tile: where it begins and ends in the order",
         "parts": "blocks of a tile: its modules, or parts of the gated results",
-        "modules": "",
         "rows": "of rank",
         "units": "that share these rows",
-        "inputs": "",
         "pairs": "of a token's x, which are multiplied pair by pair, or 0",
-        "outputs": "",
         "results": "of a token: as many as outputs, or half as many",
     },
+    "modules inputs outputs",
     numbers={"eps": "of the norm"},
 )
 
@@ -304,34 +302,18 @@ def kernel(storage: Storage, *, gated: bool = False, paired: bool = False) -> Ke
                         w0, w1 = load_interleaved(w, v, a), load_interleaved(w, v, next_a)
                         w2, w3 = load_interleaved(w, v, from_b), load_interleaved(w, v, next_b)
                     s, t = splat(f32(n, 0)), splat(f32(m, 0))
-                    a0, a1, a2, a3 = (
-                        add_pairs(a0, s, w0),
-                        add_pairs(a1, s, w1),
-                        add_pairs(a2, t, w2),
-                        add_pairs(a3, t, w3),
-                    )
+                    a0, a1 = add_pairs(a0, s, w0), add_pairs(a1, s, w1)
+                    a2, a3 = add_pairs(a2, t, w2), add_pairs(a3, t, w3)
                     s, t = splat(f32(n, 1)), splat(f32(m, 1))
-                    b0, b1, b2, b3 = (
-                        add_pairs(b0, s, w0),
-                        add_pairs(b1, s, w1),
-                        add_pairs(b2, t, w2),
-                        add_pairs(b3, t, w3),
-                    )
+                    b0, b1 = add_pairs(b0, s, w0), add_pairs(b1, s, w1)
+                    b2, b3 = add_pairs(b2, t, w2), add_pairs(b3, t, w3)
                     if together > PAIR:
                         s, t = splat(f32(n, 2)), splat(f32(m, 2))
-                        c0, c1, c2, c3 = (
-                            add_pairs(c0, s, w0),
-                            add_pairs(c1, s, w1),
-                            add_pairs(c2, t, w2),
-                            add_pairs(c3, t, w3),
-                        )
+                        c0, c1 = add_pairs(c0, s, w0), add_pairs(c1, s, w1)
+                        c2, c3 = add_pairs(c2, t, w2), add_pairs(c3, t, w3)
                         s, t = splat(f32(n, 3)), splat(f32(m, 3))
-                        d0, d1, d2, d3 = (
-                            add_pairs(d0, s, w0),
-                            add_pairs(d1, s, w1),
-                            add_pairs(d2, t, w2),
-                            add_pairs(d3, t, w3),
-                        )
+                        d0, d1 = add_pairs(d0, s, w0), add_pairs(d1, s, w1)
+                        d2, d3 = add_pairs(d2, t, w2), add_pairs(d3, t, w3)
                 else:
                     for i in range(2):
                         u = v if i > 0 else w

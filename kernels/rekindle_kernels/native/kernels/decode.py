@@ -54,8 +54,8 @@ JOB = job_layout(
         "partial": "[pieces, heads, head_dim + RECORD], of rows that are cut into several pieces",
         "work": "int32 [pieces, 2]: the row and the first key of each piece",
         "keys": "of a piece",
-        "pieces": "",
     },
+    "pieces",
     numbers=NUMBERS,
 )
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from rekindle_kernels.native.kernels.norms_and_gates import normalise
-from rekindle_kernels.native.kernels.operands import describe_rows, first_row, row_of
+from rekindle_kernels.native.kernels.operands import ROW_FIELDS, ROW_NUMBERS, describe_rows, first_row, row_of
 from rekindle_kernels.native.language.dot_products import (
     from_ints,
     store_i8,
@@ -47,31 +47,24 @@ ZERO, ONE, TINY, TOP = np.float32(0), np.float32(1), np.float32(1e-30), np.float
 JOB = job_layout(
     "gemm",
     {
-        "x": "[tokens, width]",
-        "rows": "that are multiplied: the first `before`, and those behind the gap",
+        **ROW_FIELDS,
         "width": "columns of the matrix",
-        "norm": "[width] of the rows, or 0",
         "packed": "the rows as they are multiplied: in panels, or one after another",
         "row_scales": "[rows], of 8-bit rows",
         "per_pack": "vectors or rows that a block packs",
         "packs": "blocks that pack; those that multiply follow",
         "weight": "[outputs, width]",
         "scale": "[outputs], of int8 weights",
-        "residual": "[tokens, results], or 0",
-        "out": "[tokens, results]",
-        "results": "of a row",
         "ups": "outputs before the first up, or 0: outputs from there on are multiplied by silu of those before",
-        "before": "",
-        "gap": "rows that are stepped over",
         "group": "rows that a block multiplies",
         "parts": "blocks into which the outputs are cut",
         "striped": "1 if the matrix is turned, strip by strip",
         "tiled": "1 if it is multiplied by AMX: no row is left over then",
         "wanted": "[pieces]: where each piece of memory begins that is prefetched meanwhile, or 0",
-        "pieces": "",
         "pace": "bytes of a piece that are prefetched with each word of a tile",
     },
-    numbers={"eps": "added to the mean square"},
+    "pieces",
+    numbers=ROW_NUMBERS,
 )
 
 

@@ -41,13 +41,8 @@ ROPE_JOB = job_layout(
         "q": "[tokens, heads, head_dim]",
         "k": "[tokens, kv_heads, head_dim]",
         "v": "[tokens, kv_heads, head_dim]",
-        "tokens": "",
-        "source_heads": "",
-        "head_dim": "",
-        "frequencies": "",
-        "heads": "",
-        "kv_heads": "",
     },
+    "tokens source_heads head_dim frequencies heads kv_heads",
     numbers={"eps": "added to the mean square"},
 )
 
@@ -121,13 +116,9 @@ WRITE_JOB = job_layout(
         "v": "[tokens, kv_heads, head_dim]",
         "page_ids": "int32 [tokens]",
         "offsets": "int32 [tokens]",
-        "page_count": "",
         "pages": "[pages, 2, kv_heads, page_size, head_dim]",
-        "tokens": "",
-        "kv_heads": "",
-        "page_size": "",
-        "head_dim": "",
     },
+    "page_count tokens kv_heads page_size head_dim",
 )
 
 

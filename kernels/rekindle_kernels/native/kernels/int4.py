@@ -64,7 +64,7 @@ from rekindle_kernels.native.kernels.int4_tile import (
     unpacker,
 )
 from rekindle_kernels.native.kernels.norms_and_gates import normalise
-from rekindle_kernels.native.kernels.operands import describe_rows, first_row, row_of
+from rekindle_kernels.native.kernels.operands import ROW_FIELDS, ROW_NUMBERS, describe_rows, first_row, row_of
 from rekindle_kernels.native.language import amx
 from rekindle_kernels.native.language.dot_products import store_i8
 from rekindle_kernels.native.language.handler import Kernel, first_unit, job_layout, wait_for_blocks
@@ -98,33 +98,25 @@ MINUS_MAGIC = np.float32(-MAGIC)
 JOB = job_layout(
     "int4",
     {
-        "x": "[tokens, width]",
-        "rows": "that are multiplied: the first `before`, and those behind the gap",
-        "before": "",
-        "gap": "rows that are stepped over",
+        **ROW_FIELDS,
         "width": "inputs",
-        "norm": "[width] of the rows, or 0",
         "packed": "the rows as they are multiplied",
         "stride": "bytes of a packed row",
         "per_pack": "rows that a block packs",
         "packs": "blocks that pack; those that multiply follow",
-        "weight": "",
-        "scale": "",
         "minimum": "or 0",
         "offset": "what is stored is more than the integers",
         "block_bytes": "of the weights of 16 outputs",
         "scale_bytes": "of their scales",
         "groups": "of inputs",
         "steps": "of a group, STEP[bits] tiles each",
-        "residual": "[tokens, results], or 0",
-        "out": "[tokens, results]",
-        "results": "of a row",
         "ups": "blocks of outputs before the first up, or 0",
         "parts": "into which the outputs are cut",
         "group": "rows that a block multiplies",
         "tiles": "1 where many rows are multiplied by AMX, 2 where they are bfloat16 then",
     },
-    numbers={"eps": "added to the mean square"},
+    "weight scale",
+    numbers=ROW_NUMBERS,
 )
 
 

@@ -57,13 +57,12 @@ JOB = job_layout(
         "x": "[rows, width], normed",
         "residual": "[rows, height], or 0",
         "out": "[rows, height]",
-        "rows": "",
-        "width": "",
         "height": "results of a row",
         "normed": "1 if x is memory of the job's own",
         "gated": "1 if the outputs are gates and then ups",
         "invariant": "1 if a row's products are added in the same order whatever the number of rows",
     },
+    "rows width",
 )
 
 

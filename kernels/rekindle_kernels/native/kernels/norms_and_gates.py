@@ -39,9 +39,8 @@ NORM_JOB = job_layout(
         "residual": "[rows, width], or 0",
         "factor": "[1], or 0",
         "out": "[rows, width]",
-        "rows": "",
-        "width": "",
     },
+    "rows width",
     numbers={"eps": "added to the mean square"},
 )
 
@@ -107,12 +106,8 @@ GATED_JOB = job_layout(
         "gates": "[rows, width]",
         "ups": "[rows, stride]",
         "out": "[rows, height]",
-        "rows": "",
-        "width": "",
-        "stride": "",
-        "height": "",
-        "activation": "",
     },
+    "rows width stride height activation",
 )
 
 

@@ -8,6 +8,18 @@ from rekindle_kernels.native.language.jit import inline
 from rekindle_kernels.native.language.memory import i32
 from rekindle_kernels.native.language.records import dim, take
 
+ROW_FIELDS = {  # of jobs that `describe_rows` fills
+    "x": "[tokens, width]",
+    "rows": "that are multiplied: the first `before`, and those behind the gap",
+    "gap": "rows that are stepped over",
+    "norm": "[width] of the rows, or 0",
+    "residual": "[tokens, results], or 0",
+    "out": "[tokens, results]",
+    "results": "of a row",
+    "before": "",
+}
+ROW_NUMBERS = {"eps": "added to the mean square"}
+
 
 @inline
 def describe_rows(frame: Any, job: Any) -> None:

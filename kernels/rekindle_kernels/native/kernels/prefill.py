@@ -55,9 +55,9 @@ JOB = job_layout(
         "unread": "tiles at the start of the first prompt, which are skipped",
         "decoding": "rows that decode and have tiles like prompts; their tokens, lengths and pages come first",
         "work": "int32 [tiles, 2]: the prompt and the first query of each tile",
-        "tiles": "",
         "unit": "rows that are multiplied together",
     },
+    "tiles",
     numbers=NUMBERS,
 )
 

@@ -103,41 +103,33 @@ def products(paired: bool) -> Any:
     wide = has_feature("avx512f") or paired  # else sixteen registers of half the size, or on Arm 32 of a quarter
 
     @inline
+    def load_four(c: int, at: int) -> tuple[Any, Any, Any, Any]:
+        return load_f32(c, at), load_f32(c, at + LANES), load_f32(c, at + 2 * LANES), load_f32(c, at + 3 * LANES)
+
+    @inline
+    def add_four(
+        a: int, i: int, b0: Any, b1: Any, b2: Any, b3: Any, r0: Any, r1: Any, r2: Any, r3: Any
+    ) -> tuple[Any, Any, Any, Any]:
+        """Add the products of a word of a with four vectors of b."""
+        x = splat(f32(a, i))
+        return add_product(r0, b0, x), add_product(r1, b1, x), add_product(r2, b2, x), add_product(r3, b3, x)
+
+    @inline
     def product(a: int, a_step: int, b: int, b_step: int, depth: int, c: int, c_step: int, add: bool) -> None:
         """c (+)= a · b for four rows of a and four vectors of b; steps count floats from row to row."""
         r00 = r01 = r02 = r03 = r10 = r11 = r12 = r13 = splat(ZERO)
         r20 = r21 = r22 = r23 = r30 = r31 = r32 = r33 = splat(ZERO)
         if add:
-            r00, r01, r02, r03 = (
-                load_f32(c, 0), load_f32(c, LANES), load_f32(c, 2 * LANES), load_f32(c, 3 * LANES),
-            )  # fmt: skip
-            r10, r11, r12, r13 = (
-                load_f32(c, c_step), load_f32(c, c_step + LANES), load_f32(c, c_step + 2 * LANES),
-                load_f32(c, c_step + 3 * LANES),
-            )  # fmt: skip
-            r20, r21, r22, r23 = (
-                load_f32(c, 2 * c_step), load_f32(c, 2 * c_step + LANES), load_f32(c, 2 * c_step + 2 * LANES),
-                load_f32(c, 2 * c_step + 3 * LANES),
-            )  # fmt: skip
-            r30, r31, r32, r33 = (
-                load_f32(c, 3 * c_step), load_f32(c, 3 * c_step + LANES), load_f32(c, 3 * c_step + 2 * LANES),
-                load_f32(c, 3 * c_step + 3 * LANES),
-            )  # fmt: skip
+            r00, r01, r02, r03 = load_four(c, 0)
+            r10, r11, r12, r13 = load_four(c, c_step)
+            r20, r21, r22, r23 = load_four(c, 2 * c_step)
+            r30, r31, r32, r33 = load_four(c, 3 * c_step)
         for i in range(depth):
-            b0, b1 = load_f32(b, i * b_step), load_f32(b, i * b_step + LANES)
-            b2, b3 = load_f32(b, i * b_step + 2 * LANES), load_f32(b, i * b_step + 3 * LANES)
-            x = splat(f32(a, i))
-            r00, r01 = add_product(r00, b0, x), add_product(r01, b1, x)
-            r02, r03 = add_product(r02, b2, x), add_product(r03, b3, x)
-            x = splat(f32(a, a_step + i))
-            r10, r11 = add_product(r10, b0, x), add_product(r11, b1, x)
-            r12, r13 = add_product(r12, b2, x), add_product(r13, b3, x)
-            x = splat(f32(a, 2 * a_step + i))
-            r20, r21 = add_product(r20, b0, x), add_product(r21, b1, x)
-            r22, r23 = add_product(r22, b2, x), add_product(r23, b3, x)
-            x = splat(f32(a, 3 * a_step + i))
-            r30, r31 = add_product(r30, b0, x), add_product(r31, b1, x)
-            r32, r33 = add_product(r32, b2, x), add_product(r33, b3, x)
+            b0, b1, b2, b3 = load_four(b, i * b_step)
+            r00, r01, r02, r03 = add_four(a, i, b0, b1, b2, b3, r00, r01, r02, r03)
+            r10, r11, r12, r13 = add_four(a, a_step + i, b0, b1, b2, b3, r10, r11, r12, r13)
+            r20, r21, r22, r23 = add_four(a, 2 * a_step + i, b0, b1, b2, b3, r20, r21, r22, r23)
+            r30, r31, r32, r33 = add_four(a, 3 * a_step + i, b0, b1, b2, b3, r30, r31, r32, r33)
         store_four(c, 0, r00, r01, r02, r03)
         store_four(c, c_step, r10, r11, r12, r13)
         store_four(c, 2 * c_step, r20, r21, r22, r23)

@@ -139,18 +139,13 @@ CONVOLUTION_JOB = job_layout(
     {
         **FIELDS,
         "x": "[tokens, width]",
-        "width": "",
         "weight": "[channels, taps]",
         "bias": "[channels], or 0",
         "tails": "[slots, taps - 1, channels]",
-        "channels": "",
-        "taps": "",
         "out": "[tokens, channels]",
         "first": "columns of x, as are the next two; -1 is none",
-        "before": "",
-        "behind": "",
-        "silu": "",
     },
+    "width channels taps before behind silu",
 )
 
 
@@ -262,12 +257,10 @@ DELTA_JOB = job_layout(
     {
         **HEADS,
         "qkv": "[tokens, channels]",
-        "channels": "",
         "gate": "columns of `projected`, as is the next",
-        "beta": "",
         "norm": "[values]",
-        "key_heads": "",
     },
+    "channels beta key_heads",
     numbers={"eps": "of the norm"},
 )
 
@@ -418,8 +411,8 @@ SCAN_JOB = job_layout(
         "channels": "[tokens, width of channels]: x of all heads, b and c of all groups",
         "stride": "the width of channels",
         "skip": "[heads]",
-        "groups": "",
     },
+    "groups",
 )
 
 

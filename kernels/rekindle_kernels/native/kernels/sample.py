@@ -111,8 +111,8 @@ SAMPLE_JOB = job_layout(
         "masks": "int32 [rows, words]; 0 for none",
         "words": "of a row's mask",
         "out": "int32 [rows]",
-        "vocabulary": "",
     },
+    "vocabulary",
 )
 
 

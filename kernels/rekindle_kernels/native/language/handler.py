@@ -47,9 +47,12 @@ _METADATA_KIND = xla_abi.METADATA_KIND
 _MAJOR, _MINOR, _PATCH = xla_abi.API_VERSION
 
 
-def job_layout(kind: str, fields: Mapping[str, str], numbers: Mapping[str, str] | None = None) -> Layout:
-    """Return the layout of a kernel's jobs. `fields` are words and `numbers` float32, by name, with what they hold."""
-    names = [*_HEADER, *fields, *(numbers or {})]
+def job_layout(
+    kind: str, fields: Mapping[str, str], plain: str = "", *, numbers: Mapping[str, str] | None = None
+) -> Layout:
+    """Return the layout of a kernel's jobs. `fields` are words and `numbers` float32, by name, with what they hold;
+    `plain` names words that explain themselves."""
+    names = [*_HEADER, *fields, *plain.split(), *(numbers or {})]
     assert len(names) <= _TASK, f"{kind}: {len(names)} fields, and room for {_TASK}"
     assert len(set(names)) == len(names), f"{kind}: two fields of one name"
     kinds = {name: "float32" if name in (numbers or {}) else "word" for name in names}

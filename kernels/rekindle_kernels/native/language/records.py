@@ -157,11 +157,13 @@ def take(typing_context: Any, frame: Any, job: Any) -> Any:
                 buffer = _array(context, builder, frame, args[0], name)
                 builder.store(builder.load(_pointer(builder, buffer, xla_abi.BUFFER.fields["data"])), place)
 
+            if name in frame.records:
+                continue
             if name in frame.spec.optional:
                 builder.store(WORD(0), place)
                 with builder.if_then(_array(context, builder, frame, args[0], f"has_{name}")):
                     note_address()
-            elif name in frame.arrays and name not in frame.records:
+            elif name in frame.arrays:
                 note_address()
             elif settings is not None and name in settings.fields:
                 record = _array(context, builder, frame, args[0], "settings")

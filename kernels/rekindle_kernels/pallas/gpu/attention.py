@@ -253,7 +253,7 @@ def _write_kernel(
 def write_kv(
     kv: LayerKV, k: jax.Array, v: jax.Array, page_ids: jax.Array, offsets: jax.Array, *, interpret: bool = False
 ) -> LayerKV:
-    """Compute `ops.write_kv.write_kv` as one kernel."""
+    """Compute `ops.attention.write_kv` as one kernel."""
     pages = as_values(kv.pages, kv)
     leaves = (pages,) if kv.scales is None else (pages, kv.scales)
     out = pl.pallas_call(
