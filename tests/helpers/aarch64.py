@@ -21,9 +21,8 @@ from typing import Any
 
 from rekindle_kernels.native import cpu, library
 from rekindle_kernels.native.chain_plan import slot
-from rekindle_kernels.native.layout import WORD
+from rekindle_kernels.native.layout import BUFFER, CALL_FRAME, WORD
 from rekindle_kernels.native.python_handlers import HANDLER, address_of, asks_version, buffer, read
-from rekindle_kernels.native.xla_abi import BUFFER, CALL_FRAME
 
 COMPILER = "aarch64-linux-gnu-gcc"
 EMULATORS = ("qemu-aarch64-static", "qemu-aarch64")

@@ -14,7 +14,7 @@ import pytest
 
 import rekindle_kernels
 from helpers.python import run_python
-from rekindle_kernels.native import build, python_handlers, xla_abi
+from rekindle_kernels.native import build, layout, python_handlers
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="there are no native kernels")
 Handler = Callable[[int], int]
@@ -92,9 +92,9 @@ def test_another_extension_is_no_question(kinds: tuple[int, ...]) -> None:
 @ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)
 def _too_new(frame: int) -> int:
     """Says that it was written for a version that XLA does not take."""
-    extension = python_handlers.read(xla_abi.CALL_FRAME, frame, "extension")
+    extension = python_handlers.read(layout.CALL_FRAME, frame, "extension")
     if extension:
-        answer = python_handlers.read(xla_abi.EXTENSION, extension, "metadata") + xla_abi.METADATA.offset("major")
+        answer = python_handlers.read(layout.EXTENSION, extension, "metadata") + layout.METADATA.offset("major")
         (ctypes.c_int32 * 3).from_address(answer)[:] = [0, 1000, 0]
     return 0
 
@@ -122,7 +122,7 @@ def test_a_refusal_leaves_the_backend_usable() -> None:
     code = """
 import ctypes, jax, rekindle_kernels
 from rekindle_kernels.native import python_handlers
-from rekindle_kernels.native.xla_abi import CALL_FRAME, EXTENSION, METADATA
+from rekindle_kernels.native.layout import CALL_FRAME, EXTENSION, METADATA
 @ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)
 def too_new(frame):
     extension = python_handlers.read(CALL_FRAME, frame, "extension")

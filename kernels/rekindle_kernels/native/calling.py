@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from rekindle_kernels.native.build import ensure, unavailable_reason
-from rekindle_kernels.native.kernel_spec import Operand, Result, Variant
+from rekindle_kernels.native.kernel_table import Operand, Result, Variant
 
 if TYPE_CHECKING:
     from rekindle_kernels.ops.registry import Facts

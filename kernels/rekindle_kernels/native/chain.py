@@ -28,8 +28,7 @@ import numpy as np
 from rekindle_kernels.native import chain_plan
 from rekindle_kernels.native.build import PREFIX, builds, ensure
 from rekindle_kernels.native.chain_plan import CHAIN, OPERAND, RESULT, Buffer, Step
-from rekindle_kernels.native.kernel_spec import KernelSpec, Variant
-from rekindle_kernels.native.kernel_table import ADAPTERS, GEMM, identify
+from rekindle_kernels.native.kernel_table import ADAPTERS, GEMM, KernelSpec, Variant, identify
 
 if TYPE_CHECKING:
     from jax.extend.core import Jaxpr, JaxprEqn

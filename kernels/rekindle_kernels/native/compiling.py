@@ -23,7 +23,7 @@ from rekindle_kernels.native import cpu
 from rekindle_kernels.native import kernel_table as table
 from rekindle_kernels.native.chain_plan import CHAIN
 from rekindle_kernels.native.cpu import has_feature
-from rekindle_kernels.native.kernel_spec import KernelSpec, Variant
+from rekindle_kernels.native.kernel_table import KernelSpec, Variant
 from rekindle_kernels.native.kernels import (
     adapter,
     decode,

@@ -1,6 +1,14 @@
-"""The tables of all kernels, and a kernel's table by its name.
+"""The tables of all kernels: what each takes and gives, declared once. The kernel, its caller and the chain read them.
 
-Axes: T tokens of the step, R rows, E width, N outputs of a matrix, M results of a row, V vocabulary, F frequencies,
+A call has the operands of the table in the table's order, then one more that holds the kernel's settings, if it has
+any: numbers that are known when the program is traced, and a bit for each optional operand that is there. An optional
+operand that is not there is replaced by one element that is never read. One that stands behind the settings is left
+out: programs without it are as if the table had none.
+
+Axes are named. An axis has the same size wherever its name stands, T is the axis of a step's tokens, and a digit is a
+size by itself.
+
+These are T tokens of the step, R rows, E width, N outputs of a matrix, M results of a row, V vocabulary, F frequencies,
 H query heads, K kv heads or the width of a matrix, D head size, P pages or states, S page size or sequences, W
 page-table width or words of a mask, U units, L modules of an adapter's site. Of a layer with a state: C channels, K
 taps, H heads of D keys and V values.
@@ -8,34 +16,148 @@ taps, H heads of D keys and V values.
 
 from __future__ import annotations
 
-from rekindle_kernels.int4_format import CODES
-from rekindle_kernels.native.kernel_spec import KernelSpec, Operand, Result, Variant
-from rekindle_kernels.native.layout import words
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
 
+import numpy as np
+
+from rekindle_kernels.int4_format import CODES
+from rekindle_kernels.native.layout import Layout, consecutive, words
+
+TOKENS = "T"
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One array that a kernel reads. `dtype` None is the one in the kernel's name."""
+
+    name: str
+    axes: str  # names with spaces between them
+    dtype: str | None = "float32"
+    optional: bool = False
+    fields: tuple[str, ...] = ()  # of an array that is a record of int32
+    behind: bool = False  # it is optional and stands behind the settings; tables list such operands last
+
+    @property
+    def is_per_token(self) -> bool:
+        """True if it has one row per token of the step."""
+        return self.axes.split()[:1] == [TOKENS]
+
+    @cached_property
+    def record(self) -> Layout | None:
+        """The layout of an array that is a record."""
+        return consecutive(self.name, dict.fromkeys(self.fields, "int32")) if self.fields else None
+
+
+@dataclass(frozen=True)
+class Result:
+    """One array that a kernel writes, into memory of its own or into that of operand `into`, if that is there."""
+
+    name: str
+    axes: str
+    dtype: str | None = "float32"
+    into: str | None = None
+
+    @property
+    def is_per_token(self) -> bool:
+        """True if it has one row per token of the step."""
+        return self.axes.split()[:1] == [TOKENS]
+
+
+@dataclass(frozen=True, eq=False)
+class KernelSpec:
+    """The table of one kernel."""
+
+    kind: str
+    operands: tuple[Operand, ...]
+    results: tuple[Result, ...]
+    settings: Mapping[str, str] = field(default_factory=dict)  # "int32" or "float32" by name
+    parameters: tuple[str, ...] = ()  # what its names tell beside the kind: "dtype", "head_dim"
+
+    def __post_init__(self) -> None:
+        assert "_" not in self.kind, f"{self.kind} has to be one word: names are cut at underscores"
+
+    @cached_property
+    def optional(self) -> tuple[str, ...]:
+        """Operands that need not be there, in the order of their bits."""
+        return tuple(operand.name for operand in self.operands if operand.optional)
+
+    @cached_property
+    def settings_layout(self) -> Layout | None:
+        """The operand of settings: `present`, the bits of the optional operands that are there, and the settings."""
+        kinds = {"present": "int32", **self.settings} if self.optional or self.settings else {}
+        return consecutive(f"{self.kind} settings", kinds) if kinds else None
+
+    def has(self, operand: str) -> bool:
+        """True if there is an operand of that name."""
+        return any(each.name == operand for each in self.operands)
+
+    def index(self, operand: str) -> int:
+        """Return an operand's place in a call, also that of "settings"."""
+        names = [each.name for each in self.operands if not each.behind]
+        return [*names, "settings", *(each.name for each in self.operands if each.behind)].index(operand)
+
+    def present_bit(self, operand: str) -> int:
+        """Return the bit of an optional operand in `present`."""
+        return 1 << self.optional.index(operand)
+
+    def pack_settings(self, present: int, values: Mapping[str, float]) -> np.ndarray:
+        """Return the operand of settings."""
+        assert self.settings_layout is not None, f"{self.kind} has no settings"
+        return self.settings_layout.pack({"present": present, **values})
+
+    def setting_index(self, name: str) -> int:
+        """Return where a setting stands in `pack_settings`."""
+        assert self.settings_layout is not None, f"{self.kind} has no settings"
+        return self.settings_layout.index(name)
+
+    def variant(self, *parameters: Any) -> Variant:
+        """One kernel of this kind, for a dtype's name and a head size, if it has them."""
+        assert len(parameters) == len(self.parameters), f"{self.kind} takes {', '.join(self.parameters) or 'nothing'}"
+        return Variant(self, **dict(zip(self.parameters, parameters, strict=True)))
+
+
+class Variant(NamedTuple):
+    """A kernel: its table, and what it is compiled for."""
+
+    spec: KernelSpec
+    dtype: str = ""
+    head_dim: int = 0
+
+    @property
+    def name(self) -> str:
+        """Its name for XLA and for the folder of object code; `kernel_table.identify` reads it."""
+        return "_".join([self.spec.kind, *(str(getattr(self, parameter)) for parameter in self.spec.parameters)])
+
+    def dtype_of(self, array: Operand | Result) -> str:
+        """Return the dtype of an operand or result."""
+        return array.dtype or self.dtype
+
+
+# The tables.
 DTYPE, DTYPE_AND_HEAD_DIM = ("dtype",), ("dtype", "head_dim")
 DTYPES = ("bfloat16", "float32", "float16", "int8")  # of matrices and pages, the likeliest first
 ADAPTED = DTYPES[:3]  # of adapters
 WRITTEN = DTYPES[:2]  # of pages; others are XLA's to write
 
-# The number of the matrix that is multiplied, where those of a product are a stack: all rows of the first, then those
-# of the next.
-_EXPERT = Operand("expert", "", "int32", optional=True, behind=True)
-
 
 # Rows times a matrix. `rows` says which rows are computed: the first `before`, and those behind the next `gap`. Results
 # of the others are undefined; without `rows` all are computed. Gated products have half as many results as outputs:
 # silu of the first half times the other. `norm` holds weights of an RMS norm of the rows before they are multiplied.
-def _product(kind: str, *behind: Operand, **settings: str) -> KernelSpec:
+# `expert` is the number of the matrix, where those of a product are a stack: all rows of the first, then those of the
+# next.
+def _product(kind: str, *matrix: Operand, behind: tuple[Operand, ...] = (), **settings: str) -> KernelSpec:
     return KernelSpec(
         kind,
         operands=(
-            Operand("weight", "N K", dtype=None),
-            Operand("scale", "N", optional=True),  # of int8 weights
+            *matrix,
             Operand("x", "T K"),
             Operand("residual", "T M", optional=True),
             Operand("rows", "2", "int32", optional=True, fields=("before", "gap")),
             Operand("norm", "K", optional=True),
-            _EXPERT,
+            Operand("expert", "", "int32", optional=True, behind=True),
             *behind,
         ),
         results=(Result("out", "T M"),),
@@ -44,42 +166,32 @@ def _product(kind: str, *behind: Operand, **settings: str) -> KernelSpec:
     )
 
 
+_MATRIX = Operand("weight", "N K", dtype=None), Operand("scale", "N", optional=True)  # a scale of int8 weights
+
 # With `amx` 1 the processor has these instructions. Where adapters are added to the product, the chain passes that
 # call's operands here, too: while few rows are multiplied, the product prefetches the rows of rank of the step's
 # adapters, of `place`, in numbers of `number_bytes`.
 GEMM = _product(
     "gemm",
-    Operand("down", "A K", optional=True, behind=True),
-    Operand("up", "B N", optional=True, behind=True),
-    Operand("owners", "C U", "int32", optional=True, behind=True),
-    Operand("slots", "S", "int32", optional=True, behind=True),
-    amx="int32",
-    place="int32",
-    number_bytes="int32",
+    *_MATRIX,
+    behind=(
+        Operand("down", "A K", optional=True, behind=True),
+        Operand("up", "B N", optional=True, behind=True),
+        Operand("owners", "C U", "int32", optional=True, behind=True),
+        Operand("slots", "S", "int32", optional=True, behind=True),
+    ),
+    **dict.fromkeys(("amx", "place", "number_bytes"), "int32"),
 )
-MATVEC = _product("matvec", invariant="int32")  # 1: products are added in the same order whatever the number of rows
+# With `invariant` 1, products are added in the same order whatever the number of rows.
+MATVEC = _product("matvec", *_MATRIX, invariant="int32")
 
 
 # Rows times a matrix of four, six or eight bits, or of a codebook, in groups, whose three arrays are described in
 # `rekindle_kernels.int4_format`; W is its columns. With `amx`, the processor has these instructions: results are the
 # same without, unless `widened` is 1: then many rows may be multiplied as bfloat16.
 def _grouped(kind: str, weight: str) -> KernelSpec:
-    return KernelSpec(
-        kind,
-        operands=(
-            Operand("weight", "B W", weight),
-            Operand("scale", "B S", dtype=None),
-            Operand("minimum", "B S", dtype=None, optional=True),
-            Operand("x", "T K"),
-            Operand("residual", "T M", optional=True),
-            Operand("rows", "2", "int32", optional=True, fields=("before", "gap")),
-            Operand("norm", "K", optional=True),
-            _EXPERT,
-        ),
-        results=(Result("out", "T M"),),
-        settings={"eps": "float32", "gated": "int32", "amx": "int32", "widened": "int32"},
-        parameters=DTYPE,
-    )
+    stored = Operand("weight", "B W", weight), Operand("scale", "B S", dtype=None)
+    return _product(kind, *stored, Operand("minimum", "B S", dtype=None, optional=True), amx="int32", widened="int32")
 
 
 _KINDS = {"uint8": "int4", "uint32": "int6groups", "int32": "int8groups", CODES: "codebook"}

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,6 @@ from rekindle_kernels.native import kernel_table
 from rekindle_kernels.native.build import builds
 from rekindle_kernels.native.calling import NOT_BUILT, call, differentiable, like, unavailable
 from rekindle_kernels.native.cpu import has_feature, multiplies_many, multiplies_widened
-from rekindle_kernels.native.kernel_spec import Variant
 from rekindle_kernels.native.kernel_table import (
     ACTIVATIONS,
     ADAPTED,
@@ -28,10 +26,11 @@ from rekindle_kernels.native.kernel_table import (
     GEMM,
     GROUPED,
     MATVEC,
+    Variant,
 )
 from rekindle_kernels.ops.linear import (
-    AdaptedTokens,
     AdapterCall,
+    AdapterInputs,
     AdapterOptions,
     GatedCall,
     LinearCall,
@@ -273,31 +272,21 @@ def add_adapters(
 # The same as implementations of operations.
 
 
-def _add_adapters(
-    y: jax.Array,
-    x: jax.Array,
-    down: jax.Array,
-    up: jax.Array,
-    owners: jax.Array,
-    tokens: AdaptedTokens,
-    norm: jax.Array | None,
-    options: AdapterOptions,
-) -> jax.Array:
+def _add_adapters(inputs: AdapterInputs, options: AdapterOptions) -> jax.Array:
     """Implement `ops.linear.add_adapters`."""
 
-    def slow(y: jax.Array, x: jax.Array, *others: Any) -> jax.Array:
-        down, up, owners, norm, *of = others
-        x = x if norm is None else plain.rms_norm(x, norm, options.eps)
-        return plain.add_adapters(y, x, down, up, owners, AdaptedTokens(*of), None, options)
+    def slow(inputs: AdapterInputs) -> jax.Array:
+        x = inputs.x if inputs.norm is None else plain.rms_norm(inputs.x, inputs.norm, options.eps)
+        return plain.add_adapters(inputs._replace(x=x, norm=None), options)
 
-    def fast(y: jax.Array, x: jax.Array, *others: Any) -> jax.Array:
-        down, up, owners, norm, _, order, slots = others
+    def fast(inputs: AdapterInputs) -> jax.Array:
+        y, x, down, up, owners, tokens, norm = inputs
         return add_adapters(
-            y, x, down, up, owners, order, slots, norm,
+            y, x, down, up, owners, tokens.order, tokens.sorted_slots, norm,
             place=options.place, outputs=options.outputs, gated=options.gate is not None, eps=options.eps,
         )  # fmt: skip
 
-    return differentiable(fast, slow)(y, x, down, up, owners, norm, *tokens)
+    return differentiable(fast, slow)(inputs)
 
 
 def _linear(operands: Operands, options: LinearOptions, dtype: jnp.dtype) -> jax.Array:
@@ -305,17 +294,19 @@ def _linear(operands: Operands, options: LinearOptions, dtype: jnp.dtype) -> jax
     x, gate, eps = operands.x, options.gate, 0.0 if operands.norm is None else options.eps
     rows = x.size // x.shape[-1]
 
-    def slow(*arrays: Any) -> jax.Array:
-        each = Operands(*arrays).with_one_matrix(options.values)
+    def slow(each: Operands) -> jax.Array:
+        each = each.with_one_matrix(options.values)
         x = each.x if each.norm is None else plain.rms_norm(each.x, each.norm, eps)
         y = plain.multiply(x, each.weight, each.scale, options.quantize, jnp.float32, each.minimum)
         y = y if gate is None else plain.gated(y, None, gate)
         return y if each.residual is None else each.residual + y
 
-    def fast(*arrays: Any) -> jax.Array:
+    def fast(each: Operands) -> jax.Array:
+        x, weight, scale, minimum, *others = each
         if options.quantize == "int4":
-            return multiply_int4(*arrays, eps=eps, gated=gate is not None, widened=not options.deterministic)
-        x, weight, scale, _, *others = arrays
+            assert scale is not None, "integers have scales"
+            fixed = options.deterministic
+            return multiply_int4(x, weight, scale, minimum, *others, eps=eps, gated=gate is not None, widened=not fixed)
         return multiply(
             x, weight, scale, *others, eps=eps, gated=gate is not None, quantize_rows=options.quantize == "int8",
             deterministic=options.deterministic, values=options.values,
@@ -323,7 +314,7 @@ def _linear(operands: Operands, options: LinearOptions, dtype: jnp.dtype) -> jax
 
     residual = operands.residual
     flat = None if residual is None else residual.reshape(rows, -1).astype(jnp.float32)
-    y = differentiable(fast, slow)(*operands._replace(x=x.reshape(rows, -1), residual=flat))
+    y = differentiable(fast, slow)(operands._replace(x=x.reshape(rows, -1), residual=flat))
     return y.reshape(*x.shape[:-1], -1).astype(dtype)
 
 

@@ -24,8 +24,17 @@ from typing import Any
 
 import numpy as np
 
-from rekindle_kernels.native.layout import WORD, Layout, consecutive
-from rekindle_kernels.native.xla_abi import API_VERSION, BUFFER, CALL_FRAME, EXTENSION, METADATA, METADATA_KIND
+from rekindle_kernels.native.layout import (
+    API_VERSION,
+    BUFFER,
+    CALL_FRAME,
+    EXTENSION,
+    METADATA,
+    METADATA_KIND,
+    WORD,
+    Layout,
+    consecutive,
+)
 
 ZEROS, FILL = "zeros", "fill"  # names of kernels
 HANDLER = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from rekindle_kernels.native import kernel_table
 from rekindle_kernels.native.build import builds
 from rekindle_kernels.native.calling import NOT_BUILT, call, differentiable, unavailable
-from rekindle_kernels.native.kernel_spec import KernelSpec
+from rekindle_kernels.native.kernel_table import KernelSpec
 from rekindle_kernels.ops.recurrence import (
     ConvolutionOptions,
     DeltaOptions,

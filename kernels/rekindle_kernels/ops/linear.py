@@ -262,7 +262,7 @@ def grouped_linear(
 #
 # Axes: T tokens, I inputs, O outputs, M modules whose outputs lie one behind the other, B rows of rank, U units that
 # share these rows alike, C places: rows of `owners`, of which a call reads one.
-ADAPTERS = Registry("adapters")  # run(y, x, down, up, owners, tokens, norm, options) -> [T, O], gated [T, O / 2]
+ADAPTERS = Registry("adapters")  # run(inputs, options) -> [T, O], gated [T, O / 2]
 
 
 class AdaptedTokens(NamedTuple):
@@ -277,6 +277,18 @@ class AdaptedTokens(NamedTuple):
         """Return the tokens with these adapters."""
         order = jnp.argsort(slots, stable=True).astype(jnp.int32)
         return cls(slots, order, slots[order])
+
+
+class AdapterInputs(NamedTuple):
+    """The arrays of a call, as `add_adapters` describes them."""
+
+    y: jax.Array
+    x: jax.Array
+    down: jax.Array
+    up: jax.Array
+    owners: jax.Array
+    tokens: AdaptedTokens
+    norm: jax.Array | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,7 +347,7 @@ def add_adapters(
         x, norm = rms_norm(x, norm, eps, implementation=implementation, platform=platform), None
     behind = gate if gate is not None and chosen.supports(replace(call, gate=gate)) is not None else None
     options = AdapterOptions(place, outputs, gate if behind is None else None, eps)
-    added: jax.Array = chosen.run(y, x, down, up, owners, tokens, norm, options)
+    added: jax.Array = chosen.run(AdapterInputs(y, x, down, up, owners, tokens, norm), options)
     return added if behind is None else gated(added, behind, implementation=implementation, platform=platform)
 
 

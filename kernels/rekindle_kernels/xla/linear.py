@@ -13,8 +13,8 @@ from rekindle_kernels import int4
 from rekindle_kernels.ops.linear import (
     CLAMP,
     CLAMP_SLOPE,
-    AdaptedTokens,
     AdapterCall,
+    AdapterInputs,
     AdapterOptions,
     LinearCall,
     LinearOptions,
@@ -155,17 +155,9 @@ FEW, ROWS = 64, 1024  # tokens, and rows of rank, of which all are multiplied
 WINDOW = 64
 
 
-def add_adapters(
-    y: jax.Array,
-    x: jax.Array,
-    down: jax.Array,
-    up: jax.Array,
-    owners: jax.Array,
-    tokens: AdaptedTokens,
-    norm: jax.Array | None,
-    options: AdapterOptions,
-) -> jax.Array:
+def add_adapters(inputs: AdapterInputs, options: AdapterOptions) -> jax.Array:
     """Implement `ops.linear.add_adapters`."""
+    y, x, down, up, owners, tokens, norm = inputs
     assert norm is None, "x is normed before"
     mine, outputs, gate = owners[options.place], options.outputs, options.gate
     needed = ((mine[:, None] == tokens.slots) & (mine[:, None] > 0)).any(axis=1)

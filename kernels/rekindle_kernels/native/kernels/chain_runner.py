@@ -12,7 +12,7 @@ from typing import Any
 
 from numba import cfunc, types
 
-from rekindle_kernels.native import chain_plan, xla_abi
+from rekindle_kernels.native import chain_plan, layout
 from rekindle_kernels.native.chain_plan import CHAIN, ENTRIES, GAP, GAPS, MOST, OPERAND, RESULT, STEP
 from rekindle_kernels.native.language import memory
 from rekindle_kernels.native.language.handler import (
@@ -46,13 +46,13 @@ from rekindle_kernels.native.layout import WORD
 OVER = -1  # instead of a job
 SPINS = 2000  # before another program may have the core
 HEADER_BYTES, PLAN_BUFFER_BYTES, CALL_BYTES = (
-    layout.size for layout in (chain_plan.HEADER, chain_plan.BUFFER, chain_plan.CALL)
+    each.size for each in (chain_plan.HEADER, chain_plan.BUFFER, chain_plan.CALL)
 )
-FRAME_BYTES, RECORD_BYTES, TEAM_BYTES = xla_abi.CALL_FRAME.size, xla_abi.BUFFER.size, TEAM.size
+FRAME_BYTES, RECORD_BYTES, TEAM_BYTES = layout.CALL_FRAME.size, layout.BUFFER.size, TEAM.size
 _header, _plan_buffer, _plan_call = (
-    record_at(layout) for layout in (chain_plan.HEADER, chain_plan.BUFFER, chain_plan.CALL)
+    record_at(each) for each in (chain_plan.HEADER, chain_plan.BUFFER, chain_plan.CALL)
 )
-_frame, _buffer, _team, _job = (record_at(layout) for layout in (xla_abi.CALL_FRAME, xla_abi.BUFFER, TEAM, JOB_HEADER))
+_frame, _buffer, _team, _job = (record_at(each) for each in (layout.CALL_FRAME, layout.BUFFER, TEAM, JOB_HEADER))
 
 
 @inline

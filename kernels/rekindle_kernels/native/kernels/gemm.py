@@ -1,7 +1,7 @@
 """Many rows times a 16-bit or 8-bit matrix, with the instructions that multiply two or four of them in a lane.
 
 Rows are packed first (`gemm_packing`), then multiplied: by `gemm_amx` where the processor has AMX, else by
-`gemm_panels`, and where there are hundreds of them by `gemm_strips`; by `gemm_widened` where no instruction is faster
+`gemm_panels`, and where there are hundreds of them in strips; by `gemm_widened` where no instruction is faster
 than float32. XLA:CPU repacks the matrix for every product, and has no instruction for four int8.
 
 GFLOP/s, 2 cores, best of 60, rows of float32 that are narrowed here and were narrowed before for XLA:
@@ -21,16 +21,22 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+
 from rekindle_kernels.native import cpu, kernel_table
 from rekindle_kernels.native.cpu import has_feature, multiplies_widened, on_arm
-from rekindle_kernels.native.kernels import gemm_amx, gemm_panels, gemm_strips, gemm_widened
-from rekindle_kernels.native.kernels.gemm_packing import JOB, LEFT_OVER, describe
+from rekindle_kernels.native.kernels import gemm_amx, gemm_panels, gemm_widened
+from rekindle_kernels.native.kernels.gemm_packing import JOB, LEFT_OVER, describe, finisher, narrower
 from rekindle_kernels.native.kernels.gemm_panels import list_rows_of_rank
 from rekindle_kernels.native.language.amx import allowed
+from rekindle_kernels.native.language.dot_products import add_ints, transpose
 from rekindle_kernels.native.language.handler import Kernel, wait_for_blocks
-from rekindle_kernels.native.language.jit import jit
-from rekindle_kernels.native.language.memory import free
-from rekindle_kernels.native.language.vector import LANES
+from rekindle_kernels.native.language.jit import emits, inline, jit
+from rekindle_kernels.native.language.memory import WORD, free, malloc, prefetch
+from rekindle_kernels.native.language.vector import LANES, load_f32, splat, store
 
 FEW = LANES + LEFT_OVER  # rows of a product that prefetches what adapters read after it
 ENOUGH = 160  # rows: to turn a strip costs what 8 to 16 of them do
@@ -45,7 +51,7 @@ def kernel(size: int, add: Any) -> Kernel:
     prepare_panels, pack_panels, multiply_panels = gemm_panels.functions(size, add)
     if on_arm():  # strips are written for the registers of AVX-512
         return _of_one_form(size, prepare_panels, pack_panels, multiply_panels)
-    prepare_strips, pack_rows, multiply_strip = gemm_strips.functions(size)
+    prepare_strips, pack_rows, multiply_strip = strip_functions(size)
     prepare_tiles, pack_for_tiles, multiply_by_tiles = gemm_amx.functions(size)
     # Whether the code for AMX is there; a caller says whether it runs.
     may_be_tiled = cpu.building_for is not None or has_feature("amx-int8")
@@ -112,3 +118,163 @@ def _of_one_form(size: int, prepare_rows: Any, pack: Any, multiply: Any) -> Kern
         free(job.packed)
 
     return Kernel(kernel_table.GEMM, JOB, prepare, block, finish)
+
+
+# Hundreds of rows times a 16-bit or 8-bit matrix: strips of the matrix are turned, and every row passes over them.
+#
+# A strip is 32 outputs, laid out so that a load fills a vector with the words of 16 of them. A word of a row, spread
+# over a vector, multiplies two such vectors, and 12 rows times 32 outputs stay in registers until they are done: they
+# come out as they are stored. In `gemm_panels` it is the rows that are turned, in memory, and so are the results. To
+# turn a strip costs what 8 to 16 rows do.
+#
+# 1,024 tokens, 135M bfloat16, milliseconds of CPU time     panels   strips
+#     one thread                                               594      567
+#     two, in a minute in which memory was slow                791      619
+
+FEWEST = 96  # of a group: many threads share a strip, and each turns it for itself
+STRIP_ROWS, VECTORS = 12, 2  # of a tile: 24 sums, two vectors of the strip and a word of the row are 27 of 32 registers
+STRIP_OUTPUTS = VECTORS * LANES
+PACKED_BYTES = 64 << 10  # of rows that one thread narrows: to wake another takes as long
+ZERO = np.float32(0)
+
+
+@inline
+def results_of_strip(job: Any) -> int:
+    """Return a strip of gated results holds 16 gates and their ups."""
+    return LANES if job.ups > 0 else STRIP_OUTPUTS
+
+
+@inline
+def count_strips(job: Any) -> int:
+    return (job.results + results_of_strip(job) - 1) // results_of_strip(job)
+
+
+def strip_functions(size: int) -> Any:
+    """Return `prepare(job, threads) -> blocks`, `pack(job, index)` and `multiply(job, index)` of strips, for
+    `kernel`."""
+    narrow, finish_vector = narrower(size), finisher(size)
+    tile = multiply_strip_tile(STRIP_ROWS, VECTORS, size)
+
+    @inline
+    def prepare(job: Any, threads: int) -> int:
+        rows, width, strips = job.rows, job.width, count_strips(job)
+        groups = max(1, min((4 * threads + strips - 1) // strips, rows // FEWEST))
+        job.group = (rows + groups * STRIP_ROWS - 1) // (groups * STRIP_ROWS) * STRIP_ROWS
+        whole = (rows + STRIP_ROWS - 1) // STRIP_ROWS * STRIP_ROWS
+        job.packed = malloc(whole * width * size + (rows + LANES) * 4)
+        job.row_scales = job.packed + whole * width * size
+        job.per_pack = max(1, PACKED_BYTES // (job.width * 4))
+        job.packs = (rows + job.per_pack - 1) // job.per_pack
+        return job.packs + strips * ((rows + job.group - 1) // job.group)
+
+    @jit
+    def pack(job: Any, index: int) -> None:
+        width = job.width
+        scratch, first = malloc(width * 4), index * job.per_pack
+        for r in range(first, min(job.rows, first + job.per_pack)):
+            narrow(job, r, job.packed + r * width * size, scratch)
+        free(scratch)
+
+    @jit
+    def turn(w: int, words: int, strip: int, weight_sums: int) -> None:
+        """Lay out 16 outputs of a strip; for int8 also sum their weights, by which results are corrected."""
+        sums = splat(ZERO)
+        for j in range(0, words, LANES):
+            transpose(w + j * 4, words, strip + j * STRIP_OUTPUTS * 4, STRIP_OUTPUTS)
+            if size == 1:
+                for i in range(LANES):
+                    sums = add_ints(sums, load_f32(strip, (j + i) * STRIP_OUTPUTS))
+        store(weight_sums, 0, sums)
+
+    @jit
+    def put(job: Any, sums: int, weight_sums: int, n: int, r: int, vectors: int) -> None:
+        """The results of a tile, `vectors` of them in a row."""
+        for i in range(min(STRIP_ROWS, job.rows - r)):
+            for v in range(vectors):
+                at = v * LANES * 4
+                finish_vector(job, sums + i * STRIP_OUTPUTS * 4 + at, weight_sums + at, LANES * 4, r + i, n + v * LANES)
+
+    @jit
+    def multiply_strip(job: Any, index: int) -> None:
+        strips, rows, ups = count_strips(job), job.group, job.ups
+        n, words = index % strips * results_of_strip(job), job.width * size // 4
+        begin = index // strips * rows
+        vectors = VECTORS if ups > 0 else min(VECTORS, (job.results - n) // LANES)
+        further = (ups if ups > 0 else LANES) * words * 4  # from a vector's weights to the next one's
+        strip = malloc((words * STRIP_OUTPUTS + STRIP_ROWS * STRIP_OUTPUTS + STRIP_OUTPUTS) * 4)
+        sums = strip + words * STRIP_OUTPUTS * 4
+        weight_sums = sums + STRIP_ROWS * STRIP_OUTPUTS * 4
+        w = job.weight + n * words * 4
+        for v in range(vectors):
+            turn(w + v * further, words, strip + v * LANES * 4, weight_sums + v * LANES * 4)
+        ahead = w + results_of_strip(job) * words * 4  # the next strip's weights, little by little
+        lines = words // (rows // STRIP_ROWS) + 1
+        results = 1 if ups > 0 else vectors
+        for r in range(begin, min(job.rows, begin + rows), STRIP_ROWS):
+            tile(strip, job.packed + r * words * 4, words, sums)
+            put(job, sums, weight_sums, n, r, results)
+            for _ in range(lines):
+                for v in range(VECTORS):
+                    prefetch(ahead + v * further)
+                ahead += 64
+        free(strip)
+
+    return prepare, pack, multiply_strip
+
+
+_INTS = ir.VectorType(ir.IntType(32), LANES)
+_INSTRUCTION = {1: "vpdpbusd", 2: "vdpbf16ps"}  # total += products of what is in the words of both, by their size
+
+
+def multiply_strip_tile(rows: int, vectors: int, size: int) -> Any:
+    """Return `tile(columns, x, words, sums)`: rows of words that follow each other at x, times columns of words.
+
+    Columns [words, vectors · 16] lie at a multiple of 64 bytes, sums [rows, vectors · 16] anywhere. Numbers have `size`
+    bytes; x holds unsigned ones if it is 1.
+    """
+    assert rows % 3 == 0, "an address reaches three rows"
+
+    @emits(types.void, types.int64, types.int64, types.int64, types.int64)
+    def tile(builder: Any, columns: Any, x: Any, words: Any, sums: Any) -> None:
+        def vector(start: Any, number: Any) -> Any:
+            return builder.gep(builder.inttoptr(start, _INTS.as_pointer()), [number])
+
+        totals = [cgutils.alloca_once(builder, _INTS) for _ in range(rows * vectors)]
+        for total in totals:
+            builder.store(ir.Constant(_INTS, [0] * LANES), total)
+        row_size = builder.mul(words, WORD(4))
+        thirds = [builder.add(x, builder.mul(row_size, WORD(row))) for row in range(0, rows, 3)]
+        with cgutils.for_range(builder, words) as loop:
+            first = builder.mul(loop.index, WORD(vectors))
+            loaded = [builder.load(vector(columns, builder.add(first, WORD(v))), align=64) for v in range(vectors)]
+            for row in range(rows):
+                here = totals[row * vectors : (row + 1) * vectors]
+                word = builder.add(thirds[row // 3], builder.mul(loop.index, WORD(4)))
+                before = [builder.load(total) for total in here]
+                for total, value in zip(
+                    here, _add_row(builder, size, word, row_size, row % 3, loaded, before), strict=True
+                ):
+                    builder.store(value, total)
+        for number, total in enumerate(totals):
+            builder.store(builder.load(total), vector(sums, WORD(number)), align=4)
+
+    return tile
+
+
+def _add_row(
+    builder: Any, size: int, word: Any, row_size: Any, row: int, columns: list[Any], sums: list[Any]
+) -> list[Any]:
+    """Return `sums` and the word `row` rows behind `word` times each of the columns.
+
+    As assembly: the compiler would ask for the words of all rows first, and have no registers left for the sums.
+    """
+    count = len(sums)
+    behind = ("", f",${2 * count + 2}", f",${2 * count + 2},2")[row]
+    lines = [f"vpbroadcastd (${2 * count + 1}{behind}), ${count}"]
+    lines += [f"{_INSTRUCTION[size]} ${count + 1 + i}, ${count}, ${i}" for i in range(count)]
+    registers = ["=v"] * count + ["=&v"] + ["v"] * count + ["r", "r"] + [str(i) for i in range(count)]
+    results = ir.LiteralStructType([_INTS] * (count + 1))
+    kind = ir.FunctionType(results, [_INTS] * count + [WORD, WORD] + [_INTS] * count)
+    operands = [*columns, word, row_size, *sums]
+    added = builder.asm(kind, "\n".join(lines), ",".join(registers), operands, side_effect=False)
+    return [builder.extract_value(added, i) for i in range(count)]

@@ -1,6 +1,6 @@
 """Many rows times a 16-bit or 8-bit matrix on processors that multiply no two of its numbers in a lane, or slowly.
 
-Strips of 16 outputs are turned, as in `gemm_strips`, and widened: bfloat16 to float32, with rows that stay what they
+Strips of 16 outputs are turned, as in `gemm`, and widened: bfloat16 to float32, with rows that stay what they
 are, and int8 to pairs of 16 bits. With AVX2, six rows times 16 outputs stay in registers: twelve sums, two vectors of
 the strip, a word of the row, and one to spare are all sixteen. With AVX-VNNI, int8 is multiplied four by four as it is.
 With AVX-512, 24 rows times 16 outputs do: 24 sums and a vector of the strip, which is multiplied by words in memory.
@@ -13,8 +13,8 @@ GFLOP/s, 2 cores of a Xeon, by processor time, XLA's from a process in which CPU
     int8       512 x 3072 x 576         237    339        871
                 32 x 3072 x 576         200    274
 
-The same with AVX-512, 2 cores of another Xeon (Emerald Rapids, AMX hidden), where XLA and `gemm_strips` multiply pairs
-of bfloat16; best of 30:
+The same with AVX-512, 2 cores of another Xeon (Emerald Rapids, AMX hidden), where XLA and the strips of `gemm` multiply
+pairs of bfloat16; best of 30:
 
                                         XLA   strips   here
     bfloat16   512 x 3072 x 576         161      161    284

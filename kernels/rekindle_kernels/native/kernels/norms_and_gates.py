@@ -102,11 +102,7 @@ GELU_TANH = kernel_table.ACTIVATIONS.index("gelu_tanh")
 
 GATED_JOB = job_layout(
     "gatedrows",
-    {
-        "gates": "[rows, width]",
-        "ups": "[rows, stride]",
-        "out": "[rows, height]",
-    },
+    {"gates": "[rows, width]", "ups": "[rows, stride]", "out": "[rows, height]"},
     "rows width stride height activation",
 )
 

@@ -254,12 +254,7 @@ NUMBERS = 4  # of a token beside its key and query: decay, weight of the correct
 
 DELTA_JOB = job_layout(
     "delta",
-    {
-        **HEADS,
-        "qkv": "[tokens, channels]",
-        "gate": "columns of `projected`, as is the next",
-        "norm": "[values]",
-    },
+    {**HEADS, "qkv": "[tokens, channels]", "gate": "columns of `projected`, as is the next", "norm": "[values]"},
     "channels beta key_heads",
     numbers={"eps": "of the norm"},
 )

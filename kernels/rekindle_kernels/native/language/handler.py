@@ -15,8 +15,8 @@ from typing import Any
 
 from numba import cfunc, types
 
-from rekindle_kernels.native import xla_abi
-from rekindle_kernels.native.kernel_spec import KernelSpec
+from rekindle_kernels.native import layout
+from rekindle_kernels.native.kernel_table import KernelSpec
 from rekindle_kernels.native.language import memory
 from rekindle_kernels.native.language.jit import HANDLER_JIT, inline, jit
 from rekindle_kernels.native.language.memory import acquire, call, fetch_add, free, malloc, publish
@@ -38,13 +38,13 @@ TEAM = words("Team", {"job": 0, "arena": 1, "users": JOB_HEADER.index("users"), 
 TEAM_JOB = TEAM.offset("job")
 CHAINED = 1  # in the frame of a call in a chain, where XLA's says how large it is
 
-_job, _team, _frame = record_at(JOB_HEADER), record_at(TEAM), record_at(xla_abi.CALL_FRAME)
-_api, _extension, _metadata = (record_at(layout) for layout in (xla_abi.API, xla_abi.EXTENSION, xla_abi.METADATA))
-_threads_call, _schedule_call = record_at(xla_abi.THREADS), record_at(xla_abi.SCHEDULE)
-_COUNT, _THREADS_BYTES, _THREADS_SIZE = xla_abi.THREADS.offset("count"), xla_abi.THREADS.size, xla_abi.THREADS_SIZE
-SCHEDULE_BYTES = xla_abi.SCHEDULE.size
-_METADATA_KIND = xla_abi.METADATA_KIND
-_MAJOR, _MINOR, _PATCH = xla_abi.API_VERSION
+_job, _team, _frame = record_at(JOB_HEADER), record_at(TEAM), record_at(layout.CALL_FRAME)
+_api, _extension, _metadata = (record_at(each) for each in (layout.API, layout.EXTENSION, layout.METADATA))
+_threads_call, _schedule_call = record_at(layout.THREADS), record_at(layout.SCHEDULE)
+_COUNT, _THREADS_BYTES, _THREADS_SIZE = layout.THREADS.offset("count"), layout.THREADS.size, layout.THREADS_SIZE
+SCHEDULE_BYTES = layout.SCHEDULE.size
+_METADATA_KIND = layout.METADATA_KIND
+_MAJOR, _MINOR, _PATCH = layout.API_VERSION
 
 
 def job_layout(

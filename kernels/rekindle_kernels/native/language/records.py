@@ -17,11 +17,11 @@ from numba.core.imputils import lower_getattr_generic, lower_setattr_generic
 from numba.core.typing.templates import AttributeTemplate, infer_getattr
 from numba.extending import intrinsic, register_model
 
-from rekindle_kernels.native import xla_abi
-from rekindle_kernels.native.kernel_spec import KernelSpec
+from rekindle_kernels.native.kernel_table import KernelSpec
 from rekindle_kernels.native.language.jit import inline
 from rekindle_kernels.native.language.memory import WORD, f32, i32, word
-from rekindle_kernels.native.layout import SIZES, Field, Layout
+from rekindle_kernels.native.layout import BUFFER as BUFFER_LAYOUT
+from rekindle_kernels.native.layout import CALL_FRAME, SIZES, Field, Layout
 
 INT, FLOAT = ir.IntType(32), ir.FloatType()
 _STORED = {"word": WORD, "int32": INT, "float32": FLOAT}
@@ -58,7 +58,7 @@ class _AddressModel(models.PrimitiveModel):
         super().__init__(manager, numba_type, WORD)
 
 
-BUFFER = Record(xla_abi.BUFFER)
+BUFFER = Record(BUFFER_LAYOUT)
 
 
 @cache
@@ -138,9 +138,9 @@ def _array(context: Any, builder: Any, frame: Frame, address: Any, name: str) ->
         bit = INT(frame.spec.present_bit(name.removeprefix("has_")))
         return builder.icmp_signed("!=", builder.and_(present, bit), INT(0))
     group, index = frame.arrays[name]
-    buffers = builder.load(_pointer(builder, address, xla_abi.CALL_FRAME.fields[group]))
+    buffers = builder.load(_pointer(builder, address, CALL_FRAME.fields[group]))
     buffer = builder.load(_pointer(builder, buffers, Field(8 * index, "word")))
-    return builder.load(_pointer(builder, buffer, xla_abi.BUFFER.fields["data"])) if name in frame.records else buffer
+    return builder.load(_pointer(builder, buffer, BUFFER_LAYOUT.fields["data"])) if name in frame.records else buffer
 
 
 @intrinsic
@@ -155,7 +155,7 @@ def take(typing_context: Any, frame: Any, job: Any) -> Any:
 
             def note_address(name: str = name, place: Any = place) -> None:
                 buffer = _array(context, builder, frame, args[0], name)
-                builder.store(builder.load(_pointer(builder, buffer, xla_abi.BUFFER.fields["data"])), place)
+                builder.store(builder.load(_pointer(builder, buffer, BUFFER_LAYOUT.fields["data"])), place)
 
             if name in frame.records:
                 continue
@@ -205,7 +205,7 @@ def dim(typing_context: Any, buffer: Any, axis: Any) -> Any:
     """Return the size of a buffer's axis."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        dims = builder.load(_pointer(builder, args[0], xla_abi.BUFFER.fields["dims"]))
+        dims = builder.load(_pointer(builder, args[0], BUFFER_LAYOUT.fields["dims"]))
         return builder.load(builder.gep(builder.inttoptr(dims, WORD.as_pointer()), [args[1]]))
 
     return types.int64(BUFFER, types.int64), codegen

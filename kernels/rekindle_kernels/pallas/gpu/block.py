@@ -89,6 +89,15 @@ def and_masks(left: jax.Array | None, right: jax.Array | None) -> jax.Array | No
     return left & right
 
 
+def load(ref: jax.Ref, at: tuple[Any, ...], mask: jax.Array | None, shape: tuple[int, ...] | None = None) -> jax.Array:
+    """Load ref[at], zeros outside of the mask, which broadcasts to `shape`."""
+    if mask is None:
+        return plgpu.load(ref.at[at])
+    # Triton casts `other` to the array's type, but not an integer to a one-byte float.
+    other = 0 if jnp.issubdtype(ref.dtype, jnp.integer) else 0.0
+    return plgpu.load(ref.at[at], mask=mask if shape is None else jnp.broadcast_to(mask, shape), other=other)
+
+
 def load_rows(ref: jax.Ref, rows: tuple[Any, ...], mask: jax.Array | None) -> jax.Array:
     """Load ref[(*rows, :)] as [len, D padded]; rows outside `mask` and columns past head_dim are zero.
 
@@ -100,12 +109,7 @@ def load_rows(ref: jax.Ref, rows: tuple[Any, ...], mask: jax.Array | None) -> ja
     length = next(row.shape[0] for row in rows if row.ndim)
     index = (row[:, None] if row.ndim else row for row in rows)
     where = and_masks(None if mask is None else mask[:, None], column_mask(head_dim))
-    if where is None:
-        return plgpu.load(ref.at[(*index, columns)])
-    where = jnp.broadcast_to(where, (length, padded(head_dim)))
-    # Triton casts `other` to the array's type, but not an integer to a one-byte float.
-    other = 0 if jnp.issubdtype(ref.dtype, jnp.integer) else 0.0
-    return plgpu.load(ref.at[(*index, columns)], mask=where, other=other)
+    return load(ref, (*index, columns), where, (length, padded(head_dim)))
 
 
 class Paged(NamedTuple):
@@ -127,11 +131,7 @@ class KeyPlaces(NamedTuple):
 def page_ids(paged: Paged, sequence: jax.Array, positions: jax.Array, readable: jax.Array | None) -> jax.Array:
     """Return the pages of the keys at `positions` [B]; 0 where they must not be read."""
     entry = sequence, lax.div(positions, jnp.int32(paged.pages.shape[-2]))
-    return (
-        plgpu.load(paged.table.at[entry])
-        if readable is None
-        else plgpu.load(paged.table.at[entry], mask=readable, other=0)
-    )
+    return load(paged.table, entry, readable)
 
 
 def slots_of(paged: Paged, positions: jax.Array) -> jax.Array:
@@ -153,13 +153,10 @@ def attend(
     """Add one block of keys to the softmax."""
     pages, slots, readable = keys
 
-    def load(ref: jax.Ref, *at: jax.Array | np.int32) -> jax.Array:
-        return plgpu.load(ref.at[at]) if readable is None else plgpu.load(ref.at[at], mask=readable, other=0)
-
     k = load_rows(paged.pages, (pages, K, head, slots), readable).astype(q.dtype)
     raw = scoring.dot(q, k, contract_right=1)
     if paged.scales is not None:
-        raw = raw * load(paged.scales, pages, K, head, slots)[None, :]
+        raw = raw * load(paged.scales, (pages, K, head, slots), readable)[None, :]
     scores = scoring.score(raw)
     if visible is not None:
         scores = jnp.where(visible, scores, -jnp.inf)
@@ -168,7 +165,7 @@ def attend(
     shrink = jnp.exp2(state.top - top)
     total = state.total * shrink + jnp.sum(weights, axis=1)
     if paged.scales is not None:
-        weights = weights * load(paged.scales, pages, V, head, slots)[None, :]
+        weights = weights * load(paged.scales, (pages, V, head, slots), readable)[None, :]
     v = load_rows(paged.pages, (pages, V, head, slots), readable).astype(q.dtype)
     values = state.values * shrink[:, None] + scoring.dot(weights.astype(q.dtype), v, contract_right=0)
     return Softmax(top, total, values)

@@ -19,7 +19,7 @@ from jax.experimental.pallas import triton as plgpu
 from rekindle_kernels import int4
 from rekindle_kernels.ops.linear import GroupedCall
 from rekindle_kernels.ops.registry import Implementation
-from rekindle_kernels.pallas.gpu.block import and_masks, product
+from rekindle_kernels.pallas.gpu.block import and_masks, load, product
 from rekindle_kernels.pallas.gpu.int4 import TYPES as PACKED_TYPES
 from rekindle_kernels.pallas.gpu.int4 import WORDS, Int4Tile, as_words, inputs_in_word, lay_out, summed
 
@@ -80,18 +80,15 @@ def _kernel(
     exists = None if outputs % tile.outputs == 0 else columns < outputs
     summed = jnp.int32 if x_ref.dtype == jnp.int8 else jnp.float32
 
-    def load(ref: jax.Ref, at: tuple[jax.Array, ...], left: jax.Array | None, right: jax.Array | None) -> jax.Array:
+    def part(ref: jax.Ref, at: tuple[jax.Array, ...], left: jax.Array | None, right: jax.Array | None) -> jax.Array:
         mask = and_masks(None if left is None else left[:, None], None if right is None else right[None, :])
-        if mask is None:
-            return plgpu.load(ref.at[at])
-        mask = jnp.broadcast_to(mask, (at[-2].shape[0], tile.inputs))
-        return plgpu.load(ref.at[at], mask=mask, other=0 if jnp.issubdtype(ref.dtype, jnp.integer) else 0.0)
+        return load(ref, at, mask, (at[-2].shape[0], tile.inputs))
 
     def step(turn: jax.Array, total: jax.Array) -> jax.Array:
         at = turn * tile.inputs + jnp.arange(tile.inputs)
         inside = None if inputs % tile.inputs == 0 else at < inputs
-        x = load(x_ref, (rows[:, None], at[None, :]), real, inside)
-        weight = load(weight_ref, (expert, columns[:, None], at[None, :]), exists, inside).astype(x.dtype)
+        x = part(x_ref, (rows[:, None], at[None, :]), real, inside)
+        weight = part(weight_ref, (expert, columns[:, None], at[None, :]), exists, inside).astype(x.dtype)
         return total + product(x, weight, contract_right=1, emulated=emulated, dtype=summed)
 
     @pl.when(first < end)

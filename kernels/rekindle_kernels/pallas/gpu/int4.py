@@ -22,7 +22,7 @@ from jax.experimental.pallas import triton as plgpu
 from rekindle_kernels import int4, tuning
 from rekindle_kernels.ops.linear import LinearCall, LinearOptions, Operands
 from rekindle_kernels.ops.registry import Implementation
-from rekindle_kernels.pallas.gpu.block import and_masks, product
+from rekindle_kernels.pallas.gpu.block import and_masks, load, product
 
 TYPES = ("bfloat16", "float16", "float32")
 WORDS = {"uint8": 8, "int32": 4}  # inputs in a word, by the dtype of weights: those of four bits, and of eight
@@ -107,10 +107,7 @@ def summed(
         """Load the entries `at` [W] of each output, [W, N]."""
         index = first + block[None, :], at[:, None] * int4.OUTPUTS + lane[None, :]
         mask = and_masks(None if inside is None else inside[:, None], None if exists is None else exists[None, :])
-        if mask is None:
-            return plgpu.load(ref.at[index])
-        mask = jnp.broadcast_to(mask, (tile.words, tile.outputs))
-        return plgpu.load(ref.at[index], mask=mask, other=0 if jnp.issubdtype(ref.dtype, jnp.integer) else 0.0)
+        return load(ref, index, mask, (tile.words, tile.outputs))
 
     def step(turn: jax.Array, total: jax.Array) -> jax.Array:
         at = turn * tile.words + jnp.arange(tile.words)
@@ -126,11 +123,7 @@ def summed(
                 values = (q - (0 if per_word == 4 else int4.OFFSET)).astype(jnp.float32) * scale
             else:
                 values = q.astype(jnp.float32) * scale + minimum
-            index = number, rows[:, None], at[None, :]
-            if mask is None:
-                x = plgpu.load(x_ref.at[index])
-            else:
-                x = plgpu.load(x_ref.at[index], mask=jnp.broadcast_to(mask, (tile.rows, tile.words)), other=0.0)
+            x = load(x_ref, (number, rows[:, None], at[None, :]), mask, (tile.rows, tile.words))
             total = total + product(x, values.astype(x.dtype), contract_right=0, emulated=emulated)
         return total
 
