@@ -115,7 +115,9 @@ class Loop:
         if shards > 1:
             arrivals = itertools.count()
             self.shards = [
-                ShardScheduler(limits, pool, arrivals, first_slot=shard * max_requests, cache=cached[shard], **options)
+                ShardScheduler(
+                    limits, pool, arrivals=arrivals, first_slot=shard * max_requests, cache=cached[shard], **options
+                )
                 for shard, pool in enumerate(self.pools)
             ]
             self.scheduler = cast(Any, DataScheduler(self.shards))  # it answers to the same

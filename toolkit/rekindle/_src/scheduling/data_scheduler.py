@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from typing import NamedTuple, TypeVar
 
@@ -27,11 +27,9 @@ from rekindle._src.core.records import (
     TokenEvent,
 )
 from rekindle._src.kvcache.caches import PrefixCaches, summed
-from rekindle._src.kvcache.pool import PagePool, pages_for
-from rekindle._src.kvcache.tree import PrefixCache
-from rekindle._src.scheduling.admission import Reserve
+from rekindle._src.kvcache.pool import pages_for
 from rekindle._src.scheduling.scheduler import Scheduler, SchedulerStatistics
-from rekindle._src.scheduling.sequence import Explanation, Limits, Sequence
+from rekindle._src.scheduling.sequence import Explanation, Sequence
 from rekindle.errors import InvalidRequest, OutOfPages, QueueFull
 
 T = TypeVar("T")
@@ -50,25 +48,6 @@ class ShardScheduler(Scheduler):
     A request that waits belongs to no device yet: it has neither slot nor pages, and its tokens, the keys of its pages
     and its seed are the same in every shard.
     """
-
-    def __init__(
-        self,
-        limits: Limits,
-        pool: PagePool,
-        arrivals: Iterator[int],
-        *,
-        first_slot: int,
-        cache: PrefixCache | None = None,
-        policy: str = "fcfs",
-        seed: int | None = None,
-        max_overtakes: int = 64,
-        reserve: Reserve | None = None,
-    ) -> None:
-        super().__init__(
-            limits, pool, cache=cache, policy=policy, seed=seed, max_overtakes=max_overtakes, reserve=reserve
-        )
-        self._running_set.number_from(first_slot)
-        self._arrivals = arrivals  # of all shards, so that requests keep their order when they move
 
     @property
     def live(self) -> int:
@@ -112,9 +91,6 @@ class ShardScheduler(Scheduler):
         """Queue a request that another shard gave."""
         self._alive[sequence.id] = sequence
         self._admission.take(sequence)
-
-    def _arrival(self) -> int:
-        return next(self._arrivals)
 
 
 class DataScheduler:
