@@ -20,12 +20,8 @@ class PrefixCaches:
     def __init__(self, shards: Sequence[PrefixCache]) -> None:
         self.shards = tuple(shards)
         first = self.shards[0]
-        self.page_size, self.clock, self.host_tier, self.kept = (
-            first.page_size,
-            first.clock,
-            first.host_tier,
-            first.kept,
-        )
+        self.page_size, self.clock = first.page_size, first.clock
+        self.host_tier, self.kept = first.host_tier, first.kept
 
     def __len__(self) -> int:
         return sum(map(len, self.shards))
