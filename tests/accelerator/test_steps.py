@@ -19,9 +19,8 @@ from rekindle._src.bench.shapes import hf_config
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.models.base import abstract_model
 from rekindle._src.models.registry import config_from_hf
-from rekindle._src.programs import pinned_pages
-from rekindle._src.programs.buckets import Bucket
-from rekindle._src.programs.helpers import COPY, Helper
+from rekindle._src.programs import host_pages
+from rekindle._src.programs.buckets import COPY, Bucket, Helper
 from rekindle._src.programs.programs import Programs, compiler_options
 from rekindle_kernels import deprecated
 
@@ -100,7 +99,7 @@ def test_a_step_is_one_graph_and_copies_no_pages(step: Step, platform: str, row:
 def test_pages_and_tables_move_in_few_kernels(
     name: str, platform: str, row: Row, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pinned_pages, "used", lambda parts: True)  # a GPU that is not there has no list of memories
+    monkeypatch.setattr(host_pages, "uses_pinned", lambda parts: True)  # such a GPU has no list of memories
     with compilers.target(platform), deprecated.known():
         own = programs.__wrapped__(platform, "8b", None)
         pages = {"tables": 0, "copy": COPY.pages}.get(name, own.moved_pages[0])

@@ -34,9 +34,9 @@ from rekindle._src.kvcache import PagePool  # noqa: E402
 from rekindle._src.processes.channel import Channel, Keys, Kind  # noqa: E402
 from rekindle._src.processes.codec import StepCodec  # noqa: E402
 from rekindle._src.programs.buckets import Bucket  # noqa: E402
-from rekindle._src.programs.data_shards import DataShards  # noqa: E402
 from rekindle._src.programs.packing import (  # noqa: E402
     Constants,
+    DataShards,
     DataUpload,
     Layout,
     Upload,

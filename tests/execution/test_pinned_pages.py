@@ -17,9 +17,9 @@ from helpers.fakes import DictTier
 from rekindle import Sampling
 from rekindle._src.core.records import PageMove, StepPlan
 from rekindle._src.execution.runner import Runner
-from rekindle._src.programs import pinned_pages
+from rekindle._src.programs import host_pages
 from rekindle._src.programs import programs as module
-from rekindle._src.programs.helpers import SCATTER, Helper
+from rekindle._src.programs.buckets import SCATTER, Helper
 from rekindle._src.programs.kv_layout import payload_layout
 
 MODEL = tiny_model()
@@ -28,7 +28,7 @@ SIZES = 8, 4
 
 @pytest.fixture(autouse=True)
 def as_on_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pinned_pages, "used", lambda parts: True)
+    monkeypatch.setattr(host_pages, "uses_pinned", lambda parts: True)
     monkeypatch.setattr(module, "moved_pages", lambda parts, kv: SIZES)
 
 
@@ -63,9 +63,9 @@ def test_pages_go_and_come_back_as_they_were(driver: Driver) -> None:
 def test_a_gather_leaves_its_pages_in_pinned_memory(driver: Driver) -> None:
     calls = driver.runner._calls
     payload = calls.gather(np.arange(4, dtype=np.int32))
-    assert {leaf.sharding.memory_kind for leaf in payload} == {pinned_pages.KIND}
+    assert {leaf.sharding.memory_kind for leaf in payload} == {host_pages.PINNED}
     arrays = driver.runner.programs.parts.to_host(payload)
-    back = pinned_pages.begin_to_device(driver.runner.programs.parts, arrays)
+    back = host_pages.begin_to_device(driver.runner.programs.parts, arrays)
     assert {leaf.sharding.memory_kind for leaf in back} <= {None, "device"}
     for left, right in zip(arrays, back, strict=True):
         np.testing.assert_array_equal(left, np.asarray(right))
@@ -82,7 +82,7 @@ def test_a_transfer_is_one_operand_for_each_array_of_a_layer(driver: Driver) -> 
 
 def test_a_payload_has_every_page_in_its_place() -> None:
     pages = {place: (np.full((1, 2, 3), place, np.int8), np.full((1, 4), place, np.float32)) for place in (0, 5, 2)}
-    first, second = pinned_pages.join(pages, 7)
+    first, second = host_pages.joined(pages, 7)
     assert (first.shape, first.dtype, second.shape, second.dtype) == ((7, 2, 3), np.int8, (7, 4), np.float32)
     assert first[:, 0, 0].tolist() == second[:, 0].tolist() == [0, 0, 2, 0, 0, 5, 0]
 

@@ -17,9 +17,9 @@ from helpers.guides import RuleGuide
 from rekindle import Sampling
 from rekindle._src.core.records import PageMove, StepPlan
 from rekindle._src.execution.runner import Runner
-from rekindle._src.programs import page_tables
+from rekindle._src.programs import packing
 from rekindle._src.programs import programs as module
-from rekindle._src.programs.helpers import GATHER, SCATTER, TABLES, Helper
+from rekindle._src.programs.buckets import GATHER, SCATTER, TABLES, Helper
 from rekindle._src.programs.programs import Programs
 
 MODEL = tiny_model()
@@ -28,7 +28,7 @@ SIZES = 8, 4
 
 @pytest.fixture(autouse=True)
 def as_on_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_tables, "stay", lambda parts: True)
+    monkeypatch.setattr(packing, "tables_stay", lambda parts: True)
     monkeypatch.setattr(module, "moved_pages", lambda parts, kv: SIZES)
 
 

@@ -22,8 +22,8 @@ from rekindle._src.execution.runner import Runner
 from rekindle._src.models.base import LoadedModel
 from rekindle._src.programs.kv_layout import payload_layout
 from rekindle._src.programs.packing import Constants, Upload
-from rekindle._src.programs.processors import LogitsProcessor
 from rekindle._src.programs.programs import Programs
+from rekindle._src.programs.user_functions import LogitsProcessor
 from rekindle.errors import ConfigError, InvalidRequest, SessionClosed, StoreError
 from workshop import reference
 

@@ -12,7 +12,7 @@ from helpers.fakes import DictTier, FakeInFlight, FakeModel, FakeRunner, make_re
 from rekindle._src.core.records import FinishReason, IntArray, Request, StepPlan, TokenEvent
 from rekindle._src.dispatch.engine import Engine
 from rekindle._src.kvcache import Node, PagePool, PrefixCache, TreeStates, TreeTails, root_digest
-from rekindle._src.programs.tail_tables import STEPS
+from rekindle._src.programs.hybrid_layers import STEPS
 from rekindle._src.scheduling.admission import Reserve
 from rekindle._src.scheduling.data_scheduler import DataScheduler, ShardScheduler
 from rekindle._src.scheduling.scheduler import Limits, Scheduler

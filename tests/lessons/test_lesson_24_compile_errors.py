@@ -13,7 +13,7 @@ import pytest
 import rekindle
 from helpers.driving import tiny_model
 from helpers.sessions import eventually, threads
-from rekindle._src.programs.helpers import Key
+from rekindle._src.programs.buckets import Key
 from rekindle._src.programs.programs import Programs
 from rekindle.errors import CompileError
 

@@ -13,9 +13,8 @@ from helpers.driving import tiny_config
 from rekindle._src.core.records import PageMove, Request, Row, StepPlan
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.core.tapped import Edit, Tapped
-from rekindle._src.programs.data_shards import ALONE, DataShards
-from rekindle._src.programs.flags import Flag
-from rekindle._src.programs.packing import Constants, DataUpload, Layout, Upload, sections
+from rekindle._src.programs.feature import Flag
+from rekindle._src.programs.packing import ALONE, Constants, DataShards, DataUpload, Layout, Upload, sections
 from rekindle._src.programs.request_state import NOWHERE
 from rekindle._src.programs.taps import Steering
 

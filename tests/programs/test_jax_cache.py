@@ -12,8 +12,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from helpers.dict_store import DictStore
 from helpers.driving import tiny_config, tiny_model
 from rekindle._src.programs.buckets import Bucket
-from rekindle._src.programs.ledger import Form
-from rekindle._src.programs.programs import Programs
+from rekindle._src.programs.programs import Form, Programs
 from rekindle._src.programs.store import KEPT_THERE
 
 MODEL = tiny_model()

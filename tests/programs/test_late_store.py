@@ -13,10 +13,8 @@ import pytest
 from helpers.dict_store import DictStore
 from helpers.driving import tiny_config, tiny_model
 from rekindle._src.programs import store as program_store
-from rekindle._src.programs.buckets import Bucket
-from rekindle._src.programs.helpers import ADMIT
-from rekindle._src.programs.ledger import Form
-from rekindle._src.programs.programs import Programs
+from rekindle._src.programs.buckets import ADMIT, Bucket
+from rekindle._src.programs.programs import Form, Programs
 from rekindle._src.programs.store import LateStore
 
 MODEL = tiny_model()

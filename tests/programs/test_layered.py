@@ -26,14 +26,12 @@ from rekindle._src.models.base import LoadedModel, abstract_model, merge
 from rekindle._src.models.registry import config_from_hf
 from rekindle._src.programs import layered, warming
 from rekindle._src.programs import programs as programs_module
-from rekindle._src.programs.buckets import FORWARD, POOLS, PROCESSED, Bucket
-from rekindle._src.programs.helpers import ADMIT, COPY
-from rekindle._src.programs.ledger import Form
+from rekindle._src.programs.buckets import ADMIT, COPY, FORWARD, POOLS, PROCESSED, Bucket
+from rekindle._src.programs.layered import Cut, LayeredForward, LayeredStep
 from rekindle._src.programs.packing import Constants, Upload
-from rekindle._src.programs.processors import LogitsProcessor
-from rekindle._src.programs.programs import Programs
-from rekindle._src.programs.step_parts import Cut, LayeredForward, LayeredStep
+from rekindle._src.programs.programs import Form, Programs
 from rekindle._src.programs.store import ExecutableStore, LateStore, ProgramStore
+from rekindle._src.programs.user_functions import LogitsProcessor
 from rekindle._src.programs.warming import Warming, first_needed, warm
 from rekindle.errors import CompileError
 

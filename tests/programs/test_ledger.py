@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rekindle._src.programs.buckets import Bucket
-from rekindle._src.programs.helpers import ADMIT, MEMORY, Key
-from rekindle._src.programs.ledger import Form, Ledger, ProgramRecord
+from rekindle._src.programs.buckets import ADMIT, MEMORY, Bucket, Key
+from rekindle._src.programs.programs import Form, Ledger, ProgramRecord
 
 PREFILL, DECODE = Bucket(2, 32), Bucket(2, 0)
 

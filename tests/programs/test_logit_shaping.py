@@ -12,7 +12,7 @@ import pytest
 from helpers import plain_sampling
 from rekindle._src.core.records import Request, Row
 from rekindle._src.core.sampling import Sampling
-from rekindle._src.programs import logit_shaping as device
+from rekindle._src.programs import sampling as device
 from rekindle._src.programs.request_state import RequestState, abstract_state, admit, pack_admission, record
 
 VOCAB, SLOTS, CONTEXT = 50, 3, 40

@@ -10,13 +10,12 @@ import numpy as np
 from rekindle._src.core.records import Request, Row, StepPlan
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.programs.buckets import Bucket
-from rekindle._src.programs.feature import Feature, StepInputs
+from rekindle._src.programs.feature import FIRST_PROCESSOR, Feature, Flag, StepInputs
 from rekindle._src.programs.features import features_of
-from rekindle._src.programs.flags import FIRST_PROCESSOR, Flag
-from rekindle._src.programs.logit_shaping import LogitShaping
 from rekindle._src.programs.logprobs import PromptLogprobs
 from rekindle._src.programs.packing import Constants, Layout, Upload, unpack
-from rekindle._src.programs.processors import LogitsProcessor
+from rekindle._src.programs.sampling import LogitShaping
+from rekindle._src.programs.user_functions import LogitsProcessor
 
 PAGE, SLOTS, WIDTH = 8, 8, 4
 FEATURES = features_of([LogitsProcessor(lambda logits, context: logits, name) for name in ("mine", "yours")])

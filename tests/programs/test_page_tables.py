@@ -11,10 +11,9 @@ import pytest
 
 from rekindle import Sampling
 from rekindle._src.core.records import Request, Row
-from rekindle._src.programs import page_tables
+from rekindle._src.programs import packing
 from rekindle._src.programs.buckets import Bucket
-from rekindle._src.programs.packing import Layout, changed_tables
-from rekindle._src.programs.page_tables import SentTables
+from rekindle._src.programs.packing import Layout, SentTables, changed_tables
 from rekindle._src.programs.partitioning import Partitioning
 
 SLOTS, WIDTH, CHANGES = 5, 12, 6
@@ -39,8 +38,8 @@ class Device:
         ints[:1], ints[1:17] = 0, 0
         self.sent.write(rows, changes)
         self.changed, self.whole = int((changes[0] != SLOTS).sum()), len(self.sent.whole)
-        for packed in self.sent.packed_whole(page_tables.PUT):
-            self.tables = page_tables.put(self.tables, jnp.asarray(packed))
+        for packed in self.sent.packed_whole(packing.PUT):
+            self.tables = packing.put_tables(self.tables, jnp.asarray(packed))
         found = changed_tables(self.layout, jnp.asarray(ints), self.tables)
         assert found is not None
         self.tables = found
@@ -106,7 +105,7 @@ def test_a_step_brings_few_integers_however_long_contexts_are() -> None:
 
 
 def test_tables_stay_on_accelerators_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not page_tables.stay(Partitioning())
-    monkeypatch.setattr(page_tables, "current_platform", lambda: "gpu")
-    assert page_tables.stay(Partitioning())
+    assert not packing.tables_stay(Partitioning())
+    monkeypatch.setattr(packing, "current_platform", lambda: "gpu")
+    assert packing.tables_stay(Partitioning())
     assert jax.default_backend() == "cpu"

@@ -11,11 +11,10 @@ from helpers.driving import tiny_config, tiny_model
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.mesh_shape import checked_mesh
 from rekindle._src.models.placement import MeshPlacement, placement_of
-from rekindle._src.programs.device_layout import PAGES, WHOLE
-from rekindle._src.programs.helpers import ADMIT, COPY, GATHER, MEMORY, SCATTER
-from rekindle._src.programs.partitioning import Partitioning, Recipe
-from rekindle._src.programs.program_key import config_fields
+from rekindle._src.programs.buckets import ADMIT, COPY, GATHER, MEMORY, SCATTER
+from rekindle._src.programs.partitioning import PAGES, WHOLE, Partitioning, Recipe
 from rekindle._src.programs.programs import Programs
+from rekindle._src.programs.store import config_fields
 
 MODEL = tiny_model()
 ALONE = Programs(MODEL.config, MODEL.graph, MODEL.leaves, tiny_config())

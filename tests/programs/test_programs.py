@@ -22,13 +22,11 @@ from helpers.thorough import by_default
 from rekindle._src.models.base import abstract_model
 from rekindle._src.models.registry import config_from_hf
 from rekindle._src.programs import warming
-from rekindle._src.programs.buckets import PROCESSED, Bucket
-from rekindle._src.programs.device_layout import WHOLE
-from rekindle._src.programs.helpers import ADMIT, COPY, MEMORY, Key
-from rekindle._src.programs.partitioning import Recipe
-from rekindle._src.programs.processors import LogitsProcessor
+from rekindle._src.programs.buckets import ADMIT, COPY, MEMORY, PROCESSED, Bucket, Key
+from rekindle._src.programs.partitioning import WHOLE, Recipe
 from rekindle._src.programs.programs import Programs
 from rekindle._src.programs.recipes import Recipes
+from rekindle._src.programs.user_functions import LogitsProcessor
 from rekindle._src.programs.warming import Warming, needed_after_restart, warm
 from rekindle.errors import CompileError, ConfigError
 from rekindle_kernels import traits

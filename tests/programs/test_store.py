@@ -19,7 +19,7 @@ import pytest
 from rekindle._src.core.atomic_checkpoint import PARTIAL, orbax
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.models.loading.fingerprint import files_digest
-from rekindle._src.programs import program_key
+from rekindle._src.programs import store as program_store
 from rekindle._src.programs.store import FORMAT, META, PROGRAM, ExecutableStore
 from rekindle.errors import StoreError
 
@@ -271,23 +271,23 @@ def test_every_option_changes_the_key_unless_it_is_known_not_to_matter(field: st
         {"mesh": 2, "processes": 2, "coordinator": "127.0.0.1:7000"} if field in ("processes", "coordinator") else {}
     )
     changed = dataclasses.replace(config, **{**together, field: value})
-    same = program_key.digest(program_key.config_fields(config)) == program_key.digest(
-        program_key.config_fields(changed)
+    same = program_store.digest(program_store.config_fields(config)) == program_store.digest(
+        program_store.config_fields(changed)
     )
-    assert same == (field in program_key.NOT_IN_PROGRAMS)
+    assert same == (field in program_store.NOT_IN_PROGRAMS)
 
 
 def test_options_that_do_not_matter_exist() -> None:
-    assert {field.name for field in dataclasses.fields(EngineConfig)} >= program_key.NOT_IN_PROGRAMS
+    assert {field.name for field in dataclasses.fields(EngineConfig)} >= program_store.NOT_IN_PROGRAMS
 
 
 def test_the_environment_is_part_of_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = program_key.environment()
-    assert before == program_key.environment()
+    before = program_store.environment()
+    assert before == program_store.environment()
     monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", "") + " --xla_cpu_enable_fast_math=true")
-    monkeypatch.setattr(program_key, "cpu_features", lambda: "other")
-    monkeypatch.setattr(program_key.jax, "__version__", "9.9.9")
-    changed = program_key.environment()
+    monkeypatch.setattr(program_store, "cpu_features", lambda: "other")
+    monkeypatch.setattr(program_store.jax, "__version__", "9.9.9")
+    changed = program_store.environment()
     assert {name for name in before if before[name] != changed[name]} == {"xla_flags", "cpu", "jax"}
 
 
@@ -297,7 +297,7 @@ def test_a_changed_source_changes_the_digest(tmp_path: Path) -> None:
     before = files_digest([path])
     path.write_text("x = 2")
     assert files_digest([path]) != before
-    assert len(program_key.source_digest()) == 32
+    assert len(program_store.source_digest()) == 32
 
 
 MOVED = """
@@ -305,13 +305,13 @@ import sys
 sys.path[:0] = {path!r}
 import jax, jax.numpy as jnp
 from pathlib import Path
-from rekindle._src.programs import program_key
+from rekindle._src.programs import store as program_store
 from rekindle._src.programs.store import ExecutableStore
 first, second = jax.devices()
 store, key = ExecutableStore(Path({folder!r})), "a" * 32
-seen = program_key.environment()
+seen = program_store.environment()
 with jax.default_device(second):
-    assert program_key.environment() == seen, "a key says which device it is for"
+    assert program_store.environment() == seen, "a key says which device it is for"
 weights = jax.ShapeDtypeStruct((4, 4), "float32"), jax.ShapeDtypeStruct((4,), "float32")
 made = jax.jit(lambda w, x: w @ x, donate_argnums=1).lower(*weights).compile()
 assert store.save(key, made, name="n", model="m", compile_seconds=1.0)

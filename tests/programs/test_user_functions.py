@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rekindle._src.programs.processors import LogitsProcessor
-from rekindle._src.programs.user_functions import function_hash
+from rekindle._src.programs.user_functions import LogitsProcessor, function_hash
 
 CELL = """
 banned = np.array([True, False])

@@ -21,7 +21,7 @@ from helpers.thorough import one_event_loop  # noqa: F401  the fixture
 from rekindle._src.models.adapters.adapted import merged
 from rekindle._src.models.adapters.reading import read_adapter
 from rekindle._src.models.loading.checkpoint import load
-from rekindle._src.programs.adapter_stacks import CHUNK
+from rekindle._src.programs.adapters import CHUNK
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("shared_programs")]
 NEW = 8

@@ -26,7 +26,7 @@ from rekindle._src.models.base import merge
 from rekindle._src.models.config import ModelConfig, MoeSpec
 from rekindle._src.models.nn.layers import LayerNorm
 from rekindle._src.models.nn.linear import rms_norm
-from rekindle._src.programs.determinism import LAYER_NORMS, reason_against
+from rekindle._src.session.resolve import LAYER_NORMS, reason_against
 from rekindle.errors import ConfigError
 from rekindle_kernels import unavailable_reason
 

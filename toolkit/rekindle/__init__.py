@@ -64,8 +64,7 @@ if TYPE_CHECKING:
     )
     from rekindle._src.core.taps import Capture, Captured, Steer
     from rekindle._src.kvcache.persist.snapshot import SnapshotInfo
-    from rekindle._src.programs.custom_taps import Tap, TapContext
-    from rekindle._src.programs.processors import LogitsContext, LogitsProcessor
+    from rekindle._src.programs.user_functions import LogitsContext, LogitsProcessor, Tap, TapContext
     from rekindle._src.replicas.fleet import Fleet, FleetOpening, fleet
     from rekindle._src.replicas.fleet_stats import FleetStats, ReplicaStats
     from rekindle._src.replicas.routes import Placed
@@ -108,8 +107,7 @@ _LAZY = {
         ),
         "core.taps": ("Capture", "Captured", "Steer"),
         "kvcache.persist.snapshot": ("SnapshotInfo",),
-        "programs.custom_taps": ("Tap", "TapContext"),
-        "programs.processors": ("LogitsContext", "LogitsProcessor"),
+        "programs.user_functions": ("LogitsContext", "LogitsProcessor", "Tap", "TapContext"),
         "replicas.fleet": ("Fleet", "FleetOpening", "fleet"),
         "replicas.fleet_stats": ("FleetStats", "ReplicaStats"),
         "replicas.routes": ("Placed",),

@@ -17,13 +17,12 @@ import jax
 import numpy as np
 
 from rekindle._src.core.records import IntArray, LostPage, RowResult, StepPlan
+from rekindle._src.programs import host_pages
 from rekindle._src.programs import kv_layout as paged
-from rekindle._src.programs import pinned_pages
-from rekindle._src.programs.buckets import GATED, Bucket
-from rekindle._src.programs.data_shards import Batch
-from rekindle._src.programs.helpers import (
+from rekindle._src.programs.buckets import (
     COLLECT,
     COPY,
+    GATED,
     GATHER,
     LENS,
     SCATTER,
@@ -32,11 +31,11 @@ from rekindle._src.programs.helpers import (
     TABLES,
     TAILS_IN,
     TAILS_OUT,
+    Bucket,
     Helper,
     Key,
 )
-from rekindle._src.programs.packing import AnyUpload, Layout
-from rekindle._src.programs.page_tables import PUT, SentTables
+from rekindle._src.programs.packing import PUT, AnyUpload, Batch, Layout, SentTables
 from rekindle._src.programs.programs import Programs
 from rekindle._src.programs.step import StepOutput
 from rekindle_kernels import MaskGate
@@ -215,7 +214,7 @@ class DeviceCalls:
         with self._reported:
             payload: paged.Payload = program(self.kv, ids)
             if self.programs.pinned:
-                payload = pinned_pages.begin_to_host(self.programs.parts, payload)
+                payload = host_pages.begin_to_host(self.programs.parts, payload)
             elif self._copies:
                 for leaf in payload:
                     leaf.copy_to_host_async()
@@ -237,7 +236,7 @@ class DeviceCalls:
         """Fill the pages `ids` from one payload for all of them, whose arrays are not written any more."""
         self._recorder.scatter_pinned()
         program = self.program(self._mover(SCATTER, ids))
-        self.kv = program(self.kv, ids, pinned_pages.begin_to_device(self.programs.parts, payload))
+        self.kv = program(self.kv, ids, host_pages.begin_to_device(self.programs.parts, payload))
 
     def copy(self, sources: np.ndarray, ids: np.ndarray) -> None:
         """Copy the pages `sources` to the pages `ids`, as many for each shard as one call copies."""
@@ -254,7 +253,7 @@ class DeviceCalls:
         """Fill such pages from what `scatter` takes for others, or `scatter_pinned`."""
         program = self.program(TAILS_IN)
         if self.programs.pinned:
-            payload = pinned_pages.begin_to_device(self.programs.parts, payload)
+            payload = host_pages.begin_to_device(self.programs.parts, payload)
         else:
             payload = (*payload, *[payload[0]] * (TAILS_IN.pages - len(payload)))
         with self._reported:
@@ -518,7 +517,10 @@ class LateSteps:
     def _fill(self, plan: StepPlan, upload: AnyUpload, operand: IntArray) -> dict[str, Exception]:
         start = time.perf_counter()
         try:
-            return self._late.fill(plan, upload.layout.rows, operand, self._shards)
+            errors: dict[str, Exception] = {}
+            for shard, part in enumerate(self._shards.split(plan)):
+                errors |= self._late.fill(part, upload.layout.rows, self._shards.part(shard, operand))
+            return errors
         finally:
             self.seconds += time.perf_counter() - start
 

@@ -15,11 +15,11 @@ import numpy as np
 
 from rekindle._src.core.records import LostPage, PageCopy, PageMove
 from rekindle._src.execution.device_calls import DeviceCalls, Leaving
+from rekindle._src.programs import host_pages
 from rekindle._src.programs import kv_layout as paged
-from rekindle._src.programs import pinned_pages
-from rekindle._src.programs.data_shards import Batch
-from rekindle._src.programs.helpers import COPY, TAILS_IN
-from rekindle._src.programs.page_parts import PageParts
+from rekindle._src.programs.buckets import COPY, TAILS_IN
+from rekindle._src.programs.host_pages import PageParts
+from rekindle._src.programs.packing import Batch
 from rekindle.errors import StoreError
 
 MEASURE_EVERY = 16  # steps that restore pages, of which one is timed
@@ -139,7 +139,7 @@ class PageTransfers:
         """Fill the pages of a batch, each with the payload for its place among them."""
         if self._calls.programs.pinned:
             doubled = {place: self._parts.to_scatter(page) for place, page in pages.items()}
-            self._calls.scatter_pinned(batch.ids, pinned_pages.join(doubled, len(batch.ids)))
+            self._calls.scatter_pinned(batch.ids, host_pages.joined(doubled, len(batch.ids)))
         else:
             leaving = [self._parts.to_scatter(page) for page in self._by_shard(pages, len(batch.ids))]
             self._calls.scatter(batch.ids, leaving, [move.digest for move in batch.moves])
@@ -195,7 +195,7 @@ class TailTransfers(PageTransfers):
     def _fill(self, batch: Batch, pages: Mapping[int, paged.Payload]) -> None:
         ready = {place: self._whole.to_device(page, tails=True) for place, page in pages.items()}
         pinned = self._calls.programs.pinned
-        self._calls.tails_in(batch.ids, pinned_pages.join(ready, len(batch.ids)) if pinned else tuple(ready.values()))
+        self._calls.tails_in(batch.ids, host_pages.joined(ready, len(batch.ids)) if pinned else tuple(ready.values()))
 
 
 class StateTransfers:

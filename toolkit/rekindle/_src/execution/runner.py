@@ -31,16 +31,13 @@ from rekindle._src.execution.page_transfers import (
 )
 from rekindle._src.models.base import LoadedModel
 from rekindle._src.programs import kv_layout as paged
-from rekindle._src.programs.buckets import Bucket, bucket_for
-from rekindle._src.programs.data_shards import ALONE, DataShards
-from rekindle._src.programs.feature import Feature, Fields, Read
-from rekindle._src.programs.flags import GREEDY, Flag
-from rekindle._src.programs.helpers import ADMIT, SCATTER, Key
-from rekindle._src.programs.packing import AnyUpload, Constants, DataUpload, Layout, Upload, sections
-from rekindle._src.programs.processors import LogitsProcessor
+from rekindle._src.programs.buckets import ADMIT, SCATTER, Bucket, Key, bucket_for
+from rekindle._src.programs.feature import GREEDY, Feature, Fields, Flag, Read
+from rekindle._src.programs.packing import ALONE, AnyUpload, Constants, DataShards, DataUpload, Layout, Upload, sections
 from rekindle._src.programs.programs import Programs
 from rekindle._src.programs.request_state import pack_admission
 from rekindle._src.programs.sampling import NOT_FINITE
+from rekindle._src.programs.user_functions import LogitsProcessor
 from rekindle._src.programs.warming import warm
 from rekindle.errors import ConfigError, RekindleError, SessionClosed
 

@@ -22,12 +22,11 @@ from rekindle._src.core.guides import Mask, mask_words
 from rekindle._src.kvcache.digest import DIGEST_SIZE
 from rekindle._src.kvcache.persist.segment import Page, decode, encode, pages_of, records_of
 from rekindle._src.programs import kv_layout as paged
-from rekindle._src.programs.buckets import FORWARD, Bucket
+from rekindle._src.programs.buckets import FEW, FORWARD, Bucket, Key
+from rekindle._src.programs.feature import Flag
 from rekindle._src.programs.features import PLAIN, Features
-from rekindle._src.programs.flags import Flag
-from rekindle._src.programs.helpers import FEW, Key
+from rekindle._src.programs.host_pages import PageParts, PayloadLayout
 from rekindle._src.programs.packing import Layout, columns_of, sections
-from rekindle._src.programs.page_parts import PageParts, PayloadLayout
 from rekindle._src.programs.programs import Programs
 from rekindle._src.programs.request_state import NOWHERE, admission_sizes
 from rekindle.errors import ProcessLost, StoreError

@@ -1,8 +1,9 @@
-"""Buckets: the sizes of the step programs, and the choice of one for a step.
+"""The names of programs, and the sizes of steps: the choice of a bucket for each of them.
 
 A step of `rows` decode rows and `tokens` prefill tokens runs in the smallest program that holds both; the rest is
 padding. Sizes fall by powers: by 2 for steps of decode rows alone, which are short so that padding shows, and by more
-where prefill tokens dominate. Programs do not differ by context length, which the kernels handle.
+where prefill tokens dominate. Programs do not differ by context length, which the kernels handle. Helpers are programs
+that are no steps: they make a session's memory, fill slots and tables, and move pages.
 """
 
 from __future__ import annotations
@@ -180,3 +181,39 @@ def bucket_for(
             "Plan smaller steps",
         )
     return min(fitting, key=lambda bucket: (bucket.cost, bucket.rows))
+
+
+FEW = 4  # pages of one gather or scatter; where XLA fills pages on CPU, it compiles an operation for each and layer
+MANY = 64, 32, 16, 8
+FILLED = 32  # pages that one native call fills on CPU: starting it once takes 2 ms less than eight times (135M)
+TRANSFER = 32 << 20  # bytes; beyond, starting a transfer takes little beside the copying
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Helper:
+    """A program that is not a step.
+
+    "memory" makes pages and state, "admit" writes a request's history into its slot, "tables" writes whole page tables,
+    "gather" and "scatter" move pages; "collect" is a gather that gives each process of several the whole pages.
+    "copy" copies pages on the device. "lens" computes logits of rows of the residual stream.
+    "state_out" and "state_in" move the states of one sequence, "tails_out" and "tails_in" pages of layers that give
+    pages back.
+    """
+
+    kind: str
+    pages: int = 0  # pages that it moves, or rows
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}{self.pages}" if self.pages > FEW else self.kind
+
+
+Key = Bucket | Helper  # the name of a program: a step is named by its bucket
+STATE_OUT, STATE_IN = Helper("state_out", 1), Helper("state_in", 1)
+MEMORY, ADMIT, TABLES = Helper("memory"), Helper("admit"), Helper("tables")
+GATHER, SCATTER, COLLECT = Helper("gather", FEW), Helper("scatter", FEW), Helper("collect", FEW)
+COPY = Helper("copy", FEW)
+TAILS_OUT, TAILS_IN = Helper("tails_out", FEW), Helper("tails_in", FEW)
+
+
+LENS = Helper("lens", 32)

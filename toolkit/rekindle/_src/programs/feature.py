@@ -9,8 +9,9 @@ Axes: R decode rows, S prefill sequences, N = R + S, T prefill tokens, W pages o
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import numpy as np
@@ -19,23 +20,57 @@ from jax import numpy as jnp
 from numpy.typing import NDArray
 
 from rekindle._src.core.records import AdapterLoad, IntArray, Request, Row, StepPlan
+from rekindle._src.core.sampling import Sampling
 from rekindle._src.models.base import Model
-from rekindle._src.programs.device_layout import POOLED, ROWS, WHOLE
+from rekindle._src.programs.kv_layout import Paging
+from rekindle._src.programs.partitioning import POOLED, ROWS, WHOLE
 from rekindle._src.programs.request_state import RequestState
-from rekindle_kernels import Choice
+from rekindle_kernels import SMALL_TOP_K, Choice
+
+T = TypeVar("T")
 
 
-class Paging(NamedTuple):
-    """The paging of a step for attention: the slots its tokens are written to, and the pages its sequences read."""
+class Flag(enum.IntFlag):
+    """The flags of a row. Bits from FIRST_PROCESSOR up are the session's logits processors, in their order."""
 
-    page_ids: Array  # [R + T]
-    offsets: Array  # [R + T]
-    page_table: Array  # [N, W]
-    lengths: Array  # [N]
-    cu_lengths: Array  # [S + 1]
-    num_prefills: Array  # []
-    states: tuple[Array, Array] | None  # two slots for each sequence [N]: of the state it reads, and of that it writes
-    tails: tuple[Array, Array] | None = None  # `page_ids` and `page_table` of layers that give pages back
+    SAMPLES = 1  # the last position's logits choose a token
+    DRAWS = 2  # temperature is above 0
+    TOP_K = 4
+    LARGE_K = 8  # top_k is above SMALL_TOP_K
+    TOP_P = 16
+    BIASED = 32
+    PENALISED = 64
+    BARRED = 128  # min_tokens is not reached: end tokens are masked
+    LOGPROBS = 256
+    PROMPT_LOGPROBS = 512
+    KEPT = 1024  # the row's keys and values are in a shared page already and are not written again
+    CHOOSES = 2048  # the row's logits are needed: it samples, or it is a draft
+    SAMPLED_LOGPROBS = 1 << 28  # behind the processors' bits
+
+
+FIRST_PROCESSOR = 12  # bit
+MAX_PROCESSORS = 16
+GREEDY = Flag.SAMPLES | Flag.KEPT | Flag.CHOOSES  # all the flags of steps of greedy rows without further options
+PROCESSORS = ((1 << MAX_PROCESSORS) - 1) << FIRST_PROCESSOR
+
+
+def drawing_flags(sampling: Sampling) -> int:
+    """Return the bits of the options by which a token is drawn."""
+    flags = Flag(0)
+    if not sampling.greedy:
+        flags |= Flag.DRAWS
+        flags |= Flag.TOP_K * (sampling.top_k > 0)
+        flags |= Flag.LARGE_K * (sampling.top_k > SMALL_TOP_K)
+        flags |= Flag.TOP_P * (sampling.top_p < 1.0)
+    return int(flags)
+
+
+def branch(condition: Array | bool, yes: Callable[[], T], no: Callable[[], T]) -> T:
+    """Run `lax.cond`, or just one of the branches where the condition is known while the program is traced."""
+    if isinstance(condition, bool):
+        return yes() if condition else no()
+    result: T = lax.cond(condition, yes, no)
+    return result
 
 
 class StepInputs(NamedTuple):

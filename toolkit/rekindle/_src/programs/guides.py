@@ -14,7 +14,6 @@ from jax import Array, lax
 
 from rekindle._src.core.guides import Guided, GuideLike, Mask, mask_words
 from rekindle._src.core.records import Row, RowResult, StepPlan
-from rekindle._src.programs.data_shards import ALONE, DataShards
 from rekindle._src.programs.feature import Feature
 from rekindle._src.programs.request_state import BIAS_LIMIT
 from rekindle._src.programs.sampling import Choose, Take
@@ -74,18 +73,36 @@ class Guides(Feature):
         """True if a mask of the plan needs a token that has not been read yet."""
         return any(guide.consumed < row.generated for _, row, guide in _guided(plan, 0) if not row.draft)
 
-    def fill(self, plan: StepPlan, rows: int, masks: Mask, shards: DataShards = ALONE) -> dict[str, Exception]:
-        """Write the masks [N, W] of a step's rows, N for each data shard, where the program has so many decode `rows`.
+    def fill(self, plan: StepPlan, rows: int, masks: Mask) -> dict[str, Exception]:
+        """Write the masks [N, W] of one data shard's rows, where the program has so many decode `rows`.
 
-        Returns the errors of requests whose guides can't continue.
+        Return the errors of requests whose guides can't continue.
 
         Rows of requests that ended meanwhile get any mask: their results are dropped. A draft's mask is that behind the
         draft; where the drafts leave the grammar, no row behind can be accepted.
         """
         masks.fill(-1)
         errors: dict[str, Exception] = {}
-        for shard, part in enumerate(shards.split(plan)):
-            _fill(part, rows, shards.part(shard, masks), errors)
+        ahead: GuideLike | None = None
+        before = time.thread_time()  # read once a row: it takes as long as a quick mask
+        for index, row, guide in _guided(plan, rows):
+            if not row.draft:
+                ahead = guide if guide.consumed == row.generated and not guide.ended else None
+            elif ahead is not None:
+                assert row.token_ids is not None, "a draft has its token"
+                ahead = ahead.copy()
+                report = ahead.consume(int(row.token_ids[0]))
+                if report.ended or report.problem:
+                    ahead = None
+            problem = "" if ahead is None else ahead.fill(masks[index])
+            now = time.thread_time()
+            guide.spent += now - before
+            before = now
+            if problem and not row.draft:
+                errors[row.request.id] = _guide_error(row, problem)
+            if problem:
+                masks[index].fill(-1)
+                ahead = None
         return errors
 
     def advance(
@@ -132,29 +149,6 @@ class Guides(Feature):
             f"After {row.generated} tokens of request {row.request.id}, none is left that both its {_limits(row)} and "
             f"{options} allow. Change one of them."
         )
-
-
-def _fill(plan: StepPlan, rows: int, masks: Mask, errors: dict[str, Exception]) -> None:
-    ahead: GuideLike | None = None
-    before = time.thread_time()  # read once a row: it takes as long as a quick mask
-    for index, row, guide in _guided(plan, rows):
-        if not row.draft:
-            ahead = guide if guide.consumed == row.generated and not guide.ended else None
-        elif ahead is not None:
-            assert row.token_ids is not None, "a draft has its token"
-            ahead = ahead.copy()
-            report = ahead.consume(int(row.token_ids[0]))
-            if report.ended or report.problem:
-                ahead = None
-        problem = "" if ahead is None else ahead.fill(masks[index])
-        now = time.thread_time()
-        guide.spent += now - before
-        before = now
-        if problem and not row.draft:
-            errors[row.request.id] = _guide_error(row, problem)
-        if problem:
-            masks[index].fill(-1)
-            ahead = None
 
 
 def _with_time(report: Guided, seconds: float) -> Guided:

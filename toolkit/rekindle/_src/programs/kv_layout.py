@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from jax import Array
 
 from rekindle._src.models.config import Cache, ModelConfig, Pages
-from rekindle._src.programs.feature import Paging
 from rekindle_kernels import (
     AttentionInputs,
     AttentionOptions,
@@ -30,6 +29,19 @@ from rekindle_kernels import (
     paged_attention,
     write_kv,
 )
+
+
+class Paging(NamedTuple):
+    """The paging of a step for attention: the slots its tokens are written to, and the pages its sequences read."""
+
+    page_ids: Array  # [R + T]
+    offsets: Array  # [R + T]
+    page_table: Array  # [N, W]
+    lengths: Array  # [N]
+    cu_lengths: Array  # [S + 1]
+    num_prefills: Array  # []
+    states: tuple[Array, Array] | None  # two slots for each sequence [N]: of the state it reads, and of that it writes
+    tails: tuple[Array, Array] | None = None  # `page_ids` and `page_table` of layers that give pages back
 
 
 class Layer(NamedTuple):

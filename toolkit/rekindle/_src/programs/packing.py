@@ -1,10 +1,20 @@
 """A step's plan packed into one integer and one float buffer, and unpacked on the device.
 
-Axes: R decode rows, S prefill sequences, N = R + S, T prefill tokens, W page-table width. They are fixed by a
-program's `Layout`; the host writes through numpy views of the two flat buffers, the device slices them.
+Axes: R decode rows, S prefill sequences, N = R + S, T prefill tokens, W page-table width, L slots (the last is
+scratch), C changes of a step, n tables of a call. Those of a step are fixed by a program's `Layout`; the host writes
+through numpy views of the two flat buffers, the device slices them.
 
 Row i < R is a decode row, row R + s the s-th prefill. Empty rows have length 0 and the scratch slot, so that their
 results go to the scratch page and the scratch slot.
+
+A data shard is a group of devices that has the whole model, and pages and request slots of its own. On the host, pages
+and slots are numbered consecutively: those of shard i follow those of shard i - 1. On the devices each shard counts its
+own from 0, so its programs are those of a session without the axis. Arrays that a program takes or returns for every
+shard have one part after the other along their first axis.
+
+On accelerators page tables stay on the device: a step brings the changed entries, which are derived from a copy on the
+host. 256 rows of 8,192 tokens have 512 KiB of tables, of 128k tokens 8 MiB, that would travel in every step to change
+16 entries. On CPU whole tables are passed: a program reads the host's buffers in place.
 """
 
 from __future__ import annotations
@@ -12,21 +22,189 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from rekindle._src.core.records import IntArray, Row, StepPlan
+from rekindle._src.core.records import IntArray, PageMove, Row, StepPlan
 from rekindle._src.programs.buckets import Bucket, prefill_rows
-from rekindle._src.programs.data_shards import DataShards
-from rekindle._src.programs.feature import Columns, Feature, StepInputs
+from rekindle._src.programs.feature import Columns, Feature, Flag, StepInputs, drawing_flags
 from rekindle._src.programs.features import PLAIN, Features
-from rekindle._src.programs.flags import Flag, drawing_flags
-from rekindle._src.programs.page_tables import SentTables
-from rekindle_kernels import Choice
+from rekindle._src.programs.partitioning import Partitioning
+from rekindle._src.programs.request_state import NOWHERE
+from rekindle_kernels import Choice, current_platform
+
+T = TypeVar("T")
+
+
+class Batch(NamedTuple):
+    """Pages that one call moves."""
+
+    moves: tuple[PageMove, ...]
+    places: tuple[int, ...]  # the index of each among the pages of the call
+    ids: np.ndarray  # the program's operand: the pages' numbers in their shards, 0 where there is none
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DataShards:
+    """The number of data shards, and the sizes of each."""
+
+    count: int
+    slots: int  # of requests; the scratch slot follows them
+    pages: int  # the scratch page, which is the first one, included
+
+    def of(self, row: Row) -> int:
+        """Return the shard that computes a row."""
+        return row.slot // self.slots
+
+    def split(self, plan: StepPlan) -> tuple[StepPlan, ...]:
+        """Return the rows of each shard, in their order."""
+        if self.count == 1:
+            return (plan,)
+        return tuple(
+            StepPlan(plan.step, tuple(decode), tuple(prefill))
+            for decode, prefill in zip(self._by_shard(plan.decode), self._by_shard(plan.prefill), strict=True)
+        )
+
+    def join(self, plan: StepPlan, parts: Sequence[Sequence[T]]) -> tuple[T, ...]:
+        """Join values for each row of the plans of `split`, in the order of the whole plan's rows."""
+        if self.count == 1:
+            return tuple(parts[0])
+        decode = [0] * self.count
+        for row in plan.decode:
+            decode[self.of(row)] += 1
+        first = [iter(part[:count]) for part, count in zip(parts, decode, strict=True)]
+        rest = [iter(part[count:]) for part, count in zip(parts, decode, strict=True)]
+        return (
+            *(next(first[self.of(row)]) for row in plan.decode),
+            *(next(rest[self.of(row)]) for row in plan.prefill),
+        )
+
+    def batches(self, moves: Sequence[PageMove], sizes: Sequence[int]) -> Iterator[Batch]:
+        """Yield the moves in batches: per shard as many pages as the largest size that they fill, or the smallest."""
+        waiting: list[list[PageMove]] = [[] for _ in range(self.count)]
+        for move in moves:
+            waiting[move.page // self.pages].append(move)
+        begin, end = 0, max(map(len, waiting))
+        while begin < end:
+            most = next((size for size in sizes if size <= end - begin), sizes[-1])
+            batch: list[PageMove] = []
+            places: list[int] = []
+            ids = np.zeros(self.count * most, np.int32)
+            for shard, queue in enumerate(waiting):
+                for place, move in enumerate(queue[begin : begin + most], start=shard * most):
+                    batch.append(move)
+                    places.append(place)
+                    ids[place] = move.page % self.pages
+            yield Batch(tuple(batch), tuple(places), ids)
+            begin += most
+
+    def admission(self, ints: np.ndarray, floats: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return `request_state.admit`'s operands in all shards: the slot's shard admits, the others write scratch."""
+        if self.count == 1:
+            return ints, floats
+        all_ints = np.full((self.count, len(ints)), NOWHERE, np.int32)
+        all_floats = np.zeros((self.count, len(floats)), np.float32)
+        all_ints[:, 0], all_ints[:, 1] = self.slots, 0
+        shard, slot = divmod(int(ints[0]), self.slots)
+        all_ints[shard], all_floats[shard] = ints, floats
+        all_ints[shard, 0] = slot
+        return all_ints.reshape(-1), all_floats.reshape(-1)
+
+    def part(self, shard: int, array: np.ndarray, axis: int = 0) -> np.ndarray:
+        """Return a view of the part of a shard."""
+        if self.count == 1:
+            return array
+        size = array.shape[axis] // self.count
+        return array[(slice(None),) * axis + (slice(shard * size, (shard + 1) * size),)]
+
+    def _by_shard(self, rows: Sequence[Row]) -> list[list[Row]]:
+        by_shard: list[list[Row]] = [[] for _ in range(self.count)]
+        for row in rows:
+            by_shard[self.of(row)].append(row)
+        return by_shard
+
+
+ALONE = DataShards(1, 1, 1)
+
+
+PUT = 4  # whole tables that one call writes
+_NOTHING: IntArray = np.empty(0, np.int32)
+
+
+def tables_stay(parts: Partitioning) -> bool:
+    """True if page tables stay on the device: there is one device, and it is no CPU."""
+    return current_platform() != "cpu" and not parts.divided
+
+
+def put_tables(tables: Array, ints: Array) -> Array:
+    """Return the tables with n whole ones [n * (1 + W)] written, each of which follows its slot."""
+    rows = ints.reshape(-1, 1 + tables.shape[1])
+    return tables.at[rows[:, 0]].set(rows[:, 1:], mode="promise_in_bounds")
+
+
+class SentTables:
+    """The tables by slot, after the steps that were dispatched.
+
+    A sequence gets a page about every 16 tokens, and its rows share one array as long as none is added. So most rows
+    are known to be unchanged without looking at their pages.
+    """
+
+    def __init__(self, slots: int, width: int) -> None:
+        """Make tables for `slots`, without the scratch slot. `width` is how many pages a sequence may have."""
+        self._scratch, self._width = slots, width
+        self._sent: list[IntArray] = [_NOTHING] * slots
+        self._new: dict[int, IntArray] = {}
+        self.whole: list[tuple[int, IntArray]] = []  # slots, and tables with too many changes: written before the step
+
+    def write(self, rows: Sequence[Row], changes: IntArray) -> None:
+        """Fill the `changes` [3, C] of a step with those of its rows: slots, places and pages."""
+        sent, most = self._sent, changes.shape[1]
+        self._new = {row.slot: row.pages for row in rows if row.pages is not sent[row.slot]}
+        self.whole = []
+        end = 0
+        for slot, pages in self._new.items():
+            places = _changed(sent[slot][: self._width], pages[: self._width])
+            start, end = end, end + len(places)
+            if end > most:
+                self.whole.append((slot, pages[: self._width]))
+                end = start
+                continue
+            changes[0, start:end], changes[1, start:end], changes[2, start:end] = slot, places, pages[places]
+        changes[0, end:], changes[1:, end:] = self._scratch, 0  # the scratch slot reads page 0
+
+    def packed_whole(self, rows: int) -> list[IntArray]:
+        """Return the whole tables in the form that `put_tables` takes, `rows` at a time."""
+        batches = []
+        for first in range(0, len(self.whole), rows):
+            packed = np.zeros((rows, 1 + self._width), np.int32)
+            packed[:, 0] = self._scratch
+            for index, (slot, pages) in enumerate(self.whole[first : first + rows]):
+                packed[index, 0], packed[index, 1 : 1 + len(pages)] = slot, pages
+            batches.append(packed.reshape(-1))
+        return batches
+
+    def dispatched(self) -> None:
+        """Record that the step written last was dispatched: the next one brings only the changes after it."""
+        for slot, pages in self._new.items():
+            self._sent[slot] = pages
+
+    def forget(self) -> None:
+        """Forget all tables: they were made anew, or the changes of a step are unknown."""
+        self._sent = [_NOTHING] * self._scratch
+
+
+def _changed(old: IntArray, new: IntArray) -> IntArray:
+    """Return the places where `new` has another page than `old`, or where `old` has none."""
+    common = min(len(old), len(new))
+    places: IntArray = np.flatnonzero(new[:common] != old[:common]).astype(np.int32)
+    if len(new) > common:
+        places = np.concatenate([places, np.arange(common, len(new), dtype=np.int32)])
+    return places
+
 
 _HOTTEST = float(np.finfo(np.float32).max)  # an option beyond it would be infinite, which divides -inf to NaN
 _VARYING, _CONSTANT, _DRAWING = 4, 4, 3  # columns without those of features
@@ -52,7 +230,7 @@ class Layout:
     def of(
         cls, bucket: Bucket, *, max_requests: int, width: int, resident: bool = False, features: Features = PLAIN
     ) -> Layout:
-        """Return the layout of a bucket. With `resident`, page tables stay on the device; see `page_tables`."""
+        """Return the layout of a bucket. With `resident`, page tables stay on the device."""
         sequences = bucket.rows + prefill_rows(bucket.tokens, max_requests)
         changes = 2 * sequences + bucket.tokens // TOKENS_PER_CHANGE if resident else 0
         prefills = sequences - bucket.rows

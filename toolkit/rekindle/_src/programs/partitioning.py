@@ -2,7 +2,17 @@
 
 A program is written for one device: its shapes are local ones, and its layers communicate with other devices
 (`models/precision.py`). To run a new kind of program on a mesh, declare the layout of each operand and result, in the
-`Recipe` that `Programs` makes of it, as `device_layout.py` names them; nothing else is needed.
+`Recipe` that `Recipes` makes of it, by one of these names or a tree of them; nothing else is needed:
+
+    WEIGHTS   the leaves of the model, each by its role
+    PAGES     KV pages (a pytree of them), divided by kv heads
+    PAYLOAD   pages in transfers to or from the host, divided by kv heads
+    ROWS      uploads, request state, masks, tokens and all else of rows or slots: the same on every device,
+              and with several data shards one part for each of them along the first axis
+    POOLED    the same with the parts along the second axis
+    HEADS     heads of attention by rows, [rows, heads, …]: divided by heads, and rows as in ROWS
+    WHOLE     the same on every device
+    PARTS     different on each of the devices that share a model, along an axis of its own in front
 
 A recipe's arguments that are ROWS or PAYLOAD have the shapes of one data shard.
 
@@ -13,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import enum
 import functools
 import itertools
 import math
@@ -30,17 +41,23 @@ from rekindle._src.models.config import Pages
 from rekindle._src.models.placement import MeshPlacement
 from rekindle._src.models.roles import ALL, Role, cut, join, local_shape
 from rekindle._src.programs import kv_layout as paged
-from rekindle._src.programs.device_layout import (
-    HEADS,
-    PAGES,
-    PARTS,
-    PAYLOAD,
-    POOLED,
-    ROWS,
-    WEIGHTS,
-    WHOLE,
-    DeviceLayout,
-)
+
+
+class DeviceLayout(enum.Enum):
+    """The layout of an operand or a result on the devices of a mesh."""
+
+    WEIGHTS = enum.auto()
+    PAGES = enum.auto()
+    PAYLOAD = enum.auto()
+    ROWS = enum.auto()
+    POOLED = enum.auto()
+    HEADS = enum.auto()
+    WHOLE = enum.auto()
+    PARTS = enum.auto()
+
+
+WEIGHTS, PAGES, PAYLOAD, ROWS, POOLED, HEADS, WHOLE, PARTS = DeviceLayout
+
 
 _KV_HEADS = 2  # the axis of a layer's pages, and of their scales
 PAYLOAD_HEADS = 3
@@ -141,11 +158,11 @@ class Partitioning:
         return [array if copies == 1 else array[:, :, :, ::copies] for array, copies in arrays]
 
     def states_to_host(self, states: Any) -> np.ndarray:
-        """Wait for what `state_moves.gather` gives of one sequence, and return its states as those of one device."""
+        """Wait for what `gather_states` gives of one sequence, and return its states as those of one device."""
         return np.asarray(states)
 
     def states_to_device(self, states: np.ndarray) -> np.ndarray:
-        """Return one sequence's states from the host in the form that `state_moves.scatter` takes."""
+        """Return one sequence's states from the host in the form that `scatter_states` takes."""
         return states
 
     def to_device(self, payload: paged.Payload, *, tails: bool = False) -> paged.Payload:
@@ -221,7 +238,7 @@ class MeshPartitioning(Partitioning):
 
     @functools.cached_property
     def _state_shapes(self) -> list[tuple[Role, tuple[int, ...]]]:
-        """The role and the shape of each array of a sequence's states, in the order of `state_moves`."""
+        """The role and the shape of each array of a sequence's states, in the order of `gather_states`."""
         placement = self.placement
         shapes = [shape for spec in placement.config.states if spec is not None for shape in spec.shapes]
         return list(zip(itertools.chain.from_iterable(placement.state_roles), shapes, strict=True))

@@ -1,23 +1,26 @@
 """The compiled programs of a session: built ahead of time from shapes alone, counted, and looked up by bucket.
 
-`build` traces and lowers a program, `compile` makes the executable, and `get` does so only when neither memory nor the
-store has it. All methods are thread-safe: threads that want the same program share one compilation, and different
-programs compile in parallel.
+The ledger says of each program in which form it is ready, and in which it is needed. `build` traces and lowers a
+program, `compile` makes the executable, and `get` does so only when neither memory nor the store has it. All methods
+are thread-safe: threads that want the same program share one compilation, and different programs compile in parallel.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import enum
 import functools
 import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 
+from rekindle._src.core import html
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.memory import gc_paused, give_back
 from rekindle._src.core.priority import handing_over
@@ -27,37 +30,36 @@ from rekindle._src.models.adapters.sites import sites_of
 from rekindle._src.models.base import ALONE, Graph, Placement
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.programs import buckets
-from rekindle._src.programs.adapter_stacks import Stacks
-from rekindle._src.programs.adapters import Adapters
-from rekindle._src.programs.buckets import Bucket
-from rekindle._src.programs.custom_taps import CustomTaps, Tap
-from rekindle._src.programs.data_shards import DataShards
-from rekindle._src.programs.features import Features, features_of
-from rekindle._src.programs.helpers import (
+from rekindle._src.programs import kv_layout as paged
+from rekindle._src.programs.adapters import Adapters, Stacks
+from rekindle._src.programs.buckets import (
     ADMIT,
     COPY,
+    FEW,
+    FILLED,
     LENS,
+    MANY,
     MEMORY,
+    SCATTER,
     STATE_IN,
     STATE_OUT,
     TABLES,
     TAILS_IN,
     TAILS_OUT,
+    TRANSFER,
+    Bucket,
     Helper,
     Key,
-    fills,
-    moved_pages,
 )
-from rekindle._src.programs.layered import LEAN, Layered, compiled_with
-from rekindle._src.programs.ledger import Compiled, Entry, Form, Ledger, ProgramRecord
-from rekindle._src.programs.packing import Layout
-from rekindle._src.programs.processors import LogitsProcessor, check_processors
+from rekindle._src.programs.features import Features, features_of
+from rekindle._src.programs.hybrid_layers import StateSlots, TailTables, tail_pages
+from rekindle._src.programs.layered import LEAN, Compiled, Layered, LayeredProgram, compiled_with
+from rekindle._src.programs.packing import DataShards, Layout
+from rekindle._src.programs.partitioning import Partitioning
 from rekindle._src.programs.recipes import Recipes
-from rekindle._src.programs.state_moves import StateSlots
-from rekindle._src.programs.step_parts import LayeredProgram
 from rekindle._src.programs.store import KEPT_THERE, NOT_STORED, Executables, LateStore, NoStore, watching_hits
-from rekindle._src.programs.tail_tables import TailTables, tail_pages
 from rekindle._src.programs.taps import tap_features
+from rekindle._src.programs.user_functions import CustomTaps, LogitsProcessor, Tap, check_processors
 from rekindle.errors import CompileError, StoreError
 from rekindle_kernels import (
     current_platform,
@@ -68,6 +70,119 @@ from rekindle_kernels import (
     kernel_being_compiled,
     traits,
 )
+
+
+class Form(enum.IntEnum):
+    """A form of a program. Higher ones run faster and take longer to make."""
+
+    NONE = 0  # not ready
+    PARTS = 1  # calls its parts one after the other: ready in a fraction of the time
+    WHOLE = 2
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class ProgramRecord(html.Record):
+    """The origin of a ready program, and the seconds that it took."""
+
+    name: str
+    origin: Literal["loaded", "compiled"]
+    seconds: float  # to load it, or to trace, lower and compile it
+    why: str = ""  # the reason why it was compiled and not loaded
+
+
+@dataclasses.dataclass(slots=True)
+class Entry:
+    """The state of one program."""
+
+    key: Key
+    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+    form: Form = Form.NONE
+    record: ProgramRecord | None = None
+    not_loaded: dict[Form, str] = dataclasses.field(default_factory=dict)  # why the store has none: it is asked once
+
+
+class Ledger:
+    """The programs of a session, by key."""
+
+    def __init__(self, keys: Iterable[Key], has_parts: Callable[[Key], bool]) -> None:
+        """Begin without programs. `has_parts` is True of a program that can be made of parts."""
+        self.entries = {key: Entry(key) for key in keys}
+        self._has_parts = has_parts
+        self.ready: dict[Key, Compiled] = {}
+        self.least = Form.WHOLE  # the form that is enough for now
+        self._provisional: set[Key] = set()  # needed in parts, and not replaced yet
+        self._replaced: list[Compiled] = []  # steps in flight may run in them
+        self._soon: set[Key] = set()
+        self._lock = threading.Lock()
+
+    @property
+    def provisional(self) -> bool:
+        """True if programs are made or run that whole ones will replace."""
+        return self.least is Form.PARTS or bool(self._provisional)
+
+    def enough(self, entry: Entry) -> Form:
+        """Return the form in which a program is made now."""
+        return Form.PARTS if self.least is Form.PARTS and self._has_parts(entry.key) else Form.WHOLE
+
+    def need(self, key: Key) -> Entry:
+        """Return the entry of a program that the caller loads or makes. Raise KeyError for an unknown one."""
+        if key not in self.entries:
+            raise KeyError(f"{key.name} is not in the lattice: {', '.join(known.name for known in self.entries)}")
+        entry = self.entries[key]
+        with self._lock:
+            if entry.form is Form.NONE and self.enough(entry) is Form.PARTS:
+                self._provisional.add(key)
+        return entry
+
+    def offer(self, entry: Entry, form: Form, program: Compiled, record: ProgramRecord) -> None:
+        """Put a program in the place of the one that is ready, if any."""
+        with self._lock:
+            if entry.form is Form.PARTS:
+                self._replaced.append(self.ready.get(entry.key))
+            entry.form, entry.record = form, record
+            self.ready[entry.key] = program
+            if form is Form.PARTS:
+                self._provisional.add(entry.key)
+            else:
+                self._provisional.discard(entry.key)
+
+    def settle(self, entry: Entry) -> None:
+        """Let a program stay as it is: nothing replaces it."""
+        with self._lock:
+            self._provisional.discard(entry.key)
+
+    def jobs(self) -> list[Entry]:
+        """Return the programs that whole ones are to replace, those of few tokens first: they make most tokens."""
+        with self._lock:
+            keys = [key for key in self.entries if key in self._provisional and isinstance(key, Bucket)]
+        return [self.entries[key] for key in sorted(keys, key=lambda key: key.tokens)]
+
+    def soon(self, key: Key) -> bool:
+        """True if a program is made next. Until it is ready, a step rather takes another one that can do the same."""
+        return key in self._soon
+
+    @contextlib.contextmanager
+    def made_next(self, key: Key) -> Iterator[None]:
+        """Mark `key` as made next, or ready, inside the `with` block."""
+        self._soon.add(key)
+        try:
+            yield
+        finally:
+            self._soon.discard(key)
+
+    def records(self) -> tuple[ProgramRecord, ...]:
+        """Return the records of all programs that are ready, in the order of the ledger."""
+        return tuple(entry.record for entry in self.entries.values() if entry.record is not None)
+
+    def close(self) -> None:
+        """Release all programs."""
+        with self._lock:
+            self.ready.clear()
+            self._provisional.clear()
+            self._replaced.clear()
+            for entry in self.entries.values():
+                entry.form = Form.NONE
+
 
 log = logging.getLogger("rekindle.engine")
 BREATH = 0.35  # seconds between tracing and compiling the program that decodes, beside steps in parts
@@ -439,6 +554,28 @@ class Programs:
         kernel = kernel_being_compiled()
         programs = f"compiling program{'s' if len(names) > 1 else ''} {' and '.join(names)}"
         return programs + (f", kernel {kernel}" if kernel else "") if names else ""
+
+
+def moved_pages(parts: Partitioning, kv: paged.KV) -> tuple[int, ...]:
+    """Return the numbers of pages that a transfer may have, the largest first.
+
+    On CPU that is a copy within memory. A GPU or TPU starts a transfer of 64 pages as quickly as one of a single page.
+    Followers of a session repeat transfers of FEW pages.
+    """
+    if current_platform() == "cpu" or parts.multi_process:
+        return (FEW,)
+    layers = paged.pages_of(kv)
+    page = sum(leaf.size // leaf.shape[0] * leaf.dtype.itemsize for leaf in jax.tree.leaves(layers))
+    return (*[pages for pages in MANY if pages * page <= TRANSFER][:1], FEW)
+
+
+def fills(moved: tuple[int, ...], *, at_once: bool) -> tuple[Helper, ...]:
+    """Return the programs that fill pages, the fewest first, where transfers have the numbers of pages in `moved`.
+
+    Where one native call fills all pages `at_once`, its program compiles as quickly for many of them.
+    """
+    sizes = (FILLED, FEW) if at_once and moved == (FEW,) else moved
+    return tuple(Helper(SCATTER.kind, pages) for pages in sizes[::-1])
 
 
 def _adapters(graph: Graph, config: EngineConfig, placement: Placement, *, ahead: bool) -> tuple[Adapters, ...]:

@@ -14,15 +14,14 @@ from rekindle._src.core.config import EngineConfig
 from rekindle._src.kvcache.pool import pages_for
 from rekindle._src.models.base import Graph, Placement, merge
 from rekindle._src.models.config import ModelConfig
+from rekindle._src.programs import host_pages, packing, request_state
 from rekindle._src.programs import kv_layout as paged
-from rekindle._src.programs import page_tables, pinned_pages, request_state, state_moves
-from rekindle._src.programs.buckets import FORWARD, GATED, Bucket
-from rekindle._src.programs.device_layout import HEADS, PAGES, PAYLOAD, ROWS, WEIGHTS, WHOLE
-from rekindle._src.programs.features import Features
-from rekindle._src.programs.helpers import (
+from rekindle._src.programs.buckets import (
     ADMIT,
     COLLECT,
     COPY,
+    FORWARD,
+    GATED,
     GATHER,
     LENS,
     MEMORY,
@@ -31,12 +30,14 @@ from rekindle._src.programs.helpers import (
     TABLES,
     TAILS_IN,
     TAILS_OUT,
+    Bucket,
     Key,
 )
+from rekindle._src.programs.features import Features
+from rekindle._src.programs.hybrid_layers import gather_states, scatter_states, state_numbers, state_slots, tail_pages
 from rekindle._src.programs.packing import Layout
-from rekindle._src.programs.partitioning import Partitioning, Recipe
+from rekindle._src.programs.partitioning import HEADS, PAGES, PAYLOAD, ROWS, WEIGHTS, WHOLE, Partitioning, Recipe
 from rekindle._src.programs.step import Scores, StepOutput, make_choice, make_forward, make_step
-from rekindle._src.programs.tail_tables import tail_pages
 from rekindle_kernels import LayerKV, kernels_for, zeros
 
 
@@ -77,10 +78,10 @@ class Recipes:
             config.device_pages,
             config.page_size,
             config.kv_dtype,
-            state_moves.slots(model, config.max_requests, shared=config.prefix_cache),
+            state_slots(model, config.max_requests, shared=config.prefix_cache),
             tail_pages(model, config, config.device_pages, apart=placement.pages_apart),
         )
-        width, resident = pages_for(config.max_model_len, config.page_size), page_tables.stay(parts)
+        width, resident = pages_for(config.max_model_len, config.page_size), packing.tables_stay(parts)
         return cls(
             model=model,
             graph=local,
@@ -93,7 +94,7 @@ class Recipes:
             parts=parts,
             width=width,
             resident=resident,
-            pinned=pinned_pages.used(parts),
+            pinned=host_pages.uses_pinned(parts),
         )
 
     def kernels(self) -> list[str]:
@@ -151,17 +152,17 @@ class Recipes:
             slot = (self.state, _ints(ints), _floats(floats))
             return Recipe(request_state.admit, slot, (0,), (ROWS, ROWS, ROWS), ROWS)
         if key == TABLES:
-            rows = _ints(page_tables.PUT * (1 + self.width))
-            return Recipe(page_tables.put, (self.state.tables, rows), (0,), (ROWS, ROWS), ROWS)
+            rows = _ints(packing.PUT * (1 + self.width))
+            return Recipe(packing.put_tables, (self.state.tables, rows), (0,), (ROWS, ROWS), ROWS)
         if key == LENS:
             rows = jax.ShapeDtypeStruct((key.pages, self.model.hidden_size), self.graph.precision.stream)
             return Recipe(self._lens, (self.leaves, rows), (), (WEIGHTS, WHOLE), WHOLE)
         ids = _ints(key.pages)
         if key == STATE_OUT:
-            return Recipe(state_moves.gather, (self.kv, ids), (), (PAGES, ROWS), HEADS)
+            return Recipe(gather_states, (self.kv, ids), (), (PAGES, ROWS), HEADS)
         if key == STATE_IN:
-            states = jax.ShapeDtypeStruct((1, state_moves.numbers(self.kv)), jnp.float32)
-            return Recipe(state_moves.scatter, (self.kv, ids, states), (0,), (PAGES, ROWS, HEADS), PAGES)
+            states = jax.ShapeDtypeStruct((1, state_numbers(self.kv)), jnp.float32)
+            return Recipe(scatter_states, (self.kv, ids, states), (0,), (PAGES, ROWS, HEADS), PAGES)
         if key == COPY:
             return Recipe(paged.copy, (self.kv, ids, ids), (0,), (PAGES, ROWS, ROWS), PAGES)
         tails = key.kind in (TAILS_OUT.kind, TAILS_IN.kind)
@@ -171,7 +172,7 @@ class Recipes:
             return self.parts.whole_everywhere(gather) if key.kind == COLLECT.kind else gather
         if self.pinned:
             payload = jax.eval_shape(read_out, self.kv, ids)
-            join = functools.partial(pinned_pages.scatter, tails=tails)
+            join = functools.partial(host_pages.scatter_whole, tails=tails)
             return Recipe(join, (self.kv, ids, payload), (0,), (PAGES, ROWS, PAYLOAD), PAGES)
         page = jax.eval_shape(read_out, self.kv, _ints(1))
         fill = functools.partial(paged.scatter, tails=tails)

@@ -34,7 +34,7 @@ class RequestState(NamedTuple):
     bias_ids: Array  # int32 [L, MAX_LOGIT_BIAS]
     bias_values: Array  # float32 [L, MAX_LOGIT_BIAS]
     end_ids: Array  # int32 [L, MAX_END_IDS]
-    tables: Array | None = None  # int32 [L, W]: page tables, where they stay on the device; see `page_tables`
+    tables: Array | None = None  # int32 [L, W]: page tables, where they stay on the device; see `packing`
 
 
 def abstract_state(slots: int, vocab: int, width: int | None = None) -> RequestState:

@@ -1,19 +1,28 @@
 """Sampling on the device: the next token of each row, by the flags that the host sends with a step.
 
-Axes: N rows, E hidden size, V vocabulary.
+Axes: N rows, E hidden size, V vocabulary, L slots.
+
+Before a token is chosen, logits are shaped. Order and meaning are those of vLLM and transformers. The bias is added.
+The logit of a token in the prompt or output is divided by the repetition penalty where it is positive, and multiplied
+where it is not. An output token loses the frequency penalty times its count, and the presence penalty once. Below
+`min_tokens`, tokens that would end the request are masked. Each part is exact where it is unused (divide by 1, add 0),
+so that rows with and without share one call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 import rekindle_kernels
-from rekindle._src.programs.flags import Flag
+from rekindle._src.core.records import Request, Row
+from rekindle._src.programs.feature import Columns, Feature, Flag, StepInputs
+from rekindle._src.programs.request_state import RequestState
 from rekindle_kernels import Choice, Wanted
 
 NOT_FINITE = -1  # read by the host in place of the token of a row whose numbers are not finite
@@ -58,3 +67,66 @@ def marked(tokens: Array, hidden: Array, logits: Array) -> Array:
             lambda: jnp.ones(tokens.shape, bool),
         )
         return jnp.where(finite, tokens, NOT_FINITE)
+
+
+# An option is a Python float; beyond float32 a repetition penalty would be infinite, or 0, which is divided by.
+LARGEST, _SMALLEST = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
+
+
+class Shaping(NamedTuple):
+    """The options of each row; every field has N entries."""
+
+    repetition: Array  # float32; 1 is off
+    presence: Array  # float32; 0 is off
+    frequency: Array  # float32; 0 is off
+    biased: Array  # bool: the request has a logit_bias, which is in its slot
+    barred: Array  # bool: below min_tokens, so that end tokens are masked
+
+
+def shape(logits: Array, shaping: Shaping, state: RequestState, slots: Array) -> Array:
+    """Return shaped logits [N, V]. Row i reads history, bias and end ids of slot `slots[i]`."""
+    rows = jnp.arange(logits.shape[0])[:, None]
+    bias = jnp.where(shaping.biased[:, None], state.bias_values[slots], 0.0)
+    logits = logits.at[rows, state.bias_ids[slots]].add(bias, mode="drop")
+
+    history = state.history[slots]
+    times = (history >> 1).astype(jnp.float32)
+    repetition = shaping.repetition[:, None]
+    repeated = jnp.where(logits > 0.0, logits / repetition, logits * repetition)
+    logits = jnp.where(history > 0, repeated, logits)
+    logits = logits - shaping.frequency[:, None] * times - shaping.presence[:, None] * (times > 0.0)
+
+    ends = jnp.where(shaping.barred[:, None], state.end_ids[slots], logits.shape[-1])
+    return logits.at[rows, ends].set(-jnp.inf, mode="drop")
+
+
+class LogitShaping(Feature):
+    """Bias, penalties and `min_tokens`: three float columns, and what a request's slot has of its history."""
+
+    bits = changing = int(Flag.BIASED | Flag.PENALISED | Flag.BARRED)
+    neutral = 1.0, 0.0, 0.0
+
+    def flags(self, request: Request) -> int:
+        sampling = request.sampling
+        return int(Flag.BIASED) * bool(sampling.logit_bias) | int(Flag.PENALISED) * sampling.penalised
+
+    def row_flags(self, request: Request) -> Callable[[Row], int] | None:
+        least, barred = request.sampling.min_tokens, int(Flag.BARRED)
+        return (lambda row: barred if row.generated < least else 0) if least else None
+
+    def constants(self, request: Request) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        sampling = request.sampling
+        repetition = min(max(sampling.repetition_penalty, _SMALLEST), LARGEST)
+        return (), (repetition, sampling.presence_penalty, sampling.frequency_penalty)
+
+    def reads_slot(self, request: Request) -> bool:
+        sampling = request.sampling
+        return sampling.penalised or bool(sampling.logit_bias) or sampling.min_tokens > 0
+
+    def unpack(self, columns: Columns) -> Shaping:
+        repetition, presence, frequency = (columns.floats[:, column] for column in range(3))
+        flags = columns.flags
+        return Shaping(repetition, presence, frequency, (flags & Flag.BIASED) != 0, (flags & Flag.BARRED) != 0)
+
+    def change(self, logits: Array, inputs: StepInputs, own: Shaping, state: RequestState) -> Array:
+        return shape(logits, own, state, inputs.slots)

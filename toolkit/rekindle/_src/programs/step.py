@@ -24,8 +24,7 @@ from jax import Array, lax
 
 from rekindle._src.models.base import Graph, Model, merge
 from rekindle._src.programs import kv_layout as paged
-from rekindle._src.programs.feature import Feature, StepInputs
-from rekindle._src.programs.flags import Flag, branch
+from rekindle._src.programs.feature import Feature, Flag, StepInputs, branch
 from rekindle._src.programs.packing import Layout, changed_tables, unpack
 from rekindle._src.programs.request_state import RequestState, record
 from rekindle._src.programs.sampling import Take, choose, marked, plainly

@@ -42,8 +42,8 @@ from rekindle._src.models.base import Model
 from rekindle._src.models.config import Cache, ModelConfig, Pages
 from rekindle._src.models.loading.hugepages import aligned
 from rekindle._src.programs.buckets import CAPTURES, CAPTURES_MORE, STEERS, STEERS_MORE
-from rekindle._src.programs.device_layout import HEADS, ROWS
 from rekindle._src.programs.feature import Feature, Fields, Helpers, Read, StepInputs
+from rekindle._src.programs.partitioning import HEADS, ROWS
 
 Hook = Callable[[int, Array], Array]
 Sites = dict[str, dict[int, Array]]  # what was captured, by layer

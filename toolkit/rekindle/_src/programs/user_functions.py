@@ -1,18 +1,47 @@
-"""A user's functions that steps contain: their checks, what they raised in words, and a hash of code and values."""
+"""Functions of the user in steps: logits processors, and taps between and inside the layers; pure JAX functions.
+
+A processor sees the model's raw logits, before every other option; a tap changes what passes between or inside the
+layers. A request names its own in `Sampling.processors` and `Sampling.taps`. A step with such a row runs in the variant
+of its program that contains all of the session's processors, or taps, each applied to the rows that name it. Name,
+version and a hash of the function's code and values are part of the key of stored programs, and those of taps, with
+their place, of the names of the pages that such rows fill.
+
+Axes: R decode rows, T prefill tokens, N = R + T, E hidden size.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import itertools
 import traceback
 import types
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import Array, lax
 
-from rekindle.errors import ConfigError
+from rekindle._src.core import html
+from rekindle._src.core.records import Request, StepPlan
+from rekindle._src.core.tapped import INNER, MISSING, TapFacts, place_of
+from rekindle._src.core.taps import STEER_SITES, Layers, SteerSite, layer_of, layers_of
+from rekindle._src.programs.buckets import PROCESSED, TAPPED
+from rekindle._src.programs.feature import (
+    FIRST_PROCESSOR,
+    MAX_PROCESSORS,
+    PROCESSORS,
+    Columns,
+    Feature,
+    StepInputs,
+    branch,
+)
+from rekindle._src.programs.request_state import RequestState
+from rekindle._src.programs.taps import Hooked, apart
+from rekindle.errors import ConfigError, InvalidRequest
 
 MAX_DEPTH = 8  # of functions that use other functions
 MAX_VALUES = 20_000  # bounds the time for a function that uses a large object, such as a session, as a global
@@ -129,3 +158,312 @@ def _code(code: types.CodeType, depth: int) -> Iterator[bytes]:
     yield code.co_code
     yield repr((code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)).encode()
     yield from _parts(code.co_consts, depth + 1)
+
+
+class LogitsContext(NamedTuple):
+    """The arrays that a processor may read beside the logits; N rows, V vocabulary."""
+
+    position: Array  # int32 [N]: index, in the sequence, of the token to choose
+    prompt_length: Array  # int32 [N]
+    last_token: Array  # int32 [N]: the token before that one
+    in_prompt: Array  # bool [N, V]
+    generated: Array  # int32 [N, V]: the number of times that each token was generated so far
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False)
+class LogitsProcessor(html.Record):
+    """A `function(logits float32 [N, V], context) -> float32 [N, V]` of independent rows; traced once per program.
+
+    Rows that choose no token in a step may have any values. Change `version` when something changes that is not visible
+    in the function's own code, such as code that it imports.
+    """
+
+    function: Callable[[Array, LogitsContext], Array]
+    name: str
+    version: str = "1"
+
+    def __post_init__(self) -> None:
+        check_function(self.function, self.name, self.version)
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """The key of compiled programs: processors with equal keys compile to equal programs."""
+        return self.name, self.version, function_hash(self.function)
+
+
+def check_processors(processors: Sequence[LogitsProcessor]) -> tuple[LogitsProcessor, ...]:
+    """Check and return the session's processors. Raise ConfigError for a wrong type, equal names, or too many."""
+    check_all("processors", processors, LogitsProcessor, MAX_PROCESSORS)
+    return tuple(processors)
+
+
+def check_results(processors: Sequence[LogitsProcessor], vocab_size: int) -> None:
+    """Raise ConfigError for a processor that fails for logits of this vocabulary, or changes their shape."""
+    rows = 2
+    numbers: Any
+    table: Any
+    numbers, table = jax.ShapeDtypeStruct((rows,), jnp.int32), jax.ShapeDtypeStruct((rows, vocab_size), jnp.int32)
+    logits = jax.ShapeDtypeStruct(table.shape, jnp.float32)
+    in_prompt: Any = jax.ShapeDtypeStruct(table.shape, jnp.bool_)
+    context = LogitsContext(numbers, numbers, numbers, in_prompt, table)
+    for processor in processors:
+        fix = "Use jax.numpy, and return logits of the shape that it was given"
+        try:
+            result = jax.eval_shape(processor.function, logits, context)
+        except Exception as error:  # code of the user's
+            problem = problem_of(processor.function, error, f"for logits {logits.shape}")
+            raise ConfigError("processors", processor.name, problem, fix) from None  # the chain is JAX's
+        _check_shape(processor, getattr(result, "shape", None), logits.shape)
+
+
+def _check_shape(processor: LogitsProcessor, shape: tuple[int, ...] | None, expected: tuple[int, ...]) -> None:
+    if shape != expected:
+        returned = "no array" if shape is None else f"shape {shape}"
+        problem = f"returned {returned} for logits of shape {expected}"
+        raise ConfigError("processors", processor.name, problem, "Return one number for each token: the same shape")
+
+
+def process(processors: Sequence[LogitsProcessor], logits: Array, flags: Array, context: LogitsContext) -> Array:
+    """Apply to each row of the logits [N, V] the processors that its flags name."""
+    for index, processor in enumerate(processors):
+        changed = processor.function(logits, context)
+        _check_shape(processor, changed.shape, logits.shape)
+        selected = (flags >> (FIRST_PROCESSOR + index)) & 1 == 1
+        logits = jnp.where(selected[:, None], changed.astype(jnp.float32), logits)
+    return logits
+
+
+class Processors(Feature):
+    """The session's processors: a flag for each, in the programs of a variant that is compiled ahead."""
+
+    changing, variant, warmed = PROCESSORS, PROCESSED, True
+
+    def __init__(self, processors: Sequence[LogitsProcessor]) -> None:
+        self._processors = tuple(processors)
+        self._bits = {processor.name: 1 << FIRST_PROCESSOR + index for index, processor in enumerate(processors)}
+
+    def flags(self, request: Request) -> int:
+        return sum(self._bits[name] for name in set(request.sampling.processors))
+
+    def reads_slot(self, request: Request) -> bool:
+        return bool(request.sampling.processors)
+
+    def in_plan(self, plan: StepPlan) -> bool:
+        return any(row.request.sampling.processors for row in plan.rows)
+
+    def change(self, logits: Array, inputs: StepInputs, own: Any, state: RequestState) -> Array:
+        history = state.history[inputs.slots]
+        context = LogitsContext(
+            position=inputs.lengths,
+            prompt_length=inputs.prompt_lengths[inputs.last],
+            last_token=inputs.tokens[inputs.last],
+            in_prompt=(history & 1) == 1,
+            generated=history >> 1,
+        )
+        return branch(
+            inputs.any_flags & PROCESSORS != 0,
+            lambda: process(self._processors, logits, inputs.flags, context),
+            lambda: logits,
+        )
+
+
+MAX_TAPS = 16  # bits of a row's column
+
+
+class TapContext(NamedTuple):
+    """Facts that a tap may read beside the numbers of its token."""
+
+    layer: int  # known while the function is traced
+    position: Array  # int32 []: of the token in its sequence
+    prompt_length: Array  # int32 []
+    token: Array  # int32 []: the token that was read
+    arrays: Any  # those of the tap
+
+
+@dataclasses.dataclass(frozen=True, slots=True, repr=False, eq=False)
+class Tap(html.Record):
+    """A `function(x float32 [hidden], context) -> float32 [hidden]` of one token at one layer, mapped over the tokens.
+
+    `layers` and `site` are where it is: a number, several, or "all", and "residual" (behind the layer),
+    "residual_before", "attention" or "mlp". It is traced once for each layer and program. `arrays`, in any nesting, are
+    what it reads as `context.arrays`: weights that a program should not contain. Change `version` when something
+    changes that is not visible in the function's own code, such as code that it imports.
+    """
+
+    function: Callable[[Array, TapContext], Array]
+    name: str
+    layers: Layers = "all"
+    site: SteerSite = "residual"
+    arrays: Any = dataclasses.field(default=None, repr=False)
+    version: str = "1"
+
+    def __post_init__(self) -> None:
+        check_function(self.function, self.name, self.version)
+        if self.site not in STEER_SITES:
+            sites = ", ".join(map(repr, STEER_SITES))
+            raise ConfigError("site", self.site, "can't be changed", f"Use one of {sites}")
+        try:
+            layers_of(self.site, self.layers, None)
+        except InvalidRequest:
+            raise ConfigError(
+                "layers", self.layers, "names no layers", 'Pass numbers such as [4, 8], or "all"'
+            ) from None
+
+    @property
+    def digest(self) -> str:
+        """The digest of what it computes, of its place, and of its arrays."""
+        return function_hash((self.name, self.version, self.function, self.site, self.layers, self.arrays))
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """The key of compiled programs: taps with equal keys compile to equal programs."""
+        shapes = jax.tree.map(lambda array: (array.shape, str(array.dtype)), _shapes(self.arrays))
+        return self.name, self.version, function_hash(self.function), self.site, repr(self.layers), repr(shapes)
+
+
+def _shapes(arrays: Any) -> Any:
+    def shape(array: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(np.shape(array), jnp.result_type(array))
+
+    return jax.tree.map(shape, arrays)
+
+
+def _on_host(array: Any) -> Any:
+    return np.asarray(array, jnp.result_type(array))
+
+
+def check_taps(taps: Sequence[Tap]) -> tuple[Tap, ...]:
+    """Check and return the session's taps. Raise ConfigError for a wrong type, equal names, or too many."""
+    check_all("taps", taps, Tap, MAX_TAPS)
+    return tuple(taps)
+
+
+def check_places(taps: Sequence[Tap], facts: TapFacts | None) -> Mapping[str, str]:
+    """Return the digests of taps by name. Raise ConfigError for a tap that does not fit the model or the session."""
+    if not taps:
+        return {}
+    if facts is None:
+        problem = "can't be had with several processes"
+        raise ConfigError("taps", [tap.name for tap in taps], problem, "Use a session of one process")
+    for tap in taps:
+        present = facts.sites.get(tap.site)
+        if present is None:
+            raise ConfigError("taps", tap.name, f"{tap.site} {MISSING}", 'Use site="residual"')
+        try:
+            layers = present if tap.layers == "all" else _layers(tap, facts.layers)
+        except InvalidRequest as error:
+            problem = f"has layer {error.value!r}, which {error.problem}"
+            raise ConfigError("taps", tap.name, problem, error.fix) from None
+        for layer in layers:
+            if layer not in present:
+                raise ConfigError("taps", tap.name, f"has no {tap.site} in layer {layer}", f"Its layers: {present}")
+            _check_result(tap, layer, facts.hidden_size)
+    return {tap.name: tap.digest for tap in taps}
+
+
+def _check_result(tap: Tap, layer: int, size: int) -> None:
+    """Raise ConfigError for a tap that fails at a layer, or changes the shape."""
+    x: Any = jax.ShapeDtypeStruct((1, size), jnp.float32)
+    numbers: Any = jax.ShapeDtypeStruct((1,), jnp.int32)
+    fix = "Use jax.numpy, and return numbers of the shape that it was given"
+    try:
+        arrays = _shapes(tap.arrays)
+    except Exception:
+        raise ConfigError("taps", tap.name, "has arrays that are none", "Pass arrays of numbers") from None
+    try:
+        result = jax.eval_shape(functools.partial(_mapped, tap, layer), x, numbers, numbers, numbers, arrays)
+    except Exception as error:  # code of the user's
+        problem = problem_of(tap.function, error, f"for layer {layer} and numbers ({size},)")
+        raise ConfigError("taps", tap.name, problem, fix) from None  # the chain is JAX's
+    shape = getattr(result, "shape", None)
+    if shape != x.shape:
+        returned = "no array" if shape is None else f"shape {shape[1:]}"
+        raise ConfigError("taps", tap.name, f"returned {returned} for numbers of shape ({size},)", fix)
+
+
+def _mapped(
+    tap: Tap, layer: int, x: Array, positions: Array, prompt_lengths: Array, tokens: Array, arrays: Any
+) -> Array:
+    """Apply a tap to each of the tokens [N, E]."""
+
+    def of_token(x: Array, position: Array, prompt_length: Array, token: Array) -> Array:
+        return tap.function(x, TapContext(layer, position, prompt_length, token, arrays))
+
+    return jax.vmap(of_token)(x, positions, prompt_lengths, tokens)
+
+
+def _layers(tap: Tap, count: int) -> tuple[int, ...]:
+    if tap.layers == "all":
+        return tuple(range(count))
+    numbers = [tap.layers] if isinstance(tap.layers, int) else tap.layers
+    return tuple(dict.fromkeys(layer_of("taps", layer, count) for layer in numbers))
+
+
+class CustomTaps(Feature):
+    """The session's taps: a bit for each in a row's column, in the programs of a variant that is compiled ahead."""
+
+    variant, warmed, inside, ints = TAPPED, True, True, 1
+
+    def __init__(self, taps: Sequence[Tap], layers: int, *, divided: bool = False) -> None:
+        self._taps, self._divided = tuple(taps), divided
+        self._bits = {tap.name: 1 << index for index, tap in enumerate(taps)}
+        self._places: dict[int, list[tuple[int, int]]] = {}  # the taps of each place, and their layers there
+        for index, tap in enumerate(taps):
+            for layer in _layers(tap, layers):
+                self._places.setdefault(place_of(tap.site, layer, layers), []).append((index, layer))
+
+    @functools.cached_property
+    def operands(self) -> Any:  # type: ignore[override]
+        """The arrays of each tap, put on the device when a step first needs them; a mesh takes them from the host."""
+        if self._divided:
+            return tuple(jax.tree.map(_on_host, tap.arrays) for tap in self._taps)
+        return tuple(jax.tree.map(jnp.asarray, tap.arrays) for tap in self._taps)
+
+    @property
+    def operand_shapes(self) -> Any:
+        return tuple(_shapes(tap.arrays) for tap in self._taps)
+
+    def constants(self, request: Request) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        tapped = request.tapped
+        return (0 if tapped is None else sum(self._bits[name] for name in tapped.custom),), ()
+
+    def in_plan(self, plan: StepPlan) -> bool:
+        for rows in (plan.decode, plan.prefill):
+            for row in rows:
+                if row.request.tapped is not None and row.request.tapped.custom:
+                    return True
+        return False
+
+    def unpack(self, columns: Columns) -> Any:
+        return columns.ints[:, 0]
+
+    def model(self, model: Any, inputs: StepInputs, own: Any, operands: Any) -> tuple[Any, Any]:
+        bits, layers = inputs.of_tokens(own), len(model.layers)
+
+        def change(place: int, x: Array) -> Array:
+            for index, layer in self._places.get(place, ()):
+                mine = (bits >> index) & 1 == 1
+                x = _changed(self._taps[index], layer, x, mine, inputs, operands[index])
+            return x
+
+        for layer in range(layers):
+            for site in INNER:
+                if (place := place_of(site, layer, layers)) not in self._places:
+                    continue
+                if (module := apart(model, layer, site)) is not None:
+                    module.passes.append(functools.partial(change, place))
+        return Hooked(model, change), None
+
+
+def _changed(tap: Tap, layer: int, x: Array, mine: Array, inputs: StepInputs, arrays: Any) -> Array:
+    """Apply a tap to those of the tokens [N] whose rows name it."""
+
+    def changed() -> Array:
+        with jax.named_scope("tap"):
+            y = _mapped(
+                tap, layer, x.astype(jnp.float32), inputs.positions, inputs.prompt_lengths, inputs.tokens, arrays
+            )
+        return jnp.where(mine[:, None], y.astype(x.dtype), x)
+
+    result: Array = lax.cond(mine.any(), changed, lambda: x)
+    return result

@@ -12,10 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 
 from rekindle._src.core.priority import handing_over
-from rekindle._src.programs.buckets import Bucket
-from rekindle._src.programs.helpers import SCATTER, Key
-from rekindle._src.programs.ledger import Form, ProgramRecord
-from rekindle._src.programs.programs import Programs
+from rekindle._src.programs.buckets import SCATTER, Bucket, Key
+from rekindle._src.programs.programs import Form, ProgramRecord, Programs
 from rekindle.errors import CompileError
 from rekindle_kernels import build_kernels
 

@@ -10,7 +10,7 @@ Pages are likely to be used again, and go to the tiers below,
 
 All others are the next to leave, and are dropped then.
 
-There are enough pages for all slots, however long their sequences are (`tail_tables.least_pages`), or as many as layers
+There are enough pages for all slots, however long their sequences are (`least_pages`), or as many as layers
 without a window have. So admission does not ask for them: a sequence that has its pages there has them here.
 """
 

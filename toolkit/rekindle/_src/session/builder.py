@@ -50,17 +50,14 @@ from rekindle._src.models.placement import MeshPlacement, placement_of
 from rekindle._src.models.unpacking import unpacked_model, words
 from rekindle._src.processes.others import OtherProcesses
 from rekindle._src.programs import kv_layout as paged
-from rekindle._src.programs import program_key, state_moves
-from rekindle._src.programs.buckets import ADAPTED, prefill_rows
+from rekindle._src.programs import store as program_store
+from rekindle._src.programs.buckets import ADAPTED, Key, prefill_rows
 from rekindle._src.programs.collectives import collective_times
-from rekindle._src.programs.custom_taps import Tap, check_places
-from rekindle._src.programs.determinism import deterministic
-from rekindle._src.programs.helpers import Key
-from rekindle._src.programs.processors import LogitsProcessor, check_results
+from rekindle._src.programs.hybrid_layers import least_pages, span, state_slots, tail_pages
 from rekindle._src.programs.programs import Programs
 from rekindle._src.programs.store import ExecutableStore, ProgramStore
-from rekindle._src.programs.tail_tables import least_pages, span, tail_pages
 from rekindle._src.programs.taps import tap_facts, variants_of
+from rekindle._src.programs.user_functions import LogitsProcessor, Tap, check_places, check_results
 from rekindle._src.programs.warming import Warming, needed_after_restart, warm
 from rekindle._src.scheduling.admission import AdapterSlots
 from rekindle._src.scheduling.data_scheduler import DataScheduler, ShardScheduler
@@ -68,7 +65,7 @@ from rekindle._src.scheduling.scheduler import Scheduler
 from rekindle._src.scheduling.sequence import Limits
 from rekindle._src.session.adapters import AdapterShelf
 from rekindle._src.session.open_request import OpenRequest, precompiles
-from rekindle._src.session.resolve import of_one_shard, resolve
+from rekindle._src.session.resolve import deterministic, of_one_shard, resolve
 from rekindle._src.session.weights import Weights, page_identity, state_identity
 from rekindle._src.structured.grammar import Grammars
 from rekindle._src.text.chat import ChatTemplate
@@ -80,7 +77,7 @@ from rekindle.errors import ConfigError, OutOfMemory, RekindleError
 from rekindle_kernels import EDGE, configure, traits, unavailable_reason
 
 if TYPE_CHECKING:
-    from rekindle._src.processes.facts import Facts
+    from rekindle._src.processes.greeting import Facts
 
 log = logging.getLogger("rekindle.engine")
 # The options that are each process's own, or that only the process with the scheduler uses.
@@ -406,7 +403,7 @@ def _placement(
 
 
 def _agreed(config: EngineConfig, described: LoadedModel | Described, agree: Agree) -> EngineConfig:
-    from rekindle._src.processes.facts import facts
+    from rekindle._src.processes.greeting import facts
 
     assert isinstance(described, Described), "other processes read a checkpoint, too"
     assert config.device_pages is not None, "resolved"
@@ -440,11 +437,11 @@ def stored_programs(
     """
     config = of_one_shard(config, placement.data)
     fields = {
-        "environment": program_key.environment(),
+        "environment": program_store.environment(),
         "model": model.digest(),
         "leaves": [(path, leaf.shape, str(leaf.dtype)) for path, leaf in zip(graph.paths, leaves, strict=True)],
-        "config": program_key.config_fields(config),
-        "states": state_moves.slots(model, config.max_requests, shared=config.prefix_cache),
+        "config": program_store.config_fields(config),
+        "states": state_slots(model, config.max_requests, shared=config.prefix_cache),
         "processors": [processor.key for processor in processors],
         "taps": [tap.key for tap in taps],
         **placement.key(),
@@ -453,7 +450,7 @@ def stored_programs(
     if tails := tail_pages(model, config, config.device_pages, apart=placement.pages_apart):
         fields["tails"] = tails
     folder = cache_folder(config.cache_dir) / "programs"
-    digest, devices = program_key.digest(fields), tuple(placement.devices)
+    digest, devices = program_store.digest(fields), tuple(placement.devices)
     store = ProgramStore(ExecutableStore(folder), name or model.model_type, digest, devices)
     return Programs(
         model, graph, leaves, config, processors=processors, taps=taps, ahead=ahead, store=store,
@@ -607,7 +604,7 @@ def _tree_states(
     if not model.config.is_recurrent:
         return None
     first = 1 + limits.max_requests  # behind the scratch slot and those of running requests
-    count = state_moves.slots(model.config, limits.max_requests, shared=tiers is not None)
+    count = state_slots(model.config, limits.max_requests, shared=tiers is not None)
     return TreeStates(range(first, 1 + count), math.lcm(EDGE, limits.page_size), limits.page_size, state_tiers)
 
 

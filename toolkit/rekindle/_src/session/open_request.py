@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from rekindle._src.core.taps import Steer
     from rekindle._src.models.base import LoadedModel
     from rekindle._src.models.loading.load_progress import LoadProgress, Report
-    from rekindle._src.programs.custom_taps import Tap
-    from rekindle._src.programs.processors import LogitsProcessor
+    from rekindle._src.programs.user_functions import LogitsProcessor, Tap
     from rekindle._src.programs.warming import Warmed
     from rekindle._src.session.head_start import HeadStart
 

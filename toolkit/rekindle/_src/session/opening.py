@@ -27,8 +27,7 @@ from rekindle.errors import ConfigError
 if TYPE_CHECKING:
     from rekindle._src.models.base import LoadedModel
     from rekindle._src.models.loading.load_progress import LoadProgress
-    from rekindle._src.programs.custom_taps import Tap
-    from rekindle._src.programs.processors import LogitsProcessor
+    from rekindle._src.programs.user_functions import LogitsProcessor, Tap
     from rekindle._src.session.head_start import HeadStart
     from rekindle._src.session.session import Session
 
@@ -205,8 +204,7 @@ def _build(request: OpenRequest) -> Front:
             if first:
                 ahead = _head_start(request.model, request.config)
             _session()  # before JAX, whose library is loaded meanwhile
-            from rekindle._src.programs.custom_taps import check_taps
-            from rekindle._src.programs.processors import check_processors
+            from rekindle._src.programs.user_functions import check_processors, check_taps
             from rekindle._src.session.builder import build
 
             processors, taps = check_processors(request.processors), check_taps(request.taps)

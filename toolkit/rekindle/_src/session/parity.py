@@ -22,9 +22,9 @@ from rekindle._src.core.records import IntArray
 from rekindle._src.models.base import Graph, LoadedModel, merge
 from rekindle._src.models.plain import PlainAttention, token_logprobs
 from rekindle._src.programs import kv_layout as paged
-from rekindle._src.programs.determinism import deterministic
-from rekindle._src.programs.distribution import model_logprobs
-from rekindle._src.programs.feature import Paging
+from rekindle._src.programs.kv_layout import Paging
+from rekindle._src.programs.logprobs import model_logprobs
+from rekindle._src.session.resolve import deterministic
 from rekindle.errors import InvalidRequest
 
 if TYPE_CHECKING:

@@ -12,14 +12,13 @@ from rekindle._src.core import memory
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.dtypes import DType, KVDType
 from rekindle._src.kvcache.pool import pages_for
-from rekindle._src.models.base import ALONE, Placement
+from rekindle._src.models.base import ALONE, Graph, Placement
 from rekindle._src.models.config import ModelConfig
-from rekindle._src.programs import state_moves
 from rekindle._src.programs.buckets import SMALLEST_ROWS
+from rekindle._src.programs.hybrid_layers import state_slots, tail_pages
 from rekindle._src.programs.kv_layout import page_bytes, state_bytes
-from rekindle._src.programs.tail_tables import tail_pages
 from rekindle.errors import ConfigError, OutOfMemory
-from rekindle_kernels import implementation_names
+from rekindle_kernels import implementation_names, unavailable_reason
 
 log = logging.getLogger("rekindle.engine")
 LONGEST_DEFAULT = 4096
@@ -165,7 +164,7 @@ def _pages(
             low, high = (middle, high) if nbytes(middle) <= budget else (low, middle)
         return low if apart else budget // size
 
-    states = (1 + state_moves.slots(model, requests, shared=config.prefix_cache)) * state_bytes(local)
+    states = (1 + state_slots(model, requests, shared=config.prefix_cache)) * state_bytes(local)
     if config.device_pages is not None:
         return {"device_pages": config.device_pages, "device_memory": nbytes(config.device_pages)}
     per_request = pages_for(config.max_model_len, config.page_size)
@@ -195,3 +194,47 @@ def _free_memory(platform: str, weight_bytes: int, placement: Placement) -> int:
         statistics = device.memory_stats() or {}
         free.append(statistics.get("bytes_limit", 0) - statistics.get("bytes_in_use", 0) - weight_bytes)
     return int(min(free) * DEVICE_SHARE)
+
+
+HEAD_DIM, WIDTH = 16, 32  # native attention and native norms take multiples of these sizes
+KEYS, VALUES = 16, 32  # and native kernels of states those of these
+LAYER_NORMS = ("cohere", "cohere2", "gpt2", "starcoder2")  # XLA's have other bits in another number of rows
+
+
+def deterministic(graph: Graph, config: EngineConfig) -> Graph:
+    """Return the graph whose operations run in deterministic kernels. Raise ConfigError where there are none."""
+    reason = reason_against(graph.config, config)
+    if reason is not None:
+        raise ConfigError("deterministic", True, f"can't be kept: {reason}", "Leave it out")
+    return dataclasses.replace(graph, precision=dataclasses.replace(graph.precision, deterministic=True))
+
+
+def reason_against(model: ModelConfig, config: EngineConfig) -> str | None:
+    """Return why this model has no deterministic steps here; None if it has."""
+    if jax.default_backend() != "cpu":
+        return f"it is for CPUs, and this session runs on {jax.default_backend()}"
+    if config.mesh is not None:
+        return "devices that share a model add up what each of them has"
+    missing = unavailable_reason("cpu")
+    if missing is not None:
+        return f"it needs the native kernels, and {missing}"
+    if config.kernels not in (None, "native"):
+        return f"kernels={config.kernels!r} add in an order that depends on the batch"
+    if any(model.moe):
+        return "experts are multiplied in an order that depends on the batch"
+    if model.model_type in LAYER_NORMS:
+        return "XLA computes its layer norms, for which nothing is promised"
+    if any(pages.latent for pages in model.kinds_of_pages):
+        return "XLA attends to latent pages, for which nothing is promised"
+    if model.is_bidirectional:
+        return "XLA attends to tokens behind a query, for which nothing is promised"
+    for state in (spec for spec in model.states if spec is not None):
+        if state.channels % KEYS or state.key_size % KEYS or state.value_size % VALUES:
+            sizes = f"states of {state.key_size} x {state.value_size} beside {state.channels} channels"
+            return f"{sizes} are not whole vectors, and XLA takes a prompt through them in another order than a token"
+    uneven = [pages.key_size for pages in model.kinds_of_pages if pages.key_size % HEAD_DIM]
+    if uneven:
+        return f"the head size {uneven[0]} is not a multiple of {HEAD_DIM}"
+    if model.hidden_size % WIDTH:
+        return f"the hidden size {model.hidden_size} is not a multiple of {WIDTH}"
+    return None

@@ -18,7 +18,7 @@ import numpy as np
 import tokenizers
 from tokenizers import AddedToken, decoders, pre_tokenizers
 
-from rekindle._src.models.loading.gguf.cursor import Texts
+from rekindle._src.models.loading.gguf.header import Texts
 from rekindle._src.text.gguf.token_table import SEPARATOR, TokenTable
 from rekindle._src.text.gguf.vocabulary import Cuts, MergeList, Pair, Recipe, added_token
 from rekindle._src.text.spelling import Spelled, byte_of_character

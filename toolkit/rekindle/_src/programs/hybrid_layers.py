@@ -1,15 +1,21 @@
-"""The page table of layers that give back their pages behind a window: the pages of each row, and where they begin.
+"""Layers that do not keep all their pages: recurrent ones, which have states, and those that give pages back.
 
-Axes: N rows, V pages that a row may have, W places of a page table.
+The states of a sequence lie in slots, which a step's rows name; transfers have them as flat arrays. Layers with a
+window have a page table of their own, with the pages of each row behind its window. A row sends the places that it has.
+On the device they are spread over a table of all places, so that kernels read both tables alike; behind the window the
+table names the scratch page, which no kernel reads there.
 
-A row sends the places that it has. On the device they are spread over a table of all places, so that kernels read both
-tables alike; behind the window the table names the scratch page, which no kernel reads there.
+Axes: n slots, B numbers of a sequence's states over all layers; N rows, V pages that a row may have, W places of a page
+table.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -18,6 +24,68 @@ from rekindle._src.core.records import IntArray, Row
 from rekindle._src.kvcache.pool import pages_for
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.programs.feature import Columns, Feature
+from rekindle._src.programs.kv_layout import KV, Layer
+
+LEAST = 8  # slots of the tree
+
+
+def tree_slots(max_requests: int) -> int:
+    """Return how many slots the prefix tree has beside those of running requests: a prompt's and a text's for each."""
+    return max(LEAST, 2 * max_requests)
+
+
+def state_slots(model: ModelConfig, max_requests: int, *, shared: bool) -> int:
+    """Return all slots of states but the scratch one; those of the tree if prompts are `shared`."""
+    if not model.is_recurrent:
+        return 0
+    return max_requests + (tree_slots(max_requests) if shared else 0)
+
+
+def state_numbers(kv: KV) -> int:
+    """Return how many numbers the states of a sequence are."""
+    return sum(math.prod(array.shape[1:]) for array in _arrays(kv))
+
+
+def gather_states(kv: KV, ids: Array) -> Array:
+    """Return the states in the slots `ids` as float32 [n, B]."""
+    return jnp.concatenate([array[ids].reshape(ids.shape[0], -1) for array in _arrays(kv)], axis=1)
+
+
+def scatter_states(kv: KV, ids: Array, states: Array) -> KV:
+    """Write what `gather_states` returned to the slots `ids`."""
+    first = 0
+    layers: list[Layer] = []
+    for layer in kv:
+        arrays = []
+        for array in layer.states:
+            size = math.prod(array.shape[1:])
+            part = states[:, first : first + size].reshape(-1, *array.shape[1:])
+            arrays.append(array.at[ids].set(part))
+            first += size
+        layers.append(layer._replace(states=tuple(arrays)))
+    return tuple(layers)
+
+
+def _arrays(kv: KV) -> Iterator[jax.Array]:
+    for layer in kv:
+        yield from layer.states
+
+
+class StateSlots(Feature):
+    """The slots of states that a step reads and writes, two integers in each row, of models whose layers have states.
+
+    A row may read its sequence's state from one slot and write it to another. So a state that the prefix tree keeps is
+    used without copying it, and left for the tree without copying it. Slot 0 is scratch: empty rows use it.
+    """
+
+    row_ints = 2
+
+    def write_row(self, row: Row, out: IntArray) -> None:
+        out[:] = row.reads, row.writes
+
+    def unpack(self, columns: Columns) -> tuple[Array, Array]:
+        return columns.row_ints[:, 0], columns.row_ints[:, 1]
+
 
 STEPS = 4  # of tokens that are not committed: in flight and planned, and pages of as many that wait to be released
 

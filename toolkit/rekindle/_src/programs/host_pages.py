@@ -1,20 +1,28 @@
-"""The parts of pages in several processes: each has the kv heads of its own devices.
+"""Pages off the devices: the parts that each of several processes has, and transfers through pinned memory.
 
 Off the devices a page is whole, with every kv head once, as on a single device, or it is the part of one process:
 the heads that its devices have, each once and in order. Programs take and return arrays over all devices, of which a
 process sees its own devices' parts. For one process all of these are the same.
+
+Between an accelerator and the host, a transfer through pinned memory is one copy for each array of a layer, and nothing
+waits for it. From ordinary memory the runtime would copy every page to pinned memory of its own, one after the other. A
+CPU has no use for that, and where a session has several processes, pages are exchanged one by one. The copies are no
+part of the programs that gather and scatter pages. XLA for an H100 and for a v5e does compile a gather whose result
+lies in such memory, but that program ends when the copy has ended, and the next step waits for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax import Array
 
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.partitioning import PAYLOAD_HEADS, Partitioning
+from rekindle_kernels import current_platform
 
 PayloadLayout = list[tuple[tuple[int, ...], Any]]  # shape and dtype of each array of one page
 Heads = Sequence[np.ndarray]  # the indices of some kv heads, for each array of a page
@@ -124,3 +132,41 @@ def layout_of(whole: PayloadLayout, heads: Heads) -> PayloadLayout:
     """Return the layout of a part with these heads."""
     pairs = zip(whole, heads, strict=True)
     return [((*shape[:PAYLOAD_HEADS], len(own), *shape[PAYLOAD_HEADS + 1 :]), dtype) for (shape, dtype), own in pairs]
+
+
+PINNED = "pinned_host"  # memory that the device itself reads and writes
+
+
+def uses_pinned(parts: Partitioning) -> bool:
+    """True if pages are transferred through such memory: it exists, and it is no CPU's."""
+    if current_platform() == "cpu" or parts.multi_process:
+        return False
+    return any(memory.kind == PINNED for memory in parts.first_device.addressable_memories())
+
+
+def begin_to_host(parts: Partitioning, payload: paged.Payload) -> paged.Payload:
+    """Begin to copy the result of a gather. Reading the copies as numpy arrays waits for them."""
+    return tuple(jax.device_put(list(payload), parts.payload_sharding(PINNED)))
+
+
+def begin_to_device(parts: Partitioning, payload: Sequence[np.ndarray[Any, Any]]) -> paged.Payload:
+    """Begin to copy a payload to the device. Its arrays must not be written any more."""
+    pinned = jax.device_put(list(payload), parts.payload_sharding(PINNED))
+    return tuple(jax.device_put(pinned, parts.payload_sharding(None)))
+
+
+def joined(pages: Mapping[int, paged.Payload], places: int) -> list[np.ndarray[Any, Any]]:
+    """Join pages into one payload of `places` pages, each at its index; the others are zeros."""
+    arrays = []
+    for index, leaf in enumerate(next(iter(pages.values()))):
+        array = np.empty((places, *leaf.shape[1:]), leaf.dtype)
+        for place in range(places):
+            array[place] = pages[place][index][0] if place in pages else 0
+        arrays.append(array)
+    return arrays
+
+
+def scatter_whole(kv: paged.KV, ids: Array, payload: paged.Payload, *, tails: bool = False) -> paged.KV:
+    """Write the pages of a payload [n, layers, …] to the pages `ids` [n], or `tails`. Padding ids are 0."""
+    each = [tuple(leaf[index : index + 1] for leaf in payload) for index in range(ids.shape[0])]
+    return paged.scatter(kv, ids, each, tails=tails)
