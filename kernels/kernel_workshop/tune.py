@@ -160,16 +160,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 ("TPU", tpu.attention, "config", rule, TPU, decodes + prefills)
             ]
         else:
+            decode_rule = tuning.gpu_decode_rule(dtype, head_dim)
             rule = tuning.gpu_prefill_rule(q_dtype, head_dim, options.chunk * GROUP)
             searches = [
-                (
-                    "GPU_DECODE",
-                    gpu.attention,
-                    "decode_config",
-                    tuning.gpu_decode_rule(dtype, head_dim),
-                    DECODE,
-                    decodes,
-                ),
+                ("GPU_DECODE", gpu.attention, "decode_config", decode_rule, DECODE, decodes),
                 ("GPU_PREFILL", gpu.attention, "prefill_config", rule, PREFILL, prefills),
             ]
             # The better of this and the line before is the implementation to choose for prefill.

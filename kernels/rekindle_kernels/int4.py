@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.typing import DTypeLike
 from numpy.typing import NDArray
 
@@ -190,7 +191,7 @@ def exponent_numbers(exponents: Any) -> Any:
 
     For arrays of NumPy and of JAX.
     """
-    xp: Any = jnp if isinstance(exponents, jax.Array) else np
+    xp: Any = jnp if isinstance(exponents, Array) else np
     wide = exponents.view(np.uint8).astype(np.int32)
     return xp.maximum((wide - 1) << 23, (wide + 1) << 21).view(np.float32)
 
@@ -202,9 +203,7 @@ def unpack_scales(packed: NDArray[Any]) -> NDArray[Any]:
     return numbers.reshape(*stack, blocks * OUTPUTS, width // OUTPUTS)
 
 
-def dequantized(
-    weight: jax.Array, scale: jax.Array, minimum: jax.Array | None, dtype: DTypeLike = jnp.float32
-) -> jax.Array:
+def dequantized(weight: Array, scale: Array, minimum: Array | None, dtype: DTypeLike = jnp.float32) -> Array:
     """Return the values [N, K] or [G, N, K], computed in float32 and rounded to `dtype`."""
     *stack, blocks, width = weight.shape
     inputs = width // COLUMNS[weight.dtype.name]
@@ -218,10 +217,10 @@ def dequantized(
     return ordered.reshape(matrix_shape(weight))
 
 
-def numbers(scale: jax.Array, inputs: int) -> jax.Array:
+def numbers(scale: Array, inputs: int) -> Array:
     """Return `scale` or `minimum` as numbers [..., K / group * 16], whatever their dtype."""
     if scale.dtype.name == EXPONENTS:
-        exponents: jax.Array = exponent_numbers(scale)
+        exponents: Array = exponent_numbers(scale)
         return exponents
     if scale.dtype != jnp.int8:
         return scale
@@ -232,12 +231,12 @@ def numbers(scale: jax.Array, inputs: int) -> jax.Array:
     return numbers.reshape(*scale.shape[:-1], -1)
 
 
-def _wide(weight: jax.Array) -> int:
+def _wide(weight: Array) -> int:
     """Return the number of columns of `weight` in a tile."""
     return INPUTS_OF[BITS[weight.dtype.name]] * COLUMNS[weight.dtype.name]
 
 
-def _integers(tiles: jax.Array, scales: str) -> jax.Array:
+def _integers(tiles: Array, scales: str) -> Array:
     """Return the integers of tiles [..., columns] as float32 [..., 16, 2, 4], of six bits [..., 16, 4, 4].
 
     The axes are outputs, fours of inputs, inputs. Integers of four bits are counted from 0; indices of a codebook,
@@ -252,7 +251,7 @@ def _integers(tiles: jax.Array, scales: str) -> jax.Array:
     return _of_pairs(tiles.reshape(*tiles.shape[:-1], OUTPUTS, -1), scales)
 
 
-def _of_pairs(pairs: jax.Array, scales: str) -> jax.Array:
+def _of_pairs(pairs: Array, scales: str) -> Array:
     """Return the integers, or values of a codebook, of the tiles of an output: float32 [..., 2, 4]."""
     if pairs.dtype != CODES:
         return jnp.stack([pairs & 15, pairs >> 4], axis=-2).astype(jnp.float32)
@@ -264,18 +263,16 @@ def _of_pairs(pairs: jax.Array, scales: str) -> jax.Array:
     return values[0]
 
 
-def _bytes_of_six(words: jax.Array) -> jax.Array:
+def _bytes_of_six(words: Array) -> Array:
     """Return the integers of words [...] made by `_words_of_six`, as float32 [..., 4]."""
     return (jax.lax.bitcast_convert_type(words, jnp.int8) - jnp.int8(SIX_OFFSET)).astype(jnp.float32)
 
 
-def rows(
-    weight: jax.Array, scale: jax.Array, minimum: jax.Array | None, at: jax.Array, dtype: DTypeLike = jnp.float32
-) -> jax.Array:
+def rows(weight: Array, scale: Array, minimum: Array | None, at: Array, dtype: DTypeLike = jnp.float32) -> Array:
     """Return the rows `at` [...] of a matrix, as values [..., K]."""
     block, lane = at // OUTPUTS, at % OUTPUTS
 
-    def one(array: jax.Array, lanes: tuple[int, ...]) -> jax.Array:
+    def one(array: Array, lanes: tuple[int, ...]) -> Array:
         tiled = array.reshape(array.shape[0], -1, OUTPUTS, *lanes)
         return tiled[block, :, lane]
 
@@ -289,7 +286,7 @@ def rows(
     inputs = weight.shape[-1] // COLUMNS[weight.dtype.name]
     grouped = q.reshape(*at.shape, inputs // group_of(weight, scale), -1)
 
-    def chosen(array: jax.Array) -> jax.Array:
+    def chosen(array: Array) -> Array:
         if array.dtype != jnp.int8:
             return numbers(one(array, ()), inputs)[..., None]
         wide = numbers(array[block], inputs).reshape(*at.shape, -1, OUTPUTS)
@@ -299,7 +296,7 @@ def rows(
     return _values(weight, grouped, scales, minimums).astype(dtype).reshape(*at.shape, -1)
 
 
-def _values(weight: jax.Array, q: jax.Array, scale: jax.Array | None, minimum: jax.Array | None) -> jax.Array:
+def _values(weight: Array, q: Array, scale: Array | None, minimum: Array | None) -> Array:
     assert scale is not None, "integers have scales"
     if minimum is None:
         return (q - (OFFSET if weight.dtype == jnp.uint8 else 0)) * scale.astype(jnp.float32)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.typing import DTypeLike
 
 LANES = 128  # of a TPU's registers and tiles
@@ -29,8 +29,8 @@ class LayerKV(NamedTuple):
     pages: 3.8 ms a layer instead of 0.02).
     """
 
-    pages: jax.Array  # [P, 2, K, S, D], or [P, 1, K, S, D]
-    scales: jax.Array | None = None  # float32 [P, 2 or 1, K, S]: one factor per token and head of int8 or fp8 pages
+    pages: Array  # [P, 2, K, S, D], or [P, 1, K, S, D]
+    scales: Array | None = None  # float32 [P, 2 or 1, K, S]: one factor per token and head of int8 or fp8 pages
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -81,7 +81,7 @@ def needs_scales(dtype: DTypeLike) -> bool:
     return jnp.dtype(dtype).itemsize == 1
 
 
-def largest_magnitude(values: jax.Array, least: float = 0.0) -> jax.Array:
+def largest_magnitude(values: Array, least: float = 0.0) -> Array:
     """Return the largest |x| of the last axis [..., 1] in float32, at least `least`; NaN if an x is NaN.
 
     Magnitudes sort like their bits, NaN above all others. XLA:CPU's maximum of floats loses a NaN among other numbers,
@@ -92,7 +92,7 @@ def largest_magnitude(values: jax.Array, least: float = 0.0) -> jax.Array:
     return lax.bitcast_convert_type(jnp.maximum(bits.max(axis=-1, keepdims=True), floor), jnp.float32)
 
 
-def quantize(values: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+def quantize(values: Array, dtype: jnp.dtype) -> tuple[Array, Array]:
     """Return values [..., D] as `dtype`, and a float32 scale per vector that maps its largest |x| to the type's."""
     integer, values = jnp.issubdtype(dtype, jnp.integer), values.astype(jnp.float32)
     scales = jnp.max(jnp.abs(values), axis=-1) / float(jnp.iinfo(dtype).max if integer else jnp.finfo(dtype).max)
@@ -100,26 +100,24 @@ def quantize(values: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]
     return (jnp.round(steps) if integer else steps).astype(dtype), scales
 
 
-def as_stored(values: jax.Array, kv: LayerKV) -> jax.Array:
+def as_stored(values: Array, kv: LayerKV) -> Array:
     """Return values in the type of the array that stores `kv`'s pages."""
     values = values.astype(kv.dtype)
     return values if kv.pages.dtype == kv.dtype else lax.bitcast_convert_type(values, kv.pages.dtype)
 
 
-def as_values(stored: jax.Array, kv: LayerKV) -> jax.Array:
+def as_values(stored: Array, kv: LayerKV) -> Array:
     """Return numbers read from `kv`'s pages in the dtype of its values, without applying scales."""
     return stored if stored.dtype == kv.dtype else lax.bitcast_convert_type(stored, kv.dtype)
 
 
-def widened(vectors: jax.Array, kv: LayerKV) -> jax.Array:
+def widened(vectors: Array, kv: LayerKV) -> Array:
     """Return vectors [..., D] padded with zeros to the width that `kv` stores."""
     missing = kv.head_dim - vectors.shape[-1]
     return jnp.pad(vectors, [(0, 0)] * (vectors.ndim - 1) + [(0, missing)]) if missing else vectors
 
 
-def _written(
-    kv: LayerKV, k: jax.Array, v: jax.Array | None, page_ids: jax.Array, offsets: jax.Array
-) -> tuple[jax.Array, jax.Array | None]:
+def _written(kv: LayerKV, k: Array, v: Array | None, page_ids: Array, offsets: Array) -> tuple[Array, Array | None]:
     """Return keys, and values where they are stored, as [T, 2 or 1, K, D] of what pages store, and the new scales."""
     values, scales = k[:, None] if v is None else jnp.stack([k, v], axis=1), kv.scales
     if scales is not None:
@@ -128,14 +126,14 @@ def _written(
     return as_stored(values, kv), scales
 
 
-def write_kv(kv: LayerKV, k: jax.Array, v: jax.Array | None, page_ids: jax.Array, offsets: jax.Array) -> LayerKV:
+def write_kv(kv: LayerKV, k: Array, v: Array | None, page_ids: Array, offsets: Array) -> LayerKV:
     """Implement `ops.attention.write_kv` as one XLA scatter (and one for the scales)."""
     stored, scales = _written(kv, k, v, page_ids, offsets)
     # Ids come from the scheduler; without the promise XLA adds a bounds check per token.
     return LayerKV(kv.pages.at[page_ids, :, :, offsets].set(stored, mode="promise_in_bounds"), scales)
 
 
-def write_kv_rows(kv: LayerKV, k: jax.Array, v: jax.Array | None, page_ids: jax.Array, offsets: jax.Array) -> LayerKV:
+def write_kv_rows(kv: LayerKV, k: Array, v: Array | None, page_ids: Array, offsets: Array) -> LayerKV:
     """Write as `write_kv`, by a scatter of rows [D] into pages seen as one matrix, which on TPUs is the same memory.
 
     XLA:TPU takes an order of dimensions that suits the scatter, and copies all pages to and from it where a layer has a
@@ -149,12 +147,12 @@ def write_kv_rows(kv: LayerKV, k: jax.Array, v: jax.Array | None, page_ids: jax.
     return LayerKV(flat.reshape(kv.pages.shape), scales)
 
 
-def gather_pages(kv: LayerKV, ids: jax.Array) -> LayerKV:
+def gather_pages(kv: LayerKV, ids: Array) -> LayerKV:
     """Return the pages `ids` ([n] int32) as a LayerKV of n pages, the form that offload and snapshots store."""
     return jax.tree.map(lambda leaf: leaf.at[ids].get(mode="promise_in_bounds"), kv)
 
 
-def scatter_pages(kv: LayerKV, ids: jax.Array, pages: Sequence[LayerKV]) -> LayerKV:
+def scatter_pages(kv: LayerKV, ids: Array, pages: Sequence[LayerKV]) -> LayerKV:
     """Put `pages`, each a LayerKV of one page, at `ids` ([n] int32); ids that pad the batch are 0, the scratch page.
 
     Each is put by itself, since they lie apart: joining them first costs more than putting them in their places (48

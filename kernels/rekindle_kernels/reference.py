@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from rekindle_kernels.ops.attention import AttentionInputs, AttentionOptions
 from rekindle_kernels.ops.registry import Implementation, anything
 from rekindle_kernels.pages import LayerKV, as_values
 
 
-def sequence_keys_values(kv: LayerKV, pages: jax.Array) -> tuple[jax.Array, jax.Array]:
+def sequence_keys_values(kv: LayerKV, pages: Array) -> tuple[Array, Array]:
     """Return keys and values of the sequence that owns `pages` ([W]), each float32 [W·S, K, D].
 
     Latent pages are both.
@@ -24,14 +23,14 @@ def sequence_keys_values(kv: LayerKV, pages: jax.Array) -> tuple[jax.Array, jax.
 
 
 def attend(
-    q: jax.Array,
-    keys: jax.Array,
-    values: jax.Array,
-    positions: jax.Array,
-    kv_len: jax.Array,
-    sinks: jax.Array | None,
+    q: Array,
+    keys: Array,
+    values: Array,
+    positions: Array,
+    kv_len: Array,
+    sinks: Array | None,
     options: AttentionOptions,
-) -> jax.Array:
+) -> Array:
     """Return attention of q [T, H, D] at `positions` over the first kv_len of keys, values [L, K, D]; float32."""
     group = q.shape[1] // keys.shape[1]
     at = jnp.arange(keys.shape[0])
@@ -58,7 +57,7 @@ def attend(
     return jnp.einsum("htl,lhd->thd", weights, values, precision="highest")
 
 
-def attention(inputs: AttentionInputs, options: AttentionOptions) -> jax.Array:
+def attention(inputs: AttentionInputs, options: AttentionOptions) -> Array:
     """Implement `ops.attention.paged_attention`, one sequence after the other."""
     q, decode_rows, kv_lens, cu_q_lens = inputs.q, options.decode_rows, inputs.kv_lens, inputs.cu_q_lens
     token = jnp.arange(q.shape[0])
@@ -68,7 +67,7 @@ def attention(inputs: AttentionInputs, options: AttentionOptions) -> jax.Array:
     firsts = jnp.concatenate([rows, decode_rows + cu_q_lens[:-1]])
     counts = jnp.concatenate([jnp.ones_like(rows), q_lens])
 
-    def add_sequence(sequence: jax.Array, out: jax.Array) -> jax.Array:
+    def add_sequence(sequence: Array, out: Array) -> Array:
         kv_len, first, count = kv_lens[sequence], firsts[sequence], counts[sequence]
         keys, values = sequence_keys_values(inputs.kv, inputs.page_table[sequence])
         positions = kv_len - count + (token - first)

@@ -107,6 +107,7 @@ for far in FAR:
                 call(y, x, down, up, ints(owners), ints(order), ints(slots), norm).block_until_ready()
 """,
     "recurrence": """
+from rekindle_kernels.ops.recurrence import ConvolutionInputs, HeadInputs
 from rekindle_kernels.native import recurrence
 from rekindle_kernels.ops import recurrence as ops
 options = ops.ConvolutionOptions(first=3, before=0, behind=1, silu=True)
@@ -122,9 +123,11 @@ for far in FAR:
         ([5] * 4, [0, 3, 7], 2, [far] * 4),
     ):
         batch = ops.RaggedBatch(ints(lens), ints(ends), ints(prompts), 2, (ints(slots), ints(slots)))
-        recurrence.convolve(x, taps, None, tails, batch, options)[0].block_until_ready()
-        recurrence.gated_delta(floats(9, 128), floats(9, 70), weights, states, batch, delta)[0].block_until_ready()
-        recurrence.selective_scan(floats(9, 96), floats(9, 4), skip, states, batch, scan)[0].block_until_ready()
+        recurrence.convolve(ConvolutionInputs(x, taps, None, tails, batch), options)[0].block_until_ready()
+        run, inputs = recurrence.gated_delta, HeadInputs(floats(9, 128), floats(9, 70), weights, states, batch)
+        run(inputs, delta)[0].block_until_ready()
+        run, inputs = recurrence.selective_scan, HeadInputs(floats(9, 96), floats(9, 4), skip, states, batch)
+        run(inputs, scan)[0].block_until_ready()
 """,
     "masks": """
 draw = jax.jit(sampling.draw, static_argnums=2)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from functools import partial
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from rekindle_kernels.native import kernel_table
 from rekindle_kernels.native.build import builds
@@ -25,7 +25,7 @@ ROWS_PER_TILE = 192  # of prefill: queries x query heads of one kv head
 LANES = 16  # numbers of a vector
 
 
-def write(kv: LayerKV, k: jax.Array, v: jax.Array, page_ids: jax.Array, offsets: jax.Array) -> LayerKV:
+def write(kv: LayerKV, k: Array, v: Array, page_ids: Array, offsets: Array) -> LayerKV:
     """Implement `ops.attention.write_kv`."""
     operands = {"pages": kv.pages, "k": k.astype(jnp.float32), "v": v.astype(jnp.float32)}
     (written,) = call(
@@ -47,7 +47,7 @@ def writes(wanted: WriteCall) -> str | None:
     )
 
 
-def splits(qk: jax.Array, cos: jax.Array) -> bool:
+def splits(qk: Array, cos: Array) -> bool:
     """True if `split` takes these."""
     D, F = qk.shape[-1], cos.shape[-1]
     usable = qk.ndim == 3 and qk.dtype == jnp.float32 and D % LANES == 0 and F % LANES == 0
@@ -55,15 +55,8 @@ def splits(qk: jax.Array, cos: jax.Array) -> bool:
 
 
 def split(
-    qk: jax.Array,
-    qkv: jax.Array,
-    cos: jax.Array,
-    sin: jax.Array,
-    norm: jax.Array | None = None,
-    *,
-    heads: int,
-    eps: float = 0.0,
-) -> tuple[jax.Array, ...]:
+    qk: Array, qkv: Array, cos: Array, sin: Array, norm: Array | None = None, *, heads: int, eps: float = 0.0
+) -> tuple[Array, ...]:
     """q [T, H, D] and k [T, K, D] of qk [T, ≥ H + K, D], rotated by cos and sin [T, F], and v [T, K, D] of qkv. With
     `norm` [H + K, D] q and k are divided by the root of their mean square and multiplied by it before. K may be 0."""
     kv_heads = (qkv.shape[1] - heads) // 2
@@ -76,15 +69,15 @@ def split(
 
 
 def rope(
-    qk: jax.Array,
-    qkv: jax.Array,
-    cos: jax.Array | None,
-    sin: jax.Array | None,
-    norm: jax.Array | None = None,
+    qk: Array,
+    qkv: Array,
+    cos: Array | None,
+    sin: Array | None,
+    norm: Array | None = None,
     *,
     heads: int,
     eps: float = 0.0,
-) -> tuple[jax.Array, ...]:
+) -> tuple[Array, ...]:
     """Implement `ops.attention.rope`."""
     fast, plain = (partial(form, heads=heads, eps=eps) for form in (split, plain_attention.rope))
     return differentiable(fast, plain)(qk, qkv, cos, sin, *(() if norm is None else (norm,)))
@@ -98,7 +91,7 @@ def rotates(wanted: RopeCall) -> str | None:
     return unavailable(wanted) or (None if splits(like(wanted.qk), like(wanted.cos)) else text)
 
 
-def paged_attention(inputs: AttentionInputs, options: AttentionOptions) -> jax.Array:
+def paged_attention(inputs: AttentionInputs, options: AttentionOptions) -> Array:
     """Decode rows, then prefill tokens, each into its part of one result: a slice or a concatenation would copy.
 
     With `deterministic`, prefill's kernel takes all of them: it gives a query the same result whatever else is

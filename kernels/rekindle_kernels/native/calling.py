@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from rekindle_kernels.native.build import ensure, unavailable_reason
 from rekindle_kernels.native.kernel_table import Operand, Result, Variant
@@ -60,7 +61,7 @@ def call(
     operands: Mapping[str, Any],
     settings: Mapping[str, float] | None = None,
     sizes: Mapping[str, int] | None = None,
-) -> tuple[jax.Array, ...]:
+) -> tuple[Array, ...]:
     """Return the results of a kernel. Operands and settings are those of its table; an optional operand may be None
     or left out. `sizes` are those of the results' axes that no operand has. Raises ValueError for an operand of
     another dtype, rank or size than the table says."""
@@ -113,6 +114,6 @@ def _missing(setting: str) -> str | None:
     return unavailable_reason()
 
 
-def like(shape: jax.ShapeDtypeStruct) -> jax.Array:
+def like(shape: jax.ShapeDtypeStruct) -> Array:
     """Return the shape as an array, for functions that read nothing but shape and dtype."""
-    return cast(jax.Array, shape)
+    return cast(Array, shape)

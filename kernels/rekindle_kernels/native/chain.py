@@ -83,11 +83,7 @@ class Operation:
 
     def bind(self, values: list[Any]) -> list[Any]:
         equation = self.equation
-        known = {
-            variable: value
-            for variable, value in zip(equation.invars, values, strict=True)
-            if not _is_literal(variable)
-        }
+        known = {name: value for name, value in zip(equation.invars, values, strict=True) if not _is_literal(name)}
         alone = self.jaxpr.replace(
             constvars=[],
             invars=list(known),

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import threading
 
-import jax
 import numpy as np
+from jax import Array
 from numpy.typing import NDArray
 
 from rekindle_kernels.native.build import builds, unavailable_reason
@@ -71,7 +71,7 @@ def has_mask_gates(implementation: str | None = None, *, platform: str | None = 
     return supported and unavailable_reason() is None and builds(GATE.variant().name)
 
 
-def gated_masks(address: jax.Array, logits: jax.Array) -> jax.Array:
+def gated_masks(address: Array, logits: Array) -> Array:
     """Return the masks int32 [N, mask_words(V)] of the `MaskGate` with this address int32 [2], once it is open.
 
     The program does not wait before logits [N, V] are computed. Where the gate stays closed, all bits are 0.

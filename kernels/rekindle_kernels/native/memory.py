@@ -8,6 +8,7 @@ from math import prod
 
 import jax
 import numpy as np
+from jax import Array
 
 from rekindle_kernels.native import build, python_handlers
 from rekindle_kernels.native.calling import NOT_BUILT
@@ -15,10 +16,10 @@ from rekindle_kernels.ops.memory import MemoryCall
 from rekindle_kernels.ops.registry import Implementation
 
 
-def untouched(leaves: Sequence[jax.ShapeDtypeStruct]) -> Sequence[jax.Array]:
+def untouched(leaves: Sequence[jax.ShapeDtypeStruct]) -> Sequence[Array]:
     """Implement `ops.memory.zeros`, whose pages the system makes zero at first touch."""
     sizes = np.array([leaf.dtype.itemsize for leaf in leaves], np.int32)
-    made: Sequence[jax.Array] = jax.ffi.ffi_call(build.ensure(python_handlers.ZEROS), leaves)(sizes)
+    made: Sequence[Array] = jax.ffi.ffi_call(build.ensure(python_handlers.ZEROS), leaves)(sizes)
     return made
 
 
@@ -29,9 +30,7 @@ def has_untouched(call: MemoryCall) -> str | None:
     return None if build.builds(python_handlers.ZEROS) else NOT_BUILT
 
 
-def fill(
-    leaves: Sequence[jax.Array], ids: jax.Array, pages: Sequence[Sequence[jax.Array]], layers: int
-) -> Sequence[jax.Array]:
+def fill(leaves: Sequence[Array], ids: Array, pages: Sequence[Sequence[Array]], layers: int) -> Sequence[Array]:
     """Implement `ops.memory.fill_pages`, by one call for all layers."""
     arrays = len(leaves) // layers
     sizes = [prod(leaf.shape[1:]) * leaf.dtype.itemsize for leaf in leaves[:arrays]]
@@ -39,7 +38,7 @@ def fill(
     results = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
     aliases = {python_handlers.FIRST + index: index for index in range(len(leaves))}
     call = jax.ffi.ffi_call(build.ensure(python_handlers.FILL), results, input_output_aliases=aliases)
-    filled: Sequence[jax.Array] = call(plan, ids, *leaves, *(leaf for page in pages for leaf in page))
+    filled: Sequence[Array] = call(plan, ids, *leaves, *(leaf for page in pages for leaf in page))
     return filled
 
 

@@ -10,6 +10,7 @@ from math import prod
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from rekindle_kernels import int4
 from rekindle_kernels.native import kernel_table
@@ -45,7 +46,7 @@ FEW_ROWS = 4  # float32 arithmetic on them is faster than reading the matrix, wh
 SOME_ROWS = 8  # it still beats XLA, which packs the matrix first
 GATED_UNIT = 32  # outputs: whole vectors of gates and of ups
 LANES, TOGETHER = 16, 4  # numbers of a vector, and rows of an adapter that are multiplied together
-Described = jax.Array | jax.ShapeDtypeStruct
+Described = Array | jax.ShapeDtypeStruct
 
 
 def multiplies(rows: int, weight: Described, *, quantize_rows: bool = False, deterministic: bool = False) -> bool:
@@ -74,7 +75,7 @@ def _has_gemm(weight: Described) -> bool:
     return K % 64 == 0 and N % 16 == 0 and multiplies_many(weight.dtype.name)
 
 
-def multiplies_int4(weight: jax.Array, scale: str) -> bool:
+def multiplies_int4(weight: Array, scale: str) -> bool:
     """True if `multiply_int4` takes this weight with scales of that dtype, for any number of rows."""
     stored = weight.dtype.name
     known = weight.ndim == 2 and scale in int4.STORED.get(stored, ())
@@ -87,19 +88,19 @@ def has_amx() -> bool:
 
 
 def multiply_int4(
-    x: jax.Array,
-    weight: jax.Array,
-    scale: jax.Array,
-    minimum: jax.Array | None = None,
-    residual: jax.Array | None = None,
-    count: jax.Array | None = None,
-    norm: jax.Array | None = None,
-    expert: jax.Array | None = None,
+    x: Array,
+    weight: Array,
+    scale: Array,
+    minimum: Array | None = None,
+    residual: Array | None = None,
+    count: Array | None = None,
+    norm: Array | None = None,
+    expert: Array | None = None,
     *,
     eps: float = 0.0,
     gated: bool = False,
     widened: bool = False,
-) -> jax.Array:
+) -> Array:
     """x [R, K] · a matrix [N, K] of four, six or eight bits in groups, or of a codebook, + residual -> float32 [R, N].
 
     Norm, gate and `expert` are those of `multiply`.
@@ -123,8 +124,8 @@ def multiply_int4(
 
 
 def _product(
-    kernel: Variant, matrix: dict[str, jax.Array | None], each: Operands, N: int, settings: dict[str, float]
-) -> jax.Array:
+    kernel: Variant, matrix: dict[str, Array | None], each: Operands, N: int, settings: dict[str, float]
+) -> Array:
     """Return the rows of `each` times a matrix of N outputs, or one of a stack, which `matrix` has as arrays."""
     x, gated = each.x, settings["gated"]
     assert each.norm is None or norms(x), f"rows of {x.dtype}{list(x.shape)} have to be normed before"
@@ -143,26 +144,26 @@ def _product(
     return product
 
 
-def gates(weight: jax.Array) -> bool:
+def gates(weight: Array) -> bool:
     """True if `multiply` by this weight can end in a gate."""
     return weight.shape[-2] % GATED_UNIT == 0
 
 
 def multiply(
-    x: jax.Array,
-    weight: jax.Array,
-    scale: jax.Array | None = None,
-    residual: jax.Array | None = None,
-    count: jax.Array | None = None,
-    norm: jax.Array | None = None,
-    expert: jax.Array | None = None,
+    x: Array,
+    weight: Array,
+    scale: Array | None = None,
+    residual: Array | None = None,
+    count: Array | None = None,
+    norm: Array | None = None,
+    expert: Array | None = None,
     *,
     eps: float = 0.0,
     gated: bool = False,
     quantize_rows: bool = False,
     deterministic: bool = False,
     values: str | None = None,
-) -> jax.Array:
+) -> Array:
     """x [R, K] · weight [N, K] · scale [N] + residual -> float32 [R, N]. With `norm`, x is `rms_norm(x, norm,
     eps)` first; `gated` results are silu of the first half of the outputs times the other, [R, N / 2]. Many rows are
     rounded to bfloat16 where the weight is, unless they are multiplied in float32; where it is int8, with
@@ -189,16 +190,14 @@ def multiply(
     )
 
 
-def norms(x: jax.Array) -> bool:
+def norms(x: Array) -> bool:
     """True if `rms_norm`, and `multiply` with a norm, take these rows."""
     return (
         x.ndim == 2 and x.dtype == jnp.float32 and x.shape[1] % 32 == 0 and builds(kernel_table.RMS_NORM.variant().name)
     )
 
 
-def rms_norm(
-    x: jax.Array, weight: jax.Array, eps: float, residual: jax.Array | None = None, factor: jax.Array | None = None
-) -> jax.Array:
+def rms_norm(x: Array, weight: Array, eps: float, residual: Array | None = None, factor: Array | None = None) -> Array:
     """x [T, E] / rms(x) · weight [E], + residual [T, E]. With `factor` [1], the sum is multiplied by it and rounded to
     22 bits."""
     assert norms(x), f"rows of {x.dtype}{list(x.shape)} are normed by XLA"
@@ -208,13 +207,13 @@ def rms_norm(
     return normed
 
 
-def gates_rows(gates: jax.Array, activation: str) -> bool:
+def gates_rows(gates: Array, activation: str) -> bool:
     """True if `gated_rows` takes these gates, with ups behind them or in an array of their own."""
     usable = gates.ndim == 2 and gates.dtype == jnp.float32 and gates.shape[1] % GATED_UNIT == 0
     return usable and activation in ACTIVATIONS and builds(GATED_ROWS.variant().name)
 
 
-def gated_rows(gates: jax.Array, ups: jax.Array | None, activation: str) -> jax.Array:
+def gated_rows(gates: Array, ups: Array | None, activation: str) -> Array:
     """The activation of gates [T, M] times ups [T, M]; without ups, of the halves of gates [T, 2 M]."""
     assert gates_rows(gates, activation), f"{activation} of {gates.dtype}{list(gates.shape)} is applied by XLA"
     height = gates.shape[1] // 2 if ups is None else gates.shape[1]
@@ -237,20 +236,20 @@ def adds(wanted: AdapterCall) -> bool:
 
 
 def add_adapters(
-    y: jax.Array,
-    x: jax.Array,
-    down: jax.Array,
-    up: jax.Array,
-    owners: jax.Array,
-    order: jax.Array,
-    slots: jax.Array,
-    norm: jax.Array | None = None,
+    y: Array,
+    x: Array,
+    down: Array,
+    up: Array,
+    owners: Array,
+    order: Array,
+    slots: Array,
+    norm: Array | None = None,
     *,
     place: int,
     outputs: Sequence[int],
     gated: bool,
     eps: float = 0.0,
-) -> jax.Array:
+) -> Array:
     """Return y [T, N] plus x [T, K] times the rows of `down` [L · B, K] of each token's adapter, times those of `up`
     [B, N]. `order` [T] and `slots` [T] are the tokens by their adapters, and these in that order; `outputs` are those
     of each of L modules. Where it is gated, return silu of the first half of that times the other. With `norm`, x is
@@ -272,14 +271,14 @@ def add_adapters(
 # The same as implementations of operations.
 
 
-def _add_adapters(inputs: AdapterInputs, options: AdapterOptions) -> jax.Array:
+def _add_adapters(inputs: AdapterInputs, options: AdapterOptions) -> Array:
     """Implement `ops.linear.add_adapters`."""
 
-    def slow(inputs: AdapterInputs) -> jax.Array:
+    def slow(inputs: AdapterInputs) -> Array:
         x = inputs.x if inputs.norm is None else plain.rms_norm(inputs.x, inputs.norm, options.eps)
         return plain.add_adapters(inputs._replace(x=x, norm=None), options)
 
-    def fast(inputs: AdapterInputs) -> jax.Array:
+    def fast(inputs: AdapterInputs) -> Array:
         y, x, down, up, owners, tokens, norm = inputs
         return add_adapters(
             y, x, down, up, owners, tokens.order, tokens.sorted_slots, norm,
@@ -289,19 +288,19 @@ def _add_adapters(inputs: AdapterInputs, options: AdapterOptions) -> jax.Array:
     return differentiable(fast, slow)(inputs)
 
 
-def _linear(operands: Operands, options: LinearOptions, dtype: jnp.dtype) -> jax.Array:
+def _linear(operands: Operands, options: LinearOptions, dtype: jnp.dtype) -> Array:
     """Implement `ops.linear.linear`, all of it in one call."""
     x, gate, eps = operands.x, options.gate, 0.0 if operands.norm is None else options.eps
     rows = x.size // x.shape[-1]
 
-    def slow(each: Operands) -> jax.Array:
+    def slow(each: Operands) -> Array:
         each = each.with_one_matrix(options.values)
         x = each.x if each.norm is None else plain.rms_norm(each.x, each.norm, eps)
         y = plain.multiply(x, each.weight, each.scale, options.quantize, jnp.float32, each.minimum)
         y = y if gate is None else plain.gated(y, None, gate)
         return y if each.residual is None else each.residual + y
 
-    def fast(each: Operands) -> jax.Array:
+    def fast(each: Operands) -> Array:
         x, weight, scale, minimum, *others = each
         if options.quantize == "int4":
             assert scale is not None, "integers have scales"
@@ -341,12 +340,10 @@ def _refused(wanted: LinearCall) -> str | None:
     return f"XLA is faster for {wanted.rows} rows times {wanted.weight.dtype.name} {shape}, or {NOT_BUILT}"
 
 
-def _rms_norm(
-    x: jax.Array, weight: jax.Array, eps: float, residual: jax.Array | None = None, factor: jax.Array | None = None
-) -> jax.Array:
+def _rms_norm(x: Array, weight: Array, eps: float, residual: Array | None = None, factor: Array | None = None) -> Array:
     """Implement `ops.linear.rms_norm`."""
 
-    def one(form: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    def one(form: Callable[..., Array]) -> Callable[..., Array]:
         return lambda x, weight, residual, factor: form(x, weight, eps, residual, factor)
 
     return differentiable(one(rms_norm), one(plain.rms_norm))(x, weight, residual, factor)
@@ -358,7 +355,7 @@ def _norms(wanted: NormCall) -> str | None:
     return unavailable(wanted) or (None if norms(like(wanted.x)) else text)
 
 
-def _gated_rows(gates: jax.Array, ups: jax.Array | None, activation: str) -> jax.Array:
+def _gated_rows(gates: Array, ups: Array | None, activation: str) -> Array:
     """Implement `ops.linear.gated`."""
     call = differentiable(*(partial(form, activation=activation) for form in (gated_rows, plain.gated)))
     rows = (None if array is None else array.reshape(-1, array.shape[-1]) for array in (gates, ups))

@@ -14,13 +14,13 @@ from rekindle_kernels.native.build import builds
 from rekindle_kernels.native.calling import NOT_BUILT, call, differentiable, unavailable
 from rekindle_kernels.native.kernel_table import KernelSpec
 from rekindle_kernels.ops.recurrence import (
+    ConvolutionInputs,
     ConvolutionOptions,
     DeltaOptions,
-    DeltaWeights,
+    HeadInputs,
     RaggedBatch,
     RecurrenceCall,
     ScanOptions,
-    ScanWeights,
 )
 from rekindle_kernels.ops.registry import Implementation
 from rekindle_kernels.xla import recurrence as plain_recurrence
@@ -29,14 +29,7 @@ KEYS, VALUES = 16, 32  # what sizes of keys and of values have to be multiples o
 Results = tuple[jax.Array, jax.Array]  # of the tokens, and the states after them
 
 
-def convolve(
-    x: jax.Array,
-    weight: jax.Array,
-    bias: jax.Array | None,
-    tails: jax.Array,
-    batch: RaggedBatch,
-    options: ConvolutionOptions,
-) -> Results:
+def convolve(inputs: ConvolutionInputs, options: ConvolutionOptions) -> Results:
     """Implement `ops.recurrence.causal_convolution`."""
     settings = {
         "first": options.first,
@@ -44,36 +37,27 @@ def convolve(
         "behind": -1 if options.behind is None else options.behind,
         "silu": options.silu,
     }
+    x, weight, bias, tails, batch = inputs
     operands = {"x": x, "weight": weight.astype(jnp.float32), "bias": bias, "tails": tails}
     return _call(kernel_table.CONVOLUTION, operands, settings, batch)
 
 
-def gated_delta(
-    qkv: jax.Array,
-    projected: jax.Array,
-    weights: DeltaWeights,
-    states: jax.Array,
-    batch: RaggedBatch,
-    options: DeltaOptions,
-) -> Results:
+def gated_delta(inputs: HeadInputs, options: DeltaOptions) -> Results:
     """Implement `ops.recurrence.gated_delta`."""
     settings = {name: getattr(options, name) for name in ("key_heads", "gate", "beta", "step", "eps")}
-    operands = {"qkv": qkv, "projected": projected, "states": states, **weights._asdict()}
-    return _call(kernel_table.GATED_DELTA, operands, settings, batch, {"M": states.shape[1] * states.shape[3]})
+    return _of_heads(kernel_table.GATED_DELTA, "qkv", inputs, settings)
 
 
-def selective_scan(
-    channels: jax.Array,
-    projected: jax.Array,
-    weights: ScanWeights,
-    states: jax.Array,
-    batch: RaggedBatch,
-    options: ScanOptions,
-) -> Results:
+def selective_scan(inputs: HeadInputs, options: ScanOptions) -> Results:
     """Implement `ops.recurrence.selective_scan`."""
     settings = {"groups": options.groups, "step": options.step}
-    operands = {"channels": channels, "projected": projected, "states": states, **weights._asdict()}
-    return _call(kernel_table.SELECTIVE_SCAN, operands, settings, batch, {"M": states.shape[1] * states.shape[3]})
+    return _of_heads(kernel_table.SELECTIVE_SCAN, "channels", inputs, settings)
+
+
+def _of_heads(spec: KernelSpec, rows: str, inputs: HeadInputs, settings: dict[str, Any]) -> Results:
+    states = inputs.states
+    operands = {rows: inputs.rows, "projected": inputs.projected, "states": states, **inputs.weights._asdict()}
+    return _call(spec, operands, settings, inputs.batch, {"M": states.shape[1] * states.shape[3]})
 
 
 def _call(
@@ -86,13 +70,8 @@ def _call(
     """Call a kernel with its operands, and with the sequences of the batch."""
     own = jnp.arange(batch.sequences, dtype=jnp.int32)
     reads, writes = (own, own) if batch.slots is None else batch.slots
-    sequences = {
-        "reads": reads,
-        "writes": writes,
-        "lens": batch.lengths,
-        "ends": batch.cu_lengths,
-        "prompts": batch.num_prefills,
-    }
+    lens, ends, prompts = batch.lengths, batch.cu_lengths, batch.num_prefills
+    sequences = {"reads": reads, "writes": writes, "lens": lens, "ends": ends, "prompts": prompts}
     y, after = call(spec.variant(), operands | sequences, settings | {"decode_rows": batch.decode_rows}, sizes)
     return y, after
 
@@ -112,10 +91,8 @@ def recurs(spec: KernelSpec, call: RecurrenceCall) -> str | None:
 def _recurrent(spec: KernelSpec, run: Callable[..., Results], plain: Implementation) -> Implementation:
     """Return an implementation of a layer with a state; its last argument are static options."""
 
-    def either(*arguments: Any) -> Results:
-        *arrays, options = arguments
-        fast, slow = (lambda *arrays, form=form: form(*arrays, options) for form in (run, plain.run))
-        return differentiable(fast, slow)(*arrays)
+    def either(inputs: Any, options: Any) -> Results:
+        return differentiable(*(partial(form, options=options) for form in (run, plain.run)))(inputs)
 
     return Implementation("native", either, partial(recurs, spec), deterministic=True)
 

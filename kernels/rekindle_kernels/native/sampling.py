@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from rekindle_kernels.native.build import builds
 from rekindle_kernels.native.calling import NOT_BUILT, call, unavailable
@@ -12,13 +12,13 @@ from rekindle_kernels.ops.registry import Implementation
 from rekindle_kernels.ops.sampling import Choice, SamplingCall, Wanted, block_size, mask_words
 
 
-def largest_index(logits: jax.Array) -> jax.Array:
+def largest_index(logits: Array) -> Array:
     """Return the first index [R] of the largest of each row of logits [R, V]."""
     (indices,) = call(ARGMAX.variant(), {"x": logits})
     return indices
 
 
-def draw(logits: jax.Array, choice: Choice, block: int, masks: jax.Array | None = None) -> jax.Array:
+def draw(logits: Array, choice: Choice, block: int, masks: Array | None = None) -> Array:
     """Return tokens [R] drawn from logits [R, V], those of rows with temperature 0 by `largest_index`; `block` is how
     many tokens the first of a draw's two uniforms does not tell apart. Where a bit of `masks` int32 [R, mask_words(V)]
     is 0, the logit counts as minus infinity."""
@@ -31,7 +31,7 @@ def draw(logits: jax.Array, choice: Choice, block: int, masks: jax.Array | None 
     return tokens
 
 
-def greedy(logits: jax.Array, masks: jax.Array | None = None) -> jax.Array:
+def greedy(logits: Array, masks: Array | None = None) -> Array:
     """Implement `ops.sampling.greedy`; a masked row is chosen by the kernel that draws."""
     if masks is None:
         return largest_index(logits)
@@ -41,7 +41,7 @@ def greedy(logits: jax.Array, masks: jax.Array | None = None) -> jax.Array:
     return draw(logits, choice, block_size(logits.shape[-1]), masks)
 
 
-def draw_any(logits: jax.Array, choice: Choice, wanted: Wanted, masks: jax.Array | None = None) -> jax.Array:
+def draw_any(logits: Array, choice: Choice, wanted: Wanted, masks: Array | None = None) -> Array:
     """Implement `ops.sampling.draw`; each row looks at its own options, whatever is `wanted`."""
     return draw(logits, choice, block_size(logits.shape[-1]), masks)
 

@@ -12,6 +12,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from rekindle_kernels.ops.registry import Registry, current_platform
 from rekindle_kernels.pages import LayerKV, widened
@@ -31,17 +32,17 @@ class RopeCall:
 
 
 def rope(
-    qk: jax.Array,
-    qkv: jax.Array,
-    cos: jax.Array | None,
-    sin: jax.Array | None,
+    qk: Array,
+    qkv: Array,
+    cos: Array | None,
+    sin: Array | None,
     *,
     heads: int,
-    norm: jax.Array | None = None,
+    norm: Array | None = None,
     eps: float = 0.0,
     implementation: str | None = None,
     platform: str | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[Array, Array, Array]:
     """Return q [T, H, D] and k [T, K, D] of qk [T, ≥ H + K, D], rotated by cos and sin [T, F], and v [T, K, D] of qkv.
 
     `heads` is H, and qkv [T, H + 2·K, D] has queries, keys and values in this order; K may be 0. With `norm`
@@ -77,10 +78,10 @@ class WriteCall:
 
 def write_kv(
     kv: LayerKV,
-    k: jax.Array,
-    v: jax.Array | None,
-    page_ids: jax.Array,
-    offsets: jax.Array,
+    k: Array,
+    v: Array | None,
+    page_ids: Array,
+    offsets: Array,
     *,
     implementation: str | None = None,
     platform: str | None = None,
@@ -125,16 +126,16 @@ class AttentionInputs:
     beyond the lengths are padding and give zeros.
     """
 
-    q: jax.Array  # [T, H, D]
+    q: Array  # [T, H, D]
     kv: LayerKV  # one layer's pages, into which `write_kv` has already written this step's tokens
-    page_table: jax.Array  # int32 [N, W]
-    kv_lens: jax.Array  # int32 [N], keys of each sequence, this step's included; 0 marks an empty row
-    cu_q_lens: jax.Array  # int32 [N-R+1], half-open offsets of each prefill sequence within q[R:]
-    num_prefills: jax.Array  # int32 [], how many of the N-R prefill sequences are real
-    sinks: jax.Array | None = None  # float32 [H], a logit per head that the softmax counts and that carries no value
+    page_table: Array  # int32 [N, W]
+    kv_lens: Array  # int32 [N], keys of each sequence, this step's included; 0 marks an empty row
+    cu_q_lens: Array  # int32 [N-R+1], half-open offsets of each prefill sequence within q[R:]
+    num_prefills: Array  # int32 [], how many of the N-R prefill sequences are real
+    sinks: Array | None = None  # float32 [H], a logit per head that the softmax counts and that carries no value
     # int32 [], the number of tokens at the start of the first prefill sequence whose results are not used: an
     # implementation may leave them undefined
-    unread: jax.Array | None = None
+    unread: Array | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +206,7 @@ def paged_attention(
     *,
     implementation: str | None = None,
     platform: str | None = None,
-) -> jax.Array:
+) -> Array:
     """Compute attention of a ragged batch over paged keys and values: [T, H, D] in q's dtype.
 
     Over latent pages the result is [T, H, value_size].
@@ -222,7 +223,7 @@ def paged_attention(
         inputs = replace(inputs, q=widened(inputs.q, inputs.kv))
     chosen = ATTENTION.choose(AttentionCall.of(inputs, options, platform), implementation)
     with jax.named_scope(f"paged_attention_{chosen.name}"):
-        out: jax.Array = chosen.run(inputs, options)
+        out: Array = chosen.run(inputs, options)
     width = options.value_size or width
     return out if out.shape[-1] == width else out[..., :width]
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.typing import DTypeLike
 
 from rekindle_kernels import int4
@@ -26,14 +27,14 @@ CLAMP, CLAMP_SLOPE = 7.0, 1.702  # of "clamped_silu", in `gated`
 class Operands(NamedTuple):
     """The arrays of a product, as `linear` describes them."""
 
-    x: jax.Array
-    weight: jax.Array
-    scale: jax.Array | None = None
-    minimum: jax.Array | None = None
-    residual: jax.Array | None = None
-    rows: jax.Array | None = None  # `count`
-    norm: jax.Array | None = None
-    expert: jax.Array | None = None
+    x: Array
+    weight: Array
+    scale: Array | None = None
+    minimum: Array | None = None
+    residual: Array | None = None
+    rows: Array | None = None  # `count`
+    norm: Array | None = None
+    expert: Array | None = None
 
     def with_one_matrix(self, values: str | None) -> Operands:
         """Return them with the matrix of `expert` in place of a stack; `values` are those of `LinearOptions`."""
@@ -85,20 +86,20 @@ class LinearCall:
 
 
 def linear(
-    x: jax.Array,
-    weight: jax.Array,
+    x: Array,
+    weight: Array,
     *,
-    scale: jax.Array | None = None,
-    minimum: jax.Array | None = None,
-    norm: jax.Array | None = None,
-    residual: jax.Array | None = None,
-    count: jax.Array | None = None,
-    expert: jax.Array | None = None,
+    scale: Array | None = None,
+    minimum: Array | None = None,
+    norm: Array | None = None,
+    residual: Array | None = None,
+    count: Array | None = None,
+    expert: Array | None = None,
     options: LinearOptions = PLAIN,
     dtype: DTypeLike | None = None,
     implementation: str | None = None,
     platform: str | None = None,
-) -> jax.Array:
+) -> Array:
     """Compute x [..., I] · weight [O, I] (· scale [O]) → [..., O] in `dtype`, by default x's own.
 
     With `options.quantize` "int4", `weight`, `scale` and `minimum` are the arrays of `rekindle_kernels.int4`.
@@ -127,7 +128,7 @@ def linear(
         operands = operands._replace(x=x, norm=None)
     gate = options.gate
     if gate is None or chosen.supports(replace(call, gate=gate)) is None:
-        y: jax.Array = chosen.run(operands, options, dtype)
+        y: Array = chosen.run(operands, options, dtype)
         return y
     y = chosen.run(operands._replace(residual=None), replace(options, gate=None), dtype)
     y = gated(y, gate, implementation=implementation, platform=platform)
@@ -135,11 +136,11 @@ def linear(
 
 
 def matrix_of_expert(
-    expert: jax.Array, weight: jax.Array, scale: jax.Array | None, minimum: jax.Array | None, values: str | None
-) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    expert: Array, weight: Array, scale: Array | None, minimum: Array | None, values: str | None
+) -> tuple[Array, Array | None, Array | None]:
     """Return one matrix of a stack, its scale and its minimum; `values` are those of `LinearOptions`."""
 
-    def one(stack: jax.Array) -> jax.Array:
+    def one(stack: Array) -> Array:
         return jax.lax.dynamic_index_in_dim(stack, expert, keepdims=False)
 
     weight = one(weight)
@@ -148,7 +149,7 @@ def matrix_of_expert(
     return weight, None if scale is None else one(scale), None if minimum is None else one(minimum)
 
 
-def activate(x: jax.Array, name: str) -> jax.Array:
+def activate(x: Array, name: str) -> Array:
     """Apply the activation called `name` ("silu", "relu", "relu2", "gelu" or "gelu_tanh") to every element."""
     if name == "silu":
         return jax.nn.silu(x)
@@ -172,13 +173,13 @@ class GatedCall:
 
 
 def gated(
-    gates: jax.Array,
+    gates: Array,
     activation: str,
-    ups: jax.Array | None = None,
+    ups: Array | None = None,
     *,
     implementation: str | None = None,
     platform: str | None = None,
-) -> jax.Array:
+) -> Array:
     """Return act(gate) · up [..., I] of gates and ups [..., I]. Without `ups`, they follow in gates [..., 2·I].
 
     "clamped_silu" limits gates to 7 and ups to ±7, and returns gate · sigmoid(1.702 · gate) · (up + 1).
@@ -187,7 +188,7 @@ def gated(
     """
     call = GatedCall(platform or current_platform(), _shape(gates), activation)
     chosen = GATED.choose(call, implementation if implementation == "xla" else None)
-    result: jax.Array = chosen.run(gates, ups, activation)
+    result: Array = chosen.run(gates, ups, activation)
     return result
 
 
@@ -203,21 +204,21 @@ class NormCall:
 
 
 def rms_norm(
-    x: jax.Array,
-    weight: jax.Array,
+    x: Array,
+    weight: Array,
     eps: float,
     *,
-    residual: jax.Array | None = None,
-    factor: jax.Array | None = None,
+    residual: Array | None = None,
+    factor: Array | None = None,
     implementation: str | None = None,
     platform: str | None = None,
-) -> jax.Array:
+) -> Array:
     """Compute x / sqrt(mean(x²) + eps) · weight in x's dtype; the mean is over the last axis, in float32.
 
     `residual`, shaped like x, is added. The sum is multiplied by `factor` [1], if there is one, and rounded to 22 bits.
     """
     call = NormCall(platform or current_platform(), _shape(x))
-    normed: jax.Array = RMS_NORM.choose(call, implementation).run(x, weight, eps, residual, factor)
+    normed: Array = RMS_NORM.choose(call, implementation).run(x, weight, eps, residual, factor)
     return normed
 
 
@@ -235,16 +236,16 @@ class GroupedCall:
 
 
 def grouped_linear(
-    x: jax.Array,
-    weight: jax.Array,
-    sizes: jax.Array,
+    x: Array,
+    weight: Array,
+    sizes: Array,
     *,
-    scale: jax.Array | None = None,
-    minimum: jax.Array | None = None,
+    scale: Array | None = None,
+    minimum: Array | None = None,
     dtype: DTypeLike = jnp.float32,
     implementation: str | None = None,
     platform: str | None = None,
-) -> jax.Array:
+) -> Array:
     """Compute x [M, I] → [M, O] in `dtype`: `sizes[0]` rows times `weight[0]`, then `sizes[1]` times `weight[1]`, …
 
     Rows beyond the sum of `sizes` are undefined. Weights of int8 are widened to x's type, exactly; with
@@ -254,7 +255,7 @@ def grouped_linear(
     stored = None if scale is None else scale.dtype.name
     call = GroupedCall(platform or current_platform(), _shape(x), _shape(weight), stored)
     run = GROUPED_LINEAR.choose(call, implementation).run
-    result: jax.Array = run(x, weight, sizes, scale, minimum, jnp.dtype(dtype))
+    result: Array = run(x, weight, sizes, scale, minimum, jnp.dtype(dtype))
     return result
 
 
@@ -268,12 +269,12 @@ ADAPTERS = Registry("adapters")  # run(inputs, options) -> [T, O], gated [T, O /
 class AdaptedTokens(NamedTuple):
     """The adapters of a step's tokens; `of` makes it, once for all products."""
 
-    slots: jax.Array  # int32 [T], 0 for none
-    order: jax.Array  # int32 [T]: the tokens, those of one adapter together
-    sorted_slots: jax.Array  # int32 [T]: `slots` in this order
+    slots: Array  # int32 [T], 0 for none
+    order: Array  # int32 [T]: the tokens, those of one adapter together
+    sorted_slots: Array  # int32 [T]: `slots` in this order
 
     @classmethod
-    def of(cls, slots: jax.Array) -> AdaptedTokens:
+    def of(cls, slots: Array) -> AdaptedTokens:
         """Return the tokens with these adapters."""
         order = jnp.argsort(slots, stable=True).astype(jnp.int32)
         return cls(slots, order, slots[order])
@@ -282,13 +283,13 @@ class AdaptedTokens(NamedTuple):
 class AdapterInputs(NamedTuple):
     """The arrays of a call, as `add_adapters` describes them."""
 
-    y: jax.Array
-    x: jax.Array
-    down: jax.Array
-    up: jax.Array
-    owners: jax.Array
+    y: Array
+    x: Array
+    down: Array
+    up: Array
+    owners: Array
     tokens: AdaptedTokens
-    norm: jax.Array | None = None
+    norm: Array | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,21 +318,21 @@ class AdapterCall:
 
 
 def add_adapters(
-    y: jax.Array,
-    x: jax.Array,
-    down: jax.Array,
-    up: jax.Array,
-    owners: jax.Array,
+    y: Array,
+    x: Array,
+    down: Array,
+    up: Array,
+    owners: Array,
     tokens: AdaptedTokens,
     *,
     place: int,
     outputs: tuple[int, ...],
     gate: str | None = None,
-    norm: jax.Array | None = None,
+    norm: Array | None = None,
     eps: float = 0.0,
     implementation: str | None = None,
     platform: str | None = None,
-) -> jax.Array:
+) -> Array:
     """Return y [T, O] plus x [T, I] · downᵀ · up, with the rows of rank of each token's adapter.
 
     `down` [M · B, I] has the B rows of the first module, then those of the next; `up` [B, O] has their weights of the
@@ -347,9 +348,9 @@ def add_adapters(
         x, norm = rms_norm(x, norm, eps, implementation=implementation, platform=platform), None
     behind = gate if gate is not None and chosen.supports(replace(call, gate=gate)) is not None else None
     options = AdapterOptions(place, outputs, gate if behind is None else None, eps)
-    added: jax.Array = chosen.run(AdapterInputs(y, x, down, up, owners, tokens, norm), options)
+    added: Array = chosen.run(AdapterInputs(y, x, down, up, owners, tokens, norm), options)
     return added if behind is None else gated(added, behind, implementation=implementation, platform=platform)
 
 
-def _shape(array: jax.Array) -> jax.ShapeDtypeStruct:
+def _shape(array: Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype)

@@ -16,16 +16,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from rekindle_kernels.ops.registry import Registry, current_platform
 
-CONVOLUTION = Registry("convolution")  # run(x, weight, bias, tails, batch, options) -> y, tails
-GATED_DELTA = Registry("gated_delta")  # run(qkv, projected, weights, states, batch, options) -> y, states
-SELECTIVE_SCAN = Registry("selective_scan")  # run(channels, projected, weights, states, batch, options) -> y, states
+CONVOLUTION = Registry("convolution")  # run(inputs, options) -> y, tails
+GATED_DELTA = Registry("gated_delta")  # run(inputs, options) -> y, states
+SELECTIVE_SCAN = Registry("selective_scan")  # run(inputs, options) -> y, states
 
 EDGE = 64  # positions whose multiples are the edges of chunks: then cold, cached and cut prompts add in the same order
 
@@ -39,11 +40,11 @@ EDGE = 64  # positions whose multiples are the edges of chunks: then cold, cache
 class RaggedBatch:
     """The sequences of a step's tokens, in the layout of `AttentionInputs`; a pytree."""
 
-    lengths: jax.Array  # int32 [N], positions of each sequence, this step's included; 0 marks an empty row
-    cu_lengths: jax.Array  # int32 [N-R+1], half-open offsets of each prefill sequence, from token R on
-    num_prefills: jax.Array  # int32 [], how many of the N-R prefill sequences are real
+    lengths: Array  # int32 [N], positions of each sequence, this step's included; 0 marks an empty row
+    cu_lengths: Array  # int32 [N-R+1], half-open offsets of each prefill sequence, from token R on
+    num_prefills: Array  # int32 [], how many of the N-R prefill sequences are real
     decode_rows: int  # R
-    slots: tuple[jax.Array, jax.Array] | None = None  # int32 [N] each: which states are read, and which are written
+    slots: tuple[Array, Array] | None = None  # int32 [N] each: which states are read, and which are written
 
     @property
     def sequences(self) -> int:
@@ -55,17 +56,17 @@ class RaggedBatch:
         """N - R."""
         return self.sequences - self.decode_rows
 
-    def prefill_lengths(self) -> jax.Array:
+    def prefill_lengths(self) -> Array:
         """Return the tokens of each prefill sequence in this step [N-R], 0 for those that are not real."""
         lengths = self.cu_lengths[1:] - self.cu_lengths[:-1]
         return jnp.where(jnp.arange(self.prefills) < self.num_prefills, lengths, 0)
 
-    def starts(self) -> jax.Array:
+    def starts(self) -> Array:
         """Return the position of each sequence's first token in this step [N]."""
         counts = jnp.concatenate([jnp.ones(self.decode_rows, jnp.int32), self.prefill_lengths()])
         return self.lengths - counts
 
-    def begins(self) -> jax.Array:
+    def begins(self) -> Array:
         """Return True for sequences whose first position is in this step [N]: their states begin as zeros."""
         return self.starts() <= 0
 
@@ -84,9 +85,9 @@ class ConvolutionOptions:
 class DeltaWeights(NamedTuple):
     """The parameters of a gated delta rule."""
 
-    step_bias: jax.Array  # [H]
-    log_rate: jax.Array  # [H]
-    norm: jax.Array  # [V]
+    step_bias: Array  # [H]
+    log_rate: Array  # [H]
+    norm: Array  # [V]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +105,9 @@ class DeltaOptions:
 class ScanWeights(NamedTuple):
     """The parameters of a selective scan."""
 
-    step_bias: jax.Array  # [H]
-    log_rate: jax.Array  # [H]
-    skip: jax.Array  # [H]
+    step_bias: Array  # [H]
+    log_rate: Array  # [H]
+    skip: Array  # [H]
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,49 +130,71 @@ class RecurrenceCall:
     deterministic: bool = False
 
 
-def _call(
-    x: jax.Array,
-    projected: jax.Array,
-    states: jax.Array,
-    platform: str | None,
+class ConvolutionInputs(NamedTuple):
+    """The arrays of `causal_convolution`."""
+
+    x: Array
+    weight: Array
+    bias: Array | None
+    tails: Array
+    batch: RaggedBatch
+
+
+class HeadInputs(NamedTuple):
+    """The arrays of `gated_delta`, or of `selective_scan`."""
+
+    rows: Array  # qkv, or channels
+    projected: Array
+    weights: Any
+    states: Array
+    batch: RaggedBatch
+
+
+def _run(
+    operation: Registry,
+    inputs: ConvolutionInputs | HeadInputs,
     options: ConvolutionOptions | DeltaOptions | ScanOptions,
-) -> RecurrenceCall:
-    rows, others, state = (jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (x, projected, states))
-    return RecurrenceCall(platform or current_platform(), rows, others, state, options.deterministic)
+    implementation: str | None,
+    platform: str | None,
+) -> tuple[Array, Array]:
+    rows, others = inputs[0], inputs.projected if isinstance(inputs, HeadInputs) else inputs[0]
+    x, projected, state = (jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (rows, others, inputs[3]))
+    call = RecurrenceCall(platform or current_platform(), x, projected, state, options.deterministic)
+    y, after = operation.choose(call, implementation).run(inputs, options)
+    return y, after
 
 
 def causal_convolution(
-    x: jax.Array,
-    weight: jax.Array,
-    bias: jax.Array | None,
-    tails: jax.Array,
+    x: Array,
+    weight: Array,
+    bias: Array | None,
+    tails: Array,
     batch: RaggedBatch,
     *,
     options: ConvolutionOptions = ConvolutionOptions(),
     implementation: str | None = None,
     platform: str | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Array, Array]:
     """Convolve each channel, a column of x [T, N], with weight [C, L] over the positions of its sequence.
 
     `tails` [N or P, L-1, C] are the last inputs before this step, factors included. Returns y [T, C] in float32 and the
     new tails.
     """
-    chosen = CONVOLUTION.choose(_call(x, x, tails, platform, options), implementation)
-    y, after = chosen.run(x, weight, bias, tails, batch, options)
-    return y, after
+    inputs = ConvolutionInputs(x, weight, bias, tails, batch)
+    return _run(CONVOLUTION, inputs, options, implementation, platform)
 
 
 def gated_delta(
-    qkv: jax.Array,
-    projected: jax.Array,
+    qkv: Array,
+    projected: Array,
     weights: DeltaWeights,
-    states: jax.Array,
+    states: Array,
     batch: RaggedBatch,
     options: DeltaOptions,
     *,
     implementation: str | None = None,
     platform: str | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Array, Array]:
     """Apply the gated delta rule: S ← S·exp(decay); S ← S + k ⊗ beta·(v - kᵀS); o = qᵀS.
 
     Rows of qkv are q [K, D], k [K, D] and v [H, V], for K heads of keys that H/K heads of values share. q and k get
@@ -180,28 +203,26 @@ def gated_delta(
 
     Returns norm(o)·silu(gate) [T, H · V] in float32, with an RMS norm of each head, and the new states.
     """
-    chosen = GATED_DELTA.choose(_call(qkv, projected, states, platform, options), implementation)
-    y, after = chosen.run(qkv, projected, weights, states, batch, options)
-    return y, after
+    inputs = HeadInputs(qkv, projected, weights, states, batch)
+    return _run(GATED_DELTA, inputs, options, implementation, platform)
 
 
 def selective_scan(
-    channels: jax.Array,
-    projected: jax.Array,
+    channels: Array,
+    projected: Array,
     weights: ScanWeights,
-    states: jax.Array,
+    states: Array,
     batch: RaggedBatch,
     options: ScanOptions,
     *,
     implementation: str | None = None,
     platform: str | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[Array, Array]:
     """Apply Mamba-2's scan: S ← S·exp(decay·step) + step·b ⊗ x; y = cᵀS + skip·x.
 
     Rows of `channels` are x [H, V], b [G, D] and c [G, D], for H/G heads each. Steps are softplus of columns of
     `projected` and `step_bias`, and decay is -exp(log_rate). States [N or P, H, D, V] are in float32. Returns
     y [T, H · V] in float32 and the new states.
     """
-    chosen = SELECTIVE_SCAN.choose(_call(channels, projected, states, platform, options), implementation)
-    y, after = chosen.run(channels, projected, weights, states, batch, options)
-    return y, after
+    inputs = HeadInputs(channels, projected, weights, states, batch)
+    return _run(SELECTIVE_SCAN, inputs, options, implementation, platform)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
+from jax import Array
 
 from rekindle_kernels.ops.registry import Registry, current_platform
 
@@ -30,21 +31,21 @@ SMALL_TOP_K = 64  # lax.top_k of 64 costs 1.3 ms for [16, 49152] on CPU; a large
 class Choice(NamedTuple):
     """The sampling options of each row; every field has N entries."""
 
-    temperature: jax.Array  # float32; 0 is greedy
-    top_k: jax.Array  # int32; 0 is off
-    top_p: jax.Array  # float32; 1 is off
-    min_p: jax.Array  # float32; 0 is off
-    seed: jax.Array  # uint32 [N, 2]: high and low word
-    position: jax.Array  # int32: index in the sequence of the token to choose
+    temperature: Array  # float32; 0 is greedy
+    top_k: Array  # int32; 0 is off
+    top_p: Array  # float32; 1 is off
+    min_p: Array  # float32; 0 is off
+    seed: Array  # uint32 [N, 2]: high and low word
+    position: Array  # int32: index in the sequence of the token to choose
 
 
 class Wanted(NamedTuple):
     """The options that at least one row uses, as bool scalars; the others need not be computed."""
 
-    draws: jax.Array  # a temperature above 0
-    top_k: jax.Array
-    large_k: jax.Array  # a top_k beyond SMALL_TOP_K
-    top_p: jax.Array  # a top_p below 1
+    draws: Array  # a temperature above 0
+    top_k: Array
+    large_k: Array  # a top_k beyond SMALL_TOP_K
+    top_p: Array  # a top_p below 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,51 +67,51 @@ def mask_words(vocab: int) -> int:
 
 
 def greedy(
-    logits: jax.Array, masks: jax.Array | None = None, *, implementation: str | None = None, platform: str | None = None
-) -> jax.Array:
+    logits: Array, masks: Array | None = None, *, implementation: str | None = None, platform: str | None = None
+) -> Array:
     """Return the first index of the largest logit of each row: int32 [N] for logits [N, V].
 
     `masks` int32 [N, mask_words(V)] make the logits of some tokens minus infinity.
     """
     _check(logits, masks)
-    tokens: jax.Array = GREEDY.choose(_call(logits, platform), implementation).run(logits, masks)
+    tokens: Array = GREEDY.choose(_call(logits, platform), implementation).run(logits, masks)
     return tokens
 
 
 def draw(
-    logits: jax.Array,
+    logits: Array,
     choice: Choice,
     wanted: Wanted,
-    masks: jax.Array | None = None,
+    masks: Array | None = None,
     *,
     implementation: str | None = None,
     platform: str | None = None,
-) -> jax.Array:
+) -> Array:
     """Draw tokens int32 [N] from logits [N, V]. Rows with temperature 0 are greedy. `masks` are those of `greedy`."""
     _check(logits, masks)
-    tokens: jax.Array = DRAW.choose(_call(logits, platform), implementation).run(logits, choice, wanted, masks)
+    tokens: Array = DRAW.choose(_call(logits, platform), implementation).run(logits, choice, wanted, masks)
     return tokens
 
 
-def draws_in_one_call(logits: jax.Array, *, implementation: str | None = None, platform: str | None = None) -> bool:
+def draws_in_one_call(logits: Array, *, implementation: str | None = None, platform: str | None = None) -> bool:
     """True if a draw from these logits is a single operation, so that a program may have it in two branches."""
     return DRAW.choose(_call(logits, platform), implementation).one_call
 
 
 def top_k(
-    values: jax.Array, k: int, *, implementation: str | None = None, platform: str | None = None
-) -> tuple[jax.Array, jax.Array]:
+    values: Array, k: int, *, implementation: str | None = None, platform: str | None = None
+) -> tuple[Array, Array]:
     """Return the k largest values of each row [N, V], falling, and their indices; equal values keep their order."""
     largest, indices = TOP_K.choose(_call(values, platform), implementation).run(values, k)
     return largest, indices
 
 
-def _check(logits: jax.Array, masks: jax.Array | None) -> None:
+def _check(logits: Array, masks: Array | None) -> None:
     shape = (logits.shape[0], mask_words(logits.shape[-1]))
     if masks is not None and (masks.shape != shape or masks.dtype.name != "int32"):
         actual, needed = f"{masks.dtype.name}{list(masks.shape)}", f"int32{list(shape)}"
         raise ValueError(f"masks are {actual}, and logits {list(logits.shape)} need {needed}")
 
 
-def _call(logits: jax.Array, platform: str | None) -> SamplingCall:
+def _call(logits: Array, platform: str | None) -> SamplingCall:
     return SamplingCall(platform or current_platform(), jax.ShapeDtypeStruct(logits.shape, logits.dtype))

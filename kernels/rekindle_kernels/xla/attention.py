@@ -46,9 +46,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from rekindle_kernels.ops.attention import AttentionInputs, AttentionOptions
 from rekindle_kernels.ops.registry import Implementation, anything
@@ -75,23 +74,21 @@ BLOCKS = Blocks()
 class Running(NamedTuple):
     """The state of an online softmax for M queries of C rows: the largest logit, the sum and the weighted values."""
 
-    largest: jax.Array  # float32 [C, K, M, 1]
-    total: jax.Array  # float32 [C, K, M, 1]
-    values: jax.Array  # float32 [C, K, M, D], or [C, K, M, value_size]
+    largest: Array  # float32 [C, K, M, 1]
+    total: Array  # float32 [C, K, M, 1]
+    values: Array  # float32 [C, K, M, D], or [C, K, M, value_size]
 
 
 class KeyBlock(NamedTuple):
     """A block of keys and values of C rows, L keys each, with scales for narrow pages."""
 
-    keys: jax.Array  # [C, K, L, D]
-    values: jax.Array  # [C, K, L, D], zero where nothing was written
-    key_scales: jax.Array | None  # float32 [C, K, 1, L]
-    value_scales: jax.Array | None
+    keys: Array  # [C, K, L, D]
+    values: Array  # [C, K, L, D], zero where nothing was written
+    key_scales: Array | None  # float32 [C, K, 1, L]
+    value_scales: Array | None
 
 
-def read_block(
-    kv: LayerKV, pages: jax.Array, left: jax.Array, integer_dots: bool, value_size: int | None = None
-) -> KeyBlock:
+def read_block(kv: LayerKV, pages: Array, left: Array, integer_dots: bool, value_size: int | None = None) -> KeyBlock:
     """Return keys and values on `pages` [C, L/S], of which row c owns the first left[c] (≤ 0: none; ≥ L: all)."""
     C, count = pages.shape
     K, S, D = kv.kv_heads, kv.page_size, kv.head_dim
@@ -101,7 +98,7 @@ def read_block(
     key_rows = (pages[:, None, :] * (parts * K) + jnp.arange(K)[None, :, None]).reshape(-1)
     written = jnp.broadcast_to(left[:, None, None] - jnp.arange(count) * S, (C, K, count)).reshape(-1, 1)
 
-    def gather(masked: bool) -> tuple[jax.Array, jax.Array]:
+    def gather(masked: bool) -> tuple[Array, Array]:
         keys = widen(flat.at[key_rows].get(mode="promise_in_bounds"), kv, integer_dots)
         values = keys
         if not kv.latent:
@@ -126,7 +123,7 @@ def read_block(
     return KeyBlock(keys, values, jnp.where(seen, key_scales, 0), jnp.where(seen, value_scales, 0))
 
 
-def widen(stored: jax.Array, kv: LayerKV, integer_dots: bool) -> jax.Array:
+def widen(stored: Array, kv: LayerKV, integer_dots: bool) -> Array:
     """Widen stored numbers to a type with fast dots: float32, bfloat16, or int8 where both sides are integers."""
     values = as_values(stored, kv)
     if values.dtype in (jnp.float32, jnp.bfloat16) or (values.dtype == jnp.int8 and integer_dots):
@@ -135,7 +132,7 @@ def widen(stored: jax.Array, kv: LayerKV, integer_dots: bool) -> jax.Array:
     return values.astype(jnp.bfloat16 if values.dtype.itemsize == 1 else jnp.float32)
 
 
-def two_int8(x: jax.Array, bound: jax.Array) -> tuple[jax.Array, jax.Array]:
+def two_int8(x: Array, bound: Array) -> tuple[Array, Array]:
     """Return float32 x [..., M, n], |x| ≤ bound, as int8 [..., 2·M, n] and its scale: (high + low/254)·scale ≈ x.
 
     High parts come first, then low parts: fifteen bits, because softmax weights far below the largest would vanish in
@@ -148,7 +145,7 @@ def two_int8(x: jax.Array, bound: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.concatenate([high, low], axis=-2).astype(jnp.int8), scale
 
 
-def dot(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
+def dot(subscripts: str, a: Array, b: Array) -> Array:
     precision = lax.Precision.HIGHEST if b.dtype == jnp.float32 else None
     wide = jnp.int32 if b.dtype == jnp.int8 else jnp.float32
     return jnp.einsum(subscripts, a.astype(b.dtype), b, preferred_element_type=wide, precision=precision).astype(
@@ -156,7 +153,7 @@ def dot(subscripts: str, a: jax.Array, b: jax.Array) -> jax.Array:
     )
 
 
-def logits_of(q: jax.Array, block: KeyBlock, options: AttentionOptions) -> jax.Array:
+def logits_of(q: Array, block: KeyBlock, options: AttentionOptions) -> Array:
     """Return logits [C, K, M, L] of scaled queries q [C, K, M, D]."""
     if block.keys.dtype == jnp.int8:
         parts, scale = two_int8(q, largest_magnitude(q))
@@ -171,7 +168,7 @@ def logits_of(q: jax.Array, block: KeyBlock, options: AttentionOptions) -> jax.A
     return logits if options.soft_cap is None else options.soft_cap * jnp.tanh(logits / options.soft_cap)
 
 
-def weighted_values(weights: jax.Array, block: KeyBlock) -> jax.Array:
+def weighted_values(weights: Array, block: KeyBlock) -> Array:
     """Return weights [C, K, M, L] times values: [C, K, M, D]."""
     if block.value_scales is not None:
         weights = weights * block.value_scales
@@ -184,9 +181,7 @@ def weighted_values(weights: jax.Array, block: KeyBlock) -> jax.Array:
     return (sums[:, :, :M] + sums[:, :, M:] / 254) * scale
 
 
-def absorb(
-    running: Running, q: jax.Array, block: KeyBlock, seen: jax.Array | None, options: AttentionOptions
-) -> Running:
+def absorb(running: Running, q: Array, block: KeyBlock, seen: Array | None, options: AttentionOptions) -> Running:
     """Continue an online softmax with a block; `seen` is a mask that broadcasts to [C, K, M, L], None without one."""
     logits = logits_of(q, block, options)
     if seen is not None:
@@ -201,7 +196,7 @@ def absorb(
     )
 
 
-def start(shape: tuple[int, ...], sinks: jax.Array | None) -> Running:
+def start(shape: tuple[int, ...], sinks: Array | None) -> Running:
     """Begin the softmax for values of `shape` [C, K, M, D]; a sink ([K, M]) is a logit in front of all blocks."""
     if sinks is None:
         return Running(jnp.full((*shape[:-1], 1), MASKED), jnp.zeros((*shape[:-1], 1)), jnp.zeros(shape))
@@ -209,11 +204,11 @@ def start(shape: tuple[int, ...], sinks: jax.Array | None) -> Running:
     return Running(largest, jnp.ones_like(largest), jnp.zeros(shape))
 
 
-def finish(running: Running) -> jax.Array:
+def finish(running: Running) -> Array:
     return running.values / jnp.where(running.total == 0, 1, running.total)
 
 
-def padded_table(page_table: jax.Array, per_block: int) -> jax.Array:
+def padded_table(page_table: Array, per_block: int) -> Array:
     """Widen the table to whole blocks with the scratch page."""
     return jnp.pad(page_table, ((0, 0), (0, -page_table.shape[1] % per_block)))
 
@@ -222,7 +217,7 @@ def pages_per_block(keys: int, page_size: int, table_width: int) -> int:
     return min(max(1, keys // page_size), table_width)
 
 
-def longest_first(lens: jax.Array) -> tuple[jax.Array, jax.Array]:
+def longest_first(lens: Array) -> tuple[Array, Array]:
     """Return the rows in the order of their lengths, longest first, and the place of each row in it.
 
     It counts, in place of two sorts.
@@ -233,19 +228,14 @@ def longest_first(lens: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.argmax(places == rows[:, None], axis=1), places
 
 
-def decode(
-    q: jax.Array,
-    kv: LayerKV,
-    page_table: jax.Array,
-    kv_lens: jax.Array,
-    sinks: jax.Array | None,
-    options: AttentionOptions,
-) -> jax.Array:
-    """Attend with one query per row: q [R, H, D], page_table [R, W], kv_lens [R] -> float32 [R, H, V].
+def decode(inputs: AttentionInputs, options: AttentionOptions) -> Array:
+    """Attend with one query per row, those of the decode rows -> float32 [R, H, V].
 
     V is the size of values, D but for latent pages.
     """
-    R, H, D = q.shape
+    R, kv = options.decode_rows, inputs.kv
+    q, page_table, kv_lens, sinks = inputs.q[:R], inputs.page_table[:R], inputs.kv_lens[:R], inputs.sinks
+    _, H, D = q.shape
     K, V = kv.kv_heads, options.value_size or D
     chunk = min(R, BLOCKS.decode_rows)
     chunks = -(-R // chunk)
@@ -266,7 +256,7 @@ def decode(
     first = jnp.min(by_chunk(jnp.where(lens > 0, first_key // keys, page_table.shape[1])), axis=1)
     ends = jnp.cumsum(jnp.maximum(last - first, 0))
 
-    def step(item: jax.Array, running: Running) -> Running:
+    def step(item: Array, running: Running) -> Running:
         c = jnp.sum(ends <= item) if chunks > 1 else 0
         index = last[c] - ends[c] + item
         rows = lambda x: lax.dynamic_slice_in_dim(x, c * chunk, chunk) if chunks > 1 else x  # noqa: E731
@@ -288,20 +278,13 @@ def decode(
     return out if chunks == 1 else out[places]
 
 
-def prefill(
-    q: jax.Array,
-    kv: LayerKV,
-    page_table: jax.Array,
-    kv_lens: jax.Array,
-    cu_q_lens: jax.Array,
-    num_prefills: jax.Array,
-    sinks: jax.Array | None,
-    options: AttentionOptions,
-) -> jax.Array:
+def prefill(inputs: AttentionInputs, options: AttentionOptions) -> Array:
     """Attend with chunks of prompts.
 
     q [T, H, D] packed by cu_q_lens [N+1], page_table [N, W], kv_lens [N] -> float32 [T, H, V].
     """
+    R, kv, cu_q_lens, num_prefills = options.decode_rows, inputs.kv, inputs.cu_q_lens, inputs.num_prefills
+    q, page_table, kv_lens, sinks = inputs.q[R:], inputs.page_table[R:], inputs.kv_lens[R:], inputs.sinks
     T, H, D = q.shape
     V = options.value_size or D
     K, N = kv.kv_heads, page_table.shape[0]
@@ -317,7 +300,7 @@ def prefill(
     # A query at position p sees keys before p + ahead.
     ahead = 1 if options.causal else options.sliding_window or page_table.shape[1] * kv.page_size
 
-    def step(item: jax.Array, out: jax.Array) -> jax.Array:
+    def step(item: Array, out: Array) -> Array:
         s = jnp.sum(ends <= item)
         begin = (item - (ends[s] - -(-q_lens[s] // queries))) * queries  # within the sequence
         kv_len = kv_lens[s]
@@ -328,7 +311,7 @@ def prefill(
         last_key = jnp.minimum(position[-1] + ahead, kv_len)
         first_key = 0 if options.sliding_window is None else jnp.maximum(position[0] - options.sliding_window + 1, 0)
 
-        def absorb_keys(index: jax.Array, running: Running, all_seen: bool = False) -> Running:
+        def absorb_keys(index: Array, running: Running, all_seen: bool = False) -> Running:
             pages = lax.dynamic_slice(table, (s, index * per_block), (1, per_block))
             block = read_block(kv, pages, (kv_len - index * keys)[None], False, options.value_size)
             if all_seen:
@@ -355,18 +338,15 @@ def prefill(
     return lax.fori_loop(0, ends[-1], step, jnp.zeros((*q.shape[:-1], V), jnp.float32))[:T]
 
 
-def paged_attention(inputs: AttentionInputs, options: AttentionOptions) -> jax.Array:
+def paged_attention(inputs: AttentionInputs, options: AttentionOptions) -> Array:
     """Implement `ops.attention.paged_attention`, with decode rows and prefill tokens apart."""
-    q, kv, table, lens, R = inputs.q, inputs.kv, inputs.page_table, inputs.kv_lens, options.decode_rows
-    parts = []
-    if R:
-        parts.append(decode(q[:R], kv, table[:R], lens[:R], inputs.sinks, options))
+    q, R = inputs.q, options.decode_rows
+    parts = [decode(inputs, options)] if R else []
     if q.shape[0] > R:
-        if table.shape[0] == R:
+        if inputs.page_table.shape[0] == R:
             parts.append(jnp.zeros((*q[R:].shape[:-1], options.value_size or q.shape[-1]), q.dtype))
         else:
-            ends, count = inputs.cu_q_lens, inputs.num_prefills
-            parts.append(prefill(q[R:], kv, table[R:], lens[R:], ends, count, inputs.sinks, options))
+            parts.append(prefill(inputs, options))
     parts = [part.astype(q.dtype) for part in parts]
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
@@ -374,7 +354,7 @@ def paged_attention(inputs: AttentionInputs, options: AttentionOptions) -> jax.A
 ATTENTION = Implementation("xla", paged_attention, anything)
 
 
-def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+def rotate(x: Array, cos: Array, sin: Array) -> Array:
     """Return x [..., heads, D] with its first 2·F dimensions rotated, the first half of them against the second."""
     half = cos.shape[-1]
     cos, sin = cos[..., None, :], sin[..., None, :]
@@ -386,15 +366,15 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
 
 def rope(
-    qk: jax.Array,
-    qkv: jax.Array,
-    cos: jax.Array | None,
-    sin: jax.Array | None,
-    norm: jax.Array | None = None,
+    qk: Array,
+    qkv: Array,
+    cos: Array | None,
+    sin: Array | None,
+    norm: Array | None = None,
     *,
     heads: int,
     eps: float = 0.0,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[Array, Array, Array]:
     """Implement `ops.attention.rope`."""
     both = (qkv.shape[-2] + heads) // 2
     qk = qk if norm is None else rms_norm(qk[..., :both, :], norm, eps)

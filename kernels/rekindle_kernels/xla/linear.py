@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.typing import DTypeLike
 
 from rekindle_kernels import int4
@@ -26,8 +26,8 @@ from rekindle_kernels.pages import largest_magnitude
 
 
 def multiply(
-    x: jax.Array, weight: jax.Array, scale: Any, quantize: str | None, out: DTypeLike, minimum: jax.Array | None = None
-) -> jax.Array:
+    x: Array, weight: Array, scale: Any, quantize: str | None, out: DTypeLike, minimum: Array | None = None
+) -> Array:
     """Return x [..., I] · weight [O, I], with its scale [O] if it is quantised, as [..., O] in `out`."""
     if quantize == "int4":
         values = int4.dequantized(weight, scale, minimum, x.dtype)
@@ -42,19 +42,19 @@ def multiply(
     return _dot(x.astype(weight.dtype), weight, jnp.promote_types(out, jnp.float32)).astype(out)
 
 
-def narrow_dtype(x: jax.Array) -> DTypeLike:
+def narrow_dtype(x: Array) -> DTypeLike:
     """Return the dtype that int8 weights are widened to for a product with x; it holds them exactly."""
     return jnp.bfloat16 if x.dtype == jnp.float32 else x.dtype
 
 
-def quantize_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+def quantize_rows(x: Array) -> tuple[Array, Array]:
     """Return x [..., I] as int8, and the float32 scale of each row [..., 1]."""
     x = x.astype(jnp.float32)
     scale = largest_magnitude(x, 1e-30) / 127.0
     return jnp.round(x / scale).astype(jnp.int8), scale
 
 
-def exact_precision(x: jax.Array, weight: jax.Array) -> lax.Precision | None:
+def exact_precision(x: Array, weight: Array) -> lax.Precision | None:
     """Return the precision of a product of float32: by default a GPU rounds its operands to 11 bits and a TPU to 8.
 
     A CPU has the exact one only, and programs for it stay as they are.
@@ -63,13 +63,13 @@ def exact_precision(x: jax.Array, weight: jax.Array) -> lax.Precision | None:
     return lax.Precision.HIGHEST if exact else None
 
 
-def _dot(x: jax.Array, weight: jax.Array, dtype: DTypeLike) -> jax.Array:
+def _dot(x: Array, weight: Array, dtype: DTypeLike) -> Array:
     precision = exact_precision(x, weight)
     contract = (((x.ndim - 1,), (weight.ndim - 1,)), ((), ()))
     return lax.dot_general(x, weight, contract, precision, preferred_element_type=jnp.dtype(dtype))
 
 
-def run(operands: Operands, options: LinearOptions, dtype: jnp.dtype) -> jax.Array:
+def run(operands: Operands, options: LinearOptions, dtype: jnp.dtype) -> Array:
     """Implement `ops.linear.linear`; every row is computed, whatever `count` says."""
     x, weight, scale, minimum, residual, _, norm, expert = operands
     assert norm is None, "the operation norms before"
@@ -94,9 +94,7 @@ def supports(call: LinearCall) -> str | None:
 LINEAR = Implementation("xla", run, supports)
 
 
-def rms_norm(
-    x: jax.Array, weight: jax.Array, eps: float, residual: jax.Array | None = None, factor: jax.Array | None = None
-) -> jax.Array:
+def rms_norm(x: Array, weight: Array, eps: float, residual: Array | None = None, factor: Array | None = None) -> Array:
     """Implement `ops.linear.rms_norm`; `weight` broadcasts against x."""
     wide = x.astype(jnp.float32)
     scale = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
@@ -109,7 +107,7 @@ def rms_norm(
 RMS_NORM = Implementation("xla", rms_norm, anything)
 
 
-def gated(gates: jax.Array, ups: jax.Array | None, activation: str) -> jax.Array:
+def gated(gates: Array, ups: Array | None, activation: str) -> Array:
     """Implement `ops.linear.gated`."""
     if ups is None:
         gates, ups = jnp.split(gates, 2, axis=-1)
@@ -123,13 +121,8 @@ GATED = Implementation("xla", gated, anything)
 
 
 def grouped_linear(
-    x: jax.Array,
-    weight: jax.Array,
-    sizes: jax.Array,
-    scale: jax.Array | None,
-    minimum: jax.Array | None,
-    dtype: jnp.dtype,
-) -> jax.Array:
+    x: Array, weight: Array, sizes: Array, scale: Array | None, minimum: Array | None, dtype: jnp.dtype
+) -> Array:
     """Implement `ops.linear.grouped_linear` by XLA's ragged product, which a TPU computes as such.
 
     XLA:CPU and XLA:GPU multiply all rows with all experts: with 128 of them, 8 to a token, that is 16 times the work.
@@ -155,7 +148,7 @@ FEW, ROWS = 64, 1024  # tokens, and rows of rank, of which all are multiplied
 WINDOW = 64
 
 
-def add_adapters(inputs: AdapterInputs, options: AdapterOptions) -> jax.Array:
+def add_adapters(inputs: AdapterInputs, options: AdapterOptions) -> Array:
     """Implement `ops.linear.add_adapters`."""
     y, x, down, up, owners, tokens, norm = inputs
     assert norm is None, "x is normed before"
@@ -163,12 +156,12 @@ def add_adapters(inputs: AdapterInputs, options: AdapterOptions) -> jax.Array:
     needed = ((mine[:, None] == tokens.slots) & (mine[:, None] > 0)).any(axis=1)
     stacked, unit = down.reshape(len(outputs), len(up), -1), len(up) // len(mine)
 
-    def all_rows() -> jax.Array:
+    def all_rows() -> Array:
         rows = jnp.repeat(mine, unit)
         own = (rows == tokens.slots[:, None]) & (rows > 0)
         return y + _delta(x, stacked, up, own, outputs).astype(y.dtype)
 
-    def own_rows() -> jax.Array:
+    def own_rows() -> Array:
         begins = jnp.searchsorted(tokens.sorted_slots, mine, side="left")
         ends = jnp.searchsorted(tokens.sorted_slots, mine, side="right")
         windows = jnp.where(needed, -(-(ends - begins) // WINDOW), 0)
@@ -176,7 +169,7 @@ def add_adapters(inputs: AdapterInputs, options: AdapterOptions) -> jax.Array:
         # Windows may reach behind the last token: what they read there is masked, and what they add is zero.
         order = jnp.pad(tokens.order, (0, WINDOW))
 
-        def added(index: jax.Array, y: jax.Array) -> jax.Array:
+        def added(index: Array, y: Array) -> Array:
             which = jnp.searchsorted(behind, index, side="right")
             begin = begins[which] + (index - (behind[which] - windows[which])) * WINDOW
             chosen = lax.dynamic_slice_in_dim(order, begin, WINDOW)
@@ -189,11 +182,11 @@ def add_adapters(inputs: AdapterInputs, options: AdapterOptions) -> jax.Array:
         return lax.fori_loop(0, behind[-1], added, y)
 
     add = all_rows if len(y) <= FEW and len(up) <= ROWS else own_rows
-    result: jax.Array = lax.cond(needed.any(), add, lambda: y)
+    result: Array = lax.cond(needed.any(), add, lambda: y)
     return result if gate is None else gated(result, None, gate)
 
 
-def _delta(x: jax.Array, down: jax.Array, up: jax.Array, mine: jax.Array, outputs: tuple[int, ...]) -> jax.Array:
+def _delta(x: Array, down: Array, up: Array, mine: Array, outputs: tuple[int, ...]) -> Array:
     """Return x [T, I] · down [M, B, I]ᵀ · up [B, O] as float32, of the rows of rank in `mine` [T, B] alone."""
     with jax.named_scope("adapters"):
         narrow = _product(x, down.reshape(-1, down.shape[-1]).T).reshape(x.shape[0], len(outputs), -1)
@@ -205,7 +198,7 @@ def _delta(x: jax.Array, down: jax.Array, up: jax.Array, mine: jax.Array, output
         return wide[0] if len(wide) == 1 else jnp.concatenate(wide, axis=-1)
 
 
-def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
+def _product(x: Array, weight: Array) -> Array:
     """Return x [T, I] · weight [I, O] as float32; x is rounded as for the base's own products."""
     x = x.astype(weight.dtype)
     return jnp.matmul(x, weight, precision=exact_precision(x, weight), preferred_element_type=jnp.float32)

@@ -6,20 +6,18 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from rekindle_kernels import pages
 from rekindle_kernels.ops.registry import Implementation, anything
 
 
-def zeros(leaves: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
+def zeros(leaves: Sequence[jax.ShapeDtypeStruct]) -> list[Array]:
     """Return arrays of zeros, written one by one."""
     return [jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
 
 
-def fill(
-    leaves: Sequence[jax.Array], ids: jax.Array, pages: Sequence[Sequence[jax.Array]], layers: int
-) -> list[jax.Array]:
+def fill(leaves: Sequence[Array], ids: Array, pages: Sequence[Sequence[Array]], layers: int) -> list[Array]:
     """Return each layer's arrays with each page put into its place."""
     arrays = len(leaves) // layers
     filled = []
@@ -31,9 +29,7 @@ def fill(
     return filled
 
 
-def fill_joined(
-    leaves: Sequence[jax.Array], ids: jax.Array, pages: Sequence[Sequence[jax.Array]], layers: int
-) -> list[jax.Array]:
+def fill_joined(leaves: Sequence[Array], ids: Array, pages: Sequence[Sequence[Array]], layers: int) -> list[Array]:
     """Return each layer's arrays with all pages put into their places by one operation per array, however many."""
     joined = [jnp.concatenate(parts) for parts in zip(*pages, strict=True)]
     placed = []

@@ -21,16 +21,16 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from rekindle_kernels.ops.recurrence import (
     EDGE,
+    ConvolutionInputs,
     ConvolutionOptions,
     DeltaOptions,
-    DeltaWeights,
+    HeadInputs,
     RaggedBatch,
     ScanOptions,
-    ScanWeights,
 )
 from rekindle_kernels.ops.registry import Implementation, anything
 from rekindle_kernels.xla.linear import rms_norm
@@ -42,10 +42,10 @@ _BLOCK = 16  # rows of a triangle that are inverted one after the other
 class _Chunks(NamedTuple):
     """The chunks of a step's prefills, in their order."""
 
-    owner: jax.Array  # int32 [M], the prefill sequence of each
-    first: jax.Array  # int32 [M], its first token among the prefills'
-    size: jax.Array  # int32 [M], 1 to EDGE
-    total: jax.Array  # int32 [], how many are real
+    owner: Array  # int32 [M], the prefill sequence of each
+    first: Array  # int32 [M], its first token among the prefills'
+    size: Array  # int32 [M], 1 to EDGE
+    total: Array  # int32 [], how many are real
 
 
 def _chunks(batch: RaggedBatch, tokens: int) -> _Chunks:
@@ -61,41 +61,41 @@ def _chunks(batch: RaggedBatch, tokens: int) -> _Chunks:
     return _Chunks(owner, batch.cu_lengths[owner] + offset, count, jnp.sum(counts))
 
 
-Rows = tuple[jax.Array, ...]  # arrays of tokens
-Results = tuple[jax.Array, jax.Array]  # of the tokens, and the states after them
-Chunk = Callable[[Rows, jax.Array, jax.Array], Results]  # tokens of a sequence, which of them are real, its state
-Step = Callable[[Rows, jax.Array], Results]  # a token of each row, the rows' states
+Rows = tuple[Array, ...]  # arrays of tokens
+Results = tuple[Array, Array]  # of the tokens, and the states after them
+Chunk = Callable[[Rows, Array, Array], Results]  # tokens of a sequence, which of them are real, its state
+Step = Callable[[Rows, Array], Results]  # a token of each row, the rows' states
 
 
 class _Moves(NamedTuple):
     """The ways of a step's states: out of their array, through a step of each decode row, and back."""
 
-    take: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # states, reads [n], count -> [n, ...]
-    put: Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]  # states, writes [n], new, count -> states
-    decode: Callable[[Rows, jax.Array, RaggedBatch, Step], Results]  # the decode rows' results, and all states
+    take: Callable[[Array, Array, Array], Array]  # states, reads [n], count -> [n, ...]
+    put: Callable[[Array, Array, Array, Array], Array]  # states, writes [n], new, count -> states
+    decode: Callable[[Rows, Array, RaggedBatch, Step], Results]  # the decode rows' results, and all states
 
 
-def _take_in_loop(states: jax.Array, reads: jax.Array, count: jax.Array) -> jax.Array:
-    def body(index: jax.Array, taken: jax.Array) -> jax.Array:
+def _take_in_loop(states: Array, reads: Array, count: Array) -> Array:
+    def body(index: Array, taken: Array) -> Array:
         one = lax.dynamic_index_in_dim(states, reads[index], keepdims=False)
         return lax.dynamic_update_index_in_dim(taken, one, index, 0)
 
     return lax.fori_loop(0, count, body, jnp.zeros((len(reads), *states.shape[1:]), states.dtype))
 
 
-def _put_in_loop(states: jax.Array, writes: jax.Array, new: jax.Array, count: jax.Array) -> jax.Array:
-    def body(index: jax.Array, states: jax.Array) -> jax.Array:
+def _put_in_loop(states: Array, writes: Array, new: Array, count: Array) -> Array:
+    def body(index: Array, states: Array) -> Array:
         one = lax.dynamic_index_in_dim(new, index, keepdims=False)
         return lax.dynamic_update_index_in_dim(states, one, writes[index], 0)
 
     return lax.fori_loop(0, count, body, states)
 
 
-def _decode_in_loop(rows: Rows, states: jax.Array, batch: RaggedBatch, step: Step) -> Results:
+def _decode_in_loop(rows: Rows, states: Array, batch: RaggedBatch, step: Step) -> Results:
     reads, writes = _slots(batch)
     shape = jax.eval_shape(step, tuple(row[:1] for row in rows), states[:1])[0]
 
-    def body(index: jax.Array, carry: Results) -> Results:
+    def body(index: Array, carry: Results) -> Results:
         out, states = carry
         used = (batch.lengths[index] > 0).astype(jnp.int32)
         state = _take_in_loop(states, lax.dynamic_slice_in_dim(reads, index, 1), used)
@@ -108,7 +108,7 @@ def _decode_in_loop(rows: Rows, states: jax.Array, batch: RaggedBatch, step: Ste
     return lax.fori_loop(0, _last(batch.lengths[: batch.decode_rows] > 0), body, (out, states))
 
 
-def _decode_together(rows: Rows, states: jax.Array, batch: RaggedBatch, step: Step) -> Results:
+def _decode_together(rows: Rows, states: Array, batch: RaggedBatch, step: Step) -> Results:
     reads, writes = (slots[: batch.decode_rows] for slots in _slots(batch))
     before = states[reads]
     used, begins = (_by_row(mask[: batch.decode_rows], states) for mask in (batch.lengths > 0, batch.begins()))
@@ -124,22 +124,22 @@ TOGETHER = _Moves(
 )
 
 
-def _slots(batch: RaggedBatch) -> tuple[jax.Array, jax.Array]:
+def _slots(batch: RaggedBatch) -> tuple[Array, Array]:
     """Return where the states of the sequences are read and written."""
     own = jnp.arange(batch.sequences)
     return (own, own) if batch.slots is None else batch.slots
 
 
-def _last(mask: jax.Array) -> jax.Array:
+def _last(mask: Array) -> Array:
     """Return how many elements there are up to the last that is True."""
     return jnp.max(jnp.where(mask, jnp.arange(len(mask)) + 1, 0), initial=0)
 
 
-def _by_row(mask: jax.Array, states: jax.Array) -> jax.Array:
+def _by_row(mask: Array, states: Array) -> Array:
     return mask.reshape(-1, *[1] * (states.ndim - 1))
 
 
-def _scan(moves: _Moves, rows: Rows, states: jax.Array, batch: RaggedBatch, step: Step, chunk: Chunk) -> Results:
+def _scan(moves: _Moves, rows: Rows, states: Array, batch: RaggedBatch, step: Step, chunk: Chunk) -> Results:
     """Run `step` over the decode rows and `chunk` over the chunks of the prefills."""
     R, T = batch.decode_rows, rows[0].shape[0]
     results = []
@@ -153,7 +153,7 @@ def _scan(moves: _Moves, rows: Rows, states: jax.Array, batch: RaggedBatch, step
         taken = moves.take(states, reads, batch.num_prefills)
         before = jnp.where(_by_row(batch.begins()[R:], states), 0, taken)
 
-        def body(index: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        def body(index: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
             out, kept = carry
             sequence, first = chunks.owner[index], chunks.first[index]
             part = tuple(lax.dynamic_slice_in_dim(row, first, EDGE) for row in padded)
@@ -170,15 +170,8 @@ def _scan(moves: _Moves, rows: Rows, states: jax.Array, batch: RaggedBatch, step
     return jnp.concatenate(results), states
 
 
-def _convolution(
-    moves: _Moves,
-    rows: jax.Array,
-    weight: jax.Array,
-    bias: jax.Array | None,
-    tails: jax.Array,
-    batch: RaggedBatch,
-    options: ConvolutionOptions,
-) -> Results:
+def _convolution(moves: _Moves, inputs: ConvolutionInputs, options: ConvolutionOptions) -> Results:
+    rows, weight, bias, tails, batch = inputs
     C = len(weight)
     x = rows[:, options.first : options.first + C]
     x = x if options.before is None else rows[:, options.before : options.before + C] * x
@@ -187,9 +180,7 @@ def _convolution(
     return (y if options.behind is None else _columns(rows, options.behind, C) * y), tails
 
 
-def _convolved(
-    moves: _Moves, x: jax.Array, weight: jax.Array, bias: jax.Array | None, tails: jax.Array, batch: RaggedBatch
-) -> Results:
+def _convolved(moves: _Moves, x: Array, weight: Array, bias: Array | None, tails: Array, batch: RaggedBatch) -> Results:
     reads, writes = _slots(batch)
     count = _last(batch.lengths > 0)
     taken = moves.take(tails, reads, count)
@@ -217,15 +208,8 @@ def _convolved(
     return y, moves.put(tails, writes, jnp.where(_by_row(counts > 0, tails), after, taken), count)
 
 
-def _gated_delta(
-    moves: _Moves,
-    qkv: jax.Array,
-    projected: jax.Array,
-    weights: DeltaWeights,
-    states: jax.Array,
-    batch: RaggedBatch,
-    options: DeltaOptions,
-) -> Results:
+def _gated_delta(moves: _Moves, inputs: HeadInputs, options: DeltaOptions) -> Results:
+    qkv, projected, weights, states, batch = inputs
     H, D = states.shape[1:3]
     K = options.key_heads
     q, k, v = jnp.split(qkv.astype(jnp.float32), [K * D, 2 * K * D], axis=-1)
@@ -238,26 +222,26 @@ def _gated_delta(
     return (rms_norm(o, weights.norm, options.eps) * jax.nn.silu(gate)).reshape(len(qkv), -1), states
 
 
-def _columns(rows: jax.Array, first: int, count: int) -> jax.Array:
+def _columns(rows: Array, first: int, count: int) -> Array:
     """Return some columns of rows [T, N] in float32."""
     return rows[:, first : first + count].astype(jnp.float32)
 
 
-def _heads(rows: jax.Array, heads: int) -> jax.Array:
+def _heads(rows: Array, heads: int) -> Array:
     return rows.reshape(rows.shape[0], heads, -1)
 
 
-def _unit(heads: jax.Array) -> jax.Array:
+def _unit(heads: Array) -> Array:
     """Return vectors of length one."""
     return heads * lax.rsqrt(jnp.sum(heads * heads, axis=-1, keepdims=True) + UNIT_EPS)
 
 
-def _steps(projected: jax.Array, first: int, bias: jax.Array) -> jax.Array:
+def _steps(projected: Array, first: int, bias: Array) -> Array:
     """Return the steps of each head, of columns from the first on."""
     return jax.nn.softplus(_columns(projected, first, len(bias)) + bias)
 
 
-def _delta_step(rows: Rows, states: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _delta_step(rows: Rows, states: Array) -> tuple[Array, Array]:
     q, k, v, decay, beta = rows
     states = states * jnp.exp(decay)[..., None, None]
     change = beta[..., None] * (v - jnp.einsum("rhd,rhdv->rhv", k, states))
@@ -265,7 +249,7 @@ def _delta_step(rows: Rows, states: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.einsum("rhd,rhdv->rhv", q, states), states
 
 
-def _delta_chunk(rows: Rows, real: jax.Array, state: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _delta_chunk(rows: Rows, real: Array, state: Array) -> tuple[Array, Array]:
     # By heads: [H, EDGE, ...]. Tokens that are not real change nothing: they have no decay and a beta of zero.
     q, k, v, decay, beta = (jnp.swapaxes(row, 0, 1) for row in rows)
     decay, beta = jnp.where(real, decay, 0), jnp.where(real, beta, 0)
@@ -287,19 +271,19 @@ def _delta_chunk(rows: Rows, real: jax.Array, state: jax.Array) -> tuple[jax.Arr
     return jnp.swapaxes(out, 0, 1), state
 
 
-def _factors(total: jax.Array) -> jax.Array:
+def _factors(total: Array) -> Array:
     """Return exp(total_i - total_j) for i ≥ j, zero elsewhere [..., EDGE, EDGE]."""
     difference = total[..., :, None] - total[..., None, :]
     lower = jnp.tril(jnp.ones(difference.shape[-2:], bool))
     return jnp.where(lower, jnp.exp(jnp.where(lower, difference, 0)), 0)
 
 
-def _inverse(lower: jax.Array) -> jax.Array:
+def _inverse(lower: Array) -> Array:
     """Return (1 + lower)⁻¹ for a strictly lower triangular matrix [..., EDGE, EDGE]."""
     size = lower.shape[-1]
     if size <= _BLOCK:
 
-        def row(i: jax.Array, result: jax.Array) -> jax.Array:
+        def row(i: Array, result: Array) -> Array:
             found = lax.dynamic_index_in_dim(lower, i, axis=-2)
             own = lax.dynamic_index_in_dim(result, i, axis=-2)
             return lax.dynamic_update_slice_in_dim(result, own - found @ result, i, axis=-2)
@@ -314,15 +298,8 @@ def _inverse(lower: jax.Array) -> jax.Array:
     return jnp.concatenate([upper, jnp.concatenate([corner, bottom], axis=-1)], axis=-2)
 
 
-def _selective_scan(
-    moves: _Moves,
-    channels: jax.Array,
-    projected: jax.Array,
-    weights: ScanWeights,
-    states: jax.Array,
-    batch: RaggedBatch,
-    options: ScanOptions,
-) -> Results:
+def _selective_scan(moves: _Moves, inputs: HeadInputs, options: ScanOptions) -> Results:
+    channels, projected, weights, states, batch = inputs
     H, D, V = states.shape[1:]
     G = options.groups
     x, b, c = jnp.split(channels.astype(jnp.float32), [H * V, H * V + G * D], axis=-1)
@@ -333,12 +310,12 @@ def _selective_scan(
     return (y + weights.skip[:, None] * x).reshape(len(channels), -1), states
 
 
-def _grouped(heads: jax.Array, groups: int) -> jax.Array:
+def _grouped(heads: Array, groups: int) -> Array:
     """Split an axis of heads in front into [G, H/G]."""
     return heads.reshape(groups, heads.shape[0] // groups, *heads.shape[1:])
 
 
-def _scan_step(rows: Rows, states: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _scan_step(rows: Rows, states: Array) -> tuple[Array, Array]:
     scaled, decay, b, c = rows
     repeats = scaled.shape[1] // b.shape[1]
     b, c = (jnp.repeat(row, repeats, axis=1) for row in (b, c))
@@ -346,7 +323,7 @@ def _scan_step(rows: Rows, states: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.einsum("rhd,rhdv->rhv", c, states), states
 
 
-def _scan_chunk(rows: Rows, real: jax.Array, state: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _scan_chunk(rows: Rows, real: Array, state: Array) -> tuple[Array, Array]:
     scaled, decay, b, c = (jnp.swapaxes(row, 0, 1) for row in rows)  # [H or G, EDGE, ...]
     groups = b.shape[0]
     decay, scaled = jnp.where(real, decay, 0), jnp.where(real[:, None], scaled, 0)

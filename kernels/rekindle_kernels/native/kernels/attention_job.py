@@ -22,12 +22,9 @@ FIELDS = {
     "sinks": "[heads], or 0",
     "window": "keys that a query sees, or 0 for all of them",
     "out": "[tokens, heads, head_dim]",
-    "heads": "",
-    "kv_heads": "",
-    "page_size": "",
     "width": "pages of a row of the page table",
-    "page_count": "",
 }
+PLAIN = "heads kv_heads page_size page_count"
 NUMBERS = {"scale": "of logits", "soft_cap": "0 for none"}
 
 

@@ -17,6 +17,7 @@ from rekindle_kernels.native.kernels.attention_job import (
     FIELDS,
     MASKED,
     NUMBERS,
+    PLAIN,
     StoredHeads,
     describe,
     length_of,
@@ -55,7 +56,7 @@ JOB = job_layout(
         "work": "int32 [pieces, 2]: the row and the first key of each piece",
         "keys": "of a piece",
     },
-    "pieces",
+    f"{PLAIN} pieces",
     numbers=NUMBERS,
 )
 
@@ -205,41 +206,36 @@ def value_sums(stored: StoredHeads) -> Any:
     (_, load, size), D, _ = stored
     fetch, has_four_vectors = fetcher(stored), D % (4 * LANES) == 0
 
-    @inline
-    def weigh(job: Any, r: int, k: int, begin: int, end: int, weights: int, column: int, out: int) -> None:
-        """One vector of the sum of values, for one head."""
-        S = job.page_size
-        a = splat(ZERO)
-        key = begin
-        while key < end:
-            values = job.pages + vector_of(job, r, key, 1, k) * D * size
-            until = min(end, (key // S + 1) * S)
-            following = job.pages + vector_of(job, r, min(until, end - 1), 1, k) * D * size
-            for t in range(until - key):
-                fetch(following + t * D * size)
-                a = multiply_add(splat(f32(weights, key - begin + t)), load(values, t * D + column), a)
-            key = until
-        store(out, column, a)
+    def one_head(wide: bool) -> Any:
+        """Return `weigh(job, r, k, begin, end, weights, column, out)`: one vector of the sum of values for one head, or
+        four at once if `wide`."""
 
-    @inline
-    def weigh_wide(job: Any, r: int, k: int, begin: int, end: int, weights: int, column: int, out: int) -> None:
-        """Four vectors at once."""
-        S = job.page_size
-        a = b = c = d = splat(ZERO)
-        key = begin
-        while key < end:
-            values = job.pages + vector_of(job, r, key, 1, k) * D * size
-            until = min(end, (key // S + 1) * S)
-            following = job.pages + vector_of(job, r, min(until, end - 1), 1, k) * D * size
-            for t in range(until - key):
-                fetch(following + t * D * size)
-                weight, at = splat(f32(weights, key - begin + t)), t * D + column
-                a = multiply_add(weight, load(values, at), a)
-                b = multiply_add(weight, load(values, at + LANES), b)
-                c = multiply_add(weight, load(values, at + 2 * LANES), c)
-                d = multiply_add(weight, load(values, at + 3 * LANES), d)
-            key = until
-        store_four(out, column, a, b, c, d)
+        @inline
+        def weigh(job: Any, r: int, k: int, begin: int, end: int, weights: int, column: int, out: int) -> None:
+            S = job.page_size
+            a = b = c = d = splat(ZERO)
+            key = begin
+            while key < end:
+                values = job.pages + vector_of(job, r, key, 1, k) * D * size
+                until = min(end, (key // S + 1) * S)
+                following = job.pages + vector_of(job, r, min(until, end - 1), 1, k) * D * size
+                for t in range(until - key):
+                    fetch(following + t * D * size)
+                    weight, at = splat(f32(weights, key - begin + t)), t * D + column
+                    a = multiply_add(weight, load(values, at), a)
+                    if wide:
+                        b = multiply_add(weight, load(values, at + LANES), b)
+                        c = multiply_add(weight, load(values, at + 2 * LANES), c)
+                        d = multiply_add(weight, load(values, at + 3 * LANES), d)
+                key = until
+            if wide:
+                store_four(out, column, a, b, c, d)
+            else:
+                store(out, column, a)
+
+        return weigh
+
+    weigh, weigh_wide = one_head(False), one_head(True)
 
     @inline
     def weigh_two(

@@ -22,20 +22,18 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba import types
-from numba.core import cgutils
 
 from rekindle_kernels.native import cpu, kernel_table
 from rekindle_kernels.native.cpu import has_feature, multiplies_widened, on_arm
 from rekindle_kernels.native.kernels import gemm_amx, gemm_panels, gemm_widened
 from rekindle_kernels.native.kernels.gemm_packing import JOB, LEFT_OVER, describe, finisher, narrower
 from rekindle_kernels.native.kernels.gemm_panels import list_rows_of_rank
+from rekindle_kernels.native.kernels.operands import free_packed
 from rekindle_kernels.native.language.amx import allowed
 from rekindle_kernels.native.language.dot_products import add_ints, transpose
 from rekindle_kernels.native.language.handler import Kernel, wait_for_blocks
-from rekindle_kernels.native.language.jit import emits, inline, jit
-from rekindle_kernels.native.language.memory import WORD, free, malloc, prefetch
+from rekindle_kernels.native.language.jit import inline, jit
+from rekindle_kernels.native.language.memory import free, malloc, prefetch
 from rekindle_kernels.native.language.vector import LANES, load_f32, splat, store
 
 FEW = LANES + LEFT_OVER  # rows of a product that prefetches what adapters read after it
@@ -113,11 +111,7 @@ def _of_one_form(size: int, prepare_rows: Any, pack: Any, multiply: Any) -> Kern
         wait_for_blocks(job, job.packs)
         multiply(job, index - job.packs)
 
-    @jit
-    def finish(job: Any) -> None:
-        free(job.packed)
-
-    return Kernel(kernel_table.GEMM, JOB, prepare, block, finish)
+    return Kernel(kernel_table.GEMM, JOB, prepare, block, free_packed)
 
 
 # Hundreds of rows times a 16-bit or 8-bit matrix: strips of the matrix are turned, and every row passes over them.
@@ -153,7 +147,11 @@ def strip_functions(size: int) -> Any:
     """Return `prepare(job, threads) -> blocks`, `pack(job, index)` and `multiply(job, index)` of strips, for
     `kernel`."""
     narrow, finish_vector = narrower(size), finisher(size)
-    tile = multiply_strip_tile(STRIP_ROWS, VECTORS, size)
+    add = gemm_widened.Instructions(
+        "vpbroadcastd", ("vpdpbusd {1}, {2}, {0}" if size == 1 else "vdpbf16ps {1}, {2}, {0}",)
+    )
+    form = gemm_widened.WidenedForm(size, 1, add, True, LANES, STRIP_ROWS, STRIP_ROWS, panel=1)
+    tile = gemm_widened.multiply_tile(form, STRIP_ROWS, STRIP_OUTPUTS, align=64, asks=False)
 
     @inline
     def prepare(job: Any, threads: int) -> int:
@@ -211,7 +209,7 @@ def strip_functions(size: int) -> Any:
         lines = words // (rows // STRIP_ROWS) + 1
         results = 1 if ups > 0 else vectors
         for r in range(begin, min(job.rows, begin + rows), STRIP_ROWS):
-            tile(strip, job.packed + r * words * 4, words, sums)
+            tile(strip, job.packed + r * words * 4, words, sums, 0, 0)
             put(job, sums, weight_sums, n, r, results)
             for _ in range(lines):
                 for v in range(VECTORS):
@@ -220,61 +218,3 @@ def strip_functions(size: int) -> Any:
         free(strip)
 
     return prepare, pack, multiply_strip
-
-
-_INTS = ir.VectorType(ir.IntType(32), LANES)
-_INSTRUCTION = {1: "vpdpbusd", 2: "vdpbf16ps"}  # total += products of what is in the words of both, by their size
-
-
-def multiply_strip_tile(rows: int, vectors: int, size: int) -> Any:
-    """Return `tile(columns, x, words, sums)`: rows of words that follow each other at x, times columns of words.
-
-    Columns [words, vectors · 16] lie at a multiple of 64 bytes, sums [rows, vectors · 16] anywhere. Numbers have `size`
-    bytes; x holds unsigned ones if it is 1.
-    """
-    assert rows % 3 == 0, "an address reaches three rows"
-
-    @emits(types.void, types.int64, types.int64, types.int64, types.int64)
-    def tile(builder: Any, columns: Any, x: Any, words: Any, sums: Any) -> None:
-        def vector(start: Any, number: Any) -> Any:
-            return builder.gep(builder.inttoptr(start, _INTS.as_pointer()), [number])
-
-        totals = [cgutils.alloca_once(builder, _INTS) for _ in range(rows * vectors)]
-        for total in totals:
-            builder.store(ir.Constant(_INTS, [0] * LANES), total)
-        row_size = builder.mul(words, WORD(4))
-        thirds = [builder.add(x, builder.mul(row_size, WORD(row))) for row in range(0, rows, 3)]
-        with cgutils.for_range(builder, words) as loop:
-            first = builder.mul(loop.index, WORD(vectors))
-            loaded = [builder.load(vector(columns, builder.add(first, WORD(v))), align=64) for v in range(vectors)]
-            for row in range(rows):
-                here = totals[row * vectors : (row + 1) * vectors]
-                word = builder.add(thirds[row // 3], builder.mul(loop.index, WORD(4)))
-                before = [builder.load(total) for total in here]
-                for total, value in zip(
-                    here, _add_row(builder, size, word, row_size, row % 3, loaded, before), strict=True
-                ):
-                    builder.store(value, total)
-        for number, total in enumerate(totals):
-            builder.store(builder.load(total), vector(sums, WORD(number)), align=4)
-
-    return tile
-
-
-def _add_row(
-    builder: Any, size: int, word: Any, row_size: Any, row: int, columns: list[Any], sums: list[Any]
-) -> list[Any]:
-    """Return `sums` and the word `row` rows behind `word` times each of the columns.
-
-    As assembly: the compiler would ask for the words of all rows first, and have no registers left for the sums.
-    """
-    count = len(sums)
-    behind = ("", f",${2 * count + 2}", f",${2 * count + 2},2")[row]
-    lines = [f"vpbroadcastd (${2 * count + 1}{behind}), ${count}"]
-    lines += [f"{_INSTRUCTION[size]} ${count + 1 + i}, ${count}, ${i}" for i in range(count)]
-    registers = ["=v"] * count + ["=&v"] + ["v"] * count + ["r", "r"] + [str(i) for i in range(count)]
-    results = ir.LiteralStructType([_INTS] * (count + 1))
-    kind = ir.FunctionType(results, [_INTS] * count + [WORD, WORD] + [_INTS] * count)
-    operands = [*columns, word, row_size, *sums]
-    added = builder.asm(kind, "\n".join(lines), ",".join(registers), operands, side_effect=False)
-    return [builder.extract_value(added, i) for i in range(count)]

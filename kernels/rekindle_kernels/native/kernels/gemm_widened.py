@@ -47,14 +47,17 @@ FEWEST = 96  # of a group: many threads share a strip, and each turns it for its
 PACKED_BYTES = 64 << 10  # of rows that one thread packs: to wake another takes as long
 
 
-# Registers of x86, of eight lanes (AVX2) or sixteen (AVX-512): what turns a matrix, and adds products to sums.
+class Instructions(NamedTuple):
+    """Instructions of x86 that add the products of columns and a word to sums."""
 
-# They add to the sum {0} the products of the column {1} and the word at {4} that {2} has everywhere; {3} may be
-# overwritten.
-FLOATS_ADD = ("vfmadd231ps {1}, {2}, {0}",)
-SPREAD_FLOATS_ADD = ("vfmadd231ps {4}{{1to16}}, {1}, {0}",)  # of AVX-512
-PAIRS_ADD = ("vpmaddwd {1}, {2}, {3}", "vpaddd {3}, {0}, {0}")
-QUADS_ADD = ("{{vex}} vpdpbusd {1}, {2}, {0}",)
+    spread: str  # brings the word at {4} everywhere into {2}; empty if that is done on the way
+    add: tuple[str, ...]  # adds to the sum {0} what the column {1} and {2} or {4} give; {3} may be overwritten
+
+
+FLOATS = Instructions("vbroadcastss", ("vfmadd231ps {1}, {2}, {0}",))
+SPREAD_FLOATS = Instructions("", ("vfmadd231ps {4}{{1to16}}, {1}, {0}",))  # of AVX-512
+PAIRS = Instructions("vbroadcastss", ("vpmaddwd {1}, {2}, {3}", "vpaddd {3}, {0}, {0}"))
+QUADS = Instructions("vbroadcastss", ("{{vex}} vpdpbusd {1}, {2}, {0}",))
 
 
 class WidenedForm(NamedTuple):
@@ -62,7 +65,7 @@ class WidenedForm(NamedTuple):
 
     size: int  # bytes of a number of the matrix
     words: int  # of four bytes that four bytes of the matrix become
-    add: tuple[str, ...]  # instructions
+    add: Instructions
     unsigned: bool  # rows are larger by 128 than what they stand for
     lanes: int  # of a register
     rows: int  # of a tile
@@ -72,11 +75,11 @@ class WidenedForm(NamedTuple):
 
 def form_of(size: int) -> WidenedForm:
     if has_feature("avx512f"):
-        add = SPREAD_FLOATS_ADD if size == 2 else PAIRS_ADD
+        add = SPREAD_FLOATS if size == 2 else PAIRS
         return WidenedForm(size, 2, add, False, lanes=16, rows=24, fewer_rows=8, panel=8)
     if size == 1 and has_feature("avxvnni"):
-        return WidenedForm(1, 1, QUADS_ADD, True, lanes=8, rows=6, fewer_rows=4, panel=1)
-    add = FLOATS_ADD if size == 2 else PAIRS_ADD
+        return WidenedForm(1, 1, QUADS, True, lanes=8, rows=6, fewer_rows=4, panel=1)
+    add = FLOATS if size == 2 else PAIRS
     return WidenedForm(size, 2, add, False, lanes=8, rows=6, fewer_rows=4, panel=1)
 
 
@@ -219,7 +222,7 @@ def transposed(builder: Any, rows: Sequence[Any]) -> list[Any]:
 
 
 def add_row(
-    builder: Any, instructions: Sequence[str], word: Any, step: Any, row: int, columns: list[Any], sums: list[Any]
+    builder: Any, instructions: Instructions, word: Any, step: Any, row: int, columns: list[Any], sums: list[Any]
 ) -> list[Any]:
     """Return `sums` and the word `row` steps behind `word` times each of the columns. A step is a number of bytes, or,
     for up to two, a register.
@@ -231,11 +234,11 @@ def add_row(
     steps = [] if isinstance(step, int) else [step]
     behind = ("", f",${2 * count + 3}", f",${2 * count + 3},2")[row] if steps else ""
     place = f"{'' if steps else row * step}(${2 * count + 2}{behind})"
-    lines = [f"vbroadcastss {place}, {spread}"] if instructions != SPREAD_FLOATS_ADD else []
+    lines = [f"{instructions.spread} {place}, {spread}"] if instructions.spread else []
     for i in range(count):
         overwritten = spread if i == count - 1 else spare  # the last needs the word no more
         sums_and_columns = f"${i}", f"${count + 2 + i}"
-        lines += [each.format(*sums_and_columns, spread, overwritten, place) for each in instructions]
+        lines += [each.format(*sums_and_columns, spread, overwritten, place) for each in instructions.add]
     registers = ["=v"] * count + ["=&v"] * 2 + ["v"] * count + ["r"] * (1 + len(steps)) + [str(i) for i in range(count)]
     results = ir.LiteralStructType([kind] * (count + 2))
     function = ir.FunctionType(results, [kind] * count + [WORD] * (1 + len(steps)) + [kind] * count)
@@ -325,12 +328,12 @@ def turner(form: WidenedForm) -> Any:
     return turn
 
 
-def multiply_tile(form: WidenedForm, rows: int) -> Any:
-    """Return `tile(strip, x, words, sums, ahead, step)`: rows of so many words, in panels at x, times a
-    strip [words, 16]; sums [rows, 16]. With each word the cache is asked for memory that is `step` bytes further."""
-
+def multiply_tile(form: WidenedForm, rows: int, outputs: int = OUTPUTS, *, align: int = 4, asks: bool = True) -> Any:
+    """Return `tile(strip, x, words, sums, ahead, step)`: rows of so many words, in panels at x, times a strip [words,
+    outputs], which lies at a multiple of `align` bytes; sums [rows, outputs]. With each word it `asks` the cache for
+    memory that is `step` bytes further."""
     lanes = form.lanes
-    vectors, together = OUTPUTS // lanes, max(3, form.panel)  # rows that an address reaches
+    vectors, together = outputs // lanes, max(3, form.panel)  # rows that an address reaches
 
     @emits(types.void, *[types.int64] * 6)
     def tile(builder: Any, strip: Any, x: Any, words: Any, sums: Any, ahead: Any, step: Any) -> None:
@@ -345,11 +348,11 @@ def multiply_tile(form: WidenedForm, rows: int) -> Any:
         row_size = builder.mul(words, WORD(4))
         starts = [builder.add(x, builder.mul(row_size, WORD(row))) for row in range(0, rows, together)]
         with cgutils.for_range(builder, words) as loop:
-            first = builder.mul(loop.index, WORD(OUTPUTS))
-            columns = [
-                builder.load(register(strip, builder.add(first, WORD(v * lanes))), align=4) for v in range(vectors)
-            ]
-            prefetch_at(builder, builder.add(ahead, builder.mul(loop.index, step)))
+            first = builder.mul(loop.index, WORD(outputs))
+            places = [register(strip, builder.add(first, WORD(v * lanes))) for v in range(vectors)]
+            columns = [builder.load(place, align=align) for place in places]
+            if asks:
+                prefetch_at(builder, builder.add(ahead, builder.mul(loop.index, step)))
             for row in range(rows):
                 here = totals[row * vectors : (row + 1) * vectors]
                 word = builder.add(starts[row // together], builder.mul(loop.index, WORD(4 * form.panel)))

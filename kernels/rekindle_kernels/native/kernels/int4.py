@@ -64,7 +64,14 @@ from rekindle_kernels.native.kernels.int4_tile import (
     unpacker,
 )
 from rekindle_kernels.native.kernels.norms_and_gates import normalise
-from rekindle_kernels.native.kernels.operands import ROW_FIELDS, ROW_NUMBERS, describe_rows, first_row, row_of
+from rekindle_kernels.native.kernels.operands import (
+    ROW_FIELDS,
+    ROW_NUMBERS,
+    describe_rows,
+    first_row,
+    free_packed,
+    row_of,
+)
 from rekindle_kernels.native.language import amx
 from rekindle_kernels.native.language.dot_products import store_i8
 from rekindle_kernels.native.language.handler import Kernel, first_unit, job_layout, wait_for_blocks
@@ -458,8 +465,4 @@ def kernel(dtype: str, weight: str) -> Kernel:
             multiply_rows(job, at, behind, first, min(rows, first + job.group), sums, strip)
         free(sums)
 
-    @jit
-    def finish(job: Any) -> None:
-        free(job.packed)
-
-    return Kernel(GROUPED[weight], JOB, planner(form, units), block, finish)
+    return Kernel(GROUPED[weight], JOB, planner(form, units), block, free_packed)

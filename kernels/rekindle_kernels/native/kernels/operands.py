@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from rekindle_kernels.native.language.jit import inline
-from rekindle_kernels.native.language.memory import i32
+from rekindle_kernels.native.language.jit import inline, jit
+from rekindle_kernels.native.language.memory import free, i32
 from rekindle_kernels.native.language.records import dim, take
 
 ROW_FIELDS = {  # of jobs that `describe_rows` fills
@@ -54,3 +54,9 @@ def first_row(frame: Any, rows: int) -> int:
             expert += count
         first = max(0, min(expert, count - 1)) * rows
     return first
+
+
+@jit
+def free_packed(job: Any) -> None:
+    """Free the rows as they were packed, at the end of a product."""
+    free(job.packed)

@@ -18,7 +18,15 @@ import numpy as np
 
 from rekindle_kernels.native import cpu, kernel_table
 from rekindle_kernels.native.cpu import has_feature
-from rekindle_kernels.native.kernels.attention_job import FIELDS, MASKED, NUMBERS, StoredHeads, describe, length_of
+from rekindle_kernels.native.kernels.attention_job import (
+    FIELDS,
+    MASKED,
+    NUMBERS,
+    PLAIN,
+    StoredHeads,
+    describe,
+    length_of,
+)
 from rekindle_kernels.native.kernels.prefill_tiles import AMX_ROWS, KEYS, amx_products, loader, products
 from rekindle_kernels.native.language import amx
 from rekindle_kernels.native.language.dot_products import store_rounded, times_power_of_two
@@ -57,7 +65,7 @@ JOB = job_layout(
         "work": "int32 [tiles, 2]: the prompt and the first query of each tile",
         "unit": "rows that are multiplied together",
     },
-    "tiles",
+    f"{PLAIN} tiles",
     numbers=NUMBERS,
 )
 

@@ -30,7 +30,7 @@ from rekindle_kernels.native.language.vector_math import exp_of_any, exp_of_one,
 
 ZERO, ONE = np.float32(0), np.float32(1)
 COLUMNS = 2 * LANES  # of a state at a time
-FIELDS = {"active": "int32 [count, SEQUENCE], of the sequences that have tokens", "count": ""}
+FIELDS = {"active": "int32 [count, SEQUENCE], of the sequences that have tokens", "count": "of them"}
 HEADS = {  # of kernels whose work are the heads of the sequences
     **FIELDS,
     "projected": "[tokens, width]",

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
@@ -54,7 +54,7 @@ def attention(
     prefill_config: tuning.GpuPrefill | None = None,
     extra: int | None = None,
     interpret: bool = False,
-) -> jax.Array:
+) -> Array:
     """Compute `ops.attention.paged_attention`. Block sizes and `extra` items of work default to those of `tuning`."""
     q, kv, rows = inputs.q, inputs.kv, options.decode_rows
     tokens, heads, head_dim = q.shape
@@ -91,7 +91,7 @@ def decode_rows(
     config: tuning.GpuDecode | None = None,
     extra: int | None = None,
     interpret: bool = False,
-) -> jax.Array:
+) -> Array:
     """Compute attention of the decode rows: [T, H, D], where only rows 0..R-1 are written."""
     kv = inputs.kv
     config = config or tuning.gpu_decode(kv.dtype, inputs.q.shape[-1], kv.page_size)
@@ -151,7 +151,7 @@ def _prefill_kernel(
         clear = jnp.minimum(jnp.maximum(clear, low), high)
     shut = jnp.maximum(jnp.minimum(lax.div(nearest + 1, size), high), clear)
 
-    def step(index: jax.Array, state: block.Softmax, *, masked: bool) -> block.Softmax:
+    def step(index: Array, state: block.Softmax, *, masked: bool) -> block.Softmax:
         columns = index * config.block_k + jnp.arange(config.block_k)
         readable = visible = None
         if masked:
@@ -179,13 +179,13 @@ def _prefill_kernel(
 def prefill(
     inputs: AttentionInputs,
     paged: block.Paged,  # arrays here, references inside the kernel
-    out: jax.Array | None,  # [T, H, D] with the decode rows done; written in place
+    out: Array | None,  # [T, H, D] with the decode rows done; written in place
     *,
     decode_rows: int,
     scoring: block.Scoring,
     config: GpuPrefill,
     interpret: bool = False,
-) -> jax.Array:
+) -> Array:
     """Compute attention of the prefill tokens: [T, H, D], where tokens before R are those of `out`."""
     q = inputs.q
     kv_heads = paged.pages.shape[2]
@@ -210,7 +210,7 @@ def prefill(
 # GPU write of a step's keys and values into their pages: one program per token, in place, quantising narrow pages.
 
 
-def _round(values: jax.Array) -> jax.Array:
+def _round(values: Array) -> Array:
     """Round to the nearest integer, ties to even, by floor: Triton can't lower `round`, and XLA folds (x + c) - c."""
     below = jnp.floor(values)
     rest = values - below
@@ -218,7 +218,7 @@ def _round(values: jax.Array) -> jax.Array:
     return jnp.where((rest > 0.5) | ((rest == 0.5) & odd), below + 1.0, below)
 
 
-def _narrow(values: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+def _narrow(values: Array, dtype: jnp.dtype) -> tuple[Array, Array]:
     """Compute `pages.quantize` with Triton's operations: float32 [K, D] to (dtype [K, D], float32 [K])."""
     integer = jnp.issubdtype(dtype, jnp.integer)
     largest = float(jnp.iinfo(dtype).max if integer else jnp.finfo(dtype).max)
@@ -250,9 +250,7 @@ def _write_kernel(
         plgpu.store(target, values.astype(outs[0].dtype), mask=mask)
 
 
-def write_kv(
-    kv: LayerKV, k: jax.Array, v: jax.Array, page_ids: jax.Array, offsets: jax.Array, *, interpret: bool = False
-) -> LayerKV:
+def write_kv(kv: LayerKV, k: Array, v: Array, page_ids: Array, offsets: Array, *, interpret: bool = False) -> LayerKV:
     """Compute `ops.attention.write_kv` as one kernel."""
     pages = as_values(kv.pages, kv)
     leaves = (pages,) if kv.scales is None else (pages, kv.scales)

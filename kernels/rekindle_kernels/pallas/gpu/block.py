@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jax.typing import DTypeLike
@@ -39,16 +39,14 @@ class Scoring:
         """The factor that makes a score an exponent of two."""
         return LOG2E * (self.scale if self.soft_cap is None else self.soft_cap)
 
-    def score(self, raw: jax.Array) -> jax.Array:
+    def score(self, raw: Array) -> Array:
         return raw if self.soft_cap is None else jnp.tanh(raw * (self.scale / self.soft_cap))
 
-    def dot(self, left: jax.Array, right: jax.Array, *, contract_right: int) -> jax.Array:
+    def dot(self, left: Array, right: Array, *, contract_right: int) -> Array:
         return product(left, right, contract_right=contract_right, emulated=self.emulated)
 
 
-def product(
-    left: jax.Array, right: jax.Array, *, contract_right: int, emulated: bool, dtype: DTypeLike = jnp.float32
-) -> jax.Array:
+def product(left: Array, right: Array, *, contract_right: int, emulated: bool, dtype: DTypeLike = jnp.float32) -> Array:
     """Return [M, N] in `dtype`. Three TF32 products replace one of float32, which misses tensor cores and spills."""
     precision: lax.Precision | lax.DotAlgorithmPreset | None = None
     if left.dtype == jnp.float32:
@@ -60,12 +58,12 @@ def product(
 class Softmax(NamedTuple):
     """Online softmax of the tile's rows."""
 
-    top: jax.Array  # float32 [M], running maximum, as an exponent of two
-    total: jax.Array  # float32 [M]
-    values: jax.Array  # float32 [M, D], not yet divided by `total`
+    top: Array  # float32 [M], running maximum, as an exponent of two
+    total: Array  # float32 [M]
+    values: Array  # float32 [M, D], not yet divided by `total`
 
 
-def start(rows: int, columns: int, sinks: jax.Array | None) -> Softmax:
+def start(rows: int, columns: int, sinks: Array | None) -> Softmax:
     """Return the softmax before the first block. A row's sink, a logit without a value, is counted from the start."""
     values = jnp.zeros((rows, columns), jnp.float32)
     if sinks is None:
@@ -78,18 +76,18 @@ def padded(head_dim: int) -> int:
     return max(16, int(pl.next_power_of_2(head_dim)))
 
 
-def column_mask(head_dim: int) -> jax.Array | None:
+def column_mask(head_dim: int) -> Array | None:
     columns = padded(head_dim)
     return None if columns == head_dim else jnp.arange(columns)[None, :] < head_dim
 
 
-def and_masks(left: jax.Array | None, right: jax.Array | None) -> jax.Array | None:
+def and_masks(left: Array | None, right: Array | None) -> Array | None:
     if left is None or right is None:
         return left if right is None else right
     return left & right
 
 
-def load(ref: jax.Ref, at: tuple[Any, ...], mask: jax.Array | None, shape: tuple[int, ...] | None = None) -> jax.Array:
+def load(ref: jax.Ref, at: tuple[Any, ...], mask: Array | None, shape: tuple[int, ...] | None = None) -> Array:
     """Load ref[at], zeros outside of the mask, which broadcasts to `shape`."""
     if mask is None:
         return plgpu.load(ref.at[at])
@@ -98,7 +96,7 @@ def load(ref: jax.Ref, at: tuple[Any, ...], mask: jax.Array | None, shape: tuple
     return plgpu.load(ref.at[at], mask=mask if shape is None else jnp.broadcast_to(mask, shape), other=other)
 
 
-def load_rows(ref: jax.Ref, rows: tuple[Any, ...], mask: jax.Array | None) -> jax.Array:
+def load_rows(ref: jax.Ref, rows: tuple[Any, ...], mask: Array | None) -> Array:
     """Load ref[(*rows, :)] as [len, D padded]; rows outside `mask` and columns past head_dim are zero.
 
     Indices past the array are computed but not read. Clamping them instead would hide from Triton that neighbours are
@@ -113,7 +111,7 @@ def load_rows(ref: jax.Ref, rows: tuple[Any, ...], mask: jax.Array | None) -> ja
 
 
 class Paged(NamedTuple):
-    """One layer's pages and the page table: jax.Array outside a kernel, jax.Ref inside."""
+    """One layer's pages and the page table: Array outside a kernel, jax.Ref inside."""
 
     pages: Any  # [P, 2, K, S, D]
     scales: Any  # float32 [P, 2, K, S], or None
@@ -123,18 +121,18 @@ class Paged(NamedTuple):
 class KeyPlaces(NamedTuple):
     """The places of a block of keys."""
 
-    pages: jax.Array  # int32 [B]
-    slots: jax.Array  # int32 [B], within the pages
-    readable: jax.Array | None  # bool [B]; None: all of them are keys of the sequence
+    pages: Array  # int32 [B]
+    slots: Array  # int32 [B], within the pages
+    readable: Array | None  # bool [B]; None: all of them are keys of the sequence
 
 
-def page_ids(paged: Paged, sequence: jax.Array, positions: jax.Array, readable: jax.Array | None) -> jax.Array:
+def page_ids(paged: Paged, sequence: Array, positions: Array, readable: Array | None) -> Array:
     """Return the pages of the keys at `positions` [B]; 0 where they must not be read."""
     entry = sequence, lax.div(positions, jnp.int32(paged.pages.shape[-2]))
     return load(paged.table, entry, readable)
 
 
-def slots_of(paged: Paged, positions: jax.Array) -> jax.Array:
+def slots_of(paged: Paged, positions: Array) -> Array:
     """Return the slots of the keys at `positions` in their pages."""
     page_size = jnp.int32(paged.pages.shape[-2])
     return positions - lax.div(positions, page_size) * page_size
@@ -142,13 +140,13 @@ def slots_of(paged: Paged, positions: jax.Array) -> jax.Array:
 
 def attend(
     paged: Paged,
-    q: jax.Array,  # [M, D]
+    q: Array,  # [M, D]
     state: Softmax,
     scoring: Scoring,
     keys: KeyPlaces,
     *,
-    head: jax.Array,
-    visible: jax.Array | None,  # bool [M, B] or [1, B], None: every row sees every key
+    head: Array,
+    visible: Array | None,  # bool [M, B] or [1, B], None: every row sees every key
 ) -> Softmax:
     """Add one block of keys to the softmax."""
     pages, slots, readable = keys
@@ -171,6 +169,6 @@ def attend(
     return Softmax(top, total, values)
 
 
-def normalised(state: Softmax) -> jax.Array:
+def normalised(state: Softmax) -> Array:
     """Return the values float32 [M, D] divided by the total; rows without keys are zero."""
     return state.values / jnp.where(state.total == 0.0, 1.0, state.total)[:, None]

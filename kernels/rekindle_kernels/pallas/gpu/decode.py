@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
@@ -44,7 +44,7 @@ def _decode_kernel(
     heads = head * group + members
     length = lens_ref[row]
 
-    def block_at(index: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def block_at(index: Array) -> tuple[Array, Array]:
         positions = index * config.block_k + jnp.arange(config.block_k)
         readable = positions < length
         if scoring.sliding_window is not None:
@@ -53,7 +53,7 @@ def _decode_kernel(
 
     # Page ids are loaded one turn before their keys: keys whose address is loaded in the same turn have to wait for it,
     # and Triton then keeps only one buffer of them. (At most one block after `end` is looked up, and not read.)
-    def step(index: jax.Array, carried: tuple[block.Softmax, jax.Array]) -> tuple[block.Softmax, jax.Array]:
+    def step(index: Array, carried: tuple[block.Softmax, Array]) -> tuple[block.Softmax, Array]:
         state, pages = carried
         following = block.page_ids(paged, row, *block_at(index + 1))
         positions, readable = block_at(index)
@@ -91,7 +91,7 @@ def _merge_kernel(
     begin, end = starts_ref[row], starts_ref[row + 1]
     head_dim = o_ref.shape[-1]
 
-    def step(turn: jax.Array, state: block.Softmax) -> block.Softmax:
+    def step(turn: Array, state: block.Softmax) -> block.Softmax:
         items = begin + turn * MERGED + jnp.arange(MERGED)
         used = items < end
         tops = plgpu.load(top_ref.at[items, head], mask=used, other=block.LOWEST)
@@ -119,7 +119,7 @@ def decode(
     config: GpuDecode,
     extra: int,
     interpret: bool = False,
-) -> jax.Array:
+) -> Array:
     """Compute attention of the decode rows: [T, H, D], where only rows 0..R-1 are written."""
     q, kv_lens = inputs.q, inputs.kv_lens
     _, heads, head_dim = q.shape
@@ -167,12 +167,12 @@ LEADS = 3  # 1 for the row's first item
 class WorkTable(NamedTuple):
     """The items of all rows, row after row."""
 
-    items: jax.Array  # int32 [4, I]; unused items have no keys
-    starts: jax.Array  # int32 [R + 1]: items starts[r] to starts[r + 1] are those of row r
+    items: Array  # int32 [4, I]; unused items have no keys
+    starts: Array  # int32 [R + 1]: items starts[r] to starts[r + 1] are those of row r
 
 
 def work_table(
-    lengths: jax.Array,  # int32 [R]
+    lengths: Array,  # int32 [R]
     *,
     sliding_window: int | None,
     config: GpuDecode,

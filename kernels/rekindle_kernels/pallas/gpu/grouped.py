@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
@@ -80,11 +80,11 @@ def _kernel(
     exists = None if outputs % tile.outputs == 0 else columns < outputs
     summed = jnp.int32 if x_ref.dtype == jnp.int8 else jnp.float32
 
-    def part(ref: jax.Ref, at: tuple[jax.Array, ...], left: jax.Array | None, right: jax.Array | None) -> jax.Array:
+    def part(ref: jax.Ref, at: tuple[Array, ...], left: Array | None, right: Array | None) -> Array:
         mask = and_masks(None if left is None else left[:, None], None if right is None else right[None, :])
         return load(ref, at, mask, (at[-2].shape[0], tile.inputs))
 
-    def step(turn: jax.Array, total: jax.Array) -> jax.Array:
+    def step(turn: Array, total: Array) -> Array:
         at = turn * tile.inputs + jnp.arange(tile.inputs)
         inside = None if inputs % tile.inputs == 0 else at < inputs
         x = part(x_ref, (rows[:, None], at[None, :]), real, inside)
@@ -100,15 +100,15 @@ def _kernel(
 
 
 def grouped(
-    x: jax.Array,
-    weight: jax.Array,
-    sizes: jax.Array,
-    scale: jax.Array | None,
-    minimum: jax.Array | None,
+    x: Array,
+    weight: Array,
+    sizes: Array,
+    scale: Array | None,
+    minimum: Array | None,
     dtype: jnp.dtype,
     *,
     interpret: bool = False,
-) -> jax.Array:
+) -> Array:
     """Compute `ops.linear.grouped_linear` as one kernel."""
     if scale is not None:
         return multiply_packed(x, weight, scale, minimum, sizes, dtype, interpret=interpret)
@@ -133,7 +133,7 @@ INTERPRETED = Implementation("pallas_gpu_interpret", functools.partial(grouped, 
 OWNER, FIRST, END = range(3)  # rows of the tile table: expert, its tile's first row, the row after its last one
 
 
-def tile_table(sizes: jax.Array, rows: int, tile: int) -> jax.Array:
+def tile_table(sizes: Array, rows: int, tile: int) -> Array:
     """Return the tiles of all experts, int32 [3, tiles]; unused tiles have no rows."""
     experts = sizes.shape[0]
     tiles = (sizes + tile - 1) // tile
@@ -184,15 +184,15 @@ def _packed_kernel(
 
 
 def multiply_packed(
-    x: jax.Array,  # [M, K]
-    weight: jax.Array,  # of a stack [G, N, K]
-    scale: jax.Array,
-    minimum: jax.Array | None,
-    sizes: jax.Array,
+    x: Array,  # [M, K]
+    weight: Array,  # of a stack [G, N, K]
+    scale: Array,
+    minimum: Array | None,
+    sizes: Array,
     dtype: jnp.dtype,
     *,
     interpret: bool = False,
-) -> jax.Array:
+) -> Array:
     """Compute the first sizes[0] rows times the first matrix, and so on → [M, N] in `dtype`."""
     (count, inputs), (experts, outputs, _) = x.shape, int4.matrix_shape(weight)
     per_word = inputs_in_word(weight)
@@ -202,7 +202,7 @@ def multiply_packed(
     numbers = [
         None if part is None else int4.numbers(part.reshape(-1, part.shape[-1]), inputs) for part in (scale, minimum)
     ]
-    result: jax.Array = pl.pallas_call(
+    result: Array = pl.pallas_call(
         functools.partial(_packed_kernel, tile=tile, words_of_group=words_of_group, emulated=interpret),
         grid=(-(-outputs // tile.outputs), table.shape[1]),
         out_shape=jax.ShapeDtypeStruct((count, outputs), dtype),

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
@@ -87,29 +87,29 @@ def summed(
     words_ref: jax.Ref,  # int32 [N / 16, W * 16]
     scale_ref: jax.Ref,  # [N / 16, groups * 16]
     minimum_ref: jax.Ref | None,
-    turns: tuple[jax.Array | int, jax.Array | int],  # of the loop over words, half open
+    turns: tuple[Array | int, Array | int],  # of the loop over words, half open
     *,
-    rows: jax.Array,
-    real: jax.Array | None,  # True for the rows to be read; None: all
-    columns: jax.Array,  # outputs
-    exists: jax.Array | None,
-    first: jax.Array | int,  # row of `words_ref` that has output 0
+    rows: Array,
+    real: Array | None,  # True for the rows to be read; None: all
+    columns: Array,  # outputs
+    exists: Array | None,
+    first: Array | int,  # row of `words_ref` that has output 0
     tile: Int4Tile,
     words_of_group: int,
     emulated: bool,
-) -> jax.Array:
+) -> Array:
     """Return the products of a tile of rows and outputs, float32, summed over these turns; inside a kernel."""
     per_word, words = x_ref.shape[0], x_ref.shape[2]
     block = lax.div(columns, jnp.int32(int4.OUTPUTS))
     lane = columns - block * int4.OUTPUTS
 
-    def column(ref: jax.Ref, at: jax.Array, inside: jax.Array | None) -> jax.Array:
+    def column(ref: jax.Ref, at: Array, inside: Array | None) -> Array:
         """Load the entries `at` [W] of each output, [W, N]."""
         index = first + block[None, :], at[:, None] * int4.OUTPUTS + lane[None, :]
         mask = and_masks(None if inside is None else inside[:, None], None if exists is None else exists[None, :])
         return load(ref, index, mask, (tile.words, tile.outputs))
 
-    def step(turn: jax.Array, total: jax.Array) -> jax.Array:
+    def step(turn: Array, total: Array) -> Array:
         at = turn * tile.words + jnp.arange(tile.words)
         inside = None if words % tile.words == 0 else at < words
         stored = column(words_ref, at, inside)
@@ -157,7 +157,7 @@ def _kernel(
     plgpu.store(out_ref.at[part, rows[:, None], columns[None, :]], total.astype(out_ref.dtype), mask=mask)
 
 
-def _input(stored: jax.Array, number: int, per_word: int) -> jax.Array:
+def _input(stored: Array, number: int, per_word: int) -> Array:
     """Return input `number` of each word, int32: 0 to 15 of four bits, -128 to 127 of eight."""
     if per_word == 4:
         return lax.shift_right_arithmetic(lax.shift_left(stored, jnp.int32(24 - 8 * number)), jnp.int32(24))
@@ -165,31 +165,31 @@ def _input(stored: jax.Array, number: int, per_word: int) -> jax.Array:
     return lax.shift_right_logical(stored, jnp.int32(bits)) & 15
 
 
-def inputs_in_word(weight: jax.Array) -> int:
+def inputs_in_word(weight: Array) -> int:
     """Return J of a stored matrix."""
     return WORDS[weight.dtype.name]
 
 
-def as_words(weight: jax.Array) -> jax.Array:
+def as_words(weight: Array) -> Array:
     """View a stored matrix, or a stack of them one under the other, as int32 [N / 16, W * 16]; nothing is copied."""
     rows = weight.reshape(-1, weight.shape[-1])
     return rows if rows.dtype == jnp.int32 else lax.bitcast_convert_type(rows.reshape(len(rows), -1, 4), jnp.int32)
 
 
-def lay_out(x: jax.Array, per_word: int) -> jax.Array:
+def lay_out(x: Array, per_word: int) -> Array:
     """Return rows [M, K] as [J, M, W]."""
     return jnp.moveaxis(x.reshape(x.shape[0], -1, per_word), -1, 0)
 
 
 def multiply(
-    x: jax.Array,  # [M, K]
-    weight: jax.Array,
-    scale: jax.Array,
-    minimum: jax.Array | None,
+    x: Array,  # [M, K]
+    weight: Array,
+    scale: Array,
+    minimum: Array | None,
     dtype: jnp.dtype,
     *,
     interpret: bool = False,
-) -> jax.Array:
+) -> Array:
     """Compute x · a matrix of `rekindle_kernels.int4` → [M, N] in `dtype`, or in float32 where it is in parts."""
     (count, inputs), outputs = x.shape, weight.shape[0] * int4.OUTPUTS
     per_word = inputs_in_word(weight)
@@ -197,7 +197,7 @@ def multiply(
     tile = tile_for(jax.ShapeDtypeStruct(x.shape, x.dtype), outputs, inputs // per_word)
     scale, minimum = int4.numbers(scale, inputs), None if minimum is None else int4.numbers(minimum, inputs)
     result = jax.ShapeDtypeStruct((tile.parts, count, outputs), dtype if tile.parts == 1 else jnp.float32)
-    parts: jax.Array = pl.pallas_call(
+    parts: Array = pl.pallas_call(
         functools.partial(_kernel, tile=tile, words_of_group=words_of_group, emulated=interpret),
         grid=(-(-outputs // tile.outputs), -(-count // tile.rows), tile.parts),
         out_shape=result,
@@ -208,7 +208,7 @@ def multiply(
     return parts[0] if tile.parts == 1 else jnp.sum(parts, axis=0)
 
 
-def run(operands: Operands, options: LinearOptions, dtype: jnp.dtype, *, interpret: bool = False) -> jax.Array:
+def run(operands: Operands, options: LinearOptions, dtype: jnp.dtype, *, interpret: bool = False) -> Array:
     """Compute `ops.linear.linear`; every row is computed, regardless of `count`."""
     x, weight, scale, minimum, residual, _, _, expert = operands
     assert scale is not None, "integers have scales"

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
@@ -89,17 +89,17 @@ class Shared(NamedTuple):
 class QueryTile(NamedTuple):
     """The rows of one program, and the keys that they see; scalars."""
 
-    sequence: jax.Array
-    query: jax.Array  # first token of the sequence, counted in the whole of q
-    queries: jax.Array  # tokens of the sequence
-    context: jax.Array  # its keys
-    first: jax.Array  # first token of the tile within the sequence
-    oldest: jax.Array  # first key that some row sees
-    low: jax.Array  # blocks [low, high) hold a key that some row sees
-    high: jax.Array
+    sequence: Array
+    query: Array  # first token of the sequence, counted in the whole of q
+    queries: Array  # tokens of the sequence
+    context: Array  # its keys
+    first: Array  # first token of the tile within the sequence
+    oldest: Array  # first key that some row sees
+    low: Array  # blocks [low, high) hold a key that some row sees
+    high: Array
 
 
-def _tile(table_ref: Any, index: jax.Array, sizes: KernelSizes, window: int | None) -> QueryTile:
+def _tile(table_ref: Any, index: Array, sizes: KernelSizes, window: int | None) -> QueryTile:
     sequence, query, queries, context, first = (
         table_ref[row, index] for row in (tiles.SEQUENCE, tiles.QUERY, tiles.QUERIES, tiles.CONTEXT, tiles.FIRST)
     )
@@ -113,9 +113,7 @@ def _tile(table_ref: Any, index: jax.Array, sizes: KernelSizes, window: int | No
     return QueryTile(sequence, query, queries, context, first, oldest, low, high)
 
 
-def _produce(
-    pages_ref: Any, ids_ref: Any, tile: QueryTile, shared: Shared, *, head: jax.Array, sizes: KernelSizes
-) -> None:
+def _produce(pages_ref: Any, ids_ref: Any, tile: QueryTile, shared: Shared, *, head: Array, sizes: KernelSizes) -> None:
     """Copy the blocks that the consumers read, a page at a time."""
     block_k, stages, copied = sizes.block_k, sizes.stages, sizes.copied
     # The range of copied positions. Others are replaced by the nearest of these, so that all blocks have equally many
@@ -123,7 +121,7 @@ def _produce(
     newest = lax.div(tile.context - 1, jnp.int32(copied)) * copied
     oldest = lax.div(tile.oldest, jnp.int32(copied)) * copied
 
-    def turn(index: jax.Array, carry: None) -> None:
+    def turn(index: Array, carry: None) -> None:
         number = index - tile.low
         slot = lax.rem(number, jnp.int32(stages))
         rows = []
@@ -173,8 +171,8 @@ def _consume(
     tile: QueryTile,
     shared: Shared,
     *,
-    head: jax.Array,
-    warpgroup: jax.Array,
+    head: Array,
+    warpgroup: Array,
     scoring: block.Scoring,
     sizes: KernelSizes,
 ) -> None:
@@ -198,23 +196,23 @@ def _consume(
         clear = jnp.clip(clear, low, high)
     shut = jnp.clip(lax.div(position + 1, jnp.int32(block_k)), clear, high)
 
-    def vector(value: Any) -> jax.Array:
+    def vector(value: Any) -> Array:
         full = jnp.full((ROWS,), value, jnp.float32)
         return plgpu.layout_cast(full, plgpu.Layout.WGMMA.reduce(1))
 
-    def spread(rows: jax.Array, columns: int) -> jax.Array:
+    def spread(rows: Array, columns: int) -> Array:
         return lax.broadcast_in_dim(rows, (ROWS, columns), [0])
 
     def take_turns() -> None:
         plgpu.barrier_arrive(shared.turns)
         plgpu.barrier_wait(shared.turns)
 
-    def step(index: jax.Array, state: block.Softmax, *, masked: bool) -> block.Softmax:
+    def step(index: Array, state: block.Softmax, *, masked: bool) -> block.Softmax:
         slot = lax.rem(index - low, jnp.int32(stages))
         more = index + stages < high
         plgpu.barrier_wait(shared.keys.landed.at[slot])
 
-        def products(accumulator: Any) -> jax.Array:
+        def products(accumulator: Any) -> Array:
             plgpu.wgmma(accumulator, q_smem, shared.keys.blocks.at[slot].transpose((1, 0)))
             take_turns()
             return accumulator[...]
@@ -244,7 +242,7 @@ def _consume(
         plgpu.barrier_wait(shared.values.landed.at[slot])
         plgpu.barrier_wait(shared.turns)
 
-        def sums(accumulator: Any) -> jax.Array:
+        def sums(accumulator: Any) -> Array:
             plgpu.wgmma(accumulator, weights, shared.values.blocks.at[slot])
             return accumulator[...]
 
@@ -275,7 +273,7 @@ def _consume(
 
     @pl.when((left > 0) & (left < ROWS))
     def _() -> None:
-        def one(row: jax.Array, _: None) -> None:
+        def one(row: Array, _: None) -> None:
             plgpu.copy_smem_to_gmem(rows_smem.at[pl.ds(row, 1)], o_ref.at[pl.ds(token + row, 1), head])
 
         lax.fori_loop(0, left, one, None)
@@ -287,16 +285,8 @@ def _kernel(*refs: Any, scoring: block.Scoring, sizes: KernelSizes, sinks: bool)
     q_ref, pages_ref, ids_ref, table_ref, *rest = refs
     sinks_ref = rest.pop(0) if sinks else None
     o_ref, rows, q, q_landed, keys, keys_landed, keys_free, values, values_landed, values_free, raw, turns, *rest = rest
-    shared = Shared(
-        rows,
-        q,
-        q_landed,
-        Ring(keys, keys_landed, keys_free),
-        Ring(values, values_landed, values_free),
-        raw,
-        turns,
-        rest[0] if rest else None,
-    )
+    rings = Ring(keys, keys_landed, keys_free), Ring(values, values_landed, values_free)
+    shared = Shared(rows, q, q_landed, *rings, raw, turns, rest[0] if rest else None)
     warpgroup = lax.axis_index("warpgroup")
     first = lax.axis_index("heads")
     # The last tiles of a sequence have the most keys, so they begin first.
@@ -340,13 +330,13 @@ def _scratch(sizes: KernelSizes, dtype: Any, *, emulated: bool) -> list[Any]:
 def prefill(
     inputs: AttentionInputs,
     paged: block.Paged,
-    out: jax.Array | None,  # [T, H, D] with the decode rows done; written in place
+    out: Array | None,  # [T, H, D] with the decode rows done; written in place
     *,
     decode_rows: int,
     scoring: block.Scoring,
     config: GpuMosaicPrefill,
     interpret: Any = None,
-) -> jax.Array:
+) -> Array:
     """Compute attention of the prefill tokens: [T, H, D], where tokens before R are those of `out`."""
     q = inputs.q
     _, heads, head_dim = q.shape
@@ -371,7 +361,7 @@ def prefill(
         interpret=interpret or None,
     )
     if out is None:
-        result: jax.Array = kernel(*arguments)
+        result: Array = kernel(*arguments)
         return result
     written = jax.new_ref(out)  # XLA fails where rows are written into the result of such a kernel
     kernel(*arguments, written)
@@ -406,7 +396,7 @@ def attention(
     *,
     prefill_config: tuning.GpuMosaicPrefill | None = None,
     interpret: Any = False,  # True, or JAX's InterpretGPUParams
-) -> jax.Array:
+) -> Array:
     """Compute `ops.attention.paged_attention`. Block sizes default to those of `tuning`."""
     q, kv, rows, emulated = inputs.q, inputs.kv, options.decode_rows, bool(interpret)
     paged, scoring = triton.paged_and_scoring(inputs, options, interpret=emulated)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -47,14 +47,14 @@ def supports(call: AttentionCall) -> str | None:
     return None
 
 
-def _decode_tiles(contexts: jax.Array) -> jax.Array:
+def _decode_tiles(contexts: Array) -> Array:
     """Return a tile table with one tile per decode row."""
     row = jnp.arange(contexts.shape[0])
     zero = jnp.zeros_like(row)
     return jnp.stack([row, row, (contexts > 0).astype(row.dtype), contexts, zero]).astype(jnp.int32)
 
 
-def _of_rows(table: jax.Array, first: int, count: int) -> tuple[jax.Array, jax.Array]:
+def _of_rows(table: Array, first: int, count: int) -> tuple[Array, Array]:
     """Return True for the tiles of page table rows first..first+count-1, and a table where only these have keys."""
     row = table[tiles.SEQUENCE] - first
     selected = (row >= 0) & (row < count)
@@ -74,7 +74,7 @@ def attention(
     *,
     config: tuning.Tpu | None = None,
     interpret: bool | pltpu.InterpretParams = False,
-) -> jax.Array:
+) -> Array:
     """Compute `ops.attention.paged_attention`. Block sizes default to those of `tuning`."""
     q, kv, sinks, decode_rows = inputs.q, inputs.kv, inputs.sinks, options.decode_rows
     tokens, heads, head_dim = q.shape
@@ -83,7 +83,7 @@ def attention(
     config = config or tuning.tpu(kv.dtype, head_dim, kv.page_size, heads, kv.kv_heads)
     block_pages = max(1, min(config.keys // kv.page_size, inputs.page_table.shape[1]))
 
-    def run(tiled: jax.Array, table: jax.Array, span: int, page_table: jax.Array) -> jax.Array:
+    def run(tiled: Array, table: Array, span: int, page_table: Array) -> Array:
         """Run the kernel on tiled [tiles, span, H, D]; same layout out. `table` has indices of rows of `page_table`."""
         rows = _pad_rows(span * group, q.dtype)
         folded = tiled.reshape(-1, span, kv.kv_heads, group, head_dim).swapaxes(1, 2)
@@ -165,14 +165,14 @@ class TileShape:
 class Span(NamedTuple):
     """The keys that one tile reads."""
 
-    sequence: jax.Array
-    context: jax.Array  # keys of the sequence
-    nearest: jax.Array  # position of the tile's first token
-    low: jax.Array  # half-open range of key blocks that some row sees
-    high: jax.Array
+    sequence: Array
+    context: Array  # keys of the sequence
+    nearest: Array  # position of the tile's first token
+    low: Array  # half-open range of key blocks that some row sees
+    high: Array
 
 
-def span(table: jax.Ref | jax.Array, tile: jax.Array, shape: TileShape) -> Span:
+def span(table: jax.Ref | Array, tile: Array, shape: TileShape) -> Span:
     """Return the tile's span, from the tile table."""
     queries, context, first = (table[row, tile] for row in (tiles.QUERIES, tiles.CONTEXT, tiles.FIRST))
     size = shape.block_pages * shape.page_size
@@ -193,21 +193,21 @@ class PageFetch:
         self.pages, self.table, self.buffers, self.semaphores = pages, table, buffers, semaphores
         self.shape = shape
 
-    def _for_pages(self, span: Span, block: jax.Array, slot: jax.Array, act: str) -> None:
+    def _for_pages(self, span: Span, block: Array, slot: Array, act: str) -> None:
         first = block * self.shape.block_pages
         count = lax.div(span.context + (self.shape.page_size - 1), jnp.int32(self.shape.page_size)) - first
 
-        def one(index: jax.Array, _: None) -> None:
+        def one(index: Array, _: None) -> None:
             page = self.table[span.sequence, first + index] if act == "start" else 0
             copy = pltpu.make_async_copy(self.pages.at[page], self.buffers.at[slot, index], self.semaphores.at[slot])
             getattr(copy, act)()
 
         lax.fori_loop(0, jnp.minimum(count, self.shape.block_pages), one, None)
 
-    def start(self, span: Span, block: jax.Array, slot: jax.Array) -> None:
+    def start(self, span: Span, block: Array, slot: Array) -> None:
         self._for_pages(span, block, slot, "start")
 
-    def wait(self, span: Span, block: jax.Array, slot: jax.Array) -> None:
+    def wait(self, span: Span, block: Array, slot: Array) -> None:
         # Waiting counts bytes, so any page of the same size describes the copy.
         self._for_pages(span, block, slot, "wait")
 
@@ -219,7 +219,7 @@ def _attend_block(
     total_ref: jax.Ref,  # float32 [K, M, 128]
     values_ref: jax.Ref,  # float32 [K, M, D]
     span: Span,
-    block: jax.Array,
+    block: Array,
     shape: TileShape,
 ) -> None:
     """Add one block of keys to every head's online softmax."""
@@ -297,7 +297,7 @@ def _kernel(
     following = next_ref[tile]
     after = span(table_ref, jnp.minimum(following, count - 1), shape)
 
-    def step(block: jax.Array, slot: jax.Array) -> jax.Array:
+    def step(block: Array, slot: Array) -> Array:
         last = block + 1 == keys.high
 
         @pl.when(jnp.logical_not(last))
@@ -321,15 +321,15 @@ def _kernel(
 
 
 def run_tiles(
-    q: jax.Array,  # [tiles, K, M, D]
-    pages: jax.Array,  # [P, 2, K, S, D]
-    table: jax.Array,  # int32 [5, tiles]
-    page_table: jax.Array,  # int32 [N, W]
-    sinks: jax.Array | None,  # float32 [K, M]
+    q: Array,  # [tiles, K, M, D]
+    pages: Array,  # [P, 2, K, S, D]
+    table: Array,  # int32 [5, tiles]
+    page_table: Array,  # int32 [N, W]
+    sinks: Array | None,  # float32 [K, M]
     *,
     shape: TileShape,
     interpret: bool | pltpu.InterpretParams = False,
-) -> jax.Array:
+) -> Array:
     """Compute the attention of every tile, [tiles, K, M, D]."""
     count, kv_heads, rows, head_dim = q.shape
     spans = span(table, jnp.arange(count), shape)
