@@ -26,7 +26,6 @@ LEFT = """
 """
 LEFT_BEGINNINGS = """
 What a chain does, as
-What a kernel takes and
 What decode and prefill attention
 What kernels are written in:
 What this processor can do,
