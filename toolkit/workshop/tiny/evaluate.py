@@ -38,12 +38,7 @@ QUESTIONS = 64
 measured = jax.jit(losses, static_argnums=0)
 
 
-SINGLE = {
-    "general": general_question,
-    "sums": sum_question,
-    "lists": from_sentences,
-    "unknown": unknown_question,
-}
+SINGLE = {"general": general_question, "sums": sum_question, "lists": from_sentences, "unknown": unknown_question}
 
 
 class Score(NamedTuple):

@@ -14,18 +14,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import NamedTuple
 
-from workshop.tiny.words import (
-    COLOURS,
-    FOODS,
-    PLACES,
-    TIMES,
-    TOYS,
-    TRAITS,
-    Being,
-    a,
-    being,
-    fill,
-)
+from workshop.tiny.words import COLOURS, FOODS, PLACES, TIMES, TOYS, TRAITS, Being, a, being, fill
 
 # ruff: noqa: E501  (a frame of a sentence stays on its line, however long)
 

@@ -27,6 +27,10 @@ def split_words(words: str) -> tuple[str, ...]:
     return tuple(words.split())
 
 
+def phrases(text: str) -> tuple[str, ...]:
+    return tuple(text.split(", "))
+
+
 def capital(text: str) -> str:
     return text[0].upper() + text[1:]
 
@@ -116,76 +120,27 @@ FOODS = split_words(
 )
 COUNTABLE = split_words("apple pear cookie shell stone flower leaf egg button coin star pencil marble nut berry fish")
 IRREGULAR = {
-    "leaf": "leaves",
-    "fish": "fish",
-    "mouse": "mice",
-    "sheep": "sheep",
-    "child": "children",
-    "goldfish": "goldfish",
-}
-PLACES = (
-    ("in", "the park"),
-    ("in", "the forest"),
-    ("in", "the garden"),
-    ("in", "the meadow"),
-    ("in", "the village"),
-    ("in", "the valley"),
-    ("by", "the river"),
-    ("by", "the lake"),
-    ("by", "the sea"),
-    ("by", "the old mill"),
-    ("on", "the hill"),
-    ("on", "the farm"),
-    ("at", "the beach"),
-    ("at", "the market"),
-    ("near", "the old bridge"),
-    ("near", "the tall tree"),
-    ("in", "the mountains"),
-    ("in", "the desert"),
-    ("in", "the jungle"),
-    ("in", "the castle"),
-    ("in", "the city"),
-    ("in", "the cave"),
-    ("on", "the island"),
-    ("on", "the moon"),
-    ("at", "the harbour"),
-    ("at", "the zoo"),
-    ("at", "the school"),
-    ("at", "the station"),
-    ("behind", "the waterfall"),
-    ("behind", "the church"),
-    ("near", "the volcano"),
-    ("by", "the pond"),
+    "leaf": "leaves", "fish": "fish", "mouse": "mice", "sheep": "sheep", "child": "children", "goldfish": "goldfish",
+}  # fmt: skip
+PLACES = tuple(
+    (place.partition(" ")[0], place.partition(" ")[2])
+    for place in phrases(
+        "in the park, in the forest, in the garden, in the meadow, in the village, in the valley, by the river, "
+        "by the lake, by the sea, by the old mill, on the hill, on the farm, at the beach, at the market, near "
+        "the old bridge, near the tall tree, in the mountains, in the desert, in the jungle, in the castle, in "
+        "the city, in the cave, on the island, on the moon, at the harbour, at the zoo, at the school, at the "
+        "station, behind the waterfall, behind the church, near the volcano, by the pond"
+    )
 )
 CITIES = split_words("Paris London Rome Oslo Cairo Lima Tokyo Berlin Madrid Vienna Dublin Prague")
 TRAITS = ("kind", "brave", "curious", "shy", "clever", "cheerful", "gentle", "quiet", "playful", "careful", "busy")
-TIMES = (
-    "One morning",
-    "One sunny day",
-    "One afternoon",
-    "One rainy morning",
-    "One cold day",
-    "One warm evening",
-    "One day",
-    "On a windy day",
-    "Early one morning",
-    "One Sunday",
-    "After lunch one day",
+TIMES = phrases(
+    "One morning, One sunny day, One afternoon, One rainy morning, One cold day, One warm evening, One day, On a "
+    "windy day, Early one morning, One Sunday, After lunch one day"
 )
 WEEKDAYS = split_words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
 MONTHS = split_words("January February March April May June July August September October November December")
-HOBBIES = (
-    "reading",
-    "swimming",
-    "painting",
-    "singing",
-    "dancing",
-    "running",
-    "cooking",
-    "fishing",
-    "drawing",
-    "skating",
-)
+HOBBIES = split_words("reading swimming painting singing dancing running cooking fishing drawing skating")
 
 
 SHE, HE = split_words("princess witch fairy mermaid queen hen cow"), split_words("prince wizard king")

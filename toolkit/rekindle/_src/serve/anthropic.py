@@ -7,13 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rekindle._src.core.records import Completion, FinishReason, TextDelta
-from rekindle._src.core.reply import (
-    ContentDelta,
-    ReasoningDelta,
-    ToolCallArguments,
-    ToolCallDropped,
-    ToolCallStarted,
-)
+from rekindle._src.core.reply import ContentDelta, ReasoningDelta, ToolCallArguments, ToolCallDropped, ToolCallStarted
 from rekindle._src.serve.chat import call_chat, calls_options, events_of
 from rekindle._src.serve.errors import Refused, missing, wrong
 from rekindle._src.serve.exchange import Exchange, dumps

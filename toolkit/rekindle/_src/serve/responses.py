@@ -8,13 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rekindle._src.core.records import Completion, TextDelta, TokenLogprobs
-from rekindle._src.core.reply import (
-    ContentDelta,
-    ReasoningDelta,
-    ToolCallArguments,
-    ToolCallDropped,
-    ToolCallStarted,
-)
+from rekindle._src.core.reply import ContentDelta, ReasoningDelta, ToolCallArguments, ToolCallDropped, ToolCallStarted
 from rekindle._src.serve.bodies import Entries, pieces
 from rekindle._src.serve.chat import call_chat, calls_options, content_text, events_of, tool_options
 from rekindle._src.serve.errors import Refused, missing, wrong
