@@ -30,6 +30,14 @@ class Parser(argparse.ArgumentParser):
         self.checks: list[Check] = []
         self.set_defaults(parser=self)  # the subcommand's parser sets it last
 
+    def add(self, name: str, words: str | None, **options: Any) -> None:
+        """Add an argument; its help is `words`."""
+        self.add_argument(name, help=words, **options)
+
+    def flag(self, name: str, words: str, *, default: bool | None = False) -> None:
+        """Add an option without a value."""
+        self.add_argument(name, help=words, action="store_true", default=default)
+
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse and check a command line. Exit with status 2 if it is wrong."""
         arguments, unknown = self.parse_known_args(args, namespace)
