@@ -163,7 +163,6 @@ def token_id(tokenizer: Tokenizer, token: str) -> int:
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path, *, context: int) -> None:
-    """Write tokenizer.json and tokenizer_config.json."""
     tokenizer.save(str(folder / "tokenizer.json"))
     added = {
         str(tokenizer.token_to_id(token)): {

@@ -307,7 +307,6 @@ def share(ask: Ask, cases: list[tuple[Turns, str]], limit: int = 40) -> Measure:
 
 
 def measure(session: Session, words: Tokenizer, stories: int = 100) -> dict[str, Measure]:
-    """Return all measures by their topics."""
     ask = asker(session, words)
     inside: list[tuple[Turns, str]] = [([(question, "")], answer) for question, answer in INSIDE]
     outside: list[tuple[Turns, str]] = [([(question, "")], REFUSAL) for question in OUTSIDE]

@@ -264,7 +264,6 @@ class State(NamedTuple):
 
 
 def is_matrix(path: str) -> bool:
-    """True if Muon trains the leaf of this path."""
     return path.startswith("layers.") and "norm" not in path
 
 
@@ -319,7 +318,6 @@ def tensors(config: ModelConfig, graph: Graph, leaves: Sequence[Any]) -> dict[st
 
 
 def export(recipe: Recipe, words: Tokenizer, graph: Graph, leaves: Sequence[Any], folder: Path) -> None:
-    """Write weights, configs and tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     end, turn_end = token_id(words, END), token_id(words, TURN_END)
     config = recipe.config([turn_end, end], end)

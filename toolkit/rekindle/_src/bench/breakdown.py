@@ -93,8 +93,6 @@ def middle(times: Iterable[dict[str, float]]) -> dict[str, float]:
 
 
 class RecordingRunner:
-    """A runner that records its steps."""
-
     def __init__(self, runner: Any) -> None:
         self._runner = runner
         self.steps: list[Step] = []

@@ -51,7 +51,6 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def hf_config(shape: str) -> dict[str, Any]:
-    """Return the config.json of a shape."""
     if shape not in SHAPES:
         raise ConfigError("shape", shape, "is not known", f"Use one of {', '.join(SHAPES)}")
     return {"torch_dtype": "bfloat16", "hidden_act": "silu", **SHAPES[shape]}

@@ -190,8 +190,6 @@ HEAD = "cached    first      p99  between      p99  tokens/s uneven   busy    42
 
 
 class Watch:
-    """Collects the arrival times of tokens."""
-
     def __init__(self) -> None:
         self.first: list[float] = []
         self.between: list[float] = []
@@ -312,8 +310,6 @@ _SURE = 0.02  # smaller relative errors count as equal
 
 
 class StepWork(NamedTuple):
-    """The work of a step."""
-
     rows: int  # decoding ones
     prefill: int  # tokens of prompts
     context: int  # positions to which the rows attend
@@ -401,8 +397,6 @@ Text = tuple[tuple[int, int], ...]  # a prompt in blocks: a name for the block's
 
 
 class SimulatedRequest(NamedTuple):
-    """One request."""
-
     at: float  # seconds
     prompt: Text
     output: int  # tokens
@@ -531,7 +525,6 @@ class Measured(NamedTuple):
 
 
 def measure_model(model: str, **options: Any) -> Measured:
-    """Open a model and return its pace."""
     from rekindle._src.session.opening import open_sync  # with JAX, which a simulation does without
 
     with open_sync(model, **{"quiet": True, "disk_memory": 0, **options}) as session:

@@ -62,7 +62,6 @@ class Idleness:
 
     @property
     def share(self) -> float:
-        """The idle share of the time until now."""
         seconds = time.perf_counter() - self._start
         return max(0.0, 1 - (self._session.stats().device_seconds - self._busy) / seconds)
 

@@ -96,7 +96,6 @@ def owner(path: Path, kind: str) -> str:
 
 
 def _description(path: Path) -> dict[str, Any]:
-    """Return the description of a model, without the checksum before it."""
     content = path.read_bytes()
     description: dict[str, Any] = json.loads(content[content.index(b"{") :])
     return description

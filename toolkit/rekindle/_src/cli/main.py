@@ -68,7 +68,6 @@ _NEEDED = {
 
 
 def _imported(command: str) -> Callable[[argparse.Namespace], int]:
-    """Return the function of a subcommand."""
     if command not in _NEEDED:
         return importlib.import_module(f"rekindle._src.cli.{command}").run  # type: ignore[no-any-return]
     importlib.import_module(f"rekindle._src.{_NEEDED[command]}")

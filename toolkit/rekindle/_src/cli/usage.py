@@ -31,7 +31,6 @@ class Parser(argparse.ArgumentParser):
         self.set_defaults(parser=self)  # the subcommand's parser sets it last
 
     def add(self, name: str, words: str | None, **options: Any) -> None:
-        """Add an argument; its help is `words`."""
         self.add_argument(name, help=words, **options)
 
     def flag(self, name: str, words: str, *, default: bool | None = False) -> None:
@@ -109,7 +108,6 @@ def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the sampling options on the command line."""
     return _values(arguments, Sampling)
 
 
@@ -174,7 +172,6 @@ def check_bench(arguments: argparse.Namespace) -> None:
 
 
 def workload_names(arguments: argparse.Namespace) -> list[str]:
-    """Return the workloads for `rekindle bench`."""
     return [name.strip().upper() for name in arguments.workloads.split(",") if name.strip()]
 
 
@@ -236,7 +233,6 @@ def check_serve(arguments: argparse.Namespace) -> None:
 
 
 def models_by_name(models: Sequence[str], names: Sequence[str]) -> dict[str, str]:
-    """Return the models by their served names."""
     if len(names) > len(models):
         raise ConfigError("--name", names, f"gives more names than the {len(models)} models", "Give one for each")
     by_name: dict[str, str] = {}
@@ -261,7 +257,6 @@ def paths_by_name(option: str, texts: Sequence[str], kind: str) -> dict[str, str
 
 
 def adapters_by_name(arguments: argparse.Namespace) -> dict[str, str]:
-    """Return the folders of adapters by their names."""
     return paths_by_name("--adapter", arguments.adapter, "folder")
 
 

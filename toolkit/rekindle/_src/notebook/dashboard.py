@@ -125,7 +125,6 @@ class Dashboard(Live):
 
 
 def _shards(shards: Iterable[Any]) -> str:
-    """Return a line about the data shards of a mesh."""
     lines = (
         f"{number}: {shard.running} running, {shard.waiting} waiting, {shard.pages_free} pages free"
         for number, shard in enumerate(shards)
@@ -134,8 +133,6 @@ def _shards(shards: Iterable[Any]) -> str:
 
 
 class StepRecord(NamedTuple):
-    """One step."""
-
     at: float  # time.perf_counter() when it was committed
     step: int
     rows: tuple[tuple[int, str, str], ...]  # slot, request, "prefill" or "decode"

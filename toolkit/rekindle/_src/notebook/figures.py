@@ -71,8 +71,6 @@ class RecordLike(Protocol):
 
 
 class FigureWidget(anywidget.AnyWidget):
-    """The figure in a notebook whose kernel lives."""
-
     _esm = traitlets.Unicode(_SCRIPT).tag(sync=True)
     kind = traitlets.Unicode().tag(sync=True)
     data: Any = traitlets.Dict().tag(sync=True)

@@ -139,14 +139,11 @@ LIMITS = {
 
 
 class Keys(NamedTuple):
-    """The keys of one side of a connection."""
-
     sending: bytes
     receiving: bytes
 
 
 def mark(key: bytes, *parts: bytes | memoryview) -> bytes:
-    """Return the HMAC-SHA-256 of the parts together."""
     if len(parts) == 1:
         return hmac.digest(key, parts[0], "sha256")
     code = hmac.new(key, digestmod="sha256")

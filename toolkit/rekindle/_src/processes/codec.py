@@ -62,11 +62,9 @@ class Reader:
 
     @property
     def at(self) -> int:
-        """Number of bytes that were read."""
         return self._at
 
     def take(self, count: int) -> bytes:
-        """Read the next `count` bytes."""
         if count > len(self._content) - self._at:
             raise ProcessLost(f"a message ends after {len(self._content)} bytes, within a part of {count}")
         self._at += count
@@ -138,7 +136,6 @@ class StepCodec:
         self._lengths, self._flags = np.zeros(slots + 1, np.int32), np.zeros(slots + 1, np.int32)
 
     def encode(self, layout: Layout, ints: Ints, floats: NDArray[np.float32]) -> bytes:
-        """Encode a packed upload."""
         parts = sections(layout, ints)
         lengths = parts.varying[:, 1]
         decode, prefills = (int(np.count_nonzero(part)) for part in (lengths[: layout.rows], lengths[layout.rows :]))
@@ -392,7 +389,6 @@ class CallCodec:
         return key, content[1 + length :]
 
     def program(self, name: bytes) -> Key:
-        """Return the program of this name."""
         try:
             return self._names[name]
         except KeyError:

@@ -37,8 +37,6 @@ COLLECTED_BYTES = 128 << 20  # of pages that were read from the devices and not 
 
 
 class LoadedWeights(NamedTuple):
-    """Weights on this process's devices."""
-
     leaves: Sequence[Any]
     fingerprint: str
     delete: Callable[[], None]
@@ -246,7 +244,6 @@ class KeptPages:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in host memory."""
         return self._host.nbytes
 
     # -- host memory

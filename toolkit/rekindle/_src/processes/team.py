@@ -144,8 +144,6 @@ class SharedPages:
 
 
 class Follower:
-    """One follower: its channel and its answers."""
-
     def __init__(self, process: int, channel: Channel) -> None:
         self.process, self.channel = process, channel
         self.answers: dict[Kind, collections.deque[bytes]] = collections.defaultdict(collections.deque)
@@ -189,7 +187,6 @@ class Team(OtherProcesses):
     # -- opening
 
     def welcome(self, session: bytes) -> None:
-        """Send the followers the description of the session."""
         self._broadcast(Kind.WELCOME, session)
 
     @property

@@ -58,7 +58,6 @@ class Fleet(RowMapping, Embedding, ScoreRequests, Conversations, Serving):
 
     @classmethod
     def attached(cls, host: Host, front: Front, router: str) -> Self:
-        """Return a fleet over an open host."""
         assert isinstance(front.backend, FleetBackend), "a fleet runs its requests in replicas"
         fleet = cls.__new__(cls)
         fleet._router = router

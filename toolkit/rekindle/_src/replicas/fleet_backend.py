@@ -101,7 +101,6 @@ class FleetBackend(Routes):
 
     @property
     def staying(self) -> list[Link]:
-        """The replicas that are not ending."""
         lasting = (ReplicaState.OPENING, ReplicaState.READY, ReplicaState.SWAPPING)
         return [link for link in self.replicas.values() if link.state in lasting]
 
@@ -152,7 +151,6 @@ class FleetBackend(Routes):
         self._resize = resize
 
     def close(self) -> None:
-        """End the replicas."""
         self._close()
 
     async def serve(
@@ -260,7 +258,6 @@ class FleetAdapters:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names that requests may use."""
         return tuple(self._remote)
 
     def find(self, value: str | Mapping[str, float]) -> tuple[AdapterLike, tuple[str, ...]]:

@@ -133,8 +133,6 @@ class Death(NamedTuple):
 
 
 class Counts:
-    """Counts since the fleet was opened."""
-
     def __init__(self) -> None:
         self.moved = 0  # sequences that went on elsewhere
         self.lost = 0  # deaths of replicas
@@ -179,7 +177,6 @@ class Routes:
 
     @property
     def waiting(self) -> int:
-        """Sequences without a replica."""
         return len(self._backlog)
 
     @property
@@ -208,7 +205,6 @@ class Routes:
         return self._latest_keys[1]
 
     def abort(self, request_id: str) -> None:
-        """End a request that was cancelled."""
         self.finish(request_id, FinishReason.ABORTED)
 
     def finish(self, request_id: str, reason: FinishReason) -> None:
@@ -230,7 +226,6 @@ class Routes:
     # Called by links.
 
     def inside(self, name: str) -> int:
-        """Return the number of sequences on a replica."""
         return self._inside.get(name, 0)
 
     def arrived(self, link: LinkLike, news: Iterable[News]) -> None:
@@ -318,7 +313,6 @@ class Routes:
         })  # fmt: skip
 
     def evict(self, link: LinkLike, why: str, *, tell: bool = False) -> None:
-        """Move all requests of a replica."""
         moved = [live for live in self._by_wire.values() if live.link is link]
         for live in reversed(moved):
             self._leave(live, tell=tell)

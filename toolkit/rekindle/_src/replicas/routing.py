@@ -37,8 +37,6 @@ class Keys(NamedTuple):
 
 
 class Load(NamedTuple):
-    """The load of a replica."""
-
     name: str
     running: int  # sequences that were sent to it and have not ended
     places: int  # sequences that it has room for

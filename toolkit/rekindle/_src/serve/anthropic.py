@@ -108,12 +108,10 @@ class Anthropic:
 
 
 def event(name: str, data: Mapping[str, Any]) -> str:
-    """Return a server-sent event with a name."""
     return f"event: {name}\ndata: {dumps({'type': name, **data})}\n\n"
 
 
 async def messages(exchange: Exchange, fields: dict[str, Any]) -> None:
-    """Answer a request for a message."""
     served, session = model_of(exchange, fields)
     options: dict[str, Any] = sampling_options(fields, session)
     options["max_tokens"] = fields["max_tokens"]
@@ -176,7 +174,6 @@ def messages_of(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def tools_of(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the tools in the form of OpenAI's API."""
     tools = []
     for index, tool in enumerate(fields.get("tools") or ()):
         if tool.get("type") not in (None, "custom"):
@@ -328,7 +325,6 @@ class _Stream:
         self._open = ""  # the kind of the open block
 
     def begin(self, prompt_tokens: int) -> None:
-        """Write the start of the message, once."""
         if self._begun:
             return
         self._begun = True
@@ -337,7 +333,6 @@ class _Stream:
         self._out.append(event("message_start", {"message": {**_envelope(self._exchange, self._model), **fields}}))
 
     def take(self, delta: TextDelta) -> None:
-        """Write the events of a delta."""
         for part in events_of(delta, parallel=self._parallel):
             match part:
                 case ContentDelta(text) | ToolCallDropped(_, text):
@@ -368,7 +363,6 @@ class _Stream:
             self._open = ""
 
     def end(self, completion: Completion) -> None:
-        """Write the end of the message."""
         if self._index < 0:
             self._block("text", {"type": "text", "text": ""})
         self._close()
@@ -376,7 +370,6 @@ class _Stream:
         self._out.append(event("message_stop", {}))
 
     async def flush(self) -> None:
-        """Send the written events."""
         if self._out:
             data, self._out = "".join(self._out), []
             await self._exchange.emit(data.encode())

@@ -48,7 +48,6 @@ _OF_CHAT = ("reasoning_effort", "documents", "tools", "tool_choice")  # options 
 
 
 async def chat(exchange: Exchange, fields: dict[str, Any]) -> None:
-    """Answer a request for chat completions."""
     served, session = model_of(exchange, fields)
     exchange.names = {**exchange.names, **NAMES, "max_tokens": _limit_field(fields), "logprobs": "top_logprobs"}
     structure, names = structure_options(fields)
@@ -89,7 +88,6 @@ def _limit_field(fields: Mapping[str, Any]) -> str:
 
 
 def chat_options(fields: Mapping[str, Any], session: SessionLike) -> dict[str, Any]:
-    """Return the sampling options of a chat."""
     options = sampling_options(fields, session)
     options["max_tokens"] = fields.get(_limit_field(fields), rest_of_context(session))
     if fields.get("top_logprobs") and not fields.get("logprobs"):
@@ -184,8 +182,6 @@ def content_text(parts: Sequence[Mapping[str, Any]], path: str) -> str:
 
 
 class _Writer:
-    """Writes the answer of one request."""
-
     def __init__(
         self, exchange: Exchange, fields: Mapping[str, Any], model: str, session: SessionLike, handle: HandleLike
     ) -> None:
@@ -204,7 +200,6 @@ class _Writer:
         self._reasons = fields.get("include_reasoning", True)
 
     async def whole(self, completions: Sequence[Sequence[Completion]]) -> dict[str, Any]:
-        """Return the answer that is not streamed."""
         (choices,) = completions
 
         def choice_of(completion: Completion) -> dict[str, Any]:
@@ -243,7 +238,6 @@ class _Writer:
         return message
 
     async def stream(self, active: Active, options: Mapping[str, Any]) -> None:
-        """Write chunks as deltas arrive."""
         chunks = Chunks({**self._common, "object": "chat.completion.chunk"}, options=options)
         begun: set[int] = set()
         calls: set[tuple[int, int]] = set()  # pairs of choice and call

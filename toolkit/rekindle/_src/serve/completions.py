@@ -65,7 +65,6 @@ EMBEDDINGS = Endpoint(
 
 
 async def completions(exchange: Exchange, fields: dict[str, Any]) -> None:
-    """Answer a request for completions."""
     served, session = model_of(exchange, fields)
     n, echo = fields.get("n", 1), fields.get("echo", False)
     if fields.get("best_of", n) != n:
@@ -115,8 +114,6 @@ def _fits(sequences: int, session: SessionLike) -> None:
 
 
 class _Writer:
-    """Writes the answer of one request."""
-
     def __init__(
         self, exchange: Exchange, fields: Mapping[str, Any], model: str, session: SessionLike,
         handles: Sequence[HandleLike],
@@ -135,7 +132,6 @@ class _Writer:
         self._ids = bool(fields.get("return_token_ids"))
 
     async def whole(self, completions: Sequence[Sequence[Completion]]) -> dict[str, Any]:
-        """Return the answer that is not streamed."""
 
         def choice_of(numbered: tuple[int, Completion]) -> dict[str, Any]:
             number, completion = numbered
@@ -178,7 +174,6 @@ class _Writer:
         return self._shapes.completion(entries, Offset())
 
     async def stream(self, active: Active, options: Mapping[str, Any]) -> None:
-        """Write chunks as deltas arrive."""
         exchange, n = self._exchange, self._n
         chunks = Chunks(self._common, options=options)
         logprobs, ids = "logprobs" in self._fields, self._ids
@@ -223,7 +218,6 @@ class _Writer:
 
 
 async def embeddings(exchange: Exchange, fields: dict[str, Any]) -> None:
-    """Answer a request for embeddings."""
     served, session = model_of(exchange, fields)
     options: dict[str, Any] = {name: fields[name] for name in EMBED_OPTIONS if name in fields}
     if fields.get("priority"):

@@ -77,7 +77,6 @@ class Refused(Exception):
         return headers
 
     def body(self) -> dict[str, Any]:
-        """Return OpenAI's error object."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
 

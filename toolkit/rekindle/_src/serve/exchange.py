@@ -227,7 +227,6 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": data, "more_body": not last})
 
     async def end(self, data: bytes = b"") -> None:
-        """End the event stream, after a last part."""
         self._ended = True
         await self.emit(data, last=True)
 

@@ -97,8 +97,6 @@ INT64 = whole(-(2**63), 2**64 - 1)
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
-    """true or false."""
-
     def check(self, value: Any, path: str) -> bool:
         if not isinstance(value, bool):
             raise wrong(path, value, "is neither true nor false", "Pass one of them")
@@ -309,7 +307,6 @@ class Endpoint:
 
     @functools.cached_property
     def by_name(self) -> dict[str, Field]:
-        """The fields by their names."""
         return {field.name: field for field in self.fields}
 
     def schema(self) -> dict[str, Any]:

@@ -142,7 +142,6 @@ def submit(exchange: Exchange, active: Active, handles: Sequence[HandleLike]) ->
 
 
 async def wait_all(exchange: Exchange, active: Active, handles: Sequence[HandleLike]) -> list[list[Completion]]:
-    """Wait for all handles, and return the completions of each prompt."""
     completions = []
     for handle in handles:
         async for _ in handle:
@@ -228,7 +227,6 @@ def reasoning_tokens(completion: Completion, session: SessionLike) -> int:
 
 
 def usage_object(prompt: int, generated: int, cached: int | None = None) -> dict[str, Any]:
-    """Return OpenAI's usage object for these numbers."""
     details = {} if cached is None else {"prompt_tokens_details": {"cached_tokens": cached}}
     return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated, **details}
 

@@ -116,7 +116,6 @@ def _adaptable(exchange: Exchange, fields: dict[str, Any]) -> Any:
 
 
 async def load_adapter(exchange: Exchange, fields: dict[str, Any]) -> None:
-    """Load an adapter under a name."""
     session, name = _adaptable(exchange, fields), fields["lora_name"]
     if name in session.adapters and not fields.get("load_inplace"):
         raise Refused(400, f"the adapter {name!r} is loaded. Unload it first, or send load_inplace", param="lora_name")
@@ -126,7 +125,6 @@ async def load_adapter(exchange: Exchange, fields: dict[str, Any]) -> None:
 
 
 async def unload_adapter(exchange: Exchange, fields: dict[str, Any]) -> None:
-    """Forget an adapter."""
     session, name = _adaptable(exchange, fields), fields["lora_name"]
     if name not in session.adapters:
         raise Refused(404, f"the adapter {name!r} is not loaded here", param="lora_name", code="model_not_found")
@@ -164,7 +162,6 @@ async def health(exchange: Exchange, fields: dict[str, Any]) -> None:
 
 
 async def list_models(exchange: Exchange, fields: dict[str, Any]) -> None:
-    """Answer with OpenAI's list of models."""
     models = exchange.service.models.all()
     await exchange.reply({"object": "list", "data": [served.as_dict() for served in models]})
 

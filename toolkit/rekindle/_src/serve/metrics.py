@@ -44,8 +44,6 @@ FINISHED = {
 
 
 class _HistogramSpec(NamedTuple):
-    """A histogram's help text and its buckets."""
-
     help: str
     buckets: Sequence[float]
 
@@ -156,7 +154,6 @@ class Metrics:
     # Recording.
 
     def http(self, path: str, status: int) -> None:
-        """Count a response."""
         self._http[path, status] += 1
 
     def clock(self, model: str) -> Callable[[TextDelta], object]:
@@ -177,7 +174,6 @@ class Metrics:
         return take
 
     def record(self, model: str, completions: Sequence[Completion], *, streamed: bool) -> None:
-        """Record the completions of one prompt."""
         histograms = self._histograms[model]
         for completion in completions:
             self._ended[model, FINISHED[completion.finish_reason]] += 1
@@ -303,7 +299,6 @@ def _families(
 
 
 def finish_of(reason: FinishReason | None) -> str | None:
-    """Return the `finish_reason` of a choice."""
     return None if reason is None else FINISHED[reason]
 
 

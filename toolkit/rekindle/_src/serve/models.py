@@ -98,7 +98,6 @@ class Served:
             raise
 
     def as_dict(self) -> dict[str, Any]:
-        """Return OpenAI's model object."""
         fields = {"id": self.name, "object": "model", "created": self.created, "owned_by": "rekindle"}
         if self.session is not None:
             fields |= {"max_model_len": self.session.config.max_model_len, "root": self.session.model}
@@ -247,6 +246,5 @@ class Models:
 
 
 def _adapters_of(served: Served) -> tuple[str, ...]:
-    """Return the names of a model's adapters."""
     names: tuple[str, ...] = getattr(served.session, "adapters", ())
     return names

@@ -101,7 +101,6 @@ class Responses(OpenAI):
 
 
 async def responses(exchange: Exchange, fields: dict[str, Any]) -> None:
-    """Answer a request for a response."""
     served, session = model_of(exchange, fields)
     options = sampling_options(fields, session)
     options["max_tokens"] = fields.get("max_output_tokens", rest_of_context(session))
@@ -288,7 +287,6 @@ class _Answer:
 
     @property
     def items(self) -> list[dict[str, Any]]:
-        """The items so far."""
         return self._items
 
     # The answer as a whole.
@@ -355,14 +353,12 @@ class _Answer:
     # As a stream.
 
     def begin(self) -> None:
-        """Add the first events, once."""
         if not self._begun:
             self._begun = True
             self._tell("response.created", response=self.response(None))
             self._tell("response.in_progress", response=self.response(None))
 
     def end(self, completion: Completion) -> None:
-        """Add the last events."""
         if not self._items:
             self._item("message")
         self._close(completion)
@@ -376,7 +372,6 @@ class _Answer:
             await self._exchange.emit_paced(part for kind, data in events for part in _event(kind, data))
 
     def take(self, delta: TextDelta) -> None:
-        """Add the events of a delta."""
         if self._shapes is not None:
             self._logprobs += delta.logprobs
         for event in events_of(delta, parallel=self._parallel):
@@ -424,7 +419,6 @@ class _Answer:
             self._part("response.content_part.added", part=_part(kind))
 
     def _close(self, completion: Completion | None, *, broken: bool = False) -> None:
-        """End the open item."""
         if not self._open:
             return
         kind, self._open = self._open, ""
