@@ -25,7 +25,7 @@ from rekindle._src.kvcache.persist.identity import Identity
 from rekindle._src.kvcache.persist.segment import Page
 from rekindle._src.kvcache.tiers.disk import DividedDiskTier
 from rekindle._src.kvcache.tiers.host import DividedHostTier
-from rekindle._src.processes.channel import LIMITS, Channel, Kind
+from rekindle._src.processes.channel import Channel, Kind
 from rekindle._src.processes.codec import DONE, CallCodec, checksum
 from rekindle._src.processes.greeting import Facts, as_json, compare, decoded, from_json
 from rekindle._src.processes.others import OtherProcesses, Say
@@ -41,7 +41,7 @@ SHORTEST_LOOK, LONGEST_LOOK = 5e-5, 2e-3  # seconds
 PING_SECONDS = 1.0
 CLOSE_SECONDS = 1.0  # for followers to receive the end of the session
 FAILURE_SECONDS = 3.0  # after a failed call, until the loss of a follower is known
-MOST_NAMES = LIMITS[Kind.DROP] // DIGEST_SIZE
+MOST_NAMES = Kind.DROP.limit // DIGEST_SIZE
 MOST_STORED = 1024  # pages of a message that has them written
 
 

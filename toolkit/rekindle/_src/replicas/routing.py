@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args
 
 from rekindle.errors import ConfigError
@@ -124,18 +124,11 @@ def round_robin(last: str, loads: Sequence[Load]) -> Route | None:
     return Route(following[0] if following else names[0], "its turn")
 
 
-class Affinity:
-    """The router `affinity`."""
+class Pure:
+    """A router without state, by its function."""
 
-    def choose(self, keys: Keys, loads: Sequence[Load]) -> Route | None:
-        return affinity(keys, loads)
-
-
-class Shortest:
-    """The router `shortest`."""
-
-    def choose(self, keys: Keys, loads: Sequence[Load]) -> Route | None:
-        return shortest(loads)
+    def __init__(self, choose: Callable[[Keys, Sequence[Load]], Route | None]) -> None:
+        self.choose = choose
 
 
 class RoundRobin:
@@ -155,11 +148,11 @@ def router(name: str) -> Router:
     """Return the router of this name. Raise `ConfigError` for an unknown one."""
     match name:
         case "affinity":
-            return Affinity()
+            return Pure(affinity)
         case "round-robin":
             return RoundRobin()
         case "shortest":
-            return Shortest()
+            return Pure(lambda keys, loads: shortest(loads))
         case _:
             known = ", ".join(map(repr, get_args(RouterName)))
             raise ConfigError("router", name, "is not known", f"Use one of {known}")

@@ -8,6 +8,7 @@ from typing import Any
 
 from rekindle._src.core.records import Completion, FinishReason, TextDelta
 from rekindle._src.core.reply import ContentDelta, ReasoningDelta, ToolCallArguments, ToolCallDropped, ToolCallStarted
+from rekindle._src.serve import generation
 from rekindle._src.serve.chat import call_chat, calls_options, events_of
 from rekindle._src.serve.errors import Refused, missing, wrong
 from rekindle._src.serve.exchange import Exchange, dumps
@@ -23,15 +24,6 @@ from rekindle._src.serve.fields import (
     ignored,
     refused,
     whole,
-)
-from rekindle._src.serve.generation import (
-    encode_text,
-    follow,
-    format_options,
-    model_of,
-    sampling_options,
-    submit,
-    wait_all,
 )
 from rekindle._src.serve.life import CHARACTERS_PER_TOKEN
 from rekindle._src.serve.openai_fields import MOST, MOST_MESSAGES, OBJECT, SAMPLING_BY_NAME
@@ -112,14 +104,16 @@ def event(name: str, data: Mapping[str, Any]) -> str:
 
 
 async def messages(exchange: Exchange, fields: dict[str, Any]) -> None:
-    served, session = model_of(exchange, fields)
-    options: dict[str, Any] = sampling_options(fields, session)
+    served, session = generation.model_of(exchange, fields)
+    options: dict[str, Any] = generation.sampling_options(fields, session)
     options["max_tokens"] = fields["max_tokens"]
     if fields.get("stop_sequences"):
         options["stop"] = fields["stop_sequences"]
     output = fields.get("output_config") or {}
     format = output.get("format") or fields.get("output_format") or {"type": "text"}
-    structure, names = format_options(format, "output_config.format" if "format" in output else "output_format")
+    structure, names = generation.format_options(
+        format, "output_config.format" if "format" in output else "output_format"
+    )
     exchange.names = {**exchange.names, **names, "prompt": "messages"}
     template = template_options(fields)
     parallel = not (fields.get("tool_choice") or {}).get("disable_parallel_tool_use", False)
@@ -127,9 +121,9 @@ async def messages(exchange: Exchange, fields: dict[str, Any]) -> None:
     tokens = exchange.size // CHARACTERS_PER_TOKEN + 1
     with exchange.takes_on(tokens) as active:
         handle = await exchange.run(lambda: call_chat(session.chat, messages_of(fields), {**options, **template}))
-        submit(exchange, active, [handle])
+        generation.submit(exchange, active, [handle])
         if not fields.get("stream"):
-            ((completion,),) = await wait_all(exchange, active, [handle])
+            ((completion,),) = await generation.wait_all(exchange, active, [handle])
             await exchange.reply(_message(exchange, served.name, completion, parallel=parallel))
             return
         stream = _Stream(exchange, served.name, parallel=parallel)
@@ -139,20 +133,20 @@ async def messages(exchange: Exchange, fields: dict[str, Any]) -> None:
             stream.take(delta)
             await stream.flush()
 
-        ((completion,),) = await follow(exchange, active, [handle], write)
+        ((completion,),) = await generation.follow(exchange, active, [handle], write)
         stream.end(completion)
         await stream.flush()
 
 
 async def count_tokens(exchange: Exchange, fields: dict[str, Any]) -> None:
     """Answer with the number of tokens of a conversation."""
-    _, session = model_of(exchange, fields)
+    _, session = generation.model_of(exchange, fields)
     template = template_options(fields)
     template.pop("tool_choice", None)
 
     def count() -> int:
         text = call_chat(session.render, messages_of(fields), template)
-        return len(encode_text(session, text, add_special_tokens=False, param="messages"))
+        return len(generation.encode_text(session, text, add_special_tokens=False, param="messages"))
 
     await exchange.reply({"input_tokens": await exchange.run_in_turn(count)})
 

@@ -139,22 +139,16 @@ def app(
     posts = (*POSTS, *LOADING) if adapter_loading else POSTS
     dialects = {endpoint.path: dialect for endpoint, _, dialect in posts}
 
-    async def http_error(scope: Any, receive: Any, send: Any, status: int) -> None:
-        exchange = Exchange(service, scope, send)
-        path = scope["path"]
-        refused = info.not_found(path)
-        if status != 404:
-            method = "POST" if path in dialects else "GET"
-            message = f"{scope['method']} is not possible for {path[:200]!r}. Use {method}"
-            refused = Refused(status, message, code="not_allowed")
-        await exchange.fail(refused, OpenAI())
-        service.metrics.http("other", status)
-
-    async def on_http_error(request: Any, error: Exception) -> Any:
-        assert isinstance(error, HTTPException)
-
+    async def on_http_error(request: Any, error: Any) -> Any:
         async def respond(scope: Any, receive: Any, send: Any) -> None:
-            await http_error(scope, receive, send, error.status_code)
+            path, status = scope["path"], error.status_code
+            refused = info.not_found(path)
+            if status != 404:
+                method = "POST" if path in dialects else "GET"
+                message = f"{scope['method']} is not possible for {path[:200]!r}. Use {method}"
+                refused = Refused(status, message, code="not_allowed")
+            await Exchange(service, scope, send).fail(refused, OpenAI())
+            service.metrics.http("other", status)
 
         return respond
 

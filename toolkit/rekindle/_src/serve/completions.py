@@ -3,30 +3,17 @@
 from __future__ import annotations
 
 import base64
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rekindle._src.core.records import Completion, TextDelta, TokenLogprobs
+from rekindle._src.serve import generation
 from rekindle._src.serve.bodies import Entries, text_of
 from rekindle._src.serve.errors import wrong
-from rekindle._src.serve.exchange import FINGERPRINT, Exchange, dumps
+from rekindle._src.serve.exchange import Exchange, dumps
 from rekindle._src.serve.fields import INT64, Choice, Endpoint, Field, Flag, Text, ignored, refused, whole
-from rekindle._src.serve.generation import (
-    Chunks,
-    follow,
-    model_of,
-    sampling_options,
-    stream_options,
-    structure_options,
-    submit,
-    token_members,
-    usage,
-    usage_object,
-    wait_all,
-)
 from rekindle._src.serve.life import Active, estimate
-from rekindle._src.serve.logprobs import Offset, Shapes
+from rekindle._src.serve.logprobs import Offset
 from rekindle._src.serve.metrics import finish_of
 from rekindle._src.serve.models import HandleLike, SessionLike
 from rekindle._src.serve.openai_fields import PROMPTS, REQUEST_ID
@@ -65,13 +52,13 @@ EMBEDDINGS = Endpoint(
 
 
 async def completions(exchange: Exchange, fields: dict[str, Any]) -> None:
-    served, session = model_of(exchange, fields)
+    served, session = generation.model_of(exchange, fields)
     n, echo = fields.get("n", 1), fields.get("echo", False)
     if fields.get("best_of", n) != n:
         raise wrong("best_of", fields["best_of"], f"is not n, which is {n}", "Remove it: every completion is returned")
-    structure, names = structure_options(fields)
+    structure, names = generation.structure_options(fields)
     exchange.names = {**exchange.names, **names}
-    options = {**sampling_options(fields, session), **structure}
+    options = {**generation.sampling_options(fields, session), **structure}
     options["max_tokens"] = fields.get("max_tokens", MAX_TOKENS)
     if "logprobs" in fields:
         options["logprobs"] = fields["logprobs"]
@@ -79,15 +66,15 @@ async def completions(exchange: Exchange, fields: dict[str, Any]) -> None:
             options["prompt_logprobs"] = max(fields["logprobs"], fields.get("prompt_logprobs", 0))
     prompts = await _tokens(exchange, fields, session)
     _fits(len(prompts) * n, session)
-    streaming = stream_options(fields)
+    streaming = generation.stream_options(fields)
     with exchange.takes_on(estimate(prompts)) as active:
         handles = await exchange.run(lambda: [session.generate(prompt, **options) for prompt in prompts])
-        submit(exchange, active, handles)  # if the queue has no room for one, all of them are refused
+        generation.submit(exchange, active, handles)  # if the queue has no room for one, all of them are refused
         writer = _Writer(exchange, fields, served.name, session, active.handles)
         if fields.get("stream"):
             await writer.stream(active, streaming)
             return
-        results = await wait_all(exchange, active, active.handles)
+        results = await generation.wait_all(exchange, active, active.handles)
         await exchange.reply(await writer.whole(results))
 
 
@@ -113,23 +100,13 @@ def _fits(sequences: int, session: SessionLike) -> None:
         raise wrong("n", sequences, f"sequences are more than the {places:,} that the server takes", "Send fewer")
 
 
-class _Writer:
+class _Writer(generation.Writer):
     def __init__(
         self, exchange: Exchange, fields: Mapping[str, Any], model: str, session: SessionLike,
         handles: Sequence[HandleLike],
     ) -> None:  # fmt: skip
-        self._exchange, self._fields, self._handles = exchange, fields, handles
-        self._n, self._echo = fields.get("n", 1), bool(fields.get("echo"))
-        self._session = session
-        names = exchange.service.token_names(model, session)
-        self._shapes = Shapes(names, as_ids=fields.get("return_tokens_as_token_ids", False))
-        self._common = {
-            "id": f"cmpl-{exchange.request_id}",
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": model,
-        }
-        self._ids = bool(fields.get("return_token_ids"))
+        super().__init__(exchange, fields, model, session, "cmpl", "text_completion")
+        self._handles, self._n, self._echo = handles, fields.get("n", 1), bool(fields.get("echo"))
 
     async def whole(self, completions: Sequence[Sequence[Completion]]) -> dict[str, Any]:
 
@@ -151,12 +128,7 @@ class _Writer:
             return choice
 
         choices = [(number, completion) for number, group in enumerate(completions) for completion in group]
-        return {
-            **self._common,
-            "choices": Entries(choices, choice_of),
-            "usage": await usage(self._exchange, completions, self._session),
-            "system_fingerprint": FINGERPRINT,
-        }
+        return await self._answer(completions, Entries(choices, choice_of))
 
     def _prompt(self, number: int) -> str:
         """Return the text of a prompt; token ids are decoded."""
@@ -175,7 +147,7 @@ class _Writer:
 
     async def stream(self, active: Active, options: Mapping[str, Any]) -> None:
         exchange, n = self._exchange, self._n
-        chunks = Chunks(self._common, options=options)
+        chunks = generation.Chunks(self._common, options=options)
         logprobs, ids = "logprobs" in self._fields, self._ids
         scores = "prompt_logprobs" in self._fields
         offsets: dict[int, Offset] = {}  # by index, of choices that have begun
@@ -204,21 +176,19 @@ class _Writer:
                 choice += f',"prompt_logprobs":{await text_of(self._shapes.prompt(delta.prompt_logprobs))}'
             if ids:
                 prompt = self._handles[number].prompt_token_ids if fresh else None
-                choice += f'{token_members(delta)},"prompt_token_ids":{dumps(prompt)}'
+                choice += f'{generation.token_members(delta)},"prompt_token_ids":{dumps(prompt)}'
             generated[number] += len(delta.token_ids)
             usage_so_far = None
             if chunks.continuous:
-                usage_so_far = usage_object(
-                    sum(len(handle.prompt_token_ids) for handle in self._handles), sum(generated)
-                )
+                prompts = sum(len(handle.prompt_token_ids) for handle in self._handles)
+                usage_so_far = generation.usage_object(prompts, sum(generated))
             await exchange.emit(chunks.chunk(choice + "}", usage_so_far).encode())
 
-        results = await follow(exchange, active, self._handles, write)
-        await exchange.emit(chunks.last(await usage(self._exchange, results, self._session)).encode())
+        await self._end(chunks, await generation.follow(exchange, active, self._handles, write))
 
 
 async def embeddings(exchange: Exchange, fields: dict[str, Any]) -> None:
-    served, session = model_of(exchange, fields)
+    served, session = generation.model_of(exchange, fields)
     options: dict[str, Any] = {name: fields[name] for name in EMBED_OPTIONS if name in fields}
     if fields.get("priority"):
         options["priority"] = -fields["priority"]

@@ -7,15 +7,18 @@ is submitted and followed; its tokens are counted and its end is reported.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import anyio
 
 from rekindle._src.core.records import Completion, TextDelta
+from rekindle._src.serve.bodies import Entries
 from rekindle._src.serve.errors import missing, wrong
 from rekindle._src.serve.exchange import FINGERPRINT, Exchange, dumps
 from rekindle._src.serve.life import Active
+from rekindle._src.serve.logprobs import Shapes
 from rekindle._src.serve.models import HandleLike, Served, SessionLike
 from rekindle._src.serve.openai_fields import SAMPLING
 
@@ -255,6 +258,30 @@ class Chunks:
         """Return the end of the stream: the usage if the client requests it, then [DONE]."""
         closing = f'{self._head}],"usage":{dumps(total)}}}\n\n' if self.include_usage else ""
         return closing + "data: [DONE]\n\n"
+
+
+class Writer:
+    """Writes the answer of one request for completions, of a prompt or of a chat."""
+
+    def __init__(
+        self, exchange: Exchange, fields: Mapping[str, Any], model: str, session: SessionLike, prefix: str, kind: str
+    ) -> None:
+        self._exchange, self._fields, self._session = exchange, fields, session
+        names, as_ids = exchange.service.token_names(model, session), fields.get("return_tokens_as_token_ids", False)
+        self._shapes = Shapes(names, as_ids=as_ids)
+        self._ids = bool(fields.get("return_token_ids"))
+        name = f"{prefix}-{exchange.request_id}"
+        self._common: dict[str, Any] = {"id": name, "object": kind, "created": int(time.time()), "model": model}
+
+    async def _answer(self, completions: Sequence[Sequence[Completion]], choices: Entries) -> dict[str, Any]:
+        """Return an answer that is not streamed."""
+        total = await usage(self._exchange, completions, self._session)
+        return {**self._common, "choices": choices, "usage": total, "system_fingerprint": FINGERPRINT}
+
+    async def _end(self, chunks: Chunks, completions: Sequence[Sequence[Completion]]) -> None:
+        """Write the end of a stream."""
+        total = await usage(self._exchange, completions, self._session)
+        await self._exchange.emit(chunks.last(total).encode())
 
 
 def stream_options(fields: Mapping[str, Any]) -> Mapping[str, Any]:

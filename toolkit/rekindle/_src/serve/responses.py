@@ -9,6 +9,7 @@ from typing import Any
 
 from rekindle._src.core.records import Completion, TextDelta, TokenLogprobs
 from rekindle._src.core.reply import ContentDelta, ReasoningDelta, ToolCallArguments, ToolCallDropped, ToolCallStarted
+from rekindle._src.serve import generation
 from rekindle._src.serve.bodies import Entries, pieces
 from rekindle._src.serve.chat import call_chat, calls_options, content_text, events_of, tool_options
 from rekindle._src.serve.errors import Refused, missing, wrong
@@ -26,16 +27,6 @@ from rekindle._src.serve.fields import (
     ignored,
     refused,
     whole,
-)
-from rekindle._src.serve.generation import (
-    follow,
-    format_options,
-    model_of,
-    reasoning_tokens,
-    rest_of_context,
-    sampling_options,
-    submit,
-    wait_all,
 )
 from rekindle._src.serve.life import CHARACTERS_PER_TOKEN
 from rekindle._src.serve.logprobs import Shapes
@@ -101,9 +92,9 @@ class Responses(OpenAI):
 
 
 async def responses(exchange: Exchange, fields: dict[str, Any]) -> None:
-    served, session = model_of(exchange, fields)
-    options = sampling_options(fields, session)
-    options["max_tokens"] = fields.get("max_output_tokens", rest_of_context(session))
+    served, session = generation.model_of(exchange, fields)
+    options = generation.sampling_options(fields, session)
+    options["max_tokens"] = fields.get("max_output_tokens", generation.rest_of_context(session))
     with_logprobs = _LOGPROBS in fields.get("include", ())
     if fields.get("top_logprobs") and not with_logprobs:
         raise wrong("top_logprobs", fields["top_logprobs"], f"is given without include {_LOGPROBS}", "Add that")
@@ -111,7 +102,9 @@ async def responses(exchange: Exchange, fields: dict[str, Any]) -> None:
         options["logprobs"] = fields.get("top_logprobs", 0)
     options |= _chat_options(fields)
     store = fields.get("store", True)
-    structure, names = format_options((fields.get("text") or {}).get("format") or {"type": "text"}, "text.format")
+    structure, names = generation.format_options(
+        (fields.get("text") or {}).get("format") or {"type": "text"}, "text.format"
+    )
     options |= structure | calls_options(fields, parallel=fields.get("parallel_tool_calls", True))
     exchange.names = {**exchange.names, **names, "prompt": "input", "messages": "input"}
     item_store = exchange.service.item_store
@@ -123,10 +116,10 @@ async def responses(exchange: Exchange, fields: dict[str, Any]) -> None:
     tokens = exchange.size // CHARACTERS_PER_TOKEN + 1
     with exchange.takes_on(tokens) as active:
         handle = await exchange.run(lambda: call_chat(session.chat, messages_of(fields, find), options))
-        submit(exchange, active, [handle])
+        generation.submit(exchange, active, [handle])
         answer = _Answer(exchange, fields, served.name, session, shapes if with_logprobs else None)
         if not fields.get("stream"):
-            ((completion,),) = await wait_all(exchange, active, [handle])
+            ((completion,),) = await generation.wait_all(exchange, active, [handle])
             answer.whole(completion)
             if store:
                 item_store.keep(exchange.key, answer.items)
@@ -138,7 +131,7 @@ async def responses(exchange: Exchange, fields: dict[str, Any]) -> None:
             answer.take(delta)
             await answer.flush()
 
-        ((completion,),) = await follow(exchange, active, [handle], write)
+        ((completion,),) = await generation.follow(exchange, active, [handle], write)
         answer.end(completion)
         if store:
             item_store.keep(exchange.key, answer.items)
@@ -465,6 +458,6 @@ def _usage(completion: Completion, session: SessionLike) -> dict[str, Any]:
         "input_tokens": prompt,
         "input_tokens_details": {"cached_tokens": completion.usage.cached_tokens},
         "output_tokens": generated,
-        "output_tokens_details": {"reasoning_tokens": reasoning_tokens(completion, session)},
+        "output_tokens_details": {"reasoning_tokens": generation.reasoning_tokens(completion, session)},
         "total_tokens": prompt + generated,
     }
