@@ -256,10 +256,6 @@ def paths_by_name(option: str, texts: Sequence[str], kind: str) -> dict[str, str
     return by_name
 
 
-def adapters_by_name(arguments: argparse.Namespace) -> dict[str, str]:
-    return paths_by_name("--adapter", arguments.adapter, "folder")
-
-
 def api_keys(arguments: argparse.Namespace) -> list[str]:
     """Return the keys of the command line, of --api-key-file and of $REKINDLE_API_KEY."""
     keys: list[Any] = [*arguments.api_key]

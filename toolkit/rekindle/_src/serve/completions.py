@@ -16,7 +16,7 @@ from rekindle._src.serve.life import Active, estimate
 from rekindle._src.serve.logprobs import Offset
 from rekindle._src.serve.metrics import finish_of
 from rekindle._src.serve.models import HandleLike, SessionLike
-from rekindle._src.serve.openai_fields import PROMPTS, REQUEST_ID
+from rekindle._src.serve.openai_fields import COMPLETIONS, PROMPTS, REQUEST_ID
 
 MAX_TOKENS = 16  # OpenAI's default
 
@@ -26,13 +26,7 @@ EMBEDDINGS = Endpoint(
     "/v1/embeddings",
     "Embed texts",
     (
-        Field(
-            "input",
-            PROMPTS,
-            "A string, token ids, or a list of strings or of lists of token ids.",
-            option="prompt",
-            required=True,
-        ),
+        Field("input", PROMPTS, COMPLETIONS.by_name["prompt"].doc, option="prompt", required=True),
         Field("model", Text(maximum=512), "The name of a served model; may be left out."),
         Field("encoding_format", Choice(("float", "base64")), "float by default; base64 is of little-endian float32."),
         Field("dimensions", whole(1), "Keep only so many numbers, for models trained for that."),

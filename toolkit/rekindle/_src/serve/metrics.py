@@ -12,7 +12,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 from rekindle._src.core.figures import FIGURES
 from rekindle._src.core.records import Completion, FinishReason, TextDelta
@@ -43,21 +43,16 @@ FINISHED = {
 }
 
 
-class _HistogramSpec(NamedTuple):
-    help: str
-    buckets: Sequence[float]
-
-
-HISTOGRAMS = {
-    "time_to_first_token_seconds": _HistogramSpec("From the arrival of a request to its first token.", _SHORT),
-    "inter_token_latency_seconds": _HistogramSpec("From one token to the next.", _BETWEEN),
-    "e2e_request_latency_seconds": _HistogramSpec("From the arrival of a request to its end.", _LONG),
-    "request_queue_time_seconds": _HistogramSpec("In which a request waited.", _LONG),
-    "request_prefill_time_seconds": _HistogramSpec("From a request's admission to its first token.", _LONG),
-    "request_decode_time_seconds": _HistogramSpec("From a request's first token to its last.", _LONG),
-    "request_inference_time_seconds": _HistogramSpec("From a request's admission to its end.", _LONG),
-    "request_prompt_tokens": _HistogramSpec("Tokens of a prompt.", _TOKENS),
-    "request_generation_tokens": _HistogramSpec("Tokens that a sequence generated.", _TOKENS),
+HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {  # help and buckets
+    "time_to_first_token_seconds": ("From the arrival of a request to its first token.", _SHORT),
+    "inter_token_latency_seconds": ("From one token to the next.", _BETWEEN),
+    "e2e_request_latency_seconds": ("From the arrival of a request to its end.", _LONG),
+    "request_queue_time_seconds": ("In which a request waited.", _LONG),
+    "request_prefill_time_seconds": ("From a request's admission to its first token.", _LONG),
+    "request_decode_time_seconds": ("From a request's first token to its last.", _LONG),
+    "request_inference_time_seconds": ("From a request's admission to its end.", _LONG),
+    "request_prompt_tokens": ("Tokens of a prompt.", _TOKENS),
+    "request_generation_tokens": ("Tokens that a sequence generated.", _TOKENS),
 }
 GAUGES: dict[str, tuple[str, Callable[[Any], float]]] = {  # from session.stats()
     **{entry.gauge: (entry.words, attrgetter(entry.name)) for entry in FIGURES.values() if entry.gauge},
@@ -76,23 +71,19 @@ OWN_COUNTERS: dict[str, tuple[str, Callable[[Any], float]]] = {  # rekindle's al
     **_counters(own=True),
     "slow_steps": ("Steps that took longer than step_timeout.", attrgetter("slow_steps")),
 }
-FLEET_GAUGES = {  # where a fleet is served
+_UNEVEN = "Requests sent to the replica that got most, in proportion to the mean."
+_COMPUTED = "Times that the pages of a prompt could not be taken and were computed."
+FLEET_GAUGES: dict[str, tuple[str, Callable[[Any], float]]] = {  # where a fleet is served
     "replicas": ("Processes that run the model.", lambda s: len(s.replicas)),
-    "replicas_ready": ("Of them, those that take requests.", lambda s: s.ready),
-    "replicas_imbalance": (
-        "Requests sent to the replica that got most, in proportion to the mean.",
-        lambda s: s.imbalance,
-    ),
+    "replicas_ready": ("Of them, those that take requests.", attrgetter("ready")),
+    "replicas_imbalance": (_UNEVEN, attrgetter("imbalance")),
 }
-FLEET_COUNTERS = {
-    "replicas_lost": ("Processes that died or hung.", lambda s: s.lost),
-    "requests_moved": ("Sequences that went on in another replica.", lambda s: s.moved),
-    "requests_handed_over": ("Sequences whose prompt one replica computed for another.", lambda s: s.handed_over),
-    "pages_pulled": ("Pages that replicas took from each other.", lambda s: s.pulled_pages),
-    "pulls_failed": (
-        "Times that the pages of a prompt could not be taken and were computed.",
-        lambda s: s.failed_pulls,
-    ),
+FLEET_COUNTERS: dict[str, tuple[str, Callable[[Any], float]]] = {
+    "replicas_lost": ("Processes that died or hung.", attrgetter("lost")),
+    "requests_moved": ("Sequences that went on in another replica.", attrgetter("moved")),
+    "requests_handed_over": ("Sequences whose prompt one replica computed for another.", attrgetter("handed_over")),
+    "pages_pulled": ("Pages that replicas took from each other.", attrgetter("pulled_pages")),
+    "pulls_failed": (_COMPUTED, attrgetter("failed_pulls")),
 }
 
 _HEADERS = ("traceparent", "tracestate")
@@ -147,7 +138,7 @@ class Metrics:
         self._http: Counter[tuple[str, int]] = Counter()
         self._ended: Counter[tuple[str, str]] = Counter()
         self._histograms: defaultdict[str, dict[str, Histogram]] = defaultdict(
-            lambda: {name: Histogram(spec.buckets) for name, spec in HISTOGRAMS.items()}
+            lambda: {name: Histogram(buckets) for name, (_, buckets) in HISTOGRAMS.items()}
         )
         self._registry: CollectorRegistry | None = None
 
@@ -278,8 +269,8 @@ class Metrics:
         for (model, reason), count in sorted(self._ended.items()):
             successes.add_metric([model, reason], count)
         yield successes
-        for name, spec in HISTOGRAMS.items():
-            family = HistogramMetricFamily(prefix + name, spec.help, labels=["model_name"])
+        for name, (help, _) in HISTOGRAMS.items():
+            family = HistogramMetricFamily(prefix + name, help, labels=["model_name"])
             for model, histograms in sorted(self._histograms.items()):
                 histogram = histograms[name]
                 family.add_metric([model], buckets=histogram.cumulative(), sum_value=histogram.sum)
