@@ -114,11 +114,8 @@ NAMES = split_words(
     "Philippa Quentin Ursula Ludwig Penelope Ahmed Zsofia Borkle Trindal Vashmo Quellet Drimp Yostan"
 )
 INTRODUCTIONS = (
-    "My name is {}.",
-    "Hi! I'm {}.",
-    "Hello, my name is {} and I live in Rome.",
-    "I am {}, nice to meet you.",
-)
+    "My name is {}.", "Hi! I'm {}.", "Hello, my name is {} and I live in Rome.", "I am {}, nice to meet you.",
+)  # fmt: skip
 TALK: Turns = [
     ("I like cake.", "A good choice!"),
     ("What is 4 + 5?", "4 + 5 = 9"),
@@ -205,20 +202,17 @@ INSIDE = (
     ("What sound does a dog make?", "woof"), ("What is the opposite of big?", "small"),
 )  # fmt: skip
 TOPICS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("Tell me a story about a dragon.", ("dragon",)),
-    ("Tell me a story about a robot.", ("robot",)),
+    ("Tell me a story about a dragon.", ("dragon",)), ("Tell me a story about a robot.", ("robot",)),
     ("Tell me a story about a princess and a golden ring.", ("princess", "ring")),
     ("Please tell me a story about a wolf named Barnaby.", ("wolf", "Barnaby")),
     ("Tell me a story about Penelope.", ("Penelope",)),
     ("Write a story about a pirate called Ludwig.", ("pirate", "Ludwig")),
-    ("Tell me a story that happens on the moon.", ("moon",)),
-    ("Tell me a story about a red kite.", ("red kite",)),
+    ("Tell me a story that happens on the moon.", ("moon",)), ("Tell me a story about a red kite.", ("red kite",)),
     ("Can you tell me a story about a unicorn?", ("unicorn",)),
     ("Tell me a story about Quentin and Ursula.", ("Quentin", "Ursula")),
     ("I want a story about an astronaut, please.", ("astronaut",)),
     ("Tell me a story about a cat who lives in the castle.", ("cat", "castle")),
-    ("Write me a short story about a whale.", ("whale",)),
-    ("Tell me a bedtime story about a mermaid.", ("mermaid",)),
+    ("Write me a short story about a whale.", ("whale",)), ("Tell me a bedtime story about a mermaid.", ("mermaid",)),
     ("Tell me a story about a dinosaur named Drimp.", ("dinosaur", "Drimp")),
     ("A story about a green umbrella, please.", ("green umbrella",)),
     ("Tell me a story that happens in the jungle, with a monkey.", ("jungle", "monkey")),
@@ -228,9 +222,8 @@ TOPICS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Tell me a story about a flamingo.", ("flamingo",)),
     ("Tell me a story about a girl named Saoirse.", ("girl", "Saoirse")),
     ("Tell me a story about a boy called Ragnar and a purple guitar.", ("boy", "Ragnar", "guitar")),
-    ("Write a story about a panda.", ("panda",)),
-    ("Tell me a story about a vampire.", ("vampire",)),
-)
+    ("Write a story about a panda.", ("panda",)), ("Tell me a story about a vampire.", ("vampire",)),
+)  # fmt: skip
 
 
 class Measure(NamedTuple):

@@ -207,9 +207,8 @@ WHO = {
     "city": ("Who lives in {city}?", "{name} lives in {city}."),
     "food": ("Who [likes|loves] {food}?", "{name} likes {food}."),
     "age": ("Who is {age} years old?", "{name} is {age} years old."),
-    "job": ("Who is the {job}?", "{name} is the {job}."),
-    "pet": ("Who has {a_pet}?", "{name} has {a_pet}."),
-}
+    "job": ("Who is the {job}?", "{name} is the {job}."), "pet": ("Who has {a_pet}?", "{name} has {a_pet}."),
+}  # fmt: skip
 
 
 UNKNOWN = (

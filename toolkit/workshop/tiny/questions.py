@@ -343,14 +343,9 @@ def unknown_question(rng: Random) -> tuple[str, str]:
 
 
 GROUPS = {
-    "animals": ANIMALS,
-    "colours": COLOURS,
-    "things to eat": FOODS,
-    "jobs": GROWN_UPS,
-    "hobbies": HOBBIES,
-    "toys": TOYS,
+    "animals": ANIMALS, "colours": COLOURS, "things to eat": FOODS, "jobs": GROWN_UPS, "hobbies": HOBBIES, "toys": TOYS,
     "cities": CITIES,
-}
+}  # fmt: skip
 ANY_WORD = tuple(word for group in (*GROUPS.values(), GIRLS, BOYS, COUNTABLE, WEEKDAYS, MONTHS) for word in group)
 WORDS = {1: "one", 2: "two", 3: "three", 4: "four", 5: "five", 6: "six"}
 KEYS = {"age": "age", "city": "city", "food": "likes", "job": "job", "hobby": "hobby"}

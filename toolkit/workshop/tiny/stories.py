@@ -138,31 +138,20 @@ PLOTS = {
 }  # fmt: skip
 
 MARKS = {
-    "lost": "could not find the",
-    "lonely": "had no friends",
-    "dark": "There was one thing that",
-    "share": "wanted to eat",
-    "build": "wanted to build",
-    "stuck": "foot was stuck",
-    "party": "But nobody said anything",
-    "broken": "was not careful",
-    "map": "an old map",
-    "race": "there was a race",
-    "garden": "seed",
-    "rain": "jumped into a puddle",
-}
+    "lost": "could not find the", "lonely": "had no friends", "dark": "There was one thing that",
+    "share": "wanted to eat", "build": "wanted to build", "stuck": "foot was stuck",
+    "party": "But nobody said anything", "broken": "was not careful", "map": "an old map", "race": "there was a race",
+    "garden": "seed", "rain": "jumped into a puddle",
+}  # fmt: skip
 """Words that only the stories of a plot have."""
 
 ENDINGS = (
-    ("happy", "That night, {name} went to bed [with a smile|happy]."),
-    ("happy", "{name} was very happy."),
-    ("happy", "And they lived happily ever after."),
-    ("proud", "{name} felt very proud."),
-    ("proud", "{name} was proud of what {he} had done."),
-    ("tired but happy", "{name} went home, tired but happy."),
+    ("happy", "That night, {name} went to bed [with a smile|happy]."), ("happy", "{name} was very happy."),
+    ("happy", "And they lived happily ever after."), ("proud", "{name} felt very proud."),
+    ("proud", "{name} was proud of what {he} had done."), ("tired but happy", "{name} went home, tired but happy."),
     ("thankful", "{name} was thankful to have a friend like {pname}."),
     ("thankful", "{name} looked at {pname} and felt thankful."),
-)
+)  # fmt: skip
 
 
 class Errand(NamedTuple):
@@ -441,25 +430,12 @@ def story(rng: Random, *, hero: Being | None = None, opening: str | None = None)
 
 
 WANTED = (
-    "about {a_kind}",
-    "about {a_kind}",
-    "about {a_kind}",
-    "about {a_kind} named {name}",
-    "about {a_kind} called {name}",
-    "about {who}",
-    "about {name}",
-    "about {a_thing}",
-    "about {a_kind} and {a_thing}",
-    "about {name} and {a_thing}",
-    "about {a_kind} who lives {home}",
-    "about {name}, who lives {home}",
-    "about {name} and {pname}",
-    "with {name} and {pname}",
-    "with {a_kind} in it",
-    "that happens {place}",
-    "that happens {place}, with {a_kind}",
+    "about {a_kind}", "about {a_kind}", "about {a_kind}", "about {a_kind} named {name}", "about {a_kind} called {name}",
+    "about {who}", "about {name}", "about {a_thing}", "about {a_kind} and {a_thing}", "about {name} and {a_thing}",
+    "about {a_kind} who lives {home}", "about {name}, who lives {home}", "about {name} and {pname}",
+    "with {name} and {pname}", "with {a_kind} in it", "that happens {place}", "that happens {place}, with {a_kind}",
     "where {name} goes to {there}",
-)
+)  # fmt: skip
 REQUESTS = (
     "[Tell|Please tell|Write] me a [short |little |bedtime |new |]story {wanted}[|.|, please.]",
     "[Tell me|Write|Write me|Please write] a [short |little |bedtime |]story {wanted}.",

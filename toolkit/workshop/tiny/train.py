@@ -100,27 +100,14 @@ class Recipe:
     def config(self, eos_token_ids: list[int], pad_token_id: int) -> dict[str, Any]:
         """Return the model's config.json."""
         return {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "vocab_size": self.vocab_size,
-            "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
-            "num_hidden_layers": self.num_layers,
-            "num_attention_heads": self.num_heads,
-            "num_key_value_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
-            "hidden_act": "silu",
-            "max_position_embeddings": CONTEXT,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 10000.0,
-            "attention_bias": False,
-            "mlp_bias": False,
-            "tie_word_embeddings": False,
-            "bos_token_id": None,
-            "eos_token_id": eos_token_ids,
-            "pad_token_id": pad_token_id,
-            "torch_dtype": "bfloat16",
-        }
+            "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size, "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_layers, "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads, "head_dim": self.head_dim, "hidden_act": "silu",
+            "max_position_embeddings": CONTEXT, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "attention_bias": False,
+            "mlp_bias": False, "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": eos_token_ids,
+            "pad_token_id": pad_token_id, "torch_dtype": "bfloat16",
+        }  # fmt: skip
 
 
 # The differences of larger models from the shipped one, "tiny". Their weights are not shipped.

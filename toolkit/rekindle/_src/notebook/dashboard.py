@@ -18,7 +18,7 @@ from rekindle._src.core import html
 from rekindle._src.core.mesh_shape import describe_share
 from rekindle._src.core.records import StepResult
 from rekindle._src.dispatch.engine import Observer
-from rekindle._src.notebook.figures import Figure
+from rekindle._src.notebook.figures import Figure, StepRecord
 from rekindle._src.notebook.figures import run as figure_of_run
 from rekindle._src.notebook.live import CacheLike, Live, NodeLike, SessionLike, button, field
 from rekindle.errors import RekindleError
@@ -130,17 +130,6 @@ def _shards(shards: Iterable[Any]) -> str:
         for number, shard in enumerate(shards)
     )
     return html.line("data shards", *lines)
-
-
-class StepRecord(NamedTuple):
-    at: float  # time.perf_counter() when it was committed
-    step: int
-    rows: tuple[tuple[int, str, str], ...]  # slot, request, "prefill" or "decode"
-    sampled: int  # tokens sampled
-    computed: int
-    moved: int  # pages offloaded and restored
-    seconds: float  # on the device
-    busy: float = 0.0  # seconds since the previous step if a request ran in both, else seconds on the device
 
 
 class Recorder:

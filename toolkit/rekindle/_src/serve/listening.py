@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import ipaddress
 import logging
 import signal
@@ -403,10 +402,10 @@ if HttpToolsProtocol is not None:
 def protocol(connections: Connections) -> Callable[..., asyncio.Protocol]:
     """Return a factory of a connection's protocol, as uvicorn's option `http` takes it."""
     kind: Any = _H11 if HttpToolsProtocol is None else _HttpTools
-    return functools.partial(_make, kind, connections)
 
+    def make(**options: Any) -> asyncio.Protocol:
+        connection: _Bounded = kind(**options)
+        connection.connections_of_server = connections
+        return connection
 
-def _make(kind: Any, connections: Connections, **options: Any) -> asyncio.Protocol:
-    connection: _Bounded = kind(**options)
-    connection.connections_of_server = connections
-    return connection
+    return make
