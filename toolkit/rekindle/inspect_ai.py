@@ -42,18 +42,8 @@ else:
         raise MissingExtra("inspect_ai", "inspect") from error
 
 # Names of inspect's generation options, and those of sampling options here.
-OPTIONS = {
-    "max_tokens": "max_tokens",
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "seed": "seed",
-    "stop_seqs": "stop",
-    "num_choices": "n",
-    "frequency_penalty": "frequency_penalty",
-    "presence_penalty": "presence_penalty",
-    "logit_bias": "logit_bias",
-}
+_SAME = "max_tokens temperature top_p top_k seed frequency_penalty presence_penalty logit_bias"
+OPTIONS = {**{name: name for name in _SAME.split()}, "stop_seqs": "stop", "num_choices": "n"}
 STOP_REASONS = {FinishReason.LENGTH: "max_tokens", FinishReason.CONTEXT: "model_length"}
 
 
@@ -170,11 +160,8 @@ def _message(message: Any) -> dict[str, Any]:
 
 
 def _tool(tool: Any) -> dict[str, Any]:
-    function = {
-        "name": tool.name,
-        "description": tool.description,
-        "parameters": tool.parameters.model_dump(exclude_none=True),
-    }
+    parameters = tool.parameters.model_dump(exclude_none=True)
+    function = {"name": tool.name, "description": tool.description, "parameters": parameters}
     return {"type": "function", "function": function}
 
 

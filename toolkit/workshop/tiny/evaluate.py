@@ -133,48 +133,32 @@ STORIES: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     (
         "Once there was a clever fox named Winston. He lived in the forest and had a green scarf. One day, his friend "
         "Zelda, a young rabbit, fell into a pit. Winston let down the scarf and pulled her out. Winston felt proud.",
-        (
-            ("Who is the story about?", "Winston"),
-            ("Where did Winston live?", "forest"),
-            ("What did Winston have?", "scarf"),
-            ("What colour was Winston's scarf?", "green"),
-            ("Who was Winston's friend?", "Zelda"),
-        ),
+        (("Who is the story about?", "Winston"), ("Where did Winston live?", "forest"),
+         ("What did Winston have?", "scarf"), ("What colour was Winston's scarf?", "green"),
+         ("Who was Winston's friend?", "Zelda"),),
     ),
     (
         "A brave girl named Ophelia lived by the sea. Ophelia had a red boat. One morning she saw Rupert on a rock, "
         "and the water was rising. She rowed to him and brought him home. Everyone was happy.",
-        (
-            ("Who is the story about?", "Ophelia"),
-            ("Where did Ophelia live?", "sea"),
-            ("What did Ophelia have?", "boat"),
-            ("What colour was Ophelia's boat?", "red"),
-            ("What was Ophelia like?", "brave"),
-        ),
+        (("Who is the story about?", "Ophelia"), ("Where did Ophelia live?", "sea"),
+         ("What did Ophelia have?", "boat"), ("What colour was Ophelia's boat?", "red"),
+         ("What was Ophelia like?", "brave"),),
     ),
     (
         "There was once a shy dragon called Trindal. Trindal lived on the hill and loved apples. He always carried a "
         "yellow drum. One day he met Imogen the mouse, who was lost. He beat the drum until her mother heard it.",
-        (
-            ("What is the name of the dragon in the story?", "Trindal"),
-            ("Where did Trindal live?", "hill"),
-            ("What did Trindal have?", "drum"),
-            ("What colour was Trindal's drum?", "yellow"),
-            ("What was Trindal like?", "shy"),
-        ),
+        (("What is the name of the dragon in the story?", "Trindal"), ("Where did Trindal live?", "hill"),
+         ("What did Trindal have?", "drum"), ("What colour was Trindal's drum?", "yellow"),
+         ("What was Trindal like?", "shy"),),
     ),
     (
         "Cedric was a kind boy who lived in the village. His favourite thing was a blue kite. His friend Tamsin had no "
         "toys, so on her birthday he gave the kite to her. Tamsin laughed, and Cedric was very happy.",
-        (
-            ("Who is the hero of the story?", "Cedric"),
-            ("Where did Cedric live?", "village"),
-            ("What colour was Cedric's kite?", "blue"),
-            ("Who was Cedric's friend?", "Tamsin"),
-            ("How did Cedric feel at the end?", "happy"),
-        ),
+        (("Who is the hero of the story?", "Cedric"), ("Where did Cedric live?", "village"),
+         ("What colour was Cedric's kite?", "blue"), ("Who was Cedric's friend?", "Tamsin"),
+         ("How did Cedric feel at the end?", "happy"),),
     ),
-)
+)  # fmt: skip
 OUTSIDE = (
     "Who is the president of Uruguay?", "What is the speed of light?", "How do airplanes stay in the air?",
     "What is the capital of Madagascar?", "Who painted The Scream?", "When did the second world war end?",

@@ -461,13 +461,11 @@ def floods(draw: random.Random, requests: int, rate: float) -> list[SimulatedReq
     """Return chats, and among them long prompts that are new to every cache."""
     short = chats(draw, requests - requests // 10, rate)
     last = short[-1].at
-    long = [
-        SimulatedRequest(
-            draw.uniform(0, last), ((-1 - number, _about(draw, 3000)),), 32, b"f%d" % number, b"f%d" % number
-        )
-        for number in range(requests // 10)
-    ]
-    return sorted([*short, *(ask._replace(prompt=((1 << 62 | -ask.prompt[0][0], ask.prompt[0][1]),)) for ask in long)])
+    long = []
+    for number in range(requests // 10):
+        at, prompt, name = draw.uniform(0, last), ((1 << 62 | 1 + number, _about(draw, 3000)),), b"f%d" % number
+        long.append(SimulatedRequest(at, prompt, 32, name, name))
+    return sorted([*short, *long])
 
 
 LOADS: dict[str, Callable[[random.Random, int, float], list[SimulatedRequest]]] = {

@@ -127,7 +127,7 @@ def parser() -> Parser:
     cache.flag("--yes", "prune, clear: remove without asking")
     cache.flag("--all", "ls: a line for every entry instead of one for each model")
     cache.flag("--json", "ls: print the entries as JSON")
-    cache.checks.append(usage.check_size)
+    cache.checks.append(lambda arguments: usage.parse_size(arguments.to))
 
     measured = "measure this machine: single stream, prefill, batch, shared prefix, start"
     bench = commands.add_parser("bench", help=measured)

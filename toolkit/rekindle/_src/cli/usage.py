@@ -198,10 +198,6 @@ def check_follow(arguments: argparse.Namespace) -> None:
         raise ConfigError("--process", process, problem, fix)
 
 
-def check_size(arguments: argparse.Namespace) -> None:
-    parse_size(arguments.to)
-
-
 def parse_size(text: str) -> int:
     """Return the bytes of a size such as "512MiB", "2GB" or a plain number."""
     number = text.strip().rstrip("BbGgIiKkMm").strip()

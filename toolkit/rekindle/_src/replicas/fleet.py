@@ -317,21 +317,7 @@ def fleet(
     check_options(options)
     named = named_changes(steering)
     sent = {**options, "steering": named} if named else options
-    return _opening(str(model), router, parts_of, resources, sent, size)
-
-
-def shared_fleet(
-    model: str,
-    name: str,
-    *,
-    roles: Sequence[Role],
-    router: RouterName,
-    resources: Mapping[str, Any] | None,
-    options: Mapping[str, Any],
-    size: Range | None = None,
-) -> FleetOpening:
-    """Return a fleet over replicas shared by all fleets of this name in the cluster. They end when unused."""
-    return _opening(model, router, roles, resources, options, size, shared=name)
+    return fleet_of(str(model), router, parts_of, resources, sent, size)
 
 
 def roles_and_range(
@@ -358,7 +344,7 @@ def check_options(options: Mapping[str, Any]) -> None:
     EngineConfig.of({**options, "coordinator": "127.0.0.1:1"})
 
 
-def _opening(
+def fleet_of(
     model: str,
     router: RouterName,
     roles: Sequence[Role],
@@ -367,6 +353,7 @@ def _opening(
     size: Range | None,
     shared: str | None = None,
 ) -> FleetOpening:
+    """Return a fleet that is not open yet. All fleets of the cluster that share a name have the same replicas."""
     folder = absolute(model)  # now: the working directory may be another one when it is awaited
     plain = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
 

@@ -43,6 +43,11 @@ class Kind(Protocol):
     def schema(self) -> dict[str, Any]: ...
 
 
+def bounded(schema: dict[str, Any], **bounds: float | None) -> dict[str, Any]:
+    """Return a schema with those bounds that are not None."""
+    return {**schema, **{name: bound for name, bound in bounds.items() if bound is not None}}
+
+
 @dataclasses.dataclass(frozen=True)
 class Anything:
     """Any JSON value; it is checked later, or by the template that reads it."""
@@ -83,8 +88,7 @@ class Number:
         return f"at most {self.high}" if self.low is None else f"between {self.low} and {self.high}"
 
     def schema(self) -> dict[str, Any]:
-        bounds = {"minimum": self.low, "maximum": self.high}
-        return {"type": "integer" if self.whole else "number", **{k: v for k, v in bounds.items() if v is not None}}
+        return bounded({"type": "integer" if self.whole else "number"}, minimum=self.low, maximum=self.high)
 
 
 def whole(low: int | None = None, high: int | None = None) -> Number:
@@ -122,12 +126,7 @@ class Text:
         return value
 
     def schema(self) -> dict[str, Any]:
-        rules: dict[str, Any] = {"type": "string"}
-        if self.minimum:
-            rules["minLength"] = self.minimum
-        if self.maximum is not None:
-            rules["maxLength"] = self.maximum
-        return rules
+        return bounded({"type": "string"}, minLength=self.minimum or None, maxLength=self.maximum)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,12 +164,8 @@ class Items:
         return [check(entry, f"{path}[{index}]") for index, entry in enumerate(value)]
 
     def schema(self) -> dict[str, Any]:
-        rules: dict[str, Any] = {"type": "array", "items": self.kind.schema()}
-        if self.minimum:
-            rules["minItems"] = self.minimum
-        if self.maximum is not None:
-            rules["maxItems"] = self.maximum
-        return rules
+        rules = {"type": "array", "items": self.kind.schema()}
+        return bounded(rules, minItems=self.minimum or None, maxItems=self.maximum)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,9 +178,7 @@ class TokenIds:
         return value
 
     def schema(self) -> dict[str, Any]:
-        return {
-            "type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}, "minItems": 1,
-        }  # fmt: skip
+        return {"type": "array", "items": whole(0, 2**31 - 1).schema(), "minItems": 1}
 
 
 @dataclasses.dataclass(frozen=True)
