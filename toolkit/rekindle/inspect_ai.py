@@ -175,7 +175,6 @@ def _logprobs(done: Completion) -> Any:
             model.TopLogprob(token=done.text_of(token), logprob=value)
             for token, value in zip(entry.top_ids, entry.top_logprobs, strict=True)
         ]
-        content.append(
-            model.Logprob(token=done.text_of(entry.token_id), logprob=entry.logprob, top_logprobs=top or None)
-        )
+        token = done.text_of(entry.token_id)
+        content.append(model.Logprob(token=token, logprob=entry.logprob, top_logprobs=top or None))
     return model.Logprobs(content=content)

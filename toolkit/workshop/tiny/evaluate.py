@@ -101,9 +101,8 @@ def exact_answers(graph: Graph, leaves: Sequence[Any], words: Tokenizer, kind: s
         cut = max(0, len(ids) - LENGTH - 1)
         windows[row, : len(ids) - cut] = ids[cut:]
         answer[row, start - cut - 1 : len(ids) - cut - 1] = True
-    right = np.concatenate(
-        [np.asarray(measured(graph, leaves, jnp.asarray(part))[2]) for part in np.split(windows, rows // ROWS)]
-    )
+    parts = np.split(windows, rows // ROWS)
+    right = np.concatenate([np.asarray(measured(graph, leaves, jnp.asarray(part))[2]) for part in parts])
     return float((right | ~answer).all(axis=1).mean())
 
 

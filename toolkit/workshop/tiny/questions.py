@@ -377,9 +377,8 @@ def listing(rng: Random) -> tuple[str, str]:
         names, word = rng.choice(((WEEKDAYS, "days of the week"), (MONTHS, "months of the year")))
         return fill(rng, f"[Name|List|Write down] the {word}."), numbered(list(names))
     if kind < 0.85:
-        items = rng.sample(
-            FOODS + tuple(plural(noun) for noun in COUNTABLE if plural(noun) not in FOODS), rng.randint(2, 5)
-        )
+        others = tuple(plural(noun) for noun in COUNTABLE if plural(noun) not in FOODS)
+        items = rng.sample(FOODS + others, rng.randint(2, 5))
         return fill(
             rng, f"[I need|I want to buy|Please get] {join(items)}. [Write a shopping list|Make a list|Write a list]."
         ), bulleted(items)
@@ -414,9 +413,8 @@ def invented_record(rng: Random) -> tuple[str, str]:
     (person,) = people(rng, 1)
     facts = ["age", *rng.sample(sorted(set(KEYS) - {"age"}), rng.choice((1, 2)))]
     if rng.random() < 0.5:
-        return fill(rng, "[Write|Give me|Make up] a JSON record [of|about|for] [a person|somebody]."), record(
-            person, facts
-        )
+        request = fill(rng, "[Write|Give me|Make up] a JSON record [of|about|for] [a person|somebody].")
+        return request, record(person, facts)
     return fill(rng, f"[Write|Give me|Make up] a JSON record [about|for] {person.name}."), record(person, facts)
 
 

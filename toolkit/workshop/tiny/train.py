@@ -93,9 +93,8 @@ class Recipe:
         """Return the recipe with every part scaled to about `steps` steps in all."""
         share = steps / self.steps
         stages = tuple(dataclasses.replace(stage, steps=max(1, round(stage.steps * share))) for stage in self.stages)
-        return dataclasses.replace(
-            self, stages=stages, warmup=max(1, round(self.warmup * share)), decay=max(1, round(self.decay * share))
-        )
+        warmup, decay = (max(1, round(steps * share)) for steps in (self.warmup, self.decay))
+        return dataclasses.replace(self, stages=stages, warmup=warmup, decay=decay)
 
     def config(self, eos_token_ids: list[int], pad_token_id: int) -> dict[str, Any]:
         """Return the model's config.json."""

@@ -154,9 +154,8 @@ SYLLABLES = split_words(
 
 def invented_name(rng: Random) -> str:
     """Return an invented name, so that text about it can be copied but not known."""
-    return "".join(rng.choice(SYLLABLES) for _ in range(rng.choice((2, 2, 3)))).capitalize() + rng.choice(
-        ("", "n", "s", "l")
-    )
+    name = "".join(rng.choice(SYLLABLES) for _ in range(rng.choice((2, 2, 3)))).capitalize()
+    return name + rng.choice(("", "n", "s", "l"))
 
 
 def child(rng: Random, exclude: tuple[str, ...] = ()) -> Being:
@@ -169,9 +168,8 @@ def child(rng: Random, exclude: tuple[str, ...] = ()) -> Being:
 
 def animal(rng: Random, exclude: tuple[str, ...] = ()) -> Being:
     female = rng.random() < 0.5
-    name = rng.choice(
-        [name for name in ((*SHE_ANIMALS, *GIRLS[:40]) if female else (*HE_ANIMALS, *BOYS[:40])) if name not in exclude]
-    )
+    names = (*SHE_ANIMALS, *GIRLS[:40]) if female else (*HE_ANIMALS, *BOYS[:40])
+    name = rng.choice([name for name in names if name not in exclude])
     if rng.random() < INVENTED:
         name = invented_name(rng)
     kind = rng.choice([kind for kind in HEROES if kind not in exclude])

@@ -230,9 +230,8 @@ def simulate(
     likely factors for the times that `cost` gives."""
     active_router = router_named(router) if isinstance(router, str) else router
     replica_roles = roles_of(roles, 1 if roles is None and replicas is None else replicas)
-    fleet = {
-        f"r{number}": Replica(f"r{number}", config, cost, role, spread) for number, role in enumerate(replica_roles)
-    }
+    members = [Replica(f"r{number}", config, cost, role, spread) for number, role in enumerate(replica_roles)]
+    fleet = {member.name: member for member in members}
     prefill, decode = ([member for member in fleet.values() if member.role != role] for role in ("decode", "prefill"))
     handoffs: dict[str, tuple[SimulatedRequest, Request]] = {}  # requests whose prompt is computed for another replica
     order = itertools.count()

@@ -102,9 +102,8 @@ def _guarded(look: Callable[[], Iterator[Check]]) -> Iterator[Check]:
         yield from look()
     except Exception as error:
         name = getattr(look, "__name__", "check").strip("_<>")
-        yield Check(
-            "fail", name, f"{type(error).__name__}: {error}", "Reinstall: pip install --force-reinstall rekindle"
-        )
+        fix = "Reinstall: pip install --force-reinstall rekindle"
+        yield Check("fail", name, f"{type(error).__name__}: {error}", fix)
 
 
 def _python() -> Iterator[Check]:
@@ -236,9 +235,8 @@ def _tiny() -> Iterator[Check]:
     start = time.perf_counter()
     with open_sync("tiny", quiet=True, max_model_len=256, max_requests=2) as session:
         completion = session.generate_sync("Once upon a time", max_tokens=8)
-    yield Check(
-        "pass", "generate", f"the embedded model said {completion.text!r} after {time.perf_counter() - start:.1f} s"
-    )
+    seconds = time.perf_counter() - start
+    yield Check("pass", "generate", f"the embedded model said {completion.text!r} after {seconds:.1f} s")
 
 
 def examine_mesh(mesh: MeshShape) -> Iterator[Check]:

@@ -160,9 +160,8 @@ def check_bench(arguments: argparse.Namespace) -> None:
     if not names and not arguments.growth:
         raise ConfigError("--workloads", arguments.workloads, "names none", f"Use some of {', '.join(known)}")
     if arguments.breakdown and (arguments.growth or not set(names) & set(BROKEN_DOWN)):
-        raise ConfigError(
-            "--breakdown", True, f"needs one of {', '.join(BROKEN_DOWN)}, without --growth", "Name one in --workloads"
-        )
+        problem = f"needs one of {', '.join(BROKEN_DOWN)}, without --growth"
+        raise ConfigError("--breakdown", True, problem, "Name one in --workloads")
     if arguments.repeat < 1:
         raise ConfigError("--repeat", arguments.repeat, "must be at least 1", "Use 3 for a median")
     if arguments.scale <= 0:

@@ -81,10 +81,8 @@ class ChatView(Live):
     ) -> None:
         super().__init__(*_TALK)
         # Wrong options, or a model without a chat template, raise now and not at the first message.
-        sampling_options = {
-            name: value for name, value in options.items() if name not in _OF_CHAT and value is not None
-        }
-        sampling = Sampling.of(session.sampling, sampling_options)
+        drawn = {name: value for name, value in options.items() if name not in _OF_CHAT and value is not None}
+        sampling = Sampling.of(session.sampling, drawn)
         self._session, self._options = session, options
         session.chat([{"role": "user", "content": "…"}], **options)
         self._transcripts = Transcripts(cache_folder(session.config.cache_dir))

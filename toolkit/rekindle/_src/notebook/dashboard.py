@@ -91,9 +91,8 @@ class Dashboard(Live):
         ]
         if figures.get("pages_total"):
             pages = {name: figures[f"pages_{name}"] for name in ("held", "cached", "free")}
-            parts.append(
-                html.with_hint(html.line("pages on the device"), html.PAGES) + html.bar(pages, rest="free", width=WIDTH)
-            )
+            line = html.with_hint(html.line("pages on the device"), html.PAGES)
+            parts.append(line + html.bar(pages, rest="free", width=WIDTH))
         parts += self._tiers()
         self._last = html.block(*parts, title=f"Session over {figures['model']}")
         return self._last

@@ -159,6 +159,5 @@ def prefixes(texts: Sequence[str], page: int) -> Figure:
     """Return the figure of a prefix tree that grows by typing; its pages hold `page` words each."""
     if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
         raise InvalidRequest("texts", texts, "must be a list of texts", "Pass [text, …]")
-    return Figure(
-        "prefixes", {"texts": list(texts), "page": page}, f"a prefix tree of {html.count(len(texts), 'prompt')}"
-    )
+    summary = f"a prefix tree of {html.count(len(texts), 'prompt')}"
+    return Figure("prefixes", {"texts": list(texts), "page": page}, summary)

@@ -396,6 +396,5 @@ class StreamView(Live):
         if handle.done:
             return handle._repr_html_()
         prompt = html.text(html.shorten(handle.prompt, 400)) if handle.prompt else ""
-        return html.block(
-            html.line(handle.id, f"{html.count(len(handle.token_ids), 'token')} so far"), prompt, html.text(handle.text)
-        )
+        tokens = f"{html.count(len(handle.token_ids), 'token')} so far"
+        return html.block(html.line(handle.id, tokens), prompt, html.text(handle.text))

@@ -81,9 +81,8 @@ class Reader:
             raise ProcessLost(f"a message has {count} integers of width {number} where at most {most} belong")
         values = np.frombuffer(self.take(count * _TYPES[number].itemsize), _TYPES[number]).astype(np.int32)
         if below is not None and count and not (values.min() >= 0 and values.max() < below):
-            raise ProcessLost(
-                f"a message has integers from {values.min()} to {values.max()}, they have to be below {below}"
-            )
+            bounds = f"from {values.min()} to {values.max()}"
+            raise ProcessLost(f"a message has integers {bounds}, they have to be below {below}")
         return values
 
     def zipped(self, dtype: np.dtype[np.generic] | type[np.generic], shape: tuple[int, ...]) -> NDArray[np.generic]:
@@ -303,9 +302,8 @@ class CallCodec:
 
     def admit(self, ints: np.ndarray, floats: np.ndarray) -> bytes:
         used = int(np.flatnonzero(ints != NOWHERE).max(initial=-1)) + 1
-        return (
-            _COUNT.pack(used) + zipped(ints[:used].astype("<i4", copy=False)) + zipped(floats.astype("<f4", copy=False))
-        )
+        content = zipped(ints[:used].astype("<i4", copy=False)) + zipped(floats.astype("<f4", copy=False))
+        return _COUNT.pack(used) + content
 
     def read_admit(self, content: bytes) -> tuple[np.ndarray, np.ndarray]:
         reader = Reader(content)

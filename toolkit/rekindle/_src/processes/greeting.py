@@ -97,9 +97,8 @@ def checked_secret(text: str | None) -> bytes:
     if text is None:
         return secret()
     if not isinstance(text, str) or len(text) < SHORTEST_SECRET:
-        raise ConfigError(
-            "secret", "a secret", f"is no text of at least {SHORTEST_SECRET} characters", "Use secrets.token_hex(32)"
-        )
+        problem = f"is no text of at least {SHORTEST_SECRET} characters"
+        raise ConfigError("secret", "a secret", problem, "Use secrets.token_hex(32)")
     return text.encode()
 
 

@@ -166,9 +166,7 @@ class Team(OtherProcesses):
         self._watchers: list[Callable[[BaseException], object]] = []
         self._closing = False
         self._chosen = np.zeros(0, np.int64)  # the rows of the latest step that choose a token
-        self._expected: collections.deque[np.ndarray] = (
-            collections.deque()
-        )  # such rows of every step whose result is not read
+        self._expected = collections.deque[np.ndarray]()  # such rows of every step whose result is not read
         self._everywhere: set[Key] = set()  # programs that are ready in every process
         self._scores: Any = None  # of the guided step whose tokens have not been chosen
         self._steps = 0  # steps whose rows were read here
@@ -322,9 +320,8 @@ class Team(OtherProcesses):
             elif fingerprint and fields.get("fingerprint") != fingerprint:
                 problems.append(f"process {follower.process} has other weights there")
         if problem is None and problems:
-            problem = CheckpointError(
-                f"{weights} can't be used: {'; '.join(problems)}. Give all processes the same files"
-            )
+            reasons = "; ".join(problems)
+            problem = CheckpointError(f"{weights} can't be used: {reasons}. Give all processes the same files")
         if problem is not None:
             self._broadcast(Kind.DROP_WEIGHTS)
             raise problem
@@ -451,13 +448,11 @@ class Team(OtherProcesses):
             follower.channel.send(kind, content)
         except ProcessLost as error:
             with self._changed:
-                self._changed.wait_for(
-                    lambda: self.lost is not None, 1.0
-                )  # a message from the follower may give the reason
+                # A message from the follower may give the reason.
+                self._changed.wait_for(lambda: self.lost is not None, 1.0)
             if self.lost is None:
-                self._fail_session(
-                    ProcessLost(f"process {follower.process} can't be reached: {error}. Open another session")
-                )
+                problem = f"process {follower.process} can't be reached: {error}"
+                self._fail_session(ProcessLost(f"{problem}. Open another session"))
             assert self.lost is not None
             raise self.lost from error
 

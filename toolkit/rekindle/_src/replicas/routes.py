@@ -182,10 +182,8 @@ class Routes:
     @property
     def demand(self) -> Demand:
         """The demand that the number of replicas follows."""
-        prompt_lengths = (
-            live.request.prompt_length for live in self._by_id.values() if not live.generated and not live.scored
-        )
-        return Demand(len(self._by_id), sum(prompt_lengths))
+        fresh = (live for live in self._by_id.values() if not live.generated and not live.scored)
+        return Demand(len(self._by_id), sum(live.request.prompt_length for live in fresh))
 
     def submit(self, request: Request) -> None:
         """Send a request to a replica, or queue it until one has room."""
@@ -377,9 +375,8 @@ class Routes:
             excess = self.inside(link.name) - max(share, link.rows)
             if link is to or excess <= 0:
                 continue
-            queued = [
-                live for live in self._by_wire.values() if live.link is link and not (live.generated or live.scored)
-            ]
+            there = (live for live in self._by_wire.values() if live.link is link)
+            queued = [live for live in there if not (live.generated or live.scored)]
             surplus += queued[-excess:]  # the latest ones
         for live in surplus:
             self._leave(live, tell=True)
@@ -400,9 +397,8 @@ class Routes:
         live.first = role == "prefill"
         live.wire = f"{self.sender}/{live.request.id}/{self._number}"
         link = self.links[route.name]
-        message = encode(
-            live.resumed(live.wire), None if live.pages == link.pages else live.pages, own_call=bool(live.deaths)
-        )
+        pages = None if live.pages == link.pages else live.pages
+        message = encode(live.resumed(live.wire), pages, own_call=bool(live.deaths))
         live.link, live.sent, live.proven = link, time.perf_counter(), False
         if live.suspect:
             self._tried[link.name] = live

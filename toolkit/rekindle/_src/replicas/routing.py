@@ -99,9 +99,8 @@ def affinity(
                 return Route(name, "the conversation's own replica")
             description = "another replica" if place < len(candidates) else "a replica beyond those"
             preferred = by_name[order[0]].running
-            return Route(
-                name, f"{description} of its system prompt: {order[0]} has {preferred} requests and {limit} may be"
-            )
+            why = f"{order[0]} has {preferred} requests and {limit} may be"
+            return Route(name, f"{description} of its system prompt: {why}")
     route = shortest(loads)  # all replicas within the bound are full
     return None if route is None else Route(route.name, "every replica within the bound is full")
 

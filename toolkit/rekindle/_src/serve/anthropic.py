@@ -111,9 +111,8 @@ async def messages(exchange: Exchange, fields: dict[str, Any]) -> None:
         options["stop"] = fields["stop_sequences"]
     output = fields.get("output_config") or {}
     format = output.get("format") or fields.get("output_format") or {"type": "text"}
-    structure, names = generation.format_options(
-        format, "output_config.format" if "format" in output else "output_format"
-    )
+    path = "output_config.format" if "format" in output else "output_format"
+    structure, names = generation.format_options(format, path)
     exchange.names = {**exchange.names, **names, "prompt": "messages"}
     template = template_options(fields)
     parallel = not (fields.get("tool_choice") or {}).get("disable_parallel_tool_use", False)
@@ -204,9 +203,8 @@ def _assistant(blocks: Sequence[Mapping[str, Any]], path: str) -> dict[str, Any]
         elif block["type"] == "tool_use":
             for name, kind in (("id", str), ("name", str), ("input", Mapping)):
                 if not isinstance(block.get(name), kind):
-                    raise wrong(
-                        f"{block_path}.{name}", block.get(name), "is missing or of a wrong type", "Pass the call"
-                    )
+                    problem = "is missing or of a wrong type"
+                    raise wrong(f"{block_path}.{name}", block.get(name), problem, "Pass the call")
             function = {"name": block["name"], "arguments": dict(block["input"])}
             calls.append({"id": block["id"], "type": "function", "function": function})
         elif block["type"] != "redacted_thinking":

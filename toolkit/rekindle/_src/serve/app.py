@@ -157,9 +157,8 @@ def app(
         for endpoint, handler, dialect in posts
     ]
     keys = Keys(api_key)
-    description = document(
-        [endpoint for endpoint, _, _ in posts], [(path, summary) for path, _, summary in GETS], keys=bool(keys)
-    )
+    summaries = [(path, summary) for path, _, summary in GETS]
+    description = document([endpoint for endpoint, _, _ in posts], summaries, keys=bool(keys))
 
     async def openapi(exchange: Exchange, fields: dict[str, Any]) -> None:
         await exchange.reply(description)
@@ -173,9 +172,8 @@ def app(
     if cors_origins:
         cors = {"allow_origins": list(cors_origins), "allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
         middleware.insert(0, Middleware(CORSMiddleware, **cors))  # type: ignore[arg-type]
-    starlette = Starlette(
-        routes=routes, middleware=middleware, lifespan=lifespan, exception_handlers={HTTPException: on_http_error}
-    )
+    handlers: Any = {HTTPException: on_http_error}
+    starlette = Starlette(routes=routes, middleware=middleware, lifespan=lifespan, exception_handlers=handlers)
     starlette.state.rekindle = service
     return starlette
 

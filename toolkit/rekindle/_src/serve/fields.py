@@ -236,9 +236,8 @@ class Shape:
         return checked
 
     def schema(self) -> dict[str, Any]:
-        members = {
-            name: kind.schema() if name in self.required else nullable(kind.schema()) for name, kind in self.members
-        }
+        kinds = ((name, kind.schema()) for name, kind in self.members)
+        members = {name: schema if name in self.required else nullable(schema) for name, schema in kinds}
         return {"type": "object", "properties": members, **({"required": list(self.required)} if self.required else {})}
 
 

@@ -209,9 +209,8 @@ async def usage(
     """Return OpenAI's usage object. A prompt counts once, however many choices it has."""
     prompt = sum(group[0].usage.prompt_tokens for group in completions)
     generated = sum(completion.usage.completion_tokens for group in completions for completion in group)
-    total = usage_object(
-        prompt, generated, sum(max(completion.usage.cached_tokens for completion in group) for group in completions)
-    )
+    cached = sum(max(completion.usage.cached_tokens for completion in group) for group in completions)
+    total = usage_object(prompt, generated, cached)
     replies = [completion for group in completions for completion in group if completion.reply is not None]
     if replies:
 

@@ -34,9 +34,8 @@ TOKENIZE = Endpoint(
         ignored("user", "Not used."),
     ),
 )
-DETOKENIZE = Endpoint(
-    "/detokenize", "The text of token ids", (_MODEL, Field("tokens", TokenIds(), "Token ids.", required=True))
-)
+_TOKENS = Field("tokens", TokenIds(), "Token ids.", required=True)
+DETOKENIZE = Endpoint("/detokenize", "The text of token ids", (_MODEL, _TOKENS))
 ABORT = Endpoint(
     "/abort",
     "Abort requests by the ids they were sent with",

@@ -263,9 +263,8 @@ class Metrics:
     def _of_requests(self, prefix: str) -> Iterator[Any]:
         from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 
-        successes = CounterMetricFamily(
-            prefix + "request_success", "Sequences by how they ended.", labels=["model_name", "finished_reason"]
-        )
+        labels = ["model_name", "finished_reason"]
+        successes = CounterMetricFamily(prefix + "request_success", "Sequences by how they ended.", labels=labels)
         for (model, reason), count in sorted(self._ended.items()):
             successes.add_metric([model, reason], count)
         yield successes
@@ -314,9 +313,8 @@ class Tracing:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope.get("headers", ())}
         carrier = {name: headers[name] for name in _HEADERS if name in headers}
         completions = [completion for group in groups for completion in group]
-        first, total = (
-            max(getattr(completion.timings, name) for completion in completions) for name in ("first_token", "total")
-        )
+        times = [completion.timings for completion in completions]
+        first, total = max(time_.first_token for time_ in times), max(time_.total for time_ in times)
         now = time.time_ns()
         span = self._tracer.start_span(
             "llm_request",
@@ -370,8 +368,7 @@ def dashboard() -> dict[str, Any]:
             "{{finished_reason}}",
         )]),
         _panel("Responses per second", "short", [
-            ("sum by (status) (rate(http_requests_total[$__rate_interval]))", "{{status}}"),
-        ]),
+            ("sum by (status) (rate(http_requests_total[$__rate_interval]))", "{{status}}")]),
         _panel("Preemptions and slow steps per minute", "short", [
             (f"60 * sum(rate(rekindle_num_preemptions_total{_LABEL}[$__rate_interval]))", "preemptions"),
             (f"60 * sum(rate(rekindle_slow_steps_total{_LABEL}[$__rate_interval]))", "slow steps"),

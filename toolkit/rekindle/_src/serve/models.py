@@ -173,9 +173,8 @@ class Models:
             if name is not None:
                 raise ConfigError("name", name, "is given beside a mapping of names to sessions", "Leave it out")
             if not sessions or not all(isinstance(key, str) and key for key in sessions):
-                raise ConfigError(
-                    "sessions", list(sessions), "does not map names to sessions", 'Pass {"name": session}'
-                )
+                problem = "does not map names to sessions"
+                raise ConfigError("sessions", list(sessions), problem, 'Pass {"name": session}')
             self.by_name = {key: Served(key, session) for key, session in sessions.items()}
         else:
             name = name or Path(str(getattr(sessions, "model", "") or "model")).name

@@ -49,9 +49,8 @@ class Prompts:
             return [TokenIds().check(value, path)]
         if len(value) > MOST_PROMPTS:
             raise wrong(path, f"{len(value):,} prompts", f"are over {MOST_PROMPTS:,}", "Send several requests")
-        return [
-            item if isinstance(item, str) else TokenIds().check(item, f"{path}[{at}]") for at, item in enumerate(value)
-        ]
+        ids = TokenIds()
+        return [item if isinstance(item, str) else ids.check(item, f"{path}[{at}]") for at, item in enumerate(value)]
 
     def schema(self) -> dict[str, Any]:
         ids = TokenIds().schema()
@@ -120,9 +119,8 @@ def _field(option: options.Option) -> Field:
     return Field(option.name, kind, f"{words[:1].upper()}{words[1:]}")
 
 
-SAMPLING = tuple(
-    _OTHERWISE.get(option.name) or _field(option) for option in options.options_of(Sampling) if "http" in option.also
-)
+_OFFERED = [option for option in options.options_of(Sampling) if "http" in option.also]
+SAMPLING = tuple(_OTHERWISE.get(option.name) or _field(option) for option in _OFFERED)
 SAMPLING_BY_NAME = {field.name: field for field in SAMPLING}
 
 SERVING = (

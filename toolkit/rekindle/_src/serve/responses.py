@@ -102,9 +102,8 @@ async def responses(exchange: Exchange, fields: dict[str, Any]) -> None:
         options["logprobs"] = fields.get("top_logprobs", 0)
     options |= _chat_options(fields)
     store = fields.get("store", True)
-    structure, names = generation.format_options(
-        (fields.get("text") or {}).get("format") or {"type": "text"}, "text.format"
-    )
+    format = (fields.get("text") or {}).get("format") or {"type": "text"}
+    structure, names = generation.format_options(format, "text.format")
     options |= structure | calls_options(fields, parallel=fields.get("parallel_tool_calls", True))
     exchange.names = {**exchange.names, **names, "prompt": "input", "messages": "input"}
     item_store = exchange.service.item_store
