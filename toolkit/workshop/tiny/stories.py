@@ -365,9 +365,9 @@ def plot_of(text: str) -> str:
     return " ".join(names or [name for name, mark in MARKS.items() if mark in text][:1])
 
 
-def fitting(rng: Random, hero: Being | None) -> tuple[str, list[list[str]], tuple[tuple[str, str], ...], Being, Being]:
+def fitting(rng: Random) -> tuple[str, list[list[str]], tuple[tuple[str, str], ...], Being, Being]:
     """Return a plot, its hero and a friend; neither is an animal that the plot has already."""
-    hero = hero or being(rng)
+    hero = being(rng)
     while True:
         plot, parts, questions = frames(rng)
         words = set(re.findall(r"\w+", str(parts)))
@@ -376,8 +376,8 @@ def fitting(rng: Random, hero: Being | None) -> tuple[str, list[list[str]], tupl
             return plot, parts, questions, hero, friend
 
 
-def story(rng: Random, *, hero: Being | None = None, opening: str | None = None) -> Story:
-    plot, parts, special, hero, friend = fitting(rng, hero)
+def story(rng: Random) -> Story:
+    plot, parts, special, hero, friend = fitting(rng)
     words = set(re.findall(r"\w+", str(parts)))
     colour, food = rng.choice(COLOURS), rng.choice(FOODS)
     toy = rng.choice([toy for toy in TOYS if toy not in words and toy not in (hero.kind, friend.kind)])
@@ -404,7 +404,7 @@ def story(rng: Random, *, hero: Being | None = None, opening: str | None = None)
         "time": rng.choice(TIMES),
     }
     feeling, ending = rng.choice(ENDINGS)
-    first = fill(rng, f"{opening or rng.choice(OPENINGS)} {rng.choice(BELONGINGS)}", **fields)
+    first = fill(rng, f"{rng.choice(OPENINGS)} {rng.choice(BELONGINGS)}", **fields)
     middle, after = ([fill(rng, sentence, **fields).strip() for sentence in part] for part in parts)
     last = fill(rng, ending, **fields)
     text = "\n\n".join((first, " ".join(middle), " ".join([*after, last])))

@@ -378,13 +378,12 @@ class StepTimes:
     alone.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self) -> None:
         self.steps: list[tuple[StepWork, float]] = []
-        self._clock = clock
         self._last: tuple[float, frozenset[str]] = (0.0, frozenset())
 
     def __call__(self, result: StepResult) -> None:
-        now, requests = self._clock(), frozenset(row.request.id for row in result.plan.rows)
+        now, requests = time.perf_counter(), frozenset(row.request.id for row in result.plan.rows)
         at, before = self._last
         continued = not before.isdisjoint(requests)
         self.steps.append((StepWork.of(result.plan), now - at if continued else result.device_seconds))
@@ -449,11 +448,9 @@ def chats(
     return sorted(asks[:requests])
 
 
-def questions(
-    draw: random.Random, requests: int, rate: float, *, systems: int = 24, system_tokens: int = 768
-) -> list[SimulatedRequest]:
+def questions(draw: random.Random, requests: int, rate: float) -> list[SimulatedRequest]:
     """Return requests with shared system prompts, each followed by one question."""
-    return chats(draw, requests, rate, systems=systems, system_tokens=system_tokens, turns=1)
+    return chats(draw, requests, rate, systems=24, system_tokens=768, turns=1)
 
 
 def floods(draw: random.Random, requests: int, rate: float) -> list[SimulatedRequest]:

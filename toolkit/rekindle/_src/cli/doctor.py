@@ -68,7 +68,7 @@ def _selected_checks(arguments: argparse.Namespace) -> Iterator[Check]:
 
 def examine(folder: Path) -> Iterator[Check]:
     """Run every check in order. A check that raises counts as failed."""
-    for look in (_python, _packages, _shadowing, _devices, _native, _memory, _reading):
+    for look in (_packages, _shadowing, _devices, _native, _memory, _reading):
         yield from _guarded(look)
     yield from _guarded(lambda: _cache(folder))
     for look in (_compile, _tiny):
@@ -106,11 +106,8 @@ def _guarded(look: Callable[[], Iterator[Check]]) -> Iterator[Check]:
         yield Check("fail", name, f"{type(error).__name__}: {error}", fix)
 
 
-def _python() -> Iterator[Check]:
-    yield Check("pass", "Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
-
-
 def _packages() -> Iterator[Check]:
+    yield Check("pass", "Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     for package in REQUIRED:
         yield _installed(package, "fail", "pip install rekindle")
     yield _installed("jupyterlab", "warn", "pip install 'rekindle[notebook]', if you want to open the tutorials here")

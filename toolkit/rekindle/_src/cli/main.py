@@ -285,12 +285,12 @@ def _model_options(command: Parser, *, checked: usage.Check = usage.check_models
 
 
 def _engine_options(command: Parser) -> None:
-    command.checks.append(usage.check_engine)
+    command.checks.append(lambda arguments: EngineConfig.of(usage.engine_options(arguments)))
     usage.add_options(command, EngineConfig, "command", _ENGINE)
 
 
 def _sampling_options(command: Parser, *, max_tokens: int = 256) -> None:
-    command.checks.append(usage.check_sampling)
+    command.checks.append(lambda arguments: Sampling.of(None, usage.sampling_options(arguments)))
     length = {"default": max_tokens, "help": f"of new text (default {max_tokens})"}
     usage.add_options(command, Sampling, "command", {**_SAMPLING, "max_tokens": length})
 

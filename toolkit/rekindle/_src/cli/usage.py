@@ -119,14 +119,6 @@ def _values(arguments: argparse.Namespace, record: type) -> dict[str, Any]:
 # Checks: each raises a RekindleError.
 
 
-def check_engine(arguments: argparse.Namespace) -> None:
-    EngineConfig.of(engine_options(arguments))
-
-
-def check_sampling(arguments: argparse.Namespace) -> None:
-    Sampling.of(None, sampling_options(arguments))
-
-
 def check_model(model: str | Path) -> None:
     """Check that a model is a folder, a file or a hub id that can be downloaded. The hub is not asked."""
     from rekindle._src.models.loading.hub import hub_id

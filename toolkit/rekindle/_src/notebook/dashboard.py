@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple, Protocol
 
@@ -78,6 +78,10 @@ class Dashboard(Live):
             return self._last
         self._seen = state
         cached_tokens, prompt_tokens = figures.get("cached_tokens", 0), figures.get("prompt_tokens", 0)
+        shards = [
+            f"{number}: {shard.running} running, {shard.waiting} waiting, {shard.pages_free} pages free"
+            for number, shard in enumerate(figures.get("shards", ()))
+        ]
         parts: list[str] = [
             html.line(
                 *self._load(figures),
@@ -86,7 +90,7 @@ class Dashboard(Live):
                 html.count(figures["mesh"].size, "device") if "mesh" in figures else "",
                 describe_share(figures),
             ),
-            *([_shards(figures["shards"])] if "shards" in figures else []),
+            *([html.line("data shards", *shards)] if shards else []),
             self._timeline.draw(),
         ]
         if figures.get("pages_total"):
@@ -121,14 +125,6 @@ class Dashboard(Live):
             return []
         sizes = {"device": stats.device_bytes, "host": stats.host_bytes, "disk": stats.disk_bytes}
         return [html.line("cached pages", *(f"{tier} {size / 2**20:.1f} MiB" for tier, size in sizes.items()))]
-
-
-def _shards(shards: Iterable[Any]) -> str:
-    lines = (
-        f"{number}: {shard.running} running, {shard.waiting} waiting, {shard.pages_free} pages free"
-        for number, shard in enumerate(shards)
-    )
-    return html.line("data shards", *lines)
 
 
 class Recorder:

@@ -72,15 +72,13 @@ def rendezvous(key: bytes, names: Iterable[str]) -> list[str]:
     return sorted(names, key=weight)
 
 
-def most(loads: Sequence[Load], bound: float = BOUND, least: int = LEAST) -> int:
+def most(loads: Sequence[Load]) -> int:
     """Return affinity's limit on a replica's requests, including the next one."""
     total = 1 + sum(load.running for load in loads)
-    return max(least, math.ceil(bound * total / len(loads)))
+    return max(LEAST, math.ceil(BOUND * total / len(loads)))
 
 
-def affinity(
-    keys: Keys, loads: Sequence[Load], *, spread: int | None = None, bound: float = BOUND, least: int = LEAST
-) -> Route | None:
+def affinity(keys: Keys, loads: Sequence[Load], *, spread: int | None = None) -> Route | None:
     """Return the conversation's choice among `spread` replicas of the system prompt, if its load is within the bound.
 
     Otherwise return the next one in the order of the conversation, then of the system prompt.
@@ -91,7 +89,7 @@ def affinity(
     ranked = rendezvous(keys.opening, by_name)
     candidates = ranked[: spread or min(SPREAD, -(-len(loads) // 2))]
     order = [*rendezvous(keys.conversation, candidates), *ranked[len(candidates) :]]
-    limit = most(loads, bound, least)
+    limit = most(loads)
     for place, name in enumerate(order):
         load = by_name[name]
         if load.running < limit and not load.full:

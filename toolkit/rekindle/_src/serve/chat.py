@@ -142,13 +142,13 @@ def tool_options(options: Mapping[str, Any]) -> dict[str, Any]:
 _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # part types to members
 
 
-def plain_messages(messages: Sequence[Mapping[str, Any]], field: str = "messages") -> list[dict[str, Any]]:
+def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return copies of the messages with one text each. Refuse parts other than text by name."""
     copies = []
     for index, message in enumerate(messages):
         plain = {name: value for name, value in message.items() if value is not None}
         if isinstance(plain.get("content"), list):
-            plain["content"] = content_text(plain["content"], f"{field}[{index}].content")
+            plain["content"] = content_text(plain["content"], f"messages[{index}].content")
         copies.append(plain)
     return copies
 

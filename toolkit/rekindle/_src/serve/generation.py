@@ -96,15 +96,15 @@ def structure_options(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
     return options, {_KINDS[name]: f"structured_outputs.{name}" for name in members if name in _KINDS}
 
 
-def format_options(format: Mapping[str, Any], path: str, schema: Any = None) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the options of a format object. Its schema is in it, in its `json_schema`, or in `schema`."""
+def format_options(format: Mapping[str, Any], path: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the options of a format object. Its schema is in it, or in its `json_schema`."""
     match format.get("type"):
         case "text":
             return {}, {}
         case "json_object":
             return {"json": True}, {"json": path}
         case "json_schema":
-            holder = format.get("json_schema") if schema is None and "json_schema" in format else format
+            holder = format.get("json_schema") if "json_schema" in format else format
             if not isinstance(holder, Mapping) or holder.get("schema") is None:
                 raise missing(f"{path}.json_schema.schema", "Add the schema")
             # Without strict, a schema may have rules that a grammar can't check.

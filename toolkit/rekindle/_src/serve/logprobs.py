@@ -66,13 +66,11 @@ class Shapes:
 
     def chat_entry(self, entry: TokenLogprobs) -> dict[str, Any]:
         """Return the entry of one token."""
-        return {**self._one(entry.token_id, entry.logprob), "top_logprobs": self._top(entry)}
+        top = [self._one(*pair) for pair in zip(entry.top_ids, entry.top_logprobs, strict=True)]
+        return {**self._one(entry.token_id, entry.logprob), "top_logprobs": top}
 
     def _one(self, token_id: int, logprob: float) -> dict[str, Any]:
         return {"token": self.name(token_id), "logprob": finite(logprob), "bytes": self._names.get(token_id)[1]}
-
-    def _top(self, entry: TokenLogprobs) -> list[dict[str, Any]]:
-        return [self._one(*pair) for pair in zip(entry.top_ids, entry.top_logprobs, strict=True)]
 
     # Completions.
 
