@@ -221,21 +221,11 @@ UNKNOWN = (
 
 def fields(person: Person) -> dict[str, object]:
     return {
-        "name": person.name,
-        "a_thing": a(" ".join(person.thing)),
-        "A_thing": capital(a(" ".join(person.thing))),
-        "colour": person.thing[0],
-        "toy": person.thing[1],
-        "city": person.city,
-        "food": person.food,
-        "age": person.age,
-        "job": person.job,
-        "a_job": a(person.job),
-        "a_pet": a(person.pet[0]),
-        "kind": person.pet[0],
-        "pet": person.pet[1],
-        "hobby": person.hobby,
-    }
+        "name": person.name, "a_thing": a(" ".join(person.thing)), "A_thing": capital(a(" ".join(person.thing))),
+        "colour": person.thing[0], "toy": person.thing[1], "city": person.city, "food": person.food, "age": person.age,
+        "job": person.job, "a_job": a(person.job), "a_pet": a(person.pet[0]), "kind": person.pet[0],
+        "pet": person.pet[1], "hobby": person.hobby,
+    }  # fmt: skip
 
 
 def ask(rng: Random, person: Person, fact: str) -> tuple[str, str]:

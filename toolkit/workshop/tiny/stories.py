@@ -385,24 +385,11 @@ def story(rng: Random) -> Story:
     trait = rng.choice(TRAITS)
     thing = f"{colour} {toy}"
     fields = {
-        **hero.words(),
-        **friend.words("p"),
-        "His_p": friend.words()["His"],
-        "a_kind": a(hero.kind),
-        "a_pkind": a(friend.kind),
-        "a_young_pkind": f"a young {friend.kind}",
-        "trait": trait,
-        "a_trait": a(trait),
-        "thing": thing,
-        "a_thing": a(thing),
-        "toy": toy,
-        "colour": colour,
-        "home": f"{home_in} {home}",
-        "place": f"{place_in} {place}",
-        "there": place,
-        "food": food,
-        "time": rng.choice(TIMES),
-    }
+        **hero.words(), **friend.words("p"), "His_p": friend.words()["His"], "a_kind": a(hero.kind),
+        "a_pkind": a(friend.kind), "a_young_pkind": f"a young {friend.kind}", "trait": trait, "a_trait": a(trait),
+        "thing": thing, "a_thing": a(thing), "toy": toy, "colour": colour, "home": f"{home_in} {home}",
+        "place": f"{place_in} {place}", "there": place, "food": food, "time": rng.choice(TIMES),
+    }  # fmt: skip
     feeling, ending = rng.choice(ENDINGS)
     first = fill(rng, f"{rng.choice(OPENINGS)} {rng.choice(BELONGINGS)}", **fields)
     middle, after = ([fill(rng, sentence, **fields).strip() for sentence in part] for part in parts)
@@ -458,14 +445,10 @@ def request(rng: Random, story: Story) -> str:
     place = next(f"{preposition} {place}" for preposition, place in PLACES if place == story.place)
     lived = next(answer for question, answer in story.questions if " live?" in question)
     fields = {
-        **story.hero.words(),
-        **story.friend.words("p"),
-        "a_kind": a(story.hero.kind),
-        "a_thing": a(story.thing) if rng.random() < 0.7 else a(story.thing.split()[-1]),
-        "place": place,
-        "there": story.place,
-        "home": lived.split(" lived ")[1].removesuffix("."),
-    }
+        **story.hero.words(), **story.friend.words("p"), "a_kind": a(story.hero.kind),
+        "a_thing": a(story.thing) if rng.random() < 0.7 else a(story.thing.split()[-1]), "place": place,
+        "there": story.place, "home": lived.split(" lived ")[1].removesuffix("."),
+    }  # fmt: skip
     return fill(rng, rng.choice(REQUESTS).replace("{wanted}", rng.choice(WANTED)), **fields)
 
 

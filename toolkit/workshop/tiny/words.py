@@ -66,16 +66,11 @@ class Being:
         """Return name, kind and pronouns as fields of a frame; capitalised forms have capitalised names."""
         he, him, his = ("she", "her", "her") if self.female else ("he", "him", "his")
         return {
-            f"{prefix}name": self.name,
-            f"{prefix}kind": self.kind,
+            f"{prefix}name": self.name, f"{prefix}kind": self.kind,
             f"{prefix}who": f"{self.name} the {self.kind}" if self.kind not in ("girl", "boy") else self.name,
-            f"{prefix}he": he,
-            f"{prefix}him": him,
-            f"{prefix}his": his,
-            f"{prefix}He": he.capitalize(),
-            f"{prefix}His": his.capitalize(),
-            f"{prefix}himself": "herself" if self.female else "himself",
-        }
+            f"{prefix}he": he, f"{prefix}him": him, f"{prefix}his": his, f"{prefix}He": he.capitalize(),
+            f"{prefix}His": his.capitalize(), f"{prefix}himself": "herself" if self.female else "himself",
+        }  # fmt: skip
 
 
 GIRLS = split_words(

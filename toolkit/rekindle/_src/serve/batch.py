@@ -187,11 +187,8 @@ class BatchRun:
 
     def _resume(self, entry: Entry, offset: int) -> bool:
         name, response = entry.get("id"), entry.get("response")
-        if (
-            not isinstance(name, str)
-            or "custom_id" not in entry
-            or not (response is None or isinstance(response, dict))
-        ):
+        named = isinstance(name, str) and "custom_id" in entry
+        if not named or not (response is None or isinstance(response, dict)):
             return False
         # Failures of the server are retried; a faulty line stays faulty.
         if response is None or response.get("status_code", 500) < 499:

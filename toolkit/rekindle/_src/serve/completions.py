@@ -22,6 +22,7 @@ MAX_TOKENS = 16  # OpenAI's default
 
 _FIRST = 16  # inputs after which a large request no longer counts as waiting
 EMBED_OPTIONS = ("dimensions", "pooling", "normalize", "prompt_name")
+_POOLING = "Of the last layer's hidden states: their mean, the last one or the first; the model's own by default."
 EMBEDDINGS = Endpoint(
     "/v1/embeddings",
     "Embed texts",
@@ -30,11 +31,7 @@ EMBEDDINGS = Endpoint(
         Field("model", Text(maximum=512), "The name of a served model; may be left out."),
         Field("encoding_format", Choice(("float", "base64")), "float by default; base64 is of little-endian float32."),
         Field("dimensions", whole(1), "Keep only so many numbers, for models trained for that."),
-        Field(
-            "pooling",
-            Choice(("mean", "last", "cls")),
-            "Of the last layer's hidden states: their mean, the last one or the first; the model's own by default.",
-        ),
+        Field("pooling", Choice(("mean", "last", "cls")), _POOLING),
         Field("normalize", Flag(), "Scale each vector to length 1; true by default, or what the model's files say."),
         Field("prompt_name", Text(maximum=512), "One of the model's own prompts, which comes before each text."),
         Field("priority", INT64, "Smaller is served first, in a session with policy='priority'."),

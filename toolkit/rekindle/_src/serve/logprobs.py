@@ -94,10 +94,8 @@ class Shapes:
         if isinstance(entry, int):
             return None
         logprobs: dict[str, float] = {}
-        for token_id, logprob in (
-            *zip(entry.top_ids, entry.top_logprobs, strict=True),
-            (entry.token_id, entry.logprob),
-        ):
+        pairs = (*zip(entry.top_ids, entry.top_logprobs, strict=True), (entry.token_id, entry.logprob))
+        for token_id, logprob in pairs:
             logprobs.setdefault(self.name(token_id), finite(logprob))
         return logprobs
 
@@ -112,11 +110,9 @@ class Shapes:
             return None
         ranks = {token: rank + 1 for rank, token in enumerate(entry.top_ids)}
         pairs = dict(zip(entry.top_ids, entry.top_logprobs, strict=True)) | {entry.token_id: entry.logprob}
-        return {
-            str(token): {
-                "logprob": finite(logprob),
-                "rank": ranks.get(token),
-                "decoded_token": self._names.get(token)[0],
-            }
-            for token, logprob in pairs.items()
-        }
+
+        def shape(token: int, logprob: float) -> dict[str, Any]:
+            text = self._names.get(token)[0]
+            return {"logprob": finite(logprob), "rank": ranks.get(token), "decoded_token": text}
+
+        return {str(token): shape(token, logprob) for token, logprob in pairs.items()}

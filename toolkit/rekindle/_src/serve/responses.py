@@ -34,6 +34,7 @@ from rekindle._src.serve.models import SessionLike
 from rekindle._src.serve.openai_fields import MOST, MOST_MESSAGES, OBJECT, SAMPLING_BY_NAME
 
 TOOL = Shape((("type", Text()), ("name", Text(maximum=256, minimum=1)), ("parameters", OBJECT)), ("type",))
+TOOL_CHOICE = Either("a word or a tool", ((str, Text()), (dict, OBJECT)))
 INPUT = Either("a string or a list of items", ((str, Text()), (list, Items(OBJECT, minimum=1, maximum=MOST_MESSAGES))))
 REASONING = Shape((("effort", Text(maximum=64)), ("summary", Text(maximum=64))))
 FORMAT = Shape((("format", Shape((("type", Choice(("text", "json_object", "json_schema"))),), ("type",))),))
@@ -49,11 +50,7 @@ RESPONSES = Endpoint(
         Field("top_logprobs", whole(0, 20), "Log-probabilities of this many tokens at each position."),
         Field("stream", Flag(), "Send the answer as server-sent events, while it is made."),
         Field("tools", Items(TOOL, maximum=512), "Functions that the model may call."),
-        Field(
-            "tool_choice",
-            Either("a word or a tool", ((str, Text()), (dict, OBJECT))),
-            "none, auto, required, a function, or allowed_tools.",
-        ),
+        Field("tool_choice", TOOL_CHOICE, "none, auto, required, a function, or allowed_tools."),
         Field("parallel_tool_calls", Flag(), "false: at most one call in an answer."),
         Field("reasoning", REASONING, "effort is for the chat template; there are no summaries."),
         Field("text", FORMAT, "The format of the text."),
@@ -176,13 +173,9 @@ def messages_of(fields: Mapping[str, Any], find: Find | None = None) -> list[dic
                 call = {"id": _text(item, "call_id", path), "type": "function", "function": function}
                 _assistant(messages).setdefault("tool_calls", []).append(call)
             case "function_call_output":
-                output = item.get("output")
-                text = (
-                    content_text(_parts(output, f"{path}.output"), f"{path}.output")
-                    if isinstance(output, list)
-                    else None
-                )
-                text = _text(item, "output", path) if text is None else text
+                output, place = item.get("output"), f"{path}.output"
+                parts = isinstance(output, list)
+                text = content_text(_parts(output, place), place) if parts else _text(item, "output", path)
                 messages.append({"role": "tool", "tool_call_id": _text(item, "call_id", path), "content": text})
             case kind:
                 raise wrong(f"{path}.type", kind, "is not served here", "Send messages, reasoning and function calls")
