@@ -25,7 +25,7 @@ sys.path[:0] = [str(ROOT / name) for name in ("toolkit", "kernels", "tests/bench
 
 import rekindle  # noqa: E402
 from rekindle._src.bench.shapes import random_shape  # noqa: E402
-from rekindle._src.bench.simulation import (  # noqa: E402  # noqa: E402
+from rekindle._src.bench.simulation import (  # noqa: E402
     HEAD,
     SimulatedRequest,
     Watch,
@@ -34,8 +34,7 @@ from rekindle._src.bench.simulation import (  # noqa: E402  # noqa: E402
     simulate,
 )
 from rekindle._src.processes.bulk import BulkChannel  # noqa: E402
-from rekindle._src.session.sharing.pulling import Puller  # noqa: E402
-from rekindle._src.session.sharing.source import PageAddress  # noqa: E402
+from rekindle._src.session.page_sharing import PageAddress, Puller  # noqa: E402
 
 SECRET = "a secret of this benchmark"
 

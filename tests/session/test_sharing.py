@@ -25,9 +25,7 @@ from rekindle._src.kvcache.persist import segment
 from rekindle._src.processes import greeting
 from rekindle._src.processes.bulk import BulkChannel, ReceiveMemory, SendMemory
 from rekindle._src.processes.channel import Kind
-from rekindle._src.session.sharing.pulling import Puller
-from rekindle._src.session.sharing.sharer import parts
-from rekindle._src.session.sharing.source import SILENCE, PageAddress, Source, introduction
+from rekindle._src.session.page_sharing import SILENCE, PageAddress, Puller, Source, introduction, parts
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 SECRET = "a secret of these tests"

@@ -15,17 +15,17 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from rekindle import tiny
-from rekindle._src.core.guides import mask_words
+from rekindle._src.core.records import mask_words
 from rekindle._src.models.loading.gguf.export import write_gguf
 from rekindle._src.models.loading.gguf.header import read_header
 from rekindle._src.structured import compile_worker
 from rekindle._src.text import ChatTemplate, Tokenizer
 from rekindle._src.text.gguf import partial, reading, token_table
-from rekindle._src.text.gguf.partial import PartialTokenizer
-from rekindle._src.text.gguf.pre_tokenizers import PRE_TOKENIZERS
+from rekindle._src.text.gguf.reading import PartialTokenizer
 from rekindle._src.text.gguf.vocabulary import HUGGINGFACE, Recipe
 from rekindle._src.text.gguf.writing import pre_tokenizer_name, tokenizer_metadata
 from rekindle._src.text.tokenizer import LONG_TEXT
+from rekindle._src.text.tokenizer_limits import PRE_TOKENIZERS
 from rekindle.errors import CheckpointError, UnsupportedModel
 
 TEXTS = (

@@ -11,23 +11,21 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, Unpack
 
 from rekindle._src.core import foreign_names, html
-from rekindle._src.core.bounds import (
+from rekindle._src.core.options import (
     MAX_BAD_WORDS,
     MAX_STOPS,
-    bounded,
-    bounded_stops,
-    check_n,
-    check_salt,
-    check_words,
-)
-from rekindle._src.core.options import (
     Check,
     Flag,
     Real,
     Refusal,
     Whole,
     Word,
+    bounded,
+    bounded_stops,
+    check_n,
     check_options,
+    check_salt,
+    check_words,
     door,
     option,
     refuse_unknown,

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 import jax.numpy as jnp
 from jax import Array, lax
 
-from rekindle._src.core.guides import Guided, GuideLike, Mask, mask_words
-from rekindle._src.core.records import Row, RowResult, StepPlan
+from rekindle._src.core.records import Guided, GuideLike, Mask, Row, RowResult, StepPlan, mask_words
 from rekindle._src.programs.feature import Feature
 from rekindle._src.programs.request_state import BIAS_LIMIT
 from rekindle._src.programs.sampling import Choose, Take

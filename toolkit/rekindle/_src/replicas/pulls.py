@@ -12,9 +12,7 @@ import numpy as np
 from rekindle._src.core.records import Request
 from rekindle._src.kvcache.tiers.host import Held
 from rekindle._src.session.client import Client
-from rekindle._src.session.sharing.pulling import Puller
-from rekindle._src.session.sharing.sharer import SharedPages, page_address
-from rekindle._src.session.sharing.source import PageAddress
+from rekindle._src.session.page_sharing import PageAddress, Puller, SharedPages, page_address
 from rekindle.errors import RekindleError
 
 log = logging.getLogger("rekindle.fleet")

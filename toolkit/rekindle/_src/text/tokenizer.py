@@ -16,8 +16,7 @@ from rekindle._src.core.plain_files import read_plain
 from rekindle._src.models.loading.gguf.files import is_file
 from rekindle._src.text import tokenizer_limits
 from rekindle._src.text.encoding_process import EncodingFailed, EncodingProcess
-from rekindle._src.text.spelling import Spelled
-from rekindle._src.text.tokenizer_limits import panics_as
+from rekindle._src.text.tokenizer_limits import Spelled, panics_as
 from rekindle.errors import CheckpointError, RequestFailed
 
 MAX_FILE = 256 << 20  # bytes; the tokenizer.json of a vocabulary of 256,000 has some 35 MB
