@@ -263,7 +263,6 @@ class ChatRequests:
         "none", "low", "medium" or "high" where the template knows it. With `continue_final_message` the answer goes on
         where the last message ends.
         """
-        from rekindle._src.session.chats import chat_prompt  # chats alone need it
         from rekindle._src.session.tool_functions import tools_of
         from rekindle._src.session.tool_loop import forcing, resolve_choice
 
@@ -319,7 +318,6 @@ class ChatRequests:
         template_options: Mapping[str, Any] | None = None,
     ) -> str:
         """Return the prompt that `chat` makes of these messages, special tokens included."""
-        from rekindle._src.session.chats import chat_prompt
         from rekindle._src.session.tool_functions import tools_of
 
         prompt = chat_prompt(
