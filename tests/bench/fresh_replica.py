@@ -129,7 +129,7 @@ def main() -> None:
 
 
 def measure(arguments: argparse.Namespace, work: Path) -> None:
-    from rekindle._src.bench.folder import write_checkpoint
+    from rekindle._src.bench.shapes import write_checkpoint
 
     model = write_checkpoint(arguments.shape, work / f"model-{arguments.shape}")
     own, shared = work / "own", work / "shared"

@@ -33,7 +33,7 @@ sys.path[:0] = [str(ROOT / name) for name in ("toolkit", "kernels")]
 import anyio  # noqa: E402
 
 import rekindle  # noqa: E402
-from rekindle._src.bench.folder import write_checkpoint  # noqa: E402
+from rekindle._src.bench.shapes import write_checkpoint  # noqa: E402
 from rekindle._src.bench.workloads import Prompts  # noqa: E402
 
 REQUESTS = 32

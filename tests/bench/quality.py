@@ -70,8 +70,7 @@ def tiny_texts(folder: Path, tokens: int) -> tuple[list[list[int]], list[list[in
     """Windows that calibrate, of the training documents, and held-out ones."""
     from tokenizers import Tokenizer
 
-    from workshop.tiny.corpus import HELD_OUT, TRAIN
-    from workshop.tiny.tokenizer import PAD, encoded, pack
+    from workshop.tiny.corpus import HELD_OUT, PAD, TRAIN, encoded, pack
 
     words = Tokenizer.from_file(str(folder / "tokenizer.json"))
     packed = (pack(encoded(words, name), tokens // LENGTH, LENGTH) for name in (f"{TRAIN} quality", HELD_OUT))

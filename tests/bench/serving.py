@@ -48,7 +48,7 @@ def main() -> None:
 
 async def measure(model: str, streams: list[int], tokens: int, rounds: int, llama_server: Path | None) -> None:
     import rekindle
-    from rekindle._src.bench.folder import write_checkpoint
+    from rekindle._src.bench.shapes import write_checkpoint
 
     folder: Any = model
     if model != "tiny":

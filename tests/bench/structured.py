@@ -33,8 +33,7 @@ from llama_server import LlamaServer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 import rekindle
-from rekindle._src.bench.folder import write_checkpoint
-from rekindle._src.bench.shapes import random_shape
+from rekindle._src.bench.shapes import random_shape, write_checkpoint
 from rekindle._src.session.exporting import export
 
 NAMES = ["identifier", "description", "category_name", "priority_level", "responsible_person", "department"]

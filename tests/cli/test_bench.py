@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from helpers import checkpoints
-from rekindle._src.bench import fresh, growth, limits, workloads
-from rekindle._src.bench.folder import write_checkpoint
-from rekindle._src.bench.shapes import SHAPES, hf_config
+from rekindle._src.bench import growth, limits, workloads
+from rekindle._src.bench.shapes import SHAPES, hf_config, write_checkpoint
 from rekindle._src.cli import bench
 from rekindle._src.cli.main import main, parser
 from rekindle._src.cli.usage import engine_options
@@ -147,9 +146,9 @@ async def test_a_prompt_is_no_longer_than_the_context_allows(context: int, lengt
 @pytest.mark.slow
 def test_fresh_processes_start_and_restart(tmp_path: Path) -> None:
     folder = str(write_checkpoint("micro", tmp_path / "micro"))
-    started = fresh.first_token(folder, {})
+    started = workloads.first_token(folder, {})
     assert 0 < started["warm_s"] < started["cold_s"], "the second process compiles nothing"
-    again = fresh.restart(folder, {"max_requests": 16})
+    again = workloads.restart(folder, {"max_requests": 16})
     assert again["restored_share"] == again["restored_prefill_s"] / again["cold_prefill_s"] > 0
 
 

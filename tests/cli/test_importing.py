@@ -26,8 +26,8 @@ def test_a_terminal_says_what_a_command_imports(monkeypatch: pytest.MonkeyPatch)
         until = time.monotonic() + 60.0
         while "importing JAX" not in screen.getvalue() and time.monotonic() < until:
             time.sleep(0.01)
-        assert name == "rekindle._src.cli.generate"
-        return SimpleNamespace(run=lambda arguments: 0)
+        assert name in ("rekindle._src.session.opening", "rekindle._src.cli.commands")
+        return SimpleNamespace(generate=lambda arguments: 0)
 
     monkeypatch.setattr(importlib, "import_module", slow_import)
     monkeypatch.setattr(sys, "stderr", screen)

@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from rekindle._src.bench.folder import write_checkpoint
+from rekindle._src.bench.shapes import write_checkpoint
 from rekindle._src.cli.main import main
 from rekindle_kernels import has_mask_gates
 

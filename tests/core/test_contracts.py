@@ -15,7 +15,7 @@ from rekindle._src.core import contracts
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch import backend
 from rekindle._src.execution.runner import Runner, RunnerStatistics
-from rekindle._src.notebook import shown
+from rekindle._src.notebook import live
 from rekindle._src.programs.programs import Programs
 from rekindle._src.replicas.fleet_backend import FleetBackend, Parts
 from rekindle._src.replicas.routing import router
@@ -66,9 +66,9 @@ def fleet_backend() -> FleetBackend:
         (contracts.ChatLike, (ChatTemplate,)),
         (backend.Backend, (fake_engine(), fleet_backend())),
         (backend.GrammarsLike, (Grammars, RemoteGrammars())),
-        (shown.NodeLike, (NodeView,)),
-        (shown.TreeLike, (CacheTree,)),
-        (shown.TierSizes, (CacheStats,)),
+        (live.NodeLike, (NodeView,)),
+        (live.TreeLike, (CacheTree,)),
+        (live.TierSizes, (CacheStats,)),
     ],
     ids=lambda given: given.__name__ if isinstance(given, type) else "",
 )
@@ -86,15 +86,15 @@ def test_a_session_and_its_requests_have_what_views_need() -> None:
     with opened() as session:
         handle = session.submit("x", max_tokens=1)
         handle.result_sync()
-        assert missing(shown.SessionLike, session) == []
-        assert missing(shown.RequestLike, handle) == []
-        assert missing(shown.CacheLike, session.cache) == []
-        assert missing(shown.FiguresLike, session.stats()) == []
+        assert missing(live.SessionLike, session) == []
+        assert missing(live.RequestLike, handle) == []
+        assert missing(live.CacheLike, session.cache) == []
+        assert missing(live.FiguresLike, session.stats()) == []
 
 
 def test_every_contract_is_checked_here() -> None:
     checked = Path(__file__).read_text()
-    for module, prefix in ((contracts, "contracts"), (shown, "shown")):
+    for module, prefix in ((contracts, "contracts"), (live, "live")):
         for name, value in vars(module).items():
-            if isinstance(value, type) and value.__module__ == module.__name__:
+            if getattr(value, "_is_protocol", False) and value.__module__ == module.__name__:
                 assert f"{prefix}.{name}" in checked, f"{prefix}.{name} is compared with nothing"

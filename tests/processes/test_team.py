@@ -15,7 +15,7 @@ import pytest
 from helpers.driving import tiny_config
 from rekindle._src.processes.channel import Channel, Keys, Kind
 from rekindle._src.processes.codec import DONE, checksum
-from rekindle._src.processes.facts import Facts, as_json, encoded, facts
+from rekindle._src.processes.greeting import Facts, as_json, encoded, facts
 from rekindle._src.processes.team import Team
 from rekindle.errors import CheckpointError, ProcessLost, ProcessRefused
 

@@ -214,31 +214,31 @@ def test_other_weights_while_streams_go_on(fleet: Fleet, cache: str) -> None:
 
 def test_which_ray_is_joined(fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The Ray that this process has started for itself is there, and belongs to it alone."""
-    from rekindle._src.replicas import ray_runtime
+    from rekindle._src.replicas import on_ray
 
     joined: list[str] = []
-    monkeypatch.setattr(ray_runtime.ray, "init", lambda **given: joined.append(given["address"]))
+    monkeypatch.setattr(on_ray.ray, "init", lambda **given: joined.append(given["address"]))
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    assert not ray_runtime._join()
+    assert not on_ray._join()
     noted = tmp_path / "ray" / "ray_current_cluster"
     noted.parent.mkdir()
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         noted.write_text(address)
-        assert ray_runtime._join()
-    assert not ray_runtime._join(), "it has ended"
+        assert on_ray._join()
+    assert not on_ray._join(), "it has ended"
     monkeypatch.setenv("RAY_ADDRESS", "local")
-    assert not ray_runtime._join()
+    assert not on_ray._join()
     assert joined == [address]
 
     def refuse(**given: Any) -> None:
         raise ConnectionError("nothing is there")
 
-    monkeypatch.setattr(ray_runtime.ray, "init", refuse)
+    monkeypatch.setattr(on_ray.ray, "init", refuse)
     monkeypatch.setenv("RAY_ADDRESS", "192.0.2.1:6379")
     with pytest.raises(ConfigError, match="RAY_ADDRESS"):
-        ray_runtime._join()
+        on_ray._join()
 
 
 def test_prompts_in_one_process_and_answers_in_another(cache: str) -> None:

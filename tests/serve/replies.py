@@ -9,10 +9,9 @@ from typing import Any
 from helpers.sessions import byte_tokenizer
 from rekindle import Completion, FinishReason, Sampling, Timings, Usage
 from rekindle._src.core.reply import ReplyEvent, fold
-from rekindle._src.serve.exchange import Exchange
+from rekindle._src.serve.exchange import Exchange, Service
 from rekindle._src.serve.life import Life
 from rekindle._src.serve.models import Models
-from rekindle._src.serve.service import Service
 
 
 def completion(text: str, *, events: Sequence[ReplyEvent] = (), reason: FinishReason = FinishReason.EOS) -> Completion:

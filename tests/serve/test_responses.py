@@ -11,7 +11,7 @@ from helpers.sessions import expected
 from rekindle._src.core.records import FinishReason, TextDelta
 from rekindle._src.core.reply import ContentDelta, ReasoningDelta, ToolCallArguments, ToolCallStarted
 from rekindle._src.serve.errors import Refused
-from rekindle._src.serve.service import KeptItems
+from rekindle._src.serve.exchange import KeptItems
 from rekindle.serve import app as rekindle_app
 from serve.replies import completion, exchange_for, sent
 

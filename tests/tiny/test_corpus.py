@@ -10,7 +10,7 @@ from random import Random
 
 import pytest
 
-from workshop.tiny import evaluate, facts, lists, questions
+from workshop.tiny import evaluate, facts, questions
 from workshop.tiny.corpus import HELD_OUT, SHARES, TRAIN, documents, talk
 from workshop.tiny.facts import FACTS, WHO, ask, people, state
 from workshop.tiny.stories import plot_of, request, story
@@ -127,10 +127,10 @@ def test_sums_are_right() -> None:
 def test_records_and_lists_say_what_was_asked() -> None:
     rng = Random(0)
     for _ in range(200):
-        asked, answer = lists.from_sentences(rng)
+        asked, answer = questions.from_sentences(rng)
         record = json.loads(answer)
         assert all(str(value) in asked for value in record.values())
-        asked, answer = lists.listing(rng)
+        asked, answer = questions.listing(rng)
         if asked.startswith("Sort"):
             values = [int(value) for value in re.findall(r"\d+", asked)]
             assert answer == ", ".join(map(str, sorted(values)))
@@ -144,9 +144,9 @@ def test_records_and_lists_say_what_was_asked() -> None:
 def test_copying_is_exact() -> None:
     rng = Random(0)
     for _ in range(50):
-        asked, answer = lists.repeat(rng)
+        asked, answer = questions.repeat(rng)
         assert asked.endswith(f": {answer}")
-        assert len(set(lists.copies(rng).splitlines())) == 1
+        assert len(set(questions.copies(rng).splitlines())) == 1
     found = list(islice(documents("copies", 0.5), 400))
     assert 120 < sum(len(set(text.split("\n"))) == 1 and "\n" in text for text in found) < 280
 

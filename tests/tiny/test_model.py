@@ -18,8 +18,7 @@ from rekindle._src.models.loading.checkpoint import load
 from rekindle.tiny import folder
 from workshop import reference
 from workshop.tiny import evaluate
-from workshop.tiny.corpus import chat
-from workshop.tiny.tokenizer import encoded, pack
+from workshop.tiny.corpus import chat, encoded, pack
 from workshop.tiny.train import CONTEXT, Recipe
 
 

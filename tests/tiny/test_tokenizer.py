@@ -12,14 +12,14 @@ from tokenizers import Tokenizer
 from rekindle._src.text.chat import ChatTemplate
 from rekindle._src.text.tokenizer import Tokenizer as LoadedTokenizer
 from rekindle.tiny import folder
-from workshop.tiny import tokenizer
+from workshop.tiny import corpus
 from workshop.tiny.corpus import HELD_OUT, chat, documents
 
 SHIPPED = Tokenizer.from_file(str(folder() / "tokenizer.json"))
 
 
 def test_training_is_deterministic() -> None:
-    first, second = (tokenizer.train(400, sample=150).to_str() for _ in range(2))
+    first, second = (corpus.train_tokenizer(400, sample=150).to_str() for _ in range(2))
     assert first == second
 
 
@@ -41,7 +41,7 @@ def test_digits_are_tokens_of_their_own() -> None:
 
 
 def test_special_tokens_come_first() -> None:
-    assert [SHIPPED.token_to_id(token) for token in tokenizer.SPECIAL] == [0, 1, 2]
+    assert [SHIPPED.token_to_id(token) for token in corpus.SPECIAL] == [0, 1, 2]
     assert SHIPPED.get_vocab_size() == 2048
 
 

@@ -15,8 +15,8 @@ from rekindle._src.models.base import abstract_model, merge
 from rekindle._src.models.loading.checkpoint import load
 from rekindle._src.models.registry import config_from_hf
 from rekindle.tiny import folder
-from workshop.tiny import evaluate, tokenizer
-from workshop.tiny.tokenizer import PAD, encoded, pack
+from workshop.tiny import evaluate
+from workshop.tiny.corpus import PAD, encoded, pack, train_tokenizer
 from workshop.tiny.train import (
     SIZES,
     Recipe,
@@ -49,7 +49,7 @@ SMALL = Recipe(
 
 @pytest.fixture(scope="module")
 def words() -> Tokenizer:
-    return tokenizer.train(SMALL.vocab_size, sample=100)
+    return train_tokenizer(SMALL.vocab_size, sample=100)
 
 
 def run(words: Tokenizer, work: Path, stop_after: int | None = None) -> tuple[list[float], list[np.ndarray]]:

@@ -31,8 +31,8 @@ from plans import WORKLOADS, Figures  # noqa: E402
 from process import EngineFailed  # noqa: E402
 from rounds import Race, say  # noqa: E402
 
-from rekindle._src.bench import fresh, shapes  # noqa: E402
-from rekindle._src.bench.folder import write_checkpoint  # noqa: E402
+from rekindle._src.bench import shapes, workloads  # noqa: E402
+from rekindle._src.bench.shapes import write_checkpoint  # noqa: E402
 from rekindle._src.models.loading.gguf.header import read_header  # noqa: E402
 
 
@@ -99,7 +99,7 @@ def restart(setting: Setting) -> Figures:
     own = {"dtype": "bfloat16", "quantize": QUANTIZE[setting.bits]}
     precision = {} if setting.file else own
     try:
-        return fresh.restart(setting.file or setting.folder, precision, programs=Path(setting.cache))
+        return workloads.restart(setting.file or setting.folder, precision, programs=Path(setting.cache))
     except (OSError, RuntimeError) as error:
         raise EngineFailed(str(error)) from error
 

@@ -1,6 +1,6 @@
 """The cases of each family that tests compare with transformers, with what a GGUF file can hold of them.
 
-A module is named by its model_type, as the family's own is, and has
+A module is named by its model_type, and has
 
     CASES     configs by name; what each case is there for stands in its name
     EMBEDS    configs by name of models that embed only, which generate nothing to compare (see `helpers.embedders`)

@@ -98,7 +98,7 @@ def test_a_gguf_file_says_how_it_pools(tmp_path: Path, number: int | None, pooli
 
 
 def test_a_model_that_embeds_alone_is_no_gguf_file() -> None:
-    from rekindle._src.models.loading.gguf.describe import describe
+    from rekindle._src.models.loading.gguf.export import describe
 
     with pytest.raises(UnsupportedModel, match="can't be a GGUF file: it is for embeddings alone"):
         describe(CONFIG)

@@ -24,12 +24,11 @@ import rekindle
 from rekindle import Session
 from rekindle._src.models.base import Graph
 from rekindle._src.models.loading.checkpoint import load
-from workshop.tiny import facts, lists
-from workshop.tiny.corpus import HELD_OUT, TURN, TURN_END, chat, talk
+from workshop.tiny import facts
+from workshop.tiny.corpus import HELD_OUT, PAD, TURN, TURN_END, chat, encoded, pack, talk
 from workshop.tiny.facts import Turns
-from workshop.tiny.questions import general_question, sum_question, unknown_question
+from workshop.tiny.questions import from_sentences, general_question, sum_question, unknown_question
 from workshop.tiny.stories import plot_of
-from workshop.tiny.tokenizer import PAD, encoded, pack
 from workshop.tiny.train import losses
 from workshop.tiny.words import split_words
 
@@ -42,7 +41,7 @@ measured = jax.jit(losses, static_argnums=0)
 SINGLE = {
     "general": general_question,
     "sums": sum_question,
-    "lists": lists.from_sentences,
+    "lists": from_sentences,
     "unknown": unknown_question,
 }
 

@@ -29,9 +29,7 @@ from rekindle._src.models.base import Graph, merge, random_model
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.nn.layers import Attend
 from rekindle._src.models.registry import config_from_hf, manifest
-from workshop.tiny import tokenizer
-from workshop.tiny.corpus import END, TRAIN, TURN_END
-from workshop.tiny.tokenizer import PAD, encoded, pack
+from workshop.tiny.corpus import END, PAD, TRAIN, TURN_END, encoded, pack, token_id, train_tokenizer, write_tokenizer
 
 CONTEXT = 1024  # tokens
 CHECKPOINT = "checkpoint.npz"
@@ -323,7 +321,7 @@ def tensors(config: ModelConfig, graph: Graph, leaves: Sequence[Any]) -> dict[st
 def export(recipe: Recipe, words: Tokenizer, graph: Graph, leaves: Sequence[Any], folder: Path) -> None:
     """Write weights, configs and tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
-    end, turn_end = tokenizer.token_id(words, END), tokenizer.token_id(words, TURN_END)
+    end, turn_end = token_id(words, END), token_id(words, TURN_END)
     config = recipe.config([turn_end, end], end)
     weights = folder / "model.safetensors"
     save_file(tensors(config_from_hf(config), graph, leaves), weights, {"format": "pt"})
@@ -331,7 +329,7 @@ def export(recipe: Recipe, words: Tokenizer, graph: Graph, leaves: Sequence[Any]
     generation = {"eos_token_id": [turn_end, end], "pad_token_id": end, "do_sample": False}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
-    tokenizer.write(words, folder, context=CONTEXT)
+    write_tokenizer(words, folder, context=CONTEXT)
 
 
 def initial(recipe: Recipe, config: ModelConfig) -> tuple[Graph, tuple[jax.Array, ...]]:
@@ -397,7 +395,7 @@ def main(argv: list[str] | None = None) -> None:
     if options.steps not in (None, recipe.steps):
         recipe = recipe.scaled(options.steps)
     work = options.work or Path("build") / options.size
-    words = tokenizer.train(recipe.vocab_size)
+    words = train_tokenizer(recipe.vocab_size)
     times: list[float] = []
 
     def report(number: int, loss: float) -> None:

@@ -71,7 +71,7 @@ def test_every_family_that_is_written_for_llama_cpp_is_held() -> None:
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_no_file_can_say_is_refused(case: str) -> None:
-    from rekindle._src.models.loading.gguf.describe import describe
+    from rekindle._src.models.loading.gguf.export import describe
 
     with pytest.raises(UnsupportedModel, match=REFUSED[case]):
         describe(config_from_hf(CASES[case]))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from helpers import gguf_files
 from helpers.gguf_files import entry, pair, text
-from rekindle._src.models.loading.gguf import cursor
+from rekindle._src.models.loading.gguf import header as headers
 from rekindle._src.models.loading.gguf.header import GgufHeader, read_header
 from rekindle.errors import CheckpointError
 
@@ -140,7 +140,7 @@ def test_hostile_files_are_refused_and_the_key_or_tensor_is_named(file: Path, wh
 
 
 def test_a_sparse_file_does_not_make_long_work_of_its_header(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cursor, "MAX_HEADER", 1 << 20)
+    monkeypatch.setattr(headers, "MAX_HEADER", 1 << 20)
     file.write_bytes(gguf_files.raw(pairs=[pair("t", ARRAY, struct.pack("<IQ", STRING, 1 << 20))]))
     with file.open("r+b") as opened:
         opened.truncate(1 << 40)
@@ -219,7 +219,7 @@ def test_strings_of_any_length_are_found(strings: list[str], window: int, repeat
     array = struct.pack("<IQ", STRING, len(strings)) + b"".join(map(text, strings))
     content = gguf_files.raw(pairs=[pair("a.texts", ARRAY, array), pair("a.count", U32, struct.pack("<I", 7))])
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patched:
-        patched.setattr(cursor, "_WINDOW", window)
+        patched.setattr(headers, "_WINDOW", window)
         found = read_header(written(Path(folder, "a.gguf"), content)).metadata
     texts = found.texts("a.texts")
     assert [*texts] == strings and found.integer("a.count") == 7

@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from rekindle._src.models.family import HeadOrder, Rewritten
 from rekindle._src.models.loading.gguf.blocks import BY_NAME
-from rekindle._src.models.loading.gguf.rewritten import JoinedRows, RewrittenRows, entry_of, joined, stored_places
-from rekindle._src.models.loading.gguf.rows import GgufRows
+from rekindle._src.models.loading.gguf.rows import GgufRows, JoinedRows, RewrittenRows, entry_of, joined, stored_places
 from rekindle._src.models.loading.tensor_files import TensorEntry
 
 ORDER = HeadOrder(first=5, groups=2, heads=6, size=4)  # 5 rows, then 6 heads of 4

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import anyio
 
 from rekindle._src.bench import workloads
-from rekindle._src.bench.shapes import hf_config, is_shape, random_shape
+from rekindle._src.bench.shapes import hf_config, is_shape, random_shape, write_checkpoint
 from rekindle._src.cli.usage import engine_options, workload_names
 from rekindle._src.core.config import cache_folder
 from rekindle._src.session import opening
@@ -95,17 +95,14 @@ def needed(model: LoadedModel | str, name: str, options: dict[str, Any]) -> dict
 
 
 def _fresh(model: str, name: str, repeat: int, options: dict[str, Any]) -> dict[str, float]:
-    from rekindle._src.bench import fresh
-    from rekindle._src.bench.folder import write_checkpoint
-
     with tempfile.TemporaryDirectory() as folder:
         source = str(write_checkpoint(model.lower(), Path(folder) / "model")) if is_shape(model) else model
         if name == "W5":
-            measure_once: Callable[..., dict[str, float]] = fresh.first_token
+            measure_once: Callable[..., dict[str, float]] = workloads.first_token
         else:
             limit = {"max_model_len": 1024} if model == "tiny" else {}
             options = {**limit, **options}
-            measure_once = functools.partial(fresh.restart, programs=cache_folder(options.get("cache_dir")))
+            measure_once = functools.partial(workloads.restart, programs=cache_folder(options.get("cache_dir")))
         try:
             return _medians([measure_once(source, options) for _ in range(repeat)])
         except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""The parsers of all subcommands. A subcommand is in the module of its name, which is imported when it runs."""
+"""The parsers of all subcommands. A subcommand is in `commands` or in a module of its name, imported when it runs."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def main(argv: Sequence[str] | None = None, *, imported: Callable[[], object] = 
     arguments = parser().parse_args(argv)
     try:
         with Activity(lambda: State("importing JAX")):
-            command = importlib.import_module(f"rekindle._src.cli.{arguments.command.replace('-', '_')}")
+            run = _imported(arguments.command.replace("-", "_"))
         imported()
-        return int(command.run(arguments))
+        return int(run(arguments))
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
@@ -58,6 +58,21 @@ def main(argv: Sequence[str] | None = None, *, imported: Callable[[], object] = 
     except RekindleError as error:
         print(f"rekindle: {error}", file=sys.stderr)
         return 1
+
+
+# What the functions of `commands` import, so that it is loaded before they run.
+_NEEDED = {
+    "export": "session.exporting", "follow": "session.following", "generate": "session.opening",
+    "run_batch": "serve.batch", "simulate": "bench.simulation", "warm": "session.builder",
+}  # fmt: skip
+
+
+def _imported(command: str) -> Callable[[argparse.Namespace], int]:
+    """Return the function of a subcommand."""
+    if command not in _NEEDED:
+        return importlib.import_module(f"rekindle._src.cli.{command}").run  # type: ignore[no-any-return]
+    importlib.import_module(f"rekindle._src.{_NEEDED[command]}")
+    return getattr(importlib.import_module("rekindle._src.cli.commands"), command)  # type: ignore[no-any-return]
 
 
 def parser() -> Parser:

@@ -84,19 +84,26 @@ class GgufForm:
     scale_dim: Callable[[ModelConfig], int] = lambda config: config.head_dim  # scores are divided by its square root
 
 
-def decoder_of(block: str) -> Callable[[ModelConfig, Precision], Any]:
-    """Return the `module` of a family whose decoder has these blocks, by their name in `nn/decoders.py`."""
+def with_biases(**tensors: str) -> Callable[[GgufModel], dict[str, Any]]:
+    """Return a `read` of the usual keys, and of these: each is true if such tensors of the file have biases."""
+    return lambda model: (
+        model.decoder() | {key: model.has(f"blk.0.{tensor}.bias") for key, tensor in tensors.items()} | model.rope()
+    )
+
+
+def decoder_of(block: str, decoder: str = "Decoder") -> Callable[[ModelConfig, Precision], Any]:
+    """Return the `module` of a family whose decoder has these blocks, by their names in `nn/decoders.py`."""
 
     def module(config: ModelConfig, precision: Precision) -> Any:
         from rekindle._src.models.nn import decoders
 
-        return decoders.Decoder(config, precision, getattr(decoders, block))
+        return getattr(decoders, decoder)(config, precision, getattr(decoders, block))
 
     return module
 
 
 class Family(NamedTuple):
-    """The entry of one model_type; every module in `families` is named by its model_type and ends with its `FAMILY`."""
+    """The entry of one model_type in the `FAMILIES` of its module."""
 
     architecture: str  # as in config.json's `architectures`
     config: Callable[[Keys], ModelConfig]

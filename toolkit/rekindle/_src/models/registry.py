@@ -1,4 +1,4 @@
-"""The model families that rekindle implements: the modules in `families`. To add one, write its module.
+"""The model families that rekindle implements: those of the modules in `families`. To add one, write its module.
 
 A family's module is imported when a config of its type is read or its model is made.
 """
@@ -20,15 +20,16 @@ from rekindle.errors import UnsupportedModel
 if TYPE_CHECKING:
     from rekindle._src.models.family import Family, GgufForm
 
-# The model types of config.json that are implemented: the modules in `families`, which are named by them.
-FAMILIES = tuple(sorted(module.name for module in pkgutil.iter_modules(families.__path__)))
+# The model types of config.json that are implemented.
+FAMILIES = tuple(sorted({*(module.name for module in pkgutil.iter_modules(families.__path__)), *families.RELATIVES}))
 
 
 def family(model_type: str) -> Family:
     """Return the family of a model_type. Raise `UnsupportedModel`, which lists those that are implemented."""
     if model_type not in FAMILIES:
         raise UnsupportedModel(f"model_type={model_type!r} is not implemented. Use one of: {', '.join(FAMILIES)}.")
-    entry: Family = import_module(f"{families.__name__}.{model_type}").FAMILY
+    module = families.RELATIVES.get(model_type, model_type)
+    entry: Family = import_module(f"{families.__name__}.{module}").FAMILIES[model_type]
     return entry
 
 
@@ -73,7 +74,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
             f"Use one of: {', '.join(FAMILIES)}."
         )
     from rekindle._src.models.hf_config import Keys  # a start that finds everything kept needs neither
-    from rekindle._src.models.loading.quantized.schemes import scheme
+    from rekindle._src.models.loading.quantized import scheme
 
     scheme(raw)  # raises for a quantization_config that is not supported
     entry = family(model_type)

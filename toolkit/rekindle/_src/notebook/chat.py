@@ -23,8 +23,7 @@ from rekindle._src.core.reply import ContentDelta, Reply, ReplyEvent, fold
 from rekindle._src.core.sampling import ANSWER_TOKENS, Sampling
 from rekindle._src.core.store import Store
 from rekindle._src.notebook import bubbles
-from rekindle._src.notebook.live import Control, Live, button, field, slider
-from rekindle._src.notebook.shown import RequestLike, SessionLike
+from rekindle._src.notebook.live import Control, Live, RequestLike, SessionLike, button, field, slider
 from rekindle.errors import InvalidRequest, RequestAborted, StoreError
 
 _TALK = (

@@ -20,8 +20,7 @@ from rekindle._src.core.records import StepResult
 from rekindle._src.dispatch.engine import Observer
 from rekindle._src.notebook.figures import Figure
 from rekindle._src.notebook.figures import run as figure_of_run
-from rekindle._src.notebook.live import Live, button, field
-from rekindle._src.notebook.shown import CacheLike, NodeLike, SessionLike
+from rekindle._src.notebook.live import CacheLike, Live, NodeLike, SessionLike, button, field
 from rekindle.errors import RekindleError
 
 WIDTH, ROW = 720, 9  # pixels

@@ -1,4 +1,4 @@
-"""The widget and the base of all views, and the simplest view: a request's text while it is generated.
+"""The widget and the base of all views, the methods that they use, and the simplest view: a text while it is generated.
 
 A view is redrawn from a thread, at a bounded rate, and replaced by static HTML at its end.
 
@@ -13,17 +13,133 @@ import contextlib
 import functools
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import anywidget
 import ipywidgets
 import traitlets
 
 from rekindle._src.core import html
-from rekindle._src.notebook.shown import RequestLike, SessionLike
+from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.contracts import TokenizerLike
+from rekindle._src.core.records import TextDelta
+from rekindle._src.core.sampling import Sampling
 from rekindle.errors import RekindleError
+
+
+class RequestLike(Protocol):
+    """A request, submitted or not."""
+
+    @property
+    def id(self) -> str: ...
+    @property
+    def prompt(self) -> str | None: ...
+    @property
+    def text(self) -> str: ...
+    @property
+    def token_ids(self) -> tuple[int, ...]: ...
+    @property
+    def deltas(self) -> tuple[TextDelta, ...]: ...
+    @property
+    def done(self) -> bool: ...
+    @property
+    def error(self) -> BaseException | None: ...
+    @property
+    def sampling(self) -> Sampling: ...
+    def submit(self) -> None: ...
+    def cancel(self) -> None: ...
+    def wait_for_more(self, count: int) -> int:
+        """Block this thread until there are more than `count` deltas or the request ends. Return their number."""
+        ...
+
+    def _repr_html_(self) -> str: ...
+
+
+class NodeLike(Protocol):
+    """A run of pages of the prefix tree; see `NodeView`."""
+
+    @property
+    def depth(self) -> int: ...
+    @property
+    def text(self) -> str: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def tokens(self) -> int: ...
+    @property
+    def pages(self) -> int: ...
+    @property
+    def tier(self) -> str: ...
+    @property
+    def visits(self) -> int: ...
+    @property
+    def age(self) -> float: ...
+    @property
+    def pinned(self) -> bool: ...
+
+
+class TreeLike(Protocol):
+    """The prefix tree; see `CacheTree`."""
+
+    @property
+    def nodes(self) -> Sequence[NodeLike]: ...
+    @property
+    def total_pages(self) -> int: ...
+    @property
+    def shown_pages(self) -> int: ...
+    def rest(self) -> Sequence[str]: ...
+
+
+class TierSizes(Protocol):
+    """Bytes of cached pages by tier; see `CacheStats`."""
+
+    @property
+    def device_bytes(self) -> int: ...
+    @property
+    def host_bytes(self) -> int: ...
+    @property
+    def disk_bytes(self) -> int: ...
+
+
+class CacheLike(Protocol):
+    """`session.cache`. Everything raises `ConfigError` in a session without a prefix cache."""
+
+    def tree(self, *, limit: int, restored: bool) -> TreeLike: ...
+    def stats(self) -> TierSizes: ...
+    def explain(self, prompt: str) -> object: ...
+
+
+class FiguresLike(Protocol):
+    """`session.stats()`."""
+
+    def as_dict(self) -> Mapping[str, Any]: ...
+
+
+class SessionLike(Protocol):
+    """A session. Calls that make requests are declared only by their results: their options are the session's."""
+
+    @property
+    def config(self) -> EngineConfig: ...
+    @property
+    def tokenizer(self) -> TokenizerLike: ...
+    @property
+    def sampling(self) -> Sampling: ...
+    @property
+    def model(self) -> str: ...
+    @property
+    def closed(self) -> bool: ...
+    @property
+    def cache(self) -> CacheLike: ...
+    @property
+    def submit(self) -> Callable[..., RequestLike]: ...
+    @property
+    def chat(self) -> Callable[..., RequestLike]: ...
+    @property
+    def fork(self) -> Callable[..., RequestLike]: ...
+    def stats(self) -> FiguresLike: ...
+
 
 _STATIC = Path(__file__).parent / "static"
 _SCRIPT, _STYLE = ((_STATIC / name).read_text() for name in ("panel.js", "panel.css"))

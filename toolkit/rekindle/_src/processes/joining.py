@@ -18,8 +18,7 @@ import jax
 from rekindle._src.core.mesh_shape import address
 from rekindle._src.processes import greeting
 from rekindle._src.processes.channel import Channel, Kind
-from rekindle._src.processes.facts import as_json, from_json
-from rekindle._src.processes.greeting import Place
+from rekindle._src.processes.greeting import Place, as_json, from_json
 from rekindle._src.processes.team import PING_SECONDS, Team
 from rekindle.errors import ConfigError, ProcessLost, ProcessRefused, RekindleError
 

@@ -22,7 +22,7 @@ from rekindle._src.kvcache.tiers.disk import DiskTier
 from rekindle._src.kvcache.tiers.host import HostTier, size
 from rekindle._src.processes.channel import Channel, Kind
 from rekindle._src.processes.codec import DONE, CallCodec, StepCall, checksum
-from rekindle._src.processes.facts import as_json, from_json
+from rekindle._src.processes.greeting import as_json, from_json
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.buckets import ADMIT
 from rekindle._src.programs.programs import Programs

@@ -27,7 +27,7 @@ from rekindle._src.kvcache.tiers.disk import DividedDiskTier
 from rekindle._src.kvcache.tiers.host import DividedHostTier
 from rekindle._src.processes.channel import LIMITS, Channel, Kind
 from rekindle._src.processes.codec import DONE, CallCodec, checksum
-from rekindle._src.processes.facts import Facts, as_json, compare, decoded, from_json
+from rekindle._src.processes.greeting import Facts, as_json, compare, decoded, from_json
 from rekindle._src.processes.others import OtherProcesses, Say
 from rekindle._src.programs import kv_layout as paged
 from rekindle._src.programs.buckets import Bucket, Key

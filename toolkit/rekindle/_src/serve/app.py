@@ -17,14 +17,13 @@ from rekindle._src.serve.bodies import header
 from rekindle._src.serve.chat import chat
 from rekindle._src.serve.completions import EMBEDDINGS, completions, embeddings
 from rekindle._src.serve.errors import Refused
-from rekindle._src.serve.exchange import Dialect, Exchange, Handler, JsonEndpoint, OpenAI, Receive, Scope, Send
+from rekindle._src.serve.exchange import Dialect, Exchange, Handler, JsonEndpoint, OpenAI, Receive, Scope, Send, Service
 from rekindle._src.serve.fields import Endpoint, document
 from rekindle._src.serve.life import Hosts, Life, check_bound, check_origins, check_size
 from rekindle._src.serve.metrics import Names
 from rekindle._src.serve.models import Models
 from rekindle._src.serve.openai_fields import CHAT, COMPLETIONS
 from rekindle._src.serve.responses import RESPONSES, Responses, responses
-from rekindle._src.serve.service import Service
 from rekindle.errors import ConfigError, MissingExtra
 
 if TYPE_CHECKING:

@@ -18,10 +18,9 @@ from rekindle._src.core.own_failure import root_cause
 from rekindle._src.serve.app import POSTS
 from rekindle._src.serve.bodies import parse
 from rekindle._src.serve.errors import Refused
-from rekindle._src.serve.exchange import Exchange, refusing
+from rekindle._src.serve.exchange import Exchange, Service, refusing
 from rekindle._src.serve.life import Life
 from rekindle._src.serve.models import Models, SessionLike
-from rekindle._src.serve.service import Service
 from rekindle.errors import InvalidRequest
 
 URLS = {post[0].path: post for post in POSTS if post[0].path.startswith("/v1/")}

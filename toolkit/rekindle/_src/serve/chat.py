@@ -18,7 +18,7 @@ from rekindle._src.core.reply import (
 )
 from rekindle._src.serve.bodies import Entries, text_of
 from rekindle._src.serve.errors import wrong
-from rekindle._src.serve.exchange import Exchange, dumps
+from rekindle._src.serve.exchange import FINGERPRINT, Exchange, dumps
 from rekindle._src.serve.generation import (
     Chunks,
     follow,
@@ -37,7 +37,6 @@ from rekindle._src.serve.life import CHARACTERS_PER_TOKEN, Active
 from rekindle._src.serve.logprobs import Shapes
 from rekindle._src.serve.metrics import finish_of
 from rekindle._src.serve.models import HandleLike, SessionLike
-from rekindle._src.serve.service import FINGERPRINT
 from rekindle.errors import InvalidRequest
 
 T = TypeVar("T")

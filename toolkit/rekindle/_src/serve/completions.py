@@ -10,7 +10,7 @@ from typing import Any
 from rekindle._src.core.records import Completion, TextDelta, TokenLogprobs
 from rekindle._src.serve.bodies import Entries, text_of
 from rekindle._src.serve.errors import wrong
-from rekindle._src.serve.exchange import Exchange, dumps
+from rekindle._src.serve.exchange import FINGERPRINT, Exchange, dumps
 from rekindle._src.serve.fields import INT64, Choice, Endpoint, Field, Flag, Text, ignored, refused, whole
 from rekindle._src.serve.generation import (
     Chunks,
@@ -30,7 +30,6 @@ from rekindle._src.serve.logprobs import Offset, Shapes
 from rekindle._src.serve.metrics import finish_of
 from rekindle._src.serve.models import HandleLike, SessionLike
 from rekindle._src.serve.openai_fields import PROMPTS, REQUEST_ID
-from rekindle._src.serve.service import FINGERPRINT
 
 MAX_TOKENS = 16  # OpenAI's default
 

@@ -14,11 +14,10 @@ import anyio
 
 from rekindle._src.core.records import Completion, TextDelta
 from rekindle._src.serve.errors import missing, wrong
-from rekindle._src.serve.exchange import Exchange, dumps
+from rekindle._src.serve.exchange import FINGERPRINT, Exchange, dumps
 from rekindle._src.serve.life import Active
 from rekindle._src.serve.models import HandleLike, Served, SessionLike
 from rekindle._src.serve.openai_fields import SAMPLING
-from rekindle._src.serve.service import FINGERPRINT
 
 _KINDS = {"json": "schema", "regex": "regex", "choice": "choice", "grammar": "grammar", "json_object": "json"}
 _WITHOUT_MEANING = ("disable_fallback", "disable_any_whitespace", "disable_additional_properties")

@@ -11,12 +11,11 @@ from rekindle._src.core.version import VERSION
 from rekindle._src.serve.bodies import Receive, header
 from rekindle._src.serve.chat import call_chat, plain_messages, template_options
 from rekindle._src.serve.errors import Refused, missing, unavailable, wrong
-from rekindle._src.serve.exchange import Exchange, Handler, OpenAI, Scope, Send, refusing
+from rekindle._src.serve.exchange import Exchange, Handler, OpenAI, Scope, Send, Service, refusing
 from rekindle._src.serve.fields import Endpoint, Field, Flag, Items, Text, TokenIds, ignored
 from rekindle._src.serve.generation import encode_text, model_of
 from rekindle._src.serve.models import AdaptedSession
 from rekindle._src.serve.openai_fields import CHAT, MESSAGE, MOST_MESSAGES
-from rekindle._src.serve.service import Service
 
 _MODEL = Field("model", Text(maximum=512), "The name of a served model; may be left out.")
 _OF_TEMPLATES = ("chat_template_kwargs", "documents", "add_generation_prompt", "continue_final_message",

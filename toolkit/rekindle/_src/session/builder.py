@@ -77,7 +77,7 @@ from rekindle.errors import ConfigError, OutOfMemory, RekindleError
 from rekindle_kernels import EDGE, configure, traits, unavailable_reason
 
 if TYPE_CHECKING:
-    from rekindle._src.processes.facts import Facts
+    from rekindle._src.processes.greeting import Facts
 
 log = logging.getLogger("rekindle.engine")
 # The options that are each process's own, or that only the process with the scheduler uses.
@@ -403,7 +403,7 @@ def _placement(
 
 
 def _agreed(config: EngineConfig, described: LoadedModel | Described, agree: Agree) -> EngineConfig:
-    from rekindle._src.processes.facts import facts
+    from rekindle._src.processes.greeting import facts
 
     assert isinstance(described, Described), "other processes read a checkpoint, too"
     assert config.device_pages is not None, "resolved"

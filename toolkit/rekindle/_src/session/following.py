@@ -15,8 +15,7 @@ from rekindle._src.kvcache.tiers.disk import DiskTier, part_identity
 from rekindle._src.models.base import LoadedModel
 from rekindle._src.processes import joining
 from rekindle._src.processes.channel import Channel, Kind
-from rekindle._src.processes.facts import Facts, as_json, encoded, from_json
-from rekindle._src.processes.greeting import Place
+from rekindle._src.processes.greeting import Facts, Place, as_json, encoded, from_json
 from rekindle._src.processes.replay import LONGEST_ERROR, LoadedWeights, Replay
 from rekindle._src.processes.team import PING_SECONDS
 from rekindle._src.programs.host_pages import PageParts

@@ -49,8 +49,7 @@ if TYPE_CHECKING:
     from rekindle._src.notebook.chat import ChatView
     from rekindle._src.notebook.dashboard import Dashboard, TreeView
     from rekindle._src.notebook.figures import Figure
-    from rekindle._src.notebook.live import StreamView
-    from rekindle._src.notebook.shown import SessionLike
+    from rekindle._src.notebook.live import SessionLike, StreamView
     from rekindle._src.scheduling.sequence import Explanation
     from rekindle._src.serve.server import Server
     from rekindle._src.session.stats import ProgramReport, SessionStats, StepReport

@@ -41,4 +41,4 @@ manifest = manifest_of(attention_sources, norm_sources, plain_mlp_sources)
 
 
 GGUF = GgufForm(architecture="arcee", paired=True, activation="relu2")
-FAMILY = Family("ArceeForCausalLM", config, module, manifest, gguf=GGUF)
+FAMILIES = {"arcee": Family("ArceeForCausalLM", config, module, manifest, gguf=GGUF)}

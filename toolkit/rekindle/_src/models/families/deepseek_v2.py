@@ -1,4 +1,7 @@
-"""DeepSeek-V2 and V2-Lite: attention over latent pages, and experts from a layer on with an MLP beside them."""
+"""DeepSeek-V2 and V2-Lite: attention over latent pages, and experts from a layer on with an MLP beside them.
+
+GLM-4.7-Flash is the same with experts that are chosen with a correction.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,13 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from rekindle._src.models.config import AttentionSpec, LatentSpec, ModelConfig, MoeSpec, Pages
-from rekindle._src.models.families.llama import blocks, norm_sources, outer_sources
-from rekindle._src.models.families.mixtral import expert_sources, shared_sources
+from rekindle._src.models.families.llama import (
+    blocks,
+    norm_sources,
+    outer_sources,
+    shared_sources,
+    usual_expert_sources,
+)
 from rekindle._src.models.family import Family, GgufForm, decoder_of
 from rekindle._src.models.hf_config import Keys, decoder
 from rekindle._src.models.loading.manifest import Manifest, Source, one
@@ -35,6 +43,25 @@ def config(keys: Keys) -> ModelConfig:
     )
     dense = keys.get("first_k_dense_replace", 0)
     return latent_decoder(keys, tuple(None if layer < dense else spec for layer in range(layers)))
+
+
+def glm_config(keys: Keys) -> ModelConfig:
+    inner, layers = keys.size("moe_intermediate_size"), keys.size("num_hidden_layers")
+    spec = keys.experts(
+        "n_routed_experts",
+        normalize=keys.get("norm_topk_prob", True),
+        scoring="sigmoid",
+        correction=True,
+        scale=float(keys.get("routed_scaling_factor", 1.8)),
+        groups=keys.get("n_group", 1),
+        top_groups=keys.get("topk_group", 1),
+        shared_size=inner * keys.get("n_shared_experts", 1),
+    )
+    dense = keys.get("first_k_dense_replace", 1)
+    kinds = keys.get("mlp_layer_types", ["dense" if layer < dense else "sparse" for layer in range(layers)])
+    moe = tuple(spec if kind == "sparse" else None for kind in kinds)
+    interleaved = keys.get("rope_interleave", True)
+    return latent_decoder(keys, moe, query_rank=768, interleaved=interleaved, eps=1e-5)
 
 
 def latent_decoder(
@@ -109,9 +136,7 @@ def attention_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
 
 def mlp_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
     prefix, spec = f"model.layers.{layer}.mlp", config.moe[layer]
-    names = ("gate_proj", "up_proj", "down_proj")
-    sources = expert_sources(config, layer, f"{prefix}.gate", f"{prefix}.experts", names)
-    sources |= shared_sources(config, layer, f"{prefix}.shared_experts")
+    sources = usual_expert_sources(config, layer) | shared_sources(config, layer, f"{prefix}.shared_experts")
     if spec is not None and spec.correction:
         sources["mlp.correction"] = one(f"{prefix}.gate.e_score_correction_bias", spec.num_experts)
     return sources
@@ -173,4 +198,8 @@ GGUF = GgufForm(
     reads_only="rekindle does not write latent pages' matrices",
 )
 ALIASES = {"num_experts": "n_routed_experts"}
-FAMILY = Family("DeepseekV2ForCausalLM", config, module, manifest, ALIASES, GGUF)
+GLM_ALIASES = {"num_local_experts": "n_routed_experts", "head_dim": "qk_rope_head_dim"}
+FAMILIES = {
+    "deepseek_v2": Family("DeepseekV2ForCausalLM", config, module, manifest, ALIASES, GGUF),
+    "glm4_moe_lite": Family("Glm4MoeLiteForCausalLM", glm_config, module, manifest, GLM_ALIASES, GGUF),
+}

@@ -1,13 +1,26 @@
-"""ERNIE 4.5 (0.3B): Llama with rotated pairs of neighbours, and one key for all biases."""
+"""ERNIE 4.5 (0.3B): Llama with rotated pairs of neighbours, and one key for all biases.
+
+21B-A3B has experts from a layer on, chosen with a correction, and an MLP beside them.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from rekindle._src.models.config import ModelConfig
-from rekindle._src.models.families.llama import manifest, module
-from rekindle._src.models.family import Family, GgufForm
+from rekindle._src.models.families.llama import (
+    attention_sources,
+    manifest,
+    manifest_of,
+    module,
+    norm_sources,
+    shared_sources,
+    usual_expert_sources,
+)
+from rekindle._src.models.family import Family, GgufForm, decoder_of, with_biases
 from rekindle._src.models.hf_config import Keys, decoder
+from rekindle._src.models.loading.manifest import Source, one
 
 if TYPE_CHECKING:
     from rekindle._src.models.loading.gguf.architecture import GgufModel
@@ -16,20 +29,50 @@ if TYPE_CHECKING:
 def config(keys: Keys) -> ModelConfig:
     head_dim = keys.size("head_dim")
     bias = keys.get("use_bias", False)
-    return decoder(
-        keys,
-        tie=True,
-        eps=1e-5,
-        head_dim=head_dim,
-        rope=keys.rope(head_dim, theta=500_000.0, interleaved=True),
-        attention_bias=bias,
-        mlp_bias=bias,
-    )
+    rope = keys.rope(head_dim, theta=500_000.0, interleaved=True)
+    return decoder(keys, tie=True, eps=1e-5, head_dim=head_dim, rope=rope, attention_bias=bias, mlp_bias=bias)
 
 
-def read_gguf(model: GgufModel) -> dict[str, Any]:
-    return model.decoder() | {"use_bias": model.has("blk.0.attn_q.bias")} | model.rope()
+def moe_config(keys: Keys) -> ModelConfig:
+    inner, layers = keys.size("moe_intermediate_size"), keys.size("num_hidden_layers")
+    keys.only("use_bias", False)
+    shared_size = inner * keys.get("moe_num_shared_experts", 2)
+    spec = keys.experts("moe_num_experts", of_token="moe_k", normalize=True, correction=True, shared_size=shared_size)
+    first, last = keys.get("moe_layer_start_index", 1), keys.get("moe_layer_end_index", -1)
+    last, step = layers - 1 if last == -1 else last, keys.size("moe_layer_interval", 1)
+    sparse = [(layer + 1) % step == 0 and first <= layer <= last for layer in range(layers)]
+    return dataclasses.replace(config(keys), moe=tuple(spec if is_sparse else None for is_sparse in sparse))
 
 
-GGUF = GgufForm(architecture="ernie4_5", read=read_gguf)
-FAMILY = Family("Ernie4_5ForCausalLM", config, module, manifest, gguf=GGUF)
+def experts(config: ModelConfig, layer: int) -> dict[str, Source]:
+    prefix, sources = f"model.layers.{layer}.mlp", usual_expert_sources(config, layer)
+    if config.moe[layer] is None:
+        return sources
+    sources["mlp.correction"] = one(f"{prefix}.moe_statics.e_score_correction_bias", 1)
+    return sources | shared_sources(config, layer, f"{prefix}.shared_experts")
+
+
+moe_module = decoder_of("CorrectedBlock")
+moe_manifest = manifest_of(attention_sources, norm_sources, experts)
+
+
+def read_moe_gguf(model: GgufModel) -> dict[str, Any]:
+    keys = {
+        **model.experts("moe_num_experts", of_token="moe_k"),
+        "moe_num_shared_experts": model.integer("expert_shared_count", 0),
+        "moe_layer_start_index": model.integer("leading_dense_block_count", 0),
+        "moe_layer_interval": model.integer("interleave_moe_layer_step", 1),
+    }
+    shared = model.decoder("layer_norm_rms_epsilon", "expert_shared_count", "leading_dense_block_count")
+    return shared | keys | model.rope()
+
+
+GGUF = GgufForm(architecture="ernie4_5", read=with_biases(use_bias="attn_q"))
+MOE_GGUF = GgufForm(
+    architecture="ernie4_5-moe", read=read_moe_gguf, reads_only="rekindle does not write shared experts"
+)
+ALIASES = {"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"}
+FAMILIES = {
+    "ernie4_5": Family("Ernie4_5ForCausalLM", config, module, manifest, gguf=GGUF),
+    "ernie4_5_moe": Family("Ernie4_5_MoeForCausalLM", moe_config, moe_module, moe_manifest, ALIASES, MOE_GGUF),
+}

@@ -45,12 +45,11 @@ manifest = manifest_of(attention_sources, qk_norm_sources, post_norm_sources, ml
 
 
 def read_gguf(model: GgufModel) -> dict[str, Any]:
-    window = model.integer("attention.sliding_window", 0) or None
-    keys: dict[str, Any] = {"sliding_window": window, "sliding_window_pattern": 4 if window else None}
+    keys = {"sliding_window": model.window, "sliding_window_pattern": 4 if model.window else None}
     return model.decoder() | keys | model.sliding_layers() | model.rope()
 
 
 GGUF = GgufForm(
     architecture="exaone4", read=read_gguf, names=POST_NORMED, reads_only="rekindle does not write its windows"
 )
-FAMILY = Family("Exaone4ForCausalLM", config, module, manifest, gguf=GGUF)
+FAMILIES = {"exaone4": Family("Exaone4ForCausalLM", config, module, manifest, gguf=GGUF)}

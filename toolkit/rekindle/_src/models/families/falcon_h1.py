@@ -122,4 +122,4 @@ GGUF = GgufForm(
     rewritten=lambda config, layer, name: rewritten_state(config, layer, name) if name.startswith("mamba.") else None,
     reads_only="rekindle does not write states' matrices",
 )
-FAMILY = Family("FalconH1ForCausalLM", config, module, manifest, gguf=GGUF)
+FAMILIES = {"falcon_h1": Family("FalconH1ForCausalLM", config, module, manifest, gguf=GGUF)}

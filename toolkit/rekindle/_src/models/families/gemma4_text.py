@@ -1,22 +1,23 @@
-"""Gemma 4 (text): wider heads in full layers, layers that share pages, embeddings of layers, experts beside an MLP."""
+"""Gemma 4 (text): wider heads in full layers, layers that share pages, embeddings of layers, experts beside an MLP.
+
+The 12B model, whose model of images has no tower, has neither embeddings of layers nor experts.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from rekindle._src.models.config import AttentionSpec, ModelConfig, MoeSpec, Pages, SharedWith
+from rekindle._src.models.config import AttentionSpec, ModelConfig, Pages, SharedWith
 from rekindle._src.models.families.gemma2 import NORMS, POST_NORMED, gemma_fields
-from rekindle._src.models.families.llama import blocks, mlp_sources, norms_of, outer_sources
-from rekindle._src.models.families.mixtral import expert_sources
-from rekindle._src.models.family import Family, GgufForm
+from rekindle._src.models.families.llama import blocks, expert_sources, mlp_sources, norms_of, outer_sources
+from rekindle._src.models.family import Family, GgufForm, decoder_of
 from rekindle._src.models.hf_config import Keys, decoder
 from rekindle._src.models.loading.manifest import FusedExperts, Manifest, Source, one
 from rekindle._src.models.roles import column, heads, row, vocab
 
 if TYPE_CHECKING:
     from rekindle._src.models.loading.gguf.architecture import GgufModel
-    from rekindle._src.models.precision import Precision
 
 ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
@@ -49,7 +50,7 @@ def config(keys: Keys) -> ModelConfig:
     pages = (*own[:first], *(SharedWith(sources[slide]) for slide in slides[first:]))
     inner = keys.size("intermediate_size")
     wide = 2 if keys.get("use_double_wide_mlp", False) else 1
-    size = keys.nullable("hidden_size_per_layer_input", 256) or 0
+    size, has_experts = keys.nullable("hidden_size_per_layer_input", 256) or 0, keys.get("enable_moe_block", False)
     if size:
         keys.only("vocab_size_per_layer_input", keys.size("vocab_size"))
     return decoder(
@@ -58,7 +59,7 @@ def config(keys: Keys) -> ModelConfig:
         pages=pages,
         mlp_sizes=(inner,) * first + (wide * inner,) * shared if wide > 1 and shared else (),
         layer_embedding=size,
-        moe=(experts(keys),) * layers if keys.get("enable_moe_block", False) else (),
+        moe=(keys.experts(of_token="top_k_experts", normalize=True),) * layers if has_experts else (),
         final_soft_cap=keys.get("final_logit_softcapping"),
         **gemma_fields(keys, head_dim),
     )
@@ -78,17 +79,12 @@ def _full_layers(keys: Keys, kv_heads: int) -> tuple[int, int]:
     return read.size("head_dim"), read.size("num_key_value_heads")
 
 
-def experts(keys: Keys) -> MoeSpec:
-    return keys.experts(
-        of_token="top_k_experts",
-        normalize=True,
-    )
+def unified_config(keys: Keys) -> ModelConfig:
+    absent = {"hidden_size_per_layer_input": 0, "enable_moe_block": False}
+    return config(Keys({"sliding_window": 1024, **keys.raw, **absent}))
 
 
-def module(config: ModelConfig, precision: Precision) -> Any:
-    from rekindle._src.models.nn.layer_embeddings import LayerEmbeddingDecoder
-
-    return LayerEmbeddingDecoder(config, precision)
+module = decoder_of("LayerEmbeddingBlock", "LayerEmbeddingDecoder")
 
 
 def attention_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
@@ -203,10 +199,7 @@ def read_gguf(model: GgufModel) -> dict[str, Any]:
     }
     if not model.integer("expert_count", 0):
         return keys
-    return keys | {
-        "enable_moe_block": True,
-        **model.experts(of_token="top_k_experts"),
-    }
+    return keys | {"enable_moe_block": True, **model.experts(of_token="top_k_experts")}
 
 
 GGUF = GgufForm(
@@ -236,4 +229,13 @@ NESTED = {
     "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131_072,
     "global_head_dim": 512,
 }  # fmt: skip
-FAMILY = Family("Gemma4ForCausalLM", config, module, manifest, gguf=GGUF, nested=NESTED)
+FAMILIES = {
+    "gemma4_text": Family("Gemma4ForCausalLM", config, module, manifest, gguf=GGUF, nested=NESTED),
+    "gemma4_unified_text": Family(
+        "Gemma4UnifiedForCausalLM",
+        unified_config,
+        module,
+        manifest,
+        nested=NESTED | {"max_position_embeddings": 262_144},
+    ),
+}

@@ -1,30 +1,30 @@
-"""GLM-4 (9B): Llama with biases of q, k and v, a fused gate, and rotated pairs of neighbours in half of each head."""
+"""GLM-4 (9B): Llama with biases of q, k and v, a fused gate, and rotated pairs of neighbours in half of each head.
+
+GLM-4-0414 (9B, 32B) has norms before and after each half of a block.
+"""
 
 from __future__ import annotations
 
-from typing import Any
-
 from rekindle._src.models.config import ModelConfig
-from rekindle._src.models.families.llama import attention_sources, gate_up_role, manifest_of, module, norm_sources
-from rekindle._src.models.family import Family
+from rekindle._src.models.families.llama import (
+    attention_sources,
+    gate_up_role,
+    manifest_of,
+    module,
+    norm_sources,
+    norms_of,
+)
+from rekindle._src.models.family import Family, GgufForm, decoder_of, with_biases
 from rekindle._src.models.hf_config import Keys, decoder
 from rekindle._src.models.loading.manifest import Source, one
 from rekindle._src.models.roles import row
 
 
 def config(keys: Keys) -> ModelConfig:
-    return decoder(keys, **glm_fields(keys))
-
-
-def glm_fields(keys: Keys) -> dict[str, Any]:
-    """Return the fields that GLM-4's two families read alike."""
     head_dim = keys.size("head_dim")
-    return {
-        "head_dim": head_dim,
-        "eps": 0.00000015625,
-        "rope": keys.rope(head_dim, partial=True, part=0.5, interleaved=True),
-        "qkv_bias": keys.get("attention_bias", True),
-    }
+    rope = keys.rope(head_dim, partial=True, part=0.5, interleaved=True)
+    bias = keys.get("attention_bias", True)
+    return decoder(keys, head_dim=head_dim, eps=0.00000015625, rope=rope, qkv_bias=bias)
 
 
 def fused_mlp_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
@@ -35,5 +35,20 @@ def fused_mlp_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
     }
 
 
+sandwich_norm_sources = norms_of(
+    attention_norm="input_layernorm",
+    attention_out_norm="post_self_attn_layernorm",
+    mlp_norm="post_attention_layernorm",
+    mlp_out_norm="post_mlp_layernorm",
+)
 manifest = manifest_of(attention_sources, norm_sources, fused_mlp_sources)
-FAMILY = Family("GlmForCausalLM", config, module, manifest)
+manifest_0414 = manifest_of(attention_sources, sandwich_norm_sources, fused_mlp_sources)
+NAMES = {
+    "post_self_attn_layernorm": "post_attention_norm", "post_attention_layernorm": "ffn_norm",
+    "post_mlp_layernorm": "post_ffw_norm",
+}  # fmt: skip
+GGUF = GgufForm(architecture="glm4", read=with_biases(attention_bias="attn_q"), names=NAMES)
+FAMILIES = {
+    "glm": Family("GlmForCausalLM", config, module, manifest),
+    "glm4": Family("Glm4ForCausalLM", config, decoder_of("SandwichBlock"), manifest_0414, gguf=GGUF),
+}

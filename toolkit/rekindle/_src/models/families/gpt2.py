@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rekindle._src.models.config import AttentionSpec, ModelConfig
-from rekindle._src.models.family import Family, GgufForm
+from rekindle._src.models.family import Family, GgufForm, decoder_of
 from rekindle._src.models.hf_config import ACTIVATIONS, Keys, token_ids
 from rekindle._src.models.loading.manifest import Manifest, Source, one
 from rekindle._src.models.roles import REPLICATED, Span, column, heads, row, vocab
 
 if TYPE_CHECKING:
     from rekindle._src.models.loading.gguf.architecture import GgufModel
-    from rekindle._src.models.precision import Precision
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -44,10 +43,7 @@ def config(keys: Keys) -> ModelConfig:
     )
 
 
-def module(config: ModelConfig, precision: Precision) -> Any:
-    from rekindle._src.models.nn.decoders import Gpt2
-
-    return Gpt2(config, precision)
+module = decoder_of("LayerNormBlock", "Gpt2")
 
 
 def manifest(config: ModelConfig) -> Manifest:
@@ -100,4 +96,4 @@ ALIASES = {
     "num_attention_heads": "n_head",
     "num_hidden_layers": "n_layer",
 }
-FAMILY = Family("GPT2LMHeadModel", config, module, manifest, ALIASES, GGUF)
+FAMILIES = {"gpt2": Family("GPT2LMHeadModel", config, module, manifest, ALIASES, GGUF)}

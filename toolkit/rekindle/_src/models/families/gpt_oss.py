@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rekindle._src.models.config import AttentionSpec, ModelConfig
-from rekindle._src.models.families.llama import attention_sources, manifest_of, norm_sources
-from rekindle._src.models.families.mixtral import expert_sources
+from rekindle._src.models.families.llama import attention_sources, expert_sources, manifest_of, norm_sources
 from rekindle._src.models.family import Family, GgufForm, decoder_of
 from rekindle._src.models.hf_config import Keys, decoder
 from rekindle._src.models.loading.manifest import FusedExperts, Source, one
@@ -93,4 +92,4 @@ GGUF = GgufForm(
     reads_only="llama.cpp rounds the ramp of YaRN, and truncate is false",
 )
 ALIASES = {"num_experts": "num_local_experts"}
-FAMILY = Family("GptOssForCausalLM", config, module, manifest, ALIASES, GGUF)
+FAMILIES = {"gpt_oss": Family("GptOssForCausalLM", config, module, manifest, ALIASES, GGUF)}

@@ -1,13 +1,19 @@
-"""Granite 3: Llama with a factor for embeddings, scores, what each half of a block adds, and logits."""
+"""Granite 3: Llama with a factor for embeddings, scores, what each half of a block adds, and logits.
+
+With experts all of a layer are one tensor, and in one of these families there is an MLP beside them.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from rekindle._src.models import roles
 from rekindle._src.models.config import AttentionSpec, ModelConfig
-from rekindle._src.models.families.llama import manifest
-from rekindle._src.models.family import Family, GgufForm, decoder_of
+from rekindle._src.models.families.llama import attention_sources, gate_up_role, manifest, manifest_of, norm_sources
+from rekindle._src.models.family import Family, GgufForm, decoder_of, with_biases
 from rekindle._src.models.hf_config import Keys, decoder
+from rekindle._src.models.loading.manifest import Source, one
+from rekindle._src.models.roles import row
 
 if TYPE_CHECKING:
     from rekindle._src.models.loading.gguf.architecture import GgufModel
@@ -15,6 +21,15 @@ if TYPE_CHECKING:
 
 def config(keys: Keys) -> ModelConfig:
     return decoder(keys, kv_heads_implied=True, **granite_fields(keys))
+
+
+def moe_config(keys: Keys) -> ModelConfig:
+    return decoder(keys, kv_heads_implied=True, **granite_moe_fields(keys))
+
+
+def shared_config(keys: Keys) -> ModelConfig:
+    shared = keys.get("shared_intermediate_size", 1024)
+    return decoder(keys, kv_heads_implied=True, **granite_moe_fields(keys, shared))
 
 
 def granite_fields(keys: Keys) -> dict[str, Any]:
@@ -31,12 +46,39 @@ def granite_fields(keys: Keys) -> dict[str, Any]:
     }
 
 
+def granite_moe_fields(keys: Keys, shared_size: int = 0) -> dict[str, Any]:
+    # The softmax is over the chosen experts.
+    spec = keys.experts("num_local_experts", size="intermediate_size", normalize=True, shared_size=shared_size)
+    return granite_fields(keys) | {"moe": (spec,) * keys.size("num_hidden_layers")}
+
+
+def fused_expert_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
+    spec, prefix = config.moe[layer], f"model.layers.{layer}"
+    assert spec is not None, "every layer has experts"
+    count, inner, experts = spec.num_experts, spec.intermediate_size, f"{prefix}.block_sparse_moe"
+    wide, narrow = roles.experts(count, gate_up_role(inner)), roles.experts(count, row(inner))
+    sources = {
+        "mlp.router.weight": one(f"{experts}.router.layer.weight", count),
+        "mlp.gate_up.weight": one(f"{experts}.input_linear.weight", count, role=wide),
+        "mlp.down.weight": one(f"{experts}.output_linear.weight", count, role=narrow),
+    }
+    return sources | (fused_mlp_sources(config, layer, "mlp.shared", spec.shared_size) if spec.shared_size else {})
+
+
+def fused_mlp_sources(config: ModelConfig, layer: int, module: str, size: int) -> dict[str, Source]:
+    name = f"model.layers.{layer}.shared_mlp"
+    return {
+        f"{module}.gate_up.weight": one(f"{name}.input_linear.weight", 2 * size, role=gate_up_role(size)),
+        f"{module}.down.weight": one(f"{name}.output_linear.weight", config.hidden_size, role=row(size)),
+    }
+
+
 module = decoder_of("ScaledBlock")
+moe_manifest = manifest_of(attention_sources, norm_sources, fused_expert_sources)
 
 
 def read_gguf(model: GgufModel) -> dict[str, Any]:
-    biases = {"attention_bias": model.has("blk.0.attn_q.bias"), "mlp_bias": model.has("blk.0.ffn_gate.bias")}
-    return model.decoder() | biases | gguf_factors(model) | model.rope()
+    return with_biases(attention_bias="attn_q", mlp_bias="ffn_gate")(model) | gguf_factors(model)
 
 
 def gguf_factors(model: GgufModel) -> dict[str, Any]:
@@ -58,4 +100,8 @@ def factors(config: ModelConfig) -> dict[str, Any]:
 
 
 GGUF = GgufForm(architecture="granite", read=read_gguf, paired=True, scales=True, fields=factors)
-FAMILY = Family("GraniteForCausalLM", config, module, manifest, gguf=GGUF)
+FAMILIES = {
+    "granite": Family("GraniteForCausalLM", config, module, manifest, gguf=GGUF),
+    "granitemoe": Family("GraniteMoeForCausalLM", moe_config, module, moe_manifest),
+    "granitemoeshared": Family("GraniteMoeSharedForCausalLM", shared_config, module, moe_manifest),
+}

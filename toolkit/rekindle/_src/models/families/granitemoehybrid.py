@@ -8,9 +8,14 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from rekindle._src.models.config import ModelConfig, RecurrentSpec
-from rekindle._src.models.families.granite import gguf_factors, granite_fields
-from rekindle._src.models.families.granitemoe import fused_expert_sources, granite_moe_fields
-from rekindle._src.models.families.llama import attention_sources, gate_up_role, manifest_of, norm_sources
+from rekindle._src.models.families.granite import (
+    fused_expert_sources,
+    fused_mlp_sources,
+    gguf_factors,
+    granite_fields,
+    granite_moe_fields,
+)
+from rekindle._src.models.families.llama import attention_sources, manifest_of, norm_sources
 from rekindle._src.models.family import Family, GgufForm, Rewritten, decoder_of
 from rekindle._src.models.hf_config import Keys, decoder
 from rekindle._src.models.loading.manifest import Source, one
@@ -97,11 +102,7 @@ def state_sources(spec: RecurrentSpec, hidden: int, module: str, prefix: str) ->
 def mlp_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
     if config.moe:
         return fused_expert_sources(config, layer)
-    name, inner = f"model.layers.{layer}.shared_mlp", config.intermediate_size
-    return {
-        "mlp.gate_up.weight": one(f"{name}.input_linear.weight", 2 * inner, role=gate_up_role(inner)),
-        "mlp.down.weight": one(f"{name}.output_linear.weight", config.hidden_size, role=row(inner)),
-    }
+    return fused_mlp_sources(config, layer, "mlp", config.intermediate_size)
 
 
 manifest = manifest_of(mixer_sources, norm_sources, mlp_sources)
@@ -188,4 +189,4 @@ GGUF = GgufForm(
     reads_only="rekindle does not write states' matrices",
 )
 ALIASES = {"layers_block_type": "layer_types"}
-FAMILY = Family("GraniteMoeHybridForCausalLM", config, module, manifest, ALIASES, GGUF)
+FAMILIES = {"granitemoehybrid": Family("GraniteMoeHybridForCausalLM", config, module, manifest, ALIASES, GGUF)}

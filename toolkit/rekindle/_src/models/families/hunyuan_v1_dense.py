@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.families.llama import attention_sources, manifest_of, mlp_sources, norm_sources
-from rekindle._src.models.family import Family, GgufForm, decoder_of
+from rekindle._src.models.family import Family, GgufForm, decoder_of, with_biases
 from rekindle._src.models.hf_config import Keys, decoder
 from rekindle._src.models.loading.manifest import Source, one
-
-if TYPE_CHECKING:
-    from rekindle._src.models.loading.gguf.architecture import GgufModel
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -51,10 +46,6 @@ def norms(config: ModelConfig, layer: int) -> dict[str, Source]:
 manifest = manifest_of(attention_sources, norms, norm_sources, mlp_sources)
 
 
-def read_gguf(model: GgufModel) -> dict[str, Any]:
-    return model.decoder() | {"attention_bias": model.has("blk.0.attn_q.bias")} | model.rope()
-
-
 NAMES = {"self_attn.query_layernorm": "attn_q_norm", "self_attn.key_layernorm": "attn_k_norm"}
-GGUF = GgufForm(architecture="hunyuan-dense", read=read_gguf, names=NAMES)
-FAMILY = Family("HunYuanDenseV1ForCausalLM", config, module, manifest, gguf=GGUF)
+GGUF = GgufForm(architecture="hunyuan-dense", read=with_biases(attention_bias="attn_q"), names=NAMES)
+FAMILIES = {"hunyuan_v1_dense": Family("HunYuanDenseV1ForCausalLM", config, module, manifest, gguf=GGUF)}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from rekindle._src.models import roles
 from rekindle._src.models.config import ModelConfig
-from rekindle._src.models.family import Family, GgufForm, decoder_of
+from rekindle._src.models.family import Family, GgufForm, decoder_of, with_biases
 from rekindle._src.models.hf_config import Keys, decoder
 from rekindle._src.models.loading.manifest import FusedExperts, Manifest, Source, one
 from rekindle._src.models.roles import Role, Span, column, heads, row, vocab
@@ -129,6 +131,57 @@ def mlp_of(name: str, gate: str = "gate_proj", up: str = "up_proj", down: str = 
 mlp_sources = mlp_of("mlp")
 
 
+def expert_sources(
+    config: ModelConfig, layer: int, router: str, experts: str, names: tuple[str, str, str]
+) -> dict[str, Source]:
+    """Return the sources of a layer's router and experts, or of its MLP; `names` are gate, up and down's."""
+    spec = config.moe[layer]
+    if spec is None:
+        return mlp_sources(config, layer)
+    gate, up, down = names
+    size, numbers = spec.intermediate_size, range(spec.num_experts)
+    experts_of = functools.partial(roles.experts, spec.num_experts)
+
+    def stack(kind: str, of: tuple[str, ...], rows: tuple[int, ...], **role: Any) -> Source:
+        names = tuple(f"{experts}.{number}.{name}.{kind}" for number in numbers for name in of)
+        return Source(names=names, rows=rows, stack=True, **role)
+
+    gate_up = functools.partial(stack, of=(gate, up), rows=(size, size), role=experts_of(gate_up_role(size)))
+    downs = functools.partial(stack, of=(down,), rows=(config.hidden_size,))
+    sources = {
+        "mlp.router.weight": one(f"{router}.weight", spec.num_experts),
+        "mlp.gate_up.weight": gate_up("weight"),
+        "mlp.down.weight": downs("weight", role=experts_of(row(size))),
+    }
+    if spec.bias:
+        sources |= {
+            "mlp.router.bias": one(f"{router}.bias", spec.num_experts),
+            "mlp.gate_up.bias": gate_up("bias"),
+            "mlp.down_bias": downs("bias"),
+        }
+    return sources
+
+
+def usual_expert_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
+    """Return the same by the names that most families have."""
+    prefix = f"model.layers.{layer}.mlp"
+    return expert_sources(config, layer, f"{prefix}.gate", f"{prefix}.experts", ("gate_proj", "up_proj", "down_proj"))
+
+
+def shared_sources(config: ModelConfig, layer: int, shared: str, gate: str | None = None) -> dict[str, Source]:
+    """Return the sources of the MLP beside a layer's experts, and of its `gate`."""
+    spec = config.moe[layer]
+    if spec is None or not spec.shared_size:
+        return {}
+    names = (f"{shared}.gate_proj.weight", f"{shared}.up_proj.weight")
+    size = spec.shared_size
+    sources = {
+        "mlp.shared.gate_up.weight": Source(names=names, rows=(size, size), role=gate_up_role(size)),
+        "mlp.shared.down.weight": one(f"{shared}.down_proj.weight", config.hidden_size, role=row(size)),
+    }
+    return sources if gate is None else sources | {"mlp.shared_gate.weight": one(f"{gate}.weight", 1)}
+
+
 def gguf_variant(model: GgufModel) -> str | None:
     """Return the family of a file of llama.cpp's "llama", which has experts or a window for other families."""
     model.only("attention.scale", model.head_dim**-0.5)
@@ -139,12 +192,8 @@ def gguf_variant(model: GgufModel) -> str | None:
     return "mistral" if model.integer("attention.sliding_window", 0) else None
 
 
-def read_gguf(model: GgufModel) -> dict[str, Any]:
-    biases = {"attention_bias": model.has("blk.0.attn_q.bias"), "mlp_bias": model.has("blk.0.ffn_gate.bias")}
-    return model.decoder() | biases | model.rope()
-
-
 module = decoder_of("Block")
 manifest = manifest_of(attention_sources, norm_sources, mlp_sources)
+read_gguf = with_biases(attention_bias="attn_q", mlp_bias="ffn_gate")
 GGUF = GgufForm(architecture="llama", read=read_gguf, variant=gguf_variant, paired=True)
-FAMILY = Family("LlamaForCausalLM", config, module, manifest, gguf=GGUF)
+FAMILIES = {"llama": Family("LlamaForCausalLM", config, module, manifest, gguf=GGUF)}

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from rekindle._src.models.config import AttentionSpec, ModelConfig
 from rekindle._src.models.families.llama import blocks, gate_up_role
-from rekindle._src.models.family import Family
+from rekindle._src.models.family import Family, decoder_of
 from rekindle._src.models.hf_config import Keys, decoder
 from rekindle._src.models.loading.manifest import Manifest, Source, one
 from rekindle._src.models.roles import column, heads, row, vocab
-
-if TYPE_CHECKING:
-    from rekindle._src.models.precision import Precision
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -49,10 +44,7 @@ def config(keys: Keys) -> ModelConfig:
     )
 
 
-def module(config: ModelConfig, precision: Precision) -> Any:
-    from rekindle._src.models.nn.decoders import Encoder
-
-    return Encoder(config, precision)
+module = decoder_of("EncoderBlock", "Encoder")
 
 
 def manifest(config: ModelConfig) -> Manifest:
@@ -95,4 +87,4 @@ def mlp_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
     return sources
 
 
-FAMILY = Family("ModernBertModel", config, module, manifest)
+FAMILIES = {"modernbert": Family("ModernBertModel", config, module, manifest)}

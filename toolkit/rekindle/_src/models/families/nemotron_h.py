@@ -229,4 +229,4 @@ GGUF = GgufForm(
     reads_only="rekindle does not write states' matrices",
 )
 ALIASES = {"layer_types": "layers_block_type", "num_local_experts": "n_routed_experts"}
-FAMILY = Family("NemotronHForCausalLM", config, module, manifest, ALIASES, GGUF)
+FAMILIES = {"nemotron_h": Family("NemotronHForCausalLM", config, module, manifest, ALIASES, GGUF)}

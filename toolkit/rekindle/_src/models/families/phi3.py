@@ -47,9 +47,8 @@ manifest = manifest_of(fused, norm_sources)
 
 
 def read_gguf(model: GgufModel) -> dict[str, Any]:
-    window = model.integer("attention.sliding_window", 0) or None
-    return model.decoder() | {"sliding_window": window, "attention_bias": False} | model.rope()
+    return model.decoder() | {"sliding_window": model.window, "attention_bias": False} | model.rope()
 
 
 GGUF = GgufForm(architecture="phi3", read=read_gguf, windows=windows_in_all_layers)
-FAMILY = Family("Phi3ForCausalLM", config, module, manifest, gguf=GGUF)
+FAMILIES = {"phi3": Family("Phi3ForCausalLM", config, module, manifest, gguf=GGUF)}

@@ -1,9 +1,43 @@
-"""Qwen2 and Qwen2.5: Llama with biases on q, k and v; the upper layers can have sliding windows."""
+"""Qwen2 and Qwen2.5: Llama with biases on q, k and v; the upper layers can have sliding windows.
+
+Qwen2-MoE and Qwen1.5-MoE have experts in some or all layers, and beside them an MLP with a gate.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from rekindle._src.models.config import ModelConfig
-from rekindle._src.models.families.llama import manifest, module
-from rekindle._src.models.family import Family, GgufForm
+from rekindle._src.models.families.llama import (
+    attention_sources,
+    manifest,
+    manifest_of,
+    module,
+    norm_sources,
+    shared_sources,
+    usual_expert_sources,
+)
+from rekindle._src.models.family import Family, GgufForm, decoder_of
 from rekindle._src.models.hf_config import Keys, decoder
+from rekindle._src.models.loading.manifest import Source
+
+if TYPE_CHECKING:
+    from rekindle._src.models.loading.gguf.architecture import GgufModel
+
+
+def config(keys: Keys) -> ModelConfig:
+    keys.only("use_mrope", False)
+    window, slides = sliding(keys)
+    return decoder(keys, window=window, slides=slides.__getitem__, qkv_bias=True)
+
+
+def moe_config(keys: Keys) -> ModelConfig:
+    normalize, shared = keys.get("norm_topk_prob", False), keys.size("shared_expert_intermediate_size")
+    spec = keys.experts(normalize=normalize, shared_size=shared, shared_gate=True)
+    window, slides = sliding(keys)
+    moe = tuple(spec if sparse else None for sparse in sparse_layers(keys))
+    bias = keys.get("qkv_bias", True)
+    return decoder(keys, window=window, slides=slides.__getitem__, qkv_bias=bias, moe=moe)
 
 
 def sliding(keys: Keys) -> tuple[int | None, tuple[bool, ...]]:
@@ -14,11 +48,33 @@ def sliding(keys: Keys) -> tuple[int | None, tuple[bool, ...]]:
     return window, keys.layer_types(default)
 
 
-def config(keys: Keys) -> ModelConfig:
-    keys.only("use_mrope", False)
-    window, slides = sliding(keys)
-    return decoder(keys, window=window, slides=slides.__getitem__, qkv_bias=True)
+def sparse_layers(keys: Keys) -> list[bool]:
+    """Return which layers have experts."""
+    dense, step = keys.get("mlp_only_layers", []), keys.size("decoder_sparse_step", 1)
+    return [layer not in dense and (layer + 1) % step == 0 for layer in range(keys.size("num_hidden_layers"))]
 
 
-GGUF = GgufForm(architecture="qwen2")
-FAMILY = Family("Qwen2ForCausalLM", config, module, manifest, gguf=GGUF)
+def moe_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
+    prefix = f"model.layers.{layer}.mlp"
+    shared = shared_sources(config, layer, f"{prefix}.shared_expert", f"{prefix}.shared_expert_gate")
+    return usual_expert_sources(config, layer) | shared
+
+
+moe_module = decoder_of("SparseBlock")
+moe_manifest = manifest_of(attention_sources, norm_sources, moe_sources)
+
+
+def read_moe_gguf(model: GgufModel) -> dict[str, Any]:
+    keys = {
+        **model.experts(),
+        "shared_expert_intermediate_size": model.integer("expert_shared_feed_forward_length"),
+        "norm_topk_prob": False,  # known by the architecture
+    }
+    return model.decoder() | keys | model.rope()
+
+
+MOE_GGUF = GgufForm(architecture="qwen2moe", read=read_moe_gguf, reads_only="rekindle does not write shared experts")
+FAMILIES = {
+    "qwen2": Family("Qwen2ForCausalLM", config, module, manifest, gguf=GgufForm(architecture="qwen2")),
+    "qwen2_moe": Family("Qwen2MoeForCausalLM", moe_config, moe_module, moe_manifest, gguf=MOE_GGUF),
+}

@@ -1,4 +1,4 @@
-"""Qwen3: Llama with a norm over each head of q and k."""
+"""Qwen3: Llama with a norm over each head of q and k. Qwen3-MoE has experts in some or all layers."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from rekindle._src.models.families.llama import (
     mlp_sources,
     norm_sources,
     qk_norm_sources,
+    usual_expert_sources,
 )
-from rekindle._src.models.families.qwen2 import sliding
-from rekindle._src.models.family import Family, GgufForm, decoder_of
+from rekindle._src.models.families.qwen2 import sliding, sparse_layers
+from rekindle._src.models.family import Family, GgufForm, decoder_of, with_biases
 from rekindle._src.models.hf_config import Keys, decoder
 
 if TYPE_CHECKING:
@@ -27,13 +28,27 @@ def config(keys: Keys) -> ModelConfig:
     return decoder(keys, head_dim=head_dim, window=window, slides=slides.__getitem__, attention_bias=bias)
 
 
-module = decoder_of("QkNormBlock")
+def moe_config(keys: Keys) -> ModelConfig:
+    spec = keys.experts(normalize=keys.get("norm_topk_prob", False))
+    window = keys.window(4096) if keys.get("use_sliding_window", False) else None
+    moe = tuple(spec if sparse else None for sparse in sparse_layers(keys))
+    return decoder(keys, window=window, attention_bias=keys.get("attention_bias", False), moe=moe)
+
+
+module, moe_module = decoder_of("QkNormBlock"), decoder_of("QkNormSparseBlock")
 manifest = manifest_of(attention_sources, qk_norm_sources, norm_sources, mlp_sources)
+moe_manifest = manifest_of(attention_sources, qk_norm_sources, norm_sources, usual_expert_sources)
+read_gguf = with_biases(attention_bias="attn_q")
 
 
-def read_gguf(model: GgufModel) -> dict[str, Any]:
-    return model.decoder() | {"attention_bias": model.has("blk.0.attn_q.bias")} | model.rope()
+def read_moe_gguf(model: GgufModel) -> dict[str, Any]:
+    return read_gguf(model) | model.experts() | {"norm_topk_prob": True}  # known by the architecture
 
 
 GGUF = GgufForm(architecture="qwen3", read=read_gguf)
-FAMILY = Family("Qwen3ForCausalLM", config, module, manifest, gguf=GGUF)
+MOE_GGUF = GgufForm(architecture="qwen3moe", read=read_moe_gguf)
+ALIASES = {"num_experts": "num_local_experts"}
+FAMILIES = {
+    "qwen3": Family("Qwen3ForCausalLM", config, module, manifest, gguf=GGUF),
+    "qwen3_moe": Family("Qwen3MoeForCausalLM", moe_config, moe_module, moe_manifest, ALIASES, MOE_GGUF),
+}

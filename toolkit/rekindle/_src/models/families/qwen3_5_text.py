@@ -1,14 +1,19 @@
-"""Qwen3.5, 3.6 and 3.8 (text): a gated delta rule in three of four layers, and gated attention in the others."""
+"""Qwen3.5, 3.6 and 3.8 (text): a gated delta rule in three of four layers, and gated attention in the others.
+
+Some have experts in all layers, and beside them an MLP with a gate.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from rekindle._src.models.config import ModelConfig, RecurrentSpec
 from rekindle._src.models.families.llama import blocks, mlp_sources, norms_of, outer_sources, qk_norm_sources
+from rekindle._src.models.families.qwen2 import moe_sources
 from rekindle._src.models.family import Family, GgufForm, HeadOrder, Rewritten, decoder_of
 from rekindle._src.models.hf_config import Keys, decoder
-from rekindle._src.models.loading.manifest import Manifest, Source, one
+from rekindle._src.models.loading.manifest import FusedExperts, Manifest, Source, one
 from rekindle._src.models.roles import Span, column, heads, recurrent_spans, row
 
 if TYPE_CHECKING:
@@ -20,6 +25,12 @@ DRAFTING = 4  # layers behind the last one that may draft tokens
 
 def config(keys: Keys) -> ModelConfig:
     return decoder(keys, **mixer_fields(keys))
+
+
+def moe_config(keys: Keys) -> ModelConfig:
+    spec = keys.experts(normalize=True, shared_size=keys.size("shared_expert_intermediate_size"), shared_gate=True)
+    moe = (spec,) * keys.size("num_hidden_layers")
+    return decoder(keys, moe=moe, intermediate_size=spec.intermediate_size, **mixer_fields(keys))
 
 
 def mixer_fields(keys: Keys) -> dict[str, Any]:
@@ -91,8 +102,9 @@ norm_sources = norms_of(add=1.0, attention_norm="input_layernorm", mlp_norm="pos
 
 
 def manifest(config: ModelConfig) -> Manifest:
-    sources = outer_sources(config, add=1.0) | blocks(config, mixer_sources, norm_sources, mlp_sources)
-    return Manifest(sources, ignored=drafts(config))
+    mlps = moe_sources if config.moe else mlp_sources
+    sources = outer_sources(config, add=1.0) | blocks(config, mixer_sources, norm_sources, mlps)
+    return Manifest(sources, ignored=drafts(config), fused=FusedExperts() if config.moe else None)
 
 
 def drafts(config: ModelConfig) -> tuple[str, ...]:
@@ -103,6 +115,13 @@ def drafts(config: ModelConfig) -> tuple[str, ...]:
 
 def read_gguf(model: GgufModel) -> dict[str, Any]:
     return decoder_keys(model) | mixer_keys(model)
+
+
+def read_moe_gguf(model: GgufModel) -> dict[str, Any]:
+    inner = model.integer("expert_feed_forward_length")
+    shared = model.integer("expert_shared_feed_forward_length")
+    own = {"moe_intermediate_size": inner, "shared_expert_intermediate_size": shared}
+    return decoder_keys(model, inner) | mixer_keys(model) | model.experts(size=None) | own
 
 
 def decoder_keys(model: GgufModel, length: int | None = None) -> dict[str, Any]:
@@ -165,8 +184,16 @@ NAMES = {
     "post_attention_layernorm": "post_attention_norm",
 }
 TENSORS = {"linear_attn.dt_bias": "ssm_dt.bias", "linear_attn.A_log": "ssm_a"}
-REASON = "rekindle does not write states' matrices"
 GGUF = GgufForm(
-    architecture="qwen35", read=read_gguf, names=NAMES, tensors=TENSORS, rewritten=rewritten, reads_only=REASON
+    architecture="qwen35",
+    read=read_gguf,
+    names=NAMES,
+    tensors=TENSORS,
+    rewritten=rewritten,
+    reads_only="rekindle does not write states' matrices",
 )
-FAMILY = Family("Qwen3_5ForCausalLM", config, module, manifest, gguf=GGUF)
+MOE_GGUF = dataclasses.replace(GGUF, architecture="qwen35moe", read=read_moe_gguf)
+FAMILIES = {
+    "qwen3_5_text": Family("Qwen3_5ForCausalLM", config, module, manifest, gguf=GGUF),
+    "qwen3_5_moe_text": Family("Qwen3_5MoeForCausalLM", moe_config, module, manifest, gguf=MOE_GGUF),
+}

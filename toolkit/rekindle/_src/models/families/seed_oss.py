@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.families.llama import manifest, module
-from rekindle._src.models.family import Family, GgufForm
+from rekindle._src.models.family import Family, GgufForm, with_biases
 from rekindle._src.models.hf_config import Keys, decoder
-
-if TYPE_CHECKING:
-    from rekindle._src.models.loading.gguf.architecture import GgufModel
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -24,13 +19,9 @@ def config(keys: Keys) -> ModelConfig:
     )
 
 
-def read_gguf(model: GgufModel) -> dict[str, Any]:
-    biases = {
-        "attention_bias": model.has("blk.0.attn_q.bias"),
-        "attention_out_bias": model.has("blk.0.attn_output.bias"),
-    }
-    return model.decoder() | biases | model.rope()
-
-
-GGUF = GgufForm(architecture="seed_oss", read=read_gguf, names={"post_attention_layernorm": "post_attention_norm"})
-FAMILY = Family("SeedOssForCausalLM", config, module, manifest, gguf=GGUF)
+GGUF = GgufForm(
+    architecture="seed_oss",
+    read=with_biases(attention_bias="attn_q", attention_out_bias="attn_output"),
+    names={"post_attention_layernorm": "post_attention_norm"},
+)
+FAMILIES = {"seed_oss": Family("SeedOssForCausalLM", config, module, manifest, gguf=GGUF)}

@@ -46,4 +46,4 @@ def read_gguf(model: GgufModel) -> dict[str, Any]:
 
 
 GGUF = GgufForm(architecture="smollm3", read=read_gguf, paired=True, rotates=lambda layer: (layer + 1) % INTERVAL != 0)
-FAMILY = Family("SmolLM3ForCausalLM", config, module, manifest, gguf=GGUF)
+FAMILIES = {"smollm3": Family("SmolLM3ForCausalLM", config, module, manifest, gguf=GGUF)}

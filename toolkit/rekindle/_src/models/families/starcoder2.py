@@ -6,14 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.families.llama import attention_sources, blocks, outer_sources
-from rekindle._src.models.family import Family, GgufForm
+from rekindle._src.models.family import Family, GgufForm, decoder_of
 from rekindle._src.models.hf_config import Keys, decoder
 from rekindle._src.models.loading.manifest import Manifest, Source, one
 from rekindle._src.models.roles import Span, column, row
 
 if TYPE_CHECKING:
     from rekindle._src.models.loading.gguf.architecture import GgufModel
-    from rekindle._src.models.precision import Precision
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -29,10 +28,7 @@ def config(keys: Keys) -> ModelConfig:
     )
 
 
-def module(config: ModelConfig, precision: Precision) -> Any:
-    from rekindle._src.models.nn.decoders import LayerNormDecoder
-
-    return LayerNormDecoder(config, precision)
+module = decoder_of("LayerNormBlock", "LayerNormDecoder")
 
 
 def manifest(config: ModelConfig) -> Manifest:
@@ -70,4 +66,4 @@ def read_gguf(model: GgufModel) -> dict[str, Any]:
 
 
 GGUF = GgufForm(architecture="starcoder2", read=read_gguf, norm=NORM, activation="gelu_tanh")
-FAMILY = Family("Starcoder2ForCausalLM", config, module, manifest, gguf=GGUF)
+FAMILIES = {"starcoder2": Family("Starcoder2ForCausalLM", config, module, manifest, gguf=GGUF)}

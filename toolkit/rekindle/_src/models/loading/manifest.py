@@ -59,7 +59,7 @@ def one(name: str, rows: int, **options: Any) -> Source:
 class FusedExperts(NamedTuple):
     """The tensors `gate_up_proj` and `down_proj` of all experts of a layer, which some checkpoints have.
 
-    Manifests name the matrices of single experts; `fused_experts.py` cuts them out.
+    Manifests name the matrices of single experts; `named_tensors.py` cuts them out.
     """
 
     interleaved: bool = False  # rows of gate and up alternate, else those of gate come first

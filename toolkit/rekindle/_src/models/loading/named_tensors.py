@@ -1,17 +1,31 @@
-"""The tensors of a checkpoint under the names of its family's manifest, whatever format it is stored in."""
+"""The tensors of a checkpoint under the names of its family's manifest, whatever format it is stored in.
+
+Some checkpoints have the experts of a layer in one tensor, of which the matrices and biases of single ones are cut:
+`….experts.gate_up_proj` holds gate and up, of all rows of one and then those of the other, or row by row in turn, and
+`….experts.down_proj` the rest; `gate_up_proj_bias` and `down_proj_bias` are theirs. Matrices in MXFP4 are stored as
+`…_blocks`, two 4-bit floats in each byte, and `…_scales`, an exponent for 32 inputs.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import re
+from collections.abc import Iterable, Mapping
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from rekindle._src.models.config import ModelConfig
-from rekindle._src.models.loading.fused_experts import with_single_experts
+from rekindle._src.models.loading.four_bits import Integers
 from rekindle._src.models.loading.gguf import source as gguf
-from rekindle._src.models.loading.manifest import Manifest
-from rekindle._src.models.loading.quantized.schemes import NOT_WEIGHTS, scheme, with_matrices
+from rekindle._src.models.loading.manifest import FusedExperts, Manifest
+from rekindle._src.models.loading.quantized import NOT_WEIGHTS, FourBitFloatRows, Held, scheme, with_matrices
 from rekindle._src.models.loading.stored import Stored
-from rekindle._src.models.loading.tensor_files import TensorEntry
+from rekindle._src.models.loading.tensor_files import TensorEntry, rows_of
+from rekindle._src.models.nn.packing import Packing
 from rekindle._src.models.registry import manifest
+from rekindle.errors import CheckpointError
 
 
 def named_tensors(stored: Stored, config: ModelConfig) -> tuple[Manifest, dict[str, TensorEntry]]:
@@ -57,3 +71,179 @@ def _with_prefix(entries: dict[str, TensorEntry], declared: Manifest) -> dict[st
         declared.prefix + name if declared.prefix + name in prefixed or name not in prefixed else name: entry
         for name, entry in entries.items()
     }
+
+
+_NAME = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")
+_GROUP = 32  # inputs of MXFP4 that share a scale
+
+
+def with_single_experts(
+    entries: Mapping[str, TensorEntry], names: Iterable[str], fused: FusedExperts
+) -> dict[str, TensorEntry]:
+    """Return the entries, with one for each of `names` that is part of a fused tensor in the place of that tensor."""
+    result, used, tensors = dict(entries), set[str](), dict[tuple[str, int], _Rows | None]()
+    for name in names:
+        match = _NAME.fullmatch(name)
+        if match is None or name in entries:
+            continue
+        experts, part, kind = match[1], match[3], match[4]
+        tensor = f"{experts}.{'down' if part == 'down' else 'gate_up'}_proj{'_bias' if kind == 'bias' else ''}"
+        key = (tensor, int(match[2]))
+        if key not in tensors:
+            tensors[key] = _expert(tensor, int(match[2]), entries, used, transposed=fused.transposed)
+        rows = tensors[key]
+        if rows is not None:
+            result[name] = _cut(name, rows, part, fused)
+    return {name: entry for name, entry in result.items() if name not in used}
+
+
+class _Rows(Protocol):
+    """All rows of one expert's part of a fused tensor."""
+
+    @property
+    def entry(self) -> TensorEntry:
+        """The part as [outputs, inputs] or [outputs], read by `rows` unless it is stored like that."""
+        ...
+
+    @property
+    def packing(self) -> Packing | None:
+        """The packing that keeps the matrix; None if there is none."""
+        ...
+
+    def rows(self, chosen: slice) -> NDArray[np.float32]:
+        """Return the values of the rows `chosen`."""
+        ...
+
+    def integers(self, chosen: slice) -> Integers:
+        """Return the stored integers of the rows `chosen`, of a matrix that has a packing."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Plain:
+    """Rows that are stored as numbers, one after the other."""
+
+    entry: TensorEntry
+    packing: Packing | None = None
+
+    def rows(self, chosen: slice) -> NDArray[np.float32]:
+        return rows_of(self.entry, chosen.start, chosen.stop)[:: chosen.step].astype(np.float32)
+
+    def integers(self, chosen: slice) -> Integers:
+        raise AssertionError("plain rows have no packing")
+
+
+class _Transposed:
+    """The columns of a matrix, which is read at once."""
+
+    packing: Packing | None = None
+
+    def __init__(self, stored: TensorEntry) -> None:
+        inputs, outputs = stored.shape
+        self.entry: TensorEntry = stored._replace(shape=(outputs, inputs))
+        self._held = Held(outputs, stored)
+
+    def integers(self, chosen: slice) -> Integers:
+        raise AssertionError("plain rows have no packing")
+
+    def rows(self, chosen: slice) -> NDArray[np.float32]:
+        (matrix,) = self._held.take(len(range(chosen.start, chosen.stop, chosen.step or 1)))
+        return np.ascontiguousarray(matrix[:, chosen].T, np.float32)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _FourBits:
+    """Rows of MXFP4."""
+
+    entry: TensorEntry
+    floats: FourBitFloatRows
+
+    @property
+    def packing(self) -> Packing | None:
+        return self.floats.packing
+
+    def rows(self, chosen: slice) -> NDArray[np.float32]:
+        return self.floats(chosen.start, chosen.stop)[:: chosen.step]
+
+    def integers(self, chosen: slice) -> Integers:
+        integers, scales, _ = self.floats.integers(chosen.start, chosen.stop)
+        return Integers(integers[:: chosen.step], scales[:: chosen.step])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Cut:
+    """Every `step`-th row from `first` on: a reader of rows, and of their integers."""
+
+    whole: _Rows
+    first: int
+    step: int
+
+    @property
+    def packing(self) -> Packing | None:
+        return self.whole.packing
+
+    def _chosen(self, start: int, stop: int) -> slice:
+        return slice(self.first + start * self.step, self.first + (stop - 1) * self.step + 1, self.step)
+
+    def __call__(self, start: int, stop: int) -> NDArray[np.float32]:
+        return self.whole.rows(self._chosen(start, stop))
+
+    def integers(self, start: int, stop: int) -> Integers:
+        return self.whole.integers(self._chosen(start, stop))
+
+
+def _cut(name: str, whole: _Rows, part: str, fused: FusedExperts) -> TensorEntry:
+    """Return the entry of gate, up or down."""
+    entry = whole.entry._replace(name=name)
+    outputs, *rest = entry.shape
+    first, step = 0, 1
+    if part != "down":
+        outputs //= 2
+        first, step = (1, 2) if fused.interleaved else (outputs, 1)
+        first = first if part == "up" else 0
+    size = entry.nbytes // max(1, entry.shape[0]) * outputs
+    shape = (outputs, *rest)
+    if type(whole) is _Plain and step == 1:
+        return entry._replace(shape=shape, offset=entry.offset + size * (first > 0), nbytes=size)
+    return entry._replace(shape=shape, nbytes=size, rows=_Cut(whole, first, step))
+
+
+def _expert(
+    tensor: str, number: int, entries: Mapping[str, TensorEntry], used: set[str], *, transposed: bool
+) -> _Rows | None:
+    """Return one expert's part of a fused tensor; None if the checkpoint has no such tensor. Its names are `used`."""
+    plain = entries.get(tensor)
+    if plain is not None:
+        used.add(tensor)
+        if len(plain.shape) not in (2, 3):
+            raise _wrong(plain, "two or three dimensions")
+        part = _part(plain, number)
+        return _Transposed(part) if transposed and len(part.shape) == 2 else _Plain(part)
+    blocks, scales = entries.get(f"{tensor}_blocks"), entries.get(f"{tensor}_scales")
+    if blocks is None or scales is None:
+        return None
+    used |= {blocks.name, scales.name}
+    if blocks.dtype != "U8" or len(blocks.shape) != 4 or blocks.shape[3] != _GROUP // 2:
+        raise _wrong(blocks, f"U8 [experts, outputs, groups, {_GROUP // 2}]")
+    if scales.dtype not in ("U8", "F8_E8M0") or scales.shape != blocks.shape[:3]:
+        raise _wrong(scales, f"U8 {[*blocks.shape[:3]]}")
+    outputs, groups = blocks.shape[1:3]
+    weight = _part(blocks, number)._replace(shape=(outputs, groups * _GROUP // 2))
+    scale = _part(scales, number)
+    entry = weight._replace(dtype="MXFP4", shape=(outputs, groups * _GROUP), nbytes=weight.nbytes + scale.nbytes)
+    return _FourBits(entry, FourBitFloatRows(weight, scale))
+
+
+def _part(entry: TensorEntry, number: int) -> TensorEntry:
+    """Return one expert's part of a tensor."""
+    if number >= entry.shape[0]:
+        raise _wrong(entry, f"more than {number} experts")
+    size = entry.nbytes // entry.shape[0]
+    return entry._replace(shape=entry.shape[1:], offset=entry.offset + number * size, nbytes=size)
+
+
+def _wrong(entry: TensorEntry, expected: str) -> CheckpointError:
+    return CheckpointError(
+        f"{entry.file}: {entry.name} is {entry.dtype} {[*entry.shape]}, expected {expected}. "
+        "Check that config.json and the weights belong together."
+    )

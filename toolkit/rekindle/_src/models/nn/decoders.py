@@ -18,11 +18,12 @@ from rekindle._src.models.nn.layers import (
     LayerNorm,
     MultipliedMlp,
     PlainMlp,
+    QkNormAttention,
     RopeTables,
     soft_cap,
 )
-from rekindle._src.models.nn.linear import Embedding, Linear, RMSNorm, head_logits, parameter
-from rekindle._src.models.nn.moe import Experts
+from rekindle._src.models.nn.linear import Embedding, Linear, RMSNorm, head_logits, norm_rows, parameter
+from rekindle._src.models.nn.moe import Experts, ScaledExperts
 from rekindle._src.models.nn.recurrent import (
     GatedAttention,
     GatedDeltaNet,
@@ -31,20 +32,21 @@ from rekindle._src.models.nn.recurrent import (
     StateSpace,
 )
 from rekindle._src.models.precision import Precision, Shards
-from rekindle_kernels import activate
+from rekindle_kernels import activate, gated
 
 
 class Block(nnx.Module):
     """One layer: a norm and attention, a norm and the MLP, each added to the residual stream."""
 
+    attention_type: type[Any] = Attention
+    state_type: type[Any] | None = None  # in place of attention where the config has a state
+
     def __init__(self, config: ModelConfig, layer: int, precision: Precision) -> None:
+        kind = self.attention_type if self.state_type is None or config.states[layer] is None else self.state_type
         self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps, precision)
-        self.attention = self.make_attention(config, layer, precision)
+        self.attention = kind(config, layer, precision)
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps, precision)
         self.mlp = self.make_mlp(config, layer, precision)
-
-    def make_attention(self, config: ModelConfig, layer: int, precision: Precision) -> Attention:
-        return Attention(config, layer, precision)
 
     def make_mlp(self, config: ModelConfig, layer: int, precision: Precision) -> nnx.Module:
         return GatedMlp(config, precision)
@@ -59,8 +61,7 @@ class Block(nnx.Module):
 class QkNormBlock(Block):
     """A block with norms over each head of q and k."""
 
-    def make_attention(self, config: ModelConfig, layer: int, precision: Precision) -> Attention:
-        return Attention(config, layer, precision, qk_norm=True)
+    attention_type = QkNormAttention
 
 
 class SparseBlock(Block):
@@ -136,15 +137,13 @@ class CorrectedBlock(SparseBlock):
 class WideNormSparseBlock(SparseBlock):
     """A block with experts, and norms over all heads of q and of k."""
 
-    def make_attention(self, config: ModelConfig, layer: int, precision: Precision) -> Attention:
-        return WideNormAttention(config, layer, precision)
+    attention_type = WideNormAttention
 
 
 class PostNormBlock(Block):
     """A block that norms the output of attention and that of the MLP."""
 
-    def make_attention(self, config: ModelConfig, layer: int, precision: Precision) -> Attention:
-        return WideNormAttention(config, layer, precision)
+    attention_type: type[Any] = WideNormAttention
 
     def __call__(self, x: jax.Array, tables: RopeTables, attend: Attend) -> jax.Array:
         with jax.named_scope("attention"):
@@ -156,8 +155,7 @@ class PostNormBlock(Block):
 class QkNormPostNormBlock(PostNormBlock):
     """The same with norms over each head of q and k."""
 
-    def make_attention(self, config: ModelConfig, layer: int, precision: Precision) -> Attention:
-        return Attention(config, layer, precision, qk_norm=True)
+    attention_type = QkNormAttention
 
 
 class LateNormAttention(Attention):
@@ -175,8 +173,7 @@ class LateNormAttention(Attention):
 class LateNormBlock(Block):
     """A block with such attention."""
 
-    def make_attention(self, config: ModelConfig, layer: int, precision: Precision) -> Attention:
-        return LateNormAttention(config, layer, precision)
+    attention_type = LateNormAttention
 
 
 class SinkAttention(Attention):
@@ -193,8 +190,7 @@ class SinkAttention(Attention):
 class SinkBlock(SparseBlock):
     """A block with experts and with such attention."""
 
-    def make_attention(self, config: ModelConfig, layer: int, precision: Precision) -> Attention:
-        return SinkAttention(config, layer, precision)
+    attention_type = SinkAttention
 
 
 class PlainBlock(Block):
@@ -219,12 +215,9 @@ class ScaledBlock(SparseBlock):
 
 
 class StateSpaceBlock(ScaledBlock):
-    """Such a block with Mamba-2 where the config has a state, and attention elsewhere."""
+    """Such a block with Mamba-2 where the config has a state."""
 
-    def make_attention(self, config: ModelConfig, layer: int, precision: Precision) -> Any:
-        if config.states[layer] is not None:
-            return StateSpace(config, layer, precision)
-        return Attention(config, layer, precision)
+    state_type = StateSpace
 
 
 class ParallelBlock(nnx.Module):
@@ -246,28 +239,19 @@ class ParallelBlock(nnx.Module):
 class DeltaBlock(SparseBlock):
     """A block with a gated delta rule where the config has a state, and gated attention elsewhere."""
 
-    def make_attention(self, config: ModelConfig, layer: int, precision: Precision) -> Any:
-        if config.states[layer] is not None:
-            return GatedDeltaNet(config, layer, precision)
-        return GatedAttention(config, layer, precision, qk_norm=True)
+    attention_type, state_type = GatedAttention, GatedDeltaNet
 
 
-class ConvolutionBlock(SparseBlock):
-    """A block with a short convolution where the config has a state, and attention elsewhere."""
+class ConvolutionBlock(QkNormSparseBlock):
+    """A block with a short convolution where the config has a state."""
 
-    def make_attention(self, config: ModelConfig, layer: int, precision: Precision) -> Any:
-        if config.states[layer] is not None:
-            return ShortConvolution(config, layer, precision)
-        return Attention(config, layer, precision, qk_norm=True)
+    state_type = ShortConvolution
 
 
 class ConvolutionSandwichBlock(SandwichBlock):
     """A block with norms after both halves, with a short convolution or with attention whose heads have gates."""
 
-    def make_attention(self, config: ModelConfig, layer: int, precision: Precision) -> Any:
-        if config.states[layer] is not None:
-            return ShortConvolution(config, layer, precision)
-        return HeadGatedAttention(config, layer, precision, qk_norm=True)
+    attention_type, state_type = HeadGatedAttention, ShortConvolution
 
 
 class LatentAttention(nnx.Module):
@@ -322,8 +306,7 @@ class LatentAttention(nnx.Module):
 class LatentBlock(SparseBlock):
     """A block with such attention, and experts where the config has them."""
 
-    def make_attention(self, config: ModelConfig, layer: int, precision: Precision) -> LatentAttention:  # type: ignore[override]
-        return LatentAttention(config, layer, precision)
+    attention_type = LatentAttention
 
 
 def _by_head(subscripts: str, x: jax.Array, weights: jax.Array) -> jax.Array:
@@ -358,8 +341,7 @@ class TwofoldMixer(nnx.Module):
 class TwofoldBlock(Block):
     """A block with such a mixer."""
 
-    def make_attention(self, config: ModelConfig, layer: int, precision: Precision) -> Any:
-        return TwofoldMixer(config, layer, precision)
+    attention_type = TwofoldMixer
 
     def make_mlp(self, config: ModelConfig, layer: int, precision: Precision) -> nnx.Module:
         return MultipliedMlp(config, precision)
@@ -440,14 +422,6 @@ class Decoder(nnx.Module):
             return soft_cap(logits, self.config.final_soft_cap)
 
 
-class ParallelDecoder(Decoder):
-    """A decoder of parallel blocks, with layer norms."""
-
-    def __init__(self, config: ModelConfig, precision: Precision) -> None:
-        super().__init__(config, precision, ParallelBlock)
-        self.norm = LayerNorm(config.hidden_size, config.norm_eps, bias=False)
-
-
 class EncoderBlock(nnx.Module):
     """One layer of an encoder, with layer norms. The first one's input is normed already."""
 
@@ -463,21 +437,6 @@ class EncoderBlock(nnx.Module):
             x = self.attention(x if self.attention_norm is None else self.attention_norm(x), tables, attend, x)
         with jax.named_scope("mlp"):
             return self.mlp(self.mlp_norm(x), x)
-
-
-class Encoder(Decoder):
-    """An encoder: its embedding is normed, and its `attend` is not causal. It has no head but its embedding."""
-
-    def __init__(self, config: ModelConfig, precision: Precision) -> None:
-        super().__init__(config, precision, EncoderBlock)
-        self.embed_norm = LayerNorm(config.hidden_size, config.norm_eps, bias=False)
-        self.norm = LayerNorm(config.hidden_size, config.norm_eps, bias=False)
-
-    def begin(
-        self, tokens: jax.Array, positions: jax.Array, lengths: jax.Array | None = None
-    ) -> tuple[jax.Array, RopeTables]:
-        x, tables = super().begin(tokens, positions, lengths)
-        return self.embed_norm(x), tables
 
 
 class LayerNormBlock(nnx.Module):
@@ -500,18 +459,40 @@ class LayerNormBlock(nnx.Module):
 
 
 class LayerNormDecoder(Decoder):
-    """A decoder of such blocks, with a layer norm behind them."""
+    """A decoder with a layer norm behind its blocks."""
 
-    def __init__(self, config: ModelConfig, precision: Precision) -> None:
-        super().__init__(config, precision, LayerNormBlock)
-        self.norm = LayerNorm(config.hidden_size, config.norm_eps)
+    biased = True
+
+    def __init__(self, config: ModelConfig, precision: Precision, block: Callable[..., nnx.Module]) -> None:
+        super().__init__(config, precision, block)
+        self.norm = LayerNorm(config.hidden_size, config.norm_eps, bias=self.biased)
+
+
+class ParallelDecoder(LayerNormDecoder):
+    """One without biases of the norm."""
+
+    biased = False
+
+
+class Encoder(ParallelDecoder):
+    """An encoder: its embedding is normed, and its `attend` is not causal. It has no head but its embedding."""
+
+    def __init__(self, config: ModelConfig, precision: Precision, block: Callable[..., nnx.Module]) -> None:
+        super().__init__(config, precision, block)
+        self.embed_norm = LayerNorm(config.hidden_size, config.norm_eps, bias=False)
+
+    def begin(
+        self, tokens: jax.Array, positions: jax.Array, lengths: jax.Array | None = None
+    ) -> tuple[jax.Array, RopeTables]:
+        x, tables = super().begin(tokens, positions, lengths)
+        return self.embed_norm(x), tables
 
 
 class Gpt2(LayerNormDecoder):
-    """The same with an embedding of positions in place of ropes."""
+    """One with an embedding of positions in place of ropes."""
 
-    def __init__(self, config: ModelConfig, precision: Precision) -> None:
-        super().__init__(config, precision)
+    def __init__(self, config: ModelConfig, precision: Precision, block: Callable[..., nnx.Module]) -> None:
+        super().__init__(config, precision, block)
         # Rows are only looked up, so quantising them would save little.
         plain = Precision(weights=precision.weights, stream=precision.stream)
         self.position_embed = Embedding(config.max_position_embeddings, config.hidden_size, plain)
@@ -522,3 +503,103 @@ class Gpt2(LayerNormDecoder):
         x, tables = super().begin(tokens, positions)
         with jax.named_scope("embed"):
             return x + self.position_embed(positions), tables
+
+
+class NormedValuesAttention(QkNormAttention):
+    """Attention with norms over each head of q and k, and one without weights over each head of v.
+
+    A layer may attend to the pages of another: it has queries alone. Values may be made by the projection of the keys.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int, precision: Precision) -> None:
+        super().__init__(config, layer, precision)
+        H, K, D = self.heads, self.kv_heads, self.head_dim
+        self.shares = config.source(layer) != layer
+        self.keys_as_values = config.attention[layer].keys_as_values
+        self.kv_heads = K = 0 if self.shares else K
+        rows = H + (K if self.keys_as_values else 2 * K)
+        self.qkv = Linear(rows * D, config.hidden_size, precision, bias=config.qkv_bias)
+        self.qk_norm = RMSNorm((H + K, D), config.norm_eps, precision)
+        self.eps = config.norm_eps
+
+    def project(self, x: jax.Array, norm: RMSNorm | None) -> tuple[jax.Array, jax.Array | None]:
+        qkv = self.qkv(x, norm=norm).reshape(x.shape[0], -1, self.head_dim)
+        return jnp.concatenate([qkv, qkv[:, self.heads :]], axis=1) if self.keys_as_values else qkv, None
+
+    def attended(self, attend: Attend, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        if self.shares:
+            return attend(self.layer, q, None, None)
+        return attend(self.layer, q, k, norm_rows(v, None, self.eps, self.implementation))
+
+
+class LayerEmbeddingBlock(SandwichBlock):
+    """A sandwich block, then the layer's embedding of the token behind a gate, then a factor for all of it.
+
+    With experts, they and the MLP read the same input, each behind norms of its own, and their results are summed.
+    """
+
+    attention_type = NormedValuesAttention
+
+    def __init__(self, config: ModelConfig, layer: int, precision: Precision) -> None:
+        super().__init__(config, layer, precision)
+        E, size, spec = config.hidden_size, config.layer_embedding, config.moe[layer] if config.moe else None
+        self.layer, self.activation = layer, config.activation
+        self.scalar = parameter((1,), jnp.float32)
+        self.embedding_gate: Any = nnx.data(Linear(size, E, precision) if size else None)
+        self.embedding_out: Any = nnx.data(Linear(E, size, precision) if size else None)
+        self.embedding_norm: Any = nnx.data(RMSNorm(E, config.norm_eps, precision) if size else None)
+        self.experts: Any = nnx.data(None if spec is None else ScaledExperts(config, spec, precision))
+        norms = [None if spec is None else RMSNorm(E, config.norm_eps, precision) for _ in range(3)]
+        self.dense_out_norm: Any = nnx.data(norms[0])
+        self.experts_norm: Any = nnx.data(norms[1])
+        self.experts_out_norm: Any = nnx.data(norms[2])
+
+    def make_mlp(self, config: ModelConfig, layer: int, precision: Precision) -> nnx.Module:
+        return GatedMlp(dataclasses.replace(config, intermediate_size=config.mlp_size(layer)), precision)
+
+    def __call__(self, x: jax.Array, tables: RopeTables, attend: Attend) -> jax.Array:
+        with jax.named_scope("attention"):
+            x = self.attention_out_norm.add(self.attention(x, tables, attend, norm=self.attention_norm), x)
+        with jax.named_scope("mlp"):
+            y = self.mlp(x, norm=self.mlp_norm)
+            if self.experts is not None:
+                y = self.dense_out_norm(y) + self.experts_out_norm(self.experts(x, norm=self.experts_norm))
+            if self.embedding_gate is None:
+                return self.mlp_out_norm.add(y, x, self.scalar[...])
+            x = self.mlp_out_norm.add(y, x)
+        with jax.named_scope("layer_embedding"):
+            gate = self.embedding_gate
+            own = gated(gate(x), self.activation, tables.own[self.layer], implementation=gate.implementation)
+            return self.embedding_norm.add(self.embedding_out(own.astype(x.dtype)), x, self.scalar[...])
+
+
+class LayerEmbeddingDecoder(Decoder):
+    """A decoder of such blocks. A second table has the embeddings of all layers, of size P each."""
+
+    def __init__(self, config: ModelConfig, precision: Precision, block: Callable[..., nnx.Module]) -> None:
+        super().__init__(config, precision, block)
+        size = config.layer_embedding
+        self.layer_embed: Any = nnx.data(None)
+        if size:
+            rows = config.num_layers * size
+            self.layer_embed = nnx.data(Embedding(config.vocab_size, rows, precision))
+            self.layer_projection = Linear(rows, config.hidden_size, precision)
+            self.layer_projection_norm = RMSNorm(size, config.norm_eps, precision)
+
+    def begin(
+        self, tokens: jax.Array, positions: jax.Array, lengths: jax.Array | None = None
+    ) -> tuple[jax.Array, RopeTables]:
+        x, tables = super().begin(tokens, positions, lengths)
+        if self.layer_embed is not None:
+            with jax.named_scope("layer_embeddings"):
+                tables.own = self.embeddings_of_layers(x, tokens)
+        return x, tables
+
+    def embeddings_of_layers(self, x: jax.Array, tokens: jax.Array) -> tuple[jax.Array, ...]:
+        """Return for each layer its embeddings [T, P] of tokens [T], whose embeddings in the stream are x [T, E]."""
+        layers, size = self.config.num_layers, self.config.layer_embedding
+        shape = (*tokens.shape, layers, size)
+        projected = self.layer_projection(x) * self.config.hidden_size**-0.5
+        stored = self.layer_embed(tokens) * size**0.5
+        both = self.layer_projection_norm.add(projected.reshape(shape), stored.reshape(shape)) * 2.0**-0.5
+        return tuple(both[..., layer, :] for layer in range(layers))

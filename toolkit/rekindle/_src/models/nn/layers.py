@@ -147,12 +147,14 @@ class RopeTables:
 class Attention(nnx.Module):
     """An attention layer: fused q, k and v projection, optional norms of q and k, rope, `attend`, output projection."""
 
-    def __init__(self, config: ModelConfig, layer: int, precision: Precision, *, qk_norm: bool = False) -> None:
+    norms_heads = False
+
+    def __init__(self, config: ModelConfig, layer: int, precision: Precision) -> None:
         H, K, D = config.num_heads, config.pages_of(layer).heads, config.pages_of(layer).key_size
         self.qkv = Linear((H + 2 * K) * D, config.hidden_size, precision, bias=config.qkv_bias)
         self.out = Linear(config.hidden_size, H * D, precision, bias=config.o_bias, partial=True)
         # One weight row per head: q and k are normed, and rotated, as one array of H + K heads.
-        self.qk_norm = RMSNorm((H + K, D), config.norm_eps, precision) if qk_norm else None
+        self.qk_norm = RMSNorm((H + K, D), config.norm_eps, precision) if self.norms_heads else None
         self.heads, self.kv_heads, self.head_dim = H, K, D
         self.layer, self.rope = layer, config.attention[layer].rope
         self.implementation = precision.implementation
@@ -186,6 +188,12 @@ class Attention(nnx.Module):
     def attended(self, attend: Attend, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         """Return the attention of heads that are normed and rotated."""
         return attend(self.layer, q, k, v)
+
+
+class QkNormAttention(Attention):
+    """Attention with norms over each head of q and k."""
+
+    norms_heads = True
 
 
 class GatedMlp(nnx.Module):

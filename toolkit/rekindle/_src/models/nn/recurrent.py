@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 
 from rekindle._src.models.config import ModelConfig, RecurrentSpec
-from rekindle._src.models.nn.layers import Attend, Attention, Recur, RopeTables, States
+from rekindle._src.models.nn.layers import Attend, QkNormAttention, Recur, RopeTables, States
 from rekindle._src.models.nn.linear import Linear, RMSNorm, norm_rows, parameter
 from rekindle._src.models.precision import Precision
 from rekindle_kernels import (
@@ -166,11 +166,11 @@ class ShortConvolution(Recurrent):
         super().__init__(config, layer, precision, inputs=3 * C, outputs=C, convolved=convolved)
 
 
-class GatedAttention(Attention):
+class GatedAttention(QkNormAttention):
     """Attention whose output is multiplied by a sigmoid of what its query projection computes beside each head."""
 
-    def __init__(self, config: ModelConfig, layer: int, precision: Precision, *, qk_norm: bool = False) -> None:
-        super().__init__(config, layer, precision, qk_norm=qk_norm)
+    def __init__(self, config: ModelConfig, layer: int, precision: Precision) -> None:
+        super().__init__(config, layer, precision)
         rows = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim
         self.qkv = Linear(rows, config.hidden_size, precision, bias=config.qkv_bias)
 
@@ -181,11 +181,11 @@ class GatedAttention(Attention):
         return jnp.concatenate([queries[..., 0, :], projected[..., 2 * H :, :]], axis=-2), queries[..., 1, :]
 
 
-class HeadGatedAttention(Attention):
+class HeadGatedAttention(QkNormAttention):
     """Attention whose heads are multiplied by a sigmoid, one number for each."""
 
-    def __init__(self, config: ModelConfig, layer: int, precision: Precision, *, qk_norm: bool = False) -> None:
-        super().__init__(config, layer, precision, qk_norm=qk_norm)
+    def __init__(self, config: ModelConfig, layer: int, precision: Precision) -> None:
+        super().__init__(config, layer, precision)
         self.gate = Linear(config.num_heads, config.hidden_size, precision, quantize=False)
 
     def project(self, x: jax.Array, norm: RMSNorm | None) -> tuple[jax.Array, jax.Array | None]:

@@ -29,8 +29,7 @@ from tokenizers import AddedToken, decoders, pre_tokenizers
 from rekindle._src.core.config import cache_folder
 from rekindle._src.core.store import Store
 from rekindle._src.models.loading.fingerprint import files_digest
-from rekindle._src.models.loading.gguf.cursor import Texts
-from rekindle._src.models.loading.gguf.header import GgufHeader, Metadata, read_header, stop_tokens
+from rekindle._src.models.loading.gguf.header import GgufHeader, Metadata, Texts, read_header, stop_tokens
 from rekindle._src.text.gguf.token_table import SEPARATOR, TokenTable
 from rekindle._src.text.gguf.vocabulary import (
     Cuts,

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rekindle._src.models.loading.gguf.cursor import Texts
+from rekindle._src.models.loading.gguf.header import Texts
 
 SEPARATOR = b"\xff"  # in no string of UTF-8
 Numbers = NDArray[np.uint64]

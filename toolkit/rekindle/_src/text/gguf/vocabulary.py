@@ -17,8 +17,7 @@ import tokenizers
 from numpy.typing import NDArray
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
-from rekindle._src.models.loading.gguf.cursor import MAX_TEXTS, Texts
-from rekindle._src.models.loading.gguf.header import Metadata
+from rekindle._src.models.loading.gguf.header import MAX_TEXTS, Metadata, Texts
 from rekindle._src.text import tokenizer_limits
 from rekindle._src.text.gguf.token_table import CHUNK, Sums, TokenTable
 from rekindle._src.text.tokenizer_limits import CUT_CHARACTERS, LINES, MERGES_PER_PIECE, PRE_TOKENIZERS, panics_as

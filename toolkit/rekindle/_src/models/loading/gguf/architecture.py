@@ -53,6 +53,11 @@ class GgufModel(NamedTuple):
             raise self.unsupported("attention.value_length", value, f"where heads of q and k have {size}")
         return int(size)
 
+    @property
+    def window(self) -> int | None:
+        """How many tokens a query sees; None for all of them."""
+        return self.integer("attention.sliding_window", 0) or None
+
     def unsupported(self, key: str, value: object, why: str = "") -> UnsupportedModel:
         """Return the error for a key whose value no family implements."""
         shown = repr(value)[:80]

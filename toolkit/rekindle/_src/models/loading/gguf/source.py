@@ -95,7 +95,7 @@ def tensors(
 
     Tensors that are no part of the model keep llama.cpp's names. Missing tensors are absent.
     """
-    from rekindle._src.models.loading.gguf import rewritten  # it imports JAX, which `look` doesn't need
+    from rekindle._src.models.loading.gguf import rows  # it imports JAX, which `look` doesn't need
 
     stored = {entry.name: entry for header in headers for entry in header.entries}
     # llama.cpp's converter has already transposed and added, as the manifest tells the loader to.
@@ -110,18 +110,18 @@ def tensors(
             pieces = [f"blk.{layer}.{piece}" for piece in several.get(own, ())]
             how = form.rewritten(config, layer, own)
             if pieces and all(piece in stored for piece in pieces):
-                whole = rewritten.joined(name, [stored[piece] for piece in pieces])
+                whole = rows.joined(name, [stored[piece] for piece in pieces])
                 if whole is not None:
                     named[name] = whole
                     used.update(pieces)
                 continue
             if how is not None and where.name in stored:
-                named[name] = rewritten.entry_of(name, stored[where.name], how)
+                named[name] = rows.entry_of(name, stored[where.name], how)
                 used.add(where.name)
                 continue
         entry = _entry(name, where, stored, config.head_dim)
-        if entry is None and f".{rewritten.WHOLE}." in where.name:
-            both = rewritten.latent_entry(name, where.name, stored)
+        if entry is None and f".{rows.WHOLE}." in where.name:
+            both = rows.latent_entry(name, where.name, stored)
             if both is not None:
                 named[name] = both[0]
                 used.update(both[1])
