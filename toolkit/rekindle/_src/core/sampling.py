@@ -428,6 +428,16 @@ class Sampling(html.Record):
         return bool(self.allowed_token_ids or self.bad_words)
 
     @property
+    def scored(self) -> bool:
+        """True if it has log-probabilities, of the output or the prompt."""
+        return self.logprobs is not None or self.prompt_logprobs is not None
+
+    @property
+    def shaped(self) -> bool:
+        """True if a bias, a penalty or `min_tokens` changes its logits."""
+        return self.penalised or bool(self.logit_bias) or self.min_tokens > 0
+
+    @property
     def penalised(self) -> bool:
         """True if any of the three penalties is on."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)

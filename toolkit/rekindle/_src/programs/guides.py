@@ -31,6 +31,8 @@ class Guides(Feature):
     two programs, up to the logits and the choice. Steps with the feature have sizes of their own.
     """
 
+    option = "guide"
+
     def operand_width(self, vocab_size: int) -> int:
         """Return the integers of a row's operand, which is all ones in rows without a guide."""
         return mask_words(vocab_size)
