@@ -6,10 +6,12 @@ import itertools
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
+import numpy as np
+
 from helpers.fakes import DictTier, FakeInFlight, FakeModel, FakeRunner, make_request
-from rekindle._src.core.records import FinishReason, Request, StepPlan, TokenEvent
+from rekindle._src.core.records import FinishReason, IntArray, Request, StepPlan, TokenEvent
 from rekindle._src.dispatch.engine import Engine
-from rekindle._src.kvcache import PagePool, PrefixCache, TreeStates, TreeTails, root_digest
+from rekindle._src.kvcache import Node, PagePool, PrefixCache, TreeStates, TreeTails, root_digest
 from rekindle._src.programs.hybrid_layers import STEPS
 from rekindle._src.scheduling.admission import Reserve
 from rekindle._src.scheduling.data_scheduler import DataScheduler, ShardScheduler
@@ -115,7 +117,9 @@ class Loop:
         if shards > 1:
             arrivals = itertools.count()
             self.shards = [
-                ShardScheduler(limits, pool, arrivals, first_slot=shard * max_requests, cache=cached[shard], **options)
+                ShardScheduler(
+                    limits, pool, arrivals=arrivals, first_slot=shard * max_requests, cache=cached[shard], **options
+                )
                 for shard, pool in enumerate(self.pools)
             ]
             self.scheduler = cast(Any, DataScheduler(self.shards))  # it answers to the same
@@ -203,3 +207,12 @@ def answered(loop: Loop, *prompts: list[int], max_tokens: int = 6) -> list[Reque
 def text(count: int, *suffix: int) -> list[int]:
     """Return a prompt whose first `count` tokens are always the same."""
     return [position * 7 % 90 for position in range(count)] + list(suffix)
+
+
+def prefix_of(cache: PrefixCache, node: Node) -> IntArray:
+    """Return all tokens up to and including a node's page."""
+    pages = []
+    while node.parent is not None:
+        pages.append(cache.tokens_of(node))
+        node = node.parent
+    return np.concatenate(pages[::-1])

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from helpers.fakes import DictTier
+from helpers.scheduling import prefix_of
 from rekindle._src.core.records import IntArray, PageMove
 from rekindle._src.kvcache import Node, PagePool, PrefixCache, page_digest, root_digest
-from rekindle._src.kvcache import node as node_module
 
 SIZE = 4
 
@@ -273,8 +273,8 @@ def test_a_snapshot_can_be_written_and_grafted() -> None:
         assert node.parent in seen, "parents come first"
         seen.add(node)
         tier.put(tree.cache.digest_of(node), (np.zeros(1),))
-        grafted = other.cache.graft(tree.cache.prefix_of(node), visits=node.visits, last_use=node.last_use)
-        assert grafted is not None and other.cache.digest_of(grafted) == tree.cache.digest_of(node)
+        grafted = other.cache.graft(prefix_of(tree.cache, node))
+        assert grafted is not None and other.cache.digest_of(grafted[-1]) == tree.cache.digest_of(node)
     other.check()
     assert len(other.cache) == 4 and other.found(tokens(1, 2, 3)) == 3 and other.found(tokens(1, 4)) == 2
     assert other.insert(tokens(1, 2, 3)) and other.cache.statistics().host_hit_pages == 3
@@ -285,8 +285,8 @@ def test_restored_tokens_are_those_of_the_page() -> None:
     tree.insert(tokens(1, 2, 3))
     last = list(tree.cache)[-1]
     assert tree.cache.tokens_of(last).tolist() == tokens(3).tolist()
-    assert tree.cache.prefix_of(last).tolist() == tokens(1, 2, 3).tolist()
-    assert [step.depth for step in node_module.path(last)] == [1, 2, 3]
+    assert prefix_of(tree.cache, last).tolist() == tokens(1, 2, 3).tolist()
+    assert last.depth == 3
 
 
 def test_matching_and_inserting_cost_nothing_with_the_size_of_the_tree() -> None:

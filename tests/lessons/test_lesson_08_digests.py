@@ -20,7 +20,7 @@ from rekindle._src.kvcache import PagePool, PrefixCache
 from rekindle._src.kvcache.persist.identity import Identity
 for weights in ("mine", "others"):
     cache = PrefixCache(PagePool(8), 4, Identity(weights, "float32", 4).root)
-    node = cache.graft(np.arange(12, dtype=np.int32))
+    node = cache.graft(np.arange(12, dtype=np.int32))[-1]
     print(cache.digest_of(node).hex(), node.key)
 """
 

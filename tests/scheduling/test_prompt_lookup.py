@@ -32,7 +32,7 @@ def test_it_finds_what_a_search_finds(prompt: list[int], output: list[int], skip
         follows = source is not None and tokens[source] == token
         tokens.append(token)
         source = source + 1 if source is not None and follows else searched(tokens)
-    assert lookup.ready == (source is not None)
+    assert lookup.ready() == (source is not None)
     if source is not None:
         followed = tokens[source:]
         endless = followed * (12 // len(followed) + 1)
@@ -52,15 +52,15 @@ def test_a_place_that_was_right_is_kept_though_its_tokens_came_again() -> None:
     lookup.push(8)
     assert lookup.propose(0, 3).tolist() == [1, 2, 3]
     lookup.push(7)
-    assert not lookup.ready
+    assert not lookup.ready()
 
 
 def test_more_drafts_are_expected_the_longer_the_text_repeats() -> None:
     lookup = PromptLookup(array([1, 2, 3, 4, 5, 6, 7, 1, 2, 3]))
-    expected = [lookup.expected]
+    expected = [lookup.expected()]
     for token in (4, 5, 6, 9):
         lookup.push(token)
-        expected.append(lookup.expected)
+        expected.append(lookup.expected())
     assert expected == [1.0, 1.5, 2.0, 2.5, 1.0]
 
 
@@ -70,10 +70,10 @@ def test_it_waits_longer_and_longer_while_it_is_wrong() -> None:
     for _ in range(8):
         lookup.learn(2, 0)
         waited.append(0)
-        while not lookup.ready:
+        while not lookup.ready():
             lookup.push(1)
             waited[-1] += 1
     assert waited == [2, 4, 8, 16, 32, 64, 64, 64]
     lookup.learn(4, 1)
-    assert lookup.ready
+    assert lookup.ready()
     assert (lookup.drafted, lookup.accepted) == (20, 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from helpers.fakes import DictTier, make_request
-from helpers.scheduling import Loop, answered, cached, text
+from helpers.scheduling import Loop, answered, cached, prefix_of, text
 from rekindle._src.core.records import FinishReason
 from rekindle.errors import StoreError
 
@@ -56,7 +56,7 @@ def test_the_state_that_was_not_used_for_longest_leaves_first() -> None:
     answered(model, [*range(50, 62)], max_tokens=2)
     answered(model, text(12, 91), max_tokens=2)  # uses the first
     answered(model, [*range(60, 72)], max_tokens=2)
-    kept = {int(model.cache.prefix_of(node)[0]) for node in model.cache if node.state}
+    kept = {int(prefix_of(model.cache, node)[0]) for node in model.cache if node.state}
     assert kept == {0, 60}
     assert model.cache.statistics().states_evicted == 1
 

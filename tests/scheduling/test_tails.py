@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from helpers.fakes import DictTier, make_request
-from helpers.scheduling import Loop, answered, cached, text
+from helpers.scheduling import Loop, answered, cached, prefix_of, text
 from rekindle._src.core.records import FinishReason, PageMove
 from rekindle._src.kvcache import TreeTails
 from rekindle.errors import StoreError
@@ -72,7 +72,7 @@ def test_requests_at_once_share_pages() -> None:
 def test_a_pinned_prefix_keeps_its_window() -> None:
     model = loop(pages=512, tails=8)
     answered(model, text(80))
-    assert model.scheduler.pin(model.cache.prefix_of(max(model.cache, key=lambda node: node.depth))[:80]) == 80
+    assert model.scheduler.pin(prefix_of(model.cache, max(model.cache, key=lambda node: node.depth))[:80]) == 80
     for start in range(4):
         answered(model, [(start + 50 + 3 * position) % 89 for position in range(200)])
     (again,) = answered(model, text(80, 91, 92, 93, 94, 95))

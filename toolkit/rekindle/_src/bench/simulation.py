@@ -134,7 +134,7 @@ class Replica:
         """Take in a request whose prompt another replica has computed, with the prompt's pages."""
         cache, tokens = self._cache, request.token_ids
         if cache is not None:
-            nodes = cache.graft_path(tokens[: len(tokens) // cache.page_size * cache.page_size]) or []
+            nodes = cache.graft(tokens[: len(tokens) // cache.page_size * cache.page_size]) or []
             self._arrived.digests.update(cache.digest_of(node) for node in nodes if not node.page)
         self.scheduler.submit(request)
 

@@ -121,7 +121,8 @@ class OutputState:
             self._first = now
             self._compiling_first = self._waited(now)
         if self.request.sampling.max_tokens == 0:
-            event, reason = _scored(event), reason and _SCORED.get(reason, reason)
+            event = dataclasses.replace(event, token_ids=(), logprobs=())
+            reason = reason and _SCORED.get(reason, reason)
         self._cached = event.cached_tokens
         self._pooled = event.pooled
         self._prompt_logprobs += event.prompt_logprobs
@@ -246,21 +247,11 @@ class OutputState:
         elif reason is FinishReason.FAILED:
             error = error or RequestFailed(f"request {self.request.id} failed after {len(self._tokens)} tokens")
         if self._files is not None and error is not None:
-            self._end_files(keep=reason is FinishReason.ABORTED)
+            if reason is FinishReason.ABORTED:
+                with contextlib.suppress(OSError):
+                    self._captured_until_end()  # completes the files
+            self._files.discard()
         self.mailbox.complete(self.request.index, error if error is not None else self.completion(reason, now))
-
-    def _end_files(self, *, keep: bool) -> None:
-        """Complete the files of a request without a completion, or remove them."""
-        assert self._files is not None
-        if keep:
-            with contextlib.suppress(OSError):
-                self._captured_until_end()
-        self._files.discard()
-
-
-def _scored(event: TokenEvent) -> TokenEvent:
-    """Return the event of a request for no tokens, without the sampled token."""
-    return dataclasses.replace(event, token_ids=(), logprobs=())
 
 
 async def run(

@@ -226,11 +226,9 @@ class Engine:
         self.scheduler.submit(request)
 
     def abort(self, request_id: str) -> None:
-        """End a request in any state."""
         self._add(self.scheduler.abort(request_id))
 
     def finish(self, request_id: str, reason: FinishReason) -> None:
-        """End a request whose text is complete, because it has a stop string."""
         self._add(self.scheduler.finish(request_id, reason))
 
     def fail(self, request_id: str, error: RekindleError) -> None:
@@ -238,7 +236,6 @@ class Engine:
         self._add(TokenEvent(request_id, finish_reason=FinishReason.FAILED, error=error))
 
     def control(self, message: Control | Drain) -> None:
-        """Pause, resume, run one step, call a job between two steps, or drain."""
         match message:
             case Pause(quiet):
                 self._pauses += 1
@@ -257,11 +254,9 @@ class Engine:
                 self._refuse_steps()
 
     def status(self, request_id: str) -> Status | None:
-        """Return the state of a request; None if it is unknown."""
         return self.scheduler.status(request_id)
 
     def explain(self, request_id: str) -> Any:
-        """Return why a request is in its state, in words and numbers; None if it is unknown."""
         return self.scheduler.explain(request_id)
 
     def attach(self, lost: Callable[[BaseException], object], resize: Callable[[int], object]) -> None:

@@ -244,14 +244,11 @@ class Host:
 
     def submit(self, submission: Submission) -> None:
         """Hand over an admitted submission."""
-        self._post(
-            _for_request(lambda dispatch: dispatch.submit(submission), submission.mailbox),
-            submission.mailbox.complete_all,
-        )
+        self._post_request(submission.mailbox, lambda dispatch: dispatch.submit(submission))
 
     def relay(self, request: Request, mailbox: Mailbox, take: Take) -> None:
         """Run a request that another process has taken in, and that has been admitted; see `Dispatch.relay`."""
-        self._post(_for_request(lambda dispatch: dispatch.relay(request, mailbox, take), mailbox), mailbox.complete_all)
+        self._post_request(mailbox, lambda dispatch: dispatch.relay(request, mailbox, take))
 
     def abort(self, mailbox: Mailbox) -> None:
         """Abort a submission. Safe in finalisers, forked children and after the end: takes no lock and never raises."""
@@ -311,6 +308,19 @@ class Host:
             self._refuse_jobs()
         else:
             self._wake_loop()
+
+    def _post_request(self, mailbox: Mailbox, do: Callable[[Dispatch], object]) -> None:
+        """Post a job for one request, which ends that request if it raises."""
+
+        def run(dispatch: Dispatch) -> None:
+            try:
+                do(dispatch)
+            except (anyio.ClosedResourceError, anyio.BrokenResourceError):  # the session is closing
+                raise
+            except BaseException as error:
+                mailbox.complete_all(own_failure(error, "the request could not be taken in"))
+
+        self._post(run, mailbox.complete_all)
 
     def _wake_loop(self) -> None:
         if self._waker is not None:
@@ -444,20 +454,6 @@ class Host:
         device.stop(1.0)
 
 
-def _for_request(do: Callable[[Dispatch], object], mailbox: Mailbox) -> Callable[[Dispatch], object]:
-    """Return a job for one request, which ends that request if it raises."""
-
-    def run(dispatch: Dispatch) -> None:
-        try:
-            do(dispatch)
-        except (anyio.ClosedResourceError, anyio.BrokenResourceError):  # the session is closing
-            raise
-        except BaseException as error:
-            mailbox.complete_all(own_failure(error, "the request could not be taken in"))
-
-    return run
-
-
 _hosts: weakref.WeakSet[Host] = weakref.WeakSet()
 _registered: list[bool] = []
 
@@ -515,20 +511,12 @@ class Dispatch:
         self._submissions, submitted = anyio.create_memory_object_stream[Submission | Control](2 * bound + 64)
         self._messages, inbox = anyio.create_memory_object_stream[ScheduleMessage](8 * bound + 256)
         events, happened = anyio.create_memory_object_stream[Events](1)
-        from_intake, from_backend, from_detokenize = (self._messages.clone() for _ in range(3))
-        self._streams: tuple[Any, ...] = (
-            submitted,
-            inbox,
-            events,
-            happened,
-            from_intake,
-            from_backend,
-            from_detokenize,
-        )
+        posts = [self._messages.clone() for _ in range(3)]
+        self._streams: tuple[Any, ...] = self._submissions, submitted, self._messages, inbox, events, happened, *posts
         self._tasks = (
-            partial(intake.run, submitted, from_intake, front, self.outputs),
-            partial(self.backend.serve, inbox, from_backend, events, device),
-            partial(detokenize.run, happened, from_detokenize, self.outputs),
+            partial(intake.run, submitted, posts[0], front, self.outputs),
+            partial(self.backend.serve, inbox, posts[1], events, device),
+            partial(detokenize.run, happened, posts[2], self.outputs),
         )
 
     async def run(self) -> None:
@@ -540,7 +528,7 @@ class Dispatch:
         except BaseExceptionGroup as group_error:
             raise root_cause(group_error) from None
         finally:
-            for stream in (self._submissions, self._messages, *self._streams):
+            for stream in self._streams:
                 stream.close()
 
     def submit(self, submission: Submission) -> None:

@@ -55,8 +55,7 @@ async def run(
     outputs: dict[str, Output],
 ) -> None:
     """Hand requests and controls on to schedule until the inbox ends, then tell it to drain."""
-    seeds = random.Random(front.config.seed)
-    apart, turns = Apart(), Turns(AT_ONCE)
+    intake = _Intake(outbox, front, outputs)
     async with inbox, outbox:
         async with anyio.create_task_group() as group:
             async for first in inbox:
@@ -64,13 +63,13 @@ async def run(
                 # Everything that waits is handed on before schedule runs again, so that it can run in one step.
                 while message is not None:
                     if not isinstance(message, Submission):
-                        await apart.wait_all()  # a control never overtakes a submission
+                        await intake.none_apart()  # a control never overtakes a submission
                         outbox.send_nowait(message)
                     elif _at_once(message, front):
-                        await _hand_on(message, outbox, front, outputs, seeds, turns)
+                        await intake.hand_on(message)
                     else:
-                        apart.begin()
-                        group.start_soon(_hand_on_apart, message, outbox, front, outputs, seeds, turns, apart)
+                        intake.apart += 1
+                        group.start_soon(intake.hand_on_apart, message)
                     message = next_waiting(inbox)
         outbox.send_nowait(Drain())
 
@@ -88,73 +87,49 @@ def _is_long(submission: Submission) -> bool:
     return submission.long or (submission.text is not None and len(submission.text) >= LONG_TEXT)
 
 
-class Apart:
-    """Counts the submissions that are taken in apart from the others, because of their grammars or long prompts."""
+class _Intake:
+    def __init__(
+        self, outbox: MemoryObjectSendStream[ScheduleMessage], front: Front, outputs: dict[str, Output]
+    ) -> None:
+        self._outbox, self._front, self._outputs = outbox, front, outputs
+        self._seeds, self._turns = random.Random(front.config.seed), Turns(AT_ONCE)
+        self.apart = 0  # submissions that are taken in beside others, because of their grammars or long prompts
+        self._none_apart = anyio.Event()
 
-    def __init__(self) -> None:
-        self._count = 0
-        self._none = anyio.Event()
+    async def none_apart(self) -> None:
+        while self.apart:
+            await self._none_apart.wait()
 
-    def begin(self) -> None:
-        self._count += 1
+    async def hand_on_apart(self, submission: Submission) -> None:
+        """Take in one submission while others go on."""
+        try:
+            await self.hand_on(submission)
+        finally:
+            self.apart -= 1
+            if not self.apart:
+                self._none_apart.set()
+                self._none_apart = anyio.Event()
 
-    def end(self) -> None:
-        self._count -= 1
-        if not self._count:
-            self._none.set()
-            self._none = anyio.Event()
-
-    async def wait_all(self) -> None:
-        """Wait until there are none."""
-        while self._count:
-            await self._none.wait()
-
-
-async def _hand_on_apart(
-    submission: Submission,
-    outbox: MemoryObjectSendStream[ScheduleMessage],
-    front: Front,
-    outputs: dict[str, Output],
-    seeds: random.Random,
-    turns: Turns,
-    apart: Apart,
-) -> None:
-    """Take in one submission while others go on."""
-    try:
-        await _hand_on(submission, outbox, front, outputs, seeds, turns)
-    finally:
-        apart.end()
-
-
-async def _hand_on(
-    submission: Submission,
-    outbox: MemoryObjectSendStream[ScheduleMessage],
-    front: Front,
-    outputs: dict[str, Output],
-    seeds: random.Random,
-    turns: Turns,
-) -> None:
-    mailbox = submission.mailbox
-    try:
-        async with turns.turn(submission.caller) if _is_long(submission) else contextlib.nullcontext():
-            submission = await _render(submission)
-            token_ids = await tokenize(submission, front)
-        mailbox.prompt_ids = token_ids
-        grammar = await grammar_of(submission, front)
-        requests = prepare(submission, token_ids, front, seeds, grammar)
-        decode = text_of_tokens(front.tokenizer)
-        states = [_output(request, submission, token_ids, front, decode) for request in requests]
-    except BaseException as error:
-        mailbox.complete_all(own_failure(error, "the prompt could not be taken in"))
-        return
-    if mailbox.abandoned:
-        mailbox.complete_all(RequestAborted("the request was cancelled before it was queued"))
-        return
-    # No await from here on, so an abort was either seen above or comes after the requests in schedule's inbox.
-    for output in states:
-        outputs[output.request.id] = output
-        mailbox.request_ids.append(output.request.id)
-        outbox.send_nowait(output.request)
+    async def hand_on(self, submission: Submission) -> None:
+        mailbox, front = submission.mailbox, self._front
+        try:
+            async with self._turns.turn(submission.caller) if _is_long(submission) else contextlib.nullcontext():
+                submission = await _render(submission)
+                token_ids = await tokenize(submission, front)
+            mailbox.prompt_ids = token_ids
+            grammar = await grammar_of(submission, front)
+            requests = prepare(submission, token_ids, front, self._seeds, grammar)
+            decode = text_of_tokens(front.tokenizer)
+            states = [_output(request, submission, token_ids, front, decode) for request in requests]
+            _check_waited_for(submission)
+        except BaseException as error:
+            mailbox.complete_all(own_failure(error, "the prompt could not be taken in"))
+            return
+        # No await since the check, so an abort was either seen there or comes after the requests in schedule's inbox.
+        for output in states:
+            self._outputs[output.request.id] = output
+            mailbox.request_ids.append(output.request.id)
+            self._outbox.send_nowait(output.request)
 
 
 async def _render(submission: Submission) -> Submission:
@@ -180,16 +155,14 @@ def _output(
     decode: Callable[[Sequence[int]], str] | None,
 ) -> OutputState:
     reply, sampling = submission.reply, request.sampling
-    visible = reply.visible if reply is not None else frozenset[str]()
     scanner = None
     if reply is not None:
         scanner = reply.scanner(submission.text or "", request.token_ids.tobytes(), sampling.seed)
-    detokenizer = front.detokenizer(sampling, visible)
     return OutputState(
         request,
         submission.mailbox,
         submission.text,
-        detokenizer,
+        front.detokenizer(sampling, frozenset() if reply is None else reply.visible),
         decode,
         front.program_wait,
         scanner=scanner,
@@ -234,14 +207,9 @@ def check_characters(text: str, front: Front) -> None:
     limit = front.config.max_model_len
     if limit is None or len(text) <= limit or front.characters_per_token is None:
         return
-    max_characters = limit * front.characters_per_token()
-    if len(text) > max_characters:
-        raise PromptTooLong(
-            "prompt",
-            text[:80],
-            f"has at least {-(-len(text) // front.characters_per_token()):,} tokens, and max_model_len is {limit:,}",
-            how_to_fit(limit, front.longest),
-        )
+    most = front.characters_per_token()
+    if len(text) > limit * most:
+        raise _too_long(text, f"has at least {-(-len(text) // most):,} tokens", limit, front)
 
 
 def check_beginning(text: str, front: Front) -> None:
@@ -252,13 +220,14 @@ def check_beginning(text: str, front: Front) -> None:
     length = _PROBED * limit
     count = len(front.tokenizer.encode(text[:length], add_special_tokens=False))
     if count > limit + _AT_A_CUT:
-        raise PromptTooLong(
-            "prompt",
-            text[:80],
-            f"has {count:,} tokens in the first {length:,} of its {len(text):,} characters, and max_model_len is "
-            f"{limit:,}",
-            how_to_fit(limit, front.longest),
+        raise _too_long(
+            text, f"has {count:,} tokens in the first {length:,} of its {len(text):,} characters", limit, front
         )
+
+
+def _too_long(text: str, problem: str, limit: int, front: Front) -> PromptTooLong:
+    problem = f"{problem}, and max_model_len is {limit:,}"
+    return PromptTooLong("prompt", text[:80], problem, how_to_fit(limit, front.longest))
 
 
 def prepare(
@@ -271,12 +240,8 @@ def prepare(
     """Return one request for each of the n sequences; sequence i of a seeded submission has seed + i."""
     sampling, vocab = submission.sampling, front.vocab_size
     if front.embedder.alone and submission.pooling is None:
-        raise InvalidRequest(
-            "model",
-            front.model,
-            "is for embed only: its texts have no next token",
-            "Use session.embed, or POST /v1/embeddings",
-        )
+        problem, fix = "is for embed only: its texts have no next token", "Use session.embed, or POST /v1/embeddings"
+        raise InvalidRequest("model", front.model, problem, fix)
     if not len(token_ids):
         raise InvalidRequest("prompt", submission.text, "has no tokens", "Pass at least one character or token id")
     for field, ids in (
@@ -292,12 +257,8 @@ def prepare(
     for name in sampling.processors:
         if name not in front.processors:
             known = ", ".join(map(repr, front.processors)) or "none"
-            raise InvalidRequest(
-                "processors",
-                name,
-                "is not a processor of this session",
-                f"Give it to open(processors=[…]); known: {known}",
-            )
+            fix = f"Give it to open(processors=[…]); known: {known}"
+            raise InvalidRequest("processors", name, "is not a processor of this session", fix)
     adapter, altered = None, tuple[str, ...]()
     if sampling.adapter is not None:
         if front.adapters is None:

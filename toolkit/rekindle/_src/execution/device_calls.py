@@ -368,8 +368,7 @@ class _Reported:
             self._calls.failed(error)
 
 
-@dataclasses.dataclass(slots=True)
-class Choice:
+class Choice(NamedTuple):
     """The second half of a late step that is two programs; it is dispatched once it has its operand."""
 
     key: Bucket
@@ -380,37 +379,28 @@ class Choice:
 
 @dataclasses.dataclass(slots=True)
 class InFlight:
-    """A dispatched step."""
+    """A dispatched step. Without a bucket it ran no rows and only moved pages."""
 
     plan: StepPlan
-    bucket: Bucket | None  # None: the step ran no rows, it only moved pages
-    output: StepOutput | None
-    upload: AnyUpload | None
-    leaving: Leaving
-    dispatched: float
-    host_seconds: float
     ran_plan: StepPlan  # `plan` without the rows that could not be prepared
     refused: dict[str, Exception]  # by request, why its rows could not be prepared
+    began: float  # when the host began to prepare it
+    leaving: Leaving
+    lost: tuple[LostPage, ...]
+    leaving_states: Any
+    lost_states: tuple[LostPage, ...]
+    bucket: Bucket | None = None
+    upload: AnyUpload | None = None
+    output: StepOutput | None = None
+    dispatched: float = 0.0
+    host_seconds: float = 0.0
+    idle_seconds: float = 0.0  # the device had nothing to do before it
     choice: Choice | MaskGate | None = None  # of a late step, until it has its operand
+    operand: IntArray | MaskGate | None = None  # the step reads it until it has ended
     late_errors: dict[str, Exception] = dataclasses.field(default_factory=dict)  # by request: it can't go on
     error: Exception | None = None  # raised while the choice was dispatched
-    operand: IntArray | MaskGate | None = None  # the step reads it until it has ended
     results: tuple[RowResult, ...] | None = None  # once they have been read
-    lost: tuple[LostPage, ...] = ()
-    leaving_states: Any = dataclasses.field(default_factory=list)
-    lost_states: tuple[LostPage, ...] = ()
-    began: float = 0.0  # when the host began to prepare it
-    idle_seconds: float = 0.0  # the device had nothing to do before it
     ended: float | None = None  # estimated, if it ended before its result was read
-
-
-class Started(NamedTuple):
-    """The state of a dispatched step that `InFlight` takes over."""
-
-    output: StepOutput | None
-    choice: Choice | MaskGate | None = None
-    operand: IntArray | MaskGate | None = None
-    late_errors: dict[str, Exception] = {}  # noqa: RUF012  never written
 
 
 class LateSteps:
@@ -430,40 +420,39 @@ class LateSteps:
         self.seconds: float = 0.0  # wall time spent on operands, and on taking tokens
 
     def start(
-        self,
-        bucket: Bucket,
-        programs: Sequence[Any],
-        upload: AnyUpload,
-        plan: StepPlan,
-        latest: InFlight | None,
-        read: Callable[[InFlight], object],
-    ) -> Started:
+        self, step: InFlight, programs: Sequence[Any], latest: InFlight | None, read: Callable[[InFlight], object]
+    ) -> None:
         """Dispatch a step behind the `latest` one, whose tokens may be needed for its operand.
 
         Without asynchronous dispatch XLA runs a program in the thread that dispatches it, which then could not
         open its gate. In that case the latest step has ended: it is read at once, and the gate opens before dispatch.
         """
+        bucket, upload, plan = step.bucket, step.upload, step.ran_plan
+        assert bucket is not None, "a late step has rows"
+        assert upload is not None, "a late step has rows"
         if bucket.part != GATED:
             forwarded = self._calls.forward(bucket.programs[0], programs[0], upload)
             free = self._operands[bucket]
             operand = free.pop() if free else self._new_operand(upload.layout)
-            return Started(None, Choice(bucket.programs[1], programs[1], forwarded, operand))
+            step.choice = Choice(bucket.programs[1], programs[1], forwarded, operand)
+            return
         if latest is not None and _has_ended(latest.output) and self.needs_unread_token(plan):
             try:
                 read(latest)
             except Exception as error:  # it is the latest step's
                 latest.error = error
         gates = self._gates[bucket]
-        gate = gates.pop() if gates else MaskGate(upload.layout.sequences, self._width)
+        step.operand = gate = gates.pop() if gates else MaskGate(upload.layout.sequences, self._width)
         gate.close()
         try:
-            deferred = latest is not None and latest.results is None and self.needs_unread_token(plan)
-            errors = {} if deferred else self._open(gate, plan, upload)
-            output = self._calls.step(bucket, programs[0], upload, gate)
+            if latest is not None and latest.results is None and self.needs_unread_token(plan):
+                step.choice = gate
+            else:
+                step.late_errors = self._open(gate, plan, upload)
+            step.output = self._calls.step(bucket, programs[0], upload, gate)
         except BaseException:
             gate.open()
             raise
-        return Started(output, gate if deferred else None, gate, errors)
 
     def choose(self, in_flight: InFlight) -> None:
         """Fill the operand of a step, if it has none yet."""

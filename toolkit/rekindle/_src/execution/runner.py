@@ -21,7 +21,7 @@ from rekindle._src.core import html
 from rekindle._src.core.activity import ProgramWait
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.records import LostPage, PageMove, Request, Row, RowResult, StepPlan, StepResult
-from rekindle._src.execution.device_calls import Choice, DeviceCalls, InFlight, LateSteps, Recorder, Started
+from rekindle._src.execution.device_calls import Choice, DeviceCalls, InFlight, LateSteps, Recorder
 from rekindle._src.execution.page_transfers import (
     PageTransfers,
     PayloadStore,
@@ -116,57 +116,26 @@ class Runner:
             programs = [*map(self._program, bucket.programs)]
             upload = self._take_upload(bucket)
             ran_plan = pack_rows(upload, ran_plan, self._constants, refused)
+        step = InFlight(plan, ran_plan, refused, start, leaving, lost, leaving_states, lost_states)
         if not ran_plan.rows:
-            seconds = time.perf_counter() - start
-            return InFlight(
-                plan,
-                None,
-                None,
-                None,
-                leaving,
-                start,
-                seconds,
-                ran_plan,
-                refused,
-                lost=lost,
-                began=start,
-                leaving_states=leaving_states,
-                lost_states=lost_states,
-            )
+            step.dispatched, step.host_seconds = start, time.perf_counter() - start
+            return step
+        step.bucket, step.upload = bucket, upload
         self._admit(admissions, refused)
         dispatched = time.perf_counter()
         if bucket.variants:
             self._features.prepare(self._shards.split(ran_plan), bucket.variants, bucket.rows)
         if bucket.part:
-            started = self._late.start(bucket, programs, upload, ran_plan, self._latest, self._read)
+            self._late.start(step, programs, self._latest, self._read)
         else:
-            started = Started(self._calls.step(bucket, programs[0], upload))
+            step.output = self._calls.step(bucket, programs[0], upload)
         now = time.perf_counter()
-        idle = self._idle(now)
-        begun = now if idle else dispatched
-        self._latest = InFlight(
-            plan,
-            bucket,
-            started.output,
-            upload,
-            leaving,
-            begun,
-            now - start,
-            ran_plan,
-            refused,
-            lost=lost,
-            began=start,
-            idle_seconds=idle,
-            choice=started.choice,
-            late_errors=started.late_errors,
-            operand=started.operand,
-            leaving_states=leaving_states,
-            lost_states=lost_states,
-        )
-        self._seen_running = now
-        if isinstance(started.choice, Choice) and not self._late.needs_unread_token(ran_plan):
-            self._late.choose(self._latest)
-        return self._latest
+        step.idle_seconds = idle = self._idle(now)
+        step.dispatched, step.host_seconds = now if idle else dispatched, now - start
+        self._latest, self._seen_running = step, now
+        if isinstance(step.choice, Choice) and not self._late.needs_unread_token(ran_plan):
+            self._late.choose(step)
+        return step
 
     def fetch(self, in_flight: InFlight) -> StepResult:
         """Wait for the step and read its result; then the step after it, if it waits for these tokens, can choose."""

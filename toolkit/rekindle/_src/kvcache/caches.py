@@ -7,11 +7,10 @@ whichever shard it came from.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from rekindle._src.core.records import IntArray, PageMove
-from rekindle._src.kvcache.kept import KeptCaptures
-from rekindle._src.kvcache.node import Node, TierLike
+from rekindle._src.kvcache.node import Node
 from rekindle._src.kvcache.tree import CacheStatistics, PrefixCache
 
 
@@ -20,6 +19,9 @@ class PrefixCaches:
 
     def __init__(self, shards: Sequence[PrefixCache]) -> None:
         self.shards = tuple(shards)
+        first = self.shards[0]
+        self.page_size, self.clock = first.page_size, first.clock
+        self.host_tier, self.kept = first.host_tier, first.kept
 
     def __len__(self) -> int:
         return sum(map(len, self.shards))
@@ -29,24 +31,8 @@ class PrefixCaches:
             yield from tree
 
     @property
-    def page_size(self) -> int:
-        return self.shards[0].page_size
-
-    @property
     def root_key(self) -> bytes:
         return self.shards[0].root_key
-
-    @property
-    def host_tier(self) -> TierLike | None:
-        return self.shards[0].host_tier
-
-    @property
-    def kept(self) -> KeptCaptures | None:
-        return self.shards[0].kept
-
-    @property
-    def clock(self) -> Callable[[], float]:
-        return self.shards[0].clock
 
     @property
     def version(self) -> int:

@@ -151,10 +151,6 @@ class NodeTable:
         """Return the tokens of this page alone."""
         return self._tokens[node.row]
 
-    def prefix_of(self, node: Node) -> IntArray:
-        """Return all tokens from the root up to and including this page."""
-        return self._tokens[[step.row for step in path(node)]].reshape(-1)
-
     def digest_of(self, node: Node) -> bytes:
         """Return the page's name in every process; computed once."""
         missing = []
@@ -196,15 +192,6 @@ class NodeTable:
         del self._rows[len(self._rows) - count :]
         rows.reverse()
         return rows
-
-
-def path(node: Node) -> list[Node]:
-    """Return the nodes from the first page to `node`."""
-    nodes = []
-    while node.parent is not None:
-        nodes.append(node)
-        node = node.parent
-    return nodes[::-1]
 
 
 def is_below(node: Node, pages: set[int]) -> bool:

@@ -7,8 +7,8 @@
     offload_done, restore_done     the step that moved pages was committed or has failed (then `detach`, too)
     to_fetch                       pages that have to be read from disk before a match can use them
 
-For snapshots: iterating gives the nodes, parents first, with `key, parent, page, visits, last_use`; `tokens_of`,
-`prefix_of` and `digest_of` describe one; `graft` makes a prefix known whose payloads a lower tier has.
+For snapshots: iterating gives the nodes, parents first, with `key, parent, page, visits, last_use`; `tokens_of`
+and `digest_of` describe one; `graft` makes a prefix known whose payloads a lower tier has.
 """
 
 from __future__ import annotations
@@ -150,10 +150,6 @@ class PrefixCache:
     def tokens_of(self, node: Node) -> IntArray:
         """Return the tokens of this page alone."""
         return self._table.tokens_of(node)
-
-    def prefix_of(self, node: Node) -> IntArray:
-        """Return all tokens up to and including this page."""
-        return self._table.prefix_of(node)
 
     def digest_of(self, node: Node) -> bytes:
         """Return the page's name in every process; computed once."""
@@ -325,23 +321,11 @@ class PrefixCache:
         self._counts["merged_pages"] += len(duplicates)
         return Published((known + added)[-1] if keys else parent, used, duplicates)
 
-    def graft(
-        self, tokens: IntArray, *, after: Node | None = None, visits: int = 0, last_use: float = 0.0
-    ) -> Node | None:
+    def graft(self, tokens: IntArray, *, after: Node | None = None) -> list[Node] | None:
         """Make every full page of `tokens` known, behind `after` or the root; lower tiers may have the payloads.
 
-        Returns the last node, or None if a key is taken by another prefix.
+        Return the nodes, of which new ones have a `last_use` of 0; None if a key is taken by another prefix.
         """
-        nodes = self.graft_path(tokens, after=after)
-        if nodes is None:
-            return None
-        for node in nodes:
-            if not node.last_use:
-                node.visits, node.last_use = visits, last_use
-        return nodes[-1] if nodes else after or self.root
-
-    def graft_path(self, tokens: IntArray, *, after: Node | None = None) -> list[Node] | None:
-        """Like `graft`, but returns all nodes; new nodes have a `last_use` of 0."""
         parent = self.root if after is None else after
         keys = page_keys(tokens, self.page_size, first=parent.depth, previous=parent.key)
         known = self._table.find(parent, keys, tokens)

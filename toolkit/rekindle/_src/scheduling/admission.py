@@ -17,7 +17,8 @@ from rekindle._src.core.records import AdapterLike, AdapterLoad, Status, units_f
 from rekindle._src.kvcache.digest import salt_key
 from rekindle._src.kvcache.node import common
 from rekindle._src.kvcache.pool import pages_for
-from rekindle._src.scheduling.page_ledger import Fetch, PageLedger
+from rekindle._src.kvcache.tiers.tiers import DiskFetch
+from rekindle._src.scheduling.page_ledger import PageLedger
 from rekindle._src.scheduling.policies import Rank, ShortestFirst, WaitingQueue
 from rekindle._src.scheduling.sequence import Limits, Sequence
 
@@ -335,8 +336,8 @@ class DiskReads:
 
     def __init__(self, ledger: PageLedger) -> None:
         self._ledger = ledger
-        self._waiting: dict[Sequence, tuple[Fetch, Status]] = {}
-        self._loaded: dict[Sequence, Fetch | None] = {}  # until admission: the loaded pages are held in host memory
+        self._waiting: dict[Sequence, Status] = {}
+        self._fetches: dict[Sequence, tuple[DiskFetch, ...]] = {}  # until admission: they hold their pages
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -346,33 +347,28 @@ class DiskReads:
 
     def loaded(self, sequence: Sequence) -> bool:
         """True if pages were read for the sequence, which is about to be admitted."""
-        return self._loaded.get(sequence) is not None
+        return bool(self._fetches.get(sequence))
 
     def start(self, sequence: Sequence) -> bool:
         """Start to read the sequence's pages from disk, if that pays. True if the sequence now waits for them."""
-        if sequence in self._loaded or not self._ledger.may_fetch:
+        if sequence in self._fetches or not self._ledger.may_fetch:
             return False
-        fetch = self._ledger.fetch(sequence)
-        if fetch is None:
-            self._loaded[sequence] = None
-            return False
-        self._waiting[sequence] = fetch, sequence.status
-        sequence.status = Status.LOADING
-        return True
+        fetches = self._fetches[sequence] = self._ledger.fetch(sequence)
+        if fetches:
+            self._waiting[sequence], sequence.status = sequence.status, Status.LOADING
+        return bool(fetches)
 
     def ready(self) -> list[Sequence]:
         """Take out the sequences whose pages have been read."""
-        loaded = [sequence for sequence, (fetch, _) in self._waiting.items() if fetch.finished]
+        loaded = [sequence for sequence in self._waiting if all(fetch.finished for fetch in self._fetches[sequence])]
         for sequence in loaded:
-            self._loaded[sequence], sequence.status = self._waiting.pop(sequence)
+            sequence.status = self._waiting.pop(sequence)
         return loaded
 
     def discard(self, sequence: Sequence) -> None:
         """Forget a sequence that was admitted, and so holds its pages itself, or that ended."""
-        fetch = self._loaded.pop(sequence, None)
-        if sequence in self._waiting:
-            fetch, _ = self._waiting.pop(sequence)
-        if fetch is not None:
+        self._waiting.pop(sequence, None)
+        for fetch in self._fetches.pop(sequence, ()):
             fetch.release()
 
 
@@ -545,11 +541,13 @@ class RunningSet:
         ledger: PageLedger,
         seniority: Callable[[Sequence], Rank],
         adapters: AdapterSlots | None = None,
+        first: int = 0,
     ) -> None:
+        """Number the slots from `first` on."""
         self.running: list[Sequence] = []  # the most senior first
         self.leaving: set[Sequence] = set()
-        self._slots, self._first = slots, 0
-        self._free = list(range(slots - 1, -1, -1))
+        self._slots = range(first, first + slots)
+        self._free = list(reversed(self._slots))
         self._ledger, self._seniority = ledger, seniority
         self.adapters = AdapterSlots() if adapters is None else adapters
 
@@ -561,12 +559,6 @@ class RunningSet:
     def holders(self) -> list[Sequence]:
         """All sequences that own a slot and pages, running or leaving."""
         return [*self.running, *self.leaving]
-
-    def number_from(self, first: int) -> None:
-        """Number the slots from `first` on, before the first one is taken."""
-        assert len(self._free) == self._slots, "slots are numbered while some are taken"
-        self._first = first
-        self._free = [first + slot for slot in self._free]
 
     def enter(self, sequence: Sequence, start: int) -> None:
         sequence.begin(self._free.pop(), start)
@@ -590,7 +582,7 @@ class RunningSet:
 
     def check_integrity(self) -> None:
         slots = sorted([*self._free, *(sequence.slot for sequence in self.holders)])
-        assert slots == list(range(self._first, self._first + self._slots)), f"slots drifted: {slots}"
+        assert slots == list(self._slots), f"slots drifted: {slots}"
         assert all(sequence.in_flight for sequence in self.leaving), "a leaving sequence kept its slot"
         ranks = [self._seniority(sequence) for sequence in self.running]
         assert ranks == sorted(ranks), "the running sequences are out of order"

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from typing import NamedTuple, TypeVar
 
@@ -27,11 +27,9 @@ from rekindle._src.core.records import (
     TokenEvent,
 )
 from rekindle._src.kvcache.caches import PrefixCaches, summed
-from rekindle._src.kvcache.pool import PagePool, pages_for
-from rekindle._src.kvcache.tree import PrefixCache
-from rekindle._src.scheduling.admission import Reserve
+from rekindle._src.kvcache.pool import pages_for
 from rekindle._src.scheduling.scheduler import Scheduler, SchedulerStatistics
-from rekindle._src.scheduling.sequence import Explanation, Limits, Sequence
+from rekindle._src.scheduling.sequence import Explanation, Sequence
 from rekindle.errors import InvalidRequest, OutOfPages, QueueFull
 
 T = TypeVar("T")
@@ -50,25 +48,6 @@ class ShardScheduler(Scheduler):
     A request that waits belongs to no device yet: it has neither slot nor pages, and its tokens, the keys of its pages
     and its seed are the same in every shard.
     """
-
-    def __init__(
-        self,
-        limits: Limits,
-        pool: PagePool,
-        arrivals: Iterator[int],
-        *,
-        first_slot: int,
-        cache: PrefixCache | None = None,
-        policy: str = "fcfs",
-        seed: int | None = None,
-        max_overtakes: int = 64,
-        reserve: Reserve | None = None,
-    ) -> None:
-        super().__init__(
-            limits, pool, cache=cache, policy=policy, seed=seed, max_overtakes=max_overtakes, reserve=reserve
-        )
-        self._running_set.number_from(first_slot)
-        self._arrivals = arrivals  # of all shards, so that requests keep their order when they move
 
     @property
     def live(self) -> int:
@@ -113,12 +92,9 @@ class ShardScheduler(Scheduler):
         self._alive[sequence.id] = sequence
         self._admission.take(sequence)
 
-    def _arrival(self) -> int:
-        return next(self._arrivals)
-
 
 class DataScheduler:
-    """The implementation of `SchedulerLike` over several shards."""
+    """The implementation of `SchedulerLike` over several shards; its methods are those of `Scheduler`."""
 
     def __init__(self, shards: Items[ShardScheduler]) -> None:
         self.shards = tuple(shards)
@@ -134,7 +110,6 @@ class DataScheduler:
         return any(shard.has_work for shard in self.shards)
 
     def submit(self, request: Request) -> None:
-        """Queue a request. Raises `PromptTooLong`, `OutOfPages` or `QueueFull`; the scheduler is unchanged then."""
         if any(shard.has(request.id) for shard in self.shards):
             raise InvalidRequest("id", request.id, "is the id of a request that is still alive", "Use a new id")
         waiting = sum(shard.waiting for shard in self.shards)
@@ -165,17 +140,14 @@ class DataScheduler:
         return sorted(range(len(self.shards)), key=cost)
 
     def abort(self, request_id: str) -> TokenEvent | None:
-        """End a request wherever it is. Pages that a step in flight still writes return when that step is committed."""
         return self.finish(request_id, FinishReason.ABORTED)
 
     def finish(self, request_id: str, reason: FinishReason) -> TokenEvent | None:
-        """End a running request from outside: the detokenizer found a stop string."""
         return self._first(lambda shard: shard.finish(request_id, reason))
 
     # -- one step
 
     def plan(self) -> StepPlan | None:
-        """Plan the next step, assuming that every earlier one succeeds. None while drafts are in flight."""
         if self._flights and self._flights[-1].plan.drafted:
             return None
         parts = [shard.plan() for shard in self.shards]
@@ -198,7 +170,6 @@ class DataScheduler:
         return plan
 
     def commit(self, result: StepResult) -> tuple[TokenEvent, ...]:
-        """Apply a step's result, in the order in which the steps were planned."""
         flight = self._flights.popleft()
         assert flight.plan is result.plan, f"step {result.plan.step} committed before step {flight.plan.step}"
         decode, prefill = iter(result.rows[: len(flight.plan.decode)]), iter(result.rows[len(flight.plan.decode) :])
@@ -215,7 +186,6 @@ class DataScheduler:
         return tuple(events)
 
     def fail(self, plan: StepPlan, cause: BaseException) -> tuple[TokenEvent, ...]:
-        """End the requests of a planned step that raised with `StepFailed`; all others go on."""
         flight = next(flight for flight in self._flights if flight.plan is plan)
         self._flights.remove(flight)
         events: list[TokenEvent] = []
@@ -242,7 +212,6 @@ class DataScheduler:
         return max(covered)
 
     def unpin(self, tokens: IntArray, salt: str | None = None) -> int:
-        """Undo one `pin`. Return how many tokens are no longer pinned."""
         return max(shard.unpin(tokens, salt) for shard in self.shards)
 
     @property
@@ -251,7 +220,6 @@ class DataScheduler:
         return self.shards[0].weights_version
 
     def flush_cache(self, root_key: bytes | None = None, *, recompute: bool = False, keep: bool = False) -> None:
-        """Forget every cached page. For new weights, pass their `root_key` and `recompute` the running requests."""
         for shard in self.shards:
             shard.flush_cache(root_key, recompute=recompute, keep=keep)
 
@@ -260,7 +228,6 @@ class DataScheduler:
         return tuple(move for shard in self.shards for move in shard.vacate())
 
     def vacated(self) -> None:
-        """End the read-out of pages that `vacate` returned."""
         for shard in self.shards:
             shard.vacated()
 
@@ -270,7 +237,6 @@ class DataScheduler:
         return self._first(lambda shard: shard.status(request_id))
 
     def explain(self, request_id: str) -> Explanation | None:
-        """Explain why a request waits, was preempted, or hit or missed the cache; the latest ended ones are kept."""
         for number, shard in enumerate(self.shards):
             explained = shard.explain(request_id)
             if explained is not None:
@@ -282,7 +248,6 @@ class DataScheduler:
         return summed_figures([shard.statistics() for shard in self.shards], self._step, len(self._flights))
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless free + held + cached pages are all pages, each with its right count."""
         for shard in self.shards:
             shard.check_integrity()
 

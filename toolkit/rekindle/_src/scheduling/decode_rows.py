@@ -80,23 +80,20 @@ class Drafts:
         if sequence.lookup is None:
             sequence.lookup = PromptLookup(sequence.tokens(0, sequence.known))
         sequence.drafter = sequence.lookup
-        return sequence.lookup.ready
+        return sequence.lookup.ready()
 
     def _counts(self, drafting: list[Sequence], rows: int, budget: int, *, mixed: bool) -> dict[Sequence, int]:
         """Return the drafts of each sequence: one more than will likely be accepted, then up to the program's size."""
         max_rows = self._limits.max_requests
         room = min(budget, max(padded_rows(rows, max_rows, mixed=mixed), min(FEW_ROWS, max_rows)) - rows)
-        bounds = {s: min(self._max_drafts(s), s.remaining) for s in drafting}
-        expected = {s: _expected(s) for s in drafting}
+        most = self._limits.prompt_lookup
+        bounds = {s: min(_drafter(s).max_drafts(_skip(s), most), s.remaining) for s in drafting}
+        expected = {s: _drafter(s).expected(_skip(s)) for s in drafting}
         counts = _shared({s: min(bound, 1 + int(expected[s])) for s, bound in bounds.items()}, room)
         if sum(min(count, expected[s]) for s, count in counts.items()) < WAIT_COST * rows:
             return {}
         first = sum(counts.values())
         return _shared(bounds, min(room, padded_rows(rows + first, max_rows, mixed=mixed) - rows))
-
-    def _max_drafts(self, sequence: Sequence) -> int:
-        drafter = _drafter(sequence)
-        return drafter.max_drafts(_skip(sequence)) if isinstance(drafter, ForcedTokens) else self._limits.prompt_lookup
 
     def _within_pages(self, sequence: Sequence, count: int) -> int:
         """Return how many of `count` drafts have pages. Takes one only while each other slot could take one too."""
@@ -110,11 +107,6 @@ class Drafts:
 def _drafter(sequence: Sequence) -> PromptLookup | ForcedTokens:
     assert sequence.drafter is not None, f"{sequence.id} has drafts from nowhere"
     return sequence.drafter
-
-
-def _expected(sequence: Sequence) -> float:
-    drafter = _drafter(sequence)
-    return drafter.expected(_skip(sequence)) if isinstance(drafter, ForcedTokens) else drafter.expected
 
 
 def _skip(sequence: Sequence) -> int:

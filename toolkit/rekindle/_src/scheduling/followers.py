@@ -220,12 +220,13 @@ class ForcedTokens(Follower):
         """True if there are tokens to propose from `skip` positions past the known ones on."""
         return len(self._ahead) > skip and not (self.drafted >= _TRIED and self._rate < _PAUSE_BELOW)
 
-    def max_drafts(self, skip: int) -> int:
+    def max_drafts(self, skip: int, most: int) -> int:
+        """Return how many drafts there may be; `most` is the option of prompt lookup."""
         return min(MAX_DRAFTS, len(self._ahead) - skip)
 
     def expected(self, skip: int) -> float:
         """Return how many drafts are likely to be accepted."""
-        return self.max_drafts(skip) * self._rate
+        return self.max_drafts(skip, 0) * self._rate
 
     def propose(self, skip: int, count: int) -> IntArray:
         return np.array(self._ahead[skip : skip + count], np.int32)
@@ -287,14 +288,15 @@ class PromptLookup:
         tokens.append(token)
         self._followers[key] = len(tokens)
 
-    @property
-    def ready(self) -> bool:
+    def ready(self, skip: int = 0) -> bool:
         """True if the latest tokens occurred before, and the pause after rejected drafts is over."""
         return self._source > 0 and len(self._tokens) >= self._resume
 
-    @property
-    def expected(self) -> float:
-        """Number of drafts that are likely to be accepted: a long repetition tends to continue."""
+    def max_drafts(self, skip: int, most: int) -> int:
+        return most
+
+    def expected(self, skip: int = 0) -> float:
+        """Return how many drafts are likely to be accepted: a long repetition tends to continue."""
         return 1.0 + self.run / 2
 
     def propose(self, skip: int, count: int) -> IntArray:

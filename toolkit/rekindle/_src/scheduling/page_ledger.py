@@ -19,23 +19,6 @@ from rekindle._src.scheduling.states import NoStates
 _NOTHING = PrefixMatch((), 0)
 
 
-class Together:
-    """Pages and a state on their way from disk to host memory."""
-
-    def __init__(self, pages: DiskFetch, state: DiskFetch) -> None:
-        self._parts = pages, state
-
-    @property
-    def finished(self) -> bool:
-        return all(part.finished for part in self._parts)
-
-    def release(self) -> None:
-        """Undo the holds of both."""
-        for part in self._parts:
-            part.release()
-
-
-Fetch = DiskFetch | Together
 PageMoves = tuple[PageMove, ...]
 StepMoves = tuple[PageMoves, PageMoves, PageMoves, PageMoves]
 
@@ -139,23 +122,21 @@ class PageLedger:
         tiers = states.tier if states is not None else None
         return tiers if isinstance(tiers, Tiers) and tiers.has_disk_pages else None
 
-    def fetch(self, sequence: Sequence) -> Fetch | None:
+    def fetch(self, sequence: Sequence) -> tuple[DiskFetch, ...]:
         """Start to read the sequence's cached pages from disk, and the state behind them.
 
-        None if there are none, or computing them is quicker.
+        Return what is on its way: nothing if there are none, or computing them is quicker.
         """
         assert self.cache is not None
         assert isinstance(self.cache.host_tier, Tiers), "ask may_fetch before"
         prompt = self.keys(sequence), sequence.tokens(0, sequence.known), sequence.root
         digests, in_host_memory = self.cache.to_fetch(*prompt)
         pages = self.cache.host_tier.fetch(digests, in_host_memory)
-        if self._state_tiers is None or (digests and pages is None):
-            return pages
-        needed = self.cache.states_to_fetch(*prompt)
-        state = self._state_tiers.fetch(needed, 0) if needed else None
-        if state is None:
-            return pages
-        return state if pages is None else Together(pages, state)
+        states = None
+        if self._state_tiers is not None and (pages is not None or not digests):
+            needed = self.cache.states_to_fetch(*prompt)
+            states = self._state_tiers.fetch(needed, 0) if needed else None
+        return tuple(fetch for fetch in (pages, states) if fetch is not None)
 
     def acquire(self, sequence: Sequence, spare: int, *, fetched: bool = False) -> int | None:
         """Take the pages of all known tokens, if `spare` more would be left. Return the first position to compute.

@@ -13,8 +13,9 @@ could not be restored fails the requests that hold it; the step runs without the
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
 
 from rekindle._src.core import html
@@ -76,14 +77,17 @@ class Scheduler:
         reserve: Reserve | None = None,
         adapters: AdapterSlots | None = None,
         states: TreeStates | None = None,
+        first_slot: int = 0,
+        arrivals: Iterator[int] | None = None,
     ) -> None:
-        """`states` are the slots of the cache, in models whose layers have states or give pages back."""
+        """`states` are the slots of the cache, in models whose layers have states or give pages back. `arrivals` number
+        the requests, of all data shards if there are several."""
         self.limits, self.pool, self.cache = limits, pool, cache
         self._states: NoStates = WholePrompts() if limits.whole else NoStates()
         if states is not None:
             self._states = Tails(limits, states) if isinstance(states, TreeTails) else States(limits, states)
         self._ledger = PageLedger(pool, cache, limits.page_size, self._states)
-        self._running_set = RunningSet(limits.max_requests, self._ledger, seniority(policy), adapters)
+        self._running_set = RunningSet(limits.max_requests, self._ledger, seniority(policy), adapters, first_slot)
         shortest = ShortestFirst(self._ledger.uncached) if policy == "sjf" else None
         path = self._ledger.cached_path
         queue = WaitingQueue(policy, path=path, shortest=shortest, seed=seed, max_overtakes=max_overtakes)
@@ -96,6 +100,7 @@ class Scheduler:
         self._ended: OrderedDict[str, Explanation] = OrderedDict()
         self._flights: deque[_Flight] = deque()
         self._step = 0
+        self._arrivals = itertools.count() if arrivals is None else arrivals
         self.weights_version = 0  # how often weights were swapped
         self._leaving: tuple[PageMove, ...] = ()  # read out because the session goes to sleep
         self._counts = dict.fromkeys(_COUNTS, 0)
@@ -113,7 +118,7 @@ class Scheduler:
         if waiting >= self.limits.max_queue:
             raise QueueFull(f"{waiting} requests wait and max_queue is {self.limits.max_queue}. Submit it later.")
         kept = None if self.cache is None else self.cache.kept
-        sequence = Sequence(request, self._arrival(), limit, reason, self.limits.page_size, kept)
+        sequence = Sequence(request, next(self._arrivals), limit, reason, self.limits.page_size, kept)
         self._admission.submit(sequence)
         self._counts["submitted"] += 1
         self._alive[request.id] = sequence
@@ -475,9 +480,6 @@ class Scheduler:
             self._counts["prompt_tokens"] += sequence.request.prompt_length
             self._counts["cached_tokens"] += sequence.cached_tokens
         self._counts["prefill_tokens"] += sequence.target - start
-
-    def _arrival(self) -> int:
-        return self._counts["submitted"]
 
     def _collect_released(self) -> None:
         self._ledger.collect(self._flights[0].plan.step if self._flights else None)

@@ -577,7 +577,13 @@ def make_scheduling(
         first = shard * shards.slots
         schedulers.append(
             ShardScheduler(
-                limits, pool, arrivals, first_slot=first, cache=cache, policy=config.policy, seed=config.seed
+                limits,
+                pool,
+                cache=cache,
+                policy=config.policy,
+                seed=config.seed,
+                first_slot=first,
+                arrivals=arrivals,
             )
         )
     data_scheduler = DataScheduler(schedulers)

@@ -228,7 +228,7 @@ def graft(cache: PrefixCache, pages: Sequence[Page]) -> int:
             run = [first]
             while len(children := below.get(run[-1].digest, [])) == 1 and len(run) < len(pages):
                 run.append(children[0])
-            nodes = cache.graft_path(np.concatenate([page.tokens for page in run]), after=node)
+            nodes = cache.graft(np.concatenate([page.tokens for page in run]), after=node)
             if nodes is None:
                 continue
             for page, grafted in zip(run, nodes, strict=True):
