@@ -428,6 +428,11 @@ class Sampling(html.Record):
         return bool(self.allowed_token_ids or self.bad_words)
 
     @property
+    def looks_inside(self) -> bool:
+        """True if it reads or changes numbers inside the model."""
+        return self.capture is not None or self.patch is not None or bool(self.steer or self.taps)
+
+    @property
     def scored(self) -> bool:
         """True if it has log-probabilities, of the output or the prompt."""
         return self.logprobs is not None or self.prompt_logprobs is not None

@@ -304,6 +304,8 @@ def prepare(
 
 def tapped_of(sampling: Sampling, prompt_length: int, front: Front) -> Tapped | None:
     """Return what a request reads and changes inside the model. Raise `InvalidRequest` for what can't be had."""
+    if not sampling.looks_inside:
+        return None
     return resolve(sampling.capture, sampling.steer, sampling.patch, prompt_length, front.taps, sampling.taps)
 
 

@@ -588,7 +588,7 @@ class Puller:
         if cache.root_key != missing.root_key:  # the weights were swapped meanwhile
             return 0
         stop = (missing.present + leading) * cache.page_size
-        nodes = cache.graft_path(tokens[:stop], after=cache.root_of(salt))
+        nodes = cache.graft(tokens[:stop], after=cache.root_of(salt))
         if nodes is None:
             return 0
         for node in nodes:

@@ -360,20 +360,25 @@ _DECODERS: dict[str, Growth] = {
 }  # fmt: skip
 
 
-@contextlib.contextmanager
-def panics_as(error: Callable[[str], RekindleError], doing: str) -> Iterator[None]:
-    """Raise `error` in place of a panic in the tokenizers library within the block; other exceptions pass as they are.
+def raise_panic(cause: BaseException, error: Callable[[str], RekindleError], doing: str) -> None:
+    """Raise `error` if the cause is a panic in the tokenizers library.
 
     pyo3 raises a Rust panic as `PanicException`, which derives from `BaseException`: `except Exception` lets it pass,
     and one prompt would end the dispatch loop with every other request. The library's state is not shared between
     calls, so the next call works.
     """
+    if is_panic(cause):
+        raise error(f"the tokenizers library panicked while {doing}: {_first_line(cause)}") from cause
+
+
+@contextlib.contextmanager
+def panics_as(error: Callable[[str], RekindleError], doing: str) -> Iterator[None]:
+    """Raise `error` in place of a panic in the tokenizers library within the block; other exceptions pass as they are."""
     try:
         yield
     except BaseException as cause:
-        if not is_panic(cause):
-            raise
-        raise error(f"the tokenizers library panicked while {doing}: {_first_line(cause)}") from cause
+        raise_panic(cause, error, doing)
+        raise
 
 
 def _first_line(error: Any) -> str:
