@@ -373,7 +373,7 @@ def raise_panic(cause: BaseException, error: Callable[[str], RekindleError], doi
 
 @contextlib.contextmanager
 def panics_as(error: Callable[[str], RekindleError], doing: str) -> Iterator[None]:
-    """Raise `error` in place of a panic in the tokenizers library within the block; other exceptions pass as they are."""
+    """Raise `error` in place of a panic in the tokenizers library within the block; others pass as they are."""
     try:
         yield
     except BaseException as cause:
