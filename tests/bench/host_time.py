@@ -30,7 +30,7 @@ import jax  # noqa: E402
 import rekindle  # noqa: E402
 from rekindle._src.bench.shapes import random_shape  # noqa: E402
 from rekindle._src.dispatch import detokenize  # noqa: E402
-from rekindle._src.models.base import random_model  # noqa: E402
+from rekindle._src.models.placement import random_model  # noqa: E402
 from rekindle._src.models.registry import config_from_hf  # noqa: E402
 from rekindle._src.programs.packing import Upload  # noqa: E402
 from rekindle._src.session.session import Session  # noqa: E402

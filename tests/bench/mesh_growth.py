@@ -261,7 +261,7 @@ def one(devices: int) -> None:
     import tempfile
 
     import rekindle
-    from rekindle._src.models.base import random_model
+    from rekindle._src.models.placement import random_model
     from rekindle._src.models.registry import config_from_hf
 
     fields = {

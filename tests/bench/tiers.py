@@ -29,7 +29,8 @@ from rekindle._src.core.records import StepResult
 from rekindle._src.dispatch.host import wait
 from rekindle._src.dispatch.threads import OneShot
 from rekindle._src.kvcache import CostModel, HostTier, PrefixCache, Tiers
-from rekindle._src.models.base import LoadedModel, random_model
+from rekindle._src.models.base import LoadedModel
+from rekindle._src.models.placement import random_model
 from rekindle._src.models.registry import config_from_hf
 from rekindle._src.session.session import Session
 

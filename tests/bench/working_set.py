@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 import rekindle
-from rekindle._src.models.base import random_model
+from rekindle._src.models.placement import random_model
 from rekindle._src.models.registry import config_from_hf
 
 PAGE, PREFIX, OWN, NEW = 32, 512, 128, 4
