@@ -15,36 +15,25 @@ adapters of one product alone, native and by XLA.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import statistics
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import anyio
+import harness
 import numpy as np
 
 import rekindle
-from rekindle._src.bench.shapes import random_shape
-from rekindle._src.models.adapters.sites import sites_of
-from rekindle._src.models.config import ModelConfig
+from helpers import adapters as peft
 
 TARGETS = {
     "all-linear": (),
     "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "peft-default": ("q_proj", "v_proj"),
 }  # () for all
-
-
-def tensors(config: ModelConfig, seed: int, rank: int, targets: Sequence[str]) -> dict[str, np.ndarray]:
-    """Return random matrices for the linear layers with these names, or all but experts, under PEFT's names."""
-    random, state = np.random.default_rng(seed), dict[str, np.ndarray]()
-    for site in (site for site in sites_of(config).sites if not site.experts):
-        for index, name in enumerate(site.modules):
-            if targets and name.rpartition(".")[2] not in targets:
-                continue
-            state[f"{name}.lora_A.weight"] = random.standard_normal((rank, site.inputs), np.float32) * 0.02
-            state[f"{name}.lora_B.weight"] = random.standard_normal((site.rows_of(index), rank), np.float32) * 0.02
-    return state
 
 
 async def rates(
@@ -84,17 +73,14 @@ def _print(runs: dict[str, list[tuple[float, float]]]) -> None:
     """Print medians of all but the first run, and those of the ratios to the base's run beside it."""
     for which, what in enumerate(("prefill", "decode")):
         for kind, measured in runs.items():
-            ratios = [own[which] / base[which] for own, base in zip(measured[1:], runs["base"][1:], strict=True)]
-            median = statistics.median(one[which] for one in measured[1:])
-            print(
-                f"{what} {kind}: {median:.0f} tokens/s, {statistics.median(ratios):.3f} of the base's "
-                f"({min(ratios):.3f} to {max(ratios):.3f})"
-            )
+            own, base = ([one[which] for one in some[1:]] for some in (measured, runs["base"]))
+            shares = harness.spread(harness.ratios(own, base))
+            print(f"{what} {kind}: {statistics.median(own):.0f} tokens/s, {shares} of the base's")
 
 
 async def sessions(arguments: argparse.Namespace) -> None:
     """Print the medians with and without adapters, and of the ratio of each pair."""
-    loaded, rows = random_shape(arguments.model, dtype=arguments.dtype), arguments.rows
+    loaded, rows = harness.model(arguments.model, dtype=arguments.dtype), arguments.rows
     random = np.random.default_rng(0)
     prompts = [random.integers(3, loaded.config.vocab_size, 256).tolist() for _ in range(rows)]
     names, targets = [f"a{index}" for index in range(arguments.adapters)], TARGETS[arguments.targets]
@@ -102,32 +88,30 @@ async def sessions(arguments: argparse.Namespace) -> None:
         "quiet": True, "disk_memory": 0, "max_requests": rows, "max_model_len": 512, "max_adapters": len(names),
         "max_adapter_rank": max(16, arguments.rank), "max_tokens_per_step": 512,
     }  # fmt: skip
-    adapters = {name: tensors(loaded.config, index, arguments.rank, targets) for index, name in enumerate(names)}
+    modules = peft.modules(loaded.config, targets or None)
+    adapters = {
+        name: peft.tensors(loaded.config, modules, index, {}, rank=arguments.rank) for index, name in enumerate(names)
+    }
     millions = sum(array.size for state in adapters.values() for array in state.values()) / 1e6
     print(
         f"{len(names)} adapters of rank {arguments.rank}, targets {arguments.targets} "
         f"({', '.join(targets) or 'but experts'}), {millions:.1f} million numbers; {rows} rows, {arguments.dtype}",
         flush=True,
     )
-    if arguments.idle:
-        async with (
-            rekindle.open(loaded, adapters=adapters, **options) as having,
-            rekindle.open(loaded, **{**options, "max_adapters": 0}) as bare,
-        ):
-            await having.generate(prompts, adapter=names[0], max_tokens=1)
+    async with contextlib.AsyncExitStack() as stack:
+        having = await stack.enter_async_context(rekindle.open(loaded, adapters=adapters, **options))
+        kinds: dict[str, tuple[Any, list[Any]]] = {
+            "base": (having, [None]), "adapters": (having, names), "one adapter": (having, names[:1]),
+        }  # fmt: skip
+        if arguments.idle:
+            bare = await stack.enter_async_context(rekindle.open(loaded, **{**options, "max_adapters": 0}))
+            kinds = {"base": (bare, [None]), "adapters on the device": (having, [None])}
             for name in names:
-                await having.generate(prompts[0], adapter=name, max_tokens=1)
-            idle: dict[str, list[tuple[float, float]]] = {"base": [], "adapters on the device": []}
-            for _ in range(arguments.repeat + 1):
-                idle["base"].append(await rates(bare, [None], prompts, 64))
-                idle["adapters on the device"].append(await rates(having, [None], prompts, 64))
-        _print(idle)
-        return
-    async with rekindle.open(loaded, adapters=adapters, **options) as session:
-        runs: dict[str, list[tuple[float, float]]] = {"base": [], "adapters": [], "one adapter": []}
-        for _ in range(arguments.repeat + 1):
-            for kind, chosen in (("base", [None]), ("adapters", names), ("one adapter", names[:1])):
-                runs[kind].append(await rates(session, chosen, prompts, 64))
+                await having.generate(prompts if name == names[0] else prompts[0], adapter=name, max_tokens=1)
+        runs: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
+        for _, kind in harness.turns(kinds, arguments.repeat):
+            session, chosen = kinds[kind]
+            runs[kind].append(await rates(session, chosen, prompts, 64))
         _print(runs)
 
 
@@ -147,14 +131,10 @@ def kernel(repeat: int) -> None:
             owners, slots = jnp.arange(1, 9)[None].astype(jnp.int32), jnp.arange(count, dtype=jnp.int32) % 8 + 1
             best: dict[str, list[float]] = {}
             for name in ("native", "xla"):
-
-                def added(*arrays: Any, name: str = name, outputs: tuple[int, ...] = outputs) -> Any:
-                    return add_adapters(
-                        *arrays[:-1], AdaptedTokens.of(arrays[-1]), place=0, outputs=outputs, implementation=name
-                    )
-
                 arrays = y, x, down, up, owners, slots
-                compiled = jax.jit(added).lower(*arrays).compile()
+                adding = functools.partial(add_adapters, place=0, outputs=outputs, implementation=name)
+                added = jax.jit(lambda *given, adding=adding: adding(*given[:-1], AdaptedTokens.of(given[-1])))
+                compiled = added.lower(*arrays).compile()
                 jax.block_until_ready(compiled(*arrays))
                 for _ in range(repeat * 20):
                     start = time.perf_counter()
@@ -165,21 +145,14 @@ def kernel(repeat: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", default="135m")
-    parser.add_argument("--adapters", type=int, default=8)
-    parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--rows", type=int, default=16)
-    parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--targets", choices=TARGETS, default="all-linear")
-    parser.add_argument("--idle", action="store_true")
-    parser.add_argument("--kernel", action="store_true")
-    arguments = parser.parse_args()
-    if arguments.kernel:
-        kernel(arguments.repeat)
+    given = harness.options(
+        __doc__, "model", model="135m", adapters=8, rank=16, rows=16, repeat=5, dtype="bfloat16",
+        targets=("all-linear", TARGETS), idle=False, kernel=False,
+    )  # fmt: skip
+    if given.kernel:
+        kernel(given.repeat)
     else:
-        anyio.run(sessions, arguments)
+        anyio.run(sessions, given)
 
 
 if __name__ == "__main__":

@@ -10,15 +10,14 @@ model alone, beside four others, beside fifteen with prompts coming in, and with
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from typing import Any
 
 import anyio
+import harness
 
 import rekindle
 from rekindle._src.bench import workloads
-from rekindle._src.bench.shapes import random_shape
 from rekindle._src.cli.bench import needed
 
 PROMPT = "Once upon a time there was a little girl called Anna. One day she went"
@@ -27,7 +26,7 @@ OTHERS = ["The cat", "Tom and Anna saw a bird in the tree. It was", "One cold da
 
 async def price(model: str, names: list[str], repeat: int, options: dict[str, Any]) -> None:
     """Print the medians of each workload with and without the option, and of the ratio of each pair."""
-    loaded = random_shape(model, dtype=options.get("dtype", "bfloat16"), quantize=options.get("quantize"))
+    loaded = harness.model(model, dtype=options.get("dtype", "bfloat16"), quantize=options.get("quantize"))
     for name in names:
         sizes: dict[str, Any] = needed(loaded, name, {})
         common: dict[str, Any] = {"quiet": True, "disk_memory": 0, **sizes, **options}
@@ -37,18 +36,15 @@ async def price(model: str, names: list[str], repeat: int, options: dict[str, An
         ):
             prompts = workloads.Prompts(loaded.config.vocab_size)
             runs: dict[bool, list[dict[str, float]]] = {False: [], True: []}
-            for _ in range(repeat + 1):
-                for kept, session in ((False, plain), (True, fixed)):
-                    runs[kept].append(await workloads.WORKLOADS[name](session, prompts))
+            for _, kept in harness.turns(runs, repeat):
+                runs[kept].append(await workloads.WORKLOADS[name](fixed if kept else plain, prompts))
         for figure in runs[False][0]:
             if figure == "idle_share":
                 continue
-            without, kept = ([run[figure] for run in runs[key][1:]] for key in (False, True))
-            ratios = [b / a for a, b in zip(without, kept, strict=True)]
-            spread = f"{min(ratios):.2f}-{max(ratios):.2f}"
+            without, with_it = ([run[figure] for run in runs[key][1:]] for key in (False, True))
             print(
-                f"{name} {figure:14} {statistics.median(without):9.1f} without {statistics.median(kept):9.1f} with, "
-                f"ratio {statistics.median(ratios):.3f} ({spread})",
+                f"{name} {figure:14} {statistics.median(without):9.1f} without {statistics.median(with_it):9.1f} with, "
+                f"ratio {harness.spread(harness.ratios(with_it, without))}",
                 flush=True,
             )
 
@@ -72,19 +68,13 @@ async def compare(session: rekindle.Session, seeds: int, tokens: int = 60) -> di
         return await text(seed)
 
     async def beside_four(seed: int) -> tuple[int, ...]:
-        found = []
-
-        async def mine() -> None:
-            found.append(await text(seed))
+        async def company(prompt: str) -> None:
+            await session.generate(prompt, seed=seed, **drawn)
 
         async with anyio.create_task_group() as tasks:
             for other in OTHERS:
-                tasks.start_soon(company, other, seed)
-            tasks.start_soon(mine)
-        return found[0]
-
-    async def company(prompt: str, seed: int) -> None:
-        await session.generate(prompt, seed=seed, **drawn)
+                tasks.start_soon(company, other)
+            return await text(seed)
 
     crowded: dict[int, tuple[int, ...]] = {}
 
@@ -111,20 +101,15 @@ async def compare(session: rekindle.Session, seeds: int, tokens: int = 60) -> di
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("price", "texts"))
-    parser.add_argument("model", nargs="?", default="135m")
-    parser.add_argument("--workloads", default="W1,W2,W3")
-    parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--seeds", type=int, default=60)
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--quantize")
-    arguments = parser.parse_args()
-    options = {"dtype": arguments.dtype} | ({"quantize": arguments.quantize} if arguments.quantize else {})
-    if arguments.what == "price":
-        anyio.run(price, arguments.model, arguments.workloads.split(","), arguments.repeat, options)
+    given = harness.options(
+        __doc__, "what model", what=(str, ("price", "texts")), model="135m", workloads="W1,W2,W3", repeat=5, seeds=60,
+        dtype="bfloat16", quantize=str,
+    )  # fmt: skip
+    options = {"dtype": given.dtype} | ({"quantize": given.quantize} if given.quantize else {})
+    if given.what == "price":
+        anyio.run(price, given.model, given.workloads.split(","), given.repeat, options)
     else:
-        anyio.run(texts, arguments.seeds, options)
+        anyio.run(texts, given.seeds, options)
 
 
 if __name__ == "__main__":

@@ -9,17 +9,15 @@ are opened on so many simulated devices.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import resource
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+import harness
 
 PIECE = 8 << 20
 SHAPE = {"hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 32, "num_key_value_heads": 4}
@@ -94,17 +92,8 @@ def plain_read(folder: Path) -> float:
     return total / 1e6 / (time.perf_counter() - start)
 
 
-def peak() -> int:
-    """The largest resident size since the process was executed; ru_maxrss would begin with its parent's."""
-    status = Path("/proc/self/status")
-    if not status.exists():
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024
-
-
-def open_one(folder: str, cache: str, dtype: str, mesh: int, quantize: str | None) -> None:
-    """In a process of its own: prints one line of JSON."""
+def open_one(folder: str, cache: str, dtype: str, mesh: int, quantize: str | None) -> dict[str, float]:
+    """In a process of its own."""
     import jax
 
     from rekindle._src.core.mesh_shape import checked_mesh
@@ -112,80 +101,56 @@ def open_one(folder: str, cache: str, dtype: str, mesh: int, quantize: str | Non
     from rekindle._src.models.placement import placement_of
 
     jax.devices()
-    before = peak()
-    start = time.perf_counter()
-    found = checkpoint.inspect(folder)
-    named = time.perf_counter() - start
+    imports = harness.memory()
+    source = checkpoint.inspect(folder).nbytes
     start, used = time.perf_counter(), time.process_time()
     described = checkpoint.describe(folder, dtype=dtype, quantize=quantize, cache_dir=cache)
     model = checkpoint.read(described, placement=placement_of(checked_mesh(mesh), described.graph))
     jax.block_until_ready(model.leaves)
     seconds, used = time.perf_counter() - start, time.process_time() - used
-    loaded = peak()
     start = time.perf_counter()
     prepared.wait()
-    print(
-        json.dumps(
-            {
-                "seconds": seconds, "cpu": used, "inspect": named, "kept": time.perf_counter() - start,
-                "source": found.nbytes,
-                "weights": model.nbytes, "imports": before, "peak": loaded, "peak_kept": peak(),
-            }
-        )
-    )  # fmt: skip
+    return {
+        "seconds": seconds, "cpu": used, "kept": time.perf_counter() - start, "source": source, "imports": imports,
+        "weights": model.nbytes, "peak": harness.memory(),
+    }  # fmt: skip
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--gigabytes", type=float, default=1.4)
-    parser.add_argument("--folder", type=Path, default=None, help="where to write; the default is a temporary folder")
-    parser.add_argument("--cold", action="store_true", help="drop the files from the page cache before each start")
-    parser.add_argument("--mesh", type=int, default=1, help="simulated devices that share the model")
-    parser.add_argument("--only", nargs="*", default=["float32", "bfloat16"])
-    options = parser.parse_args()
+    options = harness.options(
+        __doc__, gigabytes=1.4, folder=(Path, "where to write; the default is a temporary folder"),
+        cold=(False, "drop the files from the page cache before each start"),
+        mesh=(1, "simulated devices that share the model"), only=["float32", "bfloat16"],
+    )  # fmt: skip
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={options.mesh}"
-    environment = {**os.environ, "XLA_FLAGS": flags}
-    base = Path(tempfile.mkdtemp(dir=options.folder, prefix="rekindle-bench-"))
-    print("| source | as | start | s | cpu s | MB/s | disk | weights MB | peak MB (imports) | allowed | kept in s |")
-    print("|" + "---|" * 11)
-    try:
+    heads = ("MB/s", "disk", "weights MB", "peak MB (imports)", "allowed", "kept in s")
+    harness.table("source", "as", "start", "s", "cpu s", *heads)
+    with tempfile.TemporaryDirectory(dir=options.folder, prefix="rekindle-bench-") as base:
         for source in options.only:
-            folder = base / source
+            folder = Path(base, source)
             write(folder, source, options.gigabytes)
             for dtype, quantize in (("float32", None), ("bfloat16", None), ("bfloat16", "int8")):
                 if source == "bfloat16" and dtype == "float32":
                     continue
-                cache = base / f"cache-{source}-{dtype}-{quantize}"
+                cache = Path(base, f"cache-{source}-{dtype}-{quantize}")
                 for start in ("first", "second"):
                     kept = start == "second" and (cache / "weights").exists()
                     if options.cold:
-                        forget(base)
+                        forget(Path(base))
                     disk = plain_read(cache if kept else folder)
                     if options.cold:
-                        forget(base)
-                    arguments = [str(folder), str(cache), dtype, str(options.mesh), str(quantize)]
-                    done = subprocess.run(
-                        [sys.executable, __file__, "open", *arguments],
-                        env=environment, stdout=subprocess.PIPE, check=True, text=True,
-                    )  # fmt: skip
-                    answer = json.loads(done.stdout)
-                    mb = {key: value / 1e6 for key, value in answer.items()}
-                    read = mb["weights"] if kept else mb["source"]
+                        forget(Path(base))
+                    one = harness.child(open_one, folder, cache, dtype, options.mesh, quantize, XLA_FLAGS=flags)
+                    mb = {key: value / 1e6 for key, value in one.items()}
+                    rate = mb["weights" if kept else "source"] / one["seconds"]
                     print(
-                        f"| {source} | {quantize or dtype} | {start} | {answer['seconds']:.2f} | {answer['cpu']:.2f} "
-                        f"| {read / answer['seconds']:.0f} | {disk:.0f} | {mb['weights']:.0f} "
-                        f"| {mb['peak_kept']:.0f} ({mb['imports']:.0f}) | {1.25 * mb['weights'] + 300:.0f} "
-                        f"| {answer['kept']:.2f} |",
+                        f"| {source} | {quantize or dtype} | {start} | {one['seconds']:.2f} | {one['cpu']:.2f} "
+                        f"| {rate:.0f} | {disk:.0f} | {mb['weights']:.0f} | {mb['peak']:.0f} ({mb['imports']:.0f}) "
+                        f"| {1.25 * mb['weights'] + 300:.0f} | {one['kept']:.2f} |",
                         flush=True,
                     )
             shutil.rmtree(folder)
-    finally:
-        shutil.rmtree(base)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["open"]:
-        folder, cache, dtype, mesh, quantize = sys.argv[2:]
-        open_one(folder, cache, dtype, int(mesh), None if quantize == "None" else quantize)
-    else:
-        main()
+    main()

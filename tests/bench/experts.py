@@ -8,13 +8,13 @@ process, on the same weights and tokens. Printed: the median of the milliseconds
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any
 
+import harness
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -83,29 +83,24 @@ def compiled(module: moe.Experts, x: jax.Array, product: Callable[..., jax.Array
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kind", default="int4", choices=["int4", "int8", "int8-weight", "bfloat16"])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 64])
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--only", choices=list(SHAPES), nargs="+", default=list(SHAPES))
-    arguments = parser.parse_args()
-    print("| shape | tokens | copied first, ms | in place, ms | ratio |\n|---|---|---|---|---|")
-    for name in arguments.only:
-        module = layer(name, arguments.kind)
-        for tokens in arguments.tokens:
+    kinds, shapes = ["int4", "int8", "int8-weight", "bfloat16"], list(SHAPES)
+    given = harness.options(__doc__, kind=("int4", kinds), tokens=[1, 8, 64], rounds=15, only=(shapes, shapes))
+    harness.table("shape", "tokens", "copied first, ms", "in place, ms", "ratio")
+    for name in given.only:
+        module = layer(name, given.kind)
+        for tokens in given.tokens:
             x = jnp.asarray(np.random.default_rng(tokens).standard_normal((tokens, SHAPES[name][0]), np.float32))
             forms = [compiled(module, x, product) for product in (copied, linear)]
             same = np.array_equal(*(np.asarray(form()) for form in forms))
             times: list[list[float]] = [[], []]
-            for turn in range(arguments.rounds):
-                for index in (0, 1) if turn % 2 else (1, 0):
-                    begin = time.perf_counter()
-                    forms[index]()
-                    times[index].append(1e3 * (time.perf_counter() - begin))
-            before, after = (statistics.median(each) for each in times)
-            ratio = statistics.median(new / old for old, new in zip(*times, strict=True))
+            for _, index in harness.turns((0, 1), given.rounds, 0):
+                begin = time.perf_counter()
+                forms[index]()
+                times[index].append(1e3 * (time.perf_counter() - begin))
+            before, after = map(statistics.median, times)
+            ratio = statistics.median(harness.ratios(times[1], times[0]))
             print(
-                f"| {name}, {arguments.kind} | {tokens} | {before:.2f} | {after:.2f} | {ratio:.2f} |"
+                f"| {name}, {given.kind} | {tokens} | {before:.2f} | {after:.2f} | {ratio:.2f} |"
                 + ("" if same else " not the same bits"),
                 flush=True,
             )

@@ -5,24 +5,22 @@
 Every measurement runs in a process of its own.
 
 parity      largest difference of float32 logits, prefilled at once and in chunks, relative to their deviation, and
-            whether 64 greedy tokens are the same, over all the family's cases of tests/checkpoints.py
+            whether 64 greedy tokens are the same, over all the family's cases of tests/helpers/families.py
 load        a random float32 checkpoint of several hundred MB, read from the page cache; peak memory beyond that of the
             imports over the size of the weights
 int8 …      top-1 agreement with float32 and KL in nats over random text. `+e` quantises embedding and head too
 
-Then the perplexity of the embedded model on its held-out documents under every choice.
+What these choices cost the embedded model on its held-out documents is in `quality.py`.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+import harness
 
 SIZES = {
     "vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8,
@@ -60,7 +58,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "int8-weight": {"quantize": "int8-weight", "quantize_embeddings": False},
     "int8-weight+e": {"quantize": "int8-weight"},
 }
-BATCHES = 24  # of held-out windows for the perplexity, as on the model's card
 
 
 def grown(case: str, sizes: dict[str, Any], gpt2: dict[str, Any], more: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -70,10 +67,11 @@ def grown(case: str, sizes: dict[str, Any], gpt2: dict[str, Any], more: dict[str
     return {**raw, **(gpt2 if raw["model_type"] == "gpt2" else sizes), **more.get(case, {})}
 
 
-def write(folder: Path, raw: dict[str, Any]) -> None:
+def write(folder: str, raw: dict[str, Any]) -> None:
     """In another process, whose memory doesn't count."""
-    program = "import sys, json, pathlib, checkpoints as c; c.write(pathlib.Path(sys.argv[1]), json.loads(sys.argv[2]))"
-    subprocess.run([sys.executable, "-c", program, str(folder), json.dumps(raw)], check=True)
+    from helpers import checkpoints
+
+    checkpoints.write(Path(folder), raw)
 
 
 def cases_of(family: str) -> list[str]:
@@ -85,7 +83,7 @@ def cases_of(family: str) -> list[str]:
     return [name for name in named if checkpoints.CASES[name]["model_type"] == kind]
 
 
-def parity(family: str, folder: Path) -> dict[str, Any]:
+def parity(family: str, folder: str, tokens: int) -> dict[str, Any]:
     import numpy as np
 
     from golden.make import NEW, PROMPT, run
@@ -96,7 +94,7 @@ def parity(family: str, folder: Path) -> dict[str, Any]:
     for name in cases:
         raw = checkpoints.CASES[name]
         state = checkpoints.tensors(raw, seed=7)
-        expected = run(checkpoints.write(folder / name, raw, state))
+        expected = run(checkpoints.write(Path(folder, name), raw, state))
         model = checkpoints.model(raw, state)
         for chunk in (None, 8):
             logits, _ = reference.prefill(model, PROMPT, reference.empty_cache(model, len(PROMPT) + NEW), chunk)
@@ -106,22 +104,25 @@ def parity(family: str, folder: Path) -> dict[str, Any]:
     return {"delta": worst, "greedy": f"{same}/{len(cases)}"}
 
 
-def loading(case: str, folder: Path) -> dict[str, Any]:
+def loading(case: str, folder: str, tokens: int) -> dict[str, Any]:
     import jax
-    from checkpoint_load import peak
 
     from rekindle._src.models.loading import checkpoint
 
-    write(folder, grown(case, SIZES | LARGE, GPT2 | LARGE_GPT2, MORE | LARGE_MORE))
+    harness.child(write, folder, grown(case, SIZES | LARGE, GPT2 | LARGE_GPT2, MORE | LARGE_MORE))
     jax.devices()
-    before, start = peak(), time.perf_counter()
+    before, start = harness.memory(), time.perf_counter()
     model = checkpoint.load(folder, dtype="float32")
     jax.block_until_ready(model.leaves)
     seconds = time.perf_counter() - start
-    return {"mb": model.nbytes / 1e6, "rate": model.nbytes / 1e6 / seconds, "ratio": (peak() - before) / model.nbytes}
+    return {
+        "mb": model.nbytes / 1e6,
+        "rate": model.nbytes / 1e6 / seconds,
+        "ratio": (harness.memory() - before) / model.nbytes,
+    }
 
 
-def agreement(case: str, folder: Path, tokens: int) -> dict[str, Any]:
+def agreement(case: str, folder: str, tokens: int) -> dict[str, Any]:
     import jax
     import numpy as np
 
@@ -132,7 +133,7 @@ def agreement(case: str, folder: Path, tokens: int) -> dict[str, Any]:
     def logits(model: LoadedModel) -> np.ndarray:
         return np.asarray(reference.prefill(model, text, reference.empty_cache(model, tokens))[0])
 
-    write(folder, grown(case, SIZES, GPT2, MORE))
+    harness.child(write, folder, grown(case, SIZES, GPT2, MORE))
     text = np.random.default_rng(1).integers(0, 8192, tokens).tolist()
     exact = logits(checkpoint.load(folder, dtype="float32"))
     log_p = np.asarray(jax.nn.log_softmax(exact))
@@ -145,63 +146,23 @@ def agreement(case: str, folder: Path, tokens: int) -> dict[str, Any]:
     return found
 
 
-def perplexity() -> None:
-    from tokenizers import Tokenizer
-
-    from rekindle import tiny
-    from rekindle._src.models.loading import checkpoint
-    from workshop.tiny.evaluate import held_out
-
-    words = Tokenizer.from_file(str(tiny.folder() / "tokenizer.json"))
-    print("\n| tiny, held-out documents | perplexity | first guesses right | MB |")
-    print("|---|---|---|---|")
-    for variant, options in {"float32": {"dtype": "float32"}, **VARIANTS}.items():
-        model = checkpoint.load(tiny.folder(), **options)
-        score = held_out(model.graph, model.leaves, words, BATCHES)
-        print(f"| {variant} | {score.perplexity:.4f} | {score.accuracy:.2%} | {model.nbytes / 1e6:.1f} |", flush=True)
-
-
-def ask(what: str, case: str, tokens: int) -> dict[str, Any]:
-    """Measure in a process of its own."""
-    command = [sys.executable, __file__, what, case, str(tokens)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(f"{what} of {case} failed:\n{done.stderr}")
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return answer
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--only", nargs="*", default=tuple(FAMILIES))
-    options = parser.parse_args()
+    families = list(FAMILIES)
+    given = harness.options(__doc__, tokens=256, only=(families, families))
     heads = [f"{variant}: top-1, KL" for variant in VARIANTS]
-    print(f"| family | logits | greedy | MB | load MB/s | peak / weights | {' | '.join(heads)} |")
-    print("|" + "---|" * (6 + len(VARIANTS)))
-    for case in options.only:
-        answer = {}
-        for what in ("parity", "loading", "agreement"):
-            answer |= ask(what, case, options.tokens)
+    harness.table("family", "logits", "greedy", "MB", "load MB/s", "peak / weights", *heads)
+    for case in given.only:
+        answer: dict[str, Any] = {}
+        for part in (parity, loading, agreement):
+            with tempfile.TemporaryDirectory() as folder:
+                answer |= harness.child(part, case, Path(folder, "model"), given.tokens)
         cells = [f"{answer[v][0]:.1%}, {answer[v][1]:.1e}" for v in VARIANTS]
         print(
             f"| {case} | {answer['delta']:.1e} | {answer['greedy']} | {answer['mb']:.0f} | {answer['rate']:.0f} "
             f"| {answer['ratio']:.2f} | {' | '.join(cells)} |",
             flush=True,
         )
-    perplexity()
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[1]))
-    if sys.argv[1:2] in (["parity"], ["loading"], ["agreement"]):
-        with tempfile.TemporaryDirectory() as name:
-            what, place = sys.argv[1], Path(name) / "model"
-            if what == "parity":
-                print(json.dumps(parity(sys.argv[2], place)))
-            elif what == "loading":
-                print(json.dumps(loading(sys.argv[2], place)))
-            else:
-                print(json.dumps(agreement(sys.argv[2], place, int(sys.argv[3]))))
-    else:
-        main()
+    main()

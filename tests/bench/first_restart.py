@@ -10,100 +10,69 @@ Shown are medians of the time to the first token, and its share of the quicker o
 
 from __future__ import annotations
 
-import argparse
-import json
 import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+import harness
 import numpy as np
 
 OWN = 16  # tokens of the prompt after those that are restored
-MODES = ("lazy", "background", "all")
+MODES = ["lazy", "background", "all"]
 
 
 def child(role: str, mode: str, folder: str, shape: str, shared: int) -> dict[str, Any]:
     import rekindle
-    from rekindle._src.bench.shapes import random_shape
 
-    draw = np.random.default_rng(0)
-    prompt, other = (draw.integers(3, 40000, shared + OWN).tolist() for _ in range(2))
-    model = random_shape(shape)
-    prompts = (prompt, other) if role == "cold" else (prompt,)
+    draw, model = np.random.default_rng(0), harness.model(shape)
+    prompt, other = (draw.integers(3, model.config.vocab_size, shared + OWN).tolist() for _ in range(2))
     restore = "mine" if role == "restored" else None
     options: dict[str, Any] = {"cache_dir": folder, "max_model_len": 2048, "precompile": mode, "quiet": True}
     start = time.perf_counter()
     with rekindle.open_sync(model, restore=restore, **options) as session:
         opened = time.perf_counter() - start
-        asked = [session.generate_sync(ids, max_tokens=4, ignore_eos=True) for ids in prompts]
+        prompts = (prompt, other) if role == "cold" else (prompt,)
+        done = [session.generate_sync(ids, max_tokens=4, ignore_eos=True) for ids in prompts]
         compiled = session.stats().compilations
         if role == "first":
             session.save("mine").result_sync()
-    return {
-        "open": opened * 1e3,
-        "first": [one.timings.first_token * 1e3 for one in asked],
-        "cached": asked[0].usage.cached_tokens,
-        "tokens": asked[0].token_ids,
-        "compiled": compiled,
-    }
+    first = [one.timings.first_token * 1e3 for one in done]
+    ids, cached = done[0].token_ids, done[0].usage.cached_tokens
+    return {"open": opened * 1e3, "first": first, "cached": cached, "tokens": ids, "compiled": compiled}
 
 
-def run(role: str, mode: str, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--child", role, mode, str(folder)]
-    command += ["--shape", arguments.shape, "--shared", str(arguments.shared)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
-def measure(mode: str, kept: Path, arguments: argparse.Namespace) -> None:
+def measure(mode: str, kept: Path, shape: str, shared: int, repeat: int) -> None:
     """Print what one mode takes."""
     if not kept.exists():
-        run("first", mode, kept, arguments)
-    found: dict[str, list[dict[str, Any]]] = {"restored": [], "cold": []}
-    for _ in range(arguments.repeat):
-        for role, runs in found.items():
-            with tempfile.TemporaryDirectory() as folder:
-                copy = Path(folder, "cache")
-                shutil.copytree(kept, copy)
-                runs.append(run(role, mode if role == "restored" else "all", copy, arguments))
-    shares = [100 * restored["first"][0] / min(cold["first"]) for restored, cold in zip(*found.values(), strict=True)]
-    restored, first, again = (
-        statistics.median(one["first"][index] for one in found[role])
-        for role, index in (("restored", 0), ("cold", 0), ("cold", 1))
-    )
-    opened = statistics.median(one["open"] for one in found["restored"])
-    compiled = max(one["compiled"] for one in found["restored"])
-    same = all(one["tokens"] == found["cold"][0]["tokens"] for one in found["restored"])
+        harness.child(child, "first", mode, kept, shape, shared)
+    runs: dict[str, list[dict[str, Any]]] = {"restored": [], "cold": []}
+    for _, role in harness.turns(runs, repeat, 0):
+        with tempfile.TemporaryDirectory() as folder:
+            copy = shutil.copytree(kept, Path(folder, "cache"))
+            runs[role].append(harness.child(child, role, mode if role == "restored" else "all", copy, shape, shared))
+    restored, cold = runs.values()
+    shares = [100 * one["first"][0] / min(other["first"]) for one, other in zip(restored, cold, strict=True)]
+    firsts = [statistics.median(one["first"][i] for one in some) for some, i in ((restored, 0), (cold, 0), (cold, 1))]
+    same = all(one["tokens"] == cold[0]["tokens"] for one in restored)
     print(
-        f"{arguments.shape} {mode:11}restored {restored:6.1f} ms, cold {first:6.1f} ms and {again:6.1f} ms: "
-        f"{statistics.median(shares):4.1f} % ({min(shares):.1f} to {max(shares):.1f}); opened in {opened:.0f} ms; "
-        f"{compiled} compilations; {found['restored'][0]['cached']} tokens cached; tokens {'as' if same else 'not as'} "
-        "cold",
+        f"{shape} {mode:11}restored {firsts[0]:6.1f} ms, cold {firsts[1]:6.1f} ms and {firsts[2]:6.1f} ms: "
+        f"{harness.spread(shares, '.1f')} %; opened in {statistics.median(one['open'] for one in restored):.0f} ms; "
+        f"{max(one['compiled'] for one in restored)} compilations; {restored[0]['cached']} tokens cached; "
+        f"tokens {'as' if same else 'not as'} cold",
         flush=True,
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="135m")
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
-    parser.add_argument("--shared", type=int, default=1024)
-    parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--keep", type=Path, help="a folder for what the first processes leave, used if it is there")
-    parser.add_argument("--child", nargs=3)
-    arguments = parser.parse_args()
-    if arguments.child:
-        print(json.dumps(child(*arguments.child, arguments.shape, arguments.shared)))
-        return
+    keep = (Path, "a folder for what the first processes leave, used if it is there")
+    given = harness.options(__doc__, shape="135m", modes=(MODES, MODES), shared=1024, repeat=5, keep=keep)
     with tempfile.TemporaryDirectory() as folder:
-        for mode in arguments.modes:
-            measure(mode, (arguments.keep or Path(folder)) / f"{arguments.shape}-{mode}", arguments)
+        for mode in given.modes:
+            kept = (given.keep or Path(folder)) / f"{given.shape}-{mode}"
+            measure(mode, kept, given.shape, given.shared, given.repeat)
 
 
 if __name__ == "__main__":

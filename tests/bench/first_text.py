@@ -9,17 +9,16 @@ instead of this source tree: a wheel, say, in an environment without numba.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+import harness
+
 ABOUT = """
 import importlib.util, rekindle
 from rekindle_kernels.native import library
@@ -34,8 +33,8 @@ def variables(cache: Path, *, installed: bool) -> dict[str, str]:
     """The environment of a process that has its caches in a folder."""
     left_out = ("PYTHONDONTWRITEBYTECODE", "PYTHONPATH")  # an installed package comes with bytecode
     kept = {name: value for name, value in os.environ.items() if name not in left_out}
-    paths = {} if installed else {"PYTHONPATH": os.pathsep.join([str(ROOT / "toolkit"), str(ROOT / "kernels")])}
-    return {**kept, **paths, "REKINDLE_CACHE": str(cache / "rekindle")}
+    paths = {} if installed else {"PYTHONPATH": os.pathsep.join(harness.PATHS[:2])}
+    return {**kept, **paths, "REKINDLE_CACHE": str(cache)}
 
 
 def once(python: str, cache: Path, model: str, environment: dict[str, str]) -> tuple[float, str]:
@@ -54,35 +53,32 @@ def once(python: str, cache: Path, model: str, environment: dict[str, str]) -> t
 
 
 def compiling(cache: Path) -> bool:
-    """Whether processes still compile kernels into this cache."""
+    """True if processes still compile kernels into this cache."""
     commands = (path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists())
     return any(b"background_build" in command and str(cache).encode() in command for command in commands)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="tiny")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--python", help="the Python of an environment in which rekindle is installed")
-    arguments = parser.parse_args()
-    python, installed = arguments.python or sys.executable, arguments.python is not None
-    found: dict[str, list[float]] = {"fresh machine": [], "second process": [], "kernels, no programs": []}
+    python_help = "the Python of an environment in which rekindle is installed"
+    given = harness.options(__doc__, model="tiny", rounds=5, python=(str, python_help))
+    python, installed = given.python or sys.executable, given.python is not None
+    times: dict[str, list[float]] = {"fresh machine": [], "second process": [], "kernels, no programs": []}
     with tempfile.TemporaryDirectory() as folder:
-        environment = variables(Path(folder), installed=installed)
+        environment = variables(Path(folder, "rekindle"), installed=installed)
         subprocess.run([python, "-c", ABOUT], env=environment, cwd=folder, check=True)
-    for _ in range(arguments.rounds):
+    for _ in range(given.rounds):
         with tempfile.TemporaryDirectory() as folder:
-            environment = variables(Path(folder), installed=installed)
-            for name, seconds in found.items():
+            environment = variables(Path(folder, "rekindle"), installed=installed)
+            for name, seconds in times.items():
                 if name == "kernels, no programs":
                     shutil.rmtree(Path(folder, "rekindle", "programs"), ignore_errors=True)
-                first, said = once(python, Path(folder), arguments.model, environment)
+                first, said = once(python, Path(folder), given.model, environment)
                 seconds.append(first)
                 print(f"{name:22}{first:6.2f} s  {said}", flush=True)
                 while compiling(Path(folder)):
                     time.sleep(0.2)
-    for name, seconds in found.items():
-        print(f"{name:22}median {statistics.median(seconds):.2f} s, {min(seconds):.2f} to {max(seconds):.2f}")
+    for name, seconds in times.items():
+        print(f"{name:22}median {harness.spread(seconds, '.2f')} s")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ python tests/bench/fleet.py routers       routers on a load of shared prefixes, 
 
 from __future__ import annotations
 
-import argparse
+import functools
 import random
 import statistics
 import time
@@ -15,9 +15,10 @@ from collections.abc import Callable
 from typing import Any
 
 import anyio
+import harness
 
 import rekindle
-from rekindle._src.bench.shapes import random_shape
+from helpers.sessions import eventually
 from rekindle._src.bench.simulation import (
     HEAD,
     Outcome,
@@ -48,24 +49,12 @@ def small_chats(requests: int, rate: float, seed: int = 1) -> list[SimulatedRequ
 def outcome(watch: Watch, seconds: float, stats: Any, before: Any, requests: int) -> Outcome:
     prompts = stats.prompt_tokens - before.prompt_tokens
     return Outcome(
-        requests=requests,
-        refused=0,
-        seconds=seconds,
-        hit_rate=(stats.cached_tokens - before.cached_tokens) / prompts,
-        imbalance=getattr(stats, "imbalance", 1.0),
-        busy=0.0,
+        requests=requests, refused=0, seconds=seconds, hit_rate=(stats.cached_tokens - before.cached_tokens) / prompts,
+        imbalance=getattr(stats, "imbalance", 1.0), busy=0.0,
         first_token=(percentile(watch.first, 0.5), percentile(watch.first, 0.99)),
         between=(percentile(watch.between, 0.5), percentile(watch.between, 0.99)),
         tokens_per_second=watch.tokens / seconds,
-    )
-
-
-def eventually(condition: Callable[[], bool], seconds: float) -> None:
-    """Wait until the condition holds."""
-    begun = time.monotonic()
-    while not condition():
-        assert time.monotonic() - begun < seconds, "it took too long"
-        time.sleep(0.1)
+    )  # fmt: skip
 
 
 async def warm(target: Any) -> None:
@@ -76,11 +65,10 @@ async def warm(target: Any) -> None:
             await target.generate(prompts, max_tokens=6, ignore_eos=True)
 
 
-async def prediction(arguments: argparse.Namespace) -> None:
+async def prediction(arguments: Any) -> None:
     """The pace is measured on other requests than those whose times are then predicted."""
     asks = small_chats(arguments.requests, arguments.rate)
-    model: Any = arguments.model if arguments.model == "tiny" else random_shape(arguments.model)
-    async with rekindle.open(model, **OPTIONS) as session:
+    async with rekindle.open(harness.model(arguments.model), **OPTIONS) as session:
         await warm(session)
         rounds: list[tuple[dict[str, float], dict[str, float]]] = []
         for number in range(arguments.rounds):
@@ -111,41 +99,49 @@ async def prediction(arguments: argparse.Namespace) -> None:
         told_all, real_all = [told[name] for told, _ in rounds], [real[name] for _, real in rounds]
         # A round has few requests among its slowest hundredth: the rounds together say what it is.
         ratio = statistics.fmean(told_all) / statistics.fmean(real_all)
-        values = [told / real for told, real in zip(told_all, real_all, strict=True)]
         verdict = "within 15 %" if abs(ratio - 1) <= 0.15 else "off"
         print(
-            f"simulated / real, {name:16} {ratio:5.2f} ({min(values):.2f} to {max(values):.2f} in a round): {verdict}; "
-            f"real rounds differ by {max(real_all) / min(real_all):.2f}"
+            f"simulated / real, {name:16} {ratio:5.2f}, rounds {harness.spread(harness.ratios(told_all, real_all))}: "
+            f"{verdict}; real rounds differ by {max(real_all) / min(real_all):.2f}"
         )
 
 
 def told_figures(found: Outcome) -> dict[str, float]:
     return {
-        "first token p50": found.first_token[0],
-        "first token p99": found.first_token[1],
-        "between p50": found.between[0],
-        "between p99": found.between[1],
-        "tokens/s": found.tokens_per_second,
+        "first token p50": found.first_token[0], "first token p99": found.first_token[1],
+        "between p50": found.between[0], "between p99": found.between[1], "tokens/s": found.tokens_per_second,
         "cached": found.hit_rate,
-    }
+    }  # fmt: skip
 
 
-async def routers(arguments: argparse.Namespace) -> None:
-    asks = small_chats(arguments.requests, arguments.rate)
-    given = {**OPTIONS, "device_pages": arguments.pages}
-    async with rekindle.open("tiny", **given) as session:
+async def measured(fleet: Any, asks: list[SimulatedRequest], watch: Watch) -> tuple[Outcome, Any]:
+    """Replay a load on a fleet of two; what came of it, and the fleet's figures afterwards."""
+    await anyio.to_thread.run_sync(eventually, lambda: fleet.stats().ready == 2, 120.0)
+    await warm(fleet)
+    await anyio.sleep(2.5)  # figures come with the mail
+    before = fleet.stats()
+    watch, seconds = await replay(fleet, asks, watch)
+    await anyio.sleep(2.5)
+    after = fleet.stats()
+    return outcome(watch, seconds, after, before, len(asks)), after
+
+
+async def pace(options: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """The cost of a step of the embedded model, its spread, and the session's config, for the simulator."""
+    async with rekindle.open("tiny", **options) as session:
         await warm(session)
-        (cost, spread), config = await anyio.to_thread.run_sync(measure, session), session.config
+        cost, spread = await anyio.to_thread.run_sync(measure, session)
+        return cost, spread, session.config
+
+
+async def routers(arguments: Any) -> None:
+    asks = small_chats(arguments.requests, arguments.rate)
+    options = {**OPTIONS, "device_pages": arguments.pages}
+    cost, spread, config = await pace(options)
     print(f"{'':24}{HEAD}")
     for router in ("affinity", "shortest", "round-robin"):
-        async with rekindle.fleet("tiny", replicas=2, router=router, **given) as fleet:  # type: ignore[arg-type]
-            await anyio.to_thread.run_sync(eventually, lambda fleet=fleet: fleet.stats().ready == 2, 120.0)
-            await warm(fleet)
-            await anyio.sleep(2.5)  # figures come with the mail
-            before = fleet.stats()
-            watch, seconds = await replay(fleet, asks)
-            await anyio.sleep(2.5)
-            print(f"{router + ', real':24}{outcome(watch, seconds, fleet.stats(), before, len(asks))}")
+        async with rekindle.fleet("tiny", replicas=2, router=router, **options) as fleet:  # type: ignore[arg-type]
+            print(f"{router + ', real':24}{(await measured(fleet, asks, Watch()))[0]}")
         told = simulate(asks, config, cost, replicas=2, router=router, spread=spread)
         print(f"{router + ', simulated':24}{told}", flush=True)
 
@@ -164,22 +160,17 @@ async def figures(target: Any) -> dict[str, float]:
     await warm(target)
     prompts = [f"{number} Once upon a time" for number in range(16)]
 
-    async def streams() -> None:
-        async def one(prompt: str) -> None:
-            async for _ in target.stream(prompt, max_tokens=128, ignore_eos=True):
-                pass
+    async def one(prompt: str) -> None:
+        async for _ in target.stream(prompt, max_tokens=128, ignore_eos=True):
+            pass
 
+    async def streams() -> None:
         async with anyio.create_task_group() as group:
             for prompt in prompts:
                 group.start_soon(one, prompt)
 
-    async def single() -> None:
-        async for _ in target.stream("Once upon a time", max_tokens=128, ignore_eos=True):
-            pass
-
-    async def least() -> None:
-        await target.generate("Once upon a time", max_tokens=1)
-
+    single = functools.partial(one, "Once upon a time")
+    least = functools.partial(target.generate, "Once upon a time", max_tokens=1)
     begun = time.process_time()
     seconds = await timed(streams, 5)
     cpu = (time.process_time() - begun) / 5
@@ -210,7 +201,7 @@ async def figures(target: Any) -> dict[str, float]:
     return found
 
 
-async def overhead(arguments: argparse.Namespace) -> None:
+async def overhead(arguments: Any) -> None:
     async with rekindle.open("tiny", **OPTIONS) as session:
         alone = await figures(session)
     async with rekindle.fleet("tiny", replicas=1, **OPTIONS) as fleet:
@@ -221,14 +212,11 @@ async def overhead(arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("overhead", "prediction", "routers"))
-    parser.add_argument("--requests", type=int, default=200)
-    parser.add_argument("--rate", type=float, default=10.0, help="requests a second")
-    parser.add_argument("--pages", type=int, default=160, help="routers: KV pages of a replica")
-    parser.add_argument("--model", default="tiny", help="prediction: tiny, or a shape with random weights such as 135m")
-    parser.add_argument("--rounds", type=int, default=3)
-    arguments = parser.parse_args()
+    modes = ("overhead", "prediction", "routers")
+    arguments = harness.options(
+        __doc__, "what", what=(str, modes), requests=200, rate=(10.0, "requests a second"),
+        pages=(160, "routers: KV pages of a replica"), model=("tiny", "prediction: tiny, or a shape"), rounds=3,
+    )  # fmt: skip
     anyio.run({"overhead": overhead, "prediction": prediction, "routers": routers}[arguments.what], arguments)
 
 

@@ -1,76 +1,66 @@
 """What each step costs the host in the real loop, part by part, and how long the device waits for it.
 
-    python tests/bench/host_time.py [--model FOLDER | --shape 360m | --layers 8 --hidden 384] [--rows 1 4 16]
+    python tests/bench/host_time.py [--model FOLDER | 360m] [--layers 8] [--hidden 384] [--rows 1 4 16] [--tokens 200]
+    python tests/bench/host_time.py --deltas 2000 [--rate 1000] [--rows 1]
 
 Medians per step in µs: `plan` and `commit` of the scheduler, `pack` into the uploads, the whole `dispatch`,
 `detokenize` for all rows together, `turn` from one result to the next dispatch. `idle` is the share of time in which no
-step was on the device, seen by a thread that waits for every output. Prints, asserts nothing.
+step was on the device, seen by a thread that waits for every output.
+
+With `--deltas`, how long a token takes from the device's result to the caller, in one piece: from the moment `fetch`
+has it on the host, through commit, detokenizing and the mailbox, until the body of the caller's `async for` runs. The
+device is then a fake that takes as long per step as the rate asks for; everything else is the real session. Medians and
+99th percentiles on asyncio, uvloop and trio.
 """
 
 from __future__ import annotations
 
-import argparse
+import asyncio
 import collections
+import dataclasses
 import functools
 import queue
 import statistics
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / name) for name in ("tests", "toolkit", "kernels")]
+import anyio
+import harness
+import jax
+import trio
 
-import jax  # noqa: E402
-
-import rekindle  # noqa: E402
-from rekindle._src.bench.shapes import random_shape  # noqa: E402
-from rekindle._src.dispatch import detokenize  # noqa: E402
-from rekindle._src.models.placement import random_model  # noqa: E402
-from rekindle._src.models.registry import config_from_hf  # noqa: E402
-from rekindle._src.programs.packing import Upload  # noqa: E402
-from rekindle._src.session.session import Session  # noqa: E402
+import rekindle
+from helpers.sessions import CONFIG, fake_session
+from rekindle._src.dispatch import detokenize
+from rekindle._src.programs.packing import Upload
+from rekindle._src.session.session import Session
 
 COLUMNS = ("plan", "pack", "dispatch", "commit", "detokenize", "turn")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", help="a checkpoint folder; without it, a random model")
-    parser.add_argument("--shape", help="of that model, as `rekindle bench` names it; without it, a Llama of")
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--hidden", type=int, default=384)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--tokens", type=int, default=200)
-    arguments = parser.parse_args()
-    random = random_shape(arguments.shape) if arguments.shape else shaped(arguments.layers, arguments.hidden)
-    model = arguments.model or random
+    given = harness.options(
+        __doc__, model="", layers=8, hidden=384, rows=[1, 4, 16], tokens=200, deltas=0, rate=1000.0
+    )  # fmt: skip
+    if given.deltas:
+        latency(given.deltas, given.rate, given.rows[0])
+        return
+    model = harness.model(given.model) if given.model else harness.llama(given.layers, given.hidden)
     print(f"{'rows':>4}" + "".join(f"{name:>12}" for name in COLUMNS) + f"{'step':>12}{'idle':>8}")
     with (
         tempfile.TemporaryDirectory() as folder,
-        rekindle.open_sync(model, max_requests=max(arguments.rows), cache_dir=folder, disk_memory=0) as session,
+        rekindle.open_sync(model, max_requests=max(given.rows), cache_dir=folder, disk_memory=0) as session,
         Clock(session) as clock,
     ):
-        for rows in arguments.rows:
-            for count in (8, arguments.tokens):  # the first time compiles
+        for rows in given.rows:
+            for count in (8, given.tokens):  # the first time compiles
                 clock.clear()
                 prompts = [list(range(5 + row, 25 + row)) for row in range(rows)]
                 session.generate_sync(prompts, max_tokens=count, ignore_eos=True)
             clock.show(rows)
-
-
-def shaped(layers: int, hidden: int) -> Any:
-    fields = {
-        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 16384, "hidden_size": hidden,
-        "num_hidden_layers": layers, "num_attention_heads": hidden // 64, "num_key_value_heads": max(1, hidden // 192),
-        "intermediate_size": 3 * hidden, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rope_theta": 1e5,
-        "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2,
-    }  # fmt: skip
-    return random_model(config_from_hf(fields), seed=0, dtype="bfloat16")
 
 
 class Clock:
@@ -148,6 +138,67 @@ class Clock:
         while (entry := self._outputs.get()) is not None:
             jax.block_until_ready(entry[1])
             self._ready[entry[0]] = time.perf_counter()
+
+
+def latency(deltas: int, rate: float, rows: int) -> None:
+    runs: dict[str, Callable[..., Any]] = {"asyncio": lambda job: asyncio.run(job()), "trio": trio.run}
+    try:
+        import uvloop
+    except ImportError:
+        pass
+    else:
+        runs["uvloop"] = lambda job: uvloop.run(job())
+    for name, run in runs.items():
+        times = run(functools.partial(latencies, deltas, rate, rows))
+        middle, late = (harness.quantile(times, share) * 1e6 for share in (0.5, 0.99))
+        print(f"{name:8} median {middle:5.0f} µs, 99th percentile {late:5.0f} µs")
+
+
+async def latencies(deltas: int, rate: float, rows: int) -> list[float]:
+    config = dataclasses.replace(CONFIG, max_model_len=deltas + 64, max_requests=max(8, rows))
+    arrived: dict[tuple[str, int], float] = {}  # when a request's i-th token was on the host
+    counts: dict[str, int] = {}
+    found: list[float] = []
+    async with fake_session(config, num_pages=rows * (deltas // 8 + 16)) as session:
+        runner: Any = session._engine.runner
+        fetch, pace = runner.fetch, Pace(rows / rate)
+
+        def fetched(in_flight: Any) -> Any:
+            result = fetch(in_flight)
+            pace.wait()
+            now = time.perf_counter()
+            for row in result.rows:
+                if row.token_id is not None:
+                    counts[row.request_id] = counts.get(row.request_id, -1) + 1
+                    arrived[row.request_id, counts[row.request_id]] = now
+            return result
+
+        runner.fetch = fetched
+
+        async def consume(text: str) -> None:
+            handle, seen = session.stream(text, max_tokens=deltas // rows, ignore_eos=True), 0
+            async for delta in handle:
+                now = time.perf_counter()
+                # The last token of a delta is the one that let it go.
+                seen += len(delta.token_ids)
+                found.append(now - arrived[delta.request_id, seen - 1])
+
+        async with anyio.create_task_group() as group:
+            for index in range(rows):
+                group.start_soon(consume, f"request {index}")
+    return found[len(found) // 10 :]  # without the start
+
+
+class Pace:
+    """Steps at a steady rate, whatever the host needs in between; a late one does not make the next ones hurry."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds, self._due = seconds, time.perf_counter()
+
+    def wait(self) -> None:
+        self._due = max(self._due + self._seconds, time.perf_counter())
+        while (left := self._due - time.perf_counter()) > 0:
+            time.sleep(left)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ that the load took; with `--views tree`, which has no thread and draws nothing b
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import json
@@ -27,45 +26,42 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / name) for name in ("toolkit", "kernels")]
+import anyio
+import harness
 
-import anyio  # noqa: E402
-
-import rekindle  # noqa: E402
-from rekindle._src.bench.shapes import write_checkpoint  # noqa: E402
-from rekindle._src.bench.workloads import Prompts  # noqa: E402
+import rekindle
+from rekindle._src.bench.shapes import write_checkpoint
+from rekindle._src.bench.workloads import Prompts
 
 REQUESTS = 32
-VIEWS = ("dashboard", "tree", "chat", "stream")
+VIEWS = ["dashboard", "tree", "chat", "stream"]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="tiny", help="tiny, or a shape of rekindle._src.bench.shapes")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--waves", type=int, default=1, help="how many times 32 requests")
-    parser.add_argument("--views", nargs="+", choices=VIEWS, default=VIEWS)
-    parser.add_argument("--everyone", action="store_true", help="a stream view for every request")
-    parser.add_argument("--plain", action="store_true", help="in this process, without a Jupyter kernel")
-    given = vars(parser.parse_args())
+    given = vars(
+        harness.options(
+            __doc__, model=("tiny", "tiny, or a shape"), rounds=7, waves=(1, "how many times 32 requests"),
+            views=(VIEWS, VIEWS), everyone=(False, "a stream view for every request"),
+            plain=(False, "in this process, without a Jupyter kernel"),
+        )
+    )  # fmt: skip
     plain = given.pop("plain")
     rounds = anyio.run(functools.partial(measure, **given)) if plain else in_a_kernel(given)
     ratios = [there["rate"] / without["rate"] for without, there in rounds]
-    for without, there in rounds:
+    for ratio, (without, there) in zip(ratios, rounds, strict=True):
         print(
-            f"{without['rate']:7.1f} tokens/s without, {there['rate']:7.1f} with: "
-            f"{there['rate'] / without['rate']:.3f}; views {there['views']:.1%} of a core, "
-            f"{there['pictures']:.1f} pictures/s in the busiest; the kernel's output thread {there['output']:.1%}"
+            f"{without['rate']:7.1f} tokens/s without, {there['rate']:7.1f} with: {ratio:.3f}; views "
+            f"{there['views']:.1%} of a core, {there['pictures']:.1f} pictures/s in the busiest; the kernel's output "
+            f"thread {there['output']:.1%}"
         )
     share = statistics.median(there["views"] for _, there in rounds)
-    print(f"median ratio {statistics.median(ratios):.3f}, views {share:.1%} of a core")
+    print(f"ratio {harness.spread(ratios)}, views {share:.1%} of a core")
 
 
 def in_a_kernel(given: dict[str, Any]) -> list[Any]:
     from jupyter_client.manager import start_new_kernel
 
-    manager, client = start_new_kernel(env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path[:2])})
+    manager, client = start_new_kernel(env=os.environ | {"PYTHONPATH": os.pathsep.join(harness.PATHS[:2])})
     printed: list[str] = []
     counts: dict[str, int] = {}
 
@@ -93,16 +89,11 @@ async def measure(*, model: str, rounds: int, waves: int, views: Sequence[str], 
     options = {"max_requests": REQUESTS, "max_model_len": 1024, "precompile": "all", "quiet": True}
     async with rekindle.open(source, **options) as session:
         time_views()
-        for shown in (None, Views(session, views, everyone)):  # everything is imported and compiled then
-            await arm(session, waves, shown, rounds)
-        found = []
-        for number in range(rounds):
-            arms: dict[bool, dict[str, float]] = {}
-            for looked_at in (False, True) if number % 2 else (True, False):
-                shown = Views(session, views, everyone) if looked_at else None
-                arms[looked_at] = await arm(session, waves, shown, number)
-            found.append((arms[False], arms[True]))
-        return found
+        arms: dict[bool, list[dict[str, float]]] = {False: [], True: []}
+        for number, looked_at in harness.turns(arms, rounds):  # everything is imported and compiled in the first one
+            shown = Views(session, views, everyone) if looked_at else None
+            arms[looked_at] += [await arm(session, waves, shown, number % (rounds + 1))] * (number >= 0)
+        return list(zip(*arms.values(), strict=True))
 
 
 async def arm(session: Any, waves: int, views: Views | None, number: int) -> dict[str, float]:

@@ -24,11 +24,12 @@ class LlamaServer:
     def __init__(self, program: Path, file: Path, *, rows: int, context: int, options: Sequence[str] = ()) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        self._url = f"http://127.0.0.1:{port}"
+            self.port: int = free.getsockname()[1]
+        self._url = f"http://127.0.0.1:{self.port}"
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed with the process
-        places = ["-np", str(rows), "-c", str(rows * context), "-t", str(len(os.sched_getaffinity(0)))]
-        command = [str(program), "-m", str(file), "--port", str(port), "--no-webui", *places, *options]
+        threads = str(len(os.sched_getaffinity(0)))
+        places = ["-np", str(rows), "-c", str(rows * context), "-t", threads, "-tb", threads]
+        command = [str(program), "-m", str(file), "--port", str(self.port), "--no-webui", *places, *options]
         self._process = subprocess.Popen(command, stdout=self._log, stderr=subprocess.STDOUT)
         self._callers = concurrent.futures.ThreadPoolExecutor(rows)
 

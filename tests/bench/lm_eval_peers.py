@@ -14,7 +14,6 @@ in each; `of_the_model` are those of its calls to the model.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import sys
@@ -22,8 +21,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import harness
 import numpy as np
-from score_peers import questions
+from scores import questions
 
 KINDS = ("rekindle", "hf", "http")
 STORY = (
@@ -62,33 +62,18 @@ def tasks(count: int, shots: int) -> list[dict[str, Any]]:
     def held(name: str) -> Any:
         return lambda **_: datasets.DatasetDict({"test": datasets.Dataset.from_list(data[name])})
 
-    def common(name: str) -> dict[str, Any]:
-        return {"task": name, "custom_dataset": held(name), "test_split": "test", "num_fewshot": 0}
+    def task(name: str, kind: str, shown: str, target: str, *metrics: str, **more: Any) -> dict[str, Any]:
+        return {
+            "task": name, "custom_dataset": held(name), "test_split": "test", "num_fewshot": 0, "output_type": kind,
+            "doc_to_text": shown, "doc_to_target": target, "metric_list": [{"metric": one} for one in metrics], **more,
+        }  # fmt: skip
 
+    generation = {"until": ["\n"], "max_gen_toks": 32, "do_sample": False}
+    question, choices = "{{question}}", "{{choices}}"
     return [
-        common("local_choice")
-        | {
-            "output_type": "multiple_choice",
-            "doc_to_text": "{{question}}",
-            "doc_to_choice": "{{choices}}",
-            "doc_to_target": "label",
-            "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
-        },
-        common("local_perplexity")
-        | {
-            "output_type": "loglikelihood_rolling",
-            "doc_to_text": "",
-            "doc_to_target": "{{text}}",
-            "metric_list": [{"metric": "word_perplexity"}, {"metric": "bits_per_byte"}],
-        },
-        common("local_text")
-        | {
-            "output_type": "generate_until",
-            "doc_to_text": "{{question}}",
-            "doc_to_target": "{{answer}}",
-            "generation_kwargs": {"until": ["\n"], "max_gen_toks": 32, "do_sample": False},
-            "metric_list": [{"metric": "exact_match"}],
-        },
+        task("local_choice", "multiple_choice", question, "label", "acc", "acc_norm", doc_to_choice=choices),
+        task("local_perplexity", "loglikelihood_rolling", "", "{{text}}", "word_perplexity", "bits_per_byte"),
+        task("local_text", "generate_until", question, "{{answer}}", "exact_match", generation_kwargs=generation),
     ]
 
 
@@ -112,13 +97,9 @@ def model_of(kind: str, folder: str, batch_size: int) -> tuple[Any, Any]:
 
     server = session.serve(name="local").result_sync()
     model = LocalCompletionsAPI(
-        base_url=f"{server.url}/v1/completions",
-        model="local",
-        tokenizer_backend="huggingface",
-        tokenizer=folder,
-        num_concurrent=8,
-        max_length=1023,
-    )
+        base_url=f"{server.url}/v1/completions", model="local", tokenizer_backend="huggingface", tokenizer=folder,
+        num_concurrent=8, max_length=1023,
+    )  # fmt: skip
     return model, lambda: (server.close(), session.close())
 
 
@@ -141,7 +122,7 @@ def timed(model: Any) -> list[float]:
     return seconds
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+def measure(arguments: Any) -> dict[str, Any]:
     import lm_eval
     from lm_eval.tasks import TaskManager
 
@@ -192,14 +173,9 @@ def main() -> None:
     if sys.argv[1:2] == ["compare"]:
         compare(sys.argv[2:])
         return
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kind", choices=KINDS)
-    parser.add_argument("folder")
-    parser.add_argument("--questions", type=int, default=24)
-    parser.add_argument("--shots", type=int, default=5)
-    parser.add_argument("--batch-size", type=int, default=4, help="of hf")
-    parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
+    arguments = harness.options(
+        __doc__, "kind folder", kind=(str, KINDS), folder=str, questions=24, shots=5, batch_size=(4, "of hf"), out=Path
+    )  # fmt: skip
     report = measure(arguments)
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(report))

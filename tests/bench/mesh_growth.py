@@ -9,41 +9,37 @@ a step costs the host there, and what the sums alone take. Prints, asserts nothi
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import os
 import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / name) for name in ("tests", "toolkit", "kernels")]
+import harness
+import numpy as np
 
-import numpy as np  # noqa: E402
-
-from rekindle._src.core.records import Request, RowResult, StepPlan, StepResult  # noqa: E402
-from rekindle._src.core.sampling import Sampling  # noqa: E402
-from rekindle._src.kvcache import PagePool  # noqa: E402
-from rekindle._src.processes.channel import Channel, Keys, Kind  # noqa: E402
-from rekindle._src.processes.codec import StepCodec  # noqa: E402
-from rekindle._src.programs.buckets import Bucket  # noqa: E402
-from rekindle._src.programs.packing import (  # noqa: E402
+from rekindle._src.core.records import Request, RowResult, StepPlan, StepResult
+from rekindle._src.core.sampling import Sampling
+from rekindle._src.kvcache import PagePool
+from rekindle._src.processes.channel import Channel, Keys, Kind
+from rekindle._src.processes.codec import StepCodec
+from rekindle._src.programs.buckets import Bucket
+from rekindle._src.programs.packing import (
     Constants,
     DataShards,
     DataUpload,
     Layout,
     Upload,
 )
-from rekindle._src.scheduling.data_scheduler import DataScheduler, ShardScheduler  # noqa: E402
-from rekindle._src.scheduling.scheduler import Scheduler  # noqa: E402
-from rekindle._src.scheduling.sequence import Limits  # noqa: E402
+from rekindle._src.scheduling.data_scheduler import DataScheduler, ShardScheduler
+from rekindle._src.scheduling.scheduler import Scheduler
+from rekindle._src.scheduling.sequence import Limits
 
 HOST = 8  # devices of one machine
 PAGE = 64
@@ -76,12 +72,7 @@ class Step(NamedTuple):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--devices", type=int, nargs="*", default=[8, 64, 256])
-    parser.add_argument("--rows", type=int, default=256)
-    parser.add_argument("--context", type=int, default=8192)
-    parser.add_argument("--simulated", type=int, nargs="*", default=[])
-    arguments = parser.parse_args()
+    arguments = harness.options(__doc__, devices=[8, 64, 256], rows=256, context=8192, simulated=[0])
     rows, context = arguments.rows, arguments.context
     print(f"One model over all devices, {HOST} of each process; {rows} rows of {context} tokens decode:")
     columns = _names("plan pack encode send commit")
@@ -96,7 +87,7 @@ def main() -> None:
     for devices in arguments.devices:
         shards = max(1, devices // HOST)
         print(_line(devices, f"{shards:10}{shards * (rows // 8):11,}{'':10}", sharded(shards, rows // 8, context)))
-    if arguments.simulated:
+    if any(arguments.simulated):
         simulated(arguments.simulated)
 
 
@@ -116,70 +107,71 @@ def requests(rows: int, context: int) -> Iterator[Request]:
         yield Request(f"r{index}", prompt, Sampling(max_tokens=2 * STEPS, temperature=0.7, seed=index))
 
 
-def committed(scheduler: Any, plan: StepPlan) -> float:
-    """Give every row a token; returns the milliseconds that the scheduler takes for that."""
-    told = tuple(RowResult(row.request.id, row.epoch, 5 if row.samples else None) for row in plan.rows)
+def timed(times: list[float], call: Callable[..., Any], *arguments: Any) -> Any:
+    """Call, and note the milliseconds."""
     start = time.perf_counter()
-    scheduler.commit(StepResult(plan, told))
-    return 1e3 * (time.perf_counter() - start)
+    result = call(*arguments)
+    times.append(1e3 * (time.perf_counter() - start))
+    return result
 
 
 def told_to(followers: int, rows: int, context: int) -> list[Step]:
     """Steps of a leader that tells so many followers of them, over connections of this machine."""
     limits = Limits(rows, 1 << 17, context, PAGE, 64)
     scheduler = Scheduler(limits, PagePool(rows * context // PAGE + 1), cache=None)
-    for request in requests(rows, context):
-        scheduler.submit(request)
-    codec, constants, uploads = StepCodec(rows, context // PAGE, PAGE), Constants(rows), dict[Bucket, Upload]()
-    found = list[Step]()
+    codec = StepCodec(rows, context // PAGE, PAGE)
     with Connected(followers) as channels:
-        while len(found) < STEPS:
-            start = time.perf_counter()
-            plan = scheduler.plan()
-            planned = time.perf_counter()
-            assert plan is not None
-            bucket = Bucket(rows, limits.max_tokens_per_step if plan.prefill else 0)
-            layout = Layout.of(bucket, max_requests=rows, width=context // PAGE)
-            upload = uploads.setdefault(bucket, Upload(layout))
-            for row in plan.rows:
-                if row.fresh:
-                    constants.put(row)
-            packing = time.perf_counter()
-            upload.pack(plan, constants)
-            packed = time.perf_counter()
-            message = codec.encode(layout, upload.ints, upload.floats)
-            encoded = time.perf_counter()
-            before = channels.sent
-            if len(plan.decode) == rows:
-                channels.send(message)
-            sent = time.perf_counter()
-            each = (channels.sent - before) // max(1, followers)
-            commit = committed(scheduler, plan)
-            if len(plan.decode) == rows:
-                times = planned - start, packed - packing, encoded - packed, sent - encoded
-                found.append(Step(*(1e3 * one for one in times), commit=commit, bytes=each))
-    return found
+        return steps_of(scheduler, limits, rows, Upload, STEPS, (codec, channels))
+
+
+def steps_of(scheduler: Any, limits: Limits, rows: int, make: Any, count: int, others: Any = None) -> list[Step]:
+    """So many steps in which all rows decode, packed by what `make` gives for a layout."""
+    for request in requests(rows, limits.max_model_len):
+        scheduler.submit(request)
+    constants, uploads, steps = Constants(rows), dict[Bucket, Any](), list[Step]()
+    while len(steps) < count:
+        times: list[float] = []
+        plan: StepPlan = timed(times, scheduler.plan)
+        bucket = Bucket(limits.max_requests, limits.max_tokens_per_step if plan.prefill else 0)
+        layout = Layout.of(bucket, max_requests=limits.max_requests, width=limits.max_model_len // PAGE)
+        upload = uploads[bucket] if bucket in uploads else uploads.setdefault(bucket, make(layout))
+        for row in plan.rows:
+            if row.fresh:
+                constants.put(row)
+        timed(times, upload.pack, plan, constants)
+        whole, each = len(plan.decode) == rows, 0
+        if others is not None:
+            codec, channels = others
+            message, before = timed(times, codec.encode, layout, upload.ints, upload.floats), channels.sent
+            if whole:
+                timed(times, channels.send, message)
+            each = (channels.sent - before) // max(1, channels.count)
+        tokens = tuple(RowResult(row.request.id, row.epoch, 5 if row.samples else None) for row in plan.rows)
+        timed(commit := [], scheduler.commit, StepResult(plan, tokens))
+        if whole:
+            steps.append(Step(*times, commit=commit[0], bytes=each))
+    return steps
 
 
 class Connected:
     """Channels to so many ends, all in one other process that throws away what comes."""
 
     def __init__(self, count: int) -> None:
-        self._count, self._channels = count, list[Channel]()
+        self.count, self._channels = count, list[Channel]()
 
     def __enter__(self) -> Connected:
-        if self._count:
-            with socket.create_server(("127.0.0.1", 0), backlog=self._count) as server:
-                command = [sys.executable, "-c", DRAIN, str(server.getsockname()[1]), str(self._count)]
+        if self.count:
+            with socket.create_server(("127.0.0.1", 0), backlog=self.count) as server:
+                command = [sys.executable, "-c", DRAIN, str(server.getsockname()[1]), str(self.count)]
                 self._other = subprocess.Popen(command)
                 keys = Keys(b"a" * 32, b"b" * 32)
-                self._channels = [Channel(server.accept()[0], keys, silence=30) for _ in range(self._count)]
+                self._channels = [Channel(server.accept()[0], keys, silence=30) for _ in range(self.count)]
         return self
 
     def __exit__(self, *_: object) -> None:
         for channel in self._channels:
             channel.close()
-        if self._count:
+        if self.count:
             self._other.wait(10)
 
     @property
@@ -195,40 +187,16 @@ def sharded(count: int, rows: int, context: int) -> list[Step]:
     """Steps of so many data shards, each with as many rows."""
     pages = rows * context // PAGE + 1
     limits, shards = Limits(rows, 1 << 15, context, PAGE, 64), DataShards(count, rows, pages)
-    arrivals = itertools.count()
-    scheduler: Scheduler | DataScheduler
     if count == 1:
-        scheduler = Scheduler(limits, PagePool(pages), cache=None)
-    else:
-        limits = Limits(rows, 1 << 15, context, PAGE, 64, max_queue=count * rows)
-        scheduler = DataScheduler(
-            [
-                ShardScheduler(limits, PagePool(pages, first=at * pages), arrivals=arrivals, first_slot=at * rows)
-                for at in range(count)
-            ]
-        )
-    for request in requests(count * rows, context):
-        scheduler.submit(request)
-    constants, uploads, found = Constants(count * rows), dict[Bucket, Any](), list[Step]()
-    while len(found) < STEPS // 2:
-        start = time.perf_counter()
-        plan = scheduler.plan()
-        planned = time.perf_counter()
-        assert plan is not None
-        bucket = Bucket(rows, limits.max_tokens_per_step if plan.prefill else 0)
-        layout = Layout.of(bucket, max_requests=rows, width=context // PAGE)
-        if bucket not in uploads:
-            uploads[bucket] = Upload(layout) if count == 1 else DataUpload(layout, shards)
-        for row in plan.rows:
-            if row.fresh:
-                constants.put(row)
-        packing = time.perf_counter()
-        uploads[bucket].pack(plan, constants)
-        packed = time.perf_counter()
-        commit = committed(scheduler, plan)
-        if len(plan.decode) == count * rows:
-            found.append(Step(1e3 * (planned - start), 1e3 * (packed - packing), commit=commit))
-    return found
+        return steps_of(Scheduler(limits, PagePool(pages), cache=None), limits, rows, Upload, STEPS // 2)
+    limits, arrivals = Limits(rows, 1 << 15, context, PAGE, 64, max_queue=count * rows), itertools.count()
+    scheduler = DataScheduler(
+        [
+            ShardScheduler(limits, PagePool(pages, first=at * pages), arrivals, first_slot=at * rows)
+            for at in range(count)
+        ]
+    )
+    return steps_of(scheduler, limits, count * rows, lambda layout: DataUpload(layout, shards), STEPS // 2)
 
 
 def simulated(devices: Sequence[int]) -> None:
@@ -240,14 +208,7 @@ def simulated(devices: Sequence[int]) -> None:
     )
     for count in devices:
         flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={count}"
-        code = (
-            f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import mesh_growth as m; m.one({count})"
-        )
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True,
-            env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
-        )  # fmt: skip
-        told = json.loads(done.stdout.splitlines()[-1])
+        told = harness.child(one, count, XLA_FLAGS=flags, JAX_PLATFORMS="cpu")
         share = told["alone"] / told["device"] if told["device"] else 0.0
         print(
             f"{count:8}{told['host']:8.2f}{told['threads']:13.2f}{told['device']:9.2f}{told['alone']:12.2f}{share:8.0%}{told['sums']:6}"
@@ -256,21 +217,11 @@ def simulated(devices: Sequence[int]) -> None:
         )
 
 
-def one(devices: int) -> None:
-    """In a process of its own: prints one line of JSON."""
-    import tempfile
-
+def one(devices: int) -> dict[str, float]:
+    """In a process of its own."""
     import rekindle
-    from rekindle._src.models.placement import random_model
-    from rekindle._src.models.registry import config_from_hf
 
-    fields = {
-        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 16384, "hidden_size": 512,
-        "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 1536,
-        "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rope_theta": 1e5, "tie_word_embeddings": True,
-        "bos_token_id": 1, "eos_token_id": 2,
-    }  # fmt: skip
-    model = random_model(config_from_hf(fields), seed=0, dtype="bfloat16")
+    model = harness.llama(8, 512, num_key_value_heads=8)
     options: dict[str, Any] = {"max_requests": 8, "max_model_len": 512, "disk_memory": 0, "quiet": True}
     prompts = [list(range(5 + row, 25 + row)) for row in range(8)]
     with (
@@ -284,18 +235,15 @@ def one(devices: int) -> None:
         after, used = session.stats(), processor_seconds() - used
     steps = after.steps - before.steps
     mesh = after.mesh
-    print(
-        json.dumps(
-            {
-                "threads": 1e3 * used / steps,
-                "host": 1e3 * (after.host_seconds - before.host_seconds) / steps,
-                "device": 1e3 * (after.device_seconds - before.device_seconds) / steps,
-                "alone": 1e3 * ((after.collective_seconds or 0.0) - (before.collective_seconds or 0.0)) / steps,
-                "sums": 0 if mesh is None else mesh.sums,
-                "bytes": 0 if mesh is None else mesh.bytes_per_token,
-            }
-        )
-    )
+
+    def milliseconds(name: str) -> float:
+        return 1e3 * ((getattr(after, name) or 0.0) - (getattr(before, name) or 0.0)) / steps
+
+    return {
+        "threads": 1e3 * used / steps, "host": milliseconds("host_seconds"), "device": milliseconds("device_seconds"),
+        "alone": milliseconds("collective_seconds"), "sums": 0 if mesh is None else mesh.sums,
+        "bytes": 0 if mesh is None else mesh.bytes_per_token,
+    }  # fmt: skip
 
 
 def processor_seconds() -> float:

@@ -8,7 +8,6 @@ both trees, and the median of the ratios new / old of each turn, with the quarte
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import subprocess
@@ -18,6 +17,8 @@ from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import harness
 
 
 def cases() -> dict[str, Callable[[], Any]]:
@@ -113,7 +114,8 @@ class Tree:
     """The process of one source tree."""
 
     def __init__(self, root: Path, seconds: float, one_core: bool) -> None:
-        code = f"import sys; sys.path[:0] = {[str(root / 'kernels'), str(Path(__file__).parent)]!r}"
+        paths = [*(str(root / name) for name in ("toolkit", "kernels")), str(Path(__file__).parent)]
+        code = f"import sys; sys.path[:0] = {paths!r}"
         code += f"; import native_kernels; native_kernels.serve({seconds}, {one_core})"
         self._process = subprocess.Popen(
             [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -143,15 +145,11 @@ class Tree:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("old", type=Path)
-    parser.add_argument("new", type=Path)
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each process")
-    parser.add_argument("--processes", type=int, default=4, help="of each tree, one after another")
-    parser.add_argument("--seconds", type=float, default=0.05, help="of each turn")
-    parser.add_argument("--one-core", action="store_true", help="CPU time on one core, for a machine that is busy")
-    parser.add_argument("--only", default="", help="cases that begin so")
-    options = parser.parse_args()
+    options = harness.options(
+        __doc__, "old new", old=Path, new=Path, rounds=(5, "turns of each process"),
+        processes=(4, "of each tree, one after another"), seconds=(0.05, "of each turn"), one_core=False,
+        only=("", "cases that begin so"),
+    )  # fmt: skip
     turns: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for _ in range(options.processes):
         both = (Tree(root.resolve(), options.seconds, options.one_core) for root in (options.old, options.new))

@@ -7,56 +7,37 @@ python tests/bench/pages.py flood                pauses between tokens under a f
 
 from __future__ import annotations
 
-import argparse
 import random
-import statistics
 import subprocess
 import sys
-import time
-from pathlib import Path
 from typing import Any
 
 import anyio
-import anyio.to_thread
+import harness
 import numpy as np
+from fleet import measured, pace
 
-ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / name) for name in ("toolkit", "kernels", "tests/bench")]
-
-import rekindle  # noqa: E402
-from rekindle._src.bench.shapes import random_shape  # noqa: E402
-from rekindle._src.bench.simulation import (  # noqa: E402  # noqa: E402
-    HEAD,
-    SimulatedRequest,
-    Watch,
-    measure,
-    replay,
-    simulate,
-)
-from rekindle._src.processes.bulk import BulkChannel  # noqa: E402
-from rekindle._src.session.sharing.pulling import Puller  # noqa: E402
-from rekindle._src.session.sharing.source import PageAddress  # noqa: E402
+import rekindle
+from rekindle._src.bench.simulation import HEAD, SimulatedRequest, Watch, simulate
+from rekindle._src.processes.bulk import BulkChannel
+from rekindle._src.session.sharing.pulling import Puller
+from rekindle._src.session.sharing.source import PageAddress
 
 SECRET = "a secret of this benchmark"
 
 
-def options(tokens: int) -> dict[str, Any]:
-    return {
-        "max_requests": 4, "max_tokens_per_step": 256, "max_model_len": tokens + 64, "disk_memory": 0,
-        "host_memory": 2 << 30, "device_memory": 1 << 30, "quiet": True,
-    }  # fmt: skip
-
-
 def opened(name: str, tokens: int) -> Any:
-    model: Any = name if name == "tiny" else random_shape(name)
-    return rekindle.open_sync(model, **options(tokens))
+    return rekindle.open_sync(
+        harness.model(name), max_requests=4, max_tokens_per_step=256, max_model_len=tokens + 64, disk_memory=0,
+        host_memory=2 << 30, device_memory=1 << 30, quiet=True,
+    )  # fmt: skip
 
 
 def prompt(tokens: int, vocabulary: int = 200) -> list[int]:
     return np.random.default_rng(0).integers(3, vocabulary, tokens).tolist()
 
 
-def share(arguments: argparse.Namespace) -> None:
+def share(arguments: Any) -> None:
     """The other process: has the pages of a prompt, on its device or in host memory, and shares them."""
     with opened(arguments.model, arguments.tokens) as session:
         session.generate_sync(prompt(arguments.tokens), max_tokens=1, ignore_eos=True)
@@ -82,7 +63,7 @@ def offload(session: Any) -> None:
         writer.tiers.host.put(page.digest, payload)
 
 
-def wire(arguments: argparse.Namespace) -> None:
+def wire(arguments: Any) -> None:
     command = [sys.executable, __file__, "share", "--model", arguments.model, "--tokens", str(arguments.tokens)]
     other = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert other.stdin is not None and other.stdout is not None
@@ -107,13 +88,13 @@ def wire(arguments: argparse.Namespace) -> None:
             assert found is not None
             print(
                 f"{arguments.model}: {found.pages} pages, {found.bytes / 1e6:.0f} MB from {source} memory: "
-                f"{statistics.median(rates):.2f} GB/s (of {len(rates)}, {min(rates):.2f} to {max(rates):.2f})",
+                f"{harness.spread(rates, '.2f')} GB/s",
                 flush=True,
             )
     other.communicate("")
 
 
-def load(arguments: argparse.Namespace) -> list[SimulatedRequest]:
+def load(arguments: Any) -> list[SimulatedRequest]:
     """Streams that go on all the time, and among them prompts that are new to every cache."""
     draw = random.Random(1)
     found = [
@@ -145,60 +126,40 @@ class Streams(Watch):
             del self.between[before:]
 
 
-def flood(arguments: argparse.Namespace) -> None:
+def flood(arguments: Any) -> None:
     anyio.run(_flood, arguments)
 
 
-async def _flood(arguments: argparse.Namespace) -> None:
-    from fleet import eventually, outcome, warm
-
+async def _flood(arguments: Any) -> None:
     asks = load(arguments)
-    given: dict[str, Any] = {
+    options: dict[str, Any] = {
         "max_requests": 16, "max_tokens_per_step": 256, "max_model_len": 1024, "disk_memory": 0, "quiet": True,
     }  # fmt: skip
-    async with rekindle.open("tiny", **given) as session:
-        await warm(session)
-        (cost, spread), config = await anyio.to_thread.run_sync(measure, session), session.config
+    cost, spread, config = await pace(options)
     print(cost)
     print(f"{len(asks)} requests, {arguments.streams} of them streams\n{'':24}{HEAD}")
     sizes: dict[str, dict[str, Any]] = {
         "together": {"replicas": 2}, "apart": {"roles": {"prefill": 1, "decode": 1}},
     }  # fmt: skip
-    for _ in range(arguments.rounds):
-        for name, size in sizes.items():
-            async with rekindle.fleet("tiny", router="shortest", **size, **given) as fleet:
-                await anyio.to_thread.run_sync(lambda fleet=fleet: eventually(lambda: fleet.stats().ready == 2, 120.0))
-                await warm(fleet)
-                await anyio.sleep(2.5)  # figures come with the mail
-                before = fleet.stats()
-                watch, seconds = await replay(fleet, asks, Streams(asks))
-                await anyio.sleep(2.5)
-                after = fleet.stats()
-                print(f"{name + ', real':24}{outcome(watch, seconds, after, before, len(asks))}")
-                print(
-                    f"  {after.handed_over} handed over, {after.pulled_pages} pages pulled, {after.failed_pulls} failed"
-                )
+    for _, name in harness.turns(sizes, arguments.rounds, 0):
+        async with rekindle.fleet("tiny", router="shortest", **sizes[name], **options) as fleet:
+            real, after = await measured(fleet, asks, Streams(asks))
+            print(f"{name + ', real':24}{real}")
+            print(f"  {after.handed_over} handed over, {after.pulled_pages} pages pulled, {after.failed_pulls} failed")
     for name, size in sizes.items():
         told = simulate(asks, config, cost, router="shortest", move=1e-6, watch=Streams(asks), spread=spread, **size)
         print(f"{name + ', simulated':24}{told}", flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("wire", "flood", "share"))
-    parser.add_argument("--model", default="tiny", help="tiny, or a shape such as 135M")
-    parser.add_argument("--tokens", type=int, default=960, help="wire: of the prompt whose pages move")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--socket", action="store_true", help="wire: through the socket, as where no memory is shared")
-    parser.add_argument("--streams", type=int, default=6)
-    parser.add_argument("--output", type=int, default=300, help="flood: tokens of each stream")
-    parser.add_argument("--seconds", type=float, default=6.0)
-    parser.add_argument("--rate", type=float, default=12.0, help="flood: prompts a second")
-    arguments = parser.parse_args()
+    arguments = harness.options(
+        __doc__, "what", what=(str, ("wire", "flood", "share")), model=("tiny", "tiny, or a shape such as 135M"),
+        tokens=(960, "wire: of the prompt whose pages move"), rounds=5,
+        socket=(False, "wire: through the socket, as where no memory is shared"), streams=6,
+        output=(300, "flood: tokens of each stream"), seconds=6.0, rate=(12.0, "flood: prompts a second"),
+    )  # fmt: skip
     {"wire": wire, "flood": flood, "share": share}[arguments.what](arguments)
 
 
 if __name__ == "__main__":
-    started = time.perf_counter()
     main()
-    print(f"{time.perf_counter() - started:.0f} s", file=sys.stderr)

@@ -10,16 +10,11 @@ each. A step lasts at least as long as the larger of the two times, and at most 
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
+import harness
 import jax
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from helpers.compilers import Thunk
 from rekindle._src.bench.plan import DEVICES
@@ -118,13 +113,10 @@ def counted_now(shape: str) -> Counted:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--context", type=int, default=1024)
-    parser.add_argument("--quantize", help="as in open()")
-    options = parser.parse_args()
-    print("| shape | rows | GB | kernels | host waits | ms of bytes | ms of kernels | step, ms | a dispatch |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    options = harness.options(__doc__, compile=False, context=1024, quantize=(str, "as in open()"))
+    harness.table(
+        "shape", "rows", "GB", "kernels", "host waits", "ms of bytes", "ms of kernels", "step, ms", "a dispatch"
+    )  # fmt: skip
     for shape in SHAPES:
         counted = counted_now(shape) if options.compile else COUNTED[shape]
         for rows in ROWS:

@@ -10,12 +10,12 @@ in nats per token. Activations are computed as a session computes them on this m
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import harness
 import jax
 import numpy as np
 
@@ -27,6 +27,9 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "bfloat16": {"dtype": "bfloat16"},
     "int8": {"quantize": "int8"},
+    "int8-weight": {"quantize": "int8-weight"},
+    "int8 but embedding": {"quantize": "int8", "quantize_embeddings": False},
+    "int8-weight but embedding": {"quantize": "int8-weight", "quantize_embeddings": False},
     "int4-32": {"quantize": "int4-32"},
     "int4": {"quantize": "int4"},
     "int4-128": {"quantize": "int4-128"},
@@ -46,19 +49,14 @@ def log_odds(model: rekindle.models.LoadedModel, windows: Sequence[Sequence[int]
     return found
 
 
-def perplexity(odds: Sequence[np.ndarray], windows: Sequence[Sequence[int]]) -> float:
+def figures(
+    exact: Sequence[np.ndarray], odds: Sequence[np.ndarray], windows: Sequence[Sequence[int]]
+) -> tuple[float, float, float]:
+    """Perplexity, KL of the exact odds against these, and the share of equal first choices."""
     losses = [-table[np.arange(len(w) - 1), w[1:]] for table, w in zip(odds, windows, strict=True)]
-    return float(np.exp(np.concatenate(losses).mean()))
-
-
-def divergence(exact: Sequence[np.ndarray], odds: Sequence[np.ndarray]) -> float:
-    parts = [(np.exp(p) * (p - q)).sum(-1) for p, q in zip(exact, odds, strict=True)]
-    return float(np.concatenate(parts).mean())
-
-
-def same(exact: Sequence[np.ndarray], odds: Sequence[np.ndarray]) -> float:
-    parts = [p.argmax(-1) == q.argmax(-1) for p, q in zip(exact, odds, strict=True)]
-    return float(np.concatenate(parts).mean())
+    p, q = np.concatenate(exact), np.concatenate(odds)
+    same = p.argmax(-1) == q.argmax(-1)
+    return float(np.exp(np.concatenate(losses).mean())), float((np.exp(p) * (p - q)).sum(-1).mean()), float(same.mean())
 
 
 def windows_of(tokens: Sequence[int], most: int) -> list[list[int]]:
@@ -79,34 +77,29 @@ def tiny_texts(folder: Path, tokens: int) -> tuple[list[list[int]], list[list[in
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path)
-    parser.add_argument("--text", type=Path)
-    parser.add_argument("--tokens", type=int, default=16384)
-    parser.add_argument("--only", nargs="+", choices=PRECISIONS, default=list(PRECISIONS))
-    arguments = parser.parse_args()
-    folder = arguments.model or rekindle.tiny.folder()
-    if arguments.text is None:
-        calibrating, held = tiny_texts(folder, arguments.tokens)
+    names = list(PRECISIONS)
+    given = harness.options(__doc__, model=Path, text=Path, tokens=16384, only=(names, names))
+    folder = given.model or rekindle.tiny.folder()
+    if given.text is None:
+        calibrating, held = tiny_texts(folder, given.tokens)
     else:
-        tokens = rekindle.models.Tokenizer.load(folder).encode(arguments.text.read_text())
+        tokens = rekindle.models.Tokenizer.load(folder).encode(given.text.read_text())
         half = len(tokens) // 2
-        calibrating, held = windows_of(tokens[:half], arguments.tokens), windows_of(tokens[half:], arguments.tokens)
+        calibrating, held = windows_of(tokens[:half], given.tokens), windows_of(tokens[half:], given.tokens)
     exact = log_odds(rekindle.models.load(folder, dtype="float32"), held)
     print(f"{sum(map(len, held)):,} held-out tokens, {sum(map(len, calibrating)):,} that calibrate")
-    print(f"{'':22}{'perplexity':>12}{'KL':>11}{'top-1':>8}{'MB':>8}{'seconds':>9}")
-    for name in arguments.only:
+    print(f"{'':26}{'perplexity':>12}{'KL':>11}{'top-1':>8}{'MB':>8}{'seconds':>9}")
+    for name in given.only:
         options, start = PRECISIONS[name], time.perf_counter()
         if "calibrate" in options:
             plan = options["calibrate"]
-            model = rekindle.models.calibrate(folder, calibrating, quantize=plan, max_tokens=arguments.tokens)
+            model = rekindle.models.calibrate(folder, calibrating, quantize=plan, max_tokens=given.tokens)
         else:
             model = rekindle.models.load(folder, **options)
         seconds = time.perf_counter() - start
-        odds = log_odds(model, held)
-        figures = perplexity(odds, held), divergence(exact, odds), same(exact, odds)
+        perplexity, divergence, same = figures(exact, log_odds(model, held), held)
         print(
-            f"{name:22}{figures[0]:12.4f}{figures[1]:11.5f}{figures[2]:8.1%}{model.nbytes / 1e6:8.1f}{seconds:9.1f}",
+            f"{name:26}{perplexity:12.4f}{divergence:11.5f}{same:8.1%}{model.nbytes / 1e6:8.1f}{seconds:9.1f}",
             flush=True,
         )
 

@@ -18,28 +18,21 @@ how many choices are those of the first file.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
-import random
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import harness
 import numpy as np
-from scores import question
+from scores import questions
 
 Question = tuple[str, list[str]]
 Scorer = Callable[[Sequence[Question]], list[list[float]]]  # of each question, the log-probability of each choice
 WARM_UP = 8
-
-
-def questions(count: int, shots: int) -> list[Question]:
-    rng = random.Random(0)
-    examples = "\n\n".join(f"{text}{choices[0]}" for text, choices in (question(rng) for _ in range(shots)))
-    return [(f"{examples}\n\n{text}", choices) for text, choices in (question(rng) for _ in range(count))]
 
 
 def rekindle_scorer(model: str, dtype: str, threads: int, **options: Any) -> Scorer:
@@ -66,6 +59,12 @@ def _loaded(model: str, dtype: str, threads: int) -> tuple[Any, Any]:
     return transformers.AutoTokenizer.from_pretrained(model), network
 
 
+def _split(tokenizer: Any, prompt: str, choices: Sequence[str]) -> tuple[list[int], list[list[int]], int]:
+    """Return the tokens of a prompt, of it with each choice, and how many are common: a choice may change the last."""
+    ids, *ends = (tokenizer(text)["input_ids"] for text in (prompt, *(prompt + choice for choice in choices)))
+    return ids, ends, min(len(_common([ids, end])) for end in ends)
+
+
 def transformers_plain_scorer(model: str, dtype: str, threads: int) -> Scorer:
     import torch
 
@@ -75,9 +74,7 @@ def transformers_plain_scorer(model: str, dtype: str, threads: int) -> Scorer:
     def score(asked: Sequence[Question]) -> list[list[float]]:
         results = []
         for prompt, choices in asked:
-            ids = tokenizer(prompt)["input_ids"]
-            ends = [tokenizer(prompt + choice)["input_ids"] for choice in choices]
-            start = min(len(_common([ids, end])) for end in ends)
+            _, ends, start = _split(tokenizer, prompt, choices)
             longest = max(map(len, ends))
             padded = torch.tensor([end + [0] * (longest - len(end)) for end in ends])
             logits = network(input_ids=padded, use_cache=False, logits_to_keep=longest - start + 1).logits
@@ -110,8 +107,7 @@ def transformers_scorer(model: str, dtype: str, threads: int) -> Scorer:
             kept["ids"] = _common(encoded)
             kept["cache"] = run(torch.tensor([kept["ids"]]), None).past_key_values
         for (prompt, choices), ids in zip(asked, encoded, strict=True):
-            ends = [tokenizer(prompt + choice)["input_ids"] for choice in choices]
-            start = min(len(_common([ids, end])) for end in ends)  # a choice may change the prompt's last token
+            _, ends, start = _split(tokenizer, prompt, choices)
             begun = len(_common([kept["ids"], ids[: start - 1]]))
             cache = copy.deepcopy(kept["cache"])
             if begun < len(kept["ids"]):
@@ -187,14 +183,10 @@ def _common(sequences: Sequence[Sequence[int]]) -> list[int]:
     return shared
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+def measure(arguments: Any) -> dict[str, Any]:
     asked = questions(arguments.questions + WARM_UP, arguments.shots)
-    settings = {
-        "engine": arguments.engine,
-        "model": Path(arguments.model).name,
-        "dtype": arguments.dtype,
-        "shots": arguments.shots,
-    }
+    settings = {name: getattr(arguments, name) for name in ("engine", "dtype", "shots")}
+    settings["model"] = Path(arguments.model).name
     report: dict[str, Any] = {**settings, "questions": 0, "seconds": 0.0, "choices": [], "logprobs": []}
     if arguments.out is not None and arguments.out.exists():
         report = json.loads(arguments.out.read_text())
@@ -233,22 +225,15 @@ def compare(files: Sequence[str]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("engine", choices=[*SCORERS])
-    parser.add_argument("model")
-    parser.add_argument("--questions", type=int, default=1000)
-    parser.add_argument("--shots", type=int, default=5)
-    parser.add_argument("--dtype", choices=["float32", "auto"], default="float32")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--page-size", type=int, help="of rekindle's session")
-    parser.add_argument("--max-requests", type=int, help="the same")
-    parser.add_argument("--block", type=int, default=100, help="questions of one call")
-    parser.add_argument("--seconds", type=float, default=420, help="begins no call after these")
-    parser.add_argument("--out", type=Path)
     if sys.argv[1:2] == ["compare"]:
         compare(sys.argv[2:])
         return
-    arguments = parser.parse_args()
+    arguments = harness.options(
+        __doc__, "engine model", engine=(str, SCORERS), model=str, questions=1000, shots=5,
+        dtype=("float32", ("float32", "auto")), threads=2, page_size=(int, "of rekindle's session"),
+        max_requests=(int, "the same"), block=(100, "questions of one call"),
+        seconds=(420.0, "begins no call after these"), out=Path,
+    )  # fmt: skip
     report = measure(arguments)
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(report))

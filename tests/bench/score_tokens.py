@@ -1,6 +1,6 @@
 """Tokens that steps compute for the questions of `score_peers.py`: the scheduler's own plans, without a model.
 
-    PYTHONPATH=tests python tests/bench/score_tokens.py TOKENIZER.json [--questions 100] [--max-requests 16 32 64]
+    python tests/bench/score_tokens.py TOKENIZER.json [--questions 100] [--max-requests 16 32 64]
 
 `computed` are the tokens of rows. `padded` are those of the programs that steps of 512 tokens run in: what is computed
 where kernels do not skip padding, as in float32.
@@ -8,9 +8,8 @@ where kernels do not skip padding, as in float32.
 
 from __future__ import annotations
 
-import argparse
-
-from score_peers import questions
+import harness
+from scores import questions
 from tokenizers import Tokenizer
 
 from helpers.fakes import make_request
@@ -41,12 +40,9 @@ def count(tokenizer: Tokenizer, number: int, max_requests: int, page_size: int) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tokenizer")
-    parser.add_argument("--questions", type=int, default=100)
-    parser.add_argument("--max-requests", type=int, nargs="+", default=[16, 32, 64])
-    parser.add_argument("--page-size", type=int, default=32)
-    arguments = parser.parse_args()
+    arguments = harness.options(
+        __doc__, "tokenizer", tokenizer=str, questions=100, max_requests=[16, 32, 64], page_size=32
+    )  # fmt: skip
     tokenizer = Tokenizer.from_file(arguments.tokenizer)
     for most in arguments.max_requests:
         computed, padded, steps = count(tokenizer, arguments.questions, most, arguments.page_size)

@@ -10,13 +10,12 @@ compares them.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import time
 from typing import Any
 
-import rekindle
+import harness
 
 THINGS = ["river", "mountain", "city", "animal", "plant", "metal", "planet", "language", "instrument", "colour"]
 NAMES = ["Amber", "Basalt", "Cedar", "Delta", "Ember", "Falcon", "Granite", "Harbour", "Iris", "Juniper", "Kestrel"]
@@ -32,25 +31,25 @@ def question(rng: random.Random) -> tuple[str, list[str]]:
     return text, [f" {name}, the {thing}." for name in names]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", default="tiny")
-    parser.add_argument("--questions", type=int, default=100)
-    parser.add_argument("--whole", type=int, default=16)
-    parser.add_argument("--shots", type=int, default=5)
-    parser.add_argument("--dtype", default="auto")
-    arguments = parser.parse_args()
+def questions(count: int, shots: int) -> list[tuple[str, list[str]]]:
+    """Prompts that end in a question behind the same examples, and the choices of each."""
     rng = random.Random(0)
-    shots = "\n\n".join(f"{text}{choices[0]}" for text, choices in (question(rng) for _ in range(arguments.shots)))
-    asked = [question(rng) for _ in range(arguments.questions)]
-    prompts, choices = [f"{shots}\n\n{text}" for text, _ in asked], [entries for _, entries in asked]
+    examples = "\n\n".join(f"{text}{choices[0]}" for text, choices in (question(rng) for _ in range(shots)))
+    return [(f"{examples}\n\n{text}", choices) for text, choices in (question(rng) for _ in range(count))]
+
+
+def main() -> None:
+    import rekindle
+
+    arguments = harness.options(__doc__, "model", model="tiny", questions=100, whole=16, shots=5, dtype="auto")
+    prompts, choices = zip(*questions(arguments.questions, arguments.shots), strict=True)
     options: dict[str, Any] = {"max_model_len": 1024, "dtype": arguments.dtype, "quiet": True}
     with rekindle.open_sync(arguments.model, **options) as session:
-        session.score_sync(prompts[:8], choices[:8])  # whatever has to be compiled
+        session.score_sync([*prompts[:8]], [*choices[:8]])  # whatever has to be compiled
         session.generate_sync([prompts[0]] * 4, max_tokens=0, prompt_logprobs=1)
         session.cache.clear().result_sync()
         start = time.perf_counter()
-        scores = session.score_sync(prompts, choices)
+        scores = session.score_sync([*prompts], [*choices])
         together = time.perf_counter() - start
         hits = sum(score.cached_tokens for result in scores for score in result)
         tokens = sum(score.prompt_tokens for result in scores for score in result)
@@ -79,19 +78,13 @@ def main() -> None:
             "by pairs": arguments.whole / alone,
             "whole": arguments.whole / whole,
         }
-        print(
-            json.dumps(
-                {
-                    "model": session.model,
-                    "prompt_tokens": tokens // (4 * len(prompts)),
-                    "cached": hits / tokens,
-                    "same_choice": f"{same} of {arguments.whole}",
-                    "questions_per_second": {name: round(rate, 2) for name, rate in rates.items()},
-                    "score_over_whole": round(rates["score"] / rates["whole"], 2),
-                },
-                indent=1,
-            )
-        )
+        report = {
+            "model": session.model, "prompt_tokens": tokens // (4 * len(prompts)), "cached": hits / tokens,
+            "same_choice": f"{same} of {arguments.whole}",
+            "questions_per_second": {name: round(rate, 2) for name, rate in rates.items()},
+            "score_over_whole": round(rates["score"] / rates["whole"], 2),
+        }  # fmt: skip
+        print(json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":

@@ -11,39 +11,31 @@ With `--llama-server` that of llama.cpp takes a turn, too: on the same weights i
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
-import itertools
 import json
-import os
 import selectors
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / name) for name in ("toolkit", "kernels")]
+import harness
+from llama_server import LlamaServer
 
 
 def main() -> None:
     if sys.argv[1:] == ["--client"]:
         client()
         return
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="tiny", help="tiny, or a shape of rekindle._src.bench.shapes")
-    parser.add_argument("--streams", type=int, nargs="+", default=(1, 32))
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--llama-server", type=Path, help="the program of that name from llama.cpp")
-    asyncio.run(measure(**vars(parser.parse_args())))
+    given = harness.options(
+        __doc__, model=("tiny", "tiny, or a shape"), streams=[1, 32], tokens=128, rounds=7,
+        llama_server=(Path, "the program of that name from llama.cpp"),
+    )  # fmt: skip
+    asyncio.run(measure(**vars(given)))
 
 
 async def measure(model: str, streams: list[int], tokens: int, rounds: int, llama_server: Path | None) -> None:
@@ -63,7 +55,11 @@ async def measure(model: str, streams: list[int], tokens: int, rounds: int, llam
         stack.push_async_callback(server.aclose)
         ports = {"http": server.port}
         if llama_server is not None:
-            ports["llama"] = stack.enter_context(llama(llama_server, folder, max(streams), longest))
+            file = Path(tempfile.gettempdir()) / f"{Path(folder).name}.gguf"
+            if not file.exists():
+                subprocess.run([sys.executable, "-m", "rekindle", "export", str(folder), str(file)], check=True)  # noqa: ASYNC221
+            peer = LlamaServer(llama_server, file, rows=max(streams), context=longest)
+            ports["llama"] = stack.enter_context(peer).port
         reader = stack.enter_context(
             subprocess.Popen(  # noqa: ASYNC220 (it takes milliseconds)
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -75,56 +71,26 @@ async def measure(model: str, streams: list[int], tokens: int, rounds: int, llam
             await compare(session, ports, reader, count, tokens, rounds)
 
 
-@contextlib.contextmanager
-def llama(program: Path, folder: Any, rows: int, longest: int) -> Iterator[int]:
-    """llama.cpp's server on the weights of this folder, with a place for each stream; its port."""
-    file = Path(tempfile.gettempdir()) / f"{Path(folder).name}.gguf"
-    if not file.exists():
-        subprocess.run([sys.executable, "-m", "rekindle", "export", str(folder), str(file)], check=True)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
-    threads = len(os.sched_getaffinity(0))
-    command = [
-        str(program), "-m", str(file), "--port", str(port), "-t", str(threads), "-tb", str(threads),
-        "-np", str(rows), "-c", str(rows * longest), "--no-webui",
-    ]  # fmt: skip
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        try:
-            for _ in range(300):
-                with contextlib.suppress(OSError):
-                    urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2).close()
-                    break
-                time.sleep(0.2)
-            yield port
-        finally:
-            process.terminate()
-
-
 async def compare(session: Any, ports: dict[str, int], reader: Any, count: int, tokens: int, rounds: int) -> None:
     """Run all arms in turns and print what came out."""
     names = ("process", *ports)
     found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
-    for turn in range(-1, rounds):
-        for name in names if turn % 2 else names[::-1]:
-            prompts = [[100 + turn % 50, 3 + index, *range(20, 50)] for index in range(count)]
-            await session.cache.clear(tier="memory")
-            await asyncio.sleep(1.0)  # the arm before may still be busy with what it has answered
-            if name == "process":
-                times = await in_process(session, prompts, tokens)
-            else:
-                asked = {"port": ports[name], "prompts": prompts, "tokens": tokens}
-                times = await asyncio.to_thread(over_http, reader, asked)
-            if turn >= 0:  # the first one compiles
-                found[name].append(figures(times, tokens))
+    for turn, name in harness.turns(names, rounds):
+        prompts = [[100 + turn % 50, 3 + index, *range(20, 50)] for index in range(count)]
+        await session.cache.clear(tier="memory")
+        await asyncio.sleep(1.0)  # the arm before may still be busy with what it has answered
+        if name == "process":
+            times = await in_process(session, prompts, tokens)
+        else:
+            asked = {"port": ports[name], "prompts": prompts, "tokens": tokens}
+            times = await asyncio.to_thread(over_http, reader, asked)
+        if turn >= 0:  # the first one compiles
+            found[name].append(figures(times, tokens))
     for other in (name for name in names if name != "http"):
-        ratios = [own["rate"] / theirs["rate"] for own, theirs in zip(found["http"], found[other], strict=True)]
-        print(
-            f"{count} streams: over HTTP {statistics.median(ratios):.3f} of the tokens/s of {other}, "
-            f"rounds {min(ratios):.3f}–{max(ratios):.3f}"
-        )
+        ratios = harness.ratios(*([one["rate"] for one in found[name]] for name in ("http", other)))
+        print(f"{count} streams: over HTTP {harness.spread(ratios)} of the tokens/s of {other}")
     for name in names:
-        middle = {key: statistics.median(one[key] for one in found[name]) for key in found[name][0]}
+        middle = harness.medians(found[name])
         print(
             f"  {name:8}{middle['rate']:8.1f} tokens/s, first token p50 {middle['first50']:.1f} and p99 "
             f"{middle['first99']:.1f} ms, then p50 {middle['between50']:.2f} and p99 {middle['between99']:.2f} ms",
@@ -198,20 +164,11 @@ class Stream:
 def figures(times: list[list[float]], tokens: int) -> dict[str, float]:
     # A token that ends in the middle of a character has no event of its own in llama.cpp's server.
     assert all(len(one) >= tokens * 0.6 for one in times), [len(one) for one in times]
-    last = max(one[-1] for one in times)
-    firsts = [one[0] * 1e3 for one in times]
-    between = [(later - earlier) * 1e3 for one in times for earlier, later in itertools.pairwise(one)]
-    return {
-        "rate": len(times) * tokens / last,
-        "first50": quantile(firsts, 0.5),
-        "first99": quantile(firsts, 0.99),
-        "between50": quantile(between, 0.5),
-        "between99": quantile(between, 0.99),
-    }
-
-
-def quantile(values: list[float], share: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+    firsts, between = [one[0] * 1e3 for one in times], [gap * 1e3 for one in times for gap in harness.gaps(one)]
+    found = {"rate": len(times) * tokens / max(one[-1] for one in times)}
+    for name, values in (("first", firsts), ("between", between)):
+        found |= {f"{name}{share}": harness.quantile(values, share / 100) for share in (50, 99)}
+    return found
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ rollouts that are started anew as they end.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import threading
@@ -17,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Any, Literal
 
+import harness
 import jax
 import numpy as np
 
@@ -24,11 +24,6 @@ import rekindle
 
 WARM_UP = 10  # swaps after which programs for continuations of all lengths are there
 PROMPTS = ["Once upon a time there was", "The capital of France is", "Tom and Anna saw a bird. It"]
-
-
-def resident() -> int:
-    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(fields["VmRSS"].split()[0]) << 10
 
 
 def on_device() -> int:
@@ -42,27 +37,22 @@ def sleeping(session: rekindle.Session, mode: Literal["host", "drop"], cycles: i
     session.generate_sync(PROMPTS[0], max_tokens=8, temperature=0.0)
     compiled = session.stats().compilations
     asleep, awake, same, report = [], [], 0, None
-    before, live = resident(), on_device()
+    before, live = harness.memory("VmRSS"), on_device()
     for cycle in range(cycles):
         report = session.sleep(weights=mode).result_sync()
         asleep.append(report.seconds)
         if not cycle:
-            while_asleep, live_asleep = resident(), on_device()
+            while_asleep, live_asleep = harness.memory("VmRSS"), on_device()
         awake.append(session.wake().result_sync())
         same += session.generate_sync(PROMPTS[0], max_tokens=8, temperature=0.0).token_ids == want
     assert report is not None
     return {
-        "mode": mode,
-        "cycles": cycles,
-        "weights_bytes": report.weights_bytes,
-        "page_bytes": report.page_bytes,
-        "resident_before_asleep_after": [before, while_asleep, resident()],
+        "mode": mode, "cycles": cycles, "weights_bytes": report.weights_bytes, "page_bytes": report.page_bytes,
+        "resident_before_asleep_after": [before, while_asleep, harness.memory("VmRSS")],
         "arrays_before_asleep_after": [live, live_asleep, on_device()],
-        "seconds_to_sleep": round(statistics.median(asleep), 4),
-        "seconds_to_wake": round(statistics.median(awake), 4),
-        "same_tokens": f"{same} of {cycles}",
-        "compiled": session.stats().compilations - compiled,
-    }
+        "seconds_to_sleep": round(statistics.median(asleep), 4), "seconds_to_wake": round(statistics.median(awake), 4),
+        "same_tokens": f"{same} of {cycles}", "compiled": session.stats().compilations - compiled,
+    }  # fmt: skip
 
 
 def swapping(session: rekindle.Session, model: Any, swaps: int) -> dict[str, Any]:
@@ -94,23 +84,15 @@ def swapping(session: rekindle.Session, model: Any, swaps: int) -> dict[str, Any
     versions = np.concatenate([batch.versions[batch.completion_mask] for batch in batches])
     ordered = all((np.diff(done.weights_versions) >= 0).all() for batch in batches for done in batch.completions)
     return {
-        "swaps": swaps,
-        "seconds": round(statistics.median(seconds), 4),
-        "compiled": session.stats().compilations - compiled,
-        "tokens_meanwhile": len(versions),
-        "versions_seen": len(np.unique(versions)),
-        "versions_never_go_back": bool(ordered),
+        "swaps": swaps, "seconds": round(statistics.median(seconds), 4),
+        "compiled": session.stats().compilations - compiled, "tokens_meanwhile": len(versions),
+        "versions_seen": len(np.unique(versions)), "versions_never_go_back": bool(ordered),
         "arrays_first_and_last": [memory[1], memory[-1]],
-    }
+    }  # fmt: skip
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", nargs="?", default="tiny")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--cycles", type=int, default=100)
-    parser.add_argument("--swaps", type=int, default=200)
-    arguments = parser.parse_args()
+    arguments = harness.options(__doc__, "model", model="tiny", dtype="float32", cycles=100, swaps=200)
     folder = str(rekindle.tiny.folder()) if arguments.model == "tiny" else arguments.model
     options: dict[str, Any] = {"dtype": arguments.dtype, "max_model_len": 512, "host_memory": 256 << 20, "quiet": True}
     report: dict[str, Any] = {"model": Path(folder).name}

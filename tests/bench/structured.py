@@ -16,7 +16,6 @@ that a figure of a machine that does anything else says nothing.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import json
@@ -28,12 +27,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import harness
 import tokenizers
 from llama_server import LlamaServer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 import rekindle
-from rekindle._src.bench.shapes import random_shape, write_checkpoint
+from rekindle._src.bench.shapes import write_checkpoint
 from rekindle._src.session.exporting import export
 
 NAMES = ["identifier", "description", "category_name", "priority_level", "responsible_person", "department"]
@@ -109,17 +109,11 @@ def rate(session: rekindle.Session, rows: int, tokens: int, seed: int, options: 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shape", nargs="?", default="135m")
-    parser.add_argument("--rows", type=int, default=16)
-    parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--quantize", choices=["int8"])
-    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "rekindle-structured-bench")
-    parser.add_argument("--llama-server", type=Path, help="llama.cpp's program of that name")
-    parser.add_argument("--llama-options", nargs="+", default=[], help="for that program")
-    given = parser.parse_args()
+    given = harness.options(
+        __doc__, "shape", shape="135m", rows=16, tokens=96, repeat=5, quantize=(str, ["int8"]),
+        kinds=(list(KINDS), KINDS), folder=Path(tempfile.gettempdir()) / "rekindle-structured-bench",
+        llama_server=(Path, "llama.cpp's program of that name"), llama_options=([], "for that program"),
+    )  # fmt: skip
     kinds = {kind: KINDS[kind] for kind in dict.fromkeys(["free", *given.kinds])}
     options: dict[str, Any] = {"max_requests": max(8, given.rows), "max_model_len": 1024, "cache_dir": given.folder}
     options |= {"precompile": "all", "structured": True}  # whole programs from the first round on
@@ -127,7 +121,7 @@ def main() -> None:
     if given.shape == "tiny" or Path(given.shape).exists():
         model, options["quantize"] = given.shape, given.quantize
     elif given.llama_server is None:
-        model = random_shape(given.shape, quantize=given.quantize)
+        model = harness.model(given.shape, quantize=given.quantize)
         model = dataclasses.replace(model, folder=tokenizer(model.config.vocab_size, given.folder / given.shape))
     else:
         model, options["quantize"] = checkpoint(given.shape, given.folder), given.quantize
@@ -171,8 +165,7 @@ def rate_of(rates: list[float]) -> str:
 
 def compared(ones: list[float], others: list[float]) -> str:
     """The median of the ratios of each round but the first, and their range."""
-    ratios = [one / other for one, other in zip(ones[1:], others[1:], strict=True)]
-    return f"{statistics.median(ratios):.3f} ({min(ratios):.2f}-{max(ratios):.2f})"
+    return harness.spread(harness.ratios(ones[1:], others[1:]))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ the same tokens. Printed are the lines of each experiment, the seconds of its fi
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import inspect
 import itertools
@@ -28,9 +27,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import harness
 import numpy as np
 
-ROOT = Path(__file__).parents[2]
 SENTENCE = "The capital of France is Paris, and the capital of Italy is"
 CLEAN = "When Tom and Mia went to the park, Mia gave the ball to"
 OTHER = "When Sam and Mia went to the park, Mia gave the ball to"
@@ -45,7 +44,6 @@ LONG = 40.0  # seconds of an experiment that is done once
 
 class Rekindle:
     def __init__(self, model: str, threads: int) -> None:
-        sys.path[:0] = [str(ROOT / name) for name in ("toolkit", "kernels")]
         import rekindle
 
         self.session = rekindle.open_sync(model, dtype="float32", max_requests=32, max_model_len=1024, quiet=True)
@@ -154,14 +152,11 @@ class TransformerLens:
 
         _, cache = self.model.run_with_cache(torch.tensor([clean]))
         return patching.generic_activation_patch(
-            self.model,
-            torch.tensor([other]),
-            cache,
+            self.model, torch.tensor([other]), cache,
             patching_metric=lambda logits: logits[0, -1, first] - logits[0, -1, second],
-            patch_setter=patching.layer_pos_patch_setter,
-            activation_name="resid_post",
+            patch_setter=patching.layer_pos_patch_setter, activation_name="resid_post",
             index_axis_names=("layer", "pos"),
-        )
+        )  # fmt: skip
 
     def steer(self, good: list[list[int]], bad: list[list[int]], prompts: list[list[int]]) -> Any:
         import torch
@@ -238,11 +233,8 @@ class Pyvene:
 
 
 ENGINES: dict[str, Any] = {
-    "rekindle": Rekindle,
-    "nnsight": Nnsight,
-    "transformer_lens": TransformerLens,
-    "pyvene": Pyvene,
-}
+    "rekindle": Rekindle, "nnsight": Nnsight, "transformer_lens": TransformerLens, "pyvene": Pyvene,
+}  # fmt: skip
 TASKS = ("lens", "patch", "steer")
 
 
@@ -284,16 +276,9 @@ def measure(engine: str, model: str, threads: int, rounds: int) -> dict[str, Any
             found = run(getattr(peer, task), arguments[task])
             seconds.append(time.perf_counter() - start)
         later = statistics.median(seconds[1:] or seconds)
-        report[task] = {
-            "lines": lines(type(peer), task),
-            "first": seconds[0],
-            "again": later,
-            "result": np.asarray(found).tolist(),
-        }
-        print(
-            f"{engine:16} {task:6} {report[task]['lines']:3} lines, first {seconds[0]:7.2f} s, again {later:7.2f} s",
-            flush=True,
-        )
+        count = lines(type(peer), task)
+        report[task] = {"lines": count, "first": seconds[0], "again": later, "result": np.asarray(found).tolist()}
+        print(f"{engine:16} {task:6} {count:3} lines, first {seconds[0]:7.2f} s, again {later:7.2f} s", flush=True)
     if hasattr(peer, "close"):
         peer.close()
     return report
@@ -315,14 +300,10 @@ def compare(reports: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
-    parser.add_argument("--peer", nargs="*", default=[], help="ENGINE=PYTHON, the interpreter that has it")
-    parser.add_argument("--engine", choices=[*ENGINES])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    options = harness.options(
+        __doc__, "model", model=str, peer=([], "ENGINE=PYTHON, the interpreter that has it"), engine=(str, ENGINES),
+        rounds=3, threads=2, out=Path,
+    )  # fmt: skip
     if options.engine is not None:
         report = measure(options.engine, options.model, options.threads, options.rounds)
         if options.out is not None:

@@ -15,21 +15,16 @@ one has no features of taps, and takes turns between them.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
-import os
 import statistics
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import harness
 import numpy as np
 
 ROWS, PROMPT, NEW, LONG = 16, 12, 64, 128
-ROOT = Path(__file__).parents[2]
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 
 
@@ -40,7 +35,7 @@ def opened(model: str) -> Any:
 
 
 def prompts(rng: np.random.Generator, count: int, length: int) -> list[list[int]]:
-    return [rng.integers(100, 10_000, length).tolist() for _ in range(count)]
+    return [rng.integers(100, 2_000, length).tolist() for _ in range(count)]
 
 
 async def rate(session: Any, inputs: list[list[int]], new: int, **options: Any) -> float:
@@ -56,13 +51,9 @@ async def compare(
     session: Any, kinds: dict[str, dict[str, Any]], inputs: list[list[int]], new: int, rounds: int
 ) -> None:
     """Print the rates of several kinds of requests, and their ratios to the first kind's."""
-    for options in kinds.values():
-        await rate(session, inputs, new, **options)
     rates: dict[str, list[float]] = {name: [] for name in kinds}
-    for number in range(rounds):
-        names = list(kinds)
-        for name in names[number % len(names) :] + names[: number % len(names)]:
-            rates[name].append(await rate(session, inputs, new, **kinds[name]))
+    for number, name in harness.turns(kinds, rounds):
+        rates[name] += [await rate(session, inputs, new, **kinds[name])] * (number >= 0)
     plain = rates[next(iter(kinds))]
     print("decode" if new > 1 else "prefill")
     for name, values in rates.items():
@@ -126,27 +117,26 @@ def loads() -> dict[str, tuple[list[list[int]], int]]:
     }
 
 
-async def untapped(model: str, rounds: int) -> dict[str, float]:
+async def _untapped(model: str, rounds: int) -> dict[str, float]:
+    best = {}
     async with opened(model) as session:
-        for inputs, new in loads().values():
-            await rate(session, inputs, new)
-        best = {}
         for name, (inputs, new) in loads().items():
-            best[name] = max([await rate(session, inputs, new) for _ in range(rounds)])
-        return best
+            best[name] = max([await rate(session, inputs, new) for _ in range(rounds + 1)])
+    return best
+
+
+def untapped(model: str, rounds: int) -> dict[str, float]:
+    """The rates of one tree, in a process of its own."""
+    return asyncio.run(_untapped(model, rounds))
 
 
 def pairs(model: str, before: Path, rounds: int) -> None:
     """Compare two trees, in an order that turns."""
-    reports: dict[Path, list[dict[str, float]]] = {ROOT: [], before: []}
-    for number in range(rounds):
-        for tree in (ROOT, before) if number % 2 else (before, ROOT):
-            paths = os.pathsep.join(str(tree / name) for name in ("toolkit", "kernels"))
-            command = [sys.executable, __file__, model, "--untapped", "--rounds", "3"]
-            done = subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}, stdout=subprocess.PIPE, check=True)
-            reports[tree].append(json.loads(done.stdout))
-    for name in reports[ROOT][0]:
-        show_pairs(name, *([report[name] for report in reports[tree]] for tree in (ROOT, before)))
+    reports: dict[Path, list[dict[str, float]]] = {harness.ROOT: [], before: []}
+    for _, tree in harness.turns(reports, rounds, 0):
+        reports[tree].append(harness.child(untapped, model, 3, root=tree))
+    for name in loads():
+        show_pairs(name, *([report[name] for report in reports[tree]] for tree in reports))
 
 
 async def beside_none(model: str, rounds: int) -> None:
@@ -158,40 +148,31 @@ async def beside_none(model: str, rounds: int) -> None:
         async with opened(model) as none:
             for name, (inputs, new) in loads().items():
                 rates: dict[Any, list[float]] = {tapping: [], none: []}
-                for number in range(-1, rounds):
-                    for session in (tapping, none) if number % 2 else (none, tapping):
-                        found = await rate(session, inputs, new)
-                        rates[session] += [found] * (number >= 0)
+                for number, session in harness.turns(rates, rounds):
+                    rates[session] += [await rate(session, inputs, new)] * (number >= 0)
                 show_pairs(name, *rates.values())
 
 
 def show_pairs(name: str, now: list[float], then: list[float]) -> None:
-    ratios = [one / other for one, other in zip(now, then, strict=True)]
-    shown = " ".join(f"{ratio:.3f}" for ratio in ratios)
+    paired = harness.ratios(now, then)
+    shown = " ".join(f"{ratio:.3f}" for ratio in paired)
     print(
-        f"{name:14} {statistics.median(now):8.1f} tokens/s, {statistics.median(ratios):.3f} of the other ({shown})",
+        f"{name:14} {statistics.median(now):8.1f} tokens/s, {statistics.median(paired):.3f} of the other ({shown})",
         flush=True,
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--vectors", type=int, default=1000)
-    parser.add_argument("--only", default="", choices=("decode", "prefill", "vectors"))
-    parser.add_argument("--before", type=Path, help="another tree")
-    parser.add_argument("--none", action="store_true", help="compare with a session without features of taps")
-    parser.add_argument("--untapped", action="store_true", help="print the rates of one tree as JSON")
-    options = parser.parse_args()
-    if options.untapped:
-        print(json.dumps(asyncio.run(untapped(options.model, options.rounds))))
-    elif options.before is not None:
-        pairs(options.model, options.before, options.rounds)
-    elif options.none:
-        asyncio.run(beside_none(options.model, options.rounds))
+    given = harness.options(
+        __doc__, "model", model=str, rounds=5, vectors=1000, only=("", ("decode", "prefill", "vectors")),
+        before=(Path, "another tree"), none=False,
+    )  # fmt: skip
+    if given.before is not None:
+        pairs(given.model, given.before.resolve(), given.rounds)
+    elif given.none:
+        asyncio.run(beside_none(given.model, given.rounds))
     else:
-        asyncio.run(taps(options.model, options.rounds, options.vectors, options.only))
+        asyncio.run(taps(given.model, given.rounds, given.vectors, given.only))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""What tiers that have nothing to do, and a large prefix tree, cost a decoding step.
+"""What tiers that have nothing to do, and a large prefix tree, cost a decoding step, and what tiers with work bring.
 
     python tests/bench/tiers.py [--layers 4] [--hidden 256] [--rounds 80] [--new 100] [--nodes 100000]
+    python tests/bench/tiers.py --working-set [--layers 8] [--hidden 384] [--rounds 3]
 
 Everything happens in one session, whose prefix cache is exchanged between rounds: without tiers, with host memory and
 disk behind it, twice, and with a large tree. Two sessions would not do: two that were opened alike differed by 3 %,
@@ -8,19 +9,23 @@ because of where their memory lay. In each round every cache serves the same req
 order drawn anew, and gives the median time from one step to the next; shown is the median ratio over the rounds, and
 the same cache twice says how far that can be trusted. Looking for cold pages, once a second, is left out there and
 timed by itself. Trees are filled with pages that nobody computed: what they hold does not matter to a step.
+
+`--working-set` is throughput when the prefixes in use need four times the device's pages, with host memory behind it
+and without: every request repeats one of many prefixes (80 % of its tokens) in turn, the worst order for any cache that
+is too small. Both sessions answer the same requests, round by round in turn.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import harness
 import numpy as np
 
 import rekindle
@@ -29,9 +34,6 @@ from rekindle._src.core.records import StepResult
 from rekindle._src.dispatch.host import wait
 from rekindle._src.dispatch.threads import OneShot
 from rekindle._src.kvcache import CostModel, HostTier, PrefixCache, Tiers
-from rekindle._src.models.base import LoadedModel
-from rekindle._src.models.placement import random_model
-from rekindle._src.models.registry import config_from_hf
 from rekindle._src.session.session import Session
 
 PAGE, ROWS, CHAIN = 8, 4, 100
@@ -44,27 +46,17 @@ class Kind(NamedTuple):
     tiers: Tiers
 
 
-def shaped(layers: int, hidden: int) -> LoadedModel:
-    fields = {
-        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 4096, "hidden_size": hidden,
-        "num_hidden_layers": layers, "num_attention_heads": hidden // 64, "num_key_value_heads": 1,
-        "intermediate_size": 3 * hidden, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "rope_theta": 1e5,
-        "tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2,
-    }  # fmt: skip
-    return random_model(config_from_hf(fields), seed=0, dtype="bfloat16")
-
-
 def use(session: Session, kind: Kind) -> None:
     """From now on; each thread exchanges its own while it does nothing else."""
     scheduler, writer, done = session._engine.scheduler, session._cache_writer, OneShot[None]()
 
-    def exchange(dispatch: object) -> None:
+    def exchange() -> None:
         scheduler.cache = scheduler._ledger.cache = kind.cache
 
     def exchange_for_writer() -> None:
         writer.cache, writer.tiers = kind
 
-    wait(session._host.call(exchange))
+    session._host.ask(exchange)
     writer._jobs.put((exchange_for_writer, done))
     wait(done)
 
@@ -95,7 +87,8 @@ def step_ms(session: Session, steps: Steps, prompts: Sequence[list[int]], new: i
 def look_ms(session: Session) -> float:
     """How long the session's loop does nothing else while cold pages are looked for once, as between steps."""
     writer, spent = session._cache_writer, 0.0
-    ask = writer._ask
+    host: Any = writer._host
+    ask = host.ask
 
     def timed(function: Callable[[], object]) -> object:
         def work() -> object:
@@ -108,50 +101,54 @@ def look_ms(session: Session) -> float:
 
         return ask(work)
 
-    writer._ask = timed
+    host.ask = timed
     try:
         done = OneShot[None]()
         writer._jobs.put((lambda: writer._keep(0, cold=1.0, visited=True), done))
         wait(done)
     finally:
-        writer._ask = ask
+        host.ask = ask
     return 1e3 * spent
 
 
 def fill(session: Session, cache: PrefixCache, nodes: int, draw: np.random.Generator) -> None:
     """Grow a tree by chains of pages, a few at a time in the session's own loop."""
 
-    def grow(dispatch: object) -> None:
+    def grow() -> None:
         length = min(CHAIN, nodes - len(cache))
         tokens = draw.integers(3, 4000, length * PAGE).astype(np.int32)
         pages = cache.pool.take(length)
         published = cache.publish(cache.root, cache.keys(tokens), tokens, pages)
         assert published is not None, "a key was taken"
         cache.pool.release(pages)
-        cache.settle(published.node)
+        cache.unreference(published.node)
 
     while len(cache) < nodes:
-        wait(session._host.call(grow))
+        session._host.ask(grow)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=80)
-    parser.add_argument("--new", type=int, default=100)
-    parser.add_argument("--nodes", type=int, default=100_000)
-    arguments = parser.parse_args()
+    given = harness.options(
+        __doc__, layers=int, hidden=int, rounds=int, new=100, nodes=100_000, working_set=False
+    )  # fmt: skip
+    if given.working_set:
+        working_set(given.layers or 8, given.hidden or 384, given.rounds or 3)
+    else:
+        idle(given.layers or 4, given.hidden or 256, given.rounds or 80, given.new, given.nodes)
+
+
+def idle(layers: int, hidden: int, rounds: int, new: int, nodes: int) -> None:
     rekindle._src.session.cache_writer.TICK_SECONDS = 1e6
     draw = np.random.default_rng(0)
-    room = 4 * (100 + (arguments.rounds + 1) * ROWS * (arguments.new // PAGE + 8))  # what the rounds leave in the trees
+    room = 4 * (100 + (rounds + 1) * ROWS * (new // PAGE + 8))  # what the rounds leave in the trees
+    model = harness.llama(layers, hidden, vocab_size=4096, num_key_value_heads=1, max_position_embeddings=4096)
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         session = stack.enter_context(
             rekindle.open_sync(
-                shaped(arguments.layers, arguments.hidden), cache_dir=folder,
+                model, cache_dir=folder,
                 page_size=PAGE, max_requests=ROWS, max_tokens_per_step=128, max_model_len=2048, quiet=True,
-                device_pages=arguments.nodes + room, host_memory=1 << 30, disk_memory=1 << 30, precompile="all",
+                device_pages=nodes + room, host_memory=1 << 30, disk_memory=1 << 30, precompile="all",
             )
         )  # fmt: skip
         kept: PrefixCache = session._engine.scheduler.cache
@@ -159,28 +156,28 @@ def main() -> None:
         assert tiers is not None
         nothing = Tiers(HostTier(0), CostModel(PAGE))
         kinds = []
-        for below, nodes in ((tiers, 100), (tiers, 100), (nothing, 100), (tiers, arguments.nodes)):
+        for below, count in ((tiers, 100), (tiers, 100), (nothing, 100), (tiers, nodes)):
             cache = PrefixCache(kept.pool, PAGE, kept.root_key, host_tier=below)
-            fill(session, cache, nodes, draw)
+            fill(session, cache, count, draw)
             kinds.append(Kind(cache, below))
         steps = Steps()
-        wait(session._host.call(lambda dispatch: dispatch.observers.append(steps)))
+        session._client.observe(steps)
         times: list[list[float]] = [[] for _ in kinds]
-        for turn in range(arguments.rounds + 1):
+        for turn in range(rounds + 1):
             prompts = [draw.integers(3, 4000, 24).tolist() for _ in range(ROWS)]
             for index in draw.permutation(len(kinds)):
                 use(session, kinds[index])
-                found = step_ms(session, steps, prompts, arguments.new)
+                found = step_ms(session, steps, prompts, new)
                 if turn:  # the first is for warming up
                     times[index].append(found)
         for what, left, right in (
             ("the same twice", 0, 1),
             ("without and with tiers", 2, 0),
-            (f"100 and {arguments.nodes} nodes", 0, 3),
+            (f"100 and {nodes} nodes", 0, 3),
         ):
-            ratios = [b / a for a, b in zip(times[left], times[right], strict=True)]
-            low, middle, high = statistics.quantiles(ratios, n=4)
-            error = 1.25 * (high - low) / 1.35 / len(ratios) ** 0.5  # of a median
+            pairs = harness.ratios(times[right], times[left])
+            low, middle, high = statistics.quantiles(pairs, n=4)
+            error = 1.25 * (high - low) / 1.35 / len(pairs) ** 0.5  # of a median
             one, other = statistics.median(times[left]), statistics.median(times[right])
             print(f"{what:26}{one:7.3f} and {other:7.3f} ms, ratio {middle:.4f} ± {error:.4f}", flush=True)
         looks = []
@@ -190,6 +187,39 @@ def main() -> None:
         print(f"looking for cold pages: {looks[0]:.2f} and {looks[1]:.2f} ms of the loop, once a second")
         if any(kind.cache.statistics().evicted_pages for kind in kinds):
             print("pages were evicted: give more device pages")
+
+
+def working_set(layers: int, hidden: int, rounds: int) -> None:
+    page, prefix, own, new, device_pages = 32, 512, 128, 4, 160
+    model = harness.llama(layers, hidden, vocab_size=8192, num_attention_heads=6, num_key_value_heads=2)
+    draw = np.random.default_rng(0)
+    prefixes = [draw.integers(3, 8000, prefix).tolist() for _ in range(4 * device_pages * page // prefix)]
+    options: dict[str, Any] = {
+        "page_size": page, "device_pages": device_pages, "max_requests": 2, "max_tokens_per_step": 128,
+        "max_model_len": 1024, "disk_memory": 0, "precompile": "all",
+    }  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        options["cache_dir"] = stack.enter_context(tempfile.TemporaryDirectory())
+        sessions = {
+            name: stack.enter_context(rekindle.open_sync(model, host_memory=memory, **options))
+            for name, memory in (("without", 0), ("with host memory", 1 << 30))
+        }
+        rates: dict[str, list[float]] = {name: [] for name in sessions}
+        for turn in range(rounds + 1):
+            prompts = [one + draw.integers(3, 8000, own).tolist() for one in prefixes]
+            for name, session in sessions.items():
+                start = time.perf_counter()
+                for handle in [session.submit(prompt, max_tokens=new) for prompt in prompts]:
+                    handle.result_sync()
+                if turn:  # the first one fills the caches and compiles
+                    rates[name].append(len(prompts) * (prefix + own + new) / (time.perf_counter() - start))
+        for name, session in sessions.items():
+            stats = session.cache.stats()
+            print(
+                f"{name:18}{statistics.median(rates[name]):9.0f} tokens/s (median of {rounds}), "
+                f"{stats.saved_tokens} tokens saved, {stats.offloaded_pages} pages left, {stats.rates}"
+            )
+        print(f"with / without: {harness.spread(harness.ratios(rates['with host memory'], rates['without']), '.2f')}")
 
 
 if __name__ == "__main__":

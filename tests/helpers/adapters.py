@@ -76,16 +76,9 @@ def parameters(
 
 
 def write(
-    folder: Path,
-    config: ModelConfig,
-    *,
-    seed: int = 0,
-    rank: int = 4,
-    targets: Sequence[str] | None = None,
-    layers: Sequence[int] | None = None,
-    experts: Sequence[str] = (),
-    **fields: Any,
-) -> Path:
+    folder: Path, config: ModelConfig, *, seed: int = 0, rank: int = 4, targets: Sequence[str] | None = None,
+    layers: Sequence[int] | None = None, experts: Sequence[str] = (), **fields: Any,
+) -> Path:  # fmt: skip
     """A PEFT folder with a random adapter, also of parameters of all experts; `fields` are those of its config."""
     folder.mkdir(parents=True, exist_ok=True)
     names = modules(config, targets, layers)
@@ -95,12 +88,9 @@ def write(
         fields["target_parameters"] = [f"mlp.experts.{name}" for name in experts]
     ends = sorted({name.rpartition(".")[2] for name in names})
     raw = {
-        **CONFIG,
-        "r": rank,
-        "lora_alpha": 2 * rank,
-        "target_modules": list(ends if targets is None else targets),
+        **CONFIG, "r": rank, "lora_alpha": 2 * rank, "target_modules": list(ends if targets is None else targets),
         **fields,
-    }
+    }  # fmt: skip
     if layers is not None:
         raw["layers_to_transform"] = list(layers)
     (folder / "adapter_config.json").write_text(json.dumps(raw))

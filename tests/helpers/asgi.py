@@ -36,16 +36,10 @@ class Answer:
 
 
 async def send(
-    app: Any,
-    method: str,
-    path: str,
-    body: Any = None,
-    *,
-    raw: bytes | None = None,
-    headers: Mapping[str, str] | None = None,
-    leave: Callable[[Answer], bool] | None = None,
+    app: Any, method: str, path: str, body: Any = None, *, raw: bytes | None = None,
+    headers: Mapping[str, str] | None = None, leave: Callable[[Answer], bool] | None = None,
     leave_after: float | None = None,
-) -> Answer:
+) -> Answer:  # fmt: skip
     """One request; the client goes away once `leave(answer)` is true, or after some seconds."""
     data = raw if raw is not None else b"" if body is None else json.dumps(body).encode()
     given = {"content-type": "application/json", **(headers or {})}

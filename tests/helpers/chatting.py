@@ -56,13 +56,9 @@ class ScriptedModel(FakeModel):
         return values
 
     def choose(
-        self,
-        values: KV,
-        sampling: Sampling,
-        generated: int,
-        forbidden: frozenset[int],
+        self, values: KV, sampling: Sampling, generated: int, forbidden: frozenset[int],
         allowed: Collection[int] | None = None,
-    ) -> int:
+    ) -> int:  # fmt: skip
         tokens = [int(value) & 0xFFFF for value in values]
         prompt = self.tokenizer.decode(tokens[: len(tokens) - generated], skip_special_tokens=False)
         said = self.tokenizer.encode(self.script(prompt), add_special_tokens=False)

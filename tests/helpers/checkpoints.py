@@ -107,14 +107,9 @@ def fused(raw: Mapping[str, Any], state: Mapping[str, NDArray[Any]]) -> dict[str
 
 
 def write(
-    folder: Path,
-    raw: Mapping[str, Any],
-    state: Mapping[str, NDArray[Any]] | None = None,
-    *,
-    seed: int = 0,
-    dtype: str = "float32",
-    shards: int = 1,
-) -> Path:
+    folder: Path, raw: Mapping[str, Any], state: Mapping[str, NDArray[Any]] | None = None, *, seed: int = 0,
+    dtype: str = "float32", shards: int = 1,
+) -> Path:  # fmt: skip
     """A checkpoint folder: config.json and one or several safetensors files."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**raw, "torch_dtype": dtype}))

@@ -39,18 +39,9 @@ _THUNK = re.compile(
     r"^(?P<indent> *)\d+: (?P<kind>k\w+) +\[[^]]*\] *(?P<name>[\w.-]*)(?:.*shared_memory: (?P<shared>\d+))?"
 )
 _BYTES = {
-    "pred": 1,
-    "s8": 1,
-    "u8": 1,
-    "f8e4m3fn": 1,
-    "f8e5m2": 1,
-    "bf16": 2,
-    "f16": 2,
-    "u16": 2,
-    "s32": 4,
-    "u32": 4,
+    "pred": 1, "s8": 1, "u8": 1, "f8e4m3fn": 1, "f8e5m2": 1, "bf16": 2, "f16": 2, "u16": 2, "s32": 4, "u32": 4,
     "f32": 4,
-}
+}  # fmt: skip
 # Instructions that move an array from one place to another, and so cost its size twice.
 _MOVES = ("copy", "copy-start", "pad", "transpose", "slice", "concatenate", "convert")
 

@@ -57,13 +57,10 @@ def plain_logits(
 
 
 def plain_tokens(
-    model: LoadedModel,
-    prompt: Sequence[int],
-    count: int,
-    choose: Callable[[np.ndarray, list[int]], int] = lambda logits, output: int(np.argmax(logits)),
-    *,
+    model: LoadedModel, prompt: Sequence[int], count: int,
+    choose: Callable[[np.ndarray, list[int]], int] = lambda logits, output: int(np.argmax(logits)), *,
     context: int = CONTEXT,
-) -> tuple[list[int], list[np.ndarray]]:
+) -> tuple[list[int], list[np.ndarray]]:  # fmt: skip
     """The plain loop: tokens, and the logits that each was chosen from."""
     logits, cache = plain_logits(model, prompt, reference.empty_cache(model, context))
     output, seen = [choose(logits[-1], [])], [logits[-1]]
@@ -152,18 +149,11 @@ class Driver:
         length = 1 if decode else min(chunk or total, total - start)
         end = start + length
         row = Row(
-            request=live.request,
-            epoch=live.epoch,
-            slot=live.slot,
-            start=start,
-            length=length,
+            request=live.request, epoch=live.epoch, slot=live.slot, start=start, length=length,
             pages=live.pages[: -(-end // self.page_size)],
-            token_ids=None if decode else np.array(known[start:end], np.int32),
-            samples=end == total,
-            fresh=live.fresh,
-            generated=live.planned,
-            outputs=live.earlier if live.fresh else None,
-        )
+            token_ids=None if decode else np.array(known[start:end], np.int32), samples=end == total, fresh=live.fresh,
+            generated=live.planned, outputs=live.earlier if live.fresh else None,
+        )  # fmt: skip
         live.fresh, live.computed = False, end
         live.planned += row.samples
         return row

@@ -61,13 +61,9 @@ class FakeModel:
         return np.array(values, np.uint64)
 
     def choose(
-        self,
-        values: KV,
-        sampling: Sampling,
-        generated: int,
-        forbidden: frozenset[int],
+        self, values: KV, sampling: Sampling, generated: int, forbidden: frozenset[int],
         allowed: Collection[int] | None = None,
-    ) -> int:
+    ) -> int:  # fmt: skip
         """The token after positions whose KV values are `values`; among `allowed`, if a guide says which."""
         salt = b"" if sampling.greedy else f"{sampling.seed}:{sampling.temperature}".encode()
         digest = hashlib.blake2b(values.tobytes() + salt, digest_size=16).digest()
@@ -114,13 +110,9 @@ class EchoModel(FakeModel):
         return values[len(before) :]
 
     def choose(
-        self,
-        values: KV,
-        sampling: Sampling,
-        generated: int,
-        forbidden: frozenset[int],
+        self, values: KV, sampling: Sampling, generated: int, forbidden: frozenset[int],
         allowed: Collection[int] | None = None,
-    ) -> int:
+    ) -> int:  # fmt: skip
         other = super().choose(values, sampling, generated, forbidden, allowed)
         if allowed is not None:
             return other
@@ -230,27 +222,15 @@ class FakeRunner:
     """Satisfies `RunnerLike` over host memory; checks every rule that a plan must keep while it runs it."""
 
     def __init__(
-        self,
-        *,
-        num_pages: int,
-        page_size: int,
-        max_requests: int = 16,
-        max_tokens_per_step: int = 512,
-        max_prefill_rows: int = 1 << 30,
-        model: FakeModel | None = None,
-        host_tier: DictTier | None = None,
-        step_seconds: float = 0.0,
-        fail: Callable[[StepPlan], BaseException | None] | None = None,
+        self, *, num_pages: int, page_size: int, max_requests: int = 16, max_tokens_per_step: int = 512,
+        max_prefill_rows: int = 1 << 30, model: FakeModel | None = None, host_tier: DictTier | None = None,
+        step_seconds: float = 0.0, fail: Callable[[StepPlan], BaseException | None] | None = None,
         fail_fetch: Callable[[StepPlan], BaseException | None] | None = None,
         refuse: Callable[[Row], Exception | None] = lambda row: None,
-        lose: Callable[[PageMove], Exception | None] = lambda move: None,
-        gate: threading.Event | None = None,
-        states: int = 0,
-        state_tier: DictTier | None = None,
-        lose_state: Callable[[PageMove], Exception | None] = lambda move: None,
-        tails: int = 0,
-        window: int = 0,
-    ) -> None:
+        lose: Callable[[PageMove], Exception | None] = lambda move: None, gate: threading.Event | None = None,
+        states: int = 0, state_tier: DictTier | None = None,
+        lose_state: Callable[[PageMove], Exception | None] = lambda move: None, tails: int = 0, window: int = 0,
+    ) -> None:  # fmt: skip
         """With `states`, slots beside the scratch one, the model continues a state: the last value of the prefix.
 
         With `tails`, it has so many pages of a layer that reads the last `window` values of the prefix."""
@@ -344,14 +324,9 @@ class FakeRunner:
             waiting, self.waiting = self.waiting, None
             self.run_rows(waiting)
         return StepResult(
-            in_flight.plan,
-            rows,
-            program="fake",
-            device_seconds=self.step_seconds,
-            lost=in_flight.lost,
-            lost_states=in_flight.lost_states,
-            seconds=self.step_seconds,
-        )
+            in_flight.plan, rows, program="fake", device_seconds=self.step_seconds, lost=in_flight.lost,
+            lost_states=in_flight.lost_states, seconds=self.step_seconds,
+        )  # fmt: skip
 
     def program(self, plan: StepPlan) -> str:
         return "fake"
@@ -507,27 +482,15 @@ _counter = iter(range(1 << 62))
 
 
 def make_request(
-    prompt: str | Sequence[int] | IntArray,
-    *,
-    id: str | None = None,
-    eos_ids: Iterable[int] = (EOS,),
-    stop_ids: Iterable[int] = (),
-    group: str = "",
-    index: int = 0,
-    guide: GuideLike | None = None,
-    **sampling: Any,
-) -> Request:
+    prompt: str | Sequence[int] | IntArray, *, id: str | None = None, eos_ids: Iterable[int] = (EOS,),
+    stop_ids: Iterable[int] = (), group: str = "", index: int = 0, guide: GuideLike | None = None, **sampling: Any,
+) -> Request:  # fmt: skip
     """A validated request with its seed drawn, as intake would hand it over."""
     tokens = list(prompt.encode()) if isinstance(prompt, str) else prompt
     sampling.setdefault("seed", 0)
     options = Sampling(**sampling)
     return Request(
-        id=id if id is not None else f"r{next(_counter)}",
-        token_ids=np.asarray(tokens, np.int32),
-        sampling=options,
-        stop_ids=frozenset(stop_ids),
-        eos_ids=frozenset() if options.ignore_eos else frozenset(eos_ids),
-        group=group,
-        index=index,
-        guide=guide,
-    )
+        id=id if id is not None else f"r{next(_counter)}", token_ids=np.asarray(tokens, np.int32), sampling=options,
+        stop_ids=frozenset(stop_ids), eos_ids=frozenset() if options.ignore_eos else frozenset(eos_ids), group=group,
+        index=index, guide=guide,
+    )  # fmt: skip

@@ -149,14 +149,9 @@ class LocalReplica:
 
 @contextmanager
 def local_fleet(
-    make: Callable[[], Session] = lambda: fake_session(CONFIG),
-    *,
-    replicas: int = 2,
-    router: str = "affinity",
-    hang: float = 15.0,
-    roles: Mapping[Literal["prefill", "decode"], int] | None = None,
-    size: Range | None = None,
-) -> Iterator[tuple[Fleet, list[LocalReplica]]]:
+    make: Callable[[], Session] = lambda: fake_session(CONFIG), *, replicas: int = 2, router: str = "affinity",
+    hang: float = 15.0, roles: Mapping[Literal["prefill", "decode"], int] | None = None, size: Range | None = None,
+) -> Iterator[tuple[Fleet, list[LocalReplica]]]:  # fmt: skip
     """A fleet, and the connections to its replicas; checks at the end that no thread is left."""
     before = ours()
     connections: list[LocalReplica] = []

@@ -42,23 +42,13 @@ def entry(name: str, shape: Sequence[int], kind: int, offset: int, *, dimensions
 
 
 def raw(
-    *,
-    magic: bytes = b"GGUF",
-    version: int = 3,
-    pairs: Sequence[bytes] = (),
-    entries: Sequence[bytes] = (),
-    counts: tuple[int, int] | None = None,
-    data: bytes = b"",
-) -> bytes:
+    *, magic: bytes = b"GGUF", version: int = 3, pairs: Sequence[bytes] = (), entries: Sequence[bytes] = (),
+    counts: tuple[int, int] | None = None, data: bytes = b"",
+) -> bytes:  # fmt: skip
     """The bytes of a file; `counts` are what it says of its numbers of tensors and keys."""
     tensors, keys = counts or (len(entries), len(pairs))
     head = magic + struct.pack("<IQQ", version, tensors, keys) + b"".join((*pairs, *entries))
     return head + bytes(-len(head) % 32) + data
-
-
-def metadata_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a header's metadata as plain Python objects."""
-    return {key: value if isinstance(value, (str, int, float)) else list(value) for key, value in values.items()}
 
 
 def random_blocks(kind: BlockType, rows: int, columns: int, rng: np.random.Generator) -> NDArray[Any]:

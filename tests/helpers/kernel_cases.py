@@ -187,11 +187,6 @@ def filled_pages(
     return jax.jit(write_kv)(kv, jnp.asarray(values[0]), v, page_ids, offsets)
 
 
-def in_float32(case: Case) -> Case:
-    """The same case with float32 queries: what the oracle computes before its output is rounded."""
-    return replace(case, dtype="float32", kv_dtype=case.kv_dtype or case.dtype)
-
-
 EVERYTHING = Case(
     "window_soft_cap_sinks_over_a_full_ring", decode=(17,), prefill=((70, 330), (3, 3)), padding=2, heads=2,
     kv_heads=1, head_dim=64, dtype="bfloat16", sliding_window=200, soft_cap=5.0, sinks=True,

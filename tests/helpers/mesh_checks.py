@@ -211,37 +211,35 @@ def snapshots(folder: Path) -> None:
 
 @check
 def tiers_and_preemption(folder: Path) -> None:
-    """More requests than pages: sequences are preempted, pages leave and come back, and the texts are right."""
+    """More requests than pages: sequences are preempted, pages leave and come back, and the texts are right.
+
+    Where there are data shards, they come back to their own or to another one, which shares the tiers.
+    """
     model, rng = case("llama", 2), np.random.default_rng(0)
     stem = rng.integers(3, 150, 17).tolist()
-    prompts = [stem[: int(rng.integers(0, 18))] + rng.integers(3, 150, 9).tolist() for _ in range(24)]
-    more: dict[str, Any] = {"max_requests": 4, "max_tokens_per_step": 32, "max_queue": 64}
+    prompts = [stem[: int(rng.integers(0, 18))] + rng.integers(3, 150, 9).tolist() for _ in range(32)]
     greedy: dict[str, Any] = {"max_tokens": 16, "ignore_eos": True}
     asked: list[dict[str, Any]] = [greedy, greedy, {**greedy, "temperature": 0.8, "seed": 7, "top_p": 0.9}]
+    more: dict[str, Any] = {"max_requests": 4, "max_tokens_per_step": 32, "max_queue": 64}
+    twice = more | {"max_requests": 8, "max_tokens_per_step": 64}
     with opened(model, None, device_pages=200, **more) as session:
         expected = [[session.generate_sync(prompt, **ask).token_ids for prompt in prompts] for ask in asked]
-    for mesh in (2, 4, 8):
-        with opened(model, mesh, device_pages=13, **more) as session:
-            tiers = session._cache_writer.tiers
-            assert tiers is not None
-            tiers.costs.mode = "always"  # copying is preferred to computing
+    for mesh, options in ((2, more), (4, more), (8, more), (DATA, twice), (BOTH, twice)):
+        with opened(model, mesh, device_pages=13, **options) as session:
             for ask, wanted in zip(asked, expected, strict=True):
-                found = session.generate_sync(prompts, **ask)
-                assert [one.token_ids for one in found] == wanted, (mesh, ask)
+                once(session, prompts, ask, wanted, mesh)
             stats = session.stats()
             print(f"{mesh}: {stats.preemptions} preemptions, {stats.pages_out} pages out, {stats.pages_in} in")
             assert stats.preemptions and stats.pages_out and stats.pages_in
-            session.check_integrity()
 
 
-def asked_twice(session: Any, prompts: Any, greedy: Any, expected: Any, mesh: Any) -> None:
-    """Compare texts, cold and from the cache, of a session that copies pages whatever that costs."""
+def once(session: Any, prompts: Any, ask: Any, expected: Any, mesh: Any) -> None:
+    """Compare texts of a session that copies pages whatever that costs."""
     tiers = session._cache_writer.tiers
     assert tiers is not None
     tiers.costs.mode = "always"
-    for _ in range(2):
-        assert [one.token_ids for one in session.generate_sync(prompts, **greedy)] == expected, mesh
-        session.check_integrity()
+    assert [one.token_ids for one in session.generate_sync(prompts, **ask)] == expected, (mesh, ask)
+    session.check_integrity()
 
 
 @check
@@ -257,7 +255,8 @@ def windows(folder: Path) -> None:
         expected = [session.generate_sync(prompt, **greedy).token_ids for prompt in prompts]
     for mesh in (None, 2):
         with opened(model, mesh, **sizes | {"device_pages": 34}) as session:
-            asked_twice(session, prompts, greedy, expected, mesh)
+            for _ in range(2):  # cold, and from the cache
+                once(session, prompts, greedy, expected, mesh)
             stats = session.stats()
             assert stats.preemptions and stats.pages_out and stats.pages_in and stats.cache.states_restored, mesh
             session.generate_sync(prompts[1], **greedy)
@@ -286,7 +285,8 @@ def states(folder: Path) -> None:
         expected = [session.generate_sync(prompt, **greedy).token_ids for prompt in prompts]
     for mesh in (None, 4, 8, 2):
         with opened(model, mesh, cache_dir=str(folder), **sizes | {"device_pages": 44}) as session:
-            asked_twice(session, prompts, greedy, expected, mesh)
+            for _ in range(2):  # cold, and from the cache
+                once(session, prompts, greedy, expected, mesh)
             assert session.stats().preemptions, mesh
             session.generate_sync(prompts[1], **greedy)
             saved.append(f"from-{mesh}".lower())
@@ -577,30 +577,6 @@ def data_shards_with_options(folder: Path) -> None:
             assert max((abs(x.logprob - y.logprob) for x, y in pairs), default=0.0) < CLOSE
     assert difference(copies, again) < CLOSE
     assert np.abs(np.array(vectors) - np.array(others)).max() < CLOSE
-
-
-@check
-def data_shards_under_load(folder: Path) -> None:
-    """Preemption, and pages that leave one shard and come back to it or to another, which shares the tiers."""
-    model, rng = case("llama", 2), np.random.default_rng(0)
-    stem = rng.integers(3, 150, 17).tolist()
-    prompts = [stem[: int(rng.integers(0, 18))] + rng.integers(3, 150, 9).tolist() for _ in range(32)]
-    more: dict[str, Any] = {"max_requests": 8, "max_tokens_per_step": 64, "max_queue": 64}
-    ask: dict[str, Any] = {"max_tokens": 16, "ignore_eos": True}
-    with opened(model, None, device_pages=200, **more) as session:
-        expected = [session.generate_sync(prompt, **ask).token_ids for prompt in prompts]
-    for mesh in (DATA, BOTH):
-        with opened(model, mesh, device_pages=13, **more) as session:
-            tiers = session._cache_writer.tiers
-            assert tiers is not None
-            tiers.costs.mode = "always"  # copying is preferred to computing
-            for _ in range(2):
-                found = session.generate_sync(prompts, **ask)
-                assert [one.token_ids for one in found] == expected, mesh
-            stats = session.stats()
-            print(f"{mesh}: {stats.preemptions} preemptions, {stats.pages_out} pages out, {stats.pages_in} in")
-            assert stats.preemptions and stats.pages_out and stats.pages_in
-            session.check_integrity()
 
 
 @check

@@ -69,13 +69,9 @@ def compiled(lowered: Any) -> MosaicKernel:
         plugin = next(root.glob("jax_plugins/xla_cuda*/xla_cuda_plugin.so"))
         command = [sys.executable, HERE / "mosaic_worker.py", _libcuda(), plugin, at / "module", str(arguments)]
         done = subprocess.run(
-            command,
-            cwd=at,
-            env=os.environ | places() | {"MOSAIC_GPU_DUMP_PTX": "1"},
-            capture_output=True,
-            text=True,
+            command, cwd=at, env=os.environ | places() | {"MOSAIC_GPU_DUMP_PTX": "1"}, capture_output=True, text=True,
             check=False,
-        )
+        )  # fmt: skip
         assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-500:]
         begin, end = done.stdout.index("//"), done.stdout.rindex("}") + 1
         ptx, said = done.stdout[begin:end], done.stdout[:begin] + done.stdout[end:]
@@ -87,14 +83,10 @@ def compiled(lowered: Any) -> MosaicKernel:
     assert registers is not None and name is not None, resources
     assert "copy wrong" not in said, said
     return MosaicKernel(
-        name[1],
-        int(registers[1]),
-        sum(map(int, re.findall(r"(\d+) bytes spill", resources))),
-        sum(map(int, re.findall(r"^shared (\d+)", said, re.MULTILINE))),
-        ptx,
-        tuple(re.findall(r"^copy right (.*)", said, re.MULTILINE)),
-        "wgmma" in resources and "serialized" in resources,
-    )
+        name[1], int(registers[1]), sum(map(int, re.findall(r"(\d+) bytes spill", resources))),
+        sum(map(int, re.findall(r"^shared (\d+)", said, re.MULTILINE))), ptx,
+        tuple(re.findall(r"^copy right (.*)", said, re.MULTILINE)), "wgmma" in resources and "serialized" in resources,
+    )  # fmt: skip
 
 
 @functools.cache

@@ -33,54 +33,24 @@ class Loop:
     """
 
     def __init__(
-        self,
-        *,
-        pages: int = 256,
-        page_size: int = 8,
-        max_requests: int = 4,
-        max_tokens_per_step: int = 32,
-        max_prefill_rows: int = 4,
-        max_model_len: int = 1024,
-        overlap: bool = True,
-        model: FakeModel | None = None,
-        prefix_cache: bool = True,
-        host_tier: DictTier | None = None,
-        policy: str = "fcfs",
-        max_queue: int = 1024,
-        seed: int | None = None,
-        max_overtakes: int = 64,
-        reserve: Reserve | None = None,
-        fail: Callable[[StepPlan], BaseException | None] | None = None,
-        prompt_lookup: int = 0,
-        max_beside_decode: int = 1 << 30,
-        shards: int = 1,
-        states: int | None = None,
-        state_step: int = 1,
-        edge: int = 1,
-        state_tier: DictTier | None = None,
-        whole: bool = False,
-        least_copied: int | None = None,
-        window: int = 0,
-        tails: int = 0,
-    ) -> None:
+        self, *, pages: int = 256, page_size: int = 8, max_requests: int = 4, max_tokens_per_step: int = 32,
+        max_prefill_rows: int = 4, max_model_len: int = 1024, overlap: bool = True, model: FakeModel | None = None,
+        prefix_cache: bool = True, host_tier: DictTier | None = None, policy: str = "fcfs", max_queue: int = 1024,
+        seed: int | None = None, max_overtakes: int = 64, reserve: Reserve | None = None,
+        fail: Callable[[StepPlan], BaseException | None] | None = None, prompt_lookup: int = 0,
+        max_beside_decode: int = 1 << 30, shards: int = 1, states: int | None = None, state_step: int = 1,
+        edge: int = 1, state_tier: DictTier | None = None, whole: bool = False, least_copied: int | None = None,
+        window: int = 0, tails: int = 0,
+    ) -> None:  # fmt: skip
         """With `states`, the slots of the tree, a model has states, and the tree some at every `state_step` pages.
         With a `window`, it has layers that give pages back, and `tails` of them beside those that are never short.
 
         `pages`, `max_requests` and what bounds a step are those of each of the data shards."""
         self.model = model if model is not None else FakeModel()
         limits = Limits(
-            max_requests,
-            max_tokens_per_step,
-            max_model_len,
-            page_size,
-            max_prefill_rows,
-            max_queue,
-            prompt_lookup,
-            max_beside_decode,
-            edge=edge,
-            whole=whole,
-            window=window,
-        )
+            max_requests, max_tokens_per_step, max_model_len, page_size, max_prefill_rows, max_queue, prompt_lookup,
+            max_beside_decode, edge=edge, whole=whole, window=window,
+        )  # fmt: skip
         own = 1 + max_requests
         tree_states: TreeStates | None = None
         if states is not None:

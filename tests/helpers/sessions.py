@@ -49,13 +49,9 @@ def parts(config: EngineConfig = CONFIG, *, num_pages: int = 512, **runner: Any)
     limits = dataclasses.replace(limits, max_queue=config.max_queue + config.max_requests)
     pool = PagePool(num_pages)
     fake = FakeRunner(
-        num_pages=num_pages,
-        page_size=config.page_size,
-        max_requests=config.max_requests,
-        max_tokens_per_step=config.max_tokens_per_step,
-        max_prefill_rows=8,
-        **runner,
-    )
+        num_pages=num_pages, page_size=config.page_size, max_requests=config.max_requests,
+        max_tokens_per_step=config.max_tokens_per_step, max_prefill_rows=8, **runner,
+    )  # fmt: skip
     cache = PrefixCache(pool, config.page_size, b"root") if config.prefix_cache else None
     return Scheduler(limits, pool, cache=cache, policy=config.policy, seed=config.seed), fake
 

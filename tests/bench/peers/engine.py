@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import json
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 ENGINES = ("rekindle", "rekindle_int8", "llama_cpp", "llama_server", "openvino", "transformers")
-CONVERTED = ("llama_cpp", "llama_server", "openvino")  # that read weights in a format of their own
+CONVERTED = ("openvino",)  # that read weights in a format of their own
 QUANTIZE = {16: None, 8: "int8", 4: "int4-32"}  # what rekindle calls so many bits of a weight
 Prompt = list[int]
 Moments = Sequence[float]  # in seconds
@@ -32,7 +31,7 @@ class Setting:
     scratch: str  # the engine's own folder for converted weights
     cache: str  # and for what it keeps between processes, such as compiled programs
     first_token: bool = False  # opened for one short request, as a fresh process is
-    file: str = ""  # a GGUF file that engines open as it is, in place of the folder
+    file: str = ""  # a GGUF file that the engine opens as it is, in place of the folder
     program: str = ""  # that llama_server starts
 
     @property
@@ -97,14 +96,10 @@ class Arrivals:
 
 def module(name: str) -> Any:
     """`open(setting) -> Engine`, and `convert(setting) -> None` where the checkpoint needs another format."""
-    return importlib.import_module(f"with_{name}")
+    return importlib.import_module(f"with_{name.removesuffix('_int8')}")
 
 
 def shared_length(prompts: Sequence[Prompt]) -> int:
     """Tokens that all prompts begin with."""
     shortest = min(map(len, prompts))
     return next((i for i in range(shortest) if len({prompt[i] for prompt in prompts}) > 1), shortest)
-
-
-def hf_config(folder: str) -> dict[str, Any]:
-    return json.loads((Path(folder) / "config.json").read_text())

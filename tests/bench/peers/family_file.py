@@ -11,7 +11,6 @@ are never read.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import sys
 import tempfile
@@ -21,10 +20,10 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parents[1]), str(HERE.parents[2] / "toolkit"), str(HERE.parents[2] / "kernels")]
 
-import llama_cpp as api  # noqa: E402
 import ml_dtypes  # noqa: E402
 import numpy as np  # noqa: E402
 from safetensors.numpy import save_file  # noqa: E402
+from with_llama_cpp import quantise  # noqa: E402
 
 from helpers.checkpoints import fused  # noqa: E402
 from helpers.real_checkpoints import llama_cpp_source  # noqa: E402
@@ -132,13 +131,6 @@ def convert(folder: Path, raw: dict[str, Any], out: Path) -> None:
         model.write()
 
 
-def quantise(wide: Path, out: Path, kind: int) -> None:
-    """Quantise a file by llama.cpp's own function."""
-    options = api.llama_model_quantize_default_params()
-    options.ftype = kind
-    assert api.llama_model_quantize(str(wide).encode(), str(out).encode(), ctypes.byref(options)) == 0, "it failed"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shape", choices=SHAPES)
@@ -149,7 +141,7 @@ def main() -> None:
         scratch = Path(name)
         write_folder(scratch / "folder", raw)
         convert(scratch / "folder", raw, scratch / "wide.gguf")
-        quantise(scratch / "wide.gguf", options.out, MXFP4_MOE if raw["model_type"] == "gpt_oss" else Q4_K_M)
+        quantise(str(scratch / "wide.gguf"), str(options.out), MXFP4_MOE if raw["model_type"] == "gpt_oss" else Q4_K_M)
 
 
 if __name__ == "__main__":

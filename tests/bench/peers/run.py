@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import json
 import os
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -24,16 +25,17 @@ from typing import Any
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parents[2] / "toolkit"), str(HERE.parents[2] / "kernels")]
 
-import shared_file  # noqa: E402
-import table  # noqa: E402
 from engine import ENGINES, QUANTIZE, Setting  # noqa: E402
 from plans import WORKLOADS, Figures  # noqa: E402
 from process import EngineFailed  # noqa: E402
-from rounds import Race, say  # noqa: E402
+from rounds import Race, plot, say, summary, text  # noqa: E402
 
 from rekindle._src.bench import shapes, workloads  # noqa: E402
 from rekindle._src.bench.shapes import write_checkpoint  # noqa: E402
 from rekindle._src.models.loading.gguf.header import read_header  # noqa: E402
+from rekindle.models import export  # noqa: E402
+
+KINDS = {16: "bf16", 8: "q8_0", 4: "q4_0"}  # of GGUF files, by the bits of a weight
 
 
 def main() -> None:
@@ -49,11 +51,11 @@ def main() -> None:
         races += [functools.partial(race_file, file, options, log) for file in options.file]
         for one in races:
             report["races"].append(one())
-            print(table.text(report["races"][-1]), flush=True)
+            print(text(report["races"][-1]), flush=True)
             if options.json:
                 options.json.write_text(json.dumps(report, indent=1))
     if options.plot:
-        table.plot(report, options.plot)
+        plot(report, options.plot)
 
 
 def race(shape: str, precision: int | str, options: argparse.Namespace, log: Any) -> dict[str, Any]:
@@ -63,11 +65,26 @@ def race(shape: str, precision: int | str, options: argparse.Namespace, log: Any
     about: dict[str, Any] = {"shape": shape, "bits": precision}
     file = ""
     if isinstance(precision, str):
-        written = shared_file.write(folder, precision, options.work / f"{shape}-{precision}.gguf")
+        written = gguf(folder, precision, options, log)
         about |= {"bits": None, "file": written.name, "file_mb": written.stat().st_size / 1e6}
         file = str(written)
     bits = precision if isinstance(precision, int) else 16  # a file has its own
     return run(shape, Setting(str(folder), bits, options.threads, "", "", file=file), about, options, log)
+
+
+def gguf(folder: Path, kind: str, options: argparse.Namespace, log: Any) -> Path:
+    """A file of the folder's weights, unless it is there; llama.cpp's own quantiser makes its mixture Q4_K_M."""
+    file = options.work / f"{folder.name}-{kind}.gguf"
+    if not file.exists() and kind == "q4_k_m":
+        wide, made = gguf(folder, "bf16", options, log), file.with_suffix(".part")
+        command = [options.llama_server and options.llama_server.with_name("llama-quantize"), wide, made, "Q4_K_M"]
+        if options.llama_server is None:
+            code = f"import sys; sys.path.insert(0, {str(HERE)!r}); import with_llama_cpp as api; "
+            code += "api.quantise(*sys.argv[1:], 15)"
+            command = [options.pythons["llama_cpp"], "-c", code, wide, made]
+        subprocess.run(command, stdout=log, stderr=log, check=True)
+        made.rename(file)
+    return file if file.exists() else export(folder, file, type=kind)
 
 
 def race_file(file: Path, options: argparse.Namespace, log: Any) -> dict[str, Any]:
@@ -89,9 +106,14 @@ def run(
         settings[name] = dataclasses.replace(
             setting, scratch=str(scratch), cache=str(scratch / "cache"), program=str(options.llama_server or "")
         )
+        if name == "rekindle_int8":  # beside rekindle with a file: the same weights, and what fewer bits gain
+            settings[name] = dataclasses.replace(settings[name], file="", bits=8)
+        elif name.startswith("llama") and not setting.file:
+            file = gguf(Path(setting.folder), KINDS[setting.bits], options, log)
+            settings[name] = dataclasses.replace(settings[name], file=str(file))
     one = Race(settings, options.pythons, vocab_size or shapes.SHAPES[shape]["vocab_size"], log, restart)
     one.run(options.workloads, options.rounds)
-    return table.summary(one, **about)
+    return summary(one, **about)
 
 
 def restart(setting: Setting) -> Figures:
@@ -110,7 +132,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--bits", nargs="*", type=int, choices=[16, 8, 4], help="default 16 8, and none with --gguf")
     parser.add_argument("--file", nargs="+", type=Path, default=[], help="GGUF files that everybody opens")
     parser.add_argument(
-        "--gguf", nargs="+", default=[], choices=shared_file.KINDS, help="files of the shapes that everybody opens"
+        "--gguf", nargs="+", default=[], choices=("q4_0", "q8_0", "q4_k_m"), help="files of shapes, for everybody"
     )
     parser.add_argument(
         "--llama-server", type=Path, metavar="PROGRAM", help="llama.cpp's own, for who lacks the package for Python"

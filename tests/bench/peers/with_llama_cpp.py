@@ -22,11 +22,11 @@ CHUNK = 512
 KEPT = 8192  # tokens of the context that keeps a prefix
 
 
-def convert(setting: Setting) -> None:
-    import gguf_file
-
-    setting.weights.mkdir(parents=True, exist_ok=True)
-    gguf_file.write(setting.folder, setting.weights / "model.gguf", bits=setting.bits)
+def quantise(wide: str, out: str, kind: int) -> None:
+    """Quantise a GGUF file by llama.cpp's own function; `kind` is its number of a type."""
+    options = api.llama_model_quantize_default_params()
+    options.ftype = kind
+    assert api.llama_model_quantize(wide.encode(), out.encode(), ctypes.byref(options)) == 0, "it failed"
 
 
 def open(setting: Setting) -> LlamaCpp:
@@ -58,7 +58,7 @@ class LlamaCpp:
     def __init__(self, setting: Setting) -> None:
         api.llama_log_set(_quiet, ctypes.c_void_p(0))
         api.llama_backend_init()
-        path = (setting.file or str(setting.weights / "model.gguf")).encode()
+        path = setting.file.encode()
         self._model = api.llama_model_load_from_file(path, api.llama_model_default_params())
         assert self._model, f"{path!r} can't be loaded"
         self._vocab_size = api.llama_vocab_n_tokens(api.llama_model_get_vocab(self._model))

@@ -22,16 +22,6 @@ from llama_server import LlamaServer
 OPTIONS = ("-b", "2048", "-ub", "512", "--cache-ram", "0")
 
 
-def convert(setting: Setting) -> None:
-    """A server needs a vocabulary, which rekindle writes into the file."""
-    from rekindle.models import export
-
-    setting.weights.mkdir(parents=True, exist_ok=True)
-    file = setting.weights / "model.gguf"
-    file.unlink(missing_ok=True)
-    export(setting.folder, file, type={16: "bf16", 8: "q8_0", 4: "q4_0"}[setting.bits])
-
-
 def open(setting: Setting) -> Server:
     return Server(setting)
 
@@ -65,8 +55,8 @@ class Server:
         """The one for so many requests."""
         fitting = [server for (rows, length), server in self._servers.items() if rows == places and length >= context]
         if not fitting:
-            program, file = Path(self._setting.program), self._setting.file or self._setting.weights / "model.gguf"
-            server = LlamaServer(program, Path(file), rows=places, context=context, options=OPTIONS)
+            program, file = Path(self._setting.program), Path(self._setting.file)
+            server = LlamaServer(program, file, rows=places, context=context, options=OPTIONS)
             self._servers[places, context] = self._running.enter_context(server)
             return server
         return fitting[0]

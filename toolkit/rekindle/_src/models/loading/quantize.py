@@ -1,9 +1,10 @@
 """Quantisation of float matrices on the host, in cache-sized pieces: to int8, or to four bits in groups of inputs.
 
-The cost of each choice (`tests/bench/families.py`): perplexity of the embedded model on its held-out documents, and how
-often the likeliest token is that of float32 on random checkpoints of 30 million parameters, all dense families. Random
-weights are the hardest case, since their logits are nearly flat. With random experts the share is lower, 73 % for
-bfloat16 and 35 to 59 % in 8 bits, because a token that is routed to other experts ends up as another token.
+The cost of each choice: perplexity of the embedded model on its held-out documents (`tests/bench/quality.py`), and how
+often the likeliest token is that of float32 on random checkpoints of 30 million parameters, all dense families
+(`tests/bench/families.py`). Random weights are the hardest case, since their logits are nearly flat. With random
+experts the share is lower, 73 % for bfloat16 and 35 to 59 % in 8 bits, because a token that is routed to other experts
+ends up as another token.
 
     float32                                   1.5440     100 %
     bfloat16                                  1.5440      91 to 99 %
