@@ -192,7 +192,7 @@ def sharded(count: int, rows: int, context: int) -> list[Step]:
     limits, arrivals = Limits(rows, 1 << 15, context, PAGE, 64, max_queue=count * rows), itertools.count()
     scheduler = DataScheduler(
         [
-            ShardScheduler(limits, PagePool(pages, first=at * pages), arrivals, first_slot=at * rows)
+            ShardScheduler(limits, PagePool(pages, first=at * pages), arrivals=arrivals, first_slot=at * rows)
             for at in range(count)
         ]
     )

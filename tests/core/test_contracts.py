@@ -21,7 +21,7 @@ from rekindle._src.replicas.fleet_backend import FleetBackend, Parts
 from rekindle._src.replicas.routing import router
 from rekindle._src.replicas.wire import RemoteGrammars
 from rekindle._src.scheduling.scheduler import SchedulerStatistics
-from rekindle._src.session.cache_report import CacheStats, CacheTree, NodeView
+from rekindle._src.session.cache_view import CacheStats, CacheTree, NodeView
 from rekindle._src.structured.grammar import Grammars
 from rekindle._src.text.chat import ChatTemplate
 from rekindle._src.text.detokenizer import real_detokenizer

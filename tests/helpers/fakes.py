@@ -20,10 +20,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from helpers.guides import allowed_in
-from rekindle._src.core.guides import GuideLike, Mask, mask_words
 from rekindle._src.core.records import (
+    GuideLike,
     IntArray,
     LostPage,
+    Mask,
     PageMove,
     Request,
     Row,
@@ -31,6 +32,7 @@ from rekindle._src.core.records import (
     StepPlan,
     StepResult,
     TokenLogprobs,
+    mask_words,
 )
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.programs.guides import Guides

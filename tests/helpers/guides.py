@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from rekindle._src.core.guides import Guided, Mask
+from rekindle._src.core.records import Guided, Mask
 
 Rule = Callable[[int, int], Sequence[int]]  # position, token before (-1 at first) → the tokens that may come
 

@@ -24,8 +24,8 @@ from rekindle._src.kvcache import PagePool, PrefixCache
 from rekindle._src.scheduling.scheduler import Limits, Scheduler
 from rekindle._src.session.session import Session
 from rekindle._src.text.detokenizer import real_detokenizer
-from rekindle._src.text.spelling import byte_of_character
 from rekindle._src.text.tokenizer import Tokenizer
+from rekindle._src.text.tokenizer_limits import byte_of_character
 
 CONFIG = EngineConfig(max_requests=8, max_tokens_per_step=64, max_model_len=512, page_size=8, max_queue=256, seed=0)
 

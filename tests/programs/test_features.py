@@ -11,7 +11,7 @@ import pytest
 from jax import Array
 
 from helpers.driving import Driver, plain_tokens, tiny_config, tiny_model
-from rekindle._src.core.records import IntArray, Request, Row, StepPlan
+from rekindle._src.core.records import IntArray, Request, Row
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.execution.runner import Runner
 from rekindle._src.programs.feature import Columns, Feature, Fields, Read, StepInputs
@@ -47,20 +47,17 @@ class Steering(Feature):
     A request names its vector by its priority and its scale in a float; each row says where it begins.
     """
 
-    bits, variant, inside = 1 << 28, "s", True
+    option, bits, variant, inside = "sampling.priority", 1 << 28, "s", True
     ints, row_ints, neutral, has_output = 1, 1, (0.5,), True
 
     def __init__(self) -> None:
         self.operands = VECTORS
 
     def flags(self, request: Request) -> int:
-        return self.bits if request.sampling.priority else 0
+        return self.bits
 
     def constants(self, request: Request) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        return (request.sampling.priority,), (1.0 if request.sampling.priority else 0.5,)
-
-    def in_plan(self, plan: StepPlan) -> bool:
-        return any(row.request.sampling.priority for row in plan.rows)
+        return (request.sampling.priority,), (1.0,)
 
     def write_row(self, row: Row, out: IntArray) -> None:
         out[0] = row.start

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 
-from rekindle._src.core.guides import mask_words
+from rekindle._src.core.records import mask_words
 from rekindle._src.programs.guides import NO_TOKEN, Guides
 from rekindle._src.programs.sampling import plainly
 from rekindle_kernels import greedy

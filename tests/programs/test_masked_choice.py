@@ -11,8 +11,7 @@ import pytest
 
 from helpers import plain_sampling
 from rekindle import LogitsProcessor, Sampling
-from rekindle._src.core.guides import mask_words
-from rekindle._src.core.records import Request, Row, StepPlan
+from rekindle._src.core.records import Request, Row, StepPlan, mask_words
 from rekindle._src.programs.buckets import PROCESSED
 from rekindle._src.programs.features import features_of
 from rekindle._src.programs.guides import NO_TOKEN

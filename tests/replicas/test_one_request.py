@@ -24,7 +24,7 @@ from rekindle._src.replicas import replica, routes
 from rekindle._src.replicas.routes import Routes
 from rekindle._src.replicas.wire import RemoteGuide, decode, encode
 from rekindle._src.scheduling.scheduler import Scheduler
-from rekindle._src.structured.guide import Reasoning
+from rekindle._src.structured.grammar import Reasoning
 from rekindle._src.structured.spec import Spec
 from rekindle._src.text.chat import ChatTemplate
 

@@ -6,8 +6,7 @@ import numpy as np
 
 from helpers.fakes import make_request
 from helpers.guides import RuleGuide, letters
-from rekindle._src.core.guides import Guided
-from rekindle._src.core.records import FinishReason, Row, RowResult, StepPlan, StepResult
+from rekindle._src.core.records import FinishReason, Guided, Row, RowResult, StepPlan, StepResult
 from rekindle._src.scheduling.decode_rows import ORDINARY, SlowRows
 from rekindle._src.scheduling.sequence import Sequence
 

@@ -15,7 +15,7 @@ from rekindle import FinishReason, Session
 from rekindle._src.dispatch import intake
 from rekindle._src.structured import compilers
 from rekindle._src.structured.compilers import Compilers
-from rekindle._src.structured.guide import Reasoning
+from rekindle._src.structured.grammar import Reasoning
 from rekindle.errors import Busy, InvalidRequest, RekindleError, RequestAborted
 
 pytest.importorskip("llguidance", reason="structured output needs the extra `structured`")

@@ -8,7 +8,7 @@ import pytest
 
 from helpers.chatting import saying, with_special_tokens
 from rekindle import ContentDelta, ReasoningDelta, ToolCallStarted
-from rekindle._src.text.replies.harmony import HARMONY
+from rekindle._src.text.replies.families import HARMONY
 
 anyio_test = pytest.mark.anyio
 # In the manner of gpt-oss's, which refuses thoughts beside content in a message with a call.

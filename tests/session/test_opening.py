@@ -113,7 +113,7 @@ flax orbax statistics
 rekindle._src.models.hf_config rekindle._src.models.loading.gguf.header rekindle._src.models.loading.named_tensors
 rekindle._src.models.loading.quantized rekindle._src.processes.greeting
 rekindle._src.session.chat_prompt rekindle._src.session.conversation rekindle._src.session.stats
-rekindle._src.session.tools.tool rekindle._src.structured.spec rekindle._src.structured.token_rules
+rekindle._src.session.tool_functions rekindle._src.structured.spec rekindle._src.structured.token_rules
 rekindle._src.text.gguf.reading rekindle._src.text.replies
 """
 

@@ -25,9 +25,7 @@ from rekindle._src.kvcache.persist import segment
 from rekindle._src.processes import greeting
 from rekindle._src.processes.bulk import BulkChannel, ReceiveMemory, SendMemory
 from rekindle._src.processes.channel import Kind
-from rekindle._src.session.sharing.pulling import Puller
-from rekindle._src.session.sharing.sharer import parts
-from rekindle._src.session.sharing.source import SILENCE, PageAddress, Source, introduction
+from rekindle._src.session.page_sharing import SILENCE, PageAddress, Puller, Source, introduction, parts
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 SECRET = "a secret of these tests"
@@ -305,6 +303,7 @@ def test_between_two_processes(cache: Path) -> None:
 
 def test_data_shards_have_no_one_tree_to_share() -> None:
     tiers = SimpleNamespace(identity=object(), host=SimpleNamespace(budget=1))
-    writer: Any = SimpleNamespace(cache=PrefixCaches([]), tiers=tiers)
+    shard: Any = SimpleNamespace(page_size=16, clock=None, host_tier=None, kept=None)
+    writer: Any = SimpleNamespace(cache=PrefixCaches([shard]), tiers=tiers)
     with pytest.raises(ConfigError, match="data shard"):
         parts(writer)

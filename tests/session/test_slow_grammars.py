@@ -11,10 +11,10 @@ import pytest
 from helpers.sessions import opened
 from helpers.thorough import trio_in_ci
 from rekindle import Session
-from rekindle._src.core.guides import Guided
+from rekindle._src.core.records import Guided
 from rekindle._src.programs import guides
 from rekindle._src.structured import endings
-from rekindle._src.structured.guide import Guide
+from rekindle._src.structured.grammar import Guide
 from rekindle.errors import NoTokenLeft
 
 pytest.importorskip("llguidance", reason="structured output needs the extra `structured`")

@@ -14,7 +14,7 @@ import rekindle
 from helpers.guides import RuleGuide, allowed_in
 from helpers.sessions import byte_tokenizer, eventually, opened, wait_until_idle
 from rekindle import Sampling, Session
-from rekindle._src.core.guides import mask_words
+from rekindle._src.core.records import mask_words
 from rekindle._src.structured.token_rules import RestrictedGuide, rules_of
 from rekindle.errors import InvalidRequest, NoTokenLeft
 

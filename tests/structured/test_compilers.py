@@ -14,8 +14,7 @@ import pytest
 from helpers.sessions import eventually
 from rekindle import tiny
 from rekindle._src.structured import compilers
-from rekindle._src.structured.grammar import Grammars
-from rekindle._src.structured.guide import Guide
+from rekindle._src.structured.grammar import Grammars, Guide
 from rekindle._src.structured.spec import Kind, Spec
 from rekindle._src.text.tokenizer import Tokenizer
 from rekindle.errors import Busy, InvalidRequest

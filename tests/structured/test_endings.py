@@ -11,7 +11,7 @@ import pytest
 
 from helpers.guides import allowed_in
 from rekindle import Sampling, tiny
-from rekindle._src.core.guides import Guided, mask_words
+from rekindle._src.core.records import Guided, mask_words
 from rekindle._src.structured.grammar import Grammars
 from rekindle._src.structured.spec import structure_of
 from rekindle._src.text.tokenizer import Tokenizer

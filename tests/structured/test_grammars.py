@@ -13,11 +13,10 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from helpers.guides import allowed_in
 from rekindle import Sampling, tiny
-from rekindle._src.core.guides import mask_words
+from rekindle._src.core.records import mask_words
 from rekindle._src.structured import compile_worker
 from rekindle._src.structured import grammar as grammars_module
-from rekindle._src.structured.grammar import Grammars
-from rekindle._src.structured.guide import Guide, Reasoning
+from rekindle._src.structured.grammar import Grammars, Guide, Reasoning
 from rekindle._src.structured.spec import structure_of
 from rekindle._src.text.tokenizer import Tokenizer
 from rekindle.errors import InvalidRequest

@@ -18,7 +18,7 @@ import pytest
 
 import rekindle
 from rekindle import Sampling, tiny
-from rekindle._src.core.guides import mask_words
+from rekindle._src.core.records import mask_words
 from rekindle._src.structured.grammar import Grammars
 from rekindle._src.structured.spec import structure_of
 from rekindle._src.text.tokenizer import Tokenizer

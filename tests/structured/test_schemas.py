@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypedDict
 import pytest
 
 from rekindle import Sampling, tiny
-from rekindle._src.core.guides import Guided
+from rekindle._src.core.records import Guided
 from rekindle._src.structured import spec
 from rekindle._src.structured.grammar import Grammars
 from rekindle._src.structured.spec import Spec, closed, structure_of, type_schema

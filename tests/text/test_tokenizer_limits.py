@@ -19,7 +19,7 @@ from helpers.thorough import by_default, trio_in_ci
 from rekindle import tiny
 from rekindle._src.models.loading.gguf.export import write_gguf
 from rekindle._src.text import Tokenizer, encoding_process, tokenizer_limits
-from rekindle._src.text.gguf.pre_tokenizers import PRE_TOKENIZERS
+from rekindle._src.text.tokenizer_limits import PRE_TOKENIZERS
 from rekindle.errors import CheckpointError, RequestFailed
 
 BACKTRACKS = r"(a+)+b"

@@ -71,24 +71,22 @@ if TYPE_CHECKING:
     from rekindle._src.scheduling.sequence import Explanation
     from rekindle._src.serve.server import Server
     from rekindle._src.session.allowed import AllowedTokens
-    from rekindle._src.session.cache_report import CacheStats, CacheTree, NodeView, PrefixExplanation
-    from rekindle._src.session.cache_view import CacheView
+    from rekindle._src.session.cache_view import CacheStats, CacheTree, CacheView, NodeView, PrefixExplanation
     from rekindle._src.session.cache_writer import SaveReport
     from rekindle._src.session.call import Call
     from rekindle._src.session.conversation import Conversation, Turn
     from rekindle._src.session.embedding import Embeddings
     from rekindle._src.session.handle import Batch, Handle, Stream, SyncStream
     from rekindle._src.session.opening import Opening, open, open_sync
+    from rekindle._src.session.page_sharing import SharedPages
     from rekindle._src.session.prompts import PromptLike
     from rekindle._src.session.rollouts import Rollout, RolloutBatch, RolloutSupport
     from rekindle._src.session.rows import RowAnswer, RowAnswers, RowMap
     from rekindle._src.session.scoring import Score, Scores, Scoring
-    from rekindle._src.session.session import Session
-    from rekindle._src.session.sharing.sharer import SharedPages
-    from rekindle._src.session.sleeping import SleepReport
+    from rekindle._src.session.session import Session, SleepReport
     from rekindle._src.session.stats import ProgramReport, RowReport, SessionStats, StepReport
-    from rekindle._src.session.tools.loop import ToolChoice, ToolLoop, ToolRun
-    from rekindle._src.session.tools.tool import ToolLike
+    from rekindle._src.session.tool_functions import ToolLike
+    from rekindle._src.session.tool_loop import ToolChoice, ToolLoop, ToolRun
 
 _LAZY = {
     name: f"rekindle._src.{module}"
@@ -108,8 +106,7 @@ _LAZY = {
         "scheduling.sequence": ("Explanation",),
         "serve.server": ("Server",),
         "session.allowed": ("AllowedTokens",),
-        "session.cache_report": ("CacheStats", "CacheTree", "NodeView", "PrefixExplanation"),
-        "session.cache_view": ("CacheView",),
+        "session.cache_view": ("CacheStats", "CacheTree", "CacheView", "NodeView", "PrefixExplanation"),
         "session.cache_writer": ("SaveReport",),
         "session.call": ("Call",),
         "session.conversation": ("Conversation", "Turn"),
@@ -120,12 +117,11 @@ _LAZY = {
         "session.rollouts": ("Rollout", "RolloutBatch", "RolloutSupport"),
         "session.rows": ("RowAnswer", "RowAnswers", "RowMap"),
         "session.scoring": ("Score", "Scores", "Scoring"),
-        "session.session": ("Session",),
-        "session.sharing.sharer": ("SharedPages",),
-        "session.sleeping": ("SleepReport",),
+        "session.session": ("Session", "SleepReport"),
+        "session.page_sharing": ("SharedPages",),
         "session.stats": ("ProgramReport", "RowReport", "SessionStats", "StepReport"),
-        "session.tools.loop": ("ToolChoice", "ToolLoop", "ToolRun"),
-        "session.tools.tool": ("ToolLike",),
+        "session.tool_loop": ("ToolChoice", "ToolLoop", "ToolRun"),
+        "session.tool_functions": ("ToolLike",),
     }.items()
     for name in names
 }  # fmt: skip

@@ -15,17 +15,17 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from rekindle import tiny
-from rekindle._src.core.guides import mask_words
+from rekindle._src.core.records import mask_words
 from rekindle._src.models.loading.gguf.export import write_gguf
 from rekindle._src.models.loading.gguf.header import read_header
 from rekindle._src.structured import compile_worker
 from rekindle._src.text import ChatTemplate, Tokenizer
-from rekindle._src.text.gguf import partial, reading, token_table
-from rekindle._src.text.gguf.partial import PartialTokenizer
-from rekindle._src.text.gguf.pre_tokenizers import PRE_TOKENIZERS
+from rekindle._src.text.gguf import reading, token_table
+from rekindle._src.text.gguf.reading import PartialTokenizer
 from rekindle._src.text.gguf.vocabulary import HUGGINGFACE, Recipe
 from rekindle._src.text.gguf.writing import pre_tokenizer_name, tokenizer_metadata
 from rekindle._src.text.tokenizer import LONG_TEXT
+from rekindle._src.text.tokenizer_limits import PRE_TOKENIZERS
 from rekindle.errors import CheckpointError, UnsupportedModel
 
 TEXTS = (
@@ -351,9 +351,9 @@ def test_grammars_read_the_tokens_without_a_tokenizer_of_all(kind: str, tmp_path
 def test_parts_that_grow_and_begin_anew_give_the_same_ids(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(partial, "_SPENT", 0)
+    monkeypatch.setattr(reading, "_SPENT", 0)
     original, few = MADE[kind](), through_a_file(MADE[kind](), tmp_path / "a.gguf")
-    monkeypatch.setattr(partial, "MOST", len(few._backend.pipeline.get_vocab()) + 30)  # type: ignore[union-attr]
+    monkeypatch.setattr(reading, "MOST", len(few._backend.pipeline.get_vocab()) + 30)  # type: ignore[union-attr]
     words = [word for text in TEXTS for word in text.split()]
     for at in range(len(words) * 2):
         text = " ".join(words[at % len(words) : at % len(words) + 5])

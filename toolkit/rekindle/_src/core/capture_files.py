@@ -22,13 +22,17 @@ from numpy.typing import NDArray
 
 from rekindle._src.core import html
 from rekindle._src.core.activity import Activity, State
-from rekindle._src.core.capture_format import HEADER, SUFFIX, TYPES, name_of
 from rekindle._src.core.tapped import CapturedPart, Tapped
-from rekindle._src.core.taps import STEER_SITES, Captured, Key, Steer
+from rekindle._src.core.taps import HEADER, STEER_SITES, SUFFIX, TYPES, Captured, Key, Steer
 from rekindle.errors import ConfigError, InvalidRequest
 
 PARTIAL = ".partial"
-_NAMES = {dtype: name for name, dtype in TYPES.items()}
+_NAMES = {np.dtype(dtype): name for name, dtype in TYPES.items()}
+
+
+def name_of(key: Key) -> str:
+    """Return the name of a site and layer in files."""
+    return key if isinstance(key, str) else f"{key[0]}.{key[1]}"
 
 
 class CaptureFiles:

@@ -11,23 +11,21 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, Unpack
 
 from rekindle._src.core import foreign_names, html
-from rekindle._src.core.bounds import (
+from rekindle._src.core.options import (
     MAX_BAD_WORDS,
     MAX_STOPS,
-    bounded,
-    bounded_stops,
-    check_n,
-    check_salt,
-    check_words,
-)
-from rekindle._src.core.options import (
     Check,
     Flag,
     Real,
     Refusal,
     Whole,
     Word,
+    bounded,
+    bounded_stops,
+    check_n,
     check_options,
+    check_salt,
+    check_words,
     door,
     option,
     refuse_unknown,
@@ -428,6 +426,21 @@ class Sampling(html.Record):
     def restricted(self) -> bool:
         """True if some tokens are forbidden."""
         return bool(self.allowed_token_ids or self.bad_words)
+
+    @property
+    def looks_inside(self) -> bool:
+        """True if it reads or changes numbers inside the model."""
+        return self.capture is not None or self.patch is not None or bool(self.steer or self.taps)
+
+    @property
+    def scored(self) -> bool:
+        """True if it has log-probabilities, of the output or the prompt."""
+        return self.logprobs is not None or self.prompt_logprobs is not None
+
+    @property
+    def shaped(self) -> bool:
+        """True if a bias, a penalty or `min_tokens` changes its logits."""
+        return self.penalised or bool(self.logit_bias) or self.min_tokens > 0
 
     @property
     def penalised(self) -> bool:

@@ -130,12 +130,11 @@ def resolve(
     facts: TapFacts | None,
     custom: Sequence[str] = (),
 ) -> Tapped | None:
-    """Return the taps of a request; None without any. Raise `InvalidRequest` for what can't be had.
+    """Return the taps of a request that has any; None elsewhere than in the model's process. Raise `InvalidRequest` for
+    what can't be had.
 
     `custom` are the names of the session's taps that the request uses.
     """
-    if capture is None and patch is None and not steers and not custom:
-        return None
     if facts is None or facts.elsewhere:
         arrays = tuple(steer for steer in steers if facts is None or isinstance(steer, Steer))
         options = (("capture", capture), ("steer", arrays), ("patch", patch), ("taps", custom))

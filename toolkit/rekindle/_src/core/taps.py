@@ -34,6 +34,10 @@ LOGITS = "logits"
 MODES: tuple[Mode, ...] = ("add", "replace", "project_out", "scale")
 STEER_SITES: tuple[SteerSite, ...] = ("residual", "residual_before", "attention", "mlp")
 END = 2**31 - 1
+# Captures in files are a folder of safetensors for each request, a file for each site and layer.
+HEADER = 504  # bytes of a header, padded with spaces; the array begins behind it and its length, at byte 512
+SUFFIX = ".safetensors"
+TYPES = {"F32": "<f4", "I32": "<i4"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -254,10 +258,33 @@ class Captured(Mapping[Any, Any]):
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Captured:
         """Return the captures in the folder of a request, mapped from their files."""
-        from rekindle._src.core import capture_format  # numpy's, which `import rekindle` does without
+        import json  # `import rekindle` does without these
+        import struct
 
-        contents = capture_format.read(folder)
-        return cls(contents.positions, contents.arrays, contents.layers, folder=Path(folder))
+        import numpy as np
+
+        def mapped(path: Path, begin: int, entry: Mapping[str, Any]) -> NDArray[Any]:
+            shape, dtype = tuple(entry["shape"]), np.dtype(TYPES[entry["dtype"]])
+            if 0 in shape:
+                return np.empty(shape, dtype)
+            return np.memmap(path, dtype, "r", begin + entry["data_offsets"][0], shape)
+
+        arrays: dict[Any, NDArray[Any]] = {}
+        positions, layers = np.empty(0, np.int32), 0
+        for path in sorted(Path(folder).glob("*" + SUFFIX)):
+            with path.open("rb") as file:
+                (length,) = struct.unpack("<Q", file.read(8))
+                header = json.loads(file.read(min(length, HEADER)))
+            layers = int(header.pop("__metadata__")["layers"])
+            positions = mapped(path, 8 + length, header.pop("positions"))
+            ((name, entry),) = header.items()
+            site, dot, layer = name.partition(".")
+            arrays[(site, int(layer)) if dot else site] = mapped(path, 8 + length, entry)
+        if not arrays:
+            fix = "Pass the folder of one request, such as done.captured.folder"
+            raise InvalidRequest("folder", str(folder), "has no captures", fix)
+        order = sorted(arrays, key=lambda key: (isinstance(key, str), key))
+        return cls(positions, {key: arrays[key] for key in order}, layers, folder=Path(folder))
 
     @classmethod
     def joined(cls, parts: Sequence[Any], layers: int) -> Captured:

@@ -37,7 +37,7 @@ from rekindle.errors import RekindleError
 
 if TYPE_CHECKING:
     from rekindle._src.structured.compilers import Job
-    from rekindle._src.structured.guide import Reasoning
+    from rekindle._src.structured.grammar import Reasoning
     from rekindle._src.structured.spec import Spec, Structure
     from rekindle._src.text.replies import ReplyPlan
 

@@ -14,12 +14,12 @@ from rekindle._src.core import html
 from rekindle._src.core.activity import NO_WAIT, ProgramWait
 from rekindle._src.core.capture_files import CaptureFiles
 from rekindle._src.core.contracts import DetokenizerLike
-from rekindle._src.core.guides import Guided
 from rekindle._src.core.own_failure import own_failure
 from rekindle._src.core.records import (
     Completion,
     Embedded,
     FinishReason,
+    Guided,
     Request,
     TextDelta,
     Timings,

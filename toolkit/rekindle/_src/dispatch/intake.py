@@ -18,9 +18,8 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 
 from rekindle._src.core.capture_files import CaptureFiles
 from rekindle._src.core.contracts import TokenizerLike
-from rekindle._src.core.guides import GuideLike
 from rekindle._src.core.own_failure import own_failure
-from rekindle._src.core.records import IntArray, Request
+from rekindle._src.core.records import GuideLike, IntArray, Request
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.core.tapped import Tapped, resolve
 from rekindle._src.dispatch.backend import (
@@ -39,7 +38,7 @@ from rekindle._src.scheduling.sequence import how_to_fit
 from rekindle.errors import InvalidRequest, PromptTooLong, RequestAborted
 
 if TYPE_CHECKING:
-    from rekindle._src.structured.guide import Reasoning
+    from rekindle._src.structured.grammar import Reasoning
     from rekindle._src.structured.spec import Spec
     from rekindle._src.structured.token_rules import TokenRules
 
@@ -305,6 +304,8 @@ def prepare(
 
 def tapped_of(sampling: Sampling, prompt_length: int, front: Front) -> Tapped | None:
     """Return what a request reads and changes inside the model. Raise `InvalidRequest` for what can't be had."""
+    if not sampling.looks_inside:
+        return None
     return resolve(sampling.capture, sampling.steer, sampling.patch, prompt_length, front.taps, sampling.taps)
 
 
@@ -418,7 +419,7 @@ def _reasoning(prompt: list[int], front: Front, *, chat: bool) -> Reasoning | No
     """Return the reasoning before the answer: the prompt ends within it, or a chat's reply may begin with it."""
     if front.think_ids is None:
         return None
-    from rekindle._src.structured.guide import Reasoning  # few requests need it
+    from rekindle._src.structured.grammar import Reasoning  # few requests need it
 
     opens, closes = front.think_ids
     place = max((at for at, token in enumerate(prompt) if token in (opens, closes)), default=None)

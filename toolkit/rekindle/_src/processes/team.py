@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from rekindle._src.core.guides import Mask
+from rekindle._src.core.records import Mask
 from rekindle._src.kvcache.digest import DIGEST_SIZE
 from rekindle._src.kvcache.persist.identity import Identity
 from rekindle._src.kvcache.persist.segment import Page

@@ -28,7 +28,7 @@ from jax import Array
 from numpy.typing import NDArray
 
 import rekindle_kernels
-from rekindle._src.core.records import UNIT, AdapterLoad, Request, StepPlan
+from rekindle._src.core.records import UNIT, AdapterLoad, Request
 from rekindle._src.models.adapters.adapted import adapt, adapt_experts
 from rekindle._src.models.adapters.adapter import Adapter, Product
 from rekindle._src.models.adapters.sites import Site
@@ -232,7 +232,7 @@ log = logging.getLogger("rekindle.session")
 class Adapters(Feature):
     """The adapters of rows. Operands are the stacks, which `load` changes between steps."""
 
-    variant, inside, ints = ADAPTED, True, 1
+    option, variant, inside, ints = "adapter", ADAPTED, True, 1
 
     def __init__(self, stacks: Stacks, *, ahead: bool = False, implementation: str | None = None) -> None:
         self.stacks, self.warmed = stacks, ahead
@@ -267,21 +267,13 @@ class Adapters(Feature):
         self.stacks.free()
 
     def constants(self, request: Request) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        if request.adapter is None:
-            return (0,), ()
+        assert request.adapter is not None, "its option"
         digest = request.adapter.digest
         failed = self._failed.get(digest)
         if failed is not None:
             self.stacks.put(failed)
             del self._failed[digest]
         return (self.stacks.slot(digest),), ()
-
-    def in_plan(self, plan: StepPlan) -> bool:
-        for rows in (plan.decode, plan.prefill):
-            for row in rows:
-                if row.request.adapter is not None:
-                    return True
-        return False
 
     def unpack(self, columns: Columns) -> Any:
         return columns.ints[:, 0]

@@ -158,6 +158,7 @@ Fields = list[dict[str, Any]]  # of each row's `RowResult`
 class Feature:
     """A feature that does nothing, and the base of all others."""
 
+    option: str = "sampling"  # where this of a request is empty, its rows have no part in the feature
     bits: int = 0  # flags of its rows; a step without one of them reads no results of it
     steady: int = 0  # those flags that hold in rows, too, which choose no token
     changing: int = 0  # flags of steps in which it changes logits
@@ -195,7 +196,7 @@ class Feature:
     def attach(self, helpers: Helpers) -> None:
         """Take the programs that it may call while it reads results. Called once."""
 
-    # -- a request enters its slot
+    # -- a request with the `option` enters its slot
 
     def flags(self, request: Request) -> int:
         """Return the bits of a request's rows."""
@@ -222,8 +223,8 @@ class Feature:
         """Let go of arrays on the device, because the session goes to sleep or ends; a later step makes them again."""
 
     def in_plan(self, plan: StepPlan) -> bool:
-        """True if a step needs a program of the feature's variant."""
-        return False
+        """True if a step whose rows have the `option` needs a program of the feature's variant."""
+        return True
 
     def prepare(self, plans: Sequence[StepPlan], rows: int) -> None:
         """Replace `operands` by those of a step that contains the feature, from its plan for each data shard.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, get_args
 
 import jax
@@ -56,10 +57,7 @@ def pooled_states(hidden: Array, cu_lengths: Array) -> Array:
 class Pooling(Feature):
     """Embeddings: the sums, the last and the first states of each prefill, in a program of their own variant."""
 
-    variant, has_output, shard_axis = POOLS, True, 1
-
-    def in_plan(self, plan: StepPlan) -> bool:
-        return any(row.request.pooling is not None for row in plan.prefill)
+    option, variant, has_output, shard_axis = "pooling", POOLS, True, 1
 
     def output(self, model: Model, hidden: Array, inputs: StepInputs, own: Any, kept: Any) -> Array:
         return pooled_states(hidden[inputs.decode_rows :], inputs.cu_lengths)
@@ -105,7 +103,10 @@ class Features:
         self.as_needed = tuple(feature.variant for feature in as_needed)
         self.warmed, self.choices = _choices(ahead), _choices(as_needed)
         letters = sorted((feature for feature in entries if feature.variant), key=lambda feature: not feature.warmed)
-        self._planned = tuple((feature.variant, feature.in_plan) for feature in letters)  # as in the names of programs
+        # As in the names of programs; a row is asked by C code, before any function of a feature is.
+        self._planned = tuple((feature, attrgetter(f"request.{feature.option}")) for feature in letters)
+        self._late_in = attrgetter(f"request.{late.option}")
+        self._wanting = tuple((feature, attrgetter(feature.option)) for feature in entries)
         self._prepared = tuple(feature for feature in entries if _overrides(feature, "prepare"))
         self._reading = tuple(feature for feature in entries if _overrides(feature, "read"))
         self._read_bits = functools.reduce(lambda bits, feature: bits | feature.bits, self._reading, 0)
@@ -117,25 +118,38 @@ class Features:
     # -- a request enters its slot
 
     def flags(self, request: Request) -> int:
-        return functools.reduce(lambda bits, feature: bits | feature.flags(request), self.entries, 0)
+        features = (feature for feature, wants in self._wanting if wants(request))
+        return functools.reduce(lambda bits, feature: bits | feature.flags(request), features, 0)
 
     def row_flags(self, request: Request) -> tuple[Callable[[Row], int], ...]:
-        functions = (feature.row_flags(request) for feature in self.entries)
+        functions = (feature.row_flags(request) for feature, wants in self._wanting if wants(request))
         return tuple(function for function in functions if function is not None)
 
     def constants(self, request: Request) -> tuple[list[int], list[float]]:
         """Return the values of all columns of a request."""
-        pairs = [feature.constants(request) for feature in self.entries]
-        return [value for ints, _ in pairs for value in ints], [value for _, floats in pairs for value in floats]
+        ints: list[int] = []
+        floats: list[float] = []
+        for feature, wants in self._wanting:
+            own = feature.constants(request) if wants(request) else ((0,) * feature.ints, feature.neutral)
+            ints += own[0]
+            floats += own[1]
+        return ints, floats
 
     def reads_slot(self, request: Request) -> bool:
-        return any(feature.reads_slot(request) for feature in self.entries)
+        return any(feature.reads_slot(request) for feature, wants in self._wanting if wants(request))
 
     # -- a step
 
     def variants(self, plan: StepPlan) -> str:
         """Return the letters of the program that a plan needs."""
-        return "".join([letter for letter, in_plan in self._planned if in_plan(plan)])
+        rows = plan.rows
+        return "".join(
+            [feature.variant for feature, has in self._planned if any(map(has, rows)) and feature.in_plan(plan)]
+        )
+
+    def is_late(self, plan: StepPlan) -> bool:
+        """True if a plan has rows of the late feature."""
+        return any(map(self._late_in, plan.rows)) and self.late.in_plan(plan)
 
     def load(self, plan: StepPlan) -> None:
         """Take the adapters that a plan puts on the device."""

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 import jax.numpy as jnp
 from jax import Array, lax
 
-from rekindle._src.core.guides import Guided, GuideLike, Mask, mask_words
-from rekindle._src.core.records import Row, RowResult, StepPlan
+from rekindle._src.core.records import Guided, GuideLike, Mask, Row, RowResult, StepPlan, mask_words
 from rekindle._src.programs.feature import Feature
 from rekindle._src.programs.request_state import BIAS_LIMIT
 from rekindle._src.programs.sampling import Choose, Take
@@ -31,6 +30,8 @@ class Guides(Feature):
     A program that can wait takes the operand after the model, through a gate. Where no program can wait, such a step is
     two programs, up to the logits and the choice. Steps with the feature have sizes of their own.
     """
+
+    option = "guide"
 
     def operand_width(self, vocab_size: int) -> int:
         """Return the integers of a row's operand, which is all ones in rows without a guide."""

@@ -92,7 +92,7 @@ def prompt_logprobs(
 class Logprobs(Feature):
     """The log-probability of each chosen token, and the most likely ones: columns beside the token."""
 
-    bits, width = int(Flag.LOGPROBS), WIDTH
+    option, bits, width = "sampling.scored", int(Flag.LOGPROBS), WIDTH
 
     def flags(self, request: Request) -> int:
         sampling = request.sampling
@@ -111,6 +111,7 @@ class Logprobs(Feature):
 class PromptLogprobs(Feature):
     """The log-probabilities of a prompt's own tokens: an array of a line for each prefill token."""
 
+    option = "sampling.scored"
     bits = steady = int(Flag.PROMPT_LOGPROBS)
     per_token = has_output = True
 
@@ -221,7 +222,7 @@ def is_whole(sampling: Sampling) -> bool:
 class Distribution(Feature):
     """The log-probabilities of the whole vocabulary: columns beside the token."""
 
-    variant = WHOLE
+    option, variant = "sampling.scored", WHOLE
 
     def __init__(self, vocab_size: int) -> None:
         self.width = vocab_size

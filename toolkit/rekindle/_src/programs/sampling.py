@@ -103,6 +103,7 @@ def shape(logits: Array, shaping: Shaping, state: RequestState, slots: Array) ->
 class LogitShaping(Feature):
     """Bias, penalties and `min_tokens`: three float columns, and what a request's slot has of its history."""
 
+    option = "sampling.shaped"
     bits = changing = int(Flag.BIASED | Flag.PENALISED | Flag.BARRED)
     neutral = 1.0, 0.0, 0.0
 
@@ -120,8 +121,7 @@ class LogitShaping(Feature):
         return (), (repetition, sampling.presence_penalty, sampling.frequency_penalty)
 
     def reads_slot(self, request: Request) -> bool:
-        sampling = request.sampling
-        return sampling.penalised or bool(sampling.logit_bias) or sampling.min_tokens > 0
+        return True
 
     def unpack(self, columns: Columns) -> Shaping:
         repetition, presence, frequency = (columns.floats[:, column] for column in range(3))

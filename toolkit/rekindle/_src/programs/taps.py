@@ -172,7 +172,7 @@ def _keeping_choices(route: Callable[..., Any], layer: int, kept: Sites) -> Call
 class Captures(Feature):
     """The residual stream behind every layer, as arrays [N, E]; the host takes the rows that requests want of them."""
 
-    variant, instead = CAPTURES, CAPTURES_MORE
+    option, variant, instead = "tapped", CAPTURES, CAPTURES_MORE
     inside = has_output = True
     copied = False  # on a device with memory of its own: few of them are wanted
     _helpers: Helpers
@@ -181,8 +181,7 @@ class Captures(Feature):
         self._helpers = helpers
 
     def in_plan(self, plan: StepPlan) -> bool:
-        rows = _tapped(plan)
-        return bool(rows) and any(map(_captures, rows)) and not any(map(_captures_inside, rows))
+        return any(map(_captures, plan.rows)) and not any(map(_captures_inside, plan.rows))
 
     def model(self, model: Any, inputs: StepInputs, own: Any, operands: Any) -> tuple[Any, Any]:
         stream: list[Array] = []
@@ -249,7 +248,7 @@ class InnerCaptures(Captures):
         self._config = model
 
     def in_plan(self, plan: StepPlan) -> bool:
-        return any(map(_captures_inside, _tapped(plan)))
+        return any(map(_captures_inside, plan.rows))
 
     def model(self, model: Any, inputs: StepInputs, own: Any, operands: Any) -> tuple[Any, Any]:
         _, (stream, _) = super().model(model, inputs, own, operands)
@@ -269,10 +268,6 @@ class InnerCaptures(Captures):
     def _once(self, array: np.ndarray[Any, Any], site: str, layer: int) -> np.ndarray[Any, Any]:
         """Return each kv head once: where a mesh has more devices than a layer has heads, several have the same one."""
         return array[:, :: array.shape[1] // self._config.pages_of(layer).heads]
-
-
-def _tapped(plan: StepPlan) -> list[Row]:
-    return [row for rows in (plan.decode, plan.prefill) for row in rows if row.request.tapped is not None]
 
 
 def _captures(row: Row) -> bool:
@@ -312,7 +307,7 @@ class _Part(NamedTuple):
 class Steering(Feature):
     """Changes of the residual stream of some tokens behind some layers. Each data shard has operands of its own."""
 
-    variant, instead = STEERS, STEERS_MORE
+    option, variant, instead = "tapped", STEERS, STEERS_MORE
     inside, operand_layout = True, ROWS
 
     def __init__(self, model: ModelConfig, config: EngineConfig, shards: int = 1, *, ahead: bool = False) -> None:
@@ -343,8 +338,7 @@ class Steering(Feature):
         return aligned((self._shards * self._shape[0], self._shape[1]), np.float32)
 
     def in_plan(self, plan: StepPlan) -> bool:
-        rows = _tapped(plan)
-        return bool(rows) and any(map(_edits, rows)) and not any(map(_edits_inside, rows))
+        return any(map(_edits, plan.rows)) and not any(map(_edits_inside, plan.rows))
 
     def prepare(self, plans: Sequence[StepPlan], rows: int) -> None:
         entries, needed = zip(*(self._entries(plan, rows) for plan in plans), strict=True)
@@ -426,7 +420,7 @@ def _identities(parts: Sequence[_Part]) -> list[tuple[int, int, int]]:
 class InnerSteering(Feature):
     """The same, and changes of the outputs of attention and MLP. The operands are those of `Steering`."""
 
-    variant = STEERS_MORE
+    option, variant = "tapped", STEERS_MORE
     inside, operand_layout = True, ROWS
 
     def __init__(self, stream: Steering, *, ahead: bool = False) -> None:
@@ -441,7 +435,7 @@ class InnerSteering(Feature):
         return self._stream.operand_shapes
 
     def in_plan(self, plan: StepPlan) -> bool:
-        return any(map(_edits_inside, _tapped(plan)))
+        return any(map(_edits_inside, plan.rows))
 
     def prepare(self, plans: Sequence[StepPlan], rows: int) -> None:
         self._stream.prepare(plans, rows)

@@ -236,6 +236,7 @@ def process(processors: Sequence[LogitsProcessor], logits: Array, flags: Array, 
 class Processors(Feature):
     """The session's processors: a flag for each, in the programs of a variant that is compiled ahead."""
 
+    option = "sampling.processors"
     changing, variant, warmed = PROCESSORS, PROCESSED, True
 
     def __init__(self, processors: Sequence[LogitsProcessor]) -> None:
@@ -246,10 +247,7 @@ class Processors(Feature):
         return sum(self._bits[name] for name in set(request.sampling.processors))
 
     def reads_slot(self, request: Request) -> bool:
-        return bool(request.sampling.processors)
-
-    def in_plan(self, plan: StepPlan) -> bool:
-        return any(row.request.sampling.processors for row in plan.rows)
+        return True
 
     def change(self, logits: Array, inputs: StepInputs, own: Any, state: RequestState) -> Array:
         history = state.history[inputs.slots]
@@ -402,7 +400,7 @@ def _layers(tap: Tap, count: int) -> tuple[int, ...]:
 class CustomTaps(Feature):
     """The session's taps: a bit for each in a row's column, in the programs of a variant that is compiled ahead."""
 
-    variant, warmed, inside, ints = TAPPED, True, True, 1
+    option, variant, warmed, inside, ints = "tapped", TAPPED, True, True, 1
 
     def __init__(self, taps: Sequence[Tap], layers: int, *, divided: bool = False) -> None:
         self._taps, self._divided = tuple(taps), divided
@@ -424,15 +422,11 @@ class CustomTaps(Feature):
         return tuple(_shapes(tap.arrays) for tap in self._taps)
 
     def constants(self, request: Request) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        tapped = request.tapped
-        return (0 if tapped is None else sum(self._bits[name] for name in tapped.custom),), ()
+        assert request.tapped is not None, "its option"
+        return (sum(self._bits[name] for name in request.tapped.custom),), ()
 
     def in_plan(self, plan: StepPlan) -> bool:
-        for rows in (plan.decode, plan.prefill):
-            for row in rows:
-                if row.request.tapped is not None and row.request.tapped.custom:
-                    return True
-        return False
+        return any(row.request.tapped is not None and row.request.tapped.custom for row in plan.rows)
 
     def unpack(self, columns: Columns) -> Any:
         return columns.ints[:, 0]

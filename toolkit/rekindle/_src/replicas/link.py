@@ -18,7 +18,7 @@ from rekindle._src.dispatch.engine import ON_DEVICE
 from rekindle._src.replicas.routes import Routes
 from rekindle._src.replicas.routing import Role
 from rekindle._src.replicas.wire import AdapterSource, Connection, ReplicaGone, ReplicaInfo, Sent, Weights
-from rekindle._src.session.sharing.source import PageAddress
+from rekindle._src.session.page_sharing import PageAddress
 from rekindle.errors import ReplicaLost
 
 log = logging.getLogger("rekindle.fleet")

@@ -26,8 +26,8 @@ from rekindle._src.replicas.routing import Role
 from rekindle._src.replicas.wire import AdapterSource, Mail, ReplicaGone, ReplicaInfo, Sent
 from rekindle._src.session.following import follow
 from rekindle._src.session.opening import open_sync
+from rekindle._src.session.page_sharing import PageAddress
 from rekindle._src.session.session import Session
-from rekindle._src.session.sharing.source import PageAddress
 from rekindle.errors import ConfigError, MissingExtra, RekindleError
 
 try:

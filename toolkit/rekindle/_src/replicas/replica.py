@@ -22,9 +22,8 @@ import anyio
 import anyio.to_thread
 import numpy as np
 
-from rekindle._src.core.guides import GuideLike
 from rekindle._src.core.own_failure import one_line, own_failure
-from rekindle._src.core.records import FinishReason, Request, TokenEvent
+from rekindle._src.core.records import FinishReason, GuideLike, Request, TokenEvent
 from rekindle._src.dispatch.backend import Front, GrammarLike
 from rekindle._src.dispatch.intake import compiled_grammar, tapped_of
 from rekindle._src.dispatch.threads import Mailbox, Wakeup, until, wake
@@ -32,10 +31,8 @@ from rekindle._src.kvcache.tiers.host import Held
 from rekindle._src.replicas.routing import Role
 from rekindle._src.replicas.wire import AdapterSource, Mail, News, RemoteGuide, ReplicaInfo, Sent, decode
 from rekindle._src.session.client import Client
+from rekindle._src.session.page_sharing import PageAddress, Puller, SharedPages, page_address, parts
 from rekindle._src.session.session import Session, client_of
-from rekindle._src.session.sharing.pulling import Puller
-from rekindle._src.session.sharing.sharer import SharedPages, page_address, parts
-from rekindle._src.session.sharing.source import PageAddress
 from rekindle._src.structured.token_rules import RestrictedGuide, rules_of
 from rekindle.errors import (
     ConfigError,

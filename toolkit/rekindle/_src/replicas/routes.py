@@ -29,7 +29,7 @@ from rekindle._src.replicas.routing import (
     prompt_only,
 )
 from rekindle._src.replicas.wire import News, Sent, encode
-from rekindle._src.session.sharing.source import PageAddress
+from rekindle._src.session.page_sharing import PageAddress
 from rekindle.errors import QueueFull, RekindleError, ReplicaLost, RequestQuarantined, SessionClosed
 
 log = logging.getLogger("rekindle.fleet")

@@ -16,13 +16,12 @@ import numpy as np
 
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.embedder import Embedder
-from rekindle._src.core.guides import Guided, Mask
-from rekindle._src.core.records import Request, Resumed, TokenEvent
+from rekindle._src.core.records import Guided, Mask, Request, Resumed, TokenEvent
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.backend import GrammarLike
 from rekindle._src.replicas.routing import Role
-from rekindle._src.session.sharing.source import PageAddress
-from rekindle._src.structured.guide import Guide, Reasoning
+from rekindle._src.session.page_sharing import PageAddress
+from rekindle._src.structured.grammar import Guide, Reasoning
 from rekindle._src.structured.spec import Spec
 from rekindle._src.structured.token_rules import RestrictedGuide
 from rekindle.errors import InvalidRequest

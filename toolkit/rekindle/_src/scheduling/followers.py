@@ -11,8 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from rekindle._src.core.guides import Guided
-from rekindle._src.core.records import IntArray, Request, Row, RowResult
+from rekindle._src.core.records import Guided, IntArray, Request, Row, RowResult
 from rekindle._src.core.tapped import CapturedPart, Tapped
 from rekindle._src.kvcache.kept import KeptCaptures, parts_by_page
 

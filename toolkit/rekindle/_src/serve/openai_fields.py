@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from rekindle._src.core import options
-from rekindle._src.core.bounds import MAX_BAD_WORDS, MAX_WORD
+from rekindle._src.core.options import MAX_BAD_WORDS, MAX_WORD
 from rekindle._src.core.sampling import MAX_ALLOWED_TOKENS, Sampling
 from rekindle._src.serve.errors import wrong
 from rekindle._src.serve.fields import (

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from rekindle._src.core import html
-from rekindle._src.core.guides import mask_words
-from rekindle._src.core.records import Completion
+from rekindle._src.core.records import Completion, mask_words
 from rekindle._src.dispatch.backend import Front
 from rekindle.errors import InvalidRequest
 

@@ -9,7 +9,7 @@ from typing import Any
 from rekindle._src.core.contracts import ChatLike
 from rekindle._src.dispatch.intake import LONG_TEXT
 from rekindle._src.session.prompts import Prompt
-from rekindle._src.session.tools.tool import Tool
+from rekindle._src.session.tool_functions import Tool
 from rekindle._src.text.chat import REASONING, ChatTemplate
 from rekindle._src.text.replies import ReplyFormat, ReplyPlan
 from rekindle._src.text.replies.format import reads, reads_calls, takes_tools, with_calls_as_text

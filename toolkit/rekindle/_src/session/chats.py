@@ -22,8 +22,8 @@ from rekindle.errors import InvalidRequest
 if TYPE_CHECKING:
     from rekindle._src.session.chat_prompt import Messages
     from rekindle._src.session.conversation import Conversation
-    from rekindle._src.session.tools.loop import ToolChoice, ToolLoop
-    from rekindle._src.session.tools.tool import ToolLike
+    from rekindle._src.session.tool_functions import ToolLike
+    from rekindle._src.session.tool_loop import ToolChoice, ToolLoop
 
 
 MAX_ROUNDS = 8
@@ -132,8 +132,8 @@ class ChatRequests:
         where the last message ends.
         """
         from rekindle._src.session.chat_prompt import chat_prompt  # chats alone need it
-        from rekindle._src.session.tools.loop import forcing, resolve_choice
-        from rekindle._src.session.tools.tool import tools_of
+        from rekindle._src.session.tool_functions import tools_of
+        from rekindle._src.session.tool_loop import forcing, resolve_choice
 
         tools_ = tools_of(tools)
         choice = resolve_choice(tool_choice, tools_, parallel=parallel_tool_calls)
@@ -165,7 +165,7 @@ class ChatRequests:
         if sampling_.n != 1 or continue_final_message:
             field, value = ("n", sampling_.n) if sampling_.n != 1 else ("continue_final_message", True)
             raise InvalidRequest(field, value, "can't be combined with run_tools", "Run the tool calls yourself")
-        from rekindle._src.session.tools.loop import ToolLoop
+        from rekindle._src.session.tool_loop import ToolLoop
 
         self._host.check()
         return ToolLoop(ask, messages, tools_, max_rounds)
@@ -188,7 +188,7 @@ class ChatRequests:
     ) -> str:
         """Return the prompt that `chat` makes of these messages, special tokens included."""
         from rekindle._src.session.chat_prompt import chat_prompt
-        from rekindle._src.session.tools.tool import tools_of
+        from rekindle._src.session.tool_functions import tools_of
 
         prompt = chat_prompt(
             self._front.chat,
@@ -230,8 +230,8 @@ class Conversations:
         calls and results are among `chat.messages`.
         """
         from rekindle._src.session.conversation import open_conversation  # chats alone need it
-        from rekindle._src.session.tools.loop import resolve_choice
-        from rekindle._src.session.tools.tool import tools_of
+        from rekindle._src.session.tool_functions import tools_of
+        from rekindle._src.session.tool_loop import resolve_choice
 
         optional = {
             "tools": tools,

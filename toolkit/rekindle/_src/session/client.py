@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from rekindle._src.core.bounds import check_salt
+from rekindle._src.core.options import check_salt
 from rekindle._src.core.records import IntArray, PageMove, root_name
 from rekindle._src.dispatch.backend import Exclusive, Front, Pause, Resume
 from rekindle._src.dispatch.engine import Engine, Observer
@@ -19,7 +19,7 @@ from rekindle._src.session.prompts import PromptLike, parse_one
 from rekindle.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from rekindle._src.session.sharing.sharer import SharedPages
+    from rekindle._src.session.page_sharing import SharedPages
 
 T = TypeVar("T")
 

@@ -20,7 +20,7 @@ from rekindle._src.core.records import Completion, FinishReason, TextDelta
 from rekindle._src.core.sampling import ANSWER_TOKENS, Sampling, SamplingOptions
 from rekindle._src.session.call import Call
 from rekindle._src.session.handle import Handle, SyncStream
-from rekindle._src.session.tools.loop import ToolLoop, described
+from rekindle._src.session.tool_loop import ToolLoop, described
 from rekindle.errors import InvalidRequest
 
 FORMAT, VERSION = "rekindle conversation", 1

@@ -11,8 +11,8 @@ import numpy as np
 
 from rekindle._src.core import html
 from rekindle._src.core.activity import Activity, State
-from rekindle._src.core.bounds import check_batch
 from rekindle._src.core.embedder import pool
+from rekindle._src.core.options import check_batch
 from rekindle._src.core.records import Completion, Embedded, Pooling, Usage, Vector
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.core.taps import Capture

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rekindle._src.core.bounds import check_batch, check_prompt
+from rekindle._src.core.options import check_batch, check_prompt
 from rekindle._src.core.records import IntArray, Pooling
 from rekindle.errors import InvalidRequest
 

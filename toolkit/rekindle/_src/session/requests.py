@@ -17,8 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from rekindle._src.core.activity import Activity, State
-from rekindle._src.core.bounds import check_batch
-from rekindle._src.core.options import takes_options
+from rekindle._src.core.options import check_batch, takes_options
 from rekindle._src.core.records import Completion
 from rekindle._src.core.sampling import Sampling, SamplingOptions
 from rekindle._src.dispatch.backend import Front

@@ -1,4 +1,8 @@
-"""Resolves options left open by the user: takes an `EngineConfig` and returns one without "auto" and None."""
+"""Resolves options left open by the user: takes an `EngineConfig` and returns one without "auto" and None.
+
+Deterministic steps, in which a token's numbers are the same to the last bit in any batch, are resolved here, too: not
+all models can have them.
+"""
 
 from __future__ import annotations
 

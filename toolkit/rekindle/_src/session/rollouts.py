@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rekindle._src.core import html
-from rekindle._src.core.bounds import check_batch
-from rekindle._src.core.options import takes_options
+from rekindle._src.core.options import check_batch, takes_options
 from rekindle._src.core.records import Completion, FinishReason, IntArray, Usage
 from rekindle._src.core.sampling import Sampling, SamplingOptions
 from rekindle._src.dispatch.backend import Front

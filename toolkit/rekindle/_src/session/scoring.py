@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, overload
 import numpy as np
 
 from rekindle._src.core import html
-from rekindle._src.core.bounds import check_batch
+from rekindle._src.core.options import check_batch
 from rekindle._src.core.records import Completion, IntArray, Usage
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.backend import Front

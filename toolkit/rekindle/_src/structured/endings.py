@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rekindle._src.core.guides import Mask, mask_words
+from rekindle._src.core.records import Mask, mask_words
 
 DIGITS = 18  # of a number, before and behind its point: any integer of so many is an int64
 EXPONENT = 2  # digits; a float of 18 digits and this exponent is finite

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rekindle._src.core.contracts import TokenizerLike
-from rekindle._src.core.guides import Guided, GuideLike, Mask, mask_words
+from rekindle._src.core.records import Guided, GuideLike, Mask, mask_words
 from rekindle._src.core.sampling import Sampling
 from rekindle.errors import InvalidRequest
 

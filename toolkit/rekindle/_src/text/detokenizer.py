@@ -13,8 +13,8 @@ from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 from rekindle._src.core.sampling import Sampling
-from rekindle._src.text.spelling import byte_of_character
 from rekindle._src.text.tokenizer import Tokenizer
+from rekindle._src.text.tokenizer_limits import byte_of_character
 from rekindle.errors import InvalidRequest
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")

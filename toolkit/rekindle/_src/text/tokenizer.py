@@ -16,8 +16,7 @@ from rekindle._src.core.plain_files import read_plain
 from rekindle._src.models.loading.gguf.files import is_file
 from rekindle._src.text import tokenizer_limits
 from rekindle._src.text.encoding_process import EncodingFailed, EncodingProcess
-from rekindle._src.text.spelling import Spelled
-from rekindle._src.text.tokenizer_limits import panics_as
+from rekindle._src.text.tokenizer_limits import Spelled, panics_as, raise_panic
 from rekindle.errors import CheckpointError, RequestFailed
 
 MAX_FILE = 256 << 20  # bytes; the tokenizer.json of a vocabulary of 256,000 has some 35 MB
@@ -225,8 +224,11 @@ class Tokenizer:
                     f"A text of {len(text):,} characters could not be encoded: {error}. This model's tokenizer is not "
                     "bounded by the length of a text; pass a shorter one, or token ids"
                 ) from error
-        with panics_as(RequestFailed, f"it encoded a text of {len(text):,} characters"):
+        try:
             return backend.encode(text, add_special_tokens, long=len(text) >= LONG_TEXT)
+        except BaseException as error:
+            raise_panic(error, RequestFailed, f"it encoded a text of {len(text):,} characters")
+            raise
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of `ids`; an id without a token contributes nothing. A panic raises `RequestFailed`."""

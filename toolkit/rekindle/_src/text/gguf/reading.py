@@ -4,6 +4,10 @@ Tokenizers of large vocabularies are stored as tokenizer.json in the cache folde
 file's own keys takes twice as long as reading it from tokenizer.json, and one of SentencePiece's, whose merges follow
 from scores, several times as long. What a tokenizer of parts knows of all tokens is stored there, too: of Gemma's it
 takes 0.1 s to find out.
+
+The tokenizers library takes a second or two for 262,000 tokens and their merges, in which no other thread runs. A text
+is cut the same way by a tokenizer that has only those tokens which are parts of it: merges make no others, and keep
+their order. Hashes find these tokens (`token_table.py`), for words that no earlier text had.
 """
 
 from __future__ import annotations
@@ -11,20 +15,33 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-from collections.abc import Callable, Mapping
+import itertools
+import re
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import tokenizers
+from tokenizers import AddedToken, decoders, pre_tokenizers
 
 from rekindle._src.core.config import cache_folder
 from rekindle._src.core.store import Store
 from rekindle._src.models.loading.fingerprint import files_digest
 from rekindle._src.models.loading.gguf.header import GgufHeader, Metadata, Texts, read_header, stop_tokens
-from rekindle._src.text.gguf.partial import PartialTokenizer
-from rekindle._src.text.gguf.token_table import TokenTable
-from rekindle._src.text.gguf.vocabulary import Vocabulary, read_backend, recipe
-from rekindle._src.text.tokenizer_limits import panics_as
+from rekindle._src.text.gguf.token_table import SEPARATOR, TokenTable
+from rekindle._src.text.gguf.vocabulary import (
+    Cuts,
+    MergeList,
+    Pair,
+    Recipe,
+    Vocabulary,
+    added_token,
+    read_backend,
+    recipe,
+)
+from rekindle._src.text.tokenizer_limits import CUT_CHARACTERS, MERGES_PER_PIECE, Spelled, byte_of_character, panics_as
 from rekindle.errors import CheckpointError
 
 _TEMPLATE = "tokenizer.chat_template"
@@ -145,3 +162,261 @@ def _place(key: bytes, kind: str = "") -> tuple[Store, str]:
 def _sources() -> bytes:
     """Return the version of the library and the digest of these modules, which decide how tokenizers are built."""
     return f"{tokenizers.__version__} {files_digest(sorted(Path(__file__).parent.glob('*.py')))}".encode()
+
+
+MOST = 1 << 15  # tokens kept for later texts; a tokenizer of them is built in a tenth of a second
+_CROSSING = 1 << 11  # most tokens with a space inside for which texts are looked at word by word
+_WORD = re.compile(r" *[^ ]+| +")
+_SPACE = "▁"  # in SentencePiece's pieces
+_BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+_SPENT = 8  # the part that stays is rebuilt after parts for single texts took this many times its tokens
+_LONG = 64  # characters; longer words are looked at each time
+
+
+class Part(NamedTuple):
+    """A tokenizer, and the tokens that it has."""
+
+    ids: frozenset[int]
+    backend: tokenizers.Tokenizer
+
+
+class PartialTokenizer:
+    """A tokenizer with the same results as one of all tokens, which `whole` builds."""
+
+    def __init__(
+        self,
+        bpe: Recipe,
+        whole: Callable[[], tokenizers.Tokenizer],
+        table_of: Callable[[Texts], TokenTable] = TokenTable,
+    ) -> None:
+        """Raise `ValueError` for a vocabulary that parts can't stand for."""
+        words, self._make_whole = bpe.words, whole
+        self._words, self._tokens = words, words.tokens
+        self._table = table = table_of(words.tokens)
+        self._bytewise = isinstance(bpe.decoder, decoders.ByteLevel)
+        self._prefix = ""
+        always = {table.id_of(token) for token in words.special().values()}
+        if isinstance(bpe.merges, MergeList):
+            bpe.merges.sort(table)
+        if not self._bytewise:
+            always |= self._fallbacks(bpe.options["unk_token"])
+        if isinstance(bpe.merges, Cuts):
+            _check_cuts(words.tokens)
+            self._prefix = _SPACE if words.flag("add_space_prefix", True) else ""
+            if words.flag("remove_extra_whitespaces", False):
+                raise ValueError("spaces are dropped, so that words are not known one by one")
+        self._recipe = bpe
+        added = words.added()
+        if not table.first[added].all():
+            raise ValueError("a token that text may spell out is there twice")
+        self._added = frozenset(added.tolist())
+        crossing = _crossing(words.tokens, self._spelled(" ")) | (_crossing(words.tokens, " ") & self._added)
+        self._by_word = len(crossing) <= _CROSSING
+        needed = {self._tokens[index] for index in always if index is not None}
+        needed |= {self._tokens[index] for index in crossing if self._by_word}
+        self._always = frozenset(table.inside(SEPARATOR.join(token.encode() for token in needed)))
+        self._texts = dict[
+            int, str
+        ]()  # texts of the tokens that parts needed, by their ids; and the ranks of their merges
+        self._ranks = dict[int, list[int]]()
+        self._pairs = dict[int, Pair]()  # by their ranks
+        self._lock = threading.Lock()  # guards the fields below
+        self._part_words = set[str]()  # words with all their tokens in the part
+        self._part = self._build(self._always)
+        self._waiting = set[int]()  # tokens that texts needed since it was built
+        self._new = set[str]()  # their words
+        self._spent_tokens = 0  # tokens of parts for single texts since then
+        self._whole: tokenizers.Tokenizer | None = None
+
+    def encode(self, text: str, add_special_tokens: bool, *, long: bool) -> list[int]:
+        """Return the ids of a text. Long texts release the GIL."""
+        backend = self._for(text)
+        if not long:
+            return list(backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
+        return ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """Return the text of ids."""
+        hidden = self._special if skip_special_tokens else frozenset()
+        tokens = (self.token(int(token_id)) for token_id in ids if token_id not in hidden)
+        return str(self._recipe.decoder.decode([token for token in tokens if token is not None]))
+
+    def token(self, token_id: int) -> str | None:
+        """Return the spelling of an id."""
+        if token_id < 0:
+            raise OverflowError(f"{token_id} is no id of a token")
+        if token_id >= len(self._tokens) or not self._table.first[token_id]:
+            return None
+        return self._tokens[token_id]
+
+    def id_of(self, token: str) -> int | None:
+        """Return the id of a token."""
+        return self._table.id_of(token)
+
+    @functools.cached_property
+    def size(self) -> int:
+        """The number of tokens."""
+        return int(self._table.first.sum())
+
+    @functools.cached_property
+    def longest(self) -> int:
+        """The number of characters of the longest token."""
+        octets = np.frombuffer(self._tokens.content, np.uint8)
+        begins = np.append(0, np.cumsum((octets & 0xC0) != 0x80))
+        return int((begins[self._tokens.ends] - begins[self._tokens.starts]).max(initial=0))
+
+    def added(self) -> dict[int, AddedToken]:
+        """Return the tokens that text may spell out, by their ids."""
+        return {index: added_token(self._words, index) for index in sorted(self._added)}
+
+    @property
+    def pipeline(self) -> tokenizers.Tokenizer:
+        """A tokenizer with the same steps and few tokens."""
+        return self._part.backend
+
+    def whole(self) -> tokenizers.Tokenizer:
+        """Return the library's own tokenizer of all tokens. Building it takes seconds."""
+        with self._lock:
+            if self._whole is None:
+                self._whole = self._make_whole()
+            return self._whole
+
+    def spelled(self) -> Spelled | None:
+        """Return the tokens as they stand in texts; None if a text's first word is spelled in another way."""
+        if self._prefix:
+            return None
+        tokens = self._bytewise_spelled() if self._bytewise else self._piecewise_spelled()
+        for index, added in self.added().items():
+            tokens[index] = added.content.encode()
+        for index in np.flatnonzero(~self._table.first).tolist():
+            tokens[index] = b""
+        return Spelled(tokens, sorted(self._special))
+
+    def _bytewise_spelled(self) -> list[bytes]:
+        octets = {ord(character): byte for character, byte in byte_of_character().items()}
+        between = "\uffff"  # no character of the byte-level alphabet
+        texts = between.join(self._tokens).translate(octets).split(between)
+        return [text.encode("latin-1", "ignore") for text in texts]
+
+    def _piecewise_spelled(self) -> list[bytes]:
+        tokens = [token.replace(_SPACE, " ").encode() for token in self._tokens]
+        for byte in range(256):
+            index = self._table.id_of(f"<0x{byte:02X}>")
+            if index is not None:
+                tokens[index] = bytes([byte])
+        return tokens
+
+    @functools.cached_property
+    def _special(self) -> frozenset[int]:
+        return frozenset(index for index, token in self.added().items() if token.special)
+
+    def _for(self, text: str) -> tokenizers.Tokenizer:
+        """Return a tokenizer that has every token that is part of a text."""
+        words = {text} if not self._by_word or _SPACE in text else set(_WORD.findall(text))
+        with self._lock:
+            if self._whole is not None:
+                return self._whole
+            new = words - self._part_words
+            if not new:
+                return self._part.backend
+            ids = self._inside(new)
+            if ids is not None:
+                return self._part_with(ids, words, new).backend
+        return self.whole()
+
+    def _part_with(self, ids: frozenset[int], words: set[str], new: set[str]) -> Part:
+        """Return a part with `ids`, the tokens in new words of a text, and the tokens of its other words.
+
+        The part that stays is rebuilt once parts for single texts have cost a few times as much as rebuilding will.
+        """
+        if not ids <= self._part.ids:
+            self._waiting |= ids - self._part.ids
+            self._new |= new
+            grown = len(self._part.ids) + len(self._waiting)
+            if self._spent_tokens < _SPENT * grown:
+                part = self._build(self._always | (self._inside(words) or ids))
+                self._spent_tokens += len(part.ids)
+                return part
+            if grown > MOST:
+                self._part, self._new = self._build(self._always | (self._inside(words) or ids)), words
+                self._part_words.clear()
+            else:
+                self._part = self._build(self._part.ids | self._waiting)
+            new, self._waiting, self._new, self._spent_tokens = self._new, set(), set(), 0
+        if len(self._part_words) + len(new) > 2 * MOST:
+            self._part_words.clear()
+        self._part_words |= {word for word in new if len(word) <= _LONG}
+        return self._part
+
+    def _inside(self, words: set[str]) -> frozenset[int] | None:
+        """Return the tokens that are parts of words as written or as merges see them; None if that is unknown.
+
+        Words are composed one by one. Texts are composed the same way: nothing is composed with a space. But a
+        character that follows a token which text may spell out would be composed with the token's last one.
+        """
+        plain, composed = SEPARATOR.join(word.encode() for word in words), words
+        if self._bytewise and self._recipe.normalizer is not None:
+            pairs = {word: self._recipe.normalizer.normalize_str(word) for word in words}
+            changed = SEPARATOR.join(word.encode() for word, normal in pairs.items() if word != normal)
+            if changed and self._table.inside(changed) & self._added:
+                return None
+            composed = {*pairs.values()}
+        spelled = SEPARATOR.join(self._spelled(word).encode() for word in composed)
+        return frozenset(self._table.inside(plain + SEPARATOR + spelled, self._prefix.encode()))
+
+    def _spelled(self, text: str) -> str:
+        """Return a text in the spelling of tokens."""
+        if not self._bytewise:
+            return text.replace(" ", _SPACE)
+        return "".join(piece for piece, _ in _BYTES.pre_tokenize_str(text))
+
+    def _build(self, ids: frozenset[int]) -> Part:
+        """Return the part with these tokens. They contain no other tokens."""
+        if len(self._texts) > 2 * MOST:
+            self._texts.clear()
+            self._ranks.clear()
+            self._pairs.clear()
+        for index in ids - self._texts.keys():
+            self._texts[index] = self._tokens[index]
+        tokens = {self._texts[index]: index for index in ids}
+        for index in ids - self._ranks.keys():
+            pairs = self._recipe.merges.making(self._texts[index], tokens)
+            self._ranks[index] = [*pairs]
+            self._pairs |= pairs
+        ranks = sorted(itertools.chain.from_iterable(map(self._ranks.__getitem__, ids)))
+        merges = [*map(self._pairs.__getitem__, ranks)]
+        return Part(ids, self._recipe.make(tokens, merges, sorted(ids & self._added)))
+
+    def _fallbacks(self, unknown: str | None) -> set[int | None]:
+        """Return the tokens of bytes and of unknown characters, which stand for characters that are no tokens."""
+        content, names = self._tokens.content, [f"<0x{byte:02X}>" for byte in range(256)]
+        ids = [index for token in names if (index := self._table.id_of(token)) is not None]
+        if content.count(b"<0x") != len(ids) or (unknown and content.count(unknown.encode()) != 1):
+            raise ValueError("a token contains one of those that stand for unknown characters")
+        return {*ids, None if unknown is None else self._table.id_of(unknown)}
+
+
+def _crossing(texts: Texts, space: str) -> frozenset[int]:
+    """Return the tokens in which a space follows something else."""
+    pattern = space.encode()
+    octets = np.frombuffer(texts.content, np.uint8)
+    count = len(octets) - len(pattern) + 1
+    if count <= 0:
+        return frozenset()
+    here = octets[:count] == pattern[0]
+    for at, octet in enumerate(pattern[1:], start=1):
+        here &= octets[at : at + count] == octet
+    places = np.flatnonzero(here)
+    after = here[places - len(pattern)] & (places >= len(pattern))  # another space, or a byte before the token
+    tokens = np.searchsorted(texts.starts, places, side="right") - 1
+    inside = (tokens >= 0) & (places < texts.ends[tokens]) & (places > texts.starts[tokens])
+    return frozenset(tokens[inside & ~after].tolist())
+
+
+def _check_cuts(texts: Texts) -> None:
+    """Raise `ValueError` for pieces that may consist of others in too many ways; the whole tokenizer decides."""
+    lengths = (texts.ends - texts.starts).astype(np.int64)
+    if lengths.sum() > MERGES_PER_PIECE * max(4096, len(texts)) or (lengths**2).sum() > CUT_CHARACTERS:
+        raise ValueError("pieces that are cut in many ways")

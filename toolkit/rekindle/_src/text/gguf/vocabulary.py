@@ -19,9 +19,8 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from rekindle._src.models.loading.gguf.header import MAX_TEXTS, Metadata, Texts
 from rekindle._src.text import tokenizer_limits
-from rekindle._src.text.gguf.pre_tokenizers import LINES, PRE_TOKENIZERS
 from rekindle._src.text.gguf.token_table import CHUNK, Sums, TokenTable
-from rekindle._src.text.tokenizer_limits import CUT_CHARACTERS, MERGES_PER_PIECE, panics_as
+from rekindle._src.text.tokenizer_limits import CUT_CHARACTERS, LINES, MERGES_PER_PIECE, PRE_TOKENIZERS, panics_as
 from rekindle.errors import CheckpointError, UnsupportedModel
 
 _ID_BITS = MAX_TEXTS.bit_length()

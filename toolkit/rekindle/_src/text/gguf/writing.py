@@ -16,7 +16,6 @@ import tokenizers
 
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.text.chat import ChatTemplate
-from rekindle._src.text.gguf.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from rekindle._src.text.gguf.vocabulary import (
     BYTE,
     CONTROL,
@@ -28,6 +27,7 @@ from rekindle._src.text.gguf.vocabulary import (
     USER_DEFINED,
 )
 from rekindle._src.text.tokenizer import Tokenizer
+from rekindle._src.text.tokenizer_limits import PRE_TOKENIZERS, PreTokenizer
 
 _log = logging.getLogger("rekindle.engine")
 _KEY = "tokenizer.ggml"

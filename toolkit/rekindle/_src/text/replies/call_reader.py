@@ -12,14 +12,19 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rekindle._src.text.replies.call import ARGUMENTS, MAX_NAME, Call, Calls, as_json, json_call
-from rekindle._src.text.replies.source import (
+from rekindle._src.text.replies.call import (
+    ARGUMENTS,
+    MAX_NAME,
     SPACE,
+    Call,
+    Calls,
     Malformed,
     Reading,
     Source,
+    as_json,
     capture,
     forward,
+    json_call,
     peek,
     skip_space,
     take,

@@ -2,16 +2,174 @@
 
 A reader begins behind its opener (a bare one is still unread), reads whole calls, and raises `Malformed` where there
 is none; text read since the last whole call is then part of the answer.
+
+Replies of gpt-oss are in harmony: messages, each with a channel, and perhaps a tool as its recipient.
+
+    <|channel|>analysis<|message|>…<|end|>                                                 reasoning
+    <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{…}<|call|>    a call
+    <|start|>assistant<|channel|>final<|message|>…<|return|>                               the answer
+
+A prompt ends with `<|start|>assistant`, or within a message that the reply goes on with. What a model says to the user
+between calls, on the channel "commentary" without a recipient, is part of the answer. Text without channels is, too.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from typing import NamedTuple
 
-from rekindle._src.text.replies.call import MAX_NAME, Calls, CallSyntax, Opener, named_call
+from rekindle._src.core.reply import ContentDelta, ReasoningDelta, ToolCallStarted
+from rekindle._src.text.replies.call import (
+    MAX_NAME,
+    Calls,
+    CallSyntax,
+    Known,
+    Malformed,
+    Opener,
+    Reading,
+    ahead,
+    close,
+    named_call,
+    peek,
+    skip_space,
+    take,
+)
 from rekindle._src.text.replies.call_reader import read_arguments, read_call, read_function, read_json_call
-from rekindle._src.text.replies.harmony import HARMONY
-from rekindle._src.text.replies.source import Malformed, Reading, ahead, close, peek, skip_space, take
+from rekindle._src.text.replies.scanner import ReplyScanner
+
+START, CHANNEL, CONSTRAIN, MESSAGE = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>"
+CLOSES = ("<|end|>", "<|call|>", "<|return|>")
+HARMONY = CallSyntax("harmony", (), markers=(START, CHANNEL, CONSTRAIN, MESSAGE, *CLOSES))
+NAMESPACE = "functions."
+_HEADER_BEGINS = (CHANNEL, " to=", CONSTRAIN, MESSAGE)
+_HEADER_ENDS = (MESSAGE, START, *CLOSES)
+_BODY_ENDS = (START, CHANNEL, *CLOSES)
+_LONGEST = 400  # characters of a header
+_NO_ROLE = re.compile(r"[^\w.]")
+_CHANNEL_OF = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+_BETWEEN = "\n\n"  # two messages of one kind
+
+Kind = type[ContentDelta] | type[ReasoningDelta]
+
+
+class _Message(NamedTuple):
+    """A message by its header: the kind of its text, and the tool that it calls."""
+
+    kind: Kind = ContentDelta
+    call: str = ""  # a tool's name
+
+
+class HarmonyScanner(ReplyScanner):
+    """Reads one reply. `calls` says that messages to tools are calls; otherwise their channel decides."""
+
+    def __init__(self, *, calls: bool, known: Known, new_id: Callable[[int], str], pieces: bool = False) -> None:
+        super().__init__(syntax=None, tags=None, reasoning_open=False, known=known, new_id=new_id, pieces=pieces)
+        self._reads_calls = calls
+        self._said: set[Kind] = set()
+        self._fresh = True  # nothing of this message was emitted
+
+    def go_on_from(self, text: str) -> None:
+        """Take the text before the reply: the prompt from its last message on. Its events count for an open call."""
+        events = self.feed(text)
+        self._said.clear()
+        if self._writing:
+            first = max(at for at, event in enumerate(events) if isinstance(event, ToolCallStarted))
+            self._events = events[first:]
+
+    def _read(self) -> Reading[None]:
+        marker = START if (yield from self._comes(START)) else ""
+        self.source.at += len(marker)
+        while True:
+            message = _Message()
+            if marker == START:
+                yield from self._role()
+            if marker == CHANNEL:
+                message = yield from self._header(CHANNEL)
+            elif marker in (START, "") and (yield from self._header_comes()):
+                message = yield from self._header("")
+            self._fresh = True
+            if message.call and (yield from ahead(self.source, "{")):
+                yield from self._call(message.call)
+            marker = yield from self._body(message.kind)
+            if not marker:
+                return
+
+    def _role(self) -> Reading[None]:
+        """Read the role behind the beginning of a message, unless it is part of a text."""
+        source = self.source
+        while (match := _NO_ROLE.search(source.text, source.at)) is None and not source.ended:
+            if len(source.text) - source.at > _LONGEST:
+                return
+            yield
+        role = source.text[source.at : None if match is None else match.start()]
+        if role == "assistant" or (yield from self._header_comes(len(role))):
+            source.at += len(role)
+
+    def _comes(self, *literals: str, after: int = 0) -> Reading[bool]:
+        """True if one of these texts comes next, or `after` so many characters."""
+        source = self.source
+        while True:
+            rest = source.text[source.at + after :]
+            if rest.startswith(literals):
+                return True
+            if source.ended or not any(literal.startswith(rest) for literal in literals):
+                return False
+            yield
+
+    def _header_comes(self, after: int = 0) -> Reading[bool]:
+        return self._comes(*_HEADER_BEGINS, after=after)
+
+    def _header(self, begin: str) -> Reading[_Message]:
+        """Read a header up to its message. One that is cut is dropped, and what is none is left unread."""
+        source = self.source
+        while (match := self._first(_HEADER_ENDS)) is None:
+            if source.ended and (begin or "<|" in source.text[source.at :]):
+                source.at = len(source.text)
+                return _Message()
+            if source.ended or len(source.text) - source.at > _LONGEST:
+                return _Message()
+            yield
+        header = begin + source.text[source.at : match[0]]
+        source.at = match[0] + (len(MESSAGE) if match[1] == MESSAGE else 0)
+        recipient, channel = _RECIPIENT.search(header), _CHANNEL_OF.search(header)
+        if recipient is not None and self._reads_calls:
+            return _Message(call=recipient[1].removeprefix(NAMESPACE))
+        return _Message(ReasoningDelta if channel is not None and channel[1] == "analysis" else ContentDelta)
+
+    def _call(self, name: str) -> Reading[None]:
+        """Read the arguments of a call. Text that is no JSON object is content."""
+        self.source.mark()
+        try:
+            self.emit(named_call(name, (yield from read_arguments(self, name))))
+        except Malformed:
+            self._give_back(self.source.since_mark())
+            self._said.add(ContentDelta)
+            self._fresh = False
+
+    def _body(self, kind: Kind) -> Reading[str]:
+        """Emit the text of a message; return the marker that ends it, which is read, or "" at the end."""
+        source = self.source
+        while (yield from peek(source)):
+            source.mark()
+            match = self._first(_BODY_ENDS)
+            end = len(source.text) - self._undecided(_BODY_ENDS) if match is None else match[0]
+            self._write_message(kind, source.text[source.at : end])
+            source.at = end
+            if match is not None:
+                source.at += len(match[1])
+                return match[1]
+            if not source.ended:
+                yield
+        return ""
+
+    def _write_message(self, kind: Kind, text: str) -> None:
+        if text:
+            self._emit(kind, _BETWEEN + text if self._fresh and kind in self._said else text)
+            self._said.add(kind)
+            self._fresh = False
+
 
 _MISTRAL_NAME = re.compile(r"[\w./-]")
 

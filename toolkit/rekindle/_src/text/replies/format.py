@@ -17,11 +17,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from rekindle._src.core.reply import Reply, ReplyEvent, fold
-from rekindle._src.text.replies.call import CallSyntax, known_tools
-from rekindle._src.text.replies.families import SYNTAXES
-from rekindle._src.text.replies.harmony import HARMONY, NAMESPACE, START, HarmonyScanner
+from rekindle._src.text.replies.call import SPACE, CallSyntax, known_tools
+from rekindle._src.text.replies.families import HARMONY, NAMESPACE, START, SYNTAXES, HarmonyScanner
 from rekindle._src.text.replies.scanner import ReplyScanner, Tags
-from rekindle._src.text.replies.source import SPACE
 
 TAGS: tuple[Tags, ...] = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 # Signs of a template that describes or repeats calls, the most particular first.

@@ -18,8 +18,19 @@ from rekindle._src.core.reply import (
     ToolCallDropped,
     ToolCallStarted,
 )
-from rekindle._src.text.replies.call import Call, CallSyntax, Known, Opener
-from rekindle._src.text.replies.source import SPACE, Malformed, Reading, Source, peek, skip_space, take
+from rekindle._src.text.replies.call import (
+    SPACE,
+    Call,
+    CallSyntax,
+    Known,
+    Malformed,
+    Opener,
+    Reading,
+    Source,
+    peek,
+    skip_space,
+    take,
+)
 
 Tags = tuple[str, str]
 

@@ -21,7 +21,7 @@ from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.threads import blocks, fresh
 from rekindle._src.session.call import Call
 from rekindle._src.session.handle import Handle, SyncStream
-from rekindle._src.session.tools.tool import Tool
+from rekindle._src.session.tool_functions import Tool
 from rekindle._src.text.replies import ReplyFormat
 from rekindle._src.text.replies.call import call_grammar
 from rekindle._src.text.tokenizer import Tokenizer

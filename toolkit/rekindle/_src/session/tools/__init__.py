@@ -1,1 +1,0 @@
-"""Tools: Python functions, or JSON schemas of anything else, that a model may call."""
