@@ -28,7 +28,8 @@ def write(folder: Path, dtype: str, gigabytes: float, shards: int = 3) -> None:
     import numpy as np
     from safetensors.numpy import save_file
 
-    from rekindle._src.models import abstract_model, config_from_hf, manifest
+    from rekindle._src.models.base import abstract_model
+    from rekindle._src.models.registry import config_from_hf, manifest
 
     raw = {
         "model_type": "llama", "vocab_size": 32000, "num_hidden_layers": 1, "max_position_embeddings": 2048,

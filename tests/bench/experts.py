@@ -21,9 +21,11 @@ import numpy as np
 from flax import nnx
 
 import rekindle_kernels
-from rekindle._src.models import MoeSpec, Precision, config_from_hf
+from rekindle._src.models.config import MoeSpec
 from rekindle._src.models.nn import moe
 from rekindle._src.models.nn.linear import quantise
+from rekindle._src.models.precision import Precision
+from rekindle._src.models.registry import config_from_hf
 from rekindle_kernels import linear
 from rekindle_kernels.ops.linear import matrix_of_expert
 

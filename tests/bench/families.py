@@ -126,7 +126,7 @@ def agreement(case: str, folder: str, tokens: int) -> dict[str, Any]:
     import jax
     import numpy as np
 
-    from rekindle._src.models import LoadedModel
+    from rekindle._src.models.base import LoadedModel
     from rekindle._src.models.loading import checkpoint
     from workshop import reference
 

@@ -45,7 +45,7 @@ def options(about: str | None, positional: str = "", /, **fields: Any) -> argpar
 
 def llama(layers: int, hidden: int, **fields: Any) -> Any:
     """A random Llama in bfloat16."""
-    from rekindle._src.models.base import random_model
+    from rekindle._src.models.placement import random_model
     from rekindle._src.models.registry import config_from_hf
 
     raw = {

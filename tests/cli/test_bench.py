@@ -16,8 +16,9 @@ from rekindle._src.bench.shapes import SHAPES, hf_config, write_checkpoint
 from rekindle._src.cli import bench
 from rekindle._src.cli.main import main, parser
 from rekindle._src.cli.usage import engine_options
-from rekindle._src.models import abstract_model, config_from_hf
+from rekindle._src.models.base import abstract_model
 from rekindle._src.models.loading.checkpoint import load
+from rekindle._src.models.registry import config_from_hf
 from rekindle._src.text import Tokenizer
 
 LIMITS = limits.MachineLimits(read_gb_per_s=40.0, bf16_gflop_per_s=800.0, f32_gflop_per_s=400.0, int8_gflop_per_s=600.0)

@@ -76,7 +76,7 @@ def run(base: Path, folder: Path) -> tuple[NDArray[np.float32], list[int]]:
 def main() -> None:
     sys.path[:0] = [str(HERE.parent), str(HERE.parents[1] / "toolkit"), str(HERE.parents[1] / "kernels")]
     from helpers import adapters, checkpoints
-    from rekindle._src.models import config_from_hf
+    from rekindle._src.models.registry import config_from_hf
 
     arrays: dict[str, NDArray[Any]] = {}
     for name in FAMILIES:

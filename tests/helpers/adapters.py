@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from helpers.plain_loop import plain_loop
-from rekindle._src.models import LoadedModel
 from rekindle._src.models.adapters.adapted import merged
 from rekindle._src.models.adapters.reading import read_adapter
 from rekindle._src.models.adapters.sites import sites_of
+from rekindle._src.models.base import LoadedModel
 from rekindle._src.models.config import ModelConfig
 
 CONFIG: dict[str, Any] = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "base_model_name_or_path": ""}

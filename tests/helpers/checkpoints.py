@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from helpers import families
-from rekindle._src.models import LoadedModel, abstract_model, config_from_hf, manifest
+from rekindle._src.models.base import LoadedModel, abstract_model
 from rekindle._src.models.loading.manifest import Source
-from rekindle._src.models.registry import FAMILIES
+from rekindle._src.models.registry import FAMILIES, config_from_hf, manifest
 
 Tensors = dict[str, NDArray[Any]]
 DTYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
@@ -147,3 +147,17 @@ def model(raw: Mapping[str, Any], state: Mapping[str, NDArray[Any]]) -> LoadedMo
 def case(name: str) -> LoadedModel:
     """The model of one of the CASES."""
     return model(CASES[name], tensors(CASES[name]))
+
+
+def leaves(model: LoadedModel) -> Tensors:
+    """The leaves of a model by path."""
+    return {path: np.asarray(leaf) for path, leaf in zip(model.graph.paths, model.leaves, strict=True)}
+
+
+def assert_same(found: LoadedModel, expected: LoadedModel) -> None:
+    """Both have the same leaves: paths, dtypes and numbers."""
+    ours, theirs = leaves(found), leaves(expected)
+    assert [*ours] == [*theirs]
+    for path, array in ours.items():
+        assert array.dtype == theirs[path].dtype, path
+        np.testing.assert_array_equal(array, theirs[path], err_msg=path)

@@ -13,7 +13,8 @@ from rekindle._src.core.records import Request, Row, StepPlan, StepResult, Token
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.engine import Engine
 from rekindle._src.execution.runner import Runner
-from rekindle._src.models.base import LoadedModel, random_model
+from rekindle._src.models.base import LoadedModel
+from rekindle._src.models.placement import random_model
 from rekindle._src.models.registry import config_from_hf
 from workshop import reference
 

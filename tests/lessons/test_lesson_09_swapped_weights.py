@@ -16,7 +16,7 @@ import pytest
 
 from helpers.plain_loop import plain_loop
 from helpers.tiered import MODEL, NEW, ask, opened, prompt
-from rekindle._src.models import LoadedModel
+from rekindle._src.models.base import LoadedModel
 
 pytestmark = pytest.mark.usefixtures("shared_programs")
 

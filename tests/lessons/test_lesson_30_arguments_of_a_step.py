@@ -16,7 +16,8 @@ from helpers.counting import Calls, listening
 from helpers.driving import TINY
 from helpers.small import OPTIONS, prompt
 from rekindle import Session
-from rekindle._src.models.base import LoadedModel, random_model
+from rekindle._src.models.base import LoadedModel
+from rekindle._src.models.placement import random_model
 from rekindle._src.models.registry import config_from_hf
 
 LAYERS = (1, 4)

@@ -11,8 +11,7 @@ import pytest
 
 import rekindle
 from helpers import checkpoints
-from rekindle._src.models import LoadedModel
-from rekindle._src.models.base import abstract_model
+from rekindle._src.models.base import LoadedModel, abstract_model
 from rekindle._src.models.calibration import calibrated, chosen_scales
 from rekindle._src.models.loading import checkpoint, quantize
 from rekindle._src.models.nn.packing import Packing

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 from helpers import checkpoints
-from rekindle._src.models import Precision, abstract_model, config_from_hf, manifest, merge, random_model
+from rekindle._src.models.base import abstract_model, merge
 from rekindle._src.models.hf_config import Keys
-from rekindle._src.models.registry import FAMILIES, family
+from rekindle._src.models.placement import random_model
+from rekindle._src.models.precision import Precision
+from rekindle._src.models.registry import FAMILIES, config_from_hf, family, manifest
 from rekindle.errors import UnsupportedModel
 
 LLAMA = checkpoints.CASES["llama"]

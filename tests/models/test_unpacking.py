@@ -17,8 +17,8 @@ from helpers import checkpoints, gguf_files
 from helpers.plain_loop import plain_loop
 from helpers.thorough import by_default
 from rekindle._src.core import memory
-from rekindle._src.models import LoadedModel, unpacking
-from rekindle._src.models.base import kinds_in
+from rekindle._src.models import unpacking
+from rekindle._src.models.base import LoadedModel, kinds_in
 from rekindle._src.models.loading import prepared, reading
 from rekindle._src.models.loading.checkpoint import describe, load, read
 from rekindle._src.models.unpacking import unpacked_model
@@ -41,13 +41,9 @@ def written(folder: Path, case: str) -> Path:
     return checkpoints.write(folder, checkpoints.CASES[case] | SIZES)
 
 
-def by_path(model: LoadedModel) -> dict[str, np.ndarray]:
-    return {path: np.asarray(leaf) for path, leaf in zip(model.graph.paths, model.leaves, strict=True)}
-
-
 def expected(packed: LoadedModel) -> dict[str, np.ndarray]:
     """The leaves of a packed model that no product of XLA:CPU unpacks, and what the others stand for."""
-    found, kinds = by_path(packed), dict(kinds_in(packed.graph))
+    found, kinds = checkpoints.leaves(packed), dict(kinds_in(packed.graph))
     for path in [path for path in found if path.endswith(".weight")]:
         owner = path.removesuffix("weight")
         scale, minimum = (found.get(owner + name) for name in ("scale", "minimum"))
@@ -98,7 +94,7 @@ def test_weights_are_what_their_integers_stand_for(
     assert loaded.graph == converted.graph
     assert dict(loaded.graph.precision.unpacked)
     for model in (loaded, converted):
-        assert_same(by_path(model), wanted)
+        assert_same(checkpoints.leaves(model), wanted)
     assert loaded.fingerprint != packed.fingerprint != converted.fingerprint
     assert unpacked_model(loaded) is loaded, "nothing is left to unpack"
 
@@ -116,10 +112,12 @@ def test_a_file_in_groups_is_read_as_floats(tmp_path: Path, monkeypatch: pytest.
     found, floats = load(file, cache_dir=cache), load(file, dtype="bfloat16")
     assert unpacking.words(found.graph) == "unpacked from 4, 6 and 8 bits: no native kernels here"
     assert found.held.startswith("bfloat16 ") and " bits " not in found.held
-    assert_same(by_path(found), by_path(floats))
+    assert_same(checkpoints.leaves(found), checkpoints.leaves(floats))
     converted = unpacked_model(read(describe(file, unpack=False)))
     assert converted.graph == found.graph
-    assert_same(by_path(converted), by_path(floats), 2**-7)  # compilers may add a minimum without a rounding before
+    assert_same(
+        checkpoints.leaves(converted), checkpoints.leaves(floats), 2**-7
+    )  # compilers may add a minimum without a rounding before
     assert prepared.wait(20)
     kept = describe(file, cache_dir=cache)
     assert kept.reads is None and kept.graph == found.graph

@@ -19,7 +19,7 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module
 # Older ones, by their functions, and by the first five words of docstrings. These lists may only shrink.
 LEFT = """
     __init__(asked) _assembled(found) _bits(found) _check_own(found) _download(asked) _download_gguf(asked)
-    _each(found) _fill_integers(found) _reads(found) _rope(found) _shapes_of(found) _source(said)
+    _each(found) _reads(found) _shapes_of(found) _source(said)
     address(found) check_fits(found) compare(found) features_of_macos(told)
     fill(found) fitted(found) found listed(found) place(asked) plan(found)
     said slot(asked) with_matrices(found)

@@ -15,7 +15,7 @@ import rekindle
 from helpers import adapters
 from helpers.small import MODEL, OPTIONS, PAGE, plain, prompt
 from helpers.thorough import by_default, one_event_loop  # noqa: F401  the fixture
-from rekindle._src.models import random_model
+from rekindle._src.models.placement import random_model
 from rekindle.errors import CheckpointError, ConfigError, InvalidRequest
 
 pytestmark = pytest.mark.usefixtures("shared_programs")

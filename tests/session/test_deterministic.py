@@ -21,11 +21,11 @@ from helpers.driving import tiny_model
 from helpers.thorough import by_default
 from rekindle import Session
 from rekindle._src.core.config import EngineConfig
-from rekindle._src.models import abstract_model, config_from_hf
-from rekindle._src.models.base import merge
+from rekindle._src.models.base import abstract_model, merge
 from rekindle._src.models.config import ModelConfig, MoeSpec
 from rekindle._src.models.nn.layers import LayerNorm
 from rekindle._src.models.nn.linear import rms_norm
+from rekindle._src.models.registry import config_from_hf
 from rekindle._src.session.resolve import LAYER_NORMS, reason_against
 from rekindle.errors import ConfigError
 from rekindle_kernels import unavailable_reason

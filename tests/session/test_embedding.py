@@ -20,7 +20,7 @@ from helpers.sessions import wait_until_idle
 from helpers.thorough import by_default, one_event_loop  # noqa: F401  the fixture
 from rekindle._src.core.records import Pooling
 from rekindle._src.models.base import Graph, LoadedModel, merge
-from rekindle._src.models.nn.layers import AttendOwn
+from rekindle._src.models.plain import AttendOwn
 from rekindle.errors import InvalidRequest, OutOfPages, PromptTooLong
 from workshop import reference
 

@@ -16,7 +16,7 @@ from helpers import checkpoints, vocabularies
 from helpers.thorough import by_default
 from rekindle import tiny
 from rekindle._src.cli.main import main
-from rekindle._src.models import LoadedModel
+from rekindle._src.models.base import LoadedModel
 from rekindle._src.models.loading.checkpoint import inspect, load
 from rekindle._src.models.loading.gguf import header
 from rekindle._src.session.exporting import export
@@ -30,12 +30,6 @@ PROMPT = "Once upon a time"
 QWEN = checkpoints.CASES["qwen3"] | {"hidden_size": 64, "intermediate_size": 96}
 
 
-def assert_alike(found: LoadedModel, expected: LoadedModel) -> None:
-    assert found.graph.paths == expected.graph.paths
-    for path, ours, theirs in zip(found.graph.paths, found.leaves, expected.leaves, strict=True):
-        np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs), err_msg=path)
-
-
 @pytest.fixture(scope="module")
 def embedded() -> LoadedModel:
     return load(tiny.folder(), dtype="float32")
@@ -45,7 +39,7 @@ def embedded() -> LoadedModel:
 def test_the_embedded_model_as_a_file_is_the_embedded_model(kind: str, tmp_path: Path, embedded: LoadedModel) -> None:
     file = export("tiny", tmp_path / "tiny.gguf", type=kind)
     found = load(file, dtype="float32")
-    assert_alike(found, embedded)
+    checkpoints.assert_same(found, embedded)
     assert found.config.eos_token_ids == embedded.config.eos_token_ids
     prompt = Tokenizer.load(file).encode(PROMPT)
     assert prompt == Tokenizer.load(tiny.folder()).encode(PROMPT)
@@ -120,7 +114,7 @@ def test_a_folder_of_a_file_of_a_folder_is_the_folder(case: str, tmp_path: Path)
     (folder / "generation_config.json").write_text(json.dumps({"do_sample": True, "temperature": 0.5, "top_k": 7}))
     file = export(folder, tmp_path / "model.gguf")
     back = export(file, tmp_path / "back")
-    assert_alike(load(back, dtype="float32"), load(folder, dtype="float32"))
+    checkpoints.assert_same(load(back, dtype="float32"), load(folder, dtype="float32"))
     assert [spec.sliding_window for spec in inspect(back).config.attention] == [
         spec.sliding_window for spec in inspect(folder).config.attention
     ]

@@ -14,7 +14,7 @@ from helpers.sessions import wait_until_idle
 from helpers.small import CONTEXT, MODEL, opening, plain, prompt
 from helpers.thorough import one_event_loop  # noqa: F401  the fixture
 from rekindle import Session
-from rekindle._src.models import LoadedModel
+from rekindle._src.models.base import LoadedModel
 from rekindle.errors import CheckpointError, InvalidRequest
 
 pytestmark = pytest.mark.anyio

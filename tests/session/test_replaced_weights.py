@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from helpers import checkpoints
-from rekindle._src.models import merge
+from rekindle._src.models.base import merge
 from rekindle._src.models.loading.hugepages import aligned
 from rekindle._src.session.weights import replace_weights
 from rekindle.errors import CheckpointError

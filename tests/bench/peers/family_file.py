@@ -27,8 +27,8 @@ from with_llama_cpp import quantise  # noqa: E402
 
 from helpers.checkpoints import fused  # noqa: E402
 from helpers.real_checkpoints import llama_cpp_source  # noqa: E402
-from rekindle._src.models import abstract_model, manifest  # noqa: E402
-from rekindle._src.models.registry import config_from_hf  # noqa: E402
+from rekindle._src.models.base import abstract_model  # noqa: E402
+from rekindle._src.models.registry import config_from_hf, manifest  # noqa: E402
 
 Q4_K_M, MXFP4_MOE = 15, 38  # llama.cpp's numbers
 SHAPES: dict[str, dict[str, Any]] = {

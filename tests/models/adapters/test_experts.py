@@ -14,9 +14,10 @@ from safetensors.numpy import load_file, save_file
 import rekindle
 from helpers import adapters, checkpoints
 from helpers.thorough import by_default
-from rekindle._src.models import config_from_hf, random_model
 from rekindle._src.models.adapters.adapted import merged
 from rekindle._src.models.adapters.reading import read_adapter
+from rekindle._src.models.placement import random_model
+from rekindle._src.models.registry import config_from_hf
 from rekindle.errors import CheckpointError
 from workshop import reference
 

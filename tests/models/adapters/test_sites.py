@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from helpers import checkpoints
-from rekindle._src.models import abstract_model, config_from_hf
 from rekindle._src.models.adapters.sites import sites_of
-from rekindle._src.models.base import merge
+from rekindle._src.models.base import abstract_model, merge
 from rekindle._src.models.nn.linear import Linear
 from rekindle._src.models.nn.moe import Stack
+from rekindle._src.models.registry import config_from_hf
 from rekindle._src.models.roles import local_shape
 
 

@@ -19,7 +19,6 @@ from safetensors.numpy import load_file, save_file
 from helpers import checkpoints
 from helpers.python import run_python
 from helpers.thorough import by_default
-from rekindle._src.models import LoadedModel
 from rekindle._src.models.loading import checkpoint, hub, reading
 from rekindle._src.models.loading.load_progress import LoadProgress
 from rekindle._src.models.loading.tensor_files import read_header
@@ -29,24 +28,12 @@ from rekindle.errors import CheckpointError, ConfigError, MissingExtra, Unsuppor
 RAW = checkpoints.CASES["llama"]
 
 
-def by_path(model: LoadedModel) -> dict[str, np.ndarray]:
-    return {path: np.asarray(leaf) for path, leaf in zip(model.graph.paths, model.leaves, strict=True)}
-
-
-def assert_equal(loaded: LoadedModel, expected: LoadedModel) -> None:
-    ours, theirs = by_path(loaded), by_path(expected)
-    assert ours.keys() == theirs.keys()
-    for path, array in ours.items():
-        assert array.dtype == theirs[path].dtype, path
-        np.testing.assert_array_equal(array, theirs[path], err_msg=path)
-
-
 @pytest.mark.parametrize("name", by_default(checkpoints.CASES, lambda name: name in checkpoints.ONE_EACH.values()))
 def test_every_family_loads_what_was_written(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "CHUNK", 1000)  # small tensors are read in several pieces, too
     folder = checkpoints.write(tmp_path, checkpoints.CASES[name], checkpoints.tensors(checkpoints.CASES[name]))
     loaded = checkpoint.load(folder, dtype="float32")
-    assert_equal(loaded, checkpoints.case(name))
+    checkpoints.assert_same(loaded, checkpoints.case(name))
     assert loaded.folder == folder
     assert loaded.config == config_from_hf(checkpoint.read_config(folder))
 
@@ -57,7 +44,7 @@ def test_dtypes_convert(tmp_path: Path, source: str, target: str, monkeypatch: p
     monkeypatch.setattr(reading, "CHUNK", 1000)
     folder = checkpoints.write(tmp_path, RAW, dtype=source, shards=3)
     stored = {k: v for file in sorted(folder.glob("*.safetensors")) for k, v in load_file(file).items()}
-    loaded = by_path(checkpoint.load(folder, dtype=target))
+    loaded = checkpoints.leaves(checkpoint.load(folder, dtype=target))
     wanted = np.dtype(getattr(ml_dtypes, target, None) or target)
     expected = stored["model.layers.1.mlp.down_proj.weight"].astype(wanted)
     np.testing.assert_array_equal(loaded["layers.1.mlp.down.weight"], expected)
@@ -67,7 +54,7 @@ def test_dtypes_convert(tmp_path: Path, source: str, target: str, monkeypatch: p
 
 def test_auto_is_bfloat16_on_cpu_and_the_checkpoints_own_elsewhere(tmp_path: Path) -> None:
     folder = checkpoints.write(tmp_path, RAW, dtype="float16")
-    assert by_path(checkpoint.load(folder))["head.weight"].dtype == ml_dtypes.bfloat16
+    assert checkpoints.leaves(checkpoint.load(folder))["head.weight"].dtype == ml_dtypes.bfloat16
     config = checkpoint.inspect(folder).config
     assert checkpoint.resolve_dtype("auto", config, "gpu") == "float16"
     assert checkpoint.resolve_dtype("float32", config, "gpu") == "float32"
@@ -75,9 +62,11 @@ def test_auto_is_bfloat16_on_cpu_and_the_checkpoints_own_elsewhere(tmp_path: Pat
 
 def test_shards_and_names_of_files_make_no_difference(tmp_path: Path) -> None:
     expected = checkpoint.load(checkpoints.write(tmp_path / "one", RAW), dtype="float32")
-    assert_equal(checkpoint.load(checkpoints.write(tmp_path / "many", RAW, shards=4), dtype="float32"), expected)
+    checkpoints.assert_same(
+        checkpoint.load(checkpoints.write(tmp_path / "many", RAW, shards=4), dtype="float32"), expected
+    )
     (tmp_path / "many" / "model.safetensors.index.json").unlink()
-    assert_equal(checkpoint.load(tmp_path / "many", dtype="float32"), expected)
+    checkpoints.assert_same(checkpoint.load(tmp_path / "many", dtype="float32"), expected)
 
 
 def test_a_bare_model_lacks_the_prefix(tmp_path: Path) -> None:
@@ -85,7 +74,7 @@ def test_a_bare_model_lacks_the_prefix(tmp_path: Path) -> None:
     state = checkpoints.tensors(raw)
     bare = {name.removeprefix("model."): value for name, value in state.items()}
     folder = checkpoints.write(tmp_path, raw, bare)
-    assert_equal(checkpoint.load(folder, dtype="float32"), checkpoints.case("llama-mha-tied"))
+    checkpoints.assert_same(checkpoint.load(folder, dtype="float32"), checkpoints.case("llama-mha-tied"))
 
 
 def test_harmless_extras_are_ignored(tmp_path: Path) -> None:
@@ -95,7 +84,7 @@ def test_harmless_extras_are_ignored(tmp_path: Path) -> None:
         "lm_head.weight": np.ones((160, 48), np.float32),
     }
     folder = checkpoints.write(tmp_path, raw, checkpoints.tensors(raw) | extras)
-    assert_equal(checkpoint.load(folder, dtype="float32"), checkpoints.case("llama-mha-tied"))
+    checkpoints.assert_same(checkpoint.load(folder, dtype="float32"), checkpoints.case("llama-mha-tied"))
 
 
 def test_all_that_is_wrong_is_in_one_error(tmp_path: Path) -> None:

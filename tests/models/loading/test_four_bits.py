@@ -10,7 +10,7 @@ import pytest
 
 from helpers import checkpoints, gguf_files, quantized_checkpoints
 from helpers.thorough import by_default
-from rekindle._src.models import LoadedModel
+from rekindle._src.models.base import LoadedModel
 from rekindle._src.models.loading import checkpoint, prepared, reading
 from rekindle._src.models.loading.checkpoint import describe, load, read
 from rekindle._src.models.loading.gguf import rows
@@ -317,7 +317,6 @@ def test_the_next_start_takes_them_from_the_cache(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(reading, "read_leaves", None)
     again = load(file, cache_dir=tmp_path / "cache")
     assert again.fingerprint == made.fingerprint and kinds(again) == kinds(made) != {}
-    for ours, theirs in zip(again.leaves, made.leaves, strict=True):
-        np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
+    checkpoints.assert_same(again, made)
     floats = describe(file, dtype="bfloat16", cache_dir=tmp_path / "cache")
     assert floats.kept != described.kept and floats.reads is not None

@@ -26,8 +26,7 @@ def test_four_bit_floats_stand_for_their_numbers(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(reading, "UNPACKED", 4 * 64 * 13)  # pieces that begin anywhere
     expected = checkpoints.model(MXFP4_RAW, write_mxfp4(tmp_path))
     found = load(tmp_path, dtype="float32")
-    for path, ours, theirs in zip(found.graph.paths, found.leaves, expected.leaves, strict=True):
-        np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs), err_msg=path)
+    checkpoints.assert_same(found, expected)
 
 
 def test_transformers_reads_the_same_numbers(tmp_path: Path) -> None:
@@ -79,8 +78,7 @@ def test_floats_come_from_their_places(case: str, dtype: str, tmp_path: Path) ->
     found = load(checkpoints.write(tmp_path, raw, state, dtype=dtype), dtype="float32")
     rounded = {name: value.astype(checkpoints.DTYPES[dtype]).astype(np.float32) for name, value in state.items()}
     expected = checkpoints.model(raw, rounded)
-    for path, ours, theirs in zip(found.graph.paths, found.leaves, expected.leaves, strict=True):
-        np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs), err_msg=path)
+    checkpoints.assert_same(found, expected)
 
 
 def test_a_file_of_llama_cpps_blocks_is_the_same_model(tmp_path: Path) -> None:

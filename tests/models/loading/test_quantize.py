@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from helpers import checkpoints
-from rekindle._src.models import LoadedModel
+from rekindle._src.models.base import LoadedModel
 from rekindle._src.models.loading import checkpoint, quantize, reading
 from workshop import reference
 
@@ -69,10 +69,6 @@ def test_rows_of_zeros_stay_zero() -> None:
     assert not weight.any() and np.isfinite(scale).all()
 
 
-def leaves(model: LoadedModel) -> dict[str, np.ndarray]:
-    return {path: np.asarray(leaf) for path, leaf in zip(model.graph.paths, model.leaves, strict=True)}
-
-
 @pytest.mark.parametrize("embeddings", [True, False])
 @pytest.mark.parametrize("name", ["llama", "mixtral", "qwen3-moe", "gpt2", "phi3", "gemma3", "olmo2"])
 def test_loading_quantises_the_assembled_matrices(
@@ -80,8 +76,8 @@ def test_loading_quantises_the_assembled_matrices(
 ) -> None:
     monkeypatch.setattr(reading, "CHUNK", 1000)
     folder = checkpoints.write(tmp_path, checkpoints.CASES[name], checkpoints.tensors(checkpoints.CASES[name]))
-    loaded = leaves(checkpoint.load(folder, quantize="int8", quantize_embeddings=embeddings))
-    whole = leaves(checkpoints.case(name))
+    loaded = checkpoints.leaves(checkpoint.load(folder, quantize="int8", quantize_embeddings=embeddings))
+    whole = checkpoints.leaves(checkpoints.case(name))
     quantised = {path for path, leaf in loaded.items() if leaf.dtype == np.int8}
     assert {path.removesuffix("weight") + "scale" for path in quantised} == loaded.keys() - whole.keys()
     assert ("embed.weight" in quantised) is embeddings

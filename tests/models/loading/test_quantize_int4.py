@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from helpers import checkpoints
-from rekindle._src.models import LoadedModel
-from rekindle._src.models.base import abstract_model, kinds_in, random_model
+from rekindle._src.models.base import LoadedModel, abstract_model, kinds_in
 from rekindle._src.models.loading import checkpoint, known_models, prepared, quantize, reading
+from rekindle._src.models.placement import random_model
 from rekindle._src.models.registry import config_from_hf
 from rekindle._src.session.weights import replace_weights
 from rekindle.errors import CheckpointError, ConfigError
@@ -69,10 +69,6 @@ def test_weights_that_are_not_finite_stay_so_in_their_group_or_row(value: float)
     assert np.flatnonzero(~np.isfinite(scale)).tolist() == [3]
 
 
-def leaves(model: LoadedModel) -> dict[str, np.ndarray]:
-    return {path: np.asarray(leaf) for path, leaf in zip(model.graph.paths, model.leaves, strict=True)}
-
-
 def written(folder: Path, raw: dict) -> Path:
     return checkpoints.write(folder, raw, checkpoints.tensors(raw))
 
@@ -81,8 +77,8 @@ def written(folder: Path, raw: dict) -> Path:
 def test_loading_quantises_the_assembled_matrices(raw: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "CHUNK", 1000)
     folder = written(tmp_path, raw)
-    loaded = leaves(checkpoint.load(folder, quantize="int4"))
-    whole = leaves(checkpoint.load(folder, dtype="float32"))
+    loaded = checkpoints.leaves(checkpoint.load(folder, quantize="int4"))
+    whole = checkpoints.leaves(checkpoint.load(folder, dtype="float32"))
     packed = {path for path, leaf in loaded.items() if leaf.dtype == np.uint8}
     assert len(packed) == 4 * 2
     for path in packed:
@@ -114,9 +110,9 @@ def test_a_plan_says_it_by_part(tmp_path: Path) -> None:
     same = checkpoint.load(folder, quantize="mlp=int4-32,attention=int8-weight")
     assert same.fingerprint == model.fingerprint
     assert same.fingerprint != checkpoint.load(folder, quantize="int4").fingerprint
-    assert known_models.decode_graph(known_models.encode_graph(model.graph)) == model.graph
+    assert known_models.decode(known_models.encode(model.graph, [], "auto", "")).graph == model.graph
     head = checkpoint.load(folder, quantize={"embedding": "int4", "head": "int8"})
-    assert {path for path, leaf in leaves(head).items() if leaf.dtype == np.uint8} == {"embed.weight"}
+    assert {path for path, leaf in checkpoints.leaves(head).items() if leaf.dtype == np.uint8} == {"embed.weight"}
 
 
 def test_a_matrix_that_does_not_fit_is_named(tmp_path: Path) -> None:
@@ -150,7 +146,7 @@ def test_the_model_is_the_same_as_one_of_its_values(tmp_path: Path) -> None:
     folder = written(tmp_path, LLAMA)
     model = checkpoint.load(folder, dtype="float32", quantize={"mlp": "int4", "attention": "int4"})
     plain = checkpoint.load(folder, dtype="float32")
-    stored = leaves(model)
+    stored = checkpoints.leaves(model)
     meant = {
         path: np.asarray(int4.dequantized(leaf, stored[path.removesuffix("weight") + "scale"], None))
         if leaf.dtype == np.uint8
@@ -172,8 +168,8 @@ def test_weights_are_kept_and_replaced(tmp_path: Path, monkeypatch: pytest.Monke
     found = checkpoint.describe(folder, quantize="int4", cache_dir=cache)
     assert found.reads is None, "it is not read again"
     second = checkpoint.read(found)
-    for path, leaf in leaves(first).items():
-        np.testing.assert_array_equal(leaf, leaves(second)[path], err_msg=path)
+    for path, leaf in checkpoints.leaves(first).items():
+        np.testing.assert_array_equal(leaf, checkpoints.leaves(second)[path], err_msg=path)
     assert checkpoint.describe(folder, quantize="int4-32", cache_dir=cache).reads is not None
     assert replace_weights(first, second).fingerprint == second.fingerprint
     with pytest.raises(CheckpointError, match=r"scale: float16\[\d+, \d+\], expected float16"):

@@ -25,16 +25,14 @@ def test_a_checkpoint_stands_for_what_its_formula_says(
     monkeypatch.setattr(reading, "UNPACKED", 4 * 64 * 13)  # pieces that begin within words and blocks
     expected = checkpoints.model(RAW, write(tmp_path, kind))
     found = load(tmp_path, dtype="float32")
-    for path, ours, theirs in zip(found.graph.paths, found.leaves, expected.leaves, strict=True):
-        np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs), err_msg=path)
+    checkpoints.assert_same(found, expected)
 
 
 def test_experts_are_read_too(tmp_path: Path) -> None:
     raw = checkpoints.CASES["qwen3-moe"] | {"hidden_size": 64, "moe_intermediate_size": 64, "head_dim": 16}
     expected = checkpoints.model(raw, write(tmp_path, "AWQ", raw))
     found = load(tmp_path, dtype="float32")
-    for path, ours, theirs in zip(found.graph.paths, found.leaves, expected.leaves, strict=True):
-        np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs), err_msg=path)
+    checkpoints.assert_same(found, expected)
 
 
 @pytest.mark.parametrize("kind", ["AWQ", "fp8 in blocks"])
@@ -42,8 +40,7 @@ def test_it_can_be_exported(kind: str, tmp_path: Path) -> None:
     expected = checkpoints.model(RAW, write(tmp_path / "folder", kind))
     for out, kind in (("model.gguf", "f32"), ("plain", "f32")):
         made = load(export(tmp_path / "folder", tmp_path / out, type=kind), dtype="float32")
-        for path, ours, theirs in zip(made.graph.paths, made.leaves, expected.leaves, strict=True):
-            np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs), err_msg=path)
+        checkpoints.assert_same(made, expected)
 
 
 @pytest.mark.parametrize(

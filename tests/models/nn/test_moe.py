@@ -13,10 +13,12 @@ from flax import nnx
 
 from helpers import checkpoints
 from helpers.thorough import by_default
-from rekindle._src.models import MoeSpec, Precision, config_from_hf
+from rekindle._src.models.config import MoeSpec
 from rekindle._src.models.loading.checkpoint import load
 from rekindle._src.models.nn.linear import quantise
 from rekindle._src.models.nn.moe import Experts, block_rows
+from rekindle._src.models.precision import Precision
+from rekindle._src.models.registry import config_from_hf
 from rekindle._src.session.weights import replace_weights
 from rekindle_kernels import int4
 

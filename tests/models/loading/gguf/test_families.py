@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from helpers import checkpoints, gguf_files
-from rekindle._src.models import LoadedModel, ModelConfig
+from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.loading import checkpoint, reading
 from rekindle._src.models.loading.gguf.header import read_header
 from rekindle._src.models.registry import config_from_hf, gguf_forms
@@ -32,12 +32,6 @@ def plain(config: ModelConfig) -> dict[str, Any]:
     return found | {"norm_eps": pytest.approx(config.norm_eps)}
 
 
-def assert_alike(found: LoadedModel, expected: LoadedModel) -> None:
-    assert found.graph.paths == expected.graph.paths
-    for path, ours, theirs in zip(found.graph.paths, found.leaves, expected.leaves, strict=True):
-        np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs), err_msg=path)
-
-
 @pytest.mark.parametrize("case", HELD)
 def test_a_family_comes_back_as_it_was(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "UNPACKED", 2000)  # tensors are read in several pieces
@@ -48,7 +42,7 @@ def test_a_family_comes_back_as_it_was(case: str, tmp_path: Path, monkeypatch: p
     found = checkpoint.load(file, dtype="float32")
     assert found.folder == file
     assert plain(found.config) == plain(expected.config)
-    assert_alike(found, expected)
+    checkpoints.assert_same(found, expected)
     for ours, theirs in zip(found.config.attention, expected.config.attention, strict=True):
         same = dataclasses.replace(ours, rope=None), dataclasses.replace(theirs, rope=None)
         assert dataclasses.replace(same[0], scale=0.0) == dataclasses.replace(same[1], scale=0.0)
@@ -185,7 +179,7 @@ def test_parts_of_a_large_model_are_read_together(tmp_path: Path) -> None:
         )
     expected = checkpoints.model(raw, state)
     for model in (tmp_path / names[0], tmp_path):
-        assert_alike(checkpoint.load(model, dtype="float32"), expected)
+        checkpoints.assert_same(checkpoint.load(model, dtype="float32"), expected)
     (tmp_path / names[1]).unlink()
     with pytest.raises(CheckpointError, match=rf"lacks 1 of the 3 parts.*{names[1]}"):
         checkpoint.load(tmp_path / names[0])

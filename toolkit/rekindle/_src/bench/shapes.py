@@ -63,7 +63,7 @@ def is_shape(model: str) -> bool:
 
 def random_shape(shape: str, *, dtype: str = "bfloat16", quantize: str | None = None) -> LoadedModel:
     """Return a model of that shape with random weights, built in memory."""
-    from rekindle._src.models.base import random_model
+    from rekindle._src.models.placement import random_model
     from rekindle._src.models.registry import config_from_hf
 
     config = config_from_hf(hf_config(shape))

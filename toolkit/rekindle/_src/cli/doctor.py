@@ -246,7 +246,7 @@ def examine_mesh(mesh: MeshShape) -> Iterator[Check]:
         yield Check("fail", "devices", f"--mesh needs {mesh.size}, and there are {len(present)}", simulate)
         return
     yield Check("pass", "devices", f"{len(present)} × {present[0].device_kind}, {mesh.size} of them for the mesh")
-    from rekindle._src.models.base import random_model
+    from rekindle._src.models.placement import random_model
     from rekindle._src.models.registry import config_from_hf
     from rekindle._src.session.opening import open_sync
 

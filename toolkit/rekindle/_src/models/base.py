@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.typing import DTypeLike
 from numpy.typing import NDArray
 
@@ -40,25 +41,21 @@ class Model(Protocol):
     """
 
     config: ModelConfig
-    layers: Sequence[Callable[[jax.Array, RopeTables, Attend], jax.Array]]
+    layers: Sequence[Callable[[Array, RopeTables, Attend], Array]]
 
-    def __call__(
-        self, tokens: jax.Array, positions: jax.Array, attend: Attend, lengths: jax.Array | None = None
-    ) -> jax.Array:
+    def __call__(self, tokens: Array, positions: Array, attend: Attend, lengths: Array | None = None) -> Array:
         """Compute tokens, positions [T] → hidden [T, E] after the final norm."""
         ...
 
-    def begin(
-        self, tokens: jax.Array, positions: jax.Array, lengths: jax.Array | None = None
-    ) -> tuple[jax.Array, RopeTables]:
+    def begin(self, tokens: Array, positions: Array, lengths: Array | None = None) -> tuple[Array, RopeTables]:
         """Compute tokens, positions [T] → the first layer's input [T, E], and the tables that all layers share."""
         ...
 
-    def end(self, x: jax.Array) -> jax.Array:
+    def end(self, x: Array) -> Array:
         """Compute the last layer's output [T, E] → hidden [T, E]."""
         ...
 
-    def logits(self, hidden: jax.Array, count: jax.Array | None = None) -> jax.Array:
+    def logits(self, hidden: Array, count: Array | None = None) -> Array:
         """Compute hidden [N, E] → float32 [N, V], with the final soft cap; with `count`, only that many first rows."""
         ...
 
@@ -140,7 +137,7 @@ class Placement:
         """The devices that share one model, by mesh axis."""
         return {"expert": 1, "model": 1}
 
-    def parts(self, of: Callable[[Mapping[str, int]], NDArray[Any]]) -> jax.Array:
+    def parts(self, of: Callable[[Mapping[str, int]], NDArray[Any]]) -> Array:
         """Put `of(place)`, an array of one shape, on each of the devices that share the model, by its place.
 
         On a mesh the result has an axis of these devices in front.
@@ -155,19 +152,19 @@ class Placement:
         """Return a loaded model on these devices. The original stays unchanged."""
         return model
 
-    def place(self, path: str, leaf: Any) -> jax.Array:
+    def place(self, path: str, leaf: Any) -> Array:
         """Put a leaf of a model that lies on one device on these devices."""
-        array: jax.Array = leaf
+        array: Array = leaf
         return array
 
-    def replacement(self, path: str, new: Any, old: jax.Array) -> jax.Array:
+    def replacement(self, path: str, new: Any, old: Array) -> Array:
         """Put a whole leaf where `old`, which it replaces, lies."""
-        if not isinstance(new, jax.Array):
+        if not isinstance(new, Array):
             new = np.array(new)  # a copy: on CPU, jax may use the caller's memory, which the caller may write to later
         # To jax.jit, an array that is committed to its device where the old one was not means another program.
         return jax.device_put(new, old.sharding if old.committed else None)
 
-    def hold_all(self, leaves: Sequence[jax.Array], shapes: Sequence[Any]) -> Sequence[Any]:
+    def hold_all(self, leaves: Sequence[Array], shapes: Sequence[Any]) -> Sequence[Any]:
         """Return the leaves in checkpoints' form; `shapes` are those of the whole model."""
         return leaves
 
@@ -189,7 +186,7 @@ class LoadedModel:
 
     config: ModelConfig
     graph: Graph
-    leaves: tuple[jax.Array, ...]
+    leaves: tuple[Array, ...]
     fingerprint: str  # identifies config and weights; everything persistent is keyed by it
     folder: Path | None = None  # the folder or GGUF file that holds the tokenizer and the chat template
     placement: Placement = ALONE
@@ -290,22 +287,6 @@ def _module(config: ModelConfig, precision: Precision) -> Any:
     return module
 
 
-def random_model(
-    config: ModelConfig,
-    *,
-    seed: int = 0,
-    dtype: DTypeLike = jnp.float32,
-    quantize: str | Mapping[str, str | None] | None = None,
-    quantize_embeddings: bool = True,
-) -> LoadedModel:
-    """Make a model with random weights of a sensible spread, for tests, benchmarks and the start of training.
-
-    The weights depend on the platform: a GPU or TPU draws them itself, which a host would do for minutes at 8B.
-    """
-    graph, shapes = abstract_model(config, dtype, quantize, quantize_embeddings=quantize_embeddings)
-    return LoadedModel(config, graph, tuple(draw(graph, shapes, seed)), random_name(config, seed, dtype, quantize))
-
-
 def random_name(config: ModelConfig, seed: int, dtype: DTypeLike, quantize: object) -> str:
     """Return the fingerprint of random weights."""
     platform = current_platform()
@@ -313,7 +294,7 @@ def random_name(config: ModelConfig, seed: int, dtype: DTypeLike, quantize: obje
     return f"random-{prefix}{seed}-{config.digest()}-{dtype_name(dtype)}-{quantize}"
 
 
-def draw(graph: Graph, shapes: Sequence[jax.ShapeDtypeStruct], seed: int) -> Iterator[jax.Array]:
+def draw(graph: Graph, shapes: Sequence[jax.ShapeDtypeStruct], seed: int) -> Iterator[Array]:
     """Yield random leaves of a graph, one after the other: a GPU or TPU draws them itself, for a CPU the host does."""
     if current_platform() != "cpu":
         yield from drawn_on_device(graph, shapes, seed)
@@ -323,7 +304,7 @@ def draw(graph: Graph, shapes: Sequence[jax.ShapeDtypeStruct], seed: int) -> Ite
         yield jax.device_put(adopted(_random(path, leaf, graph.config, graph.precision, rng)), may_alias=True)
 
 
-def drawn_on_device(graph: Graph, shapes: Sequence[jax.ShapeDtypeStruct], seed: int) -> Iterator[jax.Array]:
+def drawn_on_device(graph: Graph, shapes: Sequence[jax.ShapeDtypeStruct], seed: int) -> Iterator[Array]:
     """Yield random leaves of a graph, drawn by the default device one after the other."""
     keys = jax.random.split(jax.random.key(seed), len(shapes))
     for key, path, leaf in zip(keys, graph.paths, shapes, strict=True):
@@ -331,7 +312,7 @@ def drawn_on_device(graph: Graph, shapes: Sequence[jax.ShapeDtypeStruct], seed: 
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _draw(key: jax.Array, path: str, leaf: jax.ShapeDtypeStruct, graph: Graph) -> jax.Array:
+def _draw(key: Array, path: str, leaf: jax.ShapeDtypeStruct, graph: Graph) -> Array:
     value = _constant(path, leaf, graph.config)
     if value is not None:
         return jnp.full(leaf.shape, value, leaf.dtype)

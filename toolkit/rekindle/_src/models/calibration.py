@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from numpy.typing import NDArray
 
 from rekindle._src.models.base import LoadedModel, abstract_model, merge
@@ -25,7 +26,8 @@ from rekindle._src.models.config import AttentionSpec
 from rekindle._src.models.loading import quantize
 from rekindle._src.models.loading.hugepages import adopted
 from rekindle._src.models.loading.quantize import int4_rounded, int4_scales
-from rekindle._src.models.nn.packing import Packing, matrix_shape, packing_of
+from rekindle._src.models.nn.packing import Packing, matrix_shape, packings_in
+from rekindle._src.models.plain import AttendOwn
 from rekindle_kernels import int4
 
 QUERIES = 512  # queries whose attention scores are in memory at a time
@@ -62,7 +64,7 @@ def calibrate(
     assert not model.graph.precision.quantizes, "a quantised model has no floats to begin with"
     graph, shapes = abstract_model(model.config, model.graph.precision.weights, plan)
     targets = dict(zip(graph.paths, shapes, strict=True))
-    packings = {path: entry for path in targets if (entry := _packing(path, targets)) is not None}
+    packings = packings_in(targets)
     floats = dict(zip(model.graph.paths, model.leaves, strict=True))
     single = {path: entry for path, entry in packings.items() if len(floats[path].shape) == 2}
     rounds = _Rounds({path for path in single if path.startswith("layers.")}, single, report)
@@ -78,7 +80,7 @@ def calibrate(
         else:
             leaves[path] = leaf
     placed = tuple(
-        leaf if isinstance(leaf, jax.Array) else jax.device_put(adopted(leaf), may_alias=True)
+        leaf if isinstance(leaf, Array) else jax.device_put(adopted(leaf), may_alias=True)
         for leaf in (leaves[path] for path in graph.paths)
     )
     digest = hashlib.blake2b(repr((model.fingerprint, graph.precision, tokens)).encode(), digest_size=16)
@@ -99,8 +101,8 @@ class _Rounds:
         grams: dict[str, Any] = {}
         places: dict[str, tuple[dict[str, Any], str, Linear]] = {}
 
-        def recorded(path: str, linear: Linear) -> Callable[..., jax.Array]:
-            def call(x: jax.Array, *, norm: RMSNorm | None = None, **options: Any) -> jax.Array:
+        def recorded(path: str, linear: Linear) -> Callable[..., Array]:
+            def call(x: Array, *, norm: RMSNorm | None = None, **options: Any) -> Array:
                 rows = (x if norm is None else norm(x)).astype(jnp.float32).reshape(-1, x.shape[-1])
                 grams[path] = np.asarray(_gram(rows))
                 return linear(x, norm=norm, **options)
@@ -136,7 +138,7 @@ class _Rounds:
 
 def _run(model: LoadedModel, sequences: Sequence[Sequence[int]], rounds: _Rounds) -> None:
     """Run all sequences through all layers at once."""
-    from rekindle._src.models.nn.layers import AttendOwn, soft_cap, soft_max
+    from rekindle._src.models.nn.layers import soft_cap, soft_max
 
     module: Any = merge(model.graph, model.leaves)
     lengths = [len(sequence) for sequence in sequences]
@@ -144,7 +146,7 @@ def _run(model: LoadedModel, sequences: Sequence[Sequence[int]], rounds: _Rounds
     tokens = jnp.asarray(np.concatenate([np.asarray(sequence, np.int32) for sequence in sequences]))
     positions = jnp.asarray(np.concatenate([np.arange(length, dtype=np.int32) for length in lengths]))
 
-    def attention(q: jax.Array, k: jax.Array, v: jax.Array, spec: AttentionSpec, sinks: jax.Array | None) -> jax.Array:
+    def attention(q: Array, k: Array, v: Array, spec: AttentionSpec, sinks: Array | None) -> Array:
         group = q.shape[1] // k.shape[1]
         outputs = []
         for start, length in zip(starts, lengths, strict=True):
@@ -160,7 +162,7 @@ def _run(model: LoadedModel, sequences: Sequence[Sequence[int]], rounds: _Rounds
                 outputs.append(jnp.einsum("kgts,skd->tkgd", weights, values).reshape(*queries.shape[:2], -1))
         return jnp.concatenate(outputs).astype(q.dtype)
 
-    def watched(number: int, layer: Any) -> Callable[..., jax.Array]:
+    def watched(number: int, layer: Any) -> Callable[..., Array]:
         return lambda *arguments: rounds.layer(number, layer, *arguments)
 
     vars(module)["layers"] = [watched(number, layer) for number, layer in enumerate(module.layers)]
@@ -168,13 +170,8 @@ def _run(model: LoadedModel, sequences: Sequence[Sequence[int]], rounds: _Rounds
 
 
 @jax.jit
-def _gram(rows: jax.Array) -> jax.Array:
+def _gram(rows: Array) -> Array:
     return jax.lax.dot_general(rows, rows, (((0,), (0,)), ((), ())), precision="highest")
-
-
-def _packing(path: str, leaves: Mapping[str, Any]) -> Packing | None:
-    siblings = (path.removesuffix("weight") + name for name in ("scale", "minimum"))
-    return packing_of(leaves[path], *(leaves[sibling] for sibling in siblings if sibling in leaves))
 
 
 def _floats(model: LoadedModel, leaf: Any) -> NDArray[Any]:
@@ -214,8 +211,7 @@ def calibrated(matrix: Floats, gram: NDArray[Any], packing: Packing) -> Parts:
         wide = scales[:, 0].astype(np.float32)
         base = -int4.OFFSET * wide if lowest is None else lowest[:, 0].astype(np.float32)
         for column in range(begin, end):
-            low = None if lowest is None else lowest
-            integer = int4_rounded(columns[column][:, None, None].copy(), scales, low)[:, 0, 0]
+            integer = int4_rounded(columns[column][:, None, None].copy(), scales, lowest)[:, 0, 0]
             integers[column] = integer
             error = (columns[column] - (wide * integer + base)) / factor[column, column]
             errors[column - begin] = error

@@ -162,10 +162,8 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         assert len(self.attention) == self.num_layers, "one AttentionSpec per layer"
-        assert len(self.moe) in (0, self.num_layers), "one entry per layer, or none"
-        assert len(self.recurrent) in (0, self.num_layers), "one entry per layer, or none"
-        assert len(self.pages) in (0, self.num_layers), "one entry per layer, or none"
-        assert len(self.mlp_sizes) in (0, self.num_layers), "one entry per layer, or none"
+        for entries in (self.moe, self.recurrent, self.pages, self.mlp_sizes):
+            assert len(entries) in (0, self.num_layers), "one entry per layer, or none"
         for spec in self.moe:
             if spec is None:
                 continue

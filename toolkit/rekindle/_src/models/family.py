@@ -18,6 +18,8 @@ from rekindle._src.models.loading.manifest import Manifest
 if TYPE_CHECKING:
     from rekindle._src.models.loading.gguf.architecture import GgufModel
     from rekindle._src.models.precision import Precision
+else:  # families annotate what they read, and import no readers
+    GgufModel = Any
 
 Windows = Callable[[Sequence[bool]], Mapping[str, Any]]
 

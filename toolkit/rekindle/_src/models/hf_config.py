@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -22,6 +21,7 @@ ACTIVATIONS = {
 # any published model, and small enough that a hostile file is refused before anything is allocated for it.
 _MOST = {"num_hidden_layers": 1024, "n_layer": 1024, "num_experts": 4096, "num_local_experts": 4096}
 _MOST_ELSEWHERE = 1 << 24
+_RAMP = {"beta_fast": 32, "beta_slow": 1}  # of YaRN
 
 
 class Keys:
@@ -183,45 +183,36 @@ class Keys:
         original = self.get(
             "original_max_position_embeddings", options.get("original_max_position_embeddings", longest)
         )
-        spec = functools.partial(RopeSpec, theta=theta, dim=dim, kind=kind)
+        fields: dict[str, Any] = {}
         try:
-            if kind == "default":
-                return spec()
-            if kind == "linear":
-                return spec(factor=float(options["factor"]))
+            if kind in ("linear", "dynamic", "llama3"):
+                fields = {"factor": float(options["factor"])}
             if kind == "dynamic":  # scales from the end of the context in config.json
-                return spec(factor=float(options["factor"]), original_length=longest)
-            if kind == "llama3":
-                return spec(
-                    factor=float(options["factor"]), original_length=original,
-                    low_freq_factor=float(options["low_freq_factor"]),
-                    high_freq_factor=float(options["high_freq_factor"]),
-                )  # fmt: skip
-            if kind == "factors":  # of GGUF files; transformers has no such kind
-                factors = tuple(map(float, options["factors"]))
-                if len(factors) != dim // 2:
-                    raise UnsupportedModel(
-                        f"factors has {len(factors)} entries, and {dim // 2} frequencies are rotated. Check config.json"
-                    )
-                return spec(short_factor=factors)
-            factor = float(options.get("factor", longest / original))
-            attention = options.get("attention_factor")
-            scale = attention_factor(kind, factor, original, options) if attention is None else float(attention)
-            spec = functools.partial(spec, factor=factor, original_length=original, attention_factor=scale)
+                fields["original_length"] = longest
+            elif kind == "llama3":
+                fields |= {name: float(options[name]) for name in ("low_freq_factor", "high_freq_factor")}
+                fields["original_length"] = original
+            elif kind == "factors":  # of GGUF files; transformers has no such kind
+                fields = {"short_factor": tuple(map(float, options["factors"]))}
+            elif kind in ("yarn", "longrope"):
+                factor, attention = float(options.get("factor", longest / original)), options.get("attention_factor")
+                scale = attention_factor(kind, factor, original, options) if attention is None else float(attention)
+                fields = {"factor": factor, "original_length": original, "attention_factor": scale}
             if kind == "yarn":
-                return spec(
-                    beta_fast=float(options.get("beta_fast") or 32), beta_slow=float(options.get("beta_slow") or 1),
-                    truncate=bool(options.get("truncate", True)),
-                )  # fmt: skip
-            short, long = tuple(options["short_factor"]), tuple(options["long_factor"])
+                fields |= {name: float(options.get(name) or usual) for name, usual in _RAMP.items()}
+                fields["truncate"] = bool(options.get("truncate", True))
+            elif kind == "longrope":
+                fields |= {name: tuple(map(float, options[name])) for name in ("short_factor", "long_factor")}
         except KeyError as missing:
             raise UnsupportedModel(f"rope_type={kind!r} needs {missing.args[0]!r} in config.json.") from None
-        if not len(short) == len(long) == dim // 2:
+        lengths = [len(fields[name]) for name in ("short_factor", "long_factor") if name in fields]
+        if lengths != [dim // 2] * len(lengths):
+            names = "factors" if kind == "factors" else "short_factor and long_factor"
             raise UnsupportedModel(
-                f"short_factor and long_factor have {len(short)} and {len(long)} entries, but {dim // 2} frequencies "
-                "are rotated. Check config.json."
+                f"{names} have {' and '.join(map(str, lengths))} entries, but {dim // 2} frequencies are rotated. "
+                "Check config.json."
             )
-        return spec(short_factor=tuple(map(float, short)), long_factor=tuple(map(float, long)))
+        return RopeSpec(theta=theta, dim=dim, kind=kind, **fields)
 
 
 def decoder(

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 from rekindle._src.models.base import Graph, kinds_in, leaf_shapes
 from rekindle._src.models.config import ModelConfig, MoeSpec, Pages, RecurrentSpec, SharedWith
-from rekindle._src.models.nn.packing import Packing, packing_of
+from rekindle._src.models.nn.packing import Packing, packings_in
 from rekindle._src.models.precision import Shards
 from rekindle._src.models.registry import manifest
 from rekindle._src.models.roles import Role
@@ -154,14 +154,7 @@ def packings_of(graph: Graph) -> dict[str, Packing]:
     """Return the packings of matrices of four, six or eight bits in groups, by the paths of their weights."""
     if not graph.precision.quantizes:
         return {}
-    leaves = dict(zip(graph.paths, leaf_shapes(graph), strict=True))
-    packings = {}
-    for path, leaf in leaves.items():
-        siblings = (path.removesuffix("weight") + name for name in ("scale", "minimum"))
-        packing = packing_of(leaf, *(leaves[sibling] for sibling in siblings if sibling in leaves))
-        if packing is not None:
-            packings[path] = packing
-    return packings
+    return packings_in(dict(zip(graph.paths, leaf_shapes(graph), strict=True)))
 
 
 def divides_heads(config: ModelConfig, count: int) -> bool:

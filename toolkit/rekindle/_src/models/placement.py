@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from numpy.typing import NDArray
@@ -125,12 +126,10 @@ class MeshPlacement(Placement):
 
     def abstract(self, path: str, leaf: Any) -> jax.ShapeDtypeStruct:
         """Return a leaf's shape on the mesh: repeated and padded parts make it larger than the checkpoint's."""
-        shape = list(local_shape(self.roles[path], leaf.shape, self.partition.sizes))
-        for division in self.roles[path].divisions:
-            shape[division.axis] *= count_of(division.over, self.partition.sizes)
-        return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype, sharding=self.sharding(self.spec(path, len(shape))))
+        shape = self._joined_shape(path, local_shape(self.roles[path], leaf.shape, self.sizes))
+        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=self.sharding(self.spec(path, len(shape))))
 
-    def place(self, path: str, leaf: Any) -> jax.Array:
+    def place(self, path: str, leaf: Any) -> Array:
         """Put a leaf on the mesh: every device gets its own part, and nothing else is copied to it."""
         role, array = self.roles[path], np.asarray(leaf)
         parts = [
@@ -139,7 +138,7 @@ class MeshPlacement(Placement):
         ]
         return self.joined(path, parts)
 
-    def parts(self, of: Callable[[Mapping[str, int]], NDArray[Any]]) -> jax.Array:
+    def parts(self, of: Callable[[Mapping[str, int]], NDArray[Any]]) -> Array:
         made: dict[tuple[int, ...], NDArray[Any]] = {}  # data shards have the same
         arrays = []
         for device, place in self._places():
@@ -162,17 +161,21 @@ class MeshPlacement(Placement):
             parts.setdefault(key, (place, []))[1].append(device)
         return list(parts.values())
 
-    def joined(self, path: str, parts: Sequence[tuple[NDArray[Any], Sequence[Any]]]) -> jax.Array:
+    def joined(self, path: str, parts: Sequence[tuple[NDArray[Any], Sequence[Any]]]) -> Array:
         """Join a leaf from its parts in host memory, each with the devices that it is for."""
-        shape = list(parts[0][0].shape)
-        for division in self.roles[path].divisions:
-            shape[division.axis] *= count_of(division.over, self.sizes)
+        shape = self._joined_shape(path, parts[0][0].shape)
         arrays = {device: jax.device_put(part, device, may_alias=True) for part, devices in parts for device in devices}
         ordered = [arrays[device] for device, _ in self._places()]
         sharding = self.sharding(self.spec(path, len(shape)))
-        return jax.make_array_from_single_device_arrays(tuple(shape), sharding, ordered)
+        return jax.make_array_from_single_device_arrays(shape, sharding, ordered)
 
-    def hold(self, path: str, leaf: jax.Array, shape: tuple[int, ...]) -> Held:
+    def _joined_shape(self, path: str, part: Sequence[int]) -> tuple[int, ...]:
+        shape = list(part)
+        for division in self.roles[path].divisions:
+            shape[division.axis] *= count_of(division.over, self.sizes)
+        return tuple(shape)
+
+    def hold(self, path: str, leaf: Array, shape: tuple[int, ...]) -> Held:
         """Return a leaf in checkpoints' form, joined when it is read as an array. On CPU it outlives the leaf."""
         by_device = {shard.device: shard.data for shard in leaf.addressable_shards}
         on_host = all(device.platform == "cpu" for device in by_device)
@@ -182,7 +185,7 @@ class MeshPlacement(Placement):
         }
         return Held(parts, self.roles[path], shape, np.dtype(leaf.dtype), self.partition)
 
-    def hold_all(self, leaves: Sequence[jax.Array], shapes: Sequence[Any]) -> list[Held]:
+    def hold_all(self, leaves: Sequence[Array], shapes: Sequence[Any]) -> list[Held]:
         """Call `hold` for all leaves, in the graph's order. `shapes` are those of the whole model."""
         entries = zip(self.graph.paths, leaves, shapes, strict=True)
         return [self.hold(path, leaf, tuple(shape.shape)) for path, leaf, shape in entries]
@@ -211,7 +214,7 @@ class MeshPlacement(Placement):
         )
         return dataclasses.replace(model, leaves=leaves, placement=self)
 
-    def replacement(self, path: str, new: Any, old: jax.Array) -> jax.Array:
+    def replacement(self, path: str, new: Any, old: Array) -> Array:
         return self.place(path, np.array(new))
 
     @property
@@ -319,26 +322,23 @@ def placement_of(mesh: MeshShape | DeviceMesh | None, graph: Graph, *, processes
                     else ""
                 ),
             )
-        data, partition = sizes.pop(DATA), Partition(**sizes)
-        partition.check(graph.config)
-        partition.check_packed(graph)
-        axes = _axes(data)
-        shape = tuple(mesh.get(axis, 1) for axis in axes)
+        axes = _axes(sizes[DATA])
+        shape = tuple(sizes[axis] for axis in axes)
         built = jax.make_mesh(shape, axes, (AxisType.Auto,) * len(axes), devices=available[: mesh.size])
-        return MeshPlacement(built, partition, graph, data)
-    grid = np.asarray(mesh.devices)
-    if any(device.process_index != jax.process_index() for device in grid.flat):
-        raise ConfigError(
-            "mesh", mesh, "has devices of other processes", "Use jax.local_devices(): a session has one process"
-        )
-    sizes = dict(zip(mesh.axis_names, grid.shape, strict=True))
-    data = sizes.get(DATA, 1)
-    partition = Partition(**{axis: sizes.get(axis, 1) for axis in AXES})
+    else:
+        grid = np.asarray(mesh.devices)
+        if any(device.process_index != jax.process_index() for device in grid.flat):
+            raise ConfigError(
+                "mesh", mesh, "has devices of other processes", "Use jax.local_devices(): a session has one process"
+            )
+        given = dict(zip(mesh.axis_names, grid.shape, strict=True))
+        sizes = {axis: given.get(axis, 1) for axis in KNOWN}
+        ordered = np.moveaxis(grid, [mesh.axis_names.index(axis) for axis in KNOWN if axis in given], range(grid.ndim))
+        axes = _axes(sizes[DATA])
+        built = Mesh(ordered.reshape([sizes[axis] for axis in axes]), axes, axis_types=(AxisType.Auto,) * len(axes))
+    data, partition = sizes.pop(DATA), Partition(**sizes)
     partition.check(graph.config)
     partition.check_packed(graph)
-    ordered = np.moveaxis(grid, [mesh.axis_names.index(axis) for axis in KNOWN if axis in sizes], range(grid.ndim))
-    axes = _axes(data)
-    built = Mesh(ordered.reshape([sizes.get(axis, 1) for axis in axes]), axes, axis_types=(AxisType.Auto,) * len(axes))
     return MeshPlacement(built, partition, graph, data)
 
 

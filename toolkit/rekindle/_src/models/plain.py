@@ -5,13 +5,15 @@ Axes: B sequences, T tokens of each, H query heads, K KV heads, D head size, V v
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from rekindle._src.models.base import LoadedModel, Model, merge
-from rekindle._src.models.config import Pages
+from rekindle._src.models.config import AttentionSpec, ModelConfig, SharedWith
 from rekindle.errors import InvalidRequest
 from rekindle_kernels import RaggedBatch
 
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
     from jax.typing import ArrayLike
 
 
-def logits(model: LoadedModel | nnx.Module, tokens: ArrayLike) -> jax.Array:
+def logits(model: LoadedModel | nnx.Module, tokens: ArrayLike) -> Array:
     """Compute the logits [B, T, V] behind each token of whole sequences [B, T], in float32.
 
     `model` is a loaded model, or a module as `merge` returns it. Every token attends to those before it in its line,
@@ -35,11 +37,11 @@ def logits(model: LoadedModel | nnx.Module, tokens: ArrayLike) -> jax.Array:
     attend = PlainAttention(module, length, rows)
     positions = jnp.tile(jnp.arange(length, dtype=jnp.int32), rows)
     hidden = module(ids.reshape(-1), positions, attend, jnp.full(rows * length, length))
-    result: jax.Array = module.logits(hidden)
+    result: Array = module.logits(hidden)
     return result.reshape(rows, length, -1)
 
 
-def token_logprobs(model: LoadedModel | nnx.Module, tokens: ArrayLike, *, temperature: float = 1.0) -> jax.Array:
+def token_logprobs(model: LoadedModel | nnx.Module, tokens: ArrayLike, *, temperature: float = 1.0) -> Array:
     """Compute the log-probability [B, T] of each token behind those before it; 0 for the first one of each line.
 
     The places are those of `RolloutBatch.logprobs`. Like `logits`, a part of a loss.
@@ -50,51 +52,54 @@ def token_logprobs(model: LoadedModel | nnx.Module, tokens: ArrayLike, *, temper
     return jnp.pad(of_tokens, ((0, 0), (1, 0)))
 
 
-class PlainAttention:
+class AttendOwn:
+    """An `Attend` without a cache: `attention(q, k, v, spec, sinks)` for each layer, over this call's keys alone."""
+
+    def __init__(self, config: ModelConfig, attention: Callable[..., Array]) -> None:
+        self._config, self._attention = config, attention
+        self._shared = {cache.layer for cache in config.pages if isinstance(cache, SharedWith)}
+        self._kept: dict[int, tuple[Array, Array]] = {}
+
+    def __call__(self, layer: int, q: Array, k: Array | None, v: Array | None, sinks: Array | None = None, /) -> Array:
+        if k is None:
+            keys, values = self._kept[self._config.source(layer)]
+        else:
+            keys, values = k, k[..., : self._config.pages_of(layer).value_size] if v is None else v
+        if layer in self._shared:
+            self._kept[layer] = keys, values
+        return self._attention(q, keys, values, self._config.attention[layer], sinks)
+
+
+class PlainAttention(AttendOwn):
     """A model's `attend` over whole texts of one length, without pages: every token attends to those before it."""
 
     def __init__(self, module: Model, length: int, rows: int = 1) -> None:
-        self._config, self._length, self._rows = module.config, length, rows
-        self._kept: dict[int, tuple[jax.Array, jax.Array]] = {}  # keys and values, for layers that share them
+        super().__init__(module.config, self.attention)
+        self._length, self._rows = length, rows
         ends = jnp.arange(rows + 1, dtype=jnp.int32) * length
         self._batch = RaggedBatch(jnp.full(rows, length, jnp.int32), ends, jnp.asarray(rows, jnp.int32), 0)
 
-    def __call__(
-        self,
-        layer: int,
-        q: jax.Array,
-        k: jax.Array | None,
-        v: jax.Array | None,
-        sinks: jax.Array | None = None,
-        /,
-    ) -> jax.Array:
+    def attention(self, q: Array, k: Array, v: Array, spec: AttentionSpec, sinks: Array | None) -> Array:
+        """Compute the attention of all lines."""
         from rekindle._src.models.nn.layers import soft_cap, soft_max  # it imports flax, which only tracing needs
 
-        spec, kept = self._config.attention[layer], self._config.caches[layer].pages
-        if k is not None:
-            assert isinstance(kept, Pages), "a layer with keys of its own keeps pages"
-            self._kept[layer] = k, k[..., : kept.value_size] if v is None else v
-        group = q.shape[1] // self._kept[self._config.source(layer)][0].shape[1]
-        queries = self._lines(q)
-        keys, values = (
-            jnp.repeat(self._lines(heads), group, axis=2) for heads in self._kept[self._config.source(layer)]
-        )
+        group, queries = q.shape[1] // k.shape[1], self._lines(q)
+        keys, values = (jnp.repeat(self._lines(heads), group, axis=2) for heads in (k, v))
         scores = jnp.einsum("bthd,bshd->bhts", queries, keys, precision="highest") * spec.scale
         position = jnp.arange(self._length)
-        distance = position[:, None] - position
-        visible = spec.sees(distance)
+        visible = spec.sees(position[:, None] - position)
         masked = jnp.where(visible, soft_cap(scores, spec.soft_cap), -jnp.inf)
         weights = jax.vmap(soft_max, (0, None))(masked, sinks)
         out = jnp.einsum("bhts,bshd->bthd", weights, values, precision="highest")
         return out.reshape(-1, *out.shape[2:]).astype(q.dtype)
 
-    def _lines(self, x: jax.Array) -> jax.Array:
+    def _lines(self, x: Array) -> Array:
         """Return x [B·T, …] as [B, T, …] in float32."""
         return x.astype(jnp.float32).reshape(self._rows, self._length, *x.shape[1:])
 
-    def recur(self, layer: int, compute: Any, /) -> jax.Array:
+    def recur(self, layer: int, compute: Any, /) -> Array:
         """Compute a recurrent layer from states of zeros."""
         spec: Any = self._config.states[layer]
         zeros = tuple(jnp.zeros((self._rows, *shape), jnp.float32) for shape in spec.shapes)
-        result: jax.Array = compute(zeros, self._batch)[0]
+        result: Array = compute(zeros, self._batch)[0]
         return result

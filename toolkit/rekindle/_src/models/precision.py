@@ -8,10 +8,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.typing import DTypeLike
 
 from rekindle._src.core.dtypes import checked_quantize, dtype_name, kinds_of
@@ -29,35 +28,35 @@ class Shards:
     vocab_size: int  # of the whole model
     sharing_keys: int = 1  # devices next to each other whose recurrent layers have the same head of keys
 
-    def sum(self, x: jax.Array) -> jax.Array:
+    def sum(self, x: Array) -> Array:
         """Return the sum over all devices."""
         return lax.psum(x, AXES)
 
-    def mean(self, x: jax.Array) -> jax.Array:
+    def mean(self, x: Array) -> Array:
         """Return the mean over all devices."""
         return lax.pmean(x, AXES)
 
-    def mean_of_keys(self, x: jax.Array) -> jax.Array:
+    def mean_of_keys(self, x: Array) -> Array:
         """Return the mean over the devices that have the same head of keys."""
         every = lax.all_gather(x, AXES)
         means = every.reshape(-1, self.sharing_keys, *x.shape).mean(axis=1)
         return means[self.index() // self.sharing_keys]
 
-    def index(self) -> jax.Array:
+    def index(self) -> Array:
         """Return the number of this device among all."""
         return lax.axis_index(AXES)
 
-    def lookup(self, tokens: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
+    def lookup(self, tokens: Array, rows: int) -> tuple[Array, Array]:
         """Return the tokens' row indices in this device's part of a table, 0 if absent, and True where present."""
         local = tokens - self.index() * rows
         present = (local >= 0) & (local < rows)
         return jnp.where(present, local, 0), present
 
-    def whole_vocab(self, logits: jax.Array) -> jax.Array:
+    def whole_vocab(self, logits: Array) -> Array:
         """Return all logits [N, V] from every device's part, without the padding of the last part."""
         return lax.all_gather(logits, AXES, axis=logits.ndim - 1, tiled=True)[..., : self.vocab_size]
 
-    def experts_here(self, count: int) -> tuple[jax.Array, int]:
+    def experts_here(self, count: int) -> tuple[Array, int]:
         """Return the first of `count` experts on this device, and how many it has."""
         share = count // self.expert
         return lax.axis_index("expert") * share, share
@@ -82,12 +81,7 @@ class Precision:
 
     @classmethod
     def of(
-        cls,
-        dtype: DTypeLike,
-        quantize: Any = None,
-        *,
-        quantize_embeddings: bool = True,
-        platform: str | None = None,
+        cls, dtype: DTypeLike, quantize: Any = None, *, quantize_embeddings: bool = True, platform: str | None = None
     ) -> Precision:
         """Return a platform's precision: on CPU activations are float32, elsewhere they have the weights' dtype."""
         name = jnp.dtype(dtype_name(dtype)).name

@@ -24,10 +24,12 @@ if TYPE_CHECKING:
 FAMILIES = tuple(sorted({*(module.name for module in pkgutil.iter_modules(families.__path__)), *families.RELATIVES}))
 
 
-def family(model_type: str) -> Family:
+def family(model_type: Any, shown: str = "") -> Family:
     """Return the family of a model_type. Raise `UnsupportedModel`, which lists those that are implemented."""
-    if model_type not in FAMILIES:
-        raise UnsupportedModel(f"model_type={model_type!r} is not implemented. Use one of: {', '.join(FAMILIES)}.")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise UnsupportedModel(
+            f"model_type={model_type!r}{shown} is not implemented. Use one of: {', '.join(FAMILIES)}."
+        )
     module = families.RELATIVES.get(model_type, model_type)
     entry: Family = import_module(f"{families.__name__}.{module}").FAMILIES[model_type]
     return entry
@@ -65,19 +67,13 @@ def _letters(name: str) -> str:
 
 def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     """Return the `ModelConfig` of a parsed config.json. Raise `UnsupportedModel` for anything not implemented."""
-    model_type = raw.get("model_type")
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
-        architectures = raw.get("architectures")
-        architecture = architectures[0] if isinstance(architectures, list) and architectures else "?"
-        raise UnsupportedModel(
-            f"model_type={model_type!r} (architecture {architecture}) is not implemented. "
-            f"Use one of: {', '.join(FAMILIES)}."
-        )
+    architectures = raw.get("architectures")
+    architecture = architectures[0] if isinstance(architectures, list) and architectures else "?"
+    entry = family(raw.get("model_type"), f" (architecture {architecture})")
     from rekindle._src.models.hf_config import Keys  # a start that finds everything kept needs neither
     from rekindle._src.models.loading.quantized import scheme
 
     scheme(raw)  # raises for a quantization_config that is not supported
-    entry = family(model_type)
     try:
         nested = entry.nested if "nested_in" in raw else {}
         config = entry.config(Keys({**nested, **raw}, entry.aliases))

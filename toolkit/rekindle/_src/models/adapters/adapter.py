@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from rekindle._src.models.loading.tensor_files import listed
 from rekindle.errors import CheckpointError
 
 Matrix = NDArray[np.float32]
@@ -40,17 +41,20 @@ class Adapter:
 
     @property
     def nbytes(self) -> int:
-        return sum(
-            matrix.nbytes
-            for products in self.products.values()
-            for product in products
-            if product
-            for matrix in product
-        )
+        products = (product for products in self.products.values() for product in products if product)
+        return sum(product.down.nbytes + product.up.nbytes for product in products)
 
     def __repr__(self) -> str:
         modules = sum(product is not None for products in self.products.values() for product in products)
         return f"<Adapter {self.name}: rank {self.rank}, {modules} modules, {self.digest[:8]}>"
+
+
+def does_not_fit(shown: object, problems: Sequence[str]) -> CheckpointError:
+    """Return the error for an adapter with these problems."""
+    return CheckpointError(
+        f"The adapter {shown} does not fit the model ({len(problems)} problems): {listed(problems)}. Pass one that was "
+        "trained on this model."
+    )
 
 
 def adapter_of(name: str, products: Mapping[str, Sequence[Product | None]]) -> Adapter:
@@ -89,23 +93,17 @@ def combined(parts: Sequence[tuple[Adapter, float]]) -> Adapter:
         digest.update(f"{adapter.digest} {float(weight).hex()}\0".encode())
     products: dict[str, tuple[Product | None, ...]] = {}
     for path in dict.fromkeys(path for adapter, _ in parts for path in adapter.products):
-        entries = [
-            (adapter.products[path], np.float32(weight)) for adapter, weight in parts if path in adapter.products
-        ]
-        products[path] = tuple(
-            _sum([(product, weight) for product, weight in modules if product is not None])
-            for modules in zip(
-                *[[(product, weight) for product in products_of] for products_of, weight in entries], strict=True
-            )
-        )
+        of_parts = [(adapter.products[path], weight) for adapter, weight in parts if path in adapter.products]
+        weights = [np.float32(weight) for _, weight in of_parts]
+        modules = zip(*(products for products, _ in of_parts), strict=True)
+        products[path] = tuple(_sum([*zip(module, weights, strict=True)]) for module in modules)
     name = " + ".join(f"{weight:g} {adapter.name}" for adapter, weight in parts)
     return Adapter(name, digest.hexdigest(), products)
 
 
-def _sum(products: Sequence[tuple[Product, np.float32]]) -> Product | None:
-    if not products:
+def _sum(terms: Sequence[tuple[Product | None, np.float32]]) -> Product | None:
+    weighted = [(product.down, product.up * weight) for product, weight in terms if product is not None]
+    if not weighted:
         return None
-    return Product(
-        np.concatenate([product.down for product, _ in products]),
-        np.concatenate([product.up * weight for product, weight in products], axis=1),
-    )
+    downs, ups = zip(*weighted, strict=True)
+    return Product(np.concatenate(downs), np.concatenate(ups, axis=1))

@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rekindle._src.core.plain_files import read_plain
-from rekindle._src.models.adapters.adapter import Adapter, Product, adapter_of
+from rekindle._src.models.adapters.adapter import Adapter, Product, adapter_of, does_not_fit
 from rekindle._src.models.adapters.sites import Site, Sites
-from rekindle._src.models.loading.tensor_files import listed, read_header, rows_of
+from rekindle._src.models.loading.tensor_files import read_header, rows_of
 from rekindle.errors import CheckpointError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -137,10 +137,7 @@ def adapter_of_tensors(
         products.setdefault(site.path, [None] * len(site.modules))[index] = Product(down, up * np.float32(scale))
     problems += _read_fused(fused, targets, sites, products)
     if problems:
-        raise CheckpointError(
-            f"The adapter {place} does not fit the model ({len(problems)} problems): {listed(problems)}. Pass one that "
-            "was trained on this model."
-        )
+        raise does_not_fit(place, problems)
     return adapter_of(name, products)
 
 

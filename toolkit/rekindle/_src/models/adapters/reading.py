@@ -15,16 +15,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rekindle._src.models.adapters import peft
-from rekindle._src.models.adapters.adapter import Adapter, Matrix, Product, adapter_of
+from rekindle._src.models.adapters.adapter import Adapter, Matrix, Product, adapter_of, does_not_fit
 from rekindle._src.models.adapters.peft import adapter_of_tensors
 from rekindle._src.models.adapters.sites import Sites, sites_of
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.loading.gguf.files import is_gguf
-from rekindle._src.models.loading.gguf.header import GgufTensor, read_header
-from rekindle._src.models.loading.gguf.names import place
-from rekindle._src.models.loading.gguf.rows import GgufRows
-from rekindle._src.models.loading.tensor_files import listed
-from rekindle._src.models.registry import gguf_form
 from rekindle.errors import CheckpointError
 
 
@@ -102,9 +97,7 @@ def _products(
         scale = np.float32(1.0 if alpha is None else alpha / rank)
         products[path] = [Product(down, up[span] * scale) for span in site.spans]
     if problems:
-        raise CheckpointError(
-            f"The adapter {name!r} does not fit the model ({len(problems)} problems): {listed(problems)}."
-        )
+        raise does_not_fit(repr(name), problems)
     return products
 
 
@@ -113,6 +106,12 @@ _DOWN, _UP = ".lora_a", ".lora_b"
 
 def read_file(path: Path, name: str, config: ModelConfig, sites: Sites) -> Adapter:
     """Return the adapter of a file. Raise CheckpointError for one that does not fit the model."""
+    # Sessions import this module, and few of them read such a file.
+    from rekindle._src.models.loading.gguf.header import read_header
+    from rekindle._src.models.loading.gguf.names import place
+    from rekindle._src.models.loading.gguf.rows import GgufRows
+    from rekindle._src.models.registry import gguf_form
+
     header = read_header(path)
     metadata, form = header.metadata, gguf_form(config.model_type)
     kind = metadata.text("general.type", "model"), metadata.text("adapter.type", "")
@@ -135,17 +134,12 @@ def read_file(path: Path, name: str, config: ModelConfig, sites: Sites) -> Adapt
         pair = [tensors.pop(f"{where.name}{end}", None) for end in (_DOWN, _UP)]
         if pair == [None, None]:
             continue
-        matrices = [None if tensor is None else _matrix(path, tensor) for tensor in pair]
+        matrices = [
+            tensor and GgufRows(path, tensor.name, tensor.kind, tensor.shape, tensor.offset)(0, tensor.shape[0])
+            for tensor in pair
+        ]
         down, up = matrices
-        if (
-            down is None
-            or up is None
-            or (down.shape[1:], up.shape)
-            != (
-                (site.inputs,),
-                (site.rows[index], len(down)),
-            )
-        ):
+        if down is None or up is None or (down.shape[1:], up.shape) != ((site.inputs,), (site.rows[index], len(down))):
             shapes = [None if matrix is None else matrix.shape for matrix in matrices]
             problems.append(f"{where.name}: lora_a and lora_b have shapes {shapes}")
             continue
@@ -155,16 +149,8 @@ def read_file(path: Path, name: str, config: ModelConfig, sites: Sites) -> Adapt
         products.setdefault(site.path, [None] * len(site.modules))[index] = Product(down, up * scale)
     problems += [f"{name}: is not a matrix of a block of this model" for name in tensors]
     if problems:
-        raise CheckpointError(
-            f"The adapter {path} does not fit the model ({len(problems)} problems): {listed(problems)}. Pass one that "
-            "was trained on this model."
-        )
+        raise does_not_fit(path, problems)
     return adapter_of(name, products)
-
-
-def _matrix(path: Path, tensor: GgufTensor) -> Matrix:
-    rows = GgufRows(path, tensor.name, tensor.kind, tensor.shape, tensor.offset)
-    return rows(0, tensor.shape[0])
 
 
 def _halves(up: NDArray[Any], size: int) -> Matrix:

@@ -45,23 +45,19 @@ class Site(NamedTuple):
     @property
     def down_role(self) -> Role:
         """The role of its matrices of rank [modules, experts, rank, in], which are divided as its inputs are."""
-        return self._role({-1: -1})
+        return self._role(-1)
 
     @property
     def up_role(self) -> Role:
         """The role of its matrices of rank [experts, rank, out], which are divided as its outputs are."""
-        return self._role({self._output_axis: -1})
+        return self._role(self._output_axis)
 
-    def _role(self, axes: dict[int, int]) -> Role:
-        """Return its role on other axes; those that are not named are those of all experts' matrices."""
-        stacked = {0: -3} if self.experts else {}
-        moved = stacked | axes
+    def _role(self, axis: int) -> Role:
+        """Return its role with this axis as the last one; experts are the third from the end."""
+        moved = ({0: -3} if self.experts else {}) | {axis: -1}
+        divisions = self.role.divisions
         return Role(
-            tuple(
-                division._replace(axis=moved[division.axis])
-                for division in self.role.divisions
-                if division.axis in moved
-            )
+            tuple(division._replace(axis=moved[division.axis]) for division in divisions if division.axis in moved)
         )
 
     @property

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from rekindle._src.models.config import ModelConfig
-from rekindle._src.models.families.llama import attention_sources, manifest_of, norm_sources
+from rekindle._src.models.families.llama import attention_sources, manifest_of, norm_sources, plain_mlp
 from rekindle._src.models.family import Family, GgufForm, decoder_of
 from rekindle._src.models.hf_config import Keys, decoder
-from rekindle._src.models.loading.manifest import Source, one
-from rekindle._src.models.roles import Span, column, row
+from rekindle._src.models.loading.manifest import Source
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -21,24 +20,11 @@ def config(keys: Keys) -> ModelConfig:
     )
 
 
-def plain_mlp_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
-    prefix, inner = f"model.layers.{layer}.mlp", config.intermediate_size
-    role = column(Span(inner))
-    sources = {
-        "mlp.up.weight": one(f"{prefix}.up_proj.weight", inner, role=role),
-        "mlp.down.weight": one(f"{prefix}.down_proj.weight", config.hidden_size, role=row(inner)),
-    }
-    if config.mlp_bias:
-        sources |= {
-            "mlp.up.bias": one(f"{prefix}.up_proj.bias", inner, role=role),
-            "mlp.down.bias": one(f"{prefix}.down_proj.bias", config.hidden_size),
-        }
-    return sources
+def mlp_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
+    return plain_mlp(config, config.intermediate_size, f"model.layers.{layer}.mlp")
 
 
 module = decoder_of("PlainBlock")
-manifest = manifest_of(attention_sources, norm_sources, plain_mlp_sources)
-
-
+manifest = manifest_of(attention_sources, norm_sources, mlp_sources)
 GGUF = GgufForm(architecture="arcee", paired=True, activation="relu2")
 FAMILIES = {"arcee": Family("ArceeForCausalLM", config, module, manifest, gguf=GGUF)}

@@ -7,23 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rekindle._src.models.config import AttentionSpec, LatentSpec, ModelConfig, MoeSpec, Pages
-from rekindle._src.models.families.llama import (
-    blocks,
-    norm_sources,
-    outer_sources,
-    shared_sources,
-    usual_expert_sources,
-)
-from rekindle._src.models.family import Family, GgufForm, decoder_of
+from rekindle._src.models.families import llama
+from rekindle._src.models.family import Family, GgufForm, GgufModel, decoder_of
 from rekindle._src.models.hf_config import Keys, decoder
 from rekindle._src.models.loading.manifest import Manifest, Source, one
 from rekindle._src.models.roles import Span, column, row
-
-if TYPE_CHECKING:
-    from rekindle._src.models.loading.gguf.architecture import GgufModel
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -136,14 +127,18 @@ def attention_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
 
 def mlp_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
     prefix, spec = f"model.layers.{layer}.mlp", config.moe[layer]
-    sources = usual_expert_sources(config, layer) | shared_sources(config, layer, f"{prefix}.shared_experts")
+    sources = llama.usual_expert_sources(config, layer) | llama.shared_sources(
+        config, layer, f"{prefix}.shared_experts"
+    )
     if spec is not None and spec.correction:
         sources["mlp.correction"] = one(f"{prefix}.gate.e_score_correction_bias", spec.num_experts)
     return sources
 
 
 def manifest(config: ModelConfig) -> Manifest:
-    found = Manifest(outer_sources(config) | blocks(config, attention_sources, norm_sources, mlp_sources))
+    found = Manifest(
+        llama.outer_sources(config) | llama.blocks(config, attention_sources, llama.norm_sources, mlp_sources)
+    )
     return dataclasses.replace(found, ignored=(*found.ignored, rf"layers\.{config.num_layers}\..*"))  # drafts
 
 
@@ -183,18 +178,16 @@ def read_gguf(model: GgufModel) -> dict[str, Any]:
     }
 
 
+NAMES = {
+    "self_attn.q_a_proj": "attn_q_a", "self_attn.q_a_layernorm": "attn_q_a_norm", "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa", "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.kv_b_proj": "attn_kv_b",
+}  # fmt: skip
 GGUF = GgufForm(
     architecture="deepseek2",
     read=read_gguf,
     variant=gguf_variant,
-    names={
-        "self_attn.q_a_proj": "attn_q_a",
-        "self_attn.q_a_layernorm": "attn_q_a_norm",
-        "self_attn.q_b_proj": "attn_q_b",
-        "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
-        "self_attn.kv_a_layernorm": "attn_kv_a_norm",
-        "self_attn.kv_b_proj": "attn_kv_b",
-    },
+    names=NAMES,
     reads_only="rekindle does not write latent pages' matrices",
 )
 ALIASES = {"num_experts": "n_routed_experts"}

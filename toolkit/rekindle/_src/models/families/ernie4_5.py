@@ -6,24 +6,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rekindle._src.models.config import ModelConfig
-from rekindle._src.models.families.llama import (
-    attention_sources,
-    manifest,
-    manifest_of,
-    module,
-    norm_sources,
-    shared_sources,
-    usual_expert_sources,
-)
-from rekindle._src.models.family import Family, GgufForm, decoder_of, with_biases
+from rekindle._src.models.families import llama
+from rekindle._src.models.family import Family, GgufForm, GgufModel, decoder_of, with_biases
 from rekindle._src.models.hf_config import Keys, decoder
 from rekindle._src.models.loading.manifest import Source, one
-
-if TYPE_CHECKING:
-    from rekindle._src.models.loading.gguf.architecture import GgufModel
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -45,15 +34,15 @@ def moe_config(keys: Keys) -> ModelConfig:
 
 
 def experts(config: ModelConfig, layer: int) -> dict[str, Source]:
-    prefix, sources = f"model.layers.{layer}.mlp", usual_expert_sources(config, layer)
+    prefix, sources = f"model.layers.{layer}.mlp", llama.usual_expert_sources(config, layer)
     if config.moe[layer] is None:
         return sources
     sources["mlp.correction"] = one(f"{prefix}.moe_statics.e_score_correction_bias", 1)
-    return sources | shared_sources(config, layer, f"{prefix}.shared_experts")
+    return sources | llama.shared_sources(config, layer, f"{prefix}.shared_experts")
 
 
 moe_module = decoder_of("CorrectedBlock")
-moe_manifest = manifest_of(attention_sources, norm_sources, experts)
+moe_manifest = llama.manifest_of(llama.attention_sources, llama.norm_sources, experts)
 
 
 def read_moe_gguf(model: GgufModel) -> dict[str, Any]:
@@ -73,6 +62,6 @@ MOE_GGUF = GgufForm(
 )
 ALIASES = {"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"}
 FAMILIES = {
-    "ernie4_5": Family("Ernie4_5ForCausalLM", config, module, manifest, gguf=GGUF),
+    "ernie4_5": Family("Ernie4_5ForCausalLM", config, llama.module, llama.manifest, gguf=GGUF),
     "ernie4_5_moe": Family("Ernie4_5_MoeForCausalLM", moe_config, moe_module, moe_manifest, ALIASES, MOE_GGUF),
 }

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rekindle._src.models.config import AttentionSpec, ModelConfig
 from rekindle._src.models.families.llama import attention_sources, manifest_of, mlp_sources, qk_norm_sources
 from rekindle._src.models.families.olmo2 import POST_NORMED, post_norm_sources
-from rekindle._src.models.family import Family, GgufForm, decoder_of
+from rekindle._src.models.family import Family, GgufForm, GgufModel, decoder_of
 from rekindle._src.models.hf_config import Keys, decoder
 from rekindle.errors import UnsupportedModel
-
-if TYPE_CHECKING:
-    from rekindle._src.models.loading.gguf.architecture import GgufModel
 
 
 def config(keys: Keys) -> ModelConfig:

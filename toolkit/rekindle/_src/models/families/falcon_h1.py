@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rekindle._src.models.config import AttentionSpec, ModelConfig, Multipliers, Pages
-from rekindle._src.models.families.granitemoehybrid import (
-    gguf_state,
-    rewritten_state,
-    state_names,
-    state_of,
-    state_sources,
-    state_tensors,
-)
+from rekindle._src.models.families import granitemoehybrid
 from rekindle._src.models.families.llama import attention_sources, manifest_of, mlp_of, norms_of
-from rekindle._src.models.family import Family, GgufForm, decoder_of
+from rekindle._src.models.family import Family, GgufForm, GgufModel, decoder_of
 from rekindle._src.models.hf_config import Keys, decoder
 from rekindle._src.models.loading.manifest import Source
-
-if TYPE_CHECKING:
-    from rekindle._src.models.loading.gguf.architecture import GgufModel
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -34,7 +24,7 @@ def config(keys: Keys) -> ModelConfig:
     # Queries, keys and values are multiplied by `into`: the scores twice, and the result once.
     spec = AttentionSpec(scale=head_dim**-0.5 * _factor(keys, "key_multiplier") * into**2, rope=keys.rope(head_dim))
     state = dataclasses.replace(
-        state_of(keys, keys.size("mamba_d_ssm", 1024) if keys.nullable("mamba_d_ssm", 1024) else None),
+        granitemoehybrid.state_of(keys, keys.size("mamba_d_ssm", 1024) if keys.nullable("mamba_d_ssm", 1024) else None),
         normed=keys.get("mamba_rms_norm", False),
         norm_first=keys.get("mamba_norm_before_gate", True),
     )
@@ -75,51 +65,45 @@ module = decoder_of("TwofoldBlock")
 def mixer_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
     spec = config.states[layer]
     assert spec is not None, "every layer has a state"
-    heads = {
-        path.replace("attention.", "attention.heads.", 1): source
-        for path, source in attention_sources(config, layer).items()
-    }
-    return heads | state_sources(spec, config.hidden_size, "attention.recurrence", f"model.layers.{layer}.mamba")
+    sources = attention_sources(config, layer)
+    heads = {path.replace("attention.", "attention.heads.", 1): source for path, source in sources.items()}
+    return heads | granitemoehybrid.state_sources(
+        spec, config.hidden_size, "attention.recurrence", f"model.layers.{layer}.mamba"
+    )
 
 
 norm_sources = norms_of(attention_norm="input_layernorm", mlp_norm="pre_ff_layernorm")
-
-
 mlp_sources = mlp_of("feed_forward")
-
-
 manifest = manifest_of(mixer_sources, norm_sources, mlp_sources, norm="model.final_layernorm")
 
 
 def read_gguf(model: GgufModel) -> dict[str, Any]:
     """Return the keys of a file, in whose matrices the factors already are."""
     normed = model.has("blk.0.ssm_norm.weight")
-    return (
-        model.decoder()
-        | gguf_state(model)
-        | model.rope()
-        | {
-            "mamba_d_ssm": model.integer("ssm.inner_size"),
-            "mamba_rms_norm": normed,
-            "mamba_norm_before_gate": not normed,
-        }
-    )
+    own = {
+        "mamba_d_ssm": model.integer("ssm.inner_size"),
+        "mamba_rms_norm": normed,
+        "mamba_norm_before_gate": not normed,
+    }
+    return model.decoder() | granitemoehybrid.gguf_state(model) | model.rope() | own
 
 
 GGUF = GgufForm(
     architecture="falcon-h1",
     read=read_gguf,
     names={
-        **state_names("mamba"),
+        **granitemoehybrid.state_names("mamba"),
         "feed_forward.gate_proj": "ffn_gate",
         "feed_forward.up_proj": "ffn_up",
         "feed_forward.down_proj": "ffn_down",
     },
     tensors={
-        **state_tensors("mamba"),
+        **granitemoehybrid.state_tensors("mamba"),
         "pre_ff_layernorm.weight": "ffn_norm",
     },  # without an end, as llama.cpp asks for it
-    rewritten=lambda config, layer, name: rewritten_state(config, layer, name) if name.startswith("mamba.") else None,
+    rewritten=lambda config, layer, name: (
+        granitemoehybrid.rewritten_state(config, layer, name) if name.startswith("mamba.") else None
+    ),
     reads_only="rekindle does not write states' matrices",
 )
 FAMILIES = {"falcon_h1": Family("FalconH1ForCausalLM", config, module, manifest, gguf=GGUF)}

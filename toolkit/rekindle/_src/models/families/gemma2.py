@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rekindle._src.models.config import AttentionSpec, ModelConfig
 from rekindle._src.models.families.llama import attention_sources, manifest_of, mlp_sources, norms_of, qk_norm_sources
-from rekindle._src.models.family import Family, GgufForm, decoder_of
+from rekindle._src.models.family import Family, GgufForm, GgufModel, decoder_of
 from rekindle._src.models.hf_config import Keys, decoder
 from rekindle._src.models.loading.manifest import Source
-
-if TYPE_CHECKING:
-    from rekindle._src.models.loading.gguf.architecture import GgufModel
 
 LARGE, LARGE3 = 46, 62  # layers
 PATTERN = 6  # every sixth layer of Gemma 3 sees everything, unless a file says otherwise
@@ -81,11 +78,9 @@ def qk_norms(config: ModelConfig, layer: int) -> dict[str, Source]:
 
 module, module3 = decoder_of("SandwichBlock"), decoder_of("QkNormSandwichBlock")
 NORMS = {
-    "attention_norm": "input_layernorm",
-    "attention_out_norm": "post_attention_layernorm",
-    "mlp_norm": "pre_feedforward_layernorm",
-    "mlp_out_norm": "post_feedforward_layernorm",
-}
+    "attention_norm": "input_layernorm", "attention_out_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm", "mlp_out_norm": "post_feedforward_layernorm",
+}  # fmt: skip
 sandwich_norm_sources = norms_of(add=1.0, **NORMS)  # Gemma checkpoints store norm weights minus one
 manifest = manifest_of(attention_sources, sandwich_norm_sources, mlp_sources, add=1.0)
 manifest3 = manifest_of(attention_sources, qk_norms, sandwich_norm_sources, mlp_sources, add=1.0)

@@ -6,28 +6,24 @@ The 12B model, whose model of images has no tower, has neither embeddings of lay
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rekindle._src.models.config import AttentionSpec, ModelConfig, Pages, SharedWith
 from rekindle._src.models.families.gemma2 import NORMS, POST_NORMED, gemma_fields
 from rekindle._src.models.families.llama import blocks, expert_sources, mlp_sources, norms_of, outer_sources
-from rekindle._src.models.family import Family, GgufForm, decoder_of
+from rekindle._src.models.family import Family, GgufForm, GgufModel, decoder_of
 from rekindle._src.models.hf_config import Keys, decoder
 from rekindle._src.models.loading.manifest import FusedExperts, Manifest, Source, one
 from rekindle._src.models.roles import column, heads, row, vocab
-
-if TYPE_CHECKING:
-    from rekindle._src.models.loading.gguf.architecture import GgufModel
 
 ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
     "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
 }
 EXPERT_NORMS = {
-    "dense_out_norm": "post_feedforward_layernorm_1",
-    "experts_norm": "pre_feedforward_layernorm_2",
+    "dense_out_norm": "post_feedforward_layernorm_1", "experts_norm": "pre_feedforward_layernorm_2",
     "experts_out_norm": "post_feedforward_layernorm_2",
-}
+}  # fmt: skip
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -202,19 +198,15 @@ def read_gguf(model: GgufModel) -> dict[str, Any]:
     return keys | {"enable_moe_block": True, **model.experts(of_token="top_k_experts")}
 
 
+NAMES = {
+    **POST_NORMED, "post_feedforward_layernorm_1": "post_ffw_norm_1", "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
+    "post_feedforward_layernorm_2": "post_ffw_norm_2", "per_layer_input_gate": "inp_gate",
+    "per_layer_projection": "proj", "post_per_layer_input_norm": "post_norm", "router.proj": "ffn_gate_inp",
+}  # fmt: skip
 GGUF = GgufForm(
     architecture="gemma4",
     read=read_gguf,
-    names={
-        **POST_NORMED,
-        "post_feedforward_layernorm_1": "post_ffw_norm_1",
-        "pre_feedforward_layernorm_2": "pre_ffw_norm_2",
-        "post_feedforward_layernorm_2": "post_ffw_norm_2",
-        "per_layer_input_gate": "inp_gate",
-        "per_layer_projection": "proj",
-        "post_per_layer_input_norm": "post_norm",
-        "router.proj": "ffn_gate_inp",
-    },
+    names=NAMES,
     tensors={
         "layer_scalar": "layer_output_scale.weight",
         "router.scale": "ffn_gate_inp.scale",

@@ -6,18 +6,10 @@ GLM-4-0414 (9B, 32B) has norms before and after each half of a block.
 from __future__ import annotations
 
 from rekindle._src.models.config import ModelConfig
-from rekindle._src.models.families.llama import (
-    attention_sources,
-    gate_up_role,
-    manifest_of,
-    module,
-    norm_sources,
-    norms_of,
-)
+from rekindle._src.models.families import llama
 from rekindle._src.models.family import Family, GgufForm, decoder_of, with_biases
 from rekindle._src.models.hf_config import Keys, decoder
-from rekindle._src.models.loading.manifest import Source, one
-from rekindle._src.models.roles import row
+from rekindle._src.models.loading.manifest import Source
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -27,28 +19,25 @@ def config(keys: Keys) -> ModelConfig:
     return decoder(keys, head_dim=head_dim, eps=0.00000015625, rope=rope, qkv_bias=bias)
 
 
-def fused_mlp_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
-    prefix, inner = f"model.layers.{layer}.mlp", config.intermediate_size
-    return {
-        "mlp.gate_up.weight": one(f"{prefix}.gate_up_proj.weight", 2 * inner, role=gate_up_role(inner)),
-        "mlp.down.weight": one(f"{prefix}.down_proj.weight", config.hidden_size, role=row(inner)),
-    }
+def mlp_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
+    prefix = f"model.layers.{layer}.mlp"
+    return llama.fused_mlp(config, config.intermediate_size, f"{prefix}.gate_up_proj", f"{prefix}.down_proj")
 
 
-sandwich_norm_sources = norms_of(
+sandwich_norm_sources = llama.norms_of(
     attention_norm="input_layernorm",
     attention_out_norm="post_self_attn_layernorm",
     mlp_norm="post_attention_layernorm",
     mlp_out_norm="post_mlp_layernorm",
 )
-manifest = manifest_of(attention_sources, norm_sources, fused_mlp_sources)
-manifest_0414 = manifest_of(attention_sources, sandwich_norm_sources, fused_mlp_sources)
+manifest = llama.manifest_of(llama.attention_sources, llama.norm_sources, mlp_sources)
+manifest_0414 = llama.manifest_of(llama.attention_sources, sandwich_norm_sources, mlp_sources)
 NAMES = {
     "post_self_attn_layernorm": "post_attention_norm", "post_attention_layernorm": "ffn_norm",
     "post_mlp_layernorm": "post_ffw_norm",
 }  # fmt: skip
 GGUF = GgufForm(architecture="glm4", read=with_biases(attention_bias="attn_q"), names=NAMES)
 FAMILIES = {
-    "glm": Family("GlmForCausalLM", config, module, manifest),
+    "glm": Family("GlmForCausalLM", config, llama.module, manifest),
     "glm4": Family("Glm4ForCausalLM", config, decoder_of("SandwichBlock"), manifest_0414, gguf=GGUF),
 }

@@ -5,18 +5,15 @@ With experts all of a layer are one tensor, and in one of these families there i
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rekindle._src.models import roles
 from rekindle._src.models.config import AttentionSpec, ModelConfig
-from rekindle._src.models.families.llama import attention_sources, gate_up_role, manifest, manifest_of, norm_sources
-from rekindle._src.models.family import Family, GgufForm, decoder_of, with_biases
+from rekindle._src.models.families import llama
+from rekindle._src.models.family import Family, GgufForm, GgufModel, decoder_of, with_biases
 from rekindle._src.models.hf_config import Keys, decoder
 from rekindle._src.models.loading.manifest import Source, one
 from rekindle._src.models.roles import row
-
-if TYPE_CHECKING:
-    from rekindle._src.models.loading.gguf.architecture import GgufModel
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -56,25 +53,22 @@ def fused_expert_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
     spec, prefix = config.moe[layer], f"model.layers.{layer}"
     assert spec is not None, "every layer has experts"
     count, inner, experts = spec.num_experts, spec.intermediate_size, f"{prefix}.block_sparse_moe"
-    wide, narrow = roles.experts(count, gate_up_role(inner)), roles.experts(count, row(inner))
+    wide, narrow = roles.experts(count, llama.gate_up_role(inner)), roles.experts(count, row(inner))
     sources = {
         "mlp.router.weight": one(f"{experts}.router.layer.weight", count),
         "mlp.gate_up.weight": one(f"{experts}.input_linear.weight", count, role=wide),
         "mlp.down.weight": one(f"{experts}.output_linear.weight", count, role=narrow),
     }
-    return sources | (fused_mlp_sources(config, layer, "mlp.shared", spec.shared_size) if spec.shared_size else {})
+    return sources | (shared_mlp(config, layer, "mlp.shared", spec.shared_size) if spec.shared_size else {})
 
 
-def fused_mlp_sources(config: ModelConfig, layer: int, module: str, size: int) -> dict[str, Source]:
+def shared_mlp(config: ModelConfig, layer: int, module: str, size: int) -> dict[str, Source]:
     name = f"model.layers.{layer}.shared_mlp"
-    return {
-        f"{module}.gate_up.weight": one(f"{name}.input_linear.weight", 2 * size, role=gate_up_role(size)),
-        f"{module}.down.weight": one(f"{name}.output_linear.weight", config.hidden_size, role=row(size)),
-    }
+    return llama.fused_mlp(config, size, f"{name}.input_linear", f"{name}.output_linear", module=module)
 
 
 module = decoder_of("ScaledBlock")
-moe_manifest = manifest_of(attention_sources, norm_sources, fused_expert_sources)
+moe_manifest = llama.manifest_of(llama.attention_sources, llama.norm_sources, fused_expert_sources)
 
 
 def read_gguf(model: GgufModel) -> dict[str, Any]:
@@ -101,7 +95,7 @@ def factors(config: ModelConfig) -> dict[str, Any]:
 
 GGUF = GgufForm(architecture="granite", read=read_gguf, paired=True, scales=True, fields=factors)
 FAMILIES = {
-    "granite": Family("GraniteForCausalLM", config, module, manifest, gguf=GGUF),
+    "granite": Family("GraniteForCausalLM", config, module, llama.manifest, gguf=GGUF),
     "granitemoe": Family("GraniteMoeForCausalLM", moe_config, module, moe_manifest),
     "granitemoeshared": Family("GraniteMoeSharedForCausalLM", shared_config, module, moe_manifest),
 }

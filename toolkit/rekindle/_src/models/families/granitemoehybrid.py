@@ -5,25 +5,16 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rekindle._src.models.config import ModelConfig, RecurrentSpec
-from rekindle._src.models.families.granite import (
-    fused_expert_sources,
-    fused_mlp_sources,
-    gguf_factors,
-    granite_fields,
-    granite_moe_fields,
-)
+from rekindle._src.models.families import granite
 from rekindle._src.models.families.llama import attention_sources, manifest_of, norm_sources
-from rekindle._src.models.family import Family, GgufForm, Rewritten, decoder_of
+from rekindle._src.models.family import Family, GgufForm, GgufModel, Rewritten, decoder_of
 from rekindle._src.models.hf_config import Keys, decoder
 from rekindle._src.models.loading.manifest import Source, one
 from rekindle._src.models.roles import column, recurrent_spans, row
 from rekindle.errors import UnsupportedModel
-
-if TYPE_CHECKING:
-    from rekindle._src.models.loading.gguf.architecture import GgufModel
 
 KINDS = ("mamba", "attention", "linear_attention", "full_attention")  # older files have the first two
 
@@ -33,7 +24,9 @@ def config(keys: Keys) -> ModelConfig:
     keys.only("mamba_proj_bias", False)
     keys.only("mamba_conv_bias", True)
     shared, layers = keys.size("shared_intermediate_size"), keys.size("num_hidden_layers")
-    fields = granite_moe_fields(keys, shared) if keys.get("num_local_experts", 8) else granite_fields(keys)
+    fields = (
+        granite.granite_moe_fields(keys, shared) if keys.get("num_local_experts", 8) else granite.granite_fields(keys)
+    )
     if keys.get("position_embedding_type") != "rope":
         fields["attention"] = tuple(dataclasses.replace(spec, rope=None) for spec in fields["attention"])
     kinds = keys.kinds_of_layers(["linear_attention"] * layers, *KINDS)
@@ -101,8 +94,8 @@ def state_sources(spec: RecurrentSpec, hidden: int, module: str, prefix: str) ->
 
 def mlp_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
     if config.moe:
-        return fused_expert_sources(config, layer)
-    return fused_mlp_sources(config, layer, "mlp", config.intermediate_size)
+        return granite.fused_expert_sources(config, layer)
+    return granite.shared_mlp(config, layer, "mlp", config.intermediate_size)
 
 
 manifest = manifest_of(mixer_sources, norm_sources, mlp_sources)
@@ -147,7 +140,7 @@ def gguf_state(model: GgufModel) -> dict[str, Any]:
 
 
 def read_gguf(model: GgufModel) -> dict[str, Any]:
-    keys = model.decoder(gaps=True) | gguf_factors(model) | gguf_state(model)
+    keys = model.decoder(gaps=True) | granite.gguf_factors(model) | gguf_state(model)
     count = model.integer("expert_count", 0)
     shared = model.integer("expert_shared_feed_forward_length", keys["intermediate_size"])
     kinds = ["full_attention" if attends else "linear_attention" for attends in model.attends()]
@@ -171,17 +164,15 @@ def joined(config: ModelConfig) -> dict[str, tuple[str, ...]]:
     }
 
 
+NAMES = {
+    **state_names("mamba"), "block_sparse_moe.router.layer": "ffn_gate_inp",
+    "block_sparse_moe.input_linear": "ffn_gate_exps", "block_sparse_moe.output_linear": "ffn_down_exps",
+    "shared_mlp.input_linear": "ffn_gate", "shared_mlp.output_linear": "ffn_down",
+}  # fmt: skip
 GGUF = GgufForm(
     architecture="granitehybrid",
     read=read_gguf,
-    names={
-        **state_names("mamba"),
-        "block_sparse_moe.router.layer": "ffn_gate_inp",
-        "block_sparse_moe.input_linear": "ffn_gate_exps",
-        "block_sparse_moe.output_linear": "ffn_down_exps",
-        "shared_mlp.input_linear": "ffn_gate",
-        "shared_mlp.output_linear": "ffn_down",
-    },
+    names=NAMES,
     tensors=state_tensors("mamba"),
     rewritten=lambda config, layer, name: rewritten_state(config, layer, name) if name.startswith("mamba.") else None,
     joined=joined,

@@ -7,25 +7,14 @@ window in some layers, and a gate for each head.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rekindle._src.models.config import AttentionSpec, ModelConfig, RecurrentSpec
-from rekindle._src.models.families.llama import (
-    attention_sources,
-    expert_sources,
-    manifest_of,
-    mlp_of,
-    norms_of,
-    qk_norm_sources,
-)
-from rekindle._src.models.family import Family, GgufForm, Rewritten, decoder_of
+from rekindle._src.models.families import llama
+from rekindle._src.models.family import Family, GgufForm, GgufModel, Rewritten, decoder_of
 from rekindle._src.models.hf_config import Keys, decoder
 from rekindle._src.models.loading.manifest import Source, one
 from rekindle._src.models.roles import Span, column, heads, row
-
-if TYPE_CHECKING:
-    from rekindle._src.models.loading.gguf.architecture import GgufModel
-
 
 ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
@@ -118,7 +107,7 @@ def mixer_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
     names, role = tuple(f"{prefix}.self_attn.{x}_layernorm.weight" for x in "qk"), column(*heads(H, K, 1)[:2])
     norm = Source(names=names, rows=(H, K), tiled=True, role=role)
     out = one(f"{prefix}.self_attn.out_proj.weight", E, role=row(H * config.head_dim))
-    return attention_sources(config, layer) | {"attention.out.weight": out, "attention.qk_norm.weight": norm}
+    return llama.attention_sources(config, layer) | {"attention.out.weight": out, "attention.qk_norm.weight": norm}
 
 
 def mixer_sources3(config: ModelConfig, layer: int) -> dict[str, Source]:
@@ -126,28 +115,28 @@ def mixer_sources3(config: ModelConfig, layer: int) -> dict[str, Source]:
         return mixer_sources(config, layer)
     heads, name = config.num_heads, f"model.layers.{layer}.self_attn.gate_proj.weight"
     gate = {"attention.gate.weight": one(name, heads, role=column(Span(heads, heads)))}
-    return attention_sources(config, layer) | qk_norm_sources(config, layer) | gate
+    return llama.attention_sources(config, layer) | llama.qk_norm_sources(config, layer) | gate
 
 
-norm_sources = norms_of(attention_norm="operator_norm", mlp_norm="ffn_norm")
-sandwich_sources = norms_of(attention_out_norm="post_operator_norm", mlp_out_norm="post_ffn_norm")
-mlp_sources = mlp_of("feed_forward", "w1", "w3", "w2")
+norm_sources = llama.norms_of(attention_norm="operator_norm", mlp_norm="ffn_norm")
+sandwich_sources = llama.norms_of(attention_out_norm="post_operator_norm", mlp_out_norm="post_ffn_norm")
+mlp_sources = llama.mlp_of("feed_forward", "w1", "w3", "w2")
 
 
 def moe_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
     prefix, spec = f"model.layers.{layer}.feed_forward", config.moe[layer]
     if spec is None:
         return mlp_sources(config, layer)
-    sources = expert_sources(config, layer, f"{prefix}.gate", f"{prefix}.experts", ("w1", "w3", "w2"))
+    sources = llama.expert_sources(config, layer, f"{prefix}.gate", f"{prefix}.experts", ("w1", "w3", "w2"))
     if spec.correction:
         sources["mlp.correction"] = one(f"{prefix}.expert_bias", spec.num_experts)
     return sources
 
 
 NORM = "model.embedding_norm"
-manifest = manifest_of(mixer_sources, norm_sources, mlp_sources, norm=NORM)
-moe_manifest = manifest_of(mixer_sources, norm_sources, moe_sources, norm=NORM)
-manifest3 = manifest_of(mixer_sources3, norm_sources, sandwich_sources, mlp_sources, norm=NORM)
+manifest = llama.manifest_of(mixer_sources, norm_sources, mlp_sources, norm=NORM)
+moe_manifest = llama.manifest_of(mixer_sources, norm_sources, moe_sources, norm=NORM)
+manifest3 = llama.manifest_of(mixer_sources3, norm_sources, sandwich_sources, mlp_sources, norm=NORM)
 
 
 def read_gguf(model: GgufModel) -> dict[str, Any]:

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rekindle._src.models import roles
 from rekindle._src.models.config import ModelConfig
-from rekindle._src.models.family import Family, GgufForm, decoder_of, with_biases
+from rekindle._src.models.family import Family, GgufForm, GgufModel, decoder_of, with_biases
 from rekindle._src.models.hf_config import Keys, decoder
 from rekindle._src.models.loading.manifest import FusedExperts, Manifest, Source, one
 from rekindle._src.models.roles import Role, Span, column, heads, row, vocab
-
-if TYPE_CHECKING:
-    from rekindle._src.models.loading.gguf.architecture import GgufModel
-
 
 Piece = Callable[[ModelConfig, int], dict[str, Source]]  # the sources of a part of one layer
 
@@ -57,21 +53,22 @@ def blocks(config: ModelConfig, *pieces: Piece) -> dict[str, Source]:
     return sources
 
 
-def attention_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
-    module, prefix = "attention", f"model.layers.{layer}.self_attn"
+def attention_sources(config: ModelConfig, layer: int, prefix: str | None = None) -> dict[str, Source]:
+    """Return the sources of a layer's attention; `prefix` is the checkpoint's."""
+    prefix = prefix or f"model.layers.{layer}.self_attn"
     pages = config.pages_of(layer)
     K, D = pages.heads, pages.key_size
     rows = (config.num_heads * D, K * D, K * D)
     role = column(*heads(config.num_heads, K, D))
     sources = {
-        f"{module}.qkv.weight": Source(names=tuple(f"{prefix}.{x}_proj.weight" for x in "qkv"), rows=rows, role=role),
-        f"{module}.out.weight": one(f"{prefix}.o_proj.weight", config.hidden_size, role=row(config.num_heads * D)),
+        "attention.qkv.weight": Source(names=tuple(f"{prefix}.{x}_proj.weight" for x in "qkv"), rows=rows, role=role),
+        "attention.out.weight": one(f"{prefix}.o_proj.weight", config.hidden_size, role=row(config.num_heads * D)),
     }
     if config.qkv_bias:
         names = tuple(f"{prefix}.{x}_proj.bias" for x in "qkv")
-        sources[f"{module}.qkv.bias"] = Source(names=names, rows=rows, role=role)
+        sources["attention.qkv.bias"] = Source(names=names, rows=rows, role=role)
     if config.o_bias:
-        sources[f"{module}.out.bias"] = one(f"{prefix}.o_proj.bias", config.hidden_size)
+        sources["attention.out.bias"] = one(f"{prefix}.o_proj.bias", config.hidden_size)
     return sources
 
 
@@ -129,6 +126,36 @@ def mlp_of(name: str, gate: str = "gate_proj", up: str = "up_proj", down: str = 
 
 
 mlp_sources = mlp_of("mlp")
+
+
+def plain_mlp(
+    config: ModelConfig, inner: int, prefix: str, *, up: str = "up_proj", down: str = "down_proj", module: str = "mlp."
+) -> dict[str, Source]:
+    """Return the sources of an MLP without a gate, whose modules have these names."""
+    E, role = config.hidden_size, column(Span(inner))
+    sources = {
+        f"{module}up.weight": one(f"{prefix}.{up}.weight", inner, role=role),
+        f"{module}down.weight": one(f"{prefix}.{down}.weight", E, role=row(inner)),
+    }
+    if config.mlp_bias:
+        sources[f"{module}up.bias"] = one(f"{prefix}.{up}.bias", inner, role=role)
+        sources[f"{module}down.bias"] = one(f"{prefix}.{down}.bias", E)
+    return sources
+
+
+def fused_mlp(
+    config: ModelConfig, inner: int, gate_up: str, down: str, *, module: str = "mlp", bias: bool = False
+) -> dict[str, Source]:
+    """Return the sources of a gated MLP whose `gate_up` is one tensor."""
+    role = gate_up_role(inner)
+    sources = {
+        f"{module}.gate_up.weight": one(f"{gate_up}.weight", 2 * inner, role=role),
+        f"{module}.down.weight": one(f"{down}.weight", config.hidden_size, role=row(inner)),
+    }
+    if bias:
+        sources[f"{module}.gate_up.bias"] = one(f"{gate_up}.bias", 2 * inner, role=role)
+        sources[f"{module}.down.bias"] = one(f"{down}.bias", config.hidden_size)
+    return sources
 
 
 def expert_sources(

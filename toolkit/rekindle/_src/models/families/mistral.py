@@ -6,23 +6,13 @@ The queries of Ministral 3 grow with the logarithm of their position beyond the 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rekindle._src.models.config import ModelConfig
-from rekindle._src.models.families.llama import (
-    attention_sources,
-    expert_sources,
-    manifest,
-    manifest_of,
-    module,
-    norm_sources,
-)
-from rekindle._src.models.family import Family, GgufForm, decoder_of, windows_in_all_layers
+from rekindle._src.models.families import llama
+from rekindle._src.models.family import Family, GgufForm, GgufModel, decoder_of, windows_in_all_layers
 from rekindle._src.models.hf_config import Keys, decoder
 from rekindle._src.models.loading.manifest import Source
-
-if TYPE_CHECKING:
-    from rekindle._src.models.loading.gguf.architecture import GgufModel
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -48,11 +38,11 @@ def moe_config(keys: Keys) -> ModelConfig:
 
 def experts(config: ModelConfig, layer: int) -> dict[str, Source]:
     prefix = f"model.layers.{layer}.block_sparse_moe"
-    return expert_sources(config, layer, f"{prefix}.gate", f"{prefix}.experts", ("w1", "w3", "w2"))
+    return llama.expert_sources(config, layer, f"{prefix}.gate", f"{prefix}.experts", ("w1", "w3", "w2"))
 
 
 moe_module = decoder_of("SparseBlock")
-moe_manifest = manifest_of(attention_sources, norm_sources, experts)
+moe_manifest = llama.manifest_of(llama.attention_sources, llama.norm_sources, experts)
 
 
 def read_gguf(model: GgufModel) -> dict[str, Any]:
@@ -88,7 +78,7 @@ NESTED = {
 }  # fmt: skip
 ALIASES = {"num_experts": "num_local_experts"}
 FAMILIES = {
-    "mistral": Family("MistralForCausalLM", config, module, manifest, gguf=GGUF, nested=NESTED),
-    "ministral3": Family("Ministral3ForCausalLM", growing_config, module, manifest, gguf=GROWING_GGUF),
+    "mistral": Family("MistralForCausalLM", config, llama.module, llama.manifest, gguf=GGUF, nested=NESTED),
+    "ministral3": Family("Ministral3ForCausalLM", growing_config, llama.module, llama.manifest, gguf=GROWING_GGUF),
     "mixtral": Family("MixtralForCausalLM", moe_config, moe_module, moe_manifest, ALIASES, MOE_GGUF),
 }

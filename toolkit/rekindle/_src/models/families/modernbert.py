@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rekindle._src.models.config import AttentionSpec, ModelConfig
-from rekindle._src.models.families.llama import blocks, gate_up_role
+from rekindle._src.models.families.llama import blocks, fused_mlp
 from rekindle._src.models.family import Family, decoder_of
 from rekindle._src.models.hf_config import Keys, decoder
 from rekindle._src.models.loading.manifest import Manifest, Source, one
@@ -75,16 +75,10 @@ def attention_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
 
 
 def mlp_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
-    prefix, E, inner = f"model.layers.{layer}", config.hidden_size, config.intermediate_size
-    sources = {
-        "mlp_norm.weight": one(f"{prefix}.mlp_norm.weight", E),
-        "mlp.gate_up.weight": one(f"{prefix}.mlp.Wi.weight", 2 * inner, role=gate_up_role(inner)),
-        "mlp.down.weight": one(f"{prefix}.mlp.Wo.weight", E, role=row(inner)),
-    }
-    if config.mlp_bias:
-        sources["mlp.gate_up.bias"] = one(f"{prefix}.mlp.Wi.bias", 2 * inner, role=gate_up_role(inner))
-        sources["mlp.down.bias"] = one(f"{prefix}.mlp.Wo.bias", E)
-    return sources
+    prefix = f"model.layers.{layer}"
+    norm = {"mlp_norm.weight": one(f"{prefix}.mlp_norm.weight", config.hidden_size)}
+    inner, bias = config.intermediate_size, config.mlp_bias
+    return norm | fused_mlp(config, inner, f"{prefix}.mlp.Wi", f"{prefix}.mlp.Wo", bias=bias)
 
 
 FAMILIES = {"modernbert": Family("ModernBertModel", config, module, manifest)}

@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rekindle._src.models import roles
 from rekindle._src.models.config import AttentionSpec, ModelConfig, MoeSpec, Pages, RecurrentSpec
-from rekindle._src.models.families.granitemoehybrid import (
-    check_steps,
-    gguf_state,
-    rewritten_state,
-    state_names,
-    state_sources,
-    state_tensors,
-)
-from rekindle._src.models.families.llama import blocks
-from rekindle._src.models.family import Family, GgufForm, Rewritten, decoder_of
+from rekindle._src.models.families import granitemoehybrid
+from rekindle._src.models.families.llama import attention_sources, blocks, plain_mlp
+from rekindle._src.models.family import Family, GgufForm, GgufModel, Rewritten, decoder_of
 from rekindle._src.models.hf_config import Keys, decoder
 from rekindle._src.models.loading.manifest import Manifest, Source, one
-from rekindle._src.models.roles import Span, column, heads, row, vocab
+from rekindle._src.models.roles import Span, column, row, vocab
 from rekindle.errors import UnsupportedModel
-
-if TYPE_CHECKING:
-    from rekindle._src.models.loading.gguf.architecture import GgufModel
 
 MAMBA, ATTENTION, MLP, EXPERTS = "linear_attention", "full_attention", "mlp", "moe"
 OLDER = {"mamba": MAMBA, "attention": ATTENTION}
@@ -72,7 +62,7 @@ def _kinds(keys: Keys) -> tuple[str, ...]:
 
 
 def _state(keys: Keys) -> RecurrentSpec:
-    check_steps(keys)
+    granitemoehybrid.check_steps(keys)
     count, size = keys.size("mamba_num_heads", 128), keys.size("mamba_head_dim", 64)
     groups, numbers = keys.size("n_groups", 8), keys.size("ssm_state_size", 128)
     return RecurrentSpec(
@@ -110,31 +100,16 @@ def layer_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
     prefix, state, E = f"backbone.layers.{layer}", config.states[layer], config.hidden_size
     norm, mixer = {"norm.weight": one(f"{prefix}.norm.weight", E)}, f"{prefix}.mixer"
     if state is not None:
-        return norm | state_sources(state, E, "attention", mixer)
+        return norm | granitemoehybrid.state_sources(state, E, "attention", mixer)
     if config.pages[layer] is not None:
-        return norm | _attention_sources(config, mixer)
+        return norm | attention_sources(config, layer, mixer)
     spec = config.moe[layer] if config.moe else None
-    return norm | (_plain_sources("mlp", mixer, config.mlp_size(layer), E) if spec is None else _moe(spec, mixer, E))
+    return norm | (plain_mlp(config, config.mlp_size(layer), mixer) if spec is None else _moe(config, spec, mixer))
 
 
-def _attention_sources(config: ModelConfig, prefix: str) -> dict[str, Source]:
-    H, K, D = config.num_heads, config.num_kv_heads, config.head_dim
-    names = tuple(f"{prefix}.{x}_proj.weight" for x in "qkv")
-    return {
-        "attention.qkv.weight": Source(names=names, rows=(H * D, K * D, K * D), role=column(*heads(H, K, D))),
-        "attention.out.weight": one(f"{prefix}.o_proj.weight", config.hidden_size, role=row(H * D)),
-    }
-
-
-def _plain_sources(module: str, prefix: str, inner: int, hidden: int) -> dict[str, Source]:
-    return {
-        f"{module}.up.weight": one(f"{prefix}.up_proj.weight", inner, role=column(Span(inner))),
-        f"{module}.down.weight": one(f"{prefix}.down_proj.weight", hidden, role=row(inner)),
-    }
-
-
-def _moe(spec: MoeSpec, prefix: str, hidden: int) -> dict[str, Source]:
-    inner, width, numbers = spec.intermediate_size, spec.latent_size or hidden, range(spec.num_experts)
+def _moe(config: ModelConfig, spec: MoeSpec, prefix: str) -> dict[str, Source]:
+    hidden, inner, numbers = config.hidden_size, spec.intermediate_size, range(spec.num_experts)
+    width = spec.latent_size or hidden
     of_experts = functools.partial(roles.experts, spec.num_experts)
 
     def stack(name: str, rows: int, role: roles.Role) -> Source:
@@ -150,7 +125,7 @@ def _moe(spec: MoeSpec, prefix: str, hidden: int) -> dict[str, Source]:
     if spec.latent_size:
         sources["mlp.narrow.weight"] = one(f"{prefix}.fc1_latent_proj.weight", width)
         sources["mlp.widen.weight"] = one(f"{prefix}.fc2_latent_proj.weight", hidden)
-    return sources | _plain_sources("mlp.shared", f"{prefix}.shared_experts", spec.shared_size, hidden)
+    return sources | plain_mlp(config, spec.shared_size, f"{prefix}.shared_experts", module="mlp.shared.")
 
 
 def manifest(config: ModelConfig) -> Manifest:
@@ -166,10 +141,8 @@ def manifest(config: ModelConfig) -> Manifest:
 
 
 def read_gguf(model: GgufModel) -> dict[str, Any]:
-    keys, states = (
-        model.decoder("layer_norm_rms_epsilon", "expert_shared_count", "expert_group_count", gaps=True),
-        gguf_state(model),
-    )
+    keys = model.decoder("layer_norm_rms_epsilon", "expert_shared_count", "expert_group_count", gaps=True)
+    states = granitemoehybrid.gguf_state(model)
     layers = model.integer("block_count")
     lengths, count = model.each("feed_forward_length", layers), model.integer("expert_count", 0)
     kinds = [
@@ -203,27 +176,22 @@ def read_gguf(model: GgufModel) -> dict[str, Any]:
 
 
 def rewritten(config: ModelConfig, layer: int, name: str) -> Rewritten | None:
-    return rewritten_state(config, layer, name) if name.startswith("mixer.") else None
+    return granitemoehybrid.rewritten_state(config, layer, name) if name.startswith("mixer.") else None
 
 
+NAMES = {
+    **granitemoehybrid.state_names("mixer"), **{f"mixer.{x}_proj": f"attn_{x}" for x in "qkv"}, "norm": "attn_norm",
+    "mixer.o_proj": "attn_output", "mixer.up_proj": "ffn_up", "mixer.down_proj": "ffn_down",
+    "mixer.gate": "ffn_gate_inp", "mixer.shared_experts.up_proj": "ffn_up_shexp",
+    "mixer.shared_experts.down_proj": "ffn_down_shexp", "mixer.fc1_latent_proj": "ffn_latent_down",
+    "mixer.fc2_latent_proj": "ffn_latent_up",
+}  # fmt: skip
 GGUF = GgufForm(
     architecture="nemotron_h",
     others=("nemotron_h_moe",),
     read=read_gguf,
-    names={
-        **state_names("mixer"),
-        **{f"mixer.{x}_proj": f"attn_{x}" for x in "qkv"},
-        "norm": "attn_norm",
-        "mixer.o_proj": "attn_output",
-        "mixer.up_proj": "ffn_up",
-        "mixer.down_proj": "ffn_down",
-        "mixer.gate": "ffn_gate_inp",
-        "mixer.shared_experts.up_proj": "ffn_up_shexp",
-        "mixer.shared_experts.down_proj": "ffn_down_shexp",
-        "mixer.fc1_latent_proj": "ffn_latent_down",
-        "mixer.fc2_latent_proj": "ffn_latent_up",
-    },
-    tensors=state_tensors("mixer"),
+    names=NAMES,
+    tensors=granitemoehybrid.state_tensors("mixer"),
     rewritten=rewritten,
     activation="relu2",
     reads_only="rekindle does not write states' matrices",

@@ -7,24 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rekindle._src.models.config import AttentionSpec, ModelConfig
-from rekindle._src.models.families.llama import (
-    attention_sources,
-    manifest_of,
-    mlp_sources,
-    norm_sources,
-    norms_of,
-    usual_expert_sources,
-)
-from rekindle._src.models.family import Family, GgufForm, decoder_of
+from rekindle._src.models.families import llama
+from rekindle._src.models.family import Family, GgufForm, GgufModel, decoder_of
 from rekindle._src.models.hf_config import Keys, decoder
 from rekindle._src.models.loading.manifest import Source, one
 from rekindle._src.models.roles import column, heads
-
-if TYPE_CHECKING:
-    from rekindle._src.models.loading.gguf.architecture import GgufModel
 
 
 def config(keys: Keys, **options: Any) -> ModelConfig:
@@ -62,10 +52,12 @@ def wide_norm_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
     }
 
 
-post_norm_sources = norms_of(attention_norm="post_attention_layernorm", mlp_norm="post_feedforward_layernorm")
+post_norm_sources = llama.norms_of(attention_norm="post_attention_layernorm", mlp_norm="post_feedforward_layernorm")
 module, moe_module = decoder_of("PostNormBlock"), decoder_of("WideNormSparseBlock")
-manifest = manifest_of(attention_sources, wide_norm_sources, post_norm_sources, mlp_sources)
-moe_manifest = manifest_of(attention_sources, wide_norm_sources, norm_sources, usual_expert_sources)
+manifest = llama.manifest_of(llama.attention_sources, wide_norm_sources, post_norm_sources, llama.mlp_sources)
+moe_manifest = llama.manifest_of(
+    llama.attention_sources, wide_norm_sources, llama.norm_sources, llama.usual_expert_sources
+)
 
 
 def gguf_variant(model: GgufModel) -> str | None:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rekindle._src.models.config import ModelConfig
-from rekindle._src.models.families.llama import gate_up_role, manifest_of, module, norm_sources
-from rekindle._src.models.family import Family, GgufForm, windows_in_all_layers
+from rekindle._src.models.families.llama import fused_mlp, manifest_of, module, norm_sources
+from rekindle._src.models.family import Family, GgufForm, GgufModel, windows_in_all_layers
 from rekindle._src.models.hf_config import Keys, decoder
 from rekindle._src.models.loading.manifest import Source, one
 from rekindle._src.models.roles import column, heads, row
-
-if TYPE_CHECKING:
-    from rekindle._src.models.loading.gguf.architecture import GgufModel
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -28,18 +25,12 @@ def config(keys: Keys) -> ModelConfig:
 
 
 def fused(config: ModelConfig, layer: int) -> dict[str, Source]:
-    prefix, inner = f"model.layers.{layer}", config.intermediate_size
+    prefix, (H, K, D) = f"model.layers.{layer}", (config.num_heads, config.num_kv_heads, config.head_dim)
+    qkv, out = f"{prefix}.self_attn.qkv_proj.weight", f"{prefix}.self_attn.o_proj.weight"
     return {
-        "attention.qkv.weight": one(
-            f"{prefix}.self_attn.qkv_proj.weight",
-            (config.num_heads + 2 * config.num_kv_heads) * config.head_dim,
-            role=column(*heads(config.num_heads, config.num_kv_heads, config.head_dim)),
-        ),
-        "attention.out.weight": one(
-            f"{prefix}.self_attn.o_proj.weight", config.hidden_size, role=row(config.num_heads * config.head_dim)
-        ),
-        "mlp.gate_up.weight": one(f"{prefix}.mlp.gate_up_proj.weight", 2 * inner, role=gate_up_role(inner)),
-        "mlp.down.weight": one(f"{prefix}.mlp.down_proj.weight", config.hidden_size, role=row(inner)),
+        "attention.qkv.weight": one(qkv, (H + 2 * K) * D, role=column(*heads(H, K, D))),
+        "attention.out.weight": one(out, config.hidden_size, role=row(H * D)),
+        **fused_mlp(config, config.intermediate_size, f"{prefix}.mlp.gate_up_proj", f"{prefix}.mlp.down_proj"),
     }
 
 

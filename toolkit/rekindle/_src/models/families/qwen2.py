@@ -5,24 +5,13 @@ Qwen2-MoE and Qwen1.5-MoE have experts in some or all layers, and beside them an
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rekindle._src.models.config import ModelConfig
-from rekindle._src.models.families.llama import (
-    attention_sources,
-    manifest,
-    manifest_of,
-    module,
-    norm_sources,
-    shared_sources,
-    usual_expert_sources,
-)
-from rekindle._src.models.family import Family, GgufForm, decoder_of
+from rekindle._src.models.families import llama
+from rekindle._src.models.family import Family, GgufForm, GgufModel, decoder_of
 from rekindle._src.models.hf_config import Keys, decoder
 from rekindle._src.models.loading.manifest import Source
-
-if TYPE_CHECKING:
-    from rekindle._src.models.loading.gguf.architecture import GgufModel
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -56,12 +45,12 @@ def sparse_layers(keys: Keys) -> list[bool]:
 
 def moe_sources(config: ModelConfig, layer: int) -> dict[str, Source]:
     prefix = f"model.layers.{layer}.mlp"
-    shared = shared_sources(config, layer, f"{prefix}.shared_expert", f"{prefix}.shared_expert_gate")
-    return usual_expert_sources(config, layer) | shared
+    shared = llama.shared_sources(config, layer, f"{prefix}.shared_expert", f"{prefix}.shared_expert_gate")
+    return llama.usual_expert_sources(config, layer) | shared
 
 
 moe_module = decoder_of("SparseBlock")
-moe_manifest = manifest_of(attention_sources, norm_sources, moe_sources)
+moe_manifest = llama.manifest_of(llama.attention_sources, llama.norm_sources, moe_sources)
 
 
 def read_moe_gguf(model: GgufModel) -> dict[str, Any]:
@@ -75,6 +64,6 @@ def read_moe_gguf(model: GgufModel) -> dict[str, Any]:
 
 MOE_GGUF = GgufForm(architecture="qwen2moe", read=read_moe_gguf, reads_only="rekindle does not write shared experts")
 FAMILIES = {
-    "qwen2": Family("Qwen2ForCausalLM", config, module, manifest, gguf=GgufForm(architecture="qwen2")),
+    "qwen2": Family("Qwen2ForCausalLM", config, llama.module, llama.manifest, gguf=GgufForm(architecture="qwen2")),
     "qwen2_moe": Family("Qwen2MoeForCausalLM", moe_config, moe_module, moe_manifest, gguf=MOE_GGUF),
 }

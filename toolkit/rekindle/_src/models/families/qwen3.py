@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rekindle._src.models.config import ModelConfig
-from rekindle._src.models.families.llama import (
-    attention_sources,
-    manifest_of,
-    mlp_sources,
-    norm_sources,
-    qk_norm_sources,
-    usual_expert_sources,
-)
+from rekindle._src.models.families import llama
 from rekindle._src.models.families.qwen2 import sliding, sparse_layers
-from rekindle._src.models.family import Family, GgufForm, decoder_of, with_biases
+from rekindle._src.models.family import Family, GgufForm, GgufModel, decoder_of, with_biases
 from rekindle._src.models.hf_config import Keys, decoder
-
-if TYPE_CHECKING:
-    from rekindle._src.models.loading.gguf.architecture import GgufModel
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -36,8 +26,10 @@ def moe_config(keys: Keys) -> ModelConfig:
 
 
 module, moe_module = decoder_of("QkNormBlock"), decoder_of("QkNormSparseBlock")
-manifest = manifest_of(attention_sources, qk_norm_sources, norm_sources, mlp_sources)
-moe_manifest = manifest_of(attention_sources, qk_norm_sources, norm_sources, usual_expert_sources)
+manifest = llama.manifest_of(llama.attention_sources, llama.qk_norm_sources, llama.norm_sources, llama.mlp_sources)
+moe_manifest = llama.manifest_of(
+    llama.attention_sources, llama.qk_norm_sources, llama.norm_sources, llama.usual_expert_sources
+)
 read_gguf = with_biases(attention_bias="attn_q")
 
 

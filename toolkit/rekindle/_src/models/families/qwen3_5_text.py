@@ -6,19 +6,15 @@ Some have experts in all layers, and beside them an MLP with a gate.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rekindle._src.models.config import ModelConfig, RecurrentSpec
 from rekindle._src.models.families.llama import blocks, mlp_sources, norms_of, outer_sources, qk_norm_sources
 from rekindle._src.models.families.qwen2 import moe_sources
-from rekindle._src.models.family import Family, GgufForm, HeadOrder, Rewritten, decoder_of
+from rekindle._src.models.family import Family, GgufForm, GgufModel, HeadOrder, Rewritten, decoder_of
 from rekindle._src.models.hf_config import Keys, decoder
 from rekindle._src.models.loading.manifest import FusedExperts, Manifest, Source, one
 from rekindle._src.models.roles import Span, column, heads, recurrent_spans, row
-
-if TYPE_CHECKING:
-    from rekindle._src.models.loading.gguf.architecture import GgufModel
-
 
 DRAFTING = 4  # layers behind the last one that may draft tokens
 
@@ -174,15 +170,10 @@ def rewritten(config: ModelConfig, layer: int, name: str) -> Rewritten | None:
 
 
 NAMES = {
-    "linear_attn.in_proj_qkv": "attn_qkv",
-    "linear_attn.in_proj_z": "attn_gate",
-    "linear_attn.in_proj_a": "ssm_alpha",
-    "linear_attn.in_proj_b": "ssm_beta",
-    "linear_attn.conv1d": "ssm_conv1d",
-    "linear_attn.norm": "ssm_norm",
-    "linear_attn.out_proj": "ssm_out",
-    "post_attention_layernorm": "post_attention_norm",
-}
+    "linear_attn.in_proj_qkv": "attn_qkv", "linear_attn.in_proj_z": "attn_gate", "linear_attn.in_proj_a": "ssm_alpha",
+    "linear_attn.in_proj_b": "ssm_beta", "linear_attn.conv1d": "ssm_conv1d", "linear_attn.norm": "ssm_norm",
+    "linear_attn.out_proj": "ssm_out", "post_attention_layernorm": "post_attention_norm",
+}  # fmt: skip
 TENSORS = {"linear_attn.dt_bias": "ssm_dt.bias", "linear_attn.A_log": "ssm_a"}
 GGUF = GgufForm(
     architecture="qwen35",

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rekindle._src.models.config import AttentionSpec, ModelConfig
 from rekindle._src.models.families.llama import manifest, module
-from rekindle._src.models.family import Family, GgufForm
+from rekindle._src.models.family import Family, GgufForm, GgufModel
 from rekindle._src.models.hf_config import Keys, decoder
-
-if TYPE_CHECKING:
-    from rekindle._src.models.loading.gguf.architecture import GgufModel
 
 INTERVAL = 4  # every fourth layer does not rotate
 
@@ -29,9 +26,7 @@ def config(keys: Keys) -> ModelConfig:
         tie=True,
         attention=tuple(
             dataclasses.replace(
-                spec,
-                rope=spec.rope if rotates[layer] else None,
-                sliding_window=window if slides[layer] else None,
+                spec, rope=spec.rope if rotates[layer] else None, sliding_window=window if slides[layer] else None
             )
             for layer in range(layers)
         ),

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rekindle._src.models.config import ModelConfig
-from rekindle._src.models.families.llama import attention_sources, blocks, outer_sources
-from rekindle._src.models.family import Family, GgufForm, decoder_of
+from rekindle._src.models.families.llama import attention_sources, blocks, outer_sources, plain_mlp
+from rekindle._src.models.family import Family, GgufForm, GgufModel, decoder_of
 from rekindle._src.models.hf_config import Keys, decoder
 from rekindle._src.models.loading.manifest import Manifest, Source, one
-from rekindle._src.models.roles import Span, column, row
-
-if TYPE_CHECKING:
-    from rekindle._src.models.loading.gguf.architecture import GgufModel
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -45,15 +41,8 @@ def _norms(config: ModelConfig, layer: int) -> dict[str, Source]:
 
 
 def _mlp(config: ModelConfig, layer: int) -> dict[str, Source]:
-    prefix, E, inner = f"model.layers.{layer}.mlp", config.hidden_size, config.intermediate_size
-    sources = {
-        "up.weight": one(f"{prefix}.c_fc.weight", inner, role=column(Span(inner))),
-        "down.weight": one(f"{prefix}.c_proj.weight", E, role=row(inner)),
-    }
-    if config.mlp_bias:
-        sources["up.bias"] = one(f"{prefix}.c_fc.bias", inner, role=column(Span(inner)))
-        sources["down.bias"] = one(f"{prefix}.c_proj.bias", E)
-    return sources
+    prefix = f"model.layers.{layer}.mlp"
+    return plain_mlp(config, config.intermediate_size, prefix, up="c_fc", down="c_proj", module="")
 
 
 NORM = "layer_norm_epsilon"

@@ -25,7 +25,7 @@ from rekindle._src.models.loading.leaf_arrays import Rounding
 from rekindle._src.models.loading.load_progress import Meter, Report
 from rekindle._src.models.loading.stored import Stored, look, read_config
 from rekindle._src.models.loading.tensor_files import FLOATS, Header, TensorEntry, listed
-from rekindle._src.models.nn.packing import matrix_shape, packing, packing_of
+from rekindle._src.models.nn.packing import matrix_shape, packing, packings_in
 from rekindle._src.models.registry import config_from_hf
 from rekindle._src.models.unpacking import unpacked_graph
 from rekindle.errors import CheckpointError, StoreError
@@ -255,6 +255,7 @@ def plan(found: Checkpoint, graph: Graph, shapes: Iterable[jax.ShapeDtypeStruct]
     manifest, entries = named_tensors(found.stored, found.config)
     shapes_by_path = dict(zip(graph.paths, shapes, strict=True))
     leaves, read_names, problems = [], set[str](), list[str]()
+    packings = packings_in(shapes_by_path)
     rounded = {} if graph.precision.quantize is None else dict(graph.precision.unpacked)
     for path, source in manifest.sources.items():
         leaf = shapes_by_path[path]
@@ -262,9 +263,9 @@ def plan(found: Checkpoint, graph: Graph, shapes: Iterable[jax.ShapeDtypeStruct]
         stored = None if dtype == leaf.dtype else np.dtype(leaf.dtype)
         extras = {name: path.removesuffix("weight") + name for name in ("scale", "minimum")}
         scale, minimum = (extra if extra in shapes_by_path and extra != path else None for extra in extras.values())
-        packed = packing_of(leaf, *(shapes_by_path[extra] for extra in (scale, minimum) if extra))
         kind = rounded.get(path.removesuffix(".weight"))
         rounding = None if kind is None else Rounding(packing(kind, path, shape))
+        packed = packings.get(path)
         leaves.append(reading.LeafPlan(path, source, shape, dtype, scale, stored, packed, minimum, rounding))
         for part in source.parts(shape):
             read_names.add(part.name)

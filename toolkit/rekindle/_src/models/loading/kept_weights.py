@@ -13,7 +13,7 @@ import functools
 import hashlib
 import importlib.metadata
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,19 +44,12 @@ def keeps_groups(seen: Stored, dtype: str, quantize: str | None) -> bool:
 
 def has_room(seen: Stored, dtype: str, device_memory: int | None = None) -> bool:
     """True if a checkpoint's weights would fit into memory as floats, beside pages of `device_memory` bytes."""
-    itemsize = 4 if dtype == "float32" else 2
-    return memory.fits(itemsize * sum(map(_numbers, _entries(seen))), beside=device_memory or 0)
-
-
-def _entries(seen: Stored) -> Iterator[tuple[TensorEntry, bool]]:
-    return ((entry, seen.is_gguf) for header in seen.headers for entry in header.entries)
-
-
-def _numbers(stored: tuple[TensorEntry, bool]) -> int:
-    """Return how many numbers a tensor holds; integers of other formats than GGUF may have two of them in a byte."""
-    entry, is_gguf = stored
-    packed = not is_gguf and entry.dtype.startswith(("I", "U"))
-    return 2 * entry.nbytes if packed else math.prod(entry.shape)
+    itemsize, numbers = 4 if dtype == "float32" else 2, 0
+    for entry in (entry for header in seen.headers for entry in header.entries):
+        # Integers of other formats than GGUF may have two numbers in a byte.
+        packed = not seen.is_gguf and entry.dtype.startswith(("I", "U"))
+        numbers += 2 * entry.nbytes if packed else math.prod(entry.shape)
+    return memory.fits(itemsize * numbers, beside=device_memory or 0)
 
 
 def options(

@@ -11,34 +11,26 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
+import itertools
 import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args, get_origin, get_type_hints
 
 import jax
 import numpy as np
 
 from rekindle._src.core.store import Store
 from rekindle._src.models.base import Graph
-from rekindle._src.models.config import (
-    AttentionSpec,
-    LatentSpec,
-    ModelConfig,
-    MoeSpec,
-    Multipliers,
-    Pages,
-    RecurrentSpec,
-    SharedWith,
-)
+from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.loading.hub import readable_name
 from rekindle._src.models.loading.leaf_arrays import LeafPlan
 from rekindle._src.models.loading.manifest import Source
 from rekindle._src.models.loading.stored import Stored
 from rekindle._src.models.loading.tensor_files import TensorEntry
-from rekindle._src.models.nn.rope import RopeSpec
 from rekindle._src.models.precision import Precision
 from rekindle._src.models.roles import REPLICATED
 from rekindle.errors import CheckpointError
@@ -46,6 +38,7 @@ from rekindle_kernels import read_through
 
 FOLDER = "models"  # in a cache folder
 MOST = 64  # descriptions in one cache folder; the oldest is removed first
+_OF_LAYERS = ("attention", "moe", "recurrent", "pages")  # fields with an entry for each layer
 _SUM = 32  # bytes of the checksum that a description begins with
 _SAID = ("names", "rows", "stack", "tiled", "transpose", "add")  # of a source; its role is for meshes
 _log = logging.getLogger(__name__)
@@ -67,89 +60,61 @@ class Reads(NamedTuple):
 
 
 def encode_graph(graph: Graph) -> dict[str, Any]:
-    """Return the graph as values that JSON keeps as they are; layers of one kind are described once."""
+    """Return the graph as records and values that JSON keeps; layers of one kind are described once."""
     config = {field.name: getattr(graph.config, field.name) for field in dataclasses.fields(ModelConfig)}
-    attention = list(dict.fromkeys(graph.config.attention))
-    experts = list(dict.fromkeys(graph.config.moe))
-    states = [None if spec is None else dataclasses.asdict(spec) for spec in graph.config.recurrent]
-    pages = [None if spec is None else dataclasses.asdict(spec) for spec in graph.config.pages]
-    latent = None if graph.config.latent is None else dataclasses.asdict(graph.config.latent)
-    multipliers = None if graph.config.multipliers is None else dataclasses.asdict(graph.config.multipliers)
-    return {
-        "config": config
-        | {
-            "attention": None,
-            "moe": None,
-            "recurrent": states,
-            "pages": pages,
-            "latent": latent,
-            "multipliers": multipliers,
-        },
-        "attention": [dataclasses.asdict(spec) for spec in attention],
-        "layers": [attention.index(spec) for spec in graph.config.attention],
-        "experts": [None if spec is None else dataclasses.asdict(spec) for spec in experts],
-        "expert_layers": [experts.index(spec) for spec in graph.config.moe],
-        "precision": dataclasses.asdict(graph.precision),
-        "paths": graph.paths,
-    }
+    for name in _OF_LAYERS:
+        kinds = list(dict.fromkeys(config[name]))
+        config[name] = {"kinds": kinds, "layers": [kinds.index(spec) for spec in config[name]]}
+    return {"config": config, "precision": graph.precision, "paths": graph.paths}
 
 
 def decode_graph(fields: dict[str, Any]) -> Graph:
     """Return the graph that was encoded. Raise TypeError, KeyError, ValueError or IndexError for anything else."""
-    attention = [AttentionSpec(**spec | {"rope": _rope(spec["rope"])}) for spec in fields["attention"]]
-    experts = [None if spec is None else MoeSpec(**spec) for spec in fields["experts"]]
-    config = fields["config"] | {
-        "attention": tuple(attention[index] for index in fields["layers"]),
-        "moe": tuple(experts[index] for index in fields["expert_layers"]),
-        "eos_token_ids": tuple(fields["config"]["eos_token_ids"]),
-        "recurrent": tuple(spec and RecurrentSpec(**spec) for spec in fields["config"]["recurrent"]),
-        "pages": tuple(spec and _pages(spec) for spec in fields["config"]["pages"]),
-        "multipliers": _multipliers(fields["config"]["multipliers"]),
-        "latent": fields["config"]["latent"] and LatentSpec(**fields["config"]["latent"]),
-        "mlp_sizes": tuple(fields["config"]["mlp_sizes"]),
-    }
-    pairs = {
-        name: tuple((str(path), str(kind)) for path, kind in fields["precision"][name])
-        for name in ("kinds", "unpacked")
-    }
-    return Graph(ModelConfig(**config), Precision(**fields["precision"] | pairs), tuple(fields["paths"]))
+    config, types = dict(fields["config"]), _types(ModelConfig)
+    for name in _OF_LAYERS:
+        kinds = _decoded(types[name], config[name]["kinds"])
+        config[name] = tuple(kinds[index] for index in config[name]["layers"])
+    others = {name: _decoded(types[name], value) for name, value in config.items() if name not in _OF_LAYERS}
+    return Graph(ModelConfig(**config | others), _decoded(Precision, fields["precision"]), tuple(fields["paths"]))
 
 
-def _pages(fields: dict[str, Any]) -> Pages | SharedWith:
-    return SharedWith(**fields) if "layer" in fields else Pages(**fields)
+_types = functools.cache(get_type_hints)
 
 
-def _multipliers(fields: dict[str, Any] | None) -> Multipliers | None:
-    return None if fields is None else Multipliers(**fields | {"inputs": tuple(fields["inputs"])})
+def _decoded(kind: Any, value: Any) -> Any:
+    """Return a value of a type from what JSON keeps of it: records are objects there, and tuples lists."""
+    if value is None or isinstance(value, str | int | float):
+        return value
+    inner = get_args(kind)
+    if get_origin(kind) is tuple:
+        kinds = itertools.repeat(inner[0]) if inner[-1] is ... else inner
+        return tuple(_decoded(part, one) for part, one in zip(kinds, value, strict=False))
+    records = [part for part in inner or (kind,) if set(value) <= set(_types(part))]
+    types = _types(records[0])  # the one of several that has these fields
+    return records[0](**{name: _decoded(types[name], one) for name, one in value.items()})
 
 
-def _rope(found: dict[str, Any] | None) -> RopeSpec | None:
-    if found is None:
-        return None
-    factors = {name: tuple(found[name]) for name in ("short_factor", "long_factor")}
-    return RopeSpec(**found | factors)
-
-
-def encode(graph: Graph, leaves: Sequence[tuple[tuple[int, ...], str]], dtype: str, name: str) -> bytes:
+def encode(
+    graph: Graph, leaves: Sequence[tuple[tuple[int, ...], str]], dtype: str, name: str, **others: object
+) -> bytes:
     """Return a description, with its checksum; `leaves` are shapes and dtypes, and `name` is for people to read."""
-    return with_sum({"graph": encode_graph(graph), "leaves": leaves, "dtype": dtype, "name": name})
+    described = {"graph": encode_graph(graph), "leaves": leaves, "dtype": dtype, "name": name, **others}
+    text = json.dumps(described, default=dataclasses.asdict).encode()
+    return _sum(text) + text
 
 
 def decode(content: bytes) -> Known:
     """Return the model that was encoded. Raise CheckpointError, or an error of decoding, if it is damaged."""
-    fields = checked(content)
+    return _known(checked(content))
+
+
+def _known(fields: Mapping[str, Any]) -> Known:
     shapes = tuple(jax.ShapeDtypeStruct(tuple(shape), np.dtype(kind)) for shape, kind in fields["leaves"])
     return Known(decode_graph(fields["graph"]), shapes, str(fields["dtype"]))
 
 
-def with_sum(described: Mapping[str, Any]) -> bytes:
-    """Return the JSON of a description behind its checksum."""
-    text = json.dumps(described).encode()
-    return _sum(text) + text
-
-
 def checked(content: bytes) -> dict[str, Any]:
-    """Return the description that `with_sum` encoded. Raise CheckpointError if it is damaged."""
+    """Return the fields that `encode` described. Raise CheckpointError if they are damaged."""
     text = content[_SUM:]
     if _sum(text) != content[:_SUM]:
         raise CheckpointError("the checksum of the model's description does not match")
@@ -206,9 +171,7 @@ def find_reads(kept: Path, seen: Stored) -> tuple[Known, Reads] | None:
         if content is None:
             return None
         fields = checked(content)
-        shapes = tuple(jax.ShapeDtypeStruct(tuple(shape), np.dtype(kind)) for shape, kind in fields["shapes"])
-        known = Known(decode_graph(fields["graph"]), shapes, str(fields["dtype"]))
-        return known, _reads(fields, seen)
+        return _known(fields), _reads(fields, seen)
     except (CheckpointError, OSError, ValueError, KeyError, TypeError, IndexError) as error:
         _log.info("the description %s is not used: %s", kept, error)
         return None
@@ -223,31 +186,27 @@ def keep_reads(kept: Path, seen: Stored, known: Known, reads: Reads) -> None:
     stored = {entry.name for header in seen.headers for entry in header.entries}
     if not plain or any(entry.name not in stored for entry in reads.entries.values()):  # some are parts of tensors
         return
-    fields = {
-        "graph": encode_graph(known.graph),
-        "shapes": [(leaf.shape, leaf.dtype.name) for leaf in known.shapes],
-        "dtype": known.dtype,
-        "name": readable_name(seen.path),
-        "leaves": [
-            {
-                "path": leaf.path,
-                "source": {name: getattr(leaf.source, name) for name in _SAID},
-                "shape": leaf.shape,
-                "dtype": leaf.dtype.name,
-            }
-            for leaf in reads.leaves
-        ],
-        "entries": {name: entry.name for name, entry in reads.entries.items()},
-    }
+    sources = [
+        {
+            "path": leaf.path,
+            "source": {name: getattr(leaf.source, name) for name in _SAID},
+            "shape": leaf.shape,
+            "dtype": leaf.dtype.name,
+        }
+        for leaf in reads.leaves
+    ]
+    entries = {name: entry.name for name, entry in reads.entries.items()}
+    leaves = [(leaf.shape, leaf.dtype.name) for leaf in known.shapes]
+    content = encode(known.graph, leaves, known.dtype, readable_name(seen.path), reads=sources, entries=entries)
     with contextlib.suppress(OSError):
-        store(kept.parent).put(kept.name, with_sum(fields))
+        store(kept.parent).put(kept.name, content)
 
 
 def _reads(found: Mapping[str, Any], seen: Stored) -> Reads:
     entries = {entry.name: entry for header in seen.headers for entry in header.entries}
     leaves = [
         LeafPlan(leaf["path"], _source(leaf["source"]), tuple(leaf["shape"]), np.dtype(leaf["dtype"]))
-        for leaf in found["leaves"]
+        for leaf in found["reads"]
     ]
     return Reads(leaves, {name: entries[stored] for name, stored in found["entries"].items()})
 

@@ -7,10 +7,10 @@ Columns that are divided, and what is quantised or converted, come through a wor
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from math import prod
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -23,6 +23,9 @@ from rekindle._src.models.loading.quantize import quantize, quantize_int4_into, 
 from rekindle._src.models.nn.packing import Packing
 from rekindle._src.models.roles import Role, Sizes, local_shape, ranges
 from rekindle_kernels import int4
+
+if TYPE_CHECKING:
+    from rekindle._src.models.placement import MeshPlacement
 
 Box = tuple[tuple[int, int], ...]  # [start, stop) on each axis of a parameter
 Index = tuple[int | slice, ...]
@@ -142,17 +145,6 @@ class LeafArrays(NamedTuple):
         return arrays
 
 
-class Places(Protocol):
-    """The members of a `MeshPlacement` that this module needs."""
-
-    @property
-    def roles(self) -> Mapping[str, Role]: ...
-    @property
-    def sizes(self) -> Sizes: ...
-    def different(self, role: Role, ndim: int) -> list[tuple[Sizes, list[Any]]]: ...
-    def joined(self, path: str, parts: Sequence[tuple[NDArray[Any], Sequence[Any]]]) -> jax.Array: ...
-
-
 class _Part:
     """The part of a parameter that some devices of this process have: its arrays, and the boxes that they hold."""
 
@@ -201,7 +193,7 @@ class Share(NamedTuple):
 class DividedArrays:
     """`LeafArrays` of the different parts of a parameter that this process's devices have."""
 
-    def __init__(self, leaf: LeafPlan, places: Places) -> None:
+    def __init__(self, leaf: LeafPlan, places: MeshPlacement) -> None:
         self._leaf, self._places = leaf, places
         # A matrix of four bits is divided before it is packed.
         role = places.roles[leaf.path] if leaf.packing is None else leaf.source.role
@@ -237,20 +229,15 @@ class DividedArrays:
         """Quantise whole rows [out, in], and fill them in."""
         packing, arrays = self._leaf.packing, self._parts[0].made
         integers = np.empty(values.shape, arrays.values.dtype)
+        minimums = None
         if packing is None:
             scales = np.empty(values.shape[:-1], np.float32)
             quantize_into(values, integers, scales)
-            self._fill_integers(Integers(integers, scales), index)
-            return
-        groups = (*values.shape[:-1], values.shape[-1] // packing.group)
-        scales = np.empty(groups, packing.scales)
-        minimums = None if arrays.minimum is None else np.empty(groups, packing.scales)
-        quantize_int4_into(values, integers, scales, minimums)
-        self._fill_integers(Integers(integers, scales, minimums), index)
-
-    def fill(self, found: Integers, index: Index) -> None:
-        """Fill in rows that are stored in groups."""
-        self._fill_integers(found, index)
+        else:
+            scales = np.empty((*values.shape[:-1], values.shape[-1] // packing.group), packing.scales)
+            minimums = None if arrays.minimum is None else np.empty_like(scales)
+            quantize_int4_into(values, integers, scales, minimums)
+        self.fill(Integers(integers, scales, minimums), index)
 
     def leaves(self) -> dict[str, jax.Array]:
         """Return the finished leaves by path, on their devices."""
@@ -261,7 +248,8 @@ class DividedArrays:
             part.arrays = None
         return {path: self._places.joined(path, parts) for path, parts in arrays.items()}
 
-    def _fill_integers(self, found: Integers, index: Index) -> None:
+    def fill(self, found: Integers, index: Index) -> None:
+        """Fill in integers with their scales and minimums."""
         box, packing = self._wanted(index), self._leaf.packing
         self._fill("values", found.integers, box, Fraction(1))
         columns = Fraction(0) if packing is None else Fraction(1, packing.group)  # of the scales, for each input

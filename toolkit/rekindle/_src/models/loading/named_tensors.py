@@ -9,9 +9,9 @@ Some checkpoints have the experts of a layer in one tensor, of which the matrice
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Iterable, Mapping
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,7 +81,7 @@ def with_single_experts(
     entries: Mapping[str, TensorEntry], names: Iterable[str], fused: FusedExperts
 ) -> dict[str, TensorEntry]:
     """Return the entries, with one for each of `names` that is part of a fused tensor in the place of that tensor."""
-    result, used, tensors = dict(entries), set[str](), dict[tuple[str, int], _Rows | None]()
+    result, used, tensors = dict(entries), set[str](), dict[tuple[str, int], _Part | None]()
     for name in names:
         match = _NAME.fullmatch(name)
         if match is None or name in entries:
@@ -97,90 +97,34 @@ def with_single_experts(
     return {name: entry for name, entry in result.items() if name not in used}
 
 
-class _Rows(Protocol):
-    """All rows of one expert's part of a fused tensor."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Part:
+    """One expert's part of a fused tensor, [outputs, inputs] or [outputs]."""
 
-    @property
-    def entry(self) -> TensorEntry:
-        """The part as [outputs, inputs] or [outputs], read by `rows` unless it is stored like that."""
-        ...
-
-    @property
-    def packing(self) -> Packing | None:
-        """The packing that keeps the matrix; None if there is none."""
-        ...
+    entry: TensorEntry
+    columns: Held | None = None  # of a matrix that is stored [inputs, outputs], and read at once
+    floats: FourBitFloatRows | None = None  # of one in MXFP4
 
     def rows(self, chosen: slice) -> NDArray[np.float32]:
         """Return the values of the rows `chosen`."""
-        ...
-
-    def integers(self, chosen: slice) -> Integers:
-        """Return the stored integers of the rows `chosen`, of a matrix that has a packing."""
-        ...
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Plain:
-    """Rows that are stored as numbers, one after the other."""
-
-    entry: TensorEntry
-    packing: Packing | None = None
-
-    def rows(self, chosen: slice) -> NDArray[np.float32]:
-        return rows_of(self.entry, chosen.start, chosen.stop)[:: chosen.step].astype(np.float32)
-
-    def integers(self, chosen: slice) -> Integers:
-        raise AssertionError("plain rows have no packing")
-
-
-class _Transposed:
-    """The columns of a matrix, which is read at once."""
-
-    packing: Packing | None = None
-
-    def __init__(self, stored: TensorEntry) -> None:
-        inputs, outputs = stored.shape
-        self.entry: TensorEntry = stored._replace(shape=(outputs, inputs))
-        self._held = Held(outputs, stored)
-
-    def integers(self, chosen: slice) -> Integers:
-        raise AssertionError("plain rows have no packing")
-
-    def rows(self, chosen: slice) -> NDArray[np.float32]:
-        (matrix,) = self._held.take(len(range(chosen.start, chosen.stop, chosen.step or 1)))
-        return np.ascontiguousarray(matrix[:, chosen].T, np.float32)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _FourBits:
-    """Rows of MXFP4."""
-
-    entry: TensorEntry
-    floats: FourBitFloatRows
-
-    @property
-    def packing(self) -> Packing | None:
-        return self.floats.packing
-
-    def rows(self, chosen: slice) -> NDArray[np.float32]:
-        return self.floats(chosen.start, chosen.stop)[:: chosen.step]
-
-    def integers(self, chosen: slice) -> Integers:
-        integers, scales, _ = self.floats.integers(chosen.start, chosen.stop)
-        return Integers(integers[:: chosen.step], scales[:: chosen.step])
+        if self.columns is not None:
+            (matrix,) = self.columns.take(len(range(chosen.start, chosen.stop, chosen.step)))
+            return np.ascontiguousarray(matrix[:, chosen].T, np.float32)
+        read = self.floats or functools.partial(rows_of, self.entry)
+        return read(chosen.start, chosen.stop)[:: chosen.step].astype(np.float32)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Cut:
     """Every `step`-th row from `first` on: a reader of rows, and of their integers."""
 
-    whole: _Rows
+    whole: _Part
     first: int
     step: int
 
     @property
     def packing(self) -> Packing | None:
-        return self.whole.packing
+        return None if self.whole.floats is None else self.whole.floats.packing
 
     def _chosen(self, start: int, stop: int) -> slice:
         return slice(self.first + start * self.step, self.first + (stop - 1) * self.step + 1, self.step)
@@ -189,10 +133,13 @@ class _Cut:
         return self.whole.rows(self._chosen(start, stop))
 
     def integers(self, start: int, stop: int) -> Integers:
-        return self.whole.integers(self._chosen(start, stop))
+        assert self.whole.floats is not None, "other rows have no packing"
+        chosen = self._chosen(start, stop)
+        integers, scales, _ = self.whole.floats.integers(chosen.start, chosen.stop)
+        return Integers(integers[:: chosen.step], scales[:: chosen.step])
 
 
-def _cut(name: str, whole: _Rows, part: str, fused: FusedExperts) -> TensorEntry:
+def _cut(name: str, whole: _Part, part: str, fused: FusedExperts) -> TensorEntry:
     """Return the entry of gate, up or down."""
     entry = whole.entry._replace(name=name)
     outputs, *rest = entry.shape
@@ -202,15 +149,15 @@ def _cut(name: str, whole: _Rows, part: str, fused: FusedExperts) -> TensorEntry
         first, step = (1, 2) if fused.interleaved else (outputs, 1)
         first = first if part == "up" else 0
     size = entry.nbytes // max(1, entry.shape[0]) * outputs
-    shape = (outputs, *rest)
-    if type(whole) is _Plain and step == 1:
-        return entry._replace(shape=shape, offset=entry.offset + size * (first > 0), nbytes=size)
-    return entry._replace(shape=shape, nbytes=size, rows=_Cut(whole, first, step))
+    cut = entry._replace(shape=(outputs, *rest), nbytes=size)
+    if step == 1 and whole.columns is None and whole.floats is None:
+        return cut._replace(offset=entry.offset + size * (first > 0))
+    return cut._replace(rows=_Cut(whole, first, step))
 
 
 def _expert(
     tensor: str, number: int, entries: Mapping[str, TensorEntry], used: set[str], *, transposed: bool
-) -> _Rows | None:
+) -> _Part | None:
     """Return one expert's part of a fused tensor; None if the checkpoint has no such tensor. Its names are `used`."""
     plain = entries.get(tensor)
     if plain is not None:
@@ -218,7 +165,10 @@ def _expert(
         if len(plain.shape) not in (2, 3):
             raise _wrong(plain, "two or three dimensions")
         part = _part(plain, number)
-        return _Transposed(part) if transposed and len(part.shape) == 2 else _Plain(part)
+        if not transposed or len(part.shape) != 2:
+            return _Part(part)
+        inputs, outputs = part.shape
+        return _Part(part._replace(shape=(outputs, inputs)), columns=Held(outputs, part))
     blocks, scales = entries.get(f"{tensor}_blocks"), entries.get(f"{tensor}_scales")
     if blocks is None or scales is None:
         return None
@@ -231,7 +181,7 @@ def _expert(
     weight = _part(blocks, number)._replace(shape=(outputs, groups * _GROUP // 2))
     scale = _part(scales, number)
     entry = weight._replace(dtype="MXFP4", shape=(outputs, groups * _GROUP), nbytes=weight.nbytes + scale.nbytes)
-    return _FourBits(entry, FourBitFloatRows(weight, scale))
+    return _Part(entry, floats=FourBitFloatRows(weight, scale))
 
 
 def _part(entry: TensorEntry, number: int) -> TensorEntry:

@@ -32,18 +32,13 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import Array
 
 from rekindle._src.core.atomic_checkpoint import ITEM, abandon
 from rekindle._src.core.priority import yield_to_others
 from rekindle._src.core.store import Store, Unusable
 from rekindle._src.models.base import ALONE, Graph, Placement
-from rekindle._src.models.loading import (
-    kept_weights,
-    known_models,
-    mmap_weights,
-    reading,
-    tensor_files,
-)
+from rekindle._src.models.loading import kept_weights, known_models, mmap_weights, reading, tensor_files
 from rekindle._src.models.loading.kept_weights import Brought, Mapped
 from rekindle._src.models.loading.known_models import Known
 from rekindle._src.models.loading.load_progress import Meter, Report
@@ -67,7 +62,7 @@ _saving: set[threading.Thread] = set()
 _hurry = threading.Event()
 _one_at_a_time = threading.Lock()
 _registered = False
-Leaf = jax.Array | np.ndarray[Any, Any] | Held
+Leaf = Array | np.ndarray[Any, Any] | Held
 Checked = Callable[[str, np.ndarray[Any, Any]], np.ndarray[Any, Any]]
 _log = logging.getLogger(__name__)
 
@@ -125,7 +120,7 @@ def load(
     placement: Placement = ALONE,
     report: Report | None = None,
     brought: Callable[[Path], Brought | None] = lambda kept: None,
-) -> tuple[jax.Array, ...] | None:
+) -> tuple[Array, ...] | None:
     """Return the leaves, or None if nothing is kept.
 
     Raise `StoreError` if they can't be read now, or if they are damaged; then they are set aside. `brought` returns
@@ -136,7 +131,7 @@ def load(
         return None
     expected = dict(zip(graph.paths, shapes, strict=True))
 
-    def arrays(path: Path) -> tuple[jax.Array, ...]:
+    def arrays(path: Path) -> tuple[Array, ...]:
         private_files.check(path / ITEM / kept_weights.FILE, inside=kept.parent)
         ahead = brought(kept) if not placement.divided and maps(place) else None
         try:
@@ -154,7 +149,7 @@ def load(
     return leaves
 
 
-def save(kept: Path, graph: Graph, dtype: str, leaves: Sequence[jax.Array] | Sequence[Held], *, name: str = "") -> None:
+def save(kept: Path, graph: Graph, dtype: str, leaves: Sequence[Array] | Sequence[Held], *, name: str = "") -> None:
     """Keep the model. A thread writes it after a while, so that the model can be used at once; `wait` waits for that.
 
     A failure costs the next start some time and nothing else, so it is only logged.
@@ -170,14 +165,14 @@ def save(kept: Path, graph: Graph, dtype: str, leaves: Sequence[jax.Array] | Seq
         _registered = True
     # On CPU a view holds the memory: the session may delete its leaves while they are being written, or before.
     on_host = all(_on_host(leaf) for leaf in leaves)
-    arrays = [np.asarray(leaf) if on_host and isinstance(leaf, jax.Array) else leaf for leaf in leaves]
+    arrays = [np.asarray(leaf) if on_host and isinstance(leaf, Array) else leaf for leaf in leaves]
     arguments = kept, graph, dtype, arrays, name, *((DELAY, PAUSES) if on_host else (0.0, 0))
     thread = threading.Thread(target=_save, args=arguments, name="rekindle-keep", daemon=True)
     _saving.add(thread)
     thread.start()
 
 
-def _on_host(leaf: jax.Array | Held) -> bool:
+def _on_host(leaf: Array | Held) -> bool:
     if isinstance(leaf, Held):
         return leaf.on_host
     return leaf.is_fully_addressable and all(device.platform == "cpu" for device in leaf.devices())
@@ -259,7 +254,7 @@ def _read(
     placement: Placement,
     report: Report | None,
     ahead: Brought | None,
-) -> tuple[jax.Array, ...]:
+) -> tuple[Array, ...]:
     """Return the leaves of a kept file, each compared with its checksum."""
     header = tensor_files.read_header(path) if ahead is None else ahead.mapped.header
     sums = json.loads((path.parent / _SUMS).read_text())
@@ -314,14 +309,14 @@ def _checksum_of(entry: tensor_files.TensorEntry) -> str:
     return kept_weights.checksum_of_pieces(entry.nbytes, pieces())
 
 
-def _brought(mapped: Mapped, place: reading.Place, checked: Checked, meter: Meter) -> dict[str, jax.Array]:
+def _brought(mapped: Mapped, place: reading.Place, checked: Checked, meter: Meter) -> dict[str, Array]:
     """Return the leaves in the mapping of their file, which is read meanwhile."""
 
     def brought(name: str, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         mmap_weights.bring(array)
         return checked(name, array)
 
-    arrays = dict[str, jax.Array]()
+    arrays = dict[str, Array]()
     try:
         tensors = tensor_files.views(mapped.header, mapped.content)
         with ThreadPoolExecutor(reading.workers(), thread_name_prefix="rekindle-load") as pool:
@@ -337,9 +332,9 @@ def _brought(mapped: Mapped, place: reading.Place, checked: Checked, meter: Mete
 
 def _adopted(
     ahead: Brought, place: reading.Place, compare: Callable[[str, str], None], meter: Meter
-) -> dict[str, jax.Array]:
+) -> dict[str, Array]:
     """Return the leaves in the mapping of their file, which was read before."""
-    arrays = dict[str, jax.Array]()
+    arrays = dict[str, Array]()
     for name, array in tensor_files.views(ahead.mapped.header, ahead.mapped.content).items():
         compare(name, ahead.sums[name])
         arrays[name] = place(name, array)

@@ -44,9 +44,9 @@ def _entry(
     return TensorEntry(f"{base}.weight", first.file, kind, shape, first.offset, size, rows)
 
 
-def _expect(entry: TensorEntry, shape: tuple[int, ...], *dtypes: str) -> None:
-    """Raise `CheckpointError` unless a tensor has this shape and one of these dtypes."""
-    if entry.shape != shape or entry.dtype not in dtypes:
+def _expect(entry: TensorEntry | None, shape: tuple[int, ...], *dtypes: str) -> None:
+    """Raise `CheckpointError` for a tensor that has another shape, or none of these dtypes."""
+    if entry is not None and (entry.shape != shape or entry.dtype not in dtypes):
         raise CheckpointError(
             f"{entry.file}: {entry.name} is {entry.dtype} {[*entry.shape]}, expected {' or '.join(dtypes)} {[*shape]} "
             "by the quantization_config. Check that config.json and the weights belong together."
@@ -64,11 +64,10 @@ def awq(base: str, entries: Entries, *, bits: int, group: int, has_zeros: bool) 
     zeros = entries.get(f"{base}.qzeros") if has_zeros else None
     _expect(weight, (inputs, outputs // per_word), "I32")
     _expect(scales, (groups, outputs), *_SCALES)
-    if has_zeros:
-        if zeros is None:
-            raise CheckpointError(f"{weight.file}: {base}.qzeros is missing, and zero_point is true.")
-        _expect(zeros, (groups, outputs // per_word), "I32")
-    rows = AwqRows(weight, zeros, scales, bits)
+    if has_zeros and zeros is None:
+        raise CheckpointError(f"{weight.file}: {base}.qzeros is missing, and zero_point is true.")
+    _expect(zeros, (groups, outputs // per_word), "I32")
+    rows = AwqRows(weight, scales, zeros, bits=bits, inputs=inputs, group=inputs // groups)
     return _entry(base, (outputs, inputs), f"AWQ, {bits} bits", rows, [weight, zeros, scales])
 
 
@@ -83,11 +82,10 @@ def gptq(base: str, entries: Entries, *, bits: int, group: int, offset: int) -> 
     zeros, order = entries.get(f"{base}.qzeros"), entries.get(f"{base}.g_idx")
     _expect(weight, (inputs // per_word, outputs), "I32")
     _expect(scales, (groups, outputs), *_SCALES)
-    if zeros is not None:
-        _expect(zeros, (groups, outputs // per_word), "I32")
-    if order is not None:
-        _expect(order, (inputs,), "I32", "I64")
-    rows = GptqRows(weight, zeros, scales, order, bits=bits, offset=offset)
+    _expect(zeros, (groups, outputs // per_word), "I32")
+    _expect(order, (inputs,), "I32", "I64")
+    rows = GptqRows(weight, scales, zeros, order, bits=bits, inputs=inputs, group=inputs // groups)
+    rows.offset = offset
     return _entry(base, (outputs, inputs), f"GPTQ, {bits} bits", rows, [weight, zeros, scales, order])
 
 
@@ -119,76 +117,49 @@ def packed(base: str, entries: Entries, bits: int, group: int | None) -> TensorE
     per_word, outputs = 32 // bits, weight.shape[0]
     inputs = weight.shape[1] * per_word
     stored = entries.get(f"{base}.weight_shape")
+    _expect(stored, (2,), "I64", "I32")
     if stored is not None:  # the last word of a row may be used in part
-        _expect(stored, (2,), "I64", "I32")
         inputs = int(rows_of(stored, 0, 2)[1])
     groups = 1 if group is None else -(-inputs // group)
     zeros, order = entries.get(f"{base}.weight_zero_point"), entries.get(f"{base}.weight_g_idx")
     _expect(weight, (outputs, -(-inputs // per_word)), "I32")
     _expect(scale, (outputs, groups), *_SCALES)
-    if zeros is not None:
-        _expect(zeros, (-(-outputs // per_word), groups), "I32")
-    if order is not None:
-        _expect(order, (inputs,), "I32", "I64")
-    rows = PackedRows(weight, scale, zeros, order, bits=bits, inputs=inputs)
+    _expect(zeros, (-(-outputs // per_word), groups), "I32")
+    _expect(order, (inputs,), "I32", "I64")
+    rows = PackedRows(weight, scale, zeros, order, bits=bits, inputs=inputs, group=-(-inputs // groups))
     return _entry(base, (outputs, inputs), f"{bits} bits", rows, [weight, scale, zeros, order])
 
 
-def four_bit_floats(base: str, entries: Entries, group: int, *, nvidia: bool) -> TensorEntry | None:
-    """Return the entry of a matrix of MXFP4 or NVFP4."""
-    weight, scale = entries.get(f"{base}.weight_packed"), entries.get(f"{base}.weight_scale")
-    if weight is None or scale is None or len(weight.shape) != 2:
-        return None
-    outputs, inputs = weight.shape[0], weight.shape[1] * 2
-    whole = entries.get(f"{base}.weight_global_scale") if nvidia else None
-    _expect(weight, (outputs, inputs // 2), "U8")
-    _expect(scale, (outputs, -(-inputs // group)), *(("F8_E4M3",) if nvidia else ("U8", "F8_E8M0")))
-    if nvidia:
-        if whole is None:
-            raise CheckpointError(f"{weight.file}: {base}.weight_global_scale is missing. Download it again.")
-        _expect(whole, whole.shape if whole.shape in ((), (1,)) else (1,), "F32")
-    rows = FourBitFloatRows(weight, scale, whole)
-    return _entry(base, (outputs, inputs), "NVFP4" if nvidia else "MXFP4", rows, [weight, scale, whole])
+def four_bit_floats(
+    base: str, entries: Entries, group: int, *, name: str = "weight_packed", whole: str | None = None
+) -> TensorEntry | None:
+    """Return the entry of a matrix of MXFP4, or of NVFP4, whose scales one number for the tensor divides or multiplies.
 
-
-def modelopt_floats(base: str, entries: Entries, *, group: int) -> TensorEntry | None:
-    """Return the entry of a matrix of ModelOpt's NVFP4, whose scales are multiplied by one number for the tensor."""
-    weight, scale = entries.get(f"{base}.weight"), entries.get(f"{base}.weight_scale")
+    `name` and `whole` are the ends of the names of the matrix and of that number.
+    """
+    weight, scale = entries.get(f"{base}.{name}"), entries.get(f"{base}.weight_scale")
     if weight is None or len(weight.shape) != 2:
         return None
     outputs, inputs = weight.shape[0], weight.shape[1] * 2
     _expect(weight, (outputs, inputs // 2), "U8")
-    whole = entries.get(f"{base}.weight_scale_2")
-    if scale is None or whole is None:
-        missing = "weight_scale" if scale is None else "weight_scale_2"
+    number = entries.get(f"{base}.{whole}") if whole else None
+    if scale is None or (whole and number is None):
+        missing = "weight_scale" if scale is None else whole
         raise CheckpointError(f"{weight.file}: {base}.{missing} is missing. Download it again.")
-    _expect(scale, (outputs, -(-inputs // group)), "F8_E4M3")
-    _expect(whole, whole.shape if whole.shape in ((), (1,)) else (1,), "F32")
-    rows = FourBitFloatRows(weight, scale, whole, divides=False)
-    return _entry(base, (outputs, inputs), "NVFP4", rows, [weight, scale, whole])
+    _expect(scale, (outputs, -(-inputs // group)), *(("F8_E4M3",) if whole else ("U8", "F8_E8M0")))
+    if number is not None:
+        _expect(number, number.shape if number.shape in ((), (1,)) else (1,), "F32")
+    rows = FourBitFloatRows(weight, scale, number, divides=whole == "weight_global_scale")
+    return _entry(base, (outputs, inputs), "NVFP4" if whole else "MXFP4", rows, [weight, scale, number])
 
 
 class Grouped(NamedTuple):
-    """Integers [outputs, inputs], and scales and zeros [outputs, groups]."""
+    """Integers [outputs, inputs], and scales and zeros [outputs, groups]; zeros are half of the range by default."""
 
     integers: NDArray[np.uint8]
     scales: NDArray[Any]
-    zeros: NDArray[np.int16]
-
-    def values(self, groups: NDArray[np.int64]) -> NDArray[np.float32]:
-        """Return the values [outputs, inputs]; `groups` has the group of each input."""
-        zeros, scales = self.zeros[:, groups], self.scales.astype(np.float32)[:, groups]
-        values: NDArray[np.float32] = (self.integers - zeros).astype(np.float32) * scales
-        return values
-
-    def kept(self, group: int, packing: Packing | None) -> Integers:
-        """Return the integers as matrices of four bits keep them: groups may be parts of these of `group` inputs."""
-        assert packing is not None, "integers are asked for where they can be kept"
-        scales = np.repeat(self.scales.astype(packing.scales), group // packing.group, axis=1)
-        if not packing.minimum:
-            return Integers(self.integers, scales)
-        zeros = np.repeat(self.zeros.astype(np.float32), group // packing.group, axis=1)
-        return Integers(self.integers, scales, -scales * zeros)
+    zeros: NDArray[Any] | None
+    order: NDArray[Any] | None = None  # the group of each input; None: consecutive ones share one
 
 
 def unpacked(words: NDArray[Any], bits: int, order: tuple[int, ...] | None = None) -> NDArray[np.uint8]:
@@ -223,161 +194,137 @@ class Held:
         return arrays
 
 
-class AwqRows:
-    """AWQ's "gemm" layout: words [inputs, outputs / 8], zeros [groups, outputs / 8], scales [groups, outputs]."""
+class IntegerRows:
+    """Integers of `bits` in words of 32 bits, with a scale and perhaps a zero for each group of inputs."""
 
-    def __init__(self, weight: TensorEntry, zeros: TensorEntry | None, scales: TensorEntry, bits: int) -> None:
-        self.outputs, self.inputs = scales.shape[1], weight.shape[0]
-        self.group = self.inputs // scales.shape[0]
-        self._bits, self._has_zeros, self._scales = bits, zeros is not None, scales.numpy_dtype
-        self._held = Held(self.outputs, weight, scales, *([zeros] if zeros is not None else []))
+    def __init__(
+        self,
+        weight: TensorEntry,
+        scales: TensorEntry,
+        zeros: TensorEntry | None,
+        order: TensorEntry | None = None,
+        *,
+        bits: int,
+        inputs: int,
+        group: int,
+    ) -> None:
+        self.weight, self.scales, self.zeros, self.order = weight, scales, zeros, order
+        self.bits, self.inputs, self.group = bits, inputs, group
+        tensors = (entry for entry in (weight, scales, zeros, order) if entry is not None)
+        self.held = Held(scales.shape[-1], *tensors)
 
     def grouped(self, start: int, stop: int) -> Grouped:
         """Return the integers, scales and zeros of the outputs [start, stop)."""
-        weight, scales, *zeros = self._held.take(stop - start)
-        per_word = 32 // self._bits
-        words = slice(start // per_word, -(-stop // per_word))
-        cut = slice(start - words.start * per_word, stop - words.start * per_word)
-        order = AWQ_ORDER if self._bits == 4 else None
-        integers = unpacked(weight[:, words], self._bits, order)[:, cut].T
-        piece_scales = scales[:, start:stop].T
-        if not zeros:
-            return Grouped(integers, piece_scales, np.full(piece_scales.shape, 1 << (self._bits - 1), np.int16))
-        piece_zeros = unpacked(zeros[0][:, words], self._bits, order)[:, cut].T.astype(np.int16)
-        return Grouped(integers, piece_scales, piece_zeros)
-
-    @property
-    def packing(self) -> Packing | None:
-        """The packing that keeps the matrix in four bits; None if there is none."""
-        dtype = np.float32 if self._has_zeros else self._scales
-        return packing_for(self.group, minimum=self._has_zeros, dtype=dtype) if self._bits == 4 else None
-
-    def integers(self, start: int, stop: int) -> Integers:
-        """Return the stored integers of the outputs [start, stop)."""
-        return self.grouped(start, stop).kept(self.group, self.packing)
+        raise NotImplementedError
 
     def __call__(self, start: int, stop: int) -> NDArray[np.float32]:
-        return self.grouped(start, stop).values(np.arange(self.inputs) // self.group)
+        integers, scales, zeros, order = self.grouped(start, stop)
+        groups = np.arange(self.inputs) // self.group if order is None else order
+        zeros = self._half(scales) if zeros is None else zeros
+        values: NDArray[np.float32] = (integers - zeros.astype(np.int16)[:, groups]).astype(np.float32)
+        return values * scales.astype(np.float32)[:, groups]
+
+    @functools.cached_property
+    def packing(self) -> Packing | None:
+        """The packing that keeps the matrix in four bits; None where groups are not consecutive inputs."""
+        if self.bits != 4 or not self.is_consecutive():
+            return None
+        minimum = self.has_minimums()
+        return packing_for(self.group, minimum=minimum, dtype=np.float32 if minimum else self.scales.numpy_dtype)
+
+    def is_consecutive(self) -> bool:
+        """True if each group consists of inputs side by side."""
+        return self.order is None and self.inputs % self.group == 0
+
+    def has_minimums(self) -> bool:
+        """True if some zeros are not half of the integers' range."""
+        return self.zeros is not None
+
+    def integers(self, start: int, stop: int) -> Integers:
+        """Return the integers of the outputs [start, stop) as matrices of four bits keep them.
+
+        The groups of these may be parts of those that are stored.
+        """
+        packing = self.packing
+        assert packing is not None, "integers are asked for where they can be kept"
+        integers, scales, zeros, _ = self.grouped(start, stop)
+        kept = np.repeat(scales.astype(packing.scales), self.group // packing.group, axis=1)
+        if not packing.minimum or zeros is None:
+            return Integers(integers, kept)
+        return Integers(
+            integers, kept, -kept * np.repeat(zeros.astype(np.float32), self.group // packing.group, axis=1)
+        )
+
+    def _half(self, scales: NDArray[Any]) -> NDArray[np.int16]:
+        return np.full(scales.shape, 1 << (self.bits - 1), np.int16)
+
+    def words(self, start: int, stop: int) -> tuple[slice, slice]:
+        """Return the words that hold the integers [start, stop), and the place of these in them."""
+        per_word = 32 // self.bits
+        first = start // per_word
+        return slice(first, -(-stop // per_word)), slice(start - first * per_word, stop - first * per_word)
 
 
-class GptqRows:
+class AwqRows(IntegerRows):
+    """AWQ's "gemm" layout: words [inputs, outputs / 8], zeros [groups, outputs / 8], scales [groups, outputs]."""
+
+    def grouped(self, start: int, stop: int) -> Grouped:
+        weight, scales, *zeros = self.held.take(stop - start)
+        words, cut = self.words(start, stop)
+        order = AWQ_ORDER if self.bits == 4 else None
+        integers, *piece_zeros = (unpacked(part[:, words], self.bits, order)[:, cut].T for part in (weight, *zeros))
+        return Grouped(integers, scales[:, start:stop].T, piece_zeros[0] if zeros else None)
+
+
+class GptqRows(IntegerRows):
     """GPTQ: words [inputs * bits / 32, outputs], zeros [groups, outputs * bits / 32], scales [groups, outputs].
 
     `g_idx` [inputs] has the group of each input. Zeros are stored less one, unless `offset` is 0.
     """
 
-    def __init__(
-        self,
-        weight: TensorEntry,
-        zeros: TensorEntry | None,
-        scales: TensorEntry,
-        g_idx: TensorEntry | None,
-        *,
-        bits: int,
-        offset: int,
-    ) -> None:
-        self.outputs, self.inputs = weight.shape[1], weight.shape[0] * 32 // bits
-        self.group = self.inputs // scales.shape[0]
-        self._bits, self._offset, self._has_zeros, self._groups = bits, offset, zeros is not None, g_idx
-        self._scales, self._zeros = scales.numpy_dtype, zeros
-        self._held = Held(self.outputs, weight, scales, *(e for e in (zeros, g_idx) if e is not None))
-
-    def _read(self, start: int, stop: int) -> tuple[Grouped, NDArray[np.int64]]:
-        weight, scales, *rest = self._held.take(stop - start)
-        per_word, highest = 32 // self._bits, (1 << self._bits) - 1
-        integers = unpacked(np.ascontiguousarray(weight[:, start:stop].T), self._bits)
-        piece_scales = scales[:, start:stop].T
-        if self._has_zeros:
-            words = slice(start // per_word, -(-stop // per_word))
-            cut = slice(start - words.start * per_word, stop - words.start * per_word)
-            stored = unpacked(np.ascontiguousarray(rest[0][:, words]), self._bits)[:, cut].T
-            zeros = (stored.astype(np.int16) + self._offset) & highest
-        else:
-            zeros = np.full(piece_scales.shape, 1 << (self._bits - 1), np.int16)
-        consecutive = np.arange(self.inputs) // self.group
-        groups = consecutive if self._groups is None else rest[-1].astype(np.int64) % len(scales)
-        return Grouped(integers, piece_scales, zeros), groups
-
-    @functools.cached_property
-    def packing(self) -> Packing | None:
-        """The packing that keeps the matrix in four bits; None where groups are not consecutive inputs."""
-        if self._bits != 4 or not self._in_order():
-            return None
-        minimum = self._zeros is not None and not self._symmetric(self._zeros)
-        return packing_for(self.group, minimum=minimum, dtype=np.float32 if minimum else self._scales)
-
-    def integers(self, start: int, stop: int) -> Integers:
-        """Return the stored integers of the outputs [start, stop)."""
-        return self._read(start, stop)[0].kept(self.group, self.packing)
-
-    def _symmetric(self, zeros: TensorEntry) -> bool:
-        """True if all zeros are half of the integers' range."""
-        return bool((rows_of(zeros, 0, zeros.shape[0]).view(np.uint32) == 0x11111111 * (8 - self._offset)).all())
-
-    def _in_order(self) -> bool:
-        if self._groups is None:
-            return True
-        stored = rows_of(self._groups, 0, self.inputs)
-        return bool((stored == np.arange(self.inputs) // self.group).all())
-
-    def __call__(self, start: int, stop: int) -> NDArray[np.float32]:
-        piece, groups = self._read(start, stop)
-        return piece.values(groups)
-
-
-class PackedRows:
-    """compressed-tensors' "pack-quantized": words [outputs, inputs * bits / 32] of integers plus half their range.
-
-    Scales are [outputs, groups]; zeros, if there are any, are packed along the outputs.
-    """
-
-    def __init__(
-        self,
-        weight: TensorEntry,
-        scales: TensorEntry,
-        zeros: TensorEntry | None,
-        g_idx: TensorEntry | None,
-        *,
-        bits: int,
-        inputs: int,
-    ) -> None:
-        self.outputs, self.inputs = weight.shape[0], inputs
-        self.group = -(-inputs // (scales.shape[1] if len(scales.shape) > 1 else 1))
-        self._weight, self._scales, self._zeros, self._g_idx, self._bits = weight, scales, zeros, g_idx, bits
+    offset = 1
 
     def grouped(self, start: int, stop: int) -> Grouped:
-        """Return the integers, scales and zeros of the outputs [start, stop)."""
-        integers = unpacked(rows_of(self._weight, start, stop), self._bits)[:, : self.inputs]
-        scales = rows_of(self._scales, start, stop).reshape(stop - start, -1)
-        half = 1 << (self._bits - 1)
-        if self._zeros is None:
-            return Grouped(integers, scales, np.full(scales.shape, half, np.int16))
-        per_word = 32 // self._bits
-        first = start // per_word
-        words = rows_of(self._zeros, first, -(-stop // per_word))
-        zeros = unpacked(np.ascontiguousarray(words.T), self._bits).T[
-            start - first * per_word : stop - first * per_word
-        ]
-        return Grouped(integers, scales, zeros.astype(np.int16))
+        weight, scales, *rest = self.held.take(stop - start)
+        integers = unpacked(np.ascontiguousarray(weight[:, start:stop].T), self.bits)
+        zeros = None
+        if self.zeros is not None:
+            words, cut = self.words(start, stop)
+            stored = unpacked(np.ascontiguousarray(rest[0][:, words]), self.bits)[:, cut].T
+            zeros = (stored.astype(np.int16) + self.offset) & ((1 << self.bits) - 1)
+        order = None if self.order is None else rest[-1].astype(np.int64) % len(scales)
+        return Grouped(integers, scales[:, start:stop].T, zeros, order)
 
-    @property
-    def packing(self) -> Packing | None:
-        """The packing that keeps the matrix in four bits; None where inputs are in the order of their activations."""
-        if self._bits != 4 or self._g_idx is not None or self.inputs % self.group:
-            return None
-        minimum = self._zeros is not None
-        return packing_for(self.group, minimum=minimum, dtype=np.float32 if minimum else self._scales.numpy_dtype)
+    def has_minimums(self) -> bool:
+        if self.zeros is None:
+            return False
+        stored = rows_of(self.zeros, 0, self.zeros.shape[0]).view(np.uint32)
+        return bool((stored != 0x11111111 * (8 - self.offset)).any())
 
-    def integers(self, start: int, stop: int) -> Integers:
-        """Return the stored integers of the outputs [start, stop)."""
-        return self.grouped(start, stop).kept(self.group, self.packing)
+    def is_consecutive(self) -> bool:
+        if self.order is None:
+            return True
+        return bool((rows_of(self.order, 0, self.inputs) == np.arange(self.inputs) // self.group).all())
 
-    def __call__(self, start: int, stop: int) -> NDArray[np.float32]:
-        groups = np.arange(self.inputs) // self.group
-        if self._g_idx is not None:
-            stored = rows_of(self._g_idx, 0, self.inputs).astype(np.int64)
-            groups = stored if stored.min(initial=0) >= 0 else groups
-        return self.grouped(start, stop).values(groups)
+
+class PackedRows(IntegerRows):
+    """compressed-tensors' "pack-quantized": words [outputs, inputs * bits / 32] of integers plus half their range.
+
+    Scales are [outputs, groups]; zeros, if there are any, are packed along the outputs. With an order, inputs are in
+    that of their activations.
+    """
+
+    def grouped(self, start: int, stop: int) -> Grouped:
+        integers = unpacked(rows_of(self.weight, start, stop), self.bits)[:, : self.inputs]
+        zeros = order = None
+        if self.zeros is not None:
+            words, cut = self.words(start, stop)
+            stored = rows_of(self.zeros, words.start, words.stop)
+            zeros = unpacked(np.ascontiguousarray(stored.T), self.bits).T[cut]
+        if self.order is not None:
+            order = rows_of(self.order, 0, self.inputs).astype(np.int64)
+            order = order if order.min(initial=0) >= 0 else None
+        return Grouped(integers, rows_of(self.scales, start, stop), zeros, order)
 
 
 class ScaledRows:
@@ -575,7 +522,8 @@ def _fbgemm(options: Options) -> Scheme:
 def _modelopt(options: Options) -> Scheme:
     if options.choice("quant_algo", ("FP8", "NVFP4")) == "FP8":
         return functools.partial(scaled, block=None, dtypes=("F8_E4M3",))
-    return functools.partial(modelopt_floats, group=options.group("group_size", 16))
+    group = options.group("group_size", 16)
+    return functools.partial(four_bit_floats, group=group, name="weight", whole="weight_scale_2")
 
 
 def _mxfp4(options: Options) -> Scheme:
@@ -635,7 +583,7 @@ def _group(options: Options, top: object) -> Scheme:
         nvidia = form.startswith("nv")
         weights.choice("num_bits", (4,), 4)
         group = weights.group("group_size", 16 if nvidia else 32)
-        return lambda base, entries: four_bit_floats(base, entries, group, nvidia=nvidia)
+        return functools.partial(four_bit_floats, group=group, whole="weight_global_scale" if nvidia else None)
     weights.choice("num_bits", (8,))
     weights.choice("symmetric", (True,), True)
     weights.choice("strategy", ("tensor", "channel", "block"), "tensor")

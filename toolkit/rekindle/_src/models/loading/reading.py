@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax import Array
 from numpy.typing import NDArray
 
 from rekindle._src.models.base import ALONE, Placement
@@ -27,7 +28,7 @@ CHUNK = 8 << 20  # bytes of the checkpoint that a worker reads at a time: its sc
 UNPACKED = 4 << 20  # bytes of values that a worker unpacks at a time, where they are not stored as plain numbers
 WINDOW = 256 << 20  # bytes of leaves between reading and placing: host memory needed beside an accelerator's own
 SQUARE = 32  # side of the pieces that a matrix is transposed in
-Place = Callable[[str, NDArray[Any]], jax.Array]
+Place = Callable[[str, NDArray[Any]], Array]
 
 
 def workers() -> int:
@@ -35,7 +36,7 @@ def workers() -> int:
     return max(2, min(8, os.cpu_count() or 2))
 
 
-def place_on_default_device(path: str, array: NDArray[Any]) -> jax.Array:
+def place_on_default_device(path: str, array: NDArray[Any]) -> Array:
     """Put an array on the default device; on CPU without a copy, so `array` must not be written any more."""
     return jax.device_put(array, may_alias=True)
 
@@ -58,13 +59,13 @@ def read_leaves(
     meter: Meter,
     placement: Placement = ALONE,
     check: Callable[[LeafPlan], object] | None = None,
-) -> dict[str, jax.Array]:
+) -> dict[str, Array]:
     """Read the leaves; return them by path, on their devices. `checkpoint.plan` has checked every part in `entries`.
 
     On a mesh, whose `placement` replaces `place`, only the parts of this process are read and allocated. `check` is
     called for each leaf in one of the reading threads; its exceptions are raised here before the leaf is placed.
     """
-    by_path: dict[str, jax.Array] = {}
+    by_path: dict[str, Array] = {}
     pending: collections.deque[tuple[LeafPlan, LeafArrays | DividedArrays, list[Future[Any]]]] = collections.deque()
     in_flight = 0
     scratch = threading.local()
@@ -178,11 +179,7 @@ def _row_bytes(piece: _Piece) -> int:
 
 
 def _read(
-    piece: _Piece,
-    leaf: LeafPlan,
-    arrays: LeafArrays | DividedArrays,
-    scratch: threading.local,
-    meter: Meter,
+    piece: _Piece, leaf: LeafPlan, arrays: LeafArrays | DividedArrays, scratch: threading.local, meter: Meter
 ) -> None:
     part, entry, source = piece.part, piece.entry, leaf.source
     row_bytes, count = _row_bytes(piece), piece.stop - piece.start

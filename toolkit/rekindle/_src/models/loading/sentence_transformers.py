@@ -7,7 +7,6 @@ a norm. What is not implemented is refused by its name, since another vector wou
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from rekindle._src.core.embedder import ACTIVATIONS, Embedder, Projection
-from rekindle._src.core.plain_files import read_plain
 from rekindle._src.core.records import Pooling
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.loading import tensor_files
@@ -47,7 +45,7 @@ def embedder_of(folder: Path | None, config: ModelConfig) -> Embedder:
         return dataclasses.replace(plain, pooling=_of_gguf(folder))
     if folder is None or not (folder / MODULES).is_file():
         return plain
-    modules = _read(folder / MODULES, list)
+    modules = tensor_files.read_json(folder / MODULES, list, _MAX_JSON)
     pooling: Pooling | None = None
     projections: list[Projection] = []
     normalize = False
@@ -75,16 +73,6 @@ def embedder_of(folder: Path | None, config: ModelConfig) -> Embedder:
     )
 
 
-def _read(path: Path, kind: type[Any]) -> Any:
-    try:
-        content = json.loads(read_plain(path, _MAX_JSON))
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} can't be read ({error}). Download it again.") from error
-    if not isinstance(content, kind):
-        raise CheckpointError(f"{path} holds a {type(content).__name__}, not a {kind.__name__}. Download it again.")
-    return content
-
-
 def _of_gguf(file: Path) -> Pooling:
     """Return the pooling of a GGUF file: that of its metadata, which llama.cpp follows; else the mean."""
     from rekindle._src.models.loading.gguf.header import read_header  # folders don't need it
@@ -102,7 +90,7 @@ def _own_folder(folder: Path, module: Mapping[str, Any]) -> Path:
 
 
 def _pooling(path: Path, config: ModelConfig) -> Pooling:
-    fields = _read(path, dict)
+    fields = tensor_files.read_json(path, dict, _MAX_JSON)
     modes = fields.get("pooling_mode", [mode for key, mode in _OLD_MODES.items() if fields.get(key)])
     modes = [modes] if isinstance(modes, str) else modes
     if not isinstance(modes, list) or len(modes) != 1 or modes[0] not in _MODES:
@@ -117,7 +105,7 @@ def _pooling(path: Path, config: ModelConfig) -> Pooling:
 
 
 def _projection(folder: Path, size: int) -> Projection:
-    fields = _read(folder / "config.json", dict)
+    fields = tensor_files.read_json(folder / "config.json", dict, _MAX_JSON)
     activation = str(fields.get("activation_function", "torch.nn.modules.activation.Tanh"))
     name = activation.rpartition(".")[2]
     if not activation.startswith("torch.nn.") or name not in ACTIVATIONS:
@@ -155,7 +143,7 @@ def _prompts(path: Path) -> tuple[dict[str, str], str | None]:
     """Return the prompts by name, and the name of the one that texts have unless they name another."""
     if not path.is_file():
         return {}, None
-    fields = _read(path, dict)
+    fields = tensor_files.read_json(path, dict, _MAX_JSON)
     prompts, default = fields.get("prompts") or {}, fields.get("default_prompt_name")
     if not isinstance(prompts, dict):
         raise CheckpointError(f"{path} has prompts that are no object. Download it again.")

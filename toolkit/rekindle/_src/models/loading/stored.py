@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rekindle._src.core.plain_files import read_plain
 from rekindle._src.models.loading import fingerprint as fingerprints
 from rekindle._src.models.loading import tensor_files
 from rekindle._src.models.loading.gguf import files as gguf_files
@@ -124,12 +122,7 @@ def checkpoint_path(path: Path) -> Path:
 def read_config(folder: Path) -> dict[str, Any]:
     """Return the parsed config.json of a folder. Raise `CheckpointError` if it is missing, unreadable or no object."""
     path = folder / "config.json"
-    try:
-        raw = json.loads(read_plain(path, MAX_CONFIG))
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{folder} has no config.json. Pass the folder of a Hugging Face checkpoint.") from error
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} can't be read ({error}). Download it again.") from error
-    if not isinstance(raw, dict):
-        raise CheckpointError(f"{path} holds a {type(raw).__name__}, not an object. Download it again.")
-    return raw
+    if not path.exists():
+        raise CheckpointError(f"{folder} has no config.json. Pass the folder of a Hugging Face checkpoint.")
+    config: dict[str, Any] = tensor_files.read_json(path, dict, MAX_CONFIG)
+    return config

@@ -123,6 +123,18 @@ def _indexed(folder: Path, index: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
+def read_json(path: Path, kind: type[Any], most: int) -> Any:
+    """Return the content of a file of at most `most` bytes. Raise `CheckpointError` unless it is a dict, or a list."""
+    try:
+        content = json.loads(read_plain(path, most))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} can't be read ({error}). Download it again.") from error
+    if not isinstance(content, kind):
+        expected = "an object" if kind is dict else f"a {kind.__name__}"
+        raise CheckpointError(f"{path} holds a {type(content).__name__}, not {expected}. Download it again.")
+    return content
+
+
 def read_header(path: Path) -> Header:
     """Return the header of one file. Raise `CheckpointError` if it is truncated, inconsistent or of another format."""
     try:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 
 from rekindle._src.models.config import Cache, ModelConfig, Multipliers
 from rekindle._src.models.nn.layers import (
@@ -51,7 +52,7 @@ class Block(nnx.Module):
     def make_mlp(self, config: ModelConfig, layer: int, precision: Precision) -> nnx.Module:
         return GatedMlp(config, precision)
 
-    def __call__(self, x: jax.Array, tables: RopeTables, attend: Attend) -> jax.Array:
+    def __call__(self, x: Array, tables: RopeTables, attend: Attend) -> Array:
         with jax.named_scope("attention"):
             x = self.attention(x, tables, attend, x, self.attention_norm)
         with jax.named_scope("mlp"):
@@ -84,7 +85,7 @@ class SandwichBlock(Block):
         self.attention_out_norm = RMSNorm(config.hidden_size, config.norm_eps, precision)
         self.mlp_out_norm = RMSNorm(config.hidden_size, config.norm_eps, precision)
 
-    def __call__(self, x: jax.Array, tables: RopeTables, attend: Attend) -> jax.Array:
+    def __call__(self, x: Array, tables: RopeTables, attend: Attend) -> Array:
         with jax.named_scope("attention"):
             x = self.attention_out_norm.add(self.attention(x, tables, attend, norm=self.attention_norm), x)
         with jax.named_scope("mlp"):
@@ -104,7 +105,7 @@ class WideNormAttention(Attention):
         self.k_norm = RMSNorm(config.num_kv_heads * config.head_dim, config.norm_eps, precision)
         self.shards = precision.shards
 
-    def normed(self, qkv: jax.Array) -> jax.Array:
+    def normed(self, qkv: Array) -> Array:
         qk = qkv[..., : self.heads + self.kv_heads, :]
         wide = qk.reshape(*qk.shape[:-2], -1)
         split = self.heads * self.head_dim
@@ -113,7 +114,7 @@ class WideNormAttention(Attention):
         parts = [self.q_norm(wide[..., :split]), self.k_norm(wide[..., split:])]
         return jnp.concatenate(parts, axis=-1).reshape(qk.shape)
 
-    def _normed_over_devices(self, wide: jax.Array, split: int, shards: Shards) -> jax.Array:
+    def _normed_over_devices(self, wide: Array, split: int, shards: Shards) -> Array:
         """Norm heads that are divided: all devices have equally many, so the mean of their means is the mean."""
         parts = [part.astype(jnp.float32) for part in (wide[..., :split], wide[..., split:])]
         means = shards.mean(jnp.stack([jnp.mean(part * part, axis=-1) for part in parts]))
@@ -145,7 +146,7 @@ class PostNormBlock(Block):
 
     attention_type: type[Any] = WideNormAttention
 
-    def __call__(self, x: jax.Array, tables: RopeTables, attend: Attend) -> jax.Array:
+    def __call__(self, x: Array, tables: RopeTables, attend: Attend) -> Array:
         with jax.named_scope("attention"):
             x = self.attention_norm.add(self.attention(x, tables, attend), x)
         with jax.named_scope("mlp"):
@@ -166,7 +167,7 @@ class LateNormAttention(Attention):
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps, precision)
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps, precision)
 
-    def attended(self, attend: Attend, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    def attended(self, attend: Attend, q: Array, k: Array, v: Array) -> Array:
         return attend(self.layer, self.q_norm(q), self.k_norm(k), v)
 
 
@@ -183,7 +184,7 @@ class SinkAttention(Attention):
         super().__init__(config, layer, precision)
         self.sinks = parameter((config.num_heads,), jnp.float32)
 
-    def attended(self, attend: Attend, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    def attended(self, attend: Attend, q: Array, k: Array, v: Array) -> Array:
         return attend(self.layer, q, k, v, self.sinks[...])
 
 
@@ -207,7 +208,7 @@ class ScaledBlock(SparseBlock):
         super().__init__(config, layer, precision)
         self.scale = config.residual_scale
 
-    def __call__(self, x: jax.Array, tables: RopeTables, attend: Attend) -> jax.Array:
+    def __call__(self, x: Array, tables: RopeTables, attend: Attend) -> Array:
         with jax.named_scope("attention"):
             x = x + self.attention(x, tables, attend, norm=self.attention_norm) * self.scale
         with jax.named_scope("mlp"):
@@ -228,7 +229,7 @@ class ParallelBlock(nnx.Module):
         self.attention = Attention(config, layer, precision)
         self.mlp = GatedMlp(config, precision)
 
-    def __call__(self, x: jax.Array, tables: RopeTables, attend: Attend) -> jax.Array:
+    def __call__(self, x: Array, tables: RopeTables, attend: Attend) -> Array:
         normed = self.norm(x)
         with jax.named_scope("attention"):
             x = self.attention(normed, tables, attend, x)
@@ -279,14 +280,8 @@ class LatentAttention(nnx.Module):
         self.spec, self.rope, self.heads, self.layer = spec, rope, H, layer
 
     def __call__(
-        self,
-        x: jax.Array,
-        tables: RopeTables,
-        attend: Attend,
-        residual: jax.Array | None = None,
-        norm: RMSNorm | None = None,
-    ) -> jax.Array:
-        """Compute the attention of norm(x), plus `residual`."""
+        self, x: Array, tables: RopeTables, attend: Attend, residual: Array | None = None, norm: RMSNorm | None = None
+    ) -> Array:
         spec, H, T = self.spec, self.heads, x.shape[0]
         made = self.inputs(x, norm=norm)
         q, vector, key = jnp.split(made, [self.first, self.first + spec.rank], axis=-1)
@@ -309,7 +304,7 @@ class LatentBlock(SparseBlock):
     attention_type = LatentAttention
 
 
-def _by_head(subscripts: str, x: jax.Array, weights: jax.Array) -> jax.Array:
+def _by_head(subscripts: str, x: Array, weights: Array) -> Array:
     """Multiply each head by a matrix of its own, in x's dtype."""
     narrow = x.astype(weights.dtype)
     wide = jnp.einsum(subscripts, narrow, weights, preferred_element_type=jnp.float32, precision="highest")
@@ -325,16 +320,10 @@ class TwofoldMixer(nnx.Module):
         self.multipliers = config.multipliers or Multipliers()
 
     def __call__(
-        self,
-        x: jax.Array,
-        tables: RopeTables,
-        attend: Attend,
-        residual: jax.Array | None = None,
-        norm: RMSNorm | None = None,
-    ) -> jax.Array:
-        """Compute the results for norm(x), plus `residual`."""
+        self, x: Array, tables: RopeTables, attend: Attend, residual: Array | None = None, norm: RMSNorm | None = None
+    ) -> Array:
         attended = self.heads(x, tables, attend, norm=norm) * self.multipliers.attention
-        y: jax.Array = self.recurrence(x, tables, attend, norm=norm) * self.multipliers.state + attended
+        y: Array = self.recurrence(x, tables, attend, norm=norm) * self.multipliers.state + attended
         return y if residual is None else residual + y
 
 
@@ -363,8 +352,8 @@ class SingleBlock(nnx.Module):
         else:
             self.mlp = PlainMlp(dataclasses.replace(config, intermediate_size=config.mlp_size(layer)), precision)
 
-    def __call__(self, x: jax.Array, tables: RopeTables, attend: Attend) -> jax.Array:
-        y: jax.Array
+    def __call__(self, x: Array, tables: RopeTables, attend: Attend) -> Array:
+        y: Array
         if self.mixes:
             with jax.named_scope("attention"):
                 y = self.attention(x, tables, attend, x, self.norm)
@@ -388,18 +377,14 @@ class Decoder(nnx.Module):
             else Linear(config.vocab_size, config.hidden_size, precision, quantize=precision.quantize_embeddings)
         )
 
-    def __call__(
-        self, tokens: jax.Array, positions: jax.Array, attend: Attend, lengths: jax.Array | None = None
-    ) -> jax.Array:
+    def __call__(self, tokens: Array, positions: Array, attend: Attend, lengths: Array | None = None) -> Array:
         """Compute tokens, positions [T] → hidden [T, E] after the final norm; `lengths` as in `rope.tables`."""
         x, tables = self.begin(tokens, positions, lengths)
         for layer in self.layers:
             x = layer(x, tables, attend)
         return self.end(x)
 
-    def begin(
-        self, tokens: jax.Array, positions: jax.Array, lengths: jax.Array | None = None
-    ) -> tuple[jax.Array, RopeTables]:
+    def begin(self, tokens: Array, positions: Array, lengths: Array | None = None) -> tuple[Array, RopeTables]:
         """Compute the input of the first layer, and the rope tables."""
         with jax.named_scope("embed"):
             x = self.embed(tokens)
@@ -409,11 +394,11 @@ class Decoder(nnx.Module):
                 x = jax.lax.reduce_precision(x * self.config.embed_scale, 8, 22)
         return x, RopeTables(self.config, positions, lengths)
 
-    def end(self, x: jax.Array) -> jax.Array:
+    def end(self, x: Array) -> Array:
         """Compute the hidden states from the last layer's output."""
         return self.norm(x)
 
-    def logits(self, hidden: jax.Array, count: jax.Array | None = None) -> jax.Array:
+    def logits(self, hidden: Array, count: Array | None = None) -> Array:
         """Compute hidden [N, E] → float32 [N, V]; rows after the first `count` are undefined."""
         with jax.named_scope("logits"):
             head = self.embed if self.head is None else self.head
@@ -432,7 +417,7 @@ class EncoderBlock(nnx.Module):
         self.mlp_norm = LayerNorm(E, eps, bias=False)
         self.mlp = GatedMlp(config, precision)
 
-    def __call__(self, x: jax.Array, tables: RopeTables, attend: Attend) -> jax.Array:
+    def __call__(self, x: Array, tables: RopeTables, attend: Attend) -> Array:
         with jax.named_scope("attention"):
             x = self.attention(x if self.attention_norm is None else self.attention_norm(x), tables, attend, x)
         with jax.named_scope("mlp"):
@@ -451,7 +436,7 @@ class LayerNormBlock(nnx.Module):
         self.down = Linear(E, inner, precision, bias=config.mlp_bias, partial=True)
         self.activation = config.activation
 
-    def __call__(self, x: jax.Array, tables: RopeTables, attend: Attend) -> jax.Array:
+    def __call__(self, x: Array, tables: RopeTables, attend: Attend) -> Array:
         with jax.named_scope("attention"):
             x = self.attention(self.attention_norm(x), tables, attend, x)
         with jax.named_scope("mlp"):
@@ -481,9 +466,7 @@ class Encoder(ParallelDecoder):
         super().__init__(config, precision, block)
         self.embed_norm = LayerNorm(config.hidden_size, config.norm_eps, bias=False)
 
-    def begin(
-        self, tokens: jax.Array, positions: jax.Array, lengths: jax.Array | None = None
-    ) -> tuple[jax.Array, RopeTables]:
+    def begin(self, tokens: Array, positions: Array, lengths: Array | None = None) -> tuple[Array, RopeTables]:
         x, tables = super().begin(tokens, positions, lengths)
         return self.embed_norm(x), tables
 
@@ -497,9 +480,7 @@ class Gpt2(LayerNormDecoder):
         plain = Precision(weights=precision.weights, stream=precision.stream)
         self.position_embed = Embedding(config.max_position_embeddings, config.hidden_size, plain)
 
-    def begin(
-        self, tokens: jax.Array, positions: jax.Array, lengths: jax.Array | None = None
-    ) -> tuple[jax.Array, RopeTables]:
+    def begin(self, tokens: Array, positions: Array, lengths: Array | None = None) -> tuple[Array, RopeTables]:
         x, tables = super().begin(tokens, positions)
         with jax.named_scope("embed"):
             return x + self.position_embed(positions), tables
@@ -522,11 +503,11 @@ class NormedValuesAttention(QkNormAttention):
         self.qk_norm = RMSNorm((H + K, D), config.norm_eps, precision)
         self.eps = config.norm_eps
 
-    def project(self, x: jax.Array, norm: RMSNorm | None) -> tuple[jax.Array, jax.Array | None]:
+    def project(self, x: Array, norm: RMSNorm | None) -> tuple[Array, Array | None]:
         qkv = self.qkv(x, norm=norm).reshape(x.shape[0], -1, self.head_dim)
         return jnp.concatenate([qkv, qkv[:, self.heads :]], axis=1) if self.keys_as_values else qkv, None
 
-    def attended(self, attend: Attend, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    def attended(self, attend: Attend, q: Array, k: Array, v: Array) -> Array:
         if self.shares:
             return attend(self.layer, q, None, None)
         return attend(self.layer, q, k, norm_rows(v, None, self.eps, self.implementation))
@@ -557,7 +538,7 @@ class LayerEmbeddingBlock(SandwichBlock):
     def make_mlp(self, config: ModelConfig, layer: int, precision: Precision) -> nnx.Module:
         return GatedMlp(dataclasses.replace(config, intermediate_size=config.mlp_size(layer)), precision)
 
-    def __call__(self, x: jax.Array, tables: RopeTables, attend: Attend) -> jax.Array:
+    def __call__(self, x: Array, tables: RopeTables, attend: Attend) -> Array:
         with jax.named_scope("attention"):
             x = self.attention_out_norm.add(self.attention(x, tables, attend, norm=self.attention_norm), x)
         with jax.named_scope("mlp"):
@@ -586,16 +567,14 @@ class LayerEmbeddingDecoder(Decoder):
             self.layer_projection = Linear(rows, config.hidden_size, precision)
             self.layer_projection_norm = RMSNorm(size, config.norm_eps, precision)
 
-    def begin(
-        self, tokens: jax.Array, positions: jax.Array, lengths: jax.Array | None = None
-    ) -> tuple[jax.Array, RopeTables]:
+    def begin(self, tokens: Array, positions: Array, lengths: Array | None = None) -> tuple[Array, RopeTables]:
         x, tables = super().begin(tokens, positions, lengths)
         if self.layer_embed is not None:
             with jax.named_scope("layer_embeddings"):
                 tables.own = self.embeddings_of_layers(x, tokens)
         return x, tables
 
-    def embeddings_of_layers(self, x: jax.Array, tokens: jax.Array) -> tuple[jax.Array, ...]:
+    def embeddings_of_layers(self, x: Array, tokens: Array) -> tuple[Array, ...]:
         """Return for each layer its embeddings [T, P] of tokens [T], whose embeddings in the stream are x [T, E]."""
         layers, size = self.config.num_layers, self.config.layer_embedding
         shape = (*tokens.shape, layers, size)

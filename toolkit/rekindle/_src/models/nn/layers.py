@@ -11,16 +11,17 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 
 import rekindle_kernels
-from rekindle._src.models.config import ModelConfig, Multipliers, SharedWith
+from rekindle._src.models.config import ModelConfig, Multipliers
 from rekindle._src.models.nn import rope
 from rekindle._src.models.nn.linear import Linear, RMSNorm, parameter
 from rekindle._src.models.precision import Precision
 from rekindle_kernels import RaggedBatch, activate, gated
 
-States = tuple[jax.Array, ...]
-Compute = Callable[[States, RaggedBatch], tuple[jax.Array, States]]
+States = tuple[Array, ...]
+Compute = Callable[[States, RaggedBatch], tuple[Array, States]]
 
 
 class Attend(Protocol):
@@ -33,40 +34,8 @@ class Attend(Protocol):
     """
 
     def __call__(
-        self,
-        layer: int,
-        q: jax.Array,
-        k: jax.Array | None,
-        v: jax.Array | None,
-        sinks: jax.Array | None = None,
-        /,
-    ) -> jax.Array: ...
-
-
-class AttendOwn:
-    """An `Attend` without a cache: `attention(q, k, v, spec, sinks)` for each layer, over this call's keys alone."""
-
-    def __init__(self, config: ModelConfig, attention: Callable[..., jax.Array]) -> None:
-        self._config, self._attention = config, attention
-        self._shared = {cache.layer for cache in config.pages if isinstance(cache, SharedWith)}
-        self._kept: dict[int, tuple[jax.Array, jax.Array]] = {}
-
-    def __call__(
-        self,
-        layer: int,
-        q: jax.Array,
-        k: jax.Array | None,
-        v: jax.Array | None,
-        sinks: jax.Array | None = None,
-        /,
-    ) -> jax.Array:
-        if k is None:
-            keys, values = self._kept[self._config.source(layer)]
-        else:
-            keys, values = k, k[..., : self._config.pages_of(layer).value_size] if v is None else v
-        if layer in self._shared:
-            self._kept[layer] = keys, values
-        return self._attention(q, keys, values, self._config.attention[layer], sinks)
+        self, layer: int, q: Array, k: Array | None, v: Array | None, sinks: Array | None = None, /
+    ) -> Array: ...
 
 
 class Recur(Protocol):
@@ -76,7 +45,7 @@ class Recur(Protocol):
     It returns its result and the arrays after it.
     """
 
-    def recur(self, layer: int, compute: Compute, /) -> jax.Array: ...
+    def recur(self, layer: int, compute: Compute, /) -> Array: ...
 
 
 class LayerNorm(nnx.Module):
@@ -87,7 +56,7 @@ class LayerNorm(nnx.Module):
         self.bias = nnx.data(parameter((size,), jnp.float32) if bias else None)
         self.eps = eps
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Array) -> Array:
         wide = x.astype(jnp.float32)
         centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
         scale = jax.lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + self.eps)
@@ -101,20 +70,20 @@ class RopeTables:
     `own` has beside them what each layer reads alone, such as its embeddings of the tokens; in most models, nothing.
     """
 
-    own: tuple[jax.Array, ...] = ()  # one per layer
+    own: tuple[Array, ...] = ()  # one per layer
 
-    def __init__(self, config: ModelConfig, positions: jax.Array, lengths: jax.Array | None = None) -> None:
+    def __init__(self, config: ModelConfig, positions: Array, lengths: Array | None = None) -> None:
         with jax.named_scope("rope"):
             self.tables = {spec: rope.tables(spec, positions, lengths) for spec in config.ropes}
 
-    def rotated(self, heads: jax.Array, spec: rope.RopeSpec) -> jax.Array:
+    def rotated(self, heads: Array, spec: rope.RopeSpec) -> Array:
         """Return heads [T, H, D] rotated; only equally ordered ones may be multiplied with each other."""
         cos, sin, *_ = self.tables[spec]
         ordered = rope.halves(heads, spec.dim) if spec.interleaved else heads
         return rekindle_kernels.rope(ordered, ordered, cos, sin, heads=heads.shape[1])[0]
 
     @classmethod
-    def of(cls, tables: dict[rope.RopeSpec, tuple[jax.Array, ...]], own: tuple[jax.Array, ...] = ()) -> RopeTables:
+    def of(cls, tables: dict[rope.RopeSpec, tuple[Array, ...]], own: tuple[Array, ...] = ()) -> RopeTables:
         """Return an object with tables that were computed before."""
         instance = cls.__new__(cls)
         instance.tables, instance.own = tables, own
@@ -122,14 +91,14 @@ class RopeTables:
 
     def split(
         self,
-        qk: jax.Array,
-        qkv: jax.Array,
+        qk: Array,
+        qkv: Array,
         heads: int,
         spec: rope.RopeSpec | None,
         norm: RMSNorm | None,
         *,
         implementation: str | None = None,
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    ) -> tuple[Array, Array, Array]:
         """Return q [T, H, D] and k [T, K, D], normed and rotated, of qk [T, ≥ H + K, D], and v [T, K, D] of qkv."""
         cos, sin, *factor = (None, None) if spec is None else self.tables[spec]
         if norm is not None and norm.deterministic and (spec is None or spec.dim % rope.ROTATED):
@@ -160,13 +129,8 @@ class Attention(nnx.Module):
         self.implementation = precision.implementation
 
     def __call__(
-        self,
-        x: jax.Array,
-        tables: RopeTables,
-        attend: Attend,
-        residual: jax.Array | None = None,
-        norm: RMSNorm | None = None,
-    ) -> jax.Array:
+        self, x: Array, tables: RopeTables, attend: Attend, residual: Array | None = None, norm: RMSNorm | None = None
+    ) -> Array:
         """Compute the attention of norm(x), plus `residual`."""
         qkv, gate = self.project(x, norm)
         q, k, v = tables.split(
@@ -177,15 +141,15 @@ class Attention(nnx.Module):
         y = y if gate is None else y.astype(x.dtype) * jax.nn.sigmoid(gate)
         return self.out(y.reshape(*x.shape[:-1], self.heads * self.head_dim).astype(x.dtype), residual=residual)
 
-    def project(self, x: jax.Array, norm: RMSNorm | None) -> tuple[jax.Array, jax.Array | None]:
+    def project(self, x: Array, norm: RMSNorm | None) -> tuple[Array, Array | None]:
         """Return q, k and v of norm(x) [..., H + 2K, D], and what gates the result, [..., H, D or 1], if anything."""
         return self.qkv(x, norm=norm).reshape(*x.shape[:-1], self.heads + 2 * self.kv_heads, self.head_dim), None
 
-    def normed(self, qkv: jax.Array) -> jax.Array:
+    def normed(self, qkv: Array) -> Array:
         """Return q and k [..., H + K, D], the input of `qk_norm` and rope. Heads after those are ignored."""
         return qkv
 
-    def attended(self, attend: Attend, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    def attended(self, attend: Attend, q: Array, k: Array, v: Array) -> Array:
         """Return the attention of heads that are normed and rotated."""
         return attend(self.layer, q, k, v)
 
@@ -205,7 +169,7 @@ class GatedMlp(nnx.Module):
         self.down = Linear(E, inner, precision, bias=config.mlp_bias, partial=True)
         self.activation = config.activation
 
-    def __call__(self, x: jax.Array, residual: jax.Array | None = None, norm: RMSNorm | None = None) -> jax.Array:
+    def __call__(self, x: Array, residual: Array | None = None, norm: RMSNorm | None = None) -> Array:
         """Compute the MLP of norm(x), plus `residual`."""
         return self.down(self.gate_up(x, norm=norm, gate=self.activation), residual=residual)
 
@@ -217,11 +181,11 @@ class MultipliedMlp(GatedMlp):
         super().__init__(config, precision)
         self.multipliers = config.multipliers or Multipliers()
 
-    def __call__(self, x: jax.Array, residual: jax.Array | None = None, norm: RMSNorm | None = None) -> jax.Array:
+    def __call__(self, x: Array, residual: Array | None = None, norm: RMSNorm | None = None) -> Array:
         gate, up = jnp.split(self.gate_up(x, norm=norm), 2, axis=-1)
         gate_up = jnp.concatenate([gate * self.multipliers.gate, up], axis=-1)
         inner = gated(gate_up, self.activation, implementation=self.down.implementation)
-        y: jax.Array = self.down(inner) * self.multipliers.mlp
+        y: Array = self.down(inner) * self.multipliers.mlp
         return y if residual is None else residual + y
 
 
@@ -234,17 +198,16 @@ class PlainMlp(nnx.Module):
         self.down = Linear(E, inner, precision, bias=config.mlp_bias, partial=True)
         self.activation = config.activation
 
-    def __call__(self, x: jax.Array, residual: jax.Array | None = None, norm: RMSNorm | None = None) -> jax.Array:
-        """Compute the MLP of norm(x), plus `residual`."""
+    def __call__(self, x: Array, residual: Array | None = None, norm: RMSNorm | None = None) -> Array:
         return self.down(activate(self.up(x, norm=norm), self.activation), residual=residual)
 
 
-def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
+def soft_cap(x: Array, cap: float | None) -> Array:
     """Limit x smoothly to ±cap: cap · tanh(x / cap). None changes nothing."""
     return x if cap is None else jnp.tanh(x / cap) * cap
 
 
-def soft_max(scores: jax.Array, sinks: jax.Array | None = None) -> jax.Array:
+def soft_max(scores: Array, sinks: Array | None = None) -> Array:
     """Return softmax over the last axis of scores [..., T, S], whose leading axes are heads; `sinks` are theirs."""
     if sinks is None:
         return jax.nn.softmax(scores, axis=-1)

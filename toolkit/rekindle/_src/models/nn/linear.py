@@ -32,6 +32,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 from jax.typing import DTypeLike
 
 import rekindle_kernels
@@ -52,17 +53,15 @@ class RMSNorm(nnx.Module):
         self.weight = parameter((shape,) if isinstance(shape, int) else shape, jnp.float32)
         self.eps, self.implementation, self.deterministic = eps, precision.implementation, precision.deterministic
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: Array) -> Array:
         return rms_norm(x, self.weight[...], self.eps, self.implementation, deterministic=self.deterministic)
 
-    def add(self, x: jax.Array, residual: jax.Array, factor: jax.Array | None = None) -> jax.Array:
+    def add(self, x: Array, residual: Array, factor: Array | None = None) -> Array:
         """Compute residual + norm(x), times `factor` [1], row by row; the weight has one axis."""
         return norm_rows(x, self.weight[...], self.eps, self.implementation, residual, factor)
 
 
-def rms_norm(
-    x: jax.Array, weight: jax.Array, eps: float, implementation: str | None, *, deterministic: bool
-) -> jax.Array:
+def rms_norm(x: Array, weight: Array, eps: float, implementation: str | None, *, deterministic: bool) -> Array:
     """Norm x over its last axis. Deterministic steps need native norms."""
     if not deterministic:
         return rekindle_kernels.rms_norm(x, weight, eps, implementation=implementation)
@@ -72,13 +71,13 @@ def rms_norm(
 
 
 def norm_rows(
-    x: jax.Array,
-    weight: jax.Array | None,
+    x: Array,
+    weight: Array | None,
     eps: float,
     implementation: str | None,
-    residual: jax.Array | None = None,
-    factor: jax.Array | None = None,
-) -> jax.Array:
+    residual: Array | None = None,
+    factor: Array | None = None,
+) -> Array:
     """Norm x [..., E] over its last axis as rows [T, E], which native norms take. `residual` and `factor` as in `add`.
 
     A weight has one axis; None is one of ones.
@@ -124,7 +123,7 @@ class Matrix(nnx.Module):
             self.minimum = nnx.data(parameter(scales, self.packing.scales))
 
     @property
-    def arrays(self) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    def arrays(self) -> tuple[Array, Array | None, Array | None]:
         """Weight, scale and minimum; scale and minimum are None where a matrix has none."""
         scale, minimum = (None if leaf is None else leaf[...] for leaf in (self.scale, self.minimum))
         return self.weight[...], scale, minimum
@@ -172,13 +171,8 @@ class Linear(Matrix):
         self.shards = precision.shards if partial else None
 
     def __call__(
-        self,
-        x: jax.Array,
-        *,
-        norm: RMSNorm | None = None,
-        gate: str | None = None,
-        residual: jax.Array | None = None,
-    ) -> jax.Array:
+        self, x: Array, *, norm: RMSNorm | None = None, gate: str | None = None, residual: Array | None = None
+    ) -> Array:
         if self.bias is None and self.shards is None:
             return linear(x, self, norm=norm, gate=gate, residual=residual)
         y = linear(x, self, norm=norm)
@@ -199,14 +193,14 @@ class Embedding(Matrix):
         super().__init__((vocab_size, hidden_size), precision, quantize=precision.quantize_embeddings)
         self.stream, self.shards, self.rows = precision.stream, precision.shards, vocab_size
 
-    def __call__(self, tokens: jax.Array) -> jax.Array:
+    def __call__(self, tokens: Array) -> Array:
         if self.shards is None:
             return self._lookup(tokens)
         indices, present = self.shards.lookup(tokens, self.rows)
         rows = self._lookup(indices)
         return self.shards.sum(jnp.where(present[..., None], rows, jnp.zeros_like(rows)))
 
-    def _lookup(self, tokens: jax.Array) -> jax.Array:
+    def _lookup(self, tokens: Array) -> Array:
         weight, scale, minimum = self.arrays
         if self.packing is not None:
             assert scale is not None, "integers have scales"
@@ -217,22 +211,22 @@ class Embedding(Matrix):
         return rows * scale[tokens][..., None].astype(self.stream)
 
 
-def head_logits(hidden: jax.Array, head: Matrix, precision: Precision, *, count: jax.Array | None = None) -> jax.Array:
+def head_logits(hidden: Array, head: Matrix, precision: Precision, *, count: Array | None = None) -> Array:
     """Compute hidden [N, E] → float32 [N, V] with a head or a tied embedding; every device has all of the result."""
     logits = linear(hidden, head, jnp.float32, count=count)
     return logits if precision.shards is None else precision.shards.whole_vocab(logits)
 
 
 def linear(
-    x: jax.Array,
+    x: Array,
     matrix: Matrix,
     dtype: DTypeLike | None = None,
     *,
     norm: RMSNorm | None = None,
     gate: str | None = None,
-    residual: jax.Array | None = None,
-    count: jax.Array | None = None,
-) -> jax.Array:
+    residual: Array | None = None,
+    count: Array | None = None,
+) -> Array:
     """Compute norm(x [..., in]) · matrix [out, in] (+ residual) → [..., out] in `dtype`, by default x's own.
 
     With `gate`, the name of an activation, the result is `gated(…, gate)` [..., out / 2]. Rows after the first `count`

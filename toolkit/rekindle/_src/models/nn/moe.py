@@ -12,6 +12,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 
 import rekindle_kernels
 from rekindle._src.models.config import ModelConfig, MoeSpec
@@ -38,7 +39,7 @@ class Stack(Matrix):
         super().store(path, kind)
         self.values = None
 
-    def of_expert(self, x: jax.Array, expert: jax.Array, count: jax.Array, gate: str | None = None) -> jax.Array:
+    def of_expert(self, x: Array, expert: Array, count: Array, gate: str | None = None) -> Array:
         """Compute x [rows, in] · one expert's matrix → [rows, out], with `gate` gated by that activation.
 
         Rows after the first `count` are undefined.
@@ -65,7 +66,7 @@ class Stack(Matrix):
         y = y + self.bias[...][expert].astype(y.dtype)
         return y if gate is None else gated(y, gate, implementation=self.implementation)
 
-    def grouped(self, x: jax.Array, sizes: jax.Array) -> jax.Array:
+    def grouped(self, x: Array, sizes: Array) -> Array:
         """Compute x [M, in] → [M, out], the first sizes[0] rows with expert 0, the next sizes[1] with expert 1, …"""
         y = self._grouped(x, sizes)
         if self.bias is None:
@@ -73,7 +74,7 @@ class Stack(Matrix):
         owner = jnp.repeat(jnp.arange(sizes.shape[0]), sizes, total_repeat_length=x.shape[0])
         return y + self.bias[...][owner].astype(y.dtype)
 
-    def _grouped(self, x: jax.Array, sizes: jax.Array) -> jax.Array:
+    def _grouped(self, x: Array, sizes: Array) -> Array:
         weight, packed, minimum = self.arrays
         if self.packing is not None:
             assert packed is not None, "integers have scales"
@@ -119,7 +120,7 @@ class Experts(nnx.Module):
         self.down_bias = nnx.data(parameter((G, E), jnp.float32) if spec.bias else None)
         self.spec, self.activation, self.looped = spec, config.activation, precision.loop_experts
 
-    def __call__(self, x: jax.Array, residual: jax.Array | None = None, norm: RMSNorm | None = None) -> jax.Array:
+    def __call__(self, x: Array, residual: Array | None = None, norm: RMSNorm | None = None) -> Array:
         """Compute the experts of norm(x) [..., E] → [..., E], plus `residual` if there is one."""
         unnormed, x = x, x if norm is None else norm(x)
         flat = x.reshape(-1, x.shape[-1])
@@ -150,33 +151,33 @@ class Experts(nnx.Module):
             y = y + self._shared_result(x)
         return y if residual is None else residual + y
 
-    def compute(self, rows: jax.Array, sizes: jax.Array, tokens: jax.Array) -> jax.Array:
+    def compute(self, rows: Array, sizes: Array, tokens: Array) -> Array:
         """Compute rows [M, E], sorted by expert, → [M, E]; `tokens` [M] are those that they belong to."""
         if self.looped:
             return self.loop(rows, sizes)
         return self.product(self.down, self.activated(self.product(self.gate_up, rows, sizes)), sizes)
 
-    def product(self, stack: Stack, rows: jax.Array, sizes: jax.Array) -> jax.Array:
+    def product(self, stack: Stack, rows: Array, sizes: Array) -> Array:
         """Compute rows [M, in], sorted by expert, times each one's matrix of a stack → [M, out]."""
         if self.looped:
             return in_blocks(rows, sizes, stack.of_expert, stack.shape[1], experts=self.spec.num_experts)
         return stack.grouped(rows, sizes)
 
-    def activated(self, x: jax.Array) -> jax.Array:
+    def activated(self, x: Array) -> Array:
         """Return the input of `down`."""
         if self.spec.gated:
             return gated(x, self.activation, implementation=self.down.implementation)
         return activate(x, self.activation)
 
-    def _shared_result(self, x: jax.Array) -> jax.Array:
+    def _shared_result(self, x: Array) -> Array:
         assert self.shared is not None, "there is one"
         with jax.named_scope("shared"):
-            y: jax.Array = self.shared(x)
+            y: Array = self.shared(x)
             if self.shared_gate is None:
                 return y
             return (y * jax.nn.sigmoid(self.shared_gate(x.astype(jnp.float32)))).astype(x.dtype)
 
-    def _local_experts(self, chosen: jax.Array) -> tuple[int, jax.Array]:
+    def _local_experts(self, chosen: Array) -> tuple[int, Array]:
         """Return the number of this device's experts, and the chosen ones counted from its first: others' are last."""
         count = self.spec.num_experts
         if self.shards is None or self.shards.expert == 1:
@@ -184,7 +185,7 @@ class Experts(nnx.Module):
         first, local = self.shards.experts_here(count)
         return local, (chosen - first) % count
 
-    def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def route(self, x: Array) -> tuple[Array, Array]:
         """Return the weights float32 [T, k] and the experts int32 [T, k] of each token."""
         spec, logits = self.spec, self.router(x.astype(jnp.float32))
         scores = jax.nn.softmax(logits, axis=-1) if spec.scoring == "softmax" else jax.nn.sigmoid(logits)
@@ -197,7 +198,7 @@ class Experts(nnx.Module):
             weights = weights / (total + spec.epsilon if spec.epsilon else total)
         return (weights if spec.scale == 1.0 else weights * spec.scale), chosen
 
-    def _of_best_groups(self, ranks: jax.Array) -> jax.Array:
+    def _of_best_groups(self, ranks: Array) -> Array:
         """Return ranks [T, G] with -inf outside of the best groups, which the sum of their best experts decides."""
         spec = self.spec
         if spec.top_groups == spec.groups:
@@ -208,14 +209,14 @@ class Experts(nnx.Module):
         mask = jnp.any(kept[..., None] == jnp.arange(spec.groups), axis=-2)
         return jnp.where(mask[..., None], grouped, -jnp.inf).reshape(ranks.shape)
 
-    def loop(self, rows: jax.Array, sizes: jax.Array) -> jax.Array:
+    def loop(self, rows: Array, sizes: Array) -> Array:
         """Compute rows [M, E], sorted by expert, → [M, E], a block of rows of one expert at a time.
 
         XLA:CPU computes a ragged product by multiplying all rows with all experts: 64 experts, 8 per token, [384, 512]
         in float32 took 218, 497 and 2473 ms for 2, 32 and 256 tokens, where this loop took 1, 6 and 14.
         """
 
-        def both(x: jax.Array, expert: jax.Array, count: jax.Array) -> jax.Array:
+        def both(x: Array, expert: Array, count: Array) -> Array:
             hidden = self.gate_up.of_expert(x, expert, count, self.activation if self.spec.gated else None)
             hidden = hidden if self.spec.gated else activate(hidden, self.activation)
             return self.down.of_expert(hidden, expert, count)
@@ -233,12 +234,12 @@ class ScaledExperts(Experts):
         self.router_norm = RMSNorm(config.hidden_size, config.norm_eps, Precision(stream=precision.stream))
         self.expert_scalar = parameter((spec.num_experts,), jnp.float32)
 
-    def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def route(self, x: Array) -> tuple[Array, Array]:
         weights, chosen = super().route(self.router_norm(x) * x.shape[-1] ** -0.5)
         return weights * self.expert_scalar[...][chosen], chosen
 
 
-def weighted_sum(results: jax.Array, weights: jax.Array) -> jax.Array:
+def weighted_sum(results: Array, weights: Array) -> Array:
     """Compute the sum of results [T, k, E], each times its weight [T, k], → float32 [T, E].
 
     It is a chain of additions: XLA:CPU hands a reduction of such an axis to a library, which took 200 µs for one token
@@ -249,13 +250,8 @@ def weighted_sum(results: jax.Array, weights: jax.Array) -> jax.Array:
 
 
 def in_blocks(
-    rows: jax.Array,
-    sizes: jax.Array,
-    compute: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
-    width: int,
-    *,
-    experts: int,
-) -> jax.Array:
+    rows: Array, sizes: Array, compute: Callable[[Array, Array, Array], Array], width: int, *, experts: int
+) -> Array:
     """Compute rows [M, in], sorted by expert, → [M, width], by calls of `compute` with a block of rows of one expert.
 
     Its arguments are a block, the expert, and how many rows of the block are the expert's: the others' results don't
@@ -268,7 +264,7 @@ def in_blocks(
     start, first = jnp.cumsum(sizes) - sizes, jnp.cumsum(blocks) - blocks
     padded = jnp.pad(rows, ((0, size), (0, 0)))
 
-    def body(block: jax.Array, out: jax.Array) -> jax.Array:
+    def body(block: Array, out: Array) -> Array:
         expert = owner[block]
         before = (block - first[expert]) * size
         offset, count = start[expert] + before, jnp.minimum(size, sizes[expert] - before)

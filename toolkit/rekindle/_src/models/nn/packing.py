@@ -12,6 +12,7 @@ and others. `fp4-32` has four bits that are indices of a codebook, the 4-bit flo
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from rekindle.errors import ConfigError
@@ -98,3 +99,14 @@ def packing_of(weight: Any, scale: Any = None, minimum: Any = None) -> Packing |
     dtype = str(weight.dtype)
     group, codes = int4.group_of(weight, scale), dtype == int4.CODES
     return Packing(group, minimum is not None, str(scale.dtype), int4.BITS[dtype], codes)
+
+
+def packings_in(leaves: Mapping[str, Any]) -> dict[str, Packing]:
+    """Return the packings of the matrices in groups among a model's leaves, by the paths of their weights."""
+    packings = {}
+    for path, leaf in leaves.items():
+        siblings = (path.removesuffix("weight") + name for name in ("scale", "minimum"))
+        packing = packing_of(leaf, *(leaves[sibling] for sibling in siblings if sibling in leaves))
+        if packing is not None:
+            packings[path] = packing
+    return packings

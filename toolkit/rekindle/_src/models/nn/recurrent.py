@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import Array
 
 from rekindle._src.models.config import ModelConfig, RecurrentSpec
 from rekindle._src.models.nn.layers import Attend, QkNormAttention, Recur, RopeTables, States
@@ -52,31 +53,26 @@ class Recurrent(nnx.Module):
         self.out = Linear(E, outputs, precision, partial=True)
 
     def __call__(
-        self,
-        x: jax.Array,
-        tables: RopeTables,
-        attend: Attend,
-        residual: jax.Array | None = None,
-        norm: RMSNorm | None = None,
-    ) -> jax.Array:
+        self, x: Array, tables: RopeTables, attend: Attend, residual: Array | None = None, norm: RMSNorm | None = None
+    ) -> Array:
         """Compute the layer's result for norm(x), plus `residual`."""
         projected = self.project(x, norm)
         with jax.named_scope("recur"):
             y = cast(Recur, attend).recur(self.layer, functools.partial(self.compute, projected))
         return self.out(self.finish(y, projected).astype(x.dtype), residual=residual)
 
-    def project(self, x: jax.Array, norm: RMSNorm | None) -> jax.Array:
+    def project(self, x: Array, norm: RMSNorm | None) -> Array:
         """Return the input projection of norm(x)."""
         return self.inputs(x, norm=norm)
 
-    def compute(self, projected: jax.Array, states: States, batch: RaggedBatch) -> tuple[jax.Array, States]:
+    def compute(self, projected: Array, states: States, batch: RaggedBatch) -> tuple[Array, States]:
         """Return the results of the convolution, and the states after it."""
         taps = self.convolution[...].reshape(self.convolution.shape[0], -1)  # checkpoints store an axis more
         bias = None if self.convolution_bias is None else self.convolution_bias[...]
         y, tail = causal_convolution(projected, taps, bias, states[0], batch, options=self.convolved)
         return y, (tail,)
 
-    def finish(self, y: jax.Array, projected: jax.Array) -> jax.Array:
+    def finish(self, y: Array, projected: Array) -> Array:
         """Return the input of the output projection."""
         return y
 
@@ -102,7 +98,7 @@ class GatedDeltaNet(Recurrent):
         self.log_rate = parameter((spec.heads,), jnp.float32)
         self.norm = RMSNorm(spec.value_size, config.norm_eps, precision)
 
-    def compute(self, projected: jax.Array, states: States, batch: RaggedBatch) -> tuple[jax.Array, States]:
+    def compute(self, projected: Array, states: States, batch: RaggedBatch) -> tuple[Array, States]:
         qkv, tail = super().compute(projected, states, batch)
         weights = DeltaWeights(self.step_bias[...], self.log_rate[...], self.norm.weight[...])
         y, matrices = gated_delta(qkv, projected, weights, states[1], batch, self.options)
@@ -127,7 +123,7 @@ class StateSpace(Recurrent):
         self.factors = None if config.multipliers is None else config.multipliers.inputs
         self.shards = precision.shards
 
-    def project(self, x: jax.Array, norm: RMSNorm | None) -> jax.Array:
+    def project(self, x: Array, norm: RMSNorm | None) -> Array:
         spec, projected = self.spec, self.inputs(x, norm=norm)
         if self.factors is None:
             return projected
@@ -135,17 +131,17 @@ class StateSpace(Recurrent):
         sizes = np.asarray([inner, inner, keys, keys, spec.heads])
         return projected * jnp.asarray(np.repeat(np.asarray(self.factors, np.float32), sizes), projected.dtype)
 
-    def compute(self, projected: jax.Array, states: States, batch: RaggedBatch) -> tuple[jax.Array, States]:
+    def compute(self, projected: Array, states: States, batch: RaggedBatch) -> tuple[Array, States]:
         channels, tail = super().compute(projected, states, batch)
         weights = ScanWeights(self.step_bias[...], self.log_rate[...], self.skip[...])
         y, matrices = selective_scan(channels, projected, weights, states[1], batch, self.options)
         return y, (*tail, matrices)
 
-    def finish(self, y: jax.Array, projected: jax.Array) -> jax.Array:
+    def finish(self, y: Array, projected: Array) -> Array:
         gates = jax.nn.silu(projected[:, : y.shape[1]].astype(jnp.float32))
         return self._normed(y) * gates if self.spec.norm_first else self._normed(y * gates)
 
-    def _normed(self, y: jax.Array) -> jax.Array:
+    def _normed(self, y: Array) -> Array:
         """Return y [T, H · V] normed over the values of each head of keys."""
         if self.norm is None:
             return y
@@ -174,7 +170,7 @@ class GatedAttention(QkNormAttention):
         rows = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim
         self.qkv = Linear(rows, config.hidden_size, precision, bias=config.qkv_bias)
 
-    def project(self, x: jax.Array, norm: RMSNorm | None) -> tuple[jax.Array, jax.Array | None]:
+    def project(self, x: Array, norm: RMSNorm | None) -> tuple[Array, Array | None]:
         H, D = self.heads, self.head_dim
         projected = self.qkv(x, norm=norm).reshape(*x.shape[:-1], -1, D)
         queries = projected[..., : 2 * H, :].reshape(*x.shape[:-1], H, 2, D)
@@ -188,6 +184,6 @@ class HeadGatedAttention(QkNormAttention):
         super().__init__(config, layer, precision)
         self.gate = Linear(config.num_heads, config.hidden_size, precision, quantize=False)
 
-    def project(self, x: jax.Array, norm: RMSNorm | None) -> tuple[jax.Array, jax.Array | None]:
+    def project(self, x: Array, norm: RMSNorm | None) -> tuple[Array, Array | None]:
         qkv, _ = super().project(x, norm)
         return qkv, self.gate(x, norm=norm)[..., None]

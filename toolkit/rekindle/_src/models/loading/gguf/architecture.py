@@ -85,9 +85,7 @@ class GgufModel(NamedTuple):
             "hidden_size": self.integer("embedding_length"),
             "num_hidden_layers": layers,
             "num_attention_heads": self._same("attention.head_count", layers, gaps=gaps),
-            "intermediate_size": self._same(
-                "feed_forward_length", layers, *(() if length is None else (length,)), gaps=gaps
-            ),
+            "intermediate_size": self._same("feed_forward_length", layers, *[length][: length is not None], gaps=gaps),
             "max_position_embeddings": self.integer("context_length"),
             "rms_norm_eps": self.number(f"attention.{norm}"),
             "head_dim": self.head_dim,
@@ -119,8 +117,78 @@ class GgufModel(NamedTuple):
         return {"layer_types": ["sliding_attention" if slide else "full_attention" for slide in slides]}
 
     def rope(self, *, theta: float = 10_000.0, head_dim: int | None = None) -> dict[str, Any]:
-        """Return the keys of the rope of heads of `head_dim`, whose base is `theta` unless the file says otherwise."""
-        return rope_fields(self.header, self.prefix, self.tensors, head_dim or self.head_dim, theta=theta)
+        """Return the keys of the rope of heads of `head_dim`, whose base is `theta` unless the file says otherwise.
+
+        They are `rope_theta`, `partial_rotary_factor` and `rope_scaling`, as far as the file has them.
+        """
+        head_dim = head_dim or self.head_dim
+        base = self.number("rope.freq_base", theta)
+        fields: dict[str, Any] = {"rope_theta": base}
+        rotated = self.integer("rope.dimension_count", head_dim)
+        if not 0 < rotated <= head_dim or rotated % 2:
+            raise UnsupportedModel(
+                f"{self.header.path}: {self.prefix}.rope.dimension_count={rotated} does not fit into heads of "
+                f"{head_dim}. Check the file."
+            )
+        if rotated != head_dim:
+            fields["partial_rotary_factor"] = (rotated + 0.5) / head_dim  # it is multiplied and rounded down again
+        scaling = self._stretched(rotated, base) or self._scaling()
+        original = self.integer("rope.scaling.original_context_length", None)
+        if "rope_factors_short.weight" in self.tensors or "rope_factors_long.weight" in self.tensors:
+            scaling = {
+                "rope_type": "longrope",
+                "short_factor": self.rope_factors(rotated, "rope_factors_short.weight"),
+                "long_factor": self.rope_factors(rotated, "rope_factors_long.weight"),
+                "attention_factor": self.number("rope.scaling.attn_factor", 1.0),
+            }
+            fields["original_max_position_embeddings"] = original or self.integer("context_length")
+        elif scaling is not None and scaling["rope_type"] == "yarn":
+            scaling["original_max_position_embeddings"] = original or self.integer("context_length")
+        return fields if scaling is None else fields | {"rope_scaling": scaling}
+
+    def _scaling(self) -> dict[str, Any] | None:
+        """Return the scaling that the metadata asks for."""
+        kind = self.metadata.text(f"{self.prefix}.rope.scaling.type", None)
+        old = self.number("rope.scale_linear", 0.0)  # of old files
+        factor = self.number("rope.scaling.factor", old) or 1.0
+        if kind is None:
+            kind = "linear" if old else "none"
+        if kind not in ("none", "linear", "yarn", "longrope"):
+            raise UnsupportedModel(
+                f"{self.header.path}: {self.prefix}.rope.scaling.type={kind[:80]!r} is not implemented. "
+                "Implemented: none, linear, yarn, longrope."
+            )
+        if kind in ("none", "longrope") or factor == 1.0:  # longrope has its factors in tensors
+            return None
+        if kind == "linear":
+            return {"rope_type": "linear", "factor": factor}
+        attention_factor = self.number("rope.scaling.yarn_attn_factor", None) or self.number(
+            "rope.scaling.attn_factor", 1.0
+        )
+        scaling = {
+            "rope_type": "yarn",
+            "factor": factor,
+            "beta_fast": self.number("rope.scaling.yarn_beta_fast", 32.0),
+            "beta_slow": self.number("rope.scaling.yarn_beta_slow", 1.0),
+        }
+        if attention_factor != 1.0:
+            scaling["attention_factor"] = attention_factor * (0.1 * float(np.log(factor)) + 1.0)
+        return scaling
+
+    def _stretched(self, rotated: int, theta: float) -> dict[str, Any] | None:
+        """Return the scaling of a file that stretches each frequency by its own factor, as those of Llama 3 do.
+
+        Llama 3's four numbers are not in the file. Where its usual ones give these factors, they are taken.
+        """
+        if "rope_freqs.weight" not in self.tensors:
+            return None
+        factors = self.rope_factors(rotated)
+        usual: dict[str, Any] = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "factor": max(factors)}
+        plain = RopeSpec(theta=theta, dim=rotated)
+        scaled = RopeSpec(theta=theta, dim=rotated, kind="llama3", original_length=_LLAMA3_LENGTH, **usual)
+        if np.allclose(plain.frequencies() / scaled.frequencies(), factors, rtol=1e-5):
+            return {"rope_type": "llama3", "original_max_position_embeddings": _LLAMA3_LENGTH, **usual}
+        return {"rope_type": "factors", "factors": factors}
 
     def each(self, key: str, layers: int) -> list[int]:
         """Return a number of each layer, which files may have once for all of them."""
@@ -136,9 +204,20 @@ class GgufModel(NamedTuple):
         """Return which layers have heads of keys and values."""
         return [heads > 0 for heads in self.each("attention.head_count_kv", self.integer("block_count"))]
 
-    def rope_factors(self, rotated: int) -> list[float]:
+    def rope_factors(self, rotated: int, name: str = "rope_freqs.weight") -> list[float]:
         """Return the divisors of frequencies that the file has as a tensor."""
-        return _factors(self.header, self.tensors, "rope_freqs.weight", rotated)
+        tensor = self.tensors.get(name)
+        if tensor is None or tensor.shape != (rotated // 2,) or tensor.kind.name != "F32" or rotated > _MOST:
+            problem = "is missing" if tensor is None else f"is {tensor.kind.name} {[*tensor.shape]}"
+            raise CheckpointError(
+                f"{self.header.path}: {name} {problem}, where F32 [{rotated // 2}] is expected. Download it again."
+            )
+        from rekindle._src.models.loading.gguf.rows import GgufRows  # it imports JAX, which most files don't need
+
+        values = GgufRows(self.header.path, name, tensor.kind, tensor.shape, tensor.offset)(0, rotated // 2)
+        if not (np.isfinite(values) & (values > 0)).all():
+            raise CheckpointError(f"{self.header.path}: {name} holds numbers that are not positive. Download it again.")
+        return [float(str(value)) for value in values]
 
     def _same(self, key: str, layers: Any, *default: Any, gaps: bool = False) -> Any:
         """Return a number that files may have for each layer, with `gaps` zero in some.
@@ -153,95 +232,3 @@ class GgufModel(NamedTuple):
         if len(distinct) != 1 or len(listed) != layers:
             raise self.unsupported(key, listed, "(layers of different sizes)")
         return int(distinct[0])
-
-
-def rope_fields(
-    header: GgufHeader, prefix: str, tensors: dict[str, GgufTensor], head_dim: int, *, theta: float = 10_000.0
-) -> dict[str, Any]:
-    """Return `rope_theta`, `partial_rotary_factor` and `rope_scaling`, as far as the file has them."""
-    m = header.metadata
-    base = m.number(f"{prefix}.rope.freq_base", theta)
-    fields: dict[str, Any] = {"rope_theta": base}
-    rotated = m.integer(f"{prefix}.rope.dimension_count", head_dim)
-    if not 0 < rotated <= head_dim or rotated % 2:
-        raise UnsupportedModel(
-            f"{header.path}: {prefix}.rope.dimension_count={rotated} does not fit into heads of {head_dim}. "
-            "Check the file."
-        )
-    if rotated != head_dim:
-        fields["partial_rotary_factor"] = (rotated + 0.5) / head_dim  # it is multiplied and rounded down again
-    stretched = _stretched(header, tensors, rotated, base)
-    scaling = _scaling(header, prefix) if stretched is None else stretched
-    original = m.integer(f"{prefix}.rope.scaling.original_context_length", None)
-    if "rope_factors_short.weight" in tensors or "rope_factors_long.weight" in tensors:
-        scaling = {
-            "rope_type": "longrope",
-            "short_factor": _factors(header, tensors, "rope_factors_short.weight", rotated),
-            "long_factor": _factors(header, tensors, "rope_factors_long.weight", rotated),
-            "attention_factor": m.number(f"{prefix}.rope.scaling.attn_factor", 1.0),
-        }
-        fields["original_max_position_embeddings"] = original or m.integer(f"{prefix}.context_length")
-    elif scaling is not None and scaling["rope_type"] == "yarn":
-        scaling["original_max_position_embeddings"] = original or m.integer(f"{prefix}.context_length")
-    return fields if scaling is None else fields | {"rope_scaling": scaling}
-
-
-def _scaling(header: GgufHeader, prefix: str) -> dict[str, Any] | None:
-    """Return the scaling that the metadata asks for."""
-    m = header.metadata
-    kind = m.text(f"{prefix}.rope.scaling.type", None)
-    old = m.number(f"{prefix}.rope.scale_linear", 0.0)  # of old files
-    factor = m.number(f"{prefix}.rope.scaling.factor", old) or 1.0
-    if kind is None:
-        kind = "linear" if old else "none"
-    if kind not in ("none", "linear", "yarn", "longrope"):
-        raise UnsupportedModel(
-            f"{header.path}: {prefix}.rope.scaling.type={kind[:80]!r} is not implemented. "
-            "Implemented: none, linear, yarn, longrope."
-        )
-    if kind in ("none", "longrope") or factor == 1.0:  # longrope has its factors in tensors
-        return None
-    if kind == "linear":
-        return {"rope_type": "linear", "factor": factor}
-    key = f"{prefix}.rope.scaling"
-    attention_factor = m.number(f"{key}.yarn_attn_factor", None) or m.number(f"{key}.attn_factor", 1.0)
-    scaling = {
-        "rope_type": "yarn",
-        "factor": factor,
-        "beta_fast": m.number(f"{key}.yarn_beta_fast", 32.0),
-        "beta_slow": m.number(f"{key}.yarn_beta_slow", 1.0),
-    }
-    if attention_factor != 1.0:
-        scaling["attention_factor"] = attention_factor * (0.1 * float(np.log(factor)) + 1.0)
-    return scaling
-
-
-def _stretched(header: GgufHeader, tensors: dict[str, GgufTensor], rotated: int, theta: float) -> dict[str, Any] | None:
-    """Return the scaling of a file that stretches each frequency by its own factor, as those of Llama 3 do.
-
-    Llama 3's four numbers are not in the file. Where its usual ones give these factors, they are taken.
-    """
-    if "rope_freqs.weight" not in tensors:
-        return None
-    factors = _factors(header, tensors, "rope_freqs.weight", rotated)
-    usual: dict[str, Any] = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "factor": max(factors)}
-    plain = RopeSpec(theta=theta, dim=rotated)
-    scaled = RopeSpec(theta=theta, dim=rotated, kind="llama3", original_length=_LLAMA3_LENGTH, **usual)
-    if np.allclose(plain.frequencies() / scaled.frequencies(), factors, rtol=1e-5):
-        return {"rope_type": "llama3", "original_max_position_embeddings": _LLAMA3_LENGTH, **usual}
-    return {"rope_type": "factors", "factors": factors}
-
-
-def _factors(header: GgufHeader, tensors: dict[str, GgufTensor], name: str, rotated: int) -> list[float]:
-    tensor = tensors.get(name)
-    if tensor is None or tensor.shape != (rotated // 2,) or tensor.kind.name != "F32" or rotated > _MOST:
-        problem = "is missing" if tensor is None else f"is {tensor.kind.name} {[*tensor.shape]}"
-        raise CheckpointError(
-            f"{header.path}: {name} {problem}, where F32 [{rotated // 2}] is expected. Download it again."
-        )
-    from rekindle._src.models.loading.gguf.rows import GgufRows  # it imports JAX, which most files don't need
-
-    values = GgufRows(header.path, name, tensor.kind, tensor.shape, tensor.offset)(0, rotated // 2)
-    if not (np.isfinite(values) & (values > 0)).all():
-        raise CheckpointError(f"{header.path}: {name} holds numbers that are not positive. Download it again.")
-    return [float(str(value)) for value in values]

@@ -112,36 +112,6 @@ def q5(blocks: Blocks) -> NDArray[np.uint8]:
     return q4(blocks) | (fifth << np.uint8(4))
 
 
-def _q4_0(blocks: Blocks) -> Values:
-    return _single(blocks["scale"]) * (q4(blocks).view(np.int8) - np.int8(8))
-
-
-def _q4_1(blocks: Blocks) -> Values:
-    return _single(blocks["scale"]) * q4(blocks) + _single(blocks["least"])
-
-
-def _q5_0(blocks: Blocks) -> Values:
-    return _single(blocks["scale"]) * (q5(blocks).view(np.int8) - np.int8(16))
-
-
-def _q5_1(blocks: Blocks) -> Values:
-    return _single(blocks["scale"]) * q5(blocks) + _single(blocks["least"])
-
-
-def _q8_0(blocks: Blocks) -> Values:
-    values: Values = _single(blocks["scale"]) * blocks["low"]
-    return values
-
-
-def _iq4_nl(blocks: Blocks) -> Values:
-    return _single(blocks["scale"]) * IQ4[q4(blocks)]
-
-
-def _mxfp4(blocks: Blocks) -> Values:
-    scales: Values = int4.exponent_numbers(blocks["scale"])[:, None]
-    return scales * E2M1_TWICE[q4(blocks)]
-
-
 def _q2_k(blocks: Blocks) -> Values:
     scales = blocks["scales"]
     step = (_single(blocks["scale"]) * (scales & np.uint8(15)))[:, :, None]
@@ -169,9 +139,10 @@ def six_bit_scales(packed: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], NDArra
     return np.concatenate(scales, axis=1), np.concatenate(minima, axis=1)
 
 
-def _k_scales(blocks: Blocks) -> tuple[Values, Values]:
+def _with_six_bit_scales(blocks: Blocks, integers: NDArray[np.uint8]) -> Values:
     scales, minima = six_bit_scales(blocks["scales"])
-    return (_single(blocks["scale"]) * scales)[:, :, None], (_single(blocks["least"]) * minima)[:, :, None]
+    step, least = _single(blocks["scale"]) * scales, _single(blocks["least"]) * minima
+    return step[:, :, None] * integers - least[:, :, None]
 
 
 def q4_k(blocks: Blocks) -> NDArray[np.uint8]:
@@ -186,26 +157,12 @@ def q5_k(blocks: Blocks) -> NDArray[np.uint8]:
     return q4_k(blocks) | (fifth << np.uint8(4))
 
 
-def _q4_k(blocks: Blocks) -> Values:
-    step, least = _k_scales(blocks)
-    return step * q4_k(blocks) - least
-
-
-def _q5_k(blocks: Blocks) -> Values:
-    step, least = _k_scales(blocks)
-    return step * q5_k(blocks) - least
-
-
 def q6_k(blocks: Blocks) -> NDArray[np.int8]:
     """Return the integers [N, 16, 16] of Q6_K."""
     low = _parts(blocks["low"], 4, 64).reshape(-1, 16, 16)
     high = _parts(blocks["high"], 2, 32).reshape(-1, 16, 16)
     integers: NDArray[np.int8] = (low | (high << np.uint8(4))).view(np.int8) - np.int8(32)
     return integers
-
-
-def _q6_k(blocks: Blocks) -> Values:
-    return (_single(blocks["scale"]) * blocks["scales"])[:, :, None] * q6_k(blocks)
 
 
 def iq4_xs_levels(blocks: Blocks) -> NDArray[np.int8]:
@@ -216,14 +173,23 @@ def iq4_xs_levels(blocks: Blocks) -> NDArray[np.int8]:
     return levels
 
 
-def _iq4_xs(blocks: Blocks) -> Values:
-    return (_single(blocks["scale"]) * iq4_xs_levels(blocks))[:, :, None] * IQ4[q4(blocks).reshape(-1, 8, 32)]
-
-
 _FUNCTIONS: dict[str, Callable[[Blocks], Values]] = {
-    "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0, "Q2_K": _q2_k, "Q3_K": _q3_k,
-    "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "IQ4_NL": _iq4_nl, "IQ4_XS": _iq4_xs, "MXFP4": _mxfp4,
-}  # fmt: skip
+    "Q4_0": lambda blocks: _single(blocks["scale"]) * (q4(blocks).view(np.int8) - np.int8(8)),
+    "Q4_1": lambda blocks: _single(blocks["scale"]) * q4(blocks) + _single(blocks["least"]),
+    "Q5_0": lambda blocks: _single(blocks["scale"]) * (q5(blocks).view(np.int8) - np.int8(16)),
+    "Q5_1": lambda blocks: _single(blocks["scale"]) * q5(blocks) + _single(blocks["least"]),
+    "Q8_0": lambda blocks: _single(blocks["scale"]) * blocks["low"],
+    "Q2_K": _q2_k,
+    "Q3_K": _q3_k,
+    "Q4_K": lambda blocks: _with_six_bit_scales(blocks, q4_k(blocks)),
+    "Q5_K": lambda blocks: _with_six_bit_scales(blocks, q5_k(blocks)),
+    "Q6_K": lambda blocks: (_single(blocks["scale"]) * blocks["scales"])[:, :, None] * q6_k(blocks),
+    "IQ4_NL": lambda blocks: _single(blocks["scale"]) * IQ4[q4(blocks)],
+    "IQ4_XS": lambda blocks: (
+        (_single(blocks["scale"]) * iq4_xs_levels(blocks))[:, :, None] * IQ4[q4(blocks).reshape(-1, 8, 32)]
+    ),
+    "MXFP4": lambda blocks: int4.exponent_numbers(blocks["scale"])[:, None] * E2M1_TWICE[q4(blocks)],
+}
 
 
 def quantize(kind: BlockType, rows: NDArray[Any]) -> NDArray[Any]:

@@ -77,7 +77,6 @@ class GgufRows:
         return int(np.prod(self.shape[1:], dtype=np.int64))
 
     def __call__(self, start: int, stop: int) -> NDArray[np.float32]:
-        """Return the values of the rows [start, stop)."""
         blocks = self.blocks(start, stop)
         flat = blocks.reshape(-1)
         step = max(1, PIECE // self.kind.values)
@@ -90,11 +89,9 @@ class GgufRows:
 
     @property
     def packing(self) -> Packing | None:
-        """The packing that keeps the matrix in groups; None for other types."""
         return PACKINGS.get(self.kind.name) if len(self.shape) == 2 else None
 
     def integers(self, start: int, stop: int) -> Integers:
-        """Return the integers, scales and minimums of the rows [start, stop) of a matrix in groups."""
         return integers_of(self.kind.name, self.blocks(start, stop))
 
     def blocks(self, start: int, stop: int) -> NDArray[Any]:
@@ -175,17 +172,32 @@ _INTEGERS: dict[str, Callable[[Any], Found]] = {
 WHOLE, KEYS, VALUES = "attn_kv_b", "attn_k_b", "attn_v_b"  # of latent vectors
 
 
+class _Runs:
+    """Rows as Hugging Face's folders have them, joined from runs of the file's; called as `GgufRows` is."""
+
+    __slots__ = ()
+
+    def runs(self, start: int, stop: int) -> Iterator[tuple[GgufRows, int, int]]:
+        """Yield tensors of the file with ranges of their rows, whose concatenation is [start, stop)."""
+        raise NotImplementedError
+
+    def __call__(self, start: int, stop: int) -> NDArray[np.float32]:
+        return np.concatenate([part(first, last) for part, first, last in self.runs(start, stop)])
+
+    def integers(self, start: int, stop: int) -> Integers:
+        runs = list(self.runs(start, stop))
+        return integers_of(runs[0][0].kind.name, np.concatenate([part.blocks(*rows) for part, *rows in runs]))
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
-class RewrittenRows:
-    """Rows as Hugging Face's folders have them, read from a tensor of a file; called as `GgufRows` is."""
+class RewrittenRows(_Runs):
+    """Rows of a tensor of a file that has them in another order, or as logarithms."""
 
     stored: GgufRows
     how: Rewritten
 
     def __call__(self, start: int, stop: int) -> NDArray[np.float32]:
-        """Return the values of the rows [start, stop)."""
-        parts = [self.stored(first, last) for first, last in self._runs(start, stop)]
-        values = np.concatenate(parts)
+        values = _Runs.__call__(self, start, stop)
         if self.how.columns is not None:
             values = values[:, stored_places(np.arange(values.shape[1]), self.how.columns)]
         return np.log(-values) if self.how.logarithm else values
@@ -195,32 +207,25 @@ class RewrittenRows:
         """The packing that keeps the matrix in groups; None where columns lie in another order."""
         return None if self.how.columns is not None else self.stored.packing
 
-    def integers(self, start: int, stop: int) -> Integers:
-        """Return the integers, scales and minimums of the rows [start, stop) of a matrix in groups."""
-        blocks = [self.stored.blocks(first, last) for first, last in self._runs(start, stop)]
-        return integers_of(self.stored.kind.name, np.concatenate(blocks))
-
-    def _runs(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Yield ranges of the file's rows whose concatenation is [start, stop)."""
+    def runs(self, start: int, stop: int) -> Iterator[tuple[GgufRows, int, int]]:
         if self.how.rows is None:
-            yield start, stop
+            yield self.stored, start, stop
             return
         places = stored_places(np.arange(start, stop), self.how.rows)
         for run in np.split(places, np.flatnonzero(np.diff(places) != 1) + 1):
-            yield int(run[0]), int(run[-1]) + 1
+            yield self.stored, int(run[0]), int(run[-1]) + 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class JoinedRows:
+class JoinedRows(_Runs):
     """Matrices of which a folder has one, the rows of one behind those of the other, and of stacks each such matrix."""
 
     parts: tuple[GgufRows, ...]
 
     def __call__(self, start: int, stop: int) -> NDArray[np.float32]:
-        """Return the values of the rows [start, stop), or of so many matrices of a stack."""
         if len(self.parts[0].shape) == 3:
             return np.concatenate([part(start, stop) for part in self.parts], axis=1)
-        return np.concatenate([part(first, last) for part, first, last in self._runs(start, stop)])
+        return _Runs.__call__(self, start, stop)
 
     @property
     def packing(self) -> Packing | None:
@@ -228,12 +233,7 @@ class JoinedRows:
         packings = {part.packing for part in self.parts}
         return packings.pop() if len(packings) == 1 and len({part.kind.name for part in self.parts}) == 1 else None
 
-    def integers(self, start: int, stop: int) -> Integers:
-        """Return the integers, scales and minimums of the rows [start, stop) of a matrix in groups."""
-        blocks = [part.blocks(first, last) for part, first, last in self._runs(start, stop)]
-        return integers_of(self.parts[0].kind.name, np.concatenate(blocks))
-
-    def _runs(self, start: int, stop: int) -> Iterator[tuple[GgufRows, int, int]]:
+    def runs(self, start: int, stop: int) -> Iterator[tuple[GgufRows, int, int]]:
         begin = 0
         for part in self.parts:
             first, last = max(start - begin, 0), min(stop - begin, part.shape[0])
@@ -295,7 +295,6 @@ class LatentHeads:
         return self.keys.shape[2] + self.values.shape[1]
 
     def __call__(self, start: int, stop: int) -> NDArray[np.float32]:
-        """Return the values of the rows [start, stop)."""
         size, parts = self.of_head, []
         for head in range(start // size, -(-stop // size)):
             both = [self.keys(head, head + 1)[0].T, self.values(head, head + 1)[0]]
