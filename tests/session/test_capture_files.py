@@ -119,6 +119,7 @@ def test_what_is_no_folder_is_refused(session: Session, tmp_path: Path) -> None:
         Captured.load(tmp_path)
 
 
+@pytest.mark.filterwarnings("ignore:The chararray class:DeprecationWarning")  # treescope looks at all of NumPy
 def test_captures_are_frames_and_trees(session: Session) -> None:
     captured = session.generate_sync(PROMPTS[0], **GREEDY, capture=Capture({"residual": [0], "q": 1, "norm": True}))
     assert captured.captured is not None
