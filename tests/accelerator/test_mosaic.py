@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from helpers import compilers, mosaic
-from helpers.absent_devices import H100
-from helpers.compilers import Row
+from helpers.compilers import H100, Row
 from rekindle_kernels import AttentionInputs, AttentionOptions, abstract_pages, deprecated, paged_attention
 from rekindle_kernels.pallas.gpu import mosaic as kernels
 

@@ -8,8 +8,7 @@ import anyio
 import pytest
 
 from helpers.fakes import EOS, make_request
-from helpers.sessions import byte_tokenizer
-from helpers.task_streams import rest
+from helpers.sessions import byte_tokenizer, rest
 from rekindle._src.core.records import Completion, FinishReason, TokenEvent
 from rekindle._src.dispatch import detokenize
 from rekindle._src.dispatch.backend import Abort, Events, Finish

@@ -9,8 +9,7 @@ import anyio
 import pytest
 
 from helpers.fakes import FakeModel, make_request
-from helpers.sessions import fake_engine, parts
-from helpers.task_streams import rest
+from helpers.sessions import fake_engine, parts, rest
 from rekindle._src.core.records import FinishReason, Request, StepPlan
 from rekindle._src.dispatch.backend import (
     Abort,

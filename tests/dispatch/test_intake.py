@@ -14,8 +14,7 @@ import pytest
 from helpers import vocabularies
 from helpers.asgi import until
 from helpers.fakes import EOS
-from helpers.sessions import byte_tokenizer, fake_front
-from helpers.task_streams import rest, submission
+from helpers.sessions import byte_tokenizer, fake_front, rest, submission
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch import intake
 from rekindle._src.dispatch.backend import Drain, Submission

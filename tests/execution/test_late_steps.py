@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from helpers.dict_store import DictStore
 from helpers.driving import Driver, Live, plain_tokens, tiny_config, tiny_model
+from helpers.fakes import DictStore
 from helpers.guides import RuleGuide
 from helpers.thorough import by_default
 from rekindle import LogitsProcessor, Sampling

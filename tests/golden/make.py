@@ -54,7 +54,7 @@ def main() -> None:
 
     for model_type in sys.argv[1:] or checkpoints.GENERATING:
         arrays: dict[str, NDArray[Any]] = {}
-        for name, raw in checkpoints.FAMILY_CASES[model_type].CASES.items():
+        for name, raw in checkpoints.FAMILY_CASES[model_type].cases.items():
             with tempfile.TemporaryDirectory() as folder:
                 golden = run(checkpoints.write(Path(folder), raw))
             arrays[f"{name}/logits"] = golden.logits[list(KEPT)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -16,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
+from helpers import families
 from rekindle._src.models import LoadedModel, abstract_model, config_from_hf, manifest
 from rekindle._src.models.loading.manifest import Source
 from rekindle._src.models.registry import FAMILIES
@@ -23,12 +23,10 @@ from rekindle._src.models.registry import FAMILIES
 Tensors = dict[str, NDArray[Any]]
 DTYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 
-FAMILY_CASES = {name: importlib.import_module(f"helpers.families.{name}") for name in FAMILIES}
-CASES: dict[str, dict[str, Any]] = {name: raw for module in FAMILY_CASES.values() for name, raw in module.CASES.items()}
-GENERATING = tuple(name for name, module in FAMILY_CASES.items() if module.CASES)  # the others embed only
-OF_FAMILY = {  # the configs of each family
-    name: tuple((module.CASES or module.EMBEDS).values()) for name, module in FAMILY_CASES.items()
-}
+FAMILY_CASES = {model_type: families.FAMILY_CASES[model_type] for model_type in FAMILIES}
+CASES: dict[str, dict[str, Any]] = {name: raw for it in FAMILY_CASES.values() for name, raw in it.cases.items()}
+GENERATING = tuple(model_type for model_type, it in FAMILY_CASES.items() if it.cases)  # the others embed only
+OF_FAMILY = {model_type: tuple((it.cases or it.embeds).values()) for model_type, it in FAMILY_CASES.items()}  # configs
 ONE_EACH = {raw["model_type"]: name for name, raw in reversed(CASES.items())}  # a case of each family
 
 

@@ -22,6 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import topologies
+from jax.sharding import AbstractDevice, AbstractMesh
 
 Row = Callable[..., None]  # the fixture `row`: adds a line to the table that is printed at the end
 HERE = Path(__file__).parent.parent / "accelerator"
@@ -31,6 +32,9 @@ GPU_OPTIONS: dict[str, Any] = {
     "xla_backend_optimization_level": 3, "xla_gpu_autotune_level": 0, "xla_dump_hlo_pass_re": "",
     "xla_dump_hlo_as_text": True, "xla_gpu_dump_llvmir": False,
 }  # fmt: skip
+# For lowering: from 0.11 on JAX wants to know the GPU that it lowers for.
+H100 = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H100 80GB HBM3", None, "gpu"))
+ABSENT = {"cuda": H100, "tpu": AbstractMesh((), ())}  # by platform
 _THUNK = re.compile(
     r"^(?P<indent> *)\d+: (?P<kind>k\w+) +\[[^]]*\] *(?P<name>[\w.-]*)(?:.*shared_memory: (?P<shared>\d+))?"
 )

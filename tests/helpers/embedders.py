@@ -11,9 +11,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from helpers import checkpoints
-from helpers.families import case
-from helpers.families.gemma3_text import GEMMA3
-from helpers.families.modernbert import EMBEDS
+from helpers.families import FAMILY_CASES, GEMMA3, case
 
 WORDS = 150  # of the vocabulary; token ids from 5 on
 OLD = "sentence_transformers.models"
@@ -36,6 +34,7 @@ class Case(NamedTuple):
     default_prompt: str | None = None
 
 
+EMBEDS = FAMILY_CASES["modernbert"].embeds
 IDENTITY, TANH = "torch.nn.modules.linear.Identity", "torch.nn.modules.activation.Tanh"
 CASES = {
     "qwen3": Case(case("qwen3", "Qwen3ForCausalLM", head_dim=12, tie_word_embeddings=True), "lasttoken"),

@@ -34,6 +34,7 @@ from rekindle._src.core.records import (
 )
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.programs.guides import Guides
+from rekindle.errors import StoreError
 
 EOS = 256
 KV = NDArray[np.uint64]
@@ -183,6 +184,25 @@ class DictTier:
     def release(self, digest: bytes) -> None: ...
 
     def observe(self, result: StepResult) -> None: ...
+
+
+class DictStore:
+    """A store of programs in memory."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, Any] = {}
+
+    def load(self, name: str) -> Any:
+        if name not in self.kept:
+            raise StoreError("not stored yet")
+        return self.kept[name]
+
+    def holds(self, name: str) -> bool:
+        return name in self.kept
+
+    def save(self, name: str, compiled: Any, compile_seconds: float) -> bool:
+        self.kept[name] = compiled
+        return compile_seconds > 0
 
 
 @dataclasses.dataclass

@@ -7,12 +7,13 @@ sequence may read: in unused pages, in the unwritten end of each last page, and 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rekindle_kernels import AttentionInputs, AttentionOptions, LayerKV, init_pages
+from rekindle_kernels import AttentionInputs, AttentionOptions, LayerKV, init_pages, paged_attention
 from rekindle_kernels.pages import write_kv
 
 
@@ -189,3 +190,35 @@ def filled_pages(
 def in_float32(case: Case) -> Case:
     """The same case with float32 queries: what the oracle computes before its output is rounded."""
     return replace(case, dtype="float32", kv_dtype=case.kv_dtype or case.dtype)
+
+
+EVERYTHING = Case(
+    "window_soft_cap_sinks_over_a_full_ring", decode=(17,), prefill=((70, 330), (3, 3)), padding=2, heads=2,
+    kv_heads=1, head_dim=64, dtype="bfloat16", sliding_window=200, soft_cap=5.0, sinks=True,
+)  # fmt: skip
+
+
+def mosaic_cases() -> list[Case]:
+    """The shared cases that have prefill, in the types and head sizes that the Mosaic GPU prefill takes."""
+    from rekindle_kernels.pallas.gpu import mosaic
+
+    found = []
+    for case in CASES:
+        if not case.prefill and not case.padding:
+            continue
+        dtype = case.dtype if case.dtype in mosaic.TYPES else "bfloat16"
+        head_dim = case.head_dim if case.head_dim in mosaic.HEAD_DIMS else 64
+        kv_dtype = None if case.kv_dtype == "bfloat16" else case.kv_dtype
+        found.append(replace(case, dtype=dtype, kv_dtype=kv_dtype, head_dim=head_dim))
+    return [case for case in dict.fromkeys(found) if case.kv_dtype is None]
+
+
+def assert_attends(run: Any, case: Case, problem: Problem) -> np.ndarray:
+    """What a kernel makes of a problem, after it was compared with the reference."""
+    with jax.default_matmul_precision("highest"):
+        want = paged_attention(in_wide_queries(problem.inputs), problem.options, implementation="reference")
+    got = np.asarray(run(problem.inputs).astype("float32"))
+    assert np.all(np.isfinite(got)), "NaN leaked from a page or position that no query may read"
+    np.testing.assert_allclose(got, np.asarray(want), rtol=0, atol=tolerance(case))
+    assert not got[~problem.used].any(), "padding must give zeros"
+    return got

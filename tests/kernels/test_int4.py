@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers.absent_devices import ABSENT
+from helpers.compilers import ABSENT
 from helpers.group_matrices import FORMS, INDICES, RANDOM, RARER, clamped, integers, matrix, stored
 from helpers.thorough import by_default
 from rekindle_kernels import LinearOptions, deprecated, int4, linear

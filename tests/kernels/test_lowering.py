@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from helpers.absent_devices import ABSENT
+from helpers.compilers import ABSENT
 from helpers.thorough import by_default
 from rekindle_kernels import AttentionInputs, AttentionOptions, LayerKV, deprecated
 from rekindle_kernels.pages import needs_scales

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu
 
-from helpers.kernel_cases import Case, build, in_wide_queries, tolerance
-from helpers.mosaic_cases import EVERYTHING, supported
+from helpers.kernel_cases import EVERYTHING, Case, build, in_wide_queries, mosaic_cases, tolerance
 from rekindle_kernels import AttentionCall, paged_attention, tuning
 from rekindle_kernels.pallas.gpu import mosaic
 
@@ -63,7 +62,7 @@ def test_prefill_matches_the_reference_and_has_no_races() -> None:
 
 
 @alone
-@pytest.mark.parametrize("case", supported(), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", mosaic_cases(), ids=lambda case: case.name)
 def test_shared_cases_match_the_reference(case: Case) -> None:
     check(case, prefill_config=SMALL, interpret=plgpu().InterpretGPUParams(detect_races=True))
 

@@ -9,9 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from helpers.kernel_cases import Case, build
-from helpers.mosaic_cases import EVERYTHING, supported
-from helpers.on_gpu import assert_attends
+from helpers.kernel_cases import EVERYTHING, Case, assert_attends, build, mosaic_cases
 from rekindle_kernels import AttentionCall, deprecated, tuning
 from rekindle_kernels.pallas.gpu import mosaic
 
@@ -42,7 +40,7 @@ def check(case: Case, **options: object) -> None:
     np.testing.assert_array_equal(np.asarray(run(problem.inputs).astype("float32")), got)
 
 
-@pytest.mark.parametrize("case", [EVERYTHING, *supported(), *LARGE], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [EVERYTHING, *mosaic_cases(), *LARGE], ids=lambda case: case.name)
 def test_compiled_kernel_matches_the_reference(case: Case) -> None:
     check(case)
 

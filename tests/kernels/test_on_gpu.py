@@ -14,8 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers.kernel_cases import CASES, Case, build
-from helpers.on_gpu import assert_attends
+from helpers.kernel_cases import CASES, Case, assert_attends, build
 from rekindle_kernels import (
     LinearOptions,
     deprecated,

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from helpers.compiling import COMPILING, compiled_by_jax, counts
+from helpers.counting import COMPILING, compiled_by_jax, counts
 from helpers.small import CONTEXT, LEAST, PAGE, VOCAB, opening, plain, prompt
 from rekindle import Session
 

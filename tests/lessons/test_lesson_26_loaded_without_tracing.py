@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from helpers.compiling import compiled_by_jax, counts
+from helpers.counting import compiled_by_jax, counts
 from helpers.small import LEAST, opening, plain, prompt
 from rekindle._src.programs.programs import Programs
 
@@ -60,7 +60,7 @@ async def test_lesson_26_nothing_is_traced_from_open_to_the_hundredth_request(
 
 SCRIPT = """
 import sys
-from helpers.compiling import compiled_by_jax, counts
+from helpers.counting import compiled_by_jax, counts
 import rekindle
 from helpers.small import opening, prompt
 def open():

@@ -10,7 +10,7 @@ import dataclasses
 
 import pytest
 
-from helpers.calls import Calls, listening
+from helpers.counting import Calls, listening
 from helpers.sessions import CONFIG, fake_session
 from helpers.thorough import by_default
 from rekindle import Session

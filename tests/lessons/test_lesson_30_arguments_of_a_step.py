@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import rekindle
-from helpers.calls import Calls, listening
+from helpers.counting import Calls, listening
 from helpers.driving import TINY
 from helpers.small import OPTIONS, prompt
 from rekindle import Session

@@ -9,8 +9,8 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from helpers.dict_store import DictStore
 from helpers.driving import tiny_config, tiny_model
+from helpers.fakes import DictStore
 from rekindle._src.programs.buckets import Bucket
 from rekindle._src.programs.programs import Form, Programs
 from rekindle._src.programs.store import KEPT_THERE

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from helpers.dict_store import DictStore
 from helpers.driving import tiny_config, tiny_model
+from helpers.fakes import DictStore
 from rekindle._src.programs import store as program_store
 from rekindle._src.programs.buckets import ADMIT, Bucket
 from rekindle._src.programs.programs import Form, Programs

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from helpers.checkpoints import CASES, case, one_each
-from helpers.dict_store import DictStore
 from helpers.driving import Driver, tiny_config, tiny_model
+from helpers.fakes import DictStore
 from helpers.sessions import eventually
 from helpers.small import opening, plain, prompt
 from helpers.thorough import by_default, one_event_loop  # noqa: F401  the fixture

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from helpers.dict_store import DictStore
 from helpers.driving import TINY, tiny_config
+from helpers.fakes import DictStore
 from helpers.thorough import by_default
 from rekindle._src.models.base import abstract_model
 from rekindle._src.models.registry import config_from_hf

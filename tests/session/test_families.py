@@ -15,7 +15,7 @@ import pytest
 
 import rekindle
 from helpers import checkpoints
-from helpers.compiling import COMPILING, compiled_by_jax, counts
+from helpers.counting import COMPILING, compiled_by_jax, counts
 from helpers.plain_loop import plain_loop
 from helpers.python import run_python
 from rekindle import Session

@@ -22,7 +22,7 @@ from rekindle._src.session import cache_writer
 SCRIPT = """
 import json, sys, time
 from pathlib import Path
-from helpers.compiling import compiled_by_jax, counts
+from helpers.counting import compiled_by_jax, counts
 from helpers.tiered import opened, prompt
 mode, folder, role, saving = sys.argv[1:]
 # Chunks of 64: the first process computes the prompt by the larger program alone, and what restores pages is not used.

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from helpers.compiling import BUILT, compiled_by_jax, counts
+from helpers.counting import BUILT, compiled_by_jax, counts
 from helpers.small import CONTEXT, VOCAB, opening
 from rekindle import Session
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from helpers.llama_cpp_source import llama_cpp_source
+from helpers.real_checkpoints import llama_cpp_source
 from rekindle._src.text.chat import ChatTemplate
 from rekindle._src.text.tokenizer import Tokenizer
 from rekindle.errors import RekindleError

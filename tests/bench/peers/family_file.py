@@ -27,7 +27,7 @@ import numpy as np  # noqa: E402
 from safetensors.numpy import save_file  # noqa: E402
 
 from helpers.checkpoints import fused  # noqa: E402
-from helpers.llama_cpp_source import llama_cpp_source  # noqa: E402
+from helpers.real_checkpoints import llama_cpp_source  # noqa: E402
 from rekindle._src.models import abstract_model, manifest  # noqa: E402
 from rekindle._src.models.registry import config_from_hf  # noqa: E402
 

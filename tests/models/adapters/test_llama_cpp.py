@@ -10,8 +10,8 @@ import pytest
 
 from helpers import adapters, checkpoints
 from helpers.driving import tiny_model
-from helpers.llama_cpp_source import llama_cpp_source
 from helpers.python import run_python
+from helpers.real_checkpoints import llama_cpp_source
 from rekindle._src.models.adapters.adapter import Adapter
 from rekindle._src.models.adapters.reading import read_adapter
 from rekindle._src.models.adapters.sites import sites_of

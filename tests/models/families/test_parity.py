@@ -45,7 +45,7 @@ def test_matches_transformers(name: str, golden: dict[str, NDArray[np.float32]])
 
 @pytest.mark.parametrize("model_type", checkpoints.GENERATING)
 def test_cases_are_of_their_family(model_type: str) -> None:
-    assert {raw["model_type"] for raw in checkpoints.FAMILY_CASES[model_type].CASES.values()} == {model_type}
+    assert {raw["model_type"] for raw in checkpoints.FAMILY_CASES[model_type].cases.values()} == {model_type}
 
 
 def test_greedy_tokens_say_something(golden: dict[str, NDArray[np.float32]]) -> None:

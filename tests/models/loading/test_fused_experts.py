@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from helpers import checkpoints
-from helpers.mxfp4_checkpoints import RAW, four_bits, write
+from helpers.quantized_checkpoints import MXFP4_RAW, four_bits, write_mxfp4
 from rekindle._src.models.loading import reading
 from rekindle._src.models.loading.checkpoint import load
 from rekindle._src.models.loading.gguf.blocks import BY_NAME, dequantize
@@ -24,7 +24,7 @@ native = unavailable_reason("cpu") is None
 
 def test_four_bit_floats_stand_for_their_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reading, "UNPACKED", 4 * 64 * 13)  # pieces that begin anywhere
-    expected = checkpoints.model(RAW, write(tmp_path))
+    expected = checkpoints.model(MXFP4_RAW, write_mxfp4(tmp_path))
     found = load(tmp_path, dtype="float32")
     for path, ours, theirs in zip(found.graph.paths, found.leaves, expected.leaves, strict=True):
         np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs), err_msg=path)
@@ -42,7 +42,7 @@ def test_transformers_reads_the_same_numbers(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not native, reason="groups are kept where native kernels are")
 def test_four_bit_floats_are_kept_in_groups(tmp_path: Path) -> None:
-    write(tmp_path)
+    write_mxfp4(tmp_path)
     kept = load(tmp_path)
     kinds = dict(kept.graph.precision.kinds)
     assert {kinds[f"layers.0.mlp.{name}"] for name in ("gate_up", "down")} == {KIND}
@@ -65,7 +65,7 @@ def test_four_bit_floats_are_kept_in_groups(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_tensors_of_other_shapes_are_named(change: dict[str, NDArray[Any]], named: str, tmp_path: Path) -> None:
-    write(tmp_path, {f"model.layers.1.mlp.experts.{name}": value for name, value in change.items()})
+    write_mxfp4(tmp_path, {f"model.layers.1.mlp.experts.{name}": value for name, value in change.items()})
     with pytest.raises(CheckpointError, match=named):
         load(tmp_path)
 
@@ -94,6 +94,6 @@ def test_a_file_of_llama_cpps_blocks_is_the_same_model(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_transformers_could_not_read_is_not_written(tmp_path: Path) -> None:
-    write(tmp_path)
+    write_mxfp4(tmp_path)
     with pytest.raises(UnsupportedModel, match="all experts of a layer in one tensor"):
         export(tmp_path, tmp_path / "out")

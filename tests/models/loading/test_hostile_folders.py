@@ -88,7 +88,7 @@ SIZES = {
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_a_key_that_decides_shapes_has_no_default(model_type: str) -> None:
     raw = checkpoints.OF_FAMILY[model_type][0]
-    implied = getattr(checkpoints.FAMILY_CASES[model_type], "IMPLIED", set())
+    implied = checkpoints.FAMILY_CASES[model_type].implied
     for name in (SIZES & set(raw)) - implied:
         with pytest.raises(UnsupportedModel, match=name):
             config_from_hf({key: value for key, value in raw.items() if key != name})

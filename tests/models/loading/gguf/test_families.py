@@ -17,9 +17,8 @@ from rekindle._src.models.registry import config_from_hf, gguf_forms
 from rekindle.errors import CheckpointError, UnsupportedModel
 
 CASES = checkpoints.CASES
-MODULES = checkpoints.FAMILY_CASES.values()  # see `helpers.families`
-HELD = {case: change for module in MODULES for case, change in getattr(module, "HELD", {}).items()}
-REFUSED = {case: words for module in MODULES for case, words in getattr(module, "REFUSED", {}).items()}
+HELD = {case: change for family in checkpoints.FAMILY_CASES.values() for case, change in family.held.items()}
+REFUSED = {case: words for family in checkpoints.FAMILY_CASES.values() for case, words in family.refused.items()}
 
 
 def raw_of(case: str) -> dict[str, Any]:

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from helpers import checkpoints, mxfp4_checkpoints, vocabularies
-from helpers.llama_cpp_source import llama_cpp_source
+from helpers import checkpoints, quantized_checkpoints, vocabularies
 from helpers.python import run_python
+from helpers.real_checkpoints import llama_cpp_source
 from rekindle._src.models.loading.checkpoint import load
 from rekindle._src.models.loading.gguf.header import read_header
 from rekindle._src.models.registry import config_from_hf
@@ -71,7 +71,7 @@ def logits(path: Path) -> np.ndarray[Any, Any]:
 
 def raw_of(case: str) -> dict[str, Any]:
     if case == FOUR_BITS:
-        return mxfp4_checkpoints.RAW | {"vocab_size": 512}
+        return quantized_checkpoints.MXFP4_RAW | {"vocab_size": 512}
     return checkpoints.CASES[case] | {"vocab_size": 512} | CASES[case]
 
 
@@ -83,7 +83,7 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         folders[case] = root / case
         if case == FOUR_BITS:
             folders[case].mkdir()
-            mxfp4_checkpoints.write(folders[case], raw=raw_of(case))
+            quantized_checkpoints.write_mxfp4(folders[case], raw=raw_of(case))
         else:
             checkpoints.write(folders[case], raw_of(case))
         vocabularies.write(folders[case], vocabularies.byte_level(), bos_token="<s>", eos_token="</s>")
