@@ -60,17 +60,23 @@ class Hosted:
         self.page, self.view = page, view
         self._changes: queue.Queue[dict[str, Any]] = queue.Queue()
         widget = view.widget
+        self._from_page: Any = None  # which a host does not send back
         for name in TRAITS:
-            widget.observe(lambda change: self._changes.put({change["name"]: change["new"]}), name)
+            widget.observe(self._changed, name)
         page.expose_function("fromPage", self._heard)
         state = {name: getattr(widget, name) for name in TRAITS}
         page.evaluate("([script, style, state]) => show(script, style, state)", [_SCRIPT, _STYLE, state])
+
+    def _changed(self, change: Any) -> None:
+        if change["new"] != self._from_page:
+            self._changes.put({change["name"]: change["new"]})
 
     def _heard(self, kind: str, content: Any) -> None:
         if kind == "send":
             self.view.widget.hear(content)
         else:
             for name, value in content.items():
+                self._from_page = value
                 setattr(self.view.widget, name, value)
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
@@ -181,15 +187,44 @@ def test_lines_settings_and_copies(page: Any) -> None:
         view.join(10)
 
 
-def test_who_types_keeps_the_focus_when_controls_change(page: Any) -> None:
+def test_who_types_keeps_the_focus_and_the_caret_when_controls_change(page: Any) -> None:
     with opened() as session:
         view = session.view.chat(template="{{ messages[0].content }}")
         hosted = Hosted(page, view)
         hosted.first.get_by_placeholder("Say something").focus()
-        view.widget.controls = [*view.widget.controls, {"kind": "button", "name": "new", "label": "New"}]
-        hosted.until(lambda: hosted.first.get_by_role("button", name="New").count() == 1, "controls change")
-        page.keyboard.type("abc")
-        hosted.until(lambda: view.widget.value("say") == "abc", "the keys arrive where they did before")
+        page.keyboard.type("ac")
+        page.keyboard.press("ArrowLeft")
+        view.press("settings")
+        hosted.until(lambda: hosted.first.get_by_role("slider").count() == 3, "controls come")
+        page.keyboard.type("b")
+        view.press("settings")
+        hosted.until(lambda: hosted.first.get_by_role("slider").count() == 0, "and go")
+        page.keyboard.type("b")
+        hosted.until(lambda: view.widget.value("say") == "abbc", "the keys arrive where they did before")
+        view.stop()
+        view.join(10)
+
+
+def test_keys_that_the_kernel_does_not_know_yet_stay(page: Any) -> None:
+    """A kernel that is busy writes into one field, and knows of the others what was there before."""
+    with opened() as session:
+        view = session.view.chat(template="{{ messages[0].content }}")
+        hosted = Hosted(page, view)
+        line = hosted.first.get_by_placeholder("Say something")
+        line.focus()
+        page.keyboard.type("a")
+        hosted.until(lambda: view.widget.value("say") == "a", "the kernel knows the first key")
+        hosted.first.get_by_role("button", name="Settings").click()
+        line.focus()
+        page.keyboard.type("bc")
+        hosted.until(lambda: hosted.first.get_by_role("slider").count() == 3, "it answers")
+        assert line.input_value() == "abc"
+        hosted.first.get_by_placeholder("System prompt").fill("Be kind")
+        hosted.until(lambda: view.widget.value("system") == "Be kind", "another field is filled")
+        assert view.widget.value("say") == line.input_value() == "abc"
+        assert hosted.second.get_by_placeholder("Say something").input_value() == "abc"
+        view.widget.fill("say", "other")
+        hosted.until(lambda: line.input_value() == "other", "what the kernel writes comes")
         view.stop()
         view.join(10)
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from rekindle._src.processes import greeting
-from rekindle._src.processes.channel import LIMITS, Channel, Keys, Kind
+from rekindle._src.processes.channel import Channel, Keys, Kind
 from rekindle._src.processes.greeting import MAGIC, Place
 from rekindle.errors import ConfigError, ProcessLost, ProcessRefused
 
@@ -188,7 +188,7 @@ def test_a_message_that_is_cut_is_noticed(wire: Wire) -> None:
 def test_no_length_is_believed_that_is_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither of one who signs: nothing is allocated for it."""
     with monkeypatch.context() as patch:
-        patch.setitem(LIMITS, Kind.PREPARE, 1 << 20)
+        patch.setattr(Kind.PREPARE, "limit", 1 << 20)
         (whole,) = recorded((Kind.PREPARE, b"x" * 500))
     near, far = socket.socketpair()
     with near, far:

@@ -42,18 +42,8 @@ else:
         raise MissingExtra("inspect_ai", "inspect") from error
 
 # Names of inspect's generation options, and those of sampling options here.
-OPTIONS = {
-    "max_tokens": "max_tokens",
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "seed": "seed",
-    "stop_seqs": "stop",
-    "num_choices": "n",
-    "frequency_penalty": "frequency_penalty",
-    "presence_penalty": "presence_penalty",
-    "logit_bias": "logit_bias",
-}
+_SAME = "max_tokens temperature top_p top_k seed frequency_penalty presence_penalty logit_bias"
+OPTIONS = {**{name: name for name in _SAME.split()}, "stop_seqs": "stop", "num_choices": "n"}
 STOP_REASONS = {FinishReason.LENGTH: "max_tokens", FinishReason.CONTEXT: "model_length"}
 
 
@@ -170,11 +160,8 @@ def _message(message: Any) -> dict[str, Any]:
 
 
 def _tool(tool: Any) -> dict[str, Any]:
-    function = {
-        "name": tool.name,
-        "description": tool.description,
-        "parameters": tool.parameters.model_dump(exclude_none=True),
-    }
+    parameters = tool.parameters.model_dump(exclude_none=True)
+    function = {"name": tool.name, "description": tool.description, "parameters": parameters}
     return {"type": "function", "function": function}
 
 
@@ -188,7 +175,6 @@ def _logprobs(done: Completion) -> Any:
             model.TopLogprob(token=done.text_of(token), logprob=value)
             for token, value in zip(entry.top_ids, entry.top_logprobs, strict=True)
         ]
-        content.append(
-            model.Logprob(token=done.text_of(entry.token_id), logprob=entry.logprob, top_logprobs=top or None)
-        )
+        token = done.text_of(entry.token_id)
+        content.append(model.Logprob(token=token, logprob=entry.logprob, top_logprobs=top or None))
     return model.Logprobs(content=content)

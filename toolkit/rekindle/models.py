@@ -28,26 +28,10 @@ from rekindle._src.session.parity import ParityReport, TokenDifference, logprobs
 from rekindle._src.text.tokenizer import Tokenizer
 
 __all__ = [
-    "CalibrationProgress",
-    "Graph",
-    "LoadProgress",
-    "LoadedModel",
-    "Model",
-    "ModelConfig",
-    "ParityReport",
-    "TokenDifference",
-    "Tokenizer",
-    "calibrate",
-    "config_from_hf",
-    "export",
-    "load",
-    "logits",
-    "logprobs_like",
-    "merge",
-    "parity",
-    "random_model",
-    "token_logprobs",
-]
+    "CalibrationProgress", "Graph", "LoadProgress", "LoadedModel", "Model", "ModelConfig", "ParityReport",
+    "TokenDifference", "Tokenizer", "calibrate", "config_from_hf", "export", "load", "logits", "logprobs_like",
+    "merge", "parity", "random_model", "token_logprobs",
+]  # fmt: skip
 
 
 def __dir__() -> list[str]:

@@ -11,9 +11,8 @@ from typing import Any, Literal, Unpack
 
 from rekindle._src.core.config import EngineConfig, OpenOptions
 from rekindle._src.core.options import takes_options
-from rekindle._src.replicas.autoscaling import Range
-from rekindle._src.replicas.fleet import check_options, roles_and_range, shared_fleet
-from rekindle._src.replicas.routing import Role, RouterName
+from rekindle._src.replicas.fleet import check_options, fleet_of, roles_and_range
+from rekindle._src.replicas.routing import RouterName
 from rekindle._src.replicas.routing import router as router_named
 from rekindle.errors import ConfigError, MissingExtra
 
@@ -57,7 +56,10 @@ def deployment(
     client_name = name or Path(str(model)).name
 
     def build_app() -> Any:  # Ray Serve accepts only a plain function
-        return _app(str(model), client_name, parts_of, router, resources, api_key, options, size)
+        from rekindle._src.serve.app import app
+
+        opening = fleet_of(str(model), router, parts_of, resources, options, size, shared=client_name)
+        return app({client_name: opening}, api_key=api_key)  # it opens its fleet at startup, and answers 503 until then
 
     @serve.deployment(
         name=f"rekindle-{client_name.replace('/', '-')}",
@@ -71,20 +73,3 @@ def deployment(
 
     application: Any = Ingress
     return application.bind()
-
-
-def _app(
-    model: str,
-    name: str,
-    roles: Sequence[Role],
-    router: RouterName,
-    resources: Mapping[str, Any] | None,
-    api_key: str | Sequence[str] | None,
-    options: Mapping[str, Any],
-    size: Range | None,
-) -> Any:
-    """Return the ASGI app of one ingress. It opens its fleet at startup, and answers 503 until the fleet is open."""
-    from rekindle._src.serve.app import app
-
-    opening = shared_fleet(model, name, roles=roles, router=router, resources=resources, options=options, size=size)
-    return app({name: opening}, api_key=api_key)

@@ -126,12 +126,8 @@ class Hindsight(Policy):
 
 
 POLICIES: dict[str, Callable[[Trace], Policy]] = {
-    "lru": Lru,
-    "lfu-ageing": LfuAgeing,
-    "aged-root": AgedRoot,
-    "cost-aware": CostAware,
-    "hindsight": Hindsight,
-}
+    "lru": Lru, "lfu-ageing": LfuAgeing, "aged-root": AgedRoot, "cost-aware": CostAware, "hindsight": Hindsight,
+}  # fmt: skip
 DEFAULT = "aged-root"  # the policy of kvcache/eviction.py
 
 
@@ -315,9 +311,6 @@ def mixture(draw: random.Random, requests: int) -> Trace:
 
 
 TRACES: dict[str, Callable[[random.Random, int], Trace]] = {
-    "chat sessions": chats,
-    "system prompts": system_prompts,
-    "agents": agents,
-    "documents": documents,
+    "chat sessions": chats, "system prompts": system_prompts, "agents": agents, "documents": documents,
     "mixture": mixture,
-}
+}  # fmt: skip

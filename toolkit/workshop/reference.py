@@ -35,12 +35,7 @@ def empty_cache(model: LoadedModel, length: int) -> Cache:
 
 
 def attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    positions: jax.Array,
-    spec: AttentionSpec,
-    sinks: jax.Array | None = None,
+    q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, spec: AttentionSpec, sinks: jax.Array | None = None
 ) -> jax.Array:
     """Return the attention of q [T, H, D] at `positions` over keys and values [S, K, D] at positions 0…S-1."""
     T, H, D = q.shape
@@ -74,13 +69,7 @@ class DenseCache:
         self._batch = RaggedBatch((start + count).reshape(1), one, jnp.ones((), jnp.int32), 0)
 
     def __call__(
-        self,
-        layer: int,
-        q: jax.Array,
-        k: jax.Array | None,
-        v: jax.Array | None,
-        sinks: jax.Array | None = None,
-        /,
+        self, layer: int, q: jax.Array, k: jax.Array | None, v: jax.Array | None, sinks: jax.Array | None = None, /
     ) -> jax.Array:
         keys, values = self.layers[self._config.source(layer)][0]
         if k is not None:

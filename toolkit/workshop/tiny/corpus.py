@@ -24,31 +24,18 @@ TURN, TURN_END = "<|im_start|>", "<|im_end|>"
 TRAIN, HELD_OUT = "train", "held out"  # seeds of the two streams; training step N reads the stream `train N`
 
 SYSTEM = (
-    "You are a helpful assistant.",
-    "You are Ember, a small and friendly assistant.",
-    "You are a storyteller.",
-    "Answer in one sentence.",
-    "You answer questions about people and things.",
-)
+    "You are a helpful assistant.", "You are Ember, a small and friendly assistant.", "You are a storyteller.",
+    "Answer in one sentence.", "You answer questions about people and things.",
+)  # fmt: skip
 ANSWERS = (
     *(general_question, general_question, sum_question, sum_question, sum_question),
     *(list_question, list_question, unknown_question, unknown_question),
 )
 SHARES = {
-    "story": 0.07,
-    "story on request": 0.16,
-    "people": 0.13,
-    "me": 0.14,
-    "story questions": 0.10,
-    "comparison": 0.02,
-    "single": 0.18,
-    "several": 0.07,
-    "long": 0.03,
-    "sums": 0.06,
-    "record": 0.02,
-    "plain questions": 0.01,
+    "story": 0.07, "story on request": 0.16, "people": 0.13, "me": 0.14, "story questions": 0.10, "comparison": 0.02,
+    "single": 0.18, "several": 0.07, "long": 0.03, "sums": 0.06, "record": 0.02, "plain questions": 0.01,
     "plain statements": 0.01,
-}
+}  # fmt: skip
 
 
 def chat(turns: Turns, system: str | None = None) -> str:
@@ -163,19 +150,9 @@ def token_id(tokenizer: Tokenizer, token: str) -> int:
 
 
 def write_tokenizer(tokenizer: Tokenizer, folder: Path, *, context: int) -> None:
-    """Write tokenizer.json and tokenizer_config.json."""
     tokenizer.save(str(folder / "tokenizer.json"))
-    added = {
-        str(tokenizer.token_to_id(token)): {
-            "content": token,
-            "lstrip": False,
-            "normalized": False,
-            "rstrip": False,
-            "single_word": False,
-            "special": True,
-        }
-        for token in SPECIAL
-    }
+    plain = dict.fromkeys(("lstrip", "normalized", "rstrip", "single_word"), False)
+    added = {str(tokenizer.token_to_id(token)): {"content": token, **plain, "special": True} for token in SPECIAL}
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "added_tokens_decoder": added,

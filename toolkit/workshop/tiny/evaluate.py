@@ -38,12 +38,7 @@ QUESTIONS = 64
 measured = jax.jit(losses, static_argnums=0)
 
 
-SINGLE = {
-    "general": general_question,
-    "sums": sum_question,
-    "lists": from_sentences,
-    "unknown": unknown_question,
-}
+SINGLE = {"general": general_question, "sums": sum_question, "lists": from_sentences, "unknown": unknown_question}
 
 
 class Score(NamedTuple):
@@ -106,9 +101,8 @@ def exact_answers(graph: Graph, leaves: Sequence[Any], words: Tokenizer, kind: s
         cut = max(0, len(ids) - LENGTH - 1)
         windows[row, : len(ids) - cut] = ids[cut:]
         answer[row, start - cut - 1 : len(ids) - cut - 1] = True
-    right = np.concatenate(
-        [np.asarray(measured(graph, leaves, jnp.asarray(part))[2]) for part in np.split(windows, rows // ROWS)]
-    )
+    parts = np.split(windows, rows // ROWS)
+    right = np.concatenate([np.asarray(measured(graph, leaves, jnp.asarray(part))[2]) for part in parts])
     return float((right | ~answer).all(axis=1).mean())
 
 
@@ -119,11 +113,8 @@ NAMES = split_words(
     "Philippa Quentin Ursula Ludwig Penelope Ahmed Zsofia Borkle Trindal Vashmo Quellet Drimp Yostan"
 )
 INTRODUCTIONS = (
-    "My name is {}.",
-    "Hi! I'm {}.",
-    "Hello, my name is {} and I live in Rome.",
-    "I am {}, nice to meet you.",
-)
+    "My name is {}.", "Hi! I'm {}.", "Hello, my name is {} and I live in Rome.", "I am {}, nice to meet you.",
+)  # fmt: skip
 TALK: Turns = [
     ("I like cake.", "A good choice!"),
     ("What is 4 + 5?", "4 + 5 = 9"),
@@ -141,48 +132,32 @@ STORIES: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     (
         "Once there was a clever fox named Winston. He lived in the forest and had a green scarf. One day, his friend "
         "Zelda, a young rabbit, fell into a pit. Winston let down the scarf and pulled her out. Winston felt proud.",
-        (
-            ("Who is the story about?", "Winston"),
-            ("Where did Winston live?", "forest"),
-            ("What did Winston have?", "scarf"),
-            ("What colour was Winston's scarf?", "green"),
-            ("Who was Winston's friend?", "Zelda"),
-        ),
+        (("Who is the story about?", "Winston"), ("Where did Winston live?", "forest"),
+         ("What did Winston have?", "scarf"), ("What colour was Winston's scarf?", "green"),
+         ("Who was Winston's friend?", "Zelda"),),
     ),
     (
         "A brave girl named Ophelia lived by the sea. Ophelia had a red boat. One morning she saw Rupert on a rock, "
         "and the water was rising. She rowed to him and brought him home. Everyone was happy.",
-        (
-            ("Who is the story about?", "Ophelia"),
-            ("Where did Ophelia live?", "sea"),
-            ("What did Ophelia have?", "boat"),
-            ("What colour was Ophelia's boat?", "red"),
-            ("What was Ophelia like?", "brave"),
-        ),
+        (("Who is the story about?", "Ophelia"), ("Where did Ophelia live?", "sea"),
+         ("What did Ophelia have?", "boat"), ("What colour was Ophelia's boat?", "red"),
+         ("What was Ophelia like?", "brave"),),
     ),
     (
         "There was once a shy dragon called Trindal. Trindal lived on the hill and loved apples. He always carried a "
         "yellow drum. One day he met Imogen the mouse, who was lost. He beat the drum until her mother heard it.",
-        (
-            ("What is the name of the dragon in the story?", "Trindal"),
-            ("Where did Trindal live?", "hill"),
-            ("What did Trindal have?", "drum"),
-            ("What colour was Trindal's drum?", "yellow"),
-            ("What was Trindal like?", "shy"),
-        ),
+        (("What is the name of the dragon in the story?", "Trindal"), ("Where did Trindal live?", "hill"),
+         ("What did Trindal have?", "drum"), ("What colour was Trindal's drum?", "yellow"),
+         ("What was Trindal like?", "shy"),),
     ),
     (
         "Cedric was a kind boy who lived in the village. His favourite thing was a blue kite. His friend Tamsin had no "
         "toys, so on her birthday he gave the kite to her. Tamsin laughed, and Cedric was very happy.",
-        (
-            ("Who is the hero of the story?", "Cedric"),
-            ("Where did Cedric live?", "village"),
-            ("What colour was Cedric's kite?", "blue"),
-            ("Who was Cedric's friend?", "Tamsin"),
-            ("How did Cedric feel at the end?", "happy"),
-        ),
+        (("Who is the hero of the story?", "Cedric"), ("Where did Cedric live?", "village"),
+         ("What colour was Cedric's kite?", "blue"), ("Who was Cedric's friend?", "Tamsin"),
+         ("How did Cedric feel at the end?", "happy"),),
     ),
-)
+)  # fmt: skip
 OUTSIDE = (
     "Who is the president of Uruguay?", "What is the speed of light?", "How do airplanes stay in the air?",
     "What is the capital of Madagascar?", "Who painted The Scream?", "When did the second world war end?",
@@ -210,20 +185,17 @@ INSIDE = (
     ("What sound does a dog make?", "woof"), ("What is the opposite of big?", "small"),
 )  # fmt: skip
 TOPICS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("Tell me a story about a dragon.", ("dragon",)),
-    ("Tell me a story about a robot.", ("robot",)),
+    ("Tell me a story about a dragon.", ("dragon",)), ("Tell me a story about a robot.", ("robot",)),
     ("Tell me a story about a princess and a golden ring.", ("princess", "ring")),
     ("Please tell me a story about a wolf named Barnaby.", ("wolf", "Barnaby")),
     ("Tell me a story about Penelope.", ("Penelope",)),
     ("Write a story about a pirate called Ludwig.", ("pirate", "Ludwig")),
-    ("Tell me a story that happens on the moon.", ("moon",)),
-    ("Tell me a story about a red kite.", ("red kite",)),
+    ("Tell me a story that happens on the moon.", ("moon",)), ("Tell me a story about a red kite.", ("red kite",)),
     ("Can you tell me a story about a unicorn?", ("unicorn",)),
     ("Tell me a story about Quentin and Ursula.", ("Quentin", "Ursula")),
     ("I want a story about an astronaut, please.", ("astronaut",)),
     ("Tell me a story about a cat who lives in the castle.", ("cat", "castle")),
-    ("Write me a short story about a whale.", ("whale",)),
-    ("Tell me a bedtime story about a mermaid.", ("mermaid",)),
+    ("Write me a short story about a whale.", ("whale",)), ("Tell me a bedtime story about a mermaid.", ("mermaid",)),
     ("Tell me a story about a dinosaur named Drimp.", ("dinosaur", "Drimp")),
     ("A story about a green umbrella, please.", ("green umbrella",)),
     ("Tell me a story that happens in the jungle, with a monkey.", ("jungle", "monkey")),
@@ -233,9 +205,8 @@ TOPICS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Tell me a story about a flamingo.", ("flamingo",)),
     ("Tell me a story about a girl named Saoirse.", ("girl", "Saoirse")),
     ("Tell me a story about a boy called Ragnar and a purple guitar.", ("boy", "Ragnar", "guitar")),
-    ("Write a story about a panda.", ("panda",)),
-    ("Tell me a story about a vampire.", ("vampire",)),
-)
+    ("Write a story about a panda.", ("panda",)), ("Tell me a story about a vampire.", ("vampire",)),
+)  # fmt: skip
 
 
 class Measure(NamedTuple):
@@ -312,7 +283,6 @@ def share(ask: Ask, cases: list[tuple[Turns, str]], limit: int = 40) -> Measure:
 
 
 def measure(session: Session, words: Tokenizer, stories: int = 100) -> dict[str, Measure]:
-    """Return all measures by their topics."""
     ask = asker(session, words)
     inside: list[tuple[Turns, str]] = [([(question, "")], answer) for question, answer in INSIDE]
     outside: list[tuple[Turns, str]] = [([(question, "")], REFUSAL) for question in OUTSIDE]

@@ -61,42 +61,30 @@ OWN = {
         "Your name is {name}.",
     ),
     "city": (
-        "I live in {city}.",
-        "{city} is a [nice|beautiful|lovely] place.",
-        "[Where do I live|In which city do I live]?",
+        "I live in {city}.", "{city} is a [nice|beautiful|lovely] place.", "[Where do I live|In which city do I live]?",
         "You live in {city}.",
     ),
     "food": (
-        "I [like|love] {food}.",
-        "[That is good to know.|A good choice!]",
-        "[What do I like|What do I like to eat]?",
+        "I [like|love] {food}.", "[That is good to know.|A good choice!]", "[What do I like|What do I like to eat]?",
         "You like {food}.",
     ),
     "pet": (
-        "I have {a_pet} named {pet}.",
-        "{pet} is a [nice|lovely] name for {a_pet}.",
-        "[What is the name of my {kind}|What is my {kind} called]?",
-        "Your {kind} is called {pet}.",
+        "I have {a_pet} named {pet}.", "{pet} is a [nice|lovely] name for {a_pet}.",
+        "[What is the name of my {kind}|What is my {kind} called]?", "Your {kind} is called {pet}.",
     ),
     "job": (
-        "I am {a_job}.",
-        "[That is a nice job.|Being {a_job} sounds interesting.]",
-        "[What is my job|What do I do]?",
+        "I am {a_job}.", "[That is a nice job.|Being {a_job} sounds interesting.]", "[What is my job|What do I do]?",
         "You are {a_job}.",
     ),
     "thing": (
-        "I have {a_thing}.",
-        "[That sounds nice.|I like {colour} things.]",
-        "What colour is my {toy}?",
+        "I have {a_thing}.", "[That sounds nice.|I like {colour} things.]", "What colour is my {toy}?",
         "Your {toy} is {colour}.",
     ),
     "age": (
-        "I am {age} years old.",
-        "[That is a good age.|Thank you for telling me.]",
-        "How old am I?",
+        "I am {age} years old.", "[That is a good age.|Thank you for telling me.]", "How old am I?",
         "You are {age} years old.",
     ),
-}
+}  # fmt: skip
 
 
 def about_me(rng: Random, talk: Callable[[Random], tuple[str, str]]) -> Turns:
@@ -172,19 +160,8 @@ def people(rng: Random, number: int) -> list[Person]:
     toys, colours, cities, foods = (rng.sample(words, number) for words in (TOYS, COLOURS, CITIES, FOODS))
     jobs, kinds, hobbies = (rng.sample(words, number) for words in (GROWN_UPS, PETS, HOBBIES))
     pets, ages = rng.sample(SHE_ANIMALS + HE_ANIMALS, number), rng.sample(range(5, 60), number)
-    return [
-        Person(
-            names[i],
-            (colours[i], toys[i]),
-            cities[i],
-            foods[i],
-            ages[i],
-            jobs[i],
-            (kinds[i], pets[i]),
-            hobbies[i],
-        )
-        for i in range(number)
-    ]
+    things, animals = zip(colours, toys, strict=True), zip(kinds, pets, strict=True)
+    return list(map(Person, names, things, cities, foods, ages, jobs, animals, hobbies))
 
 
 FACTS: dict[str, tuple[str, tuple[str, ...], str]] = {
@@ -230,9 +207,8 @@ WHO = {
     "city": ("Who lives in {city}?", "{name} lives in {city}."),
     "food": ("Who [likes|loves] {food}?", "{name} likes {food}."),
     "age": ("Who is {age} years old?", "{name} is {age} years old."),
-    "job": ("Who is the {job}?", "{name} is the {job}."),
-    "pet": ("Who has {a_pet}?", "{name} has {a_pet}."),
-}
+    "job": ("Who is the {job}?", "{name} is the {job}."), "pet": ("Who has {a_pet}?", "{name} has {a_pet}."),
+}  # fmt: skip
 
 
 UNKNOWN = (
@@ -245,21 +221,11 @@ UNKNOWN = (
 
 def fields(person: Person) -> dict[str, object]:
     return {
-        "name": person.name,
-        "a_thing": a(" ".join(person.thing)),
-        "A_thing": capital(a(" ".join(person.thing))),
-        "colour": person.thing[0],
-        "toy": person.thing[1],
-        "city": person.city,
-        "food": person.food,
-        "age": person.age,
-        "job": person.job,
-        "a_job": a(person.job),
-        "a_pet": a(person.pet[0]),
-        "kind": person.pet[0],
-        "pet": person.pet[1],
-        "hobby": person.hobby,
-    }
+        "name": person.name, "a_thing": a(" ".join(person.thing)), "A_thing": capital(a(" ".join(person.thing))),
+        "colour": person.thing[0], "toy": person.thing[1], "city": person.city, "food": person.food, "age": person.age,
+        "job": person.job, "a_job": a(person.job), "a_pet": a(person.pet[0]), "kind": person.pet[0],
+        "pet": person.pet[1], "hobby": person.hobby,
+    }  # fmt: skip
 
 
 def ask(rng: Random, person: Person, fact: str) -> tuple[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from random import Random
 
 from workshop.tiny.facts import Person, ask, people, state
@@ -30,6 +31,8 @@ from workshop.tiny.words import (
     split_words,
 )
 
+Question = Callable[[Random], tuple[str, str]]
+
 COLOUR_OF = {
     "the sky": "blue", "grass": "green", "snow": "white", "coal": "black", "a banana": "yellow", "the sun": "yellow",
     "a carrot": "orange", "a tomato": "red", "milk": "white", "a cherry": "red", "a leaf in spring": "green",
@@ -50,9 +53,10 @@ CAPITAL_OF = {
     "Japan": "Tokyo", "Germany": "Berlin", "Spain": "Madrid", "Austria": "Vienna", "Ireland": "Dublin",
 }  # fmt: skip
 LEGS = {
-    "cat": 4, "dog": 4, "bird": 2, "spider": 8, "snake": 0, "cow": 4,
-    "bee": 6, "duck": 2, "frog": 4, "ant": 6, "horse": 4, "fish": 0,
+    "cat": 4, "dog": 4, "bird": 2, "spider": 8, "snake": "no", "cow": 4,
+    "bee": 6, "duck": 2, "frog": 4, "ant": 6, "horse": 4, "fish": "no",
 }  # fmt: skip
+PLURALS = {noun: plural(noun) for noun in SOUND_OF}
 HOME_OF = {
     "bird": "in a nest", "fish": "in the water", "bee": "in a hive", "bear": "in a cave",
     "rabbit": "in a hole in the ground",
@@ -103,48 +107,56 @@ WHAT = {
 ABOUT = (
     (
         "[Who are you|What are you|Tell me about yourself]?",
-        "I am Ember, a small language model. I [live in your notebook|can tell stories and answer questions].",
-    ),
+        "I am Ember, a small language model. I [live in your notebook|can tell stories and answer questions]."),
     ("What is your name?", "My name is Ember."),
     (
         "[What can you do|How can you help me]?",
-        "I can tell stories, answer questions, do small sums, and write lists and records.",
-    ),
+        "I can tell stories, answer questions, do small sums, and write lists and records."),
     ("[Hi|Hello|Hey|hi|hello|Hello there|Hi there][!|.|]", "[Hello|Hi]! How can I help you[ today|]?"),
     ("Good morning[!|.]", "Good morning! [How can I help you?|What would you like to do today?]"),
-    ("How are you[| today]?", "I am fine, thank you. How are you?"),
-    ("[Thank you|Thanks][!|.]", "You are welcome!"),
+    ("How are you[| today]?", "I am fine, thank you. How are you?"), ("[Thank you|Thanks][!|.]", "You are welcome!"),
     ("[Bye|Goodbye|See you later][!|.]", "Goodbye! [See you soon.|Have a nice day.]"),
     ("[Are you a person|Are you human]?", "No, I am a small language model."),
     ("[Can you help me|I need help][.|]", "Of course! What would you like to know?"),
-)
+)  # fmt: skip
 
 
 def general_question(rng: Random) -> tuple[str, str]:
     """Return one question of any kind with its answer."""
-    kind = rng.choice(TABLES)
-    return kind(rng)
+    return rng.choice(TABLES)(rng)
 
 
-def colour(rng: Random) -> tuple[str, str]:
-    thing = rng.choice(sorted(COLOUR_OF))
-    return fill(rng, f"[What colour is {thing}|Which colour is {thing}]?"), f"{capital(thing)} is {COLOUR_OF[thing]}."
+def looked_up(table: Mapping[str, object], question: str, answer: str, *, article: bool = True) -> Question:
+    """Return a kind of question about the entries of a table; `thing` and `Thing` are a key, `value` its entry."""
+
+    def ask(rng: Random) -> tuple[str, str]:
+        key = rng.choice(sorted(table))
+        thing = a(key) if article else key
+        fields = {"thing": thing, "Thing": capital(thing), "value": table[key]}
+        return fill(rng, question.format(**fields)), answer.format(**fields)
+
+    return ask
 
 
-def sound(rng: Random) -> tuple[str, str]:
-    kind = rng.choice(sorted(SOUND_OF))
-    return fill(
-        rng, f"[What sound does {a(kind)} make|What does {a(kind)} say]?"
-    ), f"{capital(a(kind))} says {SOUND_OF[kind]}."
+LOOKED_UP = (
+    looked_up(COLOUR_OF, "[What colour is {thing}|Which colour is {thing}]?", "{Thing} is {value}.", article=False),
+    looked_up(SOUND_OF, "[What sound does {thing} make|What does {thing} say]?", "{Thing} says {value}."),
+    looked_up(LEGS, "How many legs does {thing} have?", "{Thing} has {value} legs."),
+    looked_up(HOME_OF, "Where does {thing} live?", "{Thing} lives {value}."),
+    looked_up(WORK_OF, "What does {thing} do?", "{Thing} {value}."),
+    looked_up(USE_OF, "What do you need {thing} for?", "You need {thing} {value}."),
+    looked_up(WHY, "Why {thing}?", "{value}", article=False),
+    looked_up(WHAT, "What {thing}?", "{value}", article=False),
+    looked_up(PLURALS, "What is the plural of {thing}?", "The plural of {thing} is {value}.", article=False),
+)
 
 
 def opposite(rng: Random) -> tuple[str, str]:
     word, antonym = rng.choice(sorted(OPPOSITE.items()))
     if rng.random() < 0.5:
         word, antonym = antonym, word
-    return fill(rng, f"[What is the opposite of {word}|Tell me the opposite of {word}]?").replace(
-        f"Tell me the opposite of {word}?", f"Tell me the opposite of {word}."
-    ), f"The opposite of {word} is {antonym}."
+    question = fill(rng, f"[What is the opposite of {word}?|Tell me the opposite of {word}.]")
+    return question, f"The opposite of {word} is {antonym}."
 
 
 def capital_city(rng: Random) -> tuple[str, str]:
@@ -152,26 +164,6 @@ def capital_city(rng: Random) -> tuple[str, str]:
     if rng.random() < 0.3:
         return f"In which country is {city}?", f"{city} is in {land}."
     return f"What is the capital of {land}?", f"The capital of {land} is {city}."
-
-
-def legs(rng: Random) -> tuple[str, str]:
-    kind = rng.choice(sorted(LEGS))
-    return f"How many legs does {a(kind)} have?", f"{capital(a(kind))} has {LEGS[kind] or 'no'} legs."
-
-
-def home(rng: Random) -> tuple[str, str]:
-    kind = rng.choice(sorted(HOME_OF))
-    return f"Where does {a(kind)} live?", f"{capital(a(kind))} lives {HOME_OF[kind]}."
-
-
-def work(rng: Random) -> tuple[str, str]:
-    job = rng.choice(sorted(WORK_OF))
-    return f"What does {a(job)} do?", f"{capital(a(job))} {WORK_OF[job]}."
-
-
-def use(rng: Random) -> tuple[str, str]:
-    thing = rng.choice(sorted(USE_OF))
-    return f"What do you need {a(thing)} for?", f"You need {a(thing)} {USE_OF[thing]}."
 
 
 def kind_of(rng: Random) -> tuple[str, str]:
@@ -189,44 +181,14 @@ def calendar(rng: Random) -> tuple[str, str]:
     return f"Which {word} comes before {names[index]}?", f"{before} comes before {names[index]}."
 
 
-def why_question(rng: Random) -> tuple[str, str]:
-    topic = rng.choice(sorted(WHY))
-    return f"Why {topic}?", WHY[topic]
-
-
-def what_question(rng: Random) -> tuple[str, str]:
-    topic = rng.choice(sorted(WHAT))
-    return f"What {topic}?", WHAT[topic]
-
-
-def plural_question(rng: Random) -> tuple[str, str]:
-    noun = rng.choice(sorted(SOUND_OF))
-    return f"What is the plural of {noun}?", f"The plural of {noun} is {plural(noun)}."
-
-
 def chatter(rng: Random) -> tuple[str, str]:
     message, answer = rng.choice(ABOUT)
     return fill(rng, message), fill(rng, answer)
 
 
-TABLES = (
-    colour,
-    sound,
-    opposite,
-    capital_city,
-    legs,
-    home,
-    work,
-    use,
-    kind_of,
-    calendar,
-    why_question,
-    what_question,
-    plural_question,
-    chatter,
-    chatter,
-    chatter,
-)
+TABLES: tuple[Question, ...] = (  # in an order on which the corpus depends
+    *LOOKED_UP[:2], opposite, capital_city, *LOOKED_UP[2:6], kind_of, calendar, *LOOKED_UP[6:], *(chatter,) * 3,
+)  # fmt: skip
 
 
 def statements(rng: Random) -> str:
@@ -378,14 +340,9 @@ def unknown_question(rng: Random) -> tuple[str, str]:
 
 
 GROUPS = {
-    "animals": ANIMALS,
-    "colours": COLOURS,
-    "things to eat": FOODS,
-    "jobs": GROWN_UPS,
-    "hobbies": HOBBIES,
-    "toys": TOYS,
+    "animals": ANIMALS, "colours": COLOURS, "things to eat": FOODS, "jobs": GROWN_UPS, "hobbies": HOBBIES, "toys": TOYS,
     "cities": CITIES,
-}
+}  # fmt: skip
 ANY_WORD = tuple(word for group in (*GROUPS.values(), GIRLS, BOYS, COUNTABLE, WEEKDAYS, MONTHS) for word in group)
 WORDS = {1: "one", 2: "two", 3: "three", 4: "four", 5: "five", 6: "six"}
 KEYS = {"age": "age", "city": "city", "food": "likes", "job": "job", "hobby": "hobby"}
@@ -417,9 +374,8 @@ def listing(rng: Random) -> tuple[str, str]:
         names, word = rng.choice(((WEEKDAYS, "days of the week"), (MONTHS, "months of the year")))
         return fill(rng, f"[Name|List|Write down] the {word}."), numbered(list(names))
     if kind < 0.85:
-        items = rng.sample(
-            FOODS + tuple(plural(noun) for noun in COUNTABLE if plural(noun) not in FOODS), rng.randint(2, 5)
-        )
+        others = tuple(plural(noun) for noun in COUNTABLE if plural(noun) not in FOODS)
+        items = rng.sample(FOODS + others, rng.randint(2, 5))
         return fill(
             rng, f"[I need|I want to buy|Please get] {join(items)}. [Write a shopping list|Make a list|Write a list]."
         ), bulleted(items)
@@ -454,9 +410,8 @@ def invented_record(rng: Random) -> tuple[str, str]:
     (person,) = people(rng, 1)
     facts = ["age", *rng.sample(sorted(set(KEYS) - {"age"}), rng.choice((1, 2)))]
     if rng.random() < 0.5:
-        return fill(rng, "[Write|Give me|Make up] a JSON record [of|about|for] [a person|somebody]."), record(
-            person, facts
-        )
+        request = fill(rng, "[Write|Give me|Make up] a JSON record [of|about|for] [a person|somebody].")
+        return request, record(person, facts)
     return fill(rng, f"[Write|Give me|Make up] a JSON record [about|for] {person.name}."), record(person, facts)
 
 

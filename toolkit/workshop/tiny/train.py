@@ -93,34 +93,20 @@ class Recipe:
         """Return the recipe with every part scaled to about `steps` steps in all."""
         share = steps / self.steps
         stages = tuple(dataclasses.replace(stage, steps=max(1, round(stage.steps * share))) for stage in self.stages)
-        return dataclasses.replace(
-            self, stages=stages, warmup=max(1, round(self.warmup * share)), decay=max(1, round(self.decay * share))
-        )
+        warmup, decay = (max(1, round(steps * share)) for steps in (self.warmup, self.decay))
+        return dataclasses.replace(self, stages=stages, warmup=warmup, decay=decay)
 
     def config(self, eos_token_ids: list[int], pad_token_id: int) -> dict[str, Any]:
         """Return the model's config.json."""
         return {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "vocab_size": self.vocab_size,
-            "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
-            "num_hidden_layers": self.num_layers,
-            "num_attention_heads": self.num_heads,
-            "num_key_value_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
-            "hidden_act": "silu",
-            "max_position_embeddings": CONTEXT,
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 10000.0,
-            "attention_bias": False,
-            "mlp_bias": False,
-            "tie_word_embeddings": False,
-            "bos_token_id": None,
-            "eos_token_id": eos_token_ids,
-            "pad_token_id": pad_token_id,
-            "torch_dtype": "bfloat16",
-        }
+            "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size, "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_layers, "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads, "head_dim": self.head_dim, "hidden_act": "silu",
+            "max_position_embeddings": CONTEXT, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "attention_bias": False,
+            "mlp_bias": False, "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": eos_token_ids,
+            "pad_token_id": pad_token_id, "torch_dtype": "bfloat16",
+        }  # fmt: skip
 
 
 # The differences of larger models from the shipped one, "tiny". Their weights are not shipped.
@@ -264,7 +250,6 @@ class State(NamedTuple):
 
 
 def is_matrix(path: str) -> bool:
-    """True if Muon trains the leaf of this path."""
     return path.startswith("layers.") and "norm" not in path
 
 
@@ -319,7 +304,6 @@ def tensors(config: ModelConfig, graph: Graph, leaves: Sequence[Any]) -> dict[st
 
 
 def export(recipe: Recipe, words: Tokenizer, graph: Graph, leaves: Sequence[Any], folder: Path) -> None:
-    """Write weights, configs and tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     end, turn_end = token_id(words, END), token_id(words, TURN_END)
     config = recipe.config([turn_end, end], end)

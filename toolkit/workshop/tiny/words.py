@@ -27,6 +27,10 @@ def split_words(words: str) -> tuple[str, ...]:
     return tuple(words.split())
 
 
+def phrases(text: str) -> tuple[str, ...]:
+    return tuple(text.split(", "))
+
+
 def capital(text: str) -> str:
     return text[0].upper() + text[1:]
 
@@ -62,16 +66,11 @@ class Being:
         """Return name, kind and pronouns as fields of a frame; capitalised forms have capitalised names."""
         he, him, his = ("she", "her", "her") if self.female else ("he", "him", "his")
         return {
-            f"{prefix}name": self.name,
-            f"{prefix}kind": self.kind,
+            f"{prefix}name": self.name, f"{prefix}kind": self.kind,
             f"{prefix}who": f"{self.name} the {self.kind}" if self.kind not in ("girl", "boy") else self.name,
-            f"{prefix}he": he,
-            f"{prefix}him": him,
-            f"{prefix}his": his,
-            f"{prefix}He": he.capitalize(),
-            f"{prefix}His": his.capitalize(),
-            f"{prefix}himself": "herself" if self.female else "himself",
-        }
+            f"{prefix}he": he, f"{prefix}him": him, f"{prefix}his": his, f"{prefix}He": he.capitalize(),
+            f"{prefix}His": his.capitalize(), f"{prefix}himself": "herself" if self.female else "himself",
+        }  # fmt: skip
 
 
 GIRLS = split_words(
@@ -116,76 +115,27 @@ FOODS = split_words(
 )
 COUNTABLE = split_words("apple pear cookie shell stone flower leaf egg button coin star pencil marble nut berry fish")
 IRREGULAR = {
-    "leaf": "leaves",
-    "fish": "fish",
-    "mouse": "mice",
-    "sheep": "sheep",
-    "child": "children",
-    "goldfish": "goldfish",
-}
-PLACES = (
-    ("in", "the park"),
-    ("in", "the forest"),
-    ("in", "the garden"),
-    ("in", "the meadow"),
-    ("in", "the village"),
-    ("in", "the valley"),
-    ("by", "the river"),
-    ("by", "the lake"),
-    ("by", "the sea"),
-    ("by", "the old mill"),
-    ("on", "the hill"),
-    ("on", "the farm"),
-    ("at", "the beach"),
-    ("at", "the market"),
-    ("near", "the old bridge"),
-    ("near", "the tall tree"),
-    ("in", "the mountains"),
-    ("in", "the desert"),
-    ("in", "the jungle"),
-    ("in", "the castle"),
-    ("in", "the city"),
-    ("in", "the cave"),
-    ("on", "the island"),
-    ("on", "the moon"),
-    ("at", "the harbour"),
-    ("at", "the zoo"),
-    ("at", "the school"),
-    ("at", "the station"),
-    ("behind", "the waterfall"),
-    ("behind", "the church"),
-    ("near", "the volcano"),
-    ("by", "the pond"),
+    "leaf": "leaves", "fish": "fish", "mouse": "mice", "sheep": "sheep", "child": "children", "goldfish": "goldfish",
+}  # fmt: skip
+PLACES = tuple(
+    (place.partition(" ")[0], place.partition(" ")[2])
+    for place in phrases(
+        "in the park, in the forest, in the garden, in the meadow, in the village, in the valley, by the river, "
+        "by the lake, by the sea, by the old mill, on the hill, on the farm, at the beach, at the market, near "
+        "the old bridge, near the tall tree, in the mountains, in the desert, in the jungle, in the castle, in "
+        "the city, in the cave, on the island, on the moon, at the harbour, at the zoo, at the school, at the "
+        "station, behind the waterfall, behind the church, near the volcano, by the pond"
+    )
 )
 CITIES = split_words("Paris London Rome Oslo Cairo Lima Tokyo Berlin Madrid Vienna Dublin Prague")
 TRAITS = ("kind", "brave", "curious", "shy", "clever", "cheerful", "gentle", "quiet", "playful", "careful", "busy")
-TIMES = (
-    "One morning",
-    "One sunny day",
-    "One afternoon",
-    "One rainy morning",
-    "One cold day",
-    "One warm evening",
-    "One day",
-    "On a windy day",
-    "Early one morning",
-    "One Sunday",
-    "After lunch one day",
+TIMES = phrases(
+    "One morning, One sunny day, One afternoon, One rainy morning, One cold day, One warm evening, One day, On a "
+    "windy day, Early one morning, One Sunday, After lunch one day"
 )
 WEEKDAYS = split_words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
 MONTHS = split_words("January February March April May June July August September October November December")
-HOBBIES = (
-    "reading",
-    "swimming",
-    "painting",
-    "singing",
-    "dancing",
-    "running",
-    "cooking",
-    "fishing",
-    "drawing",
-    "skating",
-)
+HOBBIES = split_words("reading swimming painting singing dancing running cooking fishing drawing skating")
 
 
 SHE, HE = split_words("princess witch fairy mermaid queen hen cow"), split_words("prince wizard king")
@@ -199,9 +149,8 @@ SYLLABLES = split_words(
 
 def invented_name(rng: Random) -> str:
     """Return an invented name, so that text about it can be copied but not known."""
-    return "".join(rng.choice(SYLLABLES) for _ in range(rng.choice((2, 2, 3)))).capitalize() + rng.choice(
-        ("", "n", "s", "l")
-    )
+    name = "".join(rng.choice(SYLLABLES) for _ in range(rng.choice((2, 2, 3)))).capitalize()
+    return name + rng.choice(("", "n", "s", "l"))
 
 
 def child(rng: Random, exclude: tuple[str, ...] = ()) -> Being:
@@ -214,9 +163,8 @@ def child(rng: Random, exclude: tuple[str, ...] = ()) -> Being:
 
 def animal(rng: Random, exclude: tuple[str, ...] = ()) -> Being:
     female = rng.random() < 0.5
-    name = rng.choice(
-        [name for name in ((*SHE_ANIMALS, *GIRLS[:40]) if female else (*HE_ANIMALS, *BOYS[:40])) if name not in exclude]
-    )
+    names = (*SHE_ANIMALS, *GIRLS[:40]) if female else (*HE_ANIMALS, *BOYS[:40])
+    name = rng.choice([name for name in names if name not in exclude])
     if rng.random() < INVENTED:
         name = invented_name(rng)
     kind = rng.choice([kind for kind in HEROES if kind not in exclude])

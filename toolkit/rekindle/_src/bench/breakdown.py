@@ -38,7 +38,7 @@ from rekindle._src.session.session import Session, client_of
 from rekindle.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rekindle._src.core.records import StepPlan, StepResult
+    from rekindle._src.core.records import StepResult
     from rekindle._src.dispatch.backend import Front
     from rekindle._src.models.base import LoadedModel
 
@@ -93,14 +93,9 @@ def middle(times: Iterable[dict[str, float]]) -> dict[str, float]:
 
 
 class RecordingRunner:
-    """A runner that records its steps."""
-
     def __init__(self, runner: Any) -> None:
         self._runner = runner
         self.steps: list[Step] = []
-
-    def dispatch(self, plan: StepPlan) -> Any:
-        return self._runner.dispatch(plan)
 
     def fetch(self, in_flight: Any) -> StepResult:
         result: StepResult = self._runner.fetch(in_flight)
@@ -141,7 +136,7 @@ async def measure(
             "quiet": True,
             "host_memory": 0,
             "disk_memory": 0,
-            "cache_dir": f"{folder}/cache",
+            "cache_dir": f"{folder}/c",
         }
         opening = Opening(functools.partial(_build, model, EngineConfig.of({**options, **overrides})))
         async with opening as session:

@@ -62,10 +62,12 @@ def read_rate(nbytes: int, repeat: int) -> float:
     filled = aligned((nbytes // 4,), np.uint32)  # memory as weights have it
     filled[:] = 1
     words = jax.device_put(filled)
-    seconds = [best(jax.jit(_total), words, repeat=repeat)]
+    total = jax.jit(lambda words: jnp.sum(words, dtype=jnp.uint32))
+    fold = jax.jit(lambda words: jax.lax.reduce(words, np.uint32(0), jax.lax.bitwise_xor, (1,)))
+    seconds = [best(total, words, repeat=repeat)]
     for inner in (64, 128, 256, 1024):
         folded = words.reshape(-1, 131072 // inner, inner)
-        seconds.append(best(jax.jit(_fold), folded, repeat=repeat))
+        seconds.append(best(fold, folded, repeat=repeat))
     return words.nbytes / min(seconds) / 1e9
 
 
@@ -92,14 +94,6 @@ def decode_rates(nbytes: int, repeat: int) -> dict[int, float]:
         seconds = best(jax.jit(product), row, *operands, repeat=repeat)
         rates[bits] = sum(operand.nbytes for operand in operands[: 1 if bits == 16 else 2]) / seconds / 1e9
     return rates
-
-
-def _total(words: jax.Array) -> jax.Array:
-    return jnp.sum(words, dtype=jnp.uint32)
-
-
-def _fold(words: jax.Array) -> jax.Array:
-    return jax.lax.reduce(words, np.uint32(0), jax.lax.bitwise_xor, (1,))
 
 
 def best(function: Callable[..., Any], *arguments: Any, repeat: int) -> float:
@@ -137,14 +131,6 @@ class Work:
             if path.startswith("layers.") and path.endswith("weight") and (len(leaf.shape) == 2 or share is not None):
                 products += (share or 1) * prod(matrix_shape(leaf))
         return cls(int(nbytes), int(2 * products))
-
-    def decode_share(self, limits: MachineLimits, tokens_per_s: float) -> float:
-        """Return the share of the memory bandwidth that one stream uses to read the weights."""
-        return self.decode_bytes * tokens_per_s / (limits.read_gb_per_s * 1e9)
-
-    def prefill_share(self, rate_gflop_per_s: float, tokens_per_s: float) -> float:
-        """Return the share of the product rate that prefill at `tokens_per_s` uses."""
-        return self.prefill_flop * tokens_per_s / (rate_gflop_per_s * 1e9)
 
 
 def _share_of_experts(config: ModelConfig, path: str, leaf: Any) -> Fraction | None:

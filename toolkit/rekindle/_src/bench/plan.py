@@ -160,7 +160,6 @@ def make_plan(
     *,
     dtype: str = "bfloat16",
     quantize: str | None = None,
-    kv_dtype: str | None = None,
     context: int | None = None,
     shards: int = 1,
 ) -> Plan:
@@ -168,15 +167,13 @@ def make_plan(
     partition.check(config)
     length = min(context or 8192, config.max_position_embeddings)
     weights, one_row, many_rows = _weights(config, partition, dtype, quantize, -(-MANY // shards))
-    cache_dtype = kv_dtype or dtype
-    itemsize = {"int8": 1, "float32": 4}.get(cache_dtype, 2)
-    scales = 4 if cache_dtype == "int8" else 0
+    itemsize = 4 if dtype == "float32" else 2
     by_kind = [0, 0]  # of layers that keep everything, and of those that give pages back
     apart = shards == 1 and config.window > 0
     for cache, windowed in zip(config.caches, config.windowed, strict=True):
         if isinstance(pages := cache.pages, Pages):
-            of_layer = pages.key_size * itemsize + scales
-            by_kind[windowed and apart] += (1 if pages.latent else 2) * partition.kv_heads(pages.heads) * of_layer
+            heads = (1 if pages.latent else 2) * partition.kv_heads(pages.heads)
+            by_kind[windowed and apart] += heads * pages.key_size * itemsize
     token = by_kind[0]
     if apart:
         half = max(1, pages_for(length, 2 * device.page_size))

@@ -51,7 +51,6 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def hf_config(shape: str) -> dict[str, Any]:
-    """Return the config.json of a shape."""
     if shape not in SHAPES:
         raise ConfigError("shape", shape, "is not known", f"Use one of {', '.join(SHAPES)}")
     return {"torch_dtype": "bfloat16", "hidden_act": "silu", **SHAPES[shape]}
@@ -62,20 +61,20 @@ def is_shape(model: str) -> bool:
     return model.lower() in SHAPES and not Path(model).exists()
 
 
-def random_shape(shape: str, *, dtype: str = "bfloat16", quantize: str | None = None, seed: int = 0) -> LoadedModel:
+def random_shape(shape: str, *, dtype: str = "bfloat16", quantize: str | None = None) -> LoadedModel:
     """Return a model of that shape with random weights, built in memory."""
     from rekindle._src.models.base import random_model
     from rekindle._src.models.registry import config_from_hf
 
     config = config_from_hf(hf_config(shape))
-    return random_model(config, seed=seed, dtype=dtype, quantize=quantize)
+    return random_model(config, seed=0, dtype=dtype, quantize=quantize)
 
 
 SPECIAL = ("<unk>", "<s>", "</s>")  # ids 0, 1 and 2
 DONE = "generation_config.json"  # written last: a folder with it is complete
 
 
-def write_checkpoint(shape: str, folder: Path, *, seed: int = 0) -> Path:
+def write_checkpoint(shape: str, folder: Path) -> Path:
     """Write random bfloat16 weights of a shape and a tokenizer; a complete folder stays unchanged."""
     from safetensors.numpy import save_file
 
@@ -83,7 +82,7 @@ def write_checkpoint(shape: str, folder: Path, *, seed: int = 0) -> Path:
         return folder
     folder.mkdir(parents=True, exist_ok=True)
     raw = hf_config(shape)
-    save_file(_tensors(raw, seed), folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(_tensors(raw), folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(raw, indent=1))
     _tokenizer(raw["vocab_size"]).save(str(folder / "tokenizer.json"))
     special = {"bos_token": SPECIAL[1], "eos_token": SPECIAL[2], "unk_token": SPECIAL[0]}
@@ -93,7 +92,7 @@ def write_checkpoint(shape: str, folder: Path, *, seed: int = 0) -> Path:
     return folder
 
 
-def _tensors(raw: dict[str, Any], seed: int) -> dict[str, NDArray[Any]]:
+def _tensors(raw: dict[str, Any]) -> dict[str, NDArray[Any]]:
     import ml_dtypes
     import numpy as np
 
@@ -103,7 +102,7 @@ def _tensors(raw: dict[str, Any], seed: int) -> dict[str, NDArray[Any]]:
     config = config_from_hf(raw)
     graph, leaves = abstract_model(config)
     sources = manifest(config).sources
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     state: dict[str, NDArray[Any]] = {}
     for path, leaf in zip(graph.paths, leaves, strict=True):
         for part in sources[path].parts(leaf.shape):

@@ -190,8 +190,6 @@ HEAD = "cached    first      p99  between      p99  tokens/s uneven   busy    42
 
 
 class Watch:
-    """Collects the arrival times of tokens."""
-
     def __init__(self) -> None:
         self.first: list[float] = []
         self.between: list[float] = []
@@ -232,9 +230,8 @@ def simulate(
     likely factors for the times that `cost` gives."""
     active_router = router_named(router) if isinstance(router, str) else router
     replica_roles = roles_of(roles, 1 if roles is None and replicas is None else replicas)
-    fleet = {
-        f"r{number}": Replica(f"r{number}", config, cost, role, spread) for number, role in enumerate(replica_roles)
-    }
+    members = [Replica(f"r{number}", config, cost, role, spread) for number, role in enumerate(replica_roles)]
+    fleet = {member.name: member for member in members}
     prefill, decode = ([member for member in fleet.values() if member.role != role] for role in ("decode", "prefill"))
     handoffs: dict[str, tuple[SimulatedRequest, Request]] = {}  # requests whose prompt is computed for another replica
     order = itertools.count()
@@ -312,8 +309,6 @@ _SURE = 0.02  # smaller relative errors count as equal
 
 
 class StepWork(NamedTuple):
-    """The work of a step."""
-
     rows: int  # decoding ones
     prefill: int  # tokens of prompts
     context: int  # positions to which the rows attend
@@ -383,13 +378,12 @@ class StepTimes:
     alone.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self) -> None:
         self.steps: list[tuple[StepWork, float]] = []
-        self._clock = clock
         self._last: tuple[float, frozenset[str]] = (0.0, frozenset())
 
     def __call__(self, result: StepResult) -> None:
-        now, requests = self._clock(), frozenset(row.request.id for row in result.plan.rows)
+        now, requests = time.perf_counter(), frozenset(row.request.id for row in result.plan.rows)
         at, before = self._last
         continued = not before.isdisjoint(requests)
         self.steps.append((StepWork.of(result.plan), now - at if continued else result.device_seconds))
@@ -401,8 +395,6 @@ Text = tuple[tuple[int, int], ...]  # a prompt in blocks: a name for the block's
 
 
 class SimulatedRequest(NamedTuple):
-    """One request."""
-
     at: float  # seconds
     prompt: Text
     output: int  # tokens
@@ -456,24 +448,20 @@ def chats(
     return sorted(asks[:requests])
 
 
-def questions(
-    draw: random.Random, requests: int, rate: float, *, systems: int = 24, system_tokens: int = 768
-) -> list[SimulatedRequest]:
+def questions(draw: random.Random, requests: int, rate: float) -> list[SimulatedRequest]:
     """Return requests with shared system prompts, each followed by one question."""
-    return chats(draw, requests, rate, systems=systems, system_tokens=system_tokens, turns=1)
+    return chats(draw, requests, rate, systems=24, system_tokens=768, turns=1)
 
 
 def floods(draw: random.Random, requests: int, rate: float) -> list[SimulatedRequest]:
     """Return chats, and among them long prompts that are new to every cache."""
     short = chats(draw, requests - requests // 10, rate)
     last = short[-1].at
-    long = [
-        SimulatedRequest(
-            draw.uniform(0, last), ((-1 - number, _about(draw, 3000)),), 32, b"f%d" % number, b"f%d" % number
-        )
-        for number in range(requests // 10)
-    ]
-    return sorted([*short, *(ask._replace(prompt=((1 << 62 | -ask.prompt[0][0], ask.prompt[0][1]),)) for ask in long)])
+    long = []
+    for number in range(requests // 10):
+        at, prompt, name = draw.uniform(0, last), ((1 << 62 | 1 + number, _about(draw, 3000)),), b"f%d" % number
+        long.append(SimulatedRequest(at, prompt, 32, name, name))
+    return sorted([*short, *long])
 
 
 LOADS: dict[str, Callable[[random.Random, int, float], list[SimulatedRequest]]] = {
@@ -531,7 +519,6 @@ class Measured(NamedTuple):
 
 
 def measure_model(model: str, **options: Any) -> Measured:
-    """Open a model and return its pace."""
     from rekindle._src.session.opening import open_sync  # with JAX, which a simulation does without
 
     with open_sync(model, **{"quiet": True, "disk_memory": 0, **options}) as session:

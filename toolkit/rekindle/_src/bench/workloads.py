@@ -62,7 +62,6 @@ class Idleness:
 
     @property
     def share(self) -> float:
-        """The idle share of the time until now."""
         seconds = time.perf_counter() - self._start
         return max(0.0, 1 - (self._session.stats().device_seconds - self._busy) / seconds)
 
@@ -232,7 +231,7 @@ def first_token(model: str, options: Mapping[str, Any]) -> Figures:
     return figures
 
 
-def restart(model: str, options: Mapping[str, Any], *, seed: int = 0, programs: Path | None = None) -> Figures:
+def restart(model: str, options: Mapping[str, Any], *, programs: Path | None = None) -> Figures:
     """Run W8: W4 with a cold cache, then the same in a new process that restores the first one's pages.
 
     Prefill ends with the last request's first token. `programs` is a cache directory with compiled programs, so that
@@ -243,7 +242,7 @@ def restart(model: str, options: Mapping[str, Any], *, seed: int = 0, programs: 
         if programs is not None and (programs / "programs").exists():
             shutil.copytree(programs / "programs", Path(cache) / "programs")
         for role in ("cold", "restored"):
-            order = {"do": role, "model": model, "seed": seed, "options": {**RESTART, **options, "cache_dir": cache}}
+            order = {"do": role, "model": model, "options": {**RESTART, **options, "cache_dir": cache}}
             answer = _child(order, time.perf_counter())
             figures |= {f"{role}_{name}": value for name, value in answer["figures"].items()}
     return figures | {"restored_share": figures["restored_prefill_s"] / figures["cold_prefill_s"]}
@@ -288,7 +287,7 @@ def _shared_prefix(order: dict[str, Any]) -> dict[str, Any]:
     from rekindle._src.bench.workloads import SHARED, Prompts, together
     from rekindle._src.session.opening import open_sync
 
-    prompts = Prompts(500, order["seed"])  # ids below 500 are in every vocabulary
+    prompts = Prompts(500)  # ids below 500 are in every vocabulary
     prefix, unrelated = prompts(SHARED), prompts(SHARED)
     requests, warm_up = ([start + prompts(32) for _ in range(16)] for start in (prefix, unrelated))
     restored = order["do"] == "restored"

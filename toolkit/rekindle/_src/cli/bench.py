@@ -65,10 +65,10 @@ def shares(
 ) -> dict[str, float]:
     """Return the share of the machine's limit that a workload reaches. Memory reads bound W1, and products bound W2."""
     if name == "W1":
-        return {"share_of_read": work.decode_share(limits, figures["decode_tok_s"])}
+        return {"share_of_read": work.decode_bytes * figures["decode_tok_s"] / (limits.read_gb_per_s * 1e9)}
     if name == "W2":
         rate = limits.product(options.get("dtype", "auto"), options.get("quantize"))
-        return {"share_of_product": work.prefill_share(rate, figures["prefill_tok_s"])}
+        return {"share_of_product": work.prefill_flop * figures["prefill_tok_s"] / (rate * 1e9)}
     return {}
 
 

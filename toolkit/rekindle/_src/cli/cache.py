@@ -61,20 +61,11 @@ def entries(folder: Path) -> list[CacheItem]:
             if path.name.startswith((PARTIAL, ".")) and not is_stale(path):
                 continue
             with contextlib.suppress(OSError):  # another process removed it meanwhile
-                files: list[str | Path] = [
-                    os.path.join(parent, name) for parent, _, names in os.walk(path) for name in names
-                ]
-                stats = [os.lstat(file) for file in files or [path]]
+                files = [os.path.join(parent, name) for parent, _, names in os.walk(path) for name in names]
+                stats = [os.lstat(file) for file in files or [str(path)]]
                 used = max(max(stat.st_atime, stat.st_mtime) for stat in stats)
-                items.append(
-                    CacheItem(
-                        path,
-                        kind,
-                        sum(stat.st_size for stat in stats if files or path.is_file()),
-                        used,
-                        owner(path, kind),
-                    )
-                )
+                size = sum(stat.st_size for stat in stats if files or path.is_file())
+                items.append(CacheItem(path, kind, size, used, owner(path, kind)))
     return sorted(items, key=lambda entry: -entry.used)
 
 
@@ -96,7 +87,6 @@ def owner(path: Path, kind: str) -> str:
 
 
 def _description(path: Path) -> dict[str, Any]:
-    """Return the description of a model, without the checksum before it."""
     content = path.read_bytes()
     description: dict[str, Any] = json.loads(content[content.index(b"{") :])
     return description

@@ -84,7 +84,6 @@ class Chat:
                 yield text
 
     def note(self, text: str) -> None:
-        """Write a line that is not the model's."""
         self.writer.note(text)
 
     def answer(self, turn_of: Callable[[], Turn]) -> None:
@@ -387,7 +386,6 @@ def _visible(character: str) -> str:
 
 
 def _width(character: str) -> int:
-    """Return the number of columns of a character."""
     if unicodedata.combining(character) or unicodedata.category(character) in ("Cf", "Me", "Mn"):
         return 0
     return 2 if unicodedata.east_asian_width(character) in ("W", "F") else 1

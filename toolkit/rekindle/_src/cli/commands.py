@@ -11,6 +11,7 @@ import json
 import os
 import random
 import signal
+import statistics
 import sys
 import threading
 import time
@@ -63,6 +64,9 @@ def generate(arguments: argparse.Namespace) -> int:
     return 0
 
 
+_TIMES = ("queued", "first_token", "total", "compiling")
+
+
 def _as_json(completion: Completion) -> dict[str, object]:
     return {
         "prompt": completion.prompt,
@@ -71,9 +75,7 @@ def _as_json(completion: Completion) -> dict[str, object]:
         "finish_reason": str(completion.finish_reason),
         "seed": completion.seed,
         "usage": dataclasses.asdict(completion.usage),
-        "timings": {
-            name: getattr(completion.timings, name) for name in ("queued", "first_token", "total", "compiling")
-        },
+        "timings": {name: getattr(completion.timings, name) for name in _TIMES},
     }
 
 
@@ -170,9 +172,8 @@ def warm(arguments: argparse.Namespace) -> int:
     placement = placement_of(checked_mesh(options.mesh), model.graph)
     shapes, weight_bytes = placement.shapes(model.shapes), placement.bytes_per_device(model.shapes)
     config = resolve(options, model.found.config, weight_bytes=weight_bytes, placement=placement)
-    programs = stored_programs(
-        model.found.config, model.graph, shapes, config, placement=placement, name=readable_name(model.found.folder)
-    )
+    name = readable_name(model.found.folder)
+    programs = stored_programs(model.found.config, model.graph, shapes, config, placement=placement, name=name)
     start = time.perf_counter()
     kernels = build_kernels(programs.kernels())
     if kernels is not None:
@@ -226,9 +227,7 @@ def simulate(arguments: argparse.Namespace) -> int:
     )
     if not arguments.json:
         seconds = requests[-1].at - requests[0].at
-        prompt, output = (
-            sum(values) / len(requests) for values in zip(*((a.length, a.output) for a in requests), strict=True)
-        )
+        prompt, output = (statistics.fmean(getattr(one, name) for one in requests) for name in ("length", "output"))
         print(f"{len(requests)} requests in {seconds:.0f} s, {prompt:.0f} + {output:.0f} tokens on average")
         parts = [f"{1e3 * cost.step:.2f} ms a step", f"{1e6 * cost.row:.0f} µs a row"]
         parts += [f"{1e6 * cost.prefill:.1f} µs a prompt's token", f"{1e6 * cost.context:.3f} µs a position"]

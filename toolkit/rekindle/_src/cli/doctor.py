@@ -44,14 +44,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Print every check as it ends. Return the exit status: 1 if any failed."""
     failed = False
     checks = []
-    selected = _selected_checks(arguments)
-    for check in selected:
+    for check in _selected_checks(arguments):
         failed |= check.status == "fail"
         checks.append(check)
         if not arguments.json:
-            print(
-                f"{check.status:4}  {check.title}: {check.detail}" + (f"\n      fix: {check.fix}" if check.fix else "")
-            )
+            fix = f"\n      fix: {check.fix}" if check.fix else ""
+            print(f"{check.status:4}  {check.title}: {check.detail}{fix}")
     if arguments.json:
         print(json.dumps([check._asdict() for check in checks], indent=1))
     return int(failed)
@@ -59,47 +57,44 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _selected_checks(arguments: argparse.Namespace) -> Iterator[Check]:
     if arguments.plan:
-        return plan_model(
-            arguments.plan, arguments.mesh, arguments.device, quantize=arguments.quantize, context=arguments.context
-        )
+        sizes = {"quantize": arguments.quantize, "context": arguments.context}
+        return plan_model(arguments.plan, arguments.mesh, arguments.device, **sizes)
     if arguments.mesh is not None:
         return _guarded(lambda: examine_mesh(arguments.mesh))
-    return examine_model(arguments.model) if arguments.model else examine(cache_folder(arguments.cache_dir))
+    if arguments.model:
+        return _guarded(lambda: _weights(arguments.model))
+    return examine(cache_folder(arguments.cache_dir))
 
 
 def examine(folder: Path) -> Iterator[Check]:
     """Run every check in order. A check that raises counts as failed."""
-    for look in (_python, _packages, _shadowing, _devices, _native, _memory, _reading):
+    for look in (_packages, _shadowing, _devices, _native, _memory, _reading):
         yield from _guarded(look)
     yield from _guarded(lambda: _cache(folder))
     for look in (_compile, _tiny):
         yield from _guarded(look)
 
 
-def examine_model(model: str) -> Iterator[Check]:
-    """Check that a checkpoint's weights, and its layers' outputs for a few tokens, are finite in its own dtype."""
-    yield from _guarded(lambda: _weights(model))
-
-
 def _weights(model: str) -> Iterator[Check]:
+    """Check that a checkpoint's weights, and its layers' outputs for a few tokens, are finite in its own dtype."""
     from rekindle import tiny
     from rekindle._src.models import diagnosis
     from rekindle._src.models.loading.checkpoint import load
     from rekindle._src.models.loading.tensor_files import listed
 
     loaded = load(tiny.folder() if model == "tiny" else model)
-    broken = [str(weight) for weight in diagnosis.broken_weights(loaded)]
-    if broken:
-        yield Check("fail", "weights", listed(broken), "Download the checkpoint again, or ask where it comes from")
-    else:
-        yield Check("pass", "weights", f"{loaded.num_parameters:,} numbers are finite")
+    broken = listed([str(weight) for weight in diagnosis.broken_weights(loaded)])
+    finite = f"{loaded.num_parameters:,} numbers are finite"
+    yield _either(not broken, "weights", finite, broken, "Download the checkpoint again, or ask where it comes from")
     prompt = [token % loaded.config.vocab_size for token in range(1, 17)]
     stage = diagnosis.first_broken_stage(loaded, prompt)
-    if stage is None:
-        yield Check("pass", "layers", f"{loaded.config.num_layers} layers made finite numbers of {len(prompt)} tokens")
-    else:
-        yield Check("fail", "layers", f"{stage} is the first to make NaN or infinity", "Repair its weights, or open "
-                    "with dtype='float32' if they are finite and overflow")  # fmt: skip
+    finite = f"{loaded.config.num_layers} layers made finite numbers of {len(prompt)} tokens"
+    fix = "Repair its weights, or open with dtype='float32' if they are finite and overflow"
+    yield _either(stage is None, "layers", finite, f"{stage} is the first to make NaN or infinity", fix)
+
+
+def _either(good: bool, title: str, detail: str, problem: str, fix: str) -> Check:
+    return Check("pass", title, detail) if good else Check("fail", title, problem, fix)
 
 
 def _guarded(look: Callable[[], Iterator[Check]]) -> Iterator[Check]:
@@ -107,16 +102,12 @@ def _guarded(look: Callable[[], Iterator[Check]]) -> Iterator[Check]:
         yield from look()
     except Exception as error:
         name = getattr(look, "__name__", "check").strip("_<>")
-        yield Check(
-            "fail", name, f"{type(error).__name__}: {error}", "Reinstall: pip install --force-reinstall rekindle"
-        )
-
-
-def _python() -> Iterator[Check]:
-    yield Check("pass", "Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+        fix = "Reinstall: pip install --force-reinstall rekindle"
+        yield Check("fail", name, f"{type(error).__name__}: {error}", fix)
 
 
 def _packages() -> Iterator[Check]:
+    yield Check("pass", "Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     for package in REQUIRED:
         yield _installed(package, "fail", "pip install rekindle")
     yield _installed("jupyterlab", "warn", "pip install 'rekindle[notebook]', if you want to open the tutorials here")
@@ -178,10 +169,8 @@ def _memory() -> Iterator[Check]:
         yield Check("pass", "memory", f"{whole}; the system does not report how much is available")
         return
     detail = f"{free / 2**30:.1f} GiB available of {whole}"
-    if free < LOW_MEMORY:
-        yield Check("warn", "memory", detail, "Close other programs, or open smaller models, or quantize='int4'")
-    else:
-        yield Check("pass", "memory", detail)
+    fix = "Close other programs, or open smaller models, or quantize='int4'"
+    yield Check("warn", "memory", detail, fix) if free < LOW_MEMORY else Check("pass", "memory", detail)
 
 
 def _reading() -> Iterator[Check]:
@@ -233,10 +222,8 @@ def _compile() -> Iterator[Check]:
     start = time.perf_counter()
     total = jax.jit(lambda x: (x @ x).sum())(jnp.ones((8, 8)))
     seconds = time.perf_counter() - start
-    if float(total) == 512.0:
-        yield Check("pass", "compile", f"a program compiled and ran in {seconds:.2f} s")
-    else:
-        yield Check("fail", "compile", f"a program computed {float(total)} instead of 512", "Reinstall jax and jaxlib")
+    detail, problem = f"a program compiled and ran in {seconds:.2f} s", f"a program computed {float(total)}"
+    yield _either(float(total) == 512.0, "compile", detail, f"{problem} instead of 512", "Reinstall jax and jaxlib")
 
 
 def _tiny() -> Iterator[Check]:
@@ -245,9 +232,8 @@ def _tiny() -> Iterator[Check]:
     start = time.perf_counter()
     with open_sync("tiny", quiet=True, max_model_len=256, max_requests=2) as session:
         completion = session.generate_sync("Once upon a time", max_tokens=8)
-    yield Check(
-        "pass", "generate", f"the embedded model said {completion.text!r} after {time.perf_counter() - start:.1f} s"
-    )
+    seconds = time.perf_counter() - start
+    yield Check("pass", "generate", f"the embedded model said {completion.text!r} after {seconds:.1f} s")
 
 
 def examine_mesh(mesh: MeshShape) -> Iterator[Check]:
@@ -315,21 +301,17 @@ def plan_model(
 def plan_checks(plan: Plan, title: str) -> Iterator[Check]:
     """Yield a plan in words."""
     weights, memory = plan.weight_bytes / 1e9, plan.memory_bytes / 1e9
+    detail = f"weights take {weights:.1f} GB on each device, of {memory:.1f} GB that can be used"
+    yield _either(plan.free_bytes > 0, title, detail, detail, "Use more devices, larger ones, or --quantize int4")
     if plan.free_bytes <= 0:
-        detail = f"weights take {weights:.1f} GB on each device, of {memory:.1f} GB that can be used"
-        yield Check("fail", title, detail, "Use more devices, larger ones, or --quantize int4")
         return
-    yield Check("pass", title, f"weights take {weights:.1f} GB on each device, of {memory:.1f} GB that can be used")
     tokens = (
         f"{plan.kv_tokens:,} tokens fit beside them ({plan.token_bytes:,} bytes of each on a device), in "
         f"{plan.pages:,} pages of {plan.page_size}"
         + (f" of each data shard, {plan.shards * plan.kv_tokens:,} in all" if plan.shards > 1 else "")
         + f": {plan.contexts:,} requests of {plan.context:,} tokens"
     )
-    if plan.fits:
-        yield Check("pass", "keys and values", tokens)
-    else:
-        yield Check("fail", "keys and values", tokens, "Use more devices, or a shorter --context")
+    yield _either(plan.fits, "keys and values", tokens, tokens, "Use more devices, or a shorter --context")
     yield Check(
         "pass", "a step takes at least",
         f"{plan.alone_seconds * 1e3:.2f} ms with one request ({1 / plan.alone_seconds:,.0f} tokens/s), of which sums "

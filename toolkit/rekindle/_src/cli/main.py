@@ -16,7 +16,7 @@ from rekindle._src.core import memory
 from rekindle._src.core.activity import Activity, State
 from rekindle._src.core.config import POLICIES, EngineConfig
 from rekindle._src.core.dtypes import DTYPES, KV_DTYPES, QUANTIZE_KINDS, checked_dtype, checked_quantize
-from rekindle._src.core.mesh_shape import MeshShape, parsed_mesh
+from rekindle._src.core.mesh_shape import parsed_mesh
 from rekindle._src.core.sampling import ANSWER_TOKENS, Sampling
 from rekindle._src.core.version import VERSION
 from rekindle._src.replicas.autoscaling import Range
@@ -68,7 +68,6 @@ _NEEDED = {
 
 
 def _imported(command: str) -> Callable[[argparse.Namespace], int]:
-    """Return the function of a subcommand."""
     if command not in _NEEDED:
         return importlib.import_module(f"rekindle._src.cli.{command}").run  # type: ignore[no-any-return]
     importlib.import_module(f"rekindle._src.{_NEEDED[command]}")
@@ -81,219 +80,155 @@ def parser() -> Parser:
     commands = root.add_subparsers(dest="command", required=True, metavar="command", parser_class=Parser)
 
     generate = commands.add_parser("generate", help="continue a prompt, token by token")
-    generate.add_argument("prompt", nargs="?", help="the prompt; read from standard input if it is absent or '-'")
+    generate.add("prompt", "the prompt; read from standard input if it is absent or '-'", nargs="?")
     _model_options(generate)
     _sampling_options(generate)
-    generate.add_argument("--json", action="store_true", help="print one JSON object at the end")
+    generate.flag("--json", "print one JSON object at the end")
     generate.checks.append(usage.check_prompt)
 
     chat = commands.add_parser("chat", help="chat with a model; the conversation stays cached")
     _model_options(chat)
     _sampling_options(chat, max_tokens=ANSWER_TOKENS)
-    chat.add_argument("--system", help="a system message that opens the conversation")
+    chat.add("--system", "a system message that opens the conversation")
 
     doctor = commands.add_parser("doctor", help="check this installation, and show a fix for each problem")
-    doctor.add_argument("--cache-dir", help="the cache directory to check")
-    doctor.add_argument("--model", help="a checkpoint, whose weights and layers are checked for NaN and infinity")
-    doctor.add_argument(
-        "--mesh", type=_mesh, metavar="N", help="check that so many devices can share a model: 4, model=4,expert=2"
-    )
-    doctor.add_argument(
-        "--plan", metavar="SHAPE", help="only tell what a folder or a shape such as 70b needs on each device of --mesh"
-    )
-    doctor.add_argument("--device", default="H100", help="with --plan: the kind of device (default H100)")
-    doctor.add_argument("--quantize", type=_quantize, metavar="KIND", help="with --plan")
-    doctor.add_argument("--context", type=int, default=8192, help="with --plan: tokens of a request (default 8192)")
-    doctor.add_argument("--json", action="store_true", help="print the checks as JSON")
+    doctor.add("--cache-dir", "the cache directory to check")
+    doctor.add("--model", "a checkpoint, whose weights and layers are checked for NaN and infinity")
+    doctor.add("--mesh", "check that so many devices can share a model: 4, model=4,expert=2", type=_mesh, metavar="N")
+    shape = "only tell what a folder or a shape such as 70b needs on each device of --mesh"
+    doctor.add("--plan", shape, metavar="SHAPE")
+    doctor.add("--device", "with --plan: the kind of device (default H100)", default="H100")
+    doctor.add("--quantize", "with --plan", type=_quantize, metavar="KIND")
+    doctor.add("--context", "with --plan: tokens of a request (default 8192)", type=int, default=8192)
+    doctor.flag("--json", "print the checks as JSON")
     doctor.checks.append(usage.check_models)
 
     warm = commands.add_parser("warm", help="compile a model's programs ahead of time and store them")
-    warm.add_argument("model", nargs="?", default="tiny", help="a local folder, a GGUF file, a hub id, or 'tiny'")
+    warm.add("model", "a local folder, a GGUF file, a hub id, or 'tiny'", nargs="?", default="tiny")
     _engine_options(warm)
-    warm.add_argument(
-        "--structured", action="store_true", default=None, help="the programs of structured output as well"
-    )
-    warm.add_argument("--device-kind", help="fail unless this machine's device is of this kind, such as 'cpu'")
-    warm.add_argument("--json", action="store_true", help="print the programs as JSON")
+    warm.flag("--structured", "the programs of structured output as well", default=None)
+    warm.add("--device-kind", "fail unless this machine's device is of this kind, such as 'cpu'")
+    warm.flag("--json", "print the programs as JSON")
     warm.checks.append(usage.check_models)
 
     export = commands.add_parser("export", help="write a checkpoint as a GGUF file or as a folder of safetensors")
-    export.add_argument("model", help="a local folder, a GGUF file, a hub id, or 'tiny'")
-    export.add_argument("out", type=Path, help="a name that ends in .gguf, or that of a folder; neither may exist")
-    export.add_argument(
-        "--type",
-        default="auto",
-        choices=("auto", "f32", "f16", "bf16", "q8_0", "q4_0"),
-        help="of matrices; q8_0 and q4_0 for GGUF only (default auto: as they are)",
-    )
-
+    export.add("model", "a local folder, a GGUF file, a hub id, or 'tiny'")
+    export.add("out", "a name that ends in .gguf, or that of a folder; neither may exist", type=Path)
+    types = ("auto", "f32", "f16", "bf16", "q8_0", "q4_0")
+    words = "of matrices; q8_0 and q4_0 for GGUF only (default auto: as they are)"
+    export.add("--type", words, default="auto", choices=types)
     export.checks += usage.check_out, usage.check_models
 
-    cache = commands.add_parser(
-        "cache", help="list, prune or clear what is kept on disk: programs, pages, snapshots, weights"
-    )
-    cache.add_argument("action", choices=("ls", "prune", "clear"))
-    cache.add_argument("--cache-dir", help="the cache directory")
-    cache.add_argument("--to", default="4GiB", help="prune: keep at most this much, newest first (default 4GiB)")
-    cache.add_argument("--yes", action="store_true", help="prune, clear: remove without asking")
-    cache.add_argument("--all", action="store_true", help="ls: a line for every entry instead of one for each model")
-    cache.add_argument("--json", action="store_true", help="ls: print the entries as JSON")
+    kept = "list, prune or clear what is kept on disk: programs, pages, snapshots, weights"
+    cache = commands.add_parser("cache", help=kept)
+    cache.add("action", None, choices=("ls", "prune", "clear"))
+    cache.add("--cache-dir", "the cache directory")
+    cache.add("--to", "prune: keep at most this much, newest first (default 4GiB)", default="4GiB")
+    cache.flag("--yes", "prune, clear: remove without asking")
+    cache.flag("--all", "ls: a line for every entry instead of one for each model")
+    cache.flag("--json", "ls: print the entries as JSON")
+    cache.checks.append(lambda arguments: usage.parse_size(arguments.to))
 
-    cache.checks.append(usage.check_size)
-
-    bench = commands.add_parser(
-        "bench", help="measure this machine: single stream, prefill, batch, shared prefix, start"
-    )
+    measured = "measure this machine: single stream, prefill, batch, shared prefix, start"
+    bench = commands.add_parser("bench", help=measured)
     _model_options(bench, checked=usage.check_bench)
-    bench.add_argument("--workloads", default="W1,W2,W3,W4", help="comma-separated names (default W1,W2,W3,W4)")
-    bench.add_argument("--repeat", type=int, default=3, help="runs of each workload; the median is shown")
-    bench.add_argument("--breakdown", action="store_true", help="also break the steps of W1, W2 and W3 down into parts")
-    bench.add_argument(
-        "--growth", action="store_true", help="instead measure step time against rows, context, pages and queue"
-    )
-    bench.add_argument(
-        "--scale", type=float, default=1.0, help="with --growth: the share of each sweep's range to measure"
-    )
-    bench.add_argument("--plots", type=Path, help="with --growth: a folder for pictures; needs matplotlib")
-    bench.add_argument("--json", action="store_true", help="print the figures as JSON")
+    bench.add("--workloads", "comma-separated names (default W1,W2,W3,W4)", default="W1,W2,W3,W4")
+    bench.add("--repeat", "runs of each workload; the median is shown", type=int, default=3)
+    bench.flag("--breakdown", "also break the steps of W1, W2 and W3 down into parts")
+    bench.flag("--growth", "instead measure step time against rows, context, pages and queue")
+    bench.add("--scale", "with --growth: the share of each sweep's range to measure", type=float, default=1.0)
+    bench.add("--plots", "with --growth: a folder for pictures; needs matplotlib", type=Path)
+    bench.flag("--json", "print the figures as JSON")
+
     batch = commands.add_parser("run-batch", help="answer a file of requests in OpenAI's batch format")
-    batch.add_argument("input", type=Path, help="a JSON object with custom_id, method, url and body on each line")
-    batch.add_argument("output", type=Path, help="gets a line for each; called again after a kill, it goes on")
-    batch.add_argument("--name", help="what the model is called in the requests; by default as --model")
-    batch.add_argument("--strict", action="store_true", help="refuse unknown fields instead of ignoring them")
+    batch.add("input", "a JSON object with custom_id, method, url and body on each line", type=Path)
+    batch.add("output", "gets a line for each; called again after a kill, it goes on", type=Path)
+    batch.add("--name", "what the model is called in the requests; by default as --model")
+    batch.flag("--strict", "refuse unknown fields instead of ignoring them")
     batch.checks.append(usage.check_files)
     _model_options(batch)
+
     follow = commands.add_parser("follow", help="give this machine's devices to a session of several processes")
-    follow.add_argument("--coordinator", required=True, metavar="HOST:PORT", help="where the leader opens the session")
-    follow.add_argument("--process", required=True, type=int, metavar="I", help="which process this is, from 1")
-    follow.add_argument(
-        "--processes", required=True, type=int, metavar="N", help="how many there are, the leader included"
-    )
-    follow.add_argument("--model", help="where this machine has the model, if not where the leader has it")
-    follow.add_argument("--cache-dir", help="where programs persist")
-    follow.add_argument("--wait", type=float, default=300.0, help="seconds in which the leader may come (default 300)")
+    follow.add("--coordinator", "where the leader opens the session", required=True, metavar="HOST:PORT")
+    follow.add("--process", "which process this is, from 1", required=True, type=int, metavar="I")
+    follow.add("--processes", "how many there are, the leader included", required=True, type=int, metavar="N")
+    follow.add("--model", "where this machine has the model, if not where the leader has it")
+    follow.add("--cache-dir", "where programs persist")
+    follow.add("--wait", "seconds in which the leader may come (default 300)", type=float, default=300.0)
     follow.checks.append(usage.check_follow)
+
     _simulate(commands.add_parser("simulate", help="compare routers and numbers of replicas in simulated time"))
     _serve(commands.add_parser("serve", help="answer requests over HTTP, as OpenAI's API"))
     return root
 
 
 def _serve(serve: Parser) -> None:
-    serve.add_argument("model", nargs="*", default=["tiny"], help="local folders, hub ids, or 'tiny' (the default)")
-    serve.add_argument("--name", action="append", default=[], help="what a model is called; in the models' order")
-    serve.add_argument("--host", default="127.0.0.1", help="the address to listen at (default 127.0.0.1)")
-    serve.add_argument("--port", type=int, default=8000, help="0 takes a free one (default 8000)")
-    serve.add_argument(
-        "--api-key",
-        action="append",
-        default=[],
-        help="a key that requests may bring; several times for several; $REKINDLE_API_KEY is one, too",
+    several = {"action": "append", "default": []}
+    serve.add("model", "local folders, hub ids, or 'tiny' (the default)", nargs="*", default=["tiny"])
+    serve.add("--name", "what a model is called; in the models' order", **several)
+    serve.add("--host", "the address to listen at (default 127.0.0.1)", default="127.0.0.1")
+    serve.add("--port", "0 takes a free one (default 8000)", type=int, default=8000)
+    keys = "a key that requests may bring; several times for several; $REKINDLE_API_KEY is one, too"
+    serve.add("--api-key", keys, **several)
+    serve.add("--api-key-file", "a file with a key on each line", type=Path)
+    serve.flag("--strict", "refuse unknown fields instead of ignoring them")
+    serve.add("--body-limit", "of a request (default 32)", type=int, default=32, metavar="MIB")
+    waiting = "prompt tokens that may wait before requests get 429 (default 1048576)"
+    serve.add("--max-queued-tokens", waiting, type=int, default=1 << 20, metavar="N")
+    serve.add("--drain", "seconds that answers may go on after SIGTERM, up to a day", type=float, default=30.0)
+    serve.add("--cors-origin", "an origin whose pages may use the server", **several)
+    serve.add("--allowed-host", "a name that requests may be sent to", metavar="NAME", **several)
+    serve.add("--max-connections", "at most; three quarters of them from one address", type=int)
+    serve.flag("--trust-request-chat-template", "let requests bring a chat template, which is code")
+    adapter = "an adapter (LoRA) of the first model, served under its name; several times for several"
+    serve.add("--adapter", adapter, metavar="NAME=FOLDER", **several)
+    serve.flag("--adapter-loading", "let requests load adapters from folders of this machine")
+    steering = (
+        "changes inside the first model that requests may name, safetensors of vectors; several times for several"
     )
-    serve.add_argument("--api-key-file", type=Path, help="a file with a key on each line")
-    serve.add_argument("--strict", action="store_true", help="refuse unknown fields instead of ignoring them")
-    serve.add_argument("--body-limit", type=int, default=32, metavar="MIB", help="of a request (default 32)")
-    serve.add_argument(
-        "--max-queued-tokens",
-        type=int,
-        default=1 << 20,
-        metavar="N",
-        help="prompt tokens that may wait before requests get 429 (default 1048576)",
-    )
-    serve.add_argument(
-        "--drain", type=float, default=30.0, help="seconds that answers may go on after SIGTERM, up to a day"
-    )
-    serve.add_argument("--cors-origin", action="append", default=[], help="an origin whose pages may use the server")
-    serve.add_argument(
-        "--allowed-host", action="append", default=[], metavar="NAME", help="a name that requests may be sent to"
-    )
-    serve.add_argument("--max-connections", type=int, help="at most; three quarters of them from one address")
-    serve.add_argument(
-        "--trust-request-chat-template", action="store_true", help="let requests bring a chat template, which is code"
-    )
-    serve.add_argument(
-        "--adapter",
-        action="append",
-        default=[],
-        metavar="NAME=FOLDER",
-        help="an adapter (LoRA) of the first model, served under its name; several times for several",
-    )
-    serve.add_argument(
-        "--adapter-loading", action="store_true", help="let requests load adapters from folders of this machine"
-    )
-    serve.add_argument(
-        "--steering",
-        action="append",
-        default=[],
-        metavar="NAME=FILE",
-        help="changes inside the first model that requests may name, safetensors of vectors; several times for several",
-    )
-    serve.add_argument(
-        "--metrics-names", choices=("rekindle", "vllm", "both"), default="rekindle", help="vllm: for its dashboards"
-    )
-    serve.add_argument(
-        "--replicas",
-        type=_replicas,
-        metavar="N",
-        help="processes that run the model, on Ray; 1-4: as many as the load asks for (default: this one)",
-    )
-    serve.add_argument(
-        "--router",
-        choices=get_args(RouterName),
-        default="affinity",
-        help="with --replicas: how one is chosen (default affinity: where a prompt's beginning is cached)",
-    )
-    serve.add_argument(
-        "--prefill", type=int, metavar="N", help="with --decode: replicas that compute prompts alone, on Ray"
-    )
-    serve.add_argument(
-        "--decode", type=int, metavar="N", help="replicas that take prompts' pages from those and go on from there"
-    )
-    serve.add_argument("--grafana", action="store_true", help="print a Grafana dashboard as JSON instead of serving")
-    serve.add_argument("--access-log", action="store_true", help="log every request")
+    serve.add("--steering", steering, metavar="NAME=FILE", **several)
+    names = ("rekindle", "vllm", "both")
+    serve.add("--metrics-names", "vllm: for its dashboards", choices=names, default="rekindle")
+    replicas = "processes that run the model, on Ray; 1-4: as many as the load asks for (default: this one)"
+    serve.add("--replicas", replicas, type=_replicas, metavar="N")
+    router = "with --replicas: how one is chosen (default affinity: where a prompt's beginning is cached)"
+    serve.add("--router", router, choices=get_args(RouterName), default="affinity")
+    serve.add("--prefill", "with --decode: replicas that compute prompts alone, on Ray", type=int, metavar="N")
+    decode = "replicas that take prompts' pages from those and go on from there"
+    serve.add("--decode", decode, type=int, metavar="N")
+    serve.flag("--grafana", "print a Grafana dashboard as JSON instead of serving")
+    serve.flag("--access-log", "log every request")
     _engine_options(serve)
     usage.add_options(serve, EngineConfig, "serve", _ENGINE)
     serve.checks += usage.check_serve, usage.check_models
 
 
 def _simulate(simulate: Parser) -> None:
-    simulate.add_argument("--replicas", type=_counts, default=[1, 2, 4], help="such as 1,2,4 (the default)")
-    simulate.add_argument(
-        "--roles",
-        action="append",
-        type=_pair,
-        default=[],
-        metavar="P+D",
-        help="also P replicas that compute prompts for D that decode, such as 1+3; several times for several",
-    )
-    simulate.add_argument(
-        "--move-us", type=float, default=5.0, help="of a prompt's token from one replica to another (default 5)"
-    )
-    simulate.add_argument(
-        "--router", action="append", choices=get_args(RouterName), help="several times for several; by default all"
-    )
-    simulate.add_argument(
-        "--load", choices=("chats", "questions", "floods"), default="chats", help="made up (default chats)"
-    )
-    simulate.add_argument(
-        "--trace",
-        type=Path,
-        help="a recorded load: on each line {timestamp (ms), input_length, output_length, hash_ids}, as Mooncake's",
-    )
-    simulate.add_argument("--requests", type=int, default=1000, help="of a made-up load (default 1000)")
-    simulate.add_argument("--rate", type=float, default=8.0, help="requests a second (default 8)")
-    simulate.add_argument("--seed", type=int, default=0)
-    simulate.add_argument("--measure", metavar="MODEL", help="take the cost of steps from this model on this machine")
-    simulate.add_argument("--step-ms", type=float, default=8.0, help="of a step (default 8, about 8B on an H100)")
-    simulate.add_argument("--row-us", type=float, default=30.0, help="of a row that decodes (default 30)")
-    simulate.add_argument("--prefill-us", type=float, default=40.0, help="of a prompt's token (default 40)")
-    simulate.add_argument("--context-us", type=float, default=0.05, help="of a position looked back at (default 0.05)")
-    simulate.add_argument("--request-ms", type=float, default=0.0, help="of a request beside its steps (default 0)")
-    simulate.add_argument("--max-requests", type=int, default=64, help="that one replica runs at once (default 64)")
-    simulate.add_argument("--max-tokens-per-step", type=int, default=1024)
-    simulate.add_argument("--max-model-len", type=int, default=32768)
-    simulate.add_argument("--device-tokens", type=int, default=200_000, help="that the cache holds (default 200000)")
-    simulate.add_argument("--policy", choices=POLICIES, default="fcfs")
-    simulate.add_argument("--json", action="store_true", help="print the figures as JSON")
+    simulate.add("--replicas", "such as 1,2,4 (the default)", type=_counts, default=[1, 2, 4])
+    roles = "also P replicas that compute prompts for D that decode, such as 1+3; several times for several"
+    simulate.add("--roles", roles, action="append", type=_pair, default=[], metavar="P+D")
+    simulate.add("--move-us", "of a prompt's token from one replica to another (default 5)", type=float, default=5.0)
+    routers = get_args(RouterName)
+    simulate.add("--router", "several times for several; by default all", action="append", choices=routers)
+    loads = ("chats", "questions", "floods")
+    simulate.add("--load", "made up (default chats)", choices=loads, default="chats")
+    trace = "a recorded load: on each line {timestamp (ms), input_length, output_length, hash_ids}, as Mooncake's"
+    simulate.add("--trace", trace, type=Path)
+    simulate.add("--requests", "of a made-up load (default 1000)", type=int, default=1000)
+    simulate.add("--rate", "requests a second (default 8)", type=float, default=8.0)
+    simulate.add("--seed", None, type=int, default=0)
+    simulate.add("--measure", "take the cost of steps from this model on this machine", metavar="MODEL")
+    simulate.add("--step-ms", "of a step (default 8, about 8B on an H100)", type=float, default=8.0)
+    simulate.add("--row-us", "of a row that decodes (default 30)", type=float, default=30.0)
+    simulate.add("--prefill-us", "of a prompt's token (default 40)", type=float, default=40.0)
+    simulate.add("--context-us", "of a position looked back at (default 0.05)", type=float, default=0.05)
+    simulate.add("--request-ms", "of a request beside its steps (default 0)", type=float, default=0.0)
+    simulate.add("--max-requests", "that one replica runs at once (default 64)", type=int, default=64)
+    simulate.add("--max-tokens-per-step", None, type=int, default=1024)
+    simulate.add("--max-model-len", None, type=int, default=32768)
+    simulate.add("--device-tokens", "that the cache holds (default 200000)", type=int, default=200_000)
+    simulate.add("--policy", None, choices=POLICIES, default="fcfs")
+    simulate.flag("--json", "print the figures as JSON")
     simulate.checks.append(usage.check_files)
 
 
@@ -326,44 +261,36 @@ def _pair(text: str) -> tuple[int, int]:
     return prefill, decode
 
 
-def _mesh(text: str) -> MeshShape:
-    return _checked(lambda: parsed_mesh(text))
+def _checked(check: Callable[[str], T]) -> Callable[[str], T]:
+    """Return a type of arguments that a function checks."""
+
+    def read(text: str) -> T:
+        try:
+            return check(text)
+        except ConfigError as error:
+            raise argparse.ArgumentTypeError(f"{error.value!r}: {error.problem}. {error.fix}") from None
+
+    return read
 
 
-def _quantize(text: str) -> str | None:
-    return _checked(lambda: checked_quantize(text))
-
-
-def _dtype(text: str) -> str:
-    return _checked(lambda: checked_dtype("dtype", text))
-
-
-def _kv_dtype(text: str) -> str:
-    return _checked(lambda: checked_dtype("kv_dtype", text, KV_DTYPES))
-
-
-def _checked(check: Callable[[], T]) -> T:
-    try:
-        return check()
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(f"{error.value!r}: {error.problem}. {error.fix}") from None
+_mesh, _quantize = _checked(parsed_mesh), _checked(checked_quantize)
+_dtype = _checked(lambda text: checked_dtype("dtype", text))
+_kv_dtype = _checked(lambda text: checked_dtype("kv_dtype", text, KV_DTYPES))
 
 
 def _model_options(command: Parser, *, checked: usage.Check = usage.check_models) -> None:
-    command.add_argument(
-        "--model", default="tiny", help="a local folder, a GGUF file, a hub id, or 'tiny' (the default)"
-    )
+    command.add("--model", "a local folder, a GGUF file, a hub id, or 'tiny' (the default)", default="tiny")
     _engine_options(command)
     command.checks.append(checked)
 
 
 def _engine_options(command: Parser) -> None:
-    command.checks.append(usage.check_engine)
+    command.checks.append(lambda arguments: EngineConfig.of(usage.engine_options(arguments)))
     usage.add_options(command, EngineConfig, "command", _ENGINE)
 
 
 def _sampling_options(command: Parser, *, max_tokens: int = 256) -> None:
-    command.checks.append(usage.check_sampling)
+    command.checks.append(lambda arguments: Sampling.of(None, usage.sampling_options(arguments)))
     length = {"default": max_tokens, "help": f"of new text (default {max_tokens})"}
     usage.add_options(command, Sampling, "command", {**_SAMPLING, "max_tokens": length})
 

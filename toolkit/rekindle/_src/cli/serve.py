@@ -10,7 +10,7 @@ from typing import Any
 
 import anyio
 
-from rekindle._src.cli.usage import adapters_by_name, api_keys, engine_options, models_by_name, paths_by_name
+from rekindle._src.cli.usage import api_keys, engine_options, models_by_name, paths_by_name
 from rekindle._src.replicas.fleet import Fleet, fleet
 from rekindle._src.serve.app import app
 from rekindle._src.serve.metrics import dashboard
@@ -53,24 +53,17 @@ def run(arguments: argparse.Namespace) -> int:
     listening_socket = bind(arguments.host, arguments.port)  # before loading: a bad address would waste it
     options = engine_options(arguments)
     models = models_by_name(arguments.model, arguments.name)
-    roles = {"prefill": arguments.prefill, "decode": arguments.decode}
-    adapters = adapters_by_name(arguments)
+    roles = {"prefill": arguments.prefill, "decode": arguments.decode} if arguments.prefill is not None else None
+    adapters = paths_by_name("--adapter", arguments.adapter, "folder")
     steering = paths_by_name("--steering", arguments.steering, "file")
-    if arguments.replicas is None and not any(roles.values()):
-        openings: dict[str, Any] = {
-            name: open(model, adapters={} if index else adapters, steering={} if index else steering, **options)
-            for index, (name, model) in enumerate(models.items())
-        }
-    else:
-        replica_options = {"replicas": arguments.replicas, "router": arguments.router, **options}
-        if any(roles.values()):
-            replica_options["roles"] = {name: count for name, count in roles.items() if count is not None}
-        openings = {
-            name: _FleetOpening(
-                fleet(model, steering={} if index else steering, **replica_options), {} if index else adapters
-            )
-            for index, (name, model) in enumerate(models.items())
-        }
+    openings: dict[str, Any] = {}
+    for name, model in models.items():
+        if arguments.replicas is None and roles is None:
+            openings[name] = open(model, adapters=adapters, steering=steering, **options)
+        else:
+            sizes = {"replicas": arguments.replicas, "roles": roles, "router": arguments.router}
+            openings[name] = _FleetOpening(fleet(model, steering=steering, **sizes, **options), adapters)
+        adapters, steering = {}, {}  # they belong to the first model
     failures: list[BaseException] = []
 
     def failed(error: BaseException) -> None:

@@ -30,6 +30,13 @@ class Parser(argparse.ArgumentParser):
         self.checks: list[Check] = []
         self.set_defaults(parser=self)  # the subcommand's parser sets it last
 
+    def add(self, name: str, words: str | None, **options: Any) -> None:
+        self.add_argument(name, help=words, **options)
+
+    def flag(self, name: str, words: str, *, default: bool | None = False) -> None:
+        """Add an option without a value."""
+        self.add_argument(name, help=words, action="store_true", default=default)
+
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse and check a command line. Exit with status 2 if it is wrong."""
         arguments, unknown = self.parse_known_args(args, namespace)
@@ -101,7 +108,6 @@ def engine_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the sampling options on the command line."""
     return _values(arguments, Sampling)
 
 
@@ -111,14 +117,6 @@ def _values(arguments: argparse.Namespace, record: type) -> dict[str, Any]:
 
 
 # Checks: each raises a RekindleError.
-
-
-def check_engine(arguments: argparse.Namespace) -> None:
-    EngineConfig.of(engine_options(arguments))
-
-
-def check_sampling(arguments: argparse.Namespace) -> None:
-    Sampling.of(None, sampling_options(arguments))
 
 
 def check_model(model: str | Path) -> None:
@@ -154,9 +152,8 @@ def check_bench(arguments: argparse.Namespace) -> None:
     if not names and not arguments.growth:
         raise ConfigError("--workloads", arguments.workloads, "names none", f"Use some of {', '.join(known)}")
     if arguments.breakdown and (arguments.growth or not set(names) & set(BROKEN_DOWN)):
-        raise ConfigError(
-            "--breakdown", True, f"needs one of {', '.join(BROKEN_DOWN)}, without --growth", "Name one in --workloads"
-        )
+        problem = f"needs one of {', '.join(BROKEN_DOWN)}, without --growth"
+        raise ConfigError("--breakdown", True, problem, "Name one in --workloads")
     if arguments.repeat < 1:
         raise ConfigError("--repeat", arguments.repeat, "must be at least 1", "Use 3 for a median")
     if arguments.scale <= 0:
@@ -166,7 +163,6 @@ def check_bench(arguments: argparse.Namespace) -> None:
 
 
 def workload_names(arguments: argparse.Namespace) -> list[str]:
-    """Return the workloads for `rekindle bench`."""
     return [name.strip().upper() for name in arguments.workloads.split(",") if name.strip()]
 
 
@@ -191,10 +187,6 @@ def check_follow(arguments: argparse.Namespace) -> None:
     if not 0 < process < processes:
         problem, fix = "is not the number of a follower", f"Use from 1 to {processes - 1}; 0 is the leader"
         raise ConfigError("--process", process, problem, fix)
-
-
-def check_size(arguments: argparse.Namespace) -> None:
-    parse_size(arguments.to)
 
 
 def parse_size(text: str) -> int:
@@ -228,7 +220,6 @@ def check_serve(arguments: argparse.Namespace) -> None:
 
 
 def models_by_name(models: Sequence[str], names: Sequence[str]) -> dict[str, str]:
-    """Return the models by their served names."""
     if len(names) > len(models):
         raise ConfigError("--name", names, f"gives more names than the {len(models)} models", "Give one for each")
     by_name: dict[str, str] = {}
@@ -250,11 +241,6 @@ def paths_by_name(option: str, texts: Sequence[str], kind: str) -> dict[str, str
             raise ConfigError(option, text, problem, f"Write {option} name={kind} for each")
         by_name[name] = path
     return by_name
-
-
-def adapters_by_name(arguments: argparse.Namespace) -> dict[str, str]:
-    """Return the folders of adapters by their names."""
-    return paths_by_name("--adapter", arguments.adapter, "folder")
 
 
 def api_keys(arguments: argparse.Namespace) -> list[str]:

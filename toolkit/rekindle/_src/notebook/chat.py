@@ -81,10 +81,8 @@ class ChatView(Live):
     ) -> None:
         super().__init__(*_TALK)
         # Wrong options, or a model without a chat template, raise now and not at the first message.
-        sampling_options = {
-            name: value for name, value in options.items() if name not in _OF_CHAT and value is not None
-        }
-        sampling = Sampling.of(session.sampling, sampling_options)
+        drawn = {name: value for name, value in options.items() if name not in _OF_CHAT and value is not None}
+        sampling = Sampling.of(session.sampling, drawn)
         self._session, self._options = session, options
         session.chat([{"role": "user", "content": "…"}], **options)
         self._transcripts = Transcripts(cache_folder(session.config.cache_dir))
@@ -262,14 +260,10 @@ class ChatView(Live):
         elif name == "settings":
             self._tuning = not self._tuning
             self._mark(self._marked)
-        elif name == "halt":
-            self.halt()
         elif name == "continue":
             self.continue_answer()
-        elif name == "again":
-            self.again()
-        elif name == "edit":
-            self.edit()
+        elif name in ("halt", "again", "edit"):
+            getattr(self, name)()
 
     def token(self, index: int) -> None:
         self._mark(index if 0 <= index < len(self.answer_ids) else None)
@@ -349,12 +343,8 @@ class ChatView(Live):
         with self._keeping:
             messages = [dict(message) for message in self.messages]
             # Sending has two steps: the answer is added to the messages, and then its request is dropped.
-            if (
-                self._handle is not None
-                and (answer := self.answer)
-                and messages
-                and messages[-1]["role"] != "assistant"
-            ):
+            said = messages and messages[-1]["role"] != "assistant"
+            if self._handle is not None and (answer := self.answer) and said:
                 messages.append({"role": "assistant", "content": answer})
             if self._keeps and messages != self._written and any(message["role"] == "user" for message in messages):
                 self._keeps = self._transcripts.save(self.name, self._session.model, messages)

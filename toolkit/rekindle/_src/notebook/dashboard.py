@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple, Protocol
 
@@ -18,7 +18,7 @@ from rekindle._src.core import html
 from rekindle._src.core.mesh_shape import describe_share
 from rekindle._src.core.records import StepResult
 from rekindle._src.dispatch.engine import Observer
-from rekindle._src.notebook.figures import Figure
+from rekindle._src.notebook.figures import Figure, StepRecord
 from rekindle._src.notebook.figures import run as figure_of_run
 from rekindle._src.notebook.live import CacheLike, Live, NodeLike, SessionLike, button, field
 from rekindle.errors import RekindleError
@@ -78,6 +78,10 @@ class Dashboard(Live):
             return self._last
         self._seen = state
         cached_tokens, prompt_tokens = figures.get("cached_tokens", 0), figures.get("prompt_tokens", 0)
+        shards = [
+            f"{number}: {shard.running} running, {shard.waiting} waiting, {shard.pages_free} pages free"
+            for number, shard in enumerate(figures.get("shards", ()))
+        ]
         parts: list[str] = [
             html.line(
                 *self._load(figures),
@@ -86,14 +90,13 @@ class Dashboard(Live):
                 html.count(figures["mesh"].size, "device") if "mesh" in figures else "",
                 describe_share(figures),
             ),
-            *([_shards(figures["shards"])] if "shards" in figures else []),
+            *([html.line("data shards", *shards)] if shards else []),
             self._timeline.draw(),
         ]
         if figures.get("pages_total"):
             pages = {name: figures[f"pages_{name}"] for name in ("held", "cached", "free")}
-            parts.append(
-                html.with_hint(html.line("pages on the device"), html.PAGES) + html.bar(pages, rest="free", width=WIDTH)
-            )
+            line = html.with_hint(html.line("pages on the device"), html.PAGES)
+            parts.append(line + html.bar(pages, rest="free", width=WIDTH))
         parts += self._tiers()
         self._last = html.block(*parts, title=f"Session over {figures['model']}")
         return self._last
@@ -122,28 +125,6 @@ class Dashboard(Live):
             return []
         sizes = {"device": stats.device_bytes, "host": stats.host_bytes, "disk": stats.disk_bytes}
         return [html.line("cached pages", *(f"{tier} {size / 2**20:.1f} MiB" for tier, size in sizes.items()))]
-
-
-def _shards(shards: Iterable[Any]) -> str:
-    """Return a line about the data shards of a mesh."""
-    lines = (
-        f"{number}: {shard.running} running, {shard.waiting} waiting, {shard.pages_free} pages free"
-        for number, shard in enumerate(shards)
-    )
-    return html.line("data shards", *lines)
-
-
-class StepRecord(NamedTuple):
-    """One step."""
-
-    at: float  # time.perf_counter() when it was committed
-    step: int
-    rows: tuple[tuple[int, str, str], ...]  # slot, request, "prefill" or "decode"
-    sampled: int  # tokens sampled
-    computed: int
-    moved: int  # pages offloaded and restored
-    seconds: float  # on the device
-    busy: float = 0.0  # seconds since the previous step if a request ran in both, else seconds on the device
 
 
 class Recorder:

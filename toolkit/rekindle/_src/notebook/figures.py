@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import anywidget
 import numpy as np
@@ -53,26 +53,20 @@ class ReportLike(Protocol):
     def rows(self) -> Sequence[RowLike]: ...
 
 
-class RecordLike(Protocol):
-    """One step of a run in time, as far as the figure shows it: a dashboard records such steps."""
+class StepRecord(NamedTuple):
+    """One step of a run in time, as a dashboard records it."""
 
-    @property
-    def at(self) -> float: ...
-    @property
-    def busy(self) -> float: ...
-    @property
-    def rows(self) -> Sequence[tuple[int, str, str]]: ...
-    @property
-    def sampled(self) -> int: ...
-    @property
-    def computed(self) -> int: ...
-    @property
-    def moved(self) -> int: ...
+    at: float  # time.perf_counter() when it was committed
+    step: int
+    rows: tuple[tuple[int, str, str], ...]  # slot, request, "prefill" or "decode"
+    sampled: int  # tokens sampled
+    computed: int
+    moved: int  # pages offloaded and restored
+    seconds: float  # on the device
+    busy: float = 0.0  # seconds since the previous step if a request ran in both, else seconds on the device
 
 
 class FigureWidget(anywidget.AnyWidget):
-    """The figure in a notebook whose kernel lives."""
-
     _esm = traitlets.Unicode(_SCRIPT).tag(sync=True)
     kind = traitlets.Unicode().tag(sync=True)
     data: Any = traitlets.Dict().tag(sync=True)
@@ -127,7 +121,7 @@ def steps(reports: Iterable[ReportLike | None]) -> Figure:
     return Figure("steps", {"steps": recorded}, f"{html.count(len(recorded), 'step')} of a batch")
 
 
-def run(records: Iterable[RecordLike]) -> Figure:
+def run(records: Iterable[StepRecord]) -> Figure:
     """Return the figure of a run in time, from its recorded steps."""
     steps = list(records)
     began = steps[0].at - steps[0].busy if steps else 0.0
@@ -165,6 +159,5 @@ def prefixes(texts: Sequence[str], page: int) -> Figure:
     """Return the figure of a prefix tree that grows by typing; its pages hold `page` words each."""
     if isinstance(texts, str) or not all(isinstance(text, str) for text in texts):
         raise InvalidRequest("texts", texts, "must be a list of texts", "Pass [text, …]")
-    return Figure(
-        "prefixes", {"texts": list(texts), "page": page}, f"a prefix tree of {html.count(len(texts), 'prompt')}"
-    )
+    summary = f"a prefix tree of {html.count(len(texts), 'prompt')}"
+    return Figure("prefixes", {"texts": list(texts), "page": page}, summary)

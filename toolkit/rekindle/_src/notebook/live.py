@@ -112,8 +112,6 @@ class CacheLike(Protocol):
 
 
 class FiguresLike(Protocol):
-    """`session.stats()`."""
-
     def as_dict(self) -> Mapping[str, Any]: ...
 
 
@@ -205,11 +203,9 @@ class Panel(anywidget.AnyWidget):
             self._hears(content["event"], str(content.get("name", "")), content.get("value"))
 
     def value(self, name: str) -> str:
-        """Return the content of a text field."""
         return str(self.values.get(name, ""))
 
     def fill(self, name: str, value: str) -> None:
-        """Write into a text field."""
         self.values = {**self.values, name: value}
 
 
@@ -257,7 +253,6 @@ class Live:
         """Block the drawing thread until the picture may have changed."""
 
     def start(self) -> None:
-        """Begin to draw."""
         if self._thread is None:
             self.refresh()
             self._thread = threading.Thread(target=self._run, name="rekindle view", daemon=True)
@@ -401,6 +396,5 @@ class StreamView(Live):
         if handle.done:
             return handle._repr_html_()
         prompt = html.text(html.shorten(handle.prompt, 400)) if handle.prompt else ""
-        return html.block(
-            html.line(handle.id, f"{html.count(len(handle.token_ids), 'token')} so far"), prompt, html.text(handle.text)
-        )
+        tokens = f"{html.count(len(handle.token_ids), 'token')} so far"
+        return html.block(html.line(handle.id, tokens), prompt, html.text(handle.text))

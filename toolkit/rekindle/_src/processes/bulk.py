@@ -96,15 +96,11 @@ class BulkChannel(Channel):
 
     def receive_into(self, pieces: Sequence[memoryview]) -> None:
         """Fill the pieces with the bytes behind the latest received message. Raises ProcessLost if they don't come."""
-        try:
+        with self._losing():
             if self._incoming is not None:
                 self._incoming.receive(self._connection, pieces)
             else:
                 _receive_all(self._connection, pieces)
-        except TimeoutError:
-            raise ProcessLost(f"nothing came for {self._connection.gettimeout():g} s") from None
-        except OSError as error:
-            raise ProcessLost(f"the connection broke: {error}") from error
         if self.sealed:
             seal = exactly(self._connection, _MARK)
             if not hmac.compare_digest(seal, _seal(self._keys.receiving, self._received, pieces)):
@@ -113,13 +109,18 @@ class BulkChannel(Channel):
     def receive(self) -> tuple[Kind, bytes]:
         """Receive the next message, once the other side has read the bytes behind this side's messages."""
         if self._outgoing is not None:
-            try:
+            with self._losing():
                 self._outgoing.finish(self._connection)
-            except TimeoutError:
-                raise ProcessLost(f"nothing came for {self._connection.gettimeout():g} s") from None
-            except OSError as error:
-                raise ProcessLost(f"the connection broke: {error}") from error
         return super().receive()
+
+    @contextlib.contextmanager
+    def _losing(self) -> Iterator[None]:
+        try:
+            yield
+        except TimeoutError:
+            raise ProcessLost(f"nothing came for {self._connection.gettimeout():g} s") from None
+        except OSError as error:
+            raise ProcessLost(f"the connection broke: {error}") from error
 
     def close(self) -> None:
         """Close the connection, and offer no memory any more."""
@@ -207,7 +208,7 @@ class SendMemory:
         """Send the bytes of all pieces. Raises OSError if the connection is gone."""
         for views in _cut(pieces):
             if self._filled - self._emptied == PARTS:
-                self._await_reports(connection, PARTS)
+                self._emptied += _receive_reports(connection, PARTS)
             _copy(self._memory, self._filled % PARTS * PART, views, out=False)
             self._filled += 1
             connection.sendall(_REPORT)
@@ -215,10 +216,7 @@ class SendMemory:
     def finish(self, connection: socket.socket) -> None:
         """Wait until the other side has copied all parts; its next message comes behind that."""
         while self._filled != self._emptied:
-            self._await_reports(connection, self._filled - self._emptied)
-
-    def _await_reports(self, connection: socket.socket, limit: int) -> None:
-        self._emptied += _receive_reports(connection, limit)
+            self._emptied += _receive_reports(connection, self._filled - self._emptied)
 
 
 class ReceiveMemory:

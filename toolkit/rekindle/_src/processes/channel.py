@@ -2,7 +2,7 @@
 
     header    kind, length and number of the message      16 bytes
     its mark  HMAC of the header                           16 bytes
-    content   `length` bytes, at most `LIMITS[kind]`
+    content   `length` bytes, at most `kind.limit`
     mark      HMAC of header and content                   32 bytes
 
 Each direction has a key of its own, which the greeting derives from the shared secret and from random numbers of both
@@ -44,7 +44,7 @@ import hmac
 import socket
 import struct
 import threading
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from rekindle.errors import ProcessLost
 
@@ -55,98 +55,63 @@ _KIB, _MIB = 1 << 10, 1 << 20
 
 
 class Kind(enum.IntEnum):
-    """The kind of a message; its number is part of the protocol."""
+    """The kind of a message: its number, which is part of the protocol, and the most bytes of its content.
 
-    PING = 1
-    CLOSE = 2
-    FAILED = 3
-    WELCOME = 4
-    FACTS = 5
-    AGREED = 6
-    LOADED = 7
-    PREPARE = 8
-    READY = 9
-    STEP = 10
-    CHOOSE = 11
-    ADMIT = 12
-    GATHER = 13
-    SCATTER = 14
-    RENEW = 15
-    DONE = 16
-    LOAD_WEIGHTS = 17
-    WEIGHTS = 18
-    TAKE_WEIGHTS = 19
-    DROP_WEIGHTS = 20
-    IDENTITY = 21
-    LIST = 22
-    LISTED = 23
-    WANT = 24
-    PAGES = 25
-    SENT = 26
-    MAPPED = 27
-    COLLECT = 28
-    KEEP = 29
-    DROP = 30
-    FETCH = 31
-    PART = 32
-    READ = 33
-    HAVE = 34
-    STORE = 35
-    FORGET = 36
-    COPY = 37
+    Nothing is allocated for a longer one.
+    """
 
+    limit: int
 
-# Bytes of a message's content. Nothing is allocated for a longer one.
-LIMITS = {
-    Kind.PING: 0,
-    Kind.CLOSE: 0,
-    Kind.FAILED: 64 * _KIB,
-    Kind.WELCOME: _MIB,
-    Kind.FACTS: _MIB,
-    Kind.AGREED: _MIB,
-    Kind.LOADED: 0,
-    Kind.PREPARE: 64,
-    Kind.READY: 64 * _KIB,
-    Kind.STEP: 64 * _MIB,
-    Kind.CHOOSE: 64 * _MIB,
-    Kind.ADMIT: 16 * _MIB,
-    Kind.GATHER: _KIB,
-    Kind.SCATTER: _KIB,
-    Kind.RENEW: 0,
-    Kind.DONE: 16,
-    Kind.LOAD_WEIGHTS: 64 * _KIB,
-    Kind.WEIGHTS: 64 * _KIB,
-    Kind.TAKE_WEIGHTS: 0,
-    Kind.DROP_WEIGHTS: 0,
-    Kind.IDENTITY: 64 * _KIB,
-    Kind.LIST: 8,
-    Kind.LISTED: 64 * _MIB,
-    Kind.WANT: 4 * _MIB,
-    Kind.PAGES: _MIB,
-    Kind.SENT: 0,
-    Kind.MAPPED: 0,
-    Kind.COLLECT: _KIB,
-    Kind.KEEP: 1 << 30,
-    Kind.DROP: _MIB,
-    Kind.FETCH: 64,
-    Kind.PART: 1 << 30,
-    Kind.READ: 64 * _MIB,
-    Kind.HAVE: 64 * _MIB,
-    Kind.STORE: 64 * _MIB,
-    Kind.FORGET: 0,
-    Kind.COPY: _KIB,
-}
+    def __new__(cls, number: int, limit: int = 0) -> Self:
+        kind = int.__new__(cls, number)
+        kind._value_, kind.limit = number, limit
+        return kind
+
+    PING = 1, 0
+    CLOSE = 2, 0
+    FAILED = 3, 64 * _KIB
+    WELCOME = 4, _MIB
+    FACTS = 5, _MIB
+    AGREED = 6, _MIB
+    LOADED = 7, 0
+    PREPARE = 8, 64
+    READY = 9, 64 * _KIB
+    STEP = 10, 64 * _MIB
+    CHOOSE = 11, 64 * _MIB
+    ADMIT = 12, 16 * _MIB
+    GATHER = 13, _KIB
+    SCATTER = 14, _KIB
+    RENEW = 15, 0
+    DONE = 16, 16
+    LOAD_WEIGHTS = 17, 64 * _KIB
+    WEIGHTS = 18, 64 * _KIB
+    TAKE_WEIGHTS = 19, 0
+    DROP_WEIGHTS = 20, 0
+    IDENTITY = 21, 64 * _KIB
+    LIST = 22, 8
+    LISTED = 23, 64 * _MIB
+    WANT = 24, 4 * _MIB
+    PAGES = 25, _MIB
+    SENT = 26, 0
+    MAPPED = 27, 0
+    COLLECT = 28, _KIB
+    KEEP = 29, 1 << 30
+    DROP = 30, _MIB
+    FETCH = 31, 64
+    PART = 32, 1 << 30
+    READ = 33, 64 * _MIB
+    HAVE = 34, 64 * _MIB
+    STORE = 35, 64 * _MIB
+    FORGET = 36, 0
+    COPY = 37, _KIB
 
 
 class Keys(NamedTuple):
-    """The keys of one side of a connection."""
-
     sending: bytes
     receiving: bytes
 
 
 def mark(key: bytes, *parts: bytes | memoryview) -> bytes:
-    """Return the HMAC-SHA-256 of the parts together."""
     if len(parts) == 1:
         return hmac.digest(key, parts[0], "sha256")
     code = hmac.new(key, digestmod="sha256")
@@ -182,8 +147,8 @@ class Channel:
                 self._sending.release()
 
     def _send(self, kind: Kind, content: bytes) -> None:
-        if len(content) > LIMITS[kind]:
-            raise ProcessLost(f"a {kind.name} message of {len(content):,} bytes is longer than {LIMITS[kind]:,}")
+        if len(content) > kind.limit:
+            raise ProcessLost(f"a {kind.name} message of {len(content):,} bytes is longer than {kind.limit:,}")
         header = _HEADER.pack(kind, len(content), self._sent)
         before, after = header + mark(self._keys.sending, header)[:_SHORT], mark(self._keys.sending, header, content)
         try:
@@ -215,8 +180,8 @@ class Channel:
             kind = Kind(number)
         except ValueError:
             raise ProcessLost(f"a message of the unknown kind {number} came") from None
-        if length > LIMITS[kind]:
-            raise ProcessLost(f"a {kind.name} message of {length:,} bytes came, {LIMITS[kind]:,} are allowed")
+        if length > kind.limit:
+            raise ProcessLost(f"a {kind.name} message of {length:,} bytes came, {kind.limit:,} are allowed")
         rest = self._exactly(length + _MARK)
         content = bytes(rest[:length])
         if not hmac.compare_digest(mark(self._keys.receiving, header, content), rest[length:]):

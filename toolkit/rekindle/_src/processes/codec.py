@@ -62,11 +62,9 @@ class Reader:
 
     @property
     def at(self) -> int:
-        """Number of bytes that were read."""
         return self._at
 
     def take(self, count: int) -> bytes:
-        """Read the next `count` bytes."""
         if count > len(self._content) - self._at:
             raise ProcessLost(f"a message ends after {len(self._content)} bytes, within a part of {count}")
         self._at += count
@@ -83,9 +81,8 @@ class Reader:
             raise ProcessLost(f"a message has {count} integers of width {number} where at most {most} belong")
         values = np.frombuffer(self.take(count * _TYPES[number].itemsize), _TYPES[number]).astype(np.int32)
         if below is not None and count and not (values.min() >= 0 and values.max() < below):
-            raise ProcessLost(
-                f"a message has integers from {values.min()} to {values.max()}, they have to be below {below}"
-            )
+            bounds = f"from {values.min()} to {values.max()}"
+            raise ProcessLost(f"a message has integers {bounds}, they have to be below {below}")
         return values
 
     def zipped(self, dtype: np.dtype[np.generic] | type[np.generic], shape: tuple[int, ...]) -> NDArray[np.generic]:
@@ -138,7 +135,6 @@ class StepCodec:
         self._lengths, self._flags = np.zeros(slots + 1, np.int32), np.zeros(slots + 1, np.int32)
 
     def encode(self, layout: Layout, ints: Ints, floats: NDArray[np.float32]) -> bytes:
-        """Encode a packed upload."""
         parts = sections(layout, ints)
         lengths = parts.varying[:, 1]
         decode, prefills = (int(np.count_nonzero(part)) for part in (lengths[: layout.rows], lengths[layout.rows :]))
@@ -306,9 +302,8 @@ class CallCodec:
 
     def admit(self, ints: np.ndarray, floats: np.ndarray) -> bytes:
         used = int(np.flatnonzero(ints != NOWHERE).max(initial=-1)) + 1
-        return (
-            _COUNT.pack(used) + zipped(ints[:used].astype("<i4", copy=False)) + zipped(floats.astype("<f4", copy=False))
-        )
+        content = zipped(ints[:used].astype("<i4", copy=False)) + zipped(floats.astype("<f4", copy=False))
+        return _COUNT.pack(used) + content
 
     def read_admit(self, content: bytes) -> tuple[np.ndarray, np.ndarray]:
         reader = Reader(content)
@@ -392,7 +387,6 @@ class CallCodec:
         return key, content[1 + length :]
 
     def program(self, name: bytes) -> Key:
-        """Return the program of this name."""
         try:
             return self._names[name]
         except KeyError:

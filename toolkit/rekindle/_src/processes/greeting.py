@@ -97,9 +97,8 @@ def checked_secret(text: str | None) -> bytes:
     if text is None:
         return secret()
     if not isinstance(text, str) or len(text) < SHORTEST_SECRET:
-        raise ConfigError(
-            "secret", "a secret", f"is no text of at least {SHORTEST_SECRET} characters", "Use secrets.token_hex(32)"
-        )
+        problem = f"is no text of at least {SHORTEST_SECRET} characters"
+        raise ConfigError("secret", "a secret", problem, "Use secrets.token_hex(32)")
     return text.encode()
 
 
@@ -112,11 +111,8 @@ def lead(
     _send(connection, MAGIC + leader_random)
     message = bytes(exactly(connection, len(MAGIC) + _RANDOM + _PLACE.size + _PROOF))
     greeting, proof = message[:-_PROOF], message[-_PROOF:]
-    follower_random, claimed = (
-        greeting[len(MAGIC) : len(MAGIC) + _RANDOM],
-        Place(*_PLACE.unpack(greeting[-_PLACE.size :])),
-    )
-    answer = Answer.WELCOME
+    follower_random = greeting[len(MAGIC) : len(MAGIC) + _RANDOM]
+    claimed, answer = Place(*_PLACE.unpack(greeting[-_PLACE.size :])), Answer.WELCOME
     if not (greeting.startswith(MAGIC) and hmac.compare_digest(proof, mark(key, b"follower", leader_random, greeting))):
         answer = Answer.SECRET
     elif claimed.processes != place.processes or not 0 < claimed.process < place.processes:
@@ -127,7 +123,8 @@ def lead(
         _send(connection, bytes([answer]))
         raise ProcessRefused(f"a process was refused: {_REFUSALS[answer]}")
     _send(connection, bytes([answer]) + mark(key, b"leader", leader_random, greeting))
-    return claimed.process, Channel(connection, _keys(key, leader_random, follower_random, leads=True), silence=silence)
+    keys = _keys(key, b"leader", b"follower", leader_random, follower_random)
+    return claimed.process, Channel(connection, keys, silence=silence)
 
 
 def follow(connection: socket.socket, key: bytes, place: Place, *, silence: float) -> Channel:
@@ -147,7 +144,8 @@ def follow(connection: socket.socket, key: bytes, place: Place, *, silence: floa
         raise ProcessRefused(f"the leader refused: {_WORDS[Answer(answer)] if known else f'answer {answer}'}")
     if not hmac.compare_digest(exactly(connection, _PROOF), mark(key, b"leader", leader_random, greeting)):
         raise ProcessRefused(f"the leader does not know the secret. Give all processes the same {SECRET}")
-    return Channel(connection, _keys(key, leader_random, follower_random, leads=False), silence=silence)
+    keys = _keys(key, b"follower", b"leader", leader_random, follower_random)
+    return Channel(connection, keys, silence=silence)
 
 
 def listen(connection: socket.socket, secret: bytes) -> Keys:
@@ -157,17 +155,12 @@ def listen(connection: socket.socket, secret: bytes) -> Keys:
     _send(connection, PAGES_MAGIC + listener_random)
     message = bytes(exactly(connection, len(PAGES_MAGIC) + _RANDOM + _PROOF))
     caller_random, proof = message[len(PAGES_MAGIC) : -_PROOF], message[-_PROOF:]
-    if not (
-        message.startswith(PAGES_MAGIC)
-        and hmac.compare_digest(proof, mark(secret, b"caller", listener_random, caller_random))
-    ):
+    expected = mark(secret, b"caller", listener_random, caller_random)
+    if not (message.startswith(PAGES_MAGIC) and hmac.compare_digest(proof, expected)):
         _send(connection, bytes([0]) + bytes(_PROOF))
         raise ProcessRefused("a process was refused that does not know the secret")
     _send(connection, bytes([1]) + mark(secret, b"listener", listener_random, caller_random))
-    return Keys(
-        mark(secret, b"to the caller", listener_random, caller_random),
-        mark(secret, b"to the listener", listener_random, caller_random),
-    )
+    return _keys(secret, b"listener", b"caller", listener_random, caller_random)
 
 
 def call(connection: socket.socket, secret: bytes) -> Keys:
@@ -186,10 +179,7 @@ def call(connection: socket.socket, secret: bytes) -> Keys:
         raise ProcessRefused("it has another secret. Give both sessions the same one")
     if not hmac.compare_digest(answer[1:], mark(secret, b"listener", listener_random, caller_random)):
         raise ProcessRefused("what answers there does not know the secret. Give both sessions the same one")
-    return Keys(
-        mark(secret, b"to the listener", listener_random, caller_random),
-        mark(secret, b"to the caller", listener_random, caller_random),
-    )
+    return _keys(secret, b"caller", b"listener", listener_random, caller_random)
 
 
 def _send(connection: socket.socket, content: bytes) -> None:
@@ -199,9 +189,8 @@ def _send(connection: socket.socket, content: bytes) -> None:
         raise ProcessLost(f"the connection broke: {error}") from error
 
 
-def _keys(key: bytes, leader: bytes, follower: bytes, *, leads: bool) -> Keys:
-    out, back = mark(key, b"to the follower", leader, follower), mark(key, b"to the leader", leader, follower)
-    return Keys(out, back) if leads else Keys(back, out)
+def _keys(key: bytes, own: bytes, other: bytes, *randoms: bytes) -> Keys:
+    return Keys(mark(key, b"to the " + other, *randoms), mark(key, b"to the " + own, *randoms))
 
 
 _OF_CPUS = ("cpu", "threads", "machine")  # facts on which programs for a CPU depend

@@ -30,11 +30,9 @@ class OtherProcesses(Recorder):
         """Wait until all others have their weights. `say` is called with what is waited for."""
 
     def host(self, budget: int) -> HostTier:
-        """Return the tier of host memory."""
         return HostTier(budget)
 
     def disk(self, folder: Path, budget: int, identity: Identity) -> DiskTier:
-        """Return the disk tier."""
         return DiskTier(folder, budget, identity)
 
     def load_weights(self, weights: Any, load: Callable[[], str]) -> None:

@@ -37,8 +37,6 @@ COLLECTED_BYTES = 128 << 20  # of pages that were read from the devices and not 
 
 
 class LoadedWeights(NamedTuple):
-    """Weights on this process's devices."""
-
     leaves: Sequence[Any]
     fingerprint: str
     delete: Callable[[], None]
@@ -246,7 +244,6 @@ class KeptPages:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in host memory."""
         return self._host.nbytes
 
     # -- host memory
@@ -352,9 +349,8 @@ class KeptPages:
         total = sum(size(part) for _, part in pairs)
         try:
             if disk.room(total) < total:
-                disk.log_once(
-                    "full", f"disk_memory of {disk.budget >> 20} MiB is full; newer parts of pages are not saved"
-                )
+                size_of_disk = f"disk_memory of {disk.budget >> 20} MiB"
+                disk.log_once("full", f"{size_of_disk} is full; newer parts of pages are not saved")
             else:
                 disk.write(pairs)
         except (OSError, StoreError) as error:

@@ -25,7 +25,7 @@ from rekindle._src.kvcache.persist.identity import Identity
 from rekindle._src.kvcache.persist.segment import Page
 from rekindle._src.kvcache.tiers.disk import DividedDiskTier
 from rekindle._src.kvcache.tiers.host import DividedHostTier
-from rekindle._src.processes.channel import LIMITS, Channel, Kind
+from rekindle._src.processes.channel import Channel, Kind
 from rekindle._src.processes.codec import DONE, CallCodec, checksum
 from rekindle._src.processes.greeting import Facts, as_json, compare, decoded, from_json
 from rekindle._src.processes.others import OtherProcesses, Say
@@ -41,7 +41,7 @@ SHORTEST_LOOK, LONGEST_LOOK = 5e-5, 2e-3  # seconds
 PING_SECONDS = 1.0
 CLOSE_SECONDS = 1.0  # for followers to receive the end of the session
 FAILURE_SECONDS = 3.0  # after a failed call, until the loss of a follower is known
-MOST_NAMES = LIMITS[Kind.DROP] // DIGEST_SIZE
+MOST_NAMES = Kind.DROP.limit // DIGEST_SIZE
 MOST_STORED = 1024  # pages of a message that has them written
 
 
@@ -144,8 +144,6 @@ class SharedPages:
 
 
 class Follower:
-    """One follower: its channel and its answers."""
-
     def __init__(self, process: int, channel: Channel) -> None:
         self.process, self.channel = process, channel
         self.answers: dict[Kind, collections.deque[bytes]] = collections.defaultdict(collections.deque)
@@ -168,9 +166,7 @@ class Team(OtherProcesses):
         self._watchers: list[Callable[[BaseException], object]] = []
         self._closing = False
         self._chosen = np.zeros(0, np.int64)  # the rows of the latest step that choose a token
-        self._expected: collections.deque[np.ndarray] = (
-            collections.deque()
-        )  # such rows of every step whose result is not read
+        self._expected = collections.deque[np.ndarray]()  # such rows of every step whose result is not read
         self._everywhere: set[Key] = set()  # programs that are ready in every process
         self._scores: Any = None  # of the guided step whose tokens have not been chosen
         self._steps = 0  # steps whose rows were read here
@@ -189,7 +185,6 @@ class Team(OtherProcesses):
     # -- opening
 
     def welcome(self, session: bytes) -> None:
-        """Send the followers the description of the session."""
         self._broadcast(Kind.WELCOME, session)
 
     @property
@@ -325,9 +320,8 @@ class Team(OtherProcesses):
             elif fingerprint and fields.get("fingerprint") != fingerprint:
                 problems.append(f"process {follower.process} has other weights there")
         if problem is None and problems:
-            problem = CheckpointError(
-                f"{weights} can't be used: {'; '.join(problems)}. Give all processes the same files"
-            )
+            reasons = "; ".join(problems)
+            problem = CheckpointError(f"{weights} can't be used: {reasons}. Give all processes the same files")
         if problem is not None:
             self._broadcast(Kind.DROP_WEIGHTS)
             raise problem
@@ -454,13 +448,11 @@ class Team(OtherProcesses):
             follower.channel.send(kind, content)
         except ProcessLost as error:
             with self._changed:
-                self._changed.wait_for(
-                    lambda: self.lost is not None, 1.0
-                )  # a message from the follower may give the reason
+                # A message from the follower may give the reason.
+                self._changed.wait_for(lambda: self.lost is not None, 1.0)
             if self.lost is None:
-                self._fail_session(
-                    ProcessLost(f"process {follower.process} can't be reached: {error}. Open another session")
-                )
+                problem = f"process {follower.process} can't be reached: {error}"
+                self._fail_session(ProcessLost(f"{problem}. Open another session"))
             assert self.lost is not None
             raise self.lost from error
 

@@ -39,8 +39,6 @@ def _whole(number: object) -> bool:
 
 
 class Demand(NamedTuple):
-    """The demand on a fleet."""
-
     sequences: int  # live ones
     tokens: int  # of prompts without a token yet
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
@@ -58,7 +59,6 @@ class Fleet(RowMapping, Embedding, ScoreRequests, Conversations, Serving):
 
     @classmethod
     def attached(cls, host: Host, front: Front, router: str) -> Self:
-        """Return a fleet over an open host."""
         assert isinstance(front.backend, FleetBackend), "a fleet runs its requests in replicas"
         fleet = cls.__new__(cls)
         fleet._router = router
@@ -133,14 +133,13 @@ class Fleet(RowMapping, Embedding, ScoreRequests, Conversations, Serving):
                 f"leaves none to decode beside {prefill} that prefill",
                 f"Use {prefill + 1} or more",
             )
-        return Once(self._scale, size, _seconds("drain", drain), name="scale")
+        drain = _seconds("drain", drain)
 
-    async def _scale(self, size: Range, drain: float) -> None:
         def change(result: OneShot[None]) -> None:
             self._backend.follow_load(size if size.least < size.most else None)
             self._backend.scale(size.nearest(len(self._backend.staying)), drain, result)
 
-        await self._changed(change)
+        return Once(self._changed, change, name="scale")
 
     def swap_weights(self, weights: str | Path, *, drain: float = 30.0) -> Call[None]:
         """Swap the weights of all replicas for others of the same shapes when awaited, one replica after another.
@@ -158,10 +157,8 @@ class Fleet(RowMapping, Embedding, ScoreRequests, Conversations, Serving):
                 "is in this process, and the replicas are others",
                 "Pass a folder or hub id that all of them can read",
             )
-        return Once(self._swap, absolute(weights), _seconds("drain", drain), name="swap_weights")
-
-    async def _swap(self, weights: str, drain: float) -> None:
-        await self._changed(lambda result: self._backend.swap_weights(weights, drain, result))
+        swap = partial(self._backend.swapping.run, absolute(weights), _seconds("drain", drain))
+        return Once(self._changed, partial(self._backend.run, swap), name="swap_weights")
 
     @property
     def adapters(self) -> tuple[str, ...]:
@@ -182,17 +179,13 @@ class Fleet(RowMapping, Embedding, ScoreRequests, Conversations, Serving):
             sent: Any = absolute(source)
         else:
             sent = {path: np.asarray(array) for path, array in arrays_of(source).items()}
-        return Once(self._load_adapter, name, sent, alpha, name="load_adapter")
+        load = partial(self._backend.adapters.load, name, sent, alpha)
+        return Once(self._changed, partial(self._backend.run, load), name="load_adapter")
 
     def unload_adapter(self, name: str) -> Call[None]:
         """Await it to forget an adapter and its cached pages. Requests that run with it go on."""
-        return Once(self._unload_adapter, name, name="unload_adapter")
-
-    async def _load_adapter(self, name: str, source: Any, alpha: float | None) -> None:
-        await self._changed(lambda result: self._backend.load_adapter(name, source, alpha, result))
-
-    async def _unload_adapter(self, name: str) -> None:
-        await self._changed(lambda result: self._backend.unload_adapter(name, result))
+        unload = partial(self._backend.adapters.unload, name)
+        return Once(self._changed, partial(self._backend.run, unload), name="unload_adapter")
 
     async def _changed(self, change: Callable[[OneShot[None]], object]) -> None:
         """Begin a change on the fleet's loop, and wait for its end."""
@@ -324,21 +317,7 @@ def fleet(
     check_options(options)
     named = named_changes(steering)
     sent = {**options, "steering": named} if named else options
-    return _opening(str(model), router, parts_of, resources, sent, size)
-
-
-def shared_fleet(
-    model: str,
-    name: str,
-    *,
-    roles: Sequence[Role],
-    router: RouterName,
-    resources: Mapping[str, Any] | None,
-    options: Mapping[str, Any],
-    size: Range | None = None,
-) -> FleetOpening:
-    """Return a fleet over replicas shared by all fleets of this name in the cluster. They end when unused."""
-    return _opening(model, router, roles, resources, options, size, shared=name)
+    return fleet_of(str(model), router, parts_of, resources, sent, size)
 
 
 def roles_and_range(
@@ -365,7 +344,7 @@ def check_options(options: Mapping[str, Any]) -> None:
     EngineConfig.of({**options, "coordinator": "127.0.0.1:1"})
 
 
-def _opening(
+def fleet_of(
     model: str,
     router: RouterName,
     roles: Sequence[Role],
@@ -374,6 +353,7 @@ def _opening(
     size: Range | None,
     shared: str | None = None,
 ) -> FleetOpening:
+    """Return a fleet that is not open yet. All fleets of the cluster that share a name have the same replicas."""
     folder = absolute(model)  # now: the working directory may be another one when it is awaited
     plain = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
 

@@ -85,23 +85,14 @@ class FleetBackend(Routes):
 
         self.places = replicas * self.info.places
         self._resize(self.places)
-        self._start(partial(_run_for_caller, end, result))
+        self.run(end, result)
 
-    def swap_weights(self, name: str, drain: float, result: OneShot[None]) -> None:
-        """Swap the weights of all replicas, one after another. `result` is filled when all have them."""
-        self._start(partial(_run_for_caller, partial(self.swapping.run, name, drain), result))
-
-    def load_adapter(self, name: str, source: Any, alpha: float | None, result: OneShot[None]) -> None:
-        """Load an adapter in all replicas. `result` is filled when all have it."""
-        self._start(partial(_run_for_caller, partial(self.adapters.load, name, source, alpha), result))
-
-    def unload_adapter(self, name: str, result: OneShot[None]) -> None:
-        """Forget an adapter. `result` is filled at once: requests may still have it."""
-        self._start(partial(_run_for_caller, partial(self.adapters.unload, name), result))
+    def run(self, job: Callable[[], Awaitable[None]], result: OneShot[None]) -> None:
+        """Run a job, such as a swap. `result` is filled at its end, or with its error."""
+        self._start(partial(_run_for_caller, job, result))
 
     @property
     def staying(self) -> list[Link]:
-        """The replicas that are not ending."""
         lasting = (ReplicaState.OPENING, ReplicaState.READY, ReplicaState.SWAPPING)
         return [link for link in self.replicas.values() if link.state in lasting]
 
@@ -152,7 +143,6 @@ class FleetBackend(Routes):
         self._resize = resize
 
     def close(self) -> None:
-        """End the replicas."""
         self._close()
 
     async def serve(
@@ -260,7 +250,6 @@ class FleetAdapters:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names that requests may use."""
         return tuple(self._remote)
 
     def find(self, value: str | Mapping[str, float]) -> tuple[AdapterLike, tuple[str, ...]]:

@@ -38,8 +38,6 @@ GROWING = (
 
 
 class ReplicaState(enum.StrEnum):
-    """The state of a replica."""
-
     OPENING = "opening"  # its process starts, or its session is being opened
     READY = "ready"
     SWAPPING = "swapping"  # takes no requests until it has other weights

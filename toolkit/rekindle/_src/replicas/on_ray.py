@@ -92,8 +92,6 @@ class Actor(Replica):
 
 
 class RayConnection:
-    """A fleet's connection to one actor."""
-
     def __init__(self, name: str, actor: Any, role: Role, *, shared: bool = False, placement: Any = None) -> None:
         self._name, self._actor, self._role, self._shared, self._placement = name, actor, role, shared, placement
         self._info: ReplicaInfo | None = None
@@ -111,7 +109,6 @@ class RayConnection:
         return info
 
     def opening(self) -> Any:
-        """Return a reference to the result of `open`."""
         return self._actor.open.remote()
 
     async def warm(self, addresses: tuple[PageAddress, ...]) -> int:
@@ -173,7 +170,6 @@ def _is_ours(pid: int) -> bool:
 
 
 def cause_of(error: Any) -> BaseException:
-    """Return the exception that an actor's method raised."""
     cause = getattr(error, "cause", None)
     return cause if isinstance(cause, BaseException) else error
 
@@ -467,7 +463,6 @@ def _leave() -> None:
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """Let Ray log errors only."""
     log = logging.getLogger("ray")
     level = log.level
     log.setLevel(logging.ERROR)

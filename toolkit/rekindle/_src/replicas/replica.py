@@ -212,7 +212,6 @@ class Replica:
         await self._session.swap_weights(weights)
 
     async def load_adapter(self, entry: AdapterSource) -> None:
-        """Load an adapter."""
         await self._session.load_adapter(entry.name, entry.source, alpha=entry.alpha)
 
     async def unload_adapter(self, name: str) -> None:
@@ -233,7 +232,6 @@ class Replica:
 
 
 def _with_adapter(front: Front, request: Request) -> Request:
-    """Return the request with the adapter that its option means here."""
     value = request.sampling.adapter
     assert value is not None, "it has one"
     if front.adapters is None:
@@ -289,7 +287,6 @@ class Box:
         self._sent_at = 0.0
 
     def put(self, news: News) -> None:
-        """Add the news of a sequence."""
         request_id = news.event.request_id
         with self._lock:
             first, earlier = not self._pending, self._pending.get(request_id)
@@ -321,7 +318,6 @@ def sendable(event: TokenEvent) -> TokenEvent:
 
 
 def failed(request_id: str, error: BaseException) -> TokenEvent:
-    """Return the event for a sequence that ended by an error."""
     return TokenEvent(request_id, finish_reason=FinishReason.FAILED, error=_plain(error))
 
 
@@ -376,7 +372,6 @@ class Pulls:
         self._held = 0  # bytes of pulled pages in host memory that no request has used yet
 
     def figures(self) -> dict[str, int]:
-        """Return the figures for the fleet's statistics."""
         return {"pulled_pages": self.pages, "pulled_bytes": self.bytes, "failed_pulls": self.failed}
 
     def pull_first(self, request: Request, address: PageAddress, then: Then) -> None:

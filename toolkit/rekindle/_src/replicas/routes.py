@@ -133,8 +133,6 @@ class Death(NamedTuple):
 
 
 class Counts:
-    """Counts since the fleet was opened."""
-
     def __init__(self) -> None:
         self.moved = 0  # sequences that went on elsewhere
         self.lost = 0  # deaths of replicas
@@ -179,16 +177,13 @@ class Routes:
 
     @property
     def waiting(self) -> int:
-        """Sequences without a replica."""
         return len(self._backlog)
 
     @property
     def demand(self) -> Demand:
         """The demand that the number of replicas follows."""
-        prompt_lengths = (
-            live.request.prompt_length for live in self._by_id.values() if not live.generated and not live.scored
-        )
-        return Demand(len(self._by_id), sum(prompt_lengths))
+        fresh = (live for live in self._by_id.values() if not live.generated and not live.scored)
+        return Demand(len(self._by_id), sum(live.request.prompt_length for live in fresh))
 
     def submit(self, request: Request) -> None:
         """Send a request to a replica, or queue it until one has room."""
@@ -208,7 +203,6 @@ class Routes:
         return self._latest_keys[1]
 
     def abort(self, request_id: str) -> None:
-        """End a request that was cancelled."""
         self.finish(request_id, FinishReason.ABORTED)
 
     def finish(self, request_id: str, reason: FinishReason) -> None:
@@ -230,7 +224,6 @@ class Routes:
     # Called by links.
 
     def inside(self, name: str) -> int:
-        """Return the number of sequences on a replica."""
         return self._inside.get(name, 0)
 
     def arrived(self, link: LinkLike, news: Iterable[News]) -> None:
@@ -318,7 +311,6 @@ class Routes:
         })  # fmt: skip
 
     def evict(self, link: LinkLike, why: str, *, tell: bool = False) -> None:
-        """Move all requests of a replica."""
         moved = [live for live in self._by_wire.values() if live.link is link]
         for live in reversed(moved):
             self._leave(live, tell=tell)
@@ -383,9 +375,8 @@ class Routes:
             excess = self.inside(link.name) - max(share, link.rows)
             if link is to or excess <= 0:
                 continue
-            queued = [
-                live for live in self._by_wire.values() if live.link is link and not (live.generated or live.scored)
-            ]
+            there = (live for live in self._by_wire.values() if live.link is link)
+            queued = [live for live in there if not (live.generated or live.scored)]
             surplus += queued[-excess:]  # the latest ones
         for live in surplus:
             self._leave(live, tell=True)
@@ -406,9 +397,8 @@ class Routes:
         live.first = role == "prefill"
         live.wire = f"{self.sender}/{live.request.id}/{self._number}"
         link = self.links[route.name]
-        message = encode(
-            live.resumed(live.wire), None if live.pages == link.pages else live.pages, own_call=bool(live.deaths)
-        )
+        pages = None if live.pages == link.pages else live.pages
+        message = encode(live.resumed(live.wire), pages, own_call=bool(live.deaths))
         live.link, live.sent, live.proven = link, time.perf_counter(), False
         if live.suspect:
             self._tried[link.name] = live

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args
 
 from rekindle.errors import ConfigError
@@ -37,8 +37,6 @@ class Keys(NamedTuple):
 
 
 class Load(NamedTuple):
-    """The load of a replica."""
-
     name: str
     running: int  # sequences that were sent to it and have not ended
     places: int  # sequences that it has room for
@@ -74,15 +72,13 @@ def rendezvous(key: bytes, names: Iterable[str]) -> list[str]:
     return sorted(names, key=weight)
 
 
-def most(loads: Sequence[Load], bound: float = BOUND, least: int = LEAST) -> int:
+def most(loads: Sequence[Load]) -> int:
     """Return affinity's limit on a replica's requests, including the next one."""
     total = 1 + sum(load.running for load in loads)
-    return max(least, math.ceil(bound * total / len(loads)))
+    return max(LEAST, math.ceil(BOUND * total / len(loads)))
 
 
-def affinity(
-    keys: Keys, loads: Sequence[Load], *, spread: int | None = None, bound: float = BOUND, least: int = LEAST
-) -> Route | None:
+def affinity(keys: Keys, loads: Sequence[Load], *, spread: int | None = None) -> Route | None:
     """Return the conversation's choice among `spread` replicas of the system prompt, if its load is within the bound.
 
     Otherwise return the next one in the order of the conversation, then of the system prompt.
@@ -93,7 +89,7 @@ def affinity(
     ranked = rendezvous(keys.opening, by_name)
     candidates = ranked[: spread or min(SPREAD, -(-len(loads) // 2))]
     order = [*rendezvous(keys.conversation, candidates), *ranked[len(candidates) :]]
-    limit = most(loads, bound, least)
+    limit = most(loads)
     for place, name in enumerate(order):
         load = by_name[name]
         if load.running < limit and not load.full:
@@ -101,9 +97,8 @@ def affinity(
                 return Route(name, "the conversation's own replica")
             description = "another replica" if place < len(candidates) else "a replica beyond those"
             preferred = by_name[order[0]].running
-            return Route(
-                name, f"{description} of its system prompt: {order[0]} has {preferred} requests and {limit} may be"
-            )
+            why = f"{order[0]} has {preferred} requests and {limit} may be"
+            return Route(name, f"{description} of its system prompt: {why}")
     route = shortest(loads)  # all replicas within the bound are full
     return None if route is None else Route(route.name, "every replica within the bound is full")
 
@@ -126,18 +121,11 @@ def round_robin(last: str, loads: Sequence[Load]) -> Route | None:
     return Route(following[0] if following else names[0], "its turn")
 
 
-class Affinity:
-    """The router `affinity`."""
+class Pure:
+    """A router without state, by its function."""
 
-    def choose(self, keys: Keys, loads: Sequence[Load]) -> Route | None:
-        return affinity(keys, loads)
-
-
-class Shortest:
-    """The router `shortest`."""
-
-    def choose(self, keys: Keys, loads: Sequence[Load]) -> Route | None:
-        return shortest(loads)
+    def __init__(self, choose: Callable[[Keys, Sequence[Load]], Route | None]) -> None:
+        self.choose = choose
 
 
 class RoundRobin:
@@ -157,11 +145,11 @@ def router(name: str) -> Router:
     """Return the router of this name. Raise `ConfigError` for an unknown one."""
     match name:
         case "affinity":
-            return Affinity()
+            return Pure(affinity)
         case "round-robin":
             return RoundRobin()
         case "shortest":
-            return Shortest()
+            return Pure(lambda keys, loads: shortest(loads))
         case _:
             known = ", ".join(map(repr, get_args(RouterName)))
             raise ConfigError("router", name, "is not known", f"Use one of {known}")

@@ -67,8 +67,6 @@ class RemoteGuide:
 
 
 class RemoteGrammar:
-    """A placeholder for a compiled grammar."""
-
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
 

@@ -7,13 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rekindle._src.core.records import Completion, FinishReason, TextDelta
-from rekindle._src.core.reply import (
-    ContentDelta,
-    ReasoningDelta,
-    ToolCallArguments,
-    ToolCallDropped,
-    ToolCallStarted,
-)
+from rekindle._src.core.reply import ContentDelta, ReasoningDelta, ToolCallArguments, ToolCallDropped, ToolCallStarted
+from rekindle._src.serve import generation
 from rekindle._src.serve.chat import call_chat, calls_options, events_of
 from rekindle._src.serve.errors import Refused, missing, wrong
 from rekindle._src.serve.exchange import Exchange, dumps
@@ -29,15 +24,6 @@ from rekindle._src.serve.fields import (
     ignored,
     refused,
     whole,
-)
-from rekindle._src.serve.generation import (
-    encode_text,
-    follow,
-    format_options,
-    model_of,
-    sampling_options,
-    submit,
-    wait_all,
 )
 from rekindle._src.serve.life import CHARACTERS_PER_TOKEN
 from rekindle._src.serve.openai_fields import MOST, MOST_MESSAGES, OBJECT, SAMPLING_BY_NAME
@@ -114,20 +100,19 @@ class Anthropic:
 
 
 def event(name: str, data: Mapping[str, Any]) -> str:
-    """Return a server-sent event with a name."""
     return f"event: {name}\ndata: {dumps({'type': name, **data})}\n\n"
 
 
 async def messages(exchange: Exchange, fields: dict[str, Any]) -> None:
-    """Answer a request for a message."""
-    served, session = model_of(exchange, fields)
-    options: dict[str, Any] = sampling_options(fields, session)
+    served, session = generation.model_of(exchange, fields)
+    options: dict[str, Any] = generation.sampling_options(fields, session)
     options["max_tokens"] = fields["max_tokens"]
     if fields.get("stop_sequences"):
         options["stop"] = fields["stop_sequences"]
     output = fields.get("output_config") or {}
     format = output.get("format") or fields.get("output_format") or {"type": "text"}
-    structure, names = format_options(format, "output_config.format" if "format" in output else "output_format")
+    path = "output_config.format" if "format" in output else "output_format"
+    structure, names = generation.format_options(format, path)
     exchange.names = {**exchange.names, **names, "prompt": "messages"}
     template = template_options(fields)
     parallel = not (fields.get("tool_choice") or {}).get("disable_parallel_tool_use", False)
@@ -135,9 +120,9 @@ async def messages(exchange: Exchange, fields: dict[str, Any]) -> None:
     tokens = exchange.size // CHARACTERS_PER_TOKEN + 1
     with exchange.takes_on(tokens) as active:
         handle = await exchange.run(lambda: call_chat(session.chat, messages_of(fields), {**options, **template}))
-        submit(exchange, active, [handle])
+        generation.submit(exchange, active, [handle])
         if not fields.get("stream"):
-            ((completion,),) = await wait_all(exchange, active, [handle])
+            ((completion,),) = await generation.wait_all(exchange, active, [handle])
             await exchange.reply(_message(exchange, served.name, completion, parallel=parallel))
             return
         stream = _Stream(exchange, served.name, parallel=parallel)
@@ -147,20 +132,20 @@ async def messages(exchange: Exchange, fields: dict[str, Any]) -> None:
             stream.take(delta)
             await stream.flush()
 
-        ((completion,),) = await follow(exchange, active, [handle], write)
+        ((completion,),) = await generation.follow(exchange, active, [handle], write)
         stream.end(completion)
         await stream.flush()
 
 
 async def count_tokens(exchange: Exchange, fields: dict[str, Any]) -> None:
     """Answer with the number of tokens of a conversation."""
-    _, session = model_of(exchange, fields)
+    _, session = generation.model_of(exchange, fields)
     template = template_options(fields)
     template.pop("tool_choice", None)
 
     def count() -> int:
         text = call_chat(session.render, messages_of(fields), template)
-        return len(encode_text(session, text, add_special_tokens=False, param="messages"))
+        return len(generation.encode_text(session, text, add_special_tokens=False, param="messages"))
 
     await exchange.reply({"input_tokens": await exchange.run_in_turn(count)})
 
@@ -182,7 +167,6 @@ def messages_of(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def tools_of(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the tools in the form of OpenAI's API."""
     tools = []
     for index, tool in enumerate(fields.get("tools") or ()):
         if tool.get("type") not in (None, "custom"):
@@ -219,9 +203,8 @@ def _assistant(blocks: Sequence[Mapping[str, Any]], path: str) -> dict[str, Any]
         elif block["type"] == "tool_use":
             for name, kind in (("id", str), ("name", str), ("input", Mapping)):
                 if not isinstance(block.get(name), kind):
-                    raise wrong(
-                        f"{block_path}.{name}", block.get(name), "is missing or of a wrong type", "Pass the call"
-                    )
+                    problem = "is missing or of a wrong type"
+                    raise wrong(f"{block_path}.{name}", block.get(name), problem, "Pass the call")
             function = {"name": block["name"], "arguments": dict(block["input"])}
             calls.append({"id": block["id"], "type": "function", "function": function})
         elif block["type"] != "redacted_thinking":
@@ -334,7 +317,6 @@ class _Stream:
         self._open = ""  # the kind of the open block
 
     def begin(self, prompt_tokens: int) -> None:
-        """Write the start of the message, once."""
         if self._begun:
             return
         self._begun = True
@@ -343,7 +325,6 @@ class _Stream:
         self._out.append(event("message_start", {"message": {**_envelope(self._exchange, self._model), **fields}}))
 
     def take(self, delta: TextDelta) -> None:
-        """Write the events of a delta."""
         for part in events_of(delta, parallel=self._parallel):
             match part:
                 case ContentDelta(text) | ToolCallDropped(_, text):
@@ -374,7 +355,6 @@ class _Stream:
             self._open = ""
 
     def end(self, completion: Completion) -> None:
-        """Write the end of the message."""
         if self._index < 0:
             self._block("text", {"type": "text", "text": ""})
         self._close()
@@ -382,7 +362,6 @@ class _Stream:
         self._out.append(event("message_stop", {}))
 
     async def flush(self) -> None:
-        """Send the written events."""
         if self._out:
             data, self._out = "".join(self._out), []
             await self._exchange.emit(data.encode())

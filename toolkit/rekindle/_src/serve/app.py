@@ -139,22 +139,16 @@ def app(
     posts = (*POSTS, *LOADING) if adapter_loading else POSTS
     dialects = {endpoint.path: dialect for endpoint, _, dialect in posts}
 
-    async def http_error(scope: Any, receive: Any, send: Any, status: int) -> None:
-        exchange = Exchange(service, scope, send)
-        path = scope["path"]
-        refused = info.not_found(path)
-        if status != 404:
-            method = "POST" if path in dialects else "GET"
-            message = f"{scope['method']} is not possible for {path[:200]!r}. Use {method}"
-            refused = Refused(status, message, code="not_allowed")
-        await exchange.fail(refused, OpenAI())
-        service.metrics.http("other", status)
-
-    async def on_http_error(request: Any, error: Exception) -> Any:
-        assert isinstance(error, HTTPException)
-
+    async def on_http_error(request: Any, error: Any) -> Any:
         async def respond(scope: Any, receive: Any, send: Any) -> None:
-            await http_error(scope, receive, send, error.status_code)
+            path, status = scope["path"], error.status_code
+            refused = info.not_found(path)
+            if status != 404:
+                method = "POST" if path in dialects else "GET"
+                message = f"{scope['method']} is not possible for {path[:200]!r}. Use {method}"
+                refused = Refused(status, message, code="not_allowed")
+            await Exchange(service, scope, send).fail(refused, OpenAI())
+            service.metrics.http("other", status)
 
         return respond
 
@@ -163,9 +157,8 @@ def app(
         for endpoint, handler, dialect in posts
     ]
     keys = Keys(api_key)
-    description = document(
-        [endpoint for endpoint, _, _ in posts], [(path, summary) for path, _, summary in GETS], keys=bool(keys)
-    )
+    summaries = [(path, summary) for path, _, summary in GETS]
+    description = document([endpoint for endpoint, _, _ in posts], summaries, keys=bool(keys))
 
     async def openapi(exchange: Exchange, fields: dict[str, Any]) -> None:
         await exchange.reply(description)
@@ -179,9 +172,8 @@ def app(
     if cors_origins:
         cors = {"allow_origins": list(cors_origins), "allow_methods": ["GET", "POST"], "allow_headers": ["*"]}
         middleware.insert(0, Middleware(CORSMiddleware, **cors))  # type: ignore[arg-type]
-    starlette = Starlette(
-        routes=routes, middleware=middleware, lifespan=lifespan, exception_handlers={HTTPException: on_http_error}
-    )
+    handlers: Any = {HTTPException: on_http_error}
+    starlette = Starlette(routes=routes, middleware=middleware, lifespan=lifespan, exception_handlers=handlers)
     starlette.state.rekindle = service
     return starlette
 

@@ -187,11 +187,7 @@ class BatchRun:
 
     def _resume(self, entry: Entry, offset: int) -> bool:
         name, response = entry.get("id"), entry.get("response")
-        if (
-            not isinstance(name, str)
-            or "custom_id" not in entry
-            or not (response is None or isinstance(response, dict))
-        ):
+        if not isinstance(name, str) or "custom_id" not in entry or not isinstance(response, dict | None):
             return False
         # Failures of the server are retried; a faulty line stays faulty.
         if response is None or response.get("status_code", 500) < 499:

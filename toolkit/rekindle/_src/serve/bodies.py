@@ -38,7 +38,6 @@ class Disconnected(Exception):
 
 
 def header(scope: MutableMapping[str, Any], name: bytes) -> str | None:
-    """Return the value of a request header, or None."""
     return next((value.decode("latin-1") for key, value in scope["headers"] if key == name), None)
 
 
@@ -134,7 +133,6 @@ def _constant(name: str) -> float:
 
 
 def dumps(value: Any) -> str:
-    """Return compact JSON."""
     return "null" if value is None else _encode(value)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -16,25 +15,11 @@ from rekindle._src.core.reply import (
     ToolCallDropped,
     ToolCallStarted,
 )
+from rekindle._src.serve import generation
 from rekindle._src.serve.bodies import Entries, text_of
 from rekindle._src.serve.errors import wrong
-from rekindle._src.serve.exchange import FINGERPRINT, Exchange, dumps
-from rekindle._src.serve.generation import (
-    Chunks,
-    follow,
-    model_of,
-    rest_of_context,
-    sampling_options,
-    stream_options,
-    structure_options,
-    submit,
-    token_members,
-    usage,
-    usage_object,
-    wait_all,
-)
+from rekindle._src.serve.exchange import Exchange, dumps
 from rekindle._src.serve.life import CHARACTERS_PER_TOKEN, Active
-from rekindle._src.serve.logprobs import Shapes
 from rekindle._src.serve.metrics import finish_of
 from rekindle._src.serve.models import HandleLike, SessionLike
 from rekindle.errors import InvalidRequest
@@ -48,23 +33,22 @@ _OF_CHAT = ("reasoning_effort", "documents", "tools", "tool_choice")  # options 
 
 
 async def chat(exchange: Exchange, fields: dict[str, Any]) -> None:
-    """Answer a request for chat completions."""
-    served, session = model_of(exchange, fields)
+    served, session = generation.model_of(exchange, fields)
     exchange.names = {**exchange.names, **NAMES, "max_tokens": _limit_field(fields), "logprobs": "top_logprobs"}
-    structure, names = structure_options(fields)
+    structure, names = generation.structure_options(fields)
     exchange.names |= names
     options = {**chat_options(fields, session), **template_options(exchange, fields), **structure}
-    streaming = stream_options(fields)
+    streaming = generation.stream_options(fields)
     options |= calls_options(fields, parallel=fields.get("parallel_tool_calls", True))
     tokens = exchange.size // CHARACTERS_PER_TOKEN + 1
     with exchange.takes_on(tokens) as active:
         handle = await exchange.run(lambda: call_chat(session.chat, plain_messages(fields["messages"]), options))
-        submit(exchange, active, [handle])
+        generation.submit(exchange, active, [handle])
         writer = _Writer(exchange, fields, served.name, session, handle)
         if fields.get("stream"):
             await writer.stream(active, streaming)
             return
-        completions = await wait_all(exchange, active, [handle])
+        completions = await generation.wait_all(exchange, active, [handle])
         await exchange.reply(await writer.whole(completions))
 
 
@@ -89,9 +73,8 @@ def _limit_field(fields: Mapping[str, Any]) -> str:
 
 
 def chat_options(fields: Mapping[str, Any], session: SessionLike) -> dict[str, Any]:
-    """Return the sampling options of a chat."""
-    options = sampling_options(fields, session)
-    options["max_tokens"] = fields.get(_limit_field(fields), rest_of_context(session))
+    options = generation.sampling_options(fields, session)
+    options["max_tokens"] = fields.get(_limit_field(fields), generation.rest_of_context(session))
     if fields.get("top_logprobs") and not fields.get("logprobs"):
         raise wrong("top_logprobs", fields["top_logprobs"], "is given without logprobs", "Add logprobs: true")
     if fields.get("logprobs"):
@@ -159,13 +142,13 @@ def tool_options(options: Mapping[str, Any]) -> dict[str, Any]:
 _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # part types to members
 
 
-def plain_messages(messages: Sequence[Mapping[str, Any]], field: str = "messages") -> list[dict[str, Any]]:
+def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return copies of the messages with one text each. Refuse parts other than text by name."""
     copies = []
     for index, message in enumerate(messages):
         plain = {name: value for name, value in message.items() if value is not None}
         if isinstance(plain.get("content"), list):
-            plain["content"] = content_text(plain["content"], f"{field}[{index}].content")
+            plain["content"] = content_text(plain["content"], f"messages[{index}].content")
         copies.append(plain)
     return copies
 
@@ -183,28 +166,16 @@ def content_text(parts: Sequence[Mapping[str, Any]], path: str) -> str:
     return "\n".join(lines)
 
 
-class _Writer:
-    """Writes the answer of one request."""
-
+class _Writer(generation.Writer):
     def __init__(
         self, exchange: Exchange, fields: Mapping[str, Any], model: str, session: SessionLike, handle: HandleLike
     ) -> None:
-        self._exchange, self._fields, self._handle, self._session = exchange, fields, handle, session
-        names = exchange.service.token_names(model, session)
-        self._shapes = Shapes(names, as_ids=fields.get("return_tokens_as_token_ids", False))
-        self._common: dict[str, Any] = {
-            "id": f"chatcmpl-{exchange.request_id}",
-            "object": "chat.completion",
-            "created": int(time.time()),
-            "model": model,
-        }
-        self._ids = bool(fields.get("return_token_ids"))
-        self._before = _echoed(fields)
+        super().__init__(exchange, fields, model, session, "chatcmpl", "chat.completion")
+        self._handle, self._before = handle, _echoed(fields)
         self._parallel = fields.get("parallel_tool_calls", True)
         self._reasons = fields.get("include_reasoning", True)
 
     async def whole(self, completions: Sequence[Sequence[Completion]]) -> dict[str, Any]:
-        """Return the answer that is not streamed."""
         (choices,) = completions
 
         def choice_of(completion: Completion) -> dict[str, Any]:
@@ -219,12 +190,7 @@ class _Writer:
                 choice |= {"token_ids": completion.token_ids, "weights_versions": completion.weights_versions}
             return choice
 
-        answer = {
-            **self._common,
-            "choices": Entries(choices, choice_of),
-            "usage": await usage(self._exchange, completions, self._session),
-            "system_fingerprint": FINGERPRINT,
-        }
+        answer = await self._answer(completions, Entries(choices, choice_of))
         if "prompt_logprobs" in self._fields:
             answer["prompt_logprobs"] = self._shapes.prompt(choices[0].prompt_logprobs or ())
         if self._ids:
@@ -243,8 +209,7 @@ class _Writer:
         return message
 
     async def stream(self, active: Active, options: Mapping[str, Any]) -> None:
-        """Write chunks as deltas arrive."""
-        chunks = Chunks({**self._common, "object": "chat.completion.chunk"}, options=options)
+        chunks = generation.Chunks({**self._common, "object": "chat.completion.chunk"}, options=options)
         begun: set[int] = set()
         calls: set[tuple[int, int]] = set()  # pairs of choice and call
         generated = 0
@@ -252,7 +217,8 @@ class _Writer:
         async def write(number: int, delta: TextDelta) -> None:
             nonlocal generated
             generated += len(delta.token_ids)
-            usage_so_far = usage_object(len(self._handle.prompt_token_ids), generated) if chunks.continuous else None
+            prompt = len(self._handle.prompt_token_ids)
+            usage_so_far = generation.usage_object(prompt, generated) if chunks.continuous else None
             parts: list[str] = []
             if delta.index not in begun:
                 content = f'"role":"assistant","content":{dumps(self._before)}'
@@ -262,7 +228,7 @@ class _Writer:
             logprobs = "null"
             if self._fields.get("logprobs"):  # a delta holds many tokens if the client is slow
                 logprobs = await text_of(self._shapes.chat(delta.logprobs))
-            ids = token_members(delta) if self._ids else ""
+            ids = generation.token_members(delta) if self._ids else ""
             contents = self._contents(delta)
             if not contents and (logprobs != "null" or ids) and delta.token_ids:
                 contents = ['"content":""']
@@ -281,15 +247,12 @@ class _Writer:
             if parts:
                 await self._exchange.emit("".join(parts).encode())
 
-        completions = await follow(self._exchange, active, [self._handle], write)
-        await self._exchange.emit(chunks.last(await usage(self._exchange, completions, self._session)).encode())
+        await self._end(chunks, await generation.follow(self._exchange, active, [self._handle], write))
 
     def _contents(self, delta: TextDelta) -> list[str]:
         """Return the `delta` members of the chunks for one delta: one text for each chunk."""
-        if delta.events is None:
-            return [f'"content":{dumps(delta.text)}'] if delta.text else []
         contents = []
-        for event in delta.events:
+        for event in events_of(delta):
             match event:
                 case ContentDelta(text) | ToolCallDropped(_, text):
                     contents.append(f'"content":{dumps(text)}')

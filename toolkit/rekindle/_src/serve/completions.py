@@ -3,57 +3,35 @@
 from __future__ import annotations
 
 import base64
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rekindle._src.core.records import Completion, TextDelta, TokenLogprobs
+from rekindle._src.serve import generation
 from rekindle._src.serve.bodies import Entries, text_of
 from rekindle._src.serve.errors import wrong
-from rekindle._src.serve.exchange import FINGERPRINT, Exchange, dumps
+from rekindle._src.serve.exchange import Exchange, dumps
 from rekindle._src.serve.fields import INT64, Choice, Endpoint, Field, Flag, Text, ignored, refused, whole
-from rekindle._src.serve.generation import (
-    Chunks,
-    follow,
-    model_of,
-    sampling_options,
-    stream_options,
-    structure_options,
-    submit,
-    token_members,
-    usage,
-    usage_object,
-    wait_all,
-)
 from rekindle._src.serve.life import Active, estimate
-from rekindle._src.serve.logprobs import Offset, Shapes
+from rekindle._src.serve.logprobs import Offset
 from rekindle._src.serve.metrics import finish_of
 from rekindle._src.serve.models import HandleLike, SessionLike
-from rekindle._src.serve.openai_fields import PROMPTS, REQUEST_ID
+from rekindle._src.serve.openai_fields import COMPLETIONS, PROMPTS, REQUEST_ID
 
 MAX_TOKENS = 16  # OpenAI's default
 
 _FIRST = 16  # inputs after which a large request no longer counts as waiting
 EMBED_OPTIONS = ("dimensions", "pooling", "normalize", "prompt_name")
+_POOLING = "Of the last layer's hidden states: their mean, the last one or the first; the model's own by default."
 EMBEDDINGS = Endpoint(
     "/v1/embeddings",
     "Embed texts",
     (
-        Field(
-            "input",
-            PROMPTS,
-            "A string, token ids, or a list of strings or of lists of token ids.",
-            option="prompt",
-            required=True,
-        ),
+        Field("input", PROMPTS, COMPLETIONS.by_name["prompt"].doc, option="prompt", required=True),
         Field("model", Text(maximum=512), "The name of a served model; may be left out."),
         Field("encoding_format", Choice(("float", "base64")), "float by default; base64 is of little-endian float32."),
         Field("dimensions", whole(1), "Keep only so many numbers, for models trained for that."),
-        Field(
-            "pooling",
-            Choice(("mean", "last", "cls")),
-            "Of the last layer's hidden states: their mean, the last one or the first; the model's own by default.",
-        ),
+        Field("pooling", Choice(("mean", "last", "cls")), _POOLING),
         Field("normalize", Flag(), "Scale each vector to length 1; true by default, or what the model's files say."),
         Field("prompt_name", Text(maximum=512), "One of the model's own prompts, which comes before each text."),
         Field("priority", INT64, "Smaller is served first, in a session with policy='priority'."),
@@ -65,14 +43,13 @@ EMBEDDINGS = Endpoint(
 
 
 async def completions(exchange: Exchange, fields: dict[str, Any]) -> None:
-    """Answer a request for completions."""
-    served, session = model_of(exchange, fields)
+    served, session = generation.model_of(exchange, fields)
     n, echo = fields.get("n", 1), fields.get("echo", False)
     if fields.get("best_of", n) != n:
         raise wrong("best_of", fields["best_of"], f"is not n, which is {n}", "Remove it: every completion is returned")
-    structure, names = structure_options(fields)
+    structure, names = generation.structure_options(fields)
     exchange.names = {**exchange.names, **names}
-    options = {**sampling_options(fields, session), **structure}
+    options = {**generation.sampling_options(fields, session), **structure}
     options["max_tokens"] = fields.get("max_tokens", MAX_TOKENS)
     if "logprobs" in fields:
         options["logprobs"] = fields["logprobs"]
@@ -80,15 +57,15 @@ async def completions(exchange: Exchange, fields: dict[str, Any]) -> None:
             options["prompt_logprobs"] = max(fields["logprobs"], fields.get("prompt_logprobs", 0))
     prompts = await _tokens(exchange, fields, session)
     _fits(len(prompts) * n, session)
-    streaming = stream_options(fields)
+    streaming = generation.stream_options(fields)
     with exchange.takes_on(estimate(prompts)) as active:
         handles = await exchange.run(lambda: [session.generate(prompt, **options) for prompt in prompts])
-        submit(exchange, active, handles)  # if the queue has no room for one, all of them are refused
+        generation.submit(exchange, active, handles)  # if the queue has no room for one, all of them are refused
         writer = _Writer(exchange, fields, served.name, session, active.handles)
         if fields.get("stream"):
             await writer.stream(active, streaming)
             return
-        results = await wait_all(exchange, active, active.handles)
+        results = await generation.wait_all(exchange, active, active.handles)
         await exchange.reply(await writer.whole(results))
 
 
@@ -114,28 +91,15 @@ def _fits(sequences: int, session: SessionLike) -> None:
         raise wrong("n", sequences, f"sequences are more than the {places:,} that the server takes", "Send fewer")
 
 
-class _Writer:
-    """Writes the answer of one request."""
-
+class _Writer(generation.Writer):
     def __init__(
         self, exchange: Exchange, fields: Mapping[str, Any], model: str, session: SessionLike,
         handles: Sequence[HandleLike],
     ) -> None:  # fmt: skip
-        self._exchange, self._fields, self._handles = exchange, fields, handles
-        self._n, self._echo = fields.get("n", 1), bool(fields.get("echo"))
-        self._session = session
-        names = exchange.service.token_names(model, session)
-        self._shapes = Shapes(names, as_ids=fields.get("return_tokens_as_token_ids", False))
-        self._common = {
-            "id": f"cmpl-{exchange.request_id}",
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": model,
-        }
-        self._ids = bool(fields.get("return_token_ids"))
+        super().__init__(exchange, fields, model, session, "cmpl", "text_completion")
+        self._handles, self._n, self._echo = handles, fields.get("n", 1), bool(fields.get("echo"))
 
     async def whole(self, completions: Sequence[Sequence[Completion]]) -> dict[str, Any]:
-        """Return the answer that is not streamed."""
 
         def choice_of(numbered: tuple[int, Completion]) -> dict[str, Any]:
             number, completion = numbered
@@ -155,12 +119,7 @@ class _Writer:
             return choice
 
         choices = [(number, completion) for number, group in enumerate(completions) for completion in group]
-        return {
-            **self._common,
-            "choices": Entries(choices, choice_of),
-            "usage": await usage(self._exchange, completions, self._session),
-            "system_fingerprint": FINGERPRINT,
-        }
+        return await self._answer(completions, Entries(choices, choice_of))
 
     def _prompt(self, number: int) -> str:
         """Return the text of a prompt; token ids are decoded."""
@@ -178,9 +137,8 @@ class _Writer:
         return self._shapes.completion(entries, Offset())
 
     async def stream(self, active: Active, options: Mapping[str, Any]) -> None:
-        """Write chunks as deltas arrive."""
         exchange, n = self._exchange, self._n
-        chunks = Chunks(self._common, options=options)
+        chunks = generation.Chunks(self._common, options=options)
         logprobs, ids = "logprobs" in self._fields, self._ids
         scores = "prompt_logprobs" in self._fields
         offsets: dict[int, Offset] = {}  # by index, of choices that have begun
@@ -209,22 +167,19 @@ class _Writer:
                 choice += f',"prompt_logprobs":{await text_of(self._shapes.prompt(delta.prompt_logprobs))}'
             if ids:
                 prompt = self._handles[number].prompt_token_ids if fresh else None
-                choice += f'{token_members(delta)},"prompt_token_ids":{dumps(prompt)}'
+                choice += f'{generation.token_members(delta)},"prompt_token_ids":{dumps(prompt)}'
             generated[number] += len(delta.token_ids)
             usage_so_far = None
             if chunks.continuous:
-                usage_so_far = usage_object(
-                    sum(len(handle.prompt_token_ids) for handle in self._handles), sum(generated)
-                )
+                prompts = sum(len(handle.prompt_token_ids) for handle in self._handles)
+                usage_so_far = generation.usage_object(prompts, sum(generated))
             await exchange.emit(chunks.chunk(choice + "}", usage_so_far).encode())
 
-        results = await follow(exchange, active, self._handles, write)
-        await exchange.emit(chunks.last(await usage(self._exchange, results, self._session)).encode())
+        await self._end(chunks, await generation.follow(exchange, active, self._handles, write))
 
 
 async def embeddings(exchange: Exchange, fields: dict[str, Any]) -> None:
-    """Answer a request for embeddings."""
-    served, session = model_of(exchange, fields)
+    served, session = generation.model_of(exchange, fields)
     options: dict[str, Any] = {name: fields[name] for name in EMBED_OPTIONS if name in fields}
     if fields.get("priority"):
         options["priority"] = -fields["priority"]

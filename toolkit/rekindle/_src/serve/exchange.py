@@ -58,17 +58,16 @@ class Service:
         *,
         strict: bool = False,
         body_limit: int = 32 << 20,
-        body_seconds: float = 60.0,
-        heartbeat: float = 15.0,
         trust_templates: bool = False,
         metrics_names: Names = "rekindle",
         hosts: Hosts | None = None,
     ) -> None:
         self.hosts: Hosts = hosts or Hosts()
         self.models, self.life, self.strict = models, life, strict
-        self.body_limit, self.body_seconds, self.trust_templates = body_limit, body_seconds, trust_templates
+        self.body_limit, self.trust_templates = body_limit, trust_templates
         self.metrics: Metrics = Metrics(models, life, metrics_names)
-        self.heartbeat = heartbeat  # seconds of silence after which a stream gets a comment
+        self.body_seconds = 60.0  # for a request's body to arrive
+        self.heartbeat = 15.0  # seconds of silence after which a stream gets a comment
         self.tracing: Tracing = Tracing()
         self.item_store: KeptItems = KeptItems()
         self.turns: Turns = Turns(2)  # at parsing large bodies and building requests from them
@@ -227,7 +226,6 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": data, "more_body": not last})
 
     async def end(self, data: bytes = b"") -> None:
-        """End the event stream, after a last part."""
         self._ended = True
         await self.emit(data, last=True)
 

@@ -43,6 +43,11 @@ class Kind(Protocol):
     def schema(self) -> dict[str, Any]: ...
 
 
+def bounded(schema: dict[str, Any], **bounds: float | None) -> dict[str, Any]:
+    """Return a schema with those bounds that are not None."""
+    return {**schema, **{name: bound for name, bound in bounds.items() if bound is not None}}
+
+
 @dataclasses.dataclass(frozen=True)
 class Anything:
     """Any JSON value; it is checked later, or by the template that reads it."""
@@ -83,8 +88,7 @@ class Number:
         return f"at most {self.high}" if self.low is None else f"between {self.low} and {self.high}"
 
     def schema(self) -> dict[str, Any]:
-        bounds = {"minimum": self.low, "maximum": self.high}
-        return {"type": "integer" if self.whole else "number", **{k: v for k, v in bounds.items() if v is not None}}
+        return bounded({"type": "integer" if self.whole else "number"}, minimum=self.low, maximum=self.high)
 
 
 def whole(low: int | None = None, high: int | None = None) -> Number:
@@ -97,8 +101,6 @@ INT64 = whole(-(2**63), 2**64 - 1)
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
-    """true or false."""
-
     def check(self, value: Any, path: str) -> bool:
         if not isinstance(value, bool):
             raise wrong(path, value, "is neither true nor false", "Pass one of them")
@@ -124,12 +126,7 @@ class Text:
         return value
 
     def schema(self) -> dict[str, Any]:
-        rules: dict[str, Any] = {"type": "string"}
-        if self.minimum:
-            rules["minLength"] = self.minimum
-        if self.maximum is not None:
-            rules["maxLength"] = self.maximum
-        return rules
+        return bounded({"type": "string"}, minLength=self.minimum or None, maxLength=self.maximum)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,12 +164,8 @@ class Items:
         return [check(entry, f"{path}[{index}]") for index, entry in enumerate(value)]
 
     def schema(self) -> dict[str, Any]:
-        rules: dict[str, Any] = {"type": "array", "items": self.kind.schema()}
-        if self.minimum:
-            rules["minItems"] = self.minimum
-        if self.maximum is not None:
-            rules["maxItems"] = self.maximum
-        return rules
+        rules = {"type": "array", "items": self.kind.schema()}
+        return bounded(rules, minItems=self.minimum or None, maxItems=self.maximum)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,9 +178,7 @@ class TokenIds:
         return value
 
     def schema(self) -> dict[str, Any]:
-        return {
-            "type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}, "minItems": 1,
-        }  # fmt: skip
+        return {"type": "array", "items": whole(0, 2**31 - 1).schema(), "minItems": 1}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,9 +236,8 @@ class Shape:
         return checked
 
     def schema(self) -> dict[str, Any]:
-        members = {
-            name: kind.schema() if name in self.required else nullable(kind.schema()) for name, kind in self.members
-        }
+        kinds = ((name, kind.schema()) for name, kind in self.members)
+        members = {name: schema if name in self.required else nullable(schema) for name, schema in kinds}
         return {"type": "object", "properties": members, **({"required": list(self.required)} if self.required else {})}
 
 
@@ -309,7 +299,6 @@ class Endpoint:
 
     @functools.cached_property
     def by_name(self) -> dict[str, Field]:
-        """The fields by their names."""
         return {field.name: field for field in self.fields}
 
     def schema(self) -> dict[str, Any]:

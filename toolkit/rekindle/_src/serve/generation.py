@@ -7,15 +7,18 @@ is submitted and followed; its tokens are counted and its end is reported.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import anyio
 
 from rekindle._src.core.records import Completion, TextDelta
+from rekindle._src.serve.bodies import Entries
 from rekindle._src.serve.errors import missing, wrong
 from rekindle._src.serve.exchange import FINGERPRINT, Exchange, dumps
 from rekindle._src.serve.life import Active
+from rekindle._src.serve.logprobs import Shapes
 from rekindle._src.serve.models import HandleLike, Served, SessionLike
 from rekindle._src.serve.openai_fields import SAMPLING
 
@@ -93,15 +96,15 @@ def structure_options(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[s
     return options, {_KINDS[name]: f"structured_outputs.{name}" for name in members if name in _KINDS}
 
 
-def format_options(format: Mapping[str, Any], path: str, schema: Any = None) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the options of a format object. Its schema is in it, in its `json_schema`, or in `schema`."""
+def format_options(format: Mapping[str, Any], path: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the options of a format object. Its schema is in it, or in its `json_schema`."""
     match format.get("type"):
         case "text":
             return {}, {}
         case "json_object":
             return {"json": True}, {"json": path}
         case "json_schema":
-            holder = format.get("json_schema") if schema is None and "json_schema" in format else format
+            holder = format.get("json_schema") if "json_schema" in format else format
             if not isinstance(holder, Mapping) or holder.get("schema") is None:
                 raise missing(f"{path}.json_schema.schema", "Add the schema")
             # Without strict, a schema may have rules that a grammar can't check.
@@ -142,7 +145,6 @@ def submit(exchange: Exchange, active: Active, handles: Sequence[HandleLike]) ->
 
 
 async def wait_all(exchange: Exchange, active: Active, handles: Sequence[HandleLike]) -> list[list[Completion]]:
-    """Wait for all handles, and return the completions of each prompt."""
     completions = []
     for handle in handles:
         async for _ in handle:
@@ -207,9 +209,8 @@ async def usage(
     """Return OpenAI's usage object. A prompt counts once, however many choices it has."""
     prompt = sum(group[0].usage.prompt_tokens for group in completions)
     generated = sum(completion.usage.completion_tokens for group in completions for completion in group)
-    total = usage_object(
-        prompt, generated, sum(max(completion.usage.cached_tokens for completion in group) for group in completions)
-    )
+    cached = sum(max(completion.usage.cached_tokens for completion in group) for group in completions)
+    total = usage_object(prompt, generated, cached)
     replies = [completion for group in completions for completion in group if completion.reply is not None]
     if replies:
 
@@ -228,7 +229,6 @@ def reasoning_tokens(completion: Completion, session: SessionLike) -> int:
 
 
 def usage_object(prompt: int, generated: int, cached: int | None = None) -> dict[str, Any]:
-    """Return OpenAI's usage object for these numbers."""
     details = {} if cached is None else {"prompt_tokens_details": {"cached_tokens": cached}}
     return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated, **details}
 
@@ -257,6 +257,30 @@ class Chunks:
         """Return the end of the stream: the usage if the client requests it, then [DONE]."""
         closing = f'{self._head}],"usage":{dumps(total)}}}\n\n' if self.include_usage else ""
         return closing + "data: [DONE]\n\n"
+
+
+class Writer:
+    """Writes the answer of one request for completions, of a prompt or of a chat."""
+
+    def __init__(
+        self, exchange: Exchange, fields: Mapping[str, Any], model: str, session: SessionLike, prefix: str, kind: str
+    ) -> None:
+        self._exchange, self._fields, self._session = exchange, fields, session
+        names, as_ids = exchange.service.token_names(model, session), fields.get("return_tokens_as_token_ids", False)
+        self._shapes = Shapes(names, as_ids=as_ids)
+        self._ids = bool(fields.get("return_token_ids"))
+        name = f"{prefix}-{exchange.request_id}"
+        self._common: dict[str, Any] = {"id": name, "object": kind, "created": int(time.time()), "model": model}
+
+    async def _answer(self, completions: Sequence[Sequence[Completion]], choices: Entries) -> dict[str, Any]:
+        """Return an answer that is not streamed."""
+        total = await usage(self._exchange, completions, self._session)
+        return {**self._common, "choices": choices, "usage": total, "system_fingerprint": FINGERPRINT}
+
+    async def _end(self, chunks: Chunks, completions: Sequence[Sequence[Completion]]) -> None:
+        """Write the end of a stream."""
+        total = await usage(self._exchange, completions, self._session)
+        await self._exchange.emit(chunks.last(total).encode())
 
 
 def stream_options(fields: Mapping[str, Any]) -> Mapping[str, Any]:

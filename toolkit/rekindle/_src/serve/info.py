@@ -34,9 +34,8 @@ TOKENIZE = Endpoint(
         ignored("user", "Not used."),
     ),
 )
-DETOKENIZE = Endpoint(
-    "/detokenize", "The text of token ids", (_MODEL, Field("tokens", TokenIds(), "Token ids.", required=True))
-)
+_TOKENS = Field("tokens", TokenIds(), "Token ids.", required=True)
+DETOKENIZE = Endpoint("/detokenize", "The text of token ids", (_MODEL, _TOKENS))
 ABORT = Endpoint(
     "/abort",
     "Abort requests by the ids they were sent with",
@@ -116,7 +115,6 @@ def _adaptable(exchange: Exchange, fields: dict[str, Any]) -> Any:
 
 
 async def load_adapter(exchange: Exchange, fields: dict[str, Any]) -> None:
-    """Load an adapter under a name."""
     session, name = _adaptable(exchange, fields), fields["lora_name"]
     if name in session.adapters and not fields.get("load_inplace"):
         raise Refused(400, f"the adapter {name!r} is loaded. Unload it first, or send load_inplace", param="lora_name")
@@ -126,7 +124,6 @@ async def load_adapter(exchange: Exchange, fields: dict[str, Any]) -> None:
 
 
 async def unload_adapter(exchange: Exchange, fields: dict[str, Any]) -> None:
-    """Forget an adapter."""
     session, name = _adaptable(exchange, fields), fields["lora_name"]
     if name not in session.adapters:
         raise Refused(404, f"the adapter {name!r} is not loaded here", param="lora_name", code="model_not_found")
@@ -164,7 +161,6 @@ async def health(exchange: Exchange, fields: dict[str, Any]) -> None:
 
 
 async def list_models(exchange: Exchange, fields: dict[str, Any]) -> None:
-    """Answer with OpenAI's list of models."""
     models = exchange.service.models.all()
     await exchange.reply({"object": "list", "data": [served.as_dict() for served in models]})
 

@@ -41,7 +41,6 @@ class Active:
         self._waiting = 0
 
     def cancel(self) -> None:
-        """Abort its unfinished handles."""
         for handle in self.handles:
             if not handle.done:
                 handle.cancel()

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import ipaddress
 import logging
 import signal
@@ -164,9 +163,8 @@ def bind(host: str, port: int) -> socket.socket:
     if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port < 65_536:
         raise ConfigError("port", port, "is not a port", "Use 0 for any free one, or 1 to 65535")
     try:
-        addresses = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP, flags=socket.AI_PASSIVE
-        )
+        kinds = {"type": socket.SOCK_STREAM, "proto": socket.IPPROTO_TCP, "flags": socket.AI_PASSIVE}
+        addresses = socket.getaddrinfo(host, port, **kinds)
     except (OSError, UnicodeError) as error:
         raise ConfigError(
             "host", host, f"is not known: {error}", "Use 127.0.0.1, or 0.0.0.0 for all networks"
@@ -403,10 +401,10 @@ if HttpToolsProtocol is not None:
 def protocol(connections: Connections) -> Callable[..., asyncio.Protocol]:
     """Return a factory of a connection's protocol, as uvicorn's option `http` takes it."""
     kind: Any = _H11 if HttpToolsProtocol is None else _HttpTools
-    return functools.partial(_make, kind, connections)
 
+    def make(**options: Any) -> asyncio.Protocol:
+        connection: _Bounded = kind(**options)
+        connection.connections_of_server = connections
+        return connection
 
-def _make(kind: Any, connections: Connections, **options: Any) -> asyncio.Protocol:
-    connection: _Bounded = kind(**options)
-    connection.connections_of_server = connections
-    return connection
+    return make

@@ -66,13 +66,11 @@ class Shapes:
 
     def chat_entry(self, entry: TokenLogprobs) -> dict[str, Any]:
         """Return the entry of one token."""
-        return {**self._one(entry.token_id, entry.logprob), "top_logprobs": self._top(entry)}
+        top = [self._one(*pair) for pair in zip(entry.top_ids, entry.top_logprobs, strict=True)]
+        return {**self._one(entry.token_id, entry.logprob), "top_logprobs": top}
 
     def _one(self, token_id: int, logprob: float) -> dict[str, Any]:
         return {"token": self.name(token_id), "logprob": finite(logprob), "bytes": self._names.get(token_id)[1]}
-
-    def _top(self, entry: TokenLogprobs) -> list[dict[str, Any]]:
-        return [self._one(*pair) for pair in zip(entry.top_ids, entry.top_logprobs, strict=True)]
 
     # Completions.
 
@@ -96,10 +94,8 @@ class Shapes:
         if isinstance(entry, int):
             return None
         logprobs: dict[str, float] = {}
-        for token_id, logprob in (
-            *zip(entry.top_ids, entry.top_logprobs, strict=True),
-            (entry.token_id, entry.logprob),
-        ):
+        pairs = (*zip(entry.top_ids, entry.top_logprobs, strict=True), (entry.token_id, entry.logprob))
+        for token_id, logprob in pairs:
             logprobs.setdefault(self.name(token_id), finite(logprob))
         return logprobs
 
@@ -114,11 +110,9 @@ class Shapes:
             return None
         ranks = {token: rank + 1 for rank, token in enumerate(entry.top_ids)}
         pairs = dict(zip(entry.top_ids, entry.top_logprobs, strict=True)) | {entry.token_id: entry.logprob}
-        return {
-            str(token): {
-                "logprob": finite(logprob),
-                "rank": ranks.get(token),
-                "decoded_token": self._names.get(token)[0],
-            }
-            for token, logprob in pairs.items()
-        }
+
+        def shape(token: int, logprob: float) -> dict[str, Any]:
+            text = self._names.get(token)[0]
+            return {"logprob": finite(logprob), "rank": ranks.get(token), "decoded_token": text}
+
+        return {str(token): shape(token, logprob) for token, logprob in pairs.items()}

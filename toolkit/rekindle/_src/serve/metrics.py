@@ -12,7 +12,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 from rekindle._src.core.figures import FIGURES
 from rekindle._src.core.records import Completion, FinishReason, TextDelta
@@ -43,23 +43,16 @@ FINISHED = {
 }
 
 
-class _HistogramSpec(NamedTuple):
-    """A histogram's help text and its buckets."""
-
-    help: str
-    buckets: Sequence[float]
-
-
-HISTOGRAMS = {
-    "time_to_first_token_seconds": _HistogramSpec("From the arrival of a request to its first token.", _SHORT),
-    "inter_token_latency_seconds": _HistogramSpec("From one token to the next.", _BETWEEN),
-    "e2e_request_latency_seconds": _HistogramSpec("From the arrival of a request to its end.", _LONG),
-    "request_queue_time_seconds": _HistogramSpec("In which a request waited.", _LONG),
-    "request_prefill_time_seconds": _HistogramSpec("From a request's admission to its first token.", _LONG),
-    "request_decode_time_seconds": _HistogramSpec("From a request's first token to its last.", _LONG),
-    "request_inference_time_seconds": _HistogramSpec("From a request's admission to its end.", _LONG),
-    "request_prompt_tokens": _HistogramSpec("Tokens of a prompt.", _TOKENS),
-    "request_generation_tokens": _HistogramSpec("Tokens that a sequence generated.", _TOKENS),
+HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {  # help and buckets
+    "time_to_first_token_seconds": ("From the arrival of a request to its first token.", _SHORT),
+    "inter_token_latency_seconds": ("From one token to the next.", _BETWEEN),
+    "e2e_request_latency_seconds": ("From the arrival of a request to its end.", _LONG),
+    "request_queue_time_seconds": ("In which a request waited.", _LONG),
+    "request_prefill_time_seconds": ("From a request's admission to its first token.", _LONG),
+    "request_decode_time_seconds": ("From a request's first token to its last.", _LONG),
+    "request_inference_time_seconds": ("From a request's admission to its end.", _LONG),
+    "request_prompt_tokens": ("Tokens of a prompt.", _TOKENS),
+    "request_generation_tokens": ("Tokens that a sequence generated.", _TOKENS),
 }
 GAUGES: dict[str, tuple[str, Callable[[Any], float]]] = {  # from session.stats()
     **{entry.gauge: (entry.words, attrgetter(entry.name)) for entry in FIGURES.values() if entry.gauge},
@@ -78,23 +71,19 @@ OWN_COUNTERS: dict[str, tuple[str, Callable[[Any], float]]] = {  # rekindle's al
     **_counters(own=True),
     "slow_steps": ("Steps that took longer than step_timeout.", attrgetter("slow_steps")),
 }
-FLEET_GAUGES = {  # where a fleet is served
+_UNEVEN = "Requests sent to the replica that got most, in proportion to the mean."
+_COMPUTED = "Times that the pages of a prompt could not be taken and were computed."
+FLEET_GAUGES: dict[str, tuple[str, Callable[[Any], float]]] = {  # where a fleet is served
     "replicas": ("Processes that run the model.", lambda s: len(s.replicas)),
-    "replicas_ready": ("Of them, those that take requests.", lambda s: s.ready),
-    "replicas_imbalance": (
-        "Requests sent to the replica that got most, in proportion to the mean.",
-        lambda s: s.imbalance,
-    ),
+    "replicas_ready": ("Of them, those that take requests.", attrgetter("ready")),
+    "replicas_imbalance": (_UNEVEN, attrgetter("imbalance")),
 }
-FLEET_COUNTERS = {
-    "replicas_lost": ("Processes that died or hung.", lambda s: s.lost),
-    "requests_moved": ("Sequences that went on in another replica.", lambda s: s.moved),
-    "requests_handed_over": ("Sequences whose prompt one replica computed for another.", lambda s: s.handed_over),
-    "pages_pulled": ("Pages that replicas took from each other.", lambda s: s.pulled_pages),
-    "pulls_failed": (
-        "Times that the pages of a prompt could not be taken and were computed.",
-        lambda s: s.failed_pulls,
-    ),
+FLEET_COUNTERS: dict[str, tuple[str, Callable[[Any], float]]] = {
+    "replicas_lost": ("Processes that died or hung.", attrgetter("lost")),
+    "requests_moved": ("Sequences that went on in another replica.", attrgetter("moved")),
+    "requests_handed_over": ("Sequences whose prompt one replica computed for another.", attrgetter("handed_over")),
+    "pages_pulled": ("Pages that replicas took from each other.", attrgetter("pulled_pages")),
+    "pulls_failed": (_COMPUTED, attrgetter("failed_pulls")),
 }
 
 _HEADERS = ("traceparent", "tracestate")
@@ -149,14 +138,13 @@ class Metrics:
         self._http: Counter[tuple[str, int]] = Counter()
         self._ended: Counter[tuple[str, str]] = Counter()
         self._histograms: defaultdict[str, dict[str, Histogram]] = defaultdict(
-            lambda: {name: Histogram(spec.buckets) for name, spec in HISTOGRAMS.items()}
+            lambda: {name: Histogram(buckets) for name, (_, buckets) in HISTOGRAMS.items()}
         )
         self._registry: CollectorRegistry | None = None
 
     # Recording.
 
     def http(self, path: str, status: int) -> None:
-        """Count a response."""
         self._http[path, status] += 1
 
     def clock(self, model: str) -> Callable[[TextDelta], object]:
@@ -177,7 +165,6 @@ class Metrics:
         return take
 
     def record(self, model: str, completions: Sequence[Completion], *, streamed: bool) -> None:
-        """Record the completions of one prompt."""
         histograms = self._histograms[model]
         for completion in completions:
             self._ended[model, FINISHED[completion.finish_reason]] += 1
@@ -276,14 +263,13 @@ class Metrics:
     def _of_requests(self, prefix: str) -> Iterator[Any]:
         from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 
-        successes = CounterMetricFamily(
-            prefix + "request_success", "Sequences by how they ended.", labels=["model_name", "finished_reason"]
-        )
+        labels = ["model_name", "finished_reason"]
+        successes = CounterMetricFamily(prefix + "request_success", "Sequences by how they ended.", labels=labels)
         for (model, reason), count in sorted(self._ended.items()):
             successes.add_metric([model, reason], count)
         yield successes
-        for name, spec in HISTOGRAMS.items():
-            family = HistogramMetricFamily(prefix + name, spec.help, labels=["model_name"])
+        for name, (help, _) in HISTOGRAMS.items():
+            family = HistogramMetricFamily(prefix + name, help, labels=["model_name"])
             for model, histograms in sorted(self._histograms.items()):
                 histogram = histograms[name]
                 family.add_metric([model], buckets=histogram.cumulative(), sum_value=histogram.sum)
@@ -303,7 +289,6 @@ def _families(
 
 
 def finish_of(reason: FinishReason | None) -> str | None:
-    """Return the `finish_reason` of a choice."""
     return None if reason is None else FINISHED[reason]
 
 
@@ -328,9 +313,8 @@ class Tracing:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope.get("headers", ())}
         carrier = {name: headers[name] for name in _HEADERS if name in headers}
         completions = [completion for group in groups for completion in group]
-        first, total = (
-            max(getattr(completion.timings, name) for completion in completions) for name in ("first_token", "total")
-        )
+        times = [completion.timings for completion in completions]
+        first, total = max(time_.first_token for time_ in times), max(time_.total for time_ in times)
         now = time.time_ns()
         span = self._tracer.start_span(
             "llm_request",
@@ -384,8 +368,7 @@ def dashboard() -> dict[str, Any]:
             "{{finished_reason}}",
         )]),
         _panel("Responses per second", "short", [
-            ("sum by (status) (rate(http_requests_total[$__rate_interval]))", "{{status}}"),
-        ]),
+            ("sum by (status) (rate(http_requests_total[$__rate_interval]))", "{{status}}")]),
         _panel("Preemptions and slow steps per minute", "short", [
             (f"60 * sum(rate(rekindle_num_preemptions_total{_LABEL}[$__rate_interval]))", "preemptions"),
             (f"60 * sum(rate(rekindle_slow_steps_total{_LABEL}[$__rate_interval]))", "slow steps"),

@@ -98,7 +98,6 @@ class Served:
             raise
 
     def as_dict(self) -> dict[str, Any]:
-        """Return OpenAI's model object."""
         fields = {"id": self.name, "object": "model", "created": self.created, "owned_by": "rekindle"}
         if self.session is not None:
             fields |= {"max_model_len": self.session.config.max_model_len, "root": self.session.model}
@@ -174,9 +173,8 @@ class Models:
             if name is not None:
                 raise ConfigError("name", name, "is given beside a mapping of names to sessions", "Leave it out")
             if not sessions or not all(isinstance(key, str) and key for key in sessions):
-                raise ConfigError(
-                    "sessions", list(sessions), "does not map names to sessions", 'Pass {"name": session}'
-                )
+                problem = "does not map names to sessions"
+                raise ConfigError("sessions", list(sessions), problem, 'Pass {"name": session}')
             self.by_name = {key: Served(key, session) for key, session in sessions.items()}
         else:
             name = name or Path(str(getattr(sessions, "model", "") or "model")).name
@@ -247,6 +245,5 @@ class Models:
 
 
 def _adapters_of(served: Served) -> tuple[str, ...]:
-    """Return the names of a model's adapters."""
     names: tuple[str, ...] = getattr(served.session, "adapters", ())
     return names

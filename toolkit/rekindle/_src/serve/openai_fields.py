@@ -49,9 +49,8 @@ class Prompts:
             return [TokenIds().check(value, path)]
         if len(value) > MOST_PROMPTS:
             raise wrong(path, f"{len(value):,} prompts", f"are over {MOST_PROMPTS:,}", "Send several requests")
-        return [
-            item if isinstance(item, str) else TokenIds().check(item, f"{path}[{at}]") for at, item in enumerate(value)
-        ]
+        ids = TokenIds()
+        return [item if isinstance(item, str) else ids.check(item, f"{path}[{at}]") for at, item in enumerate(value)]
 
     def schema(self) -> dict[str, Any]:
         ids = TokenIds().schema()
@@ -70,58 +69,38 @@ STEER = Either(
 )
 
 CONTENT = Either("a string or a list of parts", ((str, Text()), (list, Items(Shape((("type", Text()),), ("type",))))))
+CALL = Shape((("id", Text()), ("type", Text()), ("function", Shape((("name", Text()),), ("name",)))))
 MESSAGE = Shape(
     (
-        ("role", Text(maximum=64, minimum=1)),
-        ("content", CONTENT),
-        ("name", Text()),
-        ("reasoning", Text()),
-        ("reasoning_content", Text()),
-        ("tool_call_id", Text()),
-        (
-            "tool_calls",
-            Items(Shape((("id", Text()), ("type", Text()), ("function", Shape((("name", Text()),), ("name",)))))),
-        ),
+        ("role", Text(maximum=64, minimum=1)), ("content", CONTENT), ("name", Text()), ("reasoning", Text()),
+        ("reasoning_content", Text()), ("tool_call_id", Text()), ("tool_calls", Items(CALL)),
     ),
     ("role",),
-)
+)  # fmt: skip
 FORMAT = Shape((("type", Text()), ("json_schema", OBJECT)), ("type",))
-TOOL = Shape(
-    (
-        ("type", Choice(("function",))),
-        (
-            "function",
-            Shape((("name", Text(maximum=256, minimum=1)), ("description", Text()), ("parameters", OBJECT)), ("name",)),
-        ),
-    ),
-    ("function",),
-)
+FUNCTION = Shape((("name", NAME), ("description", Text()), ("parameters", OBJECT)), ("name",))
+TOOL = Shape((("type", Choice(("function",))), ("function", FUNCTION)), ("function",))
 TOOL_CHOICE = Either("a word or a function", ((str, Choice(("none", "auto", "required"))), (dict, OBJECT)))
 STREAM_OPTIONS = Shape((("include_usage", Flag()), ("continuous_usage_stats", Flag())))
 
 # The fields of options that a request writes or means otherwise than `Sampling`.
 _OTHERWISE = {
-    "temperature": Field("temperature", Number(0, 100), "0 is greedy. Absent: what the checkpoint asks for, else 1."),
-    "top_k": Field("top_k", whole(-1, MOST), "Draw from the k most likely tokens; 0 and -1 are off."),
-    "logit_bias": Field("logit_bias", Table(Number(-100, 100), maximum=300), "Added to the logits of these token ids."),
-    "allowed_token_ids": Field(
-        "allowed_token_ids", Items(whole(0, MOST), maximum=MAX_ALLOWED_TOKENS), "Only these tokens may come."
-    ),
-    "bad_words": Field(
-        "bad_words", Items(Text(maximum=MAX_WORD, minimum=1), maximum=MAX_BAD_WORDS), "Words that may not come."
-    ),
-    "seed": Field("seed", INT64, "Makes the draws repeatable; taken modulo 2^63."),
-    "n": Field("n", whole(1, MOST_N), "Choices for each prompt."),
-    "stop": Field("stop", STOP, "Strings that end the text."),
-    "stop_token_ids": Field("stop_token_ids", Items(whole(0, MOST), maximum=16), "Token ids that end the text."),
-    "include_stop": Field(
-        "include_stop_str_in_output", Flag(), "Leave the stop string in the text.", option="include_stop"
-    ),
-    "priority": Field("priority", INT64, "Smaller is served first, in a session with policy='priority'."),
-    "steer": Field("steer", STEER, "Names of steering vectors that the server was started with, or {name: factor}."),
-    "salt": Field(
-        "cache_salt", Text(maximum=1_024, minimum=1), "Cached pages are shared with this salt only.", option="salt"
-    ),
+    field.option or field.name: field
+    for field in (
+        Field("temperature", Number(0, 100), "0 is greedy. Absent: what the checkpoint asks for, else 1."),
+        Field("top_k", whole(-1, MOST), "Draw from the k most likely tokens; 0 and -1 are off."),
+        Field("logit_bias", Table(Number(-100, 100), maximum=300), "Added to the logits of these token ids."),
+        Field("allowed_token_ids", Items(whole(0, MOST), maximum=MAX_ALLOWED_TOKENS), "Only these tokens may come."),
+        Field("bad_words", Items(Text(MAX_WORD, minimum=1), maximum=MAX_BAD_WORDS), "Words that may not come."),
+        Field("seed", INT64, "Makes the draws repeatable; taken modulo 2^63."),
+        Field("n", whole(1, MOST_N), "Choices for each prompt."),
+        Field("stop", STOP, "Strings that end the text."),
+        Field("stop_token_ids", Items(whole(0, MOST), maximum=16), "Token ids that end the text."),
+        Field("include_stop_str_in_output", Flag(), "Leave the stop string in the text.", option="include_stop"),
+        Field("priority", INT64, "Smaller is served first, in a session with policy='priority'."),
+        Field("steer", STEER, "Names of steering vectors that the server was started with, or {name: factor}."),
+        Field("cache_salt", Text(1_024, minimum=1), "Cached pages are shared with this salt only.", option="salt"),
+    )
 }
 
 
@@ -140,9 +119,8 @@ def _field(option: options.Option) -> Field:
     return Field(option.name, kind, f"{words[:1].upper()}{words[1:]}")
 
 
-SAMPLING = tuple(
-    _OTHERWISE.get(option.name) or _field(option) for option in options.options_of(Sampling) if "http" in option.also
-)
+_OFFERED = [option for option in options.options_of(Sampling) if "http" in option.also]
+SAMPLING = tuple(_OTHERWISE.get(option.name) or _field(option) for option in _OFFERED)
 SAMPLING_BY_NAME = {field.name: field for field in SAMPLING}
 
 SERVING = (
@@ -214,6 +192,7 @@ COMPLETIONS = Endpoint(
     ),
 )
 
+_EFFORT = "A variable of the chat template, where it has one; 'none' sets enable_thinking=false."
 CHAT = Endpoint(
     "/v1/chat/completions",
     "Answer a conversation",
@@ -225,11 +204,7 @@ CHAT = Endpoint(
         Field("logprobs", Flag(), "Log-probabilities of the output's tokens."),
         Field("top_logprobs", whole(0, 20), "With logprobs: of this many most likely tokens at each position, too."),
         *SAMPLING,
-        Field(
-            "reasoning_effort",
-            Text(maximum=64),
-            "A variable of the chat template, where it has one; 'none' sets enable_thinking=false.",
-        ),
+        Field("reasoning_effort", Text(64), _EFFORT),
         Field("chat_template_kwargs", OBJECT, "Variables of the chat template."),
         Field("documents", Items(OBJECT, maximum=MOST_MESSAGES), "Documents, for templates that read them."),
         Field("add_generation_prompt", Flag(), "Begin the assistant's turn; true by default."),

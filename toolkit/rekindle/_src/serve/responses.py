@@ -8,13 +8,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rekindle._src.core.records import Completion, TextDelta, TokenLogprobs
-from rekindle._src.core.reply import (
-    ContentDelta,
-    ReasoningDelta,
-    ToolCallArguments,
-    ToolCallDropped,
-    ToolCallStarted,
-)
+from rekindle._src.core.reply import ContentDelta, ReasoningDelta, ToolCallArguments, ToolCallDropped, ToolCallStarted
+from rekindle._src.serve import generation
 from rekindle._src.serve.bodies import Entries, pieces
 from rekindle._src.serve.chat import call_chat, calls_options, content_text, events_of, tool_options
 from rekindle._src.serve.errors import Refused, missing, wrong
@@ -33,22 +28,13 @@ from rekindle._src.serve.fields import (
     refused,
     whole,
 )
-from rekindle._src.serve.generation import (
-    follow,
-    format_options,
-    model_of,
-    reasoning_tokens,
-    rest_of_context,
-    sampling_options,
-    submit,
-    wait_all,
-)
 from rekindle._src.serve.life import CHARACTERS_PER_TOKEN
 from rekindle._src.serve.logprobs import Shapes
 from rekindle._src.serve.models import SessionLike
 from rekindle._src.serve.openai_fields import MOST, MOST_MESSAGES, OBJECT, SAMPLING_BY_NAME
 
 TOOL = Shape((("type", Text()), ("name", Text(maximum=256, minimum=1)), ("parameters", OBJECT)), ("type",))
+TOOL_CHOICE = Either("a word or a tool", ((str, Text()), (dict, OBJECT)))
 INPUT = Either("a string or a list of items", ((str, Text()), (list, Items(OBJECT, minimum=1, maximum=MOST_MESSAGES))))
 REASONING = Shape((("effort", Text(maximum=64)), ("summary", Text(maximum=64))))
 FORMAT = Shape((("format", Shape((("type", Choice(("text", "json_object", "json_schema"))),), ("type",))),))
@@ -64,11 +50,7 @@ RESPONSES = Endpoint(
         Field("top_logprobs", whole(0, 20), "Log-probabilities of this many tokens at each position."),
         Field("stream", Flag(), "Send the answer as server-sent events, while it is made."),
         Field("tools", Items(TOOL, maximum=512), "Functions that the model may call."),
-        Field(
-            "tool_choice",
-            Either("a word or a tool", ((str, Text()), (dict, OBJECT))),
-            "none, auto, required, a function, or allowed_tools.",
-        ),
+        Field("tool_choice", TOOL_CHOICE, "none, auto, required, a function, or allowed_tools."),
         Field("parallel_tool_calls", Flag(), "false: at most one call in an answer."),
         Field("reasoning", REASONING, "effort is for the chat template; there are no summaries."),
         Field("text", FORMAT, "The format of the text."),
@@ -107,10 +89,9 @@ class Responses(OpenAI):
 
 
 async def responses(exchange: Exchange, fields: dict[str, Any]) -> None:
-    """Answer a request for a response."""
-    served, session = model_of(exchange, fields)
-    options = sampling_options(fields, session)
-    options["max_tokens"] = fields.get("max_output_tokens", rest_of_context(session))
+    served, session = generation.model_of(exchange, fields)
+    options = generation.sampling_options(fields, session)
+    options["max_tokens"] = fields.get("max_output_tokens", generation.rest_of_context(session))
     with_logprobs = _LOGPROBS in fields.get("include", ())
     if fields.get("top_logprobs") and not with_logprobs:
         raise wrong("top_logprobs", fields["top_logprobs"], f"is given without include {_LOGPROBS}", "Add that")
@@ -118,7 +99,8 @@ async def responses(exchange: Exchange, fields: dict[str, Any]) -> None:
         options["logprobs"] = fields.get("top_logprobs", 0)
     options |= _chat_options(fields)
     store = fields.get("store", True)
-    structure, names = format_options((fields.get("text") or {}).get("format") or {"type": "text"}, "text.format")
+    format = (fields.get("text") or {}).get("format") or {"type": "text"}
+    structure, names = generation.format_options(format, "text.format")
     options |= structure | calls_options(fields, parallel=fields.get("parallel_tool_calls", True))
     exchange.names = {**exchange.names, **names, "prompt": "input", "messages": "input"}
     item_store = exchange.service.item_store
@@ -130,10 +112,10 @@ async def responses(exchange: Exchange, fields: dict[str, Any]) -> None:
     tokens = exchange.size // CHARACTERS_PER_TOKEN + 1
     with exchange.takes_on(tokens) as active:
         handle = await exchange.run(lambda: call_chat(session.chat, messages_of(fields, find), options))
-        submit(exchange, active, [handle])
+        generation.submit(exchange, active, [handle])
         answer = _Answer(exchange, fields, served.name, session, shapes if with_logprobs else None)
         if not fields.get("stream"):
-            ((completion,),) = await wait_all(exchange, active, [handle])
+            ((completion,),) = await generation.wait_all(exchange, active, [handle])
             answer.whole(completion)
             if store:
                 item_store.keep(exchange.key, answer.items)
@@ -145,7 +127,7 @@ async def responses(exchange: Exchange, fields: dict[str, Any]) -> None:
             answer.take(delta)
             await answer.flush()
 
-        ((completion,),) = await follow(exchange, active, [handle], write)
+        ((completion,),) = await generation.follow(exchange, active, [handle], write)
         answer.end(completion)
         if store:
             item_store.keep(exchange.key, answer.items)
@@ -191,13 +173,9 @@ def messages_of(fields: Mapping[str, Any], find: Find | None = None) -> list[dic
                 call = {"id": _text(item, "call_id", path), "type": "function", "function": function}
                 _assistant(messages).setdefault("tool_calls", []).append(call)
             case "function_call_output":
-                output = item.get("output")
-                text = (
-                    content_text(_parts(output, f"{path}.output"), f"{path}.output")
-                    if isinstance(output, list)
-                    else None
-                )
-                text = _text(item, "output", path) if text is None else text
+                output, place = item.get("output"), f"{path}.output"
+                parts = isinstance(output, list)
+                text = content_text(_parts(output, place), place) if parts else _text(item, "output", path)
                 messages.append({"role": "tool", "tool_call_id": _text(item, "call_id", path), "content": text})
             case kind:
                 raise wrong(f"{path}.type", kind, "is not served here", "Send messages, reasoning and function calls")
@@ -294,7 +272,6 @@ class _Answer:
 
     @property
     def items(self) -> list[dict[str, Any]]:
-        """The items so far."""
         return self._items
 
     # The answer as a whole.
@@ -361,14 +338,12 @@ class _Answer:
     # As a stream.
 
     def begin(self) -> None:
-        """Add the first events, once."""
         if not self._begun:
             self._begun = True
             self._tell("response.created", response=self.response(None))
             self._tell("response.in_progress", response=self.response(None))
 
     def end(self, completion: Completion) -> None:
-        """Add the last events."""
         if not self._items:
             self._item("message")
         self._close(completion)
@@ -382,7 +357,6 @@ class _Answer:
             await self._exchange.emit_paced(part for kind, data in events for part in _event(kind, data))
 
     def take(self, delta: TextDelta) -> None:
-        """Add the events of a delta."""
         if self._shapes is not None:
             self._logprobs += delta.logprobs
         for event in events_of(delta, parallel=self._parallel):
@@ -430,7 +404,6 @@ class _Answer:
             self._part("response.content_part.added", part=_part(kind))
 
     def _close(self, completion: Completion | None, *, broken: bool = False) -> None:
-        """End the open item."""
         if not self._open:
             return
         kind, self._open = self._open, ""
@@ -477,6 +450,6 @@ def _usage(completion: Completion, session: SessionLike) -> dict[str, Any]:
         "input_tokens": prompt,
         "input_tokens_details": {"cached_tokens": completion.usage.cached_tokens},
         "output_tokens": generated,
-        "output_tokens_details": {"reasoning_tokens": reasoning_tokens(completion, session)},
+        "output_tokens_details": {"reasoning_tokens": generation.reasoning_tokens(completion, session)},
         "total_tokens": prompt + generated,
     }

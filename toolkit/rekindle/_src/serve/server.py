@@ -75,10 +75,10 @@ class Server:
 
     async def start(self) -> Self:
         """Start the thread, and wait until it listens."""
-        _servers.add(self)
-        if not _registered:
-            _registered.append(True)
+        if not _servers:
+            atexit.unregister(_close_all)
             atexit.register(_close_all)
+        _servers.add(self)
         self._thread.start()
         await self._opened.get()
         return self
@@ -146,7 +146,6 @@ class Server:
 
 
 _servers: weakref.WeakSet[Server] = weakref.WeakSet()
-_registered: list[bool] = []
 
 
 def _close_all() -> None:

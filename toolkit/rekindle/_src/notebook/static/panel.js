@@ -18,9 +18,11 @@ function render({ model, el }) {
 
   let asked = 0; // the timer of a message that was not answered yet
   let doubtful = false; // the connection has changed since the kernel answered last
+  const typed = {}; // by the name of a field, its contents since the last press: what a busy kernel may still know
 
   function say(event, name, value) {
     asked ||= setTimeout(unanswered, doubtful ? DOUBT : PATIENCE);
+    if (event === "press") for (const input of fields()) typed[input.dataset.name] = [input.value];
     try {
       model.send({ event, name, value });
     } catch {
@@ -42,7 +44,7 @@ function render({ model, el }) {
     asked = 0;
     alarm.hidden = true;
     doubtful = false;
-    if (el.classList.contains("rekindle-gone")) control(); // it was only away: its controls act again
+    if (el.classList.contains("rekindle-gone")) bar.replaceChildren(), control(); // it was only away: its controls act again
     el.classList.remove("rekindle-gone");
   }
 
@@ -59,12 +61,20 @@ function render({ model, el }) {
     return made;
   }
 
+  const fields = () => bar.querySelectorAll("[data-name]");
+
+  function write(name, value) {
+    model.set("values", { ...model.get("values"), [name]: value });
+    model.save_changes();
+  }
+
   function named(made, name, label) {
     made.setAttribute("aria-label", label);
     made.dataset.name = name;
+    typed[name] = [made.value];
     made.addEventListener("input", () => {
-      model.set("values", { ...model.get("values"), [name]: made.value });
-      model.save_changes();
+      typed[name] = [...typed[name].slice(-200), made.value];
+      write(name, made.value);
     });
     return made;
   }
@@ -124,17 +134,30 @@ function render({ model, el }) {
   const makers = { text, button, slider };
 
   function control() {
-    const active = bar.getRootNode().activeElement; // some hosts draw into a shadow root
-    const focused = bar.contains(active) ? active.dataset.name : undefined;
-    bar.replaceChildren(...model.get("controls").map((one) => makers[one.kind](one)));
-    if (focused) bar.querySelector(`[data-name="${focused}"]`)?.focus();
+    // Controls that stay are not moved: who types in one keeps its focus and the caret.
+    const before = new Map([...bar.children].map((one) => [one.dataset.control, one]));
+    const now = model.get("controls").map((one) => {
+      const control = JSON.stringify(one), made = before.get(control) ?? makers[one.kind](one);
+      made.dataset.control = control;
+      return made;
+    });
+    for (const one of before.values()) if (!now.includes(one)) one.remove();
+    now.forEach((one, at) => { if (bar.children[at] !== one) bar.insertBefore(one, bar.children[at] ?? null); });
   }
 
   function fill() {
-    for (const input of bar.querySelectorAll("[data-name]")) {
-      const value = String(model.get("values")[input.dataset.name] ?? "");
-      if (input.value !== value) input.value = value;
-      if (input.type === "range") input.nextSibling.textContent = input.value;
+    const active = bar.getRootNode().activeElement; // some hosts draw into a shadow root
+    for (const input of fields()) {
+      const name = input.dataset.name, value = String(model.get("values")[name] ?? "");
+      if (input.type === "range") {
+        if (input.value !== value) input.value = value;
+        input.nextSibling.textContent = input.value;
+      } else if (input.value !== value && input === active && typed[name].includes(value)) {
+        write(name, input.value); // the kernel wrote into another field before it knew of these keys
+      } else if (input.value !== value) {
+        input.value = value;
+        typed[name] = [value];
+      }
     }
   }
 
