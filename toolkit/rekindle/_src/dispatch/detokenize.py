@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
@@ -42,23 +42,6 @@ if TYPE_CHECKING:
 _TOKEN_ENDS = (FinishReason.EOS, FinishReason.STOP)
 # A request for no tokens ends by its length, regardless of the token that was sampled for it.
 _SCORED = dict.fromkeys((FinishReason.EOS, FinishReason.STOP, FinishReason.CONTEXT), FinishReason.LENGTH)
-
-
-class Output(Protocol):
-    """A live sequence on its way out."""
-
-    started: float  # when it first ran
-
-    @property
-    def request(self) -> Request: ...
-
-    def take(self, event: TokenEvent, now: float) -> FinishReason | None:
-        """Add an event. Return why the sequence ended, if it did."""
-        ...
-
-    def complete(self, reason: FinishReason, error: BaseException | None, now: float) -> None:
-        """End the sequence for `reason`."""
-        ...
 
 
 class OutputState:
@@ -301,7 +284,7 @@ Take = Callable[[TokenEvent, float], object]  # called with an event and the tim
 
 
 class RelayedOutput:
-    """An `Output` without a text: tokens are decoded, and stop strings matched, in the process that reads them."""
+    """A live sequence without a text: tokens are decoded, and stop strings matched, in the process that reads them."""
 
     __slots__ = ("_mailbox", "_take", "request", "started")
 
@@ -317,6 +300,9 @@ class RelayedOutput:
     def complete(self, reason: FinishReason, error: BaseException | None, now: float) -> None:
         """End the sequence; its reader knows the reason from the last event."""
         self._mailbox.complete(0, Relayed(reason) if error is None else error)
+
+
+Output = OutputState | RelayedOutput  # a live sequence on its way out
 
 
 class Structured(NamedTuple):

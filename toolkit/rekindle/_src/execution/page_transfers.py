@@ -157,13 +157,7 @@ class PageTransfers:
 
     def _payload(self, move: PageMove) -> paged.Payload:
         """Return the host tier's payload of a page. Raises `StoreError` if there is none, or its layout differs."""
-        assert self._host_tier is not None, "a page is restored without a host tier"
-        try:
-            payload = self._host_tier.get(move.digest)
-        except KeyError:
-            raise StoreError(
-                f"page {move.digest.hex()} left the host tier before it was restored. Raise host_memory"
-            ) from None
+        payload = _stored(self._host_tier, move, "page")
         layout = [(leaf.shape, leaf.dtype) for leaf in payload]
         if layout != self._layout:
             raise StoreError(
@@ -232,13 +226,7 @@ class StateTransfers:
         return [(self._parts.states_to_host(self._calls.state_out(slot)),) for slot in slots]
 
     def _payload(self, move: PageMove) -> np.ndarray:
-        assert self._store is not None, "a state is restored without a host tier"
-        try:
-            (states,) = self._store.get(move.digest)
-        except KeyError:
-            raise StoreError(
-                f"state {move.digest.hex()} left the host tier before it was restored. Raise host_memory"
-            ) from None
+        (states,) = _stored(self._store, move, "state")
         if (states.shape, states.dtype) != (self._shape, np.float32):
             raise StoreError(
                 f"state {move.digest.hex()} is {states.dtype}{list(states.shape)}, this session's states are "
@@ -246,6 +234,16 @@ class StateTransfers:
             )
         array: np.ndarray = states
         return array
+
+
+def _stored(store: PayloadStore | None, move: PageMove, kind: str) -> paged.Payload:
+    assert store is not None, f"a {kind} is restored without a host tier"
+    try:
+        return store.get(move.digest)
+    except KeyError:
+        raise StoreError(
+            f"{kind} {move.digest.hex()} left the host tier before it was restored. Raise host_memory"
+        ) from None
 
 
 def _describe(layout: list[tuple[tuple[int, ...], Any]]) -> str:

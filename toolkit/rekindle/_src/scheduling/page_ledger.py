@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import NamedTuple
 
 import numpy as np
@@ -54,10 +55,10 @@ class PageLedger:
         self.states = states or NoStates()
         self._offload: list[PageMove] = []
         self._restore: list[PageMove] = []
-        self._retired: list[tuple[int, list[int]]] = []  # (last step that reads them, merged duplicates)
+        self._retired: deque[tuple[int, list[int]]] = deque()  # (last step that reads them, merged duplicates)
         self._lent: dict[Sequence, Loan] = {}
         self._copied: list[tuple[Loan, int]] = []  # copied in the step being planned: the loan and the new page
-        self._copying: list[tuple[int, Loan]] = []  # (the step that copies it, the loan)
+        self._copying: deque[tuple[int, Loan]] = deque()  # (the step that copies it, the loan)
 
     @property
     def available(self) -> int:
@@ -294,19 +295,10 @@ class PageLedger:
     def collect(self, oldest_step: int | None) -> None:
         """Release merged duplicates that no step in flight reads; `oldest_step` is the oldest one in flight."""
         self.states.collect(oldest_step)
-        retired = []
-        for step, pages in self._retired:
-            if oldest_step is None or step < oldest_step:
-                self.pool.release(pages)
-            else:
-                retired.append((step, pages))
-        self._retired = retired
-        copying, self._copying = self._copying, []
-        for step, loan in copying:
-            if oldest_step is None or step < oldest_step:
-                self._repay(loan)
-            else:
-                self._copying.append((step, loan))
+        while self._retired and _is_over(self._retired[0][0], oldest_step):
+            self.pool.release(self._retired.popleft()[1])
+        while self._copying and _is_over(self._copying[0][0], oldest_step):
+            self._repay(self._copying.popleft()[1])
 
     def moves(self) -> StepMoves:
         """Take out the moves of the step being planned: offload and restore, of pages and then of states."""
@@ -354,3 +346,8 @@ class PageLedger:
             assert self.cache is not None, f"{count} pages asked for, {self.pool.free} free"
             self._offload += self.cache.evict(shortage)
         return self.pool.take(count)
+
+
+def _is_over(step: int, oldest_step: int | None) -> bool:
+    """True if a step is not in flight; `oldest_step` is the oldest one in flight."""
+    return oldest_step is None or step < oldest_step

@@ -44,11 +44,6 @@ def seniority(policy: str) -> Callable[[Sequence], Rank]:
     return static_rank(policy if policy == "priority" else "fcfs", None)
 
 
-def longest_prefix_first(waiting: Items[Sequence], path: Callable[[Sequence], Path]) -> list[Sequence]:
-    """Sort by the policy `lpm`."""
-    return sorted(waiting, key=lambda sequence: (-len(path(sequence)), sequence.arrived))
-
-
 def depth_first(waiting: Items[Sequence], path: Callable[[Sequence], Path]) -> list[Sequence]:
     """Sort by the policy `dfs-weight`: requests with the same cached prefix follow each other, while it is cached."""
     return _depth_first([(sequence, path(sequence)) for sequence in sorted(waiting, key=lambda s: s.arrived)], 0)
@@ -219,8 +214,10 @@ class WaitingQueue:
         if self._shortest is not None:
             self._order = sorted(self._window, key=self._rank, reverse=True)
             return
-        order = longest_prefix_first if self._policy == "lpm" else depth_first
-        self._order = order(list(self._window), self._path)[::-1]
+        if self._policy == "lpm":
+            self._order = sorted(self._window, key=lambda member: (-len(self._path(member)), member.arrived))[::-1]
+        else:
+            self._order = depth_first(list(self._window), self._path)[::-1]
 
     def next(self) -> Sequence | None:
         """Return the sequence to admit next; it stays in the queue until `take`."""

@@ -457,12 +457,8 @@ class Scheduler:
     def _fail(self, sequence: Sequence, error: RekindleError) -> TokenEvent:
         if not sequence.ended:
             self._end(sequence, FinishReason.FAILED, str(error))
-        return TokenEvent(
-            sequence.id,
-            cached_tokens=sequence.cached_tokens,
-            finish_reason=FinishReason.FAILED,
-            error=error,
-        )
+        failed = FinishReason.FAILED
+        return TokenEvent(sequence.id, cached_tokens=sequence.cached_tokens, finish_reason=failed, error=error)
 
     def _end(self, sequence: Sequence, reason: FinishReason, words: str = "") -> None:
         self._admission.remove(sequence)
@@ -533,16 +529,13 @@ def holding(sequences: Iterable[Sequence], pages: Iterable[int]) -> list[tuple[S
 
 def not_finite(sequence: Sequence) -> RequestFailed:
     """Return the error of a request whose next token or embedding would come from NaN or infinite numbers."""
-    if not sequence.request.generates:
-        return RequestFailed(
-            f"The model's numbers for request {sequence.id} are not finite (NaN or infinity), so it has no embedding. "
-            "Weights are broken, or overflow in this dtype: `rekindle doctor --model MODEL` names the first layer; or "
-            "open it with another dtype."
-        )
+    of, lacks = "", "embedding"
+    if sequence.request.generates:
+        of, lacks = f"token {sequence.generated + 1} of ", "next token"
     return RequestFailed(
-        f"The model's numbers for token {sequence.generated + 1} of request {sequence.id} are not finite (NaN or "
-        "infinity), so it has no next token. Weights are broken, or overflow in this dtype: `rekindle doctor "
-        "--model MODEL` names the first layer; or open it with another dtype."
+        f"The model's numbers for {of}request {sequence.id} are not finite (NaN or infinity), so it has no {lacks}. "
+        "Weights are broken, or overflow in this dtype: `rekindle doctor --model MODEL` names the first layer; or open "
+        "it with another dtype."
     )
 
 

@@ -16,7 +16,7 @@ without a window have. So admission does not ask for them: a sequence that has i
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable
 
 from rekindle._src.kvcache.node import Node
@@ -35,7 +35,7 @@ class Tails(OnTree):
     def __init__(self, limits: Limits, tree: TreeTails) -> None:
         super().__init__(tree)
         self._page_size, self._window = limits.page_size, limits.window
-        self._retired: list[tuple[int, list[int]]] = []  # merged duplicates, as those of `PageLedger`
+        self._retired: deque[tuple[int, list[int]]] = deque()  # merged duplicates, as those of `PageLedger`
 
     def cut(self, sequence: Sequence, budget: int) -> int:
         room = (_tail(sequence).end + self._tree.available) * self._page_size - sequence.planned
@@ -114,14 +114,9 @@ class Tails(OnTree):
             sequence.tail.pages = []
 
     def collect(self, oldest_step: int | None) -> None:
-        kept = []
-        for step, pages in self._retired:
-            if oldest_step is None or step < oldest_step:
-                for page in pages:
-                    self._tree.release(page)
-            else:
-                kept.append((step, pages))
-        self._retired = kept
+        while self._retired and (oldest_step is None or self._retired[0][0] < oldest_step):
+            for page in self._retired.popleft()[1]:
+                self._tree.release(page)
 
     def held(self, sequence: Sequence) -> Iterable[int]:
         return () if sequence.tail is None else sequence.tail.pages

@@ -234,7 +234,6 @@ class DiskTier:
         if self.distrusted is not None:
             raise StoreError(f"pages were not saved: {self.distrusted}")
         size = len(new) * sum(leaf.nbytes for leaf in new[0][1])
-        path = self.pages_folder / f"{self.identity.root.hex()}-{time.time_ns():020d}-{uuid.uuid4().hex[:8]}"
         try:
             private_files.make_folder(self.pages_folder)
             free = shutil.disk_usage(self.pages_folder).free
@@ -242,8 +241,7 @@ class DiskTier:
                 raise StoreError(
                     f"{size >> 20} MiB of pages were not saved: {free >> 20} MiB are free. Free some space"
                 )
-            write_segment(path, self.identity.fields(), new)
-            self._add(Segment.open(path))
+            self._write(new)
         except OSError as error:
             raise StoreError(
                 f"{size >> 20} MiB of pages were not saved: {error}. Free some space, or check the disk"
@@ -325,6 +323,11 @@ class DiskTier:
             return [self.pages_folder / name for name in ordered]
         return []
 
+    def _write(self, pages: Sequence[tuple[Page, Payload]]) -> None:
+        path = self.pages_folder / f"{self.identity.root.hex()}-{time.time_ns():020d}-{uuid.uuid4().hex[:8]}"
+        write_segment(path, self.identity.fields(), pages)
+        self._add(Segment.open(path))
+
     def _add(self, segment: Segment) -> None:
         with self._lock:
             self._segments[segment.path.name] = segment
@@ -374,10 +377,8 @@ class DiskTier:
                 continue
             merged.append(segment)
         if pages:
-            path = self.pages_folder / f"{self.identity.root.hex()}-{time.time_ns():020d}-{uuid.uuid4().hex[:8]}"
             try:
-                write_segment(path, self.identity.fields(), pages)
-                self._add(Segment.open(path))
+                self._write(pages)
             except OSError as error:
                 self.log_once("merge", f"small segments of pages stay as they are: {error}")
                 return

@@ -49,6 +49,8 @@ class Tiers:
         self, host: HostTier, costs: CostModel, disk: DiskTier | None = None, *, identity: Identity | None = None
     ) -> None:
         self.host, self.costs, self.disk = host, costs, disk
+        self.hold, self.release = host.hold, host.release
+        self.worth, self.observe, self.record_copy = costs.worth, costs.observe, costs.record_copy
         self._identity = identity
         self.busy: Callable[[], bool] = lambda: False  # requests run: nothing is read ahead
         self._fetched = self._expected = 0  # pages that requests took from disk: on demand, and read ahead
@@ -87,12 +89,6 @@ class Tiers:
     def touch(self, digest: bytes) -> None:
         self.host.touch(digest)
 
-    def hold(self, digest: bytes) -> None:
-        self.host.hold(digest)
-
-    def release(self, digest: bytes) -> None:
-        self.host.release(digest)
-
     def discard(self, digest: bytes) -> None:
         """Drop a payload that can't be used from host memory, and do not read it from disk again."""
         self._unusable.add(digest)
@@ -105,12 +101,6 @@ class Tiers:
         self._ahead.clear()
         self.host.clear()
 
-    def worth(self, pages: int) -> bool:
-        return self.costs.worth(pages)
-
-    def observe(self, result: StepResult) -> None:
-        self.costs.observe(result)
-
     # -- for the runner
 
     def put(self, digest: bytes, payload: Payload) -> None:
@@ -121,9 +111,6 @@ class Tiers:
             self._speculative.discard(digest)
             self._expected += 1
         return self.host.get(digest)
-
-    def record_copy(self, pages: int, seconds: float) -> None:
-        self.costs.record_copy(pages, seconds)
 
     # -- from disk
 
