@@ -190,5 +190,5 @@ async def test_an_endless_chat_template_fails_its_own_request_and_leaves_the_cal
         with pytest.raises(InvalidRequest, match="was stopped"):
             await session.chat([{"role": "user", "content": "hi"}])
         group.cancel_scope.cancel()
-    assert ticks >= 10, "the template ran on the caller's loop"
+    assert ticks >= 3, "the template ran on the caller's loop"
     assert list((await neighbour).token_ids) == expected("hello", max_tokens=5)
