@@ -340,7 +340,7 @@ class Runner:
         size = dict(zip(("rows", "tokens", "prefills"), map(max, zip(*sizes, strict=True)), strict=True))
         max_requests = self.config.max_requests
         variants = self._features.variants(plan)
-        lattice = self.programs.lattice_for(variants, late=self._features.is_late(plan))
+        lattice = self.programs.lattice_for(variants, late=self._features.late.in_plan(plan))
         best = bucket_for(lattice, max_requests, **size, variants=variants)
         if (self.prefer_ready or self.programs.soon(best)) and not self._ready(best):
             ready = [bucket for bucket in lattice if self._ready(bucket)]

@@ -28,7 +28,7 @@ from jax import Array
 from numpy.typing import NDArray
 
 import rekindle_kernels
-from rekindle._src.core.records import UNIT, AdapterLoad, Request
+from rekindle._src.core.records import UNIT, AdapterLoad, Request, StepPlan
 from rekindle._src.models.adapters.adapted import adapt, adapt_experts
 from rekindle._src.models.adapters.adapter import Adapter, Product
 from rekindle._src.models.adapters.sites import Site
@@ -274,6 +274,9 @@ class Adapters(Feature):
             self.stacks.put(failed)
             del self._failed[digest]
         return (self.stacks.slot(digest),), ()
+
+    def in_plan(self, plan: StepPlan) -> bool:
+        return bool([row for row in plan.rows if row.request.adapter is not None])
 
     def unpack(self, columns: Columns) -> Any:
         return columns.ints[:, 0]

@@ -1,6 +1,6 @@
 """A feature of steps: what one capability adds to a row, to a step's buffers, to its program, and to its results.
 
-Log-probabilities, penalties, processors, pooling and masks are features, each of them one class in a file of its own.
+Log-probabilities, penalties, processors, pooling and masks are features, each of them one class.
 The modules that pack, run and read steps go through the session's `features.Features` in order and name none of them.
 A new feature overrides the methods that it needs, and is added to `features.features_of`.
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
@@ -87,7 +88,7 @@ class StepInputs(NamedTuple):
     cu_lengths: Array  # [S + 1]: half-open offsets of the prefills within the prefill tokens
     num_prefills: Array  # []
     last: Array  # [N]: index of each sequence's last token
-    flags: Array  # [N]: flags.Flag of each row
+    flags: Array  # [N]: `Flag`s of each row
     any_flags: Any  # []: the union of `flags`, or a Flag where it is known while the program is traced
     choice: Choice
     own: tuple[Any, ...]  # of each feature: the result of its `unpack`
@@ -223,8 +224,8 @@ class Feature:
         """Let go of arrays on the device, because the session goes to sleep or ends; a later step makes them again."""
 
     def in_plan(self, plan: StepPlan) -> bool:
-        """True if a step whose rows have the `option` needs a program of the feature's variant."""
-        return True
+        """True if a step needs a program of the feature's variant; asked in every step, of up to hundreds of rows."""
+        return any(map(attrgetter(f"request.{self.option}"), plan.rows))
 
     def prepare(self, plans: Sequence[StepPlan], rows: int) -> None:
         """Replace `operands` by those of a step that contains the feature, from its plan for each data shard.

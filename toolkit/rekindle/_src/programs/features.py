@@ -59,6 +59,9 @@ class Pooling(Feature):
 
     option, variant, has_output, shard_axis = "pooling", POOLS, True, 1
 
+    def in_plan(self, plan: StepPlan) -> bool:
+        return any(row.request.pooling is not None for row in plan.prefill)
+
     def output(self, model: Model, hidden: Array, inputs: StepInputs, own: Any, kept: Any) -> Array:
         return pooled_states(hidden[inputs.decode_rows :], inputs.cu_lengths)
 
@@ -103,9 +106,7 @@ class Features:
         self.as_needed = tuple(feature.variant for feature in as_needed)
         self.warmed, self.choices = _choices(ahead), _choices(as_needed)
         letters = sorted((feature for feature in entries if feature.variant), key=lambda feature: not feature.warmed)
-        # As in the names of programs; a row is asked by C code, before any function of a feature is.
-        self._planned = tuple((feature, attrgetter(f"request.{feature.option}")) for feature in letters)
-        self._late_in = attrgetter(f"request.{late.option}")
+        self._planned = tuple((feature.variant, feature.in_plan) for feature in letters)  # as in the names of programs
         self._wanting = tuple((feature, attrgetter(feature.option)) for feature in entries)
         self._prepared = tuple(feature for feature in entries if _overrides(feature, "prepare"))
         self._reading = tuple(feature for feature in entries if _overrides(feature, "read"))
@@ -142,14 +143,7 @@ class Features:
 
     def variants(self, plan: StepPlan) -> str:
         """Return the letters of the program that a plan needs."""
-        rows = plan.rows
-        return "".join(
-            [feature.variant for feature, has in self._planned if any(map(has, rows)) and feature.in_plan(plan)]
-        )
-
-    def is_late(self, plan: StepPlan) -> bool:
-        """True if a plan has rows of the late feature."""
-        return any(map(self._late_in, plan.rows)) and self.late.in_plan(plan)
+        return "".join([letter for letter, in_plan in self._planned if in_plan(plan)])
 
     def load(self, plan: StepPlan) -> None:
         """Take the adapters that a plan puts on the device."""

@@ -231,7 +231,8 @@ class Distribution(Feature):
         return int(Flag.SAMPLED_LOGPROBS) if request.sampling.logprobs_of == "sampled" else 0
 
     def in_plan(self, plan: StepPlan) -> bool:
-        return any(row.samples and is_whole(row.request.sampling) for row in plan.rows)
+        rows = [row for row in plan.rows if row.request.sampling.logprobs is not None]
+        return any(row.samples and row.request.sampling.whole_logprobs for row in rows)
 
     def columns(self, logits: Array, tokens: Array, inputs: StepInputs, chosen_from: Callable[[], Array]) -> Array:
         with jax.named_scope("logprobs"):

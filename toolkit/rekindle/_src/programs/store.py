@@ -43,7 +43,6 @@ from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.memory import gc_paused
 from rekindle._src.core.store import Sound, Store, Unusable
 from rekindle._src.models.loading.fingerprint import files_digest
-from rekindle._src.programs import store as program_store
 from rekindle.errors import StoreError
 from rekindle_kernels import ensure_kernels, kernels_in, private_files
 
@@ -179,7 +178,7 @@ class ExecutableStore(Store):
         if not self.holds(key):
             raise StoreError(_UNSERIALISABLE if self._compilations.is_dir() else NOT_STORED)
         try:
-            return self.read(key, lambda folder: self._loaded(key, devices or [program_store.default_device()]))
+            return self.read(key, lambda folder: self._loaded(key, devices or [default_device()]))
         except Unusable as error:
             problem, outcome = "used", "is set aside and compiled again"
             if error.passing:
@@ -230,7 +229,7 @@ class ExecutableStore(Store):
                 "arguments": encode_tree(in_tree),
                 "results": encode_tree(out_tree),
                 "native": kernels_in(executable),
-                "devices": [device.id for device in devices or [program_store.default_device()]],
+                "devices": [device.id for device in devices or [default_device()]],
             }
             meta["checksum"] = _checksum(self.path(key).name, meta, executable)
 
@@ -324,7 +323,7 @@ class ProgramStore:
         )
 
     def _key(self, name: str) -> str:
-        return program_store.digest({"identity": self.identity, "program": name})
+        return digest({"identity": self.identity, "program": name})
 
 
 class _NotMovable(Sound):

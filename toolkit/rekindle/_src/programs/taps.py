@@ -181,7 +181,8 @@ class Captures(Feature):
         self._helpers = helpers
 
     def in_plan(self, plan: StepPlan) -> bool:
-        return any(map(_captures, plan.rows)) and not any(map(_captures_inside, plan.rows))
+        rows = _tapped(plan)
+        return any(map(_captures, rows)) and not any(map(_captures_inside, rows))
 
     def model(self, model: Any, inputs: StepInputs, own: Any, operands: Any) -> tuple[Any, Any]:
         stream: list[Array] = []
@@ -248,7 +249,7 @@ class InnerCaptures(Captures):
         self._config = model
 
     def in_plan(self, plan: StepPlan) -> bool:
-        return any(map(_captures_inside, plan.rows))
+        return any(map(_captures_inside, _tapped(plan)))
 
     def model(self, model: Any, inputs: StepInputs, own: Any, operands: Any) -> tuple[Any, Any]:
         _, (stream, _) = super().model(model, inputs, own, operands)
@@ -268,6 +269,10 @@ class InnerCaptures(Captures):
     def _once(self, array: np.ndarray[Any, Any], site: str, layer: int) -> np.ndarray[Any, Any]:
         """Return each kv head once: where a mesh has more devices than a layer has heads, several have the same one."""
         return array[:, :: array.shape[1] // self._config.pages_of(layer).heads]
+
+
+def _tapped(plan: StepPlan) -> list[Row]:
+    return [row for row in plan.rows if row.request.tapped is not None]
 
 
 def _captures(row: Row) -> bool:
@@ -338,7 +343,8 @@ class Steering(Feature):
         return aligned((self._shards * self._shape[0], self._shape[1]), np.float32)
 
     def in_plan(self, plan: StepPlan) -> bool:
-        return any(map(_edits, plan.rows)) and not any(map(_edits_inside, plan.rows))
+        rows = _tapped(plan)
+        return any(map(_edits, rows)) and not any(map(_edits_inside, rows))
 
     def prepare(self, plans: Sequence[StepPlan], rows: int) -> None:
         entries, needed = zip(*(self._entries(plan, rows) for plan in plans), strict=True)
@@ -435,7 +441,7 @@ class InnerSteering(Feature):
         return self._stream.operand_shapes
 
     def in_plan(self, plan: StepPlan) -> bool:
-        return any(map(_edits_inside, plan.rows))
+        return any(map(_edits_inside, _tapped(plan)))
 
     def prepare(self, plans: Sequence[StepPlan], rows: int) -> None:
         self._stream.prepare(plans, rows)

@@ -426,7 +426,8 @@ class CustomTaps(Feature):
         return (sum(self._bits[name] for name in request.tapped.custom),), ()
 
     def in_plan(self, plan: StepPlan) -> bool:
-        return any(row.request.tapped is not None and row.request.tapped.custom for row in plan.rows)
+        tapped = [row.request.tapped for row in plan.rows if row.request.tapped is not None]
+        return any(one.custom for one in tapped)
 
     def unpack(self, columns: Columns) -> Any:
         return columns.ints[:, 0]

@@ -1,5 +1,6 @@
-"""Followers: what a feature of steps keeps of one request, how it takes the request's results, and
-the drafts that it proposes. Most requests have none.
+"""Followers: what a feature of steps keeps of one request, and how it takes the request's results.
+
+Most requests have none. `PromptLookup` and `ForcedTokens` propose its drafts.
 """
 
 from __future__ import annotations

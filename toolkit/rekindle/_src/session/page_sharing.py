@@ -53,6 +53,7 @@ from rekindle._src.processes.channel import Kind
 from rekindle._src.session.cache_writer import CacheWriter, PageRecord, in_slices
 from rekindle.errors import ConfigError, ProcessLost, RekindleError, SnapshotRefused, StoreError
 
+log = logging.getLogger("rekindle.cache")
 WANTED = np.dtype([("digest", "u1", (DIGEST_SIZE,)), ("key", "<u8")])
 CONNECT_SECONDS, SILENCE = 5.0, 30.0
 MOST_WANTED = 1 << 16  # pages in one message
@@ -200,7 +201,6 @@ class Source:
         self.close()
 
 
-log = logging.getLogger("rekindle.cache")
 CONNECTIONS = 32  # at once; further ones are closed
 # Read from the device between two steps, and sent together. Larger pieces delay steps, smaller ones move less.
 PIECE_BYTES = 16 << 20
@@ -433,8 +433,6 @@ def _family(host: str, port: int) -> socket.AddressFamily:
         return socket.AddressFamily(socket.getaddrinfo(host, port or None, type=socket.SOCK_STREAM)[0][0])
     return socket.AF_INET
 
-
-log = logging.getLogger("rekindle.cache")
 
 WARM_PAGES = 4096  # the most that a new session takes from each neighbour
 
