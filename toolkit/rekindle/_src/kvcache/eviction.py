@@ -2,8 +2,8 @@
 
 The score of a page is set when it is used: the square root of its number of uses, plus the score of the page that left
 last. So popularity counts but ages: once enough other pages have come and gone, a page that used to be popular leaves
-too. Pages with equal scores leave in the order of their last use. Among the policies in simulate.py this one stays
-closest to the best possible choice, over all loads.
+too. Pages with equal scores leave in the order of their last use. Among the policies in workshop/eviction.py this one
+stays closest to the best possible choice, over all loads.
 """
 
 from __future__ import annotations
