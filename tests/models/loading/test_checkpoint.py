@@ -304,6 +304,9 @@ def test_config_problems_are_named(folder: Path) -> None:
     (folder / "config.json").unlink()
     with pytest.raises(CheckpointError, match=r"no config\.json"):
         checkpoint.load(folder)
+    (folder / "config.json").symlink_to("config.json")  # it can be no more looked at than in a locked folder
+    with pytest.raises(CheckpointError, match=r"config\.json can't be read"):
+        checkpoint.load(folder)
 
 
 def test_an_unknown_quantisation_is_refused(folder: Path) -> None:

@@ -12,8 +12,8 @@ from flax import nnx
 
 from helpers import checkpoints
 from helpers.driving import tiny_config
-from rekindle._src.models import MoeSpec
 from rekindle._src.models.base import graph_of
+from rekindle._src.models.config import MoeSpec
 from rekindle._src.models.nn.linear import Linear
 from rekindle._src.models.nn.moe import Experts
 from rekindle._src.models.precision import Precision

@@ -122,7 +122,12 @@ def checkpoint_path(path: Path) -> Path:
 def read_config(folder: Path) -> dict[str, Any]:
     """Return the parsed config.json of a folder. Raise `CheckpointError` if it is missing, unreadable or no object."""
     path = folder / "config.json"
-    if not path.exists():
-        raise CheckpointError(f"{folder} has no config.json. Pass the folder of a Hugging Face checkpoint.")
-    config: dict[str, Any] = tensor_files.read_json(path, dict, MAX_CONFIG)
+    try:
+        config: dict[str, Any] = tensor_files.read_json(path, dict, MAX_CONFIG)
+    except CheckpointError as error:
+        if not isinstance(error.__cause__, FileNotFoundError):
+            raise
+        raise CheckpointError(
+            f"{folder} has no config.json. Pass the folder of a Hugging Face checkpoint."
+        ) from error.__cause__
     return config

@@ -80,12 +80,12 @@ class GgufModel(NamedTuple):
         `allowed` are options that the family reads itself. With `gaps`, layers may have no heads or no MLP. `length` is
         the size of the MLP where the file has none.
         """
-        layers = self.integer("block_count")
+        layers, default = self.integer("block_count"), () if length is None else (length,)
         keys: dict[str, Any] = {
             "hidden_size": self.integer("embedding_length"),
             "num_hidden_layers": layers,
             "num_attention_heads": self._same("attention.head_count", layers, gaps=gaps),
-            "intermediate_size": self._same("feed_forward_length", layers, *[length][: length is not None], gaps=gaps),
+            "intermediate_size": self._same("feed_forward_length", layers, *default, gaps=gaps),
             "max_position_embeddings": self.integer("context_length"),
             "rms_norm_eps": self.number(f"attention.{norm}"),
             "head_dim": self.head_dim,
