@@ -78,15 +78,18 @@ async def test_lesson_25_nothing_compiles_over_the_whole_lattice_with_every_opti
     want = plain(prompt(0, 5), 4)  # compiled before it counts
     async with opening(processors=[LEAST], host_memory=1 << 20) as session:
         warm = counts(session)
+        names = {bucket.name for bucket in session._engine.runner.programs.lattice}  # type: ignore[attr-defined]
         with compiled_by_jax() as events:
-            await whole_lattice(session)
+            for _ in range(4):  # on a busy machine rows may end before a prompt meets them
+                await whole_lattice(session)
+                if {name for name, steps in session.programs().steps.items() if steps} == names:
+                    break
             await odd_sizes(session)
             assert (await session.generate(prompt(0, 5), max_tokens=4)).token_ids == want
             assert max(want) < VOCAB
         assert counts(session) == warm
         assert events == []
         ran = session.programs().steps
-        names = {bucket.name for bucket in session._engine.runner.programs.lattice}  # type: ignore[attr-defined]
         stats = session.stats()
         assert {name for name, steps in ran.items() if steps} == names, "the load does not cover the lattice"
         assert stats.pages_out > 0 and stats.pages_in > 0, "no page left the device and came back"
