@@ -503,7 +503,7 @@ def unpack(
 
 
 def _own(layout: Layout, flags: Array, ints: Array, floats: Array, extra: Array, row_extra: Array) -> tuple[Any, ...]:
-    """Return the inputs of each feature. They are the same in all variants, which share openings; see `step_parts`."""
+    """Return the inputs of each feature. They are the same in all variants, which share openings; see `layered`."""
     tokens = dict(zip(layout.features.per_token, extra, strict=True))
     starts, own = [_CONSTANT, 0, _DRAWING], []
     for feature in layout.features.entries:
