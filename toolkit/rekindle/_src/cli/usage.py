@@ -205,7 +205,7 @@ def check_serve(arguments: argparse.Namespace) -> None:
 
     if not 0 <= arguments.port < 1 << 16:
         raise ConfigError("--port", arguments.port, "is no port", "Use one from 1024 to 65535, or 0 for a free one")
-    roles = {"prefill": arguments.prefill, "decode": arguments.decode}
+    roles: dict[Any, Any] = {"prefill": arguments.prefill, "decode": arguments.decode}
     if None in roles.values() and any(count is not None for count in roles.values()):
         option, partner = ("prefill", "--decode") if arguments.decode is None else ("decode", "--prefill")
         raise ConfigError(option, roles[option], f"needs {partner}", f"Pass {partner} 1, too")
