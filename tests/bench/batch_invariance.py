@@ -14,6 +14,7 @@ import statistics
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import harness
 
 import rekindle
@@ -74,6 +75,7 @@ async def compare(session: rekindle.Session, seeds: int, tokens: int = 60) -> di
         async with anyio.create_task_group() as tasks:
             for other in OTHERS:
                 tasks.start_soon(company, other)
+            await anyio.lowlevel.checkpoint()  # the others come first
             return await text(seed)
 
     crowded: dict[int, tuple[int, ...]] = {}

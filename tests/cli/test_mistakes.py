@@ -33,6 +33,7 @@ MISTAKES = {
     "a port that there is not": (["serve", "--port", "99999"], "--port 99999"),
     "the same model twice": (["serve", "tiny", "tiny"], "Give each a name of its own"),
     "half a division": (["serve", "--prefill", "1"], "Pass --decode 1, too"),
+    "a division into nothing": (["serve", "--prefill", "0", "--decode", "0"], "--prefill 0: is not"),
     "a policy of another engine": (["serve", "--policy", "fifo"], "fcfs"),
     "a size in words": (["cache", "prune", "--to", "lots"], "Write 512MiB"),
     "an action with a slip": (["cache", "lst"], "Did you mean ls?"),

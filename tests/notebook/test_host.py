@@ -229,6 +229,22 @@ def test_keys_that_the_kernel_does_not_know_yet_stay(page: Any) -> None:
         view.join(10)
 
 
+def test_two_windows_that_keep_their_keys_agree_in_the_end(page: Any) -> None:
+    """The same chat in another window, whose field has the focus of its document as well, writes its text back, too."""
+    with opened() as session:
+        view = session.view.chat(template="{{ messages[0].content }}")
+        hosted = Hosted(page, view)
+        line = hosted.first.get_by_placeholder("Say something")
+        line.focus()
+        page.keyboard.type("ab")
+        hosted.until(lambda: view.widget.value("say") == "ab", "the kernel knows both keys")
+        view.widget.observe(lambda change: view.widget.fill("say", "a"), "values")
+        view.widget.fill("say", "a")
+        hosted.until(lambda: line.input_value() == "a", "one of them gives in")
+        view.stop()
+        view.join(10)
+
+
 def test_the_tree_and_the_dashboard(page: Any) -> None:
     with opened() as session:
         session.generate_sync("hello " * 20, max_tokens=2)

@@ -136,7 +136,7 @@ async def measure(
             "quiet": True,
             "host_memory": 0,
             "disk_memory": 0,
-            "cache_dir": f"{folder}/c",
+            "cache_dir": f"{folder}/cache",
         }
         opening = Opening(functools.partial(_build, model, EngineConfig.of({**options, **overrides})))
         async with opening as session:

@@ -211,9 +211,6 @@ async def whole_programs(session: Session) -> None:
     await anyio.to_thread.run_sync(runner.programs.replace_parts)
 
 
-if TYPE_CHECKING:
-    from rekindle._src.bench.workloads import Figures
-
 FIRST_PROMPT = 32
 SNAPSHOT = "bench"
 RESTART = {"max_model_len": 2048, "max_requests": 32, "precompile": "all"}
@@ -282,9 +279,6 @@ def _first(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def _shared_prefix(order: dict[str, Any]) -> dict[str, Any]:
-    import anyio
-
-    from rekindle._src.bench.workloads import SHARED, Prompts, together
     from rekindle._src.session.opening import open_sync
 
     prompts = Prompts(500)  # ids below 500 are in every vocabulary

@@ -15,6 +15,7 @@ from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.mesh_shape import MAX_PROCESSES, address
 from rekindle._src.core.options import Flag, Place, Real, Whole, Word, options_of, words_of
 from rekindle._src.core.sampling import Sampling
+from rekindle._src.replicas.routing import roles_of
 from rekindle.errors import ConfigError, InvalidRequest, MissingExtra, RekindleError
 
 Check = Callable[[argparse.Namespace], object]
@@ -204,10 +205,12 @@ def check_serve(arguments: argparse.Namespace) -> None:
 
     if not 0 <= arguments.port < 1 << 16:
         raise ConfigError("--port", arguments.port, "is no port", "Use one from 1024 to 65535, or 0 for a free one")
-    if (arguments.prefill is None) != (arguments.decode is None):
-        option = "--prefill" if arguments.decode is None else "--decode"
-        partner = "--decode" if arguments.decode is None else "--prefill"
-        raise ConfigError(option, arguments.prefill or arguments.decode, f"needs {partner}", f"Pass {partner} 1, too")
+    roles: dict[Any, Any] = {"prefill": arguments.prefill, "decode": arguments.decode}
+    if None in roles.values() and any(count is not None for count in roles.values()):
+        option, partner = ("prefill", "--decode") if arguments.decode is None else ("decode", "--prefill")
+        raise ConfigError(option, roles[option], f"needs {partner}", f"Pass {partner} 1, too")
+    if arguments.prefill is not None:
+        roles_of(roles, None)
     if not arguments.grafana and importlib.util.find_spec("uvicorn") is None:
         raise MissingExtra("uvicorn", "serve")
     check_origins(arguments.cors_origin)

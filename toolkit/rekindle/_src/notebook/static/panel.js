@@ -19,6 +19,7 @@ function render({ model, el }) {
   let asked = 0; // the timer of a message that was not answered yet
   let doubtful = false; // the connection has changed since the kernel answered last
   const typed = {}; // by the name of a field, its contents since the last press: what a busy kernel may still know
+  let kept = 0; // how often keys were kept since the last one: another window may keep its own
 
   function say(event, name, value) {
     asked ||= setTimeout(unanswered, doubtful ? DOUBT : PATIENCE);
@@ -74,6 +75,7 @@ function render({ model, el }) {
     typed[name] = [made.value];
     made.addEventListener("input", () => {
       typed[name] = [...typed[name].slice(-200), made.value];
+      kept = 0;
       write(name, made.value);
     });
     return made;
@@ -152,7 +154,7 @@ function render({ model, el }) {
       if (input.type === "range") {
         if (input.value !== value) input.value = value;
         input.nextSibling.textContent = input.value;
-      } else if (input.value !== value && input === active && typed[name].includes(value)) {
+      } else if (input.value !== value && input === active && typed[name].includes(value) && kept++ < 8) {
         write(name, input.value); // the kernel wrote into another field before it knew of these keys
       } else if (input.value !== value) {
         input.value = value;
