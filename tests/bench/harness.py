@@ -61,7 +61,11 @@ def model(name: str, **options: Any) -> Any:
     """`tiny`, a folder or a file as it is; a shape of `rekindle bench` with random weights."""
     from rekindle._src.bench.shapes import SHAPES, random_shape
 
-    return random_shape(name.lower(), **options) if name.lower() in SHAPES else name
+    if name.lower() in SHAPES:
+        return random_shape(name.lower(), **options)
+    if name != "tiny" and not Path(name).exists():
+        sys.exit(f"{name} is no folder or file, and no shape: {', '.join(SHAPES)}")
+    return name
 
 
 def child(
