@@ -352,7 +352,8 @@ def test_engines_open_the_file_in_its_own_precision(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(rekindle, "open_sync", open_sync)
     file = setting(file="m.gguf")
     load("with_rekindle").open(file)
-    load("with_rekindle").open(setting(bits=8))
+    options = SimpleNamespace(llama_server=None)
+    load("with_rekindle").open(load("run").setting_of("rekindle_int8", file, Path("s"), options, None))
     load("with_rekindle").open(setting())
     assert [model for model, _ in opened] == ["m.gguf", "f", "f"]
     assert not {"dtype", "quantize"} & opened[0][1].keys()

@@ -100,20 +100,23 @@ def run(
     shape: str, setting: Setting, about: dict[str, Any], options: argparse.Namespace, log: Any, vocab_size: int = 0
 ) -> dict[str, Any]:
     """All engines with the same weights, each with a folder of its own."""
-    settings = {}
-    for name in options.engines:
-        scratch = options.work / f"{shape}-{name}"
-        settings[name] = dataclasses.replace(
-            setting, scratch=str(scratch), cache=str(scratch / "cache"), program=str(options.llama_server or "")
-        )
-        if name == "rekindle_int8":  # beside rekindle with a file: the same weights, and what fewer bits gain
-            settings[name] = dataclasses.replace(settings[name], file="", bits=8)
-        elif name.startswith("llama") and not setting.file:
-            file = gguf(Path(setting.folder), KINDS[setting.bits], options, log)
-            settings[name] = dataclasses.replace(settings[name], file=str(file))
+    settings = {
+        name: setting_of(name, setting, options.work / f"{shape}-{name}", options, log) for name in options.engines
+    }
     one = Race(settings, options.pythons, vocab_size or shapes.SHAPES[shape]["vocab_size"], log, restart)
     one.run(options.workloads, options.rounds)
     return summary(one, **about)
+
+
+def setting_of(name: str, setting: Setting, scratch: Path, options: argparse.Namespace, log: Any) -> Setting:
+    """What one engine opens, and where it keeps its files."""
+    program = str(options.llama_server or "")
+    own = dataclasses.replace(setting, scratch=str(scratch), cache=str(scratch / "cache"), program=program)
+    if name == "rekindle_int8":  # beside rekindle with a file: the same weights, and what fewer bits gain
+        return dataclasses.replace(own, file="", bits=8)
+    if name.startswith("llama") and not setting.file:
+        return dataclasses.replace(own, file=str(gguf(Path(setting.folder), KINDS[setting.bits], options, log)))
+    return own
 
 
 def restart(setting: Setting) -> Figures:
