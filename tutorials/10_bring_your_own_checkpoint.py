@@ -229,6 +229,8 @@ for name, (*_, story) in results.items():
 import os
 from pathlib import Path
 
+from rekindle.models import load
+
 fetched = Path.home().glob(".cache/rekindle-course/*/*.gguf")  # page 18's
 smollm2 = os.environ.get("REKINDLE_SMOLLM2", next(map(str, fetched), ""))
 print(Path(smollm2).name if smollm2 else "page 18 has not fetched the model: this section shows nothing")
