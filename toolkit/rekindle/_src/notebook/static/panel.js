@@ -19,7 +19,7 @@ function render({ model, el }) {
   let asked = 0; // the timer of a message that was not answered yet
   let doubtful = false; // the connection has changed since the kernel answered last
   const typed = {}; // by the name of a field, its contents since the last press: what a busy kernel may still know
-  let kept = 0; // how often keys were kept since the last one: another window may keep its own
+  let kept = 0; // how often keys were kept since the last one: another viewer may keep its own
 
   function say(event, name, value) {
     asked ||= setTimeout(unanswered, doubtful ? DOUBT : PATIENCE);
