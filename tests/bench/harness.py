@@ -1,4 +1,4 @@
-"""What the benchmarks share: options, random models, processes, rounds in turn, and how figures are shown."""
+"""The benchmarks' harness: options, random models, child processes, alternating rounds, and tables of figures."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ def model(name: str, **options: Any) -> Any:
     if name.lower() in SHAPES:
         return random_shape(name.lower(), **options)
     if name != "tiny" and not Path(name).exists():
-        sys.exit(f"{name} is no folder or file, and no shape: {', '.join(SHAPES)}")
+        sys.exit(f"unknown model {name!r}: pass tiny, a folder, a file, or a shape: {', '.join(SHAPES)}")
     return name
 
 
 def child(
     function: Callable[..., Any], *arguments: Any, python: str = sys.executable, root: Path = ROOT, **environment: str
 ) -> Any:
-    """What a function of a benchmark returns in a process of its own: arguments and result as JSON."""
+    """Run a function of a benchmark in a child process and return its result; both ways as JSON."""
     file = Path(inspect.getfile(function))
     paths = [str(root / name) for name in ("toolkit", "kernels")] + [str(ROOT / "tests"), str(file.parent)]
     code = f"import json, sys; sys.path[:0] = {paths!r}; import {file.stem} as it; "
@@ -98,12 +98,12 @@ def ratios(ones: Sequence[float], others: Sequence[float]) -> list[float]:
 
 
 def spread(values: Sequence[float], form: str = ".3f") -> str:
-    """The median, and the range."""
+    """Format the median and the range of values."""
     return f"{statistics.median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
 
 
 def medians(records: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Of each figure over records that all have it."""
+    """Return the median of each figure; every record must have all of them."""
     return {name: statistics.median(record[name] for record in records) for name in records[0]}
 
 

@@ -6,6 +6,7 @@ everything else. What the model sends comes back to the real widget, and what th
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 from collections.abc import Callable, Iterator
@@ -122,6 +123,16 @@ def page(browser: Any) -> Iterator[Any]:
     assert wrong == []
 
 
+@contextlib.contextmanager
+def chatting(page: Any) -> Iterator[tuple[Live, Hosted]]:
+    """Show a chat in the page while the block runs."""
+    with opened() as session:
+        view = session.view.chat(template="{{ messages[0].content }}")
+        yield view, Hosted(page, view)
+        view.stop()
+        view.join(10)
+
+
 def test_a_stream_and_its_button(page: Any) -> None:
     with opened(step_seconds=0.01) as session:
         view = session.view.stream("hello", max_tokens=400)
@@ -188,9 +199,7 @@ def test_lines_settings_and_copies(page: Any) -> None:
 
 
 def test_who_types_keeps_the_focus_and_the_caret_when_controls_change(page: Any) -> None:
-    with opened() as session:
-        view = session.view.chat(template="{{ messages[0].content }}")
-        hosted = Hosted(page, view)
+    with chatting(page) as (view, hosted):
         hosted.first.get_by_placeholder("Say something").focus()
         page.keyboard.type("ac")
         page.keyboard.press("ArrowLeft")
@@ -201,15 +210,11 @@ def test_who_types_keeps_the_focus_and_the_caret_when_controls_change(page: Any)
         hosted.until(lambda: hosted.first.get_by_role("slider").count() == 0, "and go")
         page.keyboard.type("b")
         hosted.until(lambda: view.widget.value("say") == "abbc", "the keys arrive where they did before")
-        view.stop()
-        view.join(10)
 
 
 def test_keys_that_the_kernel_does_not_know_yet_stay(page: Any) -> None:
     """A kernel that is busy writes into one field, and knows of the others what was there before."""
-    with opened() as session:
-        view = session.view.chat(template="{{ messages[0].content }}")
-        hosted = Hosted(page, view)
+    with chatting(page) as (view, hosted):
         line = hosted.first.get_by_placeholder("Say something")
         line.focus()
         page.keyboard.type("a")
@@ -225,15 +230,11 @@ def test_keys_that_the_kernel_does_not_know_yet_stay(page: Any) -> None:
         assert hosted.second.get_by_placeholder("Say something").input_value() == "abc"
         view.widget.fill("say", "other")
         hosted.until(lambda: line.input_value() == "other", "what the kernel writes comes")
-        view.stop()
-        view.join(10)
 
 
 def test_two_windows_that_keep_their_keys_agree_in_the_end(page: Any) -> None:
     """The same chat in another window, whose field has the focus of its document as well, writes its text back, too."""
-    with opened() as session:
-        view = session.view.chat(template="{{ messages[0].content }}")
-        hosted = Hosted(page, view)
+    with chatting(page) as (view, hosted):
         line = hosted.first.get_by_placeholder("Say something")
         line.focus()
         page.keyboard.type("ab")
@@ -241,8 +242,6 @@ def test_two_windows_that_keep_their_keys_agree_in_the_end(page: Any) -> None:
         view.widget.observe(lambda change: view.widget.fill("say", "a"), "values")
         view.widget.fill("say", "a")
         hosted.until(lambda: line.input_value() == "a", "one of them gives in")
-        view.stop()
-        view.join(10)
 
 
 def test_the_tree_and_the_dashboard(page: Any) -> None:

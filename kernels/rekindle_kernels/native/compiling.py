@@ -201,7 +201,7 @@ def make(name: str) -> Kernel | ChainRunner:
     if name == CHAIN:
         return ChainRunner()
     variant = table.identify(name)
-    assert variant is not None, f"there is no kernel {name}"
+    assert variant is not None, f"unknown kernel: {name}"
     return MAKERS[variant.spec](variant)
 
 

@@ -113,8 +113,8 @@ def primed(draw: Draw) -> Plan:
 
 
 # W7: 32 requests that come one by one, and a long prompt in the middle of them. Every engine gets the same arrivals,
-# so that latencies are compared under one load. Its measure is the slowest engine's capacity, the requests a second
-# that it finishes when all are there at once: at shares of it nobody's queue grows without bound.
+# so that latencies are compared under one load: a share of the slowest engine's capacity, which is how many requests a
+# second it finishes when all of them arrive at once. No engine's queue grows without bound then.
 COUNT = 32
 PROMPT, NEW = 128, 64
 FLOOD = 1536  # tokens of the prompt in the middle, which asks for one token
@@ -199,7 +199,7 @@ def better(figure: str, ours: float, theirs: float) -> float:
 
 
 def medians(rounds: Sequence[Figures]) -> Figures:
-    """Of each figure over the rounds that have it."""
+    """Return the median of each figure over the rounds that have it."""
     names = dict.fromkeys(name for figures in rounds for name in figures)
     return {name: statistics.median(figures[name] for figures in rounds if name in figures) for name in names}
 
