@@ -224,7 +224,7 @@ def _stored(kernel: Variant) -> StoredHeads:
 
 
 def _multiplies_pairs(kernel: Variant) -> bool:
-    return kernel.dtype == "bfloat16" and kernel.head_dim % 32 == 0 and has_feature("avx512bf16")
+    return kernel.dtype == "bfloat16" and has_feature("avx512bf16")
 
 
 def _adapter(kernel: Variant) -> Kernel:
@@ -241,7 +241,9 @@ MAKERS: dict[KernelSpec, Callable[[Variant], Kernel]] = {
     table.ROPE: lambda kernel: heads.rope_kernel(),
     table.WRITE_KV: _write_kv,
     table.DECODE: lambda kernel: decode.kernel(_stored(kernel)),
-    table.PREFILL: lambda kernel: prefill.kernel(_stored(kernel), _multiplies_pairs(kernel)),
+    table.PREFILL: lambda kernel: prefill.kernel(
+        _stored(kernel), kernel.head_dim % 32 == 0 and _multiplies_pairs(kernel)
+    ),
     table.ARGMAX: lambda kernel: sample.argmax_kernel(),
     table.SAMPLE: lambda kernel: sample.sample_kernel(),
     table.GATE: lambda kernel: sample.gate_kernel(),

@@ -29,7 +29,7 @@ def emits(result: Any, *arguments: Any) -> Callable[[Any], Any]:
     """Turn `code(builder, *values)`, which emits LLVM's instructions, into a function for kernels, whose arguments and
     result have these numba types. A list of values is a tuple for them."""
 
-    def turned(code: Any) -> Any:
+    def decorate(code: Any) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
             value = code(builder, *values)
             if isinstance(value, list):
@@ -40,7 +40,8 @@ def emits(result: Any, *arguments: Any) -> Callable[[Any], Any]:
             return result(*arguments), codegen
 
         named = [Parameter(f"_{index}", Parameter.POSITIONAL_OR_KEYWORD) for index in range(1 + len(arguments))]
+        typed.__name__, typed.__doc__ = code.__name__, code.__doc__  # in numba's errors
         typed.__signature__ = Signature(named)  # numba looks at it
         return intrinsic(typed)
 
-    return turned
+    return decorate
