@@ -159,9 +159,7 @@ Fields = list[dict[str, Any]]  # of each row's `RowResult`
 class Feature:
     """A feature that does nothing, and the base of all others."""
 
-    option: str = (
-        "sampling"  # the attribute of a request that wants it; rows of requests without one have no part in it
-    )
+    option: str = "sampling"  # the request's attribute that wants it: no rows of requests without one take part
     bits: int = 0  # flags of its rows; a step without one of them reads no results of it
     steady: int = 0  # those flags that hold in rows, too, which choose no token
     changing: int = 0  # flags of steps in which it changes logits
