@@ -201,7 +201,8 @@ def make(name: str) -> Kernel | ChainRunner:
     if name == CHAIN:
         return ChainRunner()
     variant = table.identify(name)
-    assert variant is not None, f"unknown kernel: {name}"
+    if variant is None:
+        raise LookupError(f"there is no kernel {name}")
     return MAKERS[variant.spec](variant)
 
 
