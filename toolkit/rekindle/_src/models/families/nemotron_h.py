@@ -193,6 +193,7 @@ GGUF = GgufForm(
     names=NAMES,
     tensors=granitemoehybrid.state_tensors("mixer"),
     rewritten=rewritten,
+    paired=True,
     activation="relu2",
     reads_only="rekindle does not write states' matrices",
 )
