@@ -97,9 +97,9 @@ def combined(parts: Sequence[tuple[Adapter, float]]) -> Adapter:
     products: dict[str, tuple[Product | None, ...]] = {}
     for path in dict.fromkeys(path for adapter, _ in parts for path in adapter.products):
         of_parts = [(adapter.products[path], weight) for adapter, weight in parts if path in adapter.products]
-        weights = [np.float32(weight) for _, weight in of_parts]
         modules = zip(*(products for products, _ in of_parts), strict=True)
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):
+            weights = [np.float32(weight) for _, weight in of_parts]
             products[path] = tuple(_sum([*zip(module, weights, strict=True)]) for module in modules)
         if not all(np.isfinite(product.up).all() for product in products[path] if product is not None):
             shown = {adapter.name: weight for adapter, weight in parts}
