@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import rekindle_kernels
 from rekindle._src.cli import doctor
 from rekindle._src.cli.main import main
 from rekindle_kernels import unavailable_reason
@@ -54,6 +55,12 @@ def test_the_whole_report(tmp_path: Path, capsys: pytest.CaptureFixture[str], mo
         assert re.search(
             r"prefetching .*\(16 bits.*: (none|\d+ KiB ahead into cache level [12])[;)]", details["native kernels"]
         )
+
+
+def test_kernels_that_a_variable_turns_off_have_a_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rekindle_kernels, "unavailable_reason", lambda: "REKINDLE_NATIVE=0 turns them off")
+    (check,) = doctor._native()
+    assert (check.status, check.fix) == ("warn", "Unset REKINDLE_NATIVE")
 
 
 @pytest.mark.thorough

@@ -57,6 +57,8 @@ class Parser(argparse.ArgumentParser):
 
     def _unexpected(self, unknown: Sequence[str]) -> str:
         option = next((text.partition("=")[0] for text in unknown if text.startswith("--")), None)
+        if len(unknown) == 1 and "--model" in self._option_string_actions and Path(unknown[0]).exists():
+            return f"unexpected {unknown[0]!r}. A model is passed as --model {unknown[0]}"
         if option is None:
             return f"unexpected {' '.join(unknown)!r}. Put text with spaces in quotes"
         return f"there is no option {option}{_nearest(option, self._option_string_actions)}"
