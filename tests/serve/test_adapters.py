@@ -55,6 +55,24 @@ async def test_an_adapter_is_a_model_with_a_parent(session: Any, folders: list[P
     assert embedded.status == 400 and "makes no embeddings" in embedded.error["message"]
 
 
+async def test_an_adapters_own_name_comes_before_that_of_another_behind_its_model(
+    session: Any, folders: list[Path]
+) -> None:
+    await session.load_adapter("base:first", folders[1])
+    try:
+        served = app(session, name="base")
+        assert [entry["id"] for entry in (await get(served, "/v1/models")).json()["data"]][1:] == [
+            "first",
+            "base:first",
+        ]
+        own, other = (adapters.plain(MODEL, folder, IDS, 4) for folder in folders)
+        assert (await tokens(served, "first"), await tokens(served, "base:first")) == (own, other)
+        assert await tokens(served, "base:base:first") == other
+    finally:
+        await session.unload_adapter("base:first")
+    assert await tokens(served, "base:first") == own
+
+
 async def test_metrics_name_the_adapters_of_requests(session: Any) -> None:
     pytest.importorskip("prometheus_client", reason="metrics are a part of the extra `serve`")
     served = app(session, name="base", metrics_names="both")

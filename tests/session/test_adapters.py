@@ -251,6 +251,9 @@ async def test_what_can_not_be_is_refused_by_name(folders: list[Path], tmp_path:
             await session.generate([1, 2], adapter="b")
         with pytest.raises(InvalidRequest, match="neither a name nor a mapping"):
             await session.generate([1, 2], adapter=3)  # type: ignore[call-overload]
+        for weight in (1e39, -1e300):
+            with pytest.raises(InvalidRequest, match=r"adapter={'a': .*that are not finite"):
+                await session.generate([1, 2], adapter={"a": weight})
         with pytest.raises(CheckpointError, match="not a folder"):
             await session.load_adapter("b", tmp_path / "none")
         big = adapters.write(tmp_path / "big", MODEL.config, rank=80)

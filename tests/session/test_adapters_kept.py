@@ -101,6 +101,20 @@ async def test_a_snapshot_keeps_adapters_apart(folders: list[Path], tmp_path: Pa
         session.check_integrity()
 
 
+async def test_pinned_pages_go_with_their_adapter(folders: list[Path]) -> None:
+    async with opening(adapters={"a": folders[0]}) as session:
+        for load in (True, False):
+            await tokens(session, adapter="a")
+            assert session.pin(IDS, adapter="a") == session.pin(IDS, adapter="a") == len(IDS) // PAGE * PAGE
+            if load:
+                await session.load_adapter("a", folders[1])
+            else:
+                await session.unload_adapter("a")
+            cache = session.stats().cache
+            assert cache is not None and (cache.pinned_pages, session.cache.tree().total_pages) == (0, 0)
+            session.check_integrity()
+
+
 @pytest.mark.thorough
 async def test_the_base_is_the_same_to_the_bit_when_an_adapter_is_loaded(folders: list[Path]) -> None:
     wanted: dict[str, Any] = {"capture": {"norm": True, "residual": "all"}}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import queue
 import statistics
 import threading
 import time
@@ -95,37 +96,58 @@ def test_streaming_costs_little_of_the_callers_loop() -> None:
     assert latency < 1e-3, f"{latency * 1e6:.0f} µs from the host to the caller"
 
 
+def idle_share(seconds: float) -> float:
+    """This process's share of a core while the test sleeps; what it has begun before may end in the first of them."""
+    start = time.process_time()
+    time.sleep(seconds)
+    return (time.process_time() - start) / seconds
+
+
 @pytest.mark.thorough
 def test_an_idle_session_costs_nothing() -> None:
     with opened() as session:
         session.generate_sync("x", max_tokens=4)
-        time.sleep(0.2)
-        start = time.process_time()
-        time.sleep(2.0)
-        assert (time.process_time() - start) / 2.0 < 0.01
+        assert any(idle_share(2.0) < 0.01 for _ in range(5)), "it works on"
 
 
 def test_waiting_for_the_device_costs_little() -> None:
-    """There and back to the device thread: 25 to 30 µs on an idle machine, of which 0.2 ms are allowed."""
+    """There and back to the device thread, beside a bare queue that another thread answers."""
     device = DeviceThread()
+    bare: queue.SimpleQueue[asyncio.Future[None] | None] = queue.SimpleQueue()
 
-    async def main() -> float:
+    def answer(loop: asyncio.AbstractEventLoop) -> None:
+        while (future := bare.get()) is not None:
+            loop.call_soon_threadsafe(future.set_result, None)
+
+    async def there_and_back() -> None:
+        bare.put(future := asyncio.get_running_loop().create_future())
+        await future
+
+    async def median(call: Callable[[], Awaitable[object]]) -> float:
         taken = []
         for _ in range(300):
             start = time.perf_counter()
-            await device.run(int)
+            await call()
             taken.append(time.perf_counter() - start)
         return statistics.median(taken)
 
-    assert min(asyncio.run(main()) for _ in range(5)) < 0.2e-3
+    async def main() -> float:
+        thread = threading.Thread(target=answer, args=[asyncio.get_running_loop()])
+        thread.start()
+        try:
+            return min([await median(lambda: device.run(int)) / await median(there_and_back) for _ in range(5)])
+        finally:
+            bare.put(None)
+            thread.join()
+
+    share = asyncio.run(main())
     device.stop(5)
+    print(f"{share:.2f} times a bare queue")
+    assert share < 3
 
 
 @pytest.mark.slow
 def test_an_idle_session_costs_nothing_for_ten_seconds() -> None:
     with opened() as session:
         session.generate_sync("x", max_tokens=4)
-        time.sleep(0.5)
-        start = time.process_time()
-        time.sleep(10.0)
-        assert (time.process_time() - start) / 10.0 < 0.01
+        assert any(idle_share(10.0) < 0.01 for _ in range(3)), "it works on"

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -13,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from helpers import adapters
 from helpers.driving import tiny_model
 from rekindle._src.models.adapters.reading import read_adapter
-from rekindle.errors import CheckpointError
+from rekindle.errors import CheckpointError, ConfigError
 
 CONFIG = tiny_model().config
 
@@ -79,6 +80,17 @@ def test_targets_are_a_list_an_expression_or_all(tmp_path: Path, fields: dict[st
         ({"target_modules": ["q_proj"]}, "down_proj.lora_A.weight: adapter_config.json does not name its module"),
         ({"layers_to_transform": [0]}, "layers.1.self_attn.q_proj.lora_A.weight: adapter_config.json does not name"),
         ({"target_modules": "(", }, "not a regular expression"),
+        ({"rank_pattern": {"[": 4}}, "not a regular expression"),
+        ({"layers_to_transform": [0, 1], "layers_pattern": "("}, "not a regular expression"),
+        ({"target_modules": 5}, "'5' is no list of names"),
+        ({"exclude_modules": [5]}, "'[5]' is no list of names"),
+        ({"target_parameters": "mlp"}, "'mlp' is no list of names"),
+        ({"layers_to_transform": [[1]]}, "has what PEFT does not write"),
+        ({"alpha_pattern": {"q_proj": None}}, "has what PEFT does not write"),
+        ({"r": float("inf")}, "cannot convert float infinity"),
+        ({"r": 0}, "a rank below 1"),
+        ({"rank_pattern": {"q_proj": 0}}, "a rank below 1"),
+        ({"kasa_config": {"beta": 1e-4}}, "kasa_config="),
     ],
 )  # fmt: skip
 def test_what_is_not_done_or_does_not_fit_is_named(tmp_path: Path, fields: dict[str, Any], words: str) -> None:
@@ -86,6 +98,60 @@ def test_what_is_not_done_or_does_not_fit_is_named(tmp_path: Path, fields: dict[
     with pytest.raises(CheckpointError) as caught:
         read_adapter(folder, "x", CONFIG)
     assert words in str(caught.value)
+
+
+def renamed(folder: Path, change: Any) -> Path:
+    """The folder with other names of its tensors; of one that gets several, all have its numbers."""
+    path = folder / "adapter_model.safetensors"
+    state = {new: tensor for name, tensor in load_file(path).items() for new in change(name)}
+    save_file(state, path)
+    return folder
+
+
+def test_a_config_means_modules_by_the_names_of_the_trainers_model(tmp_path: Path) -> None:
+    both = ("q_proj", "down_proj")
+    plain = read_adapter(adapters.write(tmp_path / "a", CONFIG, targets=both), "x", CONFIG)
+    assert plain.name == "x"
+    folder = renamed(
+        adapters.write(tmp_path / "b", CONFIG, targets=both),
+        lambda name: [name.replace("model.model.layers", "model.model.language_model.layers")],
+    )
+    inner = r"model\.language_model\.layers\.\d+"
+    for targets in (rf"{inner}.*\.(q|down)_proj", [f"language_model.layers.{layer}.mlp.down_proj" for layer in (0, 1)]):
+        targets = [*targets, "q_proj"] if isinstance(targets, list) else targets
+        changed(folder, target_modules=targets, alpha_pattern={rf"{inner}\.self_attn\.q_proj": 80})
+        adapter = read_adapter(folder, "x", CONFIG)
+        for path, factor in (("layers.1.attention.qkv", 10), ("layers.1.mlp.down", 1)):
+            one, other = adapter.products[path][0], plain.products[path][0]
+            assert one is not None and other is not None
+            np.testing.assert_allclose(one.up, other.up * factor, rtol=1e-6)
+    with pytest.raises(CheckpointError, match=r"model\.language_model\.layers\.0\.self_attn\.v_proj: adapter_config"):
+        read_adapter(changed(folder, target_modules=[*both, "v_proj"]), "x", CONFIG)
+
+
+def test_a_whole_name_counts_in_any_layer_and_a_weight_as_its_module(tmp_path: Path) -> None:
+    folder = adapters.write(tmp_path, CONFIG, targets=("q_proj",))
+    whole = "model.layers.0.self_attn.q_proj"
+    changed(folder, target_modules=[whole, "q_proj"], layers_to_transform=[1])
+    digest = read_adapter(folder, "x", CONFIG).digest
+    changed(folder, target_modules=[], target_parameters=["q_proj.weight"], layers_to_transform=None)
+    assert read_adapter(folder, "x", CONFIG).digest == digest
+    changed(folder, alpha_pattern={r"q_proj\.weight": 80})
+    assert read_adapter(folder, "x", CONFIG).digest != digest
+    with pytest.raises(CheckpointError, match=r"v_proj: adapter_config\.json names it, and it has no tensors"):
+        read_adapter(changed(folder, target_parameters=["q_proj.weight", "v_proj.weight"]), "x", CONFIG)
+
+
+@pytest.mark.parametrize("other", ["lora_A.reference.weight", "default"])
+def test_of_two_tensors_for_one_matrix_none_is_chosen(tmp_path: Path, other: str) -> None:
+    def twice(name: str) -> list[str]:
+        bare = name.removeprefix("base_model.model.") if other == "default" else name.replace("lora_A.weight", other)
+        return [name, bare]
+
+    folder = renamed(adapters.write(tmp_path, CONFIG, targets=("q_proj",)), lambda name: sorted({*twice(name)}))
+    for source in (folder, load_file(folder / "adapter_model.safetensors")):  # a state with several adapters, too
+        with pytest.raises(CheckpointError, match="is the second lora_A of its module"):
+            read_adapter(source, "x", CONFIG)
 
 
 def test_every_tensor_has_to_land(tmp_path: Path) -> None:
@@ -104,3 +170,34 @@ def test_every_tensor_has_to_land(tmp_path: Path) -> None:
     path.rename(folder / "adapter_model.bin")
     with pytest.raises(CheckpointError, match="a pickle can run any code"):
         read_adapter(folder, "x", CONFIG)
+
+
+def test_arrays_are_those_of_any_trainer(tmp_path: Path) -> None:
+    folder = adapters.write(tmp_path, CONFIG, targets=("q_proj",), lora_alpha=6)
+    state, digest = load_file(folder / "adapter_model.safetensors"), read_adapter(folder, "x", CONFIG).digest
+    assert read_adapter(state, "x", CONFIG, alpha=6).digest == digest
+    rounded = {name: jnp.asarray(array, jnp.bfloat16) for name, array in state.items()}
+    half = read_adapter(rounded, "x", CONFIG, alpha=6).digest
+    inputs, outputs = CONFIG.hidden_size, (CONFIG.num_heads + 2 * CONFIG.num_kv_heads) * CONFIG.head_dim
+    pair = {"lora_a": np.ones((inputs, 3), np.float32), "lora_b": np.ones((3, outputs), np.float32)}
+    flat = {f"layers.0.attention.qkv.{end}": array for end, array in pair.items()}
+    nested = {"layers": [{"attention": {"qkv": pair}}]}, {"layers": {0: {"attention": {"qkv": pair}}}}
+    assert len({read_adapter(source, "x", CONFIG).digest for source in (flat, *nested)}) == 1
+    bad: tuple[tuple[Any, dict[str, Any], str], ...] = (
+        ({**flat, "layers.0.attention.qkv.lora_a": np.float32(1)}, {}, "has shapes"),
+        ({name: array[..., :0] if name.endswith("_a") else array[:0] for name, array in flat.items()}, {}, "shapes"),
+        ({name: array[:0] if "_A" in name else array[:, :0] for name, array in state.items()}, {}, "a rank below 1"),
+        (dict.fromkeys(state, "text"), {}, "is not one of floats"),
+        ({name: array.astype(np.complex64) for name, array in flat.items()}, {}, "is not one of floats"),
+        ({1: np.ones(2)}, {}, "1: is no lora_a or lora_b"),
+        (state, {"alpha": "6"}, "alpha='6': is not a number"),
+        (folder, {"alpha": 6}, "is for a trainer's arrays"),
+    )
+    for source, options, words in bad:
+        with pytest.raises((CheckpointError, ConfigError), match=words):
+            read_adapter(source, "x", CONFIG, **options)
+    torch = pytest.importorskip("torch")
+    tensors = {name: torch.tensor(array).requires_grad_() for name, array in state.items()}
+    assert read_adapter(tensors, "x", CONFIG, alpha=6).digest == digest
+    tensors = {name: tensor.detach().bfloat16() for name, tensor in tensors.items()}
+    assert read_adapter(tensors, "x", CONFIG, alpha=6).digest == half

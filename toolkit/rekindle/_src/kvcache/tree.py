@@ -413,6 +413,10 @@ class PrefixCache:
         nodes = [node for node in self.find(tokens, salt) if node.pins]
         for node in nodes:
             node.pins -= 1
+        return self._unpinned(nodes) * self.page_size
+
+    def _unpinned(self, nodes: list[Node]) -> int:
+        """Let go of the nodes that no pin covers any more. Return how many these are."""
         if self.states is not None:
             self.states.unpin(nodes)
         unpinned = [node for node in nodes if not node.pins]
@@ -422,7 +426,7 @@ class PrefixCache:
             if self.host_tier is not None:
                 self.host_tier.release(self.digest_of(node))
         self.pinned_pages -= len(unpinned)
-        return len(unpinned) * self.page_size
+        return len(unpinned)
 
     def pinned_prefix(self, tokens: IntArray, salt: str | None = None) -> int:
         """Return how many leading pages of `tokens` are pinned and can be used: in a model with states, up to one.
@@ -433,16 +437,23 @@ class PrefixCache:
         return len(pinned) if self.states is None else self.states.ends_pin(pinned)
 
     def drop_altered(self, altered: str, discard: Callable[[bytes], object] | None = None) -> None:
-        """Drop the pages that depend on a digest, except those in use. `discard` drops a payload in host memory."""
+        """Drop the pages that depend on a digest, and their pins, except pages in use.
+
+        `discard` drops a payload in host memory.
+        """
         roots = {self._table.salted(digest) for digest in self._altered.pop(altered, ())}
         nodes: dict[Node, None] = {}
         for node in self:  # parents come first
             if node.parent in roots or node.parent in nodes:
                 nodes[node] = None
+        pinned = [node for node in nodes if node.pins]
+        for node in pinned:  # with its name gone, nothing could undo its pins
+            node.pins = 0
+        self._unpinned(pinned)
         for node in reversed(nodes):
-            if node.page and not (node.device_children or node.pins) and self.pool.references(node.page) == 1:
+            if node.page and not node.device_children and self.pool.references(node.page) == 1:
                 self._leave(node)
-            if not (node.page or node.pins):
+            if not node.page:
                 if discard is not None:
                     discard(self.digest_of(node))
                 self._offloaded.forget(node)

@@ -9,8 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
-import numpy as np
-
 from rekindle._src.core import html
 from rekindle._src.core.config import EngineConfig, OpenOptions
 from rekindle._src.core.options import takes_options
@@ -175,10 +173,7 @@ class Fleet(RowMapping, Embedding, ScoreRequests, Conversations, Serving):
         """
         if not isinstance(name, str) or not name or not name.isprintable():
             raise ConfigError("adapter", name, "is not a name", "Pass printable text")
-        if isinstance(source, str | Path):
-            sent: Any = absolute(source)
-        else:
-            sent = {path: np.asarray(array) for path, array in arrays_of(source).items()}
+        sent: Any = absolute(source) if isinstance(source, str | Path) else arrays_of(source)
         load = partial(self._backend.adapters.load, name, sent, alpha)
         return Once(self._changed, partial(self._backend.run, load), name="load_adapter")
 

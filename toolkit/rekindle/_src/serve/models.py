@@ -218,9 +218,10 @@ class Models:
 
     def _adapter(self, name: str) -> Served | None:
         """Return an adapter by its own name, or behind that of its model; None for an unknown one."""
-        for served in self.by_name.values():
-            for adapter in _adapters_of(served):
-                if name in (adapter, f"{served.name}:{adapter}"):
+        owners = [(served, adapter) for served in self.by_name.values() for adapter in _adapters_of(served)]
+        for prefixed in (False, True):  # an adapter's own name may look like that of another behind its model's
+            for served, adapter in owners:
+                if name == (f"{served.name}:{adapter}" if prefixed else adapter):
                     known = self._adapters.get(name)
                     if known is None or (known.parent, known.adapter) != (served, adapter):
                         known = self._adapters[name] = ServedAdapter(name, served, adapter)

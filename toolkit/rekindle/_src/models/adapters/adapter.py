@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rekindle._src.models.loading.tensor_files import listed
-from rekindle.errors import CheckpointError
+from rekindle.errors import CheckpointError, InvalidRequest
 
 Matrix = NDArray[np.float32]
 
@@ -85,7 +85,10 @@ def adapter_of(name: str, products: Mapping[str, Sequence[Product | None]]) -> A
 
 
 def combined(parts: Sequence[tuple[Adapter, float]]) -> Adapter:
-    """Return the sum of adapters, each times its weight, as one adapter whose rank is the sum of theirs."""
+    """Return the sum of adapters, each times its weight, as one adapter whose rank is the sum of theirs.
+
+    Raise InvalidRequest for weights with which its numbers are not finite: rows beside it would have them, too.
+    """
     if len(parts) == 1 and parts[0][1] == 1.0:
         return parts[0][0]
     digest = hashlib.blake2b(digest_size=16)
@@ -94,9 +97,13 @@ def combined(parts: Sequence[tuple[Adapter, float]]) -> Adapter:
     products: dict[str, tuple[Product | None, ...]] = {}
     for path in dict.fromkeys(path for adapter, _ in parts for path in adapter.products):
         of_parts = [(adapter.products[path], weight) for adapter, weight in parts if path in adapter.products]
-        weights = [np.float32(weight) for _, weight in of_parts]
         modules = zip(*(products for products, _ in of_parts), strict=True)
-        products[path] = tuple(_sum([*zip(module, weights, strict=True)]) for module in modules)
+        with np.errstate(over="ignore", invalid="ignore"):
+            weights = [np.float32(weight) for _, weight in of_parts]
+            products[path] = tuple(_sum([*zip(module, weights, strict=True)]) for module in modules)
+        if not all(np.isfinite(product.up).all() for product in products[path] if product is not None):
+            shown = {adapter.name: weight for adapter, weight in parts}
+            raise InvalidRequest("adapter", shown, f"makes numbers in {path} that are not finite", "Pass lower weights")
     name = " + ".join(f"{weight:g} {adapter.name}" for adapter, weight in parts)
     return Adapter(name, digest.hexdigest(), products)
 

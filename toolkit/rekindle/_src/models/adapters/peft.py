@@ -43,6 +43,8 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "arrow_config": ((None,), "Load its adapters one by one"),
     "use_bdlora": ((None, False), "Save the adapter for an undivided model"),
     "monteclora_config": ((None,), "Train without it"),
+    "kasa_config": ((None,), "Train without it"),
+    "velora_config": ((None,), "Train without it"),
 }
 
 
@@ -104,30 +106,38 @@ def adapter_of_tensors(
     targets = _Targets(config, place)
     pairs: dict[str, dict[str, NDArray[Any]]] = {}
     fused: dict[str, dict[str, NDArray[Any]]] = {}
+    names: dict[str, str] = {}  # of modules in the trainer's model, which the config means, by those of the manifest
     problems: list[str] = []
     for key, tensor in tensors.items():
         match = _TENSOR.fullmatch(key)
         module = _known(match[1], by_module) if match is not None else None
         if match is not None and _EXPERTS.fullmatch(match[1]):
-            fused.setdefault(match[1], {})[match[2]] = tensor
-            continue
-        if match is None or module is None:
+            pair = fused.setdefault(match[1], {})
+        elif match is None or module is None:
             stripped = match[1] if match is not None else key
             reason = sites.others.get(stripped, "is not a linear layer of this model")
             problems.append(f"{key}: {reason}")
-        elif not targets.has(module):
+            continue
+        elif targets.meant(match[1]) is None:
             problems.append(f"{key}: {CONFIG} does not name its module")
+            continue
         else:
-            pairs.setdefault(module, {})[match[2]] = tensor
+            names[module], pair = match[1], pairs.setdefault(module, {})
+        if match[2] in pair:
+            problems.append(f"{key}: is the second lora_{match[2]} of its module")
+        pair[match[2]] = tensor
     single_experts = any(by_module[module][0].experts for module in pairs)
     if not targets.open_ended:
-        named = (module for module, (site, _) in by_module.items() if single_experts or not site.experts)
-        missing = [module for module in named if targets.has(module) and module not in pairs]
-        problems += [f"{module}: {CONFIG} names it, and it has no tensors" for module in missing]
+        own, theirs = _prefixes(names)
+        for module, (site, _) in by_module.items():
+            trained = theirs + module.removeprefix(own) if module.startswith(own) else module
+            if module not in pairs and (single_experts or not site.experts) and targets.meant(trained):
+                problems.append(f"{trained}: {CONFIG} names it, and it has no tensors")
     products: dict[str, list[Product | None]] = {}
     for module, pair in pairs.items():
         site, index = by_module[module]
-        rank, scale = targets.rank(module), targets.scale(module)
+        meant = targets.meant(names[module]) or module
+        rank, scale = targets.rank(meant), targets.scale(meant)
         expected = {"A": (rank, site.inputs), "B": (site.rows_of(index), rank)}
         shapes = {letter: tensor.shape for letter, tensor in pair.items()}
         if shapes != expected:
@@ -135,7 +145,8 @@ def adapter_of_tensors(
             continue
         down, up = (pair[letter].astype(np.float32) for letter in "AB")
         products.setdefault(site.path, [None] * len(site.modules))[index] = Product(down, up * np.float32(scale))
-    problems += _read_fused(fused, targets, sites, products)
+    known = {parameter for trained in names.values() for parameter in targets.naming(f"{trained}.weight")}
+    problems += _read_fused(fused, targets, sites, products, known)
     if problems:
         raise does_not_fit(place, problems)
     return adapter_of(name, products)
@@ -146,10 +157,12 @@ def _read_fused(
     targets: _Targets,
     sites: Sites,
     products: dict[str, list[Product | None]],
+    known: set[str],
 ) -> list[str]:
     """Add the products of tensors of all experts of a layer, [experts · rank, in] and [out, rank · experts].
 
-    Their names don't say which of a layer's parameters they belong to, but their shapes do. Return the problems.
+    Their names don't say which of a layer's parameters they belong to, but their shapes do. Return the problems, which
+    parameters that the config names are, but for `known` ones, if they are none of these.
     """
     problems: list[str] = []
     stacks: dict[str, list[Site]] = {}  # by the layer's number
@@ -167,12 +180,12 @@ def _read_fused(
             tried.append(f"{_parameter(site)} {expected}")
             if targets.has_parameter(name) and shapes == expected and site.path not in products:
                 products[site.path] = _of_experts(site, pair, rank, targets.scale(name))
+                known.update(targets.naming(name))
                 break
         else:
             problems.append(f"{module}: has shapes {shapes}, and those of its parameters are {', '.join(tried) or '-'}")
     if problems:
         return problems
-    known: set[str] = set()
     for layer, of_layer in stacks.items():
         for site in of_layer:
             prefixes = f"model.layers.{layer}.mlp", site.modules[0].partition(".experts.")[0]
@@ -210,29 +223,43 @@ def _known(module: str, by_module: Mapping[str, Any]) -> str | None:
     return None
 
 
+def _prefixes(names: Mapping[str, str]) -> tuple[str, str]:
+    """Return where names of the manifest begin in another way than the trainer's, and how those begin."""
+    module, name = next(iter(names.items()), ("", ""))
+    while module and name and module[-1] == name[-1]:
+        module, name = module[:-1], name[:-1]
+    return module, name
+
+
 class _Targets:
     """The modules that a config names, and the rank and scale of each, by PEFT's rules."""
 
     def __init__(self, config: Mapping[str, Any], place: str) -> None:
-        self._targets, self._excluded = config.get("target_modules"), config.get("exclude_modules")
-        layers = config.get("layers_to_transform")
-        self._layers = {layers} if isinstance(layers, int) else set(layers or ()) or None
-        pattern = config.get("layers_pattern")
-        self._pattern = [pattern] if isinstance(pattern, str) else list(pattern or ())
         try:
+            self._targets, self._excluded = (_modules(config.get(f"{word}_modules")) for word in ("target", "exclude"))
+            layers, starts = config.get("layers_to_transform"), config.get("layers_pattern") or ()
+            self._layers = {layers} if isinstance(layers, int) else set(map(int, layers or ())) or None
+            starts = _names([starts] if isinstance(starts, str) else starts)
+            self._patterns = [re.compile(rf"(?:^|.*?\.){start}\.(\d+)\.") for start in starts] or [_LAYER]
             self._rank, alpha = int(config.get("r", 8)), config.get("lora_alpha")
             self._alpha = float(8 if alpha is None else alpha)
-            self._ranks: Mapping[str, int] = dict(config.get("rank_pattern") or {})
-            self._alphas: Mapping[str, float] = dict(config.get("alpha_pattern") or {})
-        except (TypeError, ValueError) as error:
-            raise CheckpointError(f"{place}: its rank or alpha is not a number ({error}). Save it again.") from error
-        self.parameters: tuple[str, ...] = tuple(config.get("target_parameters") or ())
+            self._ranks = {pattern: int(rank) for pattern, rank in _patterns(config.get("rank_pattern"))}
+            self._alphas = {pattern: float(alpha) for pattern, alpha in _patterns(config.get("alpha_pattern"))}
+            if min([self._rank, *self._ranks.values()]) < 1:
+                raise ValueError("a rank below 1")
+            self.parameters = _names(config.get("target_parameters") or ())
+        except re.error as error:
+            raise CheckpointError(
+                f"{place}: {CONFIG} has {str(error.pattern)[:80]!r}, which is not a regular expression ({error}). Save "
+                "the adapter again."
+            ) from error
+        except (TypeError, ValueError, OverflowError) as error:
+            raise CheckpointError(
+                f"{place}: {CONFIG} has what PEFT does not write ({error}). Save the adapter again."
+            ) from error
         self._rooted = bool(config.get("use_rslora", False))
-
-    @property
-    def open_ended(self) -> bool:
-        """True if the config does not list the modules, so that the tensors alone say which there are."""
-        return (self._targets is None and not self.parameters) or self._targets == "all-linear"
+        # True if the config does not list the modules, so that the tensors alone say which there are.
+        self.open_ended = self._targets is None and not self.parameters
 
     def naming(self, parameter: str) -> list[str]:
         """Return the names of parameters in the config that mean this one: each is the end of its name."""
@@ -242,16 +269,22 @@ class _Targets:
         """True if the config names a parameter of all experts."""
         return bool(self.naming(parameter))
 
+    def meant(self, module: str) -> str | None:
+        """Return the name by which the config means a module: its own or that of its weight, None if by neither."""
+        if self.has(module):
+            return module
+        weight = f"{module}.weight"  # PEFT has routers so, which are no linear modules in transformers
+        return weight if self.has_parameter(weight) else None
+
     def has(self, module: str) -> bool:
         """True if the config names a module."""
         if self._excluded and _matches(self._excluded, module):
             return False
         if not self.open_ended and not _matches(self._targets or (), module):
             return False
-        if self._layers is None or isinstance(self._targets, str):
+        if self._layers is None or not isinstance(self._targets, tuple) or module in self._targets:
             return True
-        patterns = [re.compile(rf"(?:^|.*?\.){pattern}\.(\d+)\.") for pattern in self._pattern] or [_LAYER]
-        match = next((match for match in (pattern.match(module) for pattern in patterns) if match), None)
+        match = next((match for match in (pattern.match(module) for pattern in self._patterns) if match), None)
         return match is not None and int(match[1]) in self._layers
 
     def rank(self, module: str) -> int:
@@ -264,18 +297,30 @@ class _Targets:
         return _by_pattern(self._alphas, module, self._alpha) / (math.sqrt(rank) if self._rooted else rank)
 
 
-def _matches(targets: Any, module: str) -> bool:
-    if isinstance(targets, str):
-        try:
-            return re.fullmatch(targets, module) is not None
-        except re.error as error:
-            raise CheckpointError(f"{CONFIG}: {targets[:80]!r} is not a regular expression ({error}).") from error
+def _modules(value: Any) -> re.Pattern[str] | tuple[str, ...] | None:
+    """Return the names of modules, or the expression of those that are meant; None for all of them, or for none."""
+    if isinstance(value, str):
+        return None if value.lower() == "all-linear" else re.compile(value)
+    return None if value is None else _names(value)
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple | set) or not all(isinstance(name, str) for name in value):
+        raise TypeError(f"{str(value)[:80]!r} is no list of names")
+    return tuple(value)
+
+
+def _patterns(value: Any) -> list[tuple[re.Pattern[str], Any]]:
+    """Return the items of a mapping with expressions of the names, or of their ends, that they are for."""
+    return [(re.compile(rf"(.*\.)?({pattern})$"), item) for pattern, item in dict(value or {}).items()]
+
+
+def _matches(targets: re.Pattern[str] | tuple[str, ...], module: str) -> bool:
+    if isinstance(targets, re.Pattern):
+        return targets.fullmatch(module) is not None
     return any(module == target or module.endswith(f".{target}") for target in targets)
 
 
-def _by_pattern(patterns: Mapping[str, Any], module: str, default: float) -> float:
-    """Return the value of the first pattern that a module's name, or its end, matches."""
-    for pattern, value in patterns.items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            return float(value)
-    return default
+def _by_pattern(patterns: Mapping[re.Pattern[str], float], module: str, default: float) -> float:
+    """Return the value of the first pattern that a module's name matches."""
+    return next((value for pattern, value in patterns.items() if pattern.match(module)), default)

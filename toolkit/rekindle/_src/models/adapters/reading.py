@@ -20,16 +20,18 @@ from rekindle._src.models.adapters.peft import adapter_of_tensors
 from rekindle._src.models.adapters.sites import Sites, sites_of
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.loading.gguf.files import is_gguf
-from rekindle.errors import CheckpointError
+from rekindle.errors import CheckpointError, ConfigError
 
 
 def read_adapter(source: Any, name: str, config: ModelConfig, *, alpha: float | None = None) -> Adapter:
     """Return an adapter for a model with this config. Raise CheckpointError for one that does not fit it."""
     sites = sites_of(config)
+    if not isinstance(source, str | Path | Adapter):
+        return read_state(source, name, sites, alpha=alpha)
+    if alpha is not None:
+        raise ConfigError("alpha", alpha, "is for a trainer's arrays: a folder or a file has its own", "Leave it out")
     if isinstance(source, Adapter):
         return Adapter(name, source.digest, source.products)
-    if not isinstance(source, str | Path):
-        return read_state(source, name, sites, alpha=alpha)
     path = Path(source).expanduser()
     if is_gguf(path) and path.is_file():
         return read_file(path, name, config, sites)
@@ -44,31 +46,46 @@ def read_adapter(source: Any, name: str, config: ModelConfig, *, alpha: float | 
 _ENDS = (".lora_a", ".lora_b")
 
 
-def arrays_of(state: Any) -> dict[str, Any]:
-    """Return the arrays of a mapping, an nnx module or its state, by path."""
-    if isinstance(state, Mapping) and not hasattr(state, "raw_mapping"):
-        return dict(state)
+def arrays_of(state: Any) -> dict[str, NDArray[Any]]:
+    """Return the arrays of a mapping, nested or not, of an nnx module or its state, by path."""
+    nested = isinstance(state, Mapping) and any(isinstance(value, Mapping | list) for value in state.values())
+    if isinstance(state, Mapping) and not nested and not hasattr(state, "raw_mapping"):
+        return {str(path): _array(path, value) for path, value in state.items()}
     from flax import nnx
 
     if isinstance(state, nnx.Module):
         state = nnx.state(state, nnx.LoRAParam)
     keyed, _ = jax.tree_util.tree_flatten_with_path(state)
-    return {
-        ".".join(str(getattr(key, "key", key)) for key in path if str(key) != ".value"): leaf for path, leaf in keyed
-    }
+    paths = (
+        ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path if str(key) != ".value")
+        for path, _ in keyed
+    )
+    return {path: _array(path, leaf) for path, (_, leaf) in zip(paths, keyed, strict=True)}
+
+
+def _array(path: object, value: Any) -> NDArray[Any]:
+    if hasattr(value, "detach"):  # a tensor of torch, whose bfloat16 numpy does not know
+        value = value.detach().cpu().float()
+    try:
+        array = np.asarray(value)
+        return array if array.dtype == np.float32 else array.astype(np.float32, casting="same_kind")
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"The array {path} of an adapter is not one of floats ({error}). Pass floats.") from error
 
 
 def read_state(state: Any, name: str, sites: Sites, *, alpha: float | None = None) -> Adapter:
     """Return the adapter of a trainer's arrays. `alpha` divided by the rank is its scale; None is a scale of 1."""
-    arrays = {path: np.asarray(array) for path, array in arrays_of(state).items()}
+    if alpha is not None and not isinstance(alpha, int | float):
+        raise ConfigError("alpha", alpha, "is not a number", "Pass lora_alpha of the training")
+    arrays = arrays_of(state)
     if any(".lora_A" in path for path in arrays):
-        ranks = {path: len(array) for path, array in arrays.items() if ".lora_A" in path}
-        if len(set(ranks.values())) > 1:
+        ranks = {array.shape[:1] for path, array in arrays.items() if ".lora_A" in path}
+        if len(ranks) > 1:
             raise CheckpointError(
-                f"The adapter {name!r} has several ranks ({sorted(set(ranks.values()))}). Pass a PEFT folder, whose "
-                "config names them."
+                f"The adapter {name!r} has several ranks ({sorted(ranks)}). Pass a PEFT folder, whose config names "
+                "them."
             )
-        rank = next(iter(ranks.values()))
+        rank = next(iter(*ranks), 0)
         config = {"r": rank, "lora_alpha": rank if alpha is None else alpha}
         return adapter_of_tensors(name, arrays, config, sites, place=repr(name))
     return adapter_of(name, _products(arrays, name, sites, alpha))
@@ -83,14 +100,14 @@ def _products(
     for path, array in arrays.items():
         end = path[-7:]
         if end in _ENDS and path[:-7] in by_path:
-            pairs.setdefault(path[:-7], {})[end] = array.astype(np.float32)
+            pairs.setdefault(path[:-7], {})[end] = array
         else:
             problems.append(f"{path}: is no lora_a or lora_b of a linear layer of this model")
     products: dict[str, list[Product | None]] = {}
     for path, pair in pairs.items():
         site, shapes = by_path[path], {end: array.shape for end, array in pair.items()}
-        rank = pair[_ENDS[0]].shape[-1] if _ENDS[0] in pair else 0
-        if shapes != {_ENDS[0]: (site.inputs, rank), _ENDS[1]: (rank, site.outputs)}:
+        rank = next(iter(shapes.get(_ENDS[0], ())[1:]), 0)
+        if not rank or shapes != {_ENDS[0]: (site.inputs, rank), _ENDS[1]: (rank, site.outputs)}:
             problems.append(f"{path}: has shapes {shapes}, expected [{site.inputs}, r] and [r, {site.outputs}]")
             continue
         down, up = (pair[end].T for end in _ENDS)
@@ -108,9 +125,9 @@ def read_file(path: Path, name: str, config: ModelConfig, sites: Sites) -> Adapt
     """Return the adapter of a file. Raise CheckpointError for one that does not fit the model."""
     # Sessions import this module, and few of them read such a file.
     from rekindle._src.models.loading.gguf.header import read_header
-    from rekindle._src.models.loading.gguf.names import place
-    from rekindle._src.models.loading.gguf.rows import GgufRows
-    from rekindle._src.models.registry import gguf_form
+    from rekindle._src.models.loading.gguf.names import place, within_layer
+    from rekindle._src.models.loading.gguf.rows import GgufRows, stored_places
+    from rekindle._src.models.registry import gguf_form, manifest
 
     header = read_header(path)
     metadata, form = header.metadata, gguf_form(config.model_type)
@@ -118,10 +135,16 @@ def read_file(path: Path, name: str, config: ModelConfig, sites: Sites) -> Adapt
     if kind != ("adapter", "lora"):
         raise CheckpointError(f"{path}: general.type={kind[0][:80]!r} is not a LoRA. Pass an adapter's own file.")
     architecture = metadata.text("general.architecture")
-    if architecture != form.architecture:
+    if architecture not in (form.architecture, *form.others):
         raise CheckpointError(
             f"{path}: general.architecture={architecture[:80]!r}, and the model's is {form.architecture!r}. Pass an "
             "adapter that was trained on this model."
+        )
+    if "adapter.alora.invocation_tokens" in metadata:
+        raise CheckpointError(f"{path}: invocation tokens are not supported. Train without them.")
+    if any(source.transpose for source in manifest(config).sources.values()):
+        raise CheckpointError(
+            f"{path}: llama.cpp's converter writes adapters of {config.model_type} transposed. Pass the PEFT folder."
         )
     alpha = metadata.number("adapter.lora.alpha", 0.0)
     tensors = {tensor.name: tensor for tensor in header.tensors}
@@ -139,13 +162,19 @@ def read_file(path: Path, name: str, config: ModelConfig, sites: Sites) -> Adapt
             for tensor in pair
         ]
         down, up = matrices
-        if down is None or up is None or (down.shape[1:], up.shape) != ((site.inputs,), (site.rows[index], len(down))):
-            shapes = [None if matrix is None else matrix.shape for matrix in matrices]
+        rank, shapes = 0 if down is None else len(down), [None if it is None else it.shape for it in matrices]
+        if down is None or up is None or not rank or shapes != [(rank, site.inputs), (site.rows[index], rank)]:
             problems.append(f"{where.name}: lora_a and lora_b have shapes {shapes}")
             continue
         if where.paired:
             up = _halves(up, config.head_dim)
-        scale = np.float32(alpha / len(down) if alpha else 1.0)
+        layer, own = within_layer(f"{module}.weight") or (0, "")
+        how = form.rewritten(config, layer, own) if own else None
+        if how is not None and how.rows is not None:
+            up = up[stored_places(np.arange(len(up)), how.rows)]
+        if how is not None and how.columns is not None:
+            down = down[:, stored_places(np.arange(site.inputs), how.columns)]
+        scale = np.float32(alpha / rank if alpha else 1.0)
         products.setdefault(site.path, [None] * len(site.modules))[index] = Product(down, up * scale)
     problems += [f"{name}: is not a matrix of a block of this model" for name in tensors]
     if problems:

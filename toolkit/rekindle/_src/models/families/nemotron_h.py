@@ -153,6 +153,7 @@ def read_gguf(model: GgufModel) -> dict[str, Any]:
     found = keys | {
         "layer_norm_epsilon": keys["rms_norm_eps"],
         "layers_block_type": kinds,
+        "attention_bias": False,  # a name apart from that of pages kept when keys lay in pairs, as the file has them
         "intermediate_size": max(lengths),
         "mamba_num_heads": states["mamba_n_heads"],
         "mamba_head_dim": states["mamba_d_head"],
@@ -193,6 +194,7 @@ GGUF = GgufForm(
     names=NAMES,
     tensors=granitemoehybrid.state_tensors("mixer"),
     rewritten=rewritten,
+    paired=True,
     activation="relu2",
     reads_only="rekindle does not write states' matrices",
 )
