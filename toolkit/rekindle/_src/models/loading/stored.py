@@ -57,7 +57,7 @@ class Stored(NamedTuple):
 def look(model: str | Path) -> Stored:
     """Read config, headers and fingerprint of a folder, a GGUF file or a hub id: milliseconds, whatever the size."""
     path = checkpoint_path(locate(model))
-    if path.is_file() and gguf_files.is_gguf(path):
+    if gguf_files.is_file(path):
         from rekindle._src.models.loading.gguf import source as gguf  # other formats don't need it
 
         raw, headers = gguf.look(path)
