@@ -9,7 +9,7 @@ import pytest
 
 from helpers import checkpoints, gguf_files
 from helpers.thorough import by_default
-from rekindle._src.bench.plan import DEVICES, PLANNED, DeviceSpec, make_plan, shape_config
+from rekindle._src.bench.plan import DEVICES, PLANNED, DeviceSpec, make_plan, shape_config, stored_in_groups
 from rekindle._src.cli.main import main
 from rekindle._src.models.partition import Partition
 from rekindle._src.session.resolve import PAGE_SIZES
@@ -100,6 +100,19 @@ def test_a_gguf_file_is_planned_by_its_metadata(tmp_path: Path) -> None:
     folder = checkpoints.write(tmp_path / "folder", checkpoints.CASES["qwen3"])
     config, dtype = shape_config(str(gguf_files.convert(folder, tmp_path / "model.gguf", "bf16")))
     assert (config.model_type, config.head_dim, dtype) == ("qwen3", 12, "bfloat16")
+
+
+def test_four_bits_of_a_file_are_planned_as_they_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    raw = {**PLANNED["micro"], "hidden_size": 1024, "intermediate_size": 4096, "vocab_size": 32000}
+    file = gguf_files.of_types(tmp_path / "model.gguf", raw, lambda name: "Q4_0")
+    numbers = 32000 * 1024 + 2 * (3 * 1024 * 4096 + 1024 * (1024 + 1024 + 512 + 512))  # without norms
+    config, dtype = shape_config(str(file))
+    kinds = stored_in_groups(str(file), config, divided=False)
+    found = make_plan(config, Partition(1), DEVICES["H100"], dtype=dtype, kinds=kinds)
+    assert found.weight_bytes == pytest.approx(numbers * 4.5 / 8, rel=0.1), "with a scale of 16 bits for 32 of them"
+    assert main(["doctor", "--plan", str(file)]) == 0
+    assert f"weights take {found.weight_bytes / 1e9:.1f} GB" in capsys.readouterr().out
+    assert stored_in_groups("micro", config, divided=False) == ()
 
 
 def test_data_shards_have_the_whole_model_and_rows_of_their_own() -> None:

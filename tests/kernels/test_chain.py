@@ -220,6 +220,19 @@ def test_many_chains_at_once_give_what_one_gives(dtype: str, count: int) -> None
 
 
 @needs_numba
+@needs_numba
+def test_no_derivatives_are_traced_for_a_program_and_others_still_have_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    custom = jax.custom_jvp
+    monkeypatch.setattr(jax, "custom_jvp", lambda function: made.append(function) or custom(function))
+    x, weight = rows(), jnp.ones((E,), jnp.float32)
+    jax.make_jaxpr(chain.chained(lambda x: norm(norm(x, weight), weight)))(x)
+    assert not made, "a rule for derivatives takes longer to trace than the call itself"
+    gradient = jax.grad(lambda x: norm(x, weight).sum())(x)
+    assert len(made) == 1
+    np.testing.assert_array_equal(gradient, np.ones_like(x), "of the plain form")
+
+
 def test_it_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REKINDLE_CHAIN", "0")
     assert chain.chained(layers) is layers

@@ -537,7 +537,7 @@ def test_successors_take_half_of_the_work_to_compile_and_copying_pages_comes_sec
 
     monkeypatch.setattr(Programs, "compile", compiled)
     programs.replace_parts()
-    assert made == [DECODE.name, COPY.name, PREFILL.name]
+    assert made == [COPY.name, DECODE.name, PREFILL.name], "a second request would wait for the first of them"
     assert wanted == [layered.LEAN] * 2, "steps alone: copying pages would take a hundred times longer"
     programs.get(ADMIT)
     assert len(wanted) == 2

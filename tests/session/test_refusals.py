@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 import rekindle
 from rekindle import Session
+from rekindle._src.session import resolve
 from rekindle.errors import CheckpointError, ConfigError, InvalidRequest, SessionClosed
 
 anyio_test = pytest.mark.anyio
@@ -79,9 +81,18 @@ def test_a_model_that_is_not_there_is_told_what_could_be_meant() -> None:
         rekindle.open_sync("tny")
 
 
-def test_kernels_are_checked_before_the_session_opens() -> None:
+@pytest.mark.parametrize("model", [None, 5, b"tiny"])
+def test_what_is_no_model_is_named(model: Any) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"model={model!r}: is no model. Pass a folder")):
+        rekindle.open_sync(model)
+
+
+def test_kernels_are_checked_before_the_session_opens(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"kernels='cuda'.*'xla'"):
         rekindle.open_sync("tiny", kernels="cuda")
+    monkeypatch.setattr(resolve, "unavailable_reason", lambda platform: "REKINDLE_NATIVE=0 turns them off")
+    with pytest.raises(ConfigError, match="kernels='native': can't serve here: REKINDLE_NATIVE=0"):
+        rekindle.open_sync("tiny", kernels="native")
 
 
 def test_a_bare_function_is_no_processor() -> None:

@@ -27,6 +27,7 @@ import numpy as np
 
 from rekindle_kernels.native import chain_plan
 from rekindle_kernels.native.build import PREFIX, builds, ensure
+from rekindle_kernels.native.calling import forward_only
 from rekindle_kernels.native.chain_plan import CHAIN, OPERAND, RESULT, Buffer, Step
 from rekindle_kernels.native.kernel_table import ADAPTERS, GEMM, KernelSpec, Variant, identify
 
@@ -50,7 +51,8 @@ def chained(function: Callable[..., Any]) -> Callable[..., Any]:
     def one(*args: Any) -> Any:
         leaves, tree = jax.tree.flatten(args)
         flat = lambda *leaves: function(*jax.tree.unflatten(tree, leaves))  # noqa: E731
-        closed, shape = jax.make_jaxpr(flat, return_shape=True)(*leaves)
+        with forward_only():  # a call in place of a run has no derivative
+            closed, shape = jax.make_jaxpr(flat, return_shape=True)(*leaves)
         inputs = [_described(leaf) for leaf in leaves]
         constants = [_described(constant, constant) for constant in closed.consts]
         operations, outputs = _flattened(closed.jaxpr, [*constants, *inputs])

@@ -14,8 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from helpers import checkpoints, gguf_files
 from rekindle import tiny
 from rekindle._src.core.records import mask_words
+from rekindle._src.models.loading.checkpoint import inspect
 from rekindle._src.models.loading.gguf.export import write_gguf
 from rekindle._src.models.loading.gguf.header import read_header
 from rekindle._src.structured import compile_worker
@@ -245,6 +247,19 @@ def test_the_embedded_model_both_ways(tmp_path: Path) -> None:
             "<|im_end|>"
         )
         assert found.vocab_size == original.vocab_size
+
+
+def test_a_file_is_known_by_its_first_bytes_where_its_name_does_not_tell(tmp_path: Path) -> None:
+    blob = tmp_path / "sha256-0123abcd"  # as in Ollama's store
+    metadata = tokenizer_metadata(Tokenizer.load(tiny.folder()), 2048)
+    write_gguf(blob, {"general.architecture": "llama", "tokenizer.chat_template": "hi"} | metadata, [], [])
+    assert Tokenizer.load(blob).vocab_size == 2048 and ChatTemplate.load(blob) is not None
+    folder = checkpoints.write(tmp_path / "folder", checkpoints.CASES["qwen3"])
+    gguf_files.convert(folder, tmp_path / "model.gguf").rename(blob)
+    assert inspect(blob).config.model_type == "qwen3"
+    blob.write_bytes(b"GGU")
+    with pytest.raises(CheckpointError, match="0123abcd is a file"):
+        inspect(blob)
 
 
 def test_a_file_without_a_vocabulary_serves_ids(tmp_path: Path) -> None:

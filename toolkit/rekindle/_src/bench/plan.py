@@ -19,13 +19,15 @@ from rekindle._src.core import html
 from rekindle._src.kvcache.pool import pages_for
 from rekindle._src.models.base import abstract_model
 from rekindle._src.models.config import ModelConfig, Pages
-from rekindle._src.models.loading.gguf.files import is_gguf
+from rekindle._src.models.loading.four_bits import stored_kinds
+from rekindle._src.models.loading.gguf.files import is_file, is_gguf
+from rekindle._src.models.loading.named_tensors import named_tensors
 from rekindle._src.models.loading.stored import look
 from rekindle._src.models.partition import Partition, roles_of
 from rekindle._src.models.registry import config_from_hf, manifest
 from rekindle._src.models.roles import local_shape
 from rekindle._src.programs.hybrid_layers import span
-from rekindle.errors import ConfigError
+from rekindle.errors import CheckpointError, ConfigError
 
 USABLE = 0.9  # of a device's memory: the rest is for programs, their temporary arrays and the runtime
 ALONE, MANY = 1, 64  # rows of the planned steps
@@ -130,7 +132,7 @@ def shape_config(model: str) -> tuple[ModelConfig, str]:
     """Return config and dtype of a shape by its name, of a folder's config.json or of a GGUF file."""
     if model in PLANNED:
         raw = {**hf_config("8b"), **PLANNED[model]} if model not in SHAPES else hf_config(model)
-    elif is_gguf(Path(model)):
+    elif is_gguf(Path(model)) or is_file(model):
         raw = look(model).raw
     else:
         path = Path(model).expanduser() / "config.json"
@@ -143,6 +145,17 @@ def shape_config(model: str) -> tuple[ModelConfig, str]:
             ) from None
     config = config_from_hf(raw)
     return config, config.dtype or "bfloat16"
+
+
+def stored_in_groups(model: str, config: ModelConfig, *, divided: bool) -> tuple[tuple[str, str], ...]:
+    """Return the kinds of the matrices that a checkpoint stores in groups of four bits, which an accelerator keeps."""
+    if model in PLANNED:
+        return ()
+    try:
+        seen = look(model)
+    except CheckpointError:  # a folder with a config.json alone is enough for a plan
+        return ()
+    return stored_kinds(*named_tensors(seen, config), eight=False, steps=not divided) if seen.may_be_quantized else ()
 
 
 def device_spec(name: str) -> DeviceSpec:
@@ -162,11 +175,13 @@ def make_plan(
     quantize: str | None = None,
     context: int | None = None,
     shards: int = 1,
+    kinds: tuple[tuple[str, str], ...] = (),
 ) -> Plan:
-    """Return the plan for a model; raises ConfigError if the devices can't share it."""
+    """Return the plan for a model; raises ConfigError if the devices can't share it. `kinds` are those of matrices
+    that stay as they are stored."""
     partition.check(config)
     length = min(context or 8192, config.max_position_embeddings)
-    weights, one_row, many_rows = _weights(config, partition, dtype, quantize, -(-MANY // shards))
+    weights, one_row, many_rows = _weights(config, partition, dtype, quantize, -(-MANY // shards), kinds)
     itemsize = 4 if dtype == "float32" else 2
     by_kind = [0, 0]  # of layers that keep everything, and of those that give pages back
     apart = shards == 1 and config.window > 0
@@ -210,10 +225,15 @@ def make_plan(
 
 
 def _weights(
-    config: ModelConfig, partition: Partition, dtype: str, quantize: str | None, rows: int
+    config: ModelConfig,
+    partition: Partition,
+    dtype: str,
+    quantize: str | None,
+    rows: int,
+    kinds: tuple[tuple[str, str], ...] = (),
 ) -> tuple[int, int, int]:
     """Return the bytes of weights on a device, and of them those that steps of one row and of `rows` rows read."""
-    graph, leaves = abstract_model(config, dtype, quantize)
+    graph, leaves = abstract_model(config, dtype, quantize, kinds=kinds)
     partition.check_packed(graph)
     roles, sources = roles_of(graph), manifest(config).sources
     total = one_row = many_rows = 0

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from rekindle._src.bench.plan import MANY, Plan, device_spec, make_plan, shape_config
+from rekindle._src.bench.plan import MANY, Plan, device_spec, make_plan, shape_config, stored_in_groups
 from rekindle._src.core.config import cache_folder
 from rekindle._src.core.memory import available, total
 from rekindle._src.core.mesh_shape import DATA, MeshShape
@@ -285,14 +285,17 @@ def plan_model(
     sizes = mesh or MeshShape({"model": 1})
     config, dtype = shape_config(shape)
     shards = sizes.get(DATA, 1)  # each shard has the whole model and its own requests
+    partition = Partition(sizes.get("model", 1), sizes.get("expert", 1))
+    kinds = () if quantize is not None else stored_in_groups(shape, config, divided=partition.size > 1)
     result = make_plan(
         config,
-        Partition(sizes.get("model", 1), sizes.get("expert", 1)),
+        partition,
         device_spec(device),
         dtype=dtype,
         quantize=quantize,
         context=context,
         shards=shards,
+        kinds=kinds,
     )
     per_shard = f" in {shards} data shards of {result.devices // shards}" if shards > 1 else ""
     yield from plan_checks(result, f"{shape} on {result.devices} × {device}{per_shard}")

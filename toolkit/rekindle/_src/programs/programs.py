@@ -185,7 +185,7 @@ class Ledger:
 
 
 log = logging.getLogger("rekindle.engine")
-BREATH = 0.35  # seconds between tracing and compiling the program that decodes, beside steps in parts
+BREATH = 0.5  # seconds between tracing and compiling the program that decodes, beside steps in parts
 # One graph per step on a GPU: its conditionals and loops run on the device, inside the CUDA graph of its kernels. By
 # default XLA leaves loops, and conditionals around them, out of its graphs: the host then reads their conditions, and
 # waits for the device within each step, twice to four times. A step of 32 layers has some 500 kernels; the host is
@@ -386,9 +386,15 @@ class Programs:
         self._store.flush()
 
     def _replace_each(self, stopped: Callable[[], bool] | None) -> None:
+        first = [COPY] if COPY in self.keys else []
         for entry in self.ledger.jobs():
             if stopped is not None and stopped():
                 return
+            if first:
+                # A second request copies the beginning that it shares with the first. It would make this program in
+                # the thread of the steps, so that the first request waits, too.
+                with contextlib.suppress(CompileError):
+                    self.get(first.pop())
             with entry.lock:  # waits for a program that is being made of parts
                 in_parts = entry.form is Form.PARTS
             key = entry.key
@@ -402,9 +408,6 @@ class Programs:
                             traced = self._traced(key, stopped) if stopped is not None and decodes else None
                             self._make(entry, traced)[1]()
                 self.ledger.settle(entry)
-                if in_parts and COPY in self.keys:
-                    # A second request copies the beginning that it shares with the first: it would wait for the others.
-                    self.get(COPY)
             except CompileError as error:
                 log.warning("%s goes on in parts: %s", key.name, error)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -105,6 +106,9 @@ def open(
     `session.load_adapter` takes it; one more, `merge`, is added to the weights, which have to be floats, and then costs
     nothing. `progress` is called in another thread with the share of the weights that was read.
     """
+    if not (isinstance(model, str | os.PathLike) or hasattr(model, "leaves")):  # a LoadedModel's
+        fix = "Pass a folder, a GGUF file, a hub id, 'tiny', or the result of rekindle.models.load"
+        raise ConfigError("model", model, "is no model", fix)
     note_opening()  # before an event loop is asked for anything
     config, shown, given_up = EngineConfig.of(options), OpeningProgress(model), threading.Event()
     request = OpenRequest(

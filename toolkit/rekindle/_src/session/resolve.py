@@ -61,6 +61,9 @@ def resolve(
     if config.kernels is not None and config.kernels not in implementation_names():
         known = ", ".join(map(repr, implementation_names()))
         raise ConfigError("kernels", config.kernels, "is not an implementation", f"Use one of {known}, or None")
+    missing = unavailable_reason("cpu") if config.kernels == "native" else None
+    if missing is not None:
+        raise ConfigError("kernels", config.kernels, f"can't serve here: {missing}", "Use None")
     if model.is_recurrent:
         _check_recurrent(config, model, placement)
     rows = max(config.max_requests // shards, SMALLEST_ROWS)

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from rekindle._src.core.dtypes import DTypeLike, checked_dtype, checked_quantize
+from rekindle._src.core.html import count
 from rekindle._src.core.memory import give_back
 from rekindle._src.models.base import ALONE, Graph, LoadedModel, Placement, abstract_model
 from rekindle._src.models.config import ModelConfig
@@ -284,7 +285,7 @@ def plan(found: Checkpoint, graph: Graph, shapes: Iterable[jax.ShapeDtypeStruct]
     if problems:
         raise CheckpointError(
             f"{found.folder} does not hold the {found.config.model_type} model that {found.stored.described_by} "
-            f"describes ({len(problems):,} differences): {listed(list(dict.fromkeys(problems)))}. "
+            f"describes ({count(len(problems), 'difference')}): {listed(list(dict.fromkeys(problems)))}. "
             "Check that both belong together."
         )
     return Reads(leaves, {name: entries[name] for name in read_names})

@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.family import GgufForm
 from rekindle._src.models.loading.gguf.blocks import BY_NAME, F16, F32, NUMBERS, WRITTEN, BlockType, quantize
-from rekindle._src.models.loading.gguf.header import ALIGNMENT, MAGIC, read_header
+from rekindle._src.models.loading.gguf.files import MAGIC
+from rekindle._src.models.loading.gguf.header import ALIGNMENT, read_header
 from rekindle._src.models.loading.gguf.names import place
 from rekindle._src.models.loading.gguf.rows import GgufRows, paired_rows
 from rekindle._src.models.loading.manifest import Manifest, Source

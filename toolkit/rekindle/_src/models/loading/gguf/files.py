@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 from rekindle._src.models.loading.tensor_files import listed
 from rekindle.errors import CheckpointError
 
-SUFFIX = ".gguf"
+SUFFIX, MAGIC = ".gguf", b"GGUF"
 MAX_PARTS = 1000
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _OTHERS = ("mmproj", "imatrix", "adapter", "lora")  # files that lie beside a model and are none
@@ -21,8 +22,13 @@ def is_gguf(path: Path) -> bool:
 
 
 def is_file(path: str | Path) -> bool:
-    """True if a path is that of a GGUF file that exists."""
-    return is_gguf(Path(path)) and Path(path).is_file()
+    """True if a path is that of a GGUF file that exists, by its name or, as in Ollama's store, its first bytes."""
+    path = Path(path).expanduser()
+    if is_gguf(path) or not path.is_file():
+        return path.is_file()
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
+    return False
 
 
 def models(names: Sequence[str]) -> list[str]:

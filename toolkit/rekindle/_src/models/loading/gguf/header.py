@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from rekindle._src.core.memory import give_back
 from rekindle._src.core.plain_files import open_plain
 from rekindle._src.models.loading.gguf.blocks import TYPES, UNREAD, BlockType
+from rekindle._src.models.loading.gguf.files import MAGIC
 from rekindle.errors import CheckpointError
 
 MAX_HEADER = 256 << 20  # bytes; a vocabulary of 256,000 tokens with its merges takes some 15 MB
@@ -220,7 +221,6 @@ def _amount(count: int) -> str:
     return f"{count:,}" if count < 1 << 50 else f"{count:.2e}"
 
 
-MAGIC = b"GGUF"
 VERSIONS = (2, 3)  # they are read alike; version 1 had counts of 32 bits
 ALIGNMENT = 32  # unless general.alignment says otherwise
 MAX_NAME = 1 << 10  # bytes; llama.cpp's own limit is 64
