@@ -370,7 +370,13 @@ family(
 )  # fmt: skip
 QWEN_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 family(
-    "qwen2_moe", "Qwen2MoeForCausalLM", {"qwen2-moe": {**QWEN_EXPERTS, "shared_expert_intermediate_size": 56}},
+    "qwen2_moe", "Qwen2MoeForCausalLM", {
+        "qwen2-moe": {**QWEN_EXPERTS, "shared_expert_intermediate_size": 56},
+        "qwen2-moe-window": {  # in every other layer before that one; Qwen2's are in those from it on
+            "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2, "num_hidden_layers": 3,
+            "shared_expert_intermediate_size": 56, **QWEN_EXPERTS,
+        },
+    },
     refused="shared experts", implied="head_dim",
 )  # fmt: skip
 family(
@@ -407,6 +413,9 @@ family(
 family("smollm3", "SmolLM3ForCausalLM", {
     "smollm3": {"num_hidden_layers": 4, **TIED},
     "smollm3-window": {"no_rope_layers": [1, 0], "use_sliding_window": True, "sliding_window": 8},
+    "smollm3-window-in-layer-types": {
+        "layer_types": ["sliding_attention", "full_attention"], "use_sliding_window": False, "sliding_window": 8,
+    },
 }, held=["smollm3"], refused={"smollm3-window": "sliding window"}, implied="head_dim")  # fmt: skip
 family(
     "starcoder2", "Starcoder2ForCausalLM",

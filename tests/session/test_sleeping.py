@@ -63,6 +63,20 @@ async def test_memory_comes_back_and_the_same_tokens_follow(mode: Any, tmp_path:
         wait_until_idle(session)
 
 
+async def test_what_was_to_be_saved_when_it_fell_asleep_is_left_out(tmp_path: Path) -> None:
+    """The thread that saves pages in the background may have chosen some before they were given back."""
+    async with opening(precompile="lazy", cache_dir=str(tmp_path), disk_memory=1 << 24, host_memory=0) as session:
+        await session.generate(IDS, max_tokens=5)
+        writer = session._cache_writer
+        found = await anyio.to_thread.run_sync(lambda: list(writer._find(lambda node, digest, now: True)))
+        assert any(record.on_device for record in found)
+        await session.sleep()
+        assert await anyio.to_thread.run_sync(writer.payloads, found) == []
+        assert await session.save("asleep")
+        await session.wake()
+        assert (await session.generate(IDS, max_tokens=5)).token_ids == plain(IDS, 5)
+
+
 async def test_requests_wait_and_go_on_with_their_tokens() -> None:
     async with opening(precompile="lazy") as session:
         running = session.submit(IDS, max_tokens=25)

@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 from helpers import checkpoints
 from helpers.python import run_python
 from helpers.thorough import by_default
-from rekindle._src.models.loading import checkpoint, hub, reading
+from rekindle._src.models.loading import checkpoint, hub, reading, stored
 from rekindle._src.models.loading.load_progress import LoadProgress
 from rekindle._src.models.loading.tensor_files import read_header
 from rekindle._src.models.registry import config_from_hf
@@ -79,12 +79,34 @@ def test_a_bare_model_lacks_the_prefix(tmp_path: Path) -> None:
 
 def test_harmless_extras_are_ignored(tmp_path: Path) -> None:
     raw = checkpoints.CASES["llama-mha-tied"]
+    state = checkpoints.tensors(raw)
     extras = {
         "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32),
-        "lm_head.weight": np.ones((160, 48), np.float32),
+        "lm_head.weight": state["model.embed_tokens.weight"],
     }
-    folder = checkpoints.write(tmp_path, raw, checkpoints.tensors(raw) | extras)
+    folder = checkpoints.write(tmp_path, raw, state | extras)
     checkpoints.assert_same(checkpoint.load(folder, dtype="float32"), checkpoints.case("llama-mha-tied"))
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["compared whole", "by samples"])
+def test_a_stored_head_is_used_if_it_is_another_matrix_than_the_embedding(
+    whole: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever config.json says, as in transformers: a head may be trained by itself where the config ties both."""
+    monkeypatch.setattr(stored, "_COMPARED_WHOLE", 1 << 20 if whole else 0)
+    raw = {**RAW, "tie_word_embeddings": True}
+    state = checkpoints.tensors(raw)
+    embedding = state["model.embed_tokens.weight"]
+    tied = checkpoint.load(checkpoints.write(tmp_path / "copy", raw, state | {"lm_head.weight": embedding}))
+    assert tied.config.tie_embeddings, "a copy of the embedding needs no memory of its own"
+    head = embedding.copy()
+    head[-1, -1] += 1.0
+    model = checkpoint.load(checkpoints.write(tmp_path / "other", raw, state | {"lm_head.weight": head}, shards=2))
+    assert not model.config.tie_embeddings
+    expected = checkpoint.load(
+        checkpoints.write(tmp_path / "untied", raw | {"tie_word_embeddings": False}, state | {"lm_head.weight": head})
+    )
+    checkpoints.assert_same(model, expected)
 
 
 def test_all_that_is_wrong_is_in_one_error(tmp_path: Path) -> None:

@@ -253,13 +253,18 @@ class Runner:
         self._calls.replace_weights(leaves)
 
     def read_pages(self, pages: Sequence[int], digests: Sequence[bytes] = ()) -> list[paged.Payload]:
-        """Return the content of pages; called between steps. Other processes learn their `digests`."""
+        """Return the content of pages; called between steps. Other processes learn their `digests`.
+
+        While the session sleeps there are no pages, and no states: nothing is returned.
+        """
+        if self._asleep:
+            return []
         names = digests or [b""] * len(pages)
         return self._transfers.read_whole([PageMove(*entry) for entry in zip(pages, names, strict=True)])
 
     def read_states(self, slots: Sequence[int]) -> list[paged.Payload]:
-        """Return the states in slots; called between steps."""
-        return self._states.read(slots)
+        """Return the states in slots, if there are any now; called between steps."""
+        return [] if self._asleep else self._states.read(slots)
 
     def reset(self) -> None:
         """Replace pages and state after a step failed on the device; the content of the pages is lost."""

@@ -172,9 +172,10 @@ class ModelConfig:
                     f"{spec.top_groups} of {spec.groups} groups of {spec.num_experts} experts can't be chosen. Check "
                     "n_group and topk_group in config.json."
                 )
-            if spec.top_k > spec.num_experts:
+            if spec.top_k > (choice := spec.num_experts // spec.groups * spec.top_groups):
                 raise UnsupportedModel(
-                    f"num_experts_per_tok={spec.top_k} is more than the {spec.num_experts} experts. Check config.json."
+                    f"num_experts_per_tok={spec.top_k} is more than the {choice} experts to choose from. "
+                    "Check config.json."
                 )
         for state in dict.fromkeys(self.recurrent):
             if state is not None and state.heads % max(1, state.key_heads):

@@ -85,12 +85,14 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
         ) from error
     if raw.get("headless") and not config.tie_embeddings:  # the checkpoint of a model that embeds, without its head
         return dataclasses.replace(config, tie_embeddings=True, headless=True)
+    if raw.get("another_head") and config.tie_embeddings:  # as in transformers, whatever the config says
+        return dataclasses.replace(config, tie_embeddings=False)
     return config
 
 
 def manifest(config: ModelConfig) -> Manifest:
     """Return the sources of the model's parameters in a checkpoint."""
     result = family(config.model_type).manifest(config)
-    if config.tie_embeddings:  # some checkpoints store the head again; transformers ignores it too
+    if config.tie_embeddings:  # some checkpoints store the embedding again as the head
         result = dataclasses.replace(result, ignored=(*result.ignored, r"lm_head\.weight"))
     return result

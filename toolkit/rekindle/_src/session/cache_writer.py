@@ -368,7 +368,7 @@ class CacheWriter:
                 on_device.append(record)
 
         def check(payloads: Sequence[Payload]) -> None:
-            read = zip(on_device, payloads, strict=True)
+            read = zip(on_device, payloads, strict=False)  # as in `_read`
             pairs.extend((record.page, payload) for record, payload in read if record.node.state == record.on_device)
 
         if on_device:
@@ -521,8 +521,9 @@ class CacheWriter:
         pairs: list[tuple[Page, Payload]] = []
 
         def check(payloads: Sequence[Payload]) -> None:
-            # Nothing was planned since they were read: a node that still has its page had it then.
-            for entry, payload in zip(part, payloads, strict=True):
+            # Nothing was planned since they were read: a node that still has its page had it then. There are no
+            # payloads if the session fell asleep before.
+            for entry, payload in zip(part, payloads, strict=False):
                 if cache.has(entry.node) and entry.node.page == entry.on_device:
                     pairs.append((entry.page, payload))
 

@@ -31,6 +31,8 @@ def config(keys: Keys) -> ModelConfig:
         fields["attention"] = tuple(dataclasses.replace(spec, rope=None) for spec in fields["attention"])
     kinds = keys.kinds_of_layers(["linear_attention"] * layers, *KINDS)
     state = state_of(keys) if {"mamba", "linear_attention"} & {*kinds} else None
+    if state:
+        keys.only("hidden_act", "silu", "swish")  # of the MLPs, and of Mamba-2
     recurrent = tuple(state if kind in ("mamba", "linear_attention") else None for kind in kinds)
     return decoder(
         keys, kv_heads_implied=True, intermediate_size=shared, recurrent=recurrent if state else (), **fields

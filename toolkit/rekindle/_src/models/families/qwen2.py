@@ -5,6 +5,8 @@ Qwen2-MoE and Qwen1.5-MoE have experts in some or all layers, and beside them an
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from typing import Any
 
 from rekindle._src.models.config import ModelConfig
@@ -23,17 +25,20 @@ def config(keys: Keys) -> ModelConfig:
 def moe_config(keys: Keys) -> ModelConfig:
     normalize, shared = keys.get("norm_topk_prob", False), keys.size("shared_expert_intermediate_size")
     spec = keys.experts(normalize=normalize, shared_size=shared, shared_gate=True)
-    window, slides = sliding(keys)
+    window, slides = sliding(keys, lambda layer, first: layer % 2 == 0 and layer < first)
     moe = tuple(spec if sparse else None for sparse in sparse_layers(keys))
     bias = keys.get("qkv_bias", True)
     return decoder(keys, window=window, slides=slides.__getitem__, qkv_bias=bias, moe=moe)
 
 
-def sliding(keys: Keys) -> tuple[int | None, tuple[bool, ...]]:
-    """Return the sliding window, and which layers use it, from the keys of Qwen2's and Qwen3's configs."""
+def sliding(keys: Keys, slides: Callable[[int, int], bool] = operator.ge) -> tuple[int | None, tuple[bool, ...]]:
+    """Return the sliding window, and which layers use it, from the keys of Qwen2's and Qwen3's configs.
+
+    `slides` says of a layer and `max_window_layers` whether it does where config.json has no `layer_types`.
+    """
     window = keys.window(4096) if keys.get("use_sliding_window", False) else None
     first = keys.get("max_window_layers", 28)
-    default = [window is not None and layer >= first for layer in range(keys.size("num_hidden_layers"))]
+    default = [window is not None and slides(layer, first) for layer in range(keys.size("num_hidden_layers"))]
     return window, keys.layer_types(default)
 
 

@@ -31,6 +31,7 @@ def moe_config(keys: Keys) -> ModelConfig:
 
 def mixer_fields(keys: Keys) -> dict[str, Any]:
     """Return the fields that say how tokens are mixed, with experts and without."""
+    keys.only("hidden_act", "silu", "swish")  # of the MLPs, and of what the delta rule reads
     head_dim = keys.size("head_dim")
     return {
         "head_dim": head_dim,

@@ -18,8 +18,9 @@ def config(keys: Keys) -> ModelConfig:
     head_dim = keys.head_dim
     interval = keys.size("no_rope_layer_interval", 4)
     rotates = keys.get("no_rope_layers", [(layer + 1) % interval != 0 for layer in range(layers)])
-    window = keys.window() if keys.get("use_sliding_window", False) else None
-    slides = keys.layer_types([window is not None and not rotates[layer] for layer in range(layers)])
+    window = keys.window()
+    by_default = window is not None and keys.get("use_sliding_window", False)
+    slides = keys.layer_types([by_default and not rotates[layer] for layer in range(layers)])
     spec = AttentionSpec(scale=head_dim**-0.5, rope=keys.rope(head_dim, theta=2_000_000.0))
     return decoder(
         keys,

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rekindle._src.core.plain_files import open_plain
 from rekindle._src.models.loading import fingerprint as fingerprints
 from rekindle._src.models.loading import tensor_files
 from rekindle._src.models.loading.gguf import files as gguf_files
@@ -27,6 +28,8 @@ _LANGUAGE_MODEL = (
     ("language_model.", "model."),
     ("lm_head.", "lm_head."),
 )
+_EMBEDDINGS = ("model.embed_tokens.weight", "embed_tokens.weight", "transformer.wte.weight", "wte.weight")
+_COMPARED_WHOLE, _SAMPLES, _BLOCK = 4 << 20, 32, 4096  # bytes; samples in all; bytes of each
 MODULES = "modules.json"  # of sentence-transformers, beside a model that embeds
 MAX_CONFIG = 16 << 20  # bytes; the longest published config.json has some 100 KB
 
@@ -67,6 +70,8 @@ def look(model: str | Path) -> Stored:
     names = (entry.name for header in headers for entry in header.entries)
     if (path / MODULES).is_file() and not any("lm_head." in name for name in names):
         config |= {"headless": True}
+    if config.get("tie_word_embeddings") is not False and _has_another_head(headers):
+        config |= {"another_head": True}
     return Stored(path, config, headers, fingerprint)
 
 
@@ -95,6 +100,27 @@ def _language_model(path: Path, raw: Mapping[str, Any], headers: tuple[Header, .
         towers = sorted({re.sub(r"^model\.", "", name).partition(".")[0] for name in left if not _own_name(name)})
         _log.warning("%s: only the language model is used; %d tensors of %s are not", path, count, ", ".join(towers))
     return kept
+
+
+def _has_another_head(headers: Iterable[Header]) -> bool:
+    """True if the numbers of the stored head are not those of the embedding; of a large one, by samples."""
+    entries = {entry.name: entry for header in headers for entry in header.entries}
+    head = entries.get("lm_head.weight")
+    embedding = next((entries[name] for name in _EMBEDDINGS if name in entries), None)
+    if head is None or embedding is None:
+        return False
+    if (head.dtype, head.shape) != (embedding.dtype, embedding.shape):
+        return True
+    count = 1 if head.nbytes <= _COMPARED_WHOLE else _SAMPLES
+    size = head.nbytes if count == 1 else _BLOCK
+    places = [(head.nbytes - size) * number // max(1, count - 1) for number in range(count)]
+    with open_plain(head.file) as one, open_plain(embedding.file) as other:
+        for place in places:
+            one.seek(head.offset + place)
+            other.seek(embedding.offset + place)
+            if one.read(size) != other.read(size):
+                return True
+    return False
 
 
 def _renamed(entries: Iterable[TensorEntry]) -> Iterator[TensorEntry]:
