@@ -262,6 +262,15 @@ async def test_what_can_not_be_is_refused_by_name(folders: list[Path], tmp_path:
         with pytest.raises(InvalidRequest, match="is not an adapter"):
             await session.unload_adapter("b")
         assert session.adapters == ("a",)
+    half: dict[str, Any] = {**OPTIONS, "dtype": "float16", "precompile": "lazy"}
+    async with rekindle.open(
+        random_model(MODEL.config, dtype="float16"), adapters={"a": folders[0]}, **half
+    ) as session:
+        with pytest.raises(ConfigError, match=r"adapter=\{'a': 1000000.0\}: has numbers up to .* float16 holds"):
+            await session.generate([1, 2], adapter={"a": 1e6})
+        scaled = adapters.write(tmp_path / "scaled", MODEL.config, lora_alpha=1e6)
+        with pytest.raises(ConfigError, match=r"adapter='b': has numbers up to .*dtype=\"bfloat16\""):
+            await session.load_adapter("b", scaled)
     async with opening(max_adapters=0) as session:
         with pytest.raises(ConfigError, match="max_adapters=0"):
             await session.load_adapter("b", folders[0])

@@ -46,6 +46,9 @@ def test_whole_texts_are_learned_too() -> None:
         (["a", 3], {}, r"texts\[1\]=3"),
         (["a"], {"rank": 0}, "rank=0"),
         (["a"], {"steps": True}, "steps=True"),
+        (["a"], {"seed": -1}, "seed=-1"),
+        (["a"], {"learning_rate": "1e-3"}, "learning_rate='1e-3'"),
+        (["a"], {"learning_rate": float("nan")}, "learning_rate=nan"),
         (["word " * 3000], {}, "tokens in one text"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,10 @@ def train_lora(
     for field, value in (("rank", rank), ("steps", steps), ("batch", batch)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise InvalidRequest(field, value, "must be a positive integer", f"Pass {field}=8")
+    if not isinstance(seed, int) or seed < 0:
+        raise InvalidRequest("seed", seed, "must be an integer of 0 or more", "Pass seed=0")
+    if not isinstance(learning_rate, int | float) or not 0 < learning_rate < math.inf:
+        raise InvalidRequest("learning_rate", learning_rate, "must be a positive number", "Pass learning_rate=5e-3")
     if isinstance(texts, str) or not texts:
         raise InvalidRequest("texts", texts, "must be a list of texts", "Pass some tens of examples")
     tokenizer, model = Tokenizer.load(folder), load(folder, dtype="float32")

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from rekindle._src.core.records import UNIT, AdapterLike, units_for
 from rekindle._src.dispatch.backend import Front
 from rekindle._src.dispatch.host import Host
@@ -30,8 +32,9 @@ _SUMS = 16  # sums of adapters that are kept
 class AdapterShelf:
     """The adapters that a session has by name. Its methods may be called from any thread."""
 
-    def __init__(self, model: ModelConfig, most: int, rank: int, *, refused: str = "") -> None:
-        self._model, self._most, self._units = model, most, most * units_for(rank)
+    def __init__(self, model: ModelConfig, most: int, rank: int, *, dtype: str = "float32", refused: str = "") -> None:
+        """`dtype` is that of the matrices on the device."""
+        self._model, self._units, self._dtype = model, most * units_for(rank), dtype
         self._refused = refused if most else "the session was opened with max_adapters=0"
         self._adapters: dict[str, Adapter] = {}
         self._sums: OrderedDict[tuple[tuple[str, float], ...], Adapter] = OrderedDict()
@@ -54,8 +57,7 @@ class AdapterShelf:
         if self._refused:
             raise ConfigError("adapter", name, f"can't be loaded: {self._refused}", "Open another session for it")
         adapter = read_adapter(source, name, self._model, alpha=alpha)
-        self._check_rank(adapter, name)
-        return adapter
+        return self._fitting(adapter, name)
 
     def merge(self, source: Any) -> Adapter:
         """Read an adapter that is added to the weights, of any rank."""
@@ -90,21 +92,27 @@ class AdapterShelf:
                     raise self._unknown("adapter", name)
                 parts.append((self._adapters[name], float(weight)))
             key = tuple((adapter.digest, weight) for adapter, weight in parts)
-            whole = self._sums.pop(key, None) or combined(parts)
+            whole = self._sums.pop(key, None) or self._fitting(combined(parts), value)
             self._sums[key] = whole
             if len(self._sums) > _SUMS:
                 self._sums.popitem(last=False)
-        self._check_rank(whole, value)
         return whole, tuple(dict.fromkeys((whole.digest, *(adapter.digest for adapter, _ in parts))))
 
     def _has(self, digest: str) -> bool:
         return any(adapter.digest == digest for adapter in self._adapters.values())
 
-    def _check_rank(self, adapter: Adapter, value: object) -> None:
+    def _fitting(self, adapter: Adapter, value: object) -> Adapter:
+        """Return an adapter that fits on the device. Raise ConfigError for others."""
         if units_for(adapter.rank) > self._units:
             room = self._units * UNIT
             problem = f"has rank {adapter.rank}, and all adapters on the device together have room for {room}"
             raise ConfigError("adapter", value, problem, f"Open with max_adapter_rank={adapter.rank} or more")
+        if self._dtype == "float16" and (largest := adapter.largest) > float(np.finfo(np.float16).max):
+            problem = (
+                f"has numbers up to {largest:.3g}, and float16 holds up to 65504: rows beside it would be NaN, too"
+            )
+            raise ConfigError("adapter", value, problem, 'Open the model with dtype="bfloat16"')
+        return adapter
 
     def _unknown(self, field: str, name: str) -> InvalidRequest:
         known = ", ".join(map(repr, self._adapters)) or "none"

@@ -620,7 +620,8 @@ def _shelf(request: OpenRequest, model: ModelConfig, programs: Programs) -> Adap
     """Return the session's adapters, with those that it is opened with."""
     config = request.config
     refused = "" if programs.adapted else "the model has several data shards, or several processes share it"
-    shelf = AdapterShelf(model, config.max_adapters, config.max_adapter_rank, refused=refused)
+    dtype = programs.graph.precision.weights
+    shelf = AdapterShelf(model, config.max_adapters, config.max_adapter_rank, dtype=dtype, refused=refused)
     for name, source in request.adapters.items():
         request.shown.stage = f"adapter {name}"
         shelf.put(shelf.read(name, source))

@@ -40,6 +40,12 @@ class Adapter:
         return max(len(product.down) for products in self.products.values() for product in products if product)
 
     @property
+    def largest(self) -> float:
+        """The largest absolute value of its numbers."""
+        products = (product for products in self.products.values() for product in products if product)
+        return max(float(np.abs(matrix).max()) for product in products for matrix in product)
+
+    @property
     def nbytes(self) -> int:
         products = (product for products in self.products.values() for product in products if product)
         return sum(product.down.nbytes + product.up.nbytes for product in products)
