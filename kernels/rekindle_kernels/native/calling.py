@@ -104,8 +104,8 @@ _tracing = _Tracing()
 
 @contextlib.contextmanager
 def forward_only() -> Iterator[None]:
-    """Let `differentiable` return `call` inside the `with` block, in this thread. Rules for derivatives are a fifth of
-    the time that it takes to trace a step."""
+    """Let `differentiable` return `call` inside the `with` block, in this thread. Rules for derivatives
+    would be a part of the time that it takes to trace a step."""
     before, _tracing.forward = _tracing.forward, True
     try:
         yield
