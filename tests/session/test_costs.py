@@ -97,7 +97,7 @@ def test_streaming_costs_little_of_the_callers_loop() -> None:
 
 
 def idle_share(seconds: float) -> float:
-    """This process's share of a core while the test sleeps; what it has begun before may end in the first of them."""
+    """Share of a core that this process uses while the test sleeps; earlier work may still run in the first look."""
     start = time.process_time()
     time.sleep(seconds)
     return (time.process_time() - start) / seconds
@@ -107,7 +107,7 @@ def idle_share(seconds: float) -> float:
 def test_an_idle_session_costs_nothing() -> None:
     with opened() as session:
         session.generate_sync("x", max_tokens=4)
-        assert any(idle_share(2.0) < 0.01 for _ in range(5)), "it works on"
+        assert any(idle_share(2.0) < 0.01 for _ in range(5)), "the idle session uses the CPU"
 
 
 def test_waiting_for_the_device_costs_little() -> None:
@@ -150,4 +150,4 @@ def test_waiting_for_the_device_costs_little() -> None:
 def test_an_idle_session_costs_nothing_for_ten_seconds() -> None:
     with opened() as session:
         session.generate_sync("x", max_tokens=4)
-        assert any(idle_share(10.0) < 0.01 for _ in range(3)), "it works on"
+        assert any(idle_share(10.0) < 0.01 for _ in range(3)), "the idle session uses the CPU"

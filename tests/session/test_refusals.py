@@ -82,16 +82,18 @@ def test_a_model_that_is_not_there_is_told_what_could_be_meant() -> None:
 
 
 @pytest.mark.parametrize("model", [None, 5, b"tiny"])
-def test_what_is_no_model_is_named(model: Any) -> None:
-    with pytest.raises(ConfigError, match=re.escape(f"model={model!r}: is no model. Pass a folder")):
+def test_a_value_that_is_not_a_model_is_named(model: Any) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"model={model!r}: is not a model. Pass a folder")):
         rekindle.open_sync(model)
 
 
 def test_kernels_are_checked_before_the_session_opens(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"kernels='cuda'.*'xla'"):
         rekindle.open_sync("tiny", kernels="cuda")
-    monkeypatch.setattr(resolve, "unavailable_reason", lambda platform: "REKINDLE_NATIVE=0 turns them off")
-    with pytest.raises(ConfigError, match="kernels='native': can't serve here: REKINDLE_NATIVE=0"):
+    monkeypatch.setattr(resolve, "unavailable_reason", lambda platform: "REKINDLE_NATIVE=0 turns them off: unset it")
+    with pytest.raises(
+        ConfigError, match="kernels='native': can't serve here: REKINDLE_NATIVE=0 turns them off: unset it"
+    ):
         rekindle.open_sync("tiny", kernels="native")
 
 

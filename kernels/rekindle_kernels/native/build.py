@@ -45,7 +45,7 @@ def unavailable_reason() -> str | None:
     if sys.platform == "win32":
         return "native kernels have not been tried on Windows"
     if os.environ.get("REKINDLE_NATIVE", "1") == "0":
-        return "REKINDLE_NATIVE=0 turns them off"
+        return "REKINDLE_NATIVE=0 turns them off: unset it"
     if library.find() is not None:
         return None
     if any(importlib.util.find_spec(name) is None for name in ("numba", "llvmlite")):

@@ -202,7 +202,7 @@ def make(name: str) -> Kernel | ChainRunner:
         return ChainRunner()
     variant = table.identify(name)
     if variant is None:
-        raise LookupError(f"there is no kernel {name}")
+        raise LookupError(f"unknown kernel {name!r}")
     return MAKERS[variant.spec](variant)
 
 

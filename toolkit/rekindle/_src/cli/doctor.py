@@ -160,7 +160,6 @@ def _native() -> Iterator[Check]:
         yield Check("pass", "native kernels", kernels_origin())
     else:
         problem, _, fix = reason.partition(": ")
-        fix = fix or ("Unset REKINDLE_NATIVE" if "REKINDLE_NATIVE" in problem else "")
         yield Check("warn", "native kernels", f"{problem}; {WITHOUT_KERNELS}", fix)
 
 

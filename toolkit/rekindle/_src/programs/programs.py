@@ -386,15 +386,14 @@ class Programs:
         self._store.flush()
 
     def _replace_each(self, stopped: Callable[[], bool] | None) -> None:
-        first = [COPY] if COPY in self.keys else []
-        for entry in self.ledger.jobs():
+        for number, entry in enumerate(self.ledger.jobs()):
             if stopped is not None and stopped():
                 return
-            if first:
-                # A second request copies the beginning that it shares with the first. It would make this program in
-                # the thread of the steps, so that the first request waits, too.
+            if number == 0 and COPY in self.keys:
+                # A second request that shares a prefix with the first copies pages. Without this program it would
+                # compile it in the thread that runs the steps, and all requests would wait.
                 with contextlib.suppress(CompileError):
-                    self.get(first.pop())
+                    self.get(COPY)
             with entry.lock:  # waits for a program that is being made of parts
                 in_parts = entry.form is Form.PARTS
             key = entry.key

@@ -368,7 +368,9 @@ class CacheWriter:
                 on_device.append(record)
 
         def check(payloads: Sequence[Payload]) -> None:
-            read = zip(on_device, payloads, strict=False)  # as in `_read`
+            if not payloads:  # the session fell asleep before they could be read
+                return
+            read = zip(on_device, payloads, strict=True)
             pairs.extend((record.page, payload) for record, payload in read if record.node.state == record.on_device)
 
         if on_device:
@@ -521,9 +523,10 @@ class CacheWriter:
         pairs: list[tuple[Page, Payload]] = []
 
         def check(payloads: Sequence[Payload]) -> None:
-            # Nothing was planned since they were read: a node that still has its page had it then. There are no
-            # payloads if the session fell asleep before.
-            for entry, payload in zip(part, payloads, strict=False):
+            if not payloads:  # the session fell asleep before they could be read
+                return
+            # Nothing was planned since they were read: a node that still has its page had it then.
+            for entry, payload in zip(part, payloads, strict=True):
                 if cache.has(entry.node) and entry.node.page == entry.on_device:
                     pairs.append((entry.page, payload))
 

@@ -108,7 +108,7 @@ def open(
     """
     if not (isinstance(model, str | os.PathLike) or hasattr(model, "leaves")):  # a LoadedModel's
         fix = "Pass a folder, a GGUF file, a hub id, 'tiny', or the result of rekindle.models.load"
-        raise ConfigError("model", model, "is no model", fix)
+        raise ConfigError("model", model, "is not a model", fix)
     note_opening()  # before an event loop is asked for anything
     config, shown, given_up = EngineConfig.of(options), OpeningProgress(model), threading.Event()
     request = OpenRequest(

@@ -306,7 +306,7 @@ def _modules(value: Any) -> re.Pattern[str] | tuple[str, ...] | None:
 
 def _names(value: Any) -> tuple[str, ...]:
     if not isinstance(value, list | tuple | set) or not all(isinstance(name, str) for name in value):
-        raise TypeError(f"{str(value)[:80]!r} is no list of names")
+        raise TypeError(f"{str(value)[:80]!r} is not a list of names")
     return tuple(value)
 
 

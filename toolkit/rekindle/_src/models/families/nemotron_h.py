@@ -153,7 +153,7 @@ def read_gguf(model: GgufModel) -> dict[str, Any]:
     found = keys | {
         "layer_norm_epsilon": keys["rms_norm_eps"],
         "layers_block_type": kinds,
-        "attention_bias": False,  # a name apart from that of pages kept when keys lay in pairs, as the file has them
+        "attention_bias": False,  # stating it changes the fingerprint: caches of earlier versions hold permuted keys
         "intermediate_size": max(lengths),
         "mamba_num_heads": states["mamba_n_heads"],
         "mamba_head_dim": states["mamba_d_head"],
