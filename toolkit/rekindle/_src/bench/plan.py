@@ -230,7 +230,7 @@ def _weights(
     dtype: str,
     quantize: str | None,
     rows: int,
-    kinds: tuple[tuple[str, str], ...],
+    kinds: tuple[tuple[str, str], ...] = (),
 ) -> tuple[int, int, int]:
     """Return the bytes of weights on a device, and of them those that steps of one row and of `rows` rows read."""
     graph, leaves = abstract_model(config, dtype, quantize, kinds=kinds)
