@@ -30,7 +30,7 @@ from rekindle._src.session.session import Session
 from rekindle.errors import InvalidRequest, PromptTooLong, RequestFailed
 from rekindle_kernels import private_files
 
-COMMAND = re.compile(r"/([a-z]+|\?)(?:\s+(.*))?", re.DOTALL | re.IGNORECASE)  # a path such as /etc/hosts is no command
+COMMAND = re.compile(r"/([a-z]+|\?)(?:\s++(.*))?", re.DOTALL | re.IGNORECASE)  # a path such as /etc/hosts is no command
 
 AGAIN = 3.0  # seconds within which a second Ctrl-C leaves
 

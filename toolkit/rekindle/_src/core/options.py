@@ -32,7 +32,7 @@ Refusal = type[ConfigError] | type[InvalidRequest]
 # "command": the command line; "serve": that of `rekindle serve` alone; "http": fields of requests to a server;
 # "checkpoint": generation_config.json.
 Place = Literal["command", "serve", "http", "checkpoint"]
-_ENTRY = re.compile(r"    (\w+) \(.*?\): (.*)")  # an option in a docstring: name (default): words
+_ENTRY = re.compile(r"    (\w+) \([^:]*\): (.*)")  # an option in a docstring: name (default): words
 
 
 class Check(Protocol):

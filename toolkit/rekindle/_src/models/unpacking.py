@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from typing import Any
 
 import jax
@@ -120,5 +119,5 @@ def words(graph: Graph) -> str:
 
 def _bits(found: tuple[tuple[str, str], ...]) -> str:
     """Return the bits of kinds in words: "4 and 8 bits"."""
-    bits = sorted({int(re.sub(r"\D+(\d).*", r"\1", kind)) for _, kind in found})
+    bits = sorted({int(next(filter(str.isdigit, kind))) for _, kind in found})
     return f"{' and '.join(map(str, bits)) if len(bits) < 3 else '4, 6 and 8'} bits"

@@ -26,7 +26,7 @@ from rekindle.errors import (
 
 # Patterns of the session's messages, which are written for Python callers, and their words for clients.
 _WORDS = (
-    (r"model='[^']*?([^'/\\\\]+)': has no chat template", r"model='\1': has no chat template"),
+    (r"model='(?:[^']*[/\\\\])?([^'/\\\\]+)': has no chat template", r"model='\1': has no chat template"),
     (r"Use session\.generate\(prompt\), or pass a template of Jinja's as template=…", "Use /v1/completions"),
     (r"[Pp]ass lenient=True", "set strict to false"),
     (r", or raise max_model_len in open\(\)(, up to [\d,]+)?", ""),

@@ -348,8 +348,8 @@ def _single(kind: type, value: Any) -> Any:
 
 _SECTION = re.compile(r"(?:Args|Arguments|Parameters|Params):\s*")
 _OTHER = re.compile(r"[A-Z][A-Za-z ]+:\s*")  # another section of the Google style ends that of the parameters
-_ENTRY = re.compile(r"\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)")
-_FIELD = re.compile(r":param(?:\s+[^:]*?)?\s+(\w+)\s*:\s*(.*)")
+_ENTRY = re.compile(r"\*{0,2}(\w++)\s*+(?:\([^)]*\)\s*+)?:\s*+(.*)")
+_FIELD = re.compile(r":param\s(?:[^:]*\s)?(\w++)\s*+:\s*+(.*)")
 _NUMPY = re.compile(r"\*{0,2}(\w+(?:\s*,\s*\w+)*)\s*(?::.*)?")
 
 

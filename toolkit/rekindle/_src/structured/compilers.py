@@ -55,9 +55,14 @@ _WORDS = frozenset(("title", "description", "default", "examples", "$schema", "$
 _VALUES = frozenset(("type", "required", "enum", "const"))
 _ALONE = frozenset(("anyOf", "$ref"))  # keywords beside them would be merged into each part
 
-_STRINGS = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?![/*])(?:\\.|[^/\\\n])+/|//[^\n]*')
-_GBNF_STRINGS = re.compile(r'"(?:\\.|[^"\\\n])*"|\[(?:\\.|[^\]\\\n])*\]|#[^\n]*')
-_RULE = re.compile(r"[ \t]*[?!]*([A-Za-z_][\w-]*)[^\n:=|]*?:(?::=)?(?!:)")
+# Where strings, regexes, classes and comments begin in Lark's and in llama.cpp's notation, and where those end that do.
+_LARK, _GBNF = re.compile(r'["/]'), re.compile(r'["\[#]')
+_WHOLE = {
+    '"': re.compile(r'"(?:\\.|[^"\\])*+"'),
+    "/": re.compile(r"/(?!\*)(?:\\.|[^/\\])++/"),
+    "[": re.compile(r"\[(?:\\.|[^\]\\])*+\]"),
+}
+_RULE = re.compile(r"[ \t]*+[?!]*+([A-Za-z_][\w-]*+)[^:=|]*+:(?::=)?(?!:)")
 _NAME = re.compile(r"[A-Za-z_][\w-]*")
 
 
@@ -477,12 +482,37 @@ def _at(schema: Any, reference: str) -> Any:
     return node
 
 
+def _without_strings(line: str, beginnings: re.Pattern[str]) -> str:
+    """Return a line of a grammar with a space for each string, regex, class and comment.
+
+    One that does not end stays, and so do all of its kind that begin later: an escape leaves each of them the same end.
+    """
+    parts: list[str] = []
+    at, endless = 0, set[str]()
+    for beginning in beginnings.finditer(line):
+        start, kind = beginning.start(), beginning[0]
+        if start < at or kind in endless:
+            continue
+        if kind == "#" or line.startswith("//", start):
+            end = len(line)
+        elif (match := _WHOLE[kind].match(line, start)) is not None:
+            end = match.end()
+        else:
+            if not line.startswith("/*", start):
+                endless.add(kind)
+            continue
+        parts += line[at:start], " "
+        at = end
+    return "".join((*parts, line[at:]))
+
+
 def rule_levels(text: str) -> int:
     """Return the longest chain of rules that name each other, when each is followed at its first mention."""
-    text = (_GBNF_STRINGS if "::=" in text else _STRINGS).sub(" ", text)
+    beginnings = _GBNF if "::=" in text else _LARK
     rules: dict[str, list[str]] = {}
     names: list[str] = []
     for line in text.split("\n"):
+        line = _without_strings(line, beginnings)
         match = _RULE.match(line)
         if match is not None:
             names = rules.setdefault(match[1], [])

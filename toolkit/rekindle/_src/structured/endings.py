@@ -31,8 +31,8 @@ _NOTICE = 4  # tokens by which a search is announced before it, so that the step
 _UNKNOWN = 64  # assumed tokens of an end before one was found
 _SHORT = 128  # tokens of a text whose end is searched for at once
 _LONG_NUMBER = re.compile(r"\d{19}|\d[eE]\+?\d")
-_TAIL = re.compile(rb"-?[0-9][-+.0-9eE]*\Z")
-_NUMBER = re.compile(rb"[-+.0-9eE]+\Z")
+_DIGIT = re.compile(rb"-?[0-9]")
+_OF_NUMBERS = b"-+.0123456789eE"
 _STRUCTURE = b'{}[]",:'
 _ORDER = b'}]",0123456789ntf[{:-.'  # tried in this order for a short end
 
@@ -65,10 +65,11 @@ class Spelling:
                 leading[token] = min(255, len(data) - len(data.lstrip(b"0123456789")))
                 if leading[token] == len(data):
                     self.digits.add(token)
-            if _NUMBER.match(data):
+            tail = data[len(data.rstrip(_OF_NUMBERS)) :]
+            if tail and tail == data:
                 self.numbers[token] = True, data.decode()
-            elif (tail := _TAIL.search(data)) is not None:
-                self.numbers[token] = False, tail[0].decode()
+            elif (digit := _DIGIT.search(tail)) is not None:
+                self.numbers[token] = False, tail[digit.start() :].decode()
         self.joined: Mask = _packed(joined)  # tokens of more than one byte with structure
         self.quoting: Mask = _packed(quoting)
         self._leading = leading

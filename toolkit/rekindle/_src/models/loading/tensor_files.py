@@ -37,6 +37,8 @@ FLOATS = frozenset(("F64", "F32", "F16", "BF16"))
 _NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
 ALIGNMENT = 64
 _MAX_HEADER = 100_000_000  # the format's own limit
+MAX_NAME = 1 << 10  # characters of a tensor's name
+MAX_DIMENSIONS = 8  # of a tensor: the product of a million of them takes minutes
 MOST_LISTED = 12  # listed one by one; a broken or hostile checkpoint can have hundreds of thousands
 _WIDTH = 200  # characters of one of them; the names in a file can have any length
 PIECE = 16 << 20  # bytes of float32 that are in memory at a time
@@ -162,8 +164,12 @@ def read_header(path: Path) -> Header:
 
 
 def _entry(path: Path, name: str, value: dict[str, Any], base: int) -> TensorEntry:
+    if len(name) > MAX_NAME:
+        raise ValueError(f"a name of {len(name):,} characters, {name[:40]!r}…, and at most {MAX_NAME:,} are read")
     start, stop = value["data_offsets"]
     shape, dtype = tuple(value["shape"]), value["dtype"]
+    if len(shape) > MAX_DIMENSIONS:
+        raise ValueError(f"{name}: {len(shape):,} dimensions, and at most {MAX_DIMENSIONS} are read")
     if not all(isinstance(n, int) and n >= 0 for n in (start, stop, *shape)):
         raise ValueError(f"{name}: shape {shape}, offsets {start}:{stop}")
     if dtype in DTYPES and stop - start != math.prod(shape) * np.dtype(DTYPES[dtype]).itemsize:

@@ -166,7 +166,7 @@ def _sources() -> bytes:
 
 MOST = 1 << 15  # tokens kept for later texts; a tokenizer of them is built in a tenth of a second
 _CROSSING = 1 << 11  # most tokens with a space inside for which texts are looked at word by word
-_WORD = re.compile(r" *[^ ]+| +")
+_WORD = re.compile(r"[^ ]+| +[^ ]*")
 _SPACE = "▁"  # in SentencePiece's pieces
 _BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 _SPENT = 8  # the part that stays is rebuilt after parts for single texts took this many times its tokens

@@ -43,7 +43,7 @@ _HEX = "0123456789abcdefABCDEF"
 
 _NAME = re.compile(r"[^\W\d][\w.-]*")
 _INT = re.compile(r"[-+]?[0-9]+")
-_FLOAT = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
+_FLOAT = re.compile(r"[-+]?([0-9]++\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
 _WORDS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
 _PYTHON_ESCAPES = {
     "n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "0": "\0",

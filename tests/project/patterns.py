@@ -1,0 +1,156 @@
+"""Every pattern, and every library call whose time depends on a text: who writes the text, and its bound.
+
+`test_patterns.py` compares this table with the code, so a new pattern needs a row. Its name is the one that it is
+assigned to, or the pattern itself where it has none. A bound in capitals is a constant of the code; where it names a
+file or another thing that we write, nothing longer reaches the pattern.
+
+Whole numbers have no rows: Python refuses to read or write any of more than 4,300 digits.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Literal, NamedTuple
+
+
+class Text(NamedTuple):
+    """The text that a pattern or a call reads."""
+
+    writer: Literal["us", "the user", "a stranger"]
+    what: str
+    bound: str
+    examples: Callable[[], Sequence[str]] | None = None  # of a pattern that is put together when it is used
+
+
+US, USER, STRANGER = partial(Text, "us"), partial(Text, "the user"), partial(Text, "a stranger")
+
+
+def _of(module: str, name: str) -> str:
+    """The pattern that a module has made."""
+    pattern: str = getattr(importlib.import_module(f"rekindle._src.{module}"), name).pattern
+    return pattern
+
+
+def _ignored() -> list[str]:
+    """The patterns of tensors that no family reads."""
+    from helpers.families import FAMILY_CASES
+    from rekindle._src.models import registry
+    from rekindle._src.models.loading import checkpoint, quantized
+
+    ignored = {*checkpoint.HARMLESS, *quantized.NOT_WEIGHTS}
+    for family in FAMILY_CASES.values():
+        for raw in (*family.cases.values(), *family.embeds.values()):
+            ignored.update(registry.manifest(registry.config_from_hf(raw)).ignored)
+    return ["|".join(f"(?:{one})" for one in sorted(ignored))]
+
+
+PATTERNS: dict[str, dict[str, Text]] = {
+    "kernels/rekindle_kernels/native/build.py": {
+        r"\d+": US("the version of a compiler's package", "a version"),
+        "PREFIX.encode() + b'([a-z][a-z0-9_]*)'": US(
+            "object code that was compiled here", "a file", lambda: ["rekindle_([a-z][a-z0-9_]*)"]
+        ),
+    },
+    "toolkit/rekindle/_src/bench/breakdown.py": {
+        r"(?:ENTRY )?%?([\w.-]+) ": US("a program as XLA prints it", "a line"),
+        r"\s*(?:ROOT )?%?([\w.-]+) = ": US("a program as XLA prints it", "a line"),
+        r"(?:calls|to_apply|body)=%?([\w.-]+)": US("a program as XLA prints it", "a line"),
+        r'custom_call_target="rekindle_([a-z0-9]+)': US("a program as XLA prints it", "a line"),
+        r'op_name="([^"]*)"': US("a program as XLA prints it", "a computation"),
+        r"dot_general| (ragged-)?dot\(": US("a program as XLA prints it", "a line"),
+    },
+    "toolkit/rekindle/_src/bench/limits.py": {r"layers\.(\d+)\.": US("a parameter's path", "a path")},
+    "toolkit/rekindle/_src/cli/chat.py": {"COMMAND": USER("what is typed", "a message")},
+    "toolkit/rekindle/_src/core/options.py": {"_ENTRY": US("a docstring", "a line")},
+    "toolkit/rekindle/_src/kvcache/persist/snapshot.py": {"_NAME": USER("a snapshot's name", "100 characters")},
+    "toolkit/rekindle/_src/models/adapters/peft.py": {},
+    "toolkit/rekindle/_src/models/loading/checkpoint.py": {
+        "pattern": STRANGER("a tensor's name", "MAX_NAME", _ignored),
+    },
+    "toolkit/rekindle/_src/models/loading/fingerprint.py": {"[0-9a-f]{64}": STRANGER("a file's name", "a file's name")},
+    "toolkit/rekindle/_src/models/loading/gguf/files.py": {"_PART": STRANGER("a file's name", "a file's name")},
+    "toolkit/rekindle/_src/models/loading/gguf/names.py": {
+        "_TENSOR": STRANGER("a tensor's name", "MAX_NAME"),
+        "_LAYER": STRANGER("a tensor's name", "MAX_NAME"),
+        "_EXPERT": STRANGER("a tensor's name", "MAX_NAME"),
+    },
+    "toolkit/rekindle/_src/models/loading/hub.py": {"_HUB_ID": USER("the name of a model", "an argument")},
+    "toolkit/rekindle/_src/models/loading/named_tensors.py": {"_NAME": US("a parameter's path", "a path")},
+    "toolkit/rekindle/_src/models/loading/stored.py": {r"^model\.": STRANGER("a tensor's name", "MAX_NAME")},
+    "toolkit/rekindle/_src/models/loading/tensor_files.py": {
+        "_FILE_NAME": STRANGER("a file's name in an index", "_MAX_HEADER"),
+    },
+    "toolkit/rekindle/_src/models/nn/packing.py": {
+        r"int4|(int[68]|fp4|iq4)-\d": US("the name of a packing", "a name"),
+        r"(int|fp|iq)([468])(?:-(\d+))?(-min)?(-f32|-k)?": US("the name of a packing", "a name"),
+    },
+    "toolkit/rekindle/_src/models/registry.py": {"[^a-z0-9]": STRANGER("a config's model_type", "MAX_CONFIG")},
+    "toolkit/rekindle/_src/notebook/bubbles.py": {},
+    "toolkit/rekindle/_src/notebook/chat.py": {"_NAME": USER("a conversation's name", "100 characters")},
+    "toolkit/rekindle/_src/notebook/static/figures.js": {r"\s+": US("the keywords of a view's page", "a page")},
+    "toolkit/rekindle/_src/programs/collectives.py": {"_SIZES": US("a key of kept measurements", "a key")},
+    "toolkit/rekindle/_src/serve/errors.py": {
+        "_PATTERN": STRANGER(
+            "an error, with a value of the request", "an error", lambda: [_of("serve.errors", "_PATTERN")]
+        ),
+        "pattern": STRANGER(
+            "an error, with a value of the request", "an error", lambda: [_of("serve.errors", "_PATTERN")]
+        ),
+    },
+    "toolkit/rekindle/_src/serve/exchange.py": {"_ID": STRANGER("a request's id", "128 characters")},
+    "toolkit/rekindle/_src/serve/life.py": {
+        "_HOST": STRANGER("a Host header", "MOST_HEADER_BYTES"),
+        "_ORIGIN": STRANGER("an Origin header", "MOST_HEADER_BYTES"),
+        r"\*|(\*\.)?[^][:/@\s*]{1,253}": USER("an allowed host", "253 characters"),
+    },
+    "toolkit/rekindle/_src/session/tool_functions.py": {
+        "_NAME": STRANGER("a tool's name", "64 characters"),
+        "_SECTION": USER("a function's docstring", "a line"),
+        "_OTHER": USER("a function's docstring", "a line"),
+        "_ENTRY": USER("a function's docstring", "a line"),
+        "_FIELD": USER("a function's docstring", "a line"),
+        "_NUMPY": USER("a function's docstring", "a line"),
+        r"-{3,}\s*": USER("a function's docstring", "a line"),
+    },
+    "toolkit/rekindle/_src/structured/compilers.py": {
+        "(_LARK, _GBNF)": STRANGER("a grammar", "MAX_STRUCTURE"),
+        "_WHOLE": STRANGER("a grammar", "MAX_STRUCTURE"),
+        "_RULE": STRANGER("a grammar", "MAX_STRUCTURE"),
+        "_NAME": STRANGER("a grammar", "MAX_STRUCTURE"),
+    },
+    "toolkit/rekindle/_src/structured/endings.py": {
+        "_LONG_NUMBER": STRANGER("a schema or a grammar", "MAX_STRUCTURE"),
+        "_DIGIT": STRANGER("a token's bytes", "LONGEST_TEXT"),
+    },
+    "toolkit/rekindle/_src/structured/spec.py": {"_PREFIXES": STRANGER("a grammar", "MAX_STRUCTURE")},
+    "toolkit/rekindle/_src/text/detokenizer.py": {"_BYTE_TOKEN": STRANGER("a token", "LONGEST_TEXT")},
+    "toolkit/rekindle/_src/text/gguf/reading.py": {"_WORD": STRANGER("a text to encode", "MAX_PROMPT")},
+    "toolkit/rekindle/_src/text/gguf/writing.py": {"_BYTE": STRANGER("a token", "LONGEST_TEXT")},
+    "toolkit/rekindle/_src/text/replies/call_reader.py": {
+        "_STOPS": STRANGER("a reply", "max_model_len"),
+        "_PLAIN": STRANGER("a reply", "max_model_len"),
+        "_WORD": STRANGER("a reply", "max_model_len"),
+        "_VALUE": STRANGER("a reply's number", "MAX_WORD"),
+        "_NAME": STRANGER("a reply's name", "MAX_NAME"),
+        "_INT": STRANGER("a reply's number", "MAX_WORD"),
+        "_FLOAT": STRANGER("a reply's number", "MAX_WORD"),
+        "plain": STRANGER("a reply", "max_model_len", lambda: [r"[^\"]+"]),
+    },
+    "toolkit/rekindle/_src/text/replies/families.py": {
+        "_NO_ROLE": STRANGER("a reply", "_LONGEST"),
+        "_CHANNEL_OF": STRANGER("a reply's header", "_LONGEST", lambda: [_of("text.replies.families", "_CHANNEL_OF")]),
+        "_RECIPIENT": STRANGER("a reply's header", "_LONGEST"),
+        "_MISTRAL_NAME": STRANGER("a character of a reply", "1 character"),
+    },
+    "toolkit/rekindle/_src/text/replies/scanner.py": {
+        "'|'.join(sorted({re.escape(literal[0]) for literal in literals})) or '(?!)'": STRANGER(
+            "a reply", "max_model_len", lambda: [r"<|\[|\{", "(?!)"]
+        ),
+    },
+    "toolkit/workshop/tiny/stories.py": {r"\w+": US("a story", "a story")},
+    "toolkit/workshop/tiny/words.py": {"CHOICE": US("a story", "a story")},
+}
+
+CALLS: dict[str, dict[str, Text]] = {}
