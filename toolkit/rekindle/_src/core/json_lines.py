@@ -92,6 +92,6 @@ class JsonLines:
             return False
         try:
             entry = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             return False
         return self._on_entry(entry, at)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 T = TypeVar("T")
 Reading = Generator[None, None, T]
 SPACE = " \t\r\n"
+MAX_SPACE = 1_024  # characters of whitespace that may stand before a literal: they stay unread until it comes
 
 
 class Malformed(Exception):
@@ -32,12 +33,21 @@ class Source:
         self.ended: bool = False
         self._marked = 0  # the mark's place in `text`; text read since then and no longer in `text` is in `_consumed`
         self._consumed: list[str] = []
+        self._places: dict[str, int] = {}  # of literals in `text`, where they were looked for last
 
     def push(self, text: str) -> None:
         """Add text, and forget text that was read before the mark."""
         self._consumed.append(self.text[self._marked : self.at])
         self.text = self.text[self.at :] + text
         self.at = self._marked = 0
+        self._places.clear()
+
+    def find(self, literal: str) -> int:
+        """Return the place of the next unread literal, or -1. No text is searched twice."""
+        place = self._places.get(literal, 0)
+        if 0 <= place <= self.at:
+            place = self._places[literal] = self.text.find(literal, self.at)
+        return place
 
     def mark(self) -> None:
         """Begin to remember the text that is read."""
@@ -73,6 +83,8 @@ def ahead(source: Source, *literals: str) -> Reading[int]:
             while at < len(source.text) and source.text[at] in SPACE:
                 at += 1
             length = at - source.at
+            if length > MAX_SPACE:
+                return 0
             if source.text.startswith(literal, at):
                 length += len(literal)
                 break
@@ -93,7 +105,7 @@ def close(source: Source, literal: str) -> Reading[bool]:
     """Read a closing tag if it comes next, after whitespace, or as much of it as there is at the end of the text."""
     if (yield from take(source, literal)):
         return True
-    rest = source.text[source.at :].lstrip(SPACE)
+    rest = source.text[source.at : source.at + MAX_SPACE].lstrip(SPACE)
     cut = source.ended and len(rest) > 0 and literal.startswith(rest)
     if cut:
         source.at = len(source.text)

@@ -129,7 +129,10 @@ def read_json(source: Source, value_of: ReadValue | None = None, *, depth: int =
         char = yield from peek(source)
     if char != "{":
         raise Malformed
-    start = len(source.since_mark())
+    return (yield from capture(source, _read_object(source, value_of, depth)))
+
+
+def _read_object(source: Source, value_of: ReadValue | None, depth: int) -> Reading[None]:
     closers: list[str] = []
     key = ""  # of a value of this object
     expected = "value"  # or: "key", "first key", "colon", "comma", "first value"
@@ -152,7 +155,7 @@ def read_json(source: Source, value_of: ReadValue | None = None, *, depth: int =
             source.at += 1
             closers.pop()
             if not closers:
-                return source.since_mark()[start:]
+                return
             expected = "comma"
         elif expected == "comma" and char == ",":
             source.at += 1

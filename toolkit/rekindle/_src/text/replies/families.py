@@ -103,6 +103,8 @@ class HarmonyScanner(ReplyScanner):
             if len(source.text) - source.at > _LONGEST:
                 return
             yield
+        if match is not None and match.end() - source.at > _LONGEST:
+            return
         role = source.text[source.at : None if match is None else match.start()]
         if role == "assistant" or (yield from self._header_comes(len(role))):
             source.at += len(role)
@@ -111,9 +113,9 @@ class HarmonyScanner(ReplyScanner):
         """True if one of these texts comes next, or `after` so many characters."""
         source = self.source
         while True:
-            rest = source.text[source.at + after :]
-            if rest.startswith(literals):
+            if source.text.startswith(literals, source.at + after):
                 return True
+            rest = source.text[source.at + after : source.at + after + _LONGEST]
             if source.ended or not any(literal.startswith(rest) for literal in literals):
                 return False
             yield
@@ -131,6 +133,8 @@ class HarmonyScanner(ReplyScanner):
             if source.ended or len(source.text) - source.at > _LONGEST:
                 return _Message()
             yield
+        if match[0] + len(match[1]) - source.at > _LONGEST:
+            return _Message()
         header = begin + source.text[source.at : match[0]]
         source.at = match[0] + (len(MESSAGE) if match[1] == MESSAGE else 0)
         recipient, channel = _RECIPIENT.search(header), _CHANNEL_OF.search(header)

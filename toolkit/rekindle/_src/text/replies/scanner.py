@@ -229,7 +229,7 @@ class ReplyScanner:
 
     def _first(self, literals: Sequence[str]) -> tuple[int, str] | None:
         """Return the place and text of the literal that comes first in the unread text."""
-        starts = ((self.source.text.find(literal, self.source.at), literal) for literal in literals)
+        starts = ((self.source.find(literal), literal) for literal in literals)
         return min((match for match in starts if match[0] >= 0), default=None)
 
     def _at_line_start(self, text: str, end: int) -> int:
