@@ -342,7 +342,7 @@ def _(_: Path) -> Read:
         schema = spec.Spec("schema", json.dumps(value))
         compilers.is_simple(schema)
         compilers.check_levels(schema)
-        endings._Costs(value)
+        endings.Bounds(endings.Spelling([], [], 1), "schema", schema.text)
         spec.closed(value)
 
     return read

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 
 from helpers.sessions import eventually
 from rekindle import tiny
+from rekindle._src.core.sampling import MAX_STRUCTURE
 from rekindle._src.structured import compilers
 from rekindle._src.structured.grammar import Grammars, Guide
 from rekindle._src.structured.spec import Kind, Spec
@@ -168,7 +171,7 @@ def test_simple_grammars_never_wait_for_others_and_places_are_shared_between_cal
     ],
 )
 def test_which_schemas_are_compiled_without_a_trial(schema: Any, simple: bool) -> None:
-    assert compilers.is_simple(Spec("schema", json.dumps(schema))) is simple
+    assert compilers.compilers.is_simple(Spec("schema", json.dumps(schema))) is simple
 
 
 def test_levels_are_counted_as_they_are_followed() -> None:
@@ -196,3 +199,39 @@ def test_a_compiler_ends_with_its_parent() -> None:
             return True
 
     eventually(gone, 30)
+
+
+def test_a_schema_that_nests_too_deeply_for_the_stack_is_not_simple() -> None:
+    """Callers may be deep in calls themselves, where Python parses fewer levels."""
+    text = '{"items":' * 500 + "{}" + "}" * 500
+
+    def deep(levels: int) -> bool:
+        return compilers.is_simple(Spec("schema", text)) if levels == 0 else deep(levels - 1)
+
+    assert not deep(sys.getrecursionlimit() - 450 - len(inspect.stack(0)))
+
+
+@pytest.mark.parametrize(
+    ("text", "levels"),
+    [
+        ('start: a "b: c" /d: e/ // f\na: g\ng: "x"', 3),
+        ('start: a\na: "b" " b\nb: "c"', 3),  # a string that does not end is left, and what follows it
+        (r'start: "\\" a' "\na: b", 2),
+        (r'start: "\" a' "\na: b", 2),
+        ('start: a / b\nb: c\nc: "x"', 3),
+        ("start: /* a\na: b", 2),
+        ('root ::= "a" [b"] c # d\nc ::= root', 2),
+        ("root ::= [a\na ::= b", 2),
+    ],
+)
+def test_names_within_strings_are_no_rules(text: str, levels: int) -> None:
+    assert compilers.rule_levels(text) == levels
+
+
+@pytest.mark.parametrize("part", ['\\"', "\\/", "[", "a", "/", '"', "#", ":"])
+def test_a_long_grammar_is_looked_through_at_once(part: str) -> None:
+    """Eight kilobytes took two seconds, and others wait while an expression is matched."""
+    start = time.thread_time()
+    for before in ("", "root ::= "):
+        compilers.rule_levels(before + part * (MAX_STRUCTURE // 4 // len(part)))
+    assert time.thread_time() - start < 5.0

@@ -202,3 +202,20 @@ def test_a_huge_or_deeply_nested_config_is_refused(tmp_path: Path) -> None:
         file.truncate(1 << 40)
     with pytest.raises(CheckpointError, match=r"config\.json can't be read.*at most"):
         checkpoint.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "words"),
+    [
+        ("a", [10**18] * 100_000, "100,000 dimensions, and at most 8 are read"),
+        ("a" * 100_000, [1], "a name of 100,000 characters, 'aaaa"),
+    ],
+)
+def test_a_tensor_without_bounds_is_refused_at_once(tmp_path: Path, name: str, shape: list[int], words: str) -> None:
+    """A product of that many numbers took 20 s, and patterns read names."""
+    raw = json.dumps({name: {"dtype": "F32", "shape": shape, "data_offsets": [0, 4]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(raw)) + raw + bytes(4))
+    start = time.process_time()
+    with pytest.raises(CheckpointError, match=words) as caught:
+        tensor_files.read_header(tmp_path / "model.safetensors")
+    assert time.process_time() - start < 2.0 and len(str(caught.value)) < 1_000

@@ -269,3 +269,36 @@ def test_deep_nesting_and_long_numbers_are_text() -> None:
         assert FORMATS["pythonic"].parse(text, tools=TOOLS).content == text
     lone = '<tool_call>{"name": "time", "arguments": {"a": "\\ud800"}}</tool_call>'
     assert FORMATS["hermes"].parse(lone, tools=TOOLS).content == lone, "half a surrogate pair is no text"
+
+
+@pytest.mark.parametrize(
+    ("family", "part"),
+    [("hermes", "<tool_call>x"), ("phi4mini", "functools["), ("harmony", "<|channel|>"), ("harmony", "a<|end|>")],
+)
+def test_many_markers_in_one_piece_are_found_in_one_search(family: str, part: str) -> None:
+    """Those that a text lacks were looked for to its end, at each of the others."""
+
+    def seconds(count: int) -> float:
+        start = time.thread_time()
+        FORMATS[family].parse(part * count, tools=TOOLS)
+        return time.thread_time() - start
+
+    seconds(10)
+    few, many = min(seconds(2_000) for _ in range(3)), min(seconds(16_000) for _ in range(2))
+    assert many < 8 * 2 * few, f"{many:.3f} s for 8 times what took {few:.3f} s"
+
+
+@pytest.mark.parametrize("text", ["<|channel|>{} to=functions.time<|message|>{{}}", "<|start|>{}<|message|>a"])
+@pytest.mark.parametrize("length", [370, 380, 390, 400, 410, 500])
+def test_how_long_a_header_may_be_does_not_depend_on_its_pieces(text: str, length: int) -> None:
+    whole = text.format("a" * length)
+    expected = fold(events_of(FORMATS["harmony"], [whole]))
+    assert fold(events_of(FORMATS["harmony"], [*whole])) == expected
+
+
+@pytest.mark.parametrize("count", [100, 1_023, 1_024, 1_025, 5_000])
+def test_how_much_space_may_stand_before_a_literal_does_not_depend_on_pieces(count: int) -> None:
+    for text in (f"[time({' ' * count})]", f"<tool_call>{' ' * count}<function=time></function>", " " * count + "a"):
+        for family in ("hermes", "pythonic"):
+            expected = fold(events_of(FORMATS[family], [text]))
+            assert fold(events_of(FORMATS[family], [*text])) == expected

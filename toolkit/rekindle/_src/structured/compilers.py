@@ -387,7 +387,10 @@ def is_simple(spec: Spec) -> bool:
         return True
     if len(spec.text) > SIMPLE_CHARACTERS or spec.kind not in ("schema", "choice"):
         return False
-    return spec.kind == "choice" or _simple(json.loads(spec.text))
+    try:
+        return spec.kind == "choice" or _simple(json.loads(spec.text))
+    except RecursionError:  # it nests too deeply for this stack, and another one compiles it
+        return False
 
 
 def _simple(schema: Any) -> bool:

@@ -93,7 +93,7 @@ class Bounds:
 
     def __init__(self, spelling: Spelling, kind: str, text: str) -> None:
         self.spelling: Spelling = spelling
-        self.reach: int = _SPARE + (min(_FARTHEST, _Costs(json.loads(text)).highest) if kind == "schema" else 0)
+        self.reach: int = _SPARE + (min(_FARTHEST, _Costs(text).highest) if kind == "schema" else 0)
         self.digits: bool = kind == "json" or not _LONG_NUMBER.search(text)
 
 
@@ -261,11 +261,12 @@ class _Costs:
     Parts that a schema requires from the beginning are in every short end, and cost nothing more.
     """
 
-    def __init__(self, schema: Any) -> None:
-        self._root = schema
+    def __init__(self, text: str) -> None:
+        self._root: Any = None
         self._known: dict[int, int] = {}
         self.highest: int = 0
         try:
+            self._root = schema = json.loads(text)
             self._needs(schema)
             for definitions in ("$defs", "definitions"):
                 for part in _values(schema, definitions):
