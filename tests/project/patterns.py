@@ -153,4 +153,92 @@ PATTERNS: dict[str, dict[str, Text]] = {
     "toolkit/workshop/tiny/words.py": {"CHOICE": US("a story", "a story")},
 }
 
-CALLS: dict[str, dict[str, Text]] = {}
+CALLS: dict[str, dict[str, Text]] = {
+    "kernels/rekindle_kernels/native/build_library.py": {"json.loads": US("what a process of ours prints", "a line")},
+    "kernels/rekindle_kernels/native/library.py": {"json.loads": US("the manifest of compiled kernels", "a file")},
+    "toolkit/rekindle/_src/bench/plan.py": {"json.loads": USER("a config.json that is named", "a file")},
+    "toolkit/rekindle/_src/bench/simulation.py": {"json.loads": USER("a trace that is named", "a line")},
+    "toolkit/rekindle/_src/bench/workloads.py": {"json.loads": US("what a process of ours prints", "a line")},
+    "toolkit/rekindle/_src/cli/cache.py": {"json.loads": US("descriptions in the cache folder", "a file")},
+    "toolkit/rekindle/_src/cli/chat.py": {
+        "difflib.get_close_matches": USER("a command that is typed", "a name; those compared with it are ours"),
+        "textwrap.fill": STRANGER("an error, with a value of the model's or the user's", "an error"),
+    },
+    "toolkit/rekindle/_src/cli/usage.py": {
+        "difflib.get_close_matches": USER("an option", "a name; those compared with it are ours"),
+    },
+    "toolkit/rekindle/_src/core/capture_files.py": {
+        "json.loads": USER("the header of a file of vectors", "LONGEST_HEADER")
+    },
+    "toolkit/rekindle/_src/core/dtypes.py": {
+        "difflib.get_close_matches": USER("a dtype", "a name; those compared with it are ours"),
+    },
+    "toolkit/rekindle/_src/core/json_lines.py": {"json.loads": USER("a file of answers that is named", "a line")},
+    "toolkit/rekindle/_src/core/options.py": {
+        "difflib.get_close_matches": STRANGER(
+            "an option's name or value", "names of ours; difflib passes over those of another length"
+        ),
+        "inspect.cleandoc": US("a docstring", "a docstring"),
+    },
+    "toolkit/rekindle/_src/core/reply.py": {"json.loads": STRANGER("a call that was read", "max_model_len, MAX_DEPTH")},
+    "toolkit/rekindle/_src/core/shared_cache.py": {
+        "json.loads": STRANGER("the header of a blob, signed", "_MOST_HEADER"),
+        "datetime.datetime.fromisoformat": STRANGER("a store's time", "a time"),
+    },
+    "toolkit/rekindle/_src/core/taps.py": {"json.loads": US("the header of captures", "HEADER")},
+    "toolkit/rekindle/_src/kvcache/persist/segment.py": {"json.loads": STRANGER("an index of pages", "a file")},
+    "toolkit/rekindle/_src/models/adapters/peft.py": {"json.loads": STRANGER("an adapter's config", "_LARGEST_CONFIG")},
+    "toolkit/rekindle/_src/models/loading/hub.py": {
+        "difflib.get_close_matches": STRANGER("names in a folder", "255 characters"),
+    },
+    "toolkit/rekindle/_src/models/loading/known_models.py": {"json.loads": US("a kept description", "a file")},
+    "toolkit/rekindle/_src/models/loading/prepared.py": {"json.loads": US("checksums of kept weights", "a file")},
+    "toolkit/rekindle/_src/models/loading/tensor_files.py": {
+        "json.loads": STRANGER("an index, a header or a config", "_MAX_HEADER"),
+    },
+    "toolkit/rekindle/_src/notebook/chat.py": {"json.loads": US("a kept conversation", "a file")},
+    "toolkit/rekindle/_src/processes/bulk.py": {"ipaddress.ip_address": US("an end of a connection", "an address")},
+    "toolkit/rekindle/_src/processes/codec.py": {"reader.decompress": STRANGER("an array of a message", "its shape")},
+    "toolkit/rekindle/_src/processes/greeting.py": {"json.loads": STRANGER("a greeting, signed", "a message")},
+    "toolkit/rekindle/_src/programs/store.py": {"json.loads": US("the description of a program", "a file")},
+    "toolkit/rekindle/_src/replicas/replica.py": {"pickle.loads": US("an error that was pickled there", "an error")},
+    "toolkit/rekindle/_src/replicas/wire.py": {"json.loads": US("a request on its way to a replica", "max_prompt")},
+    "toolkit/rekindle/_src/serve/anthropic.py": {"json.loads": STRANGER("a call that was read", "MAX_DEPTH")},
+    "toolkit/rekindle/_src/serve/batch.py": {"json.loads": US("an answer of ours", "an answer")},
+    "toolkit/rekindle/_src/serve/bodies.py": {"json.loads": STRANGER("a body", "check_values")},
+    "toolkit/rekindle/_src/serve/generation.py": {"json.loads": STRANGER("a schema as text in a body", "check_values")},
+    "toolkit/rekindle/_src/serve/life.py": {"ipaddress.ip_address": STRANGER("a Host header", "MOST_HEADER_BYTES")},
+    "toolkit/rekindle/_src/serve/listening.py": {
+        "ipaddress.ip_address": US("an end of a connection", "an address"),
+        "ipaddress.IPv6Address": US("a number", "128 bits"),
+    },
+    "toolkit/rekindle/_src/serve/server.py": {"ipaddress.ip_address": USER("the host to listen on", "an argument")},
+    "toolkit/rekindle/_src/session/conversation.py": {"json.loads": USER("a conversation that is named", "a file")},
+    "toolkit/rekindle/_src/session/page_sharing.py": {"json.loads": STRANGER("a message, signed", "a message")},
+    "toolkit/rekindle/_src/session/rows.py": {
+        "difflib.get_close_matches": STRANGER(
+            "names of columns", "the template's name; difflib passes over those of another length"
+        ),
+    },
+    "toolkit/rekindle/_src/session/tool_functions.py": {
+        "inspect.getdoc": USER("a function's docstring", "a docstring"),
+        "kind.fromisoformat": STRANGER("an argument of a call", "max_model_len"),
+    },
+    "toolkit/rekindle/_src/structured/compile_worker.py": {"json.loads": STRANGER("a grammar", "MAX_STRUCTURE")},
+    "toolkit/rekindle/_src/structured/compilers.py": {"json.loads": STRANGER("a schema", "MAX_STRUCTURE")},
+    "toolkit/rekindle/_src/structured/endings.py": {"json.loads": STRANGER("a schema", "MAX_STRUCTURE")},
+    "toolkit/rekindle/_src/structured/spec.py": {
+        "json.loads": STRANGER("a text that follows a schema", "max_model_len"),
+        "decimal.Decimal": STRANGER("a number that JSON has read", "4,300 digits"),
+    },
+    "toolkit/rekindle/_src/text/chat.py": {
+        "difflib.get_close_matches": STRANGER("a role", "names of ours; difflib passes over those of another length"),
+        "json.loads": STRANGER("a call in a message", "check_values"),
+    },
+    "toolkit/rekindle/_src/text/gguf/writing.py": {"json.loads": STRANGER("a tokenizer", "MAX_FILE")},
+    "toolkit/rekindle/_src/text/replies/call.py": {"json.loads": STRANGER("a call that was read", "MAX_DEPTH")},
+    "toolkit/rekindle/_src/text/replies/call_reader.py": {"json.loads": STRANGER("a value of a call", "max_model_len")},
+    "toolkit/rekindle/_src/text/replies/format.py": {"json.loads": STRANGER("a call in a message", "check_values")},
+    "toolkit/rekindle/_src/text/tokenizer.py": {"json.loads": STRANGER("a tokenizer, or its config", "MAX_FILE")},
+    "toolkit/rekindle/_src/text/tokenizer_limits.py": {"json.loads": STRANGER("a part of a tokenizer", "MAX_FILE")},
+}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -18,6 +19,15 @@ ROOT = Path(__file__).parents[2]
 SOURCES = sorted(path for package in ("toolkit", "kernels") for path in (ROOT / package).rglob("*.py"))
 SCRIPTS = sorted((ROOT / "toolkit").rglob("static/*.js"))
 _METHODS = ("match", "fullmatch", "search", "finditer", "findall", "split", "sub", "subn")
+
+
+# Library calls whose time or memory depends on a text in ways of their own: functions of these modules, and methods.
+_MODULES = ("ast", "decimal", "difflib", "fnmatch", "json", "pickle", "shlex", "textwrap", "unicodedata", "urllib")
+_COSTLY = re.compile(
+    rf"(?:{'|'.join(_MODULES)})(?:\.\w+)*\.(?:loads?|Decimal|[a-z_]*match\w*|SequenceMatcher|\w*diff|fill|wrap|dedent"
+    r"|indent|shorten|split|normalize|literal_eval|parse\w*|url\w+|unquote\w*)"
+    r"|html\.unescape|inspect\.(?:cleandoc|getdoc)|ipaddress\.\w+|.*\.(?:fromisoformat|strptime|decompress)|eval|exec"
+)
 
 
 class Pattern(NamedTuple):
@@ -121,6 +131,33 @@ def test_every_pattern_has_a_row_and_every_row_a_pattern() -> None:
     table = {(file, name) for file, rows in PATTERNS.items() for name in rows}
     assert not code - table, "add who writes the text, and its bound, to tests/project/patterns.py"
     assert not table - code, "remove these rows from tests/project/patterns.py"
+
+
+@cache
+def calls() -> frozenset[tuple[str, str]]:
+    """The calls whose time depends on a text, by their files."""
+    likely = re.compile(
+        rf"import.*\b(?:{'|'.join(_MODULES)}|html|inspect|ipaddress)\b|fromisoformat|strptime|decompress"
+    )
+    return frozenset(
+        (path.relative_to(ROOT).as_posix(), name)
+        for path, text in texts().items()
+        if likely.search(text) or re.search(r"\b(eval|exec)\(", text)
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Call) and _COSTLY.fullmatch(name := ast.unparse(node.func))
+    )
+
+
+def test_every_call_has_a_row_and_every_row_a_call() -> None:
+    table = {(file, name) for file, rows in CALLS.items() for name in rows}
+    assert not calls() - table, "add who writes the text, and its bound, to tests/project/patterns.py"
+    assert not table - calls(), "remove these rows from tests/project/patterns.py"
+
+
+def test_digits_are_bounded_by_python() -> None:
+    """So `int`, `str` and JSON need no rows: reading and writing a number takes time that grows with its square."""
+    assert not [path for path, text in texts().items() if "set_int_max_str_digits" in text]
+    assert 0 < sys.get_int_max_str_digits() <= 4_300
 
 
 def test_bounds_are_constants_of_the_code() -> None:
