@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 MOST = 2.5  # times as much for a text of twice the length
 SHORT = 1 << 13  # characters: what takes more than linear time takes well over QUICK for so many
-LONG = 1 << 16
+LONG = 1 << 15
 _QUICK = 2e-3  # seconds of a processor
 _DOUBLINGS = 3  # from the shorter text to the longer, so that a noisy machine does not decide
 _TRIES = 8
