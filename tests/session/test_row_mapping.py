@@ -156,7 +156,11 @@ async def test_failed_rows_are_tried_again(tmp_path: Path) -> None:
         assert again.texts == [answer(row["text"]) for row in ROWS]
 
 
-@pytest.mark.parametrize("content", [b"a,b\n1,2\n", b'{"text": "mine"}\n', b"\x00\x01", b'{"row": 1}\n'])
+@pytest.mark.parametrize(
+    "content",
+    [b"a,b\n1,2\n", b'{"text": "mine"}\n', b"\x00\x01", b'{"row": 1}\n', b'{"row": ' + b"[" * 9_000 + b"\n"],
+    ids=["table", "other", "bytes", "no key", "too deep"],
+)
 def test_a_file_of_somebody_else_is_left_alone(session: Session, tmp_path: Path, content: bytes) -> None:
     out = tmp_path / "mine"
     out.write_bytes(content)

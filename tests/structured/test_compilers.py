@@ -171,7 +171,7 @@ def test_simple_grammars_never_wait_for_others_and_places_are_shared_between_cal
     ],
 )
 def test_which_schemas_are_compiled_without_a_trial(schema: Any, simple: bool) -> None:
-    assert compilers.compilers.is_simple(Spec("schema", json.dumps(schema))) is simple
+    assert compilers.is_simple(Spec("schema", json.dumps(schema))) is simple
 
 
 def test_levels_are_counted_as_they_are_followed() -> None:
