@@ -11,6 +11,7 @@ import rekindle
 from helpers import checkpoints
 from helpers.plain_loop import plain_loop
 from helpers.thorough import by_default
+from rekindle._src.models import base
 from rekindle._src.models.base import ALONE, abstract_model, drawn_on_device
 from rekindle._src.models.placement import random_model
 from rekindle._src.models.registry import config_from_hf
@@ -35,6 +36,14 @@ def test_a_device_draws_what_the_host_draws(name: str, dtype: str, quantize: str
     at = graph.paths.index("embed.weight")
     other = tuple(drawn_on_device(graph, shapes, 1))[at]
     assert not np.array_equal(np.asarray(other), np.asarray(device[at])), "the seed changes nothing"
+
+
+def test_a_device_compiles_one_drawing_program_for_each_shape() -> None:
+    graph, shapes = abstract_model(config_from_hf(checkpoints.CASES["llama"] | {"num_hidden_layers": 8}), "float32")
+    before = base._draw._cache_size()
+    tuple(drawn_on_device(graph, shapes, 0))
+    drawn = sum("norm" not in path for path in graph.paths)
+    assert base._draw._cache_size() - before < drawn / 4, "layers share their programs"
 
 
 @pytest.mark.thorough

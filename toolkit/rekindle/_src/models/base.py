@@ -308,20 +308,21 @@ def drawn_on_device(graph: Graph, shapes: Sequence[jax.ShapeDtypeStruct], seed: 
     """Yield random leaves of a graph, drawn by the default device one after the other."""
     keys = jax.random.split(jax.random.key(seed), len(shapes))
     for key, path, leaf in zip(keys, graph.paths, shapes, strict=True):
-        yield _draw(key, path, leaf, graph)
+        value = _constant(path, leaf, graph.config)
+        if value is not None:
+            yield jnp.full(leaf.shape, value, leaf.dtype)
+        else:
+            yield _draw(key, leaf, graph.precision.value_dtype(leaf.dtype), _spread(path, graph.config))
 
 
+# One program for each shape, whatever the leaf is called: a program for each leaf took a minute to compile on a GPU.
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _draw(key: Array, path: str, leaf: jax.ShapeDtypeStruct, graph: Graph) -> Array:
-    value = _constant(path, leaf, graph.config)
-    if value is not None:
-        return jnp.full(leaf.shape, value, leaf.dtype)
+def _draw(key: Array, leaf: jax.ShapeDtypeStruct, value_dtype: DTypeLike, spread: float) -> Array:
     if leaf.dtype == jnp.int8:
         return jax.random.randint(key, leaf.shape, -127, 128, jnp.int8)
     if is_packed(leaf):
         return jax.random.bits(key, leaf.shape, jnp.uint8)  # only files have groups of other bits
-    spread = _spread(path, graph.config)
-    values = (jax.random.normal(key, leaf.shape) * spread).astype(graph.precision.value_dtype(leaf.dtype))
+    values = (jax.random.normal(key, leaf.shape) * spread).astype(value_dtype)
     return values if values.dtype == leaf.dtype else jax.lax.bitcast_convert_type(values, leaf.dtype)
 
 
