@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
+import anyio
 import numpy as np
 import pytest
 
@@ -20,6 +21,7 @@ from rekindle._src.models.base import abstract_model
 from rekindle._src.models.loading.checkpoint import load
 from rekindle._src.models.registry import config_from_hf
 from rekindle._src.text import Tokenizer
+from rekindle.errors import RekindleError
 
 LIMITS = limits.MachineLimits(read_gb_per_s=40.0, bf16_gflop_per_s=800.0, f32_gflop_per_s=400.0, int8_gflop_per_s=600.0)
 
@@ -165,3 +167,18 @@ def test_every_sweep_of_growth_has_points(tmp_path: Path) -> None:
     points = anyio.run(run)
     assert {point.sweep for point in points} == {"rows", "context", "cached pages", "queued requests"}
     assert all(point.step_ms > 0 for point in points)
+
+
+def test_runs_in_which_a_program_was_compiled_are_not_counted() -> None:
+    compilations, calls = [3, 3, 5, 5, 6, 6, 6], iter(range(100))
+    session = SimpleNamespace(stats=lambda: SimpleNamespace(compilations=compilations[ran[0]]))
+    ran = [0]
+
+    async def workload() -> dict[str, float]:
+        ran[0] += 1
+        return {"run": float(next(calls))}
+
+    assert anyio.run(bench._runs, cast(Any, session), workload, 3) == [{"run": 2.0}, {"run": 4.0}, {"run": 5.0}]
+    compilations[:] = range(100)
+    with pytest.raises(RekindleError, match="still compiled after 7 runs"):
+        anyio.run(bench._runs, cast(Any, session), workload, 1)
