@@ -38,10 +38,11 @@ STALE_SECONDS = 3600.0  # without a write for this long, an unfinished checkpoin
 _unfinished: set[Path] = set()
 
 
-def write_checkpoint(path: Path, write: Callable[[Path], None]) -> None:
+def write_checkpoint(path: Path, write: Callable[[Path], None], *, durable: bool = False) -> None:
     """Write a new Orbax checkpoint to `path`; `write` fills its folder. Raises OSError.
 
-    Only this user can read the files, unless the store is shared with a key.
+    Only this user can read the files, unless the store is shared with a key. With `durable`, a power cut leaves the
+    checkpoint complete or absent too, and complete once this has returned. Others are verified when they are read.
     """
     private_files.make_folder(path.parent)
     partial = path.with_name(f"{PARTIAL}{uuid.uuid4().hex}")
@@ -63,7 +64,12 @@ def write_checkpoint(path: Path, write: Callable[[Path], None]) -> None:
         else:
             orbax().save(partial, write_or_remember)
         private_files.make_private(partial)
+        if durable:
+            private_files.sync_all(partial / ITEM)  # nobody reads Orbax's own files
+            private_files.sync(partial)
         partial.rename(path)
+        if durable:
+            private_files.sync(path.parent)
     except BaseException as error:
         _remove_all(partial)
         if errors and not isinstance(error, OSError):  # Orbax wraps the errors of its threads

@@ -235,7 +235,7 @@ def write_segment(path: Path, header: dict[str, Any], pages: Iterable[tuple[Page
         records["sum"] = sums
         (folder / "index").write_bytes(encode(header | {"leaves": leaves}, records))
 
-    write_checkpoint(path, write)
+    write_checkpoint(path, write, durable=True)
 
 
 def write_index(path: Path, header: dict[str, Any], pages: Sequence[Page], page_size: int) -> None:
@@ -245,7 +245,7 @@ def write_index(path: Path, header: dict[str, Any], pages: Sequence[Page], page_
     def write(folder: Path) -> None:
         (folder / "index").write_bytes(data)
 
-    write_checkpoint(path, write)
+    write_checkpoint(path, write, durable=True)
 
 
 @contextlib.contextmanager
