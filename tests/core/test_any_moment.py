@@ -6,6 +6,7 @@ A power cut may leave what a kill leaves, so its cases have that of each call as
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,13 +29,13 @@ def _no_power_fails_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ite
     read_through._behind.update(known)
 
 
-JOBS = ("PAGES", "FOLDERS", "FILES", "SHARED", "WEIGHTS")
+JOBS = ("PAGES", "CAPTURES", "FOLDERS", "FILES", "SHARED", "WEIGHTS")
 
 
-def steps(**some: int) -> Any:
-    """By default some of the calls of these jobs, each so many calls after the last; in CI each call of all of them."""
-    every = [pytest.param(name, 1, marks=pytest.mark.slow) for name in JOBS]
-    return pytest.mark.parametrize(("name", "step"), [*some.items(), *every])
+def steps(in_ci: int, **some: int) -> Any:
+    """By default some calls of these jobs, each so many after the last one; in CI more of them, of all jobs."""
+    others = [pytest.param(name, in_ci, marks=pytest.mark.slow) for name in JOBS]
+    return pytest.mark.parametrize(("name", "step"), [*some.items(), *others])
 
 
 def job(name: str) -> tuple[str, Job]:
@@ -43,7 +44,7 @@ def job(name: str) -> tuple[str, Job]:
 
 
 @pytest.mark.filterwarnings("ignore:the laid-out weights")
-@steps(FILES=7)
+@steps(6, FILES=7)
 def test_a_kill_at_any_call_loses_nothing_that_was_saved(name: str, step: int, tmp_path: Path) -> None:
     count, (where, one) = 0, job(name)
     for killed in kills(where, tmp_path / "kills", step=step):
@@ -57,7 +58,23 @@ def test_a_kill_at_any_call_loses_nothing_that_was_saved(name: str, step: int, t
 
 
 @pytest.mark.filterwarnings("ignore:the laid-out weights")
-@steps(PAGES=31, FILES=9)
+@steps(6, FILES=7)
+def test_a_disk_that_is_full_from_any_call_on_costs_nothing_that_was_saved(
+    name: str, step: int, tmp_path: Path
+) -> None:
+    count, (where, one) = 0, job(name)
+    for failed in kills(where, tmp_path / "failures", step=step, failure=errno.ENOSPC):
+        try:
+            one.check(failed.folder, failed.marks, cut=False)
+        except Exception as error:
+            raise AssertionError(f"full from call {failed.call} on: {error!r}") from error
+        count += 1
+    print(f"\n{name}: {count} full disks")
+    assert count > 5
+
+
+@pytest.mark.filterwarnings("ignore:the laid-out weights")
+@steps(1, PAGES=31, FILES=9)
 def test_a_power_cut_at_any_call_loses_nothing_that_was_saved(name: str, step: int, tmp_path: Path) -> None:
     count, (where, one) = 0, job(name)
     for cut in power_cuts(where, tmp_path / "cuts", step=step):

@@ -1,6 +1,6 @@
 /* Preloaded into a process (LD_PRELOAD), sees every call that changes files below one folder: counts them, ends the
-   process with SIGKILL at the n-th, or writes each with its data to a log. helpers/disk_calls.py tells it what to do and
-   reads the log.
+   process with SIGKILL at the n-th, has all from the n-th on fail, or writes each with its data to a log.
+   helpers/disk_calls.py tells it what to do and reads the log.
 
    A record of the log: kind (1 byte), offset (8), lengths of path, second path and data (4, 4, 8), then these three. */
 #define _GNU_SOURCE
@@ -24,13 +24,14 @@
 static pthread_mutex_t lock = PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
 static char root[PATHS];
 static int log_file = -1;
-static long kill_at, count; /* 0: at no call */
-static int halves;          /* half of the data of the last write arrives */
+static long last_call, count; /* 0: there is no last one */
+static int halves;            /* half of the data of the last write arrives */
+static int failure;           /* errno of that call and those after it; 0: the process ends */
 
-void disk_calls_watch(const char *folder, int log, long at, int half) {
+void disk_calls_watch(const char *folder, int log, long at, int half, int error) {
   pthread_mutex_lock(&lock);
   snprintf(root, sizeof root, "%s", folder);
-  log_file = log, kill_at = at, halves = half, count = 0;
+  log_file = log, last_call = at, halves = half, failure = error, count = 0;
   pthread_mutex_unlock(&lock);
 }
 
@@ -87,18 +88,20 @@ static int of_path(int folder, const char *name, char *path) {
   return below(path);
 }
 
-/* True once the process has to die, which it does before the call. */
-static int last(void) { return ++count == kill_at; }
-static void end(void) {
+static int is_last(void) { return ++count == last_call || (failure && last_call && count > last_call); }
+static int end(void) { /* before the call is made */
+  if (failure) {
+    pthread_mutex_unlock(&lock);
+    errno = failure;
+    return -1;
+  }
   kill(getpid(), SIGKILL);
   for (;;) pause();
 }
+#define BEFORE \
+  if (is_last()) return end();
 
 #define REAL(name) __typeof__(&name) real = (__typeof__(&name))dlsym(RTLD_NEXT, #name)
-
-static void before(void) {
-  if (last()) end();
-}
 
 /* open: a file that is made, or cut to nothing */
 static int opened(int (*call)(int, const char *, int, mode_t), int folder, const char *name, int flags, mode_t mode) {
@@ -109,7 +112,7 @@ static int opened(int (*call)(int, const char *, int, mode_t), int folder, const
   struct stat status;
   int error = errno, there = !lstat(path, &status);
   errno = error;
-  if (!there || flags & O_TRUNC) before();
+  if (!there || flags & O_TRUNC) BEFORE
   int file = call(folder, name, flags, mode);
   if (file >= 0 && !there) record('c', path, "", 0, "", 0);
   else if (file >= 0 && flags & O_TRUNC) record('t', path, "", 0, "", 0);
@@ -139,9 +142,9 @@ static ssize_t written(int file, const void *data, size_t size, off_t offset, in
   if (!*root || !of_file(file, path))
     return at_offset ? syscall(SYS_pwrite64, file, data, size, offset) : syscall(SYS_write, file, data, size);
   pthread_mutex_lock(&lock);
-  if (last()) {
-    if (halves) at_offset ? syscall(SYS_pwrite64, file, data, size / 2, offset) : syscall(SYS_write, file, data, size / 2);
-    end();
+  if (is_last()) {
+    if (halves && !failure) at_offset ? syscall(SYS_pwrite64, file, data, size / 2, offset) : syscall(SYS_write, file, data, size / 2);
+    return end();
   }
   ssize_t done = at_offset ? syscall(SYS_pwrite64, file, data, size, offset) : syscall(SYS_write, file, data, size);
   if (done > 0) record('w', path, "", at_offset ? offset : lseek(file, 0, SEEK_CUR) - done, data, done);
@@ -161,19 +164,19 @@ static ssize_t written_parts(int file, const struct iovec *parts, int number, of
   }
   return total;
 }
-#define PARTS(name, arguments, otherwise, offset, at_offset) \
+#define PARTS(name, otherwise, offset, at_offset) \
   char path[PATHS]; \
   if (!*root || !of_file(file, path)) { \
     REAL(name); \
     return otherwise; \
   } \
   return written_parts(file, parts, number, offset, at_offset);
-ssize_t writev(int file, const struct iovec *parts, int number) { PARTS(writev, , real(file, parts, number), 0, 0) }
+ssize_t writev(int file, const struct iovec *parts, int number) { PARTS(writev, real(file, parts, number), 0, 0) }
 ssize_t pwritev(int file, const struct iovec *parts, int number, off_t offset) {
-  PARTS(pwritev, , real(file, parts, number, offset), offset, 1)
+  PARTS(pwritev, real(file, parts, number, offset), offset, 1)
 }
 ssize_t pwritev64(int file, const struct iovec *parts, int number, off64_t offset) {
-  PARTS(pwritev64, , real(file, parts, number, offset), offset, 1)
+  PARTS(pwritev64, real(file, parts, number, offset), offset, 1)
 }
 /* Callers that are refused these write instead. */
 ssize_t sendfile(int out, int in, off_t *offset, size_t size) {
@@ -193,7 +196,7 @@ static int synced(int file, int number) {
   char path[PATHS];
   if (!*root || !of_file(file, path)) return syscall(number, file);
   pthread_mutex_lock(&lock);
-  before();
+  BEFORE
   record('f', path, "", 0, "", 0);
   pthread_mutex_unlock(&lock);
   return 0;
@@ -206,7 +209,7 @@ static int cut(int file, off_t size) {
   char path[PATHS];
   if (!*root || !of_file(file, path)) return syscall(SYS_ftruncate, file, size);
   pthread_mutex_lock(&lock);
-  before();
+  BEFORE
   int result = syscall(SYS_ftruncate, file, size);
   if (!result) record('t', path, "", size, "", 0);
   pthread_mutex_unlock(&lock);
@@ -220,7 +223,7 @@ int ftruncate64(int file, off64_t size) { return cut(file, size); }
   char path[PATHS]; \
   if (!of_path(folder, name, path)) return call; \
   pthread_mutex_lock(&lock); \
-  before(); \
+  BEFORE \
   int result = call; \
   if (!result && kind) record(kind, path, "", 0, "", 0); \
   pthread_mutex_unlock(&lock); \
@@ -243,7 +246,7 @@ static int renamed(int from, const char *old, int to, const char *new, unsigned 
   int seen = of_path(from, old, path) & of_path(to, new, second);
   if (!seen) return syscall(SYS_renameat2, from, old, to, new, flags);
   pthread_mutex_lock(&lock);
-  before();
+  BEFORE
   int result = syscall(SYS_renameat2, from, old, to, new, flags);
   if (!result) record('r', path, second, 0, "", 0);
   pthread_mutex_unlock(&lock);
@@ -257,7 +260,7 @@ static int linked(int from, const char *old, int to, const char *new, int flags)
   int seen = of_path(from, old, path) & of_path(to, new, second);
   if (!seen) return syscall(SYS_linkat, from, old, to, new, flags);
   pthread_mutex_lock(&lock);
-  before();
+  BEFORE
   int result = syscall(SYS_linkat, from, old, to, new, flags);
   if (!result) record('l', path, second, 0, "", 0);
   pthread_mutex_unlock(&lock);

@@ -10,7 +10,6 @@ of the same length, the first half or all.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import gc
@@ -24,6 +23,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,14 +31,23 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import pytest
 
+from rekindle.errors import RekindleError
+
 SOURCE = Path(__file__).with_suffix(".c")
 Mark = Callable[[str], None]
 Unsynced = Literal["none", "zeros", "half", "all"]
+REACHED = 3  # the status of a process in which calls have failed
 _HEAD = struct.Struct("=cqIIQ")
 
 
 class Job(Protocol):
     """What is done in a folder, and what has to be true of the folder whenever that was ended."""
+
+    def load(self) -> None:
+        """Import what every process would import."""
+
+    def prepare(self, folder: Path) -> None:
+        """Put into the folder what is there before."""
 
     def work(self, folder: Path, mark: Mark) -> None:
         """Do it. `mark` is called with what must be there from now on, for example after each save."""
@@ -81,13 +90,14 @@ class Killed(NamedTuple):
     marks: list[str]
 
 
-def kills(job: str, folder: Path, *, step: int = 1, first: int = 1) -> Iterator[Killed]:
+def kills(job: str, folder: Path, *, step: int = 1, first: int = 1, failure: int = 0) -> Iterator[Killed]:
     """Yield the folders of processes that were ended at each `step`-th call of a job; the last one was not ended.
 
-    `job` is the name of an object with a module, such as "helpers.store_jobs:PAGES".
+    `job` is the name of an object with a module, such as "helpers.store_jobs:PAGES". With a `failure`, this call and
+    those after it fail with that errno. The process goes on, and ends with a typed error or none.
     """
     folder.mkdir()
-    watched("kills", job, str(folder), str(step), str(first))
+    watched("kills", job, str(folder), str(step), str(first), str(failure))
     for place in sorted(folder.glob("*.marks")):
         yield Killed(int(place.stem), place.with_suffix(""), place.read_text().splitlines())
 
@@ -159,11 +169,18 @@ class _Folder:
         self.synced, self.since = self.now, []
 
 
+def _synced(tree: Tree) -> _Folder:
+    return _Folder(
+        {name: _synced(entry) if isinstance(entry, dict) else _File(entry, entry) for name, entry in tree.items()}
+    )
+
+
 class Disk:
     """A folder as the calls of a log made it, with what of it is synced."""
 
-    def __init__(self, root: Path) -> None:
-        self.root, self.top, self.marks = str(root), _Folder(), list[str]()
+    def __init__(self, root: Path, before: Tree) -> None:
+        """`before` is there and synced when the log begins."""
+        self.root, self.top, self.marks = str(root), _synced(before), list[str]()
 
     def apply(self, call: Call) -> None:
         if call.kind == "!":
@@ -270,7 +287,9 @@ def power_cuts(job: str, folder: Path, *, step: int = 1, seed: int = 0) -> Itera
     """Yield the folders that power cuts after each `step`-th call may leave, each once."""
     folder.mkdir()
     calls = calls_of(job, folder / "whole")
-    disk, draw, seen = Disk(folder / "whole"), random.Random(seed), set[int]()
+    (folder / "before").mkdir(mode=0o700)
+    job_of(job).prepare(folder / "before")
+    disk, draw, seen = Disk(folder / "whole", tree_of(folder / "before")), random.Random(seed), set[int]()
     number = 0
     for count in itertools.count():
         if count % step == 0 or count == len(calls):
@@ -291,45 +310,58 @@ def power_cuts(job: str, folder: Path, *, step: int = 1, seed: int = 0) -> Itera
     assert everything == tree_of(folder / "whole"), "the log lacks calls"
 
 
+def job_of(name: str) -> Job:
+    module, _, attribute = name.partition(":")
+    job: Job = getattr(importlib.import_module(module), attribute)
+    return job
+
+
 # The script.
 
 
 def main(what: str, name: str, place: str, *others: str) -> None:
-    module, _, attribute = name.partition(":")
-    job: Job = getattr(importlib.import_module(module), attribute)
+    job = job_of(name)
     calls = ctypes.CDLL(None)
-    calls.disk_calls_watch.argtypes = [ctypes.c_char_p, ctypes.c_int, ctypes.c_long, ctypes.c_int]
-    with contextlib.suppress(AttributeError):
-        job.load()  # type: ignore[attr-defined]  # what every process would import
+    calls.disk_calls_watch.argtypes = [ctypes.c_char_p, ctypes.c_int, ctypes.c_long, ctypes.c_int, ctypes.c_int]
+    job.load()
     if what == "log":
         log = os.open(others[0], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         os.mkdir(place, 0o700)
-        calls.disk_calls_watch(place.encode(), log, 0, 0)
+        job.prepare(Path(place))
+        calls.disk_calls_watch(place.encode(), log, 0, 0, 0)
         job.work(Path(place), lambda text: calls.disk_calls_mark(text.encode()))
-        calls.disk_calls_watch(b"", -1, 0, 0)
+        calls.disk_calls_watch(b"", -1, 0, 0, 0)
         return
-    step, first = map(int, others)
+    step, first, failure = map(int, others)
     gc.freeze()  # a collection would copy what the processes share
     gc.disable()
     for call in itertools.count(first, step):
         folder = f"{place}/{call:05d}"
         os.mkdir(folder, 0o700)
+        job.prepare(Path(folder))
         marks = os.open(f"{folder}.marks", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         process = os.fork()
         if not process:
             status = 1
             try:
-                calls.disk_calls_watch(folder.encode(), -1, call, call // step % 2)
+                calls.disk_calls_watch(folder.encode(), -1, call, call // step % 2, failure)
                 job.work(Path(folder), lambda text: [None, os.write(marks, text.encode() + b"\n")][0])  # noqa: B023
-                status = 0
+                status = REACHED if failure and calls.disk_calls_count() >= call else 0
+            except (RekindleError, OSError) as error:
+                status = REACHED if failure else 1
+                print(f"call {call}: {error!r}", file=sys.stderr)
+            except BaseException:
+                traceback.print_exc()
             finally:
                 sys.stderr.flush()
                 os._exit(status)
         os.close(marks)
         _, status = os.waitpid(process, 0)
         if os.WIFEXITED(status):
-            assert os.WEXITSTATUS(status) == 0, f"the job failed at call {call}"
-            return
+            assert os.WEXITSTATUS(status) in (0, REACHED), f"the job failed at call {call}"
+            if os.WEXITSTATUS(status) == 0:
+                return
+            continue
         assert os.WTERMSIG(status) == signal.SIGKILL, f"the job ended by signal {os.WTERMSIG(status)} at call {call}"
 
 
