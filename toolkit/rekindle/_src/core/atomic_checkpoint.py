@@ -114,14 +114,25 @@ def is_finished(name: str) -> bool:
 
 
 def is_stale(path: Path) -> bool:
-    """True if `path` had no write for `STALE_SECONDS`. An unreadable folder is not stale."""
+    """True if `path` had no write for `STALE_SECONDS`, or one that far ahead: the clock was set back since then.
+
+    An unreadable folder is not stale.
+    """
     try:
         newest = path.lstat().st_mtime
         for at, folders, files in os.walk(path):
             newest = max([newest, *(os.lstat(os.path.join(at, name)).st_mtime for name in (*folders, *files))])
     except OSError:
         return False
-    return time.time() - newest > STALE_SECONDS
+    return abs(time.time() - newest) > STALE_SECONDS
+
+
+def order_of_use(used: float) -> float:
+    """Return the key by which entries are removed, the least first.
+
+    A time that lies far ahead is from before the clock was set back, so whatever was used since then was used later.
+    """
+    return used if used <= time.time() + STALE_SECONDS else 0.0
 
 
 def is_passing(error: BaseException | None) -> bool:

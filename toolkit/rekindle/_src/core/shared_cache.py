@@ -145,9 +145,13 @@ class SharedCache:
             return self._idle.wait_for(lambda: not self._working, timeout)
 
     def prune(self) -> int:
-        """Remove entries that are too old, then the oldest beyond the capacity; return the bytes removed."""
+        """Remove entries that are too old, then the oldest beyond the capacity; return the bytes removed.
+
+        Age is counted from the newest entry at most: a machine whose clock is ahead removes no others' entries.
+        """
         blobs = sorted((blob for kind in KINDS for blob in self._place.list_blobs(kind)), key=lambda blob: blob.written)
-        total, removed, oldest = sum(blob.size for blob in blobs), 0, time.time() - self.max_age
+        today = min(time.time(), blobs[-1].written if blobs else 0.0)
+        total, removed, oldest = sum(blob.size for blob in blobs), 0, today - self.max_age
         for blob in blobs:
             if blob.written >= oldest and total - removed <= self.max_bytes:
                 break

@@ -26,6 +26,7 @@ from rekindle._src.core.atomic_checkpoint import (
     is_finished,
     is_passing,
     is_stale,
+    order_of_use,
     remove,
     set_aside,
     write_checkpoint,
@@ -178,7 +179,7 @@ class Store:
                 with contextlib.suppress(OSError):  # another process removed it meanwhile
                     size = 0 if self.max_bytes is None else _size(path)
                     entries.append(Entry(path, path.stat().st_mtime, size))
-        return sorted(entries, key=lambda entry: -entry.used)
+        return sorted(entries, key=lambda entry: -order_of_use(entry.used))
 
     def is_broken(self, path: Path) -> bool:
         """True if a finished entry can't be used by any process. A passing error proves nothing."""

@@ -171,6 +171,16 @@ class Segment:
         leaves = leaves_in(header)
         return cls(path, header, records, leaves, sum(leaf.nbytes for leaf in leaves))
 
+    def is_gone(self) -> bool:
+        """True if its payloads were removed. An error that passes proves nothing."""
+        try:
+            os.stat(self.path / ITEM / "pages")
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        except OSError:
+            return False
+        return False
+
     def digests(self) -> list[bytes]:
         data = self.records["digest"].tobytes()
         return [data[at : at + DIGEST_SIZE] for at in range(0, len(data), DIGEST_SIZE)]
