@@ -186,8 +186,11 @@ class CacheWriter:
     def _do(self, job: Callable[[], Any], reply: OneShot[Any]) -> None:
         try:
             reply.put(job())
-        except OSError as error:
-            typed = StoreError(f"the cache folder can't be used now: {error}. Check the disk, and try again")
+        except (OSError, MemoryError, ImportError) as error:  # Orbax's library may find no room
+            if isinstance(error, RekindleError):
+                reply.fail(error)
+                return
+            typed = StoreError(f"the cache folder can't be used now: {error}. Check disk and memory, and try again")
             typed.__cause__ = error
             reply.fail(typed)
         except BaseException as error:
