@@ -1,4 +1,4 @@
-"""Clocks that are set a day or a year back or ahead cost time at most: nothing in use is removed, nothing stays for ever."""
+"""Clocks that are set a day or a year back or ahead cost time: nothing in use is removed, nothing stays for ever."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from rekindle._src.core.shared_cache import FolderPlace, SharedCache
 from rekindle._src.core.store import Store
 from rekindle._src.kvcache.persist import snapshot
 from rekindle._src.kvcache.tiers.disk import DiskTier
-from rekindle.errors import StoreError
 
 DAY, YEAR = 24 * 3600.0, 365 * 24 * 3600.0
 jumps = pytest.mark.parametrize(

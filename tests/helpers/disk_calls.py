@@ -108,7 +108,7 @@ def kills(job: str, folder: Path, *, step: int = 1, first: int = 1, failure: int
 class Call(NamedTuple):
     """A call that changed something."""
 
-    kind: str  # c(reate), d(irectory), w(rite), t(runcate), f(sync), r(ename), u(nlink), l(ink), ! a mark
+    kind: str  # c: create, d: mkdir, w: write, t: truncate, f: fsync, r: rename, u: unlink, l: link, !: a mark
     path: str
     second: str
     offset: int
@@ -342,19 +342,8 @@ def main(what: str, name: str, place: str, *others: str) -> None:
         marks = os.open(f"{folder}.marks", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         process = os.fork()
         if not process:
-            status = 1
-            try:
-                calls.disk_calls_watch(folder.encode(), -1, call, call // step % 2, failure)
-                job.work(Path(folder), lambda text: [None, os.write(marks, text.encode() + b"\n")][0])  # noqa: B023
-                status = REACHED if failure and calls.disk_calls_count() >= call else 0
-            except (RekindleError, OSError) as error:
-                status = REACHED if failure else 1
-                print(f"call {call}: {error!r}", file=sys.stderr)
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                sys.stderr.flush()
-                os._exit(status)
+            calls.disk_calls_watch(folder.encode(), -1, call, call // step % 2, failure)
+            _end(job, Path(folder), marks, failure, lambda: calls.disk_calls_count() >= call)  # noqa: B023  ends here
         os.close(marks)
         _, status = os.waitpid(process, 0)
         if os.WIFEXITED(status):
@@ -363,6 +352,26 @@ def main(what: str, name: str, place: str, *others: str) -> None:
                 return
             continue
         assert os.WTERMSIG(status) == signal.SIGKILL, f"the job ended by signal {os.WTERMSIG(status)} at call {call}"
+
+
+def _end(job: Job, folder: Path, marks: int, failure: int, reached: Callable[[], bool]) -> None:
+    """Do the job in a forked process, and end it: with 0 only if no call was reached that should have failed."""
+    status = 1
+
+    def mark(text: str) -> None:
+        os.write(marks, text.encode() + b"\n")
+
+    try:
+        job.work(folder, mark)
+        status = REACHED if failure and reached() else 0
+    except (RekindleError, OSError) as error:
+        status = REACHED if failure else 1
+        print(f"{folder}: {error!r}", file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,9 @@ import logging
 import random
 import shutil
 import warnings
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,15 +24,14 @@ OPTIONS: dict[str, Any] = {
     "max_model_len": 256, "precompile": "lazy", "quiet": True, "seed": 0,
 }  # fmt: skip
 LENGTH, NEW, PROMPTS, ROUNDS, PLACES = 90, 8, 2, 3, 9
-Folders = Callable[[str], Path]
 
 
 class Kind(NamedTuple):
     """A cache of one kind: how its session is opened, and what its requests ask for."""
 
     model: str = "llama"
-    options: dict[str, Any] = {}
-    asked: dict[str, Any] = {}
+    options: Mapping[str, Any] = MappingProxyType({})
+    asked: Mapping[str, Any] = MappingProxyType({})
     of_groups: bool = False  # a folder, whose matrices have rows of whole groups
 
 
