@@ -10,6 +10,7 @@ of the same length, the first half or all.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import gc
@@ -63,6 +64,7 @@ def library() -> Path:
     if compiler is None or sys.platform != "linux":
         pytest.skip("a C compiler of this system's own, on Linux, makes what sees the calls")
     built = Path(tempfile.mkdtemp(prefix="disk-calls-")) / "disk_calls.so"
+    atexit.register(shutil.rmtree, built.parent, ignore_errors=True)
     subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", built, SOURCE, "-ldl"], check=True)
     return built
 
