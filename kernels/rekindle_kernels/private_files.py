@@ -40,6 +40,7 @@ SIGNED = ("native", "programs")  # of them, those whose files are signed where t
 KEY_VARIABLE = "REKINDLE_SIGNING_KEY"
 MIN_KEY = 16  # bytes
 log = logging.getLogger("rekindle.cache")
+_CANNOT_SYNC = frozenset({errno.EACCES, errno.EPERM, errno.EINVAL, errno.EROFS, errno.ENOSYS, errno.ENOTSUP})
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -88,10 +89,11 @@ def make_folder(folder: Path) -> None:
         if not path.exists():
             with contextlib.suppress(FileExistsError):
                 path.mkdir(mode=0o777 if is_shared(folder) else 0o700)
+                sync(path.parent)
     if not (cache_folder / TAG).exists() and folder.name in KINDS:
         entries = {path.name for path in cache_folder.iterdir() if not path.name.startswith(".")}
         if entries <= {*KINDS, TAG}:  # else other programs use the folder, too
-            write(cache_folder / TAG, [TAG_TEXT.encode()])
+            write(cache_folder / TAG, [TAG_TEXT.encode()], durable=True)
     if hasattr(os, "getuid") and not is_shared(folder) and folder.name in KINDS:
         mode = folder.stat().st_mode
         if mode & 0o055:  # made by an earlier version: prompts lie in it
@@ -138,20 +140,54 @@ def check(path: Path, *, inside: Path) -> None:
         _check_own(at, at.lstat())
 
 
-def write(path: Path, parts: Iterable[bytes], *, mode: int = 0o600) -> None:
-    """Write `parts` to a file, all or nothing: after an error it is as before, and no other file is left behind."""
+def write(path: Path, parts: Iterable[bytes], *, mode: int = 0o600, durable: bool = False) -> None:
+    """Write `parts` to a file, all or nothing: after an error it is as before, and no other file is left behind.
+
+    With `durable`, a power cut leaves one of the two as well, and the new one once this has returned. Otherwise it may
+    leave a file of zeros or none: that is for content which is verified when it is read, and can be made again.
+    """
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
     try:
         with open(os.open(temporary, flags, 0o666 if is_shared(path.parent) else mode), "wb") as file:
             file.writelines(parts)
+        if durable:
+            sync(temporary)
         os.replace(temporary, path)
+        if durable:
+            sync(path.parent)
     except BaseException:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
     if path.parent.name in SIGNED:
         read_through.keep(path)
+
+
+def sync(path: Path) -> None:
+    """Return once the content of a file, or the names in a folder, would survive a power cut. Raise OSError.
+
+    A file system that can't sync, or a folder that this user can't open, is left as it is.
+    """
+    if not hasattr(os, "getuid"):
+        return  # Windows syncs neither folders nor files that are open for reading
+    try:
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if error.errno not in _CANNOT_SYNC:
+            raise
+
+
+def sync_all(folder: Path) -> None:
+    """Do as `sync` does with a folder, and with all folders and files in it."""
+    for at, _, files in os.walk(folder, topdown=False):
+        for name in files:
+            sync(Path(at) / name)
+        sync(Path(at))
 
 
 def make_private(folder: Path) -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import threading
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
+import numpy as np
 import pytest
 
 from helpers.fakes import FakeModel, make_request
 from helpers.sessions import fake_engine, parts, rest
 from rekindle._src.core.records import FinishReason, Request, StepPlan
+from rekindle._src.dispatch import engine as engine_module
 from rekindle._src.dispatch.backend import (
     Abort,
     Drain,
@@ -244,12 +248,22 @@ class TestSchedule:
                 await self.answer(turn)
         assert after == [42] and await done.get() == 42
 
-    async def test_a_scheduler_that_waits_for_a_copy_is_asked_again(self) -> None:
+    @pytest.mark.parametrize("pause", [0.0, 60.0], ids=["running", "stopped"])
+    async def test_a_scheduler_that_waits_for_a_copy_is_asked_again(
+        self, pause: float, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A process that was stopped for a minute, as by SIGSTOP, has not waited for a minute."""
+        passed = 0.0
+        clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed, perf_counter=time.perf_counter)
+        monkeypatch.setattr(engine_module, "time", clock)
+
         class Waiting:
             has_work, asked = True, 0
 
             def plan(self) -> None:
+                nonlocal passed
                 self.asked += 1
+                passed += pause
                 if self.asked == 5:
                     self.has_work = False
 
@@ -266,6 +280,16 @@ class TestSchedule:
         assert scheduler.asked >= 5
         for stream in (send, _turns, _events):
             stream.close()
+
+    def test_a_scheduler_that_plans_nothing_for_long_is_a_defect(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        made = fake_engine()
+        monkeypatch.setattr(type(made.scheduler), "has_work", True)
+        times = iter(np.arange(0.0, 100.0, 0.5))
+        monkeypatch.setattr(engine_module, "time", SimpleNamespace(monotonic=times.__next__))
+        for _ in range(61):  # every half a second
+            made._check_progress(None)
+        with pytest.raises(AssertionError, match="no step was planned for 30 s"):
+            made._check_progress(None)
 
 
 class TestStep:

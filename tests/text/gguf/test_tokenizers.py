@@ -311,6 +311,25 @@ def test_a_large_vocabulary_is_made_once(tmp_path: Path, monkeypatch: pytest.Mon
     assert other.encode(TEXTS[0]).ids == byte_level("gpt-2").encode(TEXTS[0]).ids
 
 
+def test_a_flipped_bit_in_a_kept_tokenizer_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It stayed JSON, and another text came out of the same tokens."""
+    monkeypatch.setattr(reading, "SMALL", 0)
+    monkeypatch.setenv("REKINDLE_CACHE", str(tmp_path / "cache"))
+    file, original = tmp_path / "model.gguf", byte_level("qwen2")
+    ids = original.encode("two words").ids
+    assert through_a_file(original, file).backend.decode(ids) == "two words"
+    (kept,) = (one for one in (tmp_path / "cache" / "tokenizers").iterdir() if b"added_tokens" in one.read_bytes())
+    whole = kept.read_bytes()
+    places = [at for at in range(len(whole)) if whole[at : at + 1].isalpha()]
+    for at in places[:: max(1, len(places) // 20)]:
+        kept.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        assert Tokenizer.load(file).backend.decode(ids) == "two words"
+        assert kept.read_bytes() == whole, "it is made again"
+    assert "is damaged" in caplog.text
+
+
 MERGING = [name for name in MADE if name != "unigrams"]
 
 

@@ -38,10 +38,11 @@ STALE_SECONDS = 3600.0  # without a write for this long, an unfinished checkpoin
 _unfinished: set[Path] = set()
 
 
-def write_checkpoint(path: Path, write: Callable[[Path], None]) -> None:
+def write_checkpoint(path: Path, write: Callable[[Path], None], *, durable: bool = False) -> None:
     """Write a new Orbax checkpoint to `path`; `write` fills its folder. Raises OSError.
 
-    Only this user can read the files, unless the store is shared with a key.
+    Only this user can read the files, unless the store is shared with a key. With `durable`, a power cut leaves the
+    checkpoint complete or absent too, and complete once this has returned. Others are verified when they are read.
     """
     private_files.make_folder(path.parent)
     partial = path.with_name(f"{PARTIAL}{uuid.uuid4().hex}")
@@ -63,7 +64,12 @@ def write_checkpoint(path: Path, write: Callable[[Path], None]) -> None:
         else:
             orbax().save(partial, write_or_remember)
         private_files.make_private(partial)
+        if durable:
+            private_files.sync_all(partial / ITEM)  # nobody reads Orbax's own files
+            private_files.sync(partial)
         partial.rename(path)
+        if durable:
+            private_files.sync(path.parent)
     except BaseException as error:
         _remove_all(partial)
         if errors and not isinstance(error, OSError):  # Orbax wraps the errors of its threads
@@ -108,14 +114,25 @@ def is_finished(name: str) -> bool:
 
 
 def is_stale(path: Path) -> bool:
-    """True if `path` had no write for `STALE_SECONDS`. An unreadable folder is not stale."""
+    """True if `path` had no write for `STALE_SECONDS`, or one that far ahead: the clock was set back since then.
+
+    An unreadable folder is not stale.
+    """
     try:
         newest = path.lstat().st_mtime
         for at, folders, files in os.walk(path):
             newest = max([newest, *(os.lstat(os.path.join(at, name)).st_mtime for name in (*folders, *files))])
     except OSError:
         return False
-    return time.time() - newest > STALE_SECONDS
+    return abs(time.time() - newest) > STALE_SECONDS
+
+
+def order_of_use(used: float) -> float:
+    """Return the key by which entries are removed, the least first.
+
+    A time that lies far ahead is from before the clock was set back, so whatever was used since then was used later.
+    """
+    return used if used <= time.time() + STALE_SECONDS else 0.0
 
 
 def is_passing(error: BaseException | None) -> bool:

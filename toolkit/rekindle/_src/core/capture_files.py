@@ -25,6 +25,7 @@ from rekindle._src.core.activity import Activity, State
 from rekindle._src.core.tapped import CapturedPart, Tapped
 from rekindle._src.core.taps import HEADER, STEER_SITES, SUFFIX, TYPES, Captured, Key, Steer
 from rekindle.errors import ConfigError, InvalidRequest
+from rekindle_kernels import private_files
 
 PARTIAL = ".partial"
 _NAMES = {np.dtype(dtype): name for name, dtype in TYPES.items()}
@@ -71,6 +72,8 @@ class CaptureFiles:
         for key in tuple(self._files):
             self._files[key].finish(positions, name_of(key), {"layers": str(self._layers)})
             del self._files[key]
+        for path in (self._folder, self._into, self._into.parent):
+            private_files.sync(path)
         return Captured.load(self._folder)
 
     def discard(self) -> None:
@@ -124,6 +127,7 @@ class _Growing:
         self._file.seek(0)
         self._file.write(struct.pack("<Q", HEADER) + header.ljust(HEADER))
         self._file.close()
+        private_files.sync(self._partial)
         self._partial.rename(self._path)
 
     def discard(self) -> None:

@@ -1,4 +1,8 @@
-"""A file of JSON objects, one on each line, to which lines are only added; a kill costs at most the last one."""
+"""A file of JSON objects, one on each line, to which lines are only added.
+
+A kill costs at most the last line. A power cut costs those of the last half minute: until they are on disk, a file may
+have zeros in their place, which no line has.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +13,14 @@ from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 from rekindle.errors import InvalidRequest
+from rekindle_kernels import private_files
 
 Entry = dict[str, Any]
 
 
 class JsonLines:
-    """Opened with `with`, which reads the existing lines; a last line that a kill cut off is removed.
+    """Opened with `with`, which reads the existing lines; what a kill or a power cut left of a line is removed, with
+    all that follows it. At the end of the block all lines are on disk.
 
     Every line begins with `start`, and `on_entry` is called with each entry and the place of its line. It returns True
     if `writer` wrote such an entry: a file with any other content is refused and stays as it is.
@@ -52,6 +58,8 @@ class JsonLines:
         if self._file is not None:
             self._file.close()
             self._file = None
+            private_files.sync(self.path)
+            private_files.sync(self.path.parent)
 
     def entry(self, at: int) -> Entry:
         """Return the entry of the line at this place."""
@@ -73,7 +81,9 @@ class JsonLines:
         for number, line in enumerate(file, start=1):
             complete = line.endswith(b"\n")
             if not self._takes(line, at):
-                if not complete and (line.startswith(self._start) or self._start.startswith(line)):
+                zeros = b"\0" in line and (at > 0 or line.startswith(self._start) or not line.strip(b"\0"))
+                partial = line.startswith(self._start) or self._start.startswith(line)
+                if zeros or (partial and not complete):
                     file.truncate(at)
                     return
                 raise InvalidRequest(

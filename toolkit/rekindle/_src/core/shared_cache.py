@@ -42,6 +42,7 @@ from rekindle_kernels import private_files, read_through
 log = logging.getLogger("rekindle.cache")
 VARIABLE = "REKINDLE_SHARED_CACHE"
 KINDS = ("native", "programs", "models", "weights", "pages", "snapshots")
+DURABLE = ("pages", "snapshots")  # what a power cut must not damage; the others are made again
 MAX_BYTES, MAX_AGE = 64 << 30, 30 * 24 * 3600.0  # of the whole place; the oldest goes first
 FAILURES = 3  # in a row, after which this process stops using the place
 EXIT_SECONDS = 4.0  # for which an ending process waits for its uploads
@@ -92,8 +93,12 @@ class SharedCache:
                 free = shutil.disk_usage(local.parent).free // 2
                 size = unpack(blob, f"{kind}/{name}", self._key, temporary, free)
             _open_to_others(temporary, shared=private_files.is_shared(local.parent))
+            if kind in DURABLE:
+                private_files.sync_all(temporary)
             with contextlib.suppress(OSError):  # another process or thread was faster
                 temporary.rename(local)
+                if kind in DURABLE:
+                    private_files.sync(local.parent)
         except FileNotFoundError:
             self.missed += 1
             return local.exists()
@@ -140,9 +145,13 @@ class SharedCache:
             return self._idle.wait_for(lambda: not self._working, timeout)
 
     def prune(self) -> int:
-        """Remove entries that are too old, then the oldest beyond the capacity; return the bytes removed."""
+        """Remove entries that are too old, then the oldest beyond the capacity; return the bytes removed.
+
+        Age is counted from the newest entry at most: a machine whose clock is ahead removes no others' entries.
+        """
         blobs = sorted((blob for kind in KINDS for blob in self._place.list_blobs(kind)), key=lambda blob: blob.written)
-        total, removed, oldest = sum(blob.size for blob in blobs), 0, time.time() - self.max_age
+        today = min(time.time(), blobs[-1].written if blobs else 0.0)
+        total, removed, oldest = sum(blob.size for blob in blobs), 0, today - self.max_age
         for blob in blobs:
             if blob.written >= oldest and total - removed <= self.max_bytes:
                 break

@@ -12,6 +12,7 @@ A kind is a folder of the cache. An entry is a file, or a folder of files (`atom
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import time
@@ -25,6 +26,7 @@ from rekindle._src.core.atomic_checkpoint import (
     is_finished,
     is_passing,
     is_stale,
+    order_of_use,
     remove,
     set_aside,
     write_checkpoint,
@@ -33,6 +35,8 @@ from rekindle.errors import StoreError
 from rekindle_kernels import private_files, read_through
 
 T = TypeVar("T")
+log = logging.getLogger("rekindle.cache")
+_SUM = 32  # bytes of a checksum
 
 
 class Entry(NamedTuple):
@@ -66,9 +70,13 @@ class Store:
         max_bytes: int | None = None,
         max_age: float | None = None,
         kept_damaged: int = KEPT_DAMAGED,
+        verified: bool = False,
     ) -> None:
-        """Look after `folder`, which lies in a cache folder and has the name of the kind."""
-        self.folder = folder
+        """Look after `folder`, which lies in a cache folder and has the name of the kind.
+
+        With `verified`, files have a checksum before their content, and one that does not fit is no entry.
+        """
+        self.folder, self.verified = folder, verified
         self.most, self.max_bytes, self.max_age, self.kept_damaged = most, max_bytes, max_age, kept_damaged
         self._pruning = threading.Lock()
         self.distrusted = private_files.distrust_reason(folder)  # the reason why nothing is read or written here
@@ -86,18 +94,30 @@ class Store:
         if self.distrusted is not None:
             return None
         try:
-            return private_files.read(self.path(name), inside=self.folder)
+            content = private_files.read(self.path(name), inside=self.folder)
         except FileNotFoundError:
             return None
+        if not self.verified:
+            return content
+        checksum, content = content[:_SUM], content[_SUM:]
+        if checksum == _checksum(name, content):
+            return content
+        log.warning("%s is damaged: it is removed, and made again", self.path(name))
+        self.remove(name)
+        return None
 
-    def put(self, name: str, content: bytes) -> bool:
-        """Write a file, after making room for it; return False where nothing is trusted. Raise OSError."""
+    def put(self, name: str, content: bytes, *, durable: bool = False) -> bool:
+        """Write a file, after making room for it; return False where nothing is trusted. Raise OSError.
+
+        `durable` is as in `private_files.write`.
+        """
         if self.distrusted is not None:
             return False
         private_files.make_folder(self.folder)
         if self.most is not None:
             self.prune(room=1)
-        private_files.write(self.path(name), [content])
+        parts = [_checksum(name, content), content] if self.verified else [content]
+        private_files.write(self.path(name), parts, durable=durable)
         return True
 
     def remove(self, name: str) -> None:
@@ -159,7 +179,7 @@ class Store:
                 with contextlib.suppress(OSError):  # another process removed it meanwhile
                     size = 0 if self.max_bytes is None else _size(path)
                     entries.append(Entry(path, path.stat().st_mtime, size))
-        return sorted(entries, key=lambda entry: -entry.used)
+        return sorted(entries, key=lambda entry: -order_of_use(entry.used))
 
     def is_broken(self, path: Path) -> bool:
         """True if a finished entry can't be used by any process. A passing error proves nothing."""
@@ -188,6 +208,10 @@ class Store:
         with contextlib.suppress(OSError):  # a folder that can't be listed now is pruned next time
             return list(self.folder.iterdir())
         return []
+
+
+def _checksum(name: str, content: bytes) -> bytes:
+    return private_files.checksum(name, content).encode()
 
 
 def _size(path: Path) -> int:

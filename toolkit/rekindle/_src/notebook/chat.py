@@ -445,7 +445,8 @@ class Transcripts:
         """Keep the messages under `name`, whole or not at all. On failure, log the reason and return False."""
         content = {"version": VERSION, "model": model, "saved": time.time(), "messages": messages}
         try:
-            if not Store(self.folder).put(f"{name}.json", json.dumps(content, ensure_ascii=False).encode()):
+            encoded = json.dumps(content, ensure_ascii=False).encode()
+            if not Store(self.folder).put(f"{name}.json", encoded, durable=True):
                 return False
         except (OSError, TypeError, ValueError) as error:
             log.warning("the conversation %r is no longer kept: %s: %s", name, type(error).__name__, error)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import itertools
 import logging
@@ -98,7 +99,8 @@ def build(request: OpenRequest) -> Front:
     except (RekindleError, TypeError):
         raise
     except Exception as error:
-        if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
+        no_memory = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+        if no_memory or "RESOURCE_EXHAUSTED" in str(error):
             raise OutOfMemory(_shortage(request, error)) from error
         raise
 

@@ -44,6 +44,7 @@ COLD_SECONDS = 1.0  # pages used more recently are saved later: they are likely 
 BUSY_BYTES, IDLE_BYTES = 8 << 20, 64 << 20  # the most to save in one tick: while requests run, and while none does
 PAUSE_BYTES = 4 << 20  # read from the device between two steps: about 2 ms at the speed of memory
 ROUNDS = 3  # the number of waits for a page that is being copied from the device to host memory
+SAVES = 3  # the most attempts to save what another process removes
 SEGMENT_BYTES = 64 << 20
 SLICE = 1024  # nodes looked at in one turn of the loop: about 1 ms
 BUSY_SLICES = 4  # in one tick while requests run, so that the cost does not grow with the tree
@@ -185,8 +186,11 @@ class CacheWriter:
     def _do(self, job: Callable[[], Any], reply: OneShot[Any]) -> None:
         try:
             reply.put(job())
-        except OSError as error:
-            typed = StoreError(f"the cache folder can't be used now: {error}. Check the disk, and try again")
+        except (OSError, MemoryError, ImportError) as error:  # Orbax's library may find no room
+            if isinstance(error, RekindleError):
+                reply.fail(error)
+                return
+            typed = StoreError(f"the cache folder can't be used now: {error}. Check disk and memory, and try again")
             typed.__cause__ = error
             reply.fail(typed)
         except BaseException as error:
@@ -260,6 +264,16 @@ class CacheWriter:
         self.saved_bytes += written
 
     def _save(self, name: str, pages: list[Page]) -> SaveReport:
+        for _ in range(SAVES):
+            report = self._save_once(name, pages)
+            assert self._disk is not None
+            self._disk.scan()
+            if all(page.digest in self._disk for page in pages):
+                return report
+            pages.clear()  # another process removed some before they were listed
+        raise StoreError(f"pages of snapshot {name!r} were removed while it was saved. Save again")
+
+    def _save_once(self, name: str, pages: list[Page]) -> SaveReport:
         assert self._disk is not None
         disk, start, written, total_bytes, skipped = self._disk, time.perf_counter(), 0, 0, 0
         identity = disk.identity
@@ -291,7 +305,7 @@ class CacheWriter:
         if identity != disk.identity:
             raise StoreError("the weights were swapped while their pages were saved. Save again")
         self._prepare_restart(all_of_them=True)
-        pages = snapshot.connected([page for page in pages if page.digest in disk], identity.root)
+        pages[:] = snapshot.connected([page for page in pages if page.digest in disk], identity.root)
         states = self._snapshot_states(name, pages)
         self._snapshot_captures(name, pages)
         path = snapshot.save(disk.folder, name, identity, pages)

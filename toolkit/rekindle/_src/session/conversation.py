@@ -22,6 +22,7 @@ from rekindle._src.session.call import Call
 from rekindle._src.session.handle import Handle, SyncStream
 from rekindle._src.session.tool_loop import ToolLoop, described
 from rekindle.errors import InvalidRequest
+from rekindle_kernels import private_files
 
 FORMAT, VERSION = "rekindle conversation", 1
 Message = dict[str, Any]
@@ -200,10 +201,8 @@ class Conversation:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the messages to a JSON file, for `session.conversation(restore=path)`."""
         record = {"format": FORMAT, "version": VERSION, "model": self._session.model, "messages": self.messages}
-        path = Path(path).expanduser()
-        unfinished = path.with_name(f"{path.name}.{os.getpid()}.partial")
-        unfinished.write_text(json.dumps(record, ensure_ascii=False, indent=1), encoding="utf-8")
-        unfinished.replace(path)
+        content = json.dumps(record, ensure_ascii=False, indent=1).encode()
+        private_files.write(Path(path).expanduser(), [content], mode=0o666, durable=True)
 
     def _users(self) -> list[int]:
         """Return the indices at which turns begin. Raise while a turn is being answered."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 
 from rekindle._src.core.activity import Activity
 from rekindle._src.core.config import EngineConfig, OpenOptions
-from rekindle._src.core.memory import gc_paused
+from rekindle._src.core.memory import check_address_space, gc_paused
 from rekindle._src.core.options import takes_options
 from rekindle._src.core.own_failure import interrupted
 from rekindle._src.core.taps import Steer
@@ -199,9 +199,14 @@ def _session() -> type[Session]:
     return Session
 
 
+_opened: list[bool] = []  # not empty once this process has opened a session: then JAX has its threads
+
+
 def _build(request: OpenRequest) -> Front:
     # Modules are imported on the session's thread: `import rekindle` and the caller's loop stay quick.
     first, ahead = "jax" not in sys.modules, None
+    if not _opened:
+        check_address_space()
     try:
         # Until the session is open: once what imports made counts as old, the next run would scan it, 0.1 s.
         with gc_paused(stays=first):
@@ -213,7 +218,11 @@ def _build(request: OpenRequest) -> Front:
 
             processors, taps = check_processors(request.processors), check_taps(request.taps)
             contexts = capture_contexts()
-            return build(dataclasses.replace(request, processors=processors, taps=taps, contexts=contexts, ahead=ahead))
+            front = build(
+                dataclasses.replace(request, processors=processors, taps=taps, contexts=contexts, ahead=ahead)
+            )
+            _opened.append(True)
+            return front
     finally:
         if ahead is not None:
             ahead.close()

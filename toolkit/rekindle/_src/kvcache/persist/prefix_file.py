@@ -52,7 +52,7 @@ def write(
     if beside is not None and states:
         content += _part(beside, states)
     try:
-        private_files.write(path, content, mode=0o666)
+        private_files.write(path, content, mode=0o666, durable=True)
     except OSError as error:
         raise StoreError(f"the prefix was not exported: {error}. Free some space, or check the folder") from error
 

@@ -171,6 +171,16 @@ class Segment:
         leaves = leaves_in(header)
         return cls(path, header, records, leaves, sum(leaf.nbytes for leaf in leaves))
 
+    def is_gone(self) -> bool:
+        """True if its payloads were removed. An error that passes proves nothing."""
+        try:
+            os.stat(self.path / ITEM / "pages")
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        except OSError:
+            return False
+        return False
+
     def digests(self) -> list[bytes]:
         data = self.records["digest"].tobytes()
         return [data[at : at + DIGEST_SIZE] for at in range(0, len(data), DIGEST_SIZE)]
@@ -235,7 +245,7 @@ def write_segment(path: Path, header: dict[str, Any], pages: Iterable[tuple[Page
         records["sum"] = sums
         (folder / "index").write_bytes(encode(header | {"leaves": leaves}, records))
 
-    write_checkpoint(path, write)
+    write_checkpoint(path, write, durable=True)
 
 
 def write_index(path: Path, header: dict[str, Any], pages: Sequence[Page], page_size: int) -> None:
@@ -245,7 +255,7 @@ def write_index(path: Path, header: dict[str, Any], pages: Sequence[Page], page_
     def write(folder: Path) -> None:
         (folder / "index").write_bytes(data)
 
-    write_checkpoint(path, write)
+    write_checkpoint(path, write, durable=True)
 
 
 @contextlib.contextmanager

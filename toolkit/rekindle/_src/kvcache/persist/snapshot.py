@@ -217,7 +217,7 @@ def graft(cache: PrefixCache, pages: Sequence[Page]) -> int:
     below: dict[bytes, list[Page]] = {}
     for page in pages:
         below.setdefault(page.parent, []).append(page)
-    now = cache.clock() - time.time()
+    now, today = cache.clock() - time.time(), time.time()
     count = 0
     pending: list[tuple[bytes, Node]] = [(cache.root_key, cache.root)]
     pending += [(digest, cache.salted(digest)) for digest in below if is_salted(digest, cache.root_key)]
@@ -233,7 +233,8 @@ def graft(cache: PrefixCache, pages: Sequence[Page]) -> int:
                 continue
             for page, grafted in zip(run, nodes, strict=True):
                 if not grafted.last_use:
-                    grafted.visits, grafted.last_use = page.visits, page.last_use + now
+                    # Not in the future, where a clock that was set back would leave it.
+                    grafted.visits, grafted.last_use = page.visits, min(page.last_use, today) + now
             count += sum(cache.digest_of(grafted) == page.digest for page, grafted in zip(run, nodes, strict=True))
             if run[-1].digest not in seen:
                 seen.add(run[-1].digest)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 import os
 import shutil
 import threading
@@ -27,7 +28,7 @@ from typing import Any, NamedTuple, Protocol
 from numpy.typing import NDArray
 
 from rekindle._src.core import html
-from rekindle._src.core.atomic_checkpoint import PARTIAL, is_finished, is_stale, remove, set_aside
+from rekindle._src.core.atomic_checkpoint import PARTIAL, is_finished, is_stale, order_of_use, remove, set_aside
 from rekindle._src.core.taps import Key
 from rekindle._src.kvcache.persist import snapshot
 from rekindle._src.kvcache.persist.identity import CAPTURES, Identity, verify
@@ -123,7 +124,13 @@ class DiskTier:
     # -- reading
 
     def scan(self) -> int:
-        """Take in new segments of this identity, from any process. Return how many pages are known."""
+        """Take in new segments of this identity, from any process, and forget those that are gone.
+
+        Return how many pages are known.
+        """
+        for segment in tuple(self._segments.values()):
+            if segment.is_gone():
+                self._drop(segment)
         prefix = self.identity.root.hex()
         for path in self._paths():
             if not path.name.startswith(prefix) or path.name in self._segments:
@@ -273,7 +280,10 @@ class DiskTier:
                 except OSError as error:
                     self.log_once("snapshots", f"no pages are removed while a snapshot can't be read: {error}")
                     return total
-                order = sorted((self._protects(path, listed_digests), used, path) for path, (_, used) in sizes.items())
+                order = sorted(
+                    (self._protects(path, listed_digests), order_of_use(used), path)
+                    for path, (_, used) in sizes.items()
+                )
                 fresh = time.time() - self.fresh_seconds
                 for listed, used, path in order:
                     if total + reserve <= self.budget or (total <= self.budget and (listed or used > fresh)):
@@ -395,8 +405,8 @@ class DiskTier:
         return pairs
 
     def _touch(self, segment: Segment) -> None:
-        now = time.time()
-        if now - self._touched.get(segment.path.name, 0.0) > _TOUCH_SECONDS:
+        now = time.monotonic()
+        if now - self._touched.get(segment.path.name, -math.inf) > _TOUCH_SECONDS:
             self._touched[segment.path.name] = now
             with contextlib.suppress(OSError):
                 os.utime(segment.path)
@@ -477,6 +487,7 @@ class StoredCaptures:
         written = 0
         for key, by_page in lines.items():
             disk = self._disk(key)
+            disk.scan()
             pairs = [(page, (by_page[page.digest][None],)) for page in pages if page.digest in by_page]
             new = [pair for pair in pairs if pair[0].digest not in disk]
             if new:

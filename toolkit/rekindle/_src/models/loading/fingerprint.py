@@ -92,7 +92,7 @@ def content_sha256(file: Path) -> str:
     status = file.stat()
     key = repr((str(file), status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
     name = hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
-    remembered = Store(cache_folder() / "fingerprints")
+    remembered = Store(cache_folder() / "fingerprints", verified=True)
     with contextlib.suppress(OSError, ValueError):
         text = (remembered.get(name) or b"").decode()
         if re.fullmatch(r"[0-9a-f]{64}", text):

@@ -155,7 +155,7 @@ def _table(key: bytes | None, texts: Texts) -> TokenTable:
 def _place(key: bytes, kind: str = "") -> tuple[Store, str]:
     """Return the store, and the name of what it has under a key."""
     digest = hashlib.blake2b(key + _sources() + kind.encode(), digest_size=16)
-    return Store(cache_folder() / "tokenizers"), digest.hexdigest()
+    return Store(cache_folder() / "tokenizers", verified=True), digest.hexdigest()
 
 
 @functools.cache
