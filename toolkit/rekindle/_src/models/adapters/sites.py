@@ -37,6 +37,11 @@ class Site(NamedTuple):
         return sum(self.rows)
 
     @property
+    def highest_rank(self) -> int:
+        """The largest rank that an adapter of it may have: one more adds nothing that fewer can't."""
+        return max(self.inputs, self.outputs)
+
+    @property
     def spans(self) -> list[slice]:
         """The rows of each module in a matrix."""
         ends = [sum(self.rows[: index + 1]) for index in range(len(self.rows))]
