@@ -82,7 +82,7 @@ def test_targets_are_a_list_an_expression_or_all(tmp_path: Path, fields: dict[st
         ({"target_modules": ["q_proj", "down_proj", "v_proj"]}, "v_proj: adapter_config.json names it, and it has no"),
         ({"target_modules": ["q_proj"]}, "down_proj.lora_A.weight: adapter_config.json does not name its module"),
         ({"layers_to_transform": [0]}, "layers.1.self_attn.q_proj.lora_A.weight: adapter_config.json does not name"),
-        ({"target_modules": "("}, "target_modules='(': a group without its ')' is not supported (at character 2). Write"),
+        ({"target_modules": "("}, "target_modules='(': a group without its ')' is not supported (at character 2)"),
         ({"exclude_modules": r"(q)_\1"}, r"exclude_modules='(q)_\\1': '\1' is not supported"),
         ({"rank_pattern": {"[": 4}}, "rank_pattern='[': a class without its ']' is not supported"),
         ({"alpha_pattern": {"(?i)Q": 4}}, "alpha_pattern='(?i)Q': '(?i' is not supported"),

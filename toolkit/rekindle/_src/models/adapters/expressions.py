@@ -393,7 +393,7 @@ class _Parser:
 
 
 def _repeats_groups(part: _Part) -> bool:
-    """True if a part has the repeat of a group, or a look-ahead, in it: repeated, it would cost more than its length."""
+    """True if a part has the repeat of a group, or a look-ahead, in it: repeats of it would not be linear."""
     if isinstance(part, _Sequence | _Choice):
         return any(map(_repeats_groups, part.parts))
     if isinstance(part, _Repeat):

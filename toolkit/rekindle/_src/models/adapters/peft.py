@@ -137,8 +137,8 @@ def adapter_of_tensors(
     by_module, most = sites.by_module(), _MOST_SURPLUS + 4 * sum(len(site.modules) + 1 for site in sites.sites)
     if len(tensors) > most:
         raise CheckpointError(
-            f"{place} has {len(tensors):,} tensors, and an adapter of this model may have {most:,}. Pass an adapter that "
-            "was trained on this model."
+            f"{place} has {len(tensors):,} tensors, and an adapter of this model may have {most:,}. Pass one that was "
+            "trained on this model."
         )
     try:
         targets = _Targets(config, place)
@@ -409,8 +409,8 @@ class _Targets:
         parts = text.split(".")
         if len(text) > _LONGEST_START or not all(part.replace("_", "a").isalnum() for part in parts):
             raise CheckpointError(
-                f"{self._place}: {CONFIG} has layers_pattern={text[:_SHOWN]!r}, which is not a name of letters, digits, "
-                "underscores and dots, such as 'layers'. Name the list of layers, or leave layers_pattern out."
+                f"{self._place}: {CONFIG} has layers_pattern={text[:_SHOWN]!r}, which is not a name of letters, "
+                "digits, underscores and dots, such as 'layers'. Name the list of layers, or leave layers_pattern out."
             )
         return parts
 
