@@ -68,7 +68,7 @@ class Keys:
         return self._within(name, value, 1, _MOST.get(name, _MOST_ELSEWHERE))
 
     def whole(self, name: str, default: int, *, most: int = _MOST_ELSEWHERE, null: int | None = None) -> int:
-        """Return a whole number that decides what is built and may be zero; `null` is what null stands for, if given."""
+        """Return a whole number that decides what is built and may be zero; `null` is what null stands for."""
         value = self.raw.get(name, default)
         return self._within(name, (default if null is None else null) if value is None else value, 0, most)
 
@@ -122,7 +122,7 @@ class Keys:
         return ACTIVATIONS[self.get(name, default)]
 
     def kinds_of_layers(self, default: Sequence[str], *accepted: str, name: str = "layer_types") -> tuple[str, ...]:
-        """Return the kind of each layer, or `default` where config.json has none. `accepted` are the implemented ones."""
+        """Return the kind of each layer, or `default` where there is none. `accepted` are the implemented ones."""
         kinds = tuple(self.get(name, default))
         for kind in kinds:
             if kind not in accepted:

@@ -81,7 +81,8 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
         raise
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
         raise UnsupportedModel(
-            f"config.json has a value of the wrong kind ({type(error).__name__}: {str(error)[:200]}). Download it again."
+            f"config.json has a value of the wrong kind ({type(error).__name__}: {str(error)[:200]}). Download it "
+            "again."
         ) from error
     experts = sum(spec.num_experts for spec in config.moe if spec is not None)
     if experts > MAX_EXPERTS:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rekindle._src.core.names import checked_name
 from rekindle._src.core.records import UNIT, AdapterLike, units_for
 from rekindle._src.dispatch.backend import Front
 from rekindle._src.dispatch.host import Host
@@ -52,8 +53,7 @@ class AdapterShelf:
 
     def read(self, name: str, source: Any, alpha: float | None = None) -> Adapter:
         """Read an adapter and check that it fits; nothing is changed."""
-        if not isinstance(name, str) or not name or not name.isprintable():
-            raise ConfigError("adapter", name, "is not a name", "Pass printable text")
+        checked_name("adapter", name)
         if self._refused:
             raise ConfigError("adapter", name, f"can't be loaded: {self._refused}", "Open another session for it")
         adapter = read_adapter(source, name, self._model, alpha=alpha, fits=partial(self._check_rank, name))

@@ -203,7 +203,7 @@ def _planned(
         if shapes != expected:
             problems.append(f"{module}: lora_A and lora_B have shapes {shapes}, expected {expected}")
         elif rank > site.highest_rank:
-            problems.append(f"{module}: has rank {rank:,}, more than its matrix has rows and columns")
+            problems.append(f"{module}: has rank {rank:,}, and at most {site.highest_rank:,} are read")
         else:
             product = _Planned(rank, partial(_of_module, pair, scale))
             products.setdefault(site.path, [None] * len(site.modules))[index] = product

@@ -6,6 +6,7 @@ own model with nnx's orientation (`layers.0.attention.qkv.lora_a` [in, rank], `â
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from rekindle._src.core.names import checked_path
 from rekindle._src.models.adapters import peft
 from rekindle._src.models.adapters.adapter import Adapter, Matrix, Product, adapter_of, does_not_fit
 from rekindle._src.models.adapters.peft import Tensor, adapter_of_tensors, any_rank
@@ -43,10 +45,10 @@ def read_adapter(
         raise ConfigError("alpha", alpha, "is for a trainer's arrays: a folder or a file has its own", "Leave it out")
     if isinstance(source, Adapter):
         return Adapter(name, source.digest, source.products)
-    path = Path(source).expanduser()
-    if is_gguf(path) and path.is_file():
+    path = checked_path("source", source)
+    if is_gguf(path) and os.path.isfile(path):
         return read_file(path, name, config, sites, fits)
-    if not path.is_dir():
+    if not os.path.isdir(path):  # whatever the reason, such as a folder above it that may not be read
         raise CheckpointError(
             f"The adapter {name!r} is at {str(source)!r}, which is not a folder. Pass a local folder: "
             "huggingface_hub.snapshot_download(â€¦) returns that of an adapter on the hub."
@@ -177,7 +179,7 @@ def read_file(
         if down is None or up is None or shapes != [(rank, site.inputs), (site.rows[index], rank)]:
             problems.append(f"{where.name}: lora_a and lora_b have shapes {shapes}")
         elif rank > site.highest_rank:
-            problems.append(f"{where.name}: has rank {rank:,}, more than its matrix has rows and columns")
+            problems.append(f"{where.name}: has rank {rank:,}, and at most {site.highest_rank:,} are read")
         else:
             planned.append((module, site, index, down, up))
     problems += [f"{name}: is not a matrix of a block of this model" for name in tensors]

@@ -58,8 +58,8 @@ class GgufModel(NamedTuple):
         count = self.metadata.integer(f"{self.prefix}.block_count")
         if not 1 <= count <= MAX_LAYERS or count > len(self.tensors):
             raise CheckpointError(
-                f"{self.header.path}: {self.prefix}.block_count={count} is not from 1 to {MAX_LAYERS:,}, or more than the "
-                f"{len(self.tensors):,} tensors of the file. Download it again."
+                f"{self.header.path}: {self.prefix}.block_count={count} is not from 1 to {MAX_LAYERS:,}, or more than "
+                f"the {len(self.tensors):,} tensors of the file. Download it again."
             )
         return int(count)
 
