@@ -12,7 +12,6 @@ from rekindle._src.models.precision import Precision
 from rekindle._src.models.registry import manifest
 from rekindle._src.models.roles import REPLICATED, Role, Span, count_of
 
-
 _USUAL_RANK = 256  # small models have adapters of such ranks, too
 
 
