@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import struct
 import time
 from pathlib import Path
@@ -12,10 +13,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from helpers import adapters
 from helpers.driving import tiny_model
+from rekindle._src.models.adapters import peft
 from rekindle._src.models.adapters.reading import read_adapter
 from rekindle.errors import CheckpointError, ConfigError
 
@@ -231,6 +235,22 @@ def test_an_expression_that_takes_ages_elsewhere_matches_at_once(tmp_path: Path)
         else:
             assert read_adapter(changed(folder, **fields), "x", CONFIG).rank == 4
         assert time.process_time() - start < 5
+
+
+_STARTS = ("layers", "h", "model.layers", "a.b", "experts")
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.sampled_from(_STARTS), max_size=2),
+    st.lists(st.sampled_from(["model", "layers", "h", "a", "b", "a_b", "0", "12", "x1", "experts", "q"]), max_size=8),
+)
+def test_the_layer_of_a_module_is_the_one_that_peft_finds(starts: list[str], parts: list[str]) -> None:
+    name = ".".join(parts)
+    patterns = [rf"(?:^|.*?\.){start}\.(\d+)\." for start in starts] or [r".*?\.[^.]*\.(\d+)\."]
+    match = next((match for match in (re.match(pattern, name) for pattern in patterns) if match), None)
+    config = {"target_modules": ["q"], "layers_to_transform": 0, "layers_pattern": starts}
+    assert peft._Targets(config, "x")._layer(name) == (None if match is None else int(match[1]))
 
 
 def written(folder: Path, shapes: dict[str, list[int]]) -> Path:

@@ -107,7 +107,7 @@ def check_config(config: Mapping[str, Any], place: str) -> None:
     """Raise CheckpointError for what is not done here, by its name."""
     kind = config.get("peft_type", "LORA")
     if kind != "LORA":
-        raise CheckpointError(f"{place}: peft_type={kind!r} is not supported. Use a LoRA.")
+        raise CheckpointError(f"{place}: peft_type={str(kind)[:80]!r} is not supported. Use a LoRA.")
     for field, (harmless, fix) in _REFUSED.items():
         value = config.get(field)
         if value not in harmless:

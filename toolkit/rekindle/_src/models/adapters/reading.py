@@ -170,29 +170,27 @@ def read_file(
         if site.experts:  # their tensors have three axes, and are named below
             continue
         where = place(f"{module}.weight", form)
-        pair = [tensors.pop(f"{where.name}{end}", None) for end in (_DOWN, _UP)]
-        down, up = pair
-        if down is None and up is None:
+        first, second = (tensors.pop(f"{where.name}{end}", None) for end in (_DOWN, _UP))
+        if first is None and second is None:
             continue
-        shapes = [None if tensor is None else tensor.shape for tensor in pair]
-        rank = 0 if down is None else down.shape[0]
-        if down is None or up is None or shapes != [(rank, site.inputs), (site.rows[index], rank)]:
+        shapes = [None if tensor is None else tensor.shape for tensor in (first, second)]
+        rank = 0 if first is None else first.shape[0]
+        if first is None or second is None or shapes != [(rank, site.inputs), (site.rows[index], rank)]:
             problems.append(f"{where.name}: lora_a and lora_b have shapes {shapes}")
         elif rank > site.highest_rank:
             problems.append(f"{where.name}: has rank {rank:,}, and at most {site.highest_rank:,} are read")
         else:
-            planned.append((module, site, index, down, up))
+            planned.append((module, site, index, first, second))
     problems += [f"{name}: is not a matrix of a block of this model" for name in tensors]
     if problems:
         raise does_not_fit(path, problems)
-    fits(max((down.shape[0] for _, _, _, down, _ in planned), default=0))
-
-    def read(tensor: GgufTensor) -> Matrix:
-        return GgufRows(path, tensor.name, tensor.kind, tensor.shape, tensor.offset)(0, tensor.shape[0])
-
+    fits(max((first.shape[0] for _, _, _, first, _ in planned), default=0))
     products: dict[str, list[Product | None]] = {}
     for module, site, index, *stored in planned:
-        down, up = map(read, stored)
+        down, up = (
+            GgufRows(path, tensor.name, tensor.kind, tensor.shape, tensor.offset)(0, tensor.shape[0])
+            for tensor in stored
+        )
         if place(f"{module}.weight", form).paired:
             up = _halves(up, config.head_dim)
         layer, own = within_layer(f"{module}.weight") or (0, "")
