@@ -250,7 +250,7 @@ def test_the_layer_of_a_module_is_the_one_that_peft_finds(starts: list[str], par
     patterns = [rf"(?:^|.*?\.){start}\.(\d+)\." for start in starts] or [r".*?\.[^.]*\.(\d+)\."]
     match = next((match for match in (re.match(pattern, name) for pattern in patterns) if match), None)
     config = {"target_modules": ["q"], "layers_to_transform": 0, "layers_pattern": starts}
-    assert peft._Targets(config, "x")._layer(name) == (None if match is None else int(match[1]))
+    assert peft.Targets(config, "x").layer(name) == (None if match is None else int(match[1]))
 
 
 def written(folder: Path, shapes: dict[str, list[int]]) -> Path:
@@ -300,6 +300,6 @@ def _none_fits(rank: int) -> None:
 def test_names_of_tensors_are_bounded(tmp_path: Path, name: str) -> None:
     folder = written(adapters.write(tmp_path, CONFIG, targets=("q_proj",)), {name: [1, 1]})
     start = time.process_time()
-    with pytest.raises(CheckpointError, match="name is longer than 1,024 bytes") as caught:
+    with pytest.raises(CheckpointError, match=r"a name of .* characters, .*at most 1,024 bytes are read") as caught:
         read_adapter(folder, "x", CONFIG)
     assert len(str(caught.value)) < 400 and time.process_time() - start < 2

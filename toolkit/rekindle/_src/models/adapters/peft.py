@@ -141,7 +141,7 @@ def adapter_of_tensors(
             "trained on this model."
         )
     try:
-        targets = _Targets(config, place)
+        targets = Targets(config, place)
         products, problems = _planned(tensors, targets, sites, by_module)
     except UnsupportedExpression as error:
         raise CheckpointError(f"{place}: {CONFIG}: {error}. {_LIST}.") from error
@@ -162,7 +162,7 @@ class _Planned(NamedTuple):
 
 
 def _planned(
-    tensors: Mapping[str, Tensor], targets: _Targets, sites: Sites, by_module: Mapping[str, tuple[Site, int]]
+    tensors: Mapping[str, Tensor], targets: Targets, sites: Sites, by_module: Mapping[str, tuple[Site, int]]
 ) -> tuple[dict[str, list[_Planned | None]], list[str]]:
     """Return the products of each site and the problems, by names and shapes alone."""
     pairs: dict[str, dict[str, Tensor]] = {}
@@ -238,7 +238,7 @@ def _layer_of_experts(module: str) -> str | None:
 
 def _plan_fused(
     fused: Mapping[str, Mapping[str, Tensor]],
-    targets: _Targets,
+    targets: Targets,
     sites: Sites,
     products: dict[str, list[_Planned | None]],
     known: set[str],
@@ -320,7 +320,7 @@ def _prefixes(names: Mapping[str, str]) -> tuple[str, str]:
     return module, name
 
 
-class _Targets:
+class Targets:
     """The modules that a config names, and the rank and scale of each, by PEFT's rules."""
 
     def __init__(self, config: Mapping[str, Any], place: str) -> None:
@@ -372,7 +372,7 @@ class _Targets:
             return False
         if self._layers is None or not isinstance(self._targets, frozenset) or module in self._targets:
             return True
-        return self._layer(module) in self._layers
+        return self.layer(module) in self._layers
 
     def rank(self, module: str) -> int:
         """Return the rank of a module's product."""
@@ -414,7 +414,7 @@ class _Targets:
             )
         return parts
 
-    def _layer(self, module: str) -> int | None:
+    def layer(self, module: str) -> int | None:
         """Return the number of a module's layer, by the name of the list of layers if the config has it."""
         if not self._starts:
             parts = module.split(".")
