@@ -65,14 +65,6 @@ PATTERNS: dict[str, dict[str, Text]] = {
     "toolkit/rekindle/_src/cli/chat.py": {"COMMAND": USER("what is typed", "a message")},
     "toolkit/rekindle/_src/core/options.py": {"_ENTRY": US("a docstring", "a line")},
     "toolkit/rekindle/_src/kvcache/persist/snapshot.py": {"_NAME": USER("a snapshot's name", "100 characters")},
-    "toolkit/rekindle/_src/models/adapters/peft.py": {
-        "_TENSOR": STRANGER("a tensor's name", "MAX_NAME"),
-        "_EXPERTS": STRANGER("a tensor's name", "MAX_NAME"),
-        "_LAYER": STRANGER("a tensor's name", "MAX_NAME"),
-        "self._patterns": STRANGER("a tensor's name", "MAX_NAME", lambda: [r"(?:^|.*?\.)layers\.(\d+)\."]),
-        "value": STRANGER("a tensor's name", "MAX_NAME", lambda: ["(?:a|a)*!"]),
-        r"f'(.*\\.)?({pattern})$'": STRANGER("a tensor's name", "MAX_NAME", lambda: ["(.*\\.)?((?:a|a)*!)$"]),
-    },
     "toolkit/rekindle/_src/models/loading/checkpoint.py": {
         "pattern": STRANGER("a tensor's name", "MAX_NAME", _ignored),
     },
@@ -191,7 +183,6 @@ PATTERNS: dict[str, dict[str, Text]] = {
 
 # Patterns that may take more than linear time until they are mended. This list may only shrink.
 LEFT = {
-    "models/adapters/peft.py": "_EXPERTS _LAYER self._patterns value f'(.*\\\\.)?({pattern})$'",
     "notebook/bubbles.py": "_FENCE _HEADING _ITEM _RULE _DASHES _CODE _BOLD",
     "text/replies/format.py": "_CODE _STRING",
     "text/template_limits.py": "_BRACES _WIDTH",

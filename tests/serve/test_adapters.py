@@ -55,22 +55,82 @@ async def test_an_adapter_is_a_model_with_a_parent(session: Any, folders: list[P
     assert embedded.status == 400 and "makes no embeddings" in embedded.error["message"]
 
 
-async def test_an_adapters_own_name_comes_before_that_of_another_behind_its_model(
-    session: Any, folders: list[Path]
-) -> None:
-    await session.load_adapter("base:first", folders[1])
-    try:
-        served = app(session, name="base")
-        assert [entry["id"] for entry in (await get(served, "/v1/models")).json()["data"]][1:] == [
-            "first",
-            "base:first",
-        ]
-        own, other = (adapters.plain(MODEL, folder, IDS, 4) for folder in folders)
-        assert (await tokens(served, "first"), await tokens(served, "base:first")) == (own, other)
-        assert await tokens(served, "base:base:first") == other
-    finally:
-        await session.unload_adapter("base:first")
-    assert await tokens(served, "base:first") == own
+NO_NAMES = [
+    "base:second",
+    "first ",
+    " first",
+    "fir st",
+    "first\n",
+    "fir\u200bst",
+    "\u202efirst",
+    "fir\u00a0st",
+    "a\0b",
+    "x" * 257,
+]
+
+
+async def test_a_name_that_looks_like_another_is_refused_at_every_door(session: Any, folders: list[Path]) -> None:
+    served = app(session, name="base", adapter_loading=True)
+    for name in [*NO_NAMES, "\ud800", "", 7]:
+        for path in ("load", "unload"):
+            body = {"lora_name": name, "lora_path": str(folders[1])}
+            answer = await post(served, f"/v1/{path}_lora_adapter", body)
+            assert answer.status == 400 and answer.error["param"] == (None if name == "\ud800" else "lora_name"), (
+                name,
+                answer.body,
+            )
+        with pytest.raises(rekindle.ConfigError, match="adapter"):
+            await session.load_adapter(name, folders[1])
+        with pytest.raises(rekindle.ConfigError, match="adapters"):
+            rekindle.open_sync(MODEL, adapters={name: folders[1]}, **OPTIONS)
+    for name in NO_NAMES[1:]:
+        with pytest.raises(rekindle.ConfigError, match="name="):
+            app(session, name=name)
+        with pytest.raises(rekindle.ConfigError, match="sessions="):
+            app({name: session})
+    assert session.adapters == ("first",)
+    # The names of models may have colons, and the last one is that before the name of an adapter.
+    served = app({"qwen3:0.6b": session, "qwen3": session})
+    expected = adapters.plain(MODEL, folders[0], IDS, 4)
+    for name in ("qwen3:0.6b:first", "qwen3:first", "first"):
+        assert await tokens(served, name) == expected
+    assert await tokens(served, "qwen3:0.6b") == list(plain(IDS, 4))
+    for name in ("qwen3:0.6b:", ":first", "0.6b:first", "qwen3:0.6b:first:first"):
+        assert (await post(served, "/v1/completions", {"prompt": IDS, "model": name})).status == 404
+
+
+async def test_a_path_that_can_not_be_one_is_the_clients_error(session: Any, folders: list[Path]) -> None:
+    served = app(session, name="base", adapter_loading=True)
+    paths = [
+        "~nosuchuser",
+        "~nosuchuser/x",
+        "x" * 4096,
+        "/" * 5000,
+        "x" * 256,
+        "a\nb",
+        "a\0b",
+        "\u202etxt",
+        "\ud800",
+        "",
+        7,
+    ]
+    for path in [*paths, str(folders[0]) + "/adapter_config.json", "/nowhere", "/nowhere.gguf", "/dev/zero"]:
+        answer = await post(served, "/v1/load_lora_adapter", {"lora_name": "second", "lora_path": path})
+        assert answer.status == 400, (path, answer.body)
+        assert "cache" not in answer.error["message"] and len(answer.error["message"]) < 600
+        assert path not in paths or answer.error["param"] == (None if path == "\ud800" else "lora_path")
+        if isinstance(path, str):
+            with pytest.raises((rekindle.ConfigError, rekindle.CheckpointError)):
+                await session.load_adapter("second", path)
+    large = await post(
+        served, "/v1/load_lora_adapter", {"lora_name": "second", "lora_path": str(_large(folders[0].parent))}
+    )
+    assert (large.status, large.error["param"]) == (400, "lora_name") and "max_adapter_rank" in large.error["message"]
+
+
+def _large(root: Path) -> Path:
+    """An adapter of a higher rank than the session has room for."""
+    return adapters.write(root / "large", MODEL.config, rank=48, targets=("down_proj",))
 
 
 async def test_metrics_name_the_adapters_of_requests(session: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from helpers import adapters, checkpoints
 from helpers.driving import tiny_model
+from helpers.gguf_files import entry, pair, raw, text
 from helpers.python import run_python
 from helpers.real_checkpoints import llama_cpp_source
 from rekindle._src.models.adapters.adapter import Adapter
@@ -116,3 +118,36 @@ def test_what_does_not_fit_is_named(adapter: Adapter, tmp_path: Path) -> None:
     config = config_from_hf(checkpoints.CASES["gpt2"])
     with pytest.raises(CheckpointError, match="adapters of gpt2 transposed"):
         read_adapter(convert(adapter, file, **{"general.architecture": "gpt2"}), "x", config)
+
+
+def test_nothing_is_read_before_all_shapes_are_those_of_the_model(adapter: Adapter, tmp_path: Path) -> None:
+    form = gguf_form(CONFIG.model_type)
+    metadata = {"general.architecture": form.architecture, "general.type": "adapter", "adapter.type": "lora"}
+    most = (8 << 30) // 4 // CONFIG.hidden_size
+    rows = CONFIG.num_heads * CONFIG.head_dim
+    cases = (
+        ([most, CONFIG.hidden_size], [rows, 4], "have shapes"),
+        ([most, CONFIG.hidden_size], [rows, most], "at most"),
+    )
+    for down, up, words in cases:
+        shapes = {"blk.0.attn_q.weight.lora_a": down, "blk.0.attn_q.weight.lora_b": up}
+        tensors, file = (
+            [Outgoing(name, BY_NAME["F32"], tuple(shape)) for name, shape in shapes.items()],
+            tmp_path / "a.gguf",
+        )
+        pairs = [pair(key, 8, text(value)) for key, value in metadata.items()]
+        entries, offset = [], 0
+        for tensor in tensors:
+            entries.append(entry(tensor.name, tensor.shape, 0, offset))
+            offset += -(-4 * tensor.shape[0] * tensor.shape[1] // 32) * 32
+        file.write_bytes(raw(pairs=pairs, entries=entries))
+        os.truncate(file, file.stat().st_size + offset)  # a hole
+        with pytest.raises(CheckpointError, match=words):
+            read_adapter(file, "x", CONFIG, fits=lambda rank: pytest.fail("shapes come first"))
+    whole = convert(adapter, file)
+    with pytest.raises(CheckpointError, match="4 is too high"):
+        read_adapter(whole, "x", CONFIG, fits=_none_fits)
+
+
+def _none_fits(rank: int) -> None:
+    raise CheckpointError(f"{rank} is too high")

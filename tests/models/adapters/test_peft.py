@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import struct
+import time
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from helpers import adapters
 from helpers.driving import tiny_model
+from rekindle._src.models.adapters import peft
 from rekindle._src.models.adapters.reading import read_adapter
 from rekindle.errors import CheckpointError, ConfigError
 
@@ -79,9 +86,13 @@ def test_targets_are_a_list_an_expression_or_all(tmp_path: Path, fields: dict[st
         ({"target_modules": ["q_proj", "down_proj", "v_proj"]}, "v_proj: adapter_config.json names it, and it has no"),
         ({"target_modules": ["q_proj"]}, "down_proj.lora_A.weight: adapter_config.json does not name its module"),
         ({"layers_to_transform": [0]}, "layers.1.self_attn.q_proj.lora_A.weight: adapter_config.json does not name"),
-        ({"target_modules": "(", }, "not a regular expression"),
-        ({"rank_pattern": {"[": 4}}, "not a regular expression"),
-        ({"layers_to_transform": [0, 1], "layers_pattern": "("}, "not a regular expression"),
+        ({"target_modules": "("}, "target_modules='(': a group without its ')' is not supported (at character 2)"),
+        ({"exclude_modules": r"(q)_\1"}, r"exclude_modules='(q)_\\1': '\1' is not supported"),
+        ({"rank_pattern": {"[": 4}}, "rank_pattern='[': a class without its ']' is not supported"),
+        ({"alpha_pattern": {"(?i)Q": 4}}, "alpha_pattern='(?i)Q': '(?i' is not supported"),
+        ({"layers_to_transform": [0, 1], "layers_pattern": "("}, "layers_pattern='(', which is not a name"),
+        ({"layers_to_transform": [0, 1], "layers_pattern": "(layers)+"}, "Name the list of layers"),
+        ({"target_modules": "q" * 5000}, "it has 5,000 characters, and 4,096 are read"),
         ({"target_modules": 5}, "'5' is not a list of names"),
         ({"exclude_modules": [5]}, "'[5]' is not a list of names"),
         ({"target_parameters": "mlp"}, "'mlp' is not a list of names"),
@@ -201,3 +212,94 @@ def test_arrays_are_those_of_any_trainer(tmp_path: Path) -> None:
     assert read_adapter(tensors, "x", CONFIG, alpha=6).digest == digest
     tensors = {name: tensor.detach().bfloat16() for name, tensor in tensors.items()}
     assert read_adapter(tensors, "x", CONFIG, alpha=6).digest == half
+
+
+EXPONENTIAL = "(?:[a-z_.0-9]|[a-z_.0-9])*!"
+
+
+def test_an_expression_that_takes_ages_elsewhere_matches_at_once(tmp_path: Path) -> None:
+    folder = adapters.write(tmp_path, CONFIG, targets=("q_proj", "down_proj"))
+    config = (folder / "adapter_config.json").read_text()
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"target_modules": EXPONENTIAL}, "does not name its module"),
+        ({"exclude_modules": EXPONENTIAL}, ""),
+        ({"rank_pattern": {EXPONENTIAL: 2}, "alpha_pattern": {EXPONENTIAL: 2}}, ""),
+        ({"layers_to_transform": [0, 1], "layers_pattern": EXPONENTIAL}, "is not a name of letters"),
+    )
+    for fields, words in cases:
+        (folder / "adapter_config.json").write_text(config)
+        start = time.process_time()
+        if words:
+            with pytest.raises(CheckpointError, match=words):
+                read_adapter(changed(folder, **fields), "x", CONFIG)
+        else:
+            assert read_adapter(changed(folder, **fields), "x", CONFIG).rank == 4
+        assert time.process_time() - start < 5
+
+
+_STARTS = ("layers", "h", "model.layers", "a.b", "experts")
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.sampled_from(_STARTS), max_size=2),
+    st.lists(st.sampled_from(["model", "layers", "h", "a", "b", "a_b", "0", "12", "x1", "experts", "q"]), max_size=8),
+)
+def test_the_layer_of_a_module_is_the_one_that_peft_finds(starts: list[str], parts: list[str]) -> None:
+    name = ".".join(parts)
+    patterns = [rf"(?:^|.*?\.){start}\.(\d+)\." for start in starts] or [r".*?\.[^.]*\.(\d+)\."]
+    match = next((match for match in (re.match(pattern, name) for pattern in patterns) if match), None)
+    config = {"target_modules": ["q"], "layers_to_transform": 0, "layers_pattern": starts}
+    assert peft.Targets(config, "x").layer(name) == (None if match is None else int(match[1]))
+
+
+def written(folder: Path, shapes: dict[str, list[int]]) -> Path:
+    """The folder with tensors of these shapes, whose numbers are a hole in the file."""
+    fields, offset = {}, 0
+    for name, shape in shapes.items():
+        nbytes = 4 * shape[0] * shape[1]
+        fields[name] = {"dtype": "F32", "shape": shape, "data_offsets": [offset, offset + nbytes]}
+        offset += nbytes
+    raw = json.dumps(fields).encode()
+    path = folder / "adapter_model.safetensors"
+    path.write_bytes(struct.pack("<Q", len(raw)) + raw)
+    os.truncate(path, 8 + len(raw) + offset)
+    return folder
+
+
+def test_nothing_is_read_before_all_shapes_are_those_of_the_model(tmp_path: Path) -> None:
+    folder = adapters.write(tmp_path, CONFIG, targets=("q_proj",), rank=4)
+    names = list(load_file(folder / "adapter_model.safetensors"))
+    hidden = CONFIG.hidden_size
+    pair = {"A": lambda rank: [rank, hidden], "B": lambda rank: [CONFIG.num_heads * CONFIG.head_dim, rank]}
+
+    def of_rank(rank: int) -> dict[str, list[int]]:
+        return {name: pair["A" if "lora_A" in name else "B"](rank) for name in names}
+
+    most = (8 << 30) // 4 // hidden
+    cases: tuple[tuple[dict[str, list[int]], int, str], ...] = (
+        (of_rank(4) | {names[0]: [most, hidden]}, 4, "have shapes"),
+        (of_rank(most), most, "and at most 256 are read"),
+        (of_rank(4) | {"base_model.model.lm_head.lora_A.weight": [most, hidden]}, 4, r"lm_head\.lora_A\.weight: is"),
+        (of_rank(4) | {f"x{number}": [1, 1] for number in range(3000)}, 4, "has 3,004 tensors, and an adapter of this"),
+    )
+    for shapes, rank, words in cases:
+        changed(written(folder, shapes), r=rank)
+        with pytest.raises(CheckpointError, match=words):
+            read_adapter(folder, "x", CONFIG, fits=lambda rank: pytest.fail("shapes come first"))
+    written(folder, of_rank(hidden))
+    with pytest.raises(ConfigError, match="too high"):
+        read_adapter(changed(folder, r=hidden), "x", CONFIG, fits=_none_fits)
+
+
+def _none_fits(rank: int) -> None:
+    raise ConfigError("adapter", rank, "is too high", "Train again")
+
+
+@pytest.mark.parametrize("name", ["a" * 1025, "é" * 600, "layers.0." * 100_000 + "experts.lora_A.weight"])
+def test_names_of_tensors_are_bounded(tmp_path: Path, name: str) -> None:
+    folder = written(adapters.write(tmp_path, CONFIG, targets=("q_proj",)), {name: [1, 1]})
+    start = time.process_time()
+    with pytest.raises(CheckpointError, match=r"a name of .* characters, .*at most 1,024 bytes are read") as caught:
+        read_adapter(folder, "x", CONFIG)
+    assert len(str(caught.value)) < 400 and time.process_time() - start < 2

@@ -13,6 +13,7 @@ from typing import Any, Final, NoReturn
 
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.mesh_shape import MAX_PROCESSES, address
+from rekindle._src.core.names import checked_name, name_of_model
 from rekindle._src.core.options import Flag, Place, Real, Whole, Word, options_of, words_of
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.replicas.routing import roles_of
@@ -229,7 +230,10 @@ def models_by_name(models: Sequence[str], names: Sequence[str]) -> dict[str, str
         raise ConfigError("--name", names, f"gives more names than the {len(models)} models", "Give one for each")
     by_name: dict[str, str] = {}
     for index, model in enumerate(models):
-        name = names[index] if index < len(names) else Path(model).name if Path(model).exists() else model
+        if index < len(names):
+            name = checked_name("--name", names[index], colons=True)
+        else:
+            name = name_of_model(Path(model).name if os.path.exists(model) else model)
         if name in by_name:
             raise ConfigError("--name", name, "is the name of two models", "Give each a name of its own")
         by_name[name] = model
@@ -244,7 +248,7 @@ def paths_by_name(option: str, texts: Sequence[str], kind: str) -> dict[str, str
         if not (name and mark and path) or name in by_name:
             problem = f"is not NAME={kind.upper()}" if name not in by_name else "has a name that another one has"
             raise ConfigError(option, text, problem, f"Write {option} name={kind} for each")
-        by_name[name] = path
+        by_name[checked_name(option, name)] = path
     return by_name
 
 

@@ -19,7 +19,9 @@ ACTIVATIONS = {
 
 # The largest value of each number that decides how much is built from a config.json. They are several times those of
 # any published model, and small enough that a hostile file is refused before anything is allocated for it.
-_MOST = {"num_hidden_layers": 1024, "n_layer": 1024, "num_experts": 4096, "num_local_experts": 4096}
+MAX_LAYERS, MAX_EXPERTS = 1024, 1 << 17  # in all layers; DeepSeek V3 has 14,848 experts
+_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_MOST = {"num_hidden_layers": MAX_LAYERS, "n_layer": MAX_LAYERS, **dict.fromkeys(_OF_EXPERTS, 4096)}
 _MOST_ELSEWHERE = 1 << 24
 _RAMP = {"beta_fast": 32, "beta_slow": 1}  # of YaRN
 
@@ -63,11 +65,25 @@ class Keys:
                 f"config.json has no {name}, which decides the shapes of the weights. Add it, or download the "
                 "checkpoint again."
             )
-        limit = _MOST.get(name, _MOST_ELSEWHERE)
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= limit:
+        return self._within(name, value, 1, _MOST.get(name, _MOST_ELSEWHERE))
+
+    def whole(self, name: str, default: int, *, most: int = _MOST_ELSEWHERE, null: int | None = None) -> int:
+        """Return a whole number that decides what is built and may be zero; `null` is what null stands for."""
+        value = self.raw.get(name, default)
+        return self._within(name, (default if null is None else null) if value is None else value, 0, most)
+
+    def _within(self, name: str, value: Any, least: int, most: int) -> int:
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
             raise UnsupportedModel(
-                f"{name}={_shown(value)} in config.json is not a whole number from 1 to {limit:,}. Check the file."
+                f"{name}={_shown(value)} in config.json is not a whole number from {least} to {most:,}. Check the file."
             )
+        return value
+
+    def factor(self, name: str, default: float) -> float:
+        """Return a number that sizes are multiplied by."""
+        value = self.get(name, default)
+        if not isinstance(value, int | float) or not 0 < value <= _MOST_ELSEWHERE:
+            raise UnsupportedModel(f"{name}={_shown(value)} in config.json is not a positive number. Check the file.")
         return value
 
     @property
@@ -105,19 +121,17 @@ class Keys:
         self.only(name, *ACTIVATIONS)
         return ACTIVATIONS[self.get(name, default)]
 
-    def kinds_of_layers(self, default: Sequence[str], *accepted: str) -> tuple[str, ...]:
-        """Return `layer_types`, or `default` where config.json has none. `accepted` are the implemented ones."""
-        names = tuple(self.get("layer_types", default))
-        for name in names:
-            if name not in accepted:
+    def kinds_of_layers(self, default: Sequence[str], *accepted: str, name: str = "layer_types") -> tuple[str, ...]:
+        """Return the kind of each layer, or `default` where there is none. `accepted` are the implemented ones."""
+        kinds = tuple(self.get(name, default))
+        for kind in kinds:
+            if kind not in accepted:
                 raise UnsupportedModel(
-                    f"layer_types has {name!r}, which is not implemented. Implemented: {', '.join(accepted)}."
+                    f"{name} has {_shown(kind)}, which is not implemented. Implemented: {', '.join(accepted)}."
                 )
-        if len(names) != len(default):
-            raise UnsupportedModel(
-                f"layer_types has {len(names)} entries for {len(default)} layers. Check config.json."
-            )
-        return names
+        if len(kinds) != len(default):
+            raise UnsupportedModel(f"{name} has {len(kinds)} entries for {len(default)} layers. Check config.json.")
+        return kinds
 
     def layer_types(self, default: Sequence[bool]) -> tuple[bool, ...]:
         """Return which layers have a sliding window: from `layer_types`, or `default` where config.json has none."""

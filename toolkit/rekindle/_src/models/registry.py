@@ -70,7 +70,7 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     architectures = raw.get("architectures")
     architecture = architectures[0] if isinstance(architectures, list) and architectures else "?"
     entry = family(raw.get("model_type"), f" (architecture {architecture})")
-    from rekindle._src.models.hf_config import Keys  # a start that finds everything kept needs neither
+    from rekindle._src.models.hf_config import MAX_EXPERTS, Keys  # a start that finds everything kept needs neither
     from rekindle._src.models.loading.quantized import scheme
 
     scheme(raw)  # raises for a quantization_config that is not supported
@@ -81,8 +81,14 @@ def config_from_hf(raw: Mapping[str, Any]) -> ModelConfig:
         raise
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
         raise UnsupportedModel(
-            f"config.json has a value of the wrong kind ({type(error).__name__}: {error}). Download it again."
+            f"config.json has a value of the wrong kind ({type(error).__name__}: {str(error)[:200]}). Download it "
+            "again."
         ) from error
+    experts = sum(spec.num_experts for spec in config.moe if spec is not None)
+    if experts > MAX_EXPERTS:
+        raise UnsupportedModel(
+            f"config.json describes {experts:,} experts in all layers, and {MAX_EXPERTS:,} are read. Check the file."
+        )
     if raw.get("headless") and not config.tie_embeddings:  # the checkpoint of a model that embeds, without its head
         return dataclasses.replace(config, tie_embeddings=True, headless=True)
     if raw.get("another_head") and config.tie_embeddings:  # as in transformers, whatever the config says

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 from rekindle._src.core import html
 from rekindle._src.core.config import EngineConfig, OpenOptions
+from rekindle._src.core.names import checked_name, checked_path
 from rekindle._src.core.options import takes_options
 from rekindle._src.core.own_failure import interrupted
 from rekindle._src.core.records import Completion
@@ -171,9 +173,8 @@ class Fleet(RowMapping, Embedding, ScoreRequests, Conversations, Serving):
         A name that is in use means the new weights from now on; requests that run keep the old ones, also where they go
         on in another replica. New replicas load it before they take requests.
         """
-        if not isinstance(name, str) or not name or not name.isprintable():
-            raise ConfigError("adapter", name, "is not a name", "Pass printable text")
-        sent: Any = absolute(source) if isinstance(source, str | Path) else arrays_of(source)
+        checked_name("adapter", name)
+        sent: Any = absolute(checked_path("source", source)) if isinstance(source, str | Path) else arrays_of(source)
         load = partial(self._backend.adapters.load, name, sent, alpha)
         return Once(self._changed, partial(self._backend.run, load), name="load_adapter")
 
@@ -268,7 +269,7 @@ class FleetOpening(Call[Fleet]):
 def absolute(model: str | Path) -> str:
     """Return a folder as an absolute path for other processes, or a name unchanged."""
     path = Path(model).expanduser()
-    return str(path.resolve()) if path.exists() else str(model)
+    return str(path.resolve()) if os.path.exists(path) else str(model)
 
 
 def _seconds(name: str, value: float) -> float:

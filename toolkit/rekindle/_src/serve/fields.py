@@ -12,8 +12,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
+from rekindle._src.core.names import MAX_NAME, MAX_PATH, checked_name, checked_path
 from rekindle._src.core.version import VERSION
 from rekindle._src.serve.errors import Refused, missing, wrong
+from rekindle.errors import ConfigError
 
 log = logging.getLogger("rekindle.server")
 FieldStatus = Literal["applied", "refused", "ignored"]
@@ -127,6 +129,36 @@ class Text:
 
     def schema(self) -> dict[str, Any]:
         return bounded({"type": "string"}, minLength=self.minimum or None, maxLength=self.maximum)
+
+
+@dataclasses.dataclass(frozen=True)
+class Name:
+    """The name of an adapter."""
+
+    def check(self, value: Any, path: str) -> str:
+        try:
+            return checked_name(path, value)
+        except ConfigError as error:
+            raise wrong(path, value, error.problem, error.fix) from None
+
+    def schema(self) -> dict[str, Any]:
+        return {"type": "string", "minLength": 1, "maxLength": MAX_NAME, "pattern": r"^[^\s:]+$"}
+
+
+@dataclasses.dataclass(frozen=True)
+class PathText:
+    """The path of a file or folder on the server's machine."""
+
+    def check(self, value: Any, path: str) -> str:
+        text = Text(maximum=MAX_PATH, minimum=1).check(value, path)
+        try:
+            checked_path(path, text)
+        except ConfigError as error:
+            raise wrong(path, value, error.problem, error.fix) from None
+        return text
+
+    def schema(self) -> dict[str, Any]:
+        return {"type": "string", "minLength": 1, "maxLength": MAX_PATH}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,10 +12,11 @@ from rekindle._src.serve.bodies import Receive, header
 from rekindle._src.serve.chat import call_chat, plain_messages, template_options
 from rekindle._src.serve.errors import Refused, missing, unavailable, wrong
 from rekindle._src.serve.exchange import Exchange, Handler, OpenAI, Scope, Send, Service, refusing
-from rekindle._src.serve.fields import Endpoint, Field, Flag, Items, Text, TokenIds, ignored
+from rekindle._src.serve.fields import Endpoint, Field, Flag, Items, Name, PathText, Text, TokenIds, ignored
 from rekindle._src.serve.generation import encode_text, model_of
 from rekindle._src.serve.models import AdaptedSession
 from rekindle._src.serve.openai_fields import CHAT, MESSAGE, MOST_MESSAGES
+from rekindle.errors import ConfigError
 
 _MODEL = Field("model", Text(maximum=512), "The name of a served model; may be left out.")
 _OF_TEMPLATES = ("chat_template_kwargs", "documents", "add_generation_prompt", "continue_final_message",
@@ -45,14 +46,14 @@ ABORT = Endpoint(
     ),
 )
 # Off by default: a client that may call these can have the server read any folder that its process can read.
-_ADAPTER_NAME = Field("lora_name", Text(maximum=256, minimum=1), "The adapter's name.", required=True)
+_ADAPTER_NAME = Field("lora_name", Name(), "The adapter's name.", required=True)
 LOAD_ADAPTER = Endpoint(
     "/v1/load_lora_adapter",
     "Load an adapter from a folder of the server",
     (
         _MODEL,
         _ADAPTER_NAME,
-        Field("lora_path", Text(maximum=4096, minimum=1), "A PEFT folder, or a GGUF file.", required=True),
+        Field("lora_path", PathText(), "A PEFT folder, or a GGUF file.", required=True),
         Field("load_inplace", Flag(), "Replace the adapter that has the name; false by default."),
         ignored("base_model_name", "Not used."),
     ),
@@ -118,8 +119,11 @@ async def load_adapter(exchange: Exchange, fields: dict[str, Any]) -> None:
     session, name = _adaptable(exchange, fields), fields["lora_name"]
     if name in session.adapters and not fields.get("load_inplace"):
         raise Refused(400, f"the adapter {name!r} is loaded. Unload it first, or send load_inplace", param="lora_name")
-    exchange.names = {**exchange.names, "adapter": "lora_name"}
-    await session.load_adapter(name, fields["lora_path"])
+    try:
+        await session.load_adapter(name, fields["lora_path"])
+    except ConfigError as error:  # such as a rank for which the session has no room
+        names = {"adapter": "lora_name", "source": "lora_path"}
+        raise wrong(names.get(error.field, error.field), error.value, error.problem, error.fix) from error
     await exchange.reply({"id": name, "object": "adapter", "loaded": True})
 
 

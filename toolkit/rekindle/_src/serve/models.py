@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rekindle._src.core.config import EngineConfig
+from rekindle._src.core.names import checked_name, name_of_model
 from rekindle._src.core.records import Status, TextDelta
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.serve.errors import Refused, unavailable
@@ -172,12 +173,14 @@ class Models:
         if isinstance(sessions, Mapping):
             if name is not None:
                 raise ConfigError("name", name, "is given beside a mapping of names to sessions", "Leave it out")
-            if not sessions or not all(isinstance(key, str) and key for key in sessions):
-                problem = "does not map names to sessions"
-                raise ConfigError("sessions", list(sessions), problem, 'Pass {"name": session}')
-            self.by_name = {key: Served(key, session) for key, session in sessions.items()}
+            if not sessions:
+                raise ConfigError("sessions", sessions, "does not map names to sessions", 'Pass {"name": session}')
+            names = [checked_name("sessions", name, colons=True) for name in sessions]
+            self.by_name = {name: Served(name, session) for name, session in zip(names, sessions.values(), strict=True)}
         else:
-            name = name or Path(str(getattr(sessions, "model", "") or "model")).name
+            if name:
+                checked_name("name", name, colons=True)
+            name = name or name_of_model(Path(str(getattr(sessions, "model", "") or "model")).name)
             self.by_name = {name: Served(name, sessions)}
         self._adapters: dict[str, ServedAdapter] = {}
 
@@ -217,15 +220,18 @@ class Models:
         return entries
 
     def _adapter(self, name: str) -> Served | None:
-        """Return an adapter by its own name, or behind that of its model; None for an unknown one."""
-        owners = [(served, adapter) for served in self.by_name.values() for adapter in _adapters_of(served)]
-        for prefixed in (False, True):  # an adapter's own name may look like that of another behind its model's
-            for served, adapter in owners:
-                if name == (f"{served.name}:{adapter}" if prefixed else adapter):
-                    known = self._adapters.get(name)
-                    if known is None or (known.parent, known.adapter) != (served, adapter):
-                        known = self._adapters[name] = ServedAdapter(name, served, adapter)
-                    return known
+        """Return an adapter by its own name, or following that of its model; None for an unknown one.
+
+        Names of adapters have no colon, so the two forms never meet.
+        """
+        model, colon, adapter = name.rpartition(":")
+        owners = (self.by_name.get(model),) if colon else tuple(self.by_name.values())
+        for served in owners:
+            if served is not None and adapter in _adapters_of(served):
+                known = self._adapters.get(name)
+                if known is None or (known.parent, known.adapter) != (served, adapter):
+                    known = self._adapters[name] = ServedAdapter(name, served, adapter)
+                return known
         self._adapters.pop(name, None)
         return None
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rekindle._src.core.names import checked_name
 from rekindle._src.core.records import UNIT, AdapterLike, units_for
 from rekindle._src.dispatch.backend import Front
 from rekindle._src.dispatch.host import Host
@@ -52,11 +53,10 @@ class AdapterShelf:
 
     def read(self, name: str, source: Any, alpha: float | None = None) -> Adapter:
         """Read an adapter and check that it fits; nothing is changed."""
-        if not isinstance(name, str) or not name or not name.isprintable():
-            raise ConfigError("adapter", name, "is not a name", "Pass printable text")
+        checked_name("adapter", name)
         if self._refused:
             raise ConfigError("adapter", name, f"can't be loaded: {self._refused}", "Open another session for it")
-        adapter = read_adapter(source, name, self._model, alpha=alpha)
+        adapter = read_adapter(source, name, self._model, alpha=alpha, fits=partial(self._check_rank, name))
         return self._fitting(adapter, name)
 
     def merge(self, source: Any) -> Adapter:
@@ -103,16 +103,19 @@ class AdapterShelf:
 
     def _fitting(self, adapter: Adapter, value: object) -> Adapter:
         """Return an adapter that fits on the device. Raise ConfigError for others."""
-        if units_for(adapter.rank) > self._units:
-            room = self._units * UNIT
-            problem = f"has rank {adapter.rank}, and all adapters on the device together have room for {room}"
-            raise ConfigError("adapter", value, problem, f"Open with max_adapter_rank={adapter.rank} or more")
+        self._check_rank(value, adapter.rank)
         if self._dtype == "float16" and (largest := adapter.largest) > float(np.finfo(np.float16).max):
             problem = (
                 f"has numbers up to {largest:.3g}, and float16 holds up to 65504: rows beside it would be NaN, too"
             )
             raise ConfigError("adapter", value, problem, 'Open the model with dtype="bfloat16"')
         return adapter
+
+    def _check_rank(self, value: object, rank: int) -> None:
+        if units_for(rank) > self._units:
+            room = self._units * UNIT
+            problem = f"has rank {rank}, and all adapters on the device together have room for {room}"
+            raise ConfigError("adapter", value, problem, f"Open with max_adapter_rank={rank} or more")
 
     def _unknown(self, field: str, name: str) -> InvalidRequest:
         known = ", ".join(map(repr, self._adapters)) or "none"

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 from rekindle._src.core.activity import Activity
 from rekindle._src.core.config import EngineConfig, OpenOptions
 from rekindle._src.core.memory import check_address_space, gc_paused
+from rekindle._src.core.names import checked_name
 from rekindle._src.core.options import takes_options
 from rekindle._src.core.own_failure import interrupted
 from rekindle._src.core.taps import Steer
@@ -189,7 +190,7 @@ def _named(adapters: Any) -> dict[str, Any]:
         return {}
     if not isinstance(adapters, Mapping):
         raise ConfigError("adapters", adapters, "does not map names to adapters", 'Pass {"name": folder}')
-    return dict(adapters)
+    return {checked_name("adapters", name): source for name, source in adapters.items()}
 
 
 def _session() -> type[Session]:

@@ -2,32 +2,39 @@
 
 What a folder asks for and is not done here is refused by its name. Every tensor has to land in the model, and every
 module that the config names has to have its tensors, so that no adapter does nothing, or half, in silence.
+
+The config is a stranger's: names and their ends are looked up in sets, and expressions match as `expressions` does.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rekindle._src.core.plain_files import read_plain
 from rekindle._src.models.adapters.adapter import Adapter, Product, adapter_of, does_not_fit
+from rekindle._src.models.adapters.expressions import Budget, Expression, UnsupportedExpression
 from rekindle._src.models.adapters.sites import Site, Sites
 from rekindle._src.models.loading.tensor_files import read_header, rows_of
 from rekindle.errors import CheckpointError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _LARGEST_CONFIG = 1 << 20
-_TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.\w+)?\.weight")
-# All experts of a layer in one pair of tensors; PEFT wraps the module once for each of its parameters.
-_EXPERTS = re.compile(r"(?:.+\.)?layers\.(\d+)\..*\bexperts(?:\.base_layer)*")
-_LAYER = re.compile(r".*?\.[^.]*\.(\d+)\.")
+_MOST_SURPLUS = 1000  # tensors that are listed as problems, beyond those that a model can have
+_LONGEST_START, _SHOWN = 200, 80  # characters
+_LIST = "Write the names of modules, as a list or one by one"
+Number = TypeVar("Number", int, float)
+_PREFIX, _WEIGHT = "base_model.model.", ".weight"
+_MATRICES = {"lora_A": "A", "lora_B": "B"}
+_WRAPPED = ".base_layer"  # PEFT wraps the module of all experts of a layer once for each of its parameters
 _PLAIN_INITS = (True, False, "gaussian", "eva", "orthogonal")  # they leave the base's weights as they are
 # Fields that change what an adapter computes, with the values that change nothing, and a way out.
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -48,8 +55,22 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 
 
-def read_folder(folder: Path, name: str, sites: Sites) -> Adapter:
-    """Return the adapter of a folder. Raise CheckpointError for one that can't be used as it is."""
+class Tensor(NamedTuple):
+    """A tensor of an adapter, which is read once all shapes are those of the model."""
+
+    shape: tuple[int, ...]
+    read: Callable[[], NDArray[Any]]
+
+
+def any_rank(rank: int) -> None:
+    """Accept an adapter of any rank."""
+
+
+def read_folder(folder: Path, name: str, sites: Sites, fits: Callable[[int], None] = any_rank) -> Adapter:
+    """Return the adapter of a folder. Raise CheckpointError for one that can't be used as it is.
+
+    `fits` raises for a rank that is too large, before anything is read.
+    """
     config = _config(folder)
     weights = folder / WEIGHTS
     if not weights.exists():
@@ -60,12 +81,14 @@ def read_folder(folder: Path, name: str, sites: Sites) -> Adapter:
                 "does not open it. Convert it where you trust it: PEFT's model.save_pretrained(folder)."
             )
         raise CheckpointError(f"{folder} has no {WEIGHTS}. Pass the folder that PEFT's save_pretrained wrote.")
-    tensors: dict[str, NDArray[Any]] = {}
+    tensors: dict[str, Tensor] = {}
     for entry in read_header(weights).entries:
         if not entry.has_numbers:
-            raise CheckpointError(f"{weights}: {entry.name} is stored as {entry.dtype}. Save it in float32 or 16 bits.")
-        tensors[entry.name] = rows_of(entry, 0, entry.shape[0]) if entry.shape else np.zeros(())
-    return adapter_of_tensors(name, tensors, config, sites, place=str(folder))
+            raise CheckpointError(
+                f"{weights}: {entry.name[:200]} is stored as {str(entry.dtype)[:80]}. Save it in float32 or 16 bits."
+            )
+        tensors[entry.name] = Tensor(entry.shape, partial(rows_of, entry, 0, entry.shape[0] if entry.shape else 0))
+    return adapter_of_tensors(name, tensors, config, sites, place=str(folder), fits=fits)
 
 
 def _config(folder: Path) -> dict[str, Any]:
@@ -84,7 +107,7 @@ def check_config(config: Mapping[str, Any], place: str) -> None:
     """Raise CheckpointError for what is not done here, by its name."""
     kind = config.get("peft_type", "LORA")
     if kind != "LORA":
-        raise CheckpointError(f"{place}: peft_type={kind!r} is not supported. Use a LoRA.")
+        raise CheckpointError(f"{place}: peft_type={str(kind)[:80]!r} is not supported. Use a LoRA.")
     for field, (harmless, fix) in _REFUSED.items():
         value = config.get(field)
         if value not in harmless:
@@ -98,34 +121,71 @@ def check_config(config: Mapping[str, Any], place: str) -> None:
 
 
 def adapter_of_tensors(
-    name: str, tensors: Mapping[str, NDArray[Any]], config: Mapping[str, Any], sites: Sites, *, place: str
+    name: str,
+    tensors: Mapping[str, Tensor],
+    config: Mapping[str, Any],
+    sites: Sites,
+    *,
+    place: str,
+    fits: Callable[[int], None] = any_rank,
 ) -> Adapter:
-    """Return an adapter of tensors under PEFT's names, and of the fields of its config."""
+    """Return an adapter of tensors under PEFT's names, and of the fields of its config.
+
+    They are read after all of their names and shapes were compared with the model's.
+    """
     check_config(config, place)
-    by_module = sites.by_module()
-    targets = _Targets(config, place)
-    pairs: dict[str, dict[str, NDArray[Any]]] = {}
-    fused: dict[str, dict[str, NDArray[Any]]] = {}
+    by_module, most = sites.by_module(), _MOST_SURPLUS + 4 * sum(len(site.modules) + 1 for site in sites.sites)
+    if len(tensors) > most:
+        raise CheckpointError(
+            f"{place} has {len(tensors):,} tensors, and an adapter of this model may have {most:,}. Pass one that was "
+            "trained on this model."
+        )
+    try:
+        targets = Targets(config, place)
+        products, problems = _planned(tensors, targets, sites, by_module)
+    except UnsupportedExpression as error:
+        raise CheckpointError(f"{place}: {CONFIG}: {error}. {_LIST}.") from error
+    if problems:
+        raise does_not_fit(place, problems)
+    fits(max((planned.rank for of_site in products.values() for planned in of_site if planned is not None), default=0))
+    read: dict[str, list[Product | None]] = {}
+    for path, of_site in products.items():
+        read[path] = [product for planned in of_site for product in ((None,) if planned is None else planned.read())]
+    return adapter_of(name, read)
+
+
+class _Planned(NamedTuple):
+    """A product, or those of all experts of a site, whose tensors have the right shapes."""
+
+    rank: int
+    read: Callable[[], Sequence[Product]]
+
+
+def _planned(
+    tensors: Mapping[str, Tensor], targets: Targets, sites: Sites, by_module: Mapping[str, tuple[Site, int]]
+) -> tuple[dict[str, list[_Planned | None]], list[str]]:
+    """Return the products of each site and the problems, by names and shapes alone."""
+    pairs: dict[str, dict[str, Tensor]] = {}
+    fused: dict[str, dict[str, Tensor]] = {}
     names: dict[str, str] = {}  # of modules in the trainer's model, which the config means, by those of the manifest
     problems: list[str] = []
     for key, tensor in tensors.items():
-        match = _TENSOR.fullmatch(key)
-        module = _known(match[1], by_module) if match is not None else None
-        if match is not None and _EXPERTS.fullmatch(match[1]):
-            pair = fused.setdefault(match[1], {})
-        elif match is None or module is None:
-            stripped = match[1] if match is not None else key
+        stripped, letter = _module_of(key)
+        module = _known(stripped, by_module) if letter else None
+        if letter and _layer_of_experts(stripped) is not None:
+            pair = fused.setdefault(stripped, {})
+        elif module is None:
             reason = sites.others.get(stripped, "is not a linear layer of this model")
             problems.append(f"{key}: {reason}")
             continue
-        elif targets.meant(match[1]) is None:
+        elif targets.meant(stripped) is None:
             problems.append(f"{key}: {CONFIG} does not name its module")
             continue
         else:
-            names[module], pair = match[1], pairs.setdefault(module, {})
-        if match[2] in pair:
-            problems.append(f"{key}: is the second lora_{match[2]} of its module")
-        pair[match[2]] = tensor
+            names[module], pair = stripped, pairs.setdefault(module, {})
+        if letter in pair:
+            problems.append(f"{key}: is the second lora_{letter} of its module")
+        pair[letter] = tensor
     single_experts = any(by_module[module][0].experts for module in pairs)
     if not targets.open_ended:
         own, theirs = _prefixes(names)
@@ -133,7 +193,7 @@ def adapter_of_tensors(
             trained = theirs + module.removeprefix(own) if module.startswith(own) else module
             if module not in pairs and (single_experts or not site.experts) and targets.meant(trained):
                 problems.append(f"{trained}: {CONFIG} names it, and it has no tensors")
-    products: dict[str, list[Product | None]] = {}
+    products: dict[str, list[_Planned | None]] = {}
     for module, pair in pairs.items():
         site, index = by_module[module]
         meant = targets.meant(names[module]) or module
@@ -142,21 +202,45 @@ def adapter_of_tensors(
         shapes = {letter: tensor.shape for letter, tensor in pair.items()}
         if shapes != expected:
             problems.append(f"{module}: lora_A and lora_B have shapes {shapes}, expected {expected}")
-            continue
-        down, up = (pair[letter].astype(np.float32) for letter in "AB")
-        products.setdefault(site.path, [None] * len(site.modules))[index] = Product(down, up * np.float32(scale))
+        elif rank > site.highest_rank:
+            problems.append(f"{module}: has rank {rank:,}, and at most {site.highest_rank:,} are read")
+        else:
+            product = _Planned(rank, partial(_of_module, pair, scale))
+            products.setdefault(site.path, [None] * len(site.modules))[index] = product
     known = {parameter for trained in names.values() for parameter in targets.naming(f"{trained}.weight")}
-    problems += _read_fused(fused, targets, sites, products, known)
-    if problems:
-        raise does_not_fit(place, problems)
-    return adapter_of(name, products)
+    problems += _plan_fused(fused, targets, sites, products, known)
+    return products, problems
 
 
-def _read_fused(
-    fused: Mapping[str, Mapping[str, NDArray[Any]]],
-    targets: _Targets,
+def _module_of(key: str) -> tuple[str, str]:
+    """Return a tensor's module, without PEFT's prefix, and which of the two matrices it is.
+
+    Names end in ".lora_A.weight", or ".lora_A.default.weight" with the adapter's name. The letter of others is empty.
+    """
+    module, _, last = key.removesuffix(_WEIGHT).rpartition(".")
+    if last not in _MATRICES and last.replace("_", "a").isalnum():
+        module, _, last = module.rpartition(".")
+    if last not in _MATRICES or not key.endswith(_WEIGHT) or not module:
+        return key, ""
+    return module.removeprefix(_PREFIX), _MATRICES[last]
+
+
+def _layer_of_experts(module: str) -> str | None:
+    """Return the layer of a module that has all experts of it; None for other modules."""
+    while module.endswith(_WRAPPED):
+        module = module.removesuffix(_WRAPPED)
+    parts = module.split(".")
+    if parts.pop() != "experts":
+        return None
+    numbers = [number for word, number in itertools.pairwise(parts) if word == "layers" and number.isdecimal()]
+    return numbers[-1] if numbers else None
+
+
+def _plan_fused(
+    fused: Mapping[str, Mapping[str, Tensor]],
+    targets: Targets,
     sites: Sites,
-    products: dict[str, list[Product | None]],
+    products: dict[str, list[_Planned | None]],
     known: set[str],
 ) -> list[str]:
     """Add the products of tensors of all experts of a layer, [experts · rank, in] and [out, rank · experts].
@@ -170,16 +254,16 @@ def _read_fused(
         if site.experts:
             stacks.setdefault(site.path.split(".")[1], []).append(site)
     for module, pair in fused.items():
-        match, shapes = _EXPERTS.fullmatch(module), {letter: tensor.shape for letter, tensor in pair.items()}
-        assert match is not None, "the caller has looked"
-        prefix, tried = module.replace(".base_layer", ""), []
-        for site in stacks.get(match[1], ()):
+        shapes = {letter: tensor.shape for letter, tensor in pair.items()}
+        prefix, tried = module.replace(_WRAPPED, ""), []
+        for site in stacks.get(_layer_of_experts(module) or "", ()):
             name = f"{prefix}.{_parameter(site)}"
             rank, count = targets.rank(name), site.experts
             expected = {"A": (rank * count, site.inputs), "B": (site.outputs, rank * count)}
             tried.append(f"{_parameter(site)} {expected}")
-            if targets.has_parameter(name) and shapes == expected and site.path not in products:
-                products[site.path] = _of_experts(site, pair, rank, targets.scale(name))
+            fits = shapes == expected and rank <= site.highest_rank
+            if targets.has_parameter(name) and fits and site.path not in products:
+                products[site.path] = [_Planned(rank, partial(_of_experts, site, pair, rank, targets.scale(name)))]
                 known.update(targets.naming(name))
                 break
         else:
@@ -200,10 +284,15 @@ def _read_fused(
     ]
 
 
-def _of_experts(site: Site, pair: Mapping[str, NDArray[Any]], rank: int, scale: float) -> list[Product | None]:
+def _of_module(pair: Mapping[str, Tensor], scale: float) -> list[Product]:
+    down, up = (pair[letter].read().astype(np.float32) for letter in "AB")
+    return [Product(down, up * np.float32(scale))]
+
+
+def _of_experts(site: Site, pair: Mapping[str, Tensor], rank: int, scale: float) -> list[Product]:
     """Return the products of each expert's modules."""
-    downs = pair["A"].astype(np.float32).reshape(site.experts, rank, site.inputs)
-    ups = pair["B"].astype(np.float32).reshape(site.outputs, rank, site.experts) * np.float32(scale)
+    downs = pair["A"].read().astype(np.float32).reshape(site.experts, rank, site.inputs)
+    ups = pair["B"].read().astype(np.float32).reshape(site.outputs, rank, site.experts) * np.float32(scale)
     parts = len(site.rows)
     spans = [slice(part, None, parts) for part in range(parts)] if site.interleaved else site.spans
     return [Product(downs[expert], ups[span, :, expert]) for expert in range(site.experts) for span in spans]
@@ -231,39 +320,38 @@ def _prefixes(names: Mapping[str, str]) -> tuple[str, str]:
     return module, name
 
 
-class _Targets:
+class Targets:
     """The modules that a config names, and the rank and scale of each, by PEFT's rules."""
 
     def __init__(self, config: Mapping[str, Any], place: str) -> None:
+        self._place, budget = place, Budget()
         try:
-            self._targets, self._excluded = (_modules(config.get(f"{word}_modules")) for word in ("target", "exclude"))
+            self._targets = self._modules(config, "target_modules", budget)
+            self._excluded = self._modules(config, "exclude_modules", budget)
             layers, starts = config.get("layers_to_transform"), config.get("layers_pattern") or ()
             self._layers = {layers} if isinstance(layers, int) else set(map(int, layers or ())) or None
-            starts = _names([starts] if isinstance(starts, str) else starts)
-            self._patterns = [re.compile(rf"(?:^|.*?\.){start}\.(\d+)\.") for start in starts] or [_LAYER]
+            self._starts = tuple(map(self._start, _names([starts] if isinstance(starts, str) else starts)))
             self._rank, alpha = int(config.get("r", 8)), config.get("lora_alpha")
             self._alpha = float(8 if alpha is None else alpha)
-            self._ranks = {pattern: int(rank) for pattern, rank in _patterns(config.get("rank_pattern"))}
-            self._alphas = {pattern: float(alpha) for pattern, alpha in _patterns(config.get("alpha_pattern"))}
-            if min([self._rank, *self._ranks.values()]) < 1:
+            self._ranks = self._patterns(config, "rank_pattern", int, budget)
+            self._alphas = self._patterns(config, "alpha_pattern", float, budget)
+            if min([self._rank, *(rank for _, rank in self._ranks)]) < 1:
                 raise ValueError("a rank below 1")
             self.parameters = _names(config.get("target_parameters") or ())
-        except re.error as error:
-            raise CheckpointError(
-                f"{place}: {CONFIG} has {str(error.pattern)[:80]!r}, which is not a regular expression ({error}). Save "
-                "the adapter again."
-            ) from error
+        except CheckpointError:
+            raise
         except (TypeError, ValueError, OverflowError) as error:
             raise CheckpointError(
-                f"{place}: {CONFIG} has what PEFT does not write ({error}). Save the adapter again."
+                f"{place}: {CONFIG} has what PEFT does not write ({str(error)[:200]}). Save the adapter again."
             ) from error
+        self._of_parameters = frozenset(self.parameters)
         self._rooted = bool(config.get("use_rslora", False))
         # True if the config does not list the modules, so that the tensors alone say which there are.
         self.open_ended = self._targets is None and not self.parameters
 
     def naming(self, parameter: str) -> list[str]:
         """Return the names of parameters in the config that mean this one: each is the end of its name."""
-        return [name for name in self.parameters if parameter == name or parameter.endswith(f".{name}")]
+        return [name for name in _ends(parameter) if name in self._of_parameters]
 
     def has_parameter(self, parameter: str) -> bool:
         """True if the config names a parameter of all experts."""
@@ -280,12 +368,11 @@ class _Targets:
         """True if the config names a module."""
         if self._excluded and _matches(self._excluded, module):
             return False
-        if not self.open_ended and not _matches(self._targets or (), module):
+        if not self.open_ended and not _matches(self._targets or frozenset(), module):
             return False
-        if self._layers is None or not isinstance(self._targets, tuple) or module in self._targets:
+        if self._layers is None or not isinstance(self._targets, frozenset) or module in self._targets:
             return True
-        match = next((match for match in (pattern.match(module) for pattern in self._patterns) if match), None)
-        return match is not None and int(match[1]) in self._layers
+        return self.layer(module) in self._layers
 
     def rank(self, module: str) -> int:
         """Return the rank of a module's product."""
@@ -296,12 +383,64 @@ class _Targets:
         rank = self.rank(module)
         return _by_pattern(self._alphas, module, self._alpha) / (math.sqrt(rank) if self._rooted else rank)
 
+    def _modules(self, config: Mapping[str, Any], field: str, budget: Budget) -> Expression | frozenset[str] | None:
+        """Return the names of modules, or the expression of those that are meant; None for all of them, or for none."""
+        value = config.get(field)
+        if isinstance(value, str):
+            return None if value.lower() == "all-linear" else self._expression(field, value, budget)
+        return None if value is None else frozenset(_names(value))
 
-def _modules(value: Any) -> re.Pattern[str] | tuple[str, ...] | None:
-    """Return the names of modules, or the expression of those that are meant; None for all of them, or for none."""
-    if isinstance(value, str):
-        return None if value.lower() == "all-linear" else re.compile(value)
-    return None if value is None else _names(value)
+    def _patterns(
+        self, config: Mapping[str, Any], field: str, kind: Callable[[Any], Number], budget: Budget
+    ) -> list[tuple[Expression, Number]]:
+        """Return the items of a mapping with expressions of the names, or of their ends, that they are for."""
+        items = dict(config.get(field) or {}).items()
+        return [(self._expression(field, text, budget), kind(value)) for text, value in items]
+
+    def _expression(self, field: str, text: str, budget: Budget) -> Expression:
+        try:
+            return Expression(text, budget)
+        except UnsupportedExpression as error:
+            shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+            raise CheckpointError(f"{self._place}: {CONFIG} has {field}={shown!r}: {error}. {_LIST}.") from error
+
+    def _start(self, text: str) -> list[str]:
+        """Return the parts of a name of the list of layers, between dots; PEFT lets a dot stand for any character."""
+        parts = text.split(".")
+        if len(text) > _LONGEST_START or not all(part.replace("_", "a").isalnum() for part in parts):
+            raise CheckpointError(
+                f"{self._place}: {CONFIG} has layers_pattern={text[:_SHOWN]!r}, which is not a name of letters, "
+                "digits, underscores and dots, such as 'layers'. Name the list of layers, or leave layers_pattern out."
+            )
+        return parts
+
+    def layer(self, module: str) -> int | None:
+        """Return the number of a module's layer, by the name of the list of layers if the config has it."""
+        if not self._starts:
+            parts = module.split(".")
+            return next((int(part) for part in parts[2:-1] if part.isdecimal()), None)
+        numbers = (_number_after(start, module) for start in self._starts)
+        return next((number for number in numbers if number is not None), None)
+
+
+def _number_after(start: Sequence[str], module: str) -> int | None:
+    """Return the number that is the part of a module's name after the first place where a name starts."""
+    size = len(start) - 1 + sum(map(len, start))
+    at = 0
+    while True:
+        end = at + size
+        number, dot, _ = module[end + 1 :].partition(".")
+        if module[end : end + 1] == "." and dot and number.isdecimal():
+            begin = at
+            for part in start:
+                if not module.startswith(part, begin):
+                    break
+                begin += len(part) + 1
+            else:
+                return int(number)
+        at = module.find(".", at) + 1
+        if not at:
+            return None
 
 
 def _names(value: Any) -> tuple[str, ...]:
@@ -310,17 +449,20 @@ def _names(value: Any) -> tuple[str, ...]:
     return tuple(value)
 
 
-def _patterns(value: Any) -> list[tuple[re.Pattern[str], Any]]:
-    """Return the items of a mapping with expressions of the names, or of their ends, that they are for."""
-    return [(re.compile(rf"(.*\.)?({pattern})$"), item) for pattern, item in dict(value or {}).items()]
+def _ends(name: str) -> Iterator[str]:
+    """Yield a name, and what follows each of its dots."""
+    yield name
+    while "." in name:
+        name = name.partition(".")[2]
+        yield name
 
 
-def _matches(targets: re.Pattern[str] | tuple[str, ...], module: str) -> bool:
-    if isinstance(targets, re.Pattern):
-        return targets.fullmatch(module) is not None
-    return any(module == target or module.endswith(f".{target}") for target in targets)
+def _matches(targets: Expression | frozenset[str], module: str) -> bool:
+    if isinstance(targets, Expression):
+        return targets.matches(module)
+    return any(end in targets for end in _ends(module))
 
 
-def _by_pattern(patterns: Mapping[re.Pattern[str], float], module: str, default: float) -> float:
+def _by_pattern(patterns: Sequence[tuple[Expression, float]], module: str, default: float) -> float:
     """Return the value of the first pattern that a module's name matches."""
-    return next((value for pattern, value in patterns.items() if pattern.match(module)), default)
+    return next((value for pattern, value in patterns if pattern.matches_end(module)), default)

@@ -6,7 +6,9 @@ own model with nnx's orientation (`layers.0.attention.qkv.lora_a` [in, rank], `â
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +16,28 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
+from rekindle._src.core.names import checked_path
 from rekindle._src.models.adapters import peft
 from rekindle._src.models.adapters.adapter import Adapter, Matrix, Product, adapter_of, does_not_fit
-from rekindle._src.models.adapters.peft import adapter_of_tensors
-from rekindle._src.models.adapters.sites import Sites, sites_of
+from rekindle._src.models.adapters.peft import Tensor, adapter_of_tensors, any_rank
+from rekindle._src.models.adapters.sites import Site, Sites, sites_of
 from rekindle._src.models.config import ModelConfig
 from rekindle._src.models.loading.gguf.files import is_gguf
 from rekindle.errors import CheckpointError, ConfigError
 
 
-def read_adapter(source: Any, name: str, config: ModelConfig, *, alpha: float | None = None) -> Adapter:
-    """Return an adapter for a model with this config. Raise CheckpointError for one that does not fit it."""
+def read_adapter(
+    source: Any,
+    name: str,
+    config: ModelConfig,
+    *,
+    alpha: float | None = None,
+    fits: Callable[[int], None] = any_rank,
+) -> Adapter:
+    """Return an adapter for a model with this config. Raise CheckpointError for one that does not fit it.
+
+    The shapes in a file are compared, and `fits` raises for a rank that is too large, before its numbers are read.
+    """
     sites = sites_of(config)
     if not isinstance(source, str | Path | Adapter):
         return read_state(source, name, sites, alpha=alpha)
@@ -32,15 +45,15 @@ def read_adapter(source: Any, name: str, config: ModelConfig, *, alpha: float | 
         raise ConfigError("alpha", alpha, "is for a trainer's arrays: a folder or a file has its own", "Leave it out")
     if isinstance(source, Adapter):
         return Adapter(name, source.digest, source.products)
-    path = Path(source).expanduser()
-    if is_gguf(path) and path.is_file():
-        return read_file(path, name, config, sites)
-    if not path.is_dir():
+    path = checked_path("source", source)
+    if is_gguf(path) and os.path.isfile(path):
+        return read_file(path, name, config, sites, fits)
+    if not os.path.isdir(path):  # whatever the reason, such as a folder above it that may not be read
         raise CheckpointError(
             f"The adapter {name!r} is at {str(source)!r}, which is not a folder. Pass a local folder: "
             "huggingface_hub.snapshot_download(â€¦) returns that of an adapter on the hub."
         )
-    return peft.read_folder(path, name, sites)
+    return peft.read_folder(path, name, sites, fits)
 
 
 _ENDS = (".lora_a", ".lora_b")
@@ -87,7 +100,8 @@ def read_state(state: Any, name: str, sites: Sites, *, alpha: float | None = Non
             )
         rank = next(iter(*ranks), 0)
         config = {"r": rank, "lora_alpha": rank if alpha is None else alpha}
-        return adapter_of_tensors(name, arrays, config, sites, place=repr(name))
+        tensors = {path: Tensor(array.shape, partial(np.asarray, array)) for path, array in arrays.items()}
+        return adapter_of_tensors(name, tensors, config, sites, place=repr(name))
     return adapter_of(name, _products(arrays, name, sites, alpha))
 
 
@@ -121,10 +135,12 @@ def _products(
 _DOWN, _UP = ".lora_a", ".lora_b"
 
 
-def read_file(path: Path, name: str, config: ModelConfig, sites: Sites) -> Adapter:
+def read_file(
+    path: Path, name: str, config: ModelConfig, sites: Sites, fits: Callable[[int], None] = any_rank
+) -> Adapter:
     """Return the adapter of a file. Raise CheckpointError for one that does not fit the model."""
     # Sessions import this module, and few of them read such a file.
-    from rekindle._src.models.loading.gguf.header import read_header
+    from rekindle._src.models.loading.gguf.header import GgufTensor, read_header
     from rekindle._src.models.loading.gguf.names import place, within_layer
     from rekindle._src.models.loading.gguf.rows import GgufRows, stored_places
     from rekindle._src.models.registry import gguf_form, manifest
@@ -149,24 +165,33 @@ def read_file(path: Path, name: str, config: ModelConfig, sites: Sites) -> Adapt
     alpha = metadata.number("adapter.lora.alpha", 0.0)
     tensors = {tensor.name: tensor for tensor in header.tensors}
     problems: list[str] = []
-    products: dict[str, list[Product | None]] = {}
+    planned: list[tuple[str, Site, int, GgufTensor, GgufTensor]] = []
     for module, (site, index) in sites.by_module().items():
         if site.experts:  # their tensors have three axes, and are named below
             continue
         where = place(f"{module}.weight", form)
-        pair = [tensors.pop(f"{where.name}{end}", None) for end in (_DOWN, _UP)]
-        if pair == [None, None]:
+        first, second = (tensors.pop(f"{where.name}{end}", None) for end in (_DOWN, _UP))
+        if first is None and second is None:
             continue
-        matrices = [
-            tensor and GgufRows(path, tensor.name, tensor.kind, tensor.shape, tensor.offset)(0, tensor.shape[0])
-            for tensor in pair
-        ]
-        down, up = matrices
-        rank, shapes = 0 if down is None else len(down), [None if it is None else it.shape for it in matrices]
-        if down is None or up is None or not rank or shapes != [(rank, site.inputs), (site.rows[index], rank)]:
+        shapes = [None if tensor is None else tensor.shape for tensor in (first, second)]
+        rank = 0 if first is None else first.shape[0]
+        if first is None or second is None or shapes != [(rank, site.inputs), (site.rows[index], rank)]:
             problems.append(f"{where.name}: lora_a and lora_b have shapes {shapes}")
-            continue
-        if where.paired:
+        elif rank > site.highest_rank:
+            problems.append(f"{where.name}: has rank {rank:,}, and at most {site.highest_rank:,} are read")
+        else:
+            planned.append((module, site, index, first, second))
+    problems += [f"{name}: is not a matrix of a block of this model" for name in tensors]
+    if problems:
+        raise does_not_fit(path, problems)
+    fits(max((first.shape[0] for _, _, _, first, _ in planned), default=0))
+    products: dict[str, list[Product | None]] = {}
+    for module, site, index, *stored in planned:
+        down, up = (
+            GgufRows(path, tensor.name, tensor.kind, tensor.shape, tensor.offset)(0, tensor.shape[0])
+            for tensor in stored
+        )
+        if place(f"{module}.weight", form).paired:
             up = _halves(up, config.head_dim)
         layer, own = within_layer(f"{module}.weight") or (0, "")
         how = form.rewritten(config, layer, own) if own else None
@@ -174,11 +199,8 @@ def read_file(path: Path, name: str, config: ModelConfig, sites: Sites) -> Adapt
             up = up[stored_places(np.arange(len(up)), how.rows)]
         if how is not None and how.columns is not None:
             down = down[:, stored_places(np.arange(site.inputs), how.columns)]
-        scale = np.float32(alpha / rank if alpha else 1.0)
+        scale = np.float32(alpha / len(down) if alpha else 1.0)
         products.setdefault(site.path, [None] * len(site.modules))[index] = Product(down, up * scale)
-    problems += [f"{name}: is not a matrix of a block of this model" for name in tensors]
-    if problems:
-        raise does_not_fit(path, problems)
     return adapter_of(name, products)
 
 

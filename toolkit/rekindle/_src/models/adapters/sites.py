@@ -12,6 +12,8 @@ from rekindle._src.models.precision import Precision
 from rekindle._src.models.registry import manifest
 from rekindle._src.models.roles import REPLICATED, Role, Span, count_of
 
+_USUAL_RANK = 256  # small models have adapters of such ranks, too
+
 
 class Site(NamedTuple):
     """One matrix [out, in] of the layers, or a stack of them, one for each expert.
@@ -35,6 +37,11 @@ class Site(NamedTuple):
     def outputs(self) -> int:
         """All rows of a matrix."""
         return sum(self.rows)
+
+    @property
+    def highest_rank(self) -> int:
+        """The largest rank that an adapter of it may have: with more than its sides an adapter gains nothing."""
+        return max(_USUAL_RANK, self.inputs, self.outputs)
 
     @property
     def spans(self) -> list[slice]:

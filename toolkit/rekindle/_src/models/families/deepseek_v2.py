@@ -27,12 +27,12 @@ def config(keys: Keys) -> ModelConfig:
         "n_routed_experts",
         normalize=False,
         scale=float(keys.get("routed_scaling_factor", 1.0)),
-        shared_size=inner * keys.get("n_shared_experts", 2),
+        shared_size=inner * keys.whole("n_shared_experts", 2),
         groups=keys.size("n_group", 1) if limited else 1,
         top_groups=keys.size("topk_group", 1) if limited else 1,
         group_best=1,
     )
-    dense = keys.get("first_k_dense_replace", 0)
+    dense = keys.whole("first_k_dense_replace", 0)
     return latent_decoder(keys, tuple(None if layer < dense else spec for layer in range(layers)))
 
 
@@ -44,12 +44,13 @@ def glm_config(keys: Keys) -> ModelConfig:
         scoring="sigmoid",
         correction=True,
         scale=float(keys.get("routed_scaling_factor", 1.8)),
-        groups=keys.get("n_group", 1),
-        top_groups=keys.get("topk_group", 1),
-        shared_size=inner * keys.get("n_shared_experts", 1),
+        groups=keys.size("n_group", 1),
+        top_groups=keys.size("topk_group", 1),
+        shared_size=inner * keys.whole("n_shared_experts", 1),
     )
-    dense = keys.get("first_k_dense_replace", 1)
-    kinds = keys.get("mlp_layer_types", ["dense" if layer < dense else "sparse" for layer in range(layers)])
+    dense = keys.whole("first_k_dense_replace", 1)
+    default = ["dense" if layer < dense else "sparse" for layer in range(layers)]
+    kinds = keys.kinds_of_layers(default, "dense", "sparse", name="mlp_layer_types")
     moe = tuple(spec if kind == "sparse" else None for kind in kinds)
     interleaved = keys.get("rope_interleave", True)
     return latent_decoder(keys, moe, query_rank=768, interleaved=interleaved, eps=1e-5)
@@ -144,7 +145,7 @@ def manifest(config: ModelConfig) -> Manifest:
 
 def gguf_variant(model: GgufModel) -> str | None:
     """Return the family of a file of llama.cpp's "deepseek2", whose experts have a correction for another one."""
-    layers = range(model.integer("block_count"))
+    layers = range(model.layers)
     return "glm4_moe_lite" if any(model.has(f"blk.{layer}.exp_probs_b.bias") for layer in layers) else None
 
 
@@ -158,7 +159,7 @@ def read_gguf(model: GgufModel) -> dict[str, Any]:
         rope["rope_scaling"] |= {"mscale": 10 * growth, "mscale_all_dim": 10 * growth}
     return {
         "hidden_size": model.integer("embedding_length"),
-        "num_hidden_layers": model.integer("block_count"),
+        "num_hidden_layers": model.layers,
         "num_attention_heads": model.integer("attention.head_count"),
         "intermediate_size": model.integer("feed_forward_length"),
         "max_position_embeddings": model.integer("context_length"),

@@ -26,7 +26,7 @@ def moe_config(keys: Keys) -> ModelConfig:
     inner, layers = keys.size("moe_intermediate_size"), keys.size("num_hidden_layers")
     keys.only("use_bias", False)
     keys.only("moe_norm_min", 1e-12)  # the least sum that weights are divided by: it is never smaller
-    shared_size = inner * keys.get("moe_num_shared_experts", 2)
+    shared_size = inner * keys.whole("moe_num_shared_experts", 2)
     spec = keys.experts("moe_num_experts", of_token="moe_k", normalize=True, correction=True, shared_size=shared_size)
     first, last = keys.get("moe_layer_start_index", 1), keys.get("moe_layer_end_index", -1)
     last, step = layers - 1 if last == -1 else last, keys.size("moe_layer_interval", 1)

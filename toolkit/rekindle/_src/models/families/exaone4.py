@@ -31,7 +31,7 @@ def _slides(keys: Keys, window: int | None) -> list[bool]:
     if isinstance(pattern, str):
         if not pattern or set(pattern) - {"L", "G"}:
             raise UnsupportedModel(
-                f"sliding_window_pattern={pattern!r} has letters other than L and G. Check the file."
+                f"sliding_window_pattern={pattern[:80]!r} has letters other than L and G. Check the file."
             )
         return [pattern[layer % len(pattern)] == "L" and layer < layers - 1 for layer in range(layers)]
     return [(layer + 1) % keys.size("sliding_window_pattern", 4) != 0 for layer in range(layers)]

@@ -28,7 +28,8 @@ EXPERT_NORMS = {
 
 def config(keys: Keys) -> ModelConfig:
     keys.only("use_bidirectional_attention", "vision")  # of images, which are not read
-    layers, shared = keys.size("num_hidden_layers"), keys.get("num_kv_shared_layers", 0)
+    layers = keys.size("num_hidden_layers")
+    shared = keys.whole("num_kv_shared_layers", 0, most=layers - 1)
     slides = list(keys.layer_types([(layer + 1) % 6 != 0 for layer in range(layers)]))
     slides[-1] = False
     head_dim, kv_heads, window = keys.size("head_dim"), keys.size("num_key_value_heads"), keys.window(512)
@@ -46,7 +47,8 @@ def config(keys: Keys) -> ModelConfig:
     pages = (*own[:first], *(SharedWith(sources[slide]) for slide in slides[first:]))
     inner = keys.size("intermediate_size")
     wide = 2 if keys.get("use_double_wide_mlp", False) else 1
-    size, has_experts = keys.nullable("hidden_size_per_layer_input", 256) or 0, keys.get("enable_moe_block", False)
+    size = keys.whole("hidden_size_per_layer_input", 256, null=0)
+    has_experts = keys.get("enable_moe_block", False)
     if size:
         keys.only("vocab_size_per_layer_input", keys.size("vocab_size"))
     return decoder(
@@ -155,9 +157,8 @@ def manifest(config: ModelConfig) -> Manifest:
 
 
 def read_gguf(model: GgufModel) -> dict[str, Any]:
-    layers = model.integer("block_count")
-    slides = model.numbers("attention.sliding_window_pattern").astype(bool).tolist()[:layers]
-    inner, kv_heads = model.each("feed_forward_length", layers), model.each("attention.head_count_kv", layers)
+    slides = model.numbers("attention.sliding_window_pattern").astype(bool).tolist()
+    inner, kv_heads = model.each("feed_forward_length"), model.each("attention.head_count_kv")
     full = slides.index(False)
     factors = model.rope_factors(model.head_dim)
     tied = not model.has(f"blk.{full}.attn_v.weight")
@@ -166,7 +167,7 @@ def read_gguf(model: GgufModel) -> dict[str, Any]:
         raise model.unsupported("attention.head_count_kv", kv_heads, "(layers of different sizes)")
     keys = {
         "hidden_size": model.integer("embedding_length"),
-        "num_hidden_layers": layers,
+        "num_hidden_layers": model.layers,
         "num_attention_heads": model.integer("attention.head_count"),
         "num_key_value_heads": of_slides.get(True, kv_heads[full]),
         "num_global_key_value_heads": kv_heads[full],

@@ -74,7 +74,7 @@ def manifest(config: ModelConfig) -> Manifest:
 def read_gguf(model: GgufModel) -> dict[str, Any]:
     return {
         "n_embd": model.integer("embedding_length"),
-        "n_layer": model.integer("block_count"),
+        "n_layer": model.layers,
         "n_head": model.integer("attention.head_count"),
         "n_inner": model.integer("feed_forward_length"),
         "n_positions": model.integer("context_length"),

@@ -25,7 +25,7 @@ def moe_config(keys: Keys) -> ModelConfig:
 
 
 def shared_config(keys: Keys) -> ModelConfig:
-    shared = keys.get("shared_intermediate_size", 1024)
+    shared = keys.size("shared_intermediate_size", 1024)
     return decoder(keys, kv_heads_implied=True, **granite_moe_fields(keys, shared))
 
 

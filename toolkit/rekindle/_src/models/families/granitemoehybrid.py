@@ -25,7 +25,7 @@ def config(keys: Keys) -> ModelConfig:
     keys.only("mamba_conv_bias", True)
     shared, layers = keys.size("shared_intermediate_size"), keys.size("num_hidden_layers")
     fields = (
-        granite.granite_moe_fields(keys, shared) if keys.get("num_local_experts", 8) else granite.granite_fields(keys)
+        granite.granite_moe_fields(keys, shared) if keys.whole("num_local_experts", 8) else granite.granite_fields(keys)
     )
     if keys.get("position_embedding_type") != "rope":
         fields["attention"] = tuple(dataclasses.replace(spec, rope=None) for spec in fields["attention"])
@@ -49,7 +49,7 @@ def check_steps(keys: Keys) -> None:
 def state_of(keys: Keys, inner: int | None = None) -> RecurrentSpec:
     """Return the state of Mamba-2 layers of `inner` channels, or of as many as `mamba_expand` makes."""
     check_steps(keys)
-    inner = inner or int(keys.get("mamba_expand", 2) * keys.size("hidden_size"))
+    inner = inner or int(keys.factor("mamba_expand", 2) * keys.size("hidden_size"))
     heads = keys.size("mamba_n_heads", 128)
     groups, size = keys.size("mamba_n_groups", 1), keys.size("mamba_d_state", 256)
     return RecurrentSpec(

@@ -34,7 +34,7 @@ def moe_config(keys: Keys) -> ModelConfig:
         correction=keys.get("use_expert_bias", True),
         scale=float(keys.get("routed_scaling_factor", 1.0)),
     )
-    layers, dense = range(keys.size("num_hidden_layers")), keys.get("num_dense_layers", 2)
+    layers, dense = range(keys.size("num_hidden_layers")), keys.whole("num_dense_layers", 2)
     return decoder(keys, moe=tuple(None if layer < dense else experts for layer in layers), **mixer_fields(keys))
 
 
@@ -70,7 +70,7 @@ def mixer_fields(keys: Keys) -> dict[str, Any]:
     keys.only("conv_bias", False)
     hidden, layers = keys.size("hidden_size"), keys.size("num_hidden_layers")
     state = RecurrentSpec(channels=hidden, taps=keys.size("conv_L_cache", 3))
-    attends = keys.get("full_attn_idxs", range(layers))
+    attends = frozenset(keys.get("full_attn_idxs", range(layers)))
     default = ["full_attention" if layer in attends else "conv" for layer in range(layers)]
     return {
         "norm_eps": keys.get("norm_eps", 1e-5),
@@ -88,7 +88,7 @@ def _intermediate_size(keys: Keys) -> int:
     if not keys.get("block_auto_adjust_ff_dim", True):
         return size
     multiple = keys.size("block_multiple_of", 256)
-    size = int(keys.get("block_ffn_dim_multiplier", 1.0) * int(2 * size / 3))
+    size = int(keys.factor("block_ffn_dim_multiplier", 1.0) * int(2 * size / 3))
     return -(-size // multiple) * multiple
 
 

@@ -27,7 +27,6 @@ def config(keys: Keys) -> ModelConfig:
     keys.only("mamba_hidden_act", "silu")
     keys.only("sliding_window")
     kinds = _kinds(keys)
-    keys.raw["num_hidden_layers"] = len(kinds)
     state, spec = _state(keys), _experts(keys) if EXPERTS in kinds else None
     head_dim, kv_heads = keys.size("head_dim", 128), keys.size("num_key_value_heads", keys.size("num_attention_heads"))
     inner = keys.size("intermediate_size", spec.intermediate_size if spec else None)
@@ -54,6 +53,8 @@ def _kinds(keys: Keys) -> tuple[str, ...]:
     pattern = keys.get("hybrid_override_pattern", "")
     names = keys.get("layer_types") or [LETTERS.get(letter, letter) for letter in pattern]
     names = names or [MAMBA, EXPERTS, ATTENTION, MLP]
+    keys.raw["num_hidden_layers"] = len(names)
+    keys.size("num_hidden_layers")
     keys.raw["layer_types"] = [OLDER.get(name, name) for name in names]
     kinds = keys.kinds_of_layers(names, *LETTERS.values())
     if ATTENTION not in kinds:
@@ -143,8 +144,7 @@ def manifest(config: ModelConfig) -> Manifest:
 def read_gguf(model: GgufModel) -> dict[str, Any]:
     keys = model.decoder("layer_norm_rms_epsilon", "expert_shared_count", "expert_group_count", gaps=True)
     states = granitemoehybrid.gguf_state(model)
-    layers = model.integer("block_count")
-    lengths, count = model.each("feed_forward_length", layers), model.integer("expert_count", 0)
+    lengths, count = model.each("feed_forward_length"), model.integer("expert_count", 0)
     kinds = [
         ATTENTION if attends else MAMBA if model.has(f"blk.{layer}.ssm_in.weight") else MLP
         for layer, attends in enumerate(model.attends())

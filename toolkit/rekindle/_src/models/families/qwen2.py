@@ -44,7 +44,7 @@ def sliding(keys: Keys, slides: Callable[[int, int], bool] = operator.ge) -> tup
 
 def sparse_layers(keys: Keys) -> list[bool]:
     """Return which layers have experts."""
-    dense, step = keys.get("mlp_only_layers", []), keys.size("decoder_sparse_step", 1)
+    dense, step = frozenset(keys.get("mlp_only_layers", ())), keys.size("decoder_sparse_step", 1)
     return [layer not in dense and (layer + 1) % step == 0 for layer in range(keys.size("num_hidden_layers"))]
 
 

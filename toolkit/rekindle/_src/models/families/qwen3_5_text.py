@@ -128,7 +128,7 @@ def decoder_keys(model: GgufModel, length: int | None = None) -> dict[str, Any]:
 
 
 def layers_of(model: GgufModel) -> int:
-    return int(model.integer("block_count") - model.integer("nextn_predict_layers", 0))
+    return model.layers - model.drafting
 
 
 def mixer_keys(model: GgufModel) -> dict[str, Any]:

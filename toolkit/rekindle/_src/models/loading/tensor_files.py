@@ -37,7 +37,7 @@ FLOATS = frozenset(("F64", "F32", "F16", "BF16"))
 _NAMES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
 ALIGNMENT = 64
 _MAX_HEADER = 100_000_000  # the format's own limit
-MAX_NAME = 1 << 10  # characters of a tensor's name
+MAX_NAME = 1 << 10  # bytes of a tensor's name: the longest published ones have some 150
 MAX_DIMENSIONS = 8  # of a tensor: the product of a million of them takes minutes
 MOST_LISTED = 12  # listed one by one; a broken or hostile checkpoint can have hundreds of thousands
 _WIDTH = 200  # characters of one of them; the names in a file can have any length
@@ -156,7 +156,7 @@ def read_header(path: Path) -> Header:
         metadata = fields.pop("__metadata__", None) or {}
         entries = tuple(_entry(path, name, value, 8 + length) for name, value in fields.items())
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise broken(path, f"its header makes no sense ({error!r})") from error
+        raise broken(path, f"its header makes no sense ({repr(error)[:_WIDTH]})") from error
     needed = max((entry.offset + entry.nbytes for entry in entries), default=0)
     if needed > size:
         raise broken(path, f"its tensors need {needed:,} bytes and the file has {size:,}")
@@ -164,14 +164,14 @@ def read_header(path: Path) -> Header:
 
 
 def _entry(path: Path, name: str, value: dict[str, Any], base: int) -> TensorEntry:
-    if len(name) > MAX_NAME:
-        raise ValueError(f"a name of {len(name):,} characters, {name[:40]!r}…, and at most {MAX_NAME:,} are read")
+    if len(name.encode(errors="surrogatepass")) > MAX_NAME:
+        raise ValueError(f"a name of {len(name):,} characters, {name[:40]!r}…, and at most {MAX_NAME:,} bytes are read")
     start, stop = value["data_offsets"]
     shape, dtype = tuple(value["shape"]), value["dtype"]
     if len(shape) > MAX_DIMENSIONS:
         raise ValueError(f"{name}: {len(shape):,} dimensions, and at most {MAX_DIMENSIONS} are read")
-    if not all(isinstance(n, int) and n >= 0 for n in (start, stop, *shape)):
-        raise ValueError(f"{name}: shape {shape}, offsets {start}:{stop}")
+    if not all(isinstance(n, int) and 0 <= n < 1 << 62 for n in (start, stop, *shape)):
+        raise ValueError(f"{name}: shape {str(shape)[:_WIDTH]}, offsets {str(start)[:24]}:{str(stop)[:24]}")
     if dtype in DTYPES and stop - start != math.prod(shape) * np.dtype(DTYPES[dtype]).itemsize:
         raise ValueError(f"{name}: {dtype} {list(shape)} does not fill {stop - start} bytes")
     return TensorEntry(name, path, dtype, shape, base + start, stop - start)

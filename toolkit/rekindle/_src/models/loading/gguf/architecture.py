@@ -10,12 +10,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from rekindle._src.models.hf_config import MAX_LAYERS
 from rekindle._src.models.loading.gguf.header import GgufHeader, GgufTensor, Metadata
 from rekindle._src.models.nn.rope import RopeSpec
 from rekindle.errors import CheckpointError, UnsupportedModel
 
 _LLAMA3_LENGTH = 8192  # the pre-training length of all published models with Llama 3's rope
 _MOST = 1 << 14  # frequencies
+# Counts that decide how much is built for a file: `GgufModel` reads them, against bounds, and families can't.
+_COUNTS = ("block_count", "nextn_predict_layers")
 
 
 class GgufModel(NamedTuple):
@@ -30,16 +33,46 @@ class GgufModel(NamedTuple):
         return self.header.metadata
 
     def integer(self, key: str, *default: Any) -> Any:
-        return self.metadata.integer(f"{self.prefix}.{key}", *default)
+        return self.metadata.integer(self._key(key), *default)
 
     def number(self, key: str, *default: Any) -> Any:
-        return self.metadata.number(f"{self.prefix}.{key}", *default)
+        return self.metadata.number(self._key(key), *default)
 
     def get(self, key: str, default: Any = None) -> Any:
-        return self.metadata.get(f"{self.prefix}.{key}", default)
+        return self.metadata.get(self._key(key), default)
 
     def numbers(self, key: str) -> Any:
-        return self.metadata.numbers(f"{self.prefix}.{key}")
+        """Return an array that has a number for each layer. Raise `UnsupportedModel` for one of another length."""
+        values = self.metadata.numbers(self._key(key))
+        if len(values) > self.layers:
+            raise self.unsupported(key, f"{len(values):,} numbers", f"for {self.layers} layers")
+        return values
+
+    def _key(self, key: str) -> str:
+        assert key not in _COUNTS, f"{key} is believed by nobody but GgufModel.layers and .drafting"
+        return f"{self.prefix}.{key}"
+
+    @property
+    def layers(self) -> int:
+        """How many layers there are, those that draft tokens included; none is without a tensor."""
+        count = self.metadata.integer(f"{self.prefix}.block_count")
+        if not 1 <= count <= MAX_LAYERS or count > len(self.tensors):
+            raise CheckpointError(
+                f"{self.header.path}: {self.prefix}.block_count={count} is not from 1 to {MAX_LAYERS:,}, or more than "
+                f"the {len(self.tensors):,} tensors of the file. Download it again."
+            )
+        return int(count)
+
+    @property
+    def drafting(self) -> int:
+        """How many of the layers, the last ones, draft tokens."""
+        count = self.metadata.integer(f"{self.prefix}.nextn_predict_layers", 0)
+        if not 0 <= count < self.layers:
+            raise CheckpointError(
+                f"{self.header.path}: {self.prefix}.nextn_predict_layers={count} is not less than its {self.layers:,} "
+                "layers. Download it again."
+            )
+        return int(count)
 
     def has(self, tensor: str) -> bool:
         """True if the file has this tensor."""
@@ -80,19 +113,19 @@ class GgufModel(NamedTuple):
         `allowed` are options that the family reads itself. With `gaps`, layers may have no heads or no MLP. `length` is
         the size of the MLP where the file has none.
         """
-        layers, default = self.integer("block_count"), () if length is None else (length,)
+        layers, default = self.layers, () if length is None else (length,)
         keys: dict[str, Any] = {
             "hidden_size": self.integer("embedding_length"),
             "num_hidden_layers": layers,
-            "num_attention_heads": self._same("attention.head_count", layers, gaps=gaps),
-            "intermediate_size": self._same("feed_forward_length", layers, *default, gaps=gaps),
+            "num_attention_heads": self._same("attention.head_count", gaps=gaps),
+            "intermediate_size": self._same("feed_forward_length", *default, gaps=gaps),
             "max_position_embeddings": self.integer("context_length"),
             "rms_norm_eps": self.number(f"attention.{norm}"),
             "head_dim": self.head_dim,
             "tie_word_embeddings": not self.has("output.weight"),
         }
         heads = keys["num_attention_heads"]
-        keys["num_key_value_heads"] = self._same("attention.head_count_kv", layers, heads, gaps=gaps)
+        keys["num_key_value_heads"] = self._same("attention.head_count_kv", heads, gaps=gaps)
         for key in ("expert_shared_count", "leading_dense_block_count", "expert_group_count", "nextn_predict_layers"):
             if key not in allowed:
                 self.only(key, 0)
@@ -190,19 +223,19 @@ class GgufModel(NamedTuple):
             return {"rope_type": "llama3", "original_max_position_embeddings": _LLAMA3_LENGTH, **usual}
         return {"rope_type": "factors", "factors": factors}
 
-    def each(self, key: str, layers: int) -> list[int]:
+    def each(self, key: str) -> list[int]:
         """Return a number of each layer, which files may have once for all of them."""
         value = self.get(key)
         if value is None or isinstance(value, int):
-            return [self.integer(key)] * layers
+            return [self.integer(key)] * self.layers
         listed: list[int] = self.numbers(key).tolist()
-        if len(listed) != layers:
-            raise self.unsupported(key, listed, f"for {layers} layers")
+        if len(listed) != self.layers:
+            raise self.unsupported(key, listed, f"for {self.layers} layers")
         return listed
 
     def attends(self) -> list[bool]:
         """Return which layers have heads of keys and values."""
-        return [heads > 0 for heads in self.each("attention.head_count_kv", self.integer("block_count"))]
+        return [heads > 0 for heads in self.each("attention.head_count_kv")]
 
     def rope_factors(self, rotated: int, name: str = "rope_freqs.weight") -> list[float]:
         """Return the divisors of frequencies that the file has as a tensor."""
@@ -219,7 +252,7 @@ class GgufModel(NamedTuple):
             raise CheckpointError(f"{self.header.path}: {name} holds numbers that are not positive. Download it again.")
         return [float(str(value)) for value in values]
 
-    def _same(self, key: str, layers: Any, *default: Any, gaps: bool = False) -> Any:
+    def _same(self, key: str, *default: Any, gaps: bool = False) -> Any:
         """Return a number that files may have for each layer, with `gaps` zero in some.
 
         Raise `UnsupportedModel` if layers differ.
@@ -229,6 +262,6 @@ class GgufModel(NamedTuple):
             return self.integer(key, *default)
         listed = self.numbers(key).tolist()
         distinct = sorted(set(listed) - ({0} if gaps else set()))
-        if len(distinct) != 1 or len(listed) != layers:
+        if len(distinct) != 1 or len(listed) != self.layers:
             raise self.unsupported(key, listed, "(layers of different sizes)")
         return int(distinct[0])

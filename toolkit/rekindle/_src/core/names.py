@@ -1,0 +1,72 @@
+"""Names of models and adapters, and paths, as somebody else passes them: what they may be, wherever they come in."""
+
+from __future__ import annotations
+
+import os
+import unicodedata
+from pathlib import Path
+
+from rekindle.errors import ConfigError
+
+MAX_NAME = 256  # characters
+MAX_PATH, _MAX_PART = 4096, 255  # bytes, as on Linux
+_NAME_FIX = "Use letters, digits and marks such as '-', '_', '.' and '/'"
+_CONTROL = ("Cc", "Zl", "Zp")  # categories of characters that no path is shown with
+_BIDI = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")  # they turn text round
+
+
+def name_problem(name: object, *, colons: bool = False) -> str | None:
+    """Return why something is no name; None if it is one.
+
+    Spaces and invisible characters would make two names look the same. A colon separates a model's name from that of
+    its adapter, so only names of models may have `colons`, as in "qwen3:0.6b".
+    """
+    if not isinstance(name, str) or not name:
+        return "is not a name"
+    if len(name) > MAX_NAME:
+        return f"has {len(name):,} characters, and a name has at most {MAX_NAME}"
+    if not name.isprintable() or any(map(str.isspace, name)):  # neither control, formatting nor private characters
+        return "has spaces or characters that can't be seen"
+    if ":" in name and not colons:
+        return "has a colon, which stands between the names of a model and of its adapter"
+    return None
+
+
+def checked_name(field: str, name: object, *, colons: bool = False) -> str:
+    """Return a name. Raise ConfigError for what is none."""
+    problem = name_problem(name, colons=colons)
+    if problem is not None:
+        raise ConfigError(field, name, problem, _NAME_FIX)
+    assert isinstance(name, str), "it has no problem"
+    return name
+
+
+def name_of_model(text: str) -> str:
+    """Return a name made from a path or a hub id: that of the folder, with dashes in the place of what no name has."""
+    kept = "".join(letter if name_problem(letter, colons=True) is None else "-" for letter in text[:MAX_NAME])
+    return kept or "model"
+
+
+def path_problem(path: str) -> str | None:
+    """Return why text can't be a path; None if it can."""
+    if any(unicodedata.category(letter) in _CONTROL or letter in _BIDI for letter in path):
+        return "has control characters, or such that change the direction of a line"
+    try:
+        encoded = os.fsencode(path)
+    except UnicodeEncodeError:
+        return "can't be the name of a file"
+    if len(encoded) > MAX_PATH or any(len(part) > _MAX_PART for part in encoded.split(os.fsencode(os.sep))):
+        return f"is longer than the {MAX_PATH:,} bytes of a path, or the {_MAX_PART} of one of its parts"
+    try:
+        Path(path).expanduser()
+    except RuntimeError:
+        return "begins with a user whose home is unknown"
+    return None
+
+
+def checked_path(field: str, path: str | Path) -> Path:
+    """Return a path, with the home of a user for its "~". Raise ConfigError for what can't be one."""
+    problem = path_problem(os.fspath(path)[: 2 * MAX_PATH])
+    if problem is not None:
+        raise ConfigError(field, str(path), problem, "Pass the path of a file or folder on this machine")
+    return Path(path).expanduser()
