@@ -71,6 +71,9 @@ def attention(inputs: AttentionInputs, options: AttentionOptions) -> Array:
         kv_len, first, count = kv_lens[sequence], firsts[sequence], counts[sequence]
         keys, values = sequence_keys_values(inputs.kv, inputs.page_table[sequence])
         positions = kv_len - count + (token - first)
+        if options.sliding_window is not None:  # pages before the first query's window may be anyone's
+            owned = (jnp.arange(len(keys)) > kv_len - count - options.sliding_window)[:, None, None]
+            keys, values = jnp.where(owned, keys, 0), jnp.where(owned, values, 0)
         result = attend(q, keys, values, positions, kv_len, inputs.sinks, options)
         inside = (token >= first) & (token < first + count) & (kv_len > 0)
         return jnp.where(inside[:, None, None], result, out)

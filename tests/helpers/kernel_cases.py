@@ -138,6 +138,9 @@ def build(case: Case, seed: int = 0, *, poison: bool = True) -> Problem:
     table = np.zeros((len(lengths), width), np.int32)
     for row, count in enumerate(pages_of):
         table[row, :count] = [next(shuffled) for _ in range(count)]
+    if case.causal and case.sliding_window is not None:  # pages behind every window were given back
+        for row, first in enumerate([*case.decode, *(kv - query + 1 for query, kv in case.prefill)]):
+            table[row, : max(0, first - case.sliding_window) // case.page_size] = 0
 
     kv = filled_pages(case, num_pages, table, lengths, random, poison=poison)
     q_lens = [query for query, _ in case.prefill] + [0] * case.idle_prefills
@@ -168,7 +171,7 @@ def in_wide_queries(inputs: AttentionInputs) -> AttentionInputs:
 def filled_pages(
     case: Case, num_pages: int, table: np.ndarray, lengths: list[int], random: np.random.Generator, *, poison: bool
 ) -> LayerKV:
-    """Pages with random keys and values at every position that some sequence owns."""
+    """Pages with random keys and values at every position that some sequence owns; page 0 is nobody's."""
     shape = (case.kv_heads, case.page_size, case.head_dim)
     kv = init_pages(num_pages, *shape, case.kv_dtype or case.dtype, latent=case.value_size is not None)
     if poison:
@@ -177,7 +180,9 @@ def filled_pages(
         else:
             nan = jnp.full(kv.pages.shape, jnp.nan, kv.dtype)
             kv = LayerKV(nan.view(kv.pages.dtype))
-    where = [(row, at) for row, length in enumerate(lengths) for at in range(length)]
+    where = [
+        (row, at) for row, length in enumerate(lengths) for at in range(length) if table[row, at // case.page_size]
+    ]
     if not where:
         return kv
     page_ids = jnp.asarray([table[row, at // case.page_size] for row, at in where], jnp.int32)

@@ -88,28 +88,46 @@ class KeyBlock(NamedTuple):
     value_scales: Array | None
 
 
-def read_block(kv: LayerKV, pages: Array, left: Array, integer_dots: bool, value_size: int | None = None) -> KeyBlock:
-    """Return keys and values on `pages` [C, L/S], of which row c owns the first left[c] (≤ 0: none; ≥ L: all)."""
+def read_block(
+    kv: LayerKV,
+    pages: Array,
+    left: Array,
+    integer_dots: bool,
+    value_size: int | None = None,
+    since: Array | None = None,
+) -> KeyBlock:
+    """Return keys and values on `pages` [C, L/S], of which row c owns the first left[c] (≤ 0: none; ≥ L: all), but for
+    the first since[c], whose pages it may have given back (≤ 0 or None: all of them)."""
     C, count = pages.shape
     K, S, D = kv.kv_heads, kv.page_size, kv.head_dim
     parts = kv.pages.shape[1]  # keys and values, or keys that are also values
     # Two dimensions, K and V apart: XLA:CPU vectorises only the innermost dimension of a gather, here S·D elements.
     flat = kv.pages.reshape(-1, S * D)
     key_rows = (pages[:, None, :] * (parts * K) + jnp.arange(K)[None, :, None]).reshape(-1)
-    written = jnp.broadcast_to(left[:, None, None] - jnp.arange(count) * S, (C, K, count)).reshape(-1, 1)
+    places = jnp.arange(count) * S
+
+    def in_pages(bounds: Array) -> Array:
+        """Return bounds [C] of rows, counted from the first key of each page."""
+        return jnp.broadcast_to(bounds[:, None, None] - places, (C, K, count)).reshape(-1, 1)
 
     def gather(masked: bool) -> tuple[Array, Array]:
         keys = widen(flat.at[key_rows].get(mode="promise_in_bounds"), kv, integer_dots)
         values = keys
         if not kv.latent:
             values = widen(flat.at[key_rows + K].get(mode="promise_in_bounds"), kv, integer_dots)
-        return keys, jnp.where(jnp.arange(S * D) < written * D, values, 0) if masked else values
+        if masked:
+            at = jnp.arange(S * D)
+            owned = at < in_pages(left) * D
+            values = jnp.where(owned if since is None else owned & (at >= in_pages(since) * D), values, 0)
+        return keys, values
 
-    # Memory never written may be NaN, and 0 · NaN is NaN; integers are masked by their scales. Two branches save the
-    # mask where all is written, and are a fence: without it XLA:CPU fuses the reshape below into the gather and loses
-    # the fast form (K and V of 32 rows x 256 in bfloat16: 910 µs of CPU time instead of 590; int8 570 instead of 190).
+    # Memory of others or never written may be NaN, and 0 · NaN is NaN; integers are masked by scales. Two branches save
+    # the mask where all is owned, and are a fence: without it XLA:CPU fuses the reshape below into the gather and
+    # loses the fast form (K and V of 32 rows x 256 in bfloat16: 910 µs of CPU time instead of 590; int8 570, not 190).
     maskable = not (kv.scales is not None and integer_dots)
-    keys, values = lax.cond(jnp.min(left) >= count * S, lambda: gather(False), lambda: gather(maskable))
+    whole = jnp.min(left) >= count * S
+    whole = whole if since is None else whole & (jnp.max(since) <= 0)
+    keys, values = lax.cond(whole, lambda: gather(False), lambda: gather(maskable))
     keys, values = (x.reshape(C, K, count * S, D) for x in (keys, values))
     values = values if value_size is None else values[..., :value_size]
     if kv.scales is None:
@@ -119,7 +137,9 @@ def read_block(kv: LayerKV, pages: Array, left: Array, integer_dots: bool, value
         scales.at[rows].get(mode="promise_in_bounds").reshape(C, K, 1, count * S)
         for rows in (key_rows, key_rows + (parts - 1) * K)
     )
-    seen = jnp.arange(count * S) < left[:, None, None, None]
+    at = jnp.arange(count * S)
+    seen = at < left[:, None, None, None]
+    seen = seen if since is None else seen & (at >= since[:, None, None, None])
     return KeyBlock(keys, values, jnp.where(seen, key_scales, 0), jnp.where(seen, value_scales, 0))
 
 
@@ -263,7 +283,8 @@ def decode(inputs: AttentionInputs, options: AttentionOptions) -> Array:
         row_lens = rows(lens)
         left = row_lens - index * keys
         pages = lax.dynamic_slice(table, (c * chunk, index * per_block), (chunk, per_block))
-        block = read_block(kv, pages, left, kv.pages.dtype == jnp.int8, options.value_size)
+        since = None if options.sliding_window is None else rows(first_key) - index * keys
+        block = read_block(kv, pages, left, kv.pages.dtype == jnp.int8, options.value_size, since)
         at = index * keys + jnp.arange(keys)
         seen = (at < row_lens[:, None]) & (at >= rows(first_key)[:, None])
         new = absorb(Running(*map(rows, running)), rows(q_sorted), block, seen[:, None, None, :], options)
@@ -313,7 +334,8 @@ def prefill(inputs: AttentionInputs, options: AttentionOptions) -> Array:
 
         def absorb_keys(index: Array, running: Running, all_seen: bool = False) -> Running:
             pages = lax.dynamic_slice(table, (s, index * per_block), (1, per_block))
-            block = read_block(kv, pages, (kv_len - index * keys)[None], False, options.value_size)
+            since = None if options.sliding_window is None else (first_key - index * keys)[None]
+            block = read_block(kv, pages, (kv_len - index * keys)[None], False, options.value_size, since)
             if all_seen:
                 return absorb(running, local_q, block, None, options)
             at = index * keys + jnp.arange(keys)

@@ -310,7 +310,7 @@ def kernel(stored: StoredHeads, paired: bool) -> Kernel:
             shapes = malloc(amx.MEMORY)
             amx.begin(shapes, amx.DEPTH)
         for key in range(first // KEYS * KEYS, last, KEYS):
-            load(job, tile.s, tile.k, key, last, scratch.keys, scratch.values)
+            load(job, tile.s, tile.k, key, first, last, scratch.keys, scratch.values)
             for number in range(tile.padded // unit):
                 m = number * unit
                 if key > tile.position + min(tile.rows - 1, m + unit - 1) // G:

@@ -30,8 +30,10 @@ def key_at(job: Any, s: int, k: int, t: int) -> int:
 
 
 def loader(stored: StoredHeads, paired: bool) -> Any:
-    """Return `load(job, s, k, begin, until, keys, values)`: the tile of prompt s whose first key is `begin`. Keys
-    from `until` on are zeros."""
+    """Return `load(job, s, k, begin, since, until, keys, values)`: the tile of prompt s whose first key is `begin`.
+
+    Keys before `since` and from `until` on are zeros and are not read: their pages may be anyone's, and 0 · NaN is NaN.
+    """
     return load_pairs(stored.head_dim) if paired else load_floats(stored)
 
 
@@ -40,10 +42,10 @@ def load_floats(stored: StoredHeads) -> Any:
     (read, _, size), D, scaled = stored
 
     @jit
-    def load_tile(job: Any, s: int, k: int, begin: int, until: int, keys: int, values: int) -> None:
+    def load_tile(job: Any, s: int, k: int, begin: int, since: int, until: int, keys: int, values: int) -> None:
         pages = job.pages
         for j in range(KEYS):
-            if begin + j < until:
+            if since <= begin + j < until:
                 key = key_at(job, s, k, begin + j)
                 value = key + job.kv_heads * job.page_size
                 key_scale = f32(job.scales, key) if scaled else ONE
@@ -64,25 +66,27 @@ def load_pairs(D: int) -> Any:
     """Return keys as words [D / 2, KEYS] of two bfloat16 of a key, values as words [KEYS / 2, D] of two values."""
 
     @jit
-    def load_tile(job: Any, s: int, k: int, begin: int, until: int, keys: int, values: int) -> None:
+    def load_tile(job: Any, s: int, k: int, begin: int, since: int, until: int, keys: int, values: int) -> None:
         pages, heads = job.pages, job.kv_heads * job.page_size * D * 2
         zeros = values + KEYS * D * 2  # behind the values: a row of zeros
         for d in range(0, D, 2 * LANES):
             store(zeros, d // 2, splat(ZERO))
         for j in range(0, KEYS, 4):
             t = begin + j
-            a = pages + key_at(job, s, k, t) * D * 2 if t < until else zeros
-            b = pages + key_at(job, s, k, t + 1) * D * 2 if t + 1 < until else zeros
-            c = pages + key_at(job, s, k, t + 2) * D * 2 if t + 2 < until else zeros
-            e = pages + key_at(job, s, k, t + 3) * D * 2 if t + 3 < until else zeros
+            a_seen, b_seen = since <= t < until, since <= t + 1 < until
+            c_seen, e_seen = since <= t + 2 < until, since <= t + 3 < until
+            a = pages + key_at(job, s, k, t) * D * 2 if a_seen else zeros
+            b = pages + key_at(job, s, k, t + 1) * D * 2 if b_seen else zeros
+            c = pages + key_at(job, s, k, t + 2) * D * 2 if c_seen else zeros
+            e = pages + key_at(job, s, k, t + 3) * D * 2 if e_seen else zeros
             for i in range(0, D // 2, LANES):
                 store_columns(
                     keys + (i * KEYS + j) * 4, KEYS, load_f32(a, i), load_f32(b, i), load_f32(c, i), load_f32(e, i)
                 )
-            a = a + heads if t < until else zeros
-            b = b + heads if t + 1 < until else zeros
-            c = c + heads if t + 2 < until else zeros
-            e = e + heads if t + 3 < until else zeros
+            a = a + heads if a_seen else zeros
+            b = b + heads if b_seen else zeros
+            c = c + heads if c_seen else zeros
+            e = e + heads if e_seen else zeros
             for d in range(0, D, LANES):
                 store(values, j // 2 * D + d, load_interleaved(a, b, d))
                 store(values, (j // 2 + 1) * D + d, load_interleaved(c, e, d))
