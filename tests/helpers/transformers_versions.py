@@ -21,8 +21,46 @@ FOLDER = "REKINDLE_TRANSFORMERS"
 # These need an older package for the hub and older tokenizers.
 VERSIONS = ("5.2.0", "5.5.4", "5.9.0", "5.15.1")
 NEEDED = ("huggingface_hub>=1.5,<2", "tokenizers==0.22.2")
-CONFIG, LOGITS, REASONS = "config.json", "logits.npy", "reasons.json"
+LOGITS, REASONS = "logits.npy", "reasons.json"
 PROMPT = [(7 * place) % 150 + 3 for place in range(24)]
+
+
+# Cases by the first release tried that computes as the models' authors do; the one before it does not.
+OTHERWISE = {
+    "deepseek-v2": ((5, 15), "YaRN's factor of the scores was left out"),
+    "granite4": ((5, 24), "the norm of a state was over all of its groups together"),
+}
+# Those that read keys of the case's config.json in another way, and save what they read.
+READ_OTHERWISE = {
+    "olmo3": ((5, 15), "without rope_theta, the base was another"),
+    "olmo3-scaled-global-rope": ((5, 15), "layers with a window had the scaled rope of the others"),
+}
+# Cases by the first release tried that can make them, and what the one before it says.
+UNABLE = {
+    "deepseek-v2-groups": ((5, 15), "has no attribute 'num_experts'"),
+    "granite4-dense": ((5, 9), "has_previous_state"),
+    "nemotron-h": ((5, 9), "'-'"),  # no layer was an MLP
+    "nemotron-h-experts-of-latent-vectors": ((5, 9), "invalid types: {'mlp'}"),
+}
+
+
+def release(version: str) -> tuple[int, int]:
+    """The minor release of a version."""
+    major, minor = version.split(".")[:2]
+    return int(major), int(minor)
+
+
+def reason(table: Mapping[str, tuple[tuple[int, int], str]], name: str, version: str) -> str | None:
+    """Why a release can't be compared with on a case; None if it can."""
+    first, why = table.get(name, ((0, 0), ""))
+    return why if release(version) < first else None
+
+
+def older_names(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with the names of layers that releases before 5.15 take."""
+    older = {"linear_attention": "mamba", "full_attention": "attention"}
+    key = "layers_block_type"
+    return {**raw, key: [older.get(name, name) for name in raw[key]]} if key in raw else dict(raw)
 
 
 def install(folder: Path) -> None:
@@ -72,31 +110,23 @@ def _save(folder: Path, raw: Mapping[str, Any]) -> None:
     import transformers
 
     torch.manual_seed(3)
-    config = _config(transformers, raw)
+    raw = raw if release(transformers.__version__) >= (5, 15) else older_names(raw)
+    config = transformers.AutoConfig.for_model(**raw)
     kind = getattr(transformers, raw["architectures"][0])
     model = kind._from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             noise = torch.randn_like(parameter)
-            if parameter.dim() > 1:
+            if name.endswith("dt_bias"):
+                # Long steps: Nemotron-H takes none below `time_step_min` here, which its authors' kernels don't know.
+                parameter.copy_(0.2 * noise)
+            elif parameter.dim() > 1:
                 parameter.copy_(1.6 * parameter.shape[-1] ** -0.5 * noise)
             else:
                 parameter.add_(0.2 * noise)
         logits = model(torch.tensor([PROMPT])).logits[0].float().numpy()
     model.save_pretrained(folder)
     np.save(folder / LOGITS, logits)
-
-
-def _config(transformers: Any, raw: Mapping[str, Any]) -> Any:
-    """The config, with older names of layers where newer ones are not known."""
-    try:
-        return transformers.AutoConfig.for_model(**raw)
-    except Exception:
-        if "layers_block_type" not in raw:
-            raise
-        older = {"linear_attention": "mamba", "full_attention": "attention"}
-        names = [older.get(name, name) for name in raw["layers_block_type"]]
-        return transformers.AutoConfig.for_model(**{**raw, "layers_block_type": names})
 
 
 if __name__ == "__main__":

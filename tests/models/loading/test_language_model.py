@@ -162,7 +162,8 @@ def test_two_language_models_are_refused_by_their_names(tmp_path: Path) -> None:
 def test_heads_that_draft_are_no_second_language_model() -> None:
     names = (
         "model.embed_tokens.weight", "model.layers.0.x.weight", "model.layers.9.embed_tokens.weight",
-        "mtp.embed_tokens.weight", "mtp.layers.0.x.weight", "tower.encoder.layers.0.x.weight", "tower.embeddings.weight",
+        "mtp.embed_tokens.weight", "mtp.layers.0.x.weight", "tower.encoder.layers.0.x.weight",
+        "tower.embeddings.weight",
         "visual.embeddings.patch_embedding.weight", "visual.layers.0.x.weight",
     )  # fmt: skip
     assert beginnings(names) == ("model.",)
