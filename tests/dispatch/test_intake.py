@@ -20,7 +20,6 @@ from rekindle._src.dispatch import intake
 from rekindle._src.dispatch.backend import Drain, Submission
 from rekindle._src.dispatch.detokenize import OutputState
 from rekindle._src.dispatch.threads import Mailbox
-from rekindle._src.text import Tokenizer
 from rekindle.errors import InvalidRequest, PromptTooLong, RequestAborted, RequestFailed
 
 pytestmark = pytest.mark.anyio
@@ -109,7 +108,7 @@ async def test_preparing_is_a_plain_function() -> None:
 
 
 async def test_a_panic_of_the_tokenizer_fails_its_request_and_the_next_one_is_served() -> None:
-    engine = fake_front()._replace(tokenizer=Tokenizer(vocabularies.llama3_regex(), eos_ids=(EOS,)))
+    engine = fake_front()._replace(tokenizer=vocabularies.over(vocabularies.llama3_regex(), eos_ids=(EOS,)))
     engine = engine._replace(config=dataclasses.replace(engine.config, max_model_len=1 << 22))
     bad, good = submission(vocabularies.PANICS), submission("fine")
     outputs: dict[str, OutputState] = {}

@@ -12,6 +12,7 @@ from helpers.fakes import KV, FakeModel
 from helpers.sessions import CONFIG, byte_tokenizer, parts, wait_until_idle
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.session.session import Session
+from rekindle._src.text.backends import WholeTokenizer
 from rekindle._src.text.chat import ChatTemplate
 from rekindle._src.text.tokenizer import Tokenizer
 
@@ -67,8 +68,8 @@ class ScriptedModel(FakeModel):
 
 def with_special_tokens(*texts: str) -> Tokenizer:
     """The tokenizer of bytes, with these texts as special tokens."""
-    backend = tokenizers.Tokenizer.from_str(byte_tokenizer().backend.to_str())
-    backend.add_special_tokens([tokenizers.AddedToken(text, special=True) for text in texts])
+    backend = WholeTokenizer(byte_tokenizer().definition())
+    backend.add([tokenizers.AddedToken(text, special=True) for text in texts])
     return Tokenizer(backend, eos_ids=byte_tokenizer().eos_ids)
 
 

@@ -103,6 +103,7 @@ def kernel() -> Iterator[Kernel]:
     manager = KernelManager()
     manager.kernel_spec.argv[0] = python
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, PATHS)), "JAX_PLATFORMS": "cpu"}
+    environment.pop("PYTEST_CURRENT_TEST", None)  # where it is set, a kernel leaves descriptors 1 and 2 as they were
     environment["IPYTHONDIR"] = str(Path(environment.get("TMPDIR", "/tmp")) / f"ipython-{os.getpid()}")
     manager.start_kernel(env=environment, cwd=str(TESTS))
     running = Kernel(manager)

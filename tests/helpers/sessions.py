@@ -19,10 +19,12 @@ from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.backend import Front, Submission
 from rekindle._src.dispatch.engine import BARE, Engine, Resources
+from rekindle._src.dispatch.host import Host, wait
 from rekindle._src.dispatch.threads import Mailbox
 from rekindle._src.kvcache import PagePool, PrefixCache
 from rekindle._src.scheduling.scheduler import Limits, Scheduler
 from rekindle._src.session.session import Session
+from rekindle._src.text.backends import WholeTokenizer
 from rekindle._src.text.detokenizer import real_detokenizer
 from rekindle._src.text.tokenizer import Tokenizer
 from rekindle._src.text.tokenizer_limits import byte_of_character
@@ -39,7 +41,7 @@ def byte_tokenizer() -> Tokenizer:
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([tokenizers.AddedToken("</s>", special=True)])
     assert backend.token_to_id("</s>") == EOS
-    return Tokenizer(backend, eos_ids=(EOS,))
+    return Tokenizer(WholeTokenizer(backend.to_str().encode()), eos_ids=(EOS,))
 
 
 def parts(config: EngineConfig = CONFIG, *, num_pages: int = 512, **runner: Any) -> tuple[Scheduler, FakeRunner]:
@@ -60,6 +62,17 @@ def fake_session(config: EngineConfig = CONFIG, **options: Any) -> Session:
     """An open session over fakes; keyword options are the runner's and `num_pages`."""
     scheduler, runner = parts(config, **options)
     return Session(scheduler, runner, byte_tokenizer(), config, model="fake")
+
+
+def session_with(tokenizer: Tokenizer, config: EngineConfig = CONFIG, **options: Any) -> Session:
+    """A session over fakes that takes texts in as one of `open` does, by this tokenizer."""
+    front = fake_front(config, **options)._replace(
+        tokenizer=tokenizer, detokenizer=real_detokenizer(tokenizer), vocab_size=tokenizer.vocab_size,
+        characters_per_token=lambda: tokenizer.characters_per_token,
+    )  # fmt: skip
+    host = Host(lambda: front)
+    host.start()
+    return Session.attached(host, wait(host.opened))
 
 
 def fake_engine(config: EngineConfig = CONFIG, resources: Resources = BARE, **options: Any) -> Engine:

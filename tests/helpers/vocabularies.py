@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
+from rekindle._src.models.loading.gguf.export import write_gguf
 from rekindle._src.text import Tokenizer
+from rekindle._src.text.backends import WholeTokenizer
 
 SPECIAL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>")
 SENTENCES = (
@@ -120,5 +124,34 @@ def write(folder: Path, made: tokenizers.Tokenizer, **config: Any) -> Path:
     return folder
 
 
+def changed(folder: Path, parts: dict[str, Any], **config: Any) -> Path:
+    """The folder of a tokenizer of bytes with other sections in its tokenizer.json."""
+    write(folder, byte_level(), **config)
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | parts))
+    return folder
+
+
 def of_kind(kind: str) -> Tokenizer:
-    return Tokenizer(KINDS[kind]())
+    return over(KINDS[kind]())
+
+
+def over(made: tokenizers.Tokenizer, **options: Any) -> Tokenizer:
+    """A `Tokenizer` that encodes as `made`."""
+    return Tokenizer(WholeTokenizer(made.to_str().encode()), **options)
+
+
+def large_file(path: Path, size: int = 12_000) -> Path:
+    """A GGUF file with a vocabulary of bytes and pairs of these, of which a text needs a few: holes between the ids."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    pairs = itertools.islice(itertools.product("Ġx" + "".join(alphabet), "x" + "".join(alphabet)), size)
+    merges = dict.fromkeys(f"{left} {right}" for left, right in pairs)
+    tokens = [*alphabet, *(merge.replace(" ", "") for merge in merges), "</s>"]
+    metadata = {
+        "general.architecture": "llama", "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.merges": list(merges),
+        "tokenizer.ggml.token_type": np.asarray([1] * (len(tokens) - 1) + [3], np.int32),
+        "tokenizer.ggml.eos_token_id": len(tokens) - 1,
+    }  # fmt: skip
+    write_gguf(path, metadata, [], [])
+    return path

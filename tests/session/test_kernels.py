@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from helpers import vocabularies
 from helpers.kernels_under_test import Kernel, kernel
 from helpers.thorough import by_default
 
@@ -115,6 +117,22 @@ def test_interrupt_of_a_blocking_call(asyncio_kernel: Kernel) -> None:
     assert cell.error == "KeyboardInterrupt"
     assert freed_after(asyncio_kernel) < 0.3
     check_nothing_leaked(asyncio_kernel)
+
+
+def test_a_long_prompt_leaves_the_kernel_answering(asyncio_kernel: Kernel, tmp_path: Path) -> None:
+    """The tokenizers library, before 0.23, printed a vocabulary's holes into the kernel's pipe, and held the GIL."""
+    vocabularies.large_file(tmp_path / "large.gguf")
+    asyncio_kernel.ok(f"""
+import dataclasses
+from rekindle._src.text import Tokenizer
+from helpers.sessions import session_with
+config = dataclasses.replace(CONFIG, max_model_len=4096, max_tokens_per_step=512)
+long = session_with(Tokenizer.load({str(tmp_path / "large.gguf")!r}), config, num_pages=2048)
+request = asyncio.ensure_future(long.generate("x " * 3000, max_tokens=3))
+""")
+    assert asyncio_kernel.ok("print(1 + 1)") == "2"
+    assert asyncio_kernel.ok("print((await request).usage.prompt_tokens)") == "3001"
+    asyncio_kernel.ok("long.close()")
 
 
 def test_timeout(notebook: Kernel) -> None:

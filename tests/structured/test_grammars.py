@@ -12,6 +12,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from helpers.guides import allowed_in
+from helpers.vocabularies import over
 from rekindle import Sampling, tiny
 from rekindle._src.core.records import mask_words
 from rekindle._src.structured import compile_worker
@@ -150,9 +151,9 @@ def test_a_model_without_an_end_token() -> None:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     with pytest.raises(InvalidRequest, match="needs a model with an end token"):
-        guide(Grammars(Tokenizer(backend), 4), eos=(), regex="[ab]{2}")
+        guide(Grammars(over(backend), 4), eos=(), regex="[ab]{2}")
     backend.add_special_tokens([tokenizers.AddedToken("<s>", special=True)])
-    one = guide(Grammars(Tokenizer(backend), 5), eos=(), regex="[ab]{2}")
+    one = guide(Grammars(over(backend), 5), eos=(), regex="[ab]{2}")
     assert allowed(one, 5) == {0, 1}
     assert not one.consume(0).ended
     assert one.consume(1).ended

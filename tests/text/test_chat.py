@@ -116,6 +116,19 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return transformers.PreTrainedTokenizerFast.from_pretrained(folder)
 
 
+def as_older_ones_take_it(chat: list[Any]) -> list[Any]:
+    """The chat for releases of transformers that know one name of a reasoning alone, and no numbers of numpy."""
+    from transformers.utils import chat_template_utils
+
+    if hasattr(chat_template_utils, "_alias_reasoning_fields"):
+        return chat
+    said = [
+        {**message, "reasoning_content": message["reasoning"]} if "reasoning" in message else message
+        for message in chat
+    ]
+    return json.loads(json.dumps(said, default=lambda value: value.item() if hasattr(value, "item") else str(value)))
+
+
 @pytest.mark.parametrize("chat", CONVERSATIONS)
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_renders_as_transformers_does(theirs: Any, template: str, chat: str) -> None:
@@ -127,7 +140,7 @@ def test_renders_as_transformers_does(theirs: Any, template: str, chat: str) -> 
         {"add_generation_prompt": True, "documents": documents, "date_string": "26 Jul 2024", "bos_token": "<B>"},
     ):
         expected = theirs.apply_chat_template(
-            CONVERSATIONS[chat], chat_template=TEMPLATES[template], tokenize=False, **options
+            as_older_ones_take_it(CONVERSATIONS[chat]), chat_template=TEMPLATES[template], tokenize=False, **options
         )
         assert mine.render(CONVERSATIONS[chat], **options) == expected
 
@@ -142,7 +155,11 @@ def test_tool_calls_and_parts_render_as_in_transformers(theirs: Any) -> None:
     }
     for name, chat in chats.items():
         expected = theirs.apply_chat_template(
-            chat, chat_template=TEMPLATES[name], tools=TOOLS, add_generation_prompt=True, tokenize=False
+            as_older_ones_take_it(chat),
+            chat_template=TEMPLATES[name],
+            tools=TOOLS,
+            add_generation_prompt=True,
+            tokenize=False,
         )
         assert ChatTemplate(TEMPLATES[name], SPECIAL).render(chat, tools=TOOLS) == expected
 

@@ -102,7 +102,7 @@ def test_a_broken_file_is_named(tmp_path: Path, name: str) -> None:
 
 
 def test_a_panic_is_a_typed_error_and_the_next_text_is_encoded() -> None:
-    tokenizer = Tokenizer(vocabularies.llama3_regex())
+    tokenizer = vocabularies.over(vocabularies.llama3_regex())
     with pytest.raises(RequestFailed, match=r"panicked while it encoded a text of 10,500,001 characters.*retry-limit"):
         tokenizer.encode(vocabularies.PANICS)
     assert tokenizer.decode(tokenizer.encode("It's all right.")) == "It's all right."
@@ -123,7 +123,7 @@ def test_how_ids_are_decoded_is_read_without_the_vocabulary(kind: str) -> None:
     elif kind == "bytes":
         parts = [tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]
         made.decoder = tokenizers.decoders.Sequence(parts)
-    assert Tokenizer(made).decoder == (json.loads(made.to_str())["decoder"] or {})
+    assert vocabularies.over(made).decoder == (json.loads(made.to_str())["decoder"] or {})
 
 
 def test_a_decoder_that_panics_is_a_typed_error() -> None:
@@ -141,7 +141,7 @@ def test_a_decoder_that_panics_is_a_typed_error() -> None:
 
 
 def test_a_long_text_leaves_other_threads_running() -> None:
-    tokenizer = Tokenizer(vocabularies.llama3_regex())
+    tokenizer = vocabularies.over(vocabularies.llama3_regex())
     text = ("hello wörld, this is a text. " * 42_000)[:1_200_000]
     worst, stop = 0.0, threading.Event()
 

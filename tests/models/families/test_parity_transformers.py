@@ -13,6 +13,7 @@ import pytest
 
 from golden.make import PROMPT
 from helpers import checkpoints
+from helpers import transformers_versions as versions
 from rekindle._src.models.loading import checkpoint
 from workshop import reference
 
@@ -30,6 +31,9 @@ def test_live_transformers_computes_the_same_and_what_it_saves_opens_as_the_same
     """It renames keys of config.json over time."""
     raw = dict(checkpoints.CASES[name])
     checkpoints.needs_transformers(raw)
+    if why := versions.reason(versions.UNABLE, name, transformers.__version__):
+        pytest.skip(f"this version of transformers can't make it: {why}")
+    raw = raw if CURRENT and versions.release(transformers.__version__) >= (5, 15) else versions.older_names(raw)
     if not CURRENT:
         raw |= {"mamba_n_groups": 1} if raw["model_type"] == "granitemoehybrid" else {}  # 4 normed all groups together
         if rope := raw.pop("rope_parameters", None):
@@ -45,11 +49,14 @@ def test_live_transformers_computes_the_same_and_what_it_saves_opens_as_the_same
         expected = theirs(torch.tensor([PROMPT])).logits[0].float().numpy()
     model = checkpoints.model(raw, state)
     logits, _ = reference.prefill(model, PROMPT, reference.empty_cache(model, len(PROMPT)))
-    assert np.abs(np.asarray(logits) - expected).max() / expected.std() <= TOLERANCE
+    off = np.abs(np.asarray(logits) - expected).max() / expected.std()
+    otherwise = versions.reason({**versions.OTHERWISE, **versions.READ_OTHERWISE}, name, transformers.__version__)
+    assert off <= TOLERANCE or otherwise, off
     theirs.save_pretrained(tmp_path / "theirs")
     saved = json.loads((tmp_path / "theirs" / "config.json").read_text())
     loaded = checkpoint.load(tmp_path / "theirs", dtype="float32")
-    for field in FIELDS if CURRENT else FIELDS - {"attention"}:  # older versions have other defaults of ropes
+    # Older versions have other defaults of ropes.
+    for field in FIELDS if CURRENT and otherwise is None else FIELDS - {"attention"}:
         assert getattr(loaded.config, field) == getattr(model.config, field), f"{field}: {saved}"
     assert loaded.graph.paths == model.graph.paths
     for path, ours, found in zip(model.graph.paths, model.leaves, loaded.leaves, strict=True):

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from rekindle.errors import ConfigError
 
 if TYPE_CHECKING:
-    import tokenizers
     from numpy.typing import NDArray
 
     from rekindle._src.models.base import LoadedModel
@@ -84,7 +83,7 @@ def write_checkpoint(shape: str, folder: Path) -> Path:
     raw = hf_config(shape)
     save_file(_tensors(raw), folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(raw, indent=1))
-    _tokenizer(raw["vocab_size"]).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer.json").write_text(json.dumps(_tokenizer(raw["vocab_size"])))
     special = {"bos_token": SPECIAL[1], "eos_token": SPECIAL[2], "unk_token": SPECIAL[0]}
     limits = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": raw["max_position_embeddings"]}
     (folder / "tokenizer_config.json").write_text(json.dumps({**special, **limits}, indent=1))
@@ -115,15 +114,16 @@ def _tensors(raw: dict[str, Any]) -> dict[str, NDArray[Any]]:
     return state
 
 
-def _tokenizer(vocab_size: int) -> tokenizers.Tokenizer:
-    """Return a tokenizer with one token per byte; the other tokens can be generated but not encoded."""
-    import tokenizers
-    from tokenizers import decoders, models, pre_tokenizers
+def _tokenizer(vocab_size: int) -> dict[str, Any]:
+    """Return the tokenizer.json of one token per byte; the other tokens can be generated but not encoded."""
+    from tokenizers import AddedToken
 
-    names = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    from rekindle._src.text.backends import added_section
+    from rekindle._src.text.tokenizer_limits import byte_of_character
+
+    names = [*SPECIAL, *sorted(byte_of_character())]
     names += [f"Ġw{number}" for number in range(len(names), vocab_size)]
-    tokenizer = tokenizers.Tokenizer(models.BPE(vocab={name: index for index, name in enumerate(names)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(list(SPECIAL))
-    return tokenizer
+    step = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    added = [added_section(index, AddedToken(name, special=True)) for index, name in enumerate(SPECIAL)]
+    model = {"type": "BPE", "vocab": {name: index for index, name in enumerate(names)}, "merges": []}
+    return {"version": "1.0", "added_tokens": added, "pre_tokenizer": step, "decoder": step, "model": model}

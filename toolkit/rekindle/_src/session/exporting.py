@@ -205,7 +205,7 @@ def _write_text(source: Path, raw: Mapping[str, Any], folder: Path) -> None:
     """Write the tokenizer, the chat templates and the sampling of a GGUF file."""
     tokenizer, template = Tokenizer.load(source), ChatTemplate.load(source)
     if tokenizer.has_text:
-        tokenizer.backend.save(str(folder / "tokenizer.json"))
+        (folder / "tokenizer.json").write_bytes(tokenizer.definition())
         _put(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **tokenizer.special})
     if template is not None:
         additional = folder / "additional_chat_templates"

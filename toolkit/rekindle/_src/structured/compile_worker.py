@@ -75,6 +75,7 @@ def new_tokenizer(
     for length in tokenizer["lengths"]:
         tokens.append(content[at : at + length])
         at += length
+    tokens += [b""] * (vocab_size - len(tokens))  # rows of the embedding that no token has
     wrapper: Any = Tokens(tokens, tokenizer["special"], ends[0])
     converted = llguidance.LLTokenizer(wrapper, n_vocab=vocab_size, eos_token=list(ends))
     wrapper.encode = encode or converted.greedy_tokenize

@@ -339,7 +339,7 @@ class Grammars:
 
     def _tokenizer_message(self) -> str | dict[str, Any]:
         spelled = self._tokenizer.spelled()
-        return self._tokenizer.backend.to_str() if spelled is None else compile_worker.tokens_message(*spelled)
+        return self._tokenizer.definition().decode() if spelled is None else compile_worker.tokens_message(*spelled)
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)

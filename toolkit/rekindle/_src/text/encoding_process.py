@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import array
 import contextlib
+import os
 import signal
 import struct
 import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from typing import IO, Any
 
 SECONDS, CHARACTERS_PER_SECOND = 5.0, 20_000  # per text; tokenizers in use encode fifty times as fast
@@ -36,8 +38,9 @@ class EncodingFailed(Exception):
 class EncodingProcess:
     """A tokenizer behind a process. It encodes one text at a time; other threads wait."""
 
-    def __init__(self, backend: Any) -> None:
-        self._backend = backend
+    def __init__(self, definition: Callable[[], bytes]) -> None:
+        """Keep the function that returns the tokenizer.json from which the process makes its tokenizer."""
+        self._definition = definition
         self._process: Any = None
         self._lock = threading.Lock()
 
@@ -76,7 +79,7 @@ class EncodingProcess:
                 program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
             )
             weakref.finalize(self, _end_process, self._process)
-            content = self._backend.to_str().encode()
+            content = self._definition()
             self._process.stdin.write(struct.pack("<Q", len(content)) + content)
         return self._process
 
@@ -113,9 +116,12 @@ _CODE = "import sys, runpy; sys.path[:] = {path!r}; runpy.run_path({file!r}, run
 
 def main() -> None:
     """Answer texts until its input ends."""
+    reading, writing = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in (1, 2):  # whatever a library prints is no answer, and there is nobody to read it
+        os.dup2(nowhere, descriptor)
     import tokenizers
 
-    reading, writing = sys.stdin.buffer, sys.stdout.buffer
     backend = tokenizers.Tokenizer.from_buffer(_exactly(reading, *struct.unpack("<Q", _exactly(reading, 8))))
     with contextlib.suppress(Exception):
         import resource

@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import tokenizers
 
@@ -15,8 +15,9 @@ from rekindle._src.core import html
 from rekindle._src.core.plain_files import read_plain
 from rekindle._src.models.loading.gguf.files import is_file
 from rekindle._src.text import tokenizer_limits
+from rekindle._src.text.backends import Backend, Parts, Spelled, WholeTokenizer
 from rekindle._src.text.encoding_process import EncodingFailed, EncodingProcess
-from rekindle._src.text.tokenizer_limits import Spelled, panics_as, raise_panic
+from rekindle._src.text.tokenizer_limits import panics_as, raise_panic
 from rekindle.errors import CheckpointError, RequestFailed
 
 MAX_FILE = 256 << 20  # bytes; the tokenizer.json of a vocabulary of 256,000 has some 35 MB
@@ -55,64 +56,6 @@ def special_tokens(folder: Path) -> dict[str, str]:
     return tokens
 
 
-class Backend(Protocol):
-    """The contract by which a `Tokenizer` encodes and decodes."""
-
-    def encode(self, text: str, add_special_tokens: bool, *, long: bool) -> list[int]: ...
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str: ...
-    def token(self, token_id: int) -> str | None: ...
-    def id_of(self, token: str) -> int | None: ...
-    @property
-    def size(self) -> int: ...  # number of ids that have a token
-    @property
-    def longest(self) -> int: ...  # characters of a token
-    def added(self) -> dict[int, tokenizers.AddedToken]: ...  # tokens that text may spell out
-    @property
-    def pipeline(self) -> tokenizers.Tokenizer: ...  # a tokenizer with the same steps, of all tokens or of some
-    def whole(self) -> tokenizers.Tokenizer: ...
-    def spelled(self) -> Spelled | None: ...
-
-
-class WholeTokenizer:
-    """A backend that is the library's own tokenizer."""
-
-    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
-        self.pipeline = tokenizer
-
-    def encode(self, text: str, add_special_tokens: bool, *, long: bool) -> list[int]:
-        if not long:
-            return list(self.pipeline.encode(text, add_special_tokens=add_special_tokens).ids)
-        (encoding,) = self.pipeline.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        ids: list[int] = encoding.ids
-        return ids
-
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        return str(self.pipeline.decode(ids, skip_special_tokens=skip_special_tokens))
-
-    def token(self, token_id: int) -> str | None:
-        return self.pipeline.id_to_token(token_id)
-
-    def id_of(self, token: str) -> int | None:
-        return self.pipeline.token_to_id(token)
-
-    @property
-    def size(self) -> int:
-        return int(self.pipeline.get_vocab_size(with_added_tokens=True))
-
-    @property
-    def longest(self) -> int:
-        return max(map(len, self.pipeline.get_vocab(with_added_tokens=True)), default=1)
-
-    def added(self) -> dict[int, tokenizers.AddedToken]:
-        return dict(self.pipeline.get_added_tokens_decoder())
-
-    def whole(self) -> tokenizers.Tokenizer:
-        return self.pipeline
-
-    def spelled(self) -> Spelled | None:
-        return None  # the library's JSON tells
-
-
 class Tokenizer:
     """Encodes and decodes text, and knows which ids begin and end a sequence.
 
@@ -122,18 +65,16 @@ class Tokenizer:
 
     def __init__(
         self,
-        backend: tokenizers.Tokenizer | Backend | None,
+        backend: Backend | None,
         *,
         special: dict[str, str] | None = None,
         eos_ids: Iterable[int] = (),
         bos_id: int | None = None,
         folder: Path | None = None,
     ) -> None:
-        self._backend: Backend | None = (
-            WholeTokenizer(backend) if isinstance(backend, tokenizers.Tokenizer) else backend
-        )
+        self._backend = backend
         self._folder = folder
-        self._encoding_process = None if self._backend is None else _process(self._backend, folder)
+        self._encoding_process = None if backend is None else _process(backend, folder)
         self.special: dict[str, str] = dict(special or {})
         named_bos, named_eos = self._id_of("bos_token"), self._id_of("eos_token")
         self.bos_id: int | None = bos_id if named_bos is None else named_bos
@@ -185,7 +126,11 @@ class Tokenizer:
 
         For a large GGUF vocabulary it is built on first use, in seconds: nothing else here needs it.
         """
-        return self._text.whole()
+        return self._text.whole().library
+
+    def definition(self) -> bytes:
+        """Return the text of a tokenizer.json for this tokenizer. Raises and takes as long as `backend`."""
+        return self._text.whole().definition()
 
     def spelled(self) -> Spelled | None:
         """Return the tokens as they stand in texts; None if `backend` exists already."""
@@ -258,19 +203,17 @@ class Tokenizer:
         A text of more than `n` times this many has more than `n` tokens, so it can be refused without being encoded.
         Where a pipeline may drop characters there is no such bound, and at least 1,024 is returned.
         """
-        longest, pipeline = self._text.longest, self._text.pipeline
-        serialized = json.loads(pipeline.to_str())
-        model, added = serialized.get("model") or {}, serialized.get("added_tokens") or []
+        longest, parts, added = self._text.longest, self._text.parts, self._text.added().values()
         drops = (
-            not _keeps_characters(serialized.get("normalizer"), _KEEPING_NORMALIZERS)
-            or not _keeps_characters(serialized.get("pre_tokenizer"), _KEEPING_PRE_TOKENIZERS)
-            or model.get("type") != "BPE"  # the others merge unknown characters, as BPE does with fuse_unk
-            or bool(model.get("fuse_unk"))
-            or not (model.get("byte_fallback") or model.get("unk_token") or "ByteLevel" in str(serialized))
-            or any(token.get("lstrip") or token.get("rstrip") for token in added)
+            not _keeps_characters(parts.normalizer, _KEEPING_NORMALIZERS)
+            or not _keeps_characters(parts.pre_tokenizer, _KEEPING_PRE_TOKENIZERS)
+            or parts.model["type"] != "BPE"  # the others merge unknown characters, as BPE does with fuse_unk
+            or parts.model["fuse_unk"]
+            or not (parts.model["byte_fallback"] or parts.model["unk_token"] or "ByteLevel" in str(parts))
+            or any(token.lstrip or token.rstrip for token in added)
         )
         # Composing (NFC, NFKC) makes one character of at most 4 that belong together in practice.
-        return max(longest * 4, _DROPPING) if drops else longest * (4 if serialized.get("normalizer") else 1)
+        return max(longest * 4, _DROPPING) if drops else longest * (4 if parts.normalizer else 1)
 
     @functools.cached_property
     def special_ids(self) -> frozenset[int]:
@@ -282,15 +225,15 @@ class Tokenizer:
         """Return the special ids except those of the tokens in `visible`."""
         return frozenset(i for i in self.special_ids if self.token(i) not in visible)
 
-    @functools.cached_property
+    @property
+    def parts(self) -> Parts:
+        """The sections of tokenizer.json, of the model without its vocabulary."""
+        return self._text.parts
+
+    @property
     def decoder(self) -> dict[str, Any]:
         """The decoder section of tokenizer.json, by which detokenizing chooses its stream."""
-        decoder = self._text.pipeline.decoder
-        # As it is pickled: to write the whole tokenizer and read it again took the first request 20 ms.
-        state = None if decoder is None else decoder.__getstate__()
-        if isinstance(state, bytes | str):
-            return dict(json.loads(state))
-        return {} if decoder is None else dict(json.loads(self._text.pipeline.to_str())["decoder"])
+        return self._text.parts.decoder or {}
 
     def _id_of(self, name: str) -> int | None:
         if self._backend is None or name not in self.special:
@@ -300,15 +243,15 @@ class Tokenizer:
 
 def _process(backend: Backend, path: Path | None) -> EncodingProcess | None:
     """Return the process that encodes for a tokenizer that could take hours in this one; None for usual ones."""
-    tokenizer_limits.check_decoder(backend.pipeline, path or "this model")
-    reason = tokenizer_limits.unbounded_part(backend.pipeline)
+    tokenizer_limits.check_decoder(backend.parts, path or "this model")
+    reason = tokenizer_limits.unbounded_part(backend.parts)
     if reason is None:
         return None
     _log.warning("texts are encoded by a process of its own: the tokenizer of %s has %s", path or "this model", reason)
-    return EncodingProcess(backend.whole())
+    return EncodingProcess(lambda: backend.whole().definition())
 
 
-def _backend(folder: Path, special: dict[str, str]) -> tokenizers.Tokenizer | None:
+def _backend(folder: Path, special: dict[str, str]) -> WholeTokenizer | None:
     path = folder / "tokenizer.json"
     if not path.exists():
         return None
@@ -316,27 +259,25 @@ def _backend(folder: Path, special: dict[str, str]) -> tokenizers.Tokenizer | No
         content = read_plain(path, MAX_FILE)
         tokenizer_limits.check_file(content, path)
         with panics_as(CheckpointError, f"it read {path}"):
-            backend = tokenizers.Tokenizer.from_buffer(content)
+            backend = WholeTokenizer(content)
     except CheckpointError:
         raise
     except Exception as error:  # the Rust side raises bare Exception
         raise CheckpointError(f"{path} can't be read as a tokenizer ({error}). Download it again") from error
-    backend.no_padding()
-    backend.no_truncation()
     # Older folders keep added tokens, or the flag that makes one special, in tokenizer_config.json alone.
-    known = backend.get_added_tokens_decoder()
+    known = backend.added()
     listed = read_json(folder / "tokenizer_config.json").get("added_tokens_decoder") or {}
-    added, size = dict[str, tokenizers.AddedToken](), backend.get_vocab_size()
+    added, size = dict[str, tokenizers.AddedToken](), backend.size
     for index, entry in sorted(((int(i), e) for i, e in listed.items()), key=lambda pair: pair[0]):
         if index in known and known[index].special == bool(entry.get("special")):
             continue
-        there = backend.token_to_id(entry["content"])
+        there = backend.id_of(entry["content"])
         if index in known or there == index or index == size:
             size += there is None and entry["content"] not in added
             added[entry["content"]] = tokenizers.AddedToken(**entry)
-    backend.add_tokens([*added.values()])  # at once: for each call the library builds its search for all anew
+    backend.add([*added.values()])
     missing = [token for token in special.values() if token not in {t.content for t in known.values()}]
-    backend.add_special_tokens([token for token in missing if backend.token_to_id(token) is not None])
+    backend.mark_special([token for token in missing if backend.id_of(token) is not None])
     return backend
 
 

@@ -23,18 +23,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import tokenizers
 from tokenizers import Regex, normalizers, pre_tokenizers
 
 from rekindle._src.core.own_failure import is_panic
+from rekindle._src.text.backends import Parts
 from rekindle.errors import CheckpointError, RekindleError
-
-
-class Spelled(NamedTuple):
-    """The tokens of a vocabulary, for a reader other than the tokenizers library."""
-
-    tokens: list[bytes]  # by their ids, as they stand in texts; empty for an id without a token
-    special: list[int]
 
 
 @functools.cache
@@ -219,20 +212,20 @@ def check_unigram(characters: int, pieces: int, path: Path | str) -> None:
         )
 
 
-def check_decoder(backend: tokenizers.Tokenizer, path: Path | str) -> None:
+def check_decoder(parts: Parts, path: Path | str) -> None:
     """Raise `CheckpointError` for a decoder that could make much text of few tokens: it runs for every token."""
-    reason = _reason(backend.decoder, "decoders", _DECODERS)
+    reason = _reason(parts.decoder, "decoders", _DECODERS)
     if reason is not None:
         raise CheckpointError(f"{path} has a tokenizer whose decoder has {reason}. Use another tokenizer")
 
 
-def unbounded_part(backend: tokenizers.Tokenizer) -> str | None:
+def unbounded_part(parts: Parts) -> str | None:
     """Return the part by which a text could cost more than in proportion to its length, in words, or None."""
     return (
-        _reason(backend.normalizer, "normalizers", _NORMALIZERS)
-        or _reason(backend.pre_tokenizer, "pretokenizers", _PRE_TOKENIZERS)
-        or _reason(backend.post_processor, "processors", _PROCESSORS)
-        or _model_reason(backend.model)
+        _reason(parts.normalizer, "normalizers", _NORMALIZERS)
+        or _reason(parts.pre_tokenizer, "pretokenizers", _PRE_TOKENIZERS)
+        or _reason(parts.post_processor, "processors", _PROCESSORS)
+        or _model_reason(parts.model)
     )
 
 
@@ -254,14 +247,11 @@ def _backslashes(content: bytes, end: int) -> int:
     return len(before) - len(before.rstrip(b"\\"))
 
 
-def _reason(part: Any, inner: str, allowed: Mapping[str, Growth]) -> str | None:
+def _reason(part: Mapping[str, Any] | None, inner: str, allowed: Mapping[str, Growth]) -> str | None:
     """Return the reason why a part is not known to be bounded; None for a bounded part."""
     if part is None:
         return None
-    try:
-        steps = list(_steps(json.loads(part.__getstate__()), inner))
-    except Exception:  # one of Python's own, which can't be written
-        return "a part that can't be described"
+    steps = list(_steps(part, inner))
     if len(steps) > _PARTS:
         return f"{len(steps):,} steps, where {_PARTS} are usual"
     growth = 1.0
@@ -286,12 +276,12 @@ def _steps(part: Mapping[str, Any], inner: str) -> Iterator[Mapping[str, Any]]:
         yield from _steps(step, inner)
 
 
-def _model_reason(model: Any) -> str | None:
+def _model_reason(model: Mapping[str, Any]) -> str | None:
     for name in ("continuing_subword_prefix", "end_of_word_suffix"):
-        affix = getattr(model, name, None)
+        affix = model.get(name)
         if affix is not None and len(affix) > _AFFIX:
             return f"a {name} of {len(affix):,} characters"
-    longest = getattr(model, "max_input_chars_per_word", 0)
+    longest = model.get("max_input_chars_per_word", 0)
     return f"words of {longest:,} characters to look for pieces in" if longest > _WORD else None
 
 

@@ -137,7 +137,10 @@ def manifest(config: ModelConfig) -> Manifest:
         "head.weight": one("lm_head.weight", V, role=vocab(V)),
     }
     return Manifest(
-        outer | blocks(config, layer_sources), prefix="backbone.", other_prefix="model.", ignored=(r"mtp\..*",)
+        outer | blocks(config, layer_sources),
+        prefix="backbone.",
+        others={"backbone.embedding.weight": "backbone.embeddings.weight"},
+        ignored=(r"mtp\..*",),
     )
 
 

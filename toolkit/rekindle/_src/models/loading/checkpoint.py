@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -254,6 +255,7 @@ def plan(found: Checkpoint, graph: Graph, shapes: Iterable[jax.ShapeDtypeStruct]
     from rekindle._src.models.loading.named_tensors import named_tensors, shown_name
 
     manifest, entries = named_tensors(found.stored, found.config)
+    shown = functools.partial(shown_name, found.stored, found.config, manifest)
     shapes_by_path = dict(zip(graph.paths, shapes, strict=True))
     leaves, read_names, problems = [], set[str](), list[str]()
     packings = packings_in(shapes_by_path)
@@ -272,10 +274,9 @@ def plan(found: Checkpoint, graph: Graph, shapes: Iterable[jax.ShapeDtypeStruct]
             read_names.add(part.name)
             entry = entries.get(part.name)
             if entry is None:
-                problems.append(f"missing: {shown_name(found.stored, found.config, part.name)} {list(part.shape)}")
+                problems.append(f"missing: {shown(part.name)} {list(part.shape)}")
             elif entry.shape != part.shape:
-                shown = shown_name(found.stored, found.config, part.name)
-                problems.append(f"{shown}: shape {list(entry.shape)}, expected {list(part.shape)}")
+                problems.append(f"{shown(part.name)}: shape {list(entry.shape)}, expected {list(part.shape)}")
             elif not entry.has_numbers:
                 problems.append(f"{part.name}: stored as {entry.dtype}, expected one of {', '.join(sorted(FLOATS))}")
     pattern = re.compile("|".join(f"(?:{expression})" for expression in (*manifest.ignored, *HARMLESS)))

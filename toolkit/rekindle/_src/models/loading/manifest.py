@@ -75,8 +75,8 @@ class Manifest:
     """
 
     sources: Mapping[str, Source]
-    prefix: str = "model."  # checkpoints of the bare model lack it in all names
-    other_prefix: str = ""  # some checkpoints have it in the place of `prefix`
+    prefix: str = "model."  # of all names but the head's; `stored.beginnings` says what a checkpoint has in its place
+    others: Mapping[str, str] = dataclasses.field(default_factory=dict)  # names by those of other transformers releases
     # Full matches on names without the prefix: tensors that may be there and are not used. Early Llamas stored these.
     ignored: tuple[str, ...] = (r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq",)
     fused: FusedExperts | None = None

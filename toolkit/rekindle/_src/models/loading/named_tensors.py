@@ -21,7 +21,7 @@ from rekindle._src.models.loading.four_bits import Integers
 from rekindle._src.models.loading.gguf import source as gguf
 from rekindle._src.models.loading.manifest import FusedExperts, Manifest
 from rekindle._src.models.loading.quantized import NOT_WEIGHTS, FourBitFloatRows, Held, scheme, with_matrices
-from rekindle._src.models.loading.stored import Stored
+from rekindle._src.models.loading.stored import OWN, Stored
 from rekindle._src.models.loading.tensor_files import TensorEntry, rows_of
 from rekindle._src.models.nn.packing import Packing
 from rekindle._src.models.registry import manifest
@@ -37,7 +37,7 @@ def named_tensors(stored: Stored, config: ModelConfig) -> tuple[Manifest, dict[s
     if stored.is_gguf:
         return gguf.tensors(stored.headers, config, declared)
     entries = {entry.name: entry for header in stored.headers for entry in header.entries}
-    entries = _with_prefix(entries, declared)
+    entries = _with_prefix(stored, entries, declared)
     names = dict.fromkeys(name for source in declared.sources.values() for name in source.names)
     if declared.fused is not None:
         entries = with_single_experts(entries, names, declared.fused)
@@ -48,29 +48,31 @@ def named_tensors(stored: Stored, config: ModelConfig) -> tuple[Manifest, dict[s
     return declared, with_matrices(entries, names, quantization)
 
 
-def shown_name(stored: Stored, config: ModelConfig, name: str) -> str:
+def shown_name(stored: Stored, config: ModelConfig, declared: Manifest, name: str) -> str:
     """Return the name of a tensor of the manifest in the checkpoint's own format."""
-    return gguf.llama_cpp_name(name, config) if stored.is_gguf else name
+    if stored.is_gguf:
+        return gguf.llama_cpp_name(name, config)
+    begins = name.startswith(declared.prefix) and len(stored.beginnings) == 1
+    return stored.beginnings[0] + name.removeprefix(declared.prefix) if begins else name
 
 
-def _with_prefix(entries: dict[str, TensorEntry], declared: Manifest) -> dict[str, TensorEntry]:
-    """Return the entries with the prefix that checkpoints of the bare model, without its head, lack in all names.
-
-    Where a checkpoint has the other prefix in its place, that one is replaced.
-    """
-    if not declared.prefix or any(name.startswith(declared.prefix) for name in entries):
-        return entries
-    other = declared.other_prefix
-    if other and any(name.startswith(other) for name in entries):
-        return {
-            declared.prefix + name.removeprefix(other) if name.startswith(other) else name: entry
+def _with_prefix(stored: Stored, entries: dict[str, TensorEntry], declared: Manifest) -> dict[str, TensorEntry]:
+    """Return the entries with the prefix of the family's names. Raise `CheckpointError` for several language models."""
+    if len(stored.beginnings) > 1:
+        shown = ", ".join(repr(beginning) for beginning in stored.beginnings[:4])
+        raise CheckpointError(
+            f"{stored.path} holds {len(stored.beginnings)} language models, whose tensors' names begin with {shown}. "
+            "Keep the weights of one in it"
+        )
+    if declared.prefix != OWN:
+        entries = {
+            declared.prefix + name.removeprefix(OWN) if name.startswith(OWN) else name: entry
             for name, entry in entries.items()
         }
-    prefixed = {name for source in declared.sources.values() for name in source.names}
-    return {
-        declared.prefix + name if declared.prefix + name in prefixed or name not in prefixed else name: entry
-        for name, entry in entries.items()
-    }
+    for other, name in declared.others.items():
+        if other in entries and name not in entries:
+            entries[name] = entries.pop(other)
+    return entries
 
 
 _NAME = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight|bias)")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,22 +13,19 @@ from rekindle._src.models.loading import fingerprint as fingerprints
 from rekindle._src.models.loading import tensor_files
 from rekindle._src.models.loading.gguf import files as gguf_files
 from rekindle._src.models.loading.hub import locate
-from rekindle._src.models.loading.tensor_files import Header, TensorEntry
+from rekindle._src.models.loading.tensor_files import Header
 from rekindle.errors import CheckpointError
 
 _log = logging.getLogger(__name__)
 _mentioned: set[Path] = set()  # checkpoints whose other parts were mentioned
 # Keys of the whole that are true of its language model, where that one's own config leaves them out.
 _SHARED_KEYS = ("dtype", "torch_dtype", "eos_token_id", "bos_token_id", "tie_word_embeddings", "quantization_config")
-# Beginnings of tensors' names, and those of the same tensors in a checkpoint of the language model alone.
-_LANGUAGE_MODEL = (
-    ("model.language_model.", "model."),
-    ("language_model.model.", "model."),
-    ("language_model.lm_head.", "lm_head."),
-    ("language_model.", "model."),
-    ("lm_head.", "lm_head."),
-)
-_EMBEDDINGS = ("model.embed_tokens.weight", "embed_tokens.weight", "transformer.wte.weight", "wte.weight")
+OWN = "model."  # what the names of a language model's tensors begin with here, whatever they begin with in the file
+# Modules of the embedding, and of the layers next to it. Where both are, a language model is.
+_EMBEDDINGS = ("embed_tokens", "wte", "embeddings", "embedding", "embeddings.tok_embeddings")
+_LAYERS = frozenset(("layers", "h"))
+_HEAD = "lm_head."  # stands anywhere above the language model, or in it
+_DRAFTING = "mtp."  # heads that predict several tokens; some have an embedding and layers of their own
 _COMPARED_WHOLE, _SAMPLES, _BLOCK = 4 << 20, 32, 4096  # bytes; samples in all; bytes of each
 MODULES = "modules.json"  # of sentence-transformers, beside a model that embeds
 MAX_CONFIG = 16 << 20  # bytes; the longest published config.json has some 100 KB
@@ -39,9 +36,10 @@ class Stored(NamedTuple):
 
     path: Path  # the folder, or the GGUF file
     raw: dict[str, Any]  # config.json, or its equivalent
-    headers: tuple[Header, ...]
+    headers: tuple[Header, ...]  # a language model's tensors are named as those of a checkpoint of its own: `OWN`
     fingerprint: str  # of config and weights as stored, whatever precision they are loaded in
     is_gguf: bool = False
+    beginnings: tuple[str, ...] = (OWN,)  # of its language models' names in the file: one, or it can't be read
 
     @property
     def may_be_quantized(self) -> bool:
@@ -66,13 +64,15 @@ def look(model: str | Path) -> Stored:
     raw = read_config(path)
     headers = tuple(tensor_files.read_header(file) for file in files)
     fingerprint = fingerprints.folder_fingerprint(raw, headers)
-    config, headers = text_config(raw), _language_model(path, raw, headers)
-    names = (entry.name for header in headers for entry in header.entries)
-    if (path / MODULES).is_file() and not any("lm_head." in name for name in names):
+    config, names = text_config(raw), [entry.name for header in headers for entry in header.entries]
+    found = beginnings(names)
+    if len(found) == 1:
+        headers = _language_model(path, headers, found[0], nested=isinstance(raw.get("text_config"), Mapping))
+    if (path / MODULES).is_file() and not any(_HEAD in name for name in names):
         config |= {"headless": True}
     if config.get("tie_word_embeddings") is not False and _has_another_head(headers):
         config |= {"another_head": True}
-    return Stored(path, config, headers, fingerprint)
+    return Stored(path, config, headers, fingerprint, beginnings=found)
 
 
 def text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -86,27 +86,65 @@ def text_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     return {**shared, **own, **tied, "nested_in": raw.get("model_type")}
 
 
-def _language_model(path: Path, raw: Mapping[str, Any], headers: tuple[Header, ...]) -> tuple[Header, ...]:
-    """Return the headers with the tensors of the language model alone, under the names that they have by themselves."""
-    if not isinstance(raw.get("text_config"), Mapping):
-        return headers
-    kept = tuple(header._replace(entries=tuple(_renamed(header.entries))) for header in headers)
-    left = {entry.name for header in headers for entry in header.entries}
-    count = len(left) - sum(len(header.entries) for header in kept)
-    if count and all(len(header.entries) == 0 for header in kept):
-        return headers  # an unknown layout: the differences are listed later
-    if count and path not in _mentioned:
+def beginnings(names: Iterable[str]) -> tuple[str, ...]:
+    """Return what the names of each language model begin with: `model.`, `model.language_model.`, nothing."""
+    embeddings, layers, stack = set[str](), set[str](), _DRAFTING
+    for name in names:
+        if name.startswith((_DRAFTING, stack)):  # most names are those of the stack before
+            continue
+        module, parts = name.rpartition(".")[0], name.split(".")
+        embeddings |= {module.removesuffix(own) for own in _EMBEDDINGS if f".{module}".endswith(f".{own}")}
+        numbered = (at for at, part in enumerate(parts[:-1]) if part in _LAYERS and parts[at + 1].isdecimal())
+        for at in itertools.islice(numbered, 1):
+            layers.add("".join(f"{part}." for part in parts[:at]))
+            stack = "".join(f"{part}." for part in parts[: at + 1])
+    return tuple(sorted(embeddings & layers))
+
+
+def own_name(name: str, beginning: str) -> str | None:
+    """Return the name of a language model's tensor in a checkpoint of its own; None for other tensors."""
+    above, head, rest = name.rpartition(_HEAD)
+    if head and beginning.startswith(above) and above[-1:] in ("", "."):
+        return head + rest
+    mine = name.startswith(beginning) and not name.startswith(_DRAFTING)
+    return OWN + name.removeprefix(beginning) if mine else None
+
+
+def _language_model(path: Path, headers: tuple[Header, ...], beginning: str, *, nested: bool) -> tuple[Header, ...]:
+    """Return the headers with the language model's tensors under the names that they have in a checkpoint of its own.
+
+    The tensors of other parts, such as those for images, are left out of a model in which it is `nested`. Elsewhere
+    they keep their names and are differences.
+    """
+    kept, names, others = [], dict[str, str](), list[str]()
+    for header in headers:
+        entries = []
+        for entry in header.entries:
+            name = own_name(entry.name, beginning)
+            if name is None:
+                others.append(entry.name)
+                if nested:
+                    continue
+            name = entry.name if name is None else name
+            if (other := names.setdefault(name, entry.name)) != entry.name:
+                raise CheckpointError(
+                    f"{path} has two tensors for {name}: {other} and {entry.name}. Keep the weights of one model in it"
+                )
+            entries.append(entry._replace(name=name))
+        kept.append(header._replace(entries=tuple(entries)))
+    if nested and others and path not in _mentioned:
         _mentioned.add(path)
-        towers = sorted({re.sub(r"^model\.", "", name).partition(".")[0] for name in left if not _own_name(name)})
-        _log.warning("%s: only the language model is used; %d tensors of %s are not", path, count, ", ".join(towers))
-    return kept
+        towers = ", ".join(sorted({name.removeprefix(OWN).partition(".")[0] for name in others}))
+        _log.warning("%s: only the language model is used; %d tensors of %s are not", path, len(others), towers)
+    return tuple(kept)
 
 
 def _has_another_head(headers: Iterable[Header]) -> bool:
     """True if the numbers of the stored head are not those of the embedding; of a large one, by samples."""
     entries = {entry.name: entry for header in headers for entry in header.entries}
-    head = entries.get("lm_head.weight")
-    embedding = next((entries[name] for name in _EMBEDDINGS if name in entries), None)
+    head = entries.get(f"{_HEAD}weight")
+    names = (f"{OWN}{module}.weight" for module in _EMBEDDINGS)
+    embedding = next((entries[name] for name in names if name in entries), None)
     if head is None or embedding is None:
         return False
     if (head.dtype, head.shape) != (embedding.dtype, embedding.shape):
@@ -121,21 +159,6 @@ def _has_another_head(headers: Iterable[Header]) -> bool:
             if one.read(size) != other.read(size):
                 return True
     return False
-
-
-def _renamed(entries: Iterable[TensorEntry]) -> Iterator[TensorEntry]:
-    for entry in entries:
-        name = _own_name(entry.name)
-        if name is not None:
-            yield entry._replace(name=name)
-
-
-def _own_name(name: str) -> str | None:
-    """Return the name of a language model's tensor in a checkpoint of its own; None for other tensors."""
-    for nested, own in _LANGUAGE_MODEL:
-        if name.startswith(nested):
-            return own + name.removeprefix(nested)
-    return None
 
 
 def checkpoint_path(path: Path) -> Path:

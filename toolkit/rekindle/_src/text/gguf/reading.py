@@ -30,6 +30,7 @@ from rekindle._src.core.config import cache_folder
 from rekindle._src.core.store import Store
 from rekindle._src.models.loading.fingerprint import files_digest
 from rekindle._src.models.loading.gguf.header import GgufHeader, Metadata, Texts, read_header, stop_tokens
+from rekindle._src.text.backends import Parts, Spelled, WholeTokenizer, encode
 from rekindle._src.text.gguf.token_table import SEPARATOR, TokenTable
 from rekindle._src.text.gguf.vocabulary import (
     Cuts,
@@ -38,11 +39,11 @@ from rekindle._src.text.gguf.vocabulary import (
     Recipe,
     Vocabulary,
     added_token,
-    read_backend,
+    read_definition,
     recipe,
 )
-from rekindle._src.text.tokenizer_limits import CUT_CHARACTERS, MERGES_PER_PIECE, Spelled, byte_of_character, panics_as
-from rekindle.errors import CheckpointError
+from rekindle._src.text.tokenizer_limits import CUT_CHARACTERS, MERGES_PER_PIECE, byte_of_character, panics_as
+from rekindle.errors import CheckpointError, RekindleError
 
 _TEMPLATE = "tokenizer.chat_template"
 _SAMPLING = {
@@ -55,7 +56,7 @@ SMALL = 1 << 20  # bytes; below this size of a header a tokenizer is built too f
 class FileTokenizer(NamedTuple):
     """The parts of a `Tokenizer`."""
 
-    backend: tokenizers.Tokenizer | PartialTokenizer | None
+    backend: WholeTokenizer | PartialTokenizer | None
     special: dict[str, str]
     eos_ids: tuple[int, ...]
     bos_id: int | None
@@ -76,14 +77,15 @@ def read_tokenizer(path: str | Path) -> FileTokenizer:
     return FileTokenizer(backend, special, tuple(stops["eos_token_id"] or ()), stops["bos_token_id"])
 
 
-def _backend(header: GgufHeader) -> tokenizers.Tokenizer | PartialTokenizer | None:
+def _backend(header: GgufHeader) -> WholeTokenizer | PartialTokenizer | None:
     """Return the tokenizer that encodes: parts of a vocabulary where these can stand for it."""
     metadata, key = header.metadata, key_of(header)
     if (bpe := recipe(metadata)) is None:
-        return load_or_make(key, lambda: read_backend(metadata))
+        return load_or_make(key, metadata.path, lambda: read_definition(metadata))
+    path = metadata.path
 
-    def whole() -> tokenizers.Tokenizer:  # keeps no reference to the header, which has megabytes
-        tokenizer = load_or_make(key, bpe.whole)
+    def whole() -> WholeTokenizer:  # keeps no reference to the header, which has megabytes
+        tokenizer = load_or_make(key, path, bpe.whole)
         assert tokenizer is not None, "a recipe makes one"
         return tokenizer
 
@@ -120,21 +122,37 @@ def key_of(header: GgufHeader) -> bytes | None:
     return None if header.nbytes < SMALL else header.digest
 
 
-def load_or_make(key: bytes | None, make: Callable[[], tokenizers.Tokenizer | None]) -> tokenizers.Tokenizer | None:
-    """Return the tokenizer stored under this key, or else the result of `make`, which is then stored."""
+def load_or_make(key: bytes | None, path: Path, make: Callable[[], bytes | None]) -> WholeTokenizer | None:
+    """Return the tokenizer stored under this key, or else one of the definition that `make` returns, which is stored.
+
+    Raises `CheckpointError` if the file at `path` has a vocabulary that makes no tokenizer.
+    """
     if key is None:
-        return make()
+        return _made(path, make)
     stored, name = _place(key)
     with contextlib.suppress(Exception):  # damaged, or of another version of tokenizers: it is built again
         content = stored.get(name)
         if content is not None:
             with panics_as(CheckpointError, f"it read {stored.path(name)}"):
-                return tokenizers.Tokenizer.from_buffer(content)
-    tokenizer = make()
+                return WholeTokenizer(content)
+    tokenizer = _made(path, make)
     if tokenizer is not None:
         with contextlib.suppress(OSError):
-            stored.put(name, tokenizer.to_str().encode())
+            stored.put(name, tokenizer.definition())
     return tokenizer
+
+
+def _made(path: Path, make: Callable[[], bytes | None]) -> WholeTokenizer | None:
+    try:
+        with panics_as(CheckpointError, f"it made the tokenizer of {path}"):
+            definition = make()
+            return None if definition is None else WholeTokenizer(definition)
+    except RekindleError:
+        raise
+    except Exception as error:  # the Rust side raises bare Exception
+        raise CheckpointError(
+            f"{path} has a vocabulary that makes no tokenizer ({error}). Download it again"
+        ) from error
 
 
 def _table(key: bytes | None, texts: Texts) -> TokenTable:
@@ -186,7 +204,7 @@ class PartialTokenizer:
     def __init__(
         self,
         bpe: Recipe,
-        whole: Callable[[], tokenizers.Tokenizer],
+        whole: Callable[[], WholeTokenizer],
         table_of: Callable[[Texts], TokenTable] = TokenTable,
     ) -> None:
         """Raise `ValueError` for a vocabulary that parts can't stand for."""
@@ -226,16 +244,12 @@ class PartialTokenizer:
         self._waiting = set[int]()  # tokens that texts needed since it was built
         self._new = set[str]()  # their words
         self._spent_tokens = 0  # tokens of parts for single texts since then
-        self._whole: tokenizers.Tokenizer | None = None
+        self._whole: WholeTokenizer | None = None
+        self.parts = Parts.of(self._part.backend)  # whatever its tokens
 
     def encode(self, text: str, add_special_tokens: bool, *, long: bool) -> list[int]:
         """Return the ids of a text. Long texts release the GIL."""
-        backend = self._for(text)
-        if not long:
-            return list(backend.encode(text, add_special_tokens=add_special_tokens).ids)
-        (encoding,) = backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        ids: list[int] = encoding.ids
-        return ids
+        return encode(self._for(text), text, add_special_tokens, long=long)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         """Return the text of ids."""
@@ -271,12 +285,7 @@ class PartialTokenizer:
         """Return the tokens that text may spell out, by their ids."""
         return {index: added_token(self._words, index) for index in sorted(self._added)}
 
-    @property
-    def pipeline(self) -> tokenizers.Tokenizer:
-        """A tokenizer with the same steps and few tokens."""
-        return self._part.backend
-
-    def whole(self) -> tokenizers.Tokenizer:
+    def whole(self) -> WholeTokenizer:
         """Return the library's own tokenizer of all tokens. Building it takes seconds."""
         with self._lock:
             if self._whole is None:
@@ -317,14 +326,14 @@ class PartialTokenizer:
         words = {text} if not self._by_word or _SPACE in text else set(_WORD.findall(text))
         with self._lock:
             if self._whole is not None:
-                return self._whole
+                return self._whole.library
             new = words - self._part_words
             if not new:
                 return self._part.backend
             ids = self._inside(new)
             if ids is not None:
                 return self._part_with(ids, words, new).backend
-        return self.whole()
+        return self.whole().library
 
     def _part_with(self, ids: frozenset[int], words: set[str], new: set[str]) -> Part:
         """Return a part with `ids`, the tokens in new words of a text, and the tokens of its other words.

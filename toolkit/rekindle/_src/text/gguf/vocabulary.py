@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF file as a `tokenizers.Tokenizer`: byte-level BPE, SentencePiece's BPE and its unigrams.
+"""The tokenizer of a GGUF file as a tokenizer.json: byte-level BPE, SentencePiece's BPE and its unigrams.
 
 llama.cpp merges the pieces of SentencePiece by their scores. `tokenizers` merges by a list, which is built here
 from the scores as transformers builds it: every way to cut a piece into two others, in the order of their scores.
@@ -7,6 +7,7 @@ from the scores as transformers builds it: every way to cut a piece into two oth
 from __future__ import annotations
 
 import functools
+import json
 import logging
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -19,8 +20,9 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from rekindle._src.models.loading.gguf.header import MAX_TEXTS, Metadata, Texts
 from rekindle._src.text import tokenizer_limits
+from rekindle._src.text.backends import added_section, section
 from rekindle._src.text.gguf.token_table import CHUNK, Sums, TokenTable
-from rekindle._src.text.tokenizer_limits import CUT_CHARACTERS, LINES, MERGES_PER_PIECE, PRE_TOKENIZERS, panics_as
+from rekindle._src.text.tokenizer_limits import CUT_CHARACTERS, LINES, MERGES_PER_PIECE, PRE_TOKENIZERS
 from rekindle.errors import CheckpointError, UnsupportedModel
 
 _ID_BITS = MAX_TEXTS.bit_length()
@@ -110,19 +112,35 @@ class Recipe(NamedTuple):
     add_bos: bool
 
     def make(self, ids: dict[str, int], merges: list[Pair], added: Collection[int]) -> tokenizers.Tokenizer:
-        """Return a tokenizer of these tokens, where text may spell out those in `added`."""
+        """Return a tokenizer of some tokens, where text may spell out those in `added`.
+
+        From the text of a tokenizer.json it would take twice as long, and no one asks a part for its text.
+        """
         tokenizer = tokenizers.Tokenizer(models.BPE(vocab=ids, merges=merges, **self.options))
         if self.normalizer is not None:
             tokenizer.normalizer = self.normalizer
         if self.pre_tokenizer is not None:
             tokenizer.pre_tokenizer = self.pre_tokenizer
         tokenizer.decoder = self.decoder
-        return _finish(self.words, tokenizer, added, add_bos=self.add_bos)
+        tokens = [added_token(self.words, index) for index in added]
+        tokenizer.add_special_tokens([token for token in tokens if token.special])
+        tokenizer.add_tokens([token for token in tokens if not token.special])
+        if (processor := _processor(self.words, ids, add_bos=self.add_bos)) is not None:
+            tokenizer.post_processor = processor
+        return tokenizer
 
-    def whole(self) -> tokenizers.Tokenizer:
-        """Return the tokenizer of all tokens. Raises `CheckpointError` for a vocabulary that has none."""
-        ids, added = self.words.ids(), self.words.added().tolist()
-        return _guarded(self.words.path, lambda: self.make(ids, self.merges.whole(ids), added))
+    def whole(self) -> bytes:
+        """Return the tokenizer.json of all tokens. Raises `CheckpointError` for pieces with too many merges."""
+        ids = self.words.ids()
+        model = {**_BPE, **self.options, "vocab": ids, "merges": self.merges.whole(ids)}
+        steps = (self.normalizer, self.pre_tokenizer, self.decoder)
+        return _definition(self.words, model, ids, steps, add_bos=self.add_bos)
+
+
+_BPE: dict[str, Any] = {
+    "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None,
+    "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
+}  # fmt: skip
 
 
 def recipe(metadata: Metadata) -> Recipe | None:
@@ -136,11 +154,12 @@ def recipe(metadata: Metadata) -> Recipe | None:
     return None if make is None else make(Vocabulary.of(metadata))
 
 
-def read_backend(metadata: Metadata) -> tokenizers.Tokenizer | None:
-    """Return the tokenizer of a file; None without a vocabulary. Raises `UnsupportedModel` for an unknown kind."""
+def read_definition(metadata: Metadata) -> bytes | None:
+    """Return the tokenizer.json of a file; None without a vocabulary. Raises `UnsupportedModel` for an unknown kind."""
     if (stored := metadata.text(HUGGINGFACE, None)) is not None:
-        tokenizer_limits.check_file(stored.encode(), metadata.path)
-        return _guarded(metadata.path, lambda: _from_json(stored))
+        content = stored.encode()
+        tokenizer_limits.check_file(content, metadata.path)
+        return content
     if (bpe := recipe(metadata)) is not None:
         return bpe.whole()
     kind = metadata.text(f"{_KEY}.model", "none")
@@ -149,27 +168,7 @@ def read_backend(metadata: Metadata) -> tokenizers.Tokenizer | None:
     if kind != "t5":
         known = ", ".join(sorted((*_RECIPES, "t5")))
         raise UnsupportedModel(f"{metadata.path}: {_KEY}.model={kind[:80]!r} is not implemented. Use one of: {known}.")
-    words = Vocabulary.of(metadata)
-    return _guarded(metadata.path, lambda: _unigrams(words))
-
-
-def _guarded(path: Path, make: Any) -> tokenizers.Tokenizer:
-    try:
-        with panics_as(CheckpointError, f"it made the tokenizer of {path}"):
-            return make()
-    except CheckpointError:
-        raise
-    except Exception as error:  # the Rust side raises bare Exception
-        raise CheckpointError(
-            f"{path} has a vocabulary that makes no tokenizer ({error}). Download it again"
-        ) from error
-
-
-def _from_json(text: str) -> tokenizers.Tokenizer:
-    tokenizer = tokenizers.Tokenizer.from_str(text)
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
-    return tokenizer
+    return _unigrams(Vocabulary.of(metadata))
 
 
 def _byte_level(words: Vocabulary) -> Recipe:
@@ -312,30 +311,28 @@ class Cuts:
         )
 
 
-def _unigrams(words: Vocabulary) -> tokenizers.Tokenizer:
+def _unigrams(words: Vocabulary) -> bytes:
     scores = words.metadata.numbers(f"{_KEY}.scores").tolist()
     words.check("scores", len(scores))
     pieces = list(zip(words.tokens, scores, strict=True))
     lengths = [len(token.encode()) for token in words.tokens]
     tokenizer_limits.check_text(max(lengths, default=0), tokenizer_limits.LONGEST_PIECE, words.path)
     tokenizer_limits.check_unigram(sum(lengths), len(lengths), words.path)
-    unknown = _unknown(words)
-    tokenizer = tokenizers.Tokenizer(
-        models.Unigram(
-            pieces,
-            unk_id=None if unknown is None else words.ids()[unknown],
-            byte_fallback=bool((words.kinds == BYTE).any()),
-        )
-    )
-    steps: list[Any] = []
+    ids, unknown = words.ids(), _unknown(words)
+    fallback = bool((words.kinds == BYTE).any())
+    unknown_id = None if unknown is None else ids[unknown]
+    model = {"type": "Unigram", "unk_id": unknown_id, "vocab": pieces, "byte_fallback": fallback}
+    before: list[Any] = []
     charsmap = words.metadata.numbers(f"{_KEY}.precompiled_charsmap", None)
     if charsmap is not None and charsmap.size:
-        steps.append(normalizers.Precompiled(charsmap.astype(np.uint8).tobytes()))
-    tokenizer.normalizer = normalizers.Sequence([*steps, *_squeezed(words)])
+        before.append(normalizers.Precompiled(charsmap.astype(np.uint8).tobytes()))
     scheme = "always" if words.flag("add_space_prefix", True) else "never"
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement=_SPACE, prepend_scheme=scheme)
-    tokenizer.decoder = decoders.Metaspace(replacement=_SPACE, prepend_scheme=scheme)
-    return _finish(words, tokenizer, words.added().tolist(), add_bos=False)
+    steps = (
+        normalizers.Sequence([*before, *_squeezed(words)]),
+        pre_tokenizers.Metaspace(replacement=_SPACE, prepend_scheme=scheme),
+        decoders.Metaspace(replacement=_SPACE, prepend_scheme=scheme),
+    )
+    return _definition(words, model, ids, steps, add_bos=False)
 
 
 def _squeezed(words: Vocabulary) -> list[Any]:
@@ -352,27 +349,43 @@ def _unknown(words: Vocabulary) -> str | None:
     return words.tokens[index] if index is not None and 0 <= index < len(words.tokens) else None
 
 
-def _finish(
-    words: Vocabulary, tokenizer: tokenizers.Tokenizer, added: Collection[int], *, add_bos: bool
-) -> tokenizers.Tokenizer:
-    """Add the tokens that text may spell out, and those that `encode` puts around a text; return the tokenizer."""
-    tokens = [added_token(words, index) for index in added]
-    tokenizer.add_special_tokens([token for token in tokens if token.special])
-    tokenizer.add_tokens([token for token in tokens if not token.special])
+def _definition(
+    words: Vocabulary, model: Mapping[str, Any], ids: Mapping[str, int], steps: tuple[Any, Any, Any], *, add_bos: bool
+) -> bytes:
+    """Return the tokenizer.json of a model, its normalizer, pre-tokenizer and decoder, and of added tokens."""
+    tokens = [added_token(words, index) for index in words.added().tolist()]
+    # Of several with one text the id is the first one's; it is special if any of them is.
+    entries = {token.content: token for token in sorted(tokens, key=lambda token: token.special)}
+    normalizer, pre_tokenizer, decoder = map(section, steps)
+    content = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": sorted(
+            (added_section(ids[text], token) for text, token in entries.items()), key=lambda entry: entry["id"]
+        ),
+        "normalizer": normalizer,
+        "pre_tokenizer": pre_tokenizer,
+        "post_processor": section(_processor(words, ids, add_bos=add_bos)),
+        "decoder": decoder,
+        "model": model,
+    }
+    return json.dumps(content, ensure_ascii=False).encode()
+
+
+def _processor(words: Vocabulary, ids: Mapping[str, int], *, add_bos: bool) -> Any:
+    """Return the post-processor that puts the tokens around a text which `encode` adds; None without any."""
     special = words.special()
     first = special.get("bos_token") if words.flag("add_bos_token", add_bos) else None
     last = special.get("eos_token") if words.flag("add_eos_token", False) else None
     around = [token for token in (first, last) if token is not None]
-    if around:
-        single = [*([first] if first else []), "$A", *([last] if last else [])]
-        pair = [*([f"{first}:0"] if first else []), "$A:0", *([f"{first}:1"] if first else []), "$B:1",
-                *([f"{last}:1"] if last else [])]  # fmt: skip
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=single,
-            pair=pair,
-            special_tokens=[(token, tokenizer.token_to_id(token)) for token in dict.fromkeys(around)],
-        )
-    return tokenizer
+    if not around:
+        return None
+    single = [*([first] if first else []), "$A", *([last] if last else [])]
+    pair = [*([f"{first}:0"] if first else []), "$A:0", *([f"{first}:1"] if first else []), "$B:1",
+            *([f"{last}:1"] if last else [])]  # fmt: skip
+    tokens = [(token, ids[token]) for token in dict.fromkeys(around)]
+    return processors.TemplateProcessing(single=single, pair=pair, special_tokens=tokens)
 
 
 def added_token(words: Vocabulary, index: int) -> AddedToken:

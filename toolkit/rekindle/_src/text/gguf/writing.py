@@ -15,6 +15,7 @@ from typing import Any
 import tokenizers
 
 from rekindle._src.core.sampling import Sampling
+from rekindle._src.text.backends import Parts
 from rekindle._src.text.chat import ChatTemplate
 from rekindle._src.text.gguf.vocabulary import (
     BYTE,
@@ -45,9 +46,10 @@ def tokenizer_metadata(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
     """Return the vocabulary and the special tokens. `vocab_size` is the number of rows of the embedding."""
     if not tokenizer.has_text:
         return {f"{_KEY}.model": "none", **_stops(tokenizer)}
-    serialized = json.loads(tokenizer.backend.to_str())
-    model = serialized["model"]
-    fields: dict[str, Any] = {f"{_KEY}.model": _kind(serialized), HUGGINGFACE: tokenizer.backend.to_str()}
+    serialized = json.loads(tokenizer.definition())
+    model = serialized["model"] | tokenizer.parts.model  # old files leave settings out, even the kind
+    definition = json.dumps(serialized, ensure_ascii=False, separators=(",", ":"))
+    fields: dict[str, Any] = {f"{_KEY}.model": _kind(tokenizer.parts), HUGGINGFACE: definition}
     if fields[f"{_KEY}.model"] == "none":
         return fields | _stops(tokenizer)
     tokens, kinds = _tokens(tokenizer, model, vocab_size)
@@ -56,7 +58,7 @@ def tokenizer_metadata(tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
         merges: list[str] = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
         fields[f"{_KEY}.merges"] = merges
         if fields[f"{_KEY}.model"] == "gpt2":
-            name = pre_tokenizer_name(tokenizer.backend)
+            name = pre_tokenizer_name(tokenizer.backend, whole_words=model["ignore_merges"])
             if name is not None:
                 fields[f"{_KEY}.pre"] = name
         else:
@@ -96,14 +98,13 @@ def sampling_metadata(sampling: Sampling | None) -> dict[str, Any]:
     return {f"general.sampling.{name}": value for name, value in values.items() if off.get(name) != value}
 
 
-def pre_tokenizer_name(backend: tokenizers.Tokenizer) -> str | None:
+def pre_tokenizer_name(backend: tokenizers.Tokenizer, *, whole_words: bool) -> str | None:
     """Return llama.cpp's name of a way to split words; None, with a warning, if it has none."""
-    whole = bool(json.loads(backend.to_str())["model"].get("ignore_merges"))
     for probe in _PROBES:
         words = _split(backend.normalizer, backend.pre_tokenizer, probe)
         fitting = [name for name, pre in PRE_TOKENIZERS.items() if _splits_alike(pre, words, probe)]
         if fitting:
-            return next((name for name in fitting if PRE_TOKENIZERS[name].whole_words == whole), fitting[0])
+            return next((name for name in fitting if PRE_TOKENIZERS[name].whole_words == whole_words), fitting[0])
     _log.warning("llama.cpp has no name for how this tokenizer splits words; there it will split them in another way")
     return None
 
@@ -117,11 +118,11 @@ def _split(normalizer: Any, pre_tokenizer: Any, text: str) -> list[str]:
     return [text] if pre_tokenizer is None else [word for word, _ in pre_tokenizer.pre_tokenize_str(text)]
 
 
-def _kind(serialized: Mapping[str, Any]) -> str:
+def _kind(parts: Parts) -> str:
     """Return llama.cpp's name of the kind of tokenizer; "none" for kinds that it does not have."""
-    kind = serialized["model"]["type"]
+    kind = parts.model["type"]
     if kind == "BPE":
-        return "gpt2" if "ByteLevel" in str(serialized.get("decoder")) else "llama"
+        return "gpt2" if "ByteLevel" in str(parts.decoder) else "llama"
     return "t5" if kind == "Unigram" else "none"
 
 
