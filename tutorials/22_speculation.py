@@ -60,7 +60,7 @@ for name, prompt in TEXTS.items():
     (one, slow), (two, quick) = await steps(plain, prompt), await steps(drafting, prompt)
     table[name] = (slow, quick, one.text == two.text)
     print(f"{name:13} {slow} steps without drafts, {quick} with, the same text: {one.text == two.text}")
-    print(f"{'':13} {drafting.explain(two)}")
+    print(f"{'':13} {drafting.explain(two).text}")
 assert table["a loop"][1] < 20, "what repeats itself is guessed"
 
 # %% [markdown]

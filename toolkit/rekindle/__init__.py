@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     from rekindle._src.replicas.fleet_stats import FleetStats, ReplicaStats
     from rekindle._src.replicas.routes import Placed
     from rekindle._src.scheduling.sequence import Explanation
+    from rekindle._src.scheduling.timeline import Phase, PhaseKind
     from rekindle._src.serve.server import Server
     from rekindle._src.session.allowed import AllowedTokens
     from rekindle._src.session.cache_view import CacheStats, CacheTree, CacheView, NodeView, PrefixExplanation
@@ -104,6 +105,7 @@ _LAZY = {
         "replicas.fleet_stats": ("FleetStats", "ReplicaStats"),
         "replicas.routes": ("Placed",),
         "scheduling.sequence": ("Explanation",),
+        "scheduling.timeline": ("Phase", "PhaseKind"),
         "serve.server": ("Server",),
         "session.allowed": ("AllowedTokens",),
         "session.cache_view": ("CacheStats", "CacheTree", "CacheView", "NodeView", "PrefixExplanation"),
@@ -133,7 +135,7 @@ __all__ = [
     "CheckpointError", "CompileError", "Completion", "ConfigError", "ContentDelta", "Conversation", "DeviceMesh",
     "Embeddings", "EngineConfig", "Explanation", "FinishReason", "Fleet", "FleetOpening", "FleetStats", "Handle",
     "InvalidRequest", "LogitsContext", "LogitsProcessor", "MeshReport", "MissingExtra", "NoTokenLeft", "NodeView",
-    "NotParsed", "NotPicklable", "OpenOptions", "Opening", "OutOfMemory", "OutOfPages", "Placed",
+    "NotParsed", "NotPicklable", "OpenOptions", "Opening", "OutOfMemory", "OutOfPages", "Phase", "PhaseKind", "Placed",
     "PrefixExplanation", "ProcessLost", "ProcessRefused", "ProgramReport", "PromptLike", "PromptTooLong",
     "QueueFull", "ReasoningDelta", "RekindleError", "ReplicaLost", "ReplicaStats", "Reply", "ReplyEvent",
     "RequestAborted", "RequestFailed", "RequestQuarantined", "Rollout", "RolloutBatch", "RolloutSupport",

@@ -23,6 +23,7 @@ import jax
 
 from rekindle import tiny
 from rekindle._src.core import shared_cache
+from rekindle._src.core.activity import NO_WAIT, ProgramWait
 from rekindle._src.core.config import EngineConfig, cache_folder
 from rekindle._src.core.dtypes import DType
 from rekindle._src.core.memory import give_back, given_back
@@ -149,7 +150,7 @@ def _build(request: OpenRequest, undo: contextlib.ExitStack) -> Front:
         prefer_ready=parts.prefer_ready,
         recorder=others,
     )
-    scheduler, cache = make_scheduling(config, loaded, programs, tiers, state_tiers)
+    scheduler, cache = make_scheduling(config, loaded, programs, tiers, state_tiers, runner.program_wait)
 
     # Restored pages, read while the vocabulary is, and the programs that their first request needs.
     if tiers is not None and config.restore is not None:
@@ -541,6 +542,7 @@ def make_scheduling(
     programs: Programs,
     tiers: Tiers | None,
     state_tiers: Tiers | None = None,
+    program_wait: ProgramWait = NO_WAIT,
 ) -> Scheduling:
     """Make the scheduler with its page pool and prefix cache, or one of each for every data shard.
 
@@ -569,6 +571,7 @@ def make_scheduling(
             seed=config.seed,
             adapters=AdapterSlots(*adapter_room(programs)),
             states=states,
+            program_wait=program_wait,
         )
         return Scheduling(scheduler, cache)
     arrivals, schedulers = itertools.count(), list[ShardScheduler]()
@@ -584,6 +587,7 @@ def make_scheduling(
                 seed=config.seed,
                 first_slot=first,
                 arrivals=arrivals,
+                program_wait=program_wait,
             )
         )
     data_scheduler = DataScheduler(schedulers)

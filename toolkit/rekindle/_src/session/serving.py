@@ -99,14 +99,28 @@ class Serving:
 
     def _explained(self, request: Any, look: Callable[[str], T | None]) -> T:
         """Return what `look` finds about a request (a handle, completion or id), on the loop where it runs."""
-        request_id = request if isinstance(request, str) else getattr(request, "request_ids", (request.id,))[0]
+        request_id = request if isinstance(request, str) else getattr(request, "id", None)
+        request_id = getattr(request, "request_ids", (request_id,))[0]
+        if not isinstance(request_id, str):
+            raise InvalidRequest(
+                "request",
+                request,
+                "is not a handle, a completion or an id",
+                "Pass one of these; of several, explain(batch.handles[0]) or explain(completions[0])",
+            )
         self._host.check()
         explanation = self._host.ask(lambda: look(request_id))
+        if explanation is None:
+            explanation = self._explained_without(request)
         if explanation is None:
             raise InvalidRequest(
                 "request", request_id, "is not known: not submitted yet, or over for long", "Ask while it is recent"
             )
         return explanation
+
+    def _explained_without(self, request: Any) -> Any:
+        """Return what a handle or completion says about a request of itself; None if that is nothing."""
+        return None
 
     async def aclose(self, *, drain: float = 0.0) -> None:
         """Close it: requests may go on for `drain` seconds, then they end with `SessionClosed`."""

@@ -16,7 +16,7 @@ from rekindle._src.core import html
 from rekindle._src.core.config import EngineConfig
 from rekindle._src.core.contracts import DetokenizerLike, RunnerLike, SchedulerLike, TokenizerLike
 from rekindle._src.core.mesh_shape import describe_share
-from rekindle._src.core.records import Completion, PageMove
+from rekindle._src.core.records import Completion, PageMove, Status
 from rekindle._src.core.sampling import Sampling
 from rekindle._src.dispatch.backend import Front, StepOnce, Stepped
 from rekindle._src.dispatch.engine import Engine
@@ -422,6 +422,22 @@ class Session(
         """Live views for a notebook: `session.view.stream(prompt)`, `session.view.chat()`, `session.view.tree()`."""
         return Views(self._client, self)
 
+    def _explained_without(self, request: Any) -> Explanation | None:
+        from rekindle._src.scheduling.sequence import beginning
+        from rekindle._src.scheduling.timeline import Phase, PhaseKind, phases_of
+
+        if isinstance(request, Completion):
+            text = "has finished, and is over for long: these are its sums"
+            length, phases = request.usage.prompt_tokens, phases_of(request.timings, request.usage)
+            return beginning(request.id, Status.FINISHED, text, length, phases)
+        if not isinstance(request, Handle) or (request._began is None and not request.done):
+            return None
+        phases = ()
+        if request._began is not None and not request.done:
+            phases = (Phase(PhaseKind.INTAKE, 0.0, time.perf_counter() - request._began),)
+        text = "is being taken in" if request.error is None else f"ended before it was queued: {request.error}"
+        return beginning(request.id, request.status, text, len(request.prompt_token_ids), phases)
+
     def programs(self) -> ProgramReport:
         """Return the compiled programs that are ready, and where each came from."""
         from rekindle._src.session.stats import ProgramReport
@@ -430,7 +446,11 @@ class Session(
         return ProgramReport.of(self._engine.runner)
 
     def explain(self, request: Handle[Any] | Completion | str) -> Explanation:
-        """Explain why a request (handle, completion or id) waits, was preempted, or hit or missed the cache."""
+        """Explain a request (handle, completion or id): print it for its timeline, with seconds and reasons.
+
+        Its text says why it waits, was preempted, or hit or missed the cache; its `timeline` has the phases. It can
+        run, or have ended in any way. Of requests that are over for long, a completion has the sums alone.
+        """
         explanation: Explanation = self._explained(request, self._engine.explain)
         mesh = self._engine.resources.mesh
         if mesh is None:
