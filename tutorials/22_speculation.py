@@ -162,7 +162,7 @@ if smollm2:
         async with rekindle.open(smollm2, prompt_lookup=drafts, **real_options) as larger:
             for what, content in asked.items():
                 before = larger.stats().steps
-                answer = await larger.chat([{"role": "user", "content": content}], max_tokens=64)
+                answer = await larger.chat([{"role": "user", "content": content}], temperature=0, max_tokens=64)
                 taken[what, name], said[what, name] = larger.stats().steps - before, answer.text
     for what in asked:
         print(

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from helpers.fakes import EchoModel
 from helpers.sessions import CONFIG, byte_tokenizer, parts
 from rekindle import Session, tiny
 from rekindle._src.cli import chat
@@ -122,3 +123,15 @@ def test_an_answer_that_fills_the_context_says_so(
     assert main(["chat", "--max-tokens", "1000"]) == 0
     assert "the context is full, so the answer ends here" in capsys.readouterr().err
     assert users(made[0]) == []
+
+
+def test_an_answer_that_repeats_itself_is_named_with_what_helps(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scheduler, runner = parts(model=EchoModel(surprises=0.0))
+    made = Session(scheduler, runner, byte_tokenizer(), CONFIG, chat=ChatTemplate.load(tiny.folder()))
+    monkeypatch.setattr(chat, "open_sync", lambda model, **options: made)
+    said(monkeypatch, "again and again and again and again and ")
+    assert main(["chat", "--max-tokens", "200"]) == 0
+    told = " ".join(capsys.readouterr().err.split())
+    assert "the answer repeats itself: the same " in told and "Start with --temperature 0.8" in told

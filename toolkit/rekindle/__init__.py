@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from rekindle import errors, models, ray, serve, tiny
     from rekindle._src.core.mesh_shape import DeviceMesh, MeshReport
     from rekindle._src.core.records import Completion, FinishReason, Status, TextDelta, Timings, TokenLogprobs, Usage
+    from rekindle._src.core.repetition import Repetition
     from rekindle._src.core.reply import (
         ContentDelta,
         ReasoningDelta,
@@ -94,6 +95,7 @@ _LAZY = {
     for module, names in {
         "core.mesh_shape": ("DeviceMesh", "MeshReport"),
         "core.records": ("Completion", "FinishReason", "Status", "TextDelta", "Timings", "TokenLogprobs", "Usage"),
+        "core.repetition": ("Repetition",),
         "core.reply": (
             "ContentDelta", "ReasoningDelta", "Reply", "ReplyEvent", "ToolCall", "ToolCallArguments",
             "ToolCallDropped", "ToolCallStarted",
@@ -137,7 +139,7 @@ __all__ = [
     "InvalidRequest", "LogitsContext", "LogitsProcessor", "MeshReport", "MissingExtra", "NoTokenLeft", "NodeView",
     "NotParsed", "NotPicklable", "OpenOptions", "Opening", "OutOfMemory", "OutOfPages", "Phase", "PhaseKind", "Placed",
     "PrefixExplanation", "ProcessLost", "ProcessRefused", "ProgramReport", "PromptLike", "PromptTooLong",
-    "QueueFull", "ReasoningDelta", "RekindleError", "ReplicaLost", "ReplicaStats", "Reply", "ReplyEvent",
+    "QueueFull", "ReasoningDelta", "RekindleError", "Repetition", "ReplicaLost", "ReplicaStats", "Reply", "ReplyEvent",
     "RequestAborted", "RequestFailed", "RequestQuarantined", "Rollout", "RolloutBatch", "RolloutSupport",
     "RowAnswer", "RowAnswers", "RowMap", "RowReport", "Sampling", "SamplingOptions", "SaveReport", "Score",
     "Scores", "Scoring", "Server", "Session", "SessionClosed", "SessionForked", "SessionStats", "SharedPages",

@@ -32,6 +32,8 @@ from rekindle_kernels import private_files
 
 COMMAND = re.compile(r"/([a-z]+|\?)(?:\s+(.*))?", re.DOTALL | re.IGNORECASE)  # a path such as /etc/hosts is no command
 
+DRAW = "Start with --temperature 0.8: greedy answers of small models do that"
+PENALISE = "Start with --repetition-penalty 1.1 if that happens often; /undo takes the turn back"
 AGAIN = 3.0  # seconds within which a second Ctrl-C leaves
 
 
@@ -116,6 +118,8 @@ class Chat:
                 self.note(f"cut at {completion.usage.completion_tokens:,} tokens; /continue goes on")
             elif completion.finish_reason is FinishReason.CONTEXT:
                 self._make_room("the context is full, so the answer ends here")
+            if (found := completion.repetition) is not None:
+                self.note(f"the answer {found}. {DRAW if completion.sampling.greedy else PENALISE}")
             return
 
     def _make_room(self, problem: str) -> bool:

@@ -276,7 +276,8 @@ class Sampling(html.Record):
     """How one request chooses its tokens. Greedy by default; `None` for an option means its default.
 
     A request without a `Sampling` begins with the options of the checkpoint's generation_config.json, if that
-    asks for sampling; `open(..., generation_config="greedy")` turns this off.
+    asks for sampling. A chat whose checkpoint says nothing is drawn: temperature 0.8, top_k 40, top_p 0.95, min_p 0.05.
+    `open(..., generation_config="greedy")` turns both off.
 
     The logits of a position pass, in this order: processors, `logit_bias`, repetition, presence and frequency
     penalties, the `min_tokens` mask, the mask of `allowed_token_ids`, `bad_words` and a schema or grammar,

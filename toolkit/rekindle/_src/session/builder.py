@@ -29,7 +29,6 @@ from rekindle._src.core.dtypes import DType
 from rekindle._src.core.memory import give_back, given_back
 from rekindle._src.core.mesh_shape import MeshReport, checked_mesh
 from rekindle._src.core.records import units_for
-from rekindle._src.core.sampling import Sampling
 from rekindle._src.core.tapped import TapFacts, check_named
 from rekindle._src.dispatch.backend import Front
 from rekindle._src.dispatch.engine import Engine, Resources
@@ -71,7 +70,7 @@ from rekindle._src.session.weights import Weights, page_identity, state_identity
 from rekindle._src.structured.grammar import Grammars
 from rekindle._src.text.chat import ChatTemplate
 from rekindle._src.text.detokenizer import real_detokenizer
-from rekindle._src.text.generation_config import checkpoint_sampling
+from rekindle._src.text.generation_config import Defaults, defaults_of
 from rekindle._src.text.generation_config import describe as in_words
 from rekindle._src.text.tokenizer import Tokenizer
 from rekindle.errors import ConfigError, OutOfMemory, RekindleError
@@ -195,7 +194,7 @@ def _build(request: OpenRequest, undo: contextlib.ExitStack) -> Front:
             programs.flush()
         return bool(missing)
 
-    sampling, embedder = _sampling(folder, config, request.model), embedder_of(folder, model)
+    defaults, embedder = _defaults(folder, config, request.model), embedder_of(folder, model)
     chat = ChatTemplate.load(folder) if folder is not None else None
     if folder is not None and is_file(folder):
         from rekindle._src.models.loading.gguf.header import forget_headers  # other formats don't need it
@@ -222,7 +221,8 @@ def _build(request: OpenRequest, undo: contextlib.ExitStack) -> Front:
         detokenizer=real_detokenizer(tokenizer),
         config=config,
         program_wait=runner.program_wait,
-        sampling=sampling,
+        sampling=defaults.sampling,
+        chat_sampling=defaults.chat,
         longest=model.max_position_embeddings,
         vocab_size=model.vocab_size,
         embedder=embedder,
@@ -685,18 +685,18 @@ def _tokenizer(described: LoadedModel | Described) -> Future[Tokenizer]:
     return tokenizer
 
 
-def _sampling(folder: Path | None, config: EngineConfig, model: object) -> Sampling | None:
-    """Return the checkpoint's sampling defaults, and log them; None if it has none or they are turned off."""
-    if folder is None or config.generation_config == "greedy":
-        return None
-    sampling = checkpoint_sampling(folder)
-    if sampling is not None:
+def _defaults(folder: Path | None, config: EngineConfig, model: object) -> Defaults:
+    """Return the sampling of requests without options of their own; log what the checkpoint asks for."""
+    if config.generation_config == "greedy":
+        return Defaults()
+    defaults = defaults_of(folder)
+    if (sampling := defaults.sampling) is not None:
         log.info(
             'requests to %s are sampled as it asks: %s. generation_config="greedy" turns it off',
             model,
             in_words(sampling),
         )
-    return sampling
+    return defaults
 
 
 def _mesh(loaded: LoadedModel, config: EngineConfig) -> MeshReport | None:

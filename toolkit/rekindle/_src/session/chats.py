@@ -118,6 +118,10 @@ class ChatRequests:
         A message is a dict such as {"role": "user", "content": "Hello"}. The reply has `content`, the `reasoning`
         before it, and `tool_calls`; `reply.message` is the next message of the conversation.
 
+        Without a `Sampling`, answers are drawn as `session.chat_sampling` says: as the checkpoint asks, or at a
+        temperature of 0.8. With temperature=0 they are greedy, and small models may repeat themselves
+        (`reply.repetition`). `reply.seed` repeats an answer.
+
         `tools` are the functions that the model may call: it is shown their name, docstring and type hints. They can be
         JSON schemas as dicts, too. `tool_choice` is "auto", "none", "required", or a tool's name: with these two the
         model has to call one, by a grammar (extra `structured`), and with `parallel_tool_calls=False` it may call only
@@ -139,7 +143,7 @@ class ChatRequests:
         choice = resolve_choice(tool_choice, tools_, parallel=parallel_tool_calls)
         if sampling is None and options.get("max_tokens") is None:
             options["max_tokens"] = ANSWER_TOKENS  # an answer should end by itself
-        sampling_ = sampling_of(self._front, sampling, options)
+        sampling_ = sampling_of(self._front, sampling, options, chat=True)
 
         def ask(messages: Messages, *, free: bool = False) -> Handle[Any]:
             prompt = chat_prompt(

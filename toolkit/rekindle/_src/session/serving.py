@@ -41,6 +41,14 @@ class Serving:
         return self._front.sampling or Sampling()
 
     @property
+    def chat_sampling(self) -> Sampling:
+        """The options of a chat without options of its own: those of generation_config.json, or drawn at 0.8.
+
+        They are greedy if the checkpoint turns sampling off, or with generation_config="greedy".
+        """
+        return self._front.chat_sampling or Sampling()
+
+    @property
     def closed(self) -> bool:
         """True once it was closed; it takes no requests then."""
         return self._host.closing

@@ -606,6 +606,7 @@ class Session(
                     ""
                     if self._front.sampling is None
                     else f"samples with {describe(self._front.sampling)}, by the checkpoint",
+                    f"chats with {describe(self.chat_sampling)}" if self.chat_sampling != self.sampling else "",
                 ),
                 *([] if self.closed else self.stats().shown()),
                 title=f"rekindle session: {self.model or 'over given parts'}",
