@@ -135,3 +135,14 @@ def test_an_answer_that_repeats_itself_is_named_with_what_helps(
     assert main(["chat", "--max-tokens", "200"]) == 0
     told = " ".join(capsys.readouterr().err.split())
     assert "the answer repeats itself: the same " in told and "Start with --temperature 0.8" in told
+
+
+def test_the_formats_of_the_weights_are_named_and_not_the_dtype_alone(
+    session: Session, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file of four bits was "bfloat16"."""
+    monkeypatch.setattr(Session, "weights", "4 bits 66 MB, float32 1 MB (in the groups of the checkpoint)")
+    said(monkeypatch, "/stats")
+    assert main(["chat"]) == 0
+    told = capsys.readouterr().err
+    assert told.count("4 bits 66 MB, float32 1 MB") == 2 and "groups" not in told and "float32 ·" not in told

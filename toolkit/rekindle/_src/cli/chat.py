@@ -64,8 +64,7 @@ class Chat:
     def run(self) -> None:
         """Read and answer until the user leaves."""
         config = self.session.config
-        weights = config.quantize or config.dtype
-        self.note(f"{self.session.model} · {weights} · {config.max_model_len:,} tokens of context")
+        self.note(f"{self.session.model} · {short(self.session.weights)} · {config.max_model_len:,} tokens of context")
         self.note("/help lists commands · Ctrl-D leaves" + self.reader.hint)
         for text in self._messages():
             command = COMMAND.fullmatch(text)
@@ -185,7 +184,7 @@ class Chat:
 
     def _figures(self) -> Iterator[tuple[str, str]]:
         figures = self.session.stats().as_dict()
-        yield "model", f"{self.session.model}, {self.session.config.dtype}"
+        yield "model", f"{self.session.model}, {short(self.session.weights)}"
         limit = self.session.config.max_model_len
         if self.last is None:
             yield "conversation", f"{html.count(self.turns, 'turn')}, room for {limit:,} tokens"
@@ -379,6 +378,11 @@ class Writer:
         self._column += width
         self._word = "" if character == " " or width == 2 else self._word + character
         return prefix + character
+
+
+def short(weights: str) -> str:
+    """Return the formats of weights without the reasons for them."""
+    return weights.partition(" (")[0]
 
 
 def _visible(character: str) -> str:

@@ -418,6 +418,11 @@ class Session(
         return dashboard(self._client, self)
 
     @property
+    def weights(self) -> str:
+        """The formats of its weights and the memory of each, in words: "4 bits 66 MB, float32 1 MB"."""
+        return self._engine.resources.weights or f"{self.config.dtype} weights"
+
+    @property
     def view(self) -> Views:
         """Live views for a notebook: `session.view.stream(prompt)`, `session.view.chat()`, `session.view.tree()`."""
         return Views(self._client, self)
@@ -597,7 +602,7 @@ class Session(
             html.block(
                 html.line(
                     "closed" if self.closed else "open",
-                    f"weights: {resources.weights}" if resources.weights else f"{config.dtype} weights",
+                    f"weights: {self.weights}" if resources.weights else self.weights,
                     html.with_hint(f"up to {config.max_requests} requests at once", html.SLOTS),
                     f"{config.max_tokens_per_step} tokens a step",
                     f"{config.max_model_len} positions",
