@@ -301,7 +301,8 @@ class Sampling(html.Record):
         stop (()): strings that end the text, which they are not part of; one, or several.
         stop_token_ids (()): token ids that end it; at most 16.
         include_stop (False): leave the stop string, or the stop token's text, at the end of the text.
-        ignore_eos (False): go on after the model's own end of sequence.
+        ignore_eos (False): go on after the model's own end of sequence was chosen, up to max_tokens; what follows is
+            often no text any more. With `min_tokens` no end is chosen before that, and the text goes on.
         logprobs (None): log-probabilities of the output, with the k most likely tokens; True means 1. For more than 20,
             up to the vocabulary, programs are compiled as needed.
         prompt_logprobs (None): the same for the prompt's tokens; at most 20.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import os
 import time
 import weakref
@@ -234,6 +235,24 @@ class Profiling:
 NAMES = ("stream", "chat", "tree", "lens", "attention", "steps", "distribution", "prefixes")
 
 
+_SHOWN = {
+    "cache": "session.view.tree() shows the prefix cache, and session.cache has its figures",
+    "pages": "session.watch() shows the pages, and session.view.tree() what they hold",
+    "dashboard": "session.watch() is the dashboard",
+    "watch": "session.watch() is the dashboard",
+    "stats": "session.watch() shows the figures live, and session.stats() now",
+    "conversation": "session.view.chat() is one",
+    "generate": "session.view.stream(prompt) shows a text while it is made",
+    "prompt": "session.view.stream(prompt) shows a text while it is made",
+}
+
+
+def _view_named(name: str) -> str:
+    """Return what a name is called that is no view."""
+    close = difflib.get_close_matches(name, NAMES, n=1)
+    return _SHOWN.get(name) or (f"Did you mean {close[0]}?" if close else f"There are: {', '.join(NAMES)}")
+
+
 class Views:
     """`session.view`: widgets for a notebook that show the session at work."""
 
@@ -249,6 +268,11 @@ class Views:
     def _repr_html_(self) -> str:
         rows = [(f"session.view.{name}", getattr(type(self), name).__doc__.partition("\n")[0]) for name in NAMES]
         return str(html.table(["view", "shows"], rows))
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(f"session.view has no view {name!r}. {_view_named(name)}", name=name, obj=self)
 
     def stream(self, prompt: PromptLike, **options: Any) -> StreamView:
         """A request's text while it is made, with a button that stops it."""
