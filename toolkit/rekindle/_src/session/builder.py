@@ -200,6 +200,9 @@ def _build(request: OpenRequest, undo: contextlib.ExitStack) -> Front:
         from rekindle._src.models.loading.gguf.header import forget_headers  # other formats don't need it
 
         forget_headers()
+    expect_chat = _chat_expected(warming, chat, tokenizer, drawn=defaults.chat is not None)
+    if precompiles(config.precompile) == "background":
+        expect_chat()
     resources = Resources(
         weights=_weights_held(loaded, config),
         mesh=_mesh(loaded, config),
@@ -221,6 +224,7 @@ def _build(request: OpenRequest, undo: contextlib.ExitStack) -> Front:
         detokenizer=real_detokenizer(tokenizer),
         config=config,
         program_wait=runner.program_wait,
+        expect_chat=expect_chat,
         sampling=defaults.sampling,
         chat_sampling=defaults.chat,
         longest=model.max_position_embeddings,
@@ -235,6 +239,23 @@ def _build(request: OpenRequest, undo: contextlib.ExitStack) -> Front:
         adapters=shelf,
         characters_per_token=(lambda: tokenizer.characters_per_token) if tokenizer.has_text else None,
     )
+
+
+QUESTION = "What is the difference between a crocodile and an alligator?"  # as long as most first messages
+
+
+def _chat_expected(
+    warming: Warming, chat: ChatTemplate | None, tokenizer: Tokenizer, *, drawn: bool
+) -> Callable[[], None]:
+    """Return a function that makes the programs of a first message ahead; it does nothing for a model without chats."""
+    if chat is None or not tokenizer.has_text:
+        return lambda: None
+
+    def tokens() -> int:
+        text = chat.prepare([{"role": "user", "content": QUESTION}])()
+        return len(tokenizer.encode(text, add_special_tokens=False))
+
+    return lambda: warming.expect(tokens, drawn=drawn)
 
 
 def _shortage(request: OpenRequest, error: BaseException) -> str:
