@@ -16,12 +16,13 @@ import textwrap
 import time
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from rekindle._src.cli.usage import engine_options, sampling_options
 from rekindle._src.core import html
-from rekindle._src.core.activity import terminal_columns
+from rekindle._src.core.activity import nothing_drawn, terminal_columns
 from rekindle._src.core.config import cache_folder
 from rekindle._src.core.records import Completion, FinishReason
 from rekindle._src.session.conversation import Conversation, Turn
@@ -39,10 +40,12 @@ AGAIN = 3.0  # seconds within which a second Ctrl-C leaves
 
 def run(arguments: argparse.Namespace) -> int:
     options = sampling_options(arguments)
-    with open_sync(arguments.model, **engine_options(arguments)) as session:
-        session.render([{"role": "user", "content": "Hello"}])  # refuses a model that can't chat before a word is typed
-        names = [f"/{name}" for name in COMMANDS]
-        reader = lines(cache_folder(arguments.cache_dir), names)
+    names = [f"/{name}" for name in COMMANDS]
+    reader = lines(cache_folder(arguments.cache_dir), names)
+    with contextlib.ExitStack() as stack:
+        with reader.waiting():
+            session = stack.enter_context(open_sync(arguments.model, **engine_options(arguments)))
+            session.render("Hello")  # refuses a model that can't chat before a word is typed
         Chat(session, reader, Writer(), arguments.system, options).run()
     return 0
 
@@ -92,12 +95,14 @@ class Chat:
         while True:
             turn = turn_of()
             try:
-                for delta in turn.stream_sync():
-                    self.writer.write(delta.text)
+                with self.reader.waiting():
+                    for delta in turn.stream_sync():
+                        self.writer.write(delta.text)
             except KeyboardInterrupt:
                 turn.cancel()
                 self.writer.end()
-                self.note("stopped; /continue goes on")
+                compiling = self.session._front.program_wait.describe()  # which can't be stopped
+                self.note("stopped; /continue goes on" + (f" (still {compiling})" if compiling else ""))
                 return
             except PromptTooLong as error:
                 self.writer.end(empty=True)
@@ -231,6 +236,9 @@ class Lines(Protocol):
 
     def read(self, prompt: str) -> str | None: ...
     def ask(self, question: str) -> str | None: ...
+    def waiting(self) -> AbstractContextManager[None]:
+        """Return a block in which nothing is read. What is typed meanwhile is kept for the next message."""
+        ...
 
 
 def lines(cache: Path, commands: Sequence[str]) -> Lines:
@@ -254,6 +262,9 @@ class PlainLines:
             return None
 
     ask = read
+
+    def waiting(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
 
 class EditedLines:
@@ -299,7 +310,8 @@ class EditedLines:
         left = -AGAIN
         while True:
             try:
-                return self._session.prompt(prompt)
+                with nothing_drawn():
+                    return self._session.prompt(prompt)
             except EOFError:
                 return None
             except KeyboardInterrupt:
@@ -310,9 +322,31 @@ class EditedLines:
 
     def ask(self, question: str) -> str | None:
         try:
-            return self._question.prompt(question)
+            with nothing_drawn():
+                return self._question.prompt(question)
         except (EOFError, KeyboardInterrupt):
             return None
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Keep what is typed meanwhile off the screen, where answers and spinners are drawn, and through Ctrl-C.
+
+        The terminal hands it to the next prompt, which shows it.
+        """
+        try:
+            import termios
+        except ImportError:  # Windows
+            yield
+            return
+        file = sys.stdin.fileno()
+        before = termios.tcgetattr(file)
+        quiet = termios.tcgetattr(file)
+        quiet[3] = quiet[3] & ~termios.ECHO | termios.NOFLSH
+        termios.tcsetattr(file, termios.TCSANOW, quiet)
+        try:
+            yield
+        finally:
+            termios.tcsetattr(file, termios.TCSANOW, before)
 
 
 def _history(folder: Path) -> Any:

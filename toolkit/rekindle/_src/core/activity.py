@@ -43,6 +43,22 @@ class State(NamedTuple):
 Look = Callable[[], State | None]
 _shown: list[Activity] = []  # the first one draws: a wait inside another shows nothing
 _lock = threading.RLock()
+_typing = 0  # lines that are being typed at the terminal
+
+
+@contextmanager
+def nothing_drawn() -> Iterator[None]:
+    """Draw no activity inside this block, in which a line is typed at the terminal; they are drawn again afterwards."""
+    global _typing
+    with _lock:
+        _typing += 1
+        for activity in _shown:
+            activity.hide()
+    try:
+        yield
+    finally:
+        with _lock:
+            _typing -= 1
 
 
 class Activity:
@@ -102,10 +118,15 @@ class Activity:
             self._thread.join(1.0)
             self._thread = None
 
+    def hide(self) -> None:
+        """Remove the picture until the next one is drawn."""
+        if self._screen is not None:
+            self._screen.clear()
+
     def draw(self) -> None:
         """Show the present state, if its time has come."""
         with _lock:
-            if self._ended.is_set() or self._screen is None or _shown[0] is not self:
+            if self._ended.is_set() or self._screen is None or _shown[0] is not self or _typing:
                 return
             seconds = time.monotonic() - self._began
             if seconds >= self._patience:
